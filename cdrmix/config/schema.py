@@ -1,0 +1,296 @@
+"""The schema of a run: every key a YAML may hold, its type, its range and its default.
+
+Sections are frozen and refuse unknown keys. What concerns one key is said by its type; what
+concerns several is checked in `Config.conflicts`, which returns all problems at once.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Size = Literal["1b", "4b", "40b", "200b"]
+
+
+class Section(BaseModel):
+    """A part of the configuration: frozen, strict about types, closed to unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Run(Section):
+    """Where the run lives and what makes it repeatable."""
+
+    name: str = "run"
+    seed: NonNegativeInt = 1
+    root: str = "experiments"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: NonNegativeInt = 0  # CPU threads a process; 0: all cores divided by the processes
+
+
+class Attention(Section):
+    """Softmax attention blocks. heads and kv_heads give grouped-query attention."""
+
+    heads: PositiveInt
+    kv_heads: PositiveInt
+    rope: bool = True
+    rope_theta: PositiveFloat = 10000.0
+    qk_norm: bool = False
+
+
+class Rwkv(Section):
+    """RWKV-7 time-mix blocks: heads of `head_size`, low-rank maps of the given ranks."""
+
+    head_size: Literal[16, 32, 64, 128] = 64
+    decay_rank: PositiveInt
+    iclr_rank: PositiveInt  # in-context learning rate, `a` in the paper
+    value_rank: PositiveInt
+    gate_rank: PositiveInt
+    chunk: Literal[8, 16, 32, 64] = 16  # tokens of one chunk of the scan
+
+
+class FeedForward(Section):
+    """The second half of a block: a mixture of experts, or RWKV-7's dense channel-mix."""
+
+    kind: Literal["moe", "channel_mix"] = "moe"
+    hidden: PositiveInt  # of one expert
+    experts: PositiveInt = 8
+    top_k: PositiveInt = 2
+    activation: Literal["relu2", "swiglu"] = "relu2"
+    capacity_factor: PositiveFloat = 1.25  # of the counterfactual overflow metric; nothing is dropped
+    load_balance_weight: NonNegativeFloat = 0.01
+    z_loss_weight: NonNegativeFloat = 0.001
+
+
+class Model(Section):
+    """A stack of blocks: a mixer (attention or RWKV-7), then a feed-forward."""
+
+    family: Literal["cdrmix"] = "cdrmix"
+    size: Size | None = None
+    vocab_size: PositiveInt = 50272
+    d_model: PositiveInt
+    layers: PositiveInt
+    schedule: Literal["interleave-x", "top-of-x"] = "interleave-x"
+    attention_fraction: Fraction = 0.25
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm_eps: PositiveFloat = 1e-5
+    embedding_norm: bool = True  # RWKV's ln0: a norm between embedding and first block
+    tie_embeddings: bool = True
+    init_std_scale: PositiveFloat = 1.0
+    attention: Attention
+    rwkv: Rwkv
+    feed_forward: FeedForward
+
+
+class StdlibSource(Section):
+    """The Python standard library installed on this machine: real text without a network."""
+
+    kind: Literal["stdlib"]
+
+
+class JsonlSource(Section):
+    """JSON lines, plain or compressed (.jsonl, .jsonl.gz, .jsonl.zst)."""
+
+    kind: Literal["jsonl"]
+    paths: Annotated[list[str], Field(min_length=1)]  # files, folders or globs
+    text_field: str = "text"
+
+
+class ParquetSource(Section):
+    """Parquet files with a text column."""
+
+    kind: Literal["parquet"]
+    paths: Annotated[list[str], Field(min_length=1)]
+    text_field: str = "text"
+
+
+class CsvSource(Section):
+    """CSV files with a header line and a text column."""
+
+    kind: Literal["csv"]
+    paths: Annotated[list[str], Field(min_length=1)]
+    text_field: str = "text"
+
+
+class TextSource(Section):
+    """Plain UTF-8 files, each one document."""
+
+    kind: Literal["text"]
+    paths: Annotated[list[str], Field(min_length=1)]
+
+
+class HuggingFaceSource(Section):
+    """A Hugging Face dataset by name, streamed in its own order."""
+
+    kind: Literal["huggingface"]
+    name: str
+    config_name: str | None = None
+    split: str = "train"
+    text_field: str = "text"
+
+
+Source = Annotated[
+    StdlibSource | JsonlSource | ParquetSource | CsvSource | TextSource | HuggingFaceSource,
+    Field(discriminator="kind"),
+]
+
+
+class Tokenizer(Section):
+    """Byte-level BPE: trained on the corpus at `model.vocab_size`, or loaded from a tokenizer.json."""
+
+    path: str | None = None
+    end_of_text: str = "<|endoftext|>"
+    train_bytes: PositiveInt = 100_000_000  # at most this much of the corpus is read to train it
+
+
+class Data(Section):
+    """Text to rows of `row_length` tokens."""
+
+    source: Source = Field(default_factory=lambda: StdlibSource(kind="stdlib"))
+    tokenizer: Tokenizer = Field(default_factory=Tokenizer)
+    row_length: PositiveInt = 2048
+    valid_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05  # of documents, chosen by hash
+    cache: str = "data_cache"  # prepared shards, one folder per content key
+    shard_tokens: PositiveInt = 100_000_000  # tokens of one shard file
+    max_documents: PositiveInt | None = None
+    max_bad_records: NonNegativeInt = 100  # malformed records skipped before the preparation gives up
+
+
+class Train(Section):
+    """Stage A: next-token training."""
+
+    steps: PositiveInt
+    batch_rows: PositiveInt  # rows of one optimizer step, over all processes
+    micro_batch_rows: PositiveInt  # rows of one forward pass of one process
+    learning_rate: PositiveFloat
+    final_learning_rate_ratio: Fraction = 0.1  # the cosine ends at this share of the peak
+    warmup_steps: NonNegativeInt = 0
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    epsilon: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.1
+    gradient_clip: PositiveFloat = 1.0
+    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    activation_checkpointing: bool = False
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    log_every: PositiveInt = 10
+    evaluate_every: PositiveInt = 500
+    evaluate_rows: PositiveInt = 64  # of the periodic validation; the final one reads all
+    checkpoint_every: PositiveInt = 1000
+    keep_last: PositiveInt = 2  # periodic checkpoints kept, besides the best
+
+
+class Logging(Section):
+    """Trackers beside the run folder; each needs its optional package."""
+
+    tensorboard: bool = False
+    wandb: bool = False
+    mlflow: bool = False
+
+
+class PlasticLora(Section):
+    """Fast-weight adapters of stage B."""
+
+    rank: PositiveInt
+    alpha: PositiveFloat
+    decay: Fraction
+    clamp: PositiveFloat = 2.0
+
+
+class Controller(Section):
+    """Accepts or rolls back what the plastic adapters propose."""
+
+    step_budget: PositiveInt
+    max_branches: PositiveInt
+    accept_threshold: float = 0.0
+
+
+class Memory(Section):
+    """Working and episodic memory of stage B."""
+
+    dim: PositiveInt
+    summary_stride: PositiveInt = 8
+    top_k: PositiveInt
+    max_tokens: PositiveInt
+
+
+class Rl(Section):
+    """Reinforcement learning of the memory agent (GRPO)."""
+
+    horizon: PositiveInt
+    group_size: Annotated[int, Field(ge=2)] = 8
+    clip_low: PositiveFloat = 0.2
+    clip_high: PositiveFloat = 0.28
+    latency_weight: NonNegativeFloat
+    stability_weight: NonNegativeFloat
+
+
+class Reasoning(Section):
+    """Stage B; its presence makes a configuration a reasoning one."""
+
+    plastic_lora: PlasticLora
+    controller: Controller
+    memory: Memory
+    rl: Rl
+
+
+class Config(Section):
+    """One run. `kind` is read off the structure: a `reasoning` section makes a reasoning run."""
+
+    run: Run = Field(default_factory=Run)
+    model: Model
+    data: Data = Field(default_factory=Data)
+    train: Train
+    logging: Logging = Field(default_factory=Logging)
+    reasoning: Reasoning | None = None
+
+    @property
+    def kind(self) -> Literal["core", "reasoning"]:
+        return "core" if self.reasoning is None else "reasoning"
+
+    def conflicts(self) -> list[tuple[str, str]]:
+        """Every combination of keys that cannot work, as (dotted key, what is allowed)."""
+        model, train, problems = self.model, self.train, []
+        heads, kv_heads = model.attention.heads, model.attention.kv_heads
+        if model.d_model % heads:
+            problems.append(("model.attention.heads", f"must divide model.d_model={model.d_model}; found {heads}"))
+        elif model.attention.rope and model.d_model // heads % 2:
+            problems.append(("model.attention.rope", f"needs an even head width; d_model/heads is {model.d_model // heads}"))
+        if heads % kv_heads:
+            problems.append(("model.attention.kv_heads", f"must divide model.attention.heads={heads}; found {kv_heads}"))
+        if model.d_model % model.rwkv.head_size:
+            problems.append(
+                ("model.rwkv.head_size", f"must divide model.d_model={model.d_model}; found {model.rwkv.head_size}")
+            )
+        if model.feed_forward.top_k > model.feed_forward.experts:
+            problems.append(
+                (
+                    "model.feed_forward.top_k",
+                    f"must be at most model.feed_forward.experts={model.feed_forward.experts}; "
+                    f"found {model.feed_forward.top_k}",
+                )
+            )
+        if train.batch_rows % train.micro_batch_rows:
+            problems.append(
+                (
+                    "train.batch_rows",
+                    f"must be a multiple of train.micro_batch_rows={train.micro_batch_rows}; found {train.batch_rows}",
+                )
+            )
+        if train.warmup_steps >= train.steps:
+            problems.append(
+                ("train.warmup_steps", f"must be below train.steps={train.steps}; found {train.warmup_steps}")
+            )
+        if self.data.tokenizer.path is None and model.vocab_size < 257:
+            problems.append(
+                ("model.vocab_size", f"must be at least 257 (256 bytes and the end-of-text token); found {model.vocab_size}")
+            )
+        if train.precision == "fp16" and self.run.device == "cpu":
+            problems.append(("train.precision", "fp16 needs a GPU (run.device: cuda); on a CPU use bf16 or fp32"))
+        return problems
