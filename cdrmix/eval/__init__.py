@@ -1,0 +1,1 @@
+"""How good a model is: perplexity, bits per byte, routing health."""

@@ -1,0 +1,210 @@
+"""How well a model predicts held-out text: perplexity and bits per byte, beside what needs no model.
+
+Bits per byte = (sum of the nats of all predicted tokens) / ln 2 / (bytes of the text these tokens spell),
+so it can be held against a compressor whatever the tokenizer. The unigram figure is the entropy of
+the held-out tokens' own distribution: no distribution that ignores the context does better on this text.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import zstandard
+from torch import Tensor, nn
+
+
+class Scored(Protocol):
+    """The part of a batch that scoring reads; shapes as in the loader's Batch."""
+
+    @property
+    def ids_BT(self) -> Tensor: ...
+    @property
+    def targets_BT(self) -> Tensor: ...
+    @property
+    def weights_BT(self) -> Tensor: ...
+    @property
+    def cu_seqlens_N(self) -> Tensor: ...
+
+
+class Text(Protocol):
+    """A split of a prepared corpus, as the baselines read it."""
+
+    @property
+    def text_bytes(self) -> int: ...
+    def text(self) -> Iterator[bytes]: ...
+    def token_counts(self) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class Score:
+    """A model's figures on held-out rows."""
+
+    loss_nats_per_token: float
+    perplexity: float
+    bits_per_byte: float
+    tokens: int
+    text_bytes: int
+
+
+@dataclass(frozen=True)
+class Baselines:
+    """Bits per byte of the same text without a model."""
+
+    unigram_bits_per_byte: float
+    gzip9_bits_per_byte: float
+    zstd19_bits_per_byte: float
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A model's figures on held-out text, and the baselines beside them."""
+
+    loss_nats_per_token: float
+    perplexity: float
+    bits_per_byte: float
+    tokens: int
+    text_bytes: int
+    unigram_bits_per_byte: float
+    gzip9_bits_per_byte: float
+    zstd19_bits_per_byte: float
+
+    @classmethod
+    def of(cls, score: Score, baselines: Baselines) -> HeldOut:
+        """The two put side by side."""
+        return cls(**vars(score), **vars(baselines))
+
+
+Nats = Callable[[nn.Module, Scored], Tensor]
+
+
+def loss_model_nats(model: nn.Module, batch: Scored) -> Tensor:
+    """Summed nats of a batch from a LossModel, or an engine around one: a scalar."""
+    # token_count and share scale only the training total, not the sum that is read here.
+    return model(batch.ids_BT, batch.targets_BT, batch.weights_BT, batch.cu_seqlens_N, 1.0, 1.0).next_token_sum
+
+
+def language_model_nats(model: nn.Module, batch: Scored) -> Tensor:
+    """Summed nats of a batch from a LanguageModel: a float64 scalar."""
+    hidden_BTD = model(batch.ids_BT, cu_seqlens=batch.cu_seqlens_N).hidden_BTD
+    return logits_nats(model.logits(hidden_BTD), batch)  # type: ignore[operator]
+
+
+def logits_nats(logits_BTV: Tensor, batch: Scored) -> Tensor:
+    """Summed nats of a batch's targets under float logits, weighted: a float64 scalar."""
+    nats_BT = nn.functional.cross_entropy(
+        logits_BTV.flatten(0, 1).float(), batch.targets_BT.flatten(), reduction="none"
+    ).view_as(batch.targets_BT)
+    return (nats_BT.double() * batch.weights_BT.double()).sum()
+
+
+def evaluate(model: nn.Module, batches: Iterable[Scored], text_bytes: int, *, nats: Nats = loss_model_nats) -> Score:
+    """Scores held-out batches without touching gradients or the model's training mode.
+
+    model: what `nats` calls; by default a LossModel or an engine around one.
+    batches: this process's rows; with torch.distributed initialised, every rank brings its own and
+        gets the score of them all. Ranks may bring different numbers of batches.
+    text_bytes: UTF-8 bytes spelled by the targets of all ranks' batches together.
+    Returns loss in nats per token (float64 sums), its exponential and bits per byte.
+    Raises ValueError when there is nothing to predict.
+    """
+    device = next(model.parameters()).device
+    training = model.training
+    model.eval()
+    sums = torch.zeros(2, dtype=torch.float64, device=device)  # nats, tokens
+    with torch.no_grad():
+        for batch, weight in _in_step(batches, device):
+            sums[0] += nats(model, batch).double() * weight
+            sums[1] += batch.weights_BT.double().sum() * weight
+    model.train(training)
+    if dist.is_initialized():
+        dist.all_reduce(sums)
+    nats_sum, tokens = sums.tolist()
+    if tokens == 0 or text_bytes <= 0:
+        raise ValueError(f"nothing to evaluate: {tokens:.0f} predicted tokens, {text_bytes} bytes of text")
+    loss = nats_sum / tokens
+    return Score(
+        loss_nats_per_token=loss,
+        perplexity=math.exp(loss) if loss < 700 else math.inf,
+        bits_per_byte=nats_sum / math.log(2) / text_bytes,
+        tokens=round(tokens),
+        text_bytes=text_bytes,
+    )
+
+
+@dataclass(frozen=True)
+class _OnDevice:
+    ids_BT: Tensor
+    targets_BT: Tensor
+    weights_BT: Tensor
+    cu_seqlens_N: Tensor
+
+
+def _in_step(batches: Iterable[Scored], device: torch.device) -> Iterator[tuple[Scored, float]]:
+    """The batches with weight 1, then repeats with weight 0 while another rank still has some.
+
+    Sharded weights (ZeRO-3) are gathered by all ranks together: one forward pass fewer on a rank would hang the rest.
+    """
+    many = dist.is_initialized() and dist.get_world_size() > 1
+    iterator = iter(batches)
+    last: Scored | None = None
+    while True:
+        batch = next(iterator, None)
+        if many:
+            more = torch.tensor([float(batch is not None), float(batch is None and last is None)], device=device)
+            dist.all_reduce(more, op=dist.ReduceOp.MAX)
+            if not more[0]:
+                return
+            if more[1]:
+                raise ValueError("a process has no held-out row at all: evaluate more rows, or use fewer processes")
+        elif batch is None:
+            return
+        weight = 0.0 if batch is None else 1.0
+        if batch is not None:
+            last = _OnDevice(
+                batch.ids_BT.to(device),
+                batch.targets_BT.to(device),
+                batch.weights_BT.to(device),
+                batch.cu_seqlens_N.to(device),
+            )
+        assert last is not None
+        yield last, weight
+
+
+def unigram_bits_per_byte(counts: np.ndarray, text_bytes: int) -> float:
+    """Bits per byte of tokens under their own distribution: counts int64 [vocab_size]."""
+    occurring = counts[counts > 0].astype(np.float64)
+    bits = -(occurring * np.log2(occurring / occurring.sum())).sum()
+    return float(bits) / text_bytes
+
+
+def compressed_bits_per_byte(documents: Iterable[bytes], text_bytes: int) -> tuple[float, float]:
+    """Bits per byte of `gzip -9` and `zstd -19` over the documents, one after another with nothing between.
+
+    Streams: memory does not grow with the text.
+    """
+    gzip = zlib.compressobj(9, zlib.DEFLATED, 16 + zlib.MAX_WBITS)  # 16: with gzip's header and checksum
+    zstd = zstandard.ZstdCompressor(level=19).compressobj()
+    gzip_bytes = zstd_bytes = 0
+    for document in documents:
+        gzip_bytes += len(gzip.compress(document))
+        zstd_bytes += len(zstd.compress(document))
+    gzip_bytes += len(gzip.flush())
+    zstd_bytes += len(zstd.flush())
+    return 8 * gzip_bytes / text_bytes, 8 * zstd_bytes / text_bytes
+
+
+def baselines(split: Text) -> Baselines:
+    """Unigram, gzip -9 and zstd -19 on the whole of a split, in bits per byte."""
+    gzip9, zstd19 = compressed_bits_per_byte(split.text(), split.text_bytes)
+    return Baselines(
+        unigram_bits_per_byte=unigram_bits_per_byte(split.token_counts(), split.text_bytes),
+        gzip9_bits_per_byte=gzip9,
+        zstd19_bits_per_byte=zstd19,
+    )

@@ -1,0 +1,290 @@
+"""What one optimizer step reports, and where it goes: console, metrics.jsonl, optional trackers."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import IO, Any, Protocol
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from cdrmix.config.schema import Config
+from cdrmix.errors import ConfigError
+from cdrmix.train.run import RunFolder, finite
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step. Losses are in nats; `router` maps a measure to one value a layer.
+
+    `loss` is what was optimised; `next_token_loss` is nats per valid token of the global batch;
+    `tokens` counts valid tokens since the start of the run, `seconds` training time since then.
+    The validation figures are there on the steps that evaluated.
+    """
+
+    step: int
+    epoch: float
+    loss: float
+    next_token_loss: float
+    load_balance: float
+    z_loss: float
+    learning_rate: float
+    gradient_norm: float
+    tokens: int
+    tokens_per_second: float
+    seconds: float
+    memory_gib: float
+    router: dict[str, list[float]] = field(default_factory=dict)
+    valid_bits_per_byte: float | None = None
+    valid_loss: float | None = None
+
+
+class Console:
+    """Progress for a person: one live line on a terminal, aligned plain lines otherwise.
+
+    Use as a context manager. Every record is also noted in train.log as a plain line.
+    """
+
+    def __init__(self, run: RunFolder, total_steps: int, *, start_step: int = 0, stream: IO[str] | None = None) -> None:
+        self._run = run
+        self._total = total_steps
+        self._step = start_step
+        self._start = (start_step, time.monotonic())
+        self._valid: float | None = None
+        self._lines = 0
+        stream = sys.stdout if stream is None else stream
+        self._stream = stream
+        self._progress: Progress | None = None
+        if run.writes and stream.isatty():
+            self._progress = Progress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=None),
+                TextColumn("{task.fields[figures]}"),
+                TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+                console=RichConsole(file=stream),
+                expand=True,
+            )
+            self._task = self._progress.add_task("train", total=total_steps, completed=start_step, figures="")
+
+    def __enter__(self) -> Console:
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def advance(self, step: int) -> None:
+        """Moves the bar to `step`; costs nothing where there is no bar."""
+        self._step = step
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step)
+
+    def update(self, record: StepRecord) -> None:
+        """Shows one record."""
+        if not self._run.writes:
+            return
+        if record.valid_bits_per_byte is not None:
+            self._valid = record.valid_bits_per_byte
+        self.advance(record.step)
+        line = self._line(record)
+        if self._progress is not None:
+            self._progress.update(self._task, figures=self._figures(record))
+        else:
+            if self._lines % 20 == 0:
+                print(self._header(), file=self._stream)
+            print(line, file=self._stream, flush=True)
+        self._lines += 1
+        self._run.note(line)
+
+    def _figures(self, record: StepRecord) -> str:
+        valid = "" if self._valid is None else f"  valid [bold]{self._valid:.3f}[/] bits/byte"
+        return f"loss [bold]{record.next_token_loss:.3f}[/]{valid}  {amount(record.tokens_per_second)} tok/s"
+
+    def _header(self) -> str:
+        width = 2 * len(str(self._total)) + 1
+        return (
+            f"{'step':>{width}}  {'loss':>7}  {'bits/byte':>9}  {'lr':>8}  {'grad':>7}  "
+            f"{'tokens/s':>8}  {'entropy':>7}  {'left':>8}"
+        )
+
+    def _line(self, record: StepRecord) -> str:
+        count = f"{record.step}/{self._total}"
+        valid = "" if record.valid_bits_per_byte is None else f"{record.valid_bits_per_byte:.4f}"
+        entropies = record.router.get("entropy_bits", [])
+        entropy = f"{sum(entropies) / len(entropies):.3f}" if entropies else "-"
+        return (
+            f"{count:>{2 * len(str(self._total)) + 1}}  {record.next_token_loss:7.4f}  {valid:>9}  "
+            f"{record.learning_rate:8.2e}  {record.gradient_norm:7.3f}  {amount(record.tokens_per_second):>8}  "
+            f"{entropy:>7}  {self._left(record.step):>8}"
+        )
+
+    def _left(self, step: int) -> str:
+        start_step, start_time = self._start
+        if step <= start_step:
+            return "-"
+        return clock((time.monotonic() - start_time) / (step - start_step) * (self._total - step))
+
+
+def amount(value: float) -> str:
+    """A count for people: 950, 10.7k, 1.25M, 3.2B."""
+    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def clock(seconds: float) -> str:
+    """A duration as m:ss or h:mm:ss."""
+    whole = max(0, round(seconds))
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+
+
+class Tracker(Protocol):
+    """A place that takes step records."""
+
+    def write(self, record: StepRecord) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Trackers:
+    """Every place a record goes to: metrics.jsonl always, the others as `logging` says. A context manager.
+
+    Raises ConfigError, before the first step, when a tracker's package is not installed.
+    """
+
+    def __init__(self, run: RunFolder, config: Config) -> None:
+        self._trackers: list[Tracker] = []
+        if not run.writes:
+            return
+        logging = config.logging
+        wanted = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow}
+        for name, tracker in wanted.items():
+            if getattr(logging, name):
+                self._trackers.append(tracker(run, config))
+        self._trackers.insert(0, JsonLines(run))
+
+    def __enter__(self) -> Trackers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def write(self, record: StepRecord) -> None:
+        """Hands one record to every tracker."""
+        for tracker in self._trackers:
+            tracker.write(record)
+
+    def close(self) -> None:
+        """Flushes and closes every tracker; again is harmless."""
+        while self._trackers:
+            self._trackers.pop().close()
+
+
+class JsonLines:
+    """metrics.jsonl: one JSON object a record, each line handed to the operating system at once."""
+
+    def __init__(self, run: RunFolder) -> None:
+        written = run.metrics_jsonl.read_bytes() if run.metrics_jsonl.exists() else b""
+        torn = written != b"" and not written.endswith(b"\n")
+        self._file = run.metrics_jsonl.open("a", buffering=1, encoding="utf-8")
+        if torn:  # a killed run's half line must not swallow the next record
+            self._file.write("\n")
+
+    def write(self, record: StepRecord) -> None:
+        self._file.write(json.dumps(finite(dataclasses.asdict(record)), allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """Scalars for TensorBoard, in the run folder's tensorboard/."""
+
+    def __init__(self, run: RunFolder, config: Config) -> None:
+        _optional("tensorboard", "tensorboard")
+        self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(run.path / "tensorboard"))
+
+    def write(self, record: StepRecord) -> None:
+        for name, value in scalars(record).items():
+            self._writer.add_scalar(name, value, record.step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """Scalars for Weights & Biases; the run carries the folder's name, so a resumed run goes on in it."""
+
+    def __init__(self, run: RunFolder, config: Config) -> None:
+        wandb = _optional("wandb", "wandb")
+        self._run = wandb.init(
+            project="cdrmix",
+            name=f"{config.run.name}-{run.path.name}",
+            id=run.path.name,
+            resume="allow",
+            dir=str(run.path),
+            config=config.model_dump(mode="json"),
+        )
+
+    def write(self, record: StepRecord) -> None:
+        self._run.log(scalars(record), step=record.step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflow:
+    """Metrics for MLflow; the tracking server is MLflow's own setting (MLFLOW_TRACKING_URI)."""
+
+    def __init__(self, run: RunFolder, config: Config) -> None:
+        self._mlflow = _optional("mlflow", "mlflow")
+        self._mlflow.set_experiment("cdrmix")
+        known = run.summary().get("mlflow_run")
+        active = self._mlflow.start_run(run_id=known) if known else self._mlflow.start_run(run_name=run.path.name)
+        run.update_summary({"mlflow_run": active.info.run_id})
+
+    def write(self, record: StepRecord) -> None:
+        self._mlflow.log_metrics(scalars(record), step=record.step)
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+def scalars(record: StepRecord) -> dict[str, float]:
+    """A record as flat numbers: `router/entropy_bits/layer3`, and so on; what is None is left out."""
+    flat: dict[str, float] = {}
+    for name, value in dataclasses.asdict(record).items():
+        if isinstance(value, dict):
+            for measure, layers in value.items():
+                flat |= {f"{name}/{measure}/layer{layer}": number for layer, number in enumerate(layers)}
+        elif value is not None and name != "step":
+            flat[name] = value
+    return flat
+
+
+def _optional(module: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        raise ConfigError(
+            f"logging.{extra}: true needs the package {module}, which is not installed; "
+            f"pip install 'cdrmix[{extra}]', or set logging.{extra}: false"
+        ) from error

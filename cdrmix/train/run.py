@@ -1,0 +1,253 @@
+"""The run folder: one directory that holds everything a run made, never overwritten."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from cdrmix.config.load import config_hash, dump_config
+from cdrmix.config.schema import Config
+from cdrmix.errors import ConfigError
+
+PACKAGES = ("cdrmix", "torch", "deepspeed", "numpy", "tokenizers", "safetensors", "pydantic", "triton", "numba")
+
+
+class RunFolder:
+    """`<run.root>/<UTC timestamp>-<first 8 of the config hash>/` and the paths in it.
+
+    Only a writing run folder (rank 0) prints and writes; on the other ranks the same object answers
+    with paths and stays silent.
+    """
+
+    def __init__(self, path: Path, *, writes: bool = True) -> None:
+        self.path = path
+        self.writes = writes
+
+    @classmethod
+    def create(cls, config: Config) -> RunFolder:
+        """A new folder under `config.run.root`; a name that is taken gets -2, -3, ... appended.
+
+        Raises ConfigError when the root cannot be written.
+        """
+        root = Path(config.run.root)
+        timestamp = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")
+        name = f"{timestamp}-{config_hash(config)[:8]}"
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            path = _make_new(root, name)
+        except OSError as error:
+            raise ConfigError(
+                f"run.root: cannot create a run folder under {root}: {error.strerror}. Set run.root to a folder you own."
+            ) from error
+        run = cls(path)
+        run.checkpoints.mkdir()
+        write_text(run.config_snapshot, dump_config(config))
+        run.update_summary(
+            {
+                "finished": False,
+                "name": config.run.name,
+                "config_hash": config_hash(config),
+                "started": timestamp,
+                "environment": environment(),
+            }
+        )
+        return run
+
+    @classmethod
+    def open(cls, path: str | Path, *, writes: bool = True) -> RunFolder:
+        """An existing run folder. Raises ConfigError when `path` is not one."""
+        path = Path(path)
+        if not (path / "config_snapshot.yaml").is_file():
+            raise ConfigError(f"{path} is not a run folder: it has no config_snapshot.yaml")
+        return cls(path, writes=writes)
+
+    @classmethod
+    def resume(cls, config: Config, resume: str) -> RunFolder | None:
+        """The run folder that `--resume` names: a path, or 'auto' for the newest unfinished run of this config.
+
+        None when 'auto' finds no such run. Raises ConfigError when a named folder belongs to another config.
+        """
+        if resume == "auto":
+            unfinished = [run for run in cls.all_of(config) if not run.finished]
+            return unfinished[-1] if unfinished else None
+        run = cls.open(resume)
+        theirs = run.summary().get("config_hash")
+        if theirs != config_hash(config):
+            raise ConfigError(
+                f"--resume {resume}: that run has config hash {str(theirs)[:8]}, this configuration has "
+                f"{config_hash(config)[:8]}; resume with --config {run.config_snapshot}"
+            )
+        return run
+
+    @classmethod
+    def all_of(cls, config: Config) -> list[RunFolder]:
+        """Every run folder of this configuration under its root, oldest first."""
+        suffix = config_hash(config)[:8]
+        found = [path.parent for path in Path(config.run.root).glob(f"*-{suffix}*/config_snapshot.yaml")]
+        runs = [cls(path) for path in sorted(found, key=_age)]
+        return [run for run in runs if run.summary().get("config_hash") == config_hash(config)]
+
+    @property
+    def config_snapshot(self) -> Path:
+        return self.path / "config_snapshot.yaml"
+
+    @property
+    def metrics_jsonl(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def metrics_json(self) -> Path:
+        return self.path / "metrics.json"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "train.log"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.path / "tokenizer.json"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def plot(self) -> Path:
+        return self.path / "loss.png"
+
+    @property
+    def export(self) -> Path:
+        return self.path / "export"
+
+    @property
+    def finished(self) -> bool:
+        """Whether every step of the run's life, the report included, has been done."""
+        return bool(self.summary().get("finished"))
+
+    def say(self, text: str) -> None:
+        """Prints a line and appends it to train.log."""
+        if self.writes:
+            print(text, flush=True)
+            self.note(text)
+
+    def note(self, text: str) -> None:
+        """Appends a line to train.log only, with the UTC time."""
+        if self.writes:
+            now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+            with self.log.open("a", encoding="utf-8") as log:
+                log.writelines(f"{now} {line}\n" for line in text.splitlines() or [""])
+
+    def summary(self) -> dict[str, Any]:
+        """What metrics.json says; {} when it is missing or torn."""
+        try:
+            summary = json.loads(self.metrics_json.read_text(encoding="utf-8"))
+        except (FileNotFoundError, json.JSONDecodeError):
+            return {}
+        return summary if isinstance(summary, dict) else {}
+
+    def update_summary(self, values: Mapping[str, Any]) -> None:
+        """Sets keys of metrics.json, replacing the file in one move."""
+        if self.writes:
+            summary = self.summary() | dict(values)
+            write_text(self.metrics_json, json.dumps(finite(summary), indent=2, allow_nan=False) + "\n")
+
+    def keep_tokenizer(self, source: Path) -> None:
+        """Copies the tokenizer into the run, so that the run is readable after the data cache is gone."""
+        if self.writes and not self.tokenizer.exists():
+            temporary = self.tokenizer.with_suffix(".tmp")
+            shutil.copyfile(source, temporary)
+            os.replace(temporary, self.tokenizer)
+
+    def drop_metrics_after(self, step: int) -> int:
+        """Removes the rows of metrics.jsonl beyond `step`, so that a resumed run has every step once.
+
+        Returns how many were removed; a torn last line counts as one.
+        """
+        if not self.writes or not self.metrics_jsonl.exists():
+            return 0
+        lines = self.metrics_jsonl.read_text(encoding="utf-8", errors="replace").splitlines()
+        kept = [row for row in read_metrics(self.metrics_jsonl) if row["step"] <= step]
+        write_text(self.metrics_jsonl, "".join(json.dumps(row) + "\n" for row in kept))
+        return len(lines) - len(kept)
+
+
+def _make_new(root: Path, name: str) -> Path:
+    number = 1
+    while True:
+        path = root / (name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir()  # exclusive: two runs started in one second get two folders
+            return path
+        except FileExistsError:
+            number += 1
+
+
+def _age(path: Path) -> tuple[str, int]:
+    timestamp, _, rest = path.name.partition("-")
+    number = rest.partition("-")[2]
+    return timestamp, int(number) if number.isdigit() else 1
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl; a line that is not a whole JSON object with a step (torn by a kill) is left out."""
+    rows: list[dict[str, Any]] = []
+    if not path.exists():
+        return rows
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+    return rows
+
+
+def environment(packages: Iterable[str] = PACKAGES) -> dict[str, Any]:
+    """Versions of what computed the run, and the machine it ran on."""
+    versions = {}
+    for name in packages:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return {
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+        "versions": versions,
+    }
+
+
+def finite(value: Any) -> Any:
+    """`value` with every non-finite float replaced by None: JSON has no NaN."""
+    if isinstance(value, float):
+        return value if value - value == 0.0 else None
+    if isinstance(value, Mapping):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file in one move: readers see the old text or the new, never half of it."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
