@@ -1,0 +1,56 @@
+# make install | train | test | lint | format | clean: each does everything it needs from nothing, and is quick the second time.
+
+PYTHON ?= python3
+CONFIG ?= configs/cdrmix-core-tiny.yaml
+ARGS ?=
+
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+UNFINISHED := .venv/.unfinished
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+
+.PHONY: help install train test lint format clean
+
+help:
+	@echo 'make install   a virtual environment in .venv with PyTorch, the pinned dependencies and the C++ extension'
+	@echo 'make train     prepare, train, evaluate and export CONFIG ($(CONFIG)); ARGS="key.path=value ..." overrides'
+	@echo 'make test      lint, types and tests'
+	@echo 'make lint      ruff and mypy alone;  make format  rewrites what ruff can;  make clean  forgets .venv and builds'
+
+install: $(INSTALLED)
+
+# An installation that was killed may have left packages half copied, which pip takes for whole: it is begun again.
+$(INSTALLED): pyproject.toml setup.py constraints.txt Makefile $(wildcard csrc/*)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	    echo 'cdrmix needs Python 3.11 or newer, found: '"$$($(PYTHON) --version 2>&1)"'. Name one: make install PYTHON=python3.12' >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	    echo '$(PYTHON) cannot make virtual environments. On Debian and Ubuntu: apt install python3-venv' >&2; exit 1; }
+	@command -v $${CXX:-g++} >/dev/null || { \
+	    echo 'A C++17 compiler is needed. On Debian and Ubuntu: apt install g++; or name one: make install CXX=clang++' >&2; exit 1; }
+	@if [ -e $(UNFINISHED) ] || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then rm -rf .venv; $(PYTHON) -m venv .venv; fi
+	@touch $(UNFINISHED); trap 'exit 130' INT TERM; set -e; \
+	{ echo 'Installing PyTorch ...' && \
+	  { { ! command -v nvidia-smi >/dev/null && $(PIP) torch==2.13.0+cpu 2>/dev/null; } || $(PIP) torch==2.13.0; } && \
+	  echo 'Installing the other dependencies and building the extension ...' && \
+	  $(PIP) setuptools pybind11 && \
+	  $(PIP) --no-build-isolation --editable '.[test,dev]' && \
+	  $(BIN)/python -c 'import torch, cdrmix._dedup'; } || { status=$$?; rm -f $(UNFINISHED); exit $$status; }
+	@rm -f $(UNFINISHED); touch $@
+
+train: install
+	$(BIN)/cdrmix-train --config $(CONFIG) $(ARGS)
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/pytest
+
+format: install
+	$(BIN)/ruff check --fix --exit-zero .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv build *.egg-info cdrmix/_dedup*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
