@@ -1,0 +1,151 @@
+"""SimHash against its definition in Python; the join against brute force."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cdrmix import _dedup
+from cdrmix.data.dedup import contaminated, near_duplicates, simhash
+
+WORD = re.compile(rb"[0-9A-Za-z_\x80-\xff]+")
+BITS = 2**64 - 1
+
+
+def reference_mix(x: int) -> int:
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & BITS
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & BITS
+    return x ^ (x >> 31)
+
+
+def reference_simhash(text: str) -> int:
+    words = WORD.findall(text.encode().lower())  # bytes.lower() lowers ASCII alone
+    hashes = []
+    for word in words:
+        state = 0x9E3779B97F4A7C15
+        for start in range(0, len(word), 8):
+            state = reference_mix(state ^ int.from_bytes(word[start : start + 8], "little"))
+        hashes.append(reference_mix(state ^ len(word)))
+    return sum((2 * sum(h >> bit & 1 for h in hashes) > len(hashes)) << bit for bit in range(64))
+
+
+# Words of 7, 8, 9, 16 and 17 bytes meet the ends of a hash block; NUL is no word byte, as zero padding is none.
+edges = st.sampled_from(
+    ["seven77", "eight888", "nine99999", "a" * 16, "A" * 17, "\0", "é", "_", "ÀÉ", "\t", "word", "Word"]
+)
+texts = st.lists(edges | st.text(max_size=20), max_size=30).map(" ".join)
+
+
+@given(st.lists(texts, max_size=8))
+def test_fingerprints_are_the_definition(documents: list[str]) -> None:
+    found = simhash(documents)
+    assert found.dtype == np.uint64
+    assert found.tolist() == [reference_simhash(document) for document in documents]
+
+
+def test_the_result_does_not_depend_on_threads() -> None:
+    documents = [f"document {i} holds the number {i * i} " * (i % 17) for i in range(1000)]
+    expected = simhash(documents, threads=1)
+    for threads in (2, 3, 16):
+        np.testing.assert_array_equal(simhash(documents, threads=threads), expected)
+
+
+def test_small_edits_change_few_bits() -> None:
+    words = [f"word{i}" for i in range(300)]
+    original, edited, other = simhash(
+        [" ".join(words), " ".join([*words, "one", "more"]), " ".join(words[::-1] + ["x"] * 300)]
+    )
+    distances = [int(original ^ fingerprint).bit_count() for fingerprint in (edited, other)]
+    assert distances[0] <= 3 < distances[1]
+
+
+# Fingerprints that lie close together, so that pairs exist at every radius, and ones anywhere.
+clustered = st.builds(
+    lambda base, flips: base ^ sum({1 << bit for bit in flips}),
+    st.sampled_from([0, BITS, 0x0123456789ABCDEF]),
+    st.lists(st.integers(0, 63), max_size=6),
+)
+fingerprint_arrays = st.lists(clustered | st.integers(0, BITS), max_size=30).map(lambda x: np.array(x, dtype=np.uint64))
+
+
+@given(fingerprint_arrays, fingerprint_arrays, st.integers(0, 6) | st.sampled_from([15, 31, 62, 63]))
+def test_the_join_is_brute_force(a: np.ndarray, b: np.ndarray, radius: int) -> None:
+    expected = [
+        (i, j) for i, x in enumerate(a.tolist()) for j, y in enumerate(b.tolist()) if (x ^ y).bit_count() <= radius
+    ]
+    found = near_duplicates(a, b, radius=radius)
+    assert found.dtype == np.int64
+    assert found.shape == (len(expected), 2)
+    assert found.tolist() == [list(pair) for pair in expected]
+    assert contaminated(a, b, radius=radius).tolist() == [i in {pair[0] for pair in expected} for i in range(len(a))]
+
+
+def test_nothing_gives_nothing() -> None:
+    none = simhash([])
+    assert none.shape == (0,)
+    assert near_duplicates(none, none).shape == (0, 2)
+    assert contaminated(none, simhash(["text"])).shape == (0,)
+    assert simhash(["", " .,\n"]).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("offsets", "message"),
+    [
+        ([], "begin with 0"),
+        ([1, 4], "begin with 0"),
+        ([0, 3, 2, 4], "not decrease"),
+        ([0, 2**64 - 1, 4], "not decrease"),
+        ([0, 3], "4 bytes"),
+        ([0, 5], "4 bytes"),
+        ([[0, 4]], "one dimension"),
+    ],
+)
+def test_malformed_offsets_are_refused(offsets: list, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _dedup.simhash(b"text", np.array(offsets, dtype=np.uint64), 1)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match="threads"):
+        simhash(["text"], threads=-1)
+    with pytest.raises(ValueError, match="surrogates"):
+        simhash(["\ud800"])
+    some = simhash(["text"])
+    for radius in (-1, 64):
+        with pytest.raises(ValueError, match=f"radius .* {radius}"):
+            near_duplicates(some, some, radius=radius)
+    with pytest.raises(TypeError):
+        near_duplicates(some.astype(np.float64), some)  # never rounded in silence
+
+
+def test_other_threads_run_meanwhile() -> None:
+    """The GIL is released: a second thread counts while the first hashes, though it may not be switched to by force."""
+    documents, counted, stop = ["many words in a text " * 1_000_000], [0], threading.Event()
+
+    def count() -> None:
+        while not stop.is_set():
+            counted[0] += 1
+            time.sleep(0)
+
+    blob = documents[0].encode()
+    offsets = np.array([0, len(blob)], dtype=np.uint64)
+    interval = sys.getswitchinterval()
+    other = threading.Thread(target=count)
+    other.start()
+    try:
+        sys.setswitchinterval(60)
+        before = counted[0]
+        _dedup.simhash(blob, offsets, 1)
+        meanwhile = counted[0] - before
+    finally:
+        sys.setswitchinterval(interval)
+        stop.set()
+        other.join()
+    assert meanwhile > 100

@@ -1,0 +1,184 @@
+"""The house rules, read off the syntax trees: floors, one owner a dependency, small documented files."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE_FILES = sorted(path for folder in ("cdrmix", "kernels") for path in (ROOT / folder).rglob("*.py"))
+# rglob does not follow the symlink cdrmix/kernels, so each kernel is read once, as kernels/x.py.
+ALL_FILES = sorted(
+    {*PACKAGE_FILES, *ROOT.glob("*.py"), *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")}
+)
+
+# From the ground up; a room may import from its own and from lower floors. data and model share a floor but never meet.
+FLOORS = [
+    {"__init__", "errors", "registry"},
+    {"kernels", "_dedup"},
+    {"config", "ops"},
+    {"data", "model"},
+    {"eval"},
+    {"train"},
+    {"reason", "hf"},
+    {"lifecycle", "plan", "report", "plot", "generate", "compare"},
+    {"ladder"},
+    {"cli"},
+]
+FLOOR_OF = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
+
+# Third-party package -> the only places of ours that may import it; packages not named here have no owner.
+OWNERS = {
+    "deepspeed": {"cdrmix/train/engine.py", "cdrmix/train/parallel.py"},
+    "triton": {"kernels"},
+    "numba": {"kernels", "cdrmix/data/packing.py"},
+    "pybind11": set[str](),  # csrc/bindings.cpp alone
+    "datasets": {"cdrmix/data/sources.py"},
+    "tokenizers": {"cdrmix/data/tokenizer.py"},
+    "transformers": {"cdrmix/hf"},
+    "yaml": {"cdrmix/config/load.py"},
+    "matplotlib": {"cdrmix/plot.py"},
+    "rich": {"cdrmix/train/metrics.py", "cdrmix/cli.py"},
+    "tensorboard": {"cdrmix/train/metrics.py"},
+    "wandb": {"cdrmix/train/metrics.py"},
+    "mlflow": {"cdrmix/train/metrics.py"},
+}
+TORCHLESS = ("cdrmix/config", "cdrmix/data")  # except the loader, which makes the tensors
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def room_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return "kernels" if parts[0] == "kernels" else parts[1]
+
+
+def imports_of(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted module) of every import in the file, inside functions too; `from a import b` gives a.b."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:  # relative: made absolute
+                parts = path.relative_to(ROOT).with_suffix("").parts
+                package = (("cdrmix", *parts) if parts[0] == "kernels" else parts)[: -node.level]
+                base = ".".join([*package, base]).rstrip(".")
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+def test_imports_go_down() -> None:
+    wrong = []
+    for path in PACKAGE_FILES:
+        room = room_of(path)
+        assert room in FLOOR_OF, f"{name_of(path)}: room {room!r} has no floor; give it one in FLOORS"
+        for line, module in imports_of(path):
+            parts = module.split(".")
+            if parts[0] != "cdrmix":
+                continue
+            other = parts[1] if parts[1] in FLOOR_OF else "__init__"
+            if other == room or FLOOR_OF[other] < FLOOR_OF[room]:
+                continue
+            if FLOOR_OF[other] == FLOOR_OF[room] and {room, other} != {"data", "model"}:
+                continue
+            wrong.append(f"{name_of(path)}:{line} imports {module}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_dependency_has_one_owner() -> None:
+    wrong = []
+    for path in PACKAGE_FILES:
+        name = name_of(path)
+        for line, module in imports_of(path):
+            package = module.split(".")[0]
+            owners = OWNERS.get(package)
+            if owners is not None and not any(name == owner or name.startswith(f"{owner}/") for owner in owners):
+                wrong.append(f"{name}:{line} imports {package}, which is for {', '.join(sorted(owners)) or 'C++ only'}")
+            if package == "torch" and name.startswith(TORCHLESS) and name != "cdrmix/data/loader.py":
+                wrong.append(f"{name}:{line} imports torch, which this room does without")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("path", ALL_FILES, ids=name_of)
+def test_a_file_is_short_and_says_what_it_is(path: Path) -> None:
+    source = path.read_text()
+    assert source.count("\n") < 500, "split it"
+    if path.name == "__init__.py" and not source.strip():
+        return
+    docstring = ast.get_docstring(ast.parse(source))
+    assert docstring, "the first statement must be a docstring"
+    assert docstring.splitlines()[0].endswith((".", ":")), "its first line is one whole sentence"
+
+
+@pytest.mark.parametrize("path", PACKAGE_FILES, ids=name_of)
+def test_nothing_is_swallowed(path: Path) -> None:
+    """No handler for every exception, and no parameter that takes any keyword."""
+    wrong = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ExceptHandler):
+            caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+            if any(kind is None or ast.unparse(kind) in ("Exception", "BaseException") for kind in caught):
+                wrong.append(f"line {node.lineno}: catches everything")
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and node.args.kwarg:
+            wrong.append(f"line {node.lineno}: **{node.args.kwarg.arg} swallows misspelt arguments")
+    assert not wrong, "\n".join(wrong)
+
+
+def python(code: str, *, cwd: Path = ROOT) -> str:
+    """What a fresh interpreter prints, with `cwd` on its sys.path as `python -c` and `torchrun -m` put it there."""
+    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONSAFEPATH", "PYTHONPATH")}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, check=False, cwd=cwd, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_kernels_is_not_taken_for_the_package_of_that_name() -> None:
+    """Even from the repository's root, `kernels` is no regular package of ours, and the symlink leads to the folder."""
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    assert (ROOT / "cdrmix" / "kernels").resolve() == ROOT / "kernels"
+    origin = python("import importlib.util as u; s = u.find_spec('kernels'); print(s.origin if s else None)").strip()
+    assert not Path(origin).is_relative_to(ROOT) or Path(origin).is_relative_to(sys.prefix)
+
+
+def test_no_file_makes_tests_or_the_root_importable() -> None:
+    assert not (ROOT / "conftest.py").exists()
+    assert not list((ROOT / "tests").rglob("__init__.py"))
+
+
+def test_the_configuration_is_read_without_torch() -> None:
+    """Nor does importing the data room or the command line load the heavy libraries that the command may not need."""
+    code = (
+        "import sys, json, cdrmix.config.load, cdrmix.data.tokenizer, cdrmix.data.shards;"
+        "print(json.dumps([m for m in ('torch', 'deepspeed', 'transformers', 'datasets') if m in sys.modules]))"
+    )
+    assert json.loads(python(code)) == []
+
+
+def test_importing_has_no_effects(tmp_path: Path) -> None:
+    """Every module imports; none prints, writes a file, takes a signal, seeds a generator or sets threads."""
+    modules = [
+        ".".join(("cdrmix", *parts) if parts[0] == "kernels" else parts)
+        for parts in (path.relative_to(ROOT).with_suffix("").parts for path in PACKAGE_FILES)
+        if parts[-1] != "__init__"
+    ]
+    code = f"""
+import importlib, signal, random, torch, deepspeed, datasets, numba
+def facts(): return (
+    signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT), torch.get_num_threads(), torch.initial_seed(),
+    torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), random.getstate())
+before = facts()
+for module in {modules!r}: importlib.import_module(module)
+assert facts() == before
+"""
+    assert python(code, cwd=tmp_path) == ""
+    assert list(tmp_path.iterdir()) == []
