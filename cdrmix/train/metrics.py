@@ -7,6 +7,7 @@ import importlib
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import IO, Any, Protocol
@@ -170,7 +171,11 @@ class Trackers:
         if not run.writes:
             return
         logging = config.logging
-        wanted = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow}
+        wanted: dict[str, Callable[[RunFolder, Config], Tracker]] = {
+            "tensorboard": TensorBoard,
+            "wandb": WeightsAndBiases,
+            "mlflow": MLflow,
+        }
         for name, tracker in wanted.items():
             if getattr(logging, name):
                 self._trackers.append(tracker(run, config))

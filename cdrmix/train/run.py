@@ -38,14 +38,15 @@ class RunFolder:
         Raises ConfigError when the root cannot be written.
         """
         root = Path(config.run.root)
-        timestamp = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")
+        timestamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
         name = f"{timestamp}-{config_hash(config)[:8]}"
         try:
             root.mkdir(parents=True, exist_ok=True)
             path = _make_new(root, name)
         except OSError as error:
             raise ConfigError(
-                f"run.root: cannot create a run folder under {root}: {error.strerror}. Set run.root to a folder you own."
+                f"run.root: cannot create a run folder under {root}: {error.strerror}; "
+                "set run.root to a folder that you may write"
             ) from error
         run = cls(path)
         run.checkpoints.mkdir()
@@ -145,7 +146,7 @@ class RunFolder:
     def note(self, text: str) -> None:
         """Appends a line to train.log only, with the UTC time."""
         if self.writes:
-            now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+            now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
             with self.log.open("a", encoding="utf-8") as log:
                 log.writelines(f"{now} {line}\n" for line in text.splitlines() or [""])
 

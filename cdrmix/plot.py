@@ -1,0 +1,202 @@
+"""The picture of a run: loss in nats and bits per byte, the router's balance, learning rate and gradient norm."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from cdrmix.train.metrics import amount
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Palette:
+    """Colours of one picture; `layers` are ordered from the first block to the last."""
+
+    paper: str
+    ink: str
+    faint: str
+    train: str
+    valid: str
+    layers: str  # a matplotlib colour map
+
+
+LIGHT = Palette(paper="#ffffff", ink="#1f2430", faint="#c9ced8", train="#2f6fdb", valid="#d9480f", layers="viridis")
+DARK = Palette(paper="#14171d", ink="#dfe3ea", faint="#3a414d", train="#74a5ff", valid="#ff9457", layers="plasma")
+
+
+def draw(rows: Sequence[Row], held_out: Mapping[str, float] | None, *, title: str, palette: Palette = LIGHT) -> bytes:
+    """A PNG of the run.
+
+    rows: metrics.jsonl as dictionaries, in order of step; may be empty.
+    held_out: the final figures on held-out text (HeldOut as a dictionary), or None before the evaluation.
+    """
+    figure = Figure(figsize=(8.0, 7.6), dpi=160, facecolor=palette.paper, layout="constrained")
+    figure.get_layout_engine().set(h_pad=0.09, w_pad=0.07)  # type: ignore[union-attr]
+    grid = figure.add_gridspec(2, 2, height_ratios=(2.1, 1.0))
+    loss, router, rate = figure.add_subplot(grid[0, :]), figure.add_subplot(grid[1, 0]), figure.add_subplot(grid[1, 1])
+    for axes in (loss, router, rate):
+        _plain(axes, palette)
+    _loss(loss, rows, held_out, palette)
+    _router(router, rows, palette, figure)
+    _rate(rate, rows, palette)
+    loss.set_title(title, loc="left", color=palette.ink, fontsize=13, fontweight="bold", pad=10)
+    picture = io.BytesIO()
+    # No software version or date in the file: the same run draws the same bytes.
+    figure.savefig(picture, format="png", facecolor=palette.paper, metadata={"Software": None})
+    return picture.getvalue()
+
+
+def _plain(axes: Axes, palette: Palette) -> None:
+    axes.set_facecolor(palette.paper)
+    axes.tick_params(colors=palette.ink, labelsize=9, length=3)
+    axes.grid(axis="y", color=palette.faint, linewidth=0.6, alpha=0.6)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(palette.faint)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: amount(value)))
+
+
+def _label(axes: Axes, x: str, y: str, palette: Palette) -> None:
+    axes.set_xlabel(x, color=palette.ink, fontsize=9.5)
+    axes.set_ylabel(y, color=palette.ink, fontsize=9.5)
+
+
+def _loss(axes: Axes, rows: Sequence[Row], held_out: Mapping[str, float] | None, palette: Palette) -> None:
+    steps = [row["step"] for row in rows]
+    train = [row["next_token_loss"] for row in rows]
+    valid = [row for row in rows if row.get("valid_loss") is not None and row.get("valid_bits_per_byte") is not None]
+    axes.plot(steps, train, color=palette.train, linewidth=0.8, alpha=0.3)
+    axes.plot(steps, smooth(train), color=palette.train, linewidth=1.9, label="training, smoothed")
+    axes.plot(
+        [row["step"] for row in valid],
+        [row["valid_loss"] for row in valid],
+        color=palette.valid,
+        marker="o",
+        markersize=5,
+        markeredgecolor=palette.paper,
+        linewidth=1.2,
+        label="held-out text",
+        zorder=3,
+    )
+    _label(axes, "step", "loss, nats per token", palette)
+    if valid:
+        # On held-out text nats and bits per byte differ by a constant: tokens a byte, over ln 2.
+        last = valid[-1]
+        factor = last["valid_bits_per_byte"] / last["valid_loss"]
+        right = axes.secondary_yaxis("right", functions=(lambda nats: nats * factor, lambda bits: bits / factor))
+        right.set_ylabel("bits per byte of held-out text", color=palette.ink, fontsize=9.5)
+        right.tick_params(colors=palette.ink, labelsize=9, length=3)
+        right.spines["right"].set_color(palette.faint)
+        _baselines(axes, held_out, factor, palette)
+        axes.annotate(
+            f"{last['valid_bits_per_byte']:.3f} bits/byte",
+            (last["step"], last["valid_loss"]),
+            xytext=(0, -15),
+            textcoords="offset points",
+            ha="right",
+            color=palette.valid,
+            fontsize=9.5,
+            fontweight="bold",
+        )
+        axes.set_ylim(bottom=max(0.0, min(*train, *(row["valid_loss"] for row in valid)) * 0.84))
+    legend = axes.legend(loc="upper right", frameon=False, fontsize=9.5, labelcolor=palette.ink)
+    legend.set_zorder(4)
+
+
+def _baselines(axes: Axes, held_out: Mapping[str, float] | None, factor: float, palette: Palette) -> None:
+    if not held_out:
+        return
+    # zstd's label hangs below its line: its figure is close to gzip's.
+    names = (("unigram", "unigram", 2.5), ("gzip -9", "gzip9", 2.5), ("zstd -19", "zstd19", -10.0))
+    for name, key, above in names:
+        bits = held_out[f"{key}_bits_per_byte"]
+        axes.axhline(bits / factor, color=palette.ink, linewidth=0.9, linestyle=(0, (4, 3)), alpha=0.55, zorder=1)
+        axes.annotate(
+            f"{name}  {bits:.2f}",
+            (0.012, bits / factor),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, above),
+            textcoords="offset points",
+            color=palette.ink,
+            fontsize=8.5,
+            alpha=0.85,
+        )
+
+
+def _router(axes: Axes, rows: Sequence[Row], palette: Palette, figure: Figure) -> None:
+    with_router = [row for row in rows if row.get("router", {}).get("entropy_normalised")]
+    _label(axes, "step", "entropy of expert load (1 = even)", palette)
+    if not with_router:
+        axes.text(0.5, 0.5, "no routed blocks", ha="center", va="center", transform=axes.transAxes, color=palette.ink)
+        return
+    layers = len(with_router[0]["router"]["entropy_normalised"])
+    colours = matplotlib.colormaps[palette.layers]
+    for layer in range(layers):
+        axes.plot(
+            [row["step"] for row in with_router],
+            smooth([row["router"]["entropy_normalised"][layer] for row in with_router]),
+            color=colours(0.25 + 0.65 * layer / max(1, layers - 1)),
+            linewidth=1.3,
+            label=f"block {layer}",
+        )
+    axes.set_ylim(top=1.004)
+    if layers <= 8:
+        axes.legend(loc="lower right", frameon=False, fontsize=8, labelcolor=palette.ink, ncols=2)
+    else:
+        axes.set_title(f"blocks 0 (dark) to {layers - 1} (light)", color=palette.ink, fontsize=8.5, loc="right")
+
+
+def _rate(axes: Axes, rows: Sequence[Row], palette: Palette) -> None:
+    steps = [row["step"] for row in rows]
+    axes.plot(steps, [row["learning_rate"] for row in rows], color=palette.train, linewidth=1.6)
+    _label(axes, "step", "", palette)
+    axes.set_ylabel("learning rate", color=palette.train, fontsize=9.5)
+    axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2))
+    axes.yaxis.get_offset_text().set(color=palette.ink, fontsize=8)
+    axes.set_ylim(bottom=0)
+    right = axes.twinx()
+    norms = [row["gradient_norm"] for row in rows]
+    right.plot(steps, norms, color=palette.valid, linewidth=0.7, alpha=0.3)
+    right.plot(steps, smooth(norms), color=palette.valid, linewidth=1.3)
+    right.set_ylabel("gradient norm before clipping", color=palette.valid, fontsize=9.5)
+    right.tick_params(colors=palette.ink, labelsize=9, length=3)
+    right.set_ylim(bottom=0)
+    if norms and all(norm is not None for norm in norms):
+        # The first steps' norms may be tens of times the later ones and would flatten the curve.
+        right.set_ylim(top=1.25 * sorted(norms)[int(0.98 * (len(norms) - 1))] or 1.0)
+    for side in ("top", "left"):
+        right.spines[side].set_visible(False)
+    for side in ("right", "bottom"):
+        right.spines[side].set_color(palette.faint)
+
+
+def smooth(values: Sequence[float | None]) -> list[float]:
+    """Centred mean under a triangular window of about a twentieth of the curve: smooth, and without lag.
+
+    The window shrinks at both ends, so that the first and the last value stay in place. Missing values
+    (JSON null, a non-finite figure) are left out of the means; NaN where a whole window is missing.
+    """
+    reach = max(1, len(values) // 40)
+    result: list[float] = []
+    for middle in range(len(values)):
+        width = min(reach, middle, len(values) - 1 - middle)
+        total = weights = 0.0
+        for offset in range(-width, width + 1):
+            value = values[middle + offset]
+            if value is not None:
+                weight = 1.0 - abs(offset) / (width + 1)
+                total, weights = total + weight * value, weights + weight
+        result.append(total / weights if weights else float("nan"))
+    return result

@@ -1,0 +1,229 @@
+"""The report of a run: loss.png and one report.html that needs no network."""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cdrmix.plot import DARK, LIGHT, draw
+from cdrmix.train.metrics import amount, clock
+from cdrmix.train.run import RunFolder, read_metrics
+
+STYLE = """
+:root{color-scheme:light dark;--paper:#fff;--card:#f5f6f9;--ink:#1f2430;--soft:#5b6472;--line:#dfe3ea;--accent:#d9480f;
+--bar:#9db8ea}
+@media (prefers-color-scheme:dark){:root{--paper:#14171d;--card:#1d222b;--ink:#dfe3ea;--soft:#98a2b3;--line:#2f3642;
+--accent:#ff9457;--bar:#3d5d96}}
+*{box-sizing:border-box}
+body{margin:0 auto;max-width:62rem;padding:1.5rem 1rem 4rem;background:var(--paper);color:var(--ink);
+font:16px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
+h1{font-size:1.6rem;line-height:1.2;margin:.2rem 0}
+h2{font-size:1.15rem;margin:2.4rem 0 .7rem}
+p{margin:.4rem 0;max-width:46rem}
+.soft{color:var(--soft)}
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(9rem,1fr));gap:.7rem;margin:1.2rem 0}
+.tile{background:var(--card);border-radius:.6rem;padding:.7rem .9rem}
+.tile b{display:block;font-size:1.45rem;line-height:1.25;font-variant-numeric:tabular-nums}
+.tile.first b{color:var(--accent)}
+.tile span{color:var(--soft);font-size:.85rem}
+.bars{display:grid;grid-template-columns:max-content 1fr;gap:.35rem .8rem;align-items:center}
+.bars i{display:block;height:1.15rem;border-radius:.25rem;background:var(--bar);min-width:2px}
+.bars .own{background:var(--accent)}
+.bars div{display:flex;align-items:center;gap:.6rem;font-variant-numeric:tabular-nums}
+img{width:100%;height:auto;border-radius:.6rem;border:1px solid var(--line)}
+.scroll{overflow-x:auto}
+table{border-collapse:collapse;font-size:.92rem;font-variant-numeric:tabular-nums;min-width:min(100%,28rem)}
+th,td{text-align:right;padding:.3rem .8rem;border-bottom:1px solid var(--line);white-space:nowrap}
+th:first-child,td:first-child{text-align:left;padding-left:0}
+th{font-weight:600;color:var(--soft)}
+td.text{text-align:left;white-space:normal;overflow-wrap:anywhere}
+.bad{color:var(--accent);font-weight:600}
+pre{background:var(--card);border-radius:.6rem;padding:.9rem 1rem;overflow-x:auto;font-size:.85rem;line-height:1.45;
+white-space:pre-wrap;overflow-wrap:anywhere}
+pre em{font-style:normal;color:var(--soft)}
+summary{cursor:pointer;margin:.6rem 0}
+"""
+
+
+def write_report(run: RunFolder) -> Path:
+    """Draws loss.png and writes report.html from what the run folder holds; returns the page's path.
+
+    Works for a run at any point of its life: what has not happened yet is left out.
+    """
+    rows, summary = read_metrics(run.metrics_jsonl), run.summary()
+    title = f"{summary.get('name', 'run')}, {run.path.name}"
+    light = draw(rows, summary.get("held_out"), title=title, palette=LIGHT)
+    dark = draw(rows, summary.get("held_out"), title=title, palette=DARK)
+    _replace(run.plot, light)
+    _replace(run.report, page(run, rows, summary, light, dark).encode("utf-8"))
+    return run.report
+
+
+def page(
+    run: RunFolder, rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], light: bytes, dark: bytes
+) -> str:
+    """The HTML text: pictures embedded, style inline, every value escaped."""
+    config = run.config_snapshot.read_text(encoding="utf-8")
+    sections = [
+        f"<header><h1>{_text(summary.get('name', 'run'))}</h1><p class=soft>{_text(run.path.name)}</p></header>",
+        _tiles(rows, summary),
+        _held_out(summary.get("held_out")),
+        f"<h2>Curves</h2>{_picture(light, dark)}",
+        _router(rows),
+        _sample(summary.get("sample")),
+        _facts("Text", summary.get("corpus")),
+        _checkpoints(run.checkpoints),
+        _facts("Export", summary.get("export")),
+        f"<h2>Configuration</h2><details><summary>config_snapshot.yaml: reproduces this run by itself</summary>"
+        f"<pre>{_text(config)}</pre></details>",
+        _facts("Environment", summary.get("environment")),
+    ]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{_text(summary.get('name', 'run'))}: {_text(run.path.name)}</title>"
+        f"<style>{STYLE}</style></head>\n<body>"
+        + "\n".join(section for section in sections if section)
+        + "</body></html>\n"
+    )
+
+
+def _tiles(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str:
+    held_out, parameters = summary.get("held_out"), summary.get("parameters")
+    tiles: list[tuple[str, str]] = []
+    if held_out:
+        tiles += [
+            (f"{held_out['bits_per_byte']:.3f}", "bits per byte of held-out text"),
+            (f"{held_out['bits_per_byte'] / held_out['unigram_bits_per_byte']:.3f}", "of the unigram's bits"),
+            (f"{held_out['perplexity']:.2f}" if held_out["perplexity"] else "-", "perplexity per token"),
+        ]
+    if parameters:
+        tiles.append((amount(parameters["active"]), f"active parameters of {amount(parameters['stored'])}"))
+    if rows:
+        last = rows[-1]
+        rates = sorted(row["tokens_per_second"] for row in rows if row["tokens_per_second"])
+        tiles += [
+            (f"{last['step']:,}", f"steps, {last['epoch']:.2f} epochs"),
+            (amount(last["tokens"]), f"tokens in {clock(last['seconds'])}"),
+        ]
+        if rates:
+            tiles.append((amount(rates[len(rates) // 2]), "tokens a second, median"))
+    else:
+        tiles.append(("0", "steps so far"))
+    cells = "".join(
+        f'<div class="tile{" first" if number == 0 and held_out else ""}"><b>{_text(value)}</b>'
+        f"<span>{_text(label)}</span></div>"
+        for number, (value, label) in enumerate(tiles)
+    )
+    return f'<div class="tiles">{cells}</div>'
+
+
+def _held_out(held_out: Mapping[str, Any] | None) -> str:
+    if not held_out:
+        return ""
+    bars = [("this model", "bits_per_byte"), ("zstd -19", "zstd19_bits_per_byte")]
+    bars += [("gzip -9", "gzip9_bits_per_byte"), ("unigram", "unigram_bits_per_byte")]
+    longest = max(held_out[key] for _, key in bars)
+    lines = "".join(
+        f'<span>{name}</span><div><i class="{"own" if key == "bits_per_byte" else ""}" '
+        f'style="width:{78 * held_out[key] / longest:.1f}%"></i>{held_out[key]:.3f}</div>'
+        for name, key in bars
+    )
+    return (
+        f'<h2>Held-out text, bits per byte</h2><div class="bars">{lines}</div>'
+        f'<p class="soft">{held_out["tokens"]:,} predicted tokens, {held_out["text_bytes"]:,} bytes; less is better. '
+        "The unigram figure is the entropy of the held-out tokens' own distribution; gzip and zstd compress the whole "
+        "held-out text as one stream.</p>"
+    )
+
+
+def _picture(light: bytes, dark: bytes) -> str:
+    def uri(picture: bytes) -> str:
+        return "data:image/png;base64," + base64.b64encode(picture).decode("ascii")
+
+    return (
+        f'<picture><source media="(prefers-color-scheme: dark)" srcset="{uri(dark)}">'
+        f'<img alt="Loss, load entropy of the experts, learning rate and gradient norm by step" src="{uri(light)}">'
+        "</picture>"
+    )
+
+
+def _router(rows: Sequence[Mapping[str, Any]]) -> str:
+    routed = [row["router"] for row in rows if row.get("router", {}).get("entropy_bits")]
+    if not routed:
+        return ""
+    last = routed[-1]
+    columns = (
+        ("entropy_bits", "load entropy, bits", "{:.3f}"),
+        ("entropy_normalised", "normalised", "{:.3f}"),
+        ("max_over_mean", "fullest / mean", "{:.2f}"),
+        ("overflow", "overflow at capacity", "{:.1%}"),
+        ("dead_experts", "idle experts", "{:.0f}"),
+    )
+    columns = tuple(column for column in columns if column[0] in last)
+    head = "".join(f"<th>{label}</th>" for _, label, _ in columns)
+    body = ""
+    for layer in range(len(last["entropy_bits"])):
+        cells = ""
+        for name, _, form in columns:
+            value = last[name][layer]
+            bad = (name == "entropy_normalised" and value < 0.75) or (name == "dead_experts" and value > 0)
+            cells += f"<td{' class=bad' if bad else ''}>{form.format(value)}</td>"
+        body += f"<tr><td>{layer}</td>{cells}</tr>"
+    return (
+        '<h2>Routers at the last logged step</h2><div class="scroll">'
+        f"<table><tr><th>block</th>{head}</tr>{body}</table></div>"
+        '<p class="soft">Nothing is dropped: overflow says what share of routed tokens a fixed capacity would have '
+        "dropped. Coloured: normalised entropy below 0.75, or an expert that received nothing.</p>"
+    )
+
+
+def _sample(sample: Mapping[str, str] | None) -> str:
+    if not sample:
+        return ""
+    return f"<h2>It writes</h2><pre><em>{_text(sample['prompt'])}</em>{_text(sample['text'])}</pre>"
+
+
+def _facts(title: str, facts: Mapping[str, Any] | None) -> str:
+    if not facts:
+        return ""
+    lines = "".join(
+        f'<tr><td>{_text(name.replace("_", " "))}</td><td class="text">{_text(value)}</td></tr>'
+        for name, value in _flat(facts)
+    )
+    return f'<h2>{_text(title)}</h2><div class="scroll"><table>{lines}</table></div>'
+
+
+def _flat(facts: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    for name, value in facts.items():
+        if isinstance(value, Mapping):
+            yield name, ", ".join(f"{key} {item}" for key, item in value.items())
+        elif isinstance(value, int) and not isinstance(value, bool):
+            yield name, f"{value:,}"
+        else:
+            yield name, value if isinstance(value, str) else json.dumps(value)
+
+
+def _checkpoints(folder: Path) -> str:
+    found = sorted(path for path in folder.glob("*") if path.is_dir() and (path / "manifest.json").is_file())
+    if not found:
+        return ""
+    lines = ""
+    for path in found:
+        size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file() and not file.is_symlink())
+        lines += f"<tr><td>{_text(path.name)}</td><td>{size / 2**20:,.1f} MiB</td></tr>"
+    return f'<h2>Checkpoints</h2><div class="scroll"><table>{lines}</table></div>'
+
+
+def _text(value: object) -> str:
+    return html.escape(str(value), quote=True)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_bytes(content)
+    temporary.replace(path)
