@@ -7,7 +7,7 @@ ARGS ?=
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 UNFINISHED := .venv/.unfinished
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 
 .PHONY: help install train test lint format clean
 
