@@ -1,0 +1,265 @@
+"""Every op's mathematics in plain PyTorch: the specification, the oracle, and the CPU path.
+
+Shapes: B batch, T time, H heads, K key width, V value width, C chunk length, N chunks.
+All of it runs in float64 as well as in float32, so that the other implementations are judged by it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def document_index(cu_seqlens: Tensor, batch: int, length: int) -> Tensor:
+    """The number of the document that each token belongs to: int64 [B, T].
+
+    cu_seqlens: int [D + 1], document starts over the flattened B * T tokens, first 0, last B * T.
+    """
+    starts = torch.zeros(batch * length + 1, dtype=torch.int64, device=cu_seqlens.device)
+    starts.index_fill_(0, cu_seqlens.long(), 1)
+    return starts[:-1].cumsum(0).view(batch, length)
+
+
+def wkv7_recurrence(
+    r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """RWKV-7's generalised delta rule, token by token: the definition (arXiv 2503.14456, equations 16 to 19).
+
+        S_t = S_{t-1} diag(exp(log_w_t)) + (S_{t-1} a_t) b_t^T + v_t k_t^T
+        y_t = S_t r_t
+
+    r, log_w, k, a, b: [B, T, H, K]; v: [B, T, H, V]; state: [B, H, V, K], zero if None.
+    Returns y [B, T, H, V] and the last state [B, H, V, K].
+    """
+    batch, length, heads, key_width = r.shape
+    S = r.new_zeros(batch, heads, v.shape[-1], key_width) if state is None else state
+    outputs = []
+    for t in range(length):
+        removed = torch.einsum("bhvk,bhk->bhv", S, a[:, t])
+        S = (
+            S * log_w[:, t].exp().unsqueeze(-2)
+            + removed.unsqueeze(-1) * b[:, t].unsqueeze(-2)
+            + v[:, t].unsqueeze(-1) * k[:, t].unsqueeze(-2)
+        )
+        outputs.append(torch.einsum("bhvk,bhk->bhv", S, r[:, t]))
+    return torch.stack(outputs, 1), S
+
+
+class _Chunks:
+    """How a [B, T] batch falls into chunks of C tokens, and which pairs of tokens share a document.
+
+    causal:  [B, 1, N, 2C, 2C], 1 where query i may read write j. Rows: C of r (j <= i), then C of a (j < i);
+             columns: C of k, then C of b.
+    enters:  [B, 1, N, C, 1], 1 while the token's document began before the chunk: it reads the incoming state.
+    leaves:  [B, 1, N, C, 1], 1 where the token's document is the chunk's last: it writes the outgoing state.
+    passes:  [B, 1, N, 1, 1], 1 where no document begins in the chunk: the state decays through.
+    The last three are None when there is one document a row.
+    """
+
+    def __init__(self, like: Tensor, batch: int, length: int, chunk: int, cu_seqlens: Tensor | None) -> None:
+        self.chunk, self.count = chunk, -(-length // chunk)
+        self.padding = self.count * chunk - length
+        triangle = torch.ones(chunk, chunk, dtype=like.dtype, device=like.device)
+        inclusive, exclusive = triangle.tril(), triangle.tril(-1)
+        self.causal = torch.cat([inclusive.repeat(1, 2), exclusive.repeat(1, 2)])
+        self.enters: Tensor | None = None
+        self.leaves: Tensor | None = None
+        self.passes: Tensor | None = None
+        if cu_seqlens is None:
+            return
+        document = document_index(cu_seqlens, batch, length)
+        begins = torch.ones_like(document, dtype=torch.bool)
+        begins[:, 1:] = document[:, 1:] != document[:, :-1]
+        begins[:, 0] = False  # a row's first token continues the state that is handed in
+        document = begins.cumsum(1)
+        if self.padding:
+            document = torch.cat([document, document[:, -1:].expand(-1, self.padding)], 1)
+        document = document.view(batch, 1, self.count, chunk)
+        same = (document.unsqueeze(-1) == document.unsqueeze(-2)).to(like.dtype)
+        self.causal = self.causal * same.repeat(1, 1, 1, 2, 2)
+        before = torch.cat([torch.zeros_like(document[:, :, :1, 0]), document[:, :, :-1, -1]], 2)
+        self.enters = (document == before.unsqueeze(-1)).to(like.dtype).unsqueeze(-1)
+        self.leaves = (document == document[..., -1:]).to(like.dtype).unsqueeze(-1)
+        self.passes = self.enters[..., -1:, :]
+
+    def split(self, x: Tensor) -> Tensor:
+        """[B, T, H, D] -> [B, H, N, C, D], padded with zeros: a padded token writes nothing and decays by 1."""
+        batch, _, heads, width = x.shape
+        if self.padding:
+            x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, self.padding))
+        return x.view(batch, self.count, self.chunk, heads, width).permute(0, 3, 1, 2, 4).contiguous()
+
+    def join(self, x: Tensor) -> Tensor:
+        """[B, H, N, C, D] -> [B, T, H, D]: the inverse of split."""
+        batch, heads, _, _, width = x.shape
+        x = x.permute(0, 2, 3, 1, 4).reshape(batch, self.count * self.chunk, heads, width)
+        return x[:, : self.count * self.chunk - self.padding]
+
+
+def unit_lower_inverse(A: Tensor) -> Tensor:
+    """(I - A)^-1 of strictly lower triangular A [..., C, C], C a power of two, as products of blocks.
+
+    A is nilpotent: on the diagonal's 8 x 8 blocks (I - A)^-1 = (I + A)(I + A^2)(I + A^4) exactly. Two
+    inverted blocks X (above) and Y (below) merge to [[X, 0], [Y A_yx X, Y]]. Blocks of 8 keep the powers,
+    which may cancel, below binomial(7, 3) = 35; substitution over many small matrices was 4x slower.
+    """
+    size = A.shape[-1]
+    block = min(size, 8)
+    D = torch.stack([A[..., i : i + block, i : i + block] for i in range(0, size, block)], -3)
+    square = D @ D
+    inverse = D + square
+    inverse = inverse + D @ square
+    inverse.diagonal(dim1=-2, dim2=-1).add_(1)
+    inverse = inverse + (square @ square) @ inverse
+    while block < size:
+        upper, lower = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        corner = torch.stack([A[..., i + block : i + 2 * block, i : i + block] for i in range(0, size, 2 * block)], -3)
+        inverse = torch.cat(
+            [
+                torch.cat([upper, torch.zeros_like(upper)], -1),
+                torch.cat([lower @ corner @ upper, lower], -1),
+            ],
+            -2,
+        )
+        block *= 2
+    return inverse.squeeze(-3)
+
+
+class _Wkv7(torch.autograd.Function):
+    """Chunked RWKV-7 with its adjoint: per-chunk affine maps, one scan over chunks, the same in reverse.
+
+    Within a chunk, with g the inclusive and e the exclusive cumulative log decay and h = S^T [K, V] at its start:
+        U = (I - A_ab)^-1 (A_ak V + a e^e h)         what the removals read, S_{t-1} a_t
+        y = r e^g h + A_qk V + A_qb U
+        h' = e^(g_C) h + (k e^(g_C - g))^T V + (b e^(g_C - g))^T U
+    and so y = P h + O, h' = R h + Q, with P, O, R, Q free of h: only h' = R h + Q is sequential.
+    A_qk_ij = sum_K r_i k_j e^(g_i - g_j) and its three siblings come from one product of
+    [r e^(g - m); a e^(e - m)] with [k e^(m - g); b e^(m - g)], m the log decay in mid-chunk, which keeps
+    the exponents within half a chunk: float32 holds them for |log_w| C / 2 < 88.
+    """
+
+    @staticmethod
+    def forward(ctx, r, log_w, k, v, a, b, state, cu_seqlens, chunk):  # type: ignore[no-untyped-def]
+        batch, length, heads, key_width = r.shape
+        value_width = v.shape[-1]
+        chunks = _Chunks(r, batch, length, chunk, cu_seqlens)
+        r, log_w, k, v, a, b = (chunks.split(x) for x in (r, log_w, k, v, a, b))
+        g = log_w.cumsum(-2)
+        middle = g[..., chunk // 2 - 1 : chunk // 2, :]
+        total = g[..., -1:, :]
+        query_decay = torch.cat([g - middle, g - log_w - middle], -2).exp_()
+        key_decay = (middle - g).exp_()
+        queries = torch.cat([r, a], -2).mul_(query_decay)  # r then a: [B, H, N, 2C, K]
+        keys = torch.cat([k * key_decay, b * key_decay], -2)  # k then b
+        scores = torch.matmul(queries, keys.mT).mul_(chunks.causal)
+        entering = queries * middle.exp()
+        leaving = keys * (total - middle).exp()
+        if chunks.enters is not None:
+            entering *= chunks.enters.repeat(1, 1, 1, 2, 1)
+            leaving *= chunks.leaves.repeat(1, 1, 1, 2, 1)
+        inverse = unit_lower_inverse(scores[..., chunk:, chunk:])
+        W, U = inverse @ entering[..., chunk:, :], inverse @ (scores[..., chunk:, :chunk] @ v)
+        values = torch.cat([v, U], -2)
+        through = total.exp() if chunks.passes is None else total.exp() * chunks.passes
+        R = leaving[..., chunk:, :].mT @ W
+        R.diagonal(dim1=-2, dim2=-1).add_(through.squeeze(-2))
+        Q = leaving.mT @ values
+        P = entering[..., :chunk, :] + scores[..., :chunk, chunk:] @ W
+
+        h = r.new_empty(chunks.count + 1, batch * heads, key_width, value_width)
+        h[0] = 0 if state is None else state.mT.reshape(batch * heads, key_width, value_width)
+        R_by_chunk = R.view(batch * heads, chunks.count, key_width, key_width)
+        Q_by_chunk = Q.view(batch * heads, chunks.count, key_width, value_width)
+        for n in range(chunks.count):
+            torch.baddbmm(Q_by_chunk[:, n], R_by_chunk[:, n], h[n], out=h[n + 1])
+        h_in = h[:-1].transpose(0, 1).reshape(batch, heads, chunks.count, key_width, value_width)
+        y = (scores[..., :chunk, :] @ values).add_(P @ h_in)
+        U = torch.add(U, W @ h_in)
+
+        ctx.chunks, ctx.has_state = chunks, state is not None
+        ctx.save_for_backward(
+            v, U, scores, inverse, queries, keys, query_decay, key_decay, middle, total, through, leaving, P, R, h_in
+        )
+        last = h[-1].view(batch, heads, key_width, value_width).mT
+        return chunks.join(y), last.contiguous()
+
+    @staticmethod
+    def backward(ctx, dy, dlast):  # type: ignore[no-untyped-def]
+        chunks, chunk = ctx.chunks, ctx.chunks.chunk
+        v, U, scores, inverse, queries, keys, query_decay, key_decay, middle, total, through, leaving, P, R, h = (
+            ctx.saved_tensors
+        )
+        batch, heads, count, key_width, value_width = h.shape
+        dy = chunks.split(dy)
+
+        dh = h.new_empty(count + 1, batch * heads, key_width, value_width)
+        dh[count] = dlast.mT.reshape(batch * heads, key_width, value_width)
+        read = (P.mT @ dy).view(batch * heads, count, key_width, value_width)
+        R_by_chunk = R.view(batch * heads, count, key_width, key_width)
+        for n in range(count - 1, -1, -1):
+            torch.baddbmm(read[:, n], R_by_chunk[:, n].mT, dh[n + 1], out=dh[n])
+        dh_out = dh[1:].transpose(0, 1).reshape(batch, heads, count, key_width, value_width)
+        dstate = dh[0].view(batch, heads, key_width, value_width).mT.contiguous() if ctx.has_state else None
+
+        # values = [V; U]: their gradient through y and h', then through the triangular solve.
+        dvalues = scores[..., :chunk, :].mT @ dy + leaving @ dh_out
+        Z = inverse.mT @ dvalues[..., chunk:, :]
+        dv = dvalues[..., :chunk, :] + scores[..., chunk:, :chunk].mT @ Z
+        dreads = torch.cat([dy, Z], -2)  # of the r rows and the a rows
+        values = torch.cat([v, U], -2)
+        dscores = torch.matmul(dreads, values.mT).mul_(chunks.causal)
+        dentering = dreads @ h.mT
+        dleaving = values @ dh_out.mT
+        if chunks.enters is not None:
+            dentering *= chunks.enters.repeat(1, 1, 1, 2, 1)
+            dleaving *= chunks.leaves.repeat(1, 1, 1, 2, 1)
+        dqueries = torch.matmul(dscores, keys).add_(dentering.mul_(middle.exp()))
+        dkeys = dscores.mT @ queries
+
+        # Log decay. A query counts with +g (e for a), a key with -g, a write to the next state with g_C - g.
+        # Its state term is summed over the tokens before it, not as a total minus the tokens after it,
+        # which would cancel where the decay is strong.
+        from_query = dqueries * queries
+        from_key = dkeys * keys
+        dleaving.mul_((total - middle).exp())
+        from_leaving = dleaving * keys
+        from_leaving = from_leaving[..., :chunk, :] + from_leaving[..., chunk:, :]
+        later = from_query[..., :chunk, :] + from_query[..., chunk:, :]
+        later -= from_key[..., :chunk, :] + from_key[..., chunk:, :]
+        suffix = later.flip(-2).cumsum(-2).flip(-2) - from_query[..., chunk:, :]  # a_t reads before w_t
+        prefix = from_leaving.cumsum(-2) - from_leaving
+        dlog_w = suffix + prefix + (h * dh_out).sum(-1).unsqueeze(-2) * through
+
+        dqueries.mul_(query_decay)
+        dkeys.add_(dleaving)
+        gradients = (
+            dqueries[..., :chunk, :],
+            dlog_w,
+            dkeys[..., :chunk, :] * key_decay,
+            dv,
+            dqueries[..., chunk:, :],
+            dkeys[..., chunk:, :] * key_decay,
+        )
+        return *(chunks.join(x) for x in gradients), dstate, None, None
+
+
+def wkv7(
+    r: Tensor,
+    log_w: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    *,
+    state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    chunk: int = 16,
+) -> tuple[Tensor, Tensor]:
+    """RWKV-7's recurrence (see `wkv7_recurrence`) by chunks of `chunk` tokens, as matrix products.
+
+    r, log_w, k, a, b: [B, T, H, K] with log_w <= 0; v: [B, T, H, V]; state: [B, H, V, K] or None;
+    cu_seqlens: int [D + 1] over the flattened B * T tokens, every row's start among them: the state is
+    zero at each document's start, except that a row's first document continues `state`.
+    Returns y [B, T, H, V] and the last state [B, H, V, K]; differentiable in all inputs but cu_seqlens.
+    """
+    return _Wkv7.apply(r, log_w, k, v, a, b, state, cu_seqlens, chunk)  # type: ignore[no-any-return]
