@@ -10,6 +10,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from cdrmix.train.metrics import amount
@@ -39,14 +40,14 @@ def draw(rows: Sequence[Row], held_out: Mapping[str, float] | None, *, title: st
     rows: metrics.jsonl as dictionaries, in order of step; may be empty.
     held_out: the final figures on held-out text (HeldOut as a dictionary), or None before the evaluation.
     """
-    figure = Figure(figsize=(8.0, 7.6), dpi=160, facecolor=palette.paper, layout="constrained")
-    figure.get_layout_engine().set(h_pad=0.09, w_pad=0.07)  # type: ignore[union-attr]
+    layout = ConstrainedLayoutEngine(h_pad=0.09, w_pad=0.07)
+    figure = Figure(figsize=(8.0, 7.6), dpi=160, facecolor=palette.paper, layout=layout)
     grid = figure.add_gridspec(2, 2, height_ratios=(2.1, 1.0))
     loss, router, rate = figure.add_subplot(grid[0, :]), figure.add_subplot(grid[1, 0]), figure.add_subplot(grid[1, 1])
     for axes in (loss, router, rate):
         _plain(axes, palette)
     _loss(loss, rows, held_out, palette)
-    _router(router, rows, palette, figure)
+    _router(router, rows, palette)
     _rate(rate, rows, palette)
     loss.set_title(title, loc="left", color=palette.ink, fontsize=13, fontweight="bold", pad=10)
     picture = io.BytesIO()
@@ -135,7 +136,7 @@ def _baselines(axes: Axes, held_out: Mapping[str, float] | None, factor: float, 
         )
 
 
-def _router(axes: Axes, rows: Sequence[Row], palette: Palette, figure: Figure) -> None:
+def _router(axes: Axes, rows: Sequence[Row], palette: Palette) -> None:
     with_router = [row for row in rows if row.get("router", {}).get("entropy_normalised")]
     _label(axes, "step", "entropy of expert load (1 = even)", palette)
     if not with_router:

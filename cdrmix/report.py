@@ -157,14 +157,14 @@ def _router(rows: Sequence[Mapping[str, Any]]) -> str:
     if not routed:
         return ""
     last = routed[-1]
-    columns = (
+    columns = [
         ("entropy_bits", "load entropy, bits", "{:.3f}"),
         ("entropy_normalised", "normalised", "{:.3f}"),
         ("max_over_mean", "fullest / mean", "{:.2f}"),
         ("overflow", "overflow at capacity", "{:.1%}"),
         ("dead_experts", "idle experts", "{:.0f}"),
-    )
-    columns = tuple(column for column in columns if column[0] in last)
+    ]
+    columns = [column for column in columns if column[0] in last]
     head = "".join(f"<th>{label}</th>" for _, label, _ in columns)
     body = ""
     for layer in range(len(last["entropy_bits"])):

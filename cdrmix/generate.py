@@ -1,0 +1,85 @@
+"""Text from a model, token by token, at a constant cost a token: the recurrent state is all that is kept."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cdrmix.data.tokenizer import TextTokenizer
+from cdrmix.errors import ConfigError
+from cdrmix.model.backbone import LanguageModel
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn. temperature 0 takes the likeliest; top_p 1 and top_k 0 cut nothing off."""
+
+    temperature: float = 0.8
+    top_p: float = 0.95
+    top_k: int = 0
+    seed: int = 1
+    max_new_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        for name, value, allowed, text in (
+            ("temperature", self.temperature, 0 <= self.temperature < float("inf"), "at least 0"),
+            ("top-p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("top-k", self.top_k, self.top_k >= 0, "at least 0"),
+            ("max-new-tokens", self.max_new_tokens, self.max_new_tokens > 0, "at least 1"),
+        ):
+            if not allowed:
+                raise ConfigError(f"--{name} must be {text}; found {value}")
+
+
+def generate(model: LanguageModel, tokenizer: TextTokenizer, prompt: str, sampling: Sampling) -> Iterator[str]:
+    """Yields the continuation of `prompt` piece by piece, ending at the end-of-text token or at the limit.
+
+    An empty prompt starts a new document. Pieces are whole characters: bytes of a character that
+    spans tokens are held back until it is complete; bytes that are not UTF-8 become U+FFFD.
+    The same model, prompt and sampling give the same text.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    for token in generate_ids(model, tokenizer.encode(prompt) or [tokenizer.end_of_text_id], sampling):
+        if token == tokenizer.end_of_text_id:
+            break
+        piece = decoder.decode(tokenizer.decode_bytes([token]))
+        if piece:
+            yield piece
+    if rest := decoder.decode(b"", final=True):
+        yield rest
+
+
+@torch.no_grad()
+def generate_ids(model: LanguageModel, ids: list[int], sampling: Sampling) -> Iterator[int]:
+    """Yields up to max_new_tokens token ids that follow `ids` (not empty)."""
+    device = next(model.parameters()).device
+    random = torch.Generator().manual_seed(sampling.seed)
+    step_B1, state = torch.tensor([ids], device=device), None
+    for _ in range(sampling.max_new_tokens):
+        output = model(step_B1, state=state, return_state=True)
+        state = output.state
+        token = draw(model.logits(output.hidden_BTD[:, -1]).flatten(), sampling, random)
+        yield token
+        step_B1 = torch.tensor([[token]], device=device)
+
+
+def draw(logits_V: Tensor, sampling: Sampling, random: torch.Generator) -> int:
+    """One token id from logits [vocab_size]: top-k, then temperature, then top-p, then a draw in float64 on the CPU."""
+    logits_V = logits_V.double().cpu()
+    if sampling.temperature == 0:
+        return int(logits_V.argmax())
+    if 0 < sampling.top_k < logits_V.numel():
+        kth = logits_V.topk(sampling.top_k).values[-1]
+        logits_V = logits_V.masked_fill(logits_V < kth, float("-inf"))
+    probability, token = torch.softmax(logits_V / sampling.temperature, dim=0).sort(descending=True, stable=True)
+    cumulative = probability.cumsum(0)
+    # Kept: every token that the more likely ones do not already cover; so always at least one.
+    probability = probability.masked_fill(cumulative - probability >= sampling.top_p, 0.0)
+    cumulative = probability.cumsum(0)
+    point = torch.rand((), generator=random, dtype=torch.float64) * cumulative[-1]
+    position = int(torch.searchsorted(cumulative, point, right=True))
+    return int(token[min(position, int((probability > 0).sum()) - 1)])

@@ -1,0 +1,70 @@
+"""The model card that an exported model carries as README.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cdrmix.config.schema import Config
+
+
+def model_card(config: Config, step: int, stored: int, summary: Mapping[str, Any]) -> str:
+    """Markdown with a front matter: what the model is, how it did on held-out text, how to use it.
+
+    stored: number of parameters in the files. summary: a run's metrics.json; figures it lacks are left out.
+    """
+    model = config.model
+    feed_forward = model.feed_forward
+    experts = (
+        f"{feed_forward.experts} experts of {feed_forward.hidden}, top-{feed_forward.top_k} ({feed_forward.activation})"
+        if feed_forward.kind == "moe"
+        else f"dense channel-mix of {feed_forward.hidden}"
+    )
+    parameters = f"{stored:,} stored"
+    if active := summary.get("parameters", {}).get("active"):
+        parameters += f", {active:,} active a token"
+    return f"""---
+library_name: cdrmix
+pipeline_tag: text-generation
+tags: [rwkv7, attention, mixture-of-experts]
+---
+
+# {config.run.name}
+
+A hybrid RWKV-7/attention language model, trained by cdrmix for {step:,} steps of {config.train.batch_rows} rows of \
+{config.data.row_length} tokens.
+
+| | |
+|---|---|
+| parameters | {parameters} |
+| layers | {model.layers} of width {model.d_model}, {model.schedule}, attention in {model.attention_fraction:.0%} |
+| feed-forward | {experts} |
+| vocabulary | {model.vocab_size:,} (byte-level BPE, in `tokenizer.json`) |
+| weights | float32 safetensors |
+| text | source `{config.data.source.kind}`, seed {config.run.seed} |
+{_figures(summary.get("held_out"))}
+## Use
+
+    cdrmix generate --model PATH_OF_THIS_FOLDER --prompt "def "
+    cdrmix eval --model PATH_OF_THIS_FOLDER
+
+`sha256sum -c SHA256SUMS` verifies the files; cdrmix does so whenever it loads them. `config_snapshot.yaml`
+reproduces the training by itself.
+"""
+
+
+def _figures(held_out: Mapping[str, Any] | None) -> str:
+    if not held_out:
+        return ""
+    return f"""
+## Held-out text
+
+{held_out["tokens"]:,} tokens, {held_out["text_bytes"]:,} bytes that training never saw; less is better.
+
+| | bits per byte |
+|---|---|
+| this model | **{held_out["bits_per_byte"]:.4f}** (perplexity {held_out["perplexity"]:.3f} a token) |
+| unigram distribution of the same tokens | {held_out["unigram_bits_per_byte"]:.4f} |
+| gzip -9 | {held_out["gzip9_bits_per_byte"]:.4f} |
+| zstd -19 | {held_out["zstd19_bits_per_byte"]:.4f} |
+"""

@@ -1,0 +1,212 @@
+"""Tests of the run folder and of metrics.jsonl."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from cdrmix.config.load import config_hash, load_config
+from cdrmix.config.schema import Config
+from cdrmix.errors import ConfigError
+from cdrmix.train.metrics import Console, StepRecord, Trackers, amount, clock, scalars
+from cdrmix.train.run import RunFolder, finite, read_metrics
+
+TINY = Path(__file__).parents[2] / "configs" / "cdrmix-core-tiny.yaml"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return load_config(TINY, [f"run.root={tmp_path / 'experiments'}"])
+
+
+def record(step: int, *, loss: float = 2.5, valid: float | None = None) -> StepRecord:
+    return StepRecord(
+        step=step,
+        epoch=step / 100,
+        loss=loss,
+        next_token_loss=loss - 0.1,
+        load_balance=1.0,
+        z_loss=0.5,
+        learning_rate=1e-3,
+        gradient_norm=0.7,
+        tokens=2048 * step,
+        tokens_per_second=10_700.0,
+        seconds=0.2 * step,
+        memory_gib=0.5,
+        router={"entropy_bits": [2.9, 2.8], "entropy_normalised": [0.97, 0.93]},
+        valid_bits_per_byte=valid,
+        valid_loss=valid,
+    )
+
+
+def test_a_run_folder_is_named_by_time_and_hash_and_never_overwritten(config: Config) -> None:
+    runs = [RunFolder.create(config) for _ in range(3)]
+    assert len({run.path for run in runs}) == 3
+    for run in runs:
+        assert re.fullmatch(rf"\d{{8}}T\d{{6}}Z-{config_hash(config)[:8]}(-\d)?", run.path.name)
+        assert load_config(run.config_snapshot) == config
+        assert run.checkpoints.is_dir()
+        assert not run.finished
+    assert runs[0].summary()["environment"]["versions"]["torch"]
+
+
+def test_auto_resume_takes_the_newest_unfinished_run_of_this_configuration(config: Config) -> None:
+    assert RunFolder.resume(config, "auto") is None
+    runs = [RunFolder.create(config) for _ in range(12)]  # -10 and later sort before -2 as text
+    found = RunFolder.resume(config, "auto")
+    assert found is not None
+    assert found.path == runs[-1].path
+    for run in runs[5:]:
+        run.update_summary({"finished": True})
+    found = RunFolder.resume(config, "auto")
+    assert found is not None
+    assert found.path == runs[4].path
+    other = config.model_copy(update={"train": config.train.model_copy(update={"steps": 7})})
+    assert RunFolder.resume(other, "auto") is None
+
+
+def test_resuming_another_configuration_is_refused(config: Config, tmp_path: Path) -> None:
+    run = RunFolder.create(config)
+    other = config.model_copy(update={"train": config.train.model_copy(update={"steps": 7})})
+    resumed = RunFolder.resume(config, str(run.path))
+    assert resumed is not None
+    assert resumed.path == run.path
+    with pytest.raises(ConfigError, match="config hash"):
+        RunFolder.resume(other, str(run.path))
+    with pytest.raises(ConfigError, match="not a run folder"):
+        RunFolder.resume(config, str(tmp_path / "nowhere"))
+
+
+def test_a_root_that_is_a_file_is_a_configuration_error(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "experiments").write_text("in the way")
+    with pytest.raises(ConfigError, match=r"run\.root"):
+        RunFolder.create(config)
+
+
+def test_metrics_survive_a_kill_and_hold_each_step_once_after_resume(config: Config) -> None:
+    run = RunFolder.create(config)
+    with Trackers(run, config) as trackers:
+        for step in range(1, 7):
+            trackers.write(record(step, loss=float(step)))
+            assert len(read_metrics(run.metrics_jsonl)) == step  # readable at any moment
+    with run.metrics_jsonl.open("a") as file:
+        file.write('{"step": 7, "loss": 1.2')  # what SIGKILL may leave
+    assert [row["step"] for row in read_metrics(run.metrics_jsonl)] == [1, 2, 3, 4, 5, 6]
+    assert run.drop_metrics_after(4) == 3
+    with Trackers(run, config) as trackers:
+        trackers.write(record(5, loss=50.0))
+    assert [(row["step"], row["loss"]) for row in read_metrics(run.metrics_jsonl)][3:] == [(4, 4.0), (5, 50.0)]
+
+
+def test_a_torn_line_does_not_swallow_the_next_record(config: Config) -> None:
+    run = RunFolder.create(config)
+    run.metrics_jsonl.write_text('{"step": 1, "lo')
+    with Trackers(run, config) as trackers:
+        trackers.write(record(2))
+    assert [row["step"] for row in read_metrics(run.metrics_jsonl)] == [2]
+
+
+def test_metrics_are_json_even_when_a_figure_is_not_finite(config: Config) -> None:
+    run = RunFolder.create(config)
+    with Trackers(run, config) as trackers:
+        trackers.write(record(1, loss=float("nan")))
+    assert json.loads(run.metrics_jsonl.read_text())["loss"] is None
+    assert finite({"a": [float("inf"), 1.0, 2]}) == {"a": [None, 1.0, 2]}
+
+
+def test_other_ranks_write_and_say_nothing(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    path = RunFolder.create(config).path
+    before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    run = RunFolder.open(path, writes=False)
+    run.say("hello")
+    run.update_summary({"finished": True})
+    assert run.drop_metrics_after(0) == 0
+    with Trackers(run, config) as trackers, Console(run, 10) as console:
+        trackers.write(record(1))
+        console.update(record(1))
+    assert capsys.readouterr().out == ""
+    assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
+
+
+def test_plain_console_lines_are_aligned_and_logged(config: Config) -> None:
+    run, stream = RunFolder.create(config), io.StringIO()
+    with Console(run, 500, stream=stream) as console:
+        console.update(record(5))
+        console.update(record(100, valid=2.3))
+    header, *lines = stream.getvalue().splitlines()
+    assert len(lines) == 2
+    assert {len(line) for line in lines} == {len(header)}
+    assert "2.3000" in lines[1]
+    assert "10.7k" in lines[1]
+    assert [line.split("Z ", 1)[1] for line in run.log.read_text().splitlines()] == lines
+
+
+def test_terminal_console_shows_one_live_line(config: Config) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    run, stream = RunFolder.create(config), Terminal()
+    with Console(run, 500, stream=stream) as console:
+        console.update(record(100, valid=2.3))
+        console.advance(101)
+    shown = stream.getvalue()
+    for text in ("101/500", "2.300", "bits/byte", "tok/s"):
+        assert text in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown)
+
+
+@pytest.mark.parametrize("tracker", ["tensorboard", "wandb", "mlflow"])
+def test_a_missing_tracker_names_its_extra(config: Config, tracker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Absent:
+        def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+            if name == tracker:
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.delitem(sys.modules, tracker, raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Absent(), *sys.meta_path])
+    config = config.model_copy(update={"logging": config.logging.model_copy(update={tracker: True})})
+    with pytest.raises(ConfigError, match=rf"pip install 'cdrmix\[{tracker}\]'"):
+        Trackers(RunFolder.create(config), config)
+
+
+def test_trackers_get_flat_numbers(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[tuple[int, dict[str, float]]] = []
+    ended: list[str] = []
+    mlflow = types.ModuleType("mlflow")
+    started = types.SimpleNamespace(info=types.SimpleNamespace(run_id="abc"))
+    for name, function in {
+        "set_experiment": lambda name: None,
+        "start_run": lambda run_id=None, run_name=None: started,
+        "log_metrics": lambda values, step: logged.append((step, values)),
+        "end_run": lambda: ended.append("mlflow"),
+    }.items():
+        setattr(mlflow, name, function)
+    wandb = types.ModuleType("wandb")
+    own = types.SimpleNamespace(
+        log=lambda values, step: logged.append((step, values)), finish=lambda: ended.append("wandb")
+    )
+    wandb.init = lambda **settings: own  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    config = config.model_copy(
+        update={"logging": config.logging.model_copy(update={"mlflow": True, "wandb": True})}
+    )
+    run = RunFolder.create(config)
+    with Trackers(run, config) as trackers:
+        trackers.write(record(3))
+    assert logged == [(3, scalars(record(3)))] * 2
+    assert logged[0][1]["router/entropy_bits/layer1"] == 2.8
+    assert "valid_loss" not in logged[0][1]
+    assert sorted(ended) == ["mlflow", "wandb"]
+    assert run.summary()["mlflow_run"] == "abc"
+
+
+def test_amounts_and_durations_read_well() -> None:
+    assert [amount(value) for value in (0, 950, 10_700, 1_250_000, 3.2e9)] == ["0", "950", "10.7k", "1.25M", "3.2B"]
+    assert [clock(value) for value in (0, 61, 3_725)] == ["0:00", "1:01", "1:02:05"]
