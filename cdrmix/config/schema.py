@@ -1,7 +1,8 @@
 """The schema of a run: every key a YAML may hold, its type, its range and its default.
 
 Sections are frozen and refuse unknown keys. What concerns one key is said by its type; what
-concerns several is checked in `Config.conflicts`, which returns all problems at once.
+concerns several is checked in combinations.py. A key without a default must be written, unless
+the autosizers derive it from `model.size`, `model.d_model` or `model.attention.heads`.
 """
 
 from __future__ import annotations
@@ -12,24 +13,28 @@ from pydantic import BaseModel, ConfigDict, Field
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Below1 = Annotated[float, Field(ge=0, lt=1)]
+Between0And1 = Annotated[float, Field(gt=0, lt=1)]
+Text = Annotated[str, Field(min_length=1)]
+Paths = Annotated[list[Text], Field(min_length=1)]  # files, folders or globs, relative to the working directory
 Size = Literal["1b", "4b", "40b", "200b"]
 
 
 class Section(BaseModel):
     """A part of the configuration: frozen, strict about types, closed to unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Run(Section):
     """Where the run lives and what makes it repeatable."""
 
-    name: str = "run"
+    name: Text = "run"
     seed: NonNegativeInt = 1
-    root: str = "experiments"
+    root: Text = "experiments"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: NonNegativeInt = 0  # CPU threads a process; 0: all cores divided by the processes
 
@@ -98,41 +103,41 @@ class JsonlSource(Section):
     """JSON lines, plain or compressed (.jsonl, .jsonl.gz, .jsonl.zst)."""
 
     kind: Literal["jsonl"]
-    paths: Annotated[list[str], Field(min_length=1)]  # files, folders or globs
-    text_field: str = "text"
+    paths: Paths
+    text_field: Text = "text"
 
 
 class ParquetSource(Section):
     """Parquet files with a text column."""
 
     kind: Literal["parquet"]
-    paths: Annotated[list[str], Field(min_length=1)]
-    text_field: str = "text"
+    paths: Paths
+    text_field: Text = "text"
 
 
 class CsvSource(Section):
     """CSV files with a header line and a text column."""
 
     kind: Literal["csv"]
-    paths: Annotated[list[str], Field(min_length=1)]
-    text_field: str = "text"
+    paths: Paths
+    text_field: Text = "text"
 
 
 class TextSource(Section):
     """Plain UTF-8 files, each one document."""
 
     kind: Literal["text"]
-    paths: Annotated[list[str], Field(min_length=1)]
+    paths: Paths
 
 
 class HuggingFaceSource(Section):
     """A Hugging Face dataset by name, streamed in its own order."""
 
     kind: Literal["huggingface"]
-    name: str
-    config_name: str | None = None
-    split: str = "train"
-    text_field: str = "text"
+    name: Text
+    config_name: Text | None = None
+    split: Text = "train"
+    text_field: Text = "text"
 
 
 Source = Annotated[
@@ -144,8 +149,8 @@ Source = Annotated[
 class Tokenizer(Section):
     """Byte-level BPE: trained on the corpus at `model.vocab_size`, or loaded from a tokenizer.json."""
 
-    path: str | None = None
-    end_of_text: str = "<|endoftext|>"
+    path: Text | None = None
+    end_of_text: Text = "<|endoftext|>"
     train_bytes: PositiveInt = 100_000_000  # at most this much of the corpus is read to train it
 
 
@@ -155,8 +160,8 @@ class Data(Section):
     source: Source = Field(default_factory=lambda: StdlibSource(kind="stdlib"))
     tokenizer: Tokenizer = Field(default_factory=Tokenizer)
     row_length: PositiveInt = 2048
-    valid_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05  # of documents, chosen by hash
-    cache: str = "data_cache"  # prepared shards, one folder per content key
+    valid_fraction: Between0And1 = 0.05  # of documents, chosen by hash
+    cache: Text = "data_cache"  # prepared shards, one folder per content key
     shard_tokens: PositiveInt = 100_000_000  # tokens of one shard file
     max_documents: PositiveInt | None = None
     max_bad_records: NonNegativeInt = 100  # malformed records skipped before the preparation gives up
@@ -171,14 +176,14 @@ class Train(Section):
     learning_rate: PositiveFloat
     final_learning_rate_ratio: Fraction = 0.1  # the cosine ends at this share of the peak
     warmup_steps: NonNegativeInt = 0
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: tuple[Below1, Below1] = (0.9, 0.95)
     epsilon: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.1
     gradient_clip: PositiveFloat = 1.0
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     zero_stage: Literal[0, 1, 2, 3] = 0
     activation_checkpointing: bool = False
-    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    ema_decay: Between0And1 | None = None
     log_every: PositiveInt = 10
     evaluate_every: PositiveInt = 500
     evaluate_rows: PositiveInt = 64  # of the periodic validation; the final one reads all
@@ -253,44 +258,3 @@ class Config(Section):
     @property
     def kind(self) -> Literal["core", "reasoning"]:
         return "core" if self.reasoning is None else "reasoning"
-
-    def conflicts(self) -> list[tuple[str, str]]:
-        """Every combination of keys that cannot work, as (dotted key, what is allowed)."""
-        model, train, problems = self.model, self.train, []
-        heads, kv_heads = model.attention.heads, model.attention.kv_heads
-        if model.d_model % heads:
-            problems.append(("model.attention.heads", f"must divide model.d_model={model.d_model}; found {heads}"))
-        elif model.attention.rope and model.d_model // heads % 2:
-            problems.append(("model.attention.rope", f"needs an even head width; d_model/heads is {model.d_model // heads}"))
-        if heads % kv_heads:
-            problems.append(("model.attention.kv_heads", f"must divide model.attention.heads={heads}; found {kv_heads}"))
-        if model.d_model % model.rwkv.head_size:
-            problems.append(
-                ("model.rwkv.head_size", f"must divide model.d_model={model.d_model}; found {model.rwkv.head_size}")
-            )
-        if model.feed_forward.top_k > model.feed_forward.experts:
-            problems.append(
-                (
-                    "model.feed_forward.top_k",
-                    f"must be at most model.feed_forward.experts={model.feed_forward.experts}; "
-                    f"found {model.feed_forward.top_k}",
-                )
-            )
-        if train.batch_rows % train.micro_batch_rows:
-            problems.append(
-                (
-                    "train.batch_rows",
-                    f"must be a multiple of train.micro_batch_rows={train.micro_batch_rows}; found {train.batch_rows}",
-                )
-            )
-        if train.warmup_steps >= train.steps:
-            problems.append(
-                ("train.warmup_steps", f"must be below train.steps={train.steps}; found {train.warmup_steps}")
-            )
-        if self.data.tokenizer.path is None and model.vocab_size < 257:
-            problems.append(
-                ("model.vocab_size", f"must be at least 257 (256 bytes and the end-of-text token); found {model.vocab_size}")
-            )
-        if train.precision == "fp16" and self.run.device == "cpu":
-            problems.append(("train.precision", "fp16 needs a GPU (run.device: cuda); on a CPU use bf16 or fp32"))
-        return problems

@@ -1,0 +1,166 @@
+"""The schema in words: what a key may hold, which keys there are, and the name most like a misspelt one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from cdrmix.config.schema import Config
+from cdrmix.config.tree import Path, get
+from cdrmix.registry import nearest
+
+Schema = Mapping[str, Any]  # a node of pydantic's JSON schema
+
+
+@cache
+def _document() -> dict[str, Any]:
+    return Config.model_json_schema()
+
+
+def root() -> Schema:
+    """The schema of a whole configuration."""
+    return _document()
+
+
+def _resolve(schema: Schema) -> Schema:
+    """Follow references, and look through "or null"."""
+    if "$ref" in schema:
+        return _resolve(_document()["$defs"][schema["$ref"].rsplit("/", 1)[-1]])
+    if "anyOf" in schema:
+        (other,) = (choice for choice in schema["anyOf"] if choice.get("type") != "null")
+        return _resolve(other)
+    return schema
+
+
+def kinds(schema: Schema) -> dict[str, Schema]:
+    """The variants of a section whose keys depend on its `kind`; empty for any other key."""
+    mapping = _resolve(schema).get("discriminator", {}).get("mapping", {})
+    return {kind: _resolve({"$ref": reference}) for kind, reference in mapping.items()}
+
+
+def keys(schema: Schema, data: object = None) -> dict[str, Schema]:
+    """The keys of a section (given its `data`, where they depend on the kind); empty for what is no section."""
+    variants = kinds(schema)
+    if variants:
+        kind = data.get("kind") if isinstance(data, Mapping) else None
+        return keys(variants[kind]) if isinstance(kind, str) and kind in variants else {"kind": {"enum": [*variants]}}
+    return dict(_resolve(schema).get("properties", {}))
+
+
+def is_section(schema: Schema) -> bool:
+    """Whether the key holds a mapping of further keys."""
+    return bool(kinds(schema)) or "properties" in _resolve(schema)
+
+
+def required(schema: Schema) -> list[str]:
+    """The keys of a section that have no default."""
+    return list(_resolve(schema).get("required", []))
+
+
+def at(path: Path, data: object) -> Schema | None:
+    """The schema of the key at `path` in `data`, or None where the schema has no such key."""
+    schema: Schema = _document()
+    for part in path:
+        if isinstance(part, int):
+            inner = _resolve(schema)
+            prefix = inner.get("prefixItems", [])
+            schema = prefix[part] if part < len(prefix) else inner.get("items", {})
+            continue
+        section = keys(schema, data)
+        if part not in section:
+            return None
+        schema, data = section[part], data.get(part) if isinstance(data, Mapping) else None
+    return schema
+
+
+@cache
+def tagged() -> frozenset[Path]:
+    """The paths of the sections whose keys depend on their `kind`."""
+
+    def walk(schema: Schema, path: Path) -> Iterator[Path]:
+        if kinds(schema):
+            yield path
+        else:
+            for key, inner in keys(schema).items():
+                yield from walk(inner, (*path, key))
+
+    return frozenset(walk(_document(), ()))
+
+
+def every_key() -> list[Path]:
+    """The path of every key and section that a configuration may hold, in the schema's order."""
+
+    def walk(schema: Schema, path: Path) -> Iterator[Path]:
+        for variant in kinds(schema).values() or [schema]:
+            for key, inner in keys(variant).items():
+                yield (*path, key)
+                yield from walk(inner, (*path, key))
+
+    return list(dict.fromkeys(walk(_document(), ())))
+
+
+def nearest_key(path: Path, data: object) -> Path | None:
+    """The key most like the unknown one at `path`: among its siblings if any is, else anywhere."""
+    *section, name = path
+    parent = at(tuple(section), data)
+    close = nearest(str(name), keys(parent, get(data, tuple(section)))) if parent else None
+    if close:
+        return (*section, close)
+    names = {str(known[-1]): known for known in reversed(every_key())}  # reversed: the first of a name wins
+    close = nearest(str(name), names)
+    return names[close] if close else None
+
+
+def allowed(schema: Schema) -> str:
+    """What a key may hold, for a person: type, range or choices."""
+    text = _allowed(_resolve(schema))
+    return f"{text}, or null" if "anyOf" in schema else text
+
+
+def choices(schema: Schema) -> list[str]:
+    """The strings that a key may be one of; empty where it is not such a key."""
+    schema = _resolve(schema)
+    listed = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    return [choice for choice in listed if isinstance(choice, str)]
+
+
+def _allowed(schema: Schema) -> str:
+    if "enum" in schema or "const" in schema:
+        listed = [str(choice) for choice in schema.get("enum", [schema.get("const")])]
+        return listed[0] if len(listed) == 1 else f"one of {', '.join(listed[:-1])} or {listed[-1]}"
+    if variants := kinds(schema):
+        return f"a section whose kind is one of {', '.join(variants)}"
+    if "properties" in schema:
+        needed = required(schema)
+        return f"a section with the keys {', '.join(schema['properties'])}" + (
+            f" (required: {', '.join(needed)})" if needed else ""
+        )
+    if schema.get("type") == "array":
+        return _allowed_list(schema)
+    if schema.get("type") == "string":
+        return "a string that is not empty" if schema.get("minLength") else "a string"
+    if schema.get("type") == "boolean":
+        return "true or false"
+    return _allowed_number(schema)
+
+
+def _allowed_list(schema: Schema) -> str:
+    if prefix := schema.get("prefixItems"):
+        return f"a list of {len(prefix)}, each {allowed(prefix[0])}"
+    least = f"at least {schema['minItems']}" if schema.get("minItems") else "any length"
+    return f"a list of {least}, each {allowed(schema.get('items', {}))}"
+
+
+def _allowed_number(schema: Schema) -> str:
+    integer = schema.get("type") == "integer"
+    low, above = schema.get("minimum"), schema.get("exclusiveMinimum")
+    high, below = schema.get("maximum"), schema.get("exclusiveMaximum")
+    if integer and above is not None:
+        low, above = above + 1, None
+    noun = "an integer" if integer else "a number"
+    if low is not None and high is not None:
+        return f"{noun} from {low:g} to {high:g}"
+    lower = f"of at least {low:g}" if low is not None else f"above {above:g}" if above is not None else ""
+    upper = f"of at most {high:g}" if high is not None else f"below {below:g}" if below is not None else ""
+    return " ".join([noun, " and ".join(bound for bound in (lower, upper) if bound)]).strip()
