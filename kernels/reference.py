@@ -6,6 +6,9 @@ All of it runs in float64 as well as in float32, so that the other implementatio
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -263,3 +266,189 @@ def wkv7(
     Returns y [B, T, H, V] and the last state [B, H, V, K]; differentiable in all inputs but cu_seqlens.
     """
     return _Wkv7.apply(r, log_w, k, v, a, b, state, cu_seqlens, chunk)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Which experts each token goes to, and the order that everything after works in.
+
+    weights_TK: float32, the chosen experts' probabilities, normalised over the k chosen; differentiable.
+    experts_TK: int64, the chosen experts, most probable first.
+    counts_E: int64, routed rows of each expert.
+    order_R: int64, the stable sort of the T * k routes by expert: sorted row i is route order_R[i], which is
+        choice order_R[i] % k of token order_R[i] // k.
+    load_balance: scalar, E sum_e f_e P_e with f_e the share of routes and P_e the mean probability of expert
+        e (arXiv 2101.03961, equation 4, over all k choices); 1 when balanced; differentiable through P.
+    z_loss: scalar, mean of logsumexp(logits)^2 (arXiv 2202.08906, equation 5); differentiable.
+    """
+
+    weights_TK: Tensor
+    experts_TK: Tensor
+    counts_E: Tensor
+    order_R: Tensor
+    load_balance: Tensor
+    z_loss: Tensor
+
+
+def route_topk(logits_TE: Tensor, k: int, *, bias: Tensor | None = None) -> Routing:
+    """Send each token to its k most probable experts; ties go to the lowest index.
+
+    logits_TE: [T, E], computed on in float32 at least; bias: [E], added for the selection alone.
+    """
+    logits_TE = logits_TE if logits_TE.dtype == torch.float64 else logits_TE.float()
+    experts = logits_TE.shape[-1]
+    log_normaliser = logits_TE.logsumexp(-1, keepdim=True)
+    probabilities_TE = (logits_TE - log_normaliser).exp()
+    score_TE = logits_TE.detach() if bias is None else logits_TE.detach() + bias
+    experts_TK = torch.sort(score_TE, dim=-1, descending=True, stable=True).indices[:, :k]
+    chosen_TK = probabilities_TE.gather(1, experts_TK)
+    routes_R = experts_TK.reshape(-1)
+    counts_E = torch.bincount(routes_R, minlength=experts)
+    share_E = counts_E.to(logits_TE.dtype) / max(routes_R.numel(), 1)
+    return Routing(
+        weights_TK=chosen_TK / chosen_TK.sum(-1, keepdim=True),
+        experts_TK=experts_TK,
+        counts_E=counts_E,
+        order_R=routes_R.argsort(stable=True),
+        load_balance=experts * (share_E * probabilities_TE.mean(0)).sum(),
+        z_loss=log_normaliser.square().mean(),
+    )
+
+
+def _activate(z: Tensor, activation: str) -> Tensor:
+    """relu2: relu(z)^2. swiglu: silu(gate) * up with z = [gate, up]."""
+    if activation == "relu2":
+        return z.relu().square_()
+    gate, up = z.chunk(2, -1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def _activate_backward(z: Tensor, dh: Tensor, activation: str) -> Tensor:
+    """The gradient of `_activate` with respect to z."""
+    if activation == "relu2":
+        return z.relu().mul_(dh).mul_(2)
+    gate, up = z.chunk(2, -1)
+    sigmoid = gate.sigmoid()
+    return torch.cat([dh * up * sigmoid * (1 + gate * (1 - sigmoid)), dh * gate * sigmoid], -1)
+
+
+class _MoeExperts(torch.autograd.Function):
+    """Gather rows by expert, two products and an activation an expert, weighted sum a token; and its adjoint.
+
+    Saved for backward: x, the pre-activation, the sorted outputs and the indices. Both the combine of the
+    forward and the gather's adjoint are gathers over the inverse order, so no sum depends on scheduling.
+    """
+
+    @staticmethod
+    def forward(ctx, x_TD, w_up, w_down, weights_TK, order_R, counts_E, activation):  # type: ignore[no-untyped-def]
+        tokens, k = weights_TK.shape
+        token_R = order_R // k
+        inverse_R = torch.empty_like(order_R)
+        inverse_R[order_R] = torch.arange(order_R.numel(), device=order_R.device)
+        bounds = [0, *counts_E.cumsum(0).tolist()]
+        rows = [slice(low, high) for low, high in itertools.pairwise(bounds)]
+        x_RD = x_TD[token_R]
+        z = x_TD.new_empty(token_R.numel(), w_up.shape[-1])
+        y_RD = x_TD.new_empty(token_R.numel(), w_down.shape[-1])
+        for expert, span in enumerate(rows):
+            torch.mm(x_RD[span], w_up[expert], out=z[span])
+            torch.mm(_activate(z[span], activation), w_down[expert], out=y_RD[span])
+        weighted_RD = y_RD * weights_TK.reshape(-1)[order_R].to(y_RD.dtype).unsqueeze(-1)
+        ctx.rows, ctx.activation = rows, activation
+        ctx.save_for_backward(x_TD, z, y_RD, w_up, w_down, weights_TK, token_R, order_R, inverse_R)
+        return weighted_RD[inverse_R].view(tokens, k, -1).sum(1)
+
+    @staticmethod
+    def backward(ctx, dy_TD):  # type: ignore[no-untyped-def]
+        x_TD, z, y_RD, w_up, w_down, weights_TK, token_R, order_R, inverse_R = ctx.saved_tensors
+        tokens, k = weights_TK.shape
+        dy_RD = dy_TD[token_R]
+        dweights = (dy_RD * y_RD).sum(-1, dtype=weights_TK.dtype)[inverse_R].view(tokens, k)
+        dy_RD *= weights_TK.reshape(-1)[order_R].to(dy_RD.dtype).unsqueeze(-1)
+        x_RD = x_TD[token_R]
+        dx_RD = torch.empty_like(x_RD)
+        # An expert without rows gets a gradient of zero: the product over no rows writes it.
+        dw_up, dw_down = torch.empty_like(w_up), torch.empty_like(w_down)
+        for expert, span in enumerate(ctx.rows):
+            hidden = _activate(z[span], ctx.activation)
+            torch.mm(hidden.mT, dy_RD[span], out=dw_down[expert])
+            dz = _activate_backward(z[span], dy_RD[span] @ w_down[expert].mT, ctx.activation)
+            torch.mm(x_RD[span].mT, dz, out=dw_up[expert])
+            torch.mm(dz, w_up[expert].mT, out=dx_RD[span])
+        dx_TD = dx_RD[inverse_R].view(tokens, k, -1).sum(1)
+        return dx_TD, dw_up, dw_down, dweights, None, None, None
+
+
+def moe_experts(x_TD: Tensor, w_up: Tensor, w_down: Tensor, routing: Routing, *, activation: str = "relu2") -> Tensor:
+    """y_t = sum_j weights_tj expert_(experts_tj)(x_t), expert_e(x) = act(x w_up_e) w_down_e: dropless.
+
+    x_TD: [T, D]; w_up: [E, D, F], or [E, D, 2F] for "swiglu", the gate's F columns first; w_down: [E, F, D].
+    Returns [T, D] in x's dtype; differentiable in x, both weights and routing.weights_TK.
+    """
+    return _MoeExperts.apply(  # type: ignore[no-any-return]
+        x_TD, w_up, w_down, routing.weights_TK, routing.order_R, routing.counts_E, activation
+    )
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Cross-entropy of a linear map, by blocks of tokens: gradients are made while a block's logits exist."""
+
+    ROWS = 512  # tokens of one block: 512 x 50,272 float32 logits are 103 MB
+
+    @staticmethod
+    def forward(ctx, hidden_RD, weight_VD, targets_R, weights_R):  # type: ignore[no-untyped-def]
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        accumulate = torch.promote_types(hidden_RD.dtype, torch.float32)
+        losses = weights_R.new_empty(targets_R.numel(), dtype=accumulate)
+        dhidden = torch.empty_like(hidden_RD) if needs_hidden else None
+        dweight = torch.zeros_like(weight_VD, dtype=accumulate) if needs_weight else None
+        for start in range(0, targets_R.numel(), _LinearCrossEntropy.ROWS):
+            span = slice(start, start + _LinearCrossEntropy.ROWS)
+            target = targets_R[span].unsqueeze(-1)
+            logits = (hidden_RD[span] @ weight_VD.mT).to(accumulate)
+            logits -= logits.amax(-1, keepdim=True)
+            chosen = logits.gather(-1, target)
+            exponentials = logits.exp_()
+            total = exponentials.sum(-1, keepdim=True)
+            losses[span] = (total.log() - chosen).squeeze(-1)
+            if needs_hidden or needs_weight:
+                scale = weights_R[span].unsqueeze(-1).to(accumulate)
+                dlogits = exponentials.mul_(scale / total)
+                dlogits.scatter_add_(-1, target, -scale)
+                dlogits = dlogits.to(hidden_RD.dtype)
+                if dhidden is not None:
+                    torch.mm(dlogits, weight_VD, out=dhidden[span])
+                if dweight is not None:
+                    dweight += dlogits.mT @ hidden_RD[span]
+        ctx.save_for_backward(dhidden, dweight)
+        ctx.weight_dtype = weight_VD.dtype
+        return (losses * weights_R.to(accumulate)).sum()
+
+    @staticmethod
+    def backward(ctx, dloss):  # type: ignore[no-untyped-def]
+        dhidden, dweight = ctx.saved_tensors
+        return (
+            None if dhidden is None else dhidden * dloss.to(dhidden.dtype),
+            None if dweight is None else (dweight * dloss).to(ctx.weight_dtype),
+            None,
+            None,
+        )
+
+
+def linear_cross_entropy(hidden_RD: Tensor, weight_VD: Tensor, targets_R: Tensor, weights_R: Tensor) -> Tensor:
+    """sum_r weights_r (logsumexp(W h_r) - (W h_r)[target_r]), without the [R, V] logits in full.
+
+    hidden_RD: [R, D]; weight_VD: [V, D]; targets_R: int64 [R] in [0, V); weights_R: [R], not differentiated.
+    Returns a scalar, in float32 at least.
+    """
+    return _LinearCrossEntropy.apply(hidden_RD, weight_VD, targets_R, weights_R)  # type: ignore[no-any-return]
+
+
+def token_shift(x_BTD: Tensor, last_BD: Tensor | None = None, starts_BT1: Tensor | None = None) -> Tensor:
+    """Each token's predecessor: x_{t-1}; `last_BD` (or zero) before the first; zero where a document starts.
+
+    starts_BT1: bool [B, T, 1], True at the documents' starts inside rows.
+    """
+    first = x_BTD.new_zeros(x_BTD.shape[0], 1, x_BTD.shape[-1]) if last_BD is None else last_BD.unsqueeze(1)
+    shifted = torch.cat([first, x_BTD[:, :-1]], 1)
+    return shifted if starts_BT1 is None else shifted.masked_fill(starts_BT1, 0)

@@ -1,0 +1,1 @@
+"""Tokens to hidden states to loss: blocks of a mixer and a feed-forward, stacked."""

@@ -1,0 +1,69 @@
+"""Causal softmax attention with rotary positions and grouped queries, closed at document borders."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from cdrmix.config.schema import Model
+from cdrmix.model.layers import linear
+
+
+class AttentionState(NamedTuple):
+    """Keys and values of the tokens so far, [B, kv_heads, T, head width], rotated."""
+
+    keys: Tensor
+    values: Tensor
+
+
+def rotate(x_BHTN: Tensor, positions_BT: Tensor, theta: float) -> Tensor:
+    """Rotary position embedding (arXiv 2104.09864): the pair (i, i + N/2) turns by position * theta^(-2i/N)."""
+    half = x_BHTN.shape[-1] // 2
+    frequencies = theta ** (-torch.arange(half, device=x_BHTN.device, dtype=torch.float64) / half)
+    angles = (positions_BT.double().unsqueeze(-1) * frequencies).unsqueeze(1)
+    cosine, sine = angles.cos().to(x_BHTN.dtype), angles.sin().to(x_BHTN.dtype)
+    left, right = x_BHTN[..., :half], x_BHTN[..., half:]
+    return torch.cat([left * cosine - right * sine, right * cosine + left * sine], -1)
+
+
+class Attention(nn.Module):
+    """Multi-head attention, `kv_heads` key/value heads serving `heads` query heads."""
+
+    def __init__(self, config: Model, layer: int) -> None:
+        super().__init__()
+        attention, width = config.attention, config.d_model
+        self.heads, self.kv_heads, self.head_width = attention.heads, attention.kv_heads, width // attention.heads
+        self.theta = attention.rope_theta if attention.rope else None
+        scale = config.init_std_scale
+        self.query = linear(width, width, 0.5 * scale)
+        self.key = linear(width, self.kv_heads * self.head_width, 0.5 * scale)
+        self.value = linear(width, self.kv_heads * self.head_width, 0.5 * scale)
+        self.output = linear(width, width, 0.0)
+        self.query_norm = nn.RMSNorm(self.head_width, eps=config.norm_eps) if attention.qk_norm else None
+        self.key_norm = nn.RMSNorm(self.head_width, eps=config.norm_eps) if attention.qk_norm else None
+
+    def forward(
+        self, x: Tensor, positions_BT: Tensor, mask: Tensor | None, state: AttentionState | None
+    ) -> tuple[Tensor, AttentionState]:
+        """x [B, T, D] (normed), mask bool [B, 1, T, T] or None (one document a row) -> output [B, T, D], state."""
+        batch, length, width = x.shape
+        q = self.query(x).view(batch, length, self.heads, self.head_width).transpose(1, 2)
+        k = self.key(x).view(batch, length, self.kv_heads, self.head_width).transpose(1, 2)
+        v = self.value(x).view(batch, length, self.kv_heads, self.head_width).transpose(1, 2)
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        if self.theta is not None:
+            q, k = rotate(q, positions_BT, self.theta), rotate(k, positions_BT, self.theta)
+        past = 0
+        if state is not None:
+            past = state.keys.shape[2]
+            k, v = torch.cat([state.keys, k], 2), torch.cat([state.values, v], 2)
+        if past and length > 1:
+            mask = torch.ones(length, past + length, dtype=torch.bool, device=x.device).tril(past)
+        y = functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None and past == 0, enable_gqa=self.heads != self.kv_heads
+        )
+        return self.output(y.transpose(1, 2).reshape(batch, length, width)), AttentionState(k, v)

@@ -1,0 +1,121 @@
+"""The language model: embedding, the scheduled stack of blocks, the final norm, the head, and its recurrent state."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from cdrmix.config.schema import Model
+from cdrmix.model.blocks import Block, BlockState, place_tokens
+from cdrmix.model.experts import Routed
+from cdrmix.model.layers import TokenEmbedding, make_norm
+
+ModelState = tuple[BlockState, ...]
+
+
+class RouterStats(NamedTuple):
+    """The routers' reports, layer by layer: rows an expert [L, E] (int64), load-balance and z losses [L]."""
+
+    counts_LE: Tensor
+    load_balance_L: Tensor
+    z_loss_L: Tensor
+
+
+class Output(NamedTuple):
+    """What a forward pass gives: hidden states after the final norm [B, T, D], router reports, recurrent state."""
+
+    hidden_BTD: Tensor
+    router: RouterStats | None
+    state: ModelState | None
+
+
+def attention_layers(layers: int, fraction: float, schedule: str) -> tuple[int, ...]:
+    """Which layers, counted from 0, are attention: floor(fraction * layers) of them.
+
+    top-of-x: the last ones. interleave-x: layer i where floor((i + 1) * fraction) steps up; at fraction 1/4,
+    where (i + 1) mod 4 = 0, so that the last of every four is attention.
+    """
+    steps = [int((i + 1) * fraction + 1e-9) for i in range(-1, layers)]
+    if schedule == "top-of-x":
+        return tuple(range(layers - steps[-1], layers))
+    return tuple(i for i in range(layers) if steps[i + 1] > steps[i])
+
+
+class LanguageModel(nn.Module):
+    """Token ids to hidden states; `logits` reads them through the head.
+
+    Parameters are drawn from torch's global generator: seed it first. Under `torch.device("meta")` none is
+    allocated.
+    """
+
+    def __init__(self, config: Model, *, activation_checkpointing: bool = False) -> None:
+        super().__init__()
+        self.config = config
+        self.activation_checkpointing = activation_checkpointing
+        attention = attention_layers(config.layers, config.attention_fraction, config.schedule)
+        self.embedding = TokenEmbedding(config.vocab_size, config.d_model, std=0.02 * config.init_std_scale)
+        self.embedding_norm = make_norm(config) if config.embedding_norm else nn.Identity()
+        self.blocks = nn.ModuleList(
+            Block(config, layer, "attention" if layer in attention else "rwkv7") for layer in range(config.layers)
+        )
+        self.final_norm = make_norm(config)
+        self.head = (
+            None
+            if config.tie_embeddings
+            else TokenEmbedding(config.vocab_size, config.d_model, std=0.02 * config.init_std_scale)
+        )
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The output head, [V, D]: the embedding itself where they are tied."""
+        return self.embedding.weight if self.head is None else self.head.weight
+
+    def forward(
+        self,
+        ids_BT: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        state: ModelState | None = None,
+        return_state: bool = False,
+    ) -> Output:
+        """ids int64 [B, T]; cu_seqlens int [D + 1] over the flattened tokens: the model forgets at each start.
+
+        `state` continues an earlier call's rows (one document a row, so not together with cu_seqlens).
+        """
+        if state is not None and cu_seqlens is not None:
+            raise ValueError("pass either cu_seqlens (packed documents) or state (one continued document a row)")
+        batch, length = ids_BT.shape
+        places = place_tokens(batch, length, cu_seqlens, _past(state), ids_BT.device)
+        x = self.embedding_norm(self.embedding(ids_BT))
+        v_first: Tensor | None = None
+        states: list[BlockState] = []
+        reports: list[Routed] = []
+        for layer, block in enumerate(self.blocks):
+            carried = state[layer] if state else None
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                x, v_first, after, routed = checkpoint(block, x, v_first, places, carried, use_reentrant=False)
+            else:
+                x, v_first, after, routed = block(x, v_first, places, carried)
+            if return_state:
+                states.append(after)
+            if routed is not None:
+                reports.append(routed)
+        router = RouterStats(*(torch.stack(column) for column in zip(*reports, strict=True))) if reports else None
+        return Output(self.final_norm(x), router, tuple(states) if return_state else None)
+
+    def logits(self, hidden_BTD: Tensor) -> Tensor:
+        """Hidden states [..., D] -> logits [..., V] in float32 at least."""
+        logits = functional.linear(hidden_BTD, self.head_weight)
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _past(state: ModelState | None) -> int:
+    """How many tokens the state has seen, by its first attention block; 0 where there is none."""
+    for block in state or ():
+        if hasattr(block.mixer, "keys"):
+            return int(block.mixer.keys.shape[2])
+    return 0

@@ -1,0 +1,61 @@
+"""The feed-forward halves of a block: a dropless mixture of experts, and RWKV-7's dense channel-mix."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from cdrmix import ops
+from cdrmix.config.schema import Model
+from cdrmix.model.layers import linear
+from cdrmix.model.router import Router
+
+
+class Routed(NamedTuple):
+    """What one layer's router reports: rows an expert (int64 [E]) and its two loss terms (scalars)."""
+
+    counts_E: Tensor
+    load_balance: Tensor
+    z_loss: Tensor
+
+
+class MoeFeedForward(nn.Module):
+    """Top-k of E experts a token, each two matrices around relu^2 (or three around SwiGLU); nothing is dropped."""
+
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        ffn = config.feed_forward
+        self.activation = ffn.activation
+        self.router = Router(config.d_model, ffn)
+        widening = 2 if ffn.activation == "swiglu" else 1
+        self.w_up = nn.Parameter(torch.empty(ffn.experts, config.d_model, widening * ffn.hidden))
+        self.w_down = nn.Parameter(torch.zeros(ffn.experts, ffn.hidden, config.d_model))
+        bound = 0.5 * config.init_std_scale * config.d_model**-0.5
+        nn.init.uniform_(self.w_up, -bound, bound)
+
+    def forward(self, x: Tensor, starts: Tensor | None, last_BD: Tensor | None) -> tuple[Tensor, Tensor, Routed]:
+        """x [B, T, D] (normed) -> output [B, T, D], the state (the last token's input), the router's report."""
+        flat_TD = x.reshape(-1, x.shape[-1])
+        routing = self.router(flat_TD)
+        y_TD = ops.moe_experts(flat_TD, self.w_up, self.w_down, routing, activation=self.activation)
+        routed = Routed(routing.counts_E, routing.load_balance, routing.z_loss)
+        return y_TD.view(x.shape), x[:, -1], routed
+
+
+class ChannelMix(nn.Module):
+    """RWKV-7's own feed-forward: token shift, then relu(x_k W_key)^2 W_value."""
+
+    def __init__(self, config: Model, layer: int) -> None:
+        super().__init__()
+        channel = torch.arange(config.d_model) / config.d_model
+        self.x_k = nn.Parameter(1 - channel.pow((1 - layer / config.layers) ** 4))
+        self.key = linear(config.d_model, config.feed_forward.hidden, 0.5 * config.init_std_scale)
+        self.value = linear(config.feed_forward.hidden, config.d_model, 0.0)
+
+    def forward(self, x: Tensor, starts: Tensor | None, last_BD: Tensor | None) -> tuple[Tensor, Tensor, None]:
+        """x [B, T, D] (normed) -> output [B, T, D], the state (the last token's input), no router report."""
+        shift = ops.token_shift(x, last_BD, starts) - x
+        hidden = self.key(torch.addcmul(x, shift, self.x_k)).relu().square()
+        return self.value(hidden), x[:, -1], None

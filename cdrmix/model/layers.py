@@ -1,0 +1,65 @@
+"""The small parts every block is made of: norms, embedding, initialisers, and which parameter is of which kind."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from cdrmix.config.schema import Model
+
+ParameterKind = Literal["matrix", "embedding", "vector", "decay_bias"]
+
+
+def make_norm(config: Model) -> nn.Module:
+    """The configured norm over D, in its own float32 parameters."""
+    kind = nn.LayerNorm if config.norm == "layernorm" else nn.RMSNorm
+    return kind(config.d_model, eps=config.norm_eps)
+
+
+class TokenEmbedding(nn.Module):
+    """The table of token vectors, read as embedding and, where tied, as the output head.
+
+    Both readings go through `forward`, so that a sharded table is gathered for either.
+    """
+
+    def __init__(self, vocab_size: int, d_model: int, std: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
+        nn.init.normal_(self.weight, std=std)
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        return functional.embedding(ids_BT, self.weight)
+
+
+def uniform_(weight: Tensor, scale: float) -> None:
+    """Uniform in +-scale / sqrt(fan_in), fan_in the last dimension: RWKV-7's initialisation of its projections."""
+    bound = scale / math.sqrt(weight.shape[-1])
+    nn.init.uniform_(weight, -bound, bound)
+
+
+def linear(inputs: int, outputs: int, scale: float) -> nn.Linear:
+    """A projection without bias, uniform in +-scale / sqrt(inputs); scale 0 gives zeros."""
+    layer = nn.Linear(inputs, outputs, bias=False)
+    uniform_(layer.weight, scale)
+    return layer
+
+
+def parameter_kind(name: str, parameter: Tensor) -> ParameterKind:
+    """What the optimizer should know of a parameter, by its name and shape.
+
+    matrix: projections and experts, with weight decay. embedding: token tables, without. decay_bias: RWKV-7's
+    w0, which learns at twice the rate (RWKV-LM's training code). vector: all else, norms, mixes, low-rank maps
+    and the router among them, without weight decay.
+    """
+    leaf = name.rsplit(".", 1)[-1]
+    if leaf == "w0":
+        return "decay_bias"
+    if name.endswith(("embedding.weight", "head.weight")):
+        return "embedding"
+    if leaf in ("w_up", "w_down") or (leaf == "weight" and parameter.dim() == 2 and "router" not in name):
+        return "matrix"
+    return "vector"

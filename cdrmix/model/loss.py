@@ -1,0 +1,58 @@
+"""The training loss in one forward pass: next token, and the routers' losses."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from cdrmix import ops
+from cdrmix.model.backbone import LanguageModel, RouterStats
+
+
+class Losses(NamedTuple):
+    """The terms of one micro-batch. Summing `total` over a global batch's micro-batches gives the global loss.
+
+    next_token_sum: sum of weight * cross-entropy, nats. load_balance, z_loss: means over layers, unweighted.
+    """
+
+    total: Tensor
+    next_token_sum: Tensor
+    load_balance: Tensor
+    z_loss: Tensor
+    router: RouterStats | None
+
+
+class LossModel(nn.Module):
+    """A language model that answers with its loss: what the engine trains."""
+
+    def __init__(self, language_model: LanguageModel) -> None:
+        super().__init__()
+        self.language_model = language_model
+
+    def forward(
+        self,
+        ids_BT: Tensor,
+        targets_BT: Tensor,
+        weights_BT: Tensor,
+        cu_seqlens: Tensor | None,
+        token_count: float,
+        share: float = 1.0,
+    ) -> Losses:
+        """token_count: sum of the weights over the global batch; share: this micro-batch's part of it, 1 / their number."""
+        config = self.language_model.config.feed_forward
+        hidden, router, _ = self.language_model(ids_BT, cu_seqlens=cu_seqlens)
+        next_token = ops.linear_cross_entropy(
+            hidden.reshape(-1, hidden.shape[-1]),
+            self.language_model.head_weight,
+            targets_BT.reshape(-1),
+            weights_BT.reshape(-1),
+        )
+        total = next_token / token_count
+        load_balance = z_loss = torch.zeros((), device=total.device)
+        if router is not None:
+            load_balance, z_loss = router.load_balance_L.mean(), router.z_loss_L.mean()
+            routing = config.load_balance_weight * load_balance + config.z_loss_weight * z_loss
+            total = total + share * routing
+        return Losses(total, next_token, load_balance, z_loss, router)
