@@ -24,7 +24,7 @@ from torch import Tensor
 from cdrmix.config.load import dump_config, load_config
 from cdrmix.config.schema import Config
 from cdrmix.data.tokenizer import TextTokenizer
-from cdrmix.errors import CheckpointError, ConfigError, ExportMismatchError
+from cdrmix.errors import CheckpointError, ConfigError, ExportMismatchError, VocabularyError
 from cdrmix.hf.card import model_card
 from cdrmix.model.backbone import LanguageModel
 from cdrmix.train.checkpoint import newest_whole_checkpoint, read_weights
@@ -47,7 +47,8 @@ class Loaded(NamedTuple):
 def load_model(path: str | Path) -> Loaded:
     """The model in a run folder (its newest whole checkpoint), a checkpoint folder or an export folder.
 
-    Raises CheckpointError when there is none, or when a file is not what its hash says.
+    Raises CheckpointError when there is none, or when a file is not what its hash says; VocabularyError when the
+    tokenizer beside it has more tokens than the model.
     """
     path = Path(path)
     if (path / SUMS).is_file():
@@ -58,7 +59,16 @@ def load_model(path: str | Path) -> Loaded:
         raise CheckpointError(f"{run.path}: tokenizer.json is missing, so its model cannot read or write text")
     config = load_config(run.config_snapshot)
     model = build(config, read_weights(checkpoint), origin=checkpoint)
-    return Loaded(model, TextTokenizer.load(run.tokenizer), config, step_of(checkpoint))
+    return Loaded(model, _tokenizer(run.tokenizer, config), config, step_of(checkpoint))
+
+
+def _tokenizer(path: Path, config: Config) -> TextTokenizer:
+    tokenizer = TextTokenizer.load(path, config.data.tokenizer.end_of_text)
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise VocabularyError(
+            f"{path} knows {tokenizer.vocab_size} tokens, but the model's vocabulary has {config.model.vocab_size}"
+        )
+    return tokenizer
 
 
 def final_checkpoint(path: Path) -> Path:
@@ -91,27 +101,14 @@ def build(config: Config, weights: Mapping[str, Tensor], *, origin: Path) -> Lan
     Raises CheckpointError, naming `origin`, when names or shapes do not fit the configuration.
     """
     model = LanguageModel(config.model)
-    missing, unexpected = model.load_state_dict(dict(weights), strict=False), ()
-    own = set(unshared(model.state_dict()))
-    lost = sorted(own & set(missing.missing_keys))
-    unexpected = tuple(missing.unexpected_keys)
-    if lost or unexpected:
-        raise CheckpointError(
-            f"{origin}: the weights do not fit the configuration; missing {lost[:3]}, unknown {list(unexpected[:3])}"
-        )
+    own = model.state_dict()
+    unfit = sorted(own.keys() ^ weights.keys()) or [
+        f"{name} {list(weights[name].shape)}" for name in own if own[name].shape != weights[name].shape
+    ]
+    if unfit:
+        raise CheckpointError(f"{origin}: the weights do not fit the configuration: {', '.join(unfit[:4])}")
+    model.load_state_dict(dict(weights))
     return model.eval().requires_grad_(False)
-
-
-def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors without second names of the same memory (a tied output head)."""
-    seen: set[tuple[int, int]] = set()
-    result = {}
-    for name, tensor in tensors.items():
-        key = (tensor.data_ptr(), tensor.numel())
-        if tensor.numel() == 0 or key not in seen:
-            seen.add(key)
-            result[name] = tensor.detach().contiguous()
-    return result
 
 
 def export_model(
@@ -147,7 +144,7 @@ def export_model(
 
 
 def _write(loaded: Loaded, folder: Path, summary: Mapping[str, Any], shard_bytes: int) -> None:
-    weights = unshared(loaded.model.state_dict())
+    weights = {name: tensor.contiguous() for name, tensor in loaded.model.state_dict().items()}
     groups = _shards(weights, shard_bytes)
     names = ["model.safetensors"]
     if len(groups) > 1:
@@ -159,7 +156,7 @@ def _write(loaded: Loaded, folder: Path, summary: Mapping[str, Any], shard_bytes
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
     for file, group in zip(names, groups, strict=True):
         save_file({name: weights[name] for name in group}, folder / file, metadata={"format": "pt"})
-    loaded.tokenizer.save(folder / "tokenizer.json")
+    (folder / "tokenizer.json").write_bytes(loaded.tokenizer.json_bytes)
     (folder / "config_snapshot.yaml").write_text(dump_config(loaded.config), encoding="utf-8")
     description = {
         "format": "cdrmix",
@@ -226,7 +223,7 @@ def load_exported(path: str | Path) -> Loaded:
             raise CheckpointError(f"{path / name}: not a safetensors file: {error}") from error
     step = json.loads((path / "config.json").read_text(encoding="utf-8"))["step"]
     model = build(config, weights, origin=path)
-    return Loaded(model, TextTokenizer.load(path / "tokenizer.json"), config, step)
+    return Loaded(model, _tokenizer(path / "tokenizer.json", config), config, step)
 
 
 def verify(path: Path) -> dict[str, str]:

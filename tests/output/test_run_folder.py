@@ -194,9 +194,7 @@ def test_trackers_get_flat_numbers(config: Config, monkeypatch: pytest.MonkeyPat
     wandb.init = lambda **settings: own  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    config = config.model_copy(
-        update={"logging": config.logging.model_copy(update={"mlflow": True, "wandb": True})}
-    )
+    config = config.model_copy(update={"logging": config.logging.model_copy(update={"mlflow": True, "wandb": True})})
     run = RunFolder.create(config)
     with Trackers(run, config) as trackers:
         trackers.write(record(3))

@@ -1,0 +1,233 @@
+"""The command line: argv to a configuration to one of the rooms.
+
+Every error that a person can mend is a CdrmixError: its message goes to standard error, its exit code to the shell.
+Rooms are imported where a command needs them, so that `cdrmix --help` does not wait for PyTorch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from cdrmix.errors import CdrmixError, ConfigError, DiskFullError, Preempted
+from cdrmix.train import launch
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+BROKEN_PIPE = 141  # 128 + SIGPIPE
+OVERRIDES = "key.path=value arguments after --config X override keys of the file, for example train.steps=100"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code (0, or a CdrmixError's)."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    options, rest = parser().parse_known_args(arguments)
+    show_traceback = options.traceback or "--traceback" in rest
+    try:
+        if launch.is_worker():
+            launch.begin_work()
+        options.overrides = _overrides(options, [word for word in rest if word != "--traceback"])
+        return options.command(options)
+    except CdrmixError as error:
+        return _fail(error.exit_code, f"cdrmix: error: {error}", show_traceback, agreed=isinstance(error, Preempted))
+    except KeyboardInterrupt:
+        return _fail(INTERRUPTED, "cdrmix: interrupted", show_traceback, agreed=True)
+    except BrokenPipeError:
+        # The reader (head, less) went away. Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = f" while writing {error.filename}" if error.filename else ""
+        return _fail(
+            DiskFullError.exit_code, f"cdrmix: error: the disk is full{where}; free some space", show_traceback
+        )
+
+
+def train_main() -> int:
+    """`cdrmix-train ...` is `cdrmix train ...`."""
+    return main(["train", *sys.argv[1:]])
+
+
+def _fail(status: int, message: str, show_traceback: bool, *, agreed: bool = False) -> int:
+    """Says what went wrong. `agreed`: every process of the run fails alike, so none need be stopped by torchrun."""
+    if show_traceback:
+        message = traceback.format_exc() + message
+    if launch.is_worker():
+        launch.report_failure(status, message)
+        return 0 if agreed else status
+    print(message, file=sys.stderr)
+    return status
+
+
+def _overrides(options: argparse.Namespace, rest: Sequence[str]) -> list[str]:
+    for word in rest:
+        if word.startswith("-") or "=" not in word or not hasattr(options, "config"):
+            raise ConfigError(
+                f"unknown argument {word!r}; `cdrmix {options.name} --help` lists what is known"
+                + (f" ({OVERRIDES})" if hasattr(options, "config") else "")
+            )
+    return list(rest)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of every command; each sets `command`, a function of the parsed options that returns an exit code."""
+    top = argparse.ArgumentParser(
+        prog="cdrmix",
+        description="Train mixture-of-experts language models that mix RWKV-7 and attention, from raw text to an export.",
+        allow_abbrev=False,
+    )
+    top.add_argument("--traceback", action="store_true", help="show where in the program an error arose")
+    commands = top.add_subparsers(dest="name", required=True, metavar="COMMAND")
+
+    def add(name: str, command: object, text: str, *, config: bool | None = None) -> argparse.ArgumentParser:
+        sub = commands.add_parser(
+            name, help=text, description=text, allow_abbrev=False, epilog=OVERRIDES if config is not None else None
+        )
+        sub.set_defaults(command=command)
+        if config is not None:
+            sub.add_argument("--config", required=config, type=Path, metavar="YAML", help="the configuration file")
+        return sub
+
+    train = add("train", _train, "prepare text, train, evaluate, export and report: one run", config=True)
+    train.add_argument("--nproc", type=_positive, default=1, metavar="N", help="processes on this machine (torchrun)")
+    train.add_argument("--resume", metavar="auto|PATH", help="go on with an unfinished run of this configuration")
+    data = add("data", _data, "work on the text alone", config=True)
+    data.add_argument("action", choices=["prepare"], help="prepare: text to tokenised shards, reused by later runs")
+    add("validate", _validate, "check a configuration and print it with every key resolved", config=True)
+    add("params", _params, "count parameters, stored and active, without building the model", config=True)
+
+    evaluate = add(
+        "eval", _eval, "held-out bits per byte of a model, beside unigram, gzip -9 and zstd -19", config=False
+    )
+    _model(evaluate)
+    evaluate.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    generate = add("generate", _generate, "let a model continue a prompt, streaming")
+    _model(generate)
+    generate.add_argument("--prompt", default="", help="text to continue; empty: a new document")
+    generate.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
+    generate.add_argument("--top-p", type=float, default=0.95, help="least probability mass kept (default 0.95)")
+    generate.add_argument("--top-k", type=int, default=0, help="tokens kept; 0: all (default)")
+    generate.add_argument("--seed", type=int, default=1, help="the same seed gives the same text (default 1)")
+    generate.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="stop after N (default 256)")
+    export = add("export", _export, "write a run's model as a checksummed, read-only folder")
+    _model(export)
+    export.add_argument("--out", type=Path, metavar="PATH", help="the new folder (default: export/ in the run folder)")
+    compare = add("compare", _compare, "whether two runs ended with the same weights, bit for bit (exit 0) or not (1)")
+    compare.add_argument("runs", nargs=2, type=Path, metavar="RUN", help="a run, checkpoint or export folder")
+    report = add("report", _report, "draw loss.png and write report.html of a run")
+    report.add_argument("run", type=Path, metavar="RUN", help="the run folder")
+    return top
+
+
+def _model(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--model", required=True, type=Path, metavar="RUN_OR_EXPORT", help="a run, checkpoint or export folder"
+    )
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+def _train(options: argparse.Namespace) -> int:
+    from cdrmix.config.load import load_config
+
+    config = load_config(options.config, options.overrides)
+    if options.nproc > 1 and not launch.is_worker():
+        arguments = ["train", "--config", str(options.config), "--nproc", str(options.nproc), *options.overrides]
+        arguments += ["--resume", options.resume] if options.resume else []
+        arguments += ["--traceback"] if options.traceback else []
+        status, message = launch.launch(options.nproc, arguments)
+        if message:
+            print(message, file=sys.stderr)
+        return status
+    from cdrmix.lifecycle import run_all
+
+    run_all(config, options.resume)
+    return 0
+
+
+def _data(options: argparse.Namespace) -> int:
+    from cdrmix.config.load import load_config
+    from cdrmix.data.prepare import prepare
+
+    print(prepare(load_config(options.config, options.overrides)).path)
+    return 0
+
+
+def _validate(options: argparse.Namespace) -> int:
+    from cdrmix.config.load import dump_config, load_config
+
+    print(dump_config(load_config(options.config, options.overrides)), end="")
+    return 0
+
+
+def _params(options: argparse.Namespace) -> int:
+    from cdrmix.config.load import load_config
+    from cdrmix.plan import count_parameters, parameter_table
+
+    config = load_config(options.config, options.overrides)
+    print(parameter_table(config, count_parameters(config.model)))
+    return 0
+
+
+def _eval(options: argparse.Namespace) -> int:
+    from cdrmix.lifecycle import evaluate_model, held_out_table
+
+    held_out = evaluate_model(options.model, options.config, options.overrides)
+    print(json.dumps(vars(held_out), indent=2) if options.json else held_out_table(held_out))
+    return 0
+
+
+def _generate(options: argparse.Namespace) -> int:
+    from cdrmix.generate import Sampling, generate
+    from cdrmix.hf.export import load_model
+
+    sampling = Sampling(
+        options.temperature, options.top_p, options.top_k, seed=options.seed, max_new_tokens=options.max_new_tokens
+    )
+    loaded = load_model(options.model)
+    # A terminal that cannot show a character gets its code instead of an end in the middle of the text.
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    print(options.prompt, end="", flush=True)
+    for piece in generate(loaded.model, loaded.tokenizer, options.prompt, sampling):
+        print(piece, end="", flush=True)
+    print()
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    from cdrmix.lifecycle import export_to
+
+    print(export_to(options.model, options.out))
+    return 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from cdrmix.compare import compare
+
+    comparison = compare(*options.runs)
+    print("\n".join(comparison.lines))
+    return 0 if comparison.identical else 1
+
+
+def _report(options: argparse.Namespace) -> int:
+    from cdrmix.report import write_report
+    from cdrmix.train.run import RunFolder
+
+    print(write_report(RunFolder.open(options.run)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

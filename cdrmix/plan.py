@@ -1,0 +1,96 @@
+"""What a configuration amounts to before it runs: its parameters by part, stored and active."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+from cdrmix.config.schema import Config, Model
+from cdrmix.model.attention import Attention
+from cdrmix.model.backbone import LanguageModel
+from cdrmix.model.experts import MoeFeedForward
+from cdrmix.train.metrics import amount
+
+PARTS = ("embedding", "attention", "time-mix", "router", "experts", "channel-mix", "norms", "head")
+UNITS = {"m": 10**6, "b": 10**9, "t": 10**12}
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Numbers of parameters by part, in the order of PARTS.
+
+    stored: in the files. active: touched by one token, which is every one that is not an expert's, and
+    top_k of the experts. A tied embedding counts once, under embedding.
+    """
+
+    stored: dict[str, int]
+    active: dict[str, int]
+
+    @property
+    def total_stored(self) -> int:
+        return sum(self.stored.values())
+
+    @property
+    def total_active(self) -> int:
+        return sum(self.active.values())
+
+
+def count_parameters(config: Model) -> ParameterCount:
+    """Counts the parameters of the model itself, built on the meta device, where no number is allocated."""
+    with torch.device("meta"):
+        model = LanguageModel(config)
+    stored = dict.fromkeys(PARTS, 0)
+    for name, parameter in model.named_parameters():
+        stored[_part(model, name)] += parameter.numel()
+    active = dict(stored)
+    feed_forward = config.feed_forward
+    active["experts"] = stored["experts"] * feed_forward.top_k // feed_forward.experts
+    return ParameterCount(stored, active)
+
+
+def _part(model: LanguageModel, name: str) -> str:
+    words = name.split(".")
+    if words[0] in ("embedding", "head"):
+        return words[0]
+    if words[0] in ("embedding_norm", "final_norm"):
+        return "norms"
+    block, place = model.blocks[int(words[1])], words[2]
+    if place in ("mixer_norm", "feed_forward_norm"):
+        return "norms"
+    if place == "mixer":
+        return "attention" if isinstance(block.mixer, Attention) else "time-mix"
+    assert place == "feed_forward", f"{name} belongs to no part"
+    if not isinstance(block.feed_forward, MoeFeedForward):
+        return "channel-mix"
+    return "router" if words[3] == "router" else "experts"
+
+
+def parameter_table(config: Config, count: ParameterCount) -> str:
+    """The counts as aligned lines, and how far the active ones are from what the model's size says."""
+    lines = [f"{'':<12}{'stored':>20}{'active':>20}"]
+    lines += [
+        f"{part:<12}{count.stored[part]:>20,}{count.active[part]:>20,}"
+        for part in PARTS
+        if count.stored[part] or (part == "head" and config.model.tie_embeddings)
+    ]
+    if config.model.tie_embeddings:
+        lines[-1] += "   (tied: the embedding)"
+    lines.append(f"{'total':<12}{count.total_stored:>20,}{count.total_active:>20,}")
+    lines.append("")
+    lines.append(f"{config.run.name}: {amount(count.total_active)} active of {amount(count.total_stored)} stored")
+    if config.model.size is not None:
+        named = nominal(config.model.size)
+        away = count.total_active / named - 1
+        lines.append(
+            f"active parameters are {abs(away):.1%} {'above' if away >= 0 else 'below'} the name {config.model.size}"
+        )
+    return "\n".join(lines)
+
+
+def nominal(size: str) -> int:
+    """The number a size's name says: 1b is 10**9."""
+    match = re.fullmatch(r"(\d+)([mbt])", size)
+    assert match, f"a size is digits and a unit, not {size!r}"
+    return int(match[1]) * UNITS[match[2]]
