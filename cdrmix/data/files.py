@@ -1,0 +1,120 @@
+"""Files of text: finding them by path, folder or glob, and reading them, decompressed, in constant memory."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from glob import glob
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import zstandard
+
+from cdrmix.errors import CorpusError
+
+MAX_RECORD_BYTES = 256 * 2**20  # of one line or one plain file: beyond it a record is bad, so memory stays bounded
+DAMAGED_STREAM = (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError)
+
+
+def find_files(paths: list[str], suffixes: tuple[str, ...]) -> list[Path]:
+    """The files that `paths` (files, folders searched for `suffixes`, globs) stand for, sorted, each once.
+
+    Raises CorpusError when one of the paths stands for nothing.
+    """
+    found: set[Path] = set()
+    for given in paths:
+        expanded = os.path.expanduser(given)
+        matches = [expanded] if os.path.exists(expanded) else glob(expanded, recursive=True)
+        if not matches:
+            raise CorpusError(
+                f"data.source.paths: nothing is at {given!r} (looked for a file, a folder or a glob at "
+                f"{os.path.abspath(expanded)})"
+            )
+        files: list[Path] = []
+        for match in map(Path, matches):
+            files.extend(walk(match, suffixes, frozenset()) if match.is_dir() else [match])
+        if not files:
+            wanted = f"file ending in {' or '.join(suffixes)}" if suffixes else "file"
+            raise CorpusError(f"data.source.paths: no {wanted} in {given!r} ({os.path.abspath(expanded)})")
+        found.update(files)
+    return sorted(found)
+
+
+def walk(root: Path, suffixes: tuple[str, ...], left_out: frozenset[str]) -> Iterator[Path]:
+    """Files below `root` in sorted order, hidden ones and folders named in `left_out` aside."""
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(name for name in folders if name not in left_out and not name.startswith("."))
+        for name in sorted(names):
+            if not name.startswith(".") and (not suffixes or name.lower().endswith(suffixes)):
+                yield Path(folder, name)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turns the operating system's refusal to read `path` into a CorpusError."""
+    try:
+        yield
+    except gzip.BadGzipFile:
+        raise
+    except OSError as error:
+        raise CorpusError(f"data.source: cannot read {path}: {error.strerror or error}") from error
+
+
+def open_bytes(path: Path) -> BinaryIO:
+    """`path` for reading, decompressed when it ends in .gz or .zst; damage shows as one of DAMAGED_STREAM."""
+    if path.suffix.lower() == ".gz":
+        return cast(BinaryIO, gzip.open(path, "rb"))
+    if path.suffix.lower() == ".zst":
+        return cast(BinaryIO, io.BufferedReader(ZstandardFile(path), 2**20))
+    return path.open("rb")
+
+
+class ZstandardFile(io.RawIOBase):
+    """Reads all frames of a .zst file; EOFError when the last one is cut short, which zstandard's reader hides."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb")
+        self._decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)
+        self._frame = self._decompressor.decompressobj()
+        self._input = b""
+        self._output = memoryview(b"")
+        self._inside_frame = False
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._output:
+            # Small reads: a block that repeats one byte can unfold to tens of thousands of times its size.
+            chunk = self._input or self._file.read(2**13)
+            if not chunk:
+                if self._inside_frame:
+                    raise EOFError("the file ends inside a zstd frame")
+                return 0
+            self._output = memoryview(self._frame.decompress(chunk))
+            self._input = b""
+            self._inside_frame = not self._frame.eof
+            if self._frame.eof:
+                self._input = self._frame.unused_data
+                self._frame = self._decompressor.decompressobj()
+        count = min(len(buffer), len(self._output))
+        buffer[:count] = self._output[:count]
+        self._output = self._output[count:]
+        return count
+
+
+def read_at_most(stream: BinaryIO, limit: int) -> bytes:
+    """The first `limit` bytes of a stream, or all it has."""
+    pieces, left = [], limit
+    while left and (piece := stream.read(min(left, 2**20))):
+        pieces.append(piece)
+        left -= len(piece)
+    return b"".join(pieces)
