@@ -1,0 +1,341 @@
+"""Checkpoints that commit by rename: a folder is either whole, with a manifest of hashes, or it is not there.
+
+checkpoints/step-00000500/
+    model.safetensors            fp32 weights, whole under every ZeRO stage
+    ema.safetensors              their running average, when there is one
+    optimizer.safetensors        AdamW's state by parameter; with ZeRO optimizer-rank0.safetensors ... by partition
+    rng-rank0.json ...           the random generators of each process
+    state.json                   step (which is also the data cursor), counters, loss scale, fingerprints
+    config_snapshot.yaml         the resolved configuration
+    manifest.json                size and SHA-256 of every other file, written last
+checkpoints/latest, best         the name of a checkpoint, replaced in one move
+
+Nothing is pickled: reading a checkpoint cannot run code from it.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from cdrmix.config.load import config_hash, dump_config
+from cdrmix.config.schema import Config
+from cdrmix.errors import CheckpointError, ConfigError, DiskFullError, VocabularyError
+from cdrmix.train.engine import Engine
+from cdrmix.train.faults import disk_full_message, disk_guard, is_disk_full
+from cdrmix.train.parallel import World
+from cdrmix.train.run import write_text
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+MODEL = "model.safetensors"
+AVERAGE = "ema.safetensors"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come. `step` counts finished optimizer steps; the next global batch has that number.
+
+    tokens: valid tokens trained on; seconds: training time; losses in nats per token.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    loss: float = float("nan")
+    skipped_steps: int = 0
+    valid_bits_per_byte: float | None = None
+    best_bits_per_byte: float | None = None
+
+
+def save_checkpoint(
+    engine: Engine, folder: Path, progress: Progress, config: Config, vocabulary: str, *, periodic: bool = True
+) -> Path:
+    """Writes `folder`/step-NNNNNNNN and moves the `latest` pointer to it. Every rank calls; returns the path.
+
+    vocabulary: the tokenizer's fingerprint. periodic: whether the checkpoint counts for `train.keep_last`.
+    Raises DiskFullError or CheckpointError, in every rank, after removing what was written; older checkpoints stay.
+    """
+    world = engine.world
+    final = folder / f"step-{progress.step:08d}"
+    temporary = folder / f"{final.name}.tmp-{world.gather(os.getpid())[0]}"
+    entries: dict[str, dict[str, Any]] = {}
+    # Collected before anything is written: with ZeRO-3 all ranks take part, and must not part ways on an error.
+    weights, average = engine.weights(), engine.average_weights()
+
+    def write() -> None:
+        temporary.mkdir(parents=True, exist_ok=True)
+        if world.writes:
+            entries[MODEL] = _write_tensors(temporary / MODEL, weights)
+            if average:
+                entries[AVERAGE] = _write_tensors(temporary / AVERAGE, average)
+            state = _state(engine, progress, config, vocabulary)
+            entries["state.json"] = _write_text(temporary / "state.json", json.dumps(state, indent=2) + "\n")
+            entries["config_snapshot.yaml"] = _write_text(temporary / "config_snapshot.yaml", dump_config(config))
+        name = _optimizer_file(engine.stage, world.rank)
+        if world.writes or engine.stage > 0:
+            entries[name] = _write_tensors(temporary / name, engine.optimizer_state())
+        name = f"rng-rank{world.rank}.json"
+        entries[name] = _write_text(temporary / name, json.dumps(_random_state(world)) + "\n")
+
+    def commit() -> None:
+        if not world.writes:
+            return
+        manifest = {"format": FORMAT, "step": progress.step, "periodic": periodic, "files": files}
+        _write_text(temporary / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+        _sync(temporary)
+        if final.exists():  # one that was found corrupt, or of the same step before a restart
+            shutil.rmtree(_set_aside(final))
+        temporary.rename(final)
+        _sync(folder)
+        point(folder, "latest", final)
+
+    _together(world, write, temporary, folder)
+    files = {name: entry for part in world.gather(entries) for name, entry in part.items()}
+    _together(world, commit, temporary, folder)
+    return final
+
+
+def load_checkpoint(engine: Engine, checkpoint: Path, config: Config, vocabulary: str) -> Progress:
+    """Puts a whole checkpoint into the engine and the random generators. Every rank calls.
+
+    checkpoint: as `newest_whole_checkpoint` found it, verified.
+    Raises ConfigError or VocabularyError when it belongs to another configuration or tokenizer, CheckpointError
+    when it cannot be continued by this number of processes.
+    """
+    world = engine.world
+    state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+    if state["vocabulary"] != vocabulary:
+        raise VocabularyError(
+            f"{checkpoint} was trained with the tokenizer {state['vocabulary'][:12]}, the shards were made with "
+            f"{vocabulary[:12]}; resume with the data the run was started with, or start a new run"
+        )
+    if state["config_hash"] != config_hash(config):
+        raise ConfigError(
+            f"{checkpoint} was made by configuration {state['config_hash'][:8]}, this one is "
+            f"{config_hash(config)[:8]}; resume with --config {checkpoint / 'config_snapshot.yaml'}"
+        )
+    if engine.stage > 0 and state["processes"] != world.size:
+        raise CheckpointError(
+            f"{checkpoint} holds optimizer state in {state['processes']} ZeRO partitions, and this run has "
+            f"{world.size} processes; resume with --nproc {state['processes']}"
+        )
+    engine.load_weights(_read(checkpoint / MODEL) if world.writes else {})
+    if engine.average is not None:
+        engine.load_average_weights(_read(checkpoint / AVERAGE))
+    engine.load_optimizer_state(_read(checkpoint / _optimizer_file(engine.stage, world.rank)))
+    engine.loss_scale.load(state["loss_scale"])
+    generators = checkpoint / f"rng-rank{world.rank}.json"
+    if generators.exists():  # a process that was not there before keeps its fresh generators
+        _set_random_state(json.loads(generators.read_text(encoding="utf-8")), world)
+    return Progress(**state["progress"])
+
+
+def read_weights(checkpoint: Path, *, average: bool = False) -> dict[str, Tensor]:
+    """The fp32 weights of a checkpoint on the CPU, by LanguageModel parameter name; verified before they are read.
+
+    average: the running average (train.ema_decay) in place of the last weights.
+    Raises CheckpointError when the file is missing or differs from its manifest.
+    """
+    name = AVERAGE if average else MODEL
+    files = _manifest(checkpoint)["files"]
+    if name not in files:
+        raise CheckpointError(f"{checkpoint} has no {name}")
+    _verify_file(checkpoint / name, files[name])
+    return _read(checkpoint / name)
+
+
+def newest_whole_checkpoint(folder: Path, say: Callable[[str], None] | None = None) -> Path | None:
+    """The checkpoint of the highest step whose every file has the hash of its manifest; None when there is none.
+
+    say: hears about each newer one that was passed over, and why.
+    """
+    for checkpoint in reversed(list_checkpoints(folder)):
+        try:
+            verify_checkpoint(checkpoint)
+        except CheckpointError as error:
+            if say is not None:
+                say(f"passed over {checkpoint.name}: {error}")
+            continue
+        return checkpoint
+    return None
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Every committed checkpoint folder, whole or not, in order of step."""
+    return sorted(path for path in folder.glob("step-*") if path.is_dir() and path.name[5:].isdigit())
+
+
+def verify_checkpoint(checkpoint: Path) -> None:
+    """Raises CheckpointError when a file is missing, or its size or hash is not that of the manifest."""
+    for name, entry in _manifest(checkpoint)["files"].items():
+        _verify_file(checkpoint / name, entry)
+
+
+def prune(folder: Path, keep_last: int) -> None:
+    """Removes checkpoints and the remains of interrupted ones, except the newest `keep_last` periodic and the best."""
+    for remains in folder.glob("step-*.tmp-*"):
+        shutil.rmtree(remains, ignore_errors=True)
+    checkpoints = list_checkpoints(folder)
+    kept = [path for path in checkpoints if _is_periodic(path)][-keep_last:]
+    best = folder / "best"
+    if best.exists():
+        kept.append(folder / best.read_text(encoding="utf-8").strip())
+    for checkpoint in checkpoints:
+        if checkpoint not in kept:
+            shutil.rmtree(_set_aside(checkpoint), ignore_errors=True)
+
+
+def point(folder: Path, name: str, checkpoint: Path) -> None:
+    """Makes the pointer file `folder`/`name` name a checkpoint, in one move. Raises DiskFullError."""
+    with disk_guard(folder):
+        write_text(folder / name, checkpoint.name + "\n")
+
+
+def _together(world: World, action: Callable[[], None], temporary: Path, folder: Path) -> None:
+    # Every rank acts, then all learn whether one failed, so that none waits for ever for one that gave up.
+    failure: tuple[bool, str] | None = None
+    try:
+        action()
+    except (OSError, SafetensorError) as error:
+        failure = (isinstance(error, DiskFullError) or is_disk_full(error), str(error))
+    failures = [other for other in world.gather(failure) if other is not None]
+    if not failures:
+        return
+    if world.writes:
+        shutil.rmtree(temporary, ignore_errors=True)
+    world.barrier()
+    full, text = failures[0]
+    if full:
+        raise DiskFullError(disk_full_message(folder))
+    raise CheckpointError(f"a checkpoint could not be written under {folder}: {text}")
+
+
+def _state(engine: Engine, progress: Progress, config: Config, vocabulary: str) -> dict[str, Any]:
+    return {
+        "progress": dataclasses.asdict(progress),
+        "config_hash": config_hash(config),
+        "vocabulary": vocabulary,
+        "processes": engine.world.size,
+        "threads": torch.get_num_threads(),
+        "zero_stage": engine.stage,
+        "loss_scale": engine.loss_scale.state(),
+    }
+
+
+def _optimizer_file(stage: int, rank: int) -> str:
+    return f"optimizer-rank{rank}.safetensors" if stage > 0 else "optimizer.safetensors"
+
+
+def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    save_file(tensors, path)
+    _sync(path)
+    return _entry(path)
+
+
+def _write_text(path: Path, text: str) -> dict[str, Any]:
+    path.write_text(text, encoding="utf-8")
+    _sync(path)
+    return _entry(path)
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _manifest(checkpoint: Path) -> dict[str, Any]:
+    path = checkpoint / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        known = manifest["format"] == FORMAT and isinstance(manifest["files"], dict)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing: this is not a whole checkpoint") from None
+    except (ValueError, KeyError, TypeError):
+        raise CheckpointError(f"{path} is corrupt: it is not a checkpoint's manifest") from None
+    if not known:
+        raise CheckpointError(f"{path} has format {manifest['format']!r}; this version reads format {FORMAT}")
+    return manifest
+
+
+def _verify_file(path: Path, entry: dict[str, Any]) -> None:
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing")
+    size = path.stat().st_size
+    if size != entry["bytes"]:
+        raise CheckpointError(f"{path} is corrupt: it has {size} bytes, its manifest says {entry['bytes']}")
+    digest = _sha256(path)
+    if digest != entry["sha256"]:
+        raise CheckpointError(f"{path} is corrupt: its SHA-256 is {digest}, its manifest says {entry['sha256']}")
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    return load_file(path) if path.stat().st_size else {}
+
+
+def _is_periodic(checkpoint: Path) -> bool:
+    try:
+        return bool(_manifest(checkpoint)["periodic"])
+    except (CheckpointError, KeyError):
+        return False
+
+
+def _set_aside(checkpoint: Path) -> Path:
+    # Renamed before it is removed, so that a kill in between leaves nothing that looks like a checkpoint.
+    aside = checkpoint.with_name(f"{checkpoint.name}.tmp-{os.getpid()}-removed")
+    return checkpoint.rename(aside)
+
+
+def _random_state(world: World) -> dict[str, Any]:
+    name, keys, position, has_gauss, cached_gaussian = np.random.get_state(legacy=True)  # noqa: NPY002
+    return {
+        "python": random.getstate(),
+        "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached_gaussian],
+        "torch": _text(torch.get_rng_state()),
+        "cuda": _text(torch.cuda.get_rng_state(world.device)) if world.device.type == "cuda" else None,
+    }
+
+
+def _set_random_state(state: dict[str, Any], world: World) -> None:
+    version, keys, gauss = state["python"]
+    random.setstate((version, tuple(keys), gauss))
+    name, numpy_keys, *rest = state["numpy"]
+    np.random.set_state((name, np.array(numpy_keys, dtype=np.uint32), *rest))  # noqa: NPY002
+    torch.set_rng_state(_bytes(state["torch"]))
+    if world.device.type == "cuda" and state["cuda"] is not None:
+        torch.cuda.set_rng_state(_bytes(state["cuda"]), world.device)
+
+
+def _text(state: Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode("ascii")
+
+
+def _bytes(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

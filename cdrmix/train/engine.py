@@ -1,0 +1,318 @@
+"""The DeepSpeed engine behind one small face: forward, backward, clip, step, zero, and the state to keep.
+
+How a gradient comes about, as read in DeepSpeed 0.19 and held against plain PyTorch in the tests:
+- LossModel divides by the token count of the global batch, so micro-batches and processes are to be summed.
+- `backward(..., scale_wrt_gas=False)` keeps DeepSpeed from dividing by the accumulation steps; the division by
+  the number of processes in its all-reduce is undone by multiplying the loss.
+- Weights, gradients and optimizer state are fp32. Lower precision is torch.autocast around the forward pass,
+  so that ZeRO never sees it and reduces in fp32 whatever the stage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cdrmix.config.schema import Config
+from cdrmix.train.optim import Kind, LossScale, WeightAverage, make_optimizer, parameter_groups
+from cdrmix.train.parallel import World
+
+if TYPE_CHECKING:
+    from cdrmix.model.loss import Losses
+
+AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+BUCKET = 50_000_000  # elements of one communication; 200 MB of fp32
+
+
+class Batch(Protocol):
+    """What the engine reads of a micro-batch; shapes as in the loader's Batch."""
+
+    @property
+    def ids_BT(self) -> Tensor: ...
+    @property
+    def targets_BT(self) -> Tensor: ...
+    @property
+    def weights_BT(self) -> Tensor: ...
+    @property
+    def cu_seqlens_N(self) -> Tensor: ...
+    @property
+    def token_count(self) -> float: ...
+
+
+class Autocast(nn.Module):
+    """A loss model whose forward pass runs under torch.autocast; the module that DeepSpeed wraps."""
+
+    def __init__(self, loss_model: nn.Module, device_type: str, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.loss_model = loss_model
+        self.device_type = device_type
+        self.dtype = dtype
+
+    def forward(
+        self, ids_BT: Tensor, targets_BT: Tensor, weights_BT: Tensor, cu_seqlens_N: Tensor, count: float, share: float
+    ) -> Losses:
+        """LossModel.forward, in the configured precision."""
+        context = nullcontext() if self.dtype is None else torch.autocast(self.device_type, self.dtype)
+        with context:
+            return self.loss_model(ids_BT, targets_BT, weights_BT, cu_seqlens_N, count, share)
+
+
+def accumulation(config: Config, world: World) -> int:
+    """Micro-batches of one process in one step."""
+    return config.train.batch_rows // (config.train.micro_batch_rows * world.size)
+
+
+def deepspeed_config(config: Config, world: World) -> dict[str, Any]:
+    """Every DeepSpeed key that bears on training, written out: no default of its version decides anything."""
+    train = config.train
+    return {
+        "train_batch_size": train.batch_rows,
+        "train_micro_batch_size_per_gpu": train.micro_batch_rows,
+        "gradient_accumulation_steps": accumulation(config, world),
+        "managed_gradient_accumulation": True,  # with the boundary set by Engine.forward
+        # Without ZeRO, DeepSpeed clips but forgets the norm, so Engine.clip does it; with ZeRO its step clips.
+        "gradient_clipping": train.gradient_clip if train.zero_stage > 0 else 0.0,
+        "prescale_gradients": False,
+        "gradient_predivide_factor": 1.0,
+        "gradient_allreduce_op": "mean",  # the one that every ZeRO stage has; Engine.backward undoes it
+        "communication_data_type": "fp32",
+        "seq_parallel_communication_data_type": "fp32",
+        "disable_allgather": False,
+        "bf16": {"enabled": False},
+        "fp16": {"enabled": False},
+        "torch_autocast": {"enabled": False},
+        "data_types": {"grad_accum_dtype": "fp32", "keep_in_fp32_modules": []},
+        "zero_optimization": {
+            "stage": train.zero_stage,
+            "overlap_comm": False,
+            "contiguous_gradients": True,
+            "reduce_scatter": True,
+            "reduce_bucket_size": BUCKET,
+            "use_multi_rank_bucket_allreduce": True,
+            "allgather_partitions": True,
+            "allgather_bucket_size": BUCKET,
+            "compute_grad_norm": True,
+            "round_robin_gradients": False,
+            "parameter_alignment": False,
+            "ignore_unused_parameters": True,
+            "load_from_fp32_weights": True,
+            "elastic_checkpoint": False,
+            "sub_group_size": 1_000_000_000,
+            "stage3_prefetch_bucket_size": BUCKET,
+            "stage3_param_persistence_threshold": 100_000,
+            "stage3_max_live_parameters": 1_000_000_000,
+            "stage3_max_reuse_distance": 1_000_000_000,
+            "stage3_module_granularity_threshold": 0,
+            "stage3_use_all_reduce_for_fetch_params": False,
+            "stage3_allgather_sequential": False,
+            "stage3_gather_16bit_weights_on_model_save": False,
+            "zero_hpz_partition_size": 1,
+            "zero_quantized_weights": False,
+            "zero_quantized_nontrainable_weights": False,
+            "zero_quantized_gradients": False,
+            "memory_efficient_linear": False,  # it would replace torch.nn.functional.linear for the whole process
+            "override_module_apply": True,
+            "log_trace_cache_warnings": False,
+            "enable_sanity_checks": False,
+        },
+        "zero_allow_untested_optimizer": False,
+        "zero_force_ds_cpu_optimizer": False,
+        "compile": {"deepcompile": False},
+        "flops_profiler": {"enabled": False},
+        "comms_logger": {"enabled": False},
+        "tensorboard": {"enabled": False},
+        "wandb": {"enabled": False},
+        "comet": {"enabled": False},
+        "csv_monitor": {"enabled": False},
+        "timers": {"throughput": {"enabled": False, "synchronized": False}},
+        "steps_per_print": None,
+        "wall_clock_breakdown": False,
+        "memory_breakdown": False,
+        "dump_state": False,
+        "disable_python_gc": False,
+        "log_level": "warning",
+    }
+
+
+class Engine:
+    """Trains a loss model on a DeepSpeed engine, whatever the ZeRO stage and the number of processes.
+
+    One step is: `forward` and `backward` of every micro-batch, `clip`, `step`, `zero`.
+    """
+
+    def __init__(
+        self, config: Config, loss_model: nn.Module, world: World, kind: Callable[[str, nn.Parameter], Kind]
+    ) -> None:
+        import deepspeed  # after parallel.join has settled the accelerator
+
+        self.world = world
+        self.stage = config.train.zero_stage
+        self.gradient_clip = config.train.gradient_clip
+        self.share = 1.0 / (accumulation(config, world) * world.size)
+        self.gradient_norm = 0.0  # of the last step, before clipping
+        self.loss_scale = LossScale(config.train.precision == "fp16")
+        self.module = Autocast(loss_model, world.device.type, AUTOCAST[config.train.precision])
+        self.adamw = make_optimizer(parameter_groups(loss_model, config.train, kind), config.train)
+        self._engine, *_ = deepspeed.initialize(
+            model=self.module, optimizer=self.adamw, config=deepspeed_config(config, world)
+        )
+        if world.size == 1 and self.stage == 0:
+            self._engine.enable_backward_allreduce = False  # a copy of every gradient, for a sum of one
+        self.parameters: dict[str, Any] = {  # Any: ZeRO-3 gives parameters ds_tensor, ds_numel and ds_shape
+            name.removeprefix("language_model."): parameter for name, parameter in loss_model.named_parameters()
+        }
+        decay = config.train.ema_decay
+        self.average = None if decay is None else WeightAverage(self._local_weights(), decay)
+
+    def set_learning_rate(self, rate: float) -> None:
+        """Gives every group its rate for the coming update: `rate` times the group's multiplier."""
+        for group in self.adamw.param_groups:
+            group["lr"] = rate * group["multiplier"]
+
+    def forward(self, batch: Batch, *, last: bool) -> Losses:
+        """The losses of a micro-batch. `last` says that the step ends with it, so that its backward pass reduces."""
+        self._engine.set_gradient_accumulation_boundary(last)
+        device = self.world.device
+        return self._engine(
+            batch.ids_BT.to(device, non_blocking=True),
+            batch.targets_BT.to(device, non_blocking=True),
+            batch.weights_BT.to(device, non_blocking=True),
+            batch.cu_seqlens_N.to(device, non_blocking=True),
+            batch.token_count,
+            self.share,
+        )
+
+    def backward(self, total: Tensor) -> None:
+        """Adds the gradients of a micro-batch's total loss; after the last one they are summed over the processes."""
+        factor: float = self.world.size
+        if self.stage == 0:
+            factor *= self.loss_scale.value
+        elif self.loss_scale.enabled:
+            self._engine.optimizer.override_loss_scale(self.loss_scale.value)
+        self._engine.backward(total * factor, scale_wrt_gas=False)
+
+    def clip(self) -> None:
+        """Scales the gradients down to the norm `train.gradient_clip`.
+
+        With ZeRO they lie in partitions that DeepSpeed's own step clips, so there this does nothing.
+        """
+        if self.stage > 0:
+            return
+        gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+        if self.loss_scale.enabled:
+            torch._foreach_mul_(gradients, 1.0 / self.loss_scale.value)
+        norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+        torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), self.gradient_clip, norm, foreach=True)
+        self.gradient_norm = norm.item()
+
+    def step(self) -> bool:
+        """One AdamW update, unless the gradient norm is not finite. Returns whether it was applied."""
+        if self.stage == 0:
+            applied = math.isfinite(self.gradient_norm)
+            if applied:
+                self._engine.step()
+        else:
+            self._engine.step()  # refuses a non-finite norm by itself
+            applied = self._engine.was_step_applied()
+            self.gradient_norm = float(self._engine.get_global_grad_norm()) if applied else math.inf
+        self.loss_scale.update(applied)
+        if applied and self.average is not None:
+            self.average.update(self._local_weights())
+        return applied
+
+    def zero(self) -> None:
+        """Forgets the gradients. DeepSpeed's step has done so too, but not where the update was refused."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def weights(self) -> dict[str, Tensor]:
+        """The fp32 weights on the CPU, whole under every ZeRO stage: in rank 0; {} in the others. All ranks call."""
+        return self._whole(self._local_weights())
+
+    def average_weights(self) -> dict[str, Tensor]:
+        """The averaged weights, as `weights` gives them; {} when there is no average."""
+        return {} if self.average is None else self._whole(self.average.tensors)
+
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        """Takes over what `weights` gave: rank 0's argument, sent to every rank. All ranks call."""
+        for name, parameter in self.parameters.items():
+            with self._gathered(parameter), torch.no_grad():
+                if self.world.rank == 0:
+                    parameter.copy_(weights[name])
+                if self.stage < 3 and self.world.size > 1:
+                    dist.broadcast(parameter.data, 0)
+        if self.stage > 0:
+            self._engine.optimizer.refresh_fp32_params()
+
+    def load_average_weights(self, weights: dict[str, Tensor]) -> None:
+        """Takes over what `average_weights` gave: the same full weights in every rank."""
+        assert self.average is not None
+        for (name, parameter), mine in zip(self.parameters.items(), self.average.tensors, strict=True):
+            whole = weights[name].flatten()
+            if self.stage == 3:
+                size = parameter.ds_tensor.numel()
+                whole = whole[self.world.rank * size : (self.world.rank + 1) * size]
+            mine.flatten()[: whole.numel()].copy_(whole)
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """AdamW's moments and step counts that this process holds: by parameter name, with ZeRO by partition."""
+        state = {}
+        for name, parameter in self._optimized().items():
+            for key, value in self.adamw.state.get(parameter, {}).items():
+                state[f"{name}/{key}"] = value.detach().cpu()
+        return state
+
+    def load_optimizer_state(self, state: dict[str, Tensor]) -> None:
+        """Takes over what `optimizer_state` gave in a process of the same rank."""
+        optimized = self._optimized()
+        for key, value in state.items():
+            name, _, slot = key.rpartition("/")
+            parameter = optimized[name]
+            self.adamw.state[parameter][slot] = value.to(parameter.device, copy=True)
+
+    def _optimized(self) -> dict[str, Tensor]:
+        # What AdamW really updates: the parameters, or with ZeRO the flat fp32 partitions of this process.
+        if self.stage == 0:
+            return dict(self.parameters)
+        zero = self._engine.optimizer
+        flat = zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
+        return {f"partition{number}": tensor for number, tensor in enumerate(flat)}
+
+    def _local_weights(self) -> list[Tensor]:
+        # The weights this process holds: whole, or under ZeRO-3 one padded slice of each.
+        if self.stage == 3:
+            return [parameter.ds_tensor.data for parameter in self.parameters.values()]
+        return [parameter.data for parameter in self.parameters.values()]
+
+    def _whole(self, local: list[Tensor]) -> dict[str, Tensor]:
+        whole = {}
+        for (name, parameter), mine in zip(self.parameters.items(), local, strict=True):
+            if self.stage == 3 and self.world.size > 1:
+                slices = [torch.empty_like(mine) for _ in range(self.world.size)]
+                dist.all_gather(slices, mine.contiguous())
+                mine = torch.cat(slices)
+            if self.world.rank == 0:
+                if self.stage == 3:
+                    mine = mine[: parameter.ds_numel].view(parameter.ds_shape)
+                whole[name] = mine.detach().cpu().contiguous()
+        return whole
+
+    def _gathered(self, parameter: nn.Parameter) -> Any:
+        if self.stage < 3:
+            return nullcontext()
+        import deepspeed
+
+        return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
+
+
+def make_engine(config: Config, loss_model: nn.Module, world: World) -> Engine:
+    """The engine of a run; takes the loss model over and moves it to the device."""
+    from cdrmix.model.layers import parameter_kind
+
+    return Engine(config, loss_model, world, parameter_kind)

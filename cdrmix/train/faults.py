@@ -1,0 +1,139 @@
+"""What may go wrong while training, turned into errors that say what to do: signals, memory, disk, NaN."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType, TracebackType
+
+import torch
+from safetensors import SafetensorError
+
+from cdrmix.config.schema import Config
+from cdrmix.errors import DiskFullError, NonFiniteLossError, OutOfMemoryError
+
+# An fp16 loss scale starting at 2**16 needs at most 16 halvings to reach 1; more skips in a row mean a real NaN.
+MAX_CONSECUTIVE_SKIPS = 20
+
+
+class StopRequest:
+    """SIGTERM and SIGINT as a question to ask between steps; the second signal ends the process at once.
+
+    A context manager: the former handlers return on leaving. In a thread that is not the main one it
+    never asks to stop, because Python delivers signals to the main thread only.
+    """
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._former: dict[signal.Signals, signal.Handlers | object] = {}
+
+    @property
+    def requested(self) -> bool:
+        return self.signal is not None
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._former[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            os._exit(128 + number)
+        self.signal = signal.Signals(number)
+
+
+def check_finite(loss: float, step: int) -> None:
+    """Raises NonFiniteLossError when the loss of the global batch is NaN or infinite; called before the update."""
+    if not math.isfinite(loss):
+        raise NonFiniteLossError(
+            f"the loss of step {step} (global batch {step - 1} of the seed's order) is {loss}; the update was not "
+            "applied. Lower train.learning_rate or train.gradient_clip, lengthen train.warmup_steps, or look at the "
+            "rows of that batch; --resume auto continues from the last checkpoint."
+        )
+
+
+class Skips:
+    """Counts updates that the gradient norm forbade. Only fp16 may skip, and not forever."""
+
+    def __init__(self, *, may_skip: bool, total: int = 0) -> None:
+        self.may_skip = may_skip
+        self.total = total
+        self.consecutive = 0
+
+    def record(self, applied: bool, step: int) -> None:
+        """Takes note of a step. Raises NonFiniteLossError when a skip means more than a loss scale too high."""
+        if applied:
+            self.consecutive = 0
+            return
+        self.total += 1
+        self.consecutive += 1
+        if not self.may_skip:
+            raise NonFiniteLossError(
+                f"the gradient norm of step {step} (global batch {step - 1} of the seed's order) is not finite; the "
+                "update was not applied. Lower train.learning_rate, lengthen train.warmup_steps, or look at the rows "
+                "of that batch; --resume auto continues from the last checkpoint."
+            )
+        if self.consecutive >= MAX_CONSECUTIVE_SKIPS:
+            raise NonFiniteLossError(
+                f"{self.consecutive} steps in a row, the last of them step {step} (global batch {step - 1}), had "
+                "non-finite gradients and were skipped. Set train.precision: bf16, or lower train.learning_rate."
+            )
+
+
+@contextmanager
+def memory_guard(config: Config) -> Iterator[None]:
+    """Turns an exhausted device or host memory into OutOfMemoryError naming the keys that shrink the step."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        text = str(error)
+        exhausted = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text
+        if not exhausted:
+            raise
+        train = config.train
+        raise OutOfMemoryError(
+            "a training step does not fit in memory. Any of these makes it smaller: "
+            f"train.micro_batch_rows (now {train.micro_batch_rows}; gradients stay the same), "
+            f"train.activation_checkpointing: true (now {str(train.activation_checkpointing).lower()}), "
+            f"train.zero_stage: 1, 2 or 3 with several processes (now {train.zero_stage}). "
+            f"What was asked for: {text.splitlines()[0] if text else type(error).__name__}"
+        ) from error
+
+
+@contextmanager
+def disk_guard(folder: Path) -> Iterator[None]:
+    """Turns a full disk or quota into DiskFullError."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        if not is_disk_full(error):
+            raise
+        raise DiskFullError(disk_full_message(folder)) from error
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether an error means that no more bytes fit; safetensors reports the system's error only as text."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return "StorageFull" in str(error) or "QuotaExceeded" in str(error) or "No space left" in str(error)
+
+
+def disk_full_message(folder: Path) -> str:
+    """What to tell the person when a checkpoint under `folder` could not be written."""
+    return (
+        f"the disk is full: a checkpoint could not be written under {folder}. The checkpoints already there are whole. "
+        "Free some space or lower train.keep_last, then continue with --resume auto."
+    )

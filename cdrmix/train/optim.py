@@ -1,0 +1,101 @@
+"""AdamW with its decay groups, the loss scale of fp16, and the running average of the weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from cdrmix.config.schema import Train
+
+Kind = Literal["matrix", "embedding", "vector", "decay_bias"]
+
+# Weight decay shrinks what multiplies activations; norms, biases, mixing vectors and embeddings are left alone.
+# RWKV-7's decay bias w0 learns at twice the rate, as published.
+DECAYED: dict[Kind, bool] = {"matrix": True, "embedding": False, "vector": False, "decay_bias": False}
+MULTIPLIERS: dict[Kind, float] = {"matrix": 1.0, "embedding": 1.0, "vector": 1.0, "decay_bias": 2.0}
+
+
+def parameter_groups(model: nn.Module, train: Train, kind: Callable[[str, nn.Parameter], Kind]) -> list[dict[str, Any]]:
+    """AdamW's groups: every trainable parameter once, by (weight decay, learning-rate multiplier).
+
+    kind: says of a parameter what it is, from its name and shape.
+    The order is that of first appearance in the model, so it is the same in every process and every run.
+    """
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            what = kind(name, parameter)
+            key = (train.weight_decay if DECAYED[what] else 0.0, MULTIPLIERS[what])
+            groups.setdefault(key, []).append(parameter)
+    return [
+        {"params": parameters, "weight_decay": decay, "multiplier": multiplier}
+        for (decay, multiplier), parameters in groups.items()
+    ]
+
+
+def make_optimizer(groups: list[dict[str, Any]], train: Train) -> torch.optim.AdamW:
+    """AdamW over the groups. Fused: one pass over memory, element by element, so also deterministic."""
+    return torch.optim.AdamW(
+        groups,
+        lr=train.learning_rate,
+        betas=train.betas,
+        eps=train.epsilon,
+        weight_decay=train.weight_decay,
+        fused=True,
+    )
+
+
+class LossScale:
+    """Dynamic loss scaling of fp16: halves on overflow, doubles after `interval` steps without one.
+
+    For bf16 and fp32 `enabled` is false and the scale stays 1.
+    """
+
+    def __init__(self, enabled: bool, *, initial: float = 2.0**16, interval: int = 1000) -> None:
+        self.enabled = enabled
+        self.value = initial if enabled else 1.0
+        self.interval = interval
+        self.steps_since_overflow = 0
+
+    def update(self, applied: bool) -> None:
+        """Takes note of whether the step was applied (no overflow)."""
+        if not self.enabled:
+            return
+        if not applied:
+            self.value = max(self.value / 2.0, 1.0)
+            self.steps_since_overflow = 0
+            return
+        self.steps_since_overflow += 1
+        if self.steps_since_overflow == self.interval:
+            self.value *= 2.0
+            self.steps_since_overflow = 0
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
+        return {"value": self.value, "steps_since_overflow": self.steps_since_overflow}
+
+    def load(self, state: dict[str, float]) -> None:
+        """Continues from a checkpoint's state."""
+        if self.enabled and math.isfinite(state["value"]):
+            self.value = float(state["value"])
+            self.steps_since_overflow = int(state["steps_since_overflow"])
+
+
+class WeightAverage:
+    """Exponential moving average of fp32 weights: average += (1 - decay) * (weight - average), element by element.
+
+    Each process averages the part of the weights it holds, so nothing is communicated.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], decay: float) -> None:
+        self.decay = decay
+        self.tensors = [weight.detach().clone() for weight in weights]
+
+    @torch.no_grad()
+    def update(self, weights: Sequence[Tensor]) -> None:
+        """Takes in the weights after a step; the same tensors, in the same order, as at the start."""
+        torch._foreach_lerp_(self.tensors, list(weights), 1.0 - self.decay)

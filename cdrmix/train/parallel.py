@@ -1,0 +1,150 @@
+"""The processes of a run seen from inside one of them: rank, device, threads, seeds, and what they agree on."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import random
+import warnings
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cdrmix.config.schema import Config
+from cdrmix.errors import ConfigError
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class World:
+    """One process among `size`. Every method is called by all of them together."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process writes what the run has only one of."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Waits until every process is here."""
+        if self.size > 1:
+            dist.barrier()
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum of `values` over the processes, the same bits in each of them; in place."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set in any process."""
+        return bool(self.total(torch.tensor([float(flag)], device=self.device)).item())
+
+    def gather(self, item: Item) -> list[Item]:
+        """Every process's item, by rank."""
+        if self.size == 1:
+            return [item]
+        items: list[Item | None] = [None] * self.size
+        dist.all_gather_object(items, item)
+        return items  # type: ignore[return-value]
+
+
+def join(config: Config) -> World:
+    """This process's place among the run's processes, with device, threads and determinism settled.
+
+    Reads RANK, WORLD_SIZE and LOCAL_RANK as torchrun sets them; without them this is the only process,
+    and no port is opened. May be called again: the process group is made once and ended at exit.
+    Raises ConfigError when the device asked for is missing, or cannot run the precision.
+    """
+    rank, size, local_rank = rank_size_local_rank()
+    device = _device(config, local_rank)
+    torch.set_num_threads(threads(config, int(os.environ.get("LOCAL_WORLD_SIZE", size))))
+    be_deterministic()
+    _join_process_group(rank, size, local_rank, device)
+    return World(rank, size, local_rank, device)
+
+
+def rank_size_local_rank() -> tuple[int, int, int]:
+    """This process's rank, the number of processes, and the rank within the machine, from the environment."""
+    environment = os.environ
+    return int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1)), int(environment.get("LOCAL_RANK", 0))
+
+
+def threads(config: Config, processes: int) -> int:
+    """CPU threads of one process: `run.threads`, or the cores this process may use divided by the processes."""
+    return config.run.threads or max(1, len(os.sched_getaffinity(0)) // processes)
+
+
+def be_deterministic() -> None:
+    """Makes PyTorch refuse operations whose result depends on timing, on every device."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+    os.environ.setdefault("NCCL_ALGO", "Ring")  # one order of summation
+    torch.use_deterministic_algorithms(True)
+    # That also fills every torch.empty, which costs a pass over memory; our code never reads what it did not write.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = False
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds Python, NumPy and PyTorch (all devices)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002  the global generator that libraries draw from
+    torch.manual_seed(seed)
+
+
+def _device(config: Config, local_rank: int) -> torch.device:
+    wanted = config.run.device
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("run.device: cuda, but PyTorch sees no GPU on this machine; set run.device: auto or cpu")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        if config.train.precision == "fp16":
+            raise ConfigError("train.precision: fp16 needs a GPU, and this run is on a CPU; set bf16 or fp32")
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"--nproc asks for more processes than the {torch.cuda.device_count()} GPUs of this machine; one each"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _join_process_group(rank: int, size: int, local_rank: int, device: torch.device) -> None:
+    # Said at every step by the DeepSpeed and PyTorch of today about each other; nothing that a user could change.
+    warnings.filterwarnings("ignore", message=r"`torch\.(distributed|jit)\.\w+` is deprecated")
+    os.environ.setdefault("DS_ACCELERATOR", device.type)  # read when deepspeed is first imported
+    os.environ.setdefault("LOCAL_RANK", str(local_rank))  # deepspeed insists on it
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if dist.is_initialized():
+        if dist.get_backend() != backend:
+            raise ConfigError(f"run.device: {device.type}, but this process already runs over {dist.get_backend()}")
+        return
+    import deepspeed  # here and not above: it reads DS_ACCELERATOR, and takes a second
+    from deepspeed.utils import logger
+
+    logger.setLevel(logging.WARNING)
+    # Otherwise DeepSpeed compiles a shared-memory operator at the first start, for 40 s; gloo serves.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        dist.init_process_group(backend)
+    deepspeed.init_distributed(dist_backend=backend, verbose=False)
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    # A peer may be gone already, and the process is ending: nothing is left to be done about it.
+    with contextlib.suppress(RuntimeError, ValueError):
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,318 @@
+"""Stage A: next-token training. The loop that every mode runs, from one CPU process to many GPUs."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cdrmix.config.schema import Config
+from cdrmix.data.loader import EvalLoader, TrainLoader
+from cdrmix.data.shards import ShardSet
+from cdrmix.errors import CheckpointError, Preempted, VocabularyError
+from cdrmix.eval.perplexity import evaluate
+from cdrmix.model.backbone import LanguageModel
+from cdrmix.model.loss import Losses, LossModel
+from cdrmix.model.router import routing_metrics
+from cdrmix.train.checkpoint import (
+    Progress,
+    list_checkpoints,
+    load_checkpoint,
+    newest_whole_checkpoint,
+    point,
+    prune,
+    save_checkpoint,
+)
+from cdrmix.train.engine import Engine, make_engine
+from cdrmix.train.faults import Skips, StopRequest, check_finite, memory_guard
+from cdrmix.train.metrics import Console, StepRecord, Trackers
+from cdrmix.train.parallel import World, join, seed_everything
+from cdrmix.train.run import RunFolder
+from cdrmix.train.schedule import learning_rate
+
+
+class TrainResult(NamedTuple):
+    """What a finished stage A reports. final_loss: next-token nats of the last step; seconds: of training alone."""
+
+    step: int
+    final_loss: float
+    valid_bits_per_byte: float | None
+    tokens_per_second: float
+    seconds: float
+    checkpoint: Path
+
+
+def train(
+    config: Config, run: RunFolder, shards: ShardSet, *, resume: str | None = None, console: bool = True
+) -> TrainResult:
+    """Trains to `train.steps` and returns with the final checkpoint committed. Every process of the run calls it.
+
+    resume: anything but None continues from the newest whole checkpoint of the run folder, bit for bit.
+    console: whether rank 0 shows its progress; metrics and checkpoints are written either way.
+    Raises Preempted after SIGTERM or SIGINT, once a checkpoint is committed; NonFiniteLossError before a NaN
+    reaches the weights; OutOfMemoryError, DiskFullError, CheckpointError, ConfigError, VocabularyError.
+    """
+    settings = config.train
+    world = join(config)
+    with memory_guard(config):
+        seed_everything(config.run.seed)  # the same in every process: all build the same weights
+        _check_vocabulary(config, shards)
+        engine = make_engine(config, build_loss_model(config), world)
+        seed_everything(config.run.seed + world.rank)
+        loader = TrainLoader(
+            shards.train,
+            row_length=config.data.row_length,
+            batch_rows=settings.batch_rows,
+            micro_batch_rows=settings.micro_batch_rows,
+            seed=config.run.seed,
+            rank=world.rank,
+            world=world.size,
+        )
+        validation = Validation(config, shards, world)
+        progress = Progress()
+        if resume is not None:
+            progress = _continue(engine, config, run, shards)
+        skips = Skips(may_skip=settings.precision == "fp16", total=progress.skipped_steps)
+        saver = Saver(engine, config, run, shards.tokenizer_fingerprint)
+        meter = Meter(progress)
+
+        with (
+            StopRequest() as stop,
+            Trackers(run, config) as trackers,
+            Console(run, settings.steps, start_step=progress.step, stream=None if console else _Nowhere()) as screen,
+        ):
+            for step in range(progress.step, settings.steps):
+                number = step + 1
+                meter.start()
+                rate = learning_rate(settings, step)
+                engine.set_learning_rate(rate)
+                shown = number % settings.log_every == 0 or number in (1, settings.steps)
+                evaluates = number % settings.evaluate_every == 0 or number == settings.steps
+
+                tally = Tally(world, engine.share, counts_routing=shown or evaluates)
+                batches = loader.micro_batches(step)
+                for batch in batches:
+                    losses = engine.forward(batch, last=batch is batches[-1])  # forward pass and loss
+                    engine.backward(losses.total)
+                    tally.add(losses)
+                figures = tally.agree(stop.requested, batches[0].token_count)
+                check_finite(figures.loss, number)
+                engine.clip()
+                applied = engine.step()
+                engine.zero()
+                skips.record(applied, number)
+
+                progress = dataclasses.replace(
+                    progress,
+                    step=number,
+                    tokens=progress.tokens + round(batches[0].token_count),
+                    seconds=meter.stop(),
+                    loss=figures.next_token_loss,
+                    skipped_steps=skips.total,
+                )
+                improved = False
+                valid_loss: float | None = None
+                if evaluates:
+                    valid_loss, bits = validation.score(engine)
+                    improved = progress.best_bits_per_byte is None or bits < progress.best_bits_per_byte
+                    best = bits if improved else progress.best_bits_per_byte
+                    progress = dataclasses.replace(progress, valid_bits_per_byte=bits, best_bits_per_byte=best)
+                if shown or evaluates:
+                    record = StepRecord(
+                        step=number,
+                        epoch=loader.epoch(number),
+                        loss=figures.loss,
+                        next_token_loss=figures.next_token_loss,
+                        load_balance=figures.load_balance,
+                        z_loss=figures.z_loss,
+                        learning_rate=rate,
+                        gradient_norm=engine.gradient_norm,
+                        tokens=progress.tokens,
+                        tokens_per_second=meter.tokens_per_second(progress),
+                        seconds=progress.seconds,
+                        memory_gib=memory_gib(world),
+                        router=tally.router(config.model.feed_forward.capacity_factor),
+                        valid_bits_per_byte=progress.valid_bits_per_byte if evaluates else None,
+                        valid_loss=valid_loss,
+                    )
+                    trackers.write(record)
+                    screen.update(record)
+                else:
+                    screen.advance(number)
+                periodic = number % settings.checkpoint_every == 0 or number == settings.steps or figures.stop
+                if periodic or improved:
+                    saver.save(progress, periodic=periodic, best=improved)
+                if figures.stop:
+                    raise Preempted(
+                        f"stopped by a signal after step {number} of {settings.steps}; {saver.latest} is whole, "
+                        "continue with --resume auto"
+                    )
+    if skips.total:
+        run.say(f"{skips.total} of {settings.steps} steps were skipped for fp16 overflow")
+    final = saver.latest or newest_whole_checkpoint(run.checkpoints)
+    assert final is not None, "the last step saves a checkpoint"
+    speed = progress.tokens / progress.seconds if progress.seconds else 0.0
+    return TrainResult(progress.step, progress.loss, progress.valid_bits_per_byte, speed, progress.seconds, final)
+
+
+def build_loss_model(config: Config) -> LossModel:
+    """The model of a configuration with its loss, drawn from torch's generator as it stands."""
+    return LossModel(LanguageModel(config.model, activation_checkpointing=config.train.activation_checkpointing))
+
+
+class Figures(NamedTuple):
+    """A step's losses over the global batch, in nats, and whether any process was told to stop."""
+
+    loss: float
+    next_token_loss: float
+    load_balance: float
+    z_loss: float
+    stop: bool
+
+
+class Tally:
+    """Sums the losses of a step's micro-batches over all processes, in one small all-reduce."""
+
+    def __init__(self, world: World, share: float, *, counts_routing: bool) -> None:
+        self._world = world
+        self._share = share
+        self._counts_routing = counts_routing
+        self._sums = torch.zeros(5, dtype=torch.float64, device=world.device)
+        self._counts_LE: Tensor | None = None
+
+    def add(self, losses: Losses) -> None:
+        """Takes in a micro-batch."""
+        terms = (losses.total, losses.next_token_sum, losses.load_balance, losses.z_loss)
+        self._sums[:4] += torch.stack([term.detach().double() for term in terms])
+        if self._counts_routing and losses.router is not None:
+            counts_LE = losses.router.counts_LE.detach().double()
+            self._counts_LE = counts_LE if self._counts_LE is None else self._counts_LE + counts_LE
+
+    def agree(self, stop: bool, token_count: float) -> Figures:
+        """The global batch's figures, the same in every process. `stop`: this process was told to stop."""
+        self._sums[4] = float(stop)
+        total, next_token, load_balance, z_loss, stops = self._world.total(self._sums).tolist()
+        return Figures(total, next_token / token_count, load_balance * self._share, z_loss * self._share, stops > 0)
+
+    def router(self, capacity_factor: float) -> dict[str, list[float]]:
+        """Routing measures by layer over the global batch; {} without a mixture of experts."""
+        if self._counts_LE is None:
+            return {}
+        return routing_metrics(self._world.total(self._counts_LE), capacity_factor)
+
+
+class Meter:
+    """Training time: what passes between `start` and `stop`, so without validation and checkpoints."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._seconds = progress.seconds
+        self._started = 0.0
+        self._shown = progress
+
+    def start(self) -> None:
+        self._started = time.perf_counter()
+
+    def stop(self) -> float:
+        """Seconds since the run began, interruptions left out."""
+        self._seconds += time.perf_counter() - self._started
+        return self._seconds
+
+    def tokens_per_second(self, progress: Progress) -> float:
+        """Speed since the last time this was asked."""
+        tokens, seconds = progress.tokens - self._shown.tokens, progress.seconds - self._shown.seconds
+        self._shown = progress
+        return tokens / seconds if seconds > 0 else 0.0
+
+
+class Validation:
+    """The periodic look at `train.evaluate_rows` held-out rows."""
+
+    def __init__(self, config: Config, shards: ShardSet, world: World) -> None:
+        train = config.train
+        self._batches = EvalLoader(
+            shards.valid, config.data.row_length, train.micro_batch_rows, train.evaluate_rows, world.rank, world.size
+        )
+        self._text_bytes = self._batches.text_bytes
+
+    def score(self, engine: Engine) -> tuple[float, float]:
+        """Loss in nats per token, and bits per byte."""
+        score = evaluate(engine.module, self._batches, self._text_bytes)
+        return score.loss_nats_per_token, score.bits_per_byte
+
+
+class Saver:
+    """Checkpoints of a run, at most one a step: periodic, best and last."""
+
+    def __init__(self, engine: Engine, config: Config, run: RunFolder, vocabulary: str) -> None:
+        self._engine, self._config, self._run, self._vocabulary = engine, config, run, vocabulary
+        self.latest: Path | None = None
+
+    def save(self, progress: Progress, *, periodic: bool, best: bool) -> None:
+        """Commits a checkpoint, moves the `best` pointer to it if it is the best, then removes what need not stay."""
+        folder = self._run.checkpoints
+        self.latest = save_checkpoint(self._engine, folder, progress, self._config, self._vocabulary, periodic=periodic)
+        if self._engine.world.writes:
+            if best:
+                point(folder, "best", self.latest)
+            prune(folder, self._config.train.keep_last)
+        self._run.note(f"checkpoint {self.latest.name}{' (best)' if best else ''}")
+        self._engine.world.barrier()
+
+
+def memory_gib(world: World) -> float:
+    """Peak memory of this process in GiB: of the GPU, or on a CPU its resident memory."""
+    if world.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(world.device) / 2**30
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)
+
+
+def _check_vocabulary(config: Config, shards: ShardSet) -> None:
+    if shards.vocab_size > config.model.vocab_size:
+        raise VocabularyError(
+            f"the shards at {shards.path} use {shards.vocab_size} token ids, but model.vocab_size is "
+            f"{config.model.vocab_size}; set it to at least {shards.vocab_size}, or prepare the text again"
+        )
+
+
+def _continue(engine: Engine, config: Config, run: RunFolder, shards: ShardSet) -> Progress:
+    # Rank 0 verifies and chooses, all load the same one.
+    world = engine.world
+    found: tuple[Path | None, str] = (None, "")
+    if world.writes:
+        found = _newest(run)
+    checkpoint, problem = world.gather(found)[0]
+    if problem:
+        raise CheckpointError(problem)
+    if checkpoint is None:
+        run.say("no checkpoint yet: starting from step 0")
+        run.drop_metrics_after(0)
+        return Progress()
+    progress = load_checkpoint(engine, checkpoint, config, shards.tokenizer_fingerprint)
+    run.drop_metrics_after(progress.step)
+    run.say(f"continuing from {checkpoint.name}")
+    return progress
+
+
+def _newest(run: RunFolder) -> tuple[Path | None, str]:
+    newest = newest_whole_checkpoint(run.checkpoints, run.say)
+    if newest is None and list_checkpoints(run.checkpoints):
+        return None, (
+            f"no checkpoint in {run.checkpoints} is whole, so this run cannot be continued; start a new one without "
+            "--resume"
+        )
+    return newest, ""
+
+
+class _Nowhere(io.StringIO):
+    """A stream that keeps nothing: the console of a run without one."""
+
+    def write(self, text: str) -> int:
+        return len(text)
