@@ -63,7 +63,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, v_first: Tensor | None, places: Places, state: BlockState | None
     ) -> tuple[Tensor, Tensor | None, BlockState, Routed | None]:
-        """x [B, T, D] -> x after the block, the first time-mix block's values, the block's state, its router's report."""
+        """x [B, T, D] -> x after the block, the first time-mix block's values, the state, the router's report."""
         normed = self.mixer_norm(x)
         carried = state.mixer if state else None
         mixed: AttentionState | TimeMixState

@@ -40,7 +40,7 @@ class LossModel(nn.Module):
         token_count: float,
         share: float = 1.0,
     ) -> Losses:
-        """token_count: sum of the weights over the global batch; share: this micro-batch's part of it, 1 / their number."""
+        """token_count: sum of the weights over the global batch; share: 1 / the number of its micro-batches."""
         config = self.language_model.config.feed_forward
         hidden, router, _ = self.language_model(ids_BT, cu_seqlens=cu_seqlens)
         next_token = ops.linear_cross_entropy(

@@ -78,7 +78,7 @@ class TimeMix(nn.Module):
         cu_seqlens: Tensor | None,
         state: TimeMixState | None,
     ) -> tuple[Tensor, Tensor, TimeMixState]:
-        """x [B, T, D] (normed) -> output [B, T, D], the first time-mix block's values, the state after the last token."""
+        """x [B, T, D] (normed) -> output [B, T, D], the first time-mix block's values, the state."""
         batch, length, width = x.shape
         by_head = (batch, length, self.heads, self.head_size)
         shift = ops.token_shift(x, state.last_BD if state else None, starts) - x

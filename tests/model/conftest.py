@@ -1,0 +1,54 @@
+"""Toy models that the model tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from cdrmix.config.schema import Attention, FeedForward, Model, Rwkv
+from cdrmix.model.backbone import LanguageModel
+
+MakeModel = Callable[..., LanguageModel]
+
+
+@pytest.fixture
+def make_model() -> MakeModel:
+    """A float64 model of width 16, every parameter moved off its initial zeros so that all of them matter."""
+
+    def make(
+        *,
+        seed: int = 0,
+        schedule: str = "interleave-x",
+        attention_fraction: float = 0.25,
+        layers: int = 4,
+        kind: str = "moe",
+        activation: str = "relu2",
+        tie_embeddings: bool = True,
+        kv_heads: int = 2,
+        qk_norm: bool = False,
+        norm: str = "layernorm",
+        d_model: int = 16,
+        activation_checkpointing: bool = False,
+    ) -> LanguageModel:
+        config = Model(
+            vocab_size=23,
+            d_model=d_model,
+            layers=layers,
+            schedule=schedule,  # type: ignore[arg-type]
+            attention_fraction=attention_fraction,
+            norm=norm,  # type: ignore[arg-type]
+            tie_embeddings=tie_embeddings,
+            attention=Attention(heads=2, kv_heads=kv_heads, qk_norm=qk_norm),
+            rwkv=Rwkv(head_size=16, decay_rank=3, iclr_rank=3, value_rank=2, gate_rank=4),
+            feed_forward=FeedForward(kind=kind, hidden=8, experts=4, top_k=2, activation=activation),  # type: ignore[arg-type]
+        )
+        torch.manual_seed(seed)
+        model = LanguageModel(config, activation_checkpointing=activation_checkpointing).double()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.1 * torch.randn_like(parameter)
+        return model
+
+    return make

@@ -1,0 +1,121 @@
+"""Parts of the model: attention against its formula, router health, parameter kinds, initialisation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from cdrmix.config.schema import Attention as AttentionConfig
+from cdrmix.config.schema import FeedForward, Model, Rwkv
+from cdrmix.model.attention import Attention, rotate
+from cdrmix.model.backbone import LanguageModel
+from cdrmix.model.blocks import place_tokens
+from cdrmix.model.layers import parameter_kind
+from cdrmix.model.router import routing_metrics
+
+MakeModel = Callable[..., LanguageModel]
+
+
+def test_rotation_depends_on_the_distance_alone() -> None:
+    torch.manual_seed(0)
+    q, k = torch.randn(1, 1, 1, 8, dtype=torch.float64), torch.randn(1, 1, 1, 8, dtype=torch.float64)
+
+    def score(query_at: int, key_at: int) -> float:
+        turned = rotate(q, torch.tensor([[query_at]]), 10000.0), rotate(k, torch.tensor([[key_at]]), 10000.0)
+        return float((turned[0] * turned[1]).sum())
+
+    assert math.isclose(score(9, 4), score(105, 100), abs_tol=1e-12)
+    assert not math.isclose(score(9, 4), score(9, 5), abs_tol=1e-3)
+
+
+def test_grouped_query_attention_equals_its_formula() -> None:
+    config = Model(
+        vocab_size=300,
+        d_model=16,
+        layers=1,
+        attention=AttentionConfig(heads=4, kv_heads=2, rope=False),
+        rwkv=Rwkv(head_size=16, decay_rank=2, iclr_rank=2, value_rank=2, gate_rank=2),
+        feed_forward=FeedForward(hidden=8),
+    )
+    torch.manual_seed(0)
+    attention = Attention(config, 0).double()
+    torch.nn.init.normal_(attention.output.weight)
+    x = torch.randn(2, 7, 16, dtype=torch.float64)
+    places = place_tokens(2, 7, torch.tensor([0, 3, 7, 14]), 0, x.device)
+    found, _ = attention(x, places.positions_BT, places.mask, None)
+    q, k, v = attention.query(x), attention.key(x), attention.value(x)
+    expected = torch.zeros(2, 7, 16, dtype=torch.float64)
+    document = [[0, 0, 0, 1, 1, 1, 1], [2] * 7]
+    for b in range(2):
+        for t in range(7):
+            seen = [s for s in range(t + 1) if document[b][s] == document[b][t]]
+            for head in range(4):
+                group = slice(4 * (head // 2), 4 * (head // 2) + 4)
+                query = q[b, t, 4 * head : 4 * head + 4]
+                weights = torch.stack([query @ k[b, s, group] / 2 for s in seen]).softmax(0)
+                expected[b, t, 4 * head : 4 * head + 4] = sum(
+                    weight * v[b, s, group] for weight, s in zip(weights, seen, strict=True)
+                )
+    torch.testing.assert_close(found, attention.output(expected), rtol=1e-11, atol=1e-12)
+
+
+def test_places_of_packed_documents() -> None:
+    places = place_tokens(2, 4, torch.tensor([0, 2, 4, 7, 8], dtype=torch.int32), 0, torch.device("cpu"))
+    assert places.positions_BT.tolist() == [[0, 1, 0, 1], [0, 1, 2, 0]]
+    assert places.starts_BT1 is not None
+    assert places.mask is not None
+    assert places.starts_BT1.squeeze(-1).tolist() == [[True, False, True, False], [True, False, False, True]]
+    assert places.mask[0, 0].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
+
+
+def test_routing_metrics_of_known_loads() -> None:
+    counts = torch.tensor([[10, 10, 10, 10], [40, 0, 0, 0], [20, 10, 10, 0]])
+    metrics = routing_metrics(counts, 1.25)
+    assert metrics["entropy_bits"] == [2.0, 0.0, 1.5]
+    assert metrics["entropy_normalised"] == [1.0, 0.0, 0.75]
+    assert metrics["max_over_mean"] == [1.0, 4.0, 2.0]
+    assert metrics["dead_experts"] == [0.0, 3.0, 1.0]
+    # Capacity ceil(1.25 * 40 / 4) = 13: 27 of 40 rows over in the second layer, 7 in the third.
+    assert metrics["overflow"] == [0.0, 27 / 40, 7 / 40]
+
+
+def test_parameter_kinds(make_model: MakeModel) -> None:
+    model = make_model(tie_embeddings=False)
+    kinds = {name: parameter_kind(name, parameter) for name, parameter in model.named_parameters()}
+    assert kinds["embedding.weight"] == kinds["head.weight"] == "embedding"
+    assert kinds["blocks.0.mixer.w0"] == "decay_bias"
+    assert kinds["blocks.0.mixer.receptance.weight"] == "matrix"
+    assert kinds["blocks.3.mixer.query.weight"] == "matrix"
+    assert kinds["blocks.0.feed_forward.w_up"] == kinds["blocks.0.feed_forward.w_down"] == "matrix"
+    for name in (
+        "mixer.w1",
+        "mixer.w2",
+        "mixer.r_k",
+        "mixer.ln_x.weight",
+        "mixer_norm.weight",
+        "feed_forward.router.weight",
+    ):
+        assert kinds[f"blocks.0.{name}"] == "vector", name
+
+
+def test_first_block_has_no_value_residual_and_outputs_start_at_zero() -> None:
+    config = Model(
+        vocab_size=300,
+        d_model=64,
+        layers=3,
+        attention=AttentionConfig(heads=2, kv_heads=2),
+        rwkv=Rwkv(head_size=32, decay_rank=4, iclr_rank=4, value_rank=4, gate_rank=4),
+        feed_forward=FeedForward(hidden=32),
+    )
+    model = LanguageModel(config)
+    names = dict(model.named_parameters())
+    assert "blocks.0.mixer.v0" not in names
+    assert "blocks.1.mixer.v0" in names
+    assert not names["blocks.0.mixer.output.weight"].any()
+    assert not names["blocks.1.feed_forward.w_down"].any()
+    # w0 runs from slow to fast decay over the channels (wkv: exp(-0.6065 sigmoid(w0)) a step).
+    w0 = names["blocks.0.mixer.w0"]
+    assert w0[:8].mean() < -5
+    assert w0[-8:].mean() > -1
