@@ -25,7 +25,7 @@ def check(tree: Value, whole: bool) -> tuple[Config | None, list[Problem]]:
     Args:
         tree: what was written, all layers merged; a mapping.
         whole: False when a part of the configuration could not be read: then what seems to be
-            missing is not reported, for it may stand in that part.
+            missing, or is combined badly with a default, may be right in that part and is not reported.
 
     Returns:
         The configuration, which is None if there are problems, and the problems.
@@ -41,7 +41,9 @@ def check(tree: Value, whole: bool) -> tuple[Config | None, list[Problem]]:
         problems.append(Problem(reasoning.place, "reasoning", "found a section without keys", message))
     config, refused, broken = _validate(tree, data, whole)
     problems += refused
-    for conflict in conflicts(dict(_known_values(words.root(), data, broken))):
+    # What could not be read may change a default, and so a combination.
+    values = dict(_known_values(words.root(), data, broken)) if whole else {}
+    for conflict in conflicts(values):
         paths = [tuple(key.split(".")) for key in conflict.keys]
         # The first key that is written: an autosized or default value has no line of its own.
         place = next((value.place for path in paths if (value := find(tree, path))), place_of(tree, paths[0]))
@@ -105,11 +107,15 @@ def _without_kinds(location: tuple[str | int, ...]) -> Path:
 
 
 def _unknown(place: Place, path: Path, close: Path | None, data: object) -> Problem:
-    *section, _ = path
-    schema = words.at(tuple(section), data)
-    known = words.keys(schema, get(data, tuple(section))) if schema else {}
-    where = f"in {dotted(tuple(section))}" if section else "at the top"
-    note = "unknown key; write `base: FILE` to share settings" if path[-1] == "<<" else "unknown key"
+    section = path[:-1]
+    schema = words.at(section, data)
+    known = words.keys(schema, get(data, section)) if schema else {}
+    where = f"in {dotted(section)}" if section else "at the top"
+    name, note = str(path[-1]), "unknown key"
+    if name == "<<":
+        note += " (settings are shared by `base: FILE`, not by merge keys)"
+    elif "." in name:
+        note += " (in a file, sections are nested, not written with dots)"
     return Problem(place, dotted(path), note, f"{where}: {', '.join(known)}", dotted(close) if close else None)
 
 

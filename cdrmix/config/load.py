@@ -24,7 +24,7 @@ from cdrmix.config import words
 from cdrmix.config.check import check
 from cdrmix.config.problems import Problem, failure, found
 from cdrmix.config.schema import Config
-from cdrmix.config.tree import Place, Scalar, Value, merge
+from cdrmix.config.tree import COMMAND_LINE, Place, Scalar, Value, merge
 from cdrmix.registry import nearest
 
 LARGEST_FILE = 1 << 20  # bytes; a configuration is a few thousand
@@ -39,6 +39,7 @@ _SCALARS = [
     (_TAG + "float", re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?\Z")),
     (_TAG + "float", re.compile(r"(?:[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z")),
 ]
+_SURROGATE = re.compile("[\ud800-\udfff]")  # YAML can write one as an escape; no file or tokenizer can
 _KEY_PATH = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*\Z")
 
 
@@ -153,16 +154,20 @@ class _Reading:
 
     def override(self, text: str) -> Value | None:
         """`a.b=c` as the tree {a: {b: c}}, or None and a problem."""
-        place = Place(f"command line ({text!r})")
+        place = Place(f"{COMMAND_LINE} ({text!r})")
         key, equals, value_text = text.partition("=")
         try:
             if not equals or not _KEY_PATH.match(key):
                 raise _Refusal(place, "not an override", "key.path=value, such as train.steps=1000")
             if key == "base":
-                raise _Refusal(place, "base can only stand in a file", "--config FILE, with `base:` in that file")
+                raise _Refusal(place, "can only stand in a file", "--config FILE, with `base:` in that file")
+            if key.count(".") >= DEEPEST:
+                raise _Refusal(place, "nested too deep", f"at most {DEEPEST} sections inside each other")
             value = _parse(value_text, place, key, self.problems)
         except _Refusal as refusal:
-            self.problems.append(Problem(refusal.place, key if equals else "", refusal.found, refusal.allowed))
+            self.problems.append(
+                Problem(place, key if _KEY_PATH.match(key) and equals else "", refusal.found, refusal.allowed)
+            )
             return None
         for part in reversed(key.split(".")):
             value = Value({part: value}, place)
@@ -267,6 +272,9 @@ class _Conversion:
                 continue
             name = key_node.value
             full = f"{key}.{name}" if key else name
+            if _SURROGATE.search(name):
+                self._problems.append(Problem(place, key, "half of a surrogate pair in a key", "a name"))
+                continue
             if name in entries:
                 first = entries[name].place
                 self._problems.append(Problem(place, full, f"written twice, first at {first}", "each key once"))
@@ -282,7 +290,7 @@ def _scalar(node: yaml.Node) -> Scalar:
     """A scalar's value. Raises ValueError(what was found, what is allowed)."""
     text, tag = node.value, node.tag
     if tag == _TAG + "str":
-        if re.search("[\ud800-\udfff]", text):
+        if _SURROGATE.search(text):
             raise ValueError("half of a surrogate pair, which is no character", "Unicode text")
         return str(text)
     if not isinstance(node, yaml.ScalarNode) or not any(tag == known and form.match(text) for known, form in _SCALARS):

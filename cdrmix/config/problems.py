@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cdrmix.config.tree import Place
+from cdrmix.config.tree import COMMAND_LINE, Place
 from cdrmix.errors import ConfigError
 
 
@@ -27,13 +27,19 @@ class Problem:
             lines.append(f"allowed: {self.allowed}")
         if self.nearest:
             lines.append(f"did you mean {self.nearest}?")
-        return "\n    ".join(lines)
+        return "\n    ".join(map(_printable, lines))
+
+
+def _printable(text: str) -> str:
+    """Control characters escaped: a configuration must not steer the terminal or fake a line of ours."""
+    return "".join(it if it.isprintable() else it.encode("unicode_escape").decode() for it in text)
 
 
 def failure(problems: Iterable[Problem]) -> ConfigError:
     """One error that tells every problem: files in alphabetical order, their lines in order, the command line last."""
     ordered = sorted(
-        dict.fromkeys(problems), key=lambda it: (not it.place.line, it.place.source, it.place.line, it.key)
+        dict.fromkeys(problems),
+        key=lambda it: (it.place.source.startswith(COMMAND_LINE), it.place.source, it.place.line, it.key),
     )
     count = "one problem" if len(ordered) == 1 else f"{len(ordered)} problems"
     return ConfigError("\n".join([f"the configuration has {count}:", *map(str, ordered)]))

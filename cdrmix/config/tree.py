@@ -8,11 +8,12 @@ from typing import Any
 
 Path = tuple[str | int, ...]
 Scalar = str | int | float | bool | None
+COMMAND_LINE = "command line"
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a value was written: a file and its line (from 1), or what is to be said instead when `line` is 0."""
+    """Where a value was written: a file and its line (from 1), or all there is to say in `source` when `line` is 0."""
 
     source: str
     line: int = 0

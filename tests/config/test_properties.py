@@ -1,0 +1,137 @@
+"""What holds for any configuration and any input: round trips, and no error but ConfigError."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cdrmix.config.load import config_hash, dump_config, load_config
+from cdrmix.config.schema import Config
+from cdrmix.errors import ConfigError
+
+TINY = (Path(__file__).parents[2] / "configs" / "cdrmix-core-tiny.yaml").read_text()
+text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=12)
+# strings that YAML could take for something else
+tricky = st.sampled_from(["3e-4", "1_0", "yes", "null", "~", "010", "0x1", ".5", "true", "<<", "- a", "a: b", "#", " "])
+positive = st.floats(min_value=1e-300, max_value=1e300)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> Config:
+    """Configurations that differ where values are free."""
+    string = text | tricky
+    source: dict[str, Any] = draw(
+        st.sampled_from([{"kind": "stdlib"}, {"kind": "jsonl"}, {"kind": "huggingface"}]).map(dict)
+    )
+    if source["kind"] == "jsonl":
+        source |= {"paths": draw(st.lists(string, min_size=1, max_size=3)), "text_field": draw(string)}
+    if source["kind"] == "huggingface":
+        source |= {"name": draw(string), "config_name": draw(st.none() | string)}
+    rwkv = dict.fromkeys(["decay_rank", "iclr_rank", "value_rank", "gate_rank"], 4)
+    model = {
+        "d_model": 64,
+        "layers": draw(st.integers(1, 1 << 62)),
+        "attention_fraction": draw(st.floats(0, 1)),
+        "attention": {"heads": 4, "kv_heads": 2, "qk_norm": draw(st.booleans())},
+        "rwkv": rwkv,
+        "feed_forward": {"hidden": 8},
+    }
+    train = {
+        "steps": 5,
+        "batch_rows": 1,
+        "micro_batch_rows": 1,
+        "learning_rate": draw(positive),
+        "betas": (draw(st.floats(0, 1, exclude_max=True)), 0.5),
+        "ema_decay": draw(st.none() | st.floats(0, 1, exclude_min=True, exclude_max=True)),
+    }
+    run = {"name": draw(string), "seed": draw(st.integers(0, (1 << 63) - 1))}
+    return Config.model_validate({"run": run, "model": model, "train": train, "data": {"source": source}})
+
+
+def load_text(content: bytes, *overrides: str) -> Config:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "run.yaml"
+        path.write_bytes(content)
+        return load_config(path, overrides)
+
+
+@given(configs())
+def test_dump_and_load_give_the_same(config: Config) -> None:
+    again = load_text(dump_config(config).encode())
+    assert again == config
+    assert config_hash(again) == config_hash(config)
+    assert dump_config(again) == dump_config(config)
+
+
+@given(st.integers(1, 10**6), positive)
+def test_an_override_is_as_if_written(steps: int, rate: float) -> None:
+    config = load_text(TINY.encode(), f"train.steps={steps + 1000}", f"train.learning_rate={rate!r}")
+    assert (config.train.steps, config.train.learning_rate) == (steps + 1000, rate)
+
+
+def says_only_config_error(content: bytes, *overrides: str) -> None:
+    message = ""
+    try:
+        load_text(content, *overrides)
+    except ConfigError as error:
+        message = str(error)
+    for line in message.splitlines()[1:]:  # splits at every kind of line end, not only ours
+        assert line.startswith(("    ", "/", "command line (")), message
+        assert line.isprintable(), message
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes(content: bytes) -> None:
+    says_only_config_error(content)
+
+
+@given(text=st.text("{}[]:,-&*!|>'\"%@#?<~ \t\nabc01.", max_size=40))
+def test_any_text_of_yaml_characters(text: str) -> None:
+    says_only_config_error(text.encode())
+
+
+@given(st.integers(0, len(TINY) - 1), st.integers(0, 12), st.text("{}[]:,-&*!#~ \n\tab01.", max_size=6))
+@settings(max_examples=200)
+def test_any_damage(start: int, length: int, inserted: str) -> None:
+    says_only_config_error((TINY[:start] + inserted + TINY[start + length :]).encode())
+
+
+@given(st.text(max_size=20), st.text(max_size=20))
+def test_any_override(key: str, value: str) -> None:
+    says_only_config_error(TINY.encode(), f"{key}={value}", key)
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+SECTIONS = [
+    "run",
+    "model",
+    "model.attention",
+    "model.rwkv",
+    "model.size",
+    "model.d_model",
+    "data",
+    "data.source",
+    "data.source.kind",
+    "train",
+    "train.steps",
+    "train.betas",
+    "logging",
+    "reasoning",
+    "reasoning.rl",
+]
+
+
+@given(st.sampled_from(SECTIONS), plain)
+@settings(max_examples=300)
+def test_any_value_of_any_section(key: str, value: object) -> None:
+
+    says_only_config_error(TINY.encode(), f"{key}={json.dumps(value)}")

@@ -1,0 +1,78 @@
+"""Every configuration in configs/ loads, round-trips, and has the sizes of the published table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cdrmix.config.load import dump_config, load_config
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SIZES = ("1b", "4b", "40b", "200b")
+KINDS = ("core", "reason")
+RUNNABLE = sorted(CONFIGS.glob("*.yaml"))
+
+# d_model, layers, heads, expert hidden, gradient clip, init std scale
+CORE = {
+    "1b": (2048, 24, 16, 4608, 1.0, 1.0),
+    "4b": (3072, 36, 24, 8192, 1.0, 1.0),
+    "40b": (6144, 64, 48, 16384, 0.9, 0.9),
+    "200b": (12288, 96, 96, 32768, 0.8, 0.8),
+}
+# plastic-LoRA rank, alpha, decay; step budget, branches; memory dim, top-k, tokens; horizon and two reward weights
+REASONING = {
+    "1b": (8, 0.2, 0.98, 64, 3, 512, 4, 16384, 256, 0.01, 0.1),
+    "4b": (12, 0.18, 0.985, 96, 3, 640, 6, 32768, 384, 0.01, 0.1),
+    "40b": (16, 0.16, 0.99, 128, 4, 768, 8, 131072, 512, 0.008, 0.12),
+    "200b": (24, 0.15, 0.992, 160, 4, 1024, 8, 262144, 768, 0.006, 0.12),
+}
+
+
+def test_all_that_is_promised_is_there() -> None:
+    names = {path.name for path in RUNNABLE}
+    assert {f"cdrmix-{kind}-{size}.yaml" for kind in KINDS for size in SIZES} | {"cdrmix-core-tiny.yaml"} <= names
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: path.stem)
+def test_begins_with_what_it_is(path: Path) -> None:
+    assert path.read_text().startswith("# ")
+
+
+@pytest.mark.parametrize("path", RUNNABLE, ids=lambda path: path.stem)
+def test_loads_and_round_trips(path: Path, tmp_path: Path) -> None:
+    config = load_config(path)
+    assert config.run.name == path.stem
+    assert config.kind == ("reasoning" if "-reason-" in path.stem else "core")
+    snapshot = tmp_path / "snapshot.yaml"
+    snapshot.write_text(dump_config(config))
+    assert load_config(snapshot) == config
+    assert dump_config(load_config(snapshot)) == snapshot.read_text()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_sizes(kind: str, size: str) -> None:
+    config = load_config(CONFIGS / f"cdrmix-{kind}-{size}.yaml")
+    model, train = config.model, config.train
+    hidden = model.feed_forward.hidden
+    scales = (train.gradient_clip, model.init_std_scale)
+    assert (model.d_model, model.layers, model.attention.heads, hidden, *scales) == CORE[size]
+    assert (model.vocab_size, model.feed_forward.experts, model.feed_forward.top_k) == (50272, 8, 2)
+    assert (model.size, model.attention.kv_heads) == (size, model.attention.heads)
+    if kind == "reason":
+        reasoning = config.reasoning
+        assert reasoning is not None
+        lora, controller, memory, rl = reasoning.plastic_lora, reasoning.controller, reasoning.memory, reasoning.rl
+        found = (lora.rank, lora.alpha, lora.decay, controller.step_budget, controller.max_branches)
+        found += (memory.dim, memory.top_k, memory.max_tokens, rl.horizon, rl.latency_weight, rl.stability_weight)
+        assert found == REASONING[size]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_token_budget(kind: str, size: str) -> None:
+    config = load_config(CONFIGS / f"cdrmix-{kind}-{size}.yaml")
+    tokens = config.train.steps * config.train.batch_rows * config.data.row_length
+    active = {"1b": 1.4e9, "4b": 5e9, "40b": 35e9, "200b": 205e9}[size]
+    assert tokens == pytest.approx(20 * active, rel=1e-3)  # steps are rounded to hundreds
