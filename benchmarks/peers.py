@@ -1,0 +1,119 @@
+"""What cdrmix is held against: transformers' Llama of the same active size, and a bare PyTorch loop."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from cdrmix.config.schema import Train
+from cdrmix.data.loader import Batch
+from cdrmix.eval.perplexity import Scored, logits_nats
+from cdrmix.model.layers import parameter_kind
+from cdrmix.model.loss import LossModel
+from cdrmix.train.optim import make_optimizer, parameter_groups
+from cdrmix.train.schedule import learning_rate
+
+Rows = Callable[[int], list[Batch]]  # optimizer step -> its micro-batches
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a peer's training came to."""
+
+    steps: int
+    tokens: int
+    seconds: float
+
+
+class BareLoop:
+    """A loss model trained in plain PyTorch: the mathematics of the loop and nothing else, on one process."""
+
+    def __init__(self, model: LossModel, train: Train) -> None:
+        self.model, self.train = model, train
+        groups = parameter_groups(model, train, parameter_kind)
+        self.multipliers = [group["multiplier"] for group in groups]
+        self.optimizer = make_optimizer(groups, train)
+
+    def step(self, number: int, batches: list[Batch]) -> None:
+        """One optimizer step."""
+        for batch in batches:
+            losses = self.model(
+                batch.ids_BT,
+                batch.targets_BT,
+                batch.weights_BT,
+                batch.cu_seqlens_N,
+                batch.token_count,
+                1 / len(batches),
+            )
+            losses.total.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.train.gradient_clip)
+        for group, multiplier in zip(self.optimizer.param_groups, self.multipliers, strict=True):
+            group["lr"] = learning_rate(self.train, number) * multiplier
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def llama(
+    vocab_size: int, row_length: int, active_parameters: int, *, d_model: int, layers: int, heads: int
+) -> LlamaForCausalLM:
+    """A Llama of this shape, tied, whose feed-forward width brings it closest to `active_parameters`."""
+    fixed = vocab_size * d_model + d_model + layers * (4 * d_model**2 + 2 * d_model)
+    hidden = round((active_parameters - fixed) / (3 * d_model * layers))
+    if hidden < 1:
+        raise ValueError(f"{active_parameters} parameters leave none for the feed-forwards of this Llama")
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=d_model,
+        intermediate_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=row_length,
+        tie_word_embeddings=True,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    return LlamaForCausalLM(config)
+
+
+def llama_nats(model: nn.Module, batch: Scored) -> Tensor:
+    """Summed nats of a batch's targets: a float64 scalar. Rows are read whole, as such models are commonly trained."""
+    return logits_nats(model(input_ids=batch.ids_BT).logits, batch)
+
+
+def train_llama(model: LlamaForCausalLM, train: Train, rows: Rows, seconds: float) -> Trained:
+    """Trains with AdamW until `seconds` are over; warmup and cosine follow the clock, so both end as configured."""
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    others = [parameter for parameter in model.parameters() if parameter.ndim != 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": train.weight_decay}, {"params": others, "weight_decay": 0.0}],
+        lr=train.learning_rate,
+        betas=train.betas,
+        eps=train.epsilon,
+        fused=True,
+    )
+    model.train()
+    warmup, ratio = train.warmup_steps / train.steps, train.final_learning_rate_ratio
+    start, step, tokens = time.perf_counter(), 0, 0
+    while (elapsed := time.perf_counter() - start) < seconds:
+        done = elapsed / seconds
+        cosine = ratio + (1 - ratio) * 0.5 * (1 + math.cos(math.pi * max(0.0, done - warmup) / (1 - warmup)))
+        for group in optimizer.param_groups:
+            group["lr"] = train.learning_rate * (min(1.0, done / warmup) if warmup else 1.0) * cosine
+        for batch in rows(step):
+            nats = nn.functional.cross_entropy(
+                model(input_ids=batch.ids_BT).logits.flatten(0, 1), batch.targets_BT.flatten(), reduction="none"
+            )
+            ((nats * batch.weights_BT.flatten()).sum() / batch.token_count).backward()
+            tokens += int(batch.weights_BT.sum())
+        nn.utils.clip_grad_norm_(model.parameters(), train.gradient_clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        step += 1
+    return Trained(step, tokens, time.perf_counter() - start)
