@@ -157,7 +157,7 @@ class _Wkv7(torch.autograd.Function):
         scores = torch.matmul(queries, keys.mT).mul_(chunks.causal)
         entering = queries * middle.exp()
         leaving = keys * (total - middle).exp()
-        if chunks.enters is not None:
+        if chunks.enters is not None and chunks.leaves is not None:
             entering *= chunks.enters.repeat(1, 1, 1, 2, 1)
             leaving *= chunks.leaves.repeat(1, 1, 1, 2, 1)
         inverse = unit_lower_inverse(scores[..., chunk:, chunk:])
@@ -265,7 +265,7 @@ def wkv7(
     zero at each document's start, except that a row's first document continues `state`.
     Returns y [B, T, H, V] and the last state [B, H, V, K]; differentiable in all inputs but cu_seqlens.
     """
-    return _Wkv7.apply(r, log_w, k, v, a, b, state, cu_seqlens, chunk)  # type: ignore[no-any-return]
+    return _Wkv7.apply(r, log_w, k, v, a, b, state, cu_seqlens, chunk)
 
 
 @dataclass(frozen=True)
@@ -385,7 +385,7 @@ def moe_experts(x_TD: Tensor, w_up: Tensor, w_down: Tensor, routing: Routing, *,
     x_TD: [T, D]; w_up: [E, D, F], or [E, D, 2F] for "swiglu", the gate's F columns first; w_down: [E, F, D].
     Returns [T, D] in x's dtype; differentiable in x, both weights and routing.weights_TK.
     """
-    return _MoeExperts.apply(  # type: ignore[no-any-return]
+    return _MoeExperts.apply(
         x_TD, w_up, w_down, routing.weights_TK, routing.order_R, routing.counts_E, activation
     )
 
@@ -441,7 +441,7 @@ def linear_cross_entropy(hidden_RD: Tensor, weight_VD: Tensor, targets_R: Tensor
     hidden_RD: [R, D]; weight_VD: [V, D]; targets_R: int64 [R] in [0, V); weights_R: [R], not differentiated.
     Returns a scalar, in float32 at least.
     """
-    return _LinearCrossEntropy.apply(hidden_RD, weight_VD, targets_R, weights_R)  # type: ignore[no-any-return]
+    return _LinearCrossEntropy.apply(hidden_RD, weight_VD, targets_R, weights_R)
 
 
 def token_shift(x_BTD: Tensor, last_BD: Tensor | None = None, starts_BT1: Tensor | None = None) -> Tensor:

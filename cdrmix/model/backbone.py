@@ -10,6 +10,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from cdrmix.config.schema import Model
+from cdrmix.model.attention import AttentionState
 from cdrmix.model.blocks import Block, BlockState, place_tokens
 from cdrmix.model.experts import Routed
 from cdrmix.model.layers import TokenEmbedding, make_norm
@@ -116,6 +117,6 @@ class LanguageModel(nn.Module):
 def _past(state: ModelState | None) -> int:
     """How many tokens the state has seen, by its first attention block; 0 where there is none."""
     for block in state or ():
-        if hasattr(block.mixer, "keys"):
-            return int(block.mixer.keys.shape[2])
+        if isinstance(block.mixer, AttentionState):
+            return block.mixer.keys.shape[2]
     return 0

@@ -1,0 +1,60 @@
+"""A pure RWKV-7 model's weights under the official parameter names, as the `rwkv` package and RWKV-LM read them."""
+
+from __future__ import annotations
+
+import re
+
+from torch import Tensor
+
+from cdrmix.config.schema import Model
+from cdrmix.errors import ConfigError
+
+# Ours -> official, within a block and outside; vectors have the shape [1, 1, D] there.
+_BLOCK = {
+    "mixer_norm.": "ln1.",
+    "feed_forward_norm.": "ln2.",
+    "mixer.": "att.",
+    "feed_forward.": "ffn.",
+}
+_OUTSIDE = {
+    "embedding.weight": "emb.weight",
+    "embedding_norm.weight": "blocks.0.ln0.weight",
+    "embedding_norm.bias": "blocks.0.ln0.bias",
+    "final_norm.weight": "ln_out.weight",
+    "final_norm.bias": "ln_out.bias",
+    "head.weight": "head.weight",
+}
+_VECTORS = re.compile(r"\.(x_[rwkvag]|w0|a0|v0|k_k|k_a)$")
+
+
+def _official_name(name: str) -> str:
+    if name in _OUTSIDE:
+        return _OUTSIDE[name]
+    _, layer, rest = name.split(".", 2)
+    for ours, theirs in _BLOCK.items():
+        if rest.startswith(ours):
+            return f"blocks.{layer}.{theirs}{rest.removeprefix(ours)}"
+    raise AssertionError(f"no official name for {name}")
+
+
+def official_rwkv7_weights(config: Model, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors by official names and shapes. `weights` is a LanguageModel's state_dict.
+
+    Raises ConfigError for a model that RWKV-7's own code cannot run, naming every key that stands in the way.
+    """
+    wanted = {
+        "model.attention_fraction": (int(config.attention_fraction * config.layers + 1e-9), 0, "no attention block"),
+        "model.feed_forward.kind": (config.feed_forward.kind, "channel_mix", "channel_mix"),
+        "model.norm": (config.norm, "layernorm", "layernorm"),
+        "model.norm_eps": (config.norm_eps, 1e-5, "1e-5"),
+        "model.embedding_norm": (config.embedding_norm, True, "true"),
+    }
+    problems = [f"{key}: needs {words}" for key, (found, allowed, words) in wanted.items() if found != allowed]
+    if problems:
+        raise ConfigError("this model has no official RWKV-7 form:\n  " + "\n  ".join(problems))
+    official = {}
+    for name, tensor in weights.items():
+        official[_official_name(name)] = tensor.reshape(1, 1, -1) if _VECTORS.search(name) else tensor
+    if config.tie_embeddings:
+        official["head.weight"] = weights["embedding.weight"].clone()
+    return official

@@ -1,0 +1,96 @@
+"""A pure RWKV-7 model against the PyPI package `rwkv`, an independent implementation, in float32 on the CPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from cdrmix.config.schema import Attention, FeedForward, Model, Rwkv
+from cdrmix.errors import ConfigError
+from cdrmix.hf.rwkv_names import official_rwkv7_weights
+from cdrmix.model.backbone import LanguageModel
+
+
+def pure_rwkv7(**changes: object) -> LanguageModel:
+    """Two blocks of width 128, two heads of 64, every parameter moved off its initial value."""
+    config = Model(
+        vocab_size=300,
+        d_model=128,
+        layers=3,
+        attention_fraction=0.0,
+        norm="layernorm",
+        tie_embeddings=False,
+        attention=Attention(heads=2, kv_heads=2),
+        rwkv=Rwkv(head_size=64, decay_rank=8, iclr_rank=8, value_rank=8, gate_rank=16),
+        feed_forward=FeedForward(kind="channel_mix", hidden=512),
+    ).model_copy(update=changes)
+    torch.manual_seed(0)
+    model = LanguageModel(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+            if name.endswith(("embedding.weight", "head.weight")):
+                parameter += torch.randn_like(parameter)
+    return model
+
+
+# In a process of its own: the package reads its settings from the environment when it is imported.
+RWKV_PROGRAM = """
+import sys, types, torch
+folder = sys.argv[1]
+from rwkv.model import RWKV
+model = RWKV(model=folder + "/model", strategy="cpu fp32")
+ids = torch.load(folder + "/ids.pt")
+whole, _ = model.forward(ids, None, full_output=True)
+first, state = model.forward(ids[:17], None, full_output=True)
+second, state = model.forward(ids[17:31], state, full_output=True)
+third = []
+for token in ids[31:]:
+    logits, state = model.forward([token], state)
+    third.append(logits)
+torch.save((whole, torch.cat([first, second, torch.stack(third)])), folder + "/logits.pt")
+"""
+
+
+def test_logits_agree_with_the_rwkv_package(tmp_path: Path) -> None:
+    model = pure_rwkv7()
+    ids = torch.randint(0, 300, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    torch.save(official_rwkv7_weights(model.config, dict(model.state_dict())), tmp_path / "model.pth")
+    torch.save(ids, tmp_path / "ids.pt")
+    environment = {"RWKV_V7_ON": "1", "RWKV_CUDA_ON": "0", "RWKV_JIT_ON": "0", "PYTHONSAFEPATH": "1", "PATH": ""}
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(RWKV_PROGRAM), str(tmp_path)],
+        env=environment,
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+    whole, split = torch.load(tmp_path / "logits.pt")
+    with torch.no_grad():
+        tokens = torch.tensor([ids])
+        ours = model.logits(model(tokens).hidden_BTD)[0]
+        state, pieces = None, []
+        for start, end in [(0, 17), (17, 31), *((t, t + 1) for t in range(31, 40))]:
+            output = model(tokens[:, start:end], state=state, return_state=True)
+            state = output.state
+            pieces.append(model.logits(output.hidden_BTD)[0])
+    scale = whole.abs().max()
+    assert (ours - whole).abs().max() / scale < 1e-5
+    assert (torch.cat(pieces) - split).abs().max() / scale < 1e-5
+    assert (ours - ours.roll(1, 0)).abs().max() / scale > 0.1  # the logits do differ from token to token
+
+
+def test_a_model_without_official_form_is_refused_with_every_reason() -> None:
+    model = pure_rwkv7()
+    config = model.config.model_copy(
+        update={"norm": "rmsnorm", "feed_forward": FeedForward(hidden=8), "attention_fraction": 1.0}
+    )
+    with pytest.raises(ConfigError) as raised:
+        official_rwkv7_weights(config, {})
+    for key in ("model.norm", "model.feed_forward.kind", "model.attention_fraction"):
+        assert key in str(raised.value)
