@@ -125,10 +125,11 @@ class _Reading:
         """
         key = "base" if heirs else ""
         try:
+            text = _read(path, said_at)
             if any(os.path.realpath(path) == os.path.realpath(heir) for heir in heirs):
                 circle = " -> ".join(map(str, [*heirs, path]))
                 raise _Refusal(said_at, f"inherits in a circle: {circle}", "a file that does not inherit from this one")
-            tree = self._sections(_read(path, said_at), Place(str(path), 1))
+            tree = self._sections(text, Place(str(path), 1))
         except _Refusal as refusal:
             key = key if refusal.place == said_at else ""
             self.problems.append(Problem(refusal.place, key, refusal.found, refusal.allowed, refusal.nearest))

@@ -86,6 +86,14 @@ def test_a_base_that_is_no_path(base: str, tmp_path: Path) -> None:
     assert "\na.yaml:1: base: found " in message(write(tmp_path, a=f"base: {base}\n"))
 
 
+@pytest.mark.parametrize("base", ['"a\\0b"', ".", "a/b", "'" + "a" * 5000 + "'", "loop.yaml"])
+def test_a_base_that_is_no_file(base: str, tmp_path: Path) -> None:
+    (tmp_path / "loop.yaml").symlink_to("loop.yaml")
+    headline, problem, *_ = message(write(tmp_path, a=f"base: {base}\n")).splitlines()
+    assert headline == "the configuration has one problem:"
+    assert problem.startswith("a.yaml:1: base: ")
+
+
 def test_syntax_of_a_base_is_shown_there(tmp_path: Path) -> None:
     path = write(tmp_path, low="run: {}\ntrain: {steps\n", top="base: low.yaml\n")
     assert "\nlow.yaml:3: not valid YAML" in message(path)
