@@ -57,7 +57,6 @@ class Rwkv(Section):
     iclr_rank: PositiveInt  # in-context learning rate, `a` in the paper
     value_rank: PositiveInt
     gate_rank: PositiveInt
-    chunk: Literal[8, 16, 32, 64] = 16  # tokens of one chunk of the scan
 
 
 class FeedForward(Section):
@@ -83,7 +82,7 @@ class Model(Section):
     layers: PositiveInt
     schedule: Literal["interleave-x", "top-of-x"] = "interleave-x"
     attention_fraction: Fraction = 0.25
-    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_eps: PositiveFloat = 1e-5
     embedding_norm: bool = True  # RWKV's ln0: a norm between embedding and first block
     tie_embeddings: bool = True
