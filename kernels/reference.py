@@ -7,7 +7,7 @@ All of it runs in float64 as well as in float32, so that the other implementatio
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -268,8 +268,7 @@ def wkv7(
     return _Wkv7.apply(r, log_w, k, v, a, b, state, cu_seqlens, chunk)
 
 
-@dataclass(frozen=True)
-class Routing:
+class Routing(NamedTuple):
     """Which experts each token goes to, and the order that everything after works in.
 
     weights_TK: float32, the chosen experts' probabilities, normalised over the k chosen; differentiable.
