@@ -21,6 +21,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from cdrmix.config.schema import Config
 from cdrmix.data import shards
 from cdrmix.data.shards import ShardSet, SplitWriter, open_shards, write_index
@@ -188,6 +190,7 @@ def encode(
         )
         for name in shards.SPLITS
     )
+    end_of_text = np.uint32(tokenizer.end_of_text_id)
     empty = 0
     last_line = time.monotonic()
     for batch in batches(read_documents(config, source, bad)):
@@ -195,7 +198,7 @@ def encode(
         empty += len(batch) - len(texts)
         for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
             split = valid if text_hash(text) < threshold else train
-            split.add([*ids, tokenizer.end_of_text_id], len(text.encode("utf-8")))
+            split.add(np.append(ids, end_of_text), len(text.encode("utf-8")))
         if time.monotonic() - last_line > SECONDS_BETWEEN_LINES:
             last_line = time.monotonic()
             documents, text_bytes = train.documents + valid.documents, train.text_bytes + valid.text_bytes

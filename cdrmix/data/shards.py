@@ -70,9 +70,9 @@ class SplitWriter:
         self._starts = HashedFile(folder / f"{name}.documents.bin")
         self._text_bytes = HashedFile(folder / f"{name}.text-bytes.bin")
 
-    def add(self, ids: list[int], text_bytes: int) -> None:
-        """Append a document: its ids, the last of them end-of-text, and the UTF-8 bytes of its text."""
-        tokens = np.asarray(ids, self.dtype)
+    def add(self, ids: Array, text_bytes: int) -> None:
+        """Append a document: its ids, integers [tokens], the last end-of-text, and the UTF-8 bytes of its text."""
+        tokens = ids.astype(self.dtype)
         self._starts.write(np.int64(self.tokens).astype("<i8").tobytes())
         self._text_bytes.write(np.int64(text_bytes).astype("<i8").tobytes())
         targets, counts = np.unique(tokens[1:], return_counts=True)

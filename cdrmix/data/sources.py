@@ -288,9 +288,11 @@ class Parquet(FileSource):
         import pyarrow.parquet
 
         row = 0
+        with reading(path):
+            stream = path.open("rb")
         try:
             # pre_buffer would hold whole row groups; a bounded buffer streams them
-            with reading(path), pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=2**20) as table:
+            with stream, pyarrow.parquet.ParquetFile(stream, pre_buffer=False, buffer_size=2**20) as table:
                 self._check_column(path, table.schema_arrow)
                 for batch in table.iter_batches(self.batch_rows, columns=[self.text_field], use_threads=False):
                     # as bytes, so that one row of invalid UTF-8 spoils no other
@@ -306,7 +308,7 @@ class Parquet(FileSource):
                             bad.add(where, invalid_utf8(error))
                             continue
                         yield where, text, {}
-        except pyarrow.ArrowException as error:
+        except (pyarrow.ArrowException, OSError) as error:  # OSError: what pyarrow raises at a damaged page
             bad.add(f"{path}:{row + 1}", f"is not readable Parquet: {error}")
 
     def _check_column(self, path: Path, columns: Any) -> None:

@@ -10,9 +10,9 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from cdrmix.errors import ConfigError, VocabularyError
@@ -29,7 +29,8 @@ WORDS = (
     r"|\s*\n\s*"
     r"|\s+"
 )
-PIECE_CHARACTERS = 2**20  # longer texts are encoded in pieces, so that memory is bounded and both cores work
+PIECE_CHARACTERS = 2**20  # longer texts are encoded in pieces, so that memory is bounded and all cores work
+GROUP_CHARACTERS = 2**22  # encoded by one call
 
 
 class TextTokenizer:
@@ -42,8 +43,10 @@ class TextTokenizer:
         self.json_bytes = json_bytes
         self.fingerprint = hashlib.sha256(json_bytes).hexdigest()
         self.end_of_text = end_of_text
-        with _Reading(name):
+        try:
             self._tokenizer = Tokenizer.from_buffer(json_bytes)
+        except ValueError as error:
+            raise VocabularyError(f"{name} is not a tokenizer.json that can be read: {error}") from error
         # Text that spells a special token is text: without this it would become the token.
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
@@ -99,15 +102,17 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without an end-of-text id."""
-        return self.encode_batch([text])[0]
+        return self.encode_batch([text])[0].tolist()
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, the texts shared out over the cores."""
-        cut = [list(pieces(text)) for text in texts]
-        encoded = iter(
-            self._tokenizer.encode_batch_fast([piece for text in cut for piece in text], add_special_tokens=False)
-        )
-        return [[token for _ in text for token in next(encoded).ids] for text in cut]
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray[Any, np.dtype[np.uint32]]]:
+        """uint32 ids of each text, the texts shared out over the cores."""
+        encoded: list[list[np.ndarray[Any, np.dtype[np.uint32]]]] = [[] for _ in texts]
+        for group in _groups(texts):
+            # What the package returns weighs a hundred bytes a token: turned into arrays group by group.
+            results = self._tokenizer.encode_batch_fast([piece for _, piece in group], add_special_tokens=False)
+            for (place, _), result in zip(group, results, strict=True):
+                encoded[place].append(np.array(result.ids, np.uint32))
+        return [parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in encoded]
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The bytes that ids stand for; special and unused ids stand for none."""
@@ -124,8 +129,8 @@ class TextTokenizer:
 
     def _check_lossless(self, name: str) -> None:
         """Refuse a tokenizer that changes text or that lets text spell the end-of-text id."""
-        merges = json.loads(self.json_bytes)["model"].get("merges", [])
-        spelled = any("".join(pair) == self.end_of_text for pair in _pairs(merges))
+        model = json.loads(self.json_bytes)["model"]
+        spelled = any("".join(pair) == self.end_of_text for pair in _pairs(model.get("merges", [])))
         probe = f"{_probe()}{self.end_of_text} {self.end_of_text}"
         ids = self.encode(probe)
         if spelled or self.end_of_text_id in ids:
@@ -133,7 +138,7 @@ class TextTokenizer:
                 f"{name} merges ordinary text into its end-of-text token {self.end_of_text!r}, so that text would end "
                 "documents; set data.tokenizer.end_of_text to a special token that text does not spell"
             )
-        if self.decode_bytes(ids) != probe.encode("utf-8") or self.encode(probe) != ids:
+        if self.decode_bytes(ids) != probe.encode("utf-8") or model.get("dropout"):
             raise VocabularyError(
                 f"{name} does not give text back unchanged; data.tokenizer.path takes byte-level BPE without "
                 "normalizer, prefix space or dropout (such as GPT-2's), or leave it out to train one on the corpus"
@@ -150,26 +155,26 @@ def pieces(text: str) -> Iterator[str]:
     yield text[start:]
 
 
+def _groups(texts: Sequence[str]) -> Iterator[list[tuple[int, str]]]:
+    """The pieces of all texts as (number of the text, piece), in lists of about GROUP_CHARACTERS."""
+    group: list[tuple[int, str]] = []
+    characters = 0
+    for place, text in enumerate(texts):
+        for piece in pieces(text):
+            group.append((place, piece))
+            characters += len(piece)
+            if characters >= GROUP_CHARACTERS:
+                yield group
+                group, characters = [], 0
+    if group:
+        yield group
+
+
 def byte_alphabet() -> dict[str, int]:
     """The characters that byte-level BPE writes bytes with: printable Latin-1 as itself, the rest from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
-
-
-class _Reading:
-    """Names the file in what the package raises when it cannot read it: bare `Exception`, of which an
-    except clause would also catch every subclass."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if kind is Exception or kind is UnicodeDecodeError:
-            raise VocabularyError(f"{self.name} is not a tokenizer.json that can be read: {error}") from error
 
 
 def _bytes_of_ids(tokenizer: Tokenizer, name: str) -> list[bytes]:

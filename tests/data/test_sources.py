@@ -1,0 +1,346 @@
+"""Every kind of source, read from small files; and every way in which a corpus can be broken."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import hashlib
+import io
+import json
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+from pydantic import TypeAdapter
+
+from cdrmix.config import schema
+from cdrmix.data import files
+from cdrmix.data.sources import SOURCES, BadRecords, Document, make_source
+from cdrmix.errors import CorpusError
+
+ADAPTER: TypeAdapter[schema.Source] = TypeAdapter(schema.Source)
+TEXTS = ["one\n", "", 'zwei "drei", vier', "naïve\r\n東京🙂\0 end", "x" * 200_000]
+
+
+def read(section: dict[str, Any], *, limit: int = 100) -> tuple[list[Document], BadRecords]:
+    bad = BadRecords(limit, say=lambda line: None)
+    return list(make_source(ADAPTER.validate_python(section)).documents(bad)), bad
+
+
+def jsonl(texts: list[str]) -> bytes:
+    return "".join(json.dumps({"text": text, "n": 1}) + "\n" for text in texts).encode()
+
+
+def as_csv(texts: list[str]) -> bytes:
+    stream = io.StringIO(newline="")
+    csv.writer(stream).writerows([["id", "text"], *([str(place), text] for place, text in enumerate(texts))])
+    return stream.getvalue().encode()
+
+
+def parquet(texts: list[str], kind: pyarrow.DataType | None = None) -> bytes:
+    stream = io.BytesIO()
+    table = pyarrow.table({"id": range(len(texts)), "text": pyarrow.array(texts, kind or pyarrow.string())})
+    pyarrow.parquet.write_table(table, stream, row_group_size=2)
+    return stream.getvalue()
+
+
+def digits(number: int) -> str:
+    """Digits that do not compress away, so that what stands before some damage in the middle can be read."""
+    return hashlib.shake_256(str(number).encode()).hexdigest(200)
+
+
+def zstd(data: bytes) -> bytes:
+    """Two frames, as appending to a compressed file makes them."""
+    compress = zstandard.ZstdCompressor().compress
+    return compress(data[:10]) + compress(data[10:])
+
+
+FORMATS: dict[str, tuple[str, Callable[[list[str]], bytes]]] = {
+    "corpus.jsonl": ("jsonl", jsonl),
+    "corpus.jsonl.gz": ("jsonl", lambda texts: gzip.compress(jsonl(texts))),
+    "corpus.jsonl.zst": ("jsonl", lambda texts: zstd(jsonl(texts))),
+    "crlf_and_bom.jsonl": ("jsonl", lambda texts: b"\xef\xbb\xbf" + jsonl(texts).replace(b"\n", b"\r\n\r\n")),
+    "corpus.csv": ("csv", as_csv),
+    "bom.csv": ("csv", lambda texts: b"\xef\xbb\xbf" + as_csv(texts)),
+    "corpus.csv.gz": ("csv", lambda texts: gzip.compress(as_csv(texts))),
+    "corpus.csv.zst": ("csv", lambda texts: zstd(as_csv(texts))),
+    "corpus.parquet": ("parquet", parquet),
+    "large.parquet": ("parquet", lambda texts: parquet(texts, pyarrow.large_string())),
+    "dictionary.parquet": (
+        "parquet",
+        lambda texts: parquet(texts, pyarrow.dictionary(pyarrow.int8(), pyarrow.string())),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_gives_the_same_documents(tmp_path: Path, name: str) -> None:
+    kind, write = FORMATS[name]
+    (tmp_path / name).write_bytes(write(TEXTS))
+    documents, bad = read({"kind": kind, "paths": [str(tmp_path / name)]})
+    assert [document.text for document in documents] == TEXTS
+    assert bad.count == 0
+    assert len({document.id for document in documents}) == len(TEXTS)
+    assert {document.source for document in documents} == {kind}
+
+
+def test_text_files_are_documents_bytes_and_all(tmp_path: Path) -> None:
+    for place, text in enumerate(TEXTS):
+        (tmp_path / f"{place}.txt").write_bytes(text.encode())
+    (tmp_path / "5.txt").write_bytes(b"\xef\xbb\xbfwith a byte order mark")
+    (tmp_path / ".hidden").write_bytes(b"\xff")
+    documents, bad = read({"kind": "text", "paths": [str(tmp_path)]})
+    assert [document.text for document in documents] == [*TEXTS, "with a byte order mark"]
+    assert bad.count == 0
+
+
+def test_files_folders_and_globs_are_sorted_and_read_once(tmp_path: Path) -> None:
+    for name in ("b/2.jsonl", "b/1.jsonl", "a/3.jsonl.gz", "a/notes.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        data = jsonl([name])
+        (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    expected = ["a/3.jsonl.gz", "b/1.jsonl", "b/2.jsonl"]
+    for paths in (["."], ["b", "a"], ["b/2.jsonl", "**/*.jsonl*"], ["*", "b/1.jsonl"]):
+        documents, _ = read({"kind": "jsonl", "paths": [str(tmp_path / path) for path in paths]})
+        assert [document.text for document in documents] == expected, paths
+
+
+@pytest.mark.parametrize("path", ["nowhere.jsonl", "nowhere/", "*.jsonl", "empty_folder"])
+def test_paths_that_lead_nowhere(tmp_path: Path, path: str) -> None:
+    (tmp_path / "empty_folder").mkdir()
+    with pytest.raises(CorpusError, match=r"data\.source\.paths: no") as caught:
+        read({"kind": "jsonl", "paths": [str(tmp_path / path)]})
+    assert caught.value.exit_code == 3
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(jsonl(["x"]))
+
+    def refuse(*arguments: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(CorpusError, match=r"cannot read .*a\.jsonl: Permission denied"):
+        read({"kind": "jsonl", "paths": [str(path)]})
+
+
+BAD_LINES = {
+    b"{": "is not JSON",
+    b"not json at all": "is not JSON",
+    b'{"text": "a\x01b"}': "is not JSON",
+    b"[" * 100_000: "is not usable JSON",
+    b'{"n": ' + b"1" * 5000 + b"}": "is not usable JSON",
+    b'["text"]': "is a JSON list, not an object",
+    b'{"body": "x"}': "has no field 'text'",
+    b'{"text": 3}': "field 'text' is not a string",
+    b'{"text": null}': "field 'text' is not a string",
+    b'{"text": "\xff"}': "invalid UTF-8",
+    b'{"text": "\\ud800"}': "not valid UTF-8",
+}
+
+
+@pytest.mark.parametrize(("line", "reason"), BAD_LINES.items(), ids=[str(line[:20]) for line in BAD_LINES])
+def test_a_malformed_line_is_counted_with_its_place_and_skipped(tmp_path: Path, line: bytes, reason: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "before"}\n' + line + b'\n{"text": "after"}')
+    documents, bad = read({"kind": "jsonl", "paths": [str(path)]})
+    assert [document.text for document in documents] == ["before", "after"]
+    assert bad.count == 1
+    assert bad.shown[0].startswith(f"{path}:2: ")
+    assert reason in bad.shown[0]
+
+
+def test_beyond_the_limit_the_last_bad_record_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"no\n" * 20)
+    said: list[str] = []
+    bad = BadRecords(8, say=said.append)
+    source = make_source(ADAPTER.validate_python({"kind": "jsonl", "paths": [str(path)]}))
+    with pytest.raises(
+        CorpusError, match=r"9 bad records .*data\.max_bad_records=8 .*a\.jsonl:9: is not JSON"
+    ) as caught:
+        list(source.documents(bad))
+    assert caught.value.exit_code == 3
+    assert bad.count == 9
+    assert len(said) == 5  # a few are shown, all are counted
+
+
+def test_an_over_long_line_is_bad_and_its_neighbours_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MAX_RECORD_BYTES", 1000)
+    for size, expected in ((950, 3), (1100, 2), (3_000_000, 2)):
+        path = tmp_path / "a.jsonl"
+        path.write_bytes(jsonl(["before", "x" * size, "after"]))
+        documents, bad = read({"kind": "jsonl", "paths": [str(path)]})
+        assert len(documents) == expected
+        assert [document.text for document in (documents[0], documents[-1])] == ["before", "after"]
+        assert bad.shown == ([] if expected == 3 else [f"{path}:2: is longer than 1000 bytes"])
+    (tmp_path / "a.txt").write_bytes(b"x" * 1001)
+    assert read({"kind": "text", "paths": [str(tmp_path / "a.txt")]})[1].count == 1
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "text"])
+@pytest.mark.parametrize("damage", ["cut", "altered", "not compressed"])
+def test_a_damaged_compressed_file(tmp_path: Path, kind: str, suffix: str, damage: str) -> None:
+    texts = [digits(place) for place in range(3000)]
+    data = as_csv(texts) if kind == "csv" else jsonl(texts)
+    whole = gzip.compress(data) if suffix == "gz" else zstandard.ZstdCompressor(write_checksum=True).compress(data)
+    middle = len(whole) // 2
+    damaged = {
+        "cut": whole[:middle],
+        "altered": whole[:middle] + bytes(byte ^ 255 for byte in whole[middle : middle + 50]) + whole[middle + 50 :],
+        "not compressed": data,
+    }[damage]
+    path = tmp_path / f"a.{kind}.{suffix}"
+    path.write_bytes(damaged)
+    documents, bad = read({"kind": kind, "paths": [str(path)]})
+    assert 0 < bad.count <= 100
+    if kind != "text" and damage == "cut":
+        assert bad.count == 1
+        assert [document.text for document in documents] == texts[: len(documents)]
+        assert len(documents) > 100
+    with pytest.raises(CorpusError, match=r"the last one is .* the compressed file is damaged"):
+        read({"kind": kind, "paths": [str(path)]}, limit=bad.count - 1)
+
+
+def test_csv_rows_that_cannot_be_used(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(b'id,text\r\n1,good\r\n2\r\n3,"two\nlines"\r\n4,\xff\r\n\r\n5,"last"\r\n')
+    documents, bad = read({"kind": "csv", "paths": [str(path)]})
+    assert [document.text for document in documents] == ["good", "two\nlines", "last"]
+    assert bad.shown == [f"{path}:3: has 1 columns; 'text' is column 2", f"{path}:6: the text is not valid UTF-8"]
+
+
+def test_an_over_long_csv_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MAX_RECORD_BYTES", 1000)
+    path = tmp_path / "a.csv"
+    path.write_bytes(as_csv(["before", "x" * 1001, "after"]))
+    documents, bad = read({"kind": "csv", "paths": [str(path)]})
+    assert [document.text for document in documents] == ["before", "after"]
+    assert "a.csv:3: is not CSV" in bad.shown[0]
+
+
+@pytest.mark.parametrize(("kind", "data"), [("csv", as_csv(["x"])), ("parquet", parquet(["x"]))])
+def test_a_missing_column_is_an_error_at_once(tmp_path: Path, kind: str, data: bytes) -> None:
+    path = tmp_path / f"a.{kind}"
+    path.write_bytes(data)
+    with pytest.raises(CorpusError, match=r"data\.source\.text_field: no column 'body' .*its columns are: id, text"):
+        read({"kind": kind, "paths": [str(path)], "text_field": "body"})
+
+
+def test_a_parquet_column_of_numbers_is_an_error_at_once(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(parquet(["x"]))
+    with pytest.raises(CorpusError, match=r"holds int64, not strings"):
+        read({"kind": "parquet", "paths": [str(tmp_path)], "text_field": "id"})
+
+
+def test_parquet_rows_that_cannot_be_used(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    not_utf8 = pyarrow.array([b"good", None, b"\xff", b"last"]).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"text": not_utf8}), path)
+    documents, bad = read({"kind": "parquet", "paths": [str(path)]})
+    assert [document.text for document in documents] == ["good", "last"]
+    assert [line.split(": ")[0] for line in bad.shown] == [f"{path}:2", f"{path}:3"]
+
+
+@pytest.mark.parametrize("damage", ["cut", "altered"])
+def test_a_damaged_parquet_file(tmp_path: Path, damage: str) -> None:
+    whole = parquet([digits(place) for place in range(1000)])
+    quarter = len(whole) // 4
+    damaged = whole[:quarter] if damage == "cut" else whole[:quarter] + bytes(quarter) + whole[2 * quarter :]
+    (tmp_path / "a.parquet").write_bytes(damaged)
+    documents, bad = read({"kind": "parquet", "paths": [str(tmp_path)]})
+    assert "is not readable Parquet" in bad.shown[-1]
+    assert len(documents) < 1000
+
+
+def test_text_that_is_not_utf8(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"line\nline \xe9\n")
+    documents, bad = read({"kind": "text", "paths": [str(tmp_path)]})
+    assert documents == []
+    assert bad.shown == [f"{tmp_path}/a.txt:2: invalid UTF-8 (byte 0xe9 at offset 10)"]
+
+
+def test_standard_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    contents = {
+        "a.py": b"x = '\xc3\xa9'\r\n",
+        "latin.py": b"# -*- coding: latin-1 -*-\nx = '\xe9'\n",
+        "mark.py": b"\xef\xbb\xbfx = 1\n",
+        "undecodable.py": b"x = '\xe9'\n",
+        "unknown.py": b"# coding: no-such-encoding\n",
+        "package/z.py": b"z",
+        "package/data.txt": b"not Python",
+        "test/t.py": b"t",
+        "package/tests/t.py": b"t",
+        "idlelib/idle_test/t.py": b"t",
+        "lib2to3/tests/t.py": b"t",
+        "site-packages/p.py": b"p",
+        "dist-packages/p.py": b"p",
+        "__pycache__/c.py": b"c",
+    }
+    for name, data in contents.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(data)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    documents, bad = read({"kind": "stdlib"})
+    assert {document.id: document.text for document in documents} == {
+        "a.py": "x = 'é'\r\n",
+        "latin.py": "# -*- coding: latin-1 -*-\nx = 'é'\n",
+        "mark.py": "x = 1\n",
+        "package/z.py": "z",
+    }
+    assert [line.split(":")[0] for line in bad.shown] == ["undecodable.py", "unknown.py"]
+
+
+def test_a_python_without_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(CorpusError, match=r"no \.py files under"):
+        read({"kind": "stdlib"})
+
+
+def test_the_installed_standard_library_is_there() -> None:
+    documents = make_source(schema.StdlibSource(kind="stdlib")).documents(BadRecords(0, say=print))
+    first = [next(documents) for _ in range(20)]
+    assert [document.id for document in first] == sorted(document.id for document in first)
+    assert "__future__.py" in {document.id for document in first}
+
+
+def test_hugging_face_reads_a_dataset_folder(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_bytes(jsonl(["one", "two"]) + b'{"text": null, "n": 1}\n')
+    documents, bad = read({"kind": "huggingface", "name": str(tmp_path)})
+    assert [document.text for document in documents] == ["one", "two"]
+    assert bad.count == 1
+    with pytest.raises(CorpusError, match="its columns are: text, n"):
+        read({"kind": "huggingface", "name": str(tmp_path), "text_field": "body"})
+    with pytest.raises(CorpusError, match=r"cannot stream .*'nope'.*download it") as caught:
+        read({"kind": "huggingface", "name": str(tmp_path), "split": "nope"})
+    assert caught.value.exit_code == 3
+
+
+def test_hugging_face_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(CorpusError, match=r"cannot stream .*someone/something.*HF_HUB_OFFLINE") as caught:
+        read({"kind": "huggingface", "name": "someone/something"})
+    assert caught.value.exit_code == 3
+
+    def break_off(*arguments: Any, **options: Any) -> Any:
+        yield {"text": "one"}
+        raise ConnectionError("reset by peer")
+
+    monkeypatch.setattr(datasets, "load_dataset", break_off)
+    with pytest.raises(CorpusError, match="reset by peer"):
+        read({"kind": "huggingface", "name": "someone/something"})
+
+
+def test_every_kind_of_the_schema_has_a_source() -> None:
+    kinds = {section.model_fields["kind"].annotation.__args__[0] for section in schema.Source.__origin__.__args__}
+    assert set(SOURCES.names()) == kinds

@@ -1,0 +1,198 @@
+"""The tokenizer gives every text back, byte for byte, and no text can end a document."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+from cdrmix.data import tokenizer as tokenizer_module
+from cdrmix.data.tokenizer import TextTokenizer, byte_alphabet, pieces
+from cdrmix.errors import ConfigError, VocabularyError
+
+END = "<|endoftext|>"
+CODE = [Path(module.__file__).read_text() for module in (json, subprocess, hashlib) if module.__file__]
+
+
+@pytest.fixture(scope="module")
+def trained() -> TextTokenizer:
+    return TextTokenizer.train(CODE, vocab_size=600, end_of_text=END)
+
+
+fragments = st.sampled_from(
+    [END, "<|", "|>", "endoftext", " ", "    ", "\t", "\n", "\r\n", "\0", "\ufeff", "é", "e\u0301", "return", "9"]
+)
+
+
+@given(st.one_of(st.text(st.characters(exclude_categories=["Cs"])), st.lists(fragments).map("".join)))
+def test_text_comes_back_and_never_ends_a_document(trained: TextTokenizer, text: str) -> None:
+    ids = trained.encode(text)
+    assert trained.decode_bytes(ids) == text.encode()
+    assert trained.decode(ids) == text
+    assert trained.end_of_text_id not in ids
+    assert all(0 <= token < trained.vocab_size for token in ids)
+
+
+def test_batches_are_the_texts_one_by_one(trained: TextTokenizer) -> None:
+    texts = ["", "a", *CODE, END, ""]
+    assert [ids.tolist() for ids in trained.encode_batch(texts)] == [trained.encode(text) for text in texts]
+
+
+def test_it_compresses_and_keeps_indentation_together(trained: TextTokenizer) -> None:
+    assert trained.vocab_size == 600
+    text = CODE[0]
+    assert len(text.encode()) / len(trained.encode(text)) > 2
+    assert any(trained.decode([token]) == ":\n        " for token in range(trained.vocab_size))
+
+
+def test_saved_and_loaded_it_is_the_same(trained: TextTokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(trained.json_bytes)
+    for loaded in (TextTokenizer.load(path), TextTokenizer.load(path, END)):
+        assert loaded.fingerprint == trained.fingerprint == hashlib.sha256(path.read_bytes()).hexdigest()
+        assert loaded.end_of_text_id == trained.end_of_text_id
+        assert loaded.encode(CODE[1]) == trained.encode(CODE[1])
+
+
+def test_long_texts_are_cut_and_come_back(trained: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_module, "PIECE_CHARACTERS", 50)
+    monkeypatch.setattr(tokenizer_module, "GROUP_CHARACTERS", 120)
+    for text in ("", "x" * 50, "x" * 51, "y" * 1000, CODE[0], "\n" * 101):
+        cut = list(pieces(text))
+        assert "".join(cut) == text
+        assert all(len(piece) <= 50 for piece in cut)
+        assert trained.decode(trained.encode(text)) == text
+    assert next(pieces("a\n" * 30)) == "a\n" * 25
+
+
+def test_unused_and_special_ids_stand_for_no_text(trained: TextTokenizer) -> None:
+    ids = trained.encode("x")
+    assert trained.decode([trained.end_of_text_id, *ids, trained.vocab_size + 5]) == "x"
+    assert trained.decode(trained.encode("é")[:1]) == "\ufffd"
+    assert sum(trained.byte_lengths()[token] for token in trained.encode("naïve")) == 6
+
+
+def test_little_text_gives_fewer_ids() -> None:
+    small = TextTokenizer.train(["ab ab"], vocab_size=4096, end_of_text=END)
+    assert 257 <= small.vocab_size < 300
+    assert small.decode(small.encode("anything at all 東京")) == "anything at all 東京"
+
+
+def test_the_number_of_threads_does_not_change_it() -> None:
+    code = (
+        "import json, subprocess, hashlib, pathlib; from cdrmix.data.tokenizer import TextTokenizer;"
+        "texts = [pathlib.Path(m.__file__).read_text() for m in (json, subprocess, hashlib)] * 3;"
+        "t = TextTokenizer.train(texts, vocab_size=900, end_of_text='<|endoftext|>');"
+        "print(t.fingerprint, hashlib.sha256(repr([i.tolist() for i in t.encode_batch(texts)]).encode()).hexdigest())"
+    )
+    outputs = set()
+    for settings in ({"TOKENIZERS_PARALLELISM": "false"}, {"RAYON_NUM_THREADS": "2"}, {"RAYON_NUM_THREADS": "5"}):
+        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "true", **settings}
+        done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment)
+        outputs.add(done.stdout)
+    assert len(outputs) == 1
+
+
+def test_the_byte_alphabet_is_the_packages_own() -> None:
+    assert set(byte_alphabet()) == set(pre_tokenizers.ByteLevel.alphabet())
+    assert sorted(byte_alphabet().values()) == list(range(256))
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    for text in ("\0 \n~\x7f", "é\u00a0\u00ad", "東\U0001f642"):
+        assert bytes(byte_alphabet()[character] for character in level.pre_tokenize_str(text)[0][0]) == text.encode()
+
+
+def gpt2_like(change: Callable[[dict[str, Any]], None] = lambda content: None) -> bytes:
+    """tokenizer.json of a byte-level tokenizer made without our code, then changed."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=[END, "<|other|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CODE, trainer)
+    content = json.loads(tokenizer.to_str())
+    change(content)
+    return json.dumps(content).encode()
+
+
+def normalize(content: dict[str, Any]) -> None:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    content["normalizer"] = json.loads(tokenizer.to_str())["normalizer"]
+
+
+def prefix_space(content: dict[str, Any]) -> None:
+    content["pre_tokenizer"]["add_prefix_space"] = True
+
+
+def dropout(content: dict[str, Any]) -> None:
+    content["model"]["dropout"] = 0.5
+
+
+def drop_a_byte(content: dict[str, Any]) -> None:
+    del content["model"]["vocab"]["\u0142"]  # 0xA0, which is in every no-break space
+    content["model"]["merges"] = []
+
+
+def word_level(content: dict[str, Any]) -> None:
+    content["model"] = {"type": "WordLevel", "vocab": {"word": 0, "[UNK]": 1}, "unk_token": "[UNK]"}
+
+
+def not_written_in_bytes(content: dict[str, Any]) -> None:
+    content["model"]["vocab"]["▁word"] = len(content["model"]["vocab"])
+
+
+def test_a_tokenizer_made_elsewhere_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(gpt2_like())
+    loaded = TextTokenizer.load(tmp_path / "tokenizer.json", END)
+    assert loaded.decode(loaded.encode(f"  {END}<|other|>\n")) == f"  {END}<|other|>\n"
+    with pytest.raises(VocabularyError, match="2 special tokens"):
+        TextTokenizer.load(tmp_path / "tokenizer.json")
+
+
+@pytest.mark.parametrize("change", [normalize, prefix_space, dropout, drop_a_byte, word_level, not_written_in_bytes])
+def test_a_tokenizer_that_loses_text_is_refused(tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(gpt2_like(change))
+    with pytest.raises(VocabularyError, match=r"byte-level BPE|text back unchanged") as caught:
+        TextTokenizer.load(path, END)
+    assert caught.value.exit_code == 7
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"[1]", b"\xff\xfe", b'{"model": {"type": "BPE"}}'])
+def test_a_file_that_is_no_tokenizer(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(data)
+    for end_of_text in (END, None):
+        with pytest.raises(VocabularyError, match=r"is not a tokenizer\.json"):
+            TextTokenizer.load(path, end_of_text)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.tokenizer\.path: cannot read .*nowhere\.json") as caught:
+        TextTokenizer.load(tmp_path / "nowhere.json", END)
+    assert caught.value.exit_code == 2
+
+
+def test_an_end_of_text_that_is_not_in_the_vocabulary(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(gpt2_like())
+    with pytest.raises(VocabularyError, match=r"no token '</s>'.*'<\|endoftext\|>', '<\|other\|>'"):
+        TextTokenizer.load(tmp_path / "tokenizer.json", "</s>")
+
+
+def test_an_end_of_text_that_text_can_spell() -> None:
+    with pytest.raises(VocabularyError, match="merges ordinary text into its end-of-text token 'return'"):
+        TextTokenizer.train(CODE, vocab_size=600, end_of_text="return")
