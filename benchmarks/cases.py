@@ -131,7 +131,7 @@ def quality(options: Options) -> Result:
     floor = baselines(shards.valid)
     return Result(
         unit="bits/byte",
-        peer_name="transformers LlamaForCausalLM",
+        peer_name="transformers Llama",
         ours=[score.bits_per_byte],
         peer=[peer_score.bits_per_byte],
         figures={

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import yaml
 from cases import SUITES, Options, Result, quantiles
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -125,34 +126,41 @@ def cpu_model() -> str:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """The table of a run, and below it the further figures."""
-    console = Console()
-    table = Table(title=f"{rows[0]['machine']['cpu']}, {rows[0]['machine']['cores']} cores, {rows[0]['commit']}")
-    for name in ("case", "unit", "cdrmix p20 / p50 / p80", "peer p20 / p50 / p80", "ratio", "target", "met"):
-        table.add_column(name, overflow="fold")
+    """The table of a run: ours, the peer's, their ratio and every further figure, each beside its target."""
+    where = rows[0]["machine"]
+    table = Table(title=f"{where['cpu']}, {where['cores']} cores, commit {rows[0]['commit']}", box=SIMPLE_HEAD)
+    for name in ("case", "what", "p20", "p50", "p80", "target"):
+        table.add_column(name, justify="right" if name.startswith("p") else "left", no_wrap=True)
     for row in rows:
-        for number, (name, check) in enumerate(row["targets"].items()):
-            bound = f"at least {check['least']}" if "least" in check else f"at most {check['most']}"
-            first = number == 0
+        lines = {
+            f"cdrmix, {row['unit']}": row["ours"],
+            row["peer"]["name"]: row["peer"],
+            "ratio": row["ratio"],
+            **{name: {"p50": value} for name, value in row["figures"].items()},
+        }
+        for name, values in lines.items():
+            cells = [number(values[key]) if key in values else "" for key in ("p20", "p50", "p80")]
             table.add_row(
-                f"{row['suite']}/{row['case']}" if first else "",
-                row["unit"] if first else "",
-                spread(row["ours"]) if first else "",
-                f"{spread(row['peer'])}  {row['peer']['name']}" if first else "",
-                f"{check['found']:.3f}",
-                f"{name} {bound}",
-                "[green]yes[/]" if check["met"] else "[red]no[/]",
+                row["case"] if name.startswith("cdrmix,") else "",
+                name.replace("_", " "),
+                *cells,
+                verdict(row["targets"].get(name)),
             )
-    console.print(table)
-    for row in rows:
-        if row["figures"]:
-            figures = ", ".join(f"{name} {value:.6g}" for name, value in row["figures"].items())
-            console.print(f"{row['suite']}/{row['case']}: {figures}", highlight=False)
+        table.add_section()
+    Console().print(table)
 
 
-def spread(values: dict[str, float]) -> str:
-    """Quantiles in short."""
-    return " / ".join(f"{values[name]:.3f}" for name in ("p20", "p50", "p80"))
+def number(value: float) -> str:
+    """Four digits, or all before the point."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def verdict(check: dict[str, Any] | None) -> str:
+    """A target and whether it was met."""
+    if check is None:
+        return ""
+    bound = f"at least {check['least']}" if "least" in check else f"at most {check['most']}"
+    return f"[green]{bound}: met[/]" if check["met"] else f"[red]{bound}: missed[/]"
 
 
 if __name__ == "__main__":
