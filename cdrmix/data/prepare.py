@@ -16,7 +16,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -180,35 +180,37 @@ def encode(
 ) -> dict[str, Any]:
     """Write both splits, the tokenizer and the index into `folder`; the report."""
     bad = BadRecords(config.data.max_bad_records, say)
-    train, valid = (
-        SplitWriter(
-            folder,
-            name,
-            vocab_size=config.model.vocab_size,
-            shard_tokens=config.data.shard_tokens,
-            row_length=config.data.row_length,
-        )
-        for name in shards.SPLITS
-    )
     end_of_text = np.uint32(tokenizer.end_of_text_id)
     empty = 0
     last_line = time.monotonic()
-    for batch in batches(read_documents(config, source, bad)):
-        texts = [document.text for document in batch if document.text]
-        empty += len(batch) - len(texts)
-        for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
-            split = valid if text_hash(text) < threshold else train
-            split.add(np.append(ids, end_of_text), len(text.encode("utf-8")))
-        if time.monotonic() - last_line > SECONDS_BETWEEN_LINES:
-            last_line = time.monotonic()
-            documents, text_bytes = train.documents + valid.documents, train.text_bytes + valid.text_bytes
-            say(f"  encoded {documents:,} documents, {text_bytes / 1e6:,.1f} MB")
-    if not train.documents or not valid.documents:
-        raise CorpusError(f"{source.describe()} changed while it was being read; start again when it is at rest")
+    with ExitStack() as stack:
+        train, valid = (
+            stack.enter_context(
+                SplitWriter(
+                    folder,
+                    name,
+                    vocab_size=config.model.vocab_size,
+                    shard_tokens=config.data.shard_tokens,
+                    row_length=config.data.row_length,
+                )
+            )
+            for name in shards.SPLITS
+        )
+        for batch in batches(read_documents(config, source, bad)):
+            texts = [document.text for document in batch if document.text]
+            empty += len(batch) - len(texts)
+            for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
+                split = valid if text_hash(text) < threshold else train
+                split.add(np.append(ids, end_of_text), len(text.encode("utf-8")))
+            if time.monotonic() - last_line > SECONDS_BETWEEN_LINES:
+                last_line = time.monotonic()
+                documents, text_bytes = train.documents + valid.documents, train.text_bytes + valid.text_bytes
+                say(f"  encoded {documents:,} documents, {text_bytes / 1e6:,.1f} MB")
+        if not train.documents or not valid.documents:
+            raise CorpusError(f"{source.describe()} changed while it was being read; start again when it is at rest")
+        splits = {split.name: split.close() for split in (train, valid)}
 
-    splits = {split.name: split.close() for split in (train, valid)}
-    tokenizer_file = shards.HashedFile(folder / "tokenizer.json")
-    tokenizer_file.write(tokenizer.json_bytes)
+    tokenizer_entry = shards.write_file(folder / "tokenizer.json", tokenizer.json_bytes)
     report = make_report(config, splits, tokenizer, bad, empty)
     write_index(
         folder,
@@ -223,7 +225,7 @@ def encode(
             "end_of_text_id": tokenizer.end_of_text_id,
             "tokenizer_fingerprint": tokenizer.fingerprint,
             "splits": splits,
-            "files": {**train.files, **valid.files, "tokenizer.json": tokenizer_file.close()},
+            "files": {**train.files, **valid.files, "tokenizer.json": tokenizer_entry},
             "report": report,
         },
     )

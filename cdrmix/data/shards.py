@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -55,9 +56,27 @@ class HashedFile:
         self._file.close()
         return {"bytes": self.size, "sha256": self._hash.hexdigest()}
 
+    def abandon(self) -> None:
+        """Let go of the file, if it is open, whatever has become of its contents."""
+        with suppress(OSError):  # a full disk fails the flush of what is buffered once more
+            self._file.close()
+
+
+def write_file(path: Path, data: bytes) -> dict[str, Any]:
+    """Write a whole file and bring it to the disk; its entry in the index."""
+    file = HashedFile(path)
+    try:
+        file.write(data)
+        return file.close()
+    finally:
+        file.abandon()
+
 
 class SplitWriter:
-    """Writes one split: documents first, one `add` each, then `close` packs the rows."""
+    """Writes one split: documents first, one `add` each, then `close` packs the rows.
+
+    A context manager: left by an error, it lets go of its files.
+    """
 
     def __init__(self, folder: Path, name: str, *, vocab_size: int, shard_tokens: int, row_length: int) -> None:
         self.folder, self.name = folder, name
@@ -66,9 +85,17 @@ class SplitWriter:
         self.files: dict[str, dict[str, Any]] = {}
         self.documents = self.tokens = self.text_bytes = self.rows = 0
         self._target_counts = np.zeros(vocab_size, np.int64)
+        self._created: list[HashedFile] = []
         self._shard: HashedFile | None = None
-        self._starts = HashedFile(folder / f"{name}.documents.bin")
-        self._text_bytes = HashedFile(folder / f"{name}.text-bytes.bin")
+        self._starts = self._create("documents")
+        self._text_bytes = self._create("text-bytes")
+
+    def __enter__(self) -> SplitWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._created:
+            file.abandon()
 
     def add(self, ids: Array, text_bytes: int) -> None:
         """Append a document: its ids, integers [tokens], the last end-of-text, and the UTF-8 bytes of its text."""
@@ -81,7 +108,7 @@ class SplitWriter:
         self.text_bytes += text_bytes
         while len(tokens):
             if self._shard is None:
-                self._shard = HashedFile(self.folder / self._shard_name())
+                self._shard = self._create(f"tokens-{self.tokens // self.shard_tokens:05d}")
             part = tokens[: self.shard_tokens - self.tokens % self.shard_tokens]
             self._shard.write(part.tobytes())
             self.tokens += len(part)
@@ -96,7 +123,7 @@ class SplitWriter:
         for file in (self._starts, self._text_bytes):
             self.files[file.path.name] = file.close()
         self._pack_rows()
-        counts = HashedFile(self.folder / f"{self.name}.target-counts.bin")
+        counts = self._create("target-counts")
         counts.write(self._target_counts.astype("<i8").tobytes())
         self.files[counts.path.name] = counts.close()
         return {
@@ -107,8 +134,10 @@ class SplitWriter:
             "shards": [name for name in self.files if ".tokens-" in name],
         }
 
-    def _shard_name(self) -> str:
-        return f"{self.name}.tokens-{self.tokens // self.shard_tokens:05d}.bin"
+    def _create(self, contents: str) -> HashedFile:
+        file = HashedFile(self.folder / f"{self.name}.{contents}.bin")
+        self._created.append(file)
+        return file
 
     def _close_shard(self) -> None:
         if self._shard is not None:
@@ -117,10 +146,7 @@ class SplitWriter:
 
     def _pack_rows(self) -> None:
         document_starts = np.memmap(self._starts.path, "<i8", "r")
-        rows, starts, lengths = (
-            HashedFile(self.folder / f"{self.name}.{kind}.bin")
-            for kind in ("rows", "segment-starts", "segment-lengths")
-        )
+        rows, starts, lengths = map(self._create, ("rows", "segment-starts", "segment-lengths"))
         segments = 0
         for first in range(0, self.documents, PACKED_TOGETHER):
             block = np.asarray(document_starts[first : first + PACKED_TOGETHER + 1], np.int64)
@@ -245,9 +271,7 @@ def open_shards(path: Path) -> ShardSet:
 def write_index(folder: Path, index: dict[str, Any]) -> None:
     """Write index.json, the last file of a folder of shards, sealed with a hash of its own."""
     sealed = {"sha256": _seal(index), **index}
-    file = HashedFile(folder / "index.json")
-    file.write(json.dumps(sealed, indent=1).encode("utf-8"))
-    file.close()
+    write_file(folder / "index.json", json.dumps(sealed, indent=1).encode("utf-8"))
 
 
 def token_dtype(vocab_size: int) -> str:

@@ -1,0 +1,286 @@
+"""Preparation from end to end: exact text, honest splits, reuse by key, and nothing half-made left behind."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cdrmix.config.schema import Config
+from cdrmix.data import prepare as prepare_module
+from cdrmix.data.prepare import prepare, text_hash
+from cdrmix.data.shards import ShardSet
+from cdrmix.data.sources import JsonLines
+from cdrmix.data.tokenizer import TextTokenizer
+from cdrmix.errors import ConfigError, CorpusError, DiskFullError, ShardError, VocabularyError
+
+
+def quiet(line: str) -> None:
+    pass
+
+
+def write(path: Path, texts: Iterable[str]) -> dict[str, Any]:
+    """A JSON-lines file of texts and the `data.source` section that names it."""
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return {"kind": "jsonl", "paths": [str(path)]}
+
+
+def decoded(shards: ShardSet) -> list[str]:
+    return [text.decode() for split in (shards.train, shards.valid) for text in split.text()]
+
+
+def test_the_text_comes_back_exactly(make_config: Any, corpus: dict[str, Any], texts: list[str]) -> None:
+    said: list[str] = []
+    shards = prepare(make_config(corpus), say=said.append)
+    assert sorted(decoded(shards)) == sorted(texts)
+    assert shards.train.documents + shards.valid.documents == len(texts)
+    for split in (shards.train, shards.valid):
+        assert split.text_bytes == sum(map(len, split.text()))
+        assert split.token_counts()[split.end_of_text_id] == split.documents
+    assert shards.tokenizer_fingerprint == TextTokenizer.load(shards.tokenizer_path).fingerprint
+    assert shards.vocab_size == 320
+    report = shards.report
+    assert report["documents"] == len(texts)
+    assert report["text_bytes"] == sum(len(text.encode()) for text in texts)
+    assert report["bad_records"] == report["empty_documents"] == 0
+    assert said[-1].startswith(f"Prepared {len(texts)} documents, ")
+
+
+def test_the_same_corpus_gives_the_same_bytes(make_config: Any, corpus: dict[str, Any], tmp_path: Path) -> None:
+    one, other = (prepare(make_config(corpus, cache=str(tmp_path / name)), say=quiet).path for name in ("one", "other"))
+    assert one.name == other.name
+    for file in one.iterdir():
+        assert file.read_bytes() == (other / file.name).read_bytes(), file.name
+
+
+def test_a_text_is_always_on_the_same_side(make_config: Any, texts: list[str], tmp_path: Path) -> None:
+    """Whatever else the corpus holds, in whatever order; so exact duplicates cannot straddle the splits."""
+    once = prepare(make_config(write(tmp_path / "a.jsonl", texts)), say=quiet)
+    more = prepare(make_config(write(tmp_path / "b.jsonl", [*reversed(texts), "new", *texts])), say=quiet)
+    assert set(once.valid.text()) - {b"new"} == set(more.valid.text()) - {b"new"}
+    assert not set(more.valid.text()) & set(more.train.text())
+
+
+def test_held_out_text_never_reaches_the_tokenizer(
+    make_config: Any, corpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    train = TextTokenizer.train
+
+    def spy(texts: Iterable[str], *, vocab_size: int, end_of_text: str) -> TextTokenizer:
+        seen.extend(texts)
+        return train(seen, vocab_size=vocab_size, end_of_text=end_of_text)
+
+    monkeypatch.setattr(TextTokenizer, "train", spy)
+    shards = prepare(make_config(corpus), say=quiet)
+    assert seen == [text.decode() for text in shards.train.text()]
+    seen.clear()
+    prepare(make_config(corpus, tokenizer={"train_bytes": 500}), say=quiet)
+    assert sum(len(text.encode()) for text in seen[:-1]) < 500 <= sum(len(text.encode()) for text in seen)
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 0.5, 1 - 1e-9])
+def test_two_documents_are_enough(make_config: Any, tmp_path: Path, fraction: float) -> None:
+    shards = prepare(make_config(write(tmp_path / "a.jsonl", ["a", "b", "a"]), valid_fraction=fraction), say=quiet)
+    assert (set(shards.valid.text()), set(shards.train.text())) in (({b"a"}, {b"b"}), ({b"b"}, {b"a"}))
+    assert min(shards.train.rows, shards.valid.rows) >= 1
+    if fraction < 0.1:
+        assert set(shards.valid.text()) == {min("ab", key=text_hash).encode()}
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        ([], "found 0 documents"),
+        (["", ""], "found 0 documents"),
+        (["one"], "found 1 documents"),
+        (["same", "same"], "found 2 documents with text, all alike"),
+    ],
+)
+def test_a_corpus_without_two_texts(make_config: Any, tmp_path: Path, texts: list[str], message: str) -> None:
+    with pytest.raises(CorpusError, match=rf"{message}.*at least two different documents") as caught:
+        prepare(make_config(write(tmp_path / "a.jsonl", texts)), say=quiet)
+    assert caught.value.exit_code == 3
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+
+
+def test_bad_records_are_counted_reported_and_skipped(make_config: Any, texts: list[str], tmp_path: Path) -> None:
+    source = write(tmp_path / "a.jsonl", texts)
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write('nonsense\n{"text": ""}\n{"body": "x"}\n')
+    said: list[str] = []
+    shards = prepare(make_config(source, max_bad_records=2), say=said.append)
+    assert sorted(decoded(shards)) == sorted(texts)
+    assert (shards.report["bad_records"], shards.report["empty_documents"]) == (2, 1)
+    where = f"{tmp_path}/a.jsonl:{len(texts) + 1}"
+    assert [line for line in said if where in line] == [
+        f"skipped a bad record: {where}: is not JSON: Expecting value (column 1)"
+    ]
+    assert "2 bad records" in said[-1]
+    with pytest.raises(CorpusError, match=rf"2 bad records .*a\.jsonl:{len(texts) + 3}: has no field 'text'"):
+        prepare(make_config(source, max_bad_records=1), say=quiet)
+
+
+def test_only_the_first_documents(make_config: Any, corpus: dict[str, Any], texts: list[str]) -> None:
+    assert sorted(decoded(prepare(make_config(corpus, max_documents=20), say=quiet))) == sorted(texts[:20])
+
+
+def test_other_sources_go_the_same_way(make_config: Any, texts: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for place, text in enumerate(texts):
+        (folder / f"{place:02d}.txt.gz").write_bytes(gzip.compress(text.encode()))
+    shards = prepare(make_config({"kind": "text", "paths": [str(folder)]}), say=quiet)
+    assert sorted(decoded(shards)) == sorted(texts)
+
+
+def test_a_second_run_reuses_the_shards_without_reading_the_text(
+    make_config: Any, corpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = prepare(make_config(corpus), say=quiet)
+
+    def read(*arguments: Any) -> None:
+        raise AssertionError("the corpus was read again")
+
+    monkeypatch.setattr(JsonLines, "records", read)
+    said: list[str] = []
+    second = prepare(make_config(corpus), say=said.append)
+    assert second.path == first.path
+    assert decoded(second) == decoded(first)
+    assert said[0].startswith("Reusing prepared text")
+
+
+def test_whatever_decides_the_content_decides_the_key(make_config: Any, corpus: dict[str, Any], tmp_path: Path) -> None:
+    path = Path(corpus["paths"][0])
+    stamp = path.stat().st_mtime_ns
+    found = [prepare(make_config(corpus), say=quiet).path]
+    changes = ({"row_length": 32}, {"vocab_size": 300}, {"valid_fraction": 0.3}, {"tokenizer": {"end_of_text": "<e>"}})
+    found += [prepare(make_config(corpus, **data), say=quiet).path for data in changes]
+    (tmp_path / "tokenizer.json").write_bytes((found[0] / "tokenizer.json").read_bytes())
+    loaded = {"path": str(tmp_path / "tokenizer.json")}
+    found.append(prepare(make_config(corpus, tokenizer=loaded), say=quiet).path)
+    (tmp_path / "tokenizer.json").write_bytes((found[2] / "tokenizer.json").read_bytes())
+    found.append(prepare(make_config(corpus, tokenizer=loaded), say=quiet).path)
+    os.utime(path, ns=(stamp, stamp + 1))
+    found.append(prepare(make_config(corpus), say=quiet).path)
+    path.write_text(path.read_text() + '{"text": "another"}\n')
+    os.utime(path, ns=(stamp, stamp))
+    found.append(prepare(make_config(corpus), say=quiet).path)
+    assert len(set(found)) == len(found) == 9
+
+
+def test_a_tokenizer_from_a_file(make_config: Any, corpus: dict[str, Any], tmp_path: Path) -> None:
+    trained = prepare(make_config(corpus), say=quiet)
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(trained.tokenizer_path.read_bytes())
+    shards = prepare(make_config(corpus, vocab_size=1000, tokenizer={"path": str(path)}), say=quiet)
+    assert shards.tokenizer_fingerprint == trained.tokenizer_fingerprint
+    assert shards.vocab_size == len(shards.train.token_counts()) == 1000
+    assert decoded(shards) == decoded(trained)
+    with pytest.raises(VocabularyError, match=r"has 320 ids, more than model\.vocab_size=319") as caught:
+        prepare(make_config(corpus, vocab_size=319, tokenizer={"path": str(path)}), say=quiet)
+    assert caught.value.exit_code == 7
+    with pytest.raises(ConfigError, match=r"data\.tokenizer\.path: cannot read"):
+        prepare(make_config(corpus, tokenizer={"path": str(tmp_path / "none.json")}), say=quiet)
+
+
+def test_damaged_shards_are_refused_not_rebuilt(make_config: Any, corpus: dict[str, Any]) -> None:
+    path = prepare(make_config(corpus), say=quiet).path
+    (path / "train.tokens-00000.bin").write_bytes(b"")
+    with pytest.raises(ShardError, match=r"train\.tokens-00000\.bin has 0 bytes"):
+        prepare(make_config(corpus), say=quiet)
+    os.remove(path / "index.json")
+    with pytest.raises(ShardError, match="holds no finished shards"):
+        prepare(make_config(corpus), say=quiet)
+
+
+def test_a_full_disk(make_config: Any, corpus: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(DiskFullError, match=r"disk is full.*data\.cache") as caught:
+            prepare(make_config(corpus), say=quiet)
+    assert caught.value.exit_code == 6
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+    prepare(make_config(corpus), say=quiet)
+
+
+def test_a_cache_that_is_no_folder(make_config: Any, corpus: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"data\.cache: cannot write below"):
+        prepare(make_config(corpus, cache=str(tmp_path / "file")), say=quiet)
+
+
+PROCESS = """
+import os, signal, sys, time
+from cdrmix.config.schema import Config
+from cdrmix.data import prepare as module
+mode = sys.argv[2]
+write_index = module.write_index
+def interfere(*arguments):
+    if mode == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1)  # long enough for the other process to come to the same place
+    write_index(*arguments)
+module.write_index = interfere
+print(module.prepare(Config.model_validate_json(sys.argv[1])).train.tokens)
+"""
+
+
+def start(config: Config, mode: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", PROCESS, config.model_dump_json(), mode]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_killed_preparation_leaves_nothing_that_looks_finished(
+    make_config: Any, corpus: dict[str, Any], tmp_path: Path
+) -> None:
+    config = make_config(corpus)
+    with start(config, "die") as process:
+        process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    left = [path.name for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+    assert len(left) == 1
+    assert left[0].startswith(".")
+    shards = prepare(config, say=quiet)
+    assert [path for path in (tmp_path / "cache").iterdir() if path.is_dir()] == [shards.path]
+
+
+def test_two_preparations_at_once(make_config: Any, corpus: dict[str, Any], tmp_path: Path) -> None:
+    config = make_config(corpus)
+    with start(config, "wait") as one, start(config, "wait") as other:
+        outputs = [process.communicate()[0] for process in (one, other)]
+    assert (one.returncode, other.returncode) == (0, 0)
+    assert sum("Prepared 60 documents" in output for output in outputs) == 1
+    assert sum("Reusing prepared text" in output for output in outputs) == 1
+    assert len({output.splitlines()[-1] for output in outputs}) == 1
+    assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 1
+
+
+def test_without_a_lock_the_first_to_finish_wins(
+    make_config: Any, corpus: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a file system whose locks do not hold: the folder appears while this process makes its own."""
+    write_index = prepare_module.write_index
+
+    def finish_first(folder: Path, index: dict[str, Any]) -> None:
+        write_index(folder, index)
+        final = folder.parent / folder.name.split(".")[1]
+        final.mkdir()
+        for file in folder.iterdir():
+            (final / file.name).write_bytes(file.read_bytes())
+
+    monkeypatch.setattr(prepare_module, "write_index", finish_first)
+    shards = prepare(make_config(corpus), say=quiet)
+    assert [path for path in (tmp_path / "cache").iterdir() if path.is_dir()] == [shards.path]
