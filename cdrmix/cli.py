@@ -80,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
     """The parser of every command; each sets `command`, a function of the parsed options that returns an exit code."""
     top = argparse.ArgumentParser(
         prog="cdrmix",
-        description="Train mixture-of-experts language models that mix RWKV-7 and attention, from raw text to an export.",
+        description="Train mixture-of-experts models that mix RWKV-7 and attention, from raw text to an export.",
         allow_abbrev=False,
     )
     top.add_argument("--traceback", action="store_true", help="show where in the program an error arose")

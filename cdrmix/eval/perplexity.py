@@ -1,15 +1,17 @@
 """How well a model predicts held-out text: perplexity and bits per byte, beside what needs no model.
 
 Bits per byte = (sum of the nats of all predicted tokens) / ln 2 / (bytes of the text these tokens spell),
-so it can be held against a compressor whatever the tokenizer. The unigram figure is the entropy of
-the held-out tokens' own distribution: no distribution that ignores the context does better on this text.
+so it can be held against a compressor whatever the tokenizer. The first token of a document has nothing
+before it and is not predicted; the model's and the unigram figure leave out its bits and its bytes alike.
+The unigram figure is the entropy of the held-out tokens' own distribution: no distribution that ignores the
+context does better on this text. gzip and zstd compress the whole held-out text as one stream.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +20,11 @@ import torch
 import torch.distributed as dist
 import zstandard
 from torch import Tensor, nn
+
+from cdrmix.data.loader import EvalLoader
+from cdrmix.data.shards import Split
+from cdrmix.model.backbone import LanguageModel
+from cdrmix.model.loss import LossModel
 
 
 class Scored(Protocol):
@@ -31,15 +38,6 @@ class Scored(Protocol):
     def weights_BT(self) -> Tensor: ...
     @property
     def cu_seqlens_N(self) -> Tensor: ...
-
-
-class Text(Protocol):
-    """A split of a prepared corpus, as the baselines read it."""
-
-    @property
-    def text_bytes(self) -> int: ...
-    def text(self) -> Iterator[bytes]: ...
-    def token_counts(self) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
@@ -90,27 +88,29 @@ def loss_model_nats(model: nn.Module, batch: Scored) -> Tensor:
     return model(batch.ids_BT, batch.targets_BT, batch.weights_BT, batch.cu_seqlens_N, 1.0, 1.0).next_token_sum
 
 
-def language_model_nats(model: nn.Module, batch: Scored) -> Tensor:
-    """Summed nats of a batch from a LanguageModel: a float64 scalar."""
-    hidden_BTD = model(batch.ids_BT, cu_seqlens=batch.cu_seqlens_N).hidden_BTD
-    return logits_nats(model.logits(hidden_BTD), batch)  # type: ignore[operator]
-
-
 def logits_nats(logits_BTV: Tensor, batch: Scored) -> Tensor:
-    """Summed nats of a batch's targets under float logits, weighted: a float64 scalar."""
+    """Summed nats of a batch's targets under logits [B, T, V], weighted: a float64 scalar. For models of others."""
     nats_BT = nn.functional.cross_entropy(
         logits_BTV.flatten(0, 1).float(), batch.targets_BT.flatten(), reduction="none"
     ).view_as(batch.targets_BT)
     return (nats_BT.double() * batch.weights_BT.double()).sum()
 
 
-def evaluate(model: nn.Module, batches: Iterable[Scored], text_bytes: int, *, nats: Nats = loss_model_nats) -> Score:
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[Scored],
+    text_bytes: int,
+    *,
+    nats: Nats = loss_model_nats,
+    together: bool = True,
+) -> Score:
     """Scores held-out batches without touching gradients or the model's training mode.
 
     model: what `nats` calls; by default a LossModel or an engine around one.
-    batches: this process's rows; with torch.distributed initialised, every rank brings its own and
-        gets the score of them all. Ranks may bring different numbers of batches.
+    batches: this process's rows; with torch.distributed initialised, every rank brings its own, as many
+        batches as the others (sharded weights are gathered together), and gets the score of them all.
     text_bytes: UTF-8 bytes spelled by the targets of all ranks' batches together.
+    together: False scores this process's batches alone, whatever other processes do.
     Returns loss in nats per token (float64 sums), its exponential and bits per byte.
     Raises ValueError when there is nothing to predict.
     """
@@ -119,11 +119,12 @@ def evaluate(model: nn.Module, batches: Iterable[Scored], text_bytes: int, *, na
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # nats, tokens
     with torch.no_grad():
-        for batch, weight in _in_step(batches, device):
-            sums[0] += nats(model, batch).double() * weight
-            sums[1] += batch.weights_BT.double().sum() * weight
+        for batch in batches:
+            placed = _OnDevice.of(batch, device)
+            sums[0] += nats(model, placed).double()
+            sums[1] += placed.weights_BT.double().sum()
     model.train(training)
-    if dist.is_initialized():
+    if together and dist.is_initialized():
         dist.all_reduce(sums)
     nats_sum, tokens = sums.tolist()
     if tokens == 0 or text_bytes <= 0:
@@ -145,36 +146,14 @@ class _OnDevice:
     weights_BT: Tensor
     cu_seqlens_N: Tensor
 
-
-def _in_step(batches: Iterable[Scored], device: torch.device) -> Iterator[tuple[Scored, float]]:
-    """The batches with weight 1, then repeats with weight 0 while another rank still has some.
-
-    Sharded weights (ZeRO-3) are gathered by all ranks together: one forward pass fewer on a rank would hang the rest.
-    """
-    many = dist.is_initialized() and dist.get_world_size() > 1
-    iterator = iter(batches)
-    last: Scored | None = None
-    while True:
-        batch = next(iterator, None)
-        if many:
-            more = torch.tensor([float(batch is not None), float(batch is None and last is None)], device=device)
-            dist.all_reduce(more, op=dist.ReduceOp.MAX)
-            if not more[0]:
-                return
-            if more[1]:
-                raise ValueError("a process has no held-out row at all: evaluate more rows, or use fewer processes")
-        elif batch is None:
-            return
-        weight = 0.0 if batch is None else 1.0
-        if batch is not None:
-            last = _OnDevice(
-                batch.ids_BT.to(device),
-                batch.targets_BT.to(device),
-                batch.weights_BT.to(device),
-                batch.cu_seqlens_N.to(device),
-            )
-        assert last is not None
-        yield last, weight
+    @classmethod
+    def of(cls, batch: Scored, device: torch.device) -> _OnDevice:
+        return cls(
+            batch.ids_BT.to(device),
+            batch.targets_BT.to(device),
+            batch.weights_BT.to(device),
+            batch.cu_seqlens_N.to(device),
+        )
 
 
 def unigram_bits_per_byte(counts: np.ndarray, text_bytes: int) -> float:
@@ -200,11 +179,23 @@ def compressed_bits_per_byte(documents: Iterable[bytes], text_bytes: int) -> tup
     return 8 * gzip_bytes / text_bytes, 8 * zstd_bytes / text_bytes
 
 
-def baselines(split: Text) -> Baselines:
-    """Unigram, gzip -9 and zstd -19 on the whole of a split, in bits per byte."""
+def baselines(split: Split, target_bytes: int) -> Baselines:
+    """Unigram, gzip -9 and zstd -19 on the whole of a split, in bits per byte.
+
+    target_bytes: UTF-8 bytes of the split's targets, which are what the unigram distribution predicts.
+    """
     gzip9, zstd19 = compressed_bits_per_byte(split.text(), split.text_bytes)
     return Baselines(
-        unigram_bits_per_byte=unigram_bits_per_byte(split.token_counts(), split.text_bytes),
+        unigram_bits_per_byte=unigram_bits_per_byte(split.token_counts(), target_bytes),
         gzip9_bits_per_byte=gzip9,
         zstd19_bits_per_byte=zstd19,
     )
+
+
+def held_out(model: LanguageModel, split: Split, *, row_length: int, micro_batch_rows: int) -> HeldOut:
+    """A model's figures on the whole of a split, in this process alone, beside the baselines."""
+    loader = EvalLoader(split, row_length, micro_batch_rows)
+    target_bytes = loader.text_bytes
+    # Through the loss model, which never holds the logits of a whole batch.
+    score = evaluate(LossModel(model), loader, target_bytes, together=False)
+    return HeldOut.of(score, baselines(split, target_bytes))

@@ -47,6 +47,7 @@ class Loaded(NamedTuple):
 def load_model(path: str | Path) -> Loaded:
     """The model in a run folder (its newest whole checkpoint), a checkpoint folder or an export folder.
 
+    Of a run that keeps a running average of its weights (train.ema_decay), the average.
     Raises CheckpointError when there is none, or when a file is not what its hash says; VocabularyError when the
     tokenizer beside it has more tokens than the model.
     """
@@ -58,7 +59,8 @@ def load_model(path: str | Path) -> Loaded:
     if not run.tokenizer.is_file():
         raise CheckpointError(f"{run.path}: tokenizer.json is missing, so its model cannot read or write text")
     config = load_config(run.config_snapshot)
-    model = build(config, read_weights(checkpoint), origin=checkpoint)
+    weights = read_weights(checkpoint, average=config.train.ema_decay is not None)
+    model = build(config, weights, origin=checkpoint)
     return Loaded(model, _tokenizer(run.tokenizer, config), config, step_of(checkpoint))
 
 
@@ -173,8 +175,8 @@ def _write(loaded: Loaded, folder: Path, summary: Mapping[str, Any], shard_bytes
     lines = [f"{sha256(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
     (folder / SUMS).write_text("".join(lines), encoding="utf-8")
     for path in folder.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        with path.open("rb") as written:
+            os.fsync(written.fileno())
 
 
 def _shards(weights: Mapping[str, Tensor], limit: int) -> list[list[str]]:
@@ -193,6 +195,8 @@ def _compare(ours: Loaded, theirs: Loaded, held_out_row: Sequence[int] | None) -
     rows = {"the prompt": ours.tokenizer.encode(PROMPT)}
     if theirs.tokenizer.encode(PROMPT) != rows["the prompt"]:
         raise ExportMismatchError("the exported tokenizer, read back, cuts the prompt differently")
+    vocabulary, length = ours.config.model.vocab_size, ours.config.data.row_length
+    rows["a row of scattered tokens"] = [7919 * place % vocabulary for place in range(length)]
     if held_out_row:
         rows["a held-out row"] = list(held_out_row)
     for name, ids in rows.items():

@@ -23,7 +23,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def launch(processes: int, arguments: Sequence[str]) -> tuple[int, str]:
-    """Runs `cdrmix <arguments>` in `processes` processes; returns the exit code and the message of the first failure."""
+    """Runs `cdrmix <arguments>` in that many processes; returns the exit code and the message of the first failure."""
     cores = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory(prefix="cdrmix-launch-") as name:
         folder = Path(name)

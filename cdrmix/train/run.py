@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import fcntl
 import importlib.metadata
 import json
 import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +76,11 @@ class RunFolder:
     def resume(cls, config: Config, resume: str) -> RunFolder | None:
         """The run folder that `--resume` names: a path, or 'auto' for the newest unfinished run of this config.
 
-        None when 'auto' finds no such run. Raises ConfigError when a named folder belongs to another config.
+        None when 'auto' finds no such run; one that a live process holds is not taken for unfinished.
+        Raises ConfigError when a named folder belongs to another config.
         """
         if resume == "auto":
-            unfinished = [run for run in cls.all_of(config) if not run.finished]
+            unfinished = [run for run in cls.all_of(config) if not run.finished and not run.is_held()]
             return unfinished[-1] if unfinished else None
         run = cls.open(resume)
         theirs = run.summary().get("config_hash")
@@ -136,6 +139,32 @@ class RunFolder:
     def finished(self) -> bool:
         """Whether every step of the run's life, the report included, has been done."""
         return bool(self.summary().get("finished"))
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keeps other processes from writing into this run; the lock of a process that dies is free at once.
+
+        Raises ConfigError when another process holds it.
+        """
+        if not self.writes:
+            yield
+            return
+        with self.log.open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConfigError(
+                    f"{self.path}: another process is working on this run; wait for it, or stop it"
+                ) from error
+            yield
+
+    def is_held(self) -> bool:
+        """Whether some process holds this run now."""
+        try:
+            with self.held():
+                return False
+        except ConfigError:
+            return True
 
     def say(self, text: str) -> None:
         """Prints a line and appends it to train.log."""

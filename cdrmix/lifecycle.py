@@ -1,0 +1,179 @@
+"""A run from raw text to an exported model: prepare, stage A, evaluate, export, sample, report.
+
+Every step leaves its result in the run folder or the data cache and is passed over when that is there, so a
+run that was stopped anywhere goes on with what is missing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from cdrmix.config.load import config_hash, load_config
+from cdrmix.config.schema import Config, Tokenizer
+from cdrmix.data.prepare import prepare
+from cdrmix.data.shards import ShardSet
+from cdrmix.errors import CheckpointError, VocabularyError
+from cdrmix.eval.perplexity import HeldOut, held_out
+from cdrmix.generate import Sampling, generate
+from cdrmix.hf.export import Loaded, export_model, final_checkpoint, load_model, sha256, step_of, verify
+from cdrmix.plan import count_parameters
+from cdrmix.report import write_report
+from cdrmix.train.checkpoint import newest_whole_checkpoint
+from cdrmix.train.metrics import amount
+from cdrmix.train.parallel import World, join
+from cdrmix.train.run import RunFolder
+from cdrmix.train.stage_a import train
+
+SAMPLE_PROMPT = "def "
+SAMPLE = Sampling(temperature=0.6, top_p=0.9, max_new_tokens=160)
+
+
+def run_all(config: Config, resume: str | None = None) -> Path:
+    """Does whatever is not done yet; every process of the run calls it. Returns the run folder's path.
+
+    resume: None starts a new run; 'auto' goes on with the newest unfinished one of this configuration, if
+    there is one; a path goes on with that one. The last line printed is the run folder's path.
+    """
+    world = join(config)
+    run = _run_folder(config, resume, world)
+    with run.held():
+        shards = _prepare(config, run, world)
+        _train(config, run, shards, world, resume)
+        if world.writes:
+            _after_training(run, shards)
+            print(run.path, flush=True)
+    return run.path
+
+
+def _run_folder(config: Config, resume: str | None, world: World) -> RunFolder:
+    run: RunFolder | None = None
+    if world.writes:
+        run = RunFolder.resume(config, resume) if resume else None
+        going_on = run is not None
+        run = run or RunFolder.create(config)
+        run.say(f"{'Going on with' if going_on else 'Run'} {run.path} ({config.run.name}, seed {config.run.seed})")
+        if resume == "auto" and not going_on:
+            run.say(f"No unfinished run of this configuration ({config_hash(config)[:8]}) in {config.run.root}")
+    path = world.gather(run.path if run else None)[0]
+    assert path is not None
+    return run or RunFolder.open(path, writes=False)
+
+
+def _prepare(config: Config, run: RunFolder, world: World) -> ShardSet:
+    # The first process makes or finds the shards; the others then find them.
+    shards = prepare(config, say=run.say) if world.writes else None
+    world.barrier()
+    shards = shards or prepare(config, say=run.say)
+    run.keep_tokenizer(shards.tokenizer_path)
+    run.update_summary(
+        {
+            "corpus": {
+                "source": config.data.source.kind,
+                "shards": str(shards.path),
+                "index_sha256": sha256(shards.path / "index.json"),
+                "tokenizer_sha256": shards.tokenizer_fingerprint,
+                **shards.report,
+            }
+        }
+    )
+    return shards
+
+
+def _train(config: Config, run: RunFolder, shards: ShardSet, world: World, resume: str | None) -> None:
+    newest = newest_whole_checkpoint(run.checkpoints) if world.writes else None
+    done = world.gather(step_of(newest) if newest else 0)[0]
+    if done >= config.train.steps:
+        run.say(f"Stage A is finished: {done} steps")
+        return
+    count = count_parameters(config.model)
+    run.update_summary({"parameters": {"stored": count.total_stored, "active": count.total_active, **count.stored}})
+    run.say(
+        f"Stage A: {config.train.steps} steps of {config.train.batch_rows} rows, {world.size} process(es) on "
+        f"{world.device.type}; {amount(count.total_stored)} parameters, {amount(count.total_active)} active"
+    )
+    result = train(config, run, shards, resume=resume)
+    run.update_summary(
+        {"stage_a": {name: value for name, value in result._asdict().items() if not isinstance(value, Path)}}
+    )
+
+
+def _after_training(run: RunFolder, shards: ShardSet) -> None:
+    loaded = load_model(run.path)
+    if run.summary().get("held_out_step") != loaded.step:
+        figures = _held_out(loaded, shards, loaded.config)
+        run.update_summary({"held_out": dataclasses.asdict(figures), "held_out_step": loaded.step})
+        run.say(held_out_table(figures))
+    if run.export.exists():
+        verify(run.export)
+    else:
+        row = shards.valid.read(0, min(loaded.config.data.row_length, shards.valid.tokens)).tolist()
+        export_model(loaded, run.export, summary=run.summary(), held_out_row=row)
+        run.say(f"Exported to {run.export}: read back, the same logits bit for bit")
+    size = sum(path.stat().st_size for path in run.export.iterdir())
+    run.update_summary({"export": {"path": run.export.name, "files": len(verify(run.export)) + 1, "bytes": size}})
+    text = "".join(generate(loaded.model, loaded.tokenizer, SAMPLE_PROMPT, SAMPLE))
+    run.update_summary({"sample": {"prompt": SAMPLE_PROMPT, "text": text}})
+    run.say(f"It writes:\n{SAMPLE_PROMPT}{text}\n")
+    write_report(run)
+    run.update_summary({"finished": True})
+    run.say(f"Report: {run.report}")
+
+
+def _held_out(loaded: Loaded, shards: ShardSet, config: Config) -> HeldOut:
+    rows = max(config.train.micro_batch_rows, 1)
+    return held_out(loaded.model, shards.valid, row_length=config.data.row_length, micro_batch_rows=rows)
+
+
+def evaluate_model(model: Path, config_path: Path | None = None, overrides: Sequence[str] = ()) -> HeldOut:
+    """The held-out figures of the model in a run, checkpoint or export folder.
+
+    The text is that of the model's own configuration, or of another one, or of overridden keys; it is cut into
+    tokens by the model's tokenizer.
+    """
+    loaded = load_model(model)
+    folder = model if (model / "tokenizer.json").is_file() else final_checkpoint(model).parent.parent
+    config = load_config(config_path or folder / "config_snapshot.yaml", overrides)
+    own = config.data == loaded.config.data and not (config_path or overrides)
+    if own:
+        shards = prepare(config, say=_silent)
+        if shards.tokenizer_fingerprint == loaded.tokenizer.fingerprint:
+            return _held_out(loaded, shards, config)
+    tokenizer = Tokenizer(
+        path=str((folder / "tokenizer.json").resolve()), end_of_text=loaded.config.data.tokenizer.end_of_text
+    )
+    data = config.data.model_copy(update={"tokenizer": tokenizer})
+    config = config.model_copy(update={"data": data, "model": loaded.config.model})
+    shards = prepare(config, say=_silent)
+    if shards.tokenizer_fingerprint != loaded.tokenizer.fingerprint:
+        raise VocabularyError(f"{shards.path} was not made with the tokenizer of {model}")
+    return _held_out(loaded, shards, config)
+
+
+def _silent(_: str) -> None:
+    """Says nothing: the figures alone go to standard output."""
+
+
+def export_to(model: Path, out: Path | None) -> Path:
+    """Exports the model of a run or checkpoint folder to `out`, or to export/ in its run folder."""
+    if (model / "SHA256SUMS").is_file():
+        raise CheckpointError(f"{model} is an exported model already")
+    run = RunFolder.open(final_checkpoint(model).parent.parent)
+    return export_model(load_model(model), out or run.export, summary=run.summary())
+
+
+def held_out_table(figures: HeldOut) -> str:
+    """The figures as aligned lines."""
+    ratio = figures.bits_per_byte / figures.unigram_bits_per_byte
+    return "\n".join(
+        [
+            f"Held-out text: {figures.tokens:,} tokens, {figures.text_bytes:,} bytes",
+            f"  {'':<12}{'bits per byte':>14}",
+            f"  {'model':<12}{figures.bits_per_byte:>14.4f}   {ratio:.3f} of the unigram's; "
+            f"perplexity {figures.perplexity:.3f} a token",
+            f"  {'unigram':<12}{figures.unigram_bits_per_byte:>14.4f}",
+            f"  {'gzip -9':<12}{figures.gzip9_bits_per_byte:>14.4f}",
+            f"  {'zstd -19':<12}{figures.zstd19_bits_per_byte:>14.4f}",
+        ]
+    )
