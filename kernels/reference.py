@@ -346,7 +346,7 @@ class _MoeExperts(torch.autograd.Function):
         inverse_R[order_R] = torch.arange(order_R.numel(), device=order_R.device)
         bounds = [0, *counts_E.cumsum(0).tolist()]
         rows = [slice(low, high) for low, high in itertools.pairwise(bounds)]
-        x_RD = x_TD[token_R]
+        x_RD = x_TD.index_select(0, token_R)
         z = x_TD.new_empty(token_R.numel(), w_up.shape[-1])
         y_RD = x_TD.new_empty(token_R.numel(), w_down.shape[-1])
         for expert, span in enumerate(rows):
@@ -355,16 +355,16 @@ class _MoeExperts(torch.autograd.Function):
         weighted_RD = y_RD * weights_TK.reshape(-1)[order_R].to(y_RD.dtype).unsqueeze(-1)
         ctx.rows, ctx.activation = rows, activation
         ctx.save_for_backward(x_TD, z, y_RD, w_up, w_down, weights_TK, token_R, order_R, inverse_R)
-        return weighted_RD[inverse_R].view(tokens, k, -1).sum(1)
+        return weighted_RD.index_select(0, inverse_R).view(tokens, k, -1).sum(1)
 
     @staticmethod
     def backward(ctx, dy_TD):  # type: ignore[no-untyped-def]
         x_TD, z, y_RD, w_up, w_down, weights_TK, token_R, order_R, inverse_R = ctx.saved_tensors
         tokens, k = weights_TK.shape
-        dy_RD = dy_TD[token_R]
+        dy_RD = dy_TD.index_select(0, token_R)
         dweights = (dy_RD * y_RD).sum(-1, dtype=weights_TK.dtype)[inverse_R].view(tokens, k)
         dy_RD *= weights_TK.reshape(-1)[order_R].to(dy_RD.dtype).unsqueeze(-1)
-        x_RD = x_TD[token_R]
+        x_RD = x_TD.index_select(0, token_R)
         dx_RD = torch.empty_like(x_RD)
         # An expert without rows gets a gradient of zero: the product over no rows writes it.
         dw_up, dw_down = torch.empty_like(w_up), torch.empty_like(w_down)
@@ -374,7 +374,7 @@ class _MoeExperts(torch.autograd.Function):
             dz = _activate_backward(z[span], dy_RD[span] @ w_down[expert].mT, ctx.activation)
             torch.mm(x_RD[span].mT, dz, out=dw_up[expert])
             torch.mm(dz, w_up[expert].mT, out=dx_RD[span])
-        dx_TD = dx_RD[inverse_R].view(tokens, k, -1).sum(1)
+        dx_TD = dx_RD.index_select(0, inverse_R).view(tokens, k, -1).sum(1)
         return dx_TD, dw_up, dw_down, dweights, None, None, None
 
 
@@ -384,9 +384,7 @@ def moe_experts(x_TD: Tensor, w_up: Tensor, w_down: Tensor, routing: Routing, *,
     x_TD: [T, D]; w_up: [E, D, F], or [E, D, 2F] for "swiglu", the gate's F columns first; w_down: [E, F, D].
     Returns [T, D] in x's dtype; differentiable in x, both weights and routing.weights_TK.
     """
-    return _MoeExperts.apply(
-        x_TD, w_up, w_down, routing.weights_TK, routing.order_R, routing.counts_E, activation
-    )
+    return _MoeExperts.apply(x_TD, w_up, w_down, routing.weights_TK, routing.order_R, routing.counts_E, activation)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -443,11 +441,30 @@ def linear_cross_entropy(hidden_RD: Tensor, weight_VD: Tensor, targets_R: Tensor
     return _LinearCrossEntropy.apply(hidden_RD, weight_VD, targets_R, weights_R)
 
 
+class _TokenShift(torch.autograd.Function):
+    """x_{t-1} with its adjoint; autograd's own slices would fill and add a whole tensor each."""
+
+    @staticmethod
+    def forward(ctx, x_BTD, last_BD, starts_BT1):  # type: ignore[no-untyped-def]
+        shifted = torch.empty_like(x_BTD)
+        shifted[:, 1:] = x_BTD[:, :-1]
+        shifted[:, 0] = 0 if last_BD is None else last_BD
+        ctx.starts_BT1, ctx.has_last = starts_BT1, last_BD is not None
+        return shifted if starts_BT1 is None else shifted.masked_fill_(starts_BT1, 0)
+
+    @staticmethod
+    def backward(ctx, dy_BTD):  # type: ignore[no-untyped-def]
+        if ctx.starts_BT1 is not None:
+            dy_BTD = dy_BTD.masked_fill(ctx.starts_BT1, 0)
+        dx_BTD = torch.empty_like(dy_BTD)
+        dx_BTD[:, :-1] = dy_BTD[:, 1:]
+        dx_BTD[:, -1] = 0
+        return dx_BTD, dy_BTD[:, 0] if ctx.has_last else None, None
+
+
 def token_shift(x_BTD: Tensor, last_BD: Tensor | None = None, starts_BT1: Tensor | None = None) -> Tensor:
     """Each token's predecessor: x_{t-1}; `last_BD` (or zero) before the first; zero where a document starts.
 
-    starts_BT1: bool [B, T, 1], True at the documents' starts inside rows.
+    starts_BT1: bool [B, T, 1], True at the documents' starts inside rows. Differentiable in x and last.
     """
-    first = x_BTD.new_zeros(x_BTD.shape[0], 1, x_BTD.shape[-1]) if last_BD is None else last_BD.unsqueeze(1)
-    shifted = torch.cat([first, x_BTD[:, :-1]], 1)
-    return shifted if starts_BT1 is None else shifted.masked_fill(starts_BT1, 0)
+    return _TokenShift.apply(x_BTD, last_BD, starts_BT1)
