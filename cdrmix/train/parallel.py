@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import logging
 import os
+import platform
 import random
 import warnings
 from dataclasses import dataclass
@@ -71,6 +73,7 @@ def join(config: Config) -> World:
     device = _device(config, local_rank)
     torch.set_num_threads(threads(config, int(os.environ.get("LOCAL_WORLD_SIZE", size))))
     be_deterministic()
+    keep_freed_memory()
     _join_process_group(rank, size, local_rank, device)
     return World(rank, size, local_rank, device)
 
@@ -94,6 +97,22 @@ def be_deterministic() -> None:
     # That also fills every torch.empty, which costs a pass over memory; our code never reads what it did not write.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
+
+
+def keep_freed_memory() -> None:
+    """Lets glibc keep what PyTorch frees, instead of giving every tensor's pages back and faulting them in again.
+
+    Measured on core-tiny, one CPU thread: 10,000 page faults a step become none, 5 % of its time. Settings that
+    the environment makes (MALLOC_ARENA_MAX and its kin) win; another C library is left alone.
+    """
+    if platform.libc_ver()[0] != "glibc" or any(name.startswith("MALLOC_") for name in os.environ):
+        return
+    libc = ctypes.CDLL(None)
+    arena_max, mmap_threshold, top_pad, trim_threshold = -8, -3, -2, -1  # malloc.h
+    libc.mallopt(arena_max, 1)  # the backward pass runs in a thread of its own; one heap serves both
+    libc.mallopt(mmap_threshold, 32 * 2**20)  # the largest that glibc allows
+    libc.mallopt(top_pad, 256 * 2**20)
+    libc.mallopt(trim_threshold, 2**31 - 1)
 
 
 def seed_everything(seed: int) -> None:
