@@ -25,6 +25,7 @@ import numpy as np
 
 from cdrmix.config.schema import Config
 from cdrmix.data import shards
+from cdrmix.data.dedup import contaminated, simhash
 from cdrmix.data.shards import ShardSet, SplitWriter, open_shards, write_index
 from cdrmix.data.sources import BadRecords, Document, Source, make_source
 from cdrmix.data.tokenizer import TextTokenizer
@@ -182,6 +183,7 @@ def encode(
     bad = BadRecords(config.data.max_bad_records, say)
     end_of_text = np.uint32(tokenizer.end_of_text_id)
     empty = 0
+    fingerprints, sides = [], []  # of every text, 9 bytes in all, in arrays by batch; True is held out
     last_line = time.monotonic()
     with ExitStack() as stack:
         train, valid = (
@@ -199,8 +201,11 @@ def encode(
         for batch in batches(read_documents(config, source, bad)):
             texts = [document.text for document in batch if document.text]
             empty += len(batch) - len(texts)
-            for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
-                split = valid if text_hash(text) < threshold else train
+            held_out = [text_hash(text) < threshold for text in texts]
+            fingerprints.append(simhash(texts))
+            sides.append(np.array(held_out, np.bool_))
+            for text, ids, is_held_out in zip(texts, tokenizer.encode_batch(texts), held_out, strict=True):
+                split = valid if is_held_out else train
                 split.add(np.append(ids, end_of_text), len(text.encode("utf-8")))
             if time.monotonic() - last_line > SECONDS_BETWEEN_LINES:
                 last_line = time.monotonic()
@@ -211,7 +216,9 @@ def encode(
         splits = {split.name: split.close() for split in (train, valid)}
 
     tokenizer_entry = shards.write_file(folder / "tokenizer.json", tokenizer.json_bytes)
-    report = make_report(config, splits, tokenizer, bad, empty)
+    fingerprint, side = np.concatenate(fingerprints), np.concatenate(sides)
+    near_duplicates = int(contaminated(fingerprint[side], fingerprint[~side]).sum())
+    report = make_report(config, splits, tokenizer, bad, empty, near_duplicates)
     write_index(
         folder,
         {
@@ -247,9 +254,18 @@ def batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
 
 
 def make_report(
-    config: Config, splits: dict[str, dict[str, Any]], tokenizer: TextTokenizer, bad: BadRecords, empty: int
+    config: Config,
+    splits: dict[str, dict[str, Any]],
+    tokenizer: TextTokenizer,
+    bad: BadRecords,
+    empty: int,
+    near_duplicates: int,
 ) -> dict[str, Any]:
-    """What the preparation found: counts over both splits, and under each split's name its own."""
+    """What the preparation found: counts over both splits, and under each split's name its own.
+
+    near_duplicates: held-out documents whose SimHash is within three bits of a training document's. Equal texts
+    are always on one side; these are the nearly equal ones, which flatter the held-out figures.
+    """
     both = {
         name: sum(split[name] for split in splits.values()) for name in ("documents", "tokens", "text_bytes", "rows")
     }
@@ -260,6 +276,7 @@ def make_report(
         "row_length": config.data.row_length,
         "bytes_per_token": both["text_bytes"] / both["tokens"],
         "held_out_share": splits["valid"]["documents"] / both["documents"],
+        "held_out_near_duplicates": near_duplicates,
         "padding_share": 1 - (both["tokens"] - both["documents"]) / positions,
         "tokenizer_ids": tokenizer.vocab_size,
         "empty_documents": empty,
@@ -273,7 +290,8 @@ def summary(report: dict[str, Any]) -> str:
     return (
         f"{report['documents']:,} documents, {report['text_bytes'] / 1e6:,.2f} MB, {report['tokens']:,} tokens "
         f"({report['bytes_per_token']:.2f} bytes each), {report['rows']:,} rows of {report['row_length']} "
-        f"({report['padding_share']:.1%} filling); {report['held_out_share']:.1%} of documents held out; "
+        f"({report['padding_share']:.1%} filling); {report['held_out_share']:.1%} of documents held out "
+        f"({report['held_out_near_duplicates']} of them nearly equal to a training document); "
         f"{report['bad_records']} bad records"
     )
 

@@ -28,7 +28,7 @@ from cdrmix.data.packing import pack
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import ShardError
 
-FORMAT = 1
+FORMAT = 2  # 2: the report counts held-out near-duplicates
 SPLITS = ("train", "valid")
 PACKED_TOGETHER = 2**20  # documents: rows are packed within blocks of so many, which bounds memory
 

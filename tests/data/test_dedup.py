@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cdrmix import _dedup
+from cdrmix.config.schema import Config
 from cdrmix.data.dedup import contaminated, near_duplicates, simhash
+from cdrmix.data.prepare import prepare
 
 WORD = re.compile(rb"[0-9A-Za-z_\x80-\xff]+")
 BITS = 2**64 - 1
@@ -149,3 +154,17 @@ def test_other_threads_run_meanwhile() -> None:
         stop.set()
         other.join()
     assert meanwhile > 100
+
+
+def test_the_preparation_counts_held_out_near_duplicates(make_config: Callable[..., Config], tmp_path: Path) -> None:
+    """Forty texts of their own and forty more, each with a twin in capitals: other bytes, the same words."""
+    originals = [" ".join(f"word{number * 1000 + i}" for i in range(50)) for number in range(80)]
+    path = tmp_path / "twins.jsonl"
+    texts = [*originals, *(text.upper() for text in originals[40:])]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    shards = prepare(make_config({"kind": "jsonl", "paths": [str(path)]}), say=lambda line: None)
+    training = set(shards.train.text())
+    held_out = list(shards.valid.text())
+    expected = sum(text.swapcase() in training for text in held_out)
+    assert 0 < expected < len(held_out)
+    assert shards.report["held_out_near_duplicates"] == expected

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cdrmix.data.shards import SPLITS, ShardSet, SplitWriter, open_shards, token_dtype, write_index
+from cdrmix.data.shards import FORMAT, SPLITS, ShardSet, SplitWriter, open_shards, token_dtype, write_index
 from cdrmix.errors import ShardError
 
 
@@ -24,7 +24,7 @@ def write(folder: Path, documents: list[list[int]], *, vocab_size: int = 300, sh
         splits[name] = writer.close()
         files |= writer.files
     index = {
-        "format": 1,
+        "format": FORMAT,
         "key": "k",
         "vocab_size": vocab_size,
         "dtype": token_dtype(vocab_size),
@@ -115,8 +115,8 @@ def test_an_edited_index_is_refused(written: Path) -> None:
 def test_another_format_is_refused(written: Path) -> None:
     index = json.loads((written / "index.json").read_text())
     del index["sha256"]
-    write_index(written, {**index, "format": 2})
-    with pytest.raises(ShardError, match="is of format 2; this version reads 1"):
+    write_index(written, {**index, "format": FORMAT + 1})
+    with pytest.raises(ShardError, match=f"is of format {FORMAT + 1}; this version reads {FORMAT}"):
         open_shards(written)
 
 
