@@ -144,7 +144,7 @@ def _train(options: argparse.Namespace) -> int:
 
     config = load_config(options.config, options.overrides)
     if options.nproc > 1 and not launch.is_worker():
-        arguments = ["train", "--config", str(options.config), "--nproc", str(options.nproc), *options.overrides]
+        arguments = ["train", "--config", str(options.config), *options.overrides]
         arguments += ["--resume", options.resume] if options.resume else []
         arguments += ["--traceback"] if options.traceback else []
         status, message = launch.launch(options.nproc, arguments)

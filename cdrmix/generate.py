@@ -78,7 +78,9 @@ def draw(logits_V: Tensor, sampling: Sampling, random: torch.Generator) -> int:
     if 0 < sampling.top_k < logits_V.numel():
         kth = logits_V.topk(sampling.top_k).values[-1]
         logits_V = logits_V.masked_fill(logits_V < kth, float("-inf"))
-    probability, token = torch.softmax(logits_V / sampling.temperature, dim=0).sort(descending=True, stable=True)
+    probability, token = torch.softmax((logits_V - logits_V.max()) / sampling.temperature, dim=0).sort(
+        descending=True, stable=True
+    )
     cumulative = probability.cumsum(0)
     # Kept: every token that the more likely ones do not already cover; so always at least one.
     probability = probability.masked_fill(cumulative - probability >= sampling.top_p, 0.0)

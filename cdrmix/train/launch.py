@@ -90,7 +90,9 @@ def agent(processes: int, arguments: Sequence[str]) -> int:
 
     logging.disable(logging.ERROR)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    options = ["--standalone", "--nproc-per-node", str(processes), "-m", "cdrmix.cli", *arguments]
+    # When a process fails, the others get this long to end by themselves.
+    options = ["--standalone", "--nproc-per-node", str(processes), "--shutdown-timeout", "60"]
+    options += ["-m", "cdrmix.cli", *arguments]
     try:
         run(parse_args(options))
     except ChildFailedError:

@@ -1,0 +1,147 @@
+"""Tests of the held-out figures against numbers worked out another way."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import subprocess
+import sys
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import zstandard
+from torch import Tensor, nn
+
+from cdrmix.eval.perplexity import (
+    Baselines,
+    HeldOut,
+    compressed_bits_per_byte,
+    evaluate,
+    logits_nats,
+    unigram_bits_per_byte,
+)
+
+
+@dataclass(frozen=True)
+class Batch:
+    ids_BT: Tensor
+    targets_BT: Tensor
+    weights_BT: Tensor
+    cu_seqlens_N: Tensor
+
+
+def batch(rows: int, *, seed: int) -> Batch:
+    random = torch.Generator().manual_seed(seed)
+    weights = (torch.rand(rows, 8, generator=random) > 0.3).float()
+    targets = torch.randint(0, 5, (rows, 8), generator=random)
+    return Batch(targets.roll(1, 1), targets, weights, torch.tensor([0, rows * 8], dtype=torch.int32))
+
+
+class Bigram(nn.Module):
+    """Logits that depend on the last token; `forward` answers as a LossModel does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(5, 5, generator=torch.Generator().manual_seed(0)))
+        self.modes: list[bool] = []
+
+    def forward(
+        self, ids: Tensor, targets: Tensor, weights: Tensor, cu_seqlens: Tensor, count: float, share: float
+    ) -> SimpleNamespace:
+        self.modes.append(self.training)
+        assert not torch.is_grad_enabled()
+        nats = -torch.log_softmax(self.table[ids], -1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+        return SimpleNamespace(next_token_sum=(nats * weights).sum())
+
+
+def test_loss_perplexity_and_bits_per_byte_agree_with_a_plain_sum() -> None:
+    model = Bigram()
+    batches = [batch(3, seed=1), batch(2, seed=2)]
+    score = evaluate(model, batches, 200)
+    nats, tokens = 0.0, 0
+    for each in batches:
+        for token, target, weight in zip(
+            each.ids_BT.flatten().tolist(), each.targets_BT.flatten().tolist(), each.weights_BT.flatten(), strict=True
+        ):
+            if weight:
+                nats -= torch.log_softmax(model.table[token].double(), 0)[target].item()
+                tokens += 1
+    # Each batch's sum is float32: 24 terms of a few nats, so 24 roundings at most.
+    assert score.loss_nats_per_token == pytest.approx(nats / tokens, rel=24 * torch.finfo(torch.float32).eps)
+    assert score.tokens == tokens
+    assert score.perplexity == math.exp(score.loss_nats_per_token)
+    assert score.bits_per_byte == pytest.approx(score.loss_nats_per_token * tokens / math.log(2) / 200, rel=1e-12)
+    assert model.modes == [False, False]
+    assert model.training
+
+
+def test_a_model_of_others_is_scored_by_its_logits() -> None:
+    model = Bigram()
+    batches = [batch(3, seed=1), batch(2, seed=2)]
+    score = evaluate(model, batches, 200, nats=lambda peer, each: logits_nats(model.table[each.ids_BT], each))
+    assert score.loss_nats_per_token == pytest.approx(evaluate(model, batches, 200).loss_nats_per_token, rel=1e-5)
+
+
+def test_nothing_to_predict_is_an_error() -> None:
+    empty = batch(1, seed=0)
+    empty.weights_BT.zero_()
+    with pytest.raises(ValueError, match="nothing to evaluate"):
+        evaluate(Bigram(), [empty], 10)
+
+
+def test_the_unigram_figure_is_the_entropy_of_the_targets() -> None:
+    counts = np.array([4, 0, 2, 2], np.int64)  # 1.5 bits a token, 8 tokens
+    assert unigram_bits_per_byte(counts, 24) == pytest.approx(1.5 * 8 / 24, rel=1e-14)
+    assert unigram_bits_per_byte(np.array([7, 0]), 24) == 0
+
+
+def test_gzip_and_zstd_see_one_stream_without_separators() -> None:
+    documents = [bytes(f"def f{number}(x):\n    return x + {number}\n", "utf-8") * 3 for number in range(50)]
+    whole = b"".join(documents)
+    gzip9, zstd19 = compressed_bits_per_byte(iter(documents), len(whole))
+    assert gzip9 == 8 * len(gzip.compress(whole, 9, mtime=0)) / len(whole)
+    # Streamed, zstd does not know the length beforehand: the frame header may differ by a few bytes.
+    assert zstd19 == pytest.approx(
+        8 * len(zstandard.ZstdCompressor(level=19).compress(whole)) / len(whole), abs=80 / 1e3
+    )
+
+
+def test_held_out_puts_score_and_baselines_side_by_side() -> None:
+    score = evaluate(Bigram(), [batch(2, seed=2)], 50)
+    both = HeldOut.of(score, Baselines(3.0, 2.0, 1.9))
+    assert (both.bits_per_byte, both.gzip9_bits_per_byte) == (score.bits_per_byte, 2.0)
+
+
+RANKS = """
+import sys, torch, torch.distributed as dist
+from types import SimpleNamespace
+from cdrmix.eval.perplexity import evaluate
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+def batch(number):
+    weights = torch.ones(2, 3) if number < 3 else torch.zeros(2, 3)
+    return SimpleNamespace(ids_BT=torch.full((2, 3), number), targets_BT=torch.zeros(2, 3).long(), weights_BT=weights,
+                           cu_seqlens_N=torch.tensor([0, 6]))
+model = torch.nn.Linear(1, 1)
+nats = lambda model, each: (each.ids_BT * each.weights_BT).sum()
+mine = [batch(number) for number in (rank, rank + 2)]
+score = evaluate(model, mine, 10, nats=nats)
+alone = evaluate(model, mine, 10, nats=nats, together=False)
+print(score.tokens, score.loss_nats_per_token, alone.tokens)
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_score_their_rows_together(tmp_path: object) -> None:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANKS, str(rank), f"{tmp_path}/store"], stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=120)[0].split() for process in processes]
+    # 18 targets in all, their nats 0, 1 and 2; rank 0 holds 12 of them, rank 1 six and a batch without targets.
+    assert outputs == [["18", "1.0", "12"], ["18", "1.0", "6"]]

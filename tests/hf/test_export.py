@@ -1,0 +1,283 @@
+"""Tests of exporting a model, reading models back, comparing them and letting them write."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cdrmix.compare import compare
+from cdrmix.config.load import load_config
+from cdrmix.config.schema import Config
+from cdrmix.data.tokenizer import TextTokenizer
+from cdrmix.errors import CheckpointError, ConfigError, ExportMismatchError, VocabularyError
+from cdrmix.generate import Sampling, draw, generate, generate_ids
+from cdrmix.hf import export
+from cdrmix.hf.export import export_model, load_exported, load_model, verify
+from cdrmix.model.backbone import LanguageModel
+from cdrmix.train.run import RunFolder
+
+TINY = Path(__file__).parents[2] / "configs" / "cdrmix-core-tiny.yaml"
+TOY = (
+    "model.vocab_size=300",
+    "model.d_model=32",
+    "model.layers=2",
+    "model.attention_fraction=0.5",
+    "model.attention.heads=1",
+    "model.attention.kv_heads=1",
+    "model.feed_forward.hidden=16",
+    "data.row_length=32",
+)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return load_config(TINY, [f"run.root={tmp_path / 'experiments'}", *TOY])
+
+
+def save_checkpoint(folder: Path, step: int, weights: dict[str, torch.Tensor]) -> Path:
+    """A checkpoint as training leaves it, of weights alone."""
+    checkpoint = folder / f"step-{step:08d}"
+    checkpoint.mkdir(parents=True)
+    file = checkpoint / "model.safetensors"
+    save_file(weights, file)
+    entry = {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+    manifest = {"format": 1, "step": step, "periodic": True, "files": {file.name: entry}}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    return checkpoint
+
+
+def make_run(config: Config, *, seed: int = 1, step: int = 20) -> RunFolder:
+    run = RunFolder.create(config)
+    text = ["def f(x):\n    return x\n", "für größere Öfen, naïve café 🐍\n"] * 20
+    tokenizer = TextTokenizer.train(text, vocab_size=config.model.vocab_size, end_of_text="<|endoftext|>")
+    run.tokenizer.write_bytes(tokenizer.json_bytes)
+    torch.manual_seed(seed)
+    save_checkpoint(run.checkpoints, step, dict(LanguageModel(config.model).state_dict()))
+    return run
+
+
+@pytest.fixture
+def run(config: Config) -> RunFolder:
+    return make_run(config)
+
+
+def test_an_export_is_whole_read_only_and_removable(run: RunFolder, tmp_path: Path) -> None:
+    loaded = load_model(run.path)
+    figures = {"tokens": 10, "text_bytes": 30, "bits_per_byte": 1.5, "perplexity": 9.0}
+    figures |= {"unigram_bits_per_byte": 3.0, "gzip9_bits_per_byte": 2.5, "zstd19_bits_per_byte": 2.25}
+    target = export_model(loaded, tmp_path / "export", summary={"held_out": figures}, held_out_row=[5, 6, 7])
+    files = {path.name for path in target.iterdir()}
+    assert files == {
+        "model.safetensors",
+        "tokenizer.json",
+        "config.json",
+        "config_snapshot.yaml",
+        "README.md",
+        "SHA256SUMS",
+    }
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o444 for path in target.iterdir())
+    assert subprocess.run(["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=target, check=False).returncode == 0
+    card = (target / "README.md").read_text()
+    for figure in ("1.5000", "3.0000", "2.5000", "2.2500"):
+        assert figure in card
+    again = load_exported(target)
+    assert (again.step, again.config) == (20, loaded.config)
+    assert compare(run.path, target).identical
+    assert [path.name for path in tmp_path.glob(".export*")] == []
+    with pytest.raises(ConfigError, match="never overwritten"):
+        export_model(loaded, target)
+    shutil.rmtree(target)
+
+
+def test_a_large_export_is_cut_into_shards_with_an_index(run: RunFolder, tmp_path: Path) -> None:
+    loaded = load_model(run.path)
+    target = export_model(loaded, tmp_path / "export", shard_bytes=40_000)
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    weights = loaded.model.state_dict()
+    assert len(set(index["weight_map"].values())) > 1
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in weights.values())
+    for name, file in index["weight_map"].items():
+        assert torch.equal(load_file(target / file)[name], weights[name])
+    assert compare(run.path, target).identical
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config_snapshot.yaml", "SHA256SUMS"])
+def test_an_altered_or_missing_file_is_refused(run: RunFolder, tmp_path: Path, name: str) -> None:
+    target = export_model(load_model(run.path), tmp_path / "export")
+    (target / name).chmod(0o644)
+    content = bytearray((target / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (target / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"altered|malformed|missing") as caught:
+        load_model(target)
+    assert caught.value.exit_code == 5
+    (target / name).unlink()
+    with pytest.raises(CheckpointError):
+        load_exported(target)
+
+
+def test_a_sum_file_cannot_point_outside_its_folder(run: RunFolder, tmp_path: Path) -> None:
+    target = export_model(load_model(run.path), tmp_path / "export")
+    sums = target / "SHA256SUMS"
+    sums.chmod(0o644)
+    sums.write_text(sums.read_text() + f"{'0' * 64}  ../other\n")
+    with pytest.raises(CheckpointError, match="malformed"):
+        verify(target)
+
+
+def test_an_export_that_reads_back_differently_leaves_nothing(
+    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forgetful(path: Path) -> export.Loaded:
+        loaded = load_exported(path)
+        with torch.no_grad():
+            loaded.model.embedding.weight[7, 3] += 1e-3
+        return loaded
+
+    monkeypatch.setattr(export, "load_exported", forgetful)
+    with pytest.raises(ExportMismatchError, match="other logits"):
+        export_model(load_model(run.path), tmp_path / "export")
+    assert not (tmp_path / "export").exists()
+    assert list(tmp_path.glob(".export*")) == []
+
+
+def test_what_is_no_model_is_refused_with_a_reason(config: Config, run: RunFolder, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="does not exist"):
+        load_model(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="neither"):
+        load_model(tmp_path)
+    empty = RunFolder.create(config)
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        load_model(empty.path)
+    weights = dict(LanguageModel(config.model).state_dict())
+    del weights["final_norm.weight"]
+    save_checkpoint(run.checkpoints, 30, weights)
+    with pytest.raises(CheckpointError, match=r"do not fit.*final_norm\.weight"):
+        load_model(run.path)
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(config: Config, run: RunFolder) -> None:
+    text = ["abc def ghi jkl mno pqr " + chr(200 + number) * 3 for number in range(200)]
+    run.tokenizer.write_bytes(TextTokenizer.train(text, vocab_size=400, end_of_text="<|endoftext|>").json_bytes)
+    with pytest.raises(VocabularyError, match="300"):
+        load_model(run.path)
+
+
+def test_compare_says_where_runs_first_differ(config: Config) -> None:
+    run_a, run_b = make_run(config), make_run(config)
+    verdict = compare(run_a.path, run_b.path)
+    assert verdict.identical
+    assert verdict.lines[0].startswith("identical: ")
+    assert verdict.lines[0].endswith("step 20")
+    weights = dict(LanguageModel(config.model).state_dict())
+    weights |= load_model(run_a.path).model.state_dict()
+    changed = weights["blocks.1.feed_forward.w_up"].clone()
+    changed[2, 3, 5] += 0.25
+    shutil.rmtree(run_b.checkpoints)
+    save_checkpoint(run_b.checkpoints, 20, weights | {"blocks.1.feed_forward.w_up": changed})
+    for run, loss in ((run_a, 2.5), (run_b, 2.75)):
+        rows = [{"step": 1, "loss": 6.0, "gradient_norm": 1.0}, {"step": 10, "loss": loss, "gradient_norm": 1.0}]
+        run.metrics_jsonl.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    verdict = compare(run_a.path, run_b.path)
+    assert not verdict.identical
+    text = "\n".join(verdict.lines)
+    for part in ("blocks.1.feed_forward.w_up", "[2, 3, 5]", "1 of its", "0.25", "step 10"):
+        assert part in text
+
+
+def test_compare_is_about_bits_not_values(config: Config) -> None:
+    run_a, run_b = make_run(config), make_run(config)
+    weights = load_model(run_a.path).model.state_dict()
+    name = "final_norm.weight"
+    for run, value in ((run_a, 0.0), (run_b, -0.0)):
+        shutil.rmtree(run.checkpoints)
+        altered = weights[name].clone()
+        altered[4] = value
+        save_checkpoint(run.checkpoints, 20, dict(weights) | {name: altered})
+    assert not compare(run_a.path, run_b.path).identical
+    nan = weights[name].clone()
+    nan[4] = float("nan")
+    for run in (run_a, run_b):
+        shutil.rmtree(run.checkpoints)
+        save_checkpoint(run.checkpoints, 20, dict(weights) | {name: nan})
+    assert compare(run_a.path, run_b.path).identical
+    save_checkpoint(run_b.checkpoints, 21, dict(weights) | {name: nan})
+    assert "steps differ" in "\n".join(compare(run_a.path, run_b.path).lines)
+
+
+def test_generation_repeats_for_a_seed_and_equals_the_full_forward_pass(run: RunFolder) -> None:
+    loaded = load_model(run.path)
+    sampling = Sampling(temperature=0.9, max_new_tokens=20, seed=3)
+    texts = ["".join(generate(loaded.model, loaded.tokenizer, "def ", sampling)) for _ in range(2)]
+    assert texts[0] == texts[1]
+    assert texts[0] != "".join(
+        generate(loaded.model, loaded.tokenizer, "def ", Sampling(temperature=0.9, max_new_tokens=20, seed=4))
+    )
+    # Greedy decoding on the carried state takes the tokens that whole forward passes would take.
+    ids = loaded.tokenizer.encode("def f")
+    for token in generate_ids(loaded.model, ids, Sampling(temperature=0, max_new_tokens=12)):
+        hidden = loaded.model(torch.tensor([ids])).hidden_BTD
+        assert token == int(loaded.model.logits(hidden[:, -1]).argmax())
+        ids = [*ids, token]
+
+
+class Scripted:
+    """A tokenizer of single bytes, 256 being end of text."""
+
+    end_of_text_id = 256
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode_bytes(self, ids: list[int]) -> bytes:
+        return bytes(ids)
+
+
+def test_characters_that_span_tokens_arrive_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[int]] = []
+
+    def scripted(model: object, ids: list[int], sampling: Sampling) -> list[int]:
+        seen.append(ids)
+        return [*"é🐍".encode(), 0xC3, ord("x"), 0xE2, 256, ord("n")]
+
+    monkeypatch.setattr("cdrmix.generate.generate_ids", scripted)
+    pieces = list(generate(None, Scripted(), "", Sampling()))  # type: ignore[arg-type]
+    assert pieces == ["é", "🐍", "\ufffdx", "\ufffd"]  # it stops at end of text, and closes the cut character
+    assert seen == [[256]]  # an empty prompt begins a new document
+
+
+def test_drawing_obeys_temperature_top_k_and_top_p() -> None:
+    logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
+
+    def counts(sampling: Sampling, draws: int = 4000) -> list[float]:
+        random = torch.Generator().manual_seed(0)
+        found = torch.tensor([draw(logits, sampling, random) for _ in range(draws)])
+        return (torch.bincount(found, minlength=4) / draws).tolist()
+
+    sigma = (0.25 / 4000) ** 0.5  # of a frequency, at most
+    assert counts(Sampling(temperature=0, top_p=1.0), 10) == [1, 0, 0, 0]
+    assert counts(Sampling(temperature=1, top_p=1.0)) == pytest.approx([0.5, 0.3, 0.15, 0.05], abs=4 * sigma)
+    assert counts(Sampling(temperature=1, top_p=1.0, top_k=2)) == pytest.approx([0.625, 0.375, 0, 0], abs=4 * sigma)
+    assert counts(Sampling(temperature=1, top_p=0.6)) == pytest.approx([0.625, 0.375, 0, 0], abs=4 * sigma)
+    assert counts(Sampling(temperature=1, top_p=1e-9), 10) == [1, 0, 0, 0]
+    assert counts(Sampling(temperature=1e-320, top_p=1.0), 10) == [1, 0, 0, 0]
+    sharp = [0.25, 0.09, 0.0225, 0.0025]
+    expected = [weight / sum(sharp) for weight in sharp]
+    assert counts(Sampling(temperature=0.5, top_p=1.0)) == pytest.approx(expected, abs=4 * sigma)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_k": -1}, {"max_new_tokens": 0}],
+)
+def test_sampling_out_of_range_is_a_configuration_error(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="must be"):
+        Sampling(**wrong)  # type: ignore[arg-type]
