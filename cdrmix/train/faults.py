@@ -128,7 +128,7 @@ def is_disk_full(error: BaseException) -> bool:
     """Whether an error means that no more bytes fit; safetensors reports the system's error only as text."""
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return "StorageFull" in str(error) or "QuotaExceeded" in str(error) or "No space left" in str(error)
+    return "No space left on device" in str(error) or "Disk quota exceeded" in str(error)
 
 
 def disk_full_message(folder: Path) -> str:

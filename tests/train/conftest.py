@@ -1,0 +1,132 @@
+"""A corpus and a model small enough to train in a second, and processes to train it in."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cdrmix.config.load import load_config
+from cdrmix.config.schema import Config
+from cdrmix.data.prepare import prepare
+from cdrmix.data.shards import ShardSet, open_shards
+
+WORKER = Path(__file__).with_name("worker.py")
+WORDS = ("the", "loop", "reads", "rows", "adds", "gradients", "clips", "steps", "and", "forgets", "them", "again")
+
+TINY: dict[str, Any] = {
+    "run": {"threads": 1, "device": "cpu"},
+    "model": {
+        "vocab_size": 300,
+        "d_model": 16,
+        "layers": 2,
+        "attention_fraction": 0.5,
+        "attention": {"heads": 2, "kv_heads": 1},
+        "rwkv": {"head_size": 16, "decay_rank": 4, "iclr_rank": 4, "value_rank": 4, "gate_rank": 4},
+        "feed_forward": {"hidden": 16, "experts": 4},
+    },
+    "data": {"row_length": 24, "valid_fraction": 0.2},
+    "train": {
+        "steps": 6,
+        "batch_rows": 8,
+        "micro_batch_rows": 8,
+        "learning_rate": 1e-2,
+        "warmup_steps": 2,
+        "precision": "fp32",
+        "log_every": 2,
+        "evaluate_every": 3,
+        "evaluate_rows": 4,
+        "checkpoint_every": 2,
+    },
+}
+
+
+@pytest.fixture(scope="session")
+def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A configuration whose corpus is eighty short invented documents."""
+    folder = tmp_path_factory.mktemp("train")
+    texts = folder / "texts"
+    texts.mkdir()
+    for number in range(80):
+        words = [WORDS[(number * 7 + place * place) % len(WORDS)] for place in range(10 + number % 23)]
+        (texts / f"{number:03d}.txt").write_text(" ".join(words) + "\n", encoding="utf-8")
+    content = TINY | {"data": TINY["data"] | {"cache": str(folder / "cache")}}
+    content["data"]["source"] = {"kind": "text", "paths": [str(texts)]}
+    content["run"] = TINY["run"] | {"root": str(folder / "runs")}
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump(content), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def make_config(config_file: Path) -> Callable[..., Config]:
+    """The configuration with overrides: make_config("train.steps=3")."""
+    return lambda *overrides: load_config(config_file, overrides)
+
+
+@pytest.fixture(scope="session")
+def shards(make_config: Callable[..., Config]) -> ShardSet:
+    return prepare(make_config(), say=lambda text: None)
+
+
+Work = Callable[..., list[subprocess.CompletedProcess[str]]]
+
+
+@pytest.fixture
+def work(config_file: Path, shards: ShardSet) -> Work:
+    """Runs a job of worker.py: work("train", run, "train.steps=3", processes=2, at="3:SIGTERM")."""
+    assert open_shards(shards.path).path == shards.path
+
+    def run(job: str, where: Path, *overrides: str, processes: int = 1, **options: str) -> list[Any]:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        order = json.dumps(
+            {
+                "job": job,
+                "config": str(config_file),
+                "overrides": overrides,
+                "shards": str(shards.path),
+                "where": str(where),
+            }
+            | options
+        )
+        workers = []
+        for rank in range(processes):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
+            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            workers.append(
+                subprocess.Popen(
+                    [sys.executable, str(WORKER), order],
+                    # DeepSpeed's ZeRO imports its Muon optimizer, which would load the compiler, for some seconds.
+                    env=os.environ | {"TORCHDYNAMO_DISABLE": "1"} | (place if processes > 1 else {}),
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+        finished = []
+        try:
+            for worker in workers:
+                output, _ = worker.communicate(timeout=120)
+                finished.append(subprocess.CompletedProcess(worker.args, worker.returncode, output))
+                # One that kills itself leaves its peers waiting for it, as a node that fails would.
+                if worker.returncode == -signal.SIGKILL:
+                    for other in workers:
+                        other.kill()
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.wait()
+        return finished
+
+    return run

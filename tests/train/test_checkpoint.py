@@ -1,0 +1,228 @@
+"""Checkpoints: whole or not there, verified before they are read, pruned, and safe from a full disk."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from cdrmix.config.schema import Config
+from cdrmix.errors import CheckpointError, ConfigError, DiskFullError, VocabularyError
+from cdrmix.train import checkpoint as checkpoints
+from cdrmix.train.checkpoint import (
+    Progress,
+    list_checkpoints,
+    load_checkpoint,
+    newest_whole_checkpoint,
+    point,
+    prune,
+    read_weights,
+    save_checkpoint,
+    verify_checkpoint,
+)
+from cdrmix.train.engine import Engine, make_engine
+from cdrmix.train.parallel import join, seed_everything
+from cdrmix.train.stage_a import build_loss_model
+
+
+@dataclass
+class Place:
+    engine: Engine
+    config: Config
+    folder: Path
+
+    def save(self, step: int, *, periodic: bool = True) -> Path:
+        return save_checkpoint(
+            self.engine, self.folder, Progress(step=step), self.config, "fingerprint", periodic=periodic
+        )
+
+
+@pytest.fixture
+def place(make_config: Callable[..., Config], tmp_path: Path) -> Place:
+    config = make_config("train.ema_decay=0.5")
+    seed_everything(1)
+    return Place(make_engine(config, build_loss_model(config), join(config)), config, tmp_path)
+
+
+def test_a_checkpoint_gives_back_weights_average_and_generators(place: Place) -> None:
+    assert place.engine.average is not None
+    place.engine.average.tensors[0].add_(1.0)
+    saved = place.save(7)
+    drawn = torch.rand(3)
+    before = place.engine.weights()
+    kept = {name: weight.clone() for name, weight in before.items()}
+    average = [tensor.clone() for tensor in place.engine.average.tensors]
+    for weight in before.values():
+        weight.zero_()  # the engine's own memory, on a CPU
+    place.engine.average.tensors[0].zero_()
+    assert load_checkpoint(place.engine, saved, place.config, "fingerprint").step == 7
+    assert torch.equal(torch.rand(3), drawn)
+    for name, weight in place.engine.weights().items():
+        assert torch.equal(weight, kept[name]), name
+    assert all(map(torch.equal, place.engine.average.tensors, average))
+    read = read_weights(saved)
+    assert read.keys() == dict(place.engine.module.loss_model.language_model.named_parameters()).keys()
+    assert all(torch.equal(read[name], kept[name]) for name in kept)
+    assert torch.equal(read_weights(saved, average=True)[next(iter(kept))], average[0])
+
+
+def test_nothing_in_a_checkpoint_is_a_pickle(place: Place) -> None:
+    names = {path.name for path in place.save(1).iterdir()}
+    assert names == {
+        "model.safetensors",
+        "ema.safetensors",
+        "optimizer.safetensors",
+        "rng-rank0.json",
+        "state.json",
+        "config_snapshot.yaml",
+        "manifest.json",
+    }
+
+
+def damage_flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def damage_truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "rng-rank0.json", "state.json"])
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [(damage_flip, "its SHA-256 is"), (damage_truncate, "bytes, its manifest says"), (Path.unlink, "is missing")],
+)
+def test_a_damaged_one_is_refused_and_the_one_before_it_found(
+    place: Place, name: str, damage: Callable[[Path], None], message: str
+) -> None:
+    older, newer = place.save(2), place.save(4)
+    assert newest_whole_checkpoint(place.folder) == newer
+    damage(newer / name)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        verify_checkpoint(newer)
+    assert name in str(caught.value)
+    assert caught.value.exit_code == 5
+    said: list[str] = []
+    assert newest_whole_checkpoint(place.folder, said.append) == older
+    assert len(said) == 1
+    assert newer.name in said[0]
+    if name == "model.safetensors":
+        with pytest.raises(CheckpointError):
+            read_weights(newer)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"format": 99, "files": {}}', '{"format": 1}'])
+def test_a_manifest_that_is_none_is_refused(place: Place, text: str) -> None:
+    saved = place.save(2)
+    (saved / "manifest.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"manifest\.json"):
+        verify_checkpoint(saved)
+    (saved / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="not a whole checkpoint"):
+        verify_checkpoint(saved)
+    assert newest_whole_checkpoint(place.folder) is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    ],
+)
+@pytest.mark.parametrize("written", [0, 1])
+def test_a_full_disk_leaves_the_last_good_checkpoint_and_no_remains(
+    place: Place, monkeypatch: pytest.MonkeyPatch, error: Exception, written: int
+) -> None:
+    good = place.save(2)
+    save_file, calls = checkpoints.save_file, []
+
+    def fills_up(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        calls.append(path)
+        save_file(tensors, path)
+        if len(calls) > written:
+            raise error
+
+    monkeypatch.setattr(checkpoints, "save_file", fills_up)
+    with pytest.raises(DiskFullError) as caught:
+        place.save(4)
+    assert caught.value.exit_code == 6
+    assert str(place.folder) in str(caught.value)
+    assert sorted(path.name for path in place.folder.iterdir()) == ["latest", good.name]
+    assert (place.folder / "latest").read_text().strip() == good.name
+    verify_checkpoint(good)
+
+
+def test_a_disk_that_fills_up_while_committing_leaves_nothing_half_done(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = place.save(2)
+
+    def fails(path: Path, target: Path) -> Path:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(DiskFullError):
+        place.save(4)
+    monkeypatch.undo()
+    assert list_checkpoints(place.folder) == [good]
+    assert list(place.folder.glob("*.tmp-*")) == []
+
+
+def test_a_folder_that_cannot_be_written_is_said_and_not_called_full(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(checkpoints, "save_file", refused)
+    with pytest.raises(CheckpointError, match="Permission denied"):
+        place.save(4)
+
+
+def test_the_newest_periodic_ones_and_the_best_stay(place: Place) -> None:
+    for step, periodic in ((1, True), (2, False), (3, True), (4, False), (5, True), (6, True)):
+        saved = place.save(step, periodic=periodic)
+        if step == 2:
+            point(place.folder, "best", saved)
+    (place.folder / "step-00000007.tmp-99").mkdir()
+    prune(place.folder, keep_last=2)
+    assert [path.name[-1] for path in list_checkpoints(place.folder)] == ["2", "5", "6"]
+    assert (place.folder / "latest").read_text().strip() == "step-00000006"
+    assert list(place.folder.glob("*.tmp-*")) == []
+
+
+def test_a_corrupt_one_of_the_same_step_is_replaced(place: Place) -> None:
+    saved = place.save(3)
+    damage_flip(saved / "model.safetensors")
+    place.save(3)
+    verify_checkpoint(saved)
+    assert list(place.folder.glob("*.tmp-*")) == []
+
+
+def test_another_configuration_or_tokenizer_is_refused(place: Place, make_config: Callable[..., Config]) -> None:
+    saved = place.save(3)
+    with pytest.raises(VocabularyError) as vocabulary:
+        load_checkpoint(place.engine, saved, place.config, "another")
+    assert vocabulary.value.exit_code == 7
+    with pytest.raises(ConfigError, match="config_snapshot") as config:
+        load_checkpoint(place.engine, saved, make_config("train.learning_rate=0.5"), "fingerprint")
+    assert config.value.exit_code == 2
+
+
+def test_zero_partitions_need_as_many_processes(place: Place) -> None:
+    saved = place.save(3)
+    state = json.loads((saved / "state.json").read_text())
+    (saved / "state.json").write_text(json.dumps(state | {"processes": 4}))
+    assert load_checkpoint(place.engine, saved, place.config, "fingerprint").step == 3, "without ZeRO any number does"
+    place.engine.stage = 1
+    with pytest.raises(CheckpointError, match="--nproc 4"):
+        load_checkpoint(place.engine, saved, place.config, "fingerprint")

@@ -1,0 +1,43 @@
+"""The engine's gradients are those of the global batch's loss, whatever the ZeRO stage and the number of processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from cdrmix.train.engine import deepspeed_config
+from cdrmix.train.parallel import World
+
+# Both sides add the same fp32 terms in another order. A gradient element is a sum over 8 * 24 positions, of products
+# that went through sums of up to 64 terms forward and backward in each of 2 blocks: rounding errors of 2**-24 each
+# that add up like sqrt(8 * 24 * 4 * 64) of them, 222. An average left undone would be an error of 0.5 or more.
+TOLERANCE = 222 * 2**-24
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_gradients_norm_and_update_equal_plain_pytorch(work, tmp_path: Path, processes: int) -> None:
+    where = tmp_path / "errors.json"
+    finished = work("gradients", where, processes=processes)
+    assert [process.returncode for process in finished] == [0] * processes, finished[0].stdout
+    results = json.loads(where.read_text())
+    assert len(results) == 4 * 2 * 2
+    for combination, errors in results.items():
+        assert errors["gradient"] < TOLERANCE, combination
+        assert errors["norm"] < TOLERANCE, combination
+        # AdamW's first update is lr * g / (|g| + eps): it magnifies the error of elements near zero, up to lr itself.
+        # The embedding's largest weight is below 0.1, so lr is 10% and 1e-3 is a hundredth of what an update does.
+        assert errors["weights"] < 1e-3, combination
+    assert max(errors["gradient"] for name, errors in results.items() if name.startswith("0")) >= 0.0
+
+
+def test_every_deepspeed_key_is_written_and_clipping_has_one_owner(make_config) -> None:
+    world = World(0, 2, 0, torch.device("cpu"))
+    written = deepspeed_config(make_config("train.micro_batch_rows=2", "train.zero_stage=2"), world)
+    assert written["train_batch_size"] == 8
+    assert written["gradient_accumulation_steps"] == 2
+    assert written["gradient_clipping"] == 1.0
+    assert written["zero_optimization"]["stage"] == 2
+    assert deepspeed_config(make_config(), world)["gradient_clipping"] == 0.0, "Engine.clip clips without ZeRO"

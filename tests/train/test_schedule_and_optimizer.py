@@ -1,0 +1,107 @@
+"""The learning-rate schedule, the optimizer's groups, the fp16 loss scale and the weight average."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cdrmix.config.schema import Train
+from cdrmix.model.layers import parameter_kind
+from cdrmix.train.optim import LossScale, WeightAverage, make_optimizer, parameter_groups
+from cdrmix.train.schedule import learning_rate
+from cdrmix.train.stage_a import build_loss_model
+
+
+def schedule(steps: int, warmup: int, ratio: float) -> Train:
+    return Train(
+        steps=steps,
+        warmup_steps=warmup,
+        learning_rate=2.0,
+        final_learning_rate_ratio=ratio,
+        batch_rows=1,
+        micro_batch_rows=1,
+    )
+
+
+@given(st.integers(1, 300), st.floats(0, 1), st.floats(0, 1))
+def test_rate_rises_to_the_peak_then_falls_to_the_ratio(steps: int, warm: float, ratio: float) -> None:
+    warmup = int(warm * (steps - 1))
+    train = schedule(steps, warmup, ratio)
+    rates = [learning_rate(train, step) for step in range(steps)]
+    rising, falling = rates[:warmup], rates[warmup:]
+    assert all(low < high for low, high in itertools.pairwise(rising))
+    assert not rising or rising[-1] == 2.0
+    # Two roundings of 2**-53 each can make neighbours on a flat cosine swap by a few units in the last place.
+    assert all(high >= low - 1e-15 for high, low in itertools.pairwise(falling))
+    assert rates[-1] == pytest.approx(2.0 * ratio, rel=1e-12, abs=1e-15)
+    assert all(2.0 * min(ratio, 1 / max(warmup, 1)) - 1e-12 <= rate <= 2.0 for rate in rates)
+
+
+def test_first_step_already_learns() -> None:
+    assert learning_rate(schedule(10, 4, 0.1), 0) == pytest.approx(0.5)
+    assert learning_rate(schedule(10, 0, 0.1), 0) > 1.9
+
+
+def test_every_parameter_is_in_one_group_and_only_matrices_decay(make_config) -> None:
+    config = make_config("train.weight_decay=0.3")
+    model = build_loss_model(config)
+    groups = parameter_groups(model, config.train, parameter_kind)
+    grouped = [id(parameter) for group in groups for parameter in group["params"]]
+    assert sorted(grouped) == sorted(id(parameter) for parameter in model.parameters())
+    found = {id(parameter): group for group in groups for parameter in group["params"]}
+    kinds = set()
+    for name, parameter in model.named_parameters():
+        kind = parameter_kind(name, parameter)
+        kinds.add(kind)
+        assert found[id(parameter)]["weight_decay"] == (0.3 if kind == "matrix" else 0.0), name
+        assert found[id(parameter)]["multiplier"] == (2.0 if kind == "decay_bias" else 1.0), name
+    assert kinds == {"matrix", "embedding", "vector", "decay_bias"}
+
+
+def test_fused_adamw_is_the_published_update(make_config) -> None:
+    train = make_config("train.weight_decay=0.3").train
+    weight = torch.nn.Parameter(torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64))
+    optimizer = make_optimizer([{"params": [weight], "weight_decay": 0.3, "multiplier": 1.0}], train)
+    expected, first, second = weight.detach().clone(), torch.zeros(3).double(), torch.zeros(3).double()
+    beta1, beta2 = train.betas
+    for step in range(1, 4):
+        gradient = torch.tensor([0.1 * step, -0.2, 0.0], dtype=torch.float64)
+        weight.grad = gradient.clone()
+        optimizer.step()
+        first, second = beta1 * first + (1 - beta1) * gradient, beta2 * second + (1 - beta2) * gradient**2
+        expected *= 1 - train.learning_rate * 0.3
+        unbiased = second / (1 - beta2**step)
+        expected -= train.learning_rate * first / (1 - beta1**step) / (unbiased.sqrt() + train.epsilon)
+    torch.testing.assert_close(weight.detach(), expected, rtol=1e-14, atol=1e-14)
+
+
+def test_loss_scale_halves_on_overflow_and_doubles_after_calm() -> None:
+    scale = LossScale(True, initial=8.0, interval=2)
+    scale.update(False)
+    assert scale.value == 4.0
+    scale.update(True)
+    scale.update(True)
+    assert scale.value == 8.0
+    other = LossScale(True)
+    other.load(scale.state())
+    assert other.state() == scale.state()
+    for _ in range(20):
+        scale.update(False)
+    assert scale.value == 1.0
+    off = LossScale(False)
+    off.update(False)
+    assert off.value == 1.0
+
+
+def test_weight_average_is_the_exponential_one() -> None:
+    weight = torch.tensor([0.0, 4.0])
+    average = WeightAverage([weight], decay=0.75)
+    weight.copy_(torch.tensor([1.0, 8.0]))
+    average.update([weight])
+    weight.copy_(torch.tensor([2.0, 8.0]))
+    average.update([weight])
+    assert average.tensors[0].tolist() == [0.25 * 0.75 + 0.5, (4 + 0.25 * 4) * 0.75 + 2.0]

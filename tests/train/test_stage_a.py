@@ -1,0 +1,251 @@
+"""The loop: the same bits twice, after a kill and after a signal, in one process and in two; and what stops it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from cdrmix.config.schema import Config
+from cdrmix.data.shards import ShardSet
+from cdrmix.errors import CheckpointError, NonFiniteLossError, Preempted
+from cdrmix.model.loss import Losses, LossModel
+from cdrmix.train.checkpoint import list_checkpoints, newest_whole_checkpoint, read_weights
+from cdrmix.train.metrics import Console
+from cdrmix.train.run import RunFolder, read_metrics
+from cdrmix.train.stage_a import TrainResult, train
+
+Trainer = Callable[..., tuple[RunFolder, TrainResult]]
+
+
+@pytest.fixture
+def trainer(make_config: Callable[..., Config], shards: ShardSet) -> Trainer:
+    """Trains the tiny configuration with overrides in a new run folder, or goes on in one."""
+
+    def run(*overrides: str, folder: RunFolder | None = None) -> tuple[RunFolder, TrainResult]:
+        config = make_config(*overrides)
+        resume = None if folder is None else "auto"
+        folder = RunFolder.create(config) if folder is None else folder
+        return folder, train(config, folder, shards, resume=resume, console=False)
+
+    return run
+
+
+def weights(run: RunFolder) -> dict[str, Tensor]:
+    newest = newest_whole_checkpoint(run.checkpoints)
+    assert newest is not None
+    # Copied: what is read lies in the file as long as nobody needs it, and tests write into files.
+    return {name: weight.clone() for name, weight in read_weights(newest).items()}
+
+
+def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    different = [name for name in one if not torch.equal(one[name].view(torch.int32), other[name].view(torch.int32))]
+    assert different == []
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, act: Callable[[], None]) -> None:
+    """Does `act` once, when the console hears of the step."""
+    done: list[int] = []
+    advance = Console.advance
+
+    def advance_and_act(self: Console, number: int) -> None:
+        advance(self, number)
+        if number == step and not done:
+            done.append(number)
+            act()
+
+    monkeypatch.setattr(Console, "advance", advance_and_act)
+
+
+class Killed(Exception):
+    """Stands for a process that ends without a word."""
+
+
+def killed() -> None:
+    raise Killed
+
+
+def test_it_learns_records_and_keeps_checkpoints(trainer: Trainer) -> None:
+    run, result = trainer("train.steps=20", "train.evaluate_every=10", "train.checkpoint_every=7")
+    rows = read_metrics(run.metrics_jsonl)
+    assert [row["step"] for row in rows] == [1, *range(2, 21, 2)]
+    assert rows[-1]["next_token_loss"] == result.final_loss < rows[0]["next_token_loss"] - 0.5
+    assert result.step == 20
+    assert rows[-1]["valid_bits_per_byte"] == result.valid_bits_per_byte < rows[5]["valid_bits_per_byte"]
+    assert rows[0]["valid_loss"] is None
+    assert all(len(rows[-1]["router"][name]) == 2 for name in ("entropy_bits", "overflow"))
+    assert rows[-1]["tokens"] > 15 * 8 * 24 * 0.8
+    assert [path.name for path in list_checkpoints(run.checkpoints)] == ["step-00000014", "step-00000020"]
+    assert (run.checkpoints / "best").read_text() == (run.checkpoints / "latest").read_text() == "step-00000020\n"
+    assert result.checkpoint == run.checkpoints / "step-00000020"
+
+
+def test_figures_of_a_step_do_not_depend_on_how_it_is_cut(trainer: Trainer) -> None:
+    # The routers' losses are means over micro-batches, so only what concerns tokens is the same in sum.
+    plain = ["train.steps=1", "train.warmup_steps=0", "model.feed_forward.load_balance_weight=0.0"]
+    plain += ["model.feed_forward.z_loss_weight=0.0"]
+    whole = read_metrics(trainer(*plain)[0].metrics_jsonl)[0]
+    cut = read_metrics(trainer(*plain, "train.micro_batch_rows=2")[0].metrics_jsonl)[0]
+    for name in ("loss", "next_token_loss", "gradient_norm"):
+        assert cut[name] == pytest.approx(whole[name], rel=222 * 2**-24), name  # as in test_engine.py
+    assert cut["tokens"] == whole["tokens"]
+
+
+@pytest.mark.parametrize("micro_batch_rows", [8, 2])
+def test_same_seed_same_bits_and_another_seed_others(trainer: Trainer, micro_batch_rows: int) -> None:
+    cut = f"train.micro_batch_rows={micro_batch_rows}"
+    first, _ = trainer(cut)
+    second, _ = trainer(cut)
+    assert_same_bits(weights(first), weights(second))
+    other, _ = trainer(cut, "run.seed=2", "train.steps=3")
+    assert any(not torch.equal(other_weight, weights(first)[name]) for name, other_weight in weights(other).items())
+
+
+@pytest.mark.parametrize("step", [1, 3, 5])
+@pytest.mark.parametrize("overrides", [(), ("train.micro_batch_rows=2", "train.ema_decay=0.9", "train.precision=bf16")])
+def test_broken_off_and_resumed_is_uninterrupted(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, step: int, overrides: tuple[str, ...]
+) -> None:
+    straight, expected = trainer(*overrides)
+    stop_at(monkeypatch, step, killed)
+    runs: list[RunFolder] = []
+    create = RunFolder.create
+    monkeypatch.setattr(RunFolder, "create", lambda config: runs.append(create(config)) or runs[-1])
+    with pytest.raises(Killed):
+        trainer(*overrides)
+    _, found = trainer(*overrides, folder=runs[0])
+    assert_same_bits(weights(straight), weights(runs[0]))
+    assert (found.step, found.final_loss, found.valid_bits_per_byte) == (
+        expected.step,
+        expected.final_loss,
+        expected.valid_bits_per_byte,
+    )
+    if "train.ema_decay=0.9" in overrides:
+        average = read_weights(found.checkpoint, average=True)
+        assert_same_bits(read_weights(expected.checkpoint, average=True), average)
+        assert any(not torch.equal(average[name], weight) for name, weight in weights(straight).items())
+    timeless = ("step", "loss", "learning_rate", "gradient_norm", "tokens", "router", "valid_bits_per_byte")
+    told = [
+        [{name: row[name] for name in timeless} for row in read_metrics(run.metrics_jsonl)]
+        for run in (straight, runs[0])
+    ]
+    assert told[0] == told[1]
+
+
+def test_a_finished_run_resumes_to_its_own_result(trainer: Trainer) -> None:
+    run, first = trainer("train.steps=3")
+    _, again = trainer("train.steps=3", folder=run)
+    assert again == first
+
+
+def test_a_signal_saves_after_the_step_and_the_resumed_run_is_uninterrupted(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    straight, _ = trainer()
+    stop_at(monkeypatch, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    runs: list[RunFolder] = []
+    create = RunFolder.create
+    monkeypatch.setattr(RunFolder, "create", lambda config: runs.append(create(config)) or runs[-1])
+    with pytest.raises(Preempted, match="after step 3 of 6") as caught:
+        trainer("train.steps=6")
+    assert caught.value.exit_code == 75
+    assert (runs[0].checkpoints / "latest").read_text() == "step-00000003\n"
+    trainer("train.steps=6", folder=runs[0])
+    assert_same_bits(weights(straight), weights(runs[0]))
+
+
+def test_resume_passes_over_a_corrupt_checkpoint_and_says_so(
+    trainer: Trainer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, _ = trainer()
+    expected = weights(run)
+    newest = list_checkpoints(run.checkpoints)[-1] / "model.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1] + b"\x00")
+    capsys.readouterr()
+    trainer(folder=run)
+    said = capsys.readouterr().out
+    assert "passed over step-00000006" in said
+    assert "continuing from step-00000004" in said
+    assert_same_bits(weights(run), expected)
+    for checkpoint in list_checkpoints(run.checkpoints):
+        (checkpoint / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="is whole"):
+        trainer(folder=run)
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, step: int, spoil: Callable[[Losses], Losses]) -> None:
+    forward, calls = LossModel.forward, []
+
+    def forward_and_spoil(self: LossModel, *arguments: object) -> Losses:
+        losses = forward(self, *arguments)  # type: ignore[arg-type]
+        if not torch.is_grad_enabled():
+            return losses
+        calls.append(1)
+        return spoil(losses) if len(calls) == step else losses
+
+    monkeypatch.setattr(LossModel, "forward", forward_and_spoil)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "what"),
+    [
+        (lambda losses: losses._replace(total=losses.total * math.nan), "the loss of step 3"),
+        (lambda losses: losses._replace(total=losses.total + math.inf), "the loss of step 3"),
+        # A finite loss whose gradient is infinite: sqrt at zero.
+        (lambda losses: losses._replace(total=losses.total + (losses.total * 0).sqrt()), "the gradient norm of step 3"),
+    ],
+)
+def test_nothing_non_finite_reaches_the_weights(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Losses], Losses], what: str
+) -> None:
+    engines = []
+    from cdrmix.train import stage_a
+
+    make = stage_a.make_engine
+    monkeypatch.setattr(stage_a, "make_engine", lambda *arguments: engines.append(make(*arguments)) or engines[-1])
+    poison(monkeypatch, 3, spoil)
+    with pytest.raises(NonFiniteLossError, match=what) as caught:
+        trainer()
+    assert caught.value.exit_code == 9
+    assert "global batch 2 " in str(caught.value)
+    (engine,) = engines
+    whole, _ = trainer("train.steps=2", "train.warmup_steps=1")
+    assert all(torch.isfinite(weight).all() for weight in engine.weights().values())
+    assert [path.name for path in list_checkpoints(whole.checkpoints)] == ["step-00000002"]
+
+
+def assert_same_state(one: Path, other: Path, optimizers: int) -> None:
+    """The last checkpoints hold the same weights, average, optimizer state and generators."""
+    sums = [
+        json.loads((path / "checkpoints" / "step-00000006" / "manifest.json").read_text())["files"]
+        for path in (one, other)
+    ]
+    names = [name for name in sums[0] if name.endswith(".safetensors") or name.startswith("rng")]
+    assert len(names) == 2 + 2 + optimizers
+    assert [sums[0][name] for name in names] == [sums[1][name] for name in names]
+
+
+def test_two_processes_broken_off_killed_and_signalled(work, tmp_path: Path) -> None:
+    overrides = ("train.micro_batch_rows=2", "train.ema_decay=0.9")
+    runs = tmp_path / "runs"
+    finished = work("repeat", runs, *overrides, processes=2)
+    assert [process.returncode for process in finished] == [75, 75], finished[0].stdout
+    for stage in (0, 2, 3):
+        assert_same_state(runs / f"straight{stage}", runs / f"broken{stage}", 2 if stage else 1)
+    assert all("after step 3 of 6" in process.stdout for process in finished)
+    assert (runs / "stopped" / "checkpoints" / "latest").read_text() == "step-00000003\n"
+
+    finished = work("train", runs / "killed", *overrides, processes=2, at="3:SIGKILL")
+    assert finished[0].returncode == -signal.SIGKILL
+    assert (runs / "killed" / "checkpoints" / "latest").read_text() == "step-00000003\n"
+    finished = work("train", runs / "killed", *overrides, processes=2, resume="auto")
+    assert [process.returncode for process in finished] == [0, 0], finished[0].stdout
+    assert_same_state(runs / "straight0", runs / "killed", 1)
