@@ -143,7 +143,8 @@ def _train(options: argparse.Namespace) -> int:
     from cdrmix.config.load import load_config
 
     config = load_config(options.config, options.overrides)
-    if options.nproc > 1 and not launch.is_worker():
+    if options.nproc > 1:
+        launch.check_processes(config, options.nproc)
         arguments = ["train", "--config", str(options.config), *options.overrides]
         arguments += ["--resume", options.resume] if options.resume else []
         arguments += ["--traceback"] if options.traceback else []

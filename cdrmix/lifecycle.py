@@ -6,25 +6,30 @@ run that was stopped anywhere goes on with what is missing.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from cdrmix.config.load import config_hash, load_config
 from cdrmix.config.schema import Config, Tokenizer
 from cdrmix.data.prepare import prepare
-from cdrmix.data.shards import ShardSet
-from cdrmix.errors import CheckpointError, VocabularyError
+from cdrmix.data.shards import ShardSet, open_shards
+from cdrmix.errors import CdrmixError, CheckpointError, VocabularyError
 from cdrmix.eval.perplexity import HeldOut, held_out
 from cdrmix.generate import Sampling, generate
 from cdrmix.hf.export import Loaded, export_model, final_checkpoint, load_model, sha256, step_of, verify
 from cdrmix.plan import count_parameters
 from cdrmix.report import write_report
 from cdrmix.train.checkpoint import newest_whole_checkpoint
+from cdrmix.train.launch import check_processes
 from cdrmix.train.metrics import amount
 from cdrmix.train.parallel import World, join
 from cdrmix.train.run import RunFolder
 from cdrmix.train.stage_a import train
+
+Item = TypeVar("Item")
 
 SAMPLE_PROMPT = "def "
 SAMPLE = Sampling(temperature=0.6, top_p=0.9, max_new_tokens=160)
@@ -37,8 +42,10 @@ def run_all(config: Config, resume: str | None = None) -> Path:
     there is one; a path goes on with that one. The last line printed is the run folder's path.
     """
     world = join(config)
+    check_processes(config, world.size)
     run = _run_folder(config, resume, world)
-    with run.held():
+    with contextlib.ExitStack() as stack:
+        _first_process(world, lambda: stack.enter_context(run.held()))
         shards = _prepare(config, run, world)
         _train(config, run, shards, world, resume)
         if world.writes:
@@ -47,25 +54,44 @@ def run_all(config: Config, resume: str | None = None) -> Path:
     return run.path
 
 
-def _run_folder(config: Config, resume: str | None, world: World) -> RunFolder:
-    run: RunFolder | None = None
+def _first_process(world: World, action: Callable[[], Item]) -> Item:
+    """What the action returns in the first process, in all of them; a CdrmixError of it is raised in all of them."""
+    outcome: tuple[Item | None, CdrmixError | None] = (None, None)
     if world.writes:
+        try:
+            outcome = (action(), None)
+        except CdrmixError as error:
+            outcome = (None, error)
+    item, problem = world.gather(outcome)[0]
+    if problem is not None:
+        raise problem
+    return item  # type: ignore[return-value]
+
+
+def _run_folder(config: Config, resume: str | None, world: World) -> RunFolder:
+    def choose() -> Path:
         run = RunFolder.resume(config, resume) if resume else None
-        going_on = run is not None
-        run = run or RunFolder.create(config)
-        run.say(f"{'Going on with' if going_on else 'Run'} {run.path} ({config.run.name}, seed {config.run.seed})")
-        if resume == "auto" and not going_on:
+        if run is not None:
+            run.say(f"Going on with {run.path} ({config.run.name}, seed {config.run.seed})")
+            return run.path
+        run = RunFolder.create(config)
+        run.say(f"Run {run.path} ({config.run.name}, seed {config.run.seed})")
+        if resume:
             run.say(f"No unfinished run of this configuration ({config_hash(config)[:8]}) in {config.run.root}")
-    path = world.gather(run.path if run else None)[0]
-    assert path is not None
-    return run or RunFolder.open(path, writes=False)
+        return run.path
+
+    return RunFolder.open(_first_process(world, choose), writes=world.writes)
 
 
 def _prepare(config: Config, run: RunFolder, world: World) -> ShardSet:
-    # The first process makes or finds the shards; the others then find them.
-    shards = prepare(config, say=run.say) if world.writes else None
-    world.barrier()
-    shards = shards or prepare(config, say=run.say)
+    made: list[ShardSet] = []
+
+    def make() -> Path:
+        made.append(prepare(config, say=run.say))
+        return made[0].path
+
+    path = _first_process(world, make)
+    shards = made[0] if made else open_shards(path)
     run.keep_tokenizer(shards.tokenizer_path)
     run.update_summary(
         {

@@ -7,6 +7,7 @@ once; the first worker that fails leaves its exit code and message in a file, be
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -17,6 +18,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+
+from cdrmix.config.schema import Config
+from cdrmix.errors import ConfigError
 
 FOLDER = "CDRMIX_LAUNCH"  # set for workers: where they leave their process ids and their failure
 PR_SET_PDEATHSIG = 1
@@ -52,7 +56,18 @@ def launch(processes: int, arguments: Sequence[str]) -> tuple[int, str]:
         if failure.exists():
             content = json.loads(failure.read_text(encoding="utf-8"))
             return int(content["status"]), str(content["message"])
-        return (0, "") if status == 0 else (1, f"a process of the run was killed (torchrun's status {status})")
+        return (0, "") if status == 0 else (1, "cdrmix: error: a process of the run crashed or was killed")
+
+
+def check_processes(config: Config, processes: int) -> None:
+    """Raises ConfigError unless the rows of a step can be dealt evenly to that many processes."""
+    train = config.train
+    together = train.micro_batch_rows * processes
+    if train.batch_rows % together:
+        raise ConfigError(
+            f"train.batch_rows: must be a multiple of train.micro_batch_rows={train.micro_batch_rows} times the "
+            f"{processes} processes, {together}; found {train.batch_rows}"
+        )
 
 
 def is_worker() -> bool:
@@ -75,10 +90,9 @@ def report_failure(status: int, message: str) -> None:
     folder = Path(os.environ[FOLDER])
     temporary = folder / f"failure-{os.getpid()}.tmp"
     temporary.write_text(json.dumps({"status": status, "message": message}), encoding="utf-8")
-    try:
+    with contextlib.suppress(FileExistsError):
         os.link(temporary, folder / "failure.json")  # in one move, and never over an earlier one
-    except FileExistsError:
-        return
+    temporary.unlink()
 
 
 def agent(processes: int, arguments: Sequence[str]) -> int:

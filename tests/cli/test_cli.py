@@ -216,10 +216,12 @@ def test_two_processes_end_and_explain_themselves_as_one(place: Path) -> None:
     (path,) = (place / "two").iterdir()
     assert done.stdout.splitlines()[-1] == str(path)
     assert done.stdout.count("Stage A: ") == 1
-    bad = subprocess.run([*command, "train.batch_rows=1"], capture_output=True, text=True, check=False, timeout=200)
+    # Found wrong by the workers, not by the launcher: one message, the exit code of its kind, no stack trace.
+    bad = subprocess.run([*command, "--resume", "nowhere"], capture_output=True, text=True, check=False, timeout=200)
     assert bad.returncode == 2
-    assert bad.stderr.count("cdrmix: error: ") == 1
+    assert bad.stderr.count("cdrmix: error: nowhere is not a run folder") == 1
     assert "Traceback" not in bad.stderr
+    assert main(["train", "--nproc", "2", *arguments(place, "train.batch_rows=1")]) == 2
 
 
 WORKER = """
