@@ -147,7 +147,7 @@ def show(rows: list[dict[str, Any]]) -> None:
                 verdict(row["targets"].get(name)),
             )
         table.add_section()
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 110).print(table)
 
 
 def number(value: float) -> str:
