@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import datetime
 import logging
 import os
 import platform
@@ -157,7 +158,8 @@ def _join_process_group(rank: int, size: int, local_rank: int, device: torch.dev
     if size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
-        dist.init_process_group(backend)
+        # Long, because the others wait while the first process prepares the text; torchrun ends them when one dies.
+        dist.init_process_group(backend, timeout=datetime.timedelta(hours=24))
     deepspeed.init_distributed(dist_backend=backend, verbose=False)
     atexit.register(_leave)
 
