@@ -41,12 +41,12 @@ class Sampling:
 def generate(model: LanguageModel, tokenizer: TextTokenizer, prompt: str, sampling: Sampling) -> Iterator[str]:
     """Yields the continuation of `prompt` piece by piece, ending at the end-of-text token or at the limit.
 
-    An empty prompt starts a new document. Pieces are whole characters: bytes of a character that
-    spans tokens are held back until it is complete; bytes that are not UTF-8 become U+FFFD.
-    The same model, prompt and sampling give the same text.
+    The prompt begins a document, after an end-of-text, as in training; it may be empty. Pieces are whole
+    characters: bytes of a character that spans tokens are held back until it is complete; bytes that are
+    not UTF-8 become U+FFFD. The same model, prompt and sampling give the same text.
     """
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    for token in generate_ids(model, tokenizer.encode(prompt) or [tokenizer.end_of_text_id], sampling):
+    for token in generate_ids(model, [tokenizer.end_of_text_id, *tokenizer.encode(prompt)], sampling):
         if token == tokenizer.end_of_text_id:
             break
         piece = decoder.decode(tokenizer.decode_bytes([token]))

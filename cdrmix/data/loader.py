@@ -132,7 +132,7 @@ class EvalLoader:
     def text_bytes(self) -> int:
         """UTF-8 bytes that the targets of these rows, of all ranks, stand for; end-of-text stands for none.
 
-        For all rows this is the split's text without the first token of each document.
+        For all rows this is the split's text.
         """
         lengths = np.array(self.split.token_byte_lengths(), np.int64)
         return sum(

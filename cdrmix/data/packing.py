@@ -1,7 +1,7 @@
 """Packing: documents to rows of exactly `row_length` positions, best-fit (Ding et al. 2024, arXiv 2404.10830).
 
-A document of n tokens (its last is end-of-text) has n - 1 positions: the input is a token, the target the
-next one. So every token but a document's first is a target exactly once, and end-of-text is never an input.
+A document of n tokens (its last is end-of-text) has n positions: the input is a token, the target the next
+one, and the first input is the end-of-text before the document. So every token is a target exactly once.
 The positions are cut into pieces of row_length, which are rows by themselves; what remains of each document
 is shorter than a row, and these remainders, longest first, each go into the fullest row that still has room.
 """
@@ -27,12 +27,12 @@ class PackedRows(NamedTuple):
 
 
 def pack(document_starts: np.ndarray[Any, np.dtype[np.int64]], row_length: int) -> PackedRows:
-    """Pack the documents whose tokens are document_starts[i] .. document_starts[i + 1] - 1.
+    """Pack the documents whose first input is token document_starts[i], whose last target document_starts[i + 1].
 
-    document_starts: int64 [documents + 1], ascending by at least 1. A function of its arguments only.
+    document_starts: int64 [documents + 1], ascending. A function of its arguments only.
     """
-    positions = np.diff(document_starts) - 1
-    assert (positions >= 0).all(), "a document has at least its end-of-text token"
+    positions = np.diff(document_starts)
+    assert (positions > 0).all(), "a document has at least its end-of-text token"
     whole, remainders = np.divmod(positions, row_length)
 
     # The whole pieces: piece k of document i starts at document_starts[i] + k * row_length.

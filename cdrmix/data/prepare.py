@@ -277,7 +277,7 @@ def make_report(
         "bytes_per_token": both["text_bytes"] / both["tokens"],
         "held_out_share": splits["valid"]["documents"] / both["documents"],
         "held_out_near_duplicates": near_duplicates,
-        "padding_share": 1 - (both["tokens"] - both["documents"]) / positions,
+        "padding_share": 1 - (both["tokens"] - len(splits)) / positions,
         "tokenizer_ids": tokenizer.vocab_size,
         "empty_documents": empty,
         "bad_records": bad.count,

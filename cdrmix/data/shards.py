@@ -1,8 +1,9 @@
 """Shards: tokenised text on disk, memory-mapped, every file known by its size and SHA-256.
 
 A folder of shards holds, for each split:
-    <split>.tokens-00000.bin ...  uint16 or uint32, all documents end to end, cut every `shard_tokens` tokens
-    <split>.documents.bin         int64 [documents + 1], token number at which each document starts
+    <split>.tokens-00000.bin ...  uint16 or uint32, an end-of-text, then all documents end to end, each closed by an
+                                  end-of-text; cut every `shard_tokens` tokens
+    <split>.documents.bin         int64 [documents + 1], token number of the end-of-text before each document
     <split>.text-bytes.bin        int64 [documents], UTF-8 bytes of each document's text
     <split>.rows.bin              int64 [rows + 1], number of each row's first segment
     <split>.segment-starts.bin    int64 [segments], token number of each segment's first input (see packing.py)
@@ -28,7 +29,7 @@ from cdrmix.data.packing import pack
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import ShardError
 
-FORMAT = 2  # 2: the report counts held-out near-duplicates
+FORMAT = 3  # 3: every document begins after an end-of-text, its first input
 SPLITS = ("train", "valid")
 PACKED_TOGETHER = 2**20  # documents: rows are packed within blocks of so many, which bounds memory
 
@@ -100,26 +101,20 @@ class SplitWriter:
     def add(self, ids: Array, text_bytes: int) -> None:
         """Append a document: its ids, integers [tokens], the last end-of-text, and the UTF-8 bytes of its text."""
         tokens = ids.astype(self.dtype)
-        self._starts.write(np.int64(self.tokens).astype("<i8").tobytes())
+        if not self.documents:
+            self._append(tokens[-1:])
+        self._starts.write(np.int64(self.tokens - 1).astype("<i8").tobytes())
         self._text_bytes.write(np.int64(text_bytes).astype("<i8").tobytes())
-        targets, counts = np.unique(tokens[1:], return_counts=True)
+        targets, counts = np.unique(tokens, return_counts=True)
         self._target_counts[targets] += counts
         self.documents += 1
         self.text_bytes += text_bytes
-        while len(tokens):
-            if self._shard is None:
-                self._shard = self._create(f"tokens-{self.tokens // self.shard_tokens:05d}")
-            part = tokens[: self.shard_tokens - self.tokens % self.shard_tokens]
-            self._shard.write(part.tobytes())
-            self.tokens += len(part)
-            tokens = tokens[len(part) :]
-            if self.tokens % self.shard_tokens == 0:
-                self._close_shard()
+        self._append(tokens)
 
     def close(self) -> dict[str, Any]:
         """Pack the rows; the split's entry in the index. `files` has then an entry for every file."""
         self._close_shard()
-        self._starts.write(np.int64(self.tokens).astype("<i8").tobytes())
+        self._starts.write(np.int64(self.tokens - 1).astype("<i8").tobytes())
         for file in (self._starts, self._text_bytes):
             self.files[file.path.name] = file.close()
         self._pack_rows()
@@ -133,6 +128,17 @@ class SplitWriter:
             "rows": self.rows,
             "shards": [name for name in self.files if ".tokens-" in name],
         }
+
+    def _append(self, tokens: Array) -> None:
+        while len(tokens):
+            if self._shard is None:
+                self._shard = self._create(f"tokens-{self.tokens // self.shard_tokens:05d}")
+            part = tokens[: self.shard_tokens - self.tokens % self.shard_tokens]
+            self._shard.write(part.tobytes())
+            self.tokens += len(part)
+            tokens = tokens[len(part) :]
+            if self.tokens % self.shard_tokens == 0:
+                self._close_shard()
 
     def _create(self, contents: str) -> HashedFile:
         file = HashedFile(self.folder / f"{self.name}.{contents}.bin")
@@ -212,7 +218,7 @@ class Split:
         """The original text of every document, UTF-8, in order."""
         tokenizer = self._shards.tokenizer
         for start, stop in zip(self._document_starts[:-1], self._document_starts[1:], strict=True):
-            yield tokenizer.decode_bytes(self.read(int(start), int(stop)).tolist())
+            yield tokenizer.decode_bytes(self.read(int(start) + 1, int(stop)).tolist())
 
     def token_byte_lengths(self) -> list[int]:
         """For every id that the tokenizer knows the number of bytes it stands for."""

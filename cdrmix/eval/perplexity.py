@@ -1,8 +1,8 @@
 """How well a model predicts held-out text: perplexity and bits per byte, beside what needs no model.
 
 Bits per byte = (sum of the nats of all predicted tokens) / ln 2 / (bytes of the text these tokens spell),
-so it can be held against a compressor whatever the tokenizer. The first token of a document has nothing
-before it and is not predicted; the model's and the unigram figure leave out its bits and its bytes alike.
+so it can be held against a compressor whatever the tokenizer. Every token is predicted: a document's first
+from the end-of-text before it, and the end-of-text that closes it, which spells no byte.
 The unigram figure is the entropy of the held-out tokens' own distribution: no distribution that ignores the
 context does better on this text. gzip and zstd compress the whole held-out text as one stream.
 """
@@ -179,14 +179,11 @@ def compressed_bits_per_byte(documents: Iterable[bytes], text_bytes: int) -> tup
     return 8 * gzip_bytes / text_bytes, 8 * zstd_bytes / text_bytes
 
 
-def baselines(split: Split, target_bytes: int) -> Baselines:
-    """Unigram, gzip -9 and zstd -19 on the whole of a split, in bits per byte.
-
-    target_bytes: UTF-8 bytes of the split's targets, which are what the unigram distribution predicts.
-    """
+def baselines(split: Split) -> Baselines:
+    """Unigram, gzip -9 and zstd -19 on the whole of a split, in bits per byte."""
     gzip9, zstd19 = compressed_bits_per_byte(split.text(), split.text_bytes)
     return Baselines(
-        unigram_bits_per_byte=unigram_bits_per_byte(split.token_counts(), target_bytes),
+        unigram_bits_per_byte=unigram_bits_per_byte(split.token_counts(), split.text_bytes),
         gzip9_bits_per_byte=gzip9,
         zstd19_bits_per_byte=zstd19,
     )
@@ -195,7 +192,6 @@ def baselines(split: Split, target_bytes: int) -> Baselines:
 def held_out(model: LanguageModel, split: Split, *, row_length: int, micro_batch_rows: int) -> HeldOut:
     """A model's figures on the whole of a split, in this process alone, beside the baselines."""
     loader = EvalLoader(split, row_length, micro_batch_rows)
-    target_bytes = loader.text_bytes
     # Through the loss model, which never holds the logits of a whole batch.
-    score = evaluate(LossModel(model), loader, target_bytes, together=False)
-    return HeldOut.of(score, baselines(split, target_bytes))
+    score = evaluate(LossModel(model), loader, split.text_bytes, together=False)
+    return HeldOut.of(score, baselines(split))

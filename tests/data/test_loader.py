@@ -121,7 +121,7 @@ def documents_of(batch: Batch) -> list[tuple[list[int], list[int]]]:
 
 
 def test_batches_hold_the_documents(shards: ShardSet) -> None:
-    """Pieces of documents, each position's target the token after it; together every token but the first of each."""
+    """Pieces of documents, each position's target the token after it; together every token."""
     split = shards.train
     end = split.end_of_text_id
     targets_seen = np.zeros(split.vocab_size, np.int64)
@@ -138,17 +138,16 @@ def test_batches_hold_the_documents(shards: ShardSet) -> None:
         filling = batch.weights_BT == 0
         assert (batch.ids_BT[filling] == end).all()
         assert (batch.targets_BT[filling] == 0).all()
-        assert not (batch.ids_BT[~filling] == end).any()
         assert batch.token_count == float(batch.weights_BT.sum())
         for inputs, targets in documents_of(batch):
             assert inputs[1:] == targets[:-1]
             pieces.add((*inputs, targets[-1]))
             targets_seen += np.bincount(targets, minlength=split.vocab_size)
     np.testing.assert_array_equal(targets_seen, split.token_counts())
-    assert targets_seen.sum() == split.tokens - split.documents
+    assert targets_seen.sum() == split.tokens - 1
     tokenizer = shards.tokenizer
     for text in split.text():
-        ids = [*tokenizer.encode(text.decode()), end]
+        ids = [end, *tokenizer.encode(text.decode()), end]
         for start in range(0, len(ids) - 1, ROW):
             assert tuple(ids[start : start + ROW + 1]) in pieces
 
@@ -171,10 +170,7 @@ def test_evaluation_reads_every_row_once(shards: ShardSet, world: int, max_rows:
 
 def test_bytes_of_the_targets(shards: ShardSet) -> None:
     split = shards.valid
-    firsts = sum(
-        len(shards.tokenizer.decode_bytes(shards.tokenizer.encode(text.decode())[:1])) for text in split.text()
-    )
-    assert EvalLoader(split, ROW, 3).text_bytes == split.text_bytes - firsts
+    assert EvalLoader(split, ROW, 3).text_bytes == split.text_bytes
     assert 0 < EvalLoader(split, ROW, 3, max_rows=1).text_bytes <= split.text_bytes
 
 
