@@ -146,6 +146,13 @@ def load_checkpoint(engine: Engine, checkpoint: Path, config: Config, vocabulary
     return Progress(**state["progress"])
 
 
+def differences(checkpoint: Path, world: World) -> list[str]:
+    """What of this run's processes differs from those that made a checkpoint, and changes the rounding."""
+    state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+    now = {"processes": world.size, "threads": torch.get_num_threads()}
+    return [f"{state[name]} {name} before, {count} now" for name, count in now.items() if state[name] != count]
+
+
 def read_weights(checkpoint: Path, *, average: bool = False) -> dict[str, Tensor]:
     """The fp32 weights of a checkpoint on the CPU, by LanguageModel parameter name; verified before they are read.
 

@@ -23,6 +23,7 @@ from cdrmix.model.loss import Losses, LossModel
 from cdrmix.model.router import routing_metrics
 from cdrmix.train.checkpoint import (
     Progress,
+    differences,
     list_checkpoints,
     load_checkpoint,
     newest_whole_checkpoint,
@@ -154,6 +155,10 @@ def train(
                         f"stopped by a signal after step {number} of {settings.steps}; {saver.latest} is whole, "
                         "continue with --resume auto"
                     )
+            if world.any(stop.requested):  # it came during the last validation or checkpoint
+                raise Preempted(
+                    f"stopped by a signal after the last step; {saver.latest} is whole, --resume auto goes on"
+                )
     if skips.total:
         run.say(f"{skips.total} of {settings.steps} steps were skipped for fp16 overflow")
     final = saver.latest or newest_whole_checkpoint(run.checkpoints)
@@ -298,6 +303,8 @@ def _continue(engine: Engine, config: Config, run: RunFolder, shards: ShardSet) 
     progress = load_checkpoint(engine, checkpoint, config, shards.tokenizer_fingerprint)
     run.drop_metrics_after(progress.step)
     run.say(f"continuing from {checkpoint.name}")
+    for difference in differences(checkpoint, world):
+        run.say(f"{difference}: sums are taken in another order, so the bits will not be those of an unbroken run")
     return progress
 
 

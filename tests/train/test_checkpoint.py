@@ -17,6 +17,7 @@ from cdrmix.errors import CheckpointError, ConfigError, DiskFullError, Vocabular
 from cdrmix.train import checkpoint as checkpoints
 from cdrmix.train.checkpoint import (
     Progress,
+    differences,
     list_checkpoints,
     load_checkpoint,
     newest_whole_checkpoint,
@@ -221,7 +222,9 @@ def test_another_configuration_or_tokenizer_is_refused(place: Place, make_config
 def test_zero_partitions_need_as_many_processes(place: Place) -> None:
     saved = place.save(3)
     state = json.loads((saved / "state.json").read_text())
+    assert differences(saved, place.engine.world) == []
     (saved / "state.json").write_text(json.dumps(state | {"processes": 4}))
+    assert differences(saved, place.engine.world) == ["4 processes before, 1 now"]
     assert load_checkpoint(place.engine, saved, place.config, "fingerprint").step == 3, "without ZeRO any number does"
     place.engine.stage = 1
     with pytest.raises(CheckpointError, match="--nproc 4"):

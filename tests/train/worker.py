@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import signal
 import sys
@@ -21,7 +22,7 @@ from cdrmix.errors import CdrmixError
 from cdrmix.model.layers import parameter_kind
 from cdrmix.train import stage_a
 from cdrmix.train.engine import make_engine
-from cdrmix.train.optim import make_optimizer, parameter_groups
+from cdrmix.train.optim import LossScale, make_optimizer, parameter_groups
 from cdrmix.train.parallel import join, rank_size_local_rank, seed_everything
 from cdrmix.train.run import RunFolder
 from cdrmix.train.schedule import learning_rate
@@ -94,9 +95,53 @@ def gradients(order: dict[str, Any]) -> int:
     for stage, accumulation, checkpointing in itertools.product((0, 1, 2, 3), (1, 2), (False, True)):
         overrides = [f"train.zero_stage={stage}", f"train.activation_checkpointing={str(checkpointing).lower()}"]
         results[f"{stage} {accumulation} {checkpointing}"] = compare(order, overrides, accumulation)
+    for stage in (0, 1, 2, 3):
+        results[f"scaled {stage}"] = compare_scaled(order, stage)
     if rank_size_local_rank()[0] == 0:
         Path(order["where"]).write_text(json.dumps(results))
     return 0
+
+
+def compare_scaled(order: dict[str, Any], stage: int) -> dict[str, float]:
+    """A step with a loss scale against one without, and what is left of the weights after an overflow: all errors."""
+    rank, size, _ = rank_size_local_rank()
+    config = load_config(order["config"], [f"train.zero_stage={stage}", f"train.micro_batch_rows={8 // size}"])
+    world = join(config)
+    loader = TrainLoader(
+        open_shards(Path(order["shards"])).train,
+        row_length=config.data.row_length,
+        batch_rows=8,
+        micro_batch_rows=8 // size,
+        seed=5,
+        rank=rank,
+        world=size,
+    )
+    (batch,) = loader.micro_batches(0)
+    norms = []
+    for scale in (1.0, 2.0**10, 2.0**200):
+        seed_everything(3)
+        engine = make_engine(config, stage_a.build_loss_model(config), world)
+        engine.loss_scale = LossScale(scale > 1, initial=scale)
+        before = {name: weight.clone() for name, weight in engine.weights().items()}
+        engine.backward(engine.forward(batch, last=True).total)
+        engine.clip()
+        applied = engine.step()
+        norms.append(engine.gradient_norm)
+    assert not applied
+    assert not math.isfinite(norms[2])
+    assert engine.loss_scale.value == 2.0**199
+    engine.zero()
+    left = max((relative(weight, before[name]) for name, weight in engine.weights().items()), default=0.0)
+    # The refused step leaves nothing behind: with a scale that fits, the next one is as if it were the first.
+    engine.loss_scale.value = 2.0**10
+    engine.backward(engine.forward(batch, last=True).total)
+    engine.clip()
+    assert engine.step()
+    return {
+        "norm": abs(norms[1] / norms[0] - 1),
+        "left": left,
+        "after": abs(engine.gradient_norm / norms[0] - 1),
+    }
 
 
 def compare(order: dict[str, Any], overrides: list[str], accumulation: int) -> dict[str, float]:
