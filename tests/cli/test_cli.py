@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,51 +19,17 @@ from cdrmix.errors import CheckpointError
 from cdrmix.train import launch
 from cdrmix.train.run import RunFolder, read_metrics
 
+Arguments = Callable[..., list[str]]
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs" / "cdrmix-core-tiny.yaml"
-TOY = (
-    "model.vocab_size=300",
-    "model.d_model=32",
-    "model.layers=2",
-    "model.attention_fraction=0.5",
-    "model.attention.heads=1",
-    "model.attention.kv_heads=1",
-    "model.feed_forward.hidden=16",
-    "model.feed_forward.experts=4",
-    "data.row_length=32",
-    "train.steps=4",
-    "train.batch_rows=2",
-    "train.micro_batch_rows=1",
-    "train.warmup_steps=1",
-    "train.log_every=1",
-    "train.evaluate_every=2",
-    "train.evaluate_rows=4",
-    "train.checkpoint_every=2",
-)
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("cli")
-    text = folder / "text"
-    text.mkdir()
-    for number in range(24):
-        (text / f"{number}.py").write_text(f"def f{number}(x):\n    return x + {number}\n\nprint(f{number}(2))\n")
-    return folder
-
-
-def arguments(place: Path, *more: str) -> list[str]:
-    where = [f"run.root={place / 'runs'}", f"data.cache={place / 'cache'}"]
-    source = ["data.source.kind=text", f"data.source.paths=[{place / 'text'}]", "data.valid_fraction=0.25"]
-    return ["--config", str(TINY), *TOY, *where, *source, *more]
-
-
-@pytest.fixture(scope="module")
-def finished(place: Path) -> RunFolder:
+def finished(arguments: Arguments, place: Path) -> RunFolder:
     """A finished run, its console output in console.txt beside it."""
     with (place / "console.txt").open("w") as console, pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdout", console)
-        status = main(["train", *arguments(place)])
+        status = main(["train", *arguments()])
     assert status == 0
     (path,) = (place / "runs").iterdir()
     return RunFolder.open(path)
@@ -107,14 +74,14 @@ def test_eval_prints_the_run_s_own_figures(finished: RunFolder, capsys: pytest.C
 
 
 def test_eval_reads_other_text_with_the_model_s_tokenizer(
-    place: Path, finished: RunFolder, capsys: pytest.CaptureFixture[str]
+    arguments: Arguments, place: Path, finished: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = place / "other"
     other.mkdir()
     for number in range(12):
         (other / f"{number}.txt").write_text(f"Number {number} is not {number + 1}; äöü.\n" * 4)
     model = ["eval", "--model", str(finished.export), "--json"]
-    assert main([*model, "--config", str(TINY), *arguments(place)[2:], f"data.source.paths=[{other}]"]) == 0
+    assert main([*model, "--config", str(TINY), *arguments()[2:], f"data.source.paths=[{other}]"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["text_bytes"] != finished.summary()["held_out"]["text_bytes"]
     assert figures["bits_per_byte"] > 0
@@ -147,7 +114,7 @@ def test_export_and_compare(place: Path, finished: RunFolder, capsys: pytest.Cap
 
 
 def test_a_finished_training_goes_on_with_what_is_missing(
-    place: Path, finished: RunFolder, capsys: pytest.CaptureFixture[str]
+    arguments: Arguments, place: Path, finished: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = {path: path.stat().st_mtime_ns for path in finished.checkpoints.rglob("*")}
     summary = finished.summary()
@@ -155,9 +122,9 @@ def test_a_finished_training_goes_on_with_what_is_missing(
     finished.report.unlink()
     finished.update_summary({"finished": False})
     with finished.held():  # another process works on it: not to be taken for unfinished
-        assert main(["train", *arguments(place), "--resume", str(finished.path)]) == 2
+        assert main(["train", *arguments(), "--resume", str(finished.path)]) == 2
     assert "another process" in capsys.readouterr().err
-    assert main(["train", *arguments(place), "--resume", "auto"]) == 0
+    assert main(["train", *arguments(), "--resume", "auto"]) == 0
     out = capsys.readouterr().out
     assert "Stage A is finished: 4 steps" in out
     assert out.splitlines()[-1] == str(finished.path)
@@ -167,12 +134,12 @@ def test_a_finished_training_goes_on_with_what_is_missing(
     assert finished.summary()["held_out"] == summary["held_out"]
 
 
-def test_params_and_validate(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_params_and_validate(arguments: Arguments, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["params", "--config", str(ROOT / "configs" / "cdrmix-core-1b.yaml")]) == 0
     table = capsys.readouterr().out
     for part in ("embedding", "time-mix", "attention", "router", "experts", "norms", "head", "above the name 1b"):
         assert part in table
-    assert main(["validate", *arguments(place)]) == 0
+    assert main(["validate", *arguments()]) == 0
     snapshot = place / "snapshot.yaml"
     snapshot.write_text(capsys.readouterr().out)
     assert main(["validate", "--config", str(snapshot)]) == 0
@@ -208,9 +175,9 @@ def test_help_does_not_wait_for_pytorch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_two_processes_end_and_explain_themselves_as_one(place: Path) -> None:
+def test_two_processes_end_and_explain_themselves_as_one(arguments: Arguments, place: Path) -> None:
     command = [sys.executable, "-m", "cdrmix.cli", "train", "--nproc", "2"]
-    command += arguments(place, f"run.root={place / 'two'}")
+    command += arguments(f"run.root={place / 'two'}")
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr
     (path,) = (place / "two").iterdir()
@@ -221,7 +188,7 @@ def test_two_processes_end_and_explain_themselves_as_one(place: Path) -> None:
     assert bad.returncode == 2
     assert bad.stderr.count("cdrmix: error: nowhere is not a run folder") == 1
     assert "Traceback" not in bad.stderr
-    assert main(["train", "--nproc", "2", *arguments(place, "train.batch_rows=1")]) == 2
+    assert main(["train", "--nproc", "2", *arguments("train.batch_rows=1")]) == 2
 
 
 WORKER = """
