@@ -11,7 +11,6 @@ import errno
 import fcntl
 import hashlib
 import json
-import os
 import shutil
 import time
 import uuid
@@ -29,7 +28,8 @@ from cdrmix.data.dedup import contaminated, simhash
 from cdrmix.data.shards import ShardSet, SplitWriter, open_shards, write_index
 from cdrmix.data.sources import BadRecords, Document, Source, make_source
 from cdrmix.data.tokenizer import TextTokenizer
-from cdrmix.errors import ConfigError, CorpusError, DiskFullError, ShardError, VocabularyError
+from cdrmix.durable import disk_guard, sync_folder
+from cdrmix.errors import ConfigError, CorpusError, ShardError, VocabularyError
 
 HASH_KEY = b"cdrmix held-out split 1"  # fixed: a text is on the same side in every corpus
 HASH_RANGE = 2**64
@@ -103,14 +103,14 @@ def build(config: Config, source: Source, tokenizer: TextTokenizer | None, key: 
         if tokenizer is None:
             tokenizer = train_tokenizer(config, source, threshold, say)
         report = encode(config, source, tokenizer, threshold, key, temporary, say)
-        _sync_folder(temporary)
+        sync_folder(temporary)
         try:
             temporary.rename(folder)
         except OSError as error:
             # Only without a working lock (some network file systems): the other one made the same shards.
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
-        _sync_folder(folder.parent)
+        sync_folder(folder.parent)
         say(f"Prepared {summary(report)}; {time.monotonic() - started:.1f} s")
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -312,25 +312,14 @@ def preparation_lock(path: Path, say: Say) -> Iterator[None]:
 def disk_errors(cache: Path) -> Iterator[None]:
     """Turns a full disk into DiskFullError, and a cache folder that cannot be written into ConfigError."""
     try:
-        yield
+        with disk_guard(
+            f"shards below {cache}", "Free some space there, or set data.cache to a folder on another disk."
+        ):
+            yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskFullError(
-                f"the disk is full: cannot write shards below {cache} ({error.strerror}). Free space there, or set "
-                "data.cache to a folder on another disk"
-            ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
             raise ConfigError(f"data.cache: cannot write below {cache}: {error.strerror}") from error
         raise
-
-
-def _sync_folder(folder: Path) -> None:
-    """Bring the entries of a folder to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _silent(_: str) -> None:

@@ -27,6 +27,7 @@ import numpy as np
 
 from cdrmix.data.packing import pack
 from cdrmix.data.tokenizer import TextTokenizer
+from cdrmix.durable import sha256_file
 from cdrmix.errors import ShardError
 
 FORMAT = 3  # 3: every document begins after an end-of-text, its first input
@@ -267,8 +268,7 @@ def open_shards(path: Path) -> ShardSet:
             raise ShardError(
                 f"{file} has {size} bytes, not {entry['bytes']}: it is cut short or altered. {_remedy(path)}"
             )
-        with file.open("rb") as stream:
-            found = hashlib.file_digest(stream, "sha256").hexdigest()
+        found = sha256_file(file)
         if found != entry["sha256"]:
             raise ShardError(f"{file} is corrupt: its SHA-256 is {found}, not {entry['sha256']}. {_remedy(path)}")
     return ShardSet(path, index)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import hashlib
 import json
 import os
 import random
@@ -35,16 +34,19 @@ from torch import Tensor
 
 from cdrmix.config.load import config_hash, dump_config
 from cdrmix.config.schema import Config
-from cdrmix.errors import CheckpointError, ConfigError, DiskFullError, VocabularyError
+from cdrmix.durable import disk_full, disk_guard, is_disk_full, sha256_file, sync_file, sync_folder, write_atomically
+from cdrmix.errors import CheckpointError, ConfigError, VocabularyError
 from cdrmix.train.engine import Engine
-from cdrmix.train.faults import disk_full_message, disk_guard, is_disk_full
 from cdrmix.train.parallel import World
-from cdrmix.train.run import write_text
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 MODEL = "model.safetensors"
 AVERAGE = "ema.safetensors"
+WHEN_FULL = (
+    "The checkpoints already there are whole. Free some space or lower train.keep_last, then continue with "
+    "--resume auto."
+)
 
 
 @dataclass(frozen=True)
@@ -98,11 +100,11 @@ def save_checkpoint(
             return
         manifest = {"format": FORMAT, "step": progress.step, "periodic": periodic, "files": files}
         _write_text(temporary / MANIFEST, json.dumps(manifest, indent=2) + "\n")
-        _sync(temporary)
+        sync_folder(temporary)
         if final.exists():  # one that was found corrupt, or of the same step before a restart
             shutil.rmtree(_set_aside(final))
         temporary.rename(final)
-        _sync(folder)
+        sync_folder(folder)
         point(folder, "latest", final)
 
     _together(world, write, temporary, folder)
@@ -210,8 +212,8 @@ def prune(folder: Path, keep_last: int) -> None:
 
 def point(folder: Path, name: str, checkpoint: Path) -> None:
     """Makes the pointer file `folder`/`name` name a checkpoint, in one move. Raises DiskFullError."""
-    with disk_guard(folder):
-        write_text(folder / name, checkpoint.name + "\n")
+    with disk_guard(f"a checkpoint under {folder}", WHEN_FULL):
+        write_atomically(folder / name, checkpoint.name + "\n")
 
 
 def _together(world: World, action: Callable[[], None], temporary: Path, folder: Path) -> None:
@@ -220,7 +222,7 @@ def _together(world: World, action: Callable[[], None], temporary: Path, folder:
     try:
         action()
     except (OSError, SafetensorError) as error:
-        failure = (isinstance(error, DiskFullError) or is_disk_full(error), str(error))
+        failure = (is_disk_full(error), str(error))
     failures = [other for other in world.gather(failure) if other is not None]
     if not failures:
         return
@@ -229,7 +231,7 @@ def _together(world: World, action: Callable[[], None], temporary: Path, folder:
     world.barrier()
     full, text = failures[0]
     if full:
-        raise DiskFullError(disk_full_message(folder))
+        raise disk_full(f"a checkpoint under {folder}", WHEN_FULL)
     raise CheckpointError(f"a checkpoint could not be written under {folder}: {text}")
 
 
@@ -251,31 +253,18 @@ def _optimizer_file(stage: int, rank: int) -> str:
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
     save_file(tensors, path)
-    _sync(path)
+    sync_file(path)
     return _entry(path)
 
 
 def _write_text(path: Path, text: str) -> dict[str, Any]:
     path.write_text(text, encoding="utf-8")
-    _sync(path)
+    sync_file(path)
     return _entry(path)
 
 
 def _entry(path: Path) -> dict[str, Any]:
-    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    return {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
 
 
 def _manifest(checkpoint: Path) -> dict[str, Any]:
@@ -298,7 +287,7 @@ def _verify_file(path: Path, entry: dict[str, Any]) -> None:
     size = path.stat().st_size
     if size != entry["bytes"]:
         raise CheckpointError(f"{path} is corrupt: it has {size} bytes, its manifest says {entry['bytes']}")
-    digest = _sha256(path)
+    digest = sha256_file(path)
     if digest != entry["sha256"]:
         raise CheckpointError(f"{path} is corrupt: its SHA-256 is {digest}, its manifest says {entry['sha256']}")
 

@@ -1,22 +1,19 @@
-"""What may go wrong while training, turned into errors that say what to do: signals, memory, disk, NaN."""
+"""What may go wrong while training, turned into errors that say what to do: signals, memory, NaN."""
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType, TracebackType
 
 import torch
-from safetensors import SafetensorError
 
 from cdrmix.config.schema import Config
-from cdrmix.errors import DiskFullError, NonFiniteLossError, OutOfMemoryError
+from cdrmix.errors import NonFiniteLossError, OutOfMemoryError
 
 # An fp16 loss scale starting at 2**16 needs at most 16 halvings to reach 1; more skips in a row mean a real NaN.
 MAX_CONSECUTIVE_SKIPS = 20
@@ -111,29 +108,3 @@ def memory_guard(config: Config) -> Iterator[None]:
             f"train.zero_stage: 1, 2 or 3 with several processes (now {train.zero_stage}). "
             f"What was asked for: {text.splitlines()[0] if text else type(error).__name__}"
         ) from error
-
-
-@contextmanager
-def disk_guard(folder: Path) -> Iterator[None]:
-    """Turns a full disk or quota into DiskFullError."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        if not is_disk_full(error):
-            raise
-        raise DiskFullError(disk_full_message(folder)) from error
-
-
-def is_disk_full(error: BaseException) -> bool:
-    """Whether an error means that no more bytes fit; safetensors reports the system's error only as text."""
-    if isinstance(error, OSError):
-        return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return "No space left on device" in str(error) or "Disk quota exceeded" in str(error)
-
-
-def disk_full_message(folder: Path) -> str:
-    """What to tell the person when a checkpoint under `folder` could not be written."""
-    return (
-        f"the disk is full: a checkpoint could not be written under {folder}. The checkpoints already there are whole. "
-        "Free some space or lower train.keep_last, then continue with --resume auto."
-    )

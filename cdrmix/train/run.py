@@ -9,7 +9,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 from cdrmix.config.load import config_hash, dump_config
 from cdrmix.config.schema import Config
+from cdrmix.durable import write_atomically
 from cdrmix.errors import ConfigError
 
 PACKAGES = ("cdrmix", "torch", "deepspeed", "numpy", "tokenizers", "safetensors", "pydantic", "triton", "numba")
@@ -52,7 +52,7 @@ class RunFolder:
             ) from error
         run = cls(path)
         run.checkpoints.mkdir()
-        write_text(run.config_snapshot, dump_config(config))
+        write_atomically(run.config_snapshot, dump_config(config))
         run.update_summary(
             {
                 "finished": False,
@@ -191,14 +191,12 @@ class RunFolder:
         """Sets keys of metrics.json, replacing the file in one move."""
         if self.writes:
             summary = self.summary() | dict(values)
-            write_text(self.metrics_json, json.dumps(finite(summary), indent=2, allow_nan=False) + "\n")
+            write_atomically(self.metrics_json, json.dumps(finite(summary), indent=2, allow_nan=False) + "\n")
 
     def keep_tokenizer(self, source: Path) -> None:
         """Copies the tokenizer into the run, so that the run is readable after the data cache is gone."""
         if self.writes and not self.tokenizer.exists():
-            temporary = self.tokenizer.with_suffix(".tmp")
-            shutil.copyfile(source, temporary)
-            os.replace(temporary, self.tokenizer)
+            write_atomically(self.tokenizer, source.read_bytes())
 
     def drop_metrics_after(self, step: int) -> int:
         """Removes the rows of metrics.jsonl beyond `step`, so that a resumed run has every step once.
@@ -209,7 +207,7 @@ class RunFolder:
             return 0
         lines = self.metrics_jsonl.read_text(encoding="utf-8", errors="replace").splitlines()
         kept = [row for row in read_metrics(self.metrics_jsonl) if row["step"] <= step]
-        write_text(self.metrics_jsonl, "".join(json.dumps(row) + "\n" for row in kept))
+        write_atomically(self.metrics_jsonl, "".join(json.dumps(row) + "\n" for row in kept))
         return len(lines) - len(kept)
 
 
@@ -271,13 +269,3 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
     return value
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file in one move: readers see the old text or the new, never half of it."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
