@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 def document_index(cu_seqlens: Tensor, batch: int, length: int) -> Tensor:
@@ -51,6 +52,7 @@ def wkv7_recurrence(
 class _Chunks:
     """How a [B, T] batch falls into chunks of C tokens, and which pairs of tokens share a document.
 
+    inclusive, exclusive: [C, C], ones at and below the diagonal, and below it.
     causal:  [B, 1, N, 2C, 2C], 1 where query i may read write j. Rows: C of r (j <= i), then C of a (j < i);
              columns: C of k, then C of b.
     enters:  [B, 1, N, C, 1], 1 while the token's document began before the chunk: it reads the incoming state.
@@ -63,8 +65,8 @@ class _Chunks:
         self.chunk, self.count = chunk, -(-length // chunk)
         self.padding = self.count * chunk - length
         triangle = torch.ones(chunk, chunk, dtype=like.dtype, device=like.device)
-        inclusive, exclusive = triangle.tril(), triangle.tril(-1)
-        self.causal = torch.cat([inclusive.repeat(1, 2), exclusive.repeat(1, 2)])
+        self.inclusive, self.exclusive = triangle.tril(), triangle.tril(-1)
+        self.causal = torch.cat([self.inclusive.repeat(1, 2), self.exclusive.repeat(1, 2)])
         self.enters: Tensor | None = None
         self.leaves: Tensor | None = None
         self.passes: Tensor | None = None
@@ -147,7 +149,7 @@ class _Wkv7(torch.autograd.Function):
         value_width = v.shape[-1]
         chunks = _Chunks(r, batch, length, chunk, cu_seqlens)
         r, log_w, k, v, a, b = (chunks.split(x) for x in (r, log_w, k, v, a, b))
-        g = log_w.cumsum(-2)
+        g = chunks.inclusive @ log_w  # a cumulative sum, which as such has no fixed order on a GPU
         middle = g[..., chunk // 2 - 1 : chunk // 2, :]
         total = g[..., -1:, :]
         query_decay = torch.cat([g - middle, g - log_w - middle], -2).exp_()
@@ -187,6 +189,7 @@ class _Wkv7(torch.autograd.Function):
         return chunks.join(y), last.contiguous()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy, dlast):  # type: ignore[no-untyped-def]
         chunks, chunk = ctx.chunks, ctx.chunks.chunk
         v, U, scores, inverse, queries, keys, query_decay, key_decay, middle, total, through, leaving, P, R, h = (
@@ -229,8 +232,8 @@ class _Wkv7(torch.autograd.Function):
         from_leaving = from_leaving[..., :chunk, :] + from_leaving[..., chunk:, :]
         later = from_query[..., :chunk, :] + from_query[..., chunk:, :]
         later -= from_key[..., :chunk, :] + from_key[..., chunk:, :]
-        suffix = later.flip(-2).cumsum(-2).flip(-2) - from_query[..., chunk:, :]  # a_t reads before w_t
-        prefix = from_leaving.cumsum(-2) - from_leaving
+        suffix = chunks.inclusive.mT @ later - from_query[..., chunk:, :]  # a_t reads before w_t
+        prefix = chunks.exclusive @ from_leaving
         dlog_w = suffix + prefix + (h * dh_out).sum(-1).unsqueeze(-2) * through
 
         dqueries.mul_(query_decay)
@@ -358,6 +361,7 @@ class _MoeExperts(torch.autograd.Function):
         return weighted_RD.index_select(0, inverse_R).view(tokens, k, -1).sum(1)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy_TD):  # type: ignore[no-untyped-def]
         x_TD, z, y_RD, w_up, w_down, weights_TK, token_R, order_R, inverse_R = ctx.saved_tensors
         tokens, k = weights_TK.shape
@@ -411,7 +415,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if needs_hidden or needs_weight:
                 scale = weights_R[span].unsqueeze(-1).to(accumulate)
                 dlogits = exponentials.mul_(scale / total)
-                dlogits.scatter_add_(-1, target, -scale)
+                dlogits.scatter_(-1, target, dlogits.gather(-1, target) - scale)
                 dlogits = dlogits.to(hidden_RD.dtype)
                 if dhidden is not None:
                     torch.mm(dlogits, weight_VD, out=dhidden[span])
@@ -422,10 +426,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (losses * weights_R.to(accumulate)).sum()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dloss):  # type: ignore[no-untyped-def]
         dhidden, dweight = ctx.saved_tensors
         return (
-            None if dhidden is None else dhidden * dloss.to(dhidden.dtype),
+            # In dloss's own precision: rounded to bfloat16 it would scale the whole gradient by up to 0.4 %.
+            None if dhidden is None else (dhidden.to(dloss.dtype) * dloss).to(dhidden.dtype),
             None if dweight is None else (dweight * dloss).to(ctx.weight_dtype),
             None,
             None,
@@ -438,6 +444,8 @@ def linear_cross_entropy(hidden_RD: Tensor, weight_VD: Tensor, targets_R: Tensor
     hidden_RD: [R, D]; weight_VD: [V, D]; targets_R: int64 [R] in [0, V); weights_R: [R], not differentiated.
     Returns a scalar, in float32 at least.
     """
+    if not torch.is_grad_enabled():  # a Function is told which inputs require gradients, not whether they are wanted
+        hidden_RD, weight_VD = hidden_RD.detach(), weight_VD.detach()
     return _LinearCrossEntropy.apply(hidden_RD, weight_VD, targets_R, weights_R)
 
 
@@ -453,6 +461,7 @@ class _TokenShift(torch.autograd.Function):
         return shifted if starts_BT1 is None else shifted.masked_fill_(starts_BT1, 0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy_BTD):  # type: ignore[no-untyped-def]
         if ctx.starts_BT1 is not None:
             dy_BTD = dy_BTD.masked_fill(ctx.starts_BT1, 0)

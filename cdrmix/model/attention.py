@@ -19,24 +19,35 @@ class AttentionState(NamedTuple):
     values: Tensor
 
 
-def rotate(x_BHTN: Tensor, positions_BT: Tensor, theta: float) -> Tensor:
+class Angles(NamedTuple):
+    """Cosine and sine of the rotary angles at every token, float64 [B, 1, T, N/2], N the head width."""
+
+    cosine: Tensor
+    sine: Tensor
+
+
+def rotary_angles(positions_BT: Tensor, head_width: int, theta: float) -> Angles:
     """Rotary position embedding (arXiv 2104.09864): the pair (i, i + N/2) turns by position * theta^(-2i/N)."""
-    half = x_BHTN.shape[-1] // 2
-    frequencies = theta ** (-torch.arange(half, device=x_BHTN.device, dtype=torch.float64) / half)
+    half = head_width // 2
+    frequencies = theta ** (-torch.arange(half, device=positions_BT.device, dtype=torch.float64) / half)
     angles = (positions_BT.double().unsqueeze(-1) * frequencies).unsqueeze(1)
-    cosine, sine = angles.cos().to(x_BHTN.dtype), angles.sin().to(x_BHTN.dtype)
-    left, right = x_BHTN[..., :half], x_BHTN[..., half:]
+    return Angles(angles.cos(), angles.sin())
+
+
+def rotate(x_BHTN: Tensor, angles: Angles) -> Tensor:
+    """x with each pair (i, i + N/2) turned by its token's angle."""
+    cosine, sine = angles.cosine.to(x_BHTN.dtype), angles.sine.to(x_BHTN.dtype)
+    left, right = x_BHTN.chunk(2, -1)
     return torch.cat([left * cosine - right * sine, right * cosine + left * sine], -1)
 
 
 class Attention(nn.Module):
     """Multi-head attention, `kv_heads` key/value heads serving `heads` query heads."""
 
-    def __init__(self, config: Model, layer: int) -> None:
+    def __init__(self, config: Model) -> None:
         super().__init__()
         attention, width = config.attention, config.d_model
         self.heads, self.kv_heads, self.head_width = attention.heads, attention.kv_heads, width // attention.heads
-        self.theta = attention.rope_theta if attention.rope else None
         scale = config.init_std_scale
         self.query = linear(width, width, 0.5 * scale)
         self.key = linear(width, self.kv_heads * self.head_width, 0.5 * scale)
@@ -46,17 +57,20 @@ class Attention(nn.Module):
         self.key_norm = nn.RMSNorm(self.head_width, eps=config.norm_eps) if attention.qk_norm else None
 
     def forward(
-        self, x: Tensor, positions_BT: Tensor, mask: Tensor | None, state: AttentionState | None
+        self, x: Tensor, angles: Angles | None, mask: Tensor | None, state: AttentionState | None
     ) -> tuple[Tensor, AttentionState]:
-        """x [B, T, D] (normed), mask bool [B, 1, T, T] or None (one document a row) -> output [B, T, D], state."""
+        """x [B, T, D] (normed), angles None without positions, mask bool [B, 1, T, T] or None (one document a row).
+
+        Returns the output [B, T, D] and the state after the last token.
+        """
         batch, length, width = x.shape
         q = self.query(x).view(batch, length, self.heads, self.head_width).transpose(1, 2)
         k = self.key(x).view(batch, length, self.kv_heads, self.head_width).transpose(1, 2)
         v = self.value(x).view(batch, length, self.kv_heads, self.head_width).transpose(1, 2)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
-        if self.theta is not None:
-            q, k = rotate(q, positions_BT, self.theta), rotate(k, positions_BT, self.theta)
+        if angles is not None:
+            q, k = rotate(q, angles), rotate(k, angles)
         past = 0
         if state is not None:
             past = state.keys.shape[2]

@@ -58,6 +58,7 @@ class LanguageModel(nn.Module):
         self.config = config
         self.activation_checkpointing = activation_checkpointing
         attention = attention_layers(config.layers, config.attention_fraction, config.schedule)
+        self.attends = bool(attention)
         self.embedding = TokenEmbedding(config.vocab_size, config.d_model, std=0.02 * config.init_std_scale)
         self.embedding_norm = make_norm(config) if config.embedding_norm else nn.Identity()
         self.blocks = nn.ModuleList(
@@ -90,7 +91,7 @@ class LanguageModel(nn.Module):
         if state is not None and cu_seqlens is not None:
             raise ValueError("pass either cu_seqlens (packed documents) or state (one continued document a row)")
         batch, length = ids_BT.shape
-        places = place_tokens(batch, length, cu_seqlens, _past(state), ids_BT.device)
+        places = place_tokens(self.config, batch, length, cu_seqlens, _past(state), ids_BT.device, attends=self.attends)
         x = self.embedding_norm(self.embedding(ids_BT))
         v_first: Tensor | None = None
         states: list[BlockState] = []

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cdrmix.config.schema import Model
-from cdrmix.model.attention import Attention, AttentionState
+from cdrmix.model.attention import Angles, Attention, AttentionState, rotary_angles
 from cdrmix.model.experts import ChannelMix, MoeFeedForward, Routed
 from cdrmix.model.layers import make_norm
 from cdrmix.model.time_mix import TimeMix, TimeMixState
@@ -24,28 +24,36 @@ class BlockState(NamedTuple):
 class Places(NamedTuple):
     """Where the tokens of a batch stand; made once for all blocks.
 
-    positions_BT: int64, counted from the document's start. starts_BT1: bool, documents' starts inside rows;
-    mask: bool [B, 1, T, T], True where a query may see a key; both None with one document a row.
+    cu_seqlens: as given to the model. starts_BT1: bool, where documents start inside rows (not at their first
+    token). angles: rotary angles of the positions, counted from the document's start. mask: bool [B, 1, T, T],
+    True where a query may see a key. None: one document a row, or no block that would read it.
     """
 
-    positions_BT: Tensor
-    starts_BT1: Tensor | None
-    mask: Tensor | None
     cu_seqlens: Tensor | None
+    starts_BT1: Tensor | None
+    angles: Angles | None
+    mask: Tensor | None
 
 
-def place_tokens(batch: int, length: int, cu_seqlens: Tensor | None, past: int, device: torch.device) -> Places:
-    """Positions, document starts and attention mask of a batch; `past` tokens came before its rows."""
+def place_tokens(
+    config: Model, batch: int, length: int, cu_seqlens: Tensor | None, past: int, device: torch.device, *, attends: bool
+) -> Places:
+    """The places of a batch; `past` tokens came before its rows; `attends`: some block is attention."""
     time = torch.arange(length, device=device).expand(batch, -1)
-    if cu_seqlens is None:
-        return Places(time + past, None, None, None)
-    starts = torch.zeros(batch * length + 1, dtype=torch.bool, device=device)
-    starts[cu_seqlens.long()] = True
-    starts = starts[:-1].view(batch, length)
-    positions = time - torch.where(starts, time, 0).cummax(1).values
-    document = starts.cumsum(1)
-    same = document.unsqueeze(-1) == document.unsqueeze(-2)
-    return Places(positions, starts.unsqueeze(-1), same.tril().unsqueeze(1), cu_seqlens)
+    starts, document = None, None
+    if cu_seqlens is not None:
+        starts = torch.zeros(batch * length + 1, dtype=torch.bool, device=device)
+        starts[cu_seqlens.long()] = True
+        starts = starts[:-1].view(batch, length).index_fill(1, torch.zeros(1, dtype=torch.int64, device=device), False)
+        document = starts.cumsum(1)
+    angles = mask = None
+    if attends and config.attention.rope:
+        first = 0 if starts is None else torch.where(starts, time, 0).cummax(1).values
+        head_width = config.d_model // config.attention.heads
+        angles = rotary_angles(time + past - first, head_width, config.attention.rope_theta)
+    if attends and document is not None:
+        mask = (document.unsqueeze(-1) == document.unsqueeze(-2)).tril().unsqueeze(1)
+    return Places(cu_seqlens, None if starts is None else starts.unsqueeze(-1), angles, mask)
 
 
 class Block(nn.Module):
@@ -54,7 +62,7 @@ class Block(nn.Module):
     def __init__(self, config: Model, layer: int, mixer: str) -> None:
         super().__init__()
         self.mixer_norm = make_norm(config)
-        self.mixer: Attention | TimeMix = Attention(config, layer) if mixer == "attention" else TimeMix(config, layer)
+        self.mixer: Attention | TimeMix = Attention(config) if mixer == "attention" else TimeMix(config, layer)
         self.feed_forward_norm = make_norm(config)
         self.feed_forward: MoeFeedForward | ChannelMix = (
             MoeFeedForward(config) if config.feed_forward.kind == "moe" else ChannelMix(config, layer)
@@ -69,7 +77,7 @@ class Block(nn.Module):
         mixed: AttentionState | TimeMixState
         if isinstance(self.mixer, Attention):
             assert carried is None or isinstance(carried, AttentionState)
-            y, mixed = self.mixer(normed, places.positions_BT, places.mask, carried)
+            y, mixed = self.mixer(normed, places.angles, places.mask, carried)
         else:
             assert carried is None or isinstance(carried, TimeMixState)
             y, v_first, mixed = self.mixer(normed, v_first, places.starts_BT1, places.cu_seqlens, carried)

@@ -21,10 +21,7 @@ def make_norm(config: Model) -> nn.Module:
 
 
 class TokenEmbedding(nn.Module):
-    """The table of token vectors, read as embedding and, where tied, as the output head.
-
-    Both readings go through `forward`, so that a sharded table is gathered for either.
-    """
+    """The table of token vectors; its `weight`, [V, D], also serves as output head, tied or of its own."""
 
     def __init__(self, vocab_size: int, d_model: int, std: float) -> None:
         super().__init__()

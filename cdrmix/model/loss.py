@@ -25,7 +25,11 @@ class Losses(NamedTuple):
 
 
 class LossModel(nn.Module):
-    """A language model that answers with its loss: what the engine trains."""
+    """A language model that answers with its loss: what the engine trains.
+
+    The next-token loss weighs every token by its weight; the routers' losses and counts take in all tokens, also
+    those of weight 0, which are routed and computed like the others.
+    """
 
     def __init__(self, language_model: LanguageModel) -> None:
         super().__init__()

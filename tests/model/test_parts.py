@@ -9,7 +9,7 @@ import torch
 
 from cdrmix.config.schema import Attention as AttentionConfig
 from cdrmix.config.schema import FeedForward, Model, Rwkv
-from cdrmix.model.attention import Attention, rotate
+from cdrmix.model.attention import Attention, rotary_angles, rotate
 from cdrmix.model.backbone import LanguageModel
 from cdrmix.model.blocks import place_tokens
 from cdrmix.model.layers import parameter_kind
@@ -23,8 +23,8 @@ def test_rotation_depends_on_the_distance_alone() -> None:
     q, k = torch.randn(1, 1, 1, 8, dtype=torch.float64), torch.randn(1, 1, 1, 8, dtype=torch.float64)
 
     def score(query_at: int, key_at: int) -> float:
-        turned = rotate(q, torch.tensor([[query_at]]), 10000.0), rotate(k, torch.tensor([[key_at]]), 10000.0)
-        return float((turned[0] * turned[1]).sum())
+        at_query, at_key = (rotary_angles(torch.tensor([[position]]), 8, 10000.0) for position in (query_at, key_at))
+        return float((rotate(q, at_query) * rotate(k, at_key)).sum())
 
     assert math.isclose(score(9, 4), score(105, 100), abs_tol=1e-12)
     assert not math.isclose(score(9, 4), score(9, 5), abs_tol=1e-3)
@@ -40,11 +40,12 @@ def test_grouped_query_attention_equals_its_formula() -> None:
         feed_forward=FeedForward(hidden=8),
     )
     torch.manual_seed(0)
-    attention = Attention(config, 0).double()
+    attention = Attention(config).double()
     torch.nn.init.normal_(attention.output.weight)
     x = torch.randn(2, 7, 16, dtype=torch.float64)
-    places = place_tokens(2, 7, torch.tensor([0, 3, 7, 14]), 0, x.device)
-    found, _ = attention(x, places.positions_BT, places.mask, None)
+    places = place_tokens(config, 2, 7, torch.tensor([0, 3, 7, 14]), 0, x.device, attends=True)
+    assert places.angles is None  # rope: false
+    found, _ = attention(x, None, places.mask, None)
     q, k, v = attention.query(x), attention.key(x), attention.value(x)
     expected = torch.zeros(2, 7, 16, dtype=torch.float64)
     document = [[0, 0, 0, 1, 1, 1, 1], [2] * 7]
@@ -61,13 +62,20 @@ def test_grouped_query_attention_equals_its_formula() -> None:
     torch.testing.assert_close(found, attention.output(expected), rtol=1e-11, atol=1e-12)
 
 
-def test_places_of_packed_documents() -> None:
-    places = place_tokens(2, 4, torch.tensor([0, 2, 4, 7, 8], dtype=torch.int32), 0, torch.device("cpu"))
-    assert places.positions_BT.tolist() == [[0, 1, 0, 1], [0, 1, 2, 0]]
+def test_places_of_packed_documents(make_model: MakeModel) -> None:
+    config, cu_seqlens = make_model().config, torch.tensor([0, 2, 4, 7, 8], dtype=torch.int32)
+    places = place_tokens(config, 2, 4, cu_seqlens, 0, torch.device("cpu"), attends=True)
+    assert places.angles is not None
     assert places.starts_BT1 is not None
     assert places.mask is not None
-    assert places.starts_BT1.squeeze(-1).tolist() == [[True, False, True, False], [True, False, False, True]]
+    # The first pair turns by one radian a position.
+    positions = torch.tensor([[0.0, 1.0, 0.0, 1.0], [0.0, 1.0, 2.0, 0.0]], dtype=torch.float64)
+    torch.testing.assert_close(places.angles.sine[:, 0, :, 0], positions.sin())
+    assert places.starts_BT1.squeeze(-1).tolist() == [[False, False, True, False], [False, False, False, True]]
     assert places.mask[0, 0].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
+    without = place_tokens(config, 2, 4, cu_seqlens, 0, torch.device("cpu"), attends=False)
+    assert without.angles is None
+    assert without.mask is None  # quadratic in the length: not made for a stack without attention
 
 
 def test_routing_metrics_of_known_loads() -> None:

@@ -1,0 +1,131 @@
+"""Every op of the one door, by the table: repeatable to the bit, float32 near float64, on every device there is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from cdrmix import ops
+
+Arguments = dict[str, Tensor]
+ROOT = Path(__file__).parents[2]
+
+
+def wkv7(x: Arguments) -> tuple[Tensor, ...]:
+    cu_seqlens = torch.tensor([0, 11, 50, 100], dtype=torch.int32, device=x["r"].device)
+    k = functional.normalize(x["a"], dim=-1)
+    log_w, rate = -0.6 * x["w"].sigmoid(), x["b"].sigmoid()
+    y, state = ops.wkv7(x["r"], log_w, x["k"], x["v"], -k, k * rate, cu_seqlens=cu_seqlens, return_state=True)
+    assert state is not None
+    return y, state
+
+
+def moe(x: Arguments) -> tuple[Tensor, ...]:
+    routing = ops.route_topk(x["x"] @ x["gate"], 2)
+    y = ops.moe_experts(x["x"], x["w_up"], x["w_down"], routing)
+    return y, routing.load_balance, routing.z_loss
+
+
+def cross_entropy(x: Arguments) -> tuple[Tensor, ...]:
+    hidden = x["hidden"]
+    targets = torch.arange(hidden.shape[0], device=hidden.device) % x["weight"].shape[0]
+    return (ops.linear_cross_entropy(hidden, x["weight"], targets, torch.ones_like(hidden[:, 0])) / len(targets),)
+
+
+def shift(x: Arguments) -> tuple[Tensor, ...]:
+    starts = (torch.arange(30, device=x["x"].device) % 7 == 3).view(2, 15, 1)
+    return (ops.token_shift(x["x"], None, starts),)
+
+
+WKV = dict.fromkeys("rwkvab", (2, 50, 2, 32))
+CASES: dict[str, tuple[Callable[[Arguments], tuple[Tensor, ...]], dict[str, tuple[int, ...]]]] = {
+    "wkv7": (wkv7, WKV),
+    "route_topk": (moe, {"x": (40, 16), "gate": (16, 4), "w_up": (4, 16, 24), "w_down": (4, 24, 16)}),
+    "moe_experts": (moe, {"x": (7, 16), "gate": (16, 8), "w_up": (8, 16, 24), "w_down": (8, 24, 16)}),
+    "linear_cross_entropy": (cross_entropy, {"hidden": (700, 16), "weight": (50, 16)}),
+    "token_shift": (shift, {"x": (2, 15, 8)}),
+}
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def run(name: str, device: str, dtype: torch.dtype) -> list[Tensor]:
+    """Outputs and all gradients of an op on inputs that depend on its name alone."""
+    function, shapes = CASES[name]
+    generator = torch.Generator().manual_seed(len(name))
+    inputs = {}
+    for key, shape in shapes.items():
+        value = torch.randn(*shape, generator=generator) / (shape[-2] ** 0.5 if key.startswith("w_") else 1)
+        inputs[key] = value.to(device, dtype).requires_grad_()
+    outputs = function(inputs)
+    generator.manual_seed(0)
+    weights = [torch.randn(output.shape, generator=generator).to(device, dtype) for output in outputs]
+    total = sum((output * weight).sum() for output, weight in zip(outputs, weights, strict=True))
+    assert isinstance(total, Tensor)
+    return [tensor.detach().cpu() for tensor in (*outputs, *torch.autograd.grad(total, list(inputs.values())))]
+
+
+def test_the_table_is_complete() -> None:
+    assert set(CASES) == set(ops.OPS)
+    for name, op in ops.OPS.items():
+        assert getattr(ops, name) is op
+        assert op.__doc__
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_bits_every_time(name: str, device: str) -> None:
+    first, second = run(name, device, torch.float32), run(name, device, torch.float32)
+    assert all(torch.equal(left, right) for left, right in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", CASES)
+def test_float32_is_near_float64(name: str, device: str) -> None:
+    """Bar: 256 eps of the largest value. Sums of up to 700 rounded terms, through at most four products in a row."""
+    exact = run(name, "cpu", torch.float64)
+    for found, wanted in zip(run(name, device, torch.float32), exact, strict=True):
+        bar = 256 * torch.finfo(torch.float32).eps * max(wanted.abs().max().item(), 1e-3)
+        assert (found.double() - wanted).abs().max().item() < bar
+
+
+def test_second_derivatives_are_refused_and_not_wrong() -> None:
+    x = torch.randn(1, 4, 2, requires_grad=True)
+    (gradient,) = torch.autograd.grad(ops.token_shift(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_bfloat16_loss_gradients_keep_the_scale_of_the_loss() -> None:
+    """1 / 3000 has no short form in bfloat16: rounding it first would scale every gradient by up to 0.4 %."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(64, 16).bfloat16().requires_grad_(), torch.randn(50, 16).bfloat16()
+    targets, ones = torch.randint(0, 50, (64,)), torch.ones(64)
+
+    def gradient(scale: float) -> Tensor:
+        loss = ops.linear_cross_entropy(hidden, weight, targets, ones) * scale
+        return torch.autograd.grad(loss, hidden)[0].double()
+
+    ratio = (gradient(1 / 3000) * 3000).norm() / gradient(1.0).norm()
+    assert abs(ratio - 1) < 2**-10  # rounding of single elements averages out over 1,024 of them
+
+
+def test_the_door_needs_torch_alone() -> None:
+    """A machine with PyTorch and Triton alone can run the ops: no other package of ours is imported."""
+    code = (
+        "import sys\n"
+        "allowed = set(sys.stdlib_module_names) | {'torch', 'triton', 'cdrmix'}\n"
+        "import torch\n"
+        "before = set(sys.modules)\n"
+        "import cdrmix.ops\n"
+        "new = {name.split('.')[0] for name in set(sys.modules) - before}\n"
+        "assert new <= allowed, new - allowed\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT.parent)
+    assert done.returncode == 0, done.stderr
