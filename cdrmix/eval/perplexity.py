@@ -61,17 +61,8 @@ class Baselines:
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class HeldOut(Baselines, Score):
     """A model's figures on held-out text, and the baselines beside them."""
-
-    loss_nats_per_token: float
-    perplexity: float
-    bits_per_byte: float
-    tokens: int
-    text_bytes: int
-    unigram_bits_per_byte: float
-    gzip9_bits_per_byte: float
-    zstd19_bits_per_byte: float
 
     @classmethod
     def of(cls, score: Score, baselines: Baselines) -> HeldOut:

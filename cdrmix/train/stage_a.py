@@ -18,9 +18,9 @@ from cdrmix.data.loader import EvalLoader, TrainLoader
 from cdrmix.data.shards import ShardSet
 from cdrmix.errors import CheckpointError, Preempted, VocabularyError
 from cdrmix.eval.perplexity import evaluate
+from cdrmix.eval.routing import routing_metrics
 from cdrmix.model.backbone import LanguageModel
 from cdrmix.model.loss import Losses, LossModel
-from cdrmix.model.router import routing_metrics
 from cdrmix.train.checkpoint import (
     Progress,
     differences,

@@ -123,3 +123,16 @@ def test_another_format_is_refused(written: Path) -> None:
 def test_a_folder_that_holds_no_shards(tmp_path: Path) -> None:
     with pytest.raises(ShardError, match="holds no finished shards"):
         open_shards(tmp_path / "nowhere")
+
+
+def test_shards_that_another_process_verified_are_opened_without_hashing(tmp_path: Path) -> None:
+    shards = write(tmp_path / "s", [[1, 2, 3], [4, 5]])
+    file = shards.path / "train.tokens-00000.bin"
+    whole = file.read_bytes()
+    file.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+    assert open_shards(shards.path, verify=False).train.tokens == shards.train.tokens
+    with pytest.raises(ShardError, match="SHA-256"):
+        open_shards(shards.path)
+    file.write_bytes(whole[:-2])  # sizes are compared all the same
+    with pytest.raises(ShardError, match="cut short"):
+        open_shards(shards.path, verify=False)

@@ -1,4 +1,4 @@
-"""Parts of the model: attention against its formula, router health, parameter kinds, initialisation."""
+"""Parts of the model: attention against its formula, parameter kinds, initialisation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from cdrmix.model.attention import Attention, rotary_angles, rotate
 from cdrmix.model.backbone import LanguageModel
 from cdrmix.model.blocks import place_tokens
 from cdrmix.model.layers import parameter_kind
-from cdrmix.model.router import routing_metrics
 
 MakeModel = Callable[..., LanguageModel]
 
@@ -76,17 +75,6 @@ def test_places_of_packed_documents(make_model: MakeModel) -> None:
     without = place_tokens(config, 2, 4, cu_seqlens, 0, torch.device("cpu"), attends=False)
     assert without.angles is None
     assert without.mask is None  # quadratic in the length: not made for a stack without attention
-
-
-def test_routing_metrics_of_known_loads() -> None:
-    counts = torch.tensor([[10, 10, 10, 10], [40, 0, 0, 0], [20, 10, 10, 0]])
-    metrics = routing_metrics(counts, 1.25)
-    assert metrics["entropy_bits"] == [2.0, 0.0, 1.5]
-    assert metrics["entropy_normalised"] == [1.0, 0.0, 0.75]
-    assert metrics["max_over_mean"] == [1.0, 4.0, 2.0]
-    assert metrics["dead_experts"] == [0.0, 3.0, 1.0]
-    # Capacity ceil(1.25 * 40 / 4) = 13: 27 of 40 rows over in the second layer, 7 in the third.
-    assert metrics["overflow"] == [0.0, 27 / 40, 7 / 40]
 
 
 def test_parameter_kinds(make_model: MakeModel) -> None:
