@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
@@ -15,19 +16,29 @@ import torch
 from cdrmix.config.schema import Config
 from cdrmix.errors import NonFiniteLossError, OutOfMemoryError
 
-# An fp16 loss scale starting at 2**16 needs at most 16 halvings to reach 1; more skips in a row mean a real NaN.
+# fp16's first loss scale, 2**16, may take 16 halvings until the gradients fit. A scale that has grown since did so
+# only while they fitted, so it is one doubling too large at most; more skips in a row mean a real NaN.
 MAX_CONSECUTIVE_SKIPS = 20
 
 
-class StopRequest:
-    """SIGTERM and SIGINT as a question to ask between steps; the second signal ends the process at once.
+SAME_INTERRUPT = 1.0  # seconds in which SIGINT counts once: a terminal's Ctrl-C can arrive by two ways
 
-    A context manager: the former handlers return on leaving. In a thread that is not the main one it
-    never asks to stop, because Python delivers signals to the main thread only.
+
+class StopRequest:
+    """SIGTERM, SIGHUP and SIGINT as a question to ask between steps.
+
+    SIGTERM and SIGHUP may come any number of times: where a scheduler ends all processes of a job, a worker
+    gets one from it, one from the launcher and one from torchrun, and must still save its checkpoint. Only a person
+    who repeats Ctrl-C, a second after the first or later, ends the process at once.
+
+    A context manager: the former handlers return on leaving, and a signal that was ignored (SIGHUP under nohup)
+    stays ignored. In a thread that is not the main one it never asks to stop, because Python delivers signals to
+    the main thread only.
     """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        self._interrupted: float | None = None  # when the first SIGINT came, on the monotonic clock
         self._former: dict[signal.Signals, signal.Handlers | object] = {}
 
     @property
@@ -36,8 +47,9 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._former[number] = signal.signal(number, self._receive)
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._former[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(
@@ -47,9 +59,14 @@ class StopRequest:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None:
-            os._exit(128 + number)
-        self.signal = signal.Signals(number)
+        if number == signal.SIGINT:
+            now = time.monotonic()
+            if self._interrupted is None:
+                self._interrupted = now
+            elif now - self._interrupted >= SAME_INTERRUPT:
+                os._exit(128 + number)
+        if self.signal is None:
+            self.signal = signal.Signals(number)
 
 
 def check_finite(loss: float, step: int) -> None:

@@ -7,34 +7,60 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
 
 from cdrmix.errors import NonFiniteLossError, OutOfMemoryError
-from cdrmix.train.faults import MAX_CONSECUTIVE_SKIPS, Skips, StopRequest, check_finite, memory_guard
+from cdrmix.train.faults import MAX_CONSECUTIVE_SKIPS, SAME_INTERRUPT, Skips, StopRequest, check_finite, memory_guard
 
 
-def test_a_signal_asks_to_stop_and_the_former_handler_returns() -> None:
-    former = signal.getsignal(signal.SIGTERM)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_asks_to_stop_and_the_former_handler_returns(number: signal.Signals) -> None:
+    former = signal.getsignal(number)
     with StopRequest() as stop:
         assert not stop.requested
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         assert stop.requested
+        assert stop.signal == number
+    assert signal.getsignal(number) is former
+
+
+def test_an_ignored_hangup_stays_ignored() -> None:
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.requested
+    finally:
+        signal.signal(signal.SIGHUP, former)
+
+
+def test_termination_from_several_sides_still_leaves_time_to_save() -> None:
+    # Where this fails, the process of the tests is gone.
+    with StopRequest() as stop:
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGHUP, signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        time.sleep(SAME_INTERRUPT)
+        os.kill(os.getpid(), signal.SIGTERM)
         assert stop.signal == signal.SIGTERM
-    assert signal.getsignal(signal.SIGTERM) is former
 
 
-def test_a_second_signal_ends_the_process_at_once() -> None:
+def test_a_second_interrupt_ends_the_process_at_once_but_one_that_arrives_twice_does_not() -> None:
     program = (
         "import os, signal, time\n"
-        "from cdrmix.train.faults import StopRequest\n"
+        "from cdrmix.train.faults import SAME_INTERRUPT, StopRequest\n"
         "with StopRequest():\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
-        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    print('alive', flush=True)\n"
+        "    time.sleep(SAME_INTERRUPT)\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
         "    time.sleep(60)\n"
     )
-    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 128 + signal.SIGTERM
+    done = subprocess.run([sys.executable, "-c", program], timeout=60, check=False, stdout=subprocess.PIPE, text=True)
+    assert (done.stdout, done.returncode) == ("alive\n", 128 + signal.SIGINT)
 
 
 def test_outside_the_main_thread_it_never_asks_to_stop() -> None:
