@@ -2,7 +2,8 @@
 
 A configuration file is one mapping. Its key `base:` names another file, relative to the folder of
 the file that says so; that file is read first and this one laid on top, mapping by mapping, at any
-depth of inheritance. Overrides come last. Paths *inside* a configuration (corpus, tokenizer,
+depth of inheritance. Overrides come last, all together: which of them says a section's `kind` and
+which its other keys, and in what order, makes no difference. Paths *inside* a configuration (corpus, tokenizer,
 `run.root`, `data.cache`) are left as they are written, and so are relative to the working directory.
 
 YAML is read by its 1.2 rules where they differ from PyYAML's: `3e-4` is a number, `yes` and `on`
@@ -17,6 +18,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -24,11 +26,19 @@ from cdrmix.config import words
 from cdrmix.config.check import check
 from cdrmix.config.problems import Problem, failure, found
 from cdrmix.config.schema import Config
-from cdrmix.config.tree import COMMAND_LINE, Place, Scalar, Value, merge
+from cdrmix.config.tree import COMMAND_LINE, Place, Scalar, Value, find, merge
 from cdrmix.registry import nearest
 
 LARGEST_FILE = 1 << 20  # bytes; a configuration is a few thousand
 LARGEST_COUNT = 20_000  # values, counted after aliases are followed
+# Keys that change no weight and no measurement, only where things are kept and what is told of them. The
+# device and the threads are not among them: they decide the order in which sums are rounded.
+NOT_HASHED: dict[str, Any] = {
+    "run": {"root", "name"},
+    "data": {"cache"},
+    "train": {"keep_last", "log_every"},
+    "logging": True,
+}
 DEEPEST = 50  # mappings and lists inside each other
 
 _TAG = "tag:yaml.org,2002:"
@@ -70,9 +80,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     reading = _Reading()
     tree = reading.chain(Path(path), Place(str(path)), ()) or Value({}, Place(str(path)))
-    for override in overrides:
-        if layer := reading.override(override):
-            tree = merge(tree, layer, words.tagged())
+    if above := reading.overrides(overrides):
+        tree = merge(tree, above, words.tagged())
     config, wrong = check(tree, reading.whole)
     problems = reading.problems + wrong
     if problems or config is None:
@@ -90,14 +99,13 @@ def dump_config(config: Config) -> str:
 
 
 def config_hash(config: Config) -> str:
-    """SHA-256 (hex) of the resolved configuration.
+    """SHA-256 (hex) of what of the resolved configuration makes a run another run.
 
-    Every key counts but `run.root`, which says where runs are kept and not what they compute, so
-    that a run moved elsewhere is still recognised. How the values came about (inherited,
-    overridden, autosized, default) and their order do not count.
+    Every key counts but NOT_HASHED, so that a run may be moved, renamed, logged elsewhere and given
+    less disk, and still go on. How the values came about (inherited, overridden, autosized, default)
+    and their order do not count.
     """
-    data = config.model_dump(mode="json")
-    del data["run"]["root"]
+    data = config.model_dump(mode="json", exclude=NOT_HASHED)
     return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
@@ -152,6 +160,18 @@ class _Reading:
             return tree
         what = "the file is empty" if tree.blank else f"{found(_outline(tree))} at the top of the file"
         raise _Refusal(tree.place, what, f"a mapping with the sections {', '.join(words.keys(words.root()))}")
+
+    def overrides(self, texts: Sequence[str]) -> Value | None:
+        """All overrides as one tree, a later one laid over the earlier ones."""
+        tree: Value | None = None
+        for text in texts:
+            if layer := self.override(text):
+                # `data.source.kind=jsonl` says one key, whatever kind the keys beside it were written for; a
+                # mapping, as in `data.source={kind: jsonl, ...}`, says the section.
+                said = find(layer, tuple(text.partition("=")[0].split(".")))
+                whole = said is not None and isinstance(said.content, dict)
+                tree = merge(tree, layer, words.tagged() if whole else frozenset()) if tree else layer
+        return tree
 
     def override(self, text: str) -> Value | None:
         """`a.b=c` as the tree {a: {b: c}}, or None and a problem."""

@@ -16,8 +16,8 @@ from typing import Any
 
 from cdrmix.config.load import config_hash, dump_config
 from cdrmix.config.schema import Config
-from cdrmix.durable import write_atomically
-from cdrmix.errors import ConfigError
+from cdrmix.durable import disk_guard, write_atomically
+from cdrmix.errors import ConfigError, DiskFullError
 
 PACKAGES = ("cdrmix", "torch", "deepspeed", "numpy", "tokenizers", "safetensors", "pydantic", "triton", "numba")
 
@@ -37,31 +37,33 @@ class RunFolder:
     def create(cls, config: Config) -> RunFolder:
         """A new folder under `config.run.root`; a name that is taken gets -2, -3, ... appended.
 
-        Raises ConfigError when the root cannot be written.
+        Raises ConfigError when the root cannot be written, DiskFullError when nothing more fits there.
         """
-        root = Path(config.run.root)
+        root = _root(config)
         timestamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
         name = f"{timestamp}-{config_hash(config)[:8]}"
         try:
-            root.mkdir(parents=True, exist_ok=True)
-            path = _make_new(root, name)
+            with disk_guard(f"a run folder under {root}", "Free some space there, or set run.root to another disk."):
+                root.mkdir(parents=True, exist_ok=True)
+                run = cls(_make_new(root, name))
+                run.checkpoints.mkdir()
+                write_atomically(run.config_snapshot, dump_config(config))
+                run.update_summary(
+                    {
+                        "finished": False,
+                        "name": config.run.name,
+                        "config_hash": config_hash(config),
+                        "started": timestamp,
+                        "environment": environment(),
+                    }
+                )
+        except DiskFullError:
+            raise
         except OSError as error:
             raise ConfigError(
                 f"run.root: cannot create a run folder under {root}: {error.strerror}; "
                 "set run.root to a folder that you may write"
             ) from error
-        run = cls(path)
-        run.checkpoints.mkdir()
-        write_atomically(run.config_snapshot, dump_config(config))
-        run.update_summary(
-            {
-                "finished": False,
-                "name": config.run.name,
-                "config_hash": config_hash(config),
-                "started": timestamp,
-                "environment": environment(),
-            }
-        )
         return run
 
     @classmethod
@@ -77,11 +79,15 @@ class RunFolder:
         """The run folder that `--resume` names: a path, or 'auto' for the newest unfinished run of this config.
 
         None when 'auto' finds no such run; one that a live process holds is not taken for unfinished.
-        Raises ConfigError when a named folder belongs to another config.
+        Raises ConfigError when a named folder belongs to another config, or is held by another process.
+        The run goes on under this configuration, whose keys outside the hash may differ from before: see `adopt`.
         """
         if resume == "auto":
             unfinished = [run for run in cls.all_of(config) if not run.finished and not run.is_held()]
-            return unfinished[-1] if unfinished else None
+            run = unfinished[-1] if unfinished else None
+            if run is not None:
+                run.adopt(config)
+            return run
         run = cls.open(resume)
         theirs = run.summary().get("config_hash")
         if theirs != config_hash(config):
@@ -89,15 +95,34 @@ class RunFolder:
                 f"--resume {resume}: that run has config hash {str(theirs)[:8]}, this configuration has "
                 f"{config_hash(config)[:8]}; resume with --config {run.config_snapshot}"
             )
+        run.adopt(config)
         return run
 
     @classmethod
     def all_of(cls, config: Config) -> list[RunFolder]:
         """Every run folder of this configuration under its root, oldest first."""
         suffix = config_hash(config)[:8]
-        found = [path.parent for path in Path(config.run.root).glob(f"*-{suffix}*/config_snapshot.yaml")]
+        found = [path.parent for path in _root(config).glob(f"*-{suffix}*/config_snapshot.yaml")]
         runs = [cls(path) for path in sorted(found, key=_age)]
         return [run for run in runs if run.summary().get("config_hash") == config_hash(config)]
+
+    def adopt(self, config: Config) -> None:
+        """Goes on under a configuration of the same hash: it becomes the snapshot, and train.log says what changed.
+
+        So the snapshot names the places of today (run.root, data.cache), and as these keys decide no weight it
+        reproduces the whole run as before; each checkpoint keeps the snapshot it was made under.
+        Raises ConfigError when another process works on the run.
+        """
+        text = dump_config(config)
+        before = self.config_snapshot.read_text(encoding="utf-8")
+        if text == before:
+            return
+        with self.held():
+            # The dump has one key a line, so the lines that are new are the keys that changed.
+            new = [line.strip() for line in text.splitlines() if line not in before.splitlines()]
+            write_atomically(self.config_snapshot, text)
+            self.update_summary({"name": config.run.name})
+            self.note(f"going on with other values of keys that decide no weight: {', '.join(new)}")
 
     @property
     def config_snapshot(self) -> Path:
@@ -209,6 +234,10 @@ class RunFolder:
         kept = [row for row in read_metrics(self.metrics_jsonl) if row["step"] <= step]
         write_atomically(self.metrics_jsonl, "".join(json.dumps(row) + "\n" for row in kept))
         return len(lines) - len(kept)
+
+
+def _root(config: Config) -> Path:
+    return Path(config.run.root).expanduser()
 
 
 def _make_new(root: Path, name: str) -> Path:

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from cdrmix.config.load import config_hash, dump_config, load_config
-from cdrmix.config.schema import Config, HuggingFaceSource, StdlibSource, TextSource
+from cdrmix.config.schema import Config, HuggingFaceSource, JsonlSource, StdlibSource, TextSource
 from cdrmix.errors import ConfigError
 
 GOOD = """\
@@ -193,6 +193,21 @@ def test_aliases_within_a_file(tmp_path: Path) -> None:
     assert (config.run.name, config.data.cache) == ("shared", "shared")
 
 
+@pytest.mark.parametrize("base", ["", "data: {source: {kind: csv, paths: [z.csv], text_field: body}}\n"])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["data.source.paths=[a.jsonl]", "data.source.kind=jsonl"],
+        ["data.source.kind=jsonl", "data.source.paths=[a.jsonl]"],
+        ["data.source.kind=text", "data.source.paths=[a.jsonl]", "data.source.kind=jsonl"],
+        ["data.source={kind: csv, paths: [b], text_field: c}", "data.source={kind: jsonl, paths: [a.jsonl]}"],
+        ["data.source={kind: jsonl, paths: [b]}", "data.source.paths=[a.jsonl]"],
+    ],
+)
+def test_the_order_of_a_kind_and_its_keys_makes_no_difference(tmp_path: Path, base: str, overrides: list[str]) -> None:
+    assert load(tmp_path, base, *overrides).data.source == JsonlSource(kind="jsonl", paths=["a.jsonl"])
+
+
 def test_the_dump_stands_by_itself(tmp_path: Path) -> None:
     path = write(tmp_path, low=GOOD, top="base: low.yaml\nmodel: {attention: {kv_heads: 2}}\n")
     config = load_config(path, ["run.name=3e-4x", "train.ema_decay=0.999"])
@@ -213,8 +228,23 @@ def test_the_hash_is_of_values_not_of_how_they_were_written(tmp_path: Path) -> N
     assert config_hash(load(tmp_path, "", "train.learning_rate=0.003")) == config_hash(plain)
     assert config_hash(load(tmp_path, "", "run.root=elsewhere")) == config_hash(plain)
     assert config_hash(load_config(write(tmp_path, dump=dump_config(plain)))) == config_hash(plain)
-    for change in ("run.seed=2", "run.name=b", "data.cache=d", "train.log_every=11", "logging.wandb=true"):
-        assert config_hash(load(tmp_path, "", change)) != config_hash(plain)
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["run.root=r", "run.name=b", "data.cache=d", "train.keep_last=1", "train.log_every=11", "logging.wandb=true"],
+)
+def test_what_decides_no_weight_is_not_hashed(tmp_path: Path, change: str) -> None:
+    assert load(tmp_path, "", change) != load(tmp_path)
+    assert config_hash(load(tmp_path, "", change)) == config_hash(load(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["run.seed=2", "run.threads=3", "run.device=cpu", "data.row_length=8", "train.steps=9", "train.learning_rate=0.1"],
+)
+def test_what_decides_a_weight_is_hashed(tmp_path: Path, change: str) -> None:
+    assert config_hash(load(tmp_path, "", change)) != config_hash(load(tmp_path))
 
 
 def test_the_default_source_is_the_standard_library(tmp_path: Path) -> None:

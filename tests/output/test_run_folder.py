@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import re
@@ -13,7 +14,7 @@ import pytest
 
 from cdrmix.config.load import config_hash, load_config
 from cdrmix.config.schema import Config
-from cdrmix.errors import ConfigError
+from cdrmix.errors import ConfigError, DiskFullError
 from cdrmix.train.metrics import Console, StepRecord, Trackers, amount, clock, scalars
 from cdrmix.train.run import RunFolder, finite, read_metrics
 
@@ -81,6 +82,49 @@ def test_resuming_another_configuration_is_refused(config: Config, tmp_path: Pat
         RunFolder.resume(other, str(run.path))
     with pytest.raises(ConfigError, match="not a run folder"):
         RunFolder.resume(config, str(tmp_path / "nowhere"))
+
+
+def test_a_run_goes_on_under_other_values_of_what_decides_no_weight(config: Config, tmp_path: Path) -> None:
+    run = RunFolder.create(config)
+    moved = [f"run.root={tmp_path / 'experiments'}", "run.name=other", "data.cache=elsewhere", "train.keep_last=1"]
+    for resume, more in (("auto", []), (str(run.path), ["train.log_every=3", "logging.wandb=true"])):
+        other = load_config(TINY, [*moved, *more])
+        found = RunFolder.resume(other, resume)
+        assert found is not None
+        assert found.path == run.path
+        assert load_config(run.config_snapshot) == other
+        assert config_hash(load_config(run.config_snapshot)) == run.summary()["config_hash"]
+    assert run.summary()["name"] == "other"
+    first, second = run.log.read_text().splitlines()
+    assert first.endswith("decide no weight: name: other, cache: elsewhere, keep_last: 1")
+    assert second.endswith("decide no weight: log_every: 3, wandb: true")
+    RunFolder.resume(other, "auto")
+    assert len(run.log.read_text().splitlines()) == 2  # nothing to say when nothing changed
+    with run.held(), pytest.raises(ConfigError, match="another process"):
+        RunFolder.resume(config, str(run.path))
+    assert load_config(run.config_snapshot) == other
+
+
+def test_the_home_folder_in_the_root(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    config = config.model_copy(update={"run": config.run.model_copy(update={"root": "~/runs"})})
+    run = RunFolder.create(config)
+    assert run.path.parent == tmp_path / "runs"
+    found = RunFolder.resume(config, "auto")
+    assert found is not None
+    assert found.path == run.path
+    assert not (tmp_path / "~").exists()
+
+
+@pytest.mark.parametrize("call", ["mkdir", "write_bytes"])
+def test_a_full_disk_under_the_root(config: Config, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    def full(*arguments: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, call, full)
+    with pytest.raises(DiskFullError, match=r"a run folder under .*run\.root"):
+        RunFolder.create(config)
 
 
 def test_a_root_that_is_a_file_is_a_configuration_error(config: Config, tmp_path: Path) -> None:
