@@ -3,6 +3,8 @@
 PYTHON ?= python3
 CONFIG ?= configs/cdrmix-core-tiny.yaml
 ARGS ?=
+# Address of a package index that has PyTorch's CPU builds, where your own has only the CUDA ones.
+TORCH_INDEX ?=
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
@@ -29,8 +31,14 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt Makefile $(wildcard csrc/*
 	    echo 'A C++17 compiler is needed. On Debian and Ubuntu: apt install g++; or name one: make install CXX=clang++' >&2; exit 1; }
 	@if [ -e $(UNFINISHED) ] || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then rm -rf .venv; $(PYTHON) -m venv .venv; fi
 	@touch $(UNFINISHED); trap 'exit 130' INT TERM; set -e; \
-	{ echo 'Installing PyTorch ...' && \
-	  { { ! command -v nvidia-smi >/dev/null && $(PIP) torch==2.13.0+cpu 2>/dev/null; } || $(PIP) torch==2.13.0; } && \
+	{ if command -v nvidia-smi >/dev/null; then \
+	    echo 'Installing PyTorch for the GPU ...' && $(PIP) torch==2.13.0; \
+	  else \
+	    echo 'Installing PyTorch for the CPU ...' && \
+	    { PIP_EXTRA_INDEX_URL='$(TORCH_INDEX)' $(PIP) torch==2.13.0+cpu || { \
+	      echo 'Not had: your index may lack CPU builds (make install TORCH_INDEX=... names one that has them).' \
+	           'Installing the default build, which may bring several GB of CUDA.' >&2; $(PIP) torch==2.13.0; }; }; \
+	  fi && \
 	  echo 'Installing the other dependencies and building the extension ...' && \
 	  $(PIP) setuptools pybind11 && \
 	  $(PIP) --no-build-isolation --editable '.[test,dev]' && \
