@@ -19,6 +19,11 @@ from cdrmix.errors import NonFiniteLossError, OutOfMemoryError
 # fp16's first loss scale, 2**16, may take 16 halvings until the gradients fit. A scale that has grown since did so
 # only while they fitted, so it is one doubling too large at most; more skips in a row mean a real NaN.
 MAX_CONSECUTIVE_SKIPS = 20
+WHEN_NOT_FINITE = (
+    "--resume auto repeats the same steps from the last checkpoint, and so ends here again unless the machine was at "
+    "fault. Otherwise start a new run, which is what a changed configuration or text always is, with a lower "
+    "train.learning_rate or train.gradient_clip or a longer train.warmup_steps, or without the rows of that batch."
+)
 
 
 SAME_INTERRUPT = 1.0  # seconds in which SIGINT counts once: a terminal's Ctrl-C can arrive by two ways
@@ -74,8 +79,7 @@ def check_finite(loss: float, step: int) -> None:
     if not math.isfinite(loss):
         raise NonFiniteLossError(
             f"the loss of step {step} (global batch {step - 1} of the seed's order) is {loss}; the update was not "
-            "applied. Lower train.learning_rate or train.gradient_clip, lengthen train.warmup_steps, or look at the "
-            "rows of that batch; --resume auto continues from the last checkpoint."
+            f"applied. {WHEN_NOT_FINITE}"
         )
 
 
@@ -97,13 +101,13 @@ class Skips:
         if not self.may_skip:
             raise NonFiniteLossError(
                 f"the gradient norm of step {step} (global batch {step - 1} of the seed's order) is not finite; the "
-                "update was not applied. Lower train.learning_rate, lengthen train.warmup_steps, or look at the rows "
-                "of that batch; --resume auto continues from the last checkpoint."
+                f"update was not applied. {WHEN_NOT_FINITE}"
             )
         if self.consecutive >= MAX_CONSECUTIVE_SKIPS:
             raise NonFiniteLossError(
                 f"{self.consecutive} steps in a row, the last of them step {step} (global batch {step - 1}), had "
-                "non-finite gradients and were skipped. Set train.precision: bf16, or lower train.learning_rate."
+                "non-finite gradients and were skipped. Start a new run with train.precision=bf16 (or fp32), or with a "
+                "lower train.learning_rate: --resume auto would repeat the same steps."
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -15,8 +16,9 @@ from torch import Tensor
 
 from cdrmix.config.schema import Config
 from cdrmix.data.shards import ShardSet
-from cdrmix.errors import CheckpointError, NonFiniteLossError, Preempted
+from cdrmix.errors import CheckpointError, DiskFullError, NonFiniteLossError, Preempted
 from cdrmix.model.loss import Losses, LossModel
+from cdrmix.train import checkpoint as checkpoints
 from cdrmix.train.checkpoint import list_checkpoints, newest_whole_checkpoint, read_weights
 from cdrmix.train.metrics import Console
 from cdrmix.train.run import RunFolder, read_metrics
@@ -220,6 +222,64 @@ def test_nothing_non_finite_reaches_the_weights(
     whole, _ = trainer("train.steps=2", "train.warmup_steps=1")
     assert all(torch.isfinite(weight).all() for weight in engine.weights().values())
     assert [path.name for path in list_checkpoints(whole.checkpoints)] == ["step-00000002"]
+
+
+def runs_made(monkeypatch: pytest.MonkeyPatch) -> list[RunFolder]:
+    """The run folders that will be created from now on."""
+    runs: list[RunFolder] = []
+    create = RunFolder.create
+    monkeypatch.setattr(RunFolder, "create", lambda config: runs.append(create(config)) or runs[-1])
+    return runs
+
+
+def test_what_the_message_about_a_nan_says_is_so(
+    trainer: Trainer, make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    root = f"run.root={tmp_path}"
+    runs = runs_made(monkeypatch)
+    with monkeypatch.context() as patch:
+        poison(patch, 3, lambda losses: losses._replace(total=losses.total * math.nan))
+        with pytest.raises(NonFiniteLossError, match="step 3") as caught:
+            trainer(root)
+    assert "--resume auto repeats the same steps from the last checkpoint" in str(caught.value)
+    with monkeypatch.context() as patch:
+        poison(patch, 1, lambda losses: losses._replace(total=losses.total * math.nan))  # the first after step 2
+        with pytest.raises(NonFiniteLossError, match="step 3"):
+            trainer(root, folder=RunFolder.resume(make_config(root), "auto"))
+    for named in ("train.learning_rate=0.001", "train.gradient_clip=0.1", "train.warmup_steps=3"):
+        assert named.partition("=")[0] in str(caught.value)
+        assert RunFolder.resume(make_config(root, named), "auto") is None, "a new run"
+    # The machine at fault: the run goes on to its end.
+    resumed = RunFolder.resume(make_config(root), "auto")
+    assert resumed is not None
+    assert resumed.path == runs[0].path
+    assert trainer(root, folder=resumed)[1].step == 6
+
+
+def test_what_the_message_about_a_full_disk_says_is_so(
+    trainer: Trainer, make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    straight, _ = trainer()
+    runs = runs_made(monkeypatch)
+    save_file = checkpoints.save_file
+
+    def fills_up(tensors: dict[str, Tensor], path: Path) -> None:
+        if "step-00000006" in str(path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save_file(tensors, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "save_file", fills_up)
+        with pytest.raises(DiskFullError, match=r"lower train\.keep_last, then continue with --resume auto"):
+            trainer(f"run.root={tmp_path}")
+    assert len(list_checkpoints(runs[0].checkpoints)) == 3  # two periodic ones, and the best
+    less = (f"run.root={tmp_path}", "train.keep_last=1")
+    resumed = RunFolder.resume(make_config(*less), "auto")
+    assert resumed is not None
+    assert resumed.path == runs[0].path
+    trainer(*less, folder=resumed)
+    assert_same_bits(weights(straight), weights(resumed))
+    assert len(list_checkpoints(resumed.checkpoints)) == 1  # the last is the best
 
 
 def assert_same_state(one: Path, other: Path, optimizers: int) -> None:
