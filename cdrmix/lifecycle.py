@@ -88,6 +88,7 @@ def _prepare(config: Config, run: RunFolder, world: World) -> ShardSet:
 
     def make() -> Path:
         made.append(prepare(config, say=run.say))
+        run.keep_text(made[0].fingerprint)
         return made[0].path
 
     path = _first_process(world, make)

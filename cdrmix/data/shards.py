@@ -234,12 +234,15 @@ class ShardSet:
     """A prepared corpus: both splits, the tokenizer they were made with, and the report of the preparation.
 
     Made by `open_shards`. vocab_size: of the model configured; the tokenizer may know fewer ids.
+    fingerprint: SHA-256 over the hashes of all files; the same text, split, packed and cut alike, has the same one.
     """
 
     def __init__(self, path: Path, index: dict[str, Any]) -> None:
         self.path = path
         self.key: str = index["key"]
         self.vocab_size: int = index["vocab_size"]
+        # Of the contents alone: touched or moved files of the corpus give another key, but the same fingerprint.
+        self.fingerprint = hashlib.sha256(json.dumps(index["files"], sort_keys=True).encode("utf-8")).hexdigest()
         self.tokenizer_path = path / "tokenizer.json"
         self.tokenizer_fingerprint: str = index["tokenizer_fingerprint"]
         self.end_of_text: str = index["end_of_text"]

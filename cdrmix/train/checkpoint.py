@@ -24,7 +24,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,8 +38,9 @@ from cdrmix.durable import disk_full, disk_guard, is_disk_full, sha256_file, syn
 from cdrmix.errors import CheckpointError, ConfigError, VocabularyError
 from cdrmix.train.engine import Engine
 from cdrmix.train.parallel import World
+from cdrmix.train.run import check_text
 
-FORMAT = 1
+FORMAT = 2  # 2: the text's fingerprint in state.json
 MANIFEST = "manifest.json"
 MODEL = "model.safetensors"
 AVERAGE = "ema.safetensors"
@@ -65,12 +66,25 @@ class Progress:
     best_bits_per_byte: float | None = None
 
 
+class Fingerprints(NamedTuple):
+    """What a run is trained on: the fingerprints of its tokenizer and of its shards."""
+
+    vocabulary: str
+    text: str
+
+
 def save_checkpoint(
-    engine: Engine, folder: Path, progress: Progress, config: Config, vocabulary: str, *, periodic: bool = True
+    engine: Engine,
+    folder: Path,
+    progress: Progress,
+    config: Config,
+    fingerprints: Fingerprints,
+    *,
+    periodic: bool = True,
 ) -> Path:
     """Writes `folder`/step-NNNNNNNN and moves the `latest` pointer to it. Every rank calls; returns the path.
 
-    vocabulary: the tokenizer's fingerprint. periodic: whether the checkpoint counts for `train.keep_last`.
+    periodic: whether the checkpoint counts for `train.keep_last`.
     Raises DiskFullError or CheckpointError, in every rank, after removing what was written; older checkpoints stay.
     """
     world = engine.world
@@ -86,7 +100,7 @@ def save_checkpoint(
             entries[MODEL] = _write_tensors(temporary / MODEL, weights)
             if average:
                 entries[AVERAGE] = _write_tensors(temporary / AVERAGE, average)
-            state = _state(engine, progress, config, vocabulary)
+            state = _state(engine, progress, config, fingerprints)
             entries["state.json"] = _write_text(temporary / "state.json", json.dumps(state, indent=2) + "\n")
             entries["config_snapshot.yaml"] = _write_text(temporary / "config_snapshot.yaml", dump_config(config))
         name = _optimizer_file(engine.stage, world.rank)
@@ -113,20 +127,23 @@ def save_checkpoint(
     return final
 
 
-def load_checkpoint(engine: Engine, checkpoint: Path, config: Config, vocabulary: str) -> Progress:
+def load_checkpoint(engine: Engine, checkpoint: Path, config: Config, fingerprints: Fingerprints) -> Progress:
     """Puts a whole checkpoint into the engine and the random generators. Every rank calls.
 
     checkpoint: as `newest_whole_checkpoint` found it, verified.
-    Raises ConfigError or VocabularyError when it belongs to another configuration or tokenizer, CheckpointError
-    when it cannot be continued by this number of processes.
+    Raises ConfigError, VocabularyError or ShardError when it belongs to another configuration, tokenizer or text,
+    CheckpointError when it cannot be continued by this number of processes.
     """
     world = engine.world
     state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-    if state["vocabulary"] != vocabulary:
+    # A tokenizer trained on the text changes with the text; one from a file changes by itself.
+    if state["vocabulary"] != fingerprints.vocabulary and config.data.tokenizer.path is not None:
         raise VocabularyError(
             f"{checkpoint} was trained with the tokenizer {state['vocabulary'][:12]}, the shards were made with "
-            f"{vocabulary[:12]}; resume with the data the run was started with, or start a new run"
+            f"{fingerprints.vocabulary[:12]}: the file at data.tokenizer.path has changed since this run began; "
+            "put the former one back, or start a new run"
         )
+    check_text(state["text"], fingerprints.text, checkpoint)
     if state["config_hash"] != config_hash(config):
         raise ConfigError(
             f"{checkpoint} was made by configuration {state['config_hash'][:8]}, this one is "
@@ -235,11 +252,11 @@ def _together(world: World, action: Callable[[], None], temporary: Path, folder:
     raise CheckpointError(f"a checkpoint could not be written under {folder}: {text}")
 
 
-def _state(engine: Engine, progress: Progress, config: Config, vocabulary: str) -> dict[str, Any]:
+def _state(engine: Engine, progress: Progress, config: Config, fingerprints: Fingerprints) -> dict[str, Any]:
     return {
         "progress": dataclasses.asdict(progress),
         "config_hash": config_hash(config),
-        "vocabulary": vocabulary,
+        **fingerprints._asdict(),
         "processes": engine.world.size,
         "threads": torch.get_num_threads(),
         "zero_stage": engine.stage,

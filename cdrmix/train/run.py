@@ -17,7 +17,7 @@ from typing import Any
 from cdrmix.config.load import config_hash, dump_config
 from cdrmix.config.schema import Config
 from cdrmix.durable import disk_guard, write_atomically
-from cdrmix.errors import ConfigError, DiskFullError
+from cdrmix.errors import ConfigError, DiskFullError, ShardError
 
 PACKAGES = ("cdrmix", "torch", "deepspeed", "numpy", "tokenizers", "safetensors", "pydantic", "triton", "numba")
 
@@ -218,6 +218,14 @@ class RunFolder:
             summary = self.summary() | dict(values)
             write_atomically(self.metrics_json, json.dumps(finite(summary), indent=2, allow_nan=False) + "\n")
 
+    def keep_text(self, fingerprint: str) -> None:
+        """Notes the fingerprint of the text that this run is about.
+
+        Raises ShardError when it began with another text.
+        """
+        check_text(self.summary().get("text_fingerprint", fingerprint), fingerprint, self.path)
+        self.update_summary({"text_fingerprint": fingerprint})
+
     def keep_tokenizer(self, source: Path) -> None:
         """Copies the tokenizer into the run, so that the run is readable after the data cache is gone."""
         if self.writes and not self.tokenizer.exists():
@@ -234,6 +242,16 @@ class RunFolder:
         kept = [row for row in read_metrics(self.metrics_jsonl) if row["step"] <= step]
         write_atomically(self.metrics_jsonl, "".join(json.dumps(row) + "\n" for row in kept))
         return len(lines) - len(kept)
+
+
+def check_text(before: str, now: str, origin: Path) -> None:
+    """Raises ShardError when the fingerprint of the text a run began with (`origin`: the run's) is another one now."""
+    if before != now:
+        raise ShardError(
+            f"the text has changed since this run began: {origin} was made from shards with the fingerprint "
+            f"{before[:12]}, the shards of the text as it is now have {now[:12]}. Put the former text back (or "
+            "data.source.revision, for a Hugging Face dataset), or start a new run."
+        )
 
 
 def _root(config: Config) -> Path:

@@ -22,6 +22,7 @@ from cdrmix.eval.routing import routing_metrics
 from cdrmix.model.backbone import LanguageModel
 from cdrmix.model.loss import Losses, LossModel
 from cdrmix.train.checkpoint import (
+    Fingerprints,
     Progress,
     differences,
     list_checkpoints,
@@ -58,7 +59,8 @@ def train(
     resume: anything but None continues from the newest whole checkpoint of the run folder, bit for bit.
     console: whether rank 0 shows its progress; metrics and checkpoints are written either way.
     Raises Preempted after SIGTERM or SIGINT, once a checkpoint is committed; NonFiniteLossError before a NaN
-    reaches the weights; OutOfMemoryError, DiskFullError, CheckpointError, ConfigError, VocabularyError.
+    reaches the weights; OutOfMemoryError, DiskFullError, CheckpointError, ConfigError, VocabularyError; ShardError
+    when the text has changed since the run began.
     """
     settings = config.train
     world = join(config)
@@ -81,7 +83,7 @@ def train(
         if resume is not None:
             progress = _continue(engine, config, run, shards)
         skips = Skips(may_skip=settings.precision == "fp16", total=progress.skipped_steps)
-        saver = Saver(engine, config, run, shards.tokenizer_fingerprint)
+        saver = Saver(engine, config, run, fingerprints(shards))
         meter = Meter(progress)
 
         with (
@@ -255,14 +257,14 @@ class Validation:
 class Saver:
     """Checkpoints of a run, at most one a step: periodic, best and last."""
 
-    def __init__(self, engine: Engine, config: Config, run: RunFolder, vocabulary: str) -> None:
-        self._engine, self._config, self._run, self._vocabulary = engine, config, run, vocabulary
+    def __init__(self, engine: Engine, config: Config, run: RunFolder, text: Fingerprints) -> None:
+        self._engine, self._config, self._run, self._text = engine, config, run, text
         self.latest: Path | None = None
 
     def save(self, progress: Progress, *, periodic: bool, best: bool) -> None:
         """Commits a checkpoint, moves the `best` pointer to it if it is the best, then removes what need not stay."""
         folder = self._run.checkpoints
-        self.latest = save_checkpoint(self._engine, folder, progress, self._config, self._vocabulary, periodic=periodic)
+        self.latest = save_checkpoint(self._engine, folder, progress, self._config, self._text, periodic=periodic)
         if self._engine.world.writes:
             if best:
                 point(folder, "best", self.latest)
@@ -277,6 +279,11 @@ def memory_gib(world: World) -> float:
         return torch.cuda.max_memory_allocated(world.device) / 2**30
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**30 if sys.platform == "darwin" else 2**20)
+
+
+def fingerprints(shards: ShardSet) -> Fingerprints:
+    """What a checkpoint notes of the shards it was trained on."""
+    return Fingerprints(shards.tokenizer_fingerprint, shards.fingerprint)
 
 
 def _check_vocabulary(config: Config, shards: ShardSet) -> None:
@@ -300,7 +307,7 @@ def _continue(engine: Engine, config: Config, run: RunFolder, shards: ShardSet) 
         run.say("no checkpoint yet: starting from step 0")
         run.drop_metrics_after(0)
         return Progress()
-    progress = load_checkpoint(engine, checkpoint, config, shards.tokenizer_fingerprint)
+    progress = load_checkpoint(engine, checkpoint, config, fingerprints(shards))
     run.drop_metrics_after(progress.step)
     run.say(f"continuing from {checkpoint.name}")
     for difference in differences(checkpoint, world):

@@ -178,6 +178,21 @@ def test_whatever_decides_the_content_decides_the_key(make_config: Any, corpus: 
     assert len(set(found)) == len(found) == 9
 
 
+def test_the_fingerprint_is_of_the_text_not_of_its_files(
+    make_config: Any, corpus: dict[str, Any], tmp_path: Path
+) -> None:
+    first = prepare(make_config(corpus), say=quiet)
+    path = Path(corpus["paths"][0])
+    os.utime(path, (1, 1))
+    touched = prepare(make_config(corpus), say=quiet)
+    moved = prepare(make_config({"kind": "jsonl", "paths": [str(path.rename(tmp_path / "b.jsonl"))]}), say=quiet)
+    assert len({first.key, touched.key, moved.key}) == 3
+    assert first.fingerprint == touched.fingerprint == moved.fingerprint
+    lines = (tmp_path / "b.jsonl").read_text().splitlines()
+    path.write_text("\n".join([*lines[1:], lines[0]]))
+    assert prepare(make_config(corpus), say=quiet).fingerprint != first.fingerprint
+
+
 def test_a_tokenizer_from_a_file(make_config: Any, corpus: dict[str, Any], tmp_path: Path) -> None:
     trained = prepare(make_config(corpus), say=quiet)
     path = tmp_path / "tokenizer.json"

@@ -13,9 +13,10 @@ import torch
 from safetensors import SafetensorError
 
 from cdrmix.config.schema import Config
-from cdrmix.errors import CheckpointError, ConfigError, DiskFullError, VocabularyError
+from cdrmix.errors import CheckpointError, ConfigError, DiskFullError, ShardError, VocabularyError
 from cdrmix.train import checkpoint as checkpoints
 from cdrmix.train.checkpoint import (
+    Fingerprints,
     Progress,
     differences,
     list_checkpoints,
@@ -31,6 +32,8 @@ from cdrmix.train.engine import Engine, make_engine
 from cdrmix.train.parallel import join, seed_everything
 from cdrmix.train.stage_a import build_loss_model
 
+FINGERPRINTS = Fingerprints("tokenizer", "text")
+
 
 @dataclass
 class Place:
@@ -40,7 +43,7 @@ class Place:
 
     def save(self, step: int, *, periodic: bool = True) -> Path:
         return save_checkpoint(
-            self.engine, self.folder, Progress(step=step), self.config, "fingerprint", periodic=periodic
+            self.engine, self.folder, Progress(step=step), self.config, FINGERPRINTS, periodic=periodic
         )
 
 
@@ -62,7 +65,7 @@ def test_a_checkpoint_gives_back_weights_average_and_generators(place: Place) ->
     for weight in before.values():
         weight.zero_()  # the engine's own memory, on a CPU
     place.engine.average.tensors[0].zero_()
-    assert load_checkpoint(place.engine, saved, place.config, "fingerprint").step == 7
+    assert load_checkpoint(place.engine, saved, place.config, FINGERPRINTS).step == 7
     assert torch.equal(torch.rand(3), drawn)
     for name, weight in place.engine.weights().items():
         assert torch.equal(weight, kept[name]), name
@@ -209,13 +212,18 @@ def test_a_corrupt_one_of_the_same_step_is_replaced(place: Place) -> None:
     assert list(place.folder.glob("*.tmp-*")) == []
 
 
-def test_another_configuration_or_tokenizer_is_refused(place: Place, make_config: Callable[..., Config]) -> None:
+def test_another_configuration_tokenizer_or_text_is_refused(place: Place, make_config: Callable[..., Config]) -> None:
     saved = place.save(3)
-    with pytest.raises(VocabularyError) as vocabulary:
-        load_checkpoint(place.engine, saved, place.config, "another")
+    from_a_file = make_config("train.ema_decay=0.5", "data.tokenizer.path=tokenizer.json")
+    with pytest.raises(VocabularyError, match=r"data\.tokenizer\.path has changed") as vocabulary:
+        load_checkpoint(place.engine, saved, from_a_file, Fingerprints("another", "other shards"))
     assert vocabulary.value.exit_code == 7
+    for other in (Fingerprints("tokenizer", "another"), Fingerprints("trained on it", "another")):
+        with pytest.raises(ShardError, match="the text has changed since this run began") as text:
+            load_checkpoint(place.engine, saved, place.config, other)
+        assert text.value.exit_code == 4
     with pytest.raises(ConfigError, match="config_snapshot") as config:
-        load_checkpoint(place.engine, saved, make_config("train.learning_rate=0.5"), "fingerprint")
+        load_checkpoint(place.engine, saved, make_config("train.learning_rate=0.5"), FINGERPRINTS)
     assert config.value.exit_code == 2
 
 
@@ -225,7 +233,7 @@ def test_zero_partitions_need_as_many_processes(place: Place) -> None:
     assert differences(saved, place.engine.world) == []
     (saved / "state.json").write_text(json.dumps(state | {"processes": 4}))
     assert differences(saved, place.engine.world) == ["4 processes before, 1 now"]
-    assert load_checkpoint(place.engine, saved, place.config, "fingerprint").step == 3, "without ZeRO any number does"
+    assert load_checkpoint(place.engine, saved, place.config, FINGERPRINTS).step == 3, "without ZeRO any number does"
     place.engine.stage = 1
     with pytest.raises(CheckpointError, match="--nproc 4"):
-        load_checkpoint(place.engine, saved, place.config, "fingerprint")
+        load_checkpoint(place.engine, saved, place.config, FINGERPRINTS)

@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -14,13 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from cdrmix.config.schema import Config
+from cdrmix import lifecycle
+from cdrmix.config.schema import Config, TextSource
+from cdrmix.data.prepare import prepare
 from cdrmix.data.shards import ShardSet
-from cdrmix.errors import CheckpointError, DiskFullError, NonFiniteLossError, Preempted
+from cdrmix.errors import CheckpointError, DiskFullError, NonFiniteLossError, Preempted, ShardError
 from cdrmix.model.loss import Losses, LossModel
 from cdrmix.train import checkpoint as checkpoints
 from cdrmix.train.checkpoint import list_checkpoints, newest_whole_checkpoint, read_weights
 from cdrmix.train.metrics import Console
+from cdrmix.train.parallel import join
 from cdrmix.train.run import RunFolder, read_metrics
 from cdrmix.train.stage_a import TrainResult, train
 
@@ -280,6 +284,33 @@ def test_what_the_message_about_a_full_disk_says_is_so(
     trainer(*less, folder=resumed)
     assert_same_bits(weights(straight), weights(resumed))
     assert len(list_checkpoints(resumed.checkpoints)) == 1  # the last is the best
+
+
+def test_a_text_that_changed_is_not_gone_on_with(
+    trainer: Trainer, make_config: Callable[..., Config], shards: ShardSet, tmp_path: Path
+) -> None:
+    run, _ = trainer("train.steps=2", "train.warmup_steps=1")
+    config = make_config("train.steps=2", "train.warmup_steps=1")
+    world = join(config)
+    assert lifecycle._prepare(config, run, world).fingerprint == shards.fingerprint
+    texts = tmp_path / "texts"
+    shutil.copytree(Path(config.data.source.paths[0]), texts)
+    copied = config.model_copy(
+        update={
+            "data": config.data.model_copy(
+                update={"source": TextSource(kind="text", paths=[str(texts)]), "cache": str(tmp_path / "cache")}
+            )
+        }
+    )
+    lifecycle._prepare(copied, run, world)  # other files, the same text
+    summary = run.summary()
+    (texts / "000.txt").write_text("something else")
+    with pytest.raises(ShardError, match="the text has changed since this run began"):
+        lifecycle._prepare(copied, run, world)
+    assert run.summary() | {"corpus": None} == summary | {"corpus": None}
+    assert run.summary()["corpus"]["index_sha256"] == summary["corpus"]["index_sha256"]
+    with pytest.raises(ShardError, match="the text has changed since this run began"):
+        train(config, run, prepare(copied, say=lambda text: None), resume="auto", console=False)
 
 
 def assert_same_state(one: Path, other: Path, optimizers: int) -> None:
