@@ -13,8 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cdrmix.config.schema import Train
 from cdrmix.data.loader import Batch
-from cdrmix.eval.perplexity import Scored, logits_nats
-from cdrmix.model.layers import parameter_kind
+from cdrmix.eval.perplexity import logits_nats
 from cdrmix.model.loss import LossModel
 from cdrmix.train.optim import make_optimizer, parameter_groups
 from cdrmix.train.schedule import learning_rate
@@ -36,7 +35,7 @@ class BareLoop:
 
     def __init__(self, model: LossModel, train: Train) -> None:
         self.model, self.train = model, train
-        groups = parameter_groups(model, train, parameter_kind)
+        groups = parameter_groups(model, train)
         self.multipliers = [group["multiplier"] for group in groups]
         self.optimizer = make_optimizer(groups, train)
 
@@ -82,7 +81,7 @@ def llama(
     return LlamaForCausalLM(config)
 
 
-def llama_nats(model: nn.Module, batch: Scored) -> Tensor:
+def llama_nats(model: nn.Module, batch: Batch) -> Tensor:
     """Summed nats of a batch's targets: a float64 scalar. Rows are read whole, as such models are commonly trained."""
     return logits_nats(model(input_ids=batch.ids_BT).logits, batch)
 

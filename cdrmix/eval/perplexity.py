@@ -13,7 +13,6 @@ import math
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,23 +20,10 @@ import torch.distributed as dist
 import zstandard
 from torch import Tensor, nn
 
-from cdrmix.data.loader import EvalLoader
+from cdrmix.data.loader import Batch, EvalLoader
 from cdrmix.data.shards import Split
 from cdrmix.model.backbone import LanguageModel
 from cdrmix.model.loss import LossModel
-
-
-class Scored(Protocol):
-    """The part of a batch that scoring reads; shapes as in the loader's Batch."""
-
-    @property
-    def ids_BT(self) -> Tensor: ...
-    @property
-    def targets_BT(self) -> Tensor: ...
-    @property
-    def weights_BT(self) -> Tensor: ...
-    @property
-    def cu_seqlens_N(self) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -70,16 +56,16 @@ class HeldOut(Baselines, Score):
         return cls(**vars(score), **vars(baselines))
 
 
-Nats = Callable[[nn.Module, Scored], Tensor]
+Nats = Callable[[nn.Module, Batch], Tensor]
 
 
-def loss_model_nats(model: nn.Module, batch: Scored) -> Tensor:
+def loss_model_nats(model: nn.Module, batch: Batch) -> Tensor:
     """Summed nats of a batch from a LossModel, or an engine around one: a scalar."""
     # token_count and share scale only the training total, not the sum that is read here.
     return model(batch.ids_BT, batch.targets_BT, batch.weights_BT, batch.cu_seqlens_N, 1.0, 1.0).next_token_sum
 
 
-def logits_nats(logits_BTV: Tensor, batch: Scored) -> Tensor:
+def logits_nats(logits_BTV: Tensor, batch: Batch) -> Tensor:
     """Summed nats of a batch's targets under logits [B, T, V], weighted: a float64 scalar. For models of others."""
     nats_BT = nn.functional.cross_entropy(
         logits_BTV.flatten(0, 1).float(), batch.targets_BT.flatten(), reduction="none"
@@ -89,7 +75,7 @@ def logits_nats(logits_BTV: Tensor, batch: Scored) -> Tensor:
 
 def evaluate(
     model: nn.Module,
-    batches: Iterable[Scored],
+    batches: Iterable[Batch],
     text_bytes: int,
     *,
     nats: Nats = loss_model_nats,
@@ -111,7 +97,7 @@ def evaluate(
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # nats, tokens
     with torch.no_grad():
         for batch in batches:
-            placed = _OnDevice.of(batch, device)
+            placed = batch.to(device)
             sums[0] += nats(model, placed).double()
             sums[1] += placed.weights_BT.double().sum()
     model.train(training)
@@ -128,23 +114,6 @@ def evaluate(
         tokens=round(tokens),
         text_bytes=text_bytes,
     )
-
-
-@dataclass(frozen=True)
-class _OnDevice:
-    ids_BT: Tensor
-    targets_BT: Tensor
-    weights_BT: Tensor
-    cu_seqlens_N: Tensor
-
-    @classmethod
-    def of(cls, batch: Scored, device: torch.device) -> _OnDevice:
-        return cls(
-            batch.ids_BT.to(device),
-            batch.targets_BT.to(device),
-            batch.weights_BT.to(device),
-            batch.cu_seqlens_N.to(device),
-        )
 
 
 def unigram_bits_per_byte(counts: np.ndarray, text_bytes: int) -> float:

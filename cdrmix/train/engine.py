@@ -6,49 +6,36 @@ How a gradient comes about, as read in DeepSpeed 0.19 and held against plain PyT
   the number of processes in its all-reduce is undone by multiplying the loss.
 - Weights, gradients and optimizer state are fp32. Lower precision is torch.autocast around the forward pass,
   so that ZeRO never sees it and reduces in fp32 whatever the stage.
+- ZeRO-3 gathers a parameter for the module that owns it. The head's weight is read outside of its module;
+  DeepSpeed's parameter dictionary notices that and gathers it for the module that reads (the loss model).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import sys
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from cdrmix.config.schema import Config
-from cdrmix.train.optim import Kind, LossScale, WeightAverage, make_optimizer, parameter_groups
+from cdrmix.data.loader import Batch
+from cdrmix.model.loss import Losses, LossModel
+from cdrmix.train.optim import LossScale, WeightAverage, make_optimizer, parameter_groups
 from cdrmix.train.parallel import World
-
-if TYPE_CHECKING:
-    from cdrmix.model.loss import Losses
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 BUCKET = 50_000_000  # elements of one communication; 200 MB of fp32
-
-
-class Batch(Protocol):
-    """What the engine reads of a micro-batch; shapes as in the loader's Batch."""
-
-    @property
-    def ids_BT(self) -> Tensor: ...
-    @property
-    def targets_BT(self) -> Tensor: ...
-    @property
-    def weights_BT(self) -> Tensor: ...
-    @property
-    def cu_seqlens_N(self) -> Tensor: ...
-    @property
-    def token_count(self) -> float: ...
+PERSISTENCE_THRESHOLD = 100_000  # elements; ZeRO-3 keeps parameters up to this size whole: 400 KB, not worth a message
 
 
 class Autocast(nn.Module):
     """A loss model whose forward pass runs under torch.autocast; the module that DeepSpeed wraps."""
 
-    def __init__(self, loss_model: nn.Module, device_type: str, dtype: torch.dtype | None) -> None:
+    def __init__(self, loss_model: LossModel, device_type: str, dtype: torch.dtype | None) -> None:
         super().__init__()
         self.loss_model = loss_model
         self.device_type = device_type
@@ -60,7 +47,8 @@ class Autocast(nn.Module):
         """LossModel.forward, in the configured precision."""
         context = nullcontext() if self.dtype is None else torch.autocast(self.device_type, self.dtype)
         with context:
-            return self.loss_model(ids_BT, targets_BT, weights_BT, cu_seqlens_N, count, share)
+            losses: Losses = self.loss_model(ids_BT, targets_BT, weights_BT, cu_seqlens_N, count, share)
+            return losses
 
 
 def accumulation(config: Config, world: World) -> int:
@@ -90,6 +78,7 @@ def deepspeed_config(config: Config, world: World) -> dict[str, Any]:
         "data_types": {"grad_accum_dtype": "fp32", "keep_in_fp32_modules": []},
         "zero_optimization": {
             "stage": train.zero_stage,
+            "legacy_stage1": False,
             "overlap_comm": False,
             "contiguous_gradients": True,
             "reduce_scatter": True,
@@ -103,9 +92,15 @@ def deepspeed_config(config: Config, world: World) -> dict[str, Any]:
             "ignore_unused_parameters": True,
             "load_from_fp32_weights": True,
             "elastic_checkpoint": False,
+            "pipeline_loading_checkpoint": False,
+            "save_muon_momentum_buffer_in_memory": False,
+            "offload_param": None,
+            "offload_optimizer": None,
+            "zenflow": None,
             "sub_group_size": 1_000_000_000,
             "stage3_prefetch_bucket_size": BUCKET,
-            "stage3_param_persistence_threshold": 100_000,
+            "stage3_param_persistence_threshold": PERSISTENCE_THRESHOLD,
+            "stage3_model_persistence_threshold": sys.maxsize,
             "stage3_max_live_parameters": 1_000_000_000,
             "stage3_max_reuse_distance": 1_000_000_000,
             "stage3_module_granularity_threshold": 0,
@@ -146,9 +141,7 @@ class Engine:
     One step is: `forward` and `backward` of every micro-batch, `clip`, `step`, `zero`.
     """
 
-    def __init__(
-        self, config: Config, loss_model: nn.Module, world: World, kind: Callable[[str, nn.Parameter], Kind]
-    ) -> None:
+    def __init__(self, config: Config, loss_model: LossModel, world: World) -> None:
         import deepspeed  # after parallel.join has settled the accelerator
 
         self.world = world
@@ -158,7 +151,7 @@ class Engine:
         self.gradient_norm = 0.0  # of the last step, before clipping
         self.loss_scale = LossScale(config.train.precision == "fp16")
         self.module = Autocast(loss_model, world.device.type, AUTOCAST[config.train.precision])
-        self.adamw = make_optimizer(parameter_groups(loss_model, config.train, kind), config.train)
+        self.adamw = make_optimizer(parameter_groups(loss_model, config.train), config.train)
         self._engine, *_ = deepspeed.initialize(
             model=self.module, optimizer=self.adamw, config=deepspeed_config(config, world)
         )
@@ -178,15 +171,11 @@ class Engine:
     def forward(self, batch: Batch, *, last: bool) -> Losses:
         """The losses of a micro-batch. `last` says that the step ends with it, so that its backward pass reduces."""
         self._engine.set_gradient_accumulation_boundary(last)
-        device = self.world.device
-        return self._engine(
-            batch.ids_BT.to(device, non_blocking=True),
-            batch.targets_BT.to(device, non_blocking=True),
-            batch.weights_BT.to(device, non_blocking=True),
-            batch.cu_seqlens_N.to(device, non_blocking=True),
-            batch.token_count,
-            self.share,
+        here = batch.to(self.world.device)
+        losses: Losses = self._engine(
+            here.ids_BT, here.targets_BT, here.weights_BT, here.cu_seqlens_N, here.token_count, self.share
         )
+        return losses
 
     def backward(self, total: Tensor) -> None:
         """Adds the gradients of a micro-batch's total loss; after the last one they are summed over the processes."""
@@ -311,8 +300,6 @@ class Engine:
         return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
 
 
-def make_engine(config: Config, loss_model: nn.Module, world: World) -> Engine:
+def make_engine(config: Config, loss_model: LossModel, world: World) -> Engine:
     """The engine of a run; takes the loss model over and moves it to the device."""
-    from cdrmix.model.layers import parameter_kind
-
-    return Engine(config, loss_model, world, parameter_kind)
+    return Engine(config, loss_model, world)

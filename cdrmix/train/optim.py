@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cdrmix.config.schema import Train
-
-Kind = Literal["matrix", "embedding", "vector", "decay_bias"]
+from cdrmix.model.layers import ParameterKind, parameter_kind
 
 # Weight decay shrinks what multiplies activations; norms, biases, mixing vectors and embeddings are left alone.
 # RWKV-7's decay bias w0 learns at twice the rate, as published.
-DECAYED: dict[Kind, bool] = {"matrix": True, "embedding": False, "vector": False, "decay_bias": False}
-MULTIPLIERS: dict[Kind, float] = {"matrix": 1.0, "embedding": 1.0, "vector": 1.0, "decay_bias": 2.0}
+DECAYED: dict[ParameterKind, bool] = {"matrix": True, "embedding": False, "vector": False, "decay_bias": False}
+MULTIPLIERS: dict[ParameterKind, float] = {"matrix": 1.0, "embedding": 1.0, "vector": 1.0, "decay_bias": 2.0}
 
 
-def parameter_groups(model: nn.Module, train: Train, kind: Callable[[str, nn.Parameter], Kind]) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, train: Train) -> list[dict[str, Any]]:
     """AdamW's groups: every trainable parameter once, by (weight decay, learning-rate multiplier).
 
-    kind: says of a parameter what it is, from its name and shape.
     The order is that of first appearance in the model, so it is the same in every process and every run.
     """
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            what = kind(name, parameter)
+            what = parameter_kind(name, parameter)
             key = (train.weight_decay if DECAYED[what] else 0.0, MULTIPLIERS[what])
             groups.setdefault(key, []).append(parameter)
     return [

@@ -6,7 +6,6 @@ import gzip
 import math
 import subprocess
 import sys
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +14,7 @@ import torch
 import zstandard
 from torch import Tensor, nn
 
+from cdrmix.data.loader import Batch
 from cdrmix.eval.perplexity import (
     Baselines,
     HeldOut,
@@ -25,19 +25,12 @@ from cdrmix.eval.perplexity import (
 )
 
 
-@dataclass(frozen=True)
-class Batch:
-    ids_BT: Tensor
-    targets_BT: Tensor
-    weights_BT: Tensor
-    cu_seqlens_N: Tensor
-
-
 def batch(rows: int, *, seed: int) -> Batch:
     random = torch.Generator().manual_seed(seed)
     weights = (torch.rand(rows, 8, generator=random) > 0.3).float()
     targets = torch.randint(0, 5, (rows, 8), generator=random)
-    return Batch(targets.roll(1, 1), targets, weights, torch.tensor([0, rows * 8], dtype=torch.int32))
+    starts = torch.tensor([0, rows * 8], dtype=torch.int32)
+    return Batch(targets.roll(1, 1), targets, weights, starts, step=0, token_count=float(weights.sum()))
 
 
 class Bigram(nn.Module):
@@ -117,14 +110,14 @@ def test_held_out_puts_score_and_baselines_side_by_side() -> None:
 
 RANKS = """
 import sys, torch, torch.distributed as dist
-from types import SimpleNamespace
+from cdrmix.data.loader import Batch
 from cdrmix.eval.perplexity import evaluate
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
 def batch(number):
     weights = torch.ones(2, 3) if number < 3 else torch.zeros(2, 3)
-    return SimpleNamespace(ids_BT=torch.full((2, 3), number), targets_BT=torch.zeros(2, 3).long(), weights_BT=weights,
-                           cu_seqlens_N=torch.tensor([0, 6]))
+    ids = torch.full((2, 3), number)
+    return Batch(ids, torch.zeros(2, 3).long(), weights, torch.tensor([0, 6]), step=0, token_count=6.0)
 model = torch.nn.Linear(1, 1)
 nats = lambda model, each: (each.ids_BT * each.weights_BT).sum()
 mine = [batch(number) for number in (rank, rank + 2)]

@@ -49,7 +49,7 @@ def test_first_step_already_learns() -> None:
 def test_every_parameter_is_in_one_group_and_only_matrices_decay(make_config) -> None:
     config = make_config("train.weight_decay=0.3")
     model = build_loss_model(config)
-    groups = parameter_groups(model, config.train, parameter_kind)
+    groups = parameter_groups(model, config.train)
     grouped = [id(parameter) for group in groups for parameter in group["params"]]
     assert sorted(grouped) == sorted(id(parameter) for parameter in model.parameters())
     found = {id(parameter): group for group in groups for parameter in group["params"]}
