@@ -7,12 +7,15 @@ it a cheap estimate, not proof; see csrc/simhash.hpp for the definition.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cdrmix import _dedup
+
+BLOCK = 2**22  # fingerprints of one side that are in memory and joined at a time: 32 MiB, the join some times that
 
 
 def simhash(texts: Iterable[str], *, threads: int = 0) -> NDArray[np.uint64]:
@@ -48,3 +51,34 @@ def contaminated(held_out: NDArray[np.uint64], training: NDArray[np.uint64], *, 
     found = np.zeros(len(unique), dtype=np.bool_)
     found[pairs[:, 0]] = True
     return found[inverse]
+
+
+class FingerprintFile:
+    """Any number of fingerprints in an open binary file of their own, 8 bytes each, read back in blocks."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def add(self, fingerprints: NDArray[np.uint64]) -> None:
+        """Append an array, uint64 [n]."""
+        self._file.write(fingerprints.tobytes())
+
+    def blocks(self) -> Iterator[NDArray[np.uint64]]:
+        """All that were added, in order, in arrays of BLOCK; what is added meanwhile is not seen."""
+        position, end = 0, self._file.seek(0, os.SEEK_END)
+        while position < end:
+            self._file.seek(position)
+            block = np.frombuffer(self._file.read(min(8 * BLOCK, end - position)), np.uint64)
+            position += block.nbytes
+            yield block
+
+
+def count_contaminated(held_out: FingerprintFile, training: FingerprintFile, *, radius: int = 3) -> int:
+    """How many of the held-out fingerprints have a training one within `radius` bits, block by block."""
+    count = 0
+    for block in held_out.blocks():
+        found = np.zeros(len(block), np.bool_)
+        for other in training.blocks():
+            found |= contaminated(block, other, radius=radius)
+        count += int(found.sum())
+    return count

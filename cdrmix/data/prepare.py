@@ -11,7 +11,11 @@ import errno
 import fcntl
 import hashlib
 import json
+import os
+import re
 import shutil
+import socket
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -24,7 +28,7 @@ import numpy as np
 
 from cdrmix.config.schema import Config
 from cdrmix.data import shards
-from cdrmix.data.dedup import contaminated, simhash
+from cdrmix.data.dedup import FingerprintFile, count_contaminated, simhash
 from cdrmix.data.shards import ShardSet, SplitWriter, open_shards, write_index
 from cdrmix.data.sources import BadRecords, Document, Source, make_source
 from cdrmix.data.tokenizer import TextTokenizer
@@ -35,6 +39,7 @@ HASH_KEY = b"cdrmix held-out split 1"  # fixed: a text is on the same side in ev
 HASH_RANGE = 2**64
 BATCH_CHARACTERS = 2**22  # encoded at once
 SECONDS_BETWEEN_LINES = 10.0
+SECONDS_UNTIL_LEFT_BEHIND = 24 * 60 * 60.0
 
 Say = Callable[[str], None]
 
@@ -92,9 +97,10 @@ def load_tokenizer(config: Config) -> TextTokenizer | None:
 
 def build(config: Config, source: Source, tokenizer: TextTokenizer | None, key: str, folder: Path, say: Say) -> None:
     """Make the shards in a temporary folder beside `folder`, then rename it to that."""
-    for left_behind in folder.parent.glob(f".{folder.name}.tmp-*"):  # by a killed preparation; the lock is ours
-        shutil.rmtree(left_behind, ignore_errors=True)
-    temporary = folder.parent / f".{folder.name}.tmp-{uuid.uuid4().hex}"
+    for other in folder.parent.glob(f".{folder.name}.tmp-*"):
+        if is_left_behind(other):
+            shutil.rmtree(other, ignore_errors=True)
+    temporary = folder.parent / f".{folder.name}.tmp-{uuid.uuid4().hex}-{os.getpid()}-{socket.gethostname()}"
     temporary.mkdir()
     try:
         started = time.monotonic()
@@ -114,6 +120,27 @@ def build(config: Config, source: Source, tokenizer: TextTokenizer | None, key: 
         say(f"Prepared {summary(report)}; {time.monotonic() - started:.1f} s")
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def is_left_behind(temporary: Path) -> bool:
+    """Whether the process that made a temporary folder, `...tmp-<random>-<process>-<host>`, is gone.
+
+    That this process holds the lock is no proof: on some network file systems locks do not hold. So the process
+    must be of this machine and not be there any more, or must have written nothing for a day.
+    """
+    owner = re.search(r"\.tmp-[0-9a-f]+-(\d+)-(.*)$", temporary.name)
+    if owner and owner[2] == socket.gethostname():
+        try:
+            os.kill(int(owner[1]), 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:  # somebody else's process
+            pass
+    try:
+        newest = max(path.stat().st_mtime for path in (temporary, *temporary.iterdir()))
+    except FileNotFoundError:  # it was renamed or removed this moment
+        return False
+    return time.time() - newest > SECONDS_UNTIL_LEFT_BEHIND
 
 
 def text_hash(text: str) -> int:
@@ -183,7 +210,6 @@ def encode(
     bad = BadRecords(config.data.max_bad_records, say)
     end_of_text = np.uint32(tokenizer.end_of_text_id)
     empty = 0
-    fingerprints, sides = [], []  # of every text, 9 bytes in all, in arrays by batch; True is held out
     last_line = time.monotonic()
     with ExitStack() as stack:
         train, valid = (
@@ -198,12 +224,18 @@ def encode(
             )
             for name in shards.SPLITS
         )
+        train_fingerprints, valid_fingerprints = (
+            # nameless files: gone when they are closed, also by a kill
+            FingerprintFile(stack.enter_context(tempfile.TemporaryFile(dir=folder)))
+            for _ in shards.SPLITS
+        )
         for batch in batches(read_documents(config, source, bad)):
             texts = [document.text for document in batch if document.text]
             empty += len(batch) - len(texts)
-            held_out = [text_hash(text) < threshold for text in texts]
-            fingerprints.append(simhash(texts))
-            sides.append(np.array(held_out, np.bool_))
+            held_out = np.array([text_hash(text) < threshold for text in texts], np.bool_)
+            fingerprints = simhash(texts)
+            train_fingerprints.add(fingerprints[~held_out])
+            valid_fingerprints.add(fingerprints[held_out])
             for text, ids, is_held_out in zip(texts, tokenizer.encode_batch(texts), held_out, strict=True):
                 split = valid if is_held_out else train
                 split.add(np.append(ids, end_of_text), len(text.encode("utf-8")))
@@ -214,10 +246,9 @@ def encode(
         if not train.documents or not valid.documents:
             raise CorpusError(f"{source.describe()} changed while it was being read; start again when it is at rest")
         splits = {split.name: split.close() for split in (train, valid)}
+        near_duplicates = count_contaminated(valid_fingerprints, train_fingerprints)
 
     tokenizer_entry = shards.write_file(folder / "tokenizer.json", tokenizer.json_bytes)
-    fingerprint, side = np.concatenate(fingerprints), np.concatenate(sides)
-    near_duplicates = int(contaminated(fingerprint[side], fingerprint[~side]).sum())
     report = make_report(config, splits, tokenizer, bad, empty, near_duplicates)
     write_index(
         folder,

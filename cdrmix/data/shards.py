@@ -4,7 +4,6 @@ A folder of shards holds, for each split:
     <split>.tokens-00000.bin ...  uint16 or uint32, an end-of-text, then all documents end to end, each closed by an
                                   end-of-text; cut every `shard_tokens` tokens
     <split>.documents.bin         int64 [documents + 1], token number of the end-of-text before each document
-    <split>.text-bytes.bin        int64 [documents], UTF-8 bytes of each document's text
     <split>.rows.bin              int64 [rows + 1], number of each row's first segment
     <split>.segment-starts.bin    int64 [segments], token number of each segment's first input (see packing.py)
     <split>.segment-lengths.bin   int32 [segments], positions of each segment
@@ -30,7 +29,7 @@ from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.durable import sha256_file
 from cdrmix.errors import ShardError
 
-FORMAT = 3  # 3: every document begins after an end-of-text, its first input
+FORMAT = 4  # 4: no file of the texts' lengths, which nothing read
 SPLITS = ("train", "valid")
 PACKED_TOGETHER = 2**20  # documents: rows are packed within blocks of so many, which bounds memory
 
@@ -90,7 +89,6 @@ class SplitWriter:
         self._created: list[HashedFile] = []
         self._shard: HashedFile | None = None
         self._starts = self._create("documents")
-        self._text_bytes = self._create("text-bytes")
 
     def __enter__(self) -> SplitWriter:
         return self
@@ -105,7 +103,6 @@ class SplitWriter:
         if not self.documents:
             self._append(tokens[-1:])
         self._starts.write(np.int64(self.tokens - 1).astype("<i8").tobytes())
-        self._text_bytes.write(np.int64(text_bytes).astype("<i8").tobytes())
         targets, counts = np.unique(tokens, return_counts=True)
         self._target_counts[targets] += counts
         self.documents += 1
@@ -116,8 +113,7 @@ class SplitWriter:
         """Pack the rows; the split's entry in the index. `files` has then an entry for every file."""
         self._close_shard()
         self._starts.write(np.int64(self.tokens - 1).astype("<i8").tobytes())
-        for file in (self._starts, self._text_bytes):
-            self.files[file.path.name] = file.close()
+        self.files[self._starts.path.name] = self._starts.close()
         self._pack_rows()
         counts = self._create("target-counts")
         counts.write(self._target_counts.astype("<i8").tobytes())

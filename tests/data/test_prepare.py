@@ -6,9 +6,12 @@ import errno
 import gzip
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from typing import Any
 import pytest
 
 from cdrmix.config.schema import Config
+from cdrmix.data import dedup
 from cdrmix.data import prepare as prepare_module
 from cdrmix.data.prepare import prepare, text_hash
 from cdrmix.data.shards import ShardSet
@@ -281,6 +285,58 @@ def test_two_preparations_at_once(make_config: Any, corpus: dict[str, Any], tmp_
     assert sum("Reusing prepared text" in output for output in outputs) == 1
     assert len({output.splitlines()[-1] for output in outputs}) == 1
     assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 1
+
+
+def test_only_what_nobody_works_on_is_removed(
+    make_config: Any, corpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a file system whose locks do not hold: another process prepares the same text meanwhile."""
+    prepared = prepare(make_config(corpus), say=quiet).path
+    monkeypatch.setattr(socket, "gethostname", lambda: "here-1.example")
+    with subprocess.Popen(["true"]) as gone:
+        gone.wait()
+    owners = {
+        "live": (f"{os.getppid()}-here-1.example", 0),
+        "dead": (f"{gone.pid}-here-1.example", 0),
+        "elsewhere": (f"{gone.pid}-there", 0),
+        "elsewhere, slow": (f"{gone.pid}-there", 23),
+        "elsewhere, gone": (f"{gone.pid}-there", 25),
+        "number given anew": (f"{os.getppid()}-here-1.example", 25),
+    }
+    for place, (owner, hours) in enumerate(owners.values()):
+        folder = prepared.parent / f".{prepared.name}.tmp-{place:032x}-{owner}"
+        folder.mkdir()
+        (folder / "train.tokens-00000.bin").write_bytes(b"half")
+        then = time.time() - hours * 3600
+        for path in (folder / "train.tokens-00000.bin", folder):
+            os.utime(path, (then, then))
+    shutil.rmtree(prepared)
+    prepare(make_config(corpus), say=quiet)
+    left = {int(path.name.split("-")[1], 16) for path in prepared.parent.glob(f".{prepared.name}.tmp-*")}
+    assert [name for place, name in enumerate(owners) if place in left] == ["live", "elsewhere", "elsewhere, slow"]
+
+
+def test_fingerprints_are_joined_block_by_block(
+    make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Half of the texts come twice but for a last word, so that some held-out ones have a near duplicate.
+    words = [" ".join(f"w{number}x{place}" for place in range(200)) for number in range(30)]
+    source = write(tmp_path / "a.jsonl", [*words, *(f"{text} end" for text in words[:15])])
+    expected = prepare(make_config(source), say=quiet).report["held_out_near_duplicates"]
+    assert 0 < expected < 15
+    sizes: list[int] = []
+    join = dedup.near_duplicates
+
+    def spy(one: Any, other: Any, *, radius: int) -> Any:
+        sizes.append(max(len(one), len(other)))
+        return join(one, other, radius=radius)
+
+    monkeypatch.setattr(dedup, "near_duplicates", spy)
+    monkeypatch.setattr(dedup, "BLOCK", 4)
+    report = prepare(make_config(source, cache=str(tmp_path / "other")), say=quiet).report
+    assert report["held_out_near_duplicates"] == expected
+    assert max(sizes) == 4
+    assert len(sizes) == -(-report["valid"]["documents"] // 4) * -(-report["train"]["documents"] // 4)
 
 
 def test_without_a_lock_the_first_to_finish_wins(
