@@ -135,6 +135,7 @@ class HuggingFaceSource(Section):
     kind: Literal["huggingface"]
     name: Text
     config_name: Text | None = None
+    revision: Text | None = None  # branch, tag or commit; null: what the hub serves at the time
     split: Text = "train"
     text_field: Text = "text"
 

@@ -16,7 +16,7 @@ import zstandard
 
 from cdrmix.errors import CorpusError
 
-MAX_RECORD_BYTES = 256 * 2**20  # of one line or one plain file: beyond it a record is bad, so memory stays bounded
+MAX_RECORD_BYTES = 256 * 2**20  # of one text, whatever it is read from: beyond it a record is bad
 DAMAGED_STREAM = (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError)
 
 
@@ -109,6 +109,42 @@ class ZstandardFile(io.RawIOBase):
         buffer[:count] = self._output[:count]
         self._output = self._output[count:]
         return count
+
+
+class OverLongRecord(Exception):
+    """A record of a text file goes on for more than MAX_RECORD_BYTES."""
+
+
+class RecordLines:
+    """The lines of a text stream, line ends and all, for a reader whose records may go over several lines.
+
+    number: lines read so far. Raises OverLongRecord, past the line in question, when the lines since `begin_record`
+    take more than MAX_RECORD_BYTES in UTF-8.
+    """
+
+    def __init__(self, stream: io.TextIOWrapper) -> None:
+        self.number = 0
+        self._stream = stream
+        self._bytes = 0
+
+    def begin_record(self) -> None:
+        """The next line is the first of a record."""
+        self._bytes = 0
+
+    def __iter__(self) -> RecordLines:
+        return self
+
+    def __next__(self) -> str:
+        line = self._stream.readline(MAX_RECORD_BYTES + 1)
+        if not line:
+            raise StopIteration
+        self.number += 1
+        self._bytes += len(line) if line.isascii() else len(line.encode("utf-8", "surrogateescape"))
+        if self._bytes > MAX_RECORD_BYTES:
+            while line and not line.endswith(("\n", "\r")):
+                line = self._stream.readline(2**20)
+            raise OverLongRecord
+        return line
 
 
 def read_at_most(stream: BinaryIO, limit: int) -> bytes:

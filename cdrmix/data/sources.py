@@ -22,8 +22,18 @@ from typing import Any, ClassVar
 
 from cdrmix.config import schema
 from cdrmix.data import files
-from cdrmix.data.files import DAMAGED_STREAM, find_files, open_bytes, read_at_most, reading, walk
-from cdrmix.errors import CorpusError
+from cdrmix.data.files import (
+    DAMAGED_STREAM,
+    OverLongRecord,
+    RecordLines,
+    find_files,
+    open_bytes,
+    read_at_most,
+    reading,
+    walk,
+)
+from cdrmix.durable import disk_full, is_disk_full
+from cdrmix.errors import CdrmixError, CorpusError
 from cdrmix.registry import Registry
 
 BAD_RECORDS_SHOWN = 5
@@ -110,8 +120,8 @@ class FileSource(Source):
     def documents(self, bad: BadRecords) -> Iterator[Document]:
         for path in self.files:
             for where, text, meta in self.records(path, bad):
-                if has_surrogates(text):
-                    bad.add(where, "the text is not valid UTF-8")
+                if reason := unusable(text):
+                    bad.add(where, reason)
                 else:
                     yield Document(text, self.kind, where, meta)
 
@@ -179,7 +189,7 @@ class PlainText(FileSource):
                 bad.add(f"{path}:1", f"the compressed file is damaged: {error}")
                 return
         if len(raw) > files.MAX_RECORD_BYTES:
-            bad.add(f"{path}:1", f"is longer than {files.MAX_RECORD_BYTES} bytes")
+            bad.add(f"{path}:1", over_long())
             return
         try:
             text = raw.decode("utf-8-sig")
@@ -242,14 +252,21 @@ class CommaSeparated(FileSource):
         with reading(path), open_bytes(path) as stream:
             # surrogateescape keeps one bad byte from ending the file; `documents` then refuses that one row
             text_stream = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
-            reader = csv.reader(text_stream)
+            record_lines = RecordLines(text_stream)
+            reader = csv.reader(record_lines, strict=True)  # else a stray quote takes the rest of the file as its text
             column: int | None = None
             while True:
-                where = f"{path}:{reader.line_num + 1}"
+                record_lines.begin_record()
+                first = record_lines.number + 1
+                where = f"{path}:{first}"
                 try:
                     row = next(reader, None)
                 except csv.Error as error:
-                    bad.add(where, f"is not CSV: {error}")
+                    rows = f"; passed over to line {record_lines.number}" if record_lines.number > first else ""
+                    bad.add(where, f"is not CSV: {error}{rows}")
+                    continue
+                except OverLongRecord:
+                    bad.add(where, over_long())
                     continue
                 except DAMAGED_STREAM as error:
                     bad.add(where, f"the compressed file is damaged: {error}")
@@ -330,16 +347,20 @@ class Parquet(FileSource):
 
 @SOURCES("huggingface")
 class HuggingFace(Source):
-    """A Hugging Face dataset, streamed unshuffled; its identity is its name, so shards are reused offline."""
+    """A Hugging Face dataset, streamed unshuffled.
+
+    Its identity is its name, so shards are reused offline; give a revision where the dataset may change.
+    """
 
     def __init__(self, section: schema.HuggingFaceSource) -> None:
         self.section = section
 
     def identity(self) -> list[Any]:
-        return [self.section.name, self.section.config_name, self.section.split]
+        return [self.section.name, self.section.config_name, self.section.revision, self.section.split]
 
     def describe(self) -> str:
-        return f"Hugging Face dataset {self.section.name!r}, split {self.section.split!r}"
+        revision = f", revision {self.section.revision!r}" if self.section.revision else ""
+        return f"Hugging Face dataset {self.section.name!r}, split {self.section.split!r}{revision}"
 
     def documents(self, bad: BadRecords) -> Iterator[Document]:
         try:
@@ -353,7 +374,11 @@ class HuggingFace(Source):
         # HfHubHTTPError's bases hold the error of the HTTP library that the hub client uses, whichever it is
         failures = (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError, *HfHubHTTPError.__bases__)
         try:
-            rows = iter(datasets.load_dataset(section.name, section.config_name, split=section.split, streaming=True))
+            rows = iter(
+                datasets.load_dataset(
+                    section.name, section.config_name, split=section.split, revision=section.revision, streaming=True
+                )
+            )
         except failures as error:
             raise self._unreadable(error) from error
         number = 0
@@ -371,16 +396,25 @@ class HuggingFace(Source):
             text = row[section.text_field]
             if not isinstance(text, str):
                 bad.add(where, f"field {section.text_field!r} is not a string")
-            elif has_surrogates(text):
-                bad.add(where, "the text is not valid UTF-8")
+            elif reason := unusable(text):
+                bad.add(where, reason)
             else:
                 yield Document(text, "huggingface", where)
 
-    def _unreadable(self, error: BaseException) -> CorpusError:
+    def _unreadable(self, error: BaseException) -> CdrmixError:
+        cause: BaseException | None = error
+        while cause is not None:  # libraries wrap what the system said
+            if is_disk_full(cause):
+                return disk_full(
+                    f"what the {self.describe()} keeps beside its stream",
+                    "Free some space, or set HF_HOME to a folder on another disk. The preparation then begins anew.",
+                )
+            cause = cause.__cause__ or cause.__context__
         return CorpusError(
-            f"data.source: cannot stream the {self.describe()}: {error}. Check data.source.name, config_name and "
-            "split, and that this machine reaches huggingface.co (HF_HUB_OFFLINE unset; HF_TOKEN set if it is "
-            "gated); or download it and use kind: parquet or jsonl with paths."
+            f"data.source: cannot stream the {self.describe()}: {error}. Check data.source.name, config_name, "
+            "revision and split, and that this machine reaches huggingface.co (HF_HUB_OFFLINE unset; HF_TOKEN set if "
+            "it is gated); the preparation then begins anew. Where the line is bad, download the dataset and use "
+            "kind: parquet or jsonl with paths."
         )
 
 
@@ -392,28 +426,36 @@ def lines(path: Path, bad: BadRecords) -> Iterator[tuple[int, bytes]]:
             try:
                 line = stream.readline(files.MAX_RECORD_BYTES + 1)
                 number += bool(line)
-                over_long = len(line) > files.MAX_RECORD_BYTES
+                too_long = len(line) > files.MAX_RECORD_BYTES
                 rest = line
-                while over_long and rest and not rest.endswith(b"\n"):
+                while too_long and rest and not rest.endswith(b"\n"):
                     rest = stream.readline(2**20)
             except DAMAGED_STREAM as error:
                 bad.add(f"{path}:{number + 1}", f"the compressed file is damaged: {error}")
                 return
             if not line:
                 return
-            if over_long:
-                bad.add(f"{path}:{number}", f"is longer than {files.MAX_RECORD_BYTES} bytes")
+            if too_long:
+                bad.add(f"{path}:{number}", over_long())
             elif not line.isspace():
                 yield number, line
 
 
-def has_surrogates(text: str) -> bool:
-    """Whether `text` has no UTF-8 form: a lone surrogate from a JSON escape, or a byte that was not UTF-8."""
+def unusable(text: str) -> str:
+    """Why a text cannot be a document; "" when it can.
+
+    It may have no UTF-8 form (a lone surrogate from a JSON escape, a byte that was not UTF-8), or be too long.
+    """
     try:
-        text.encode("utf-8")
+        size = len(text.encode("utf-8"))
     except UnicodeEncodeError:
-        return True
-    return False
+        return "the text is not valid UTF-8"
+    return over_long() if size > files.MAX_RECORD_BYTES else ""
+
+
+def over_long() -> str:
+    """What is wrong with a record of more than MAX_RECORD_BYTES."""
+    return f"is longer than {files.MAX_RECORD_BYTES} bytes"
 
 
 def invalid_utf8(error: UnicodeDecodeError) -> str:

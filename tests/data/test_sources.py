@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
+import errno
 import gzip
 import hashlib
 import io
 import json
 import sysconfig
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from pydantic import TypeAdapter
 from cdrmix.config import schema
 from cdrmix.data import files
 from cdrmix.data.sources import SOURCES, BadRecords, Document, make_source
-from cdrmix.errors import CorpusError
+from cdrmix.errors import CorpusError, DiskFullError
 
 ADAPTER: TypeAdapter[schema.Source] = TypeAdapter(schema.Source)
 TEXTS = ["one\n", "", 'zwei "drei", vier', "naïve\r\n東京🙂\0 end", "x" * 200_000]
@@ -224,7 +226,75 @@ def test_an_over_long_csv_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     path.write_bytes(as_csv(["before", "x" * 1001, "after"]))
     documents, bad = read({"kind": "csv", "paths": [str(path)]})
     assert [document.text for document in documents] == ["before", "after"]
-    assert "a.csv:3: is not CSV" in bad.shown[0]
+    assert bad.shown == [f"{path}:3: is longer than 1000 bytes"]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason", "lost"),
+    [
+        ('3,"he said "no" twice"', "is not CSV: ',' expected after '\"'", 0),
+        ('3,"never closed', "is not CSV: unexpected end of data; passed over to line 6", 2),
+        ('3,"closed by the next but one\r\n4,text4\r\n5,"x', "is not CSV: ',' expected after '\"'", 0),
+    ],
+)
+def test_a_stray_quote_is_a_bad_record_with_its_line(tmp_path: Path, row: str, reason: str, lost: int) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(f"id,text\r\n1,text1\r\n2,text2\r\n{row}\r\n6,text6\r\n7,text7\r\n".encode())
+    documents, bad = read({"kind": "csv", "paths": [str(path)]})
+    assert [document.text for document in documents] == ["text1", "text2", "text6", "text7"][: 4 - lost]
+    assert bad.count == 1
+    assert bad.shown[0].startswith(f"{path}:4: {reason}")
+
+
+def over_one_line(size: int) -> bytes:
+    return b"text\r\nbefore\r\n" + b"x" * size + b"\r\nafter\r\n"
+
+
+def over_many_lines(size: int) -> bytes:
+    row = b",".join([b'"' + b"x" * 20 + b'\n"'] * (size // 24))
+    return b"text\r\nbefore\r\n" + row + b"\r\n" + b"after\r\n"
+
+
+@pytest.mark.parametrize("make", [over_one_line, over_many_lines])
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_an_over_long_csv_record_takes_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[int], bytes], suffix: str
+) -> None:
+    """Megabytes that compress to next to nothing, without a line end or as one record of many lines.
+
+    After a line the next one is read; in the middle of a record of many lines nothing tells where the next begins.
+    """
+    monkeypatch.setattr(files, "MAX_RECORD_BYTES", 2**16)
+    data = make(2**24 if make is over_one_line else 2**18)
+    path = tmp_path / f"a.csv{suffix}"
+    path.write_bytes(gzip.compress(data, 1) if suffix else data)
+    tracemalloc.start()
+    try:
+        documents, bad = read({"kind": "csv", "paths": [str(path)]}, limit=10**6)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert bad.shown[0] == f"{path}:3: is longer than 65536 bytes"
+    assert [document.text for document in documents] == ["before", "after"][: 2 if make is over_one_line else 1]
+    assert peak < 2**23  # pieces of a megabyte, in bytes and as text, and what modules keep
+
+
+@pytest.mark.parametrize("kind", ["parquet", "huggingface"])
+def test_an_over_long_record_of_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(files, "MAX_RECORD_BYTES", 1000)
+    (tmp_path / "a.parquet").write_bytes(parquet(["before", "é" * 501, "é" * 500]))
+    place = {"name": str(tmp_path)} if kind == "huggingface" else {"paths": [str(tmp_path)]}
+    documents, bad = read({"kind": kind, **place})
+    assert [document.text for document in documents] == ["before", "é" * 500]
+    assert bad.count == 1
+    assert bad.shown[0].endswith(":2: is longer than 1000 bytes")
+
+
+def test_csv_lines_may_end_in_carriage_returns(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b'text\rone\r"two\rlines"\r')
+    documents, bad = read({"kind": "csv", "paths": [str(tmp_path)]})
+    assert [document.text for document in documents] == ["one", "two\rlines"]
+    assert bad.count == 0
 
 
 @pytest.mark.parametrize(("kind", "data"), [("csv", as_csv(["x"])), ("parquet", parquet(["x"]))])
@@ -319,7 +389,7 @@ def test_hugging_face_reads_a_dataset_folder(tmp_path: Path) -> None:
     assert bad.count == 1
     with pytest.raises(CorpusError, match="its columns are: text, n"):
         read({"kind": "huggingface", "name": str(tmp_path), "text_field": "body"})
-    with pytest.raises(CorpusError, match=r"cannot stream .*'nope'.*download it") as caught:
+    with pytest.raises(CorpusError, match=r"cannot stream .*'nope'.*download the dataset") as caught:
         read({"kind": "huggingface", "name": str(tmp_path), "split": "nope"})
     assert caught.value.exit_code == 3
 
@@ -337,8 +407,38 @@ def test_hugging_face_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ConnectionError("reset by peer")
 
     monkeypatch.setattr(datasets, "load_dataset", break_off)
-    with pytest.raises(CorpusError, match="reset by peer"):
+    with pytest.raises(CorpusError, match=r"reset by peer.*the preparation then begins anew"):
         read({"kind": "huggingface", "name": "someone/something"})
+
+    def fill_up(*arguments: Any, **options: Any) -> Any:
+        yield {"text": "one"}
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        except OSError as error:
+            raise RuntimeError("cannot cache") from error
+
+    monkeypatch.setattr(datasets, "load_dataset", fill_up)
+    with pytest.raises(DiskFullError, match=r"someone/something.*HF_HOME.*begins anew"):
+        read({"kind": "huggingface", "name": "someone/something"})
+
+
+def test_a_hugging_face_revision(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    asked: list[Any] = []
+
+    def load(*arguments: Any, **options: Any) -> Any:
+        asked.append(options["revision"])
+        return [{"text": "one"}]
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    sections = [{"kind": "huggingface", "name": "someone/something", **more} for more in ({}, {"revision": "v2"})]
+    for section in sections:
+        assert read(section)[0][0].text == "one"
+    assert asked == [None, "v2"]
+    plain, fixed = (make_source(ADAPTER.validate_python(section)) for section in sections)
+    assert plain.identity() != fixed.identity()
+    assert "revision 'v2'" in fixed.describe()
 
 
 def test_every_kind_of_the_schema_has_a_source() -> None:
