@@ -110,9 +110,10 @@ def _prepare(config: Config, run: RunFolder, world: World) -> ShardSet:
 
 def _train(config: Config, run: RunFolder, shards: ShardSet, world: World, resume: str | None) -> None:
     newest = newest_whole_checkpoint(run.checkpoints) if world.writes else None
-    done = world.gather(step_of(newest) if newest else 0)[0]
-    if done >= config.train.steps:
-        run.say(f"Stage A is finished: {done} steps")
+    # After a signal in the last step its checkpoint is there, but neither its validation nor the summary.
+    done = newest is not None and step_of(newest) >= config.train.steps and "stage_a" in run.summary()
+    if world.gather(done)[0]:
+        run.say(f"Stage A is finished: {config.train.steps} steps")
         return
     count = count_parameters(config.model)
     run.update_summary({"parameters": {"stored": count.total_stored, "active": count.total_active, **count.stored}})

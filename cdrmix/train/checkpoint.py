@@ -40,7 +40,7 @@ from cdrmix.train.engine import Engine
 from cdrmix.train.parallel import World
 from cdrmix.train.run import check_text
 
-FORMAT = 2  # 2: the text's fingerprint in state.json
+FORMAT = 2  # 2: state.json has the fingerprints of text and tokenizer, and the step of the best checkpoint
 MANIFEST = "manifest.json"
 MODEL = "model.safetensors"
 AVERAGE = "ema.safetensors"
@@ -54,7 +54,9 @@ WHEN_FULL = (
 class Progress:
     """How far a run has come. `step` counts finished optimizer steps; the next global batch has that number.
 
-    tokens: valid tokens trained on; seconds: training time; losses in nats per token.
+    tokens: valid tokens trained on; seconds: training time; losses in nats per token. best_step: the step that had
+    best_bits_per_byte. unvalidated: this step's StepRecord, when a signal came before its validation; the resumed
+    run begins with that.
     """
 
     step: int = 0
@@ -64,12 +66,14 @@ class Progress:
     skipped_steps: int = 0
     valid_bits_per_byte: float | None = None
     best_bits_per_byte: float | None = None
+    best_step: int | None = None
+    unvalidated: dict[str, Any] | None = None
 
 
 class Fingerprints(NamedTuple):
     """What a run is trained on: the fingerprints of its tokenizer and of its shards."""
 
-    vocabulary: str
+    tokenizer: str
     text: str
 
 
@@ -82,7 +86,9 @@ def save_checkpoint(
     *,
     periodic: bool = True,
 ) -> Path:
-    """Writes `folder`/step-NNNNNNNN and moves the `latest` pointer to it. Every rank calls; returns the path.
+    """Writes `folder`/step-NNNNNNNN and moves the `latest` pointer to it, and `best` if it is. Returns the path.
+
+    Every rank calls.
 
     periodic: whether the checkpoint counts for `train.keep_last`.
     Raises DiskFullError or CheckpointError, in every rank, after removing what was written; older checkpoints stay.
@@ -120,6 +126,8 @@ def save_checkpoint(
         temporary.rename(final)
         sync_folder(folder)
         point(folder, "latest", final)
+        if progress.best_step == progress.step:
+            point(folder, "best", final)
 
     _together(world, write, temporary, folder)
     files = {name: entry for part in world.gather(entries) for name, entry in part.items()}
@@ -137,10 +145,10 @@ def load_checkpoint(engine: Engine, checkpoint: Path, config: Config, fingerprin
     world = engine.world
     state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
     # A tokenizer trained on the text changes with the text; one from a file changes by itself.
-    if state["vocabulary"] != fingerprints.vocabulary and config.data.tokenizer.path is not None:
+    if state["tokenizer"] != fingerprints.tokenizer and config.data.tokenizer.path is not None:
         raise VocabularyError(
-            f"{checkpoint} was trained with the tokenizer {state['vocabulary'][:12]}, the shards were made with "
-            f"{fingerprints.vocabulary[:12]}: the file at data.tokenizer.path has changed since this run began; "
+            f"{checkpoint} was trained with the tokenizer {state['tokenizer'][:12]}, the shards were made with "
+            f"{fingerprints.tokenizer[:12]}: the file at data.tokenizer.path has changed since this run began; "
             "put the former one back, or start a new run"
         )
     check_text(state["text"], fingerprints.text, checkpoint)
@@ -213,18 +221,35 @@ def verify_checkpoint(checkpoint: Path) -> None:
         _verify_file(checkpoint / name, entry)
 
 
-def prune(folder: Path, keep_last: int) -> None:
-    """Removes checkpoints and the remains of interrupted ones, except the newest `keep_last` periodic and the best."""
+def prune(folder: Path, keep_last: int, current: Path) -> None:
+    """Removes checkpoints and the remains of interrupted ones, except `current`, the newest periodic and the best.
+
+    current: the checkpoint just written, one of the `keep_last` if it is periodic. Those of higher steps are remains:
+    the run passed them over because they were corrupt, and has gone another way since.
+    """
     for remains in folder.glob("step-*.tmp-*"):
         shutil.rmtree(remains, ignore_errors=True)
     checkpoints = list_checkpoints(folder)
-    kept = [path for path in checkpoints if _is_periodic(path)][-keep_last:]
+    kept = [path for path in checkpoints if path <= current and _is_periodic(path)][-keep_last:]
+    kept.append(current)
     best = folder / "best"
     if best.exists():
         kept.append(folder / best.read_text(encoding="utf-8").strip())
     for checkpoint in checkpoints:
         if checkpoint not in kept:
             shutil.rmtree(_set_aside(checkpoint), ignore_errors=True)
+
+
+def restore_best(folder: Path, progress: Progress) -> None:
+    """Makes the `best` pointer name what `progress`, a resumed run's, calls the best; without such, there is none.
+
+    A kill between a checkpoint and its pointer parts the two, and so does passing over a corrupt best one.
+    """
+    best = None if progress.best_step is None else folder / f"step-{progress.best_step:08d}"
+    if best is not None and best.is_dir():
+        point(folder, "best", best)
+    else:
+        (folder / "best").unlink(missing_ok=True)
 
 
 def point(folder: Path, name: str, checkpoint: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import resource
-import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -28,8 +27,8 @@ from cdrmix.train.checkpoint import (
     list_checkpoints,
     load_checkpoint,
     newest_whole_checkpoint,
-    point,
     prune,
+    restore_best,
     save_checkpoint,
 )
 from cdrmix.train.engine import Engine, make_engine
@@ -58,7 +57,7 @@ def train(
 
     resume: anything but None continues from the newest whole checkpoint of the run folder, bit for bit.
     console: whether rank 0 shows its progress; metrics and checkpoints are written either way.
-    Raises Preempted after SIGTERM or SIGINT, once a checkpoint is committed; NonFiniteLossError before a NaN
+    Raises Preempted after SIGTERM, SIGHUP or SIGINT, once a checkpoint is committed; NonFiniteLossError before a NaN
     reaches the weights; OutOfMemoryError, DiskFullError, CheckpointError, ConfigError, VocabularyError; ShardError
     when the text has changed since the run began.
     """
@@ -79,11 +78,11 @@ def train(
             world=world.size,
         )
         validation = Validation(config, shards, world)
-        progress = Progress()
+        progress, checkpoint = Progress(), None
         if resume is not None:
-            progress = _continue(engine, config, run, shards)
+            progress, checkpoint = _continue(engine, config, run, shards)
         skips = Skips(may_skip=settings.precision == "fp16", total=progress.skipped_steps)
-        saver = Saver(engine, config, run, fingerprints(shards))
+        saver = Saver(engine, config, run, fingerprints(shards), latest=checkpoint)
         meter = Meter(progress)
 
         with (
@@ -91,6 +90,11 @@ def train(
             Trackers(run, config) as trackers,
             Console(run, settings.steps, start_step=progress.step, stream=None if console else _Nowhere()) as screen,
         ):
+            if progress.unvalidated is not None:  # a signal came first
+                record, progress = validation.complete(engine, StepRecord(**progress.unvalidated), progress)
+                trackers.write(record)
+                screen.update(record)
+                saver.point_best(progress)
             for step in range(progress.step, settings.steps):
                 number = step + 1
                 meter.start()
@@ -115,18 +119,11 @@ def train(
                 progress = dataclasses.replace(
                     progress,
                     step=number,
-                    tokens=progress.tokens + round(batches[0].token_count),
+                    tokens=progress.tokens + (round(batches[0].token_count) if applied else 0),
                     seconds=meter.stop(),
                     loss=figures.next_token_loss,
                     skipped_steps=skips.total,
                 )
-                improved = False
-                valid_loss: float | None = None
-                if evaluates:
-                    valid_loss, bits = validation.score(engine)
-                    improved = progress.best_bits_per_byte is None or bits < progress.best_bits_per_byte
-                    best = bits if improved else progress.best_bits_per_byte
-                    progress = dataclasses.replace(progress, valid_bits_per_byte=bits, best_bits_per_byte=best)
                 if shown or evaluates:
                     record = StepRecord(
                         step=number,
@@ -142,16 +139,21 @@ def train(
                         seconds=progress.seconds,
                         memory_gib=memory_gib(world),
                         router=tally.router(config.model.feed_forward.capacity_factor),
-                        valid_bits_per_byte=progress.valid_bits_per_byte if evaluates else None,
-                        valid_loss=valid_loss,
                     )
-                    trackers.write(record)
-                    screen.update(record)
+                    if evaluates and figures.stop:
+                        # Whoever sent the signal may not wait for a validation: the resumed run begins with it.
+                        run.say(f"told to stop: step {number} is saved first, and validated when the run goes on")
+                        progress = dataclasses.replace(progress, unvalidated=dataclasses.asdict(record))
+                    else:
+                        if evaluates:
+                            record, progress = validation.complete(engine, record, progress)
+                        trackers.write(record)
+                        screen.update(record)
                 else:
                     screen.advance(number)
                 periodic = number % settings.checkpoint_every == 0 or number == settings.steps or figures.stop
-                if periodic or improved:
-                    saver.save(progress, periodic=periodic, best=improved)
+                if periodic or progress.best_step == number:
+                    saver.save(progress, periodic=periodic)
                 if figures.stop:
                     raise Preempted(
                         f"stopped by a signal after step {number} of {settings.steps}; {saver.latest} is whole, "
@@ -163,7 +165,7 @@ def train(
                 )
     if skips.total:
         run.say(f"{skips.total} of {settings.steps} steps were skipped for fp16 overflow")
-    final = saver.latest or newest_whole_checkpoint(run.checkpoints)
+    final = saver.latest
     assert final is not None, "the last step saves a checkpoint"
     speed = progress.tokens / progress.seconds if progress.seconds else 0.0
     return TrainResult(progress.step, progress.loss, progress.valid_bits_per_byte, speed, progress.seconds, final)
@@ -248,28 +250,37 @@ class Validation:
         )
         self._text_bytes = self._batches.text_bytes
 
-    def score(self, engine: Engine) -> tuple[float, float]:
-        """Loss in nats per token, and bits per byte."""
+    def complete(self, engine: Engine, record: StepRecord, progress: Progress) -> tuple[StepRecord, Progress]:
+        """A step's record and progress with the validation figures of the weights as they are after it."""
         score = evaluate(engine.module, self._batches, self._text_bytes)
-        return score.loss_nats_per_token, score.bits_per_byte
+        bits = score.bits_per_byte
+        record = dataclasses.replace(record, valid_loss=score.loss_nats_per_token, valid_bits_per_byte=bits)
+        progress = dataclasses.replace(progress, valid_bits_per_byte=bits, unvalidated=None)
+        if progress.best_bits_per_byte is None or bits < progress.best_bits_per_byte:
+            progress = dataclasses.replace(progress, best_bits_per_byte=bits, best_step=progress.step)
+        return record, progress
 
 
 class Saver:
-    """Checkpoints of a run, at most one a step: periodic, best and last."""
+    """Checkpoints of a run, at most one a step: periodic, best and last. `latest` is the one that a resume reads."""
 
-    def __init__(self, engine: Engine, config: Config, run: RunFolder, text: Fingerprints) -> None:
+    def __init__(self, engine: Engine, config: Config, run: RunFolder, text: Fingerprints, latest: Path | None) -> None:
         self._engine, self._config, self._run, self._text = engine, config, run, text
-        self.latest: Path | None = None
+        self.latest = latest
 
-    def save(self, progress: Progress, *, periodic: bool, best: bool) -> None:
-        """Commits a checkpoint, moves the `best` pointer to it if it is the best, then removes what need not stay."""
+    def save(self, progress: Progress, *, periodic: bool) -> None:
+        """Commits a checkpoint, then removes what need not stay."""
         folder = self._run.checkpoints
         self.latest = save_checkpoint(self._engine, folder, progress, self._config, self._text, periodic=periodic)
         if self._engine.world.writes:
-            if best:
-                point(folder, "best", self.latest)
-            prune(folder, self._config.train.keep_last)
-        self._run.note(f"checkpoint {self.latest.name}{' (best)' if best else ''}")
+            prune(folder, self._config.train.keep_last, self.latest)
+        self._run.note(f"checkpoint {self.latest.name}{' (best)' if progress.best_step == progress.step else ''}")
+        self._engine.world.barrier()
+
+    def point_best(self, progress: Progress) -> None:
+        """Makes the `best` pointer say what the progress says."""
+        if self._engine.world.writes:
+            restore_best(self._run.checkpoints, progress)
         self._engine.world.barrier()
 
 
@@ -277,8 +288,7 @@ def memory_gib(world: World) -> float:
     """Peak memory of this process in GiB: of the GPU, or on a CPU its resident memory."""
     if world.device.type == "cuda":
         return torch.cuda.max_memory_allocated(world.device) / 2**30
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (2**30 if sys.platform == "darwin" else 2**20)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
 
 
 def fingerprints(shards: ShardSet) -> Fingerprints:
@@ -294,7 +304,7 @@ def _check_vocabulary(config: Config, shards: ShardSet) -> None:
         )
 
 
-def _continue(engine: Engine, config: Config, run: RunFolder, shards: ShardSet) -> Progress:
+def _continue(engine: Engine, config: Config, run: RunFolder, shards: ShardSet) -> tuple[Progress, Path | None]:
     # Rank 0 verifies and chooses, all load the same one.
     world = engine.world
     found: tuple[Path | None, str] = (None, "")
@@ -306,13 +316,15 @@ def _continue(engine: Engine, config: Config, run: RunFolder, shards: ShardSet) 
     if checkpoint is None:
         run.say("no checkpoint yet: starting from step 0")
         run.drop_metrics_after(0)
-        return Progress()
+        return Progress(), None
     progress = load_checkpoint(engine, checkpoint, config, fingerprints(shards))
-    run.drop_metrics_after(progress.step)
+    run.drop_metrics_after(progress.step if progress.unvalidated is None else progress.step - 1)
+    if world.writes:
+        restore_best(run.checkpoints, progress)
     run.say(f"continuing from {checkpoint.name}")
     for difference in differences(checkpoint, world):
         run.say(f"{difference}: sums are taken in another order, so the bits will not be those of an unbroken run")
-    return progress
+    return progress, checkpoint
 
 
 def _newest(run: RunFolder) -> tuple[Path | None, str]:

@@ -22,9 +22,9 @@ from cdrmix.train.checkpoint import (
     list_checkpoints,
     load_checkpoint,
     newest_whole_checkpoint,
-    point,
     prune,
     read_weights,
+    restore_best,
     save_checkpoint,
     verify_checkpoint,
 )
@@ -41,10 +41,9 @@ class Place:
     config: Config
     folder: Path
 
-    def save(self, step: int, *, periodic: bool = True) -> Path:
-        return save_checkpoint(
-            self.engine, self.folder, Progress(step=step), self.config, FINGERPRINTS, periodic=periodic
-        )
+    def save(self, step: int, *, periodic: bool = True, best_step: int | None = None) -> Path:
+        progress = Progress(step=step, best_step=best_step)
+        return save_checkpoint(self.engine, self.folder, progress, self.config, FINGERPRINTS, periodic=periodic)
 
 
 @pytest.fixture
@@ -194,14 +193,38 @@ def test_a_folder_that_cannot_be_written_is_said_and_not_called_full(
 
 def test_the_newest_periodic_ones_and_the_best_stay(place: Place) -> None:
     for step, periodic in ((1, True), (2, False), (3, True), (4, False), (5, True), (6, True)):
-        saved = place.save(step, periodic=periodic)
-        if step == 2:
-            point(place.folder, "best", saved)
+        saved = place.save(step, periodic=periodic, best_step=2)
+    assert (place.folder / "best").read_text().strip() == "step-00000002"
     (place.folder / "step-00000007.tmp-99").mkdir()
-    prune(place.folder, keep_last=2)
+    prune(place.folder, 2, saved)
     assert [path.name[-1] for path in list_checkpoints(place.folder)] == ["2", "5", "6"]
     assert (place.folder / "latest").read_text().strip() == "step-00000006"
     assert list(place.folder.glob("*.tmp-*")) == []
+
+
+def test_what_was_just_written_stays_and_not_the_corrupt_newer_one(place: Place) -> None:
+    for step in (2, 6):
+        newer = place.save(step)
+    damage_flip(newer / "model.safetensors")
+    saved = place.save(4)
+    prune(place.folder, 1, saved)
+    assert list_checkpoints(place.folder) == [saved]
+    saved = place.save(5, periodic=False)
+    prune(place.folder, 1, saved)
+    assert [path.name[-1] for path in list_checkpoints(place.folder)] == ["4", "5"]
+
+
+def test_the_best_pointer_follows_the_committed_progress(place: Place) -> None:
+    for step in (2, 4, 6):
+        place.save(step, best_step=min(step, 4))
+    assert (place.folder / "best").read_text() == "step-00000004\n"
+    (place.folder / "best").unlink()  # killed between a checkpoint and its pointer
+    restore_best(place.folder, Progress(step=6, best_step=4))
+    assert (place.folder / "best").read_text() == "step-00000004\n"
+    restore_best(place.folder, Progress(step=2, best_step=2))  # the others were passed over
+    assert (place.folder / "best").read_text() == "step-00000002\n"
+    restore_best(place.folder, Progress(step=1))
+    assert not (place.folder / "best").exists()
 
 
 def test_a_corrupt_one_of_the_same_step_is_replaced(place: Place) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
-import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -15,16 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from cdrmix import lifecycle
-from cdrmix.config.schema import Config, TextSource
-from cdrmix.data.prepare import prepare
+from cdrmix.config.schema import Config
 from cdrmix.data.shards import ShardSet
-from cdrmix.errors import CheckpointError, DiskFullError, NonFiniteLossError, Preempted, ShardError
+from cdrmix.errors import CheckpointError, NonFiniteLossError, Preempted
 from cdrmix.model.loss import Losses, LossModel
-from cdrmix.train import checkpoint as checkpoints
+from cdrmix.train import stage_a
 from cdrmix.train.checkpoint import list_checkpoints, newest_whole_checkpoint, read_weights
+from cdrmix.train.engine import Engine
+from cdrmix.train.faults import Skips
 from cdrmix.train.metrics import Console
-from cdrmix.train.parallel import join
 from cdrmix.train.run import RunFolder, read_metrics
 from cdrmix.train.stage_a import TrainResult, train
 
@@ -55,6 +52,12 @@ def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert one.keys() == other.keys()
     different = [name for name in one if not torch.equal(one[name].view(torch.int32), other[name].view(torch.int32))]
     assert different == []
+
+
+def timeless(run: RunFolder) -> list[dict[str, object]]:
+    """The rows of metrics.jsonl without what depends on the machine's speed and memory."""
+    names = ("step", "loss", "learning_rate", "gradient_norm", "tokens", "router", "valid_bits_per_byte", "valid_loss")
+    return [{name: row[name] for name in names} for row in read_metrics(run.metrics_jsonl)]
 
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, act: Callable[[], None]) -> None:
@@ -138,12 +141,7 @@ def test_broken_off_and_resumed_is_uninterrupted(
         average = read_weights(found.checkpoint, average=True)
         assert_same_bits(read_weights(expected.checkpoint, average=True), average)
         assert any(not torch.equal(average[name], weight) for name, weight in weights(straight).items())
-    timeless = ("step", "loss", "learning_rate", "gradient_norm", "tokens", "router", "valid_bits_per_byte")
-    told = [
-        [{name: row[name] for name in timeless} for row in read_metrics(run.metrics_jsonl)]
-        for run in (straight, runs[0])
-    ]
-    assert told[0] == told[1]
+    assert timeless(straight) == timeless(runs[0])
 
 
 def test_a_finished_run_resumes_to_its_own_result(trainer: Trainer) -> None:
@@ -152,20 +150,41 @@ def test_a_finished_run_resumes_to_its_own_result(trainer: Trainer) -> None:
     assert again == first
 
 
+@pytest.mark.parametrize("step", [2, 3, 4, 6])
 def test_a_signal_saves_after_the_step_and_the_resumed_run_is_uninterrupted(
-    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
-    straight, _ = trainer()
-    stop_at(monkeypatch, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    straight, expected = trainer()
+    stop_at(monkeypatch, step - 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
     runs: list[RunFolder] = []
     create = RunFolder.create
     monkeypatch.setattr(RunFolder, "create", lambda config: runs.append(create(config)) or runs[-1])
-    with pytest.raises(Preempted, match="after step 3 of 6") as caught:
+    evaluate, validated = stage_a.evaluate, []
+    monkeypatch.setattr(stage_a, "evaluate", lambda *each: validated.append(1) or evaluate(*each))
+    with pytest.raises(Preempted, match=f"after step {step} of 6") as caught:
         trainer("train.steps=6")
     assert caught.value.exit_code == 75
-    assert (runs[0].checkpoints / "latest").read_text() == "step-00000003\n"
-    trainer("train.steps=6", folder=runs[0])
+    assert (runs[0].checkpoints / "latest").read_text() == f"step-0000000{step}\n"
+    assert len(validated) == (step - 1) // 3, "nobody waits for a validation after a signal"
+    assert ("validated when the run goes on" in runs[0].log.read_text()) == (step in (3, 6))
+    (runs[0].checkpoints / "best").unlink(missing_ok=True)  # as after a kill between a checkpoint and its pointer
+    _, found = trainer("train.steps=6", folder=runs[0])
     assert_same_bits(weights(straight), weights(runs[0]))
+    assert timeless(straight) == timeless(runs[0])
+    assert found.valid_bits_per_byte == expected.valid_bits_per_byte
+    assert (runs[0].checkpoints / "best").read_text() == (straight.checkpoints / "best").read_text()
+    trainer("train.steps=6", folder=runs[0])
+    assert timeless(straight) == timeless(runs[0]), "every step once, however often the run goes on"
+
+
+def test_tokens_of_a_refused_step_are_not_counted(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    straight, _ = trainer("train.steps=3", "train.log_every=1")
+    monkeypatch.setattr(stage_a, "Skips", lambda may_skip, total: Skips(may_skip=True, total=total))  # as fp16 may
+    step, calls = Engine.step, []
+    monkeypatch.setattr(Engine, "step", lambda self: calls.append(1) or (len(calls) != 2 and step(self)))
+    skipping, _ = trainer("train.steps=3", "train.log_every=1")
+    first, second, third = (row["tokens"] for row in read_metrics(straight.metrics_jsonl))
+    assert [row["tokens"] for row in read_metrics(skipping.metrics_jsonl)] == [first, first, first + third - second]
 
 
 def test_resume_passes_over_a_corrupt_checkpoint_and_says_so(
@@ -212,105 +231,21 @@ def poison(monkeypatch: pytest.MonkeyPatch, step: int, spoil: Callable[[Losses],
 def test_nothing_non_finite_reaches_the_weights(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Losses], Losses], what: str
 ) -> None:
-    engines = []
-    from cdrmix.train import stage_a
-
-    make = stage_a.make_engine
+    engines, make = [], stage_a.make_engine
     monkeypatch.setattr(stage_a, "make_engine", lambda *arguments: engines.append(make(*arguments)) or engines[-1])
-    poison(monkeypatch, 3, spoil)
+    before: dict[str, Tensor] = {}
+
+    def remember_and_spoil(losses: Losses) -> Losses:
+        before.update({name: weight.clone() for name, weight in engines[0].weights().items()})
+        return spoil(losses)
+
+    poison(monkeypatch, 3, remember_and_spoil)
     with pytest.raises(NonFiniteLossError, match=what) as caught:
         trainer()
     assert caught.value.exit_code == 9
     assert "global batch 2 " in str(caught.value)
-    (engine,) = engines
-    whole, _ = trainer("train.steps=2", "train.warmup_steps=1")
-    assert all(torch.isfinite(weight).all() for weight in engine.weights().values())
-    assert [path.name for path in list_checkpoints(whole.checkpoints)] == ["step-00000002"]
-
-
-def runs_made(monkeypatch: pytest.MonkeyPatch) -> list[RunFolder]:
-    """The run folders that will be created from now on."""
-    runs: list[RunFolder] = []
-    create = RunFolder.create
-    monkeypatch.setattr(RunFolder, "create", lambda config: runs.append(create(config)) or runs[-1])
-    return runs
-
-
-def test_what_the_message_about_a_nan_says_is_so(
-    trainer: Trainer, make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    root = f"run.root={tmp_path}"
-    runs = runs_made(monkeypatch)
-    with monkeypatch.context() as patch:
-        poison(patch, 3, lambda losses: losses._replace(total=losses.total * math.nan))
-        with pytest.raises(NonFiniteLossError, match="step 3") as caught:
-            trainer(root)
-    assert "--resume auto repeats the same steps from the last checkpoint" in str(caught.value)
-    with monkeypatch.context() as patch:
-        poison(patch, 1, lambda losses: losses._replace(total=losses.total * math.nan))  # the first after step 2
-        with pytest.raises(NonFiniteLossError, match="step 3"):
-            trainer(root, folder=RunFolder.resume(make_config(root), "auto"))
-    for named in ("train.learning_rate=0.001", "train.gradient_clip=0.1", "train.warmup_steps=3"):
-        assert named.partition("=")[0] in str(caught.value)
-        assert RunFolder.resume(make_config(root, named), "auto") is None, "a new run"
-    # The machine at fault: the run goes on to its end.
-    resumed = RunFolder.resume(make_config(root), "auto")
-    assert resumed is not None
-    assert resumed.path == runs[0].path
-    assert trainer(root, folder=resumed)[1].step == 6
-
-
-def test_what_the_message_about_a_full_disk_says_is_so(
-    trainer: Trainer, make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    straight, _ = trainer()
-    runs = runs_made(monkeypatch)
-    save_file = checkpoints.save_file
-
-    def fills_up(tensors: dict[str, Tensor], path: Path) -> None:
-        if "step-00000006" in str(path):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        save_file(tensors, path)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoints, "save_file", fills_up)
-        with pytest.raises(DiskFullError, match=r"lower train\.keep_last, then continue with --resume auto"):
-            trainer(f"run.root={tmp_path}")
-    assert len(list_checkpoints(runs[0].checkpoints)) == 3  # two periodic ones, and the best
-    less = (f"run.root={tmp_path}", "train.keep_last=1")
-    resumed = RunFolder.resume(make_config(*less), "auto")
-    assert resumed is not None
-    assert resumed.path == runs[0].path
-    trainer(*less, folder=resumed)
-    assert_same_bits(weights(straight), weights(resumed))
-    assert len(list_checkpoints(resumed.checkpoints)) == 1  # the last is the best
-
-
-def test_a_text_that_changed_is_not_gone_on_with(
-    trainer: Trainer, make_config: Callable[..., Config], shards: ShardSet, tmp_path: Path
-) -> None:
-    run, _ = trainer("train.steps=2", "train.warmup_steps=1")
-    config = make_config("train.steps=2", "train.warmup_steps=1")
-    world = join(config)
-    assert lifecycle._prepare(config, run, world).fingerprint == shards.fingerprint
-    texts = tmp_path / "texts"
-    shutil.copytree(Path(config.data.source.paths[0]), texts)
-    copied = config.model_copy(
-        update={
-            "data": config.data.model_copy(
-                update={"source": TextSource(kind="text", paths=[str(texts)]), "cache": str(tmp_path / "cache")}
-            )
-        }
-    )
-    lifecycle._prepare(copied, run, world)  # other files, the same text
-    summary = run.summary()
-    (texts / "000.txt").write_text("something else")
-    with pytest.raises(ShardError, match="the text has changed since this run began"):
-        lifecycle._prepare(copied, run, world)
-    assert run.summary() | {"corpus": None} == summary | {"corpus": None}
-    assert run.summary()["corpus"]["index_sha256"] == summary["corpus"]["index_sha256"]
-    with pytest.raises(ShardError, match="the text has changed since this run began"):
-        train(config, run, prepare(copied, say=lambda text: None), resume="auto", console=False)
+    assert all(torch.isfinite(weight).all() for weight in before.values())
+    assert_same_bits(before, engines[0].weights())
 
 
 def assert_same_state(one: Path, other: Path, optimizers: int) -> None:
