@@ -22,7 +22,7 @@ class CorpusError(CdrmixError, ValueError):
 
 
 class ShardError(CdrmixError, ValueError):
-    """Tokenised shards are corrupt, truncated, or were made by something else than the configuration says."""
+    """Tokenised shards are corrupt, truncated, or not made by this configuration or of the text a run began with."""
 
     exit_code = 4
 
