@@ -79,6 +79,18 @@ def join(config: Config) -> World:
     return World(rank, size, local_rank, device)
 
 
+def work_alone(config: Config, wanted: str | None = None) -> torch.device:
+    """The device of a command that runs a trained model in this process alone; threads and determinism are settled.
+
+    wanted: auto, cpu or cuda, in place of the configuration's run.device.
+    Raises ConfigError when the device asked for is missing.
+    """
+    device = _present(wanted or config.run.device)
+    torch.set_num_threads(threads(config, 1))
+    be_deterministic()
+    return torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
+
+
 def rank_size_local_rank() -> tuple[int, int, int]:
     """This process's rank, the number of processes, and the rank within the machine, from the environment."""
     environment = os.environ
@@ -124,10 +136,7 @@ def seed_everything(seed: int) -> None:
 
 
 def _device(config: Config, local_rank: int) -> torch.device:
-    wanted = config.run.device
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("run.device: cuda, but PyTorch sees no GPU on this machine; set run.device: auto or cpu")
-    if wanted == "cpu" or not torch.cuda.is_available():
+    if _present(config.run.device) == "cpu":
         if config.train.precision == "fp16":
             raise ConfigError("train.precision: fp16 needs a GPU, and this run is on a CPU; set bf16 or fp32")
         return torch.device("cpu")
@@ -137,6 +146,16 @@ def _device(config: Config, local_rank: int) -> torch.device:
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
+
+
+def _present(wanted: str) -> str:
+    """cpu or cuda: what auto, cpu or cuda means on this machine."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "run.device: cuda, but PyTorch sees no GPU on this machine; set run.device (where there is one, --device) "
+            "to auto or cpu"
+        )
+    return "cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu"
 
 
 def _join_process_group(rank: int, size: int, local_rank: int, device: torch.device) -> None:
