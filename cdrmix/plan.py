@@ -68,7 +68,7 @@ def _part(model: LanguageModel, name: str) -> str:
 
 
 def parameter_table(config: Config, count: ParameterCount) -> str:
-    """The counts as aligned lines, and how far the active ones are from what the model's size says."""
+    """The counts as aligned lines, and how many times what the model's size names both totals are."""
     lines = [f"{'':<12}{'stored':>20}{'active':>20}"]
     lines += [
         f"{part:<12}{count.stored[part]:>20,}{count.active[part]:>20,}"
@@ -78,14 +78,11 @@ def parameter_table(config: Config, count: ParameterCount) -> str:
     if config.model.tie_embeddings:
         lines[-1] += "   (tied: the embedding)"
     lines.append(f"{'total':<12}{count.total_stored:>20,}{count.total_active:>20,}")
+    if size := config.model.size:
+        stored, active = (f"{total / nominal(size):.2f} x" for total in (count.total_stored, count.total_active))
+        lines.append(f"{f'of {size}':<12}{stored:>20}{active:>20}   (the name {size}: {nominal(size):,} active)")
     lines.append("")
     lines.append(f"{config.run.name}: {amount(count.total_active)} active of {amount(count.total_stored)} stored")
-    if config.model.size is not None:
-        named = nominal(config.model.size)
-        away = count.total_active / named - 1
-        lines.append(
-            f"active parameters are {abs(away):.1%} {'above' if away >= 0 else 'below'} the name {config.model.size}"
-        )
     return "\n".join(lines)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cdrmix.durable import write_atomically
 from cdrmix.plot import DARK, LIGHT, draw
 from cdrmix.train.metrics import amount, clock
 from cdrmix.train.run import RunFolder, read_metrics
@@ -58,8 +59,8 @@ def write_report(run: RunFolder) -> Path:
     title = f"{summary.get('name', 'run')}, {run.path.name}"
     light = draw(rows, summary.get("held_out"), title=title, palette=LIGHT)
     dark = draw(rows, summary.get("held_out"), title=title, palette=DARK)
-    _replace(run.plot, light)
-    _replace(run.report, page(run, rows, summary, light, dark).encode("utf-8"))
+    write_atomically(run.plot, light)
+    write_atomically(run.report, page(run, rows, summary, light, dark))
     return run.report
 
 
@@ -69,7 +70,9 @@ def page(
     """The HTML text: pictures embedded, style inline, every value escaped."""
     config = run.config_snapshot.read_text(encoding="utf-8")
     sections = [
-        f"<header><h1>{_text(summary.get('name', 'run'))}</h1><p class=soft>{_text(run.path.name)}</p></header>",
+        f"<header><h1>{_text(summary.get('name', 'run'))}</h1><p class=soft>{_text(run.path.name)}</p>"
+        + (f"<p>{_text(summary['not_trained'])}</p>" if summary.get("not_trained") else "")
+        + "</header>",
         _tiles(rows, summary),
         _held_out(summary.get("held_out")),
         f"<h2>Curves</h2>{_picture(light, dark)}",
@@ -221,9 +224,3 @@ def _checkpoints(folder: Path) -> str:
 
 def _text(value: object) -> str:
     return html.escape(str(value), quote=True)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(content)
-    temporary.replace(path)

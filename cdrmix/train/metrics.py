@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 import json
 import sys
 import time
@@ -139,10 +140,11 @@ class Console:
 
 def amount(value: float) -> str:
     """A count for people: 950, 10.7k, 1.25M, 3.2B."""
+    rounded = float(f"{value:.3g}")  # first, because 999,700 is 1M, not 1000k
     for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= limit:
-            return f"{value / limit:.3g}{unit}"
-    return f"{value:.3g}"
+        if abs(rounded) >= limit:
+            return f"{rounded / limit:g}{unit}"
+    return f"{rounded:g}"
 
 
 def clock(seconds: float) -> str:
@@ -170,14 +172,9 @@ class Trackers:
         self._trackers: list[Tracker] = []
         if not run.writes:
             return
-        logging = config.logging
-        wanted: dict[str, Callable[[RunFolder, Config], Tracker]] = {
-            "tensorboard": TensorBoard,
-            "wandb": WeightsAndBiases,
-            "mlflow": MLflow,
-        }
-        for name, tracker in wanted.items():
-            if getattr(logging, name):
+        check_trackers(config)
+        for name, tracker in TRACKERS.items():
+            if getattr(config.logging, name):
                 self._trackers.append(tracker(run, config))
         self._trackers.insert(0, JsonLines(run))
 
@@ -222,7 +219,7 @@ class TensorBoard:
     """Scalars for TensorBoard, in the run folder's tensorboard/."""
 
     def __init__(self, run: RunFolder, config: Config) -> None:
-        _optional("tensorboard", "tensorboard")
+        _package("tensorboard")
         self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(run.path / "tensorboard"))
 
     def write(self, record: StepRecord) -> None:
@@ -237,7 +234,7 @@ class WeightsAndBiases:
     """Scalars for Weights & Biases; the run carries the folder's name, so a resumed run goes on in it."""
 
     def __init__(self, run: RunFolder, config: Config) -> None:
-        wandb = _optional("wandb", "wandb")
+        wandb = _package("wandb")
         self._run = wandb.init(
             project="cdrmix",
             name=f"{config.run.name}-{run.path.name}",
@@ -258,7 +255,7 @@ class MLflow:
     """Metrics for MLflow; the tracking server is MLflow's own setting (MLFLOW_TRACKING_URI)."""
 
     def __init__(self, run: RunFolder, config: Config) -> None:
-        self._mlflow = _optional("mlflow", "mlflow")
+        self._mlflow = _package("mlflow")
         self._mlflow.set_experiment("cdrmix")
         known = run.summary().get("mlflow_run")
         active = self._mlflow.start_run(run_id=known) if known else self._mlflow.start_run(run_name=run.path.name)
@@ -269,6 +266,14 @@ class MLflow:
 
     def close(self) -> None:
         self._mlflow.end_run()
+
+
+# By the names of their packages, which are also their keys under `logging`.
+TRACKERS: dict[str, Callable[[RunFolder, Config], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "mlflow": MLflow,
+}
 
 
 def scalars(record: StepRecord) -> dict[str, float]:
@@ -283,13 +288,26 @@ def scalars(record: StepRecord) -> dict[str, float]:
     return flat
 
 
-def _optional(module: str, extra: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != module:
-            raise
-        raise ConfigError(
-            f"logging.{extra}: true needs the package {module}, which is not installed; "
-            f"pip install 'cdrmix[{extra}]', or set logging.{extra}: false"
-        ) from error
+def check_trackers(config: Config) -> None:
+    """Raises ConfigError when `logging` asks for a package that is not installed; imports none of them."""
+    missing = [name for name in TRACKERS if getattr(config.logging, name) and not _is_installed(name)]
+    if missing:
+        raise ConfigError("\n  ".join(_how_to_install(name) for name in missing))
+
+
+def _is_installed(name: str) -> bool:
+    # A module that is imported already need not have a spec, and find_spec would raise.
+    return sys.modules.get(name) is not None or importlib.util.find_spec(name) is not None
+
+
+def _package(name: str) -> Any:
+    if not _is_installed(name):
+        raise ConfigError(_how_to_install(name))
+    return importlib.import_module(name)
+
+
+def _how_to_install(name: str) -> str:
+    return (
+        f"logging.{name}: true needs the package {name}, which is not installed: pip install {name} (or, in the "
+        f"project's checkout, pip install -e '.[{name}]'), or set logging.{name}: false"
+    )
