@@ -20,12 +20,29 @@ from cdrmix.train import launch
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
+UNEXPECTED = 70  # sysexits.h EX_SOFTWARE: our mistake, not the person's
+# Of a place that a person named: --out, --model, a run folder.
+UNUSABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 OVERRIDES = "key.path=value arguments after --config X override keys of the file, for example train.steps=100"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code (0, or a CdrmixError's)."""
+    """Runs one command; returns the exit code (0, or a CdrmixError's).
+
+    Raises SystemExit with 70, after printing where it arose, for an error that nobody foresaw: 1 is `compare`'s answer.
+    """
     arguments = sys.argv[1:] if argv is None else list(argv)
+    try:
+        return _run(arguments)
+    except Exception as error:
+        message = "cdrmix: error: this was not foreseen; the lines above tell where it happened"
+        raise SystemExit(_fail(UNEXPECTED, message, show_traceback=True)) from error
+    finally:
+        if launch.is_worker():
+            launch.end_work()
+
+
+def _run(arguments: Sequence[str]) -> int:
     options, rest = parser().parse_known_args(arguments)
     show_traceback = options.traceback or "--traceback" in rest
     try:
@@ -42,12 +59,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            where = f" while writing {error.filename}" if error.filename else ""
+            return _fail(
+                DiskFullError.exit_code, f"cdrmix: error: the disk is full{where}; free some space", show_traceback
+            )
+        if error.errno not in UNUSABLE or not error.filename:
             raise
-        where = f" while writing {error.filename}" if error.filename else ""
-        return _fail(
-            DiskFullError.exit_code, f"cdrmix: error: the disk is full{where}; free some space", show_traceback
-        )
+        message = f"cdrmix: error: cannot use {error.filename}: {error.strerror}"
+        return _fail(ConfigError.exit_code, message, show_traceback)
 
 
 def train_main() -> int:
@@ -107,9 +127,11 @@ def parser() -> argparse.ArgumentParser:
         "eval", _eval, "held-out bits per byte of a model, beside unigram, gzip -9 and zstd -19", config=False
     )
     _model(evaluate)
+    _device(evaluate)
     evaluate.add_argument("--json", action="store_true", help="print JSON instead of a table")
     generate = add("generate", _generate, "let a model continue a prompt, streaming")
     _model(generate)
+    _device(generate)
     generate.add_argument("--prompt", default="", help="text to continue; empty: a new document")
     generate.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
     generate.add_argument("--top-p", type=float, default=0.95, help="least probability mass kept (default 0.95)")
@@ -118,7 +140,11 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="stop after N (default 256)")
     export = add("export", _export, "write a run's model as a checksummed, read-only folder")
     _model(export)
-    export.add_argument("--out", type=Path, metavar="PATH", help="the new folder (default: export/ in the run folder)")
+    where = export.add_mutually_exclusive_group()
+    where.add_argument("--out", type=Path, metavar="PATH", help="the new folder (default: export/ in the run folder)")
+    where.add_argument(
+        "--rwkv", type=Path, metavar="OUT.pth", help="instead, the weights of a pure RWKV-7 for the rwkv package"
+    )
     compare = add("compare", _compare, "whether two runs ended with the same weights, bit for bit (exit 0) or not (1)")
     compare.add_argument("runs", nargs=2, type=Path, metavar="RUN", help="a run, checkpoint or export folder")
     report = add("report", _report, "draw loss.png and write report.html of a run")
@@ -129,6 +155,14 @@ def parser() -> argparse.ArgumentParser:
 def _model(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--model", required=True, type=Path, metavar="RUN_OR_EXPORT", help="a run, checkpoint or export folder"
+    )
+
+
+def _device(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        help="where the model runs (default: its configuration's run.device)",
     )
 
 
@@ -184,20 +218,21 @@ def _params(options: argparse.Namespace) -> int:
 
 def _eval(options: argparse.Namespace) -> int:
     from cdrmix.lifecycle import evaluate_model, held_out_table
+    from cdrmix.train.run import finite
 
-    held_out = evaluate_model(options.model, options.config, options.overrides)
-    print(json.dumps(vars(held_out), indent=2) if options.json else held_out_table(held_out))
+    held_out = evaluate_model(options.model, options.config, options.overrides, device=options.device)
+    print(json.dumps(finite(vars(held_out)), indent=2, allow_nan=False) if options.json else held_out_table(held_out))
     return 0
 
 
 def _generate(options: argparse.Namespace) -> int:
     from cdrmix.generate import Sampling, generate
-    from cdrmix.hf.export import load_model
+    from cdrmix.lifecycle import load_alone
 
     sampling = Sampling(
         options.temperature, options.top_p, options.top_k, seed=options.seed, max_new_tokens=options.max_new_tokens
     )
-    loaded = load_model(options.model)
+    loaded = load_alone(options.model, options.device)
     # A terminal that cannot show a character gets its code instead of an end in the middle of the text.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     print(options.prompt, end="", flush=True)
@@ -208,9 +243,9 @@ def _generate(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from cdrmix.lifecycle import export_to
+    from cdrmix.lifecycle import export_rwkv, export_to
 
-    print(export_to(options.model, options.out))
+    print(export_rwkv(options.model, options.rwkv) if options.rwkv else export_to(options.model, options.out))
     return 0
 
 

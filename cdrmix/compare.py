@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
-from cdrmix.hf.export import SUMS, final_checkpoint, load_exported, step_of, verify
-from cdrmix.train.checkpoint import read_weights
+from cdrmix.hf.export import SUMS, final_weights, load_exported, step_of
+from cdrmix.train.checkpoint import AVERAGE, read_weights
 from cdrmix.train.run import read_metrics
 
 
@@ -25,29 +24,46 @@ class Comparison:
 def compare(path_a: Path, path_b: Path) -> Comparison:
     """Compares the final weights of two runs, checkpoints or exports.
 
+    Of runs that keep a running average of their weights (train.ema_decay) both are compared; with an export,
+    which holds the average alone, that.
     Raises CheckpointError when one of them cannot be read.
     """
-    weights_a, step_a = _weights(path_a)
-    weights_b, step_b = _weights(path_b)
+    a, b = _read(path_a), _read(path_b)
     lines: list[str] = []
-    if step_a != step_b:
-        lines.append(f"steps differ: {step_a} in {path_a}, {step_b} in {path_b}")
-    lines += _differences(weights_a, weights_b)
+    if a.step != b.step:
+        lines.append(f"steps differ: {a.step} in {path_a}, {b.step} in {path_b}")
+    if a.exported or b.exported:  # an export holds what runs: the running average, where one is kept
+        pairs = [("", a.average or a.weights, b.average or b.weights)]
+    else:
+        pairs = [("", a.weights, b.weights), ("of the running averages, ", a.average, b.average)]
+    for what, weights_a, weights_b in pairs:
+        lines += [what + line for line in _differences(weights_a, weights_b)]
     if not lines:
-        parameters = sum(tensor.numel() for tensor in weights_a.values())
-        return Comparison(True, (f"identical: {len(weights_a)} tensors, {parameters:,} parameters, step {step_a}",))
+        tensors = [tensor for _, weights, _ in pairs for tensor in weights.values()]
+        parameters = sum(tensor.numel() for tensor in tensors)
+        return Comparison(True, (f"identical: {len(tensors)} tensors, {parameters:,} parameters, step {a.step}",))
     if step := first_metric_difference(path_a, path_b):
         lines.append(step)
     return Comparison(False, ("different: the final weights are not the same", *lines))
 
 
-def _weights(path: Path) -> tuple[dict[str, Tensor], int]:
+@dataclass(frozen=True)
+class _Model:
+    """What is compared of a place: weights, their running average ({} where none is kept), step."""
+
+    weights: dict[str, Tensor]
+    average: dict[str, Tensor]
+    step: int
+    exported: bool
+
+
+def _read(path: Path) -> _Model:
     if (path / SUMS).is_file():
-        step = load_exported(path).step
-        names = sorted(name for name in verify(path) if name.endswith(".safetensors"))
-        return {key: tensor for name in names for key, tensor in load_file(path / name).items()}, step
-    checkpoint = final_checkpoint(path)
-    return read_weights(checkpoint), step_of(checkpoint)
+        loaded = load_exported(path)
+        return _Model(loaded.model.state_dict(), {}, loaded.step, exported=True)
+    checkpoint, weights = final_weights(path)
+    average = read_weights(checkpoint, average=True) if (checkpoint / AVERAGE).is_file() else {}
+    return _Model(weights, average, step_of(checkpoint), exported=False)
 
 
 def _differences(weights_a: dict[str, Tensor], weights_b: dict[str, Tensor]) -> list[str]:

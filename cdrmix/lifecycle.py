@@ -8,24 +8,30 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
+
+import torch
 
 from cdrmix.config.load import config_hash, load_config
 from cdrmix.config.schema import Config, Tokenizer
 from cdrmix.data.prepare import prepare
 from cdrmix.data.shards import ShardSet, open_shards
-from cdrmix.errors import CdrmixError, CheckpointError, VocabularyError
+from cdrmix.durable import sha256_file
+from cdrmix.errors import CdrmixError, CheckpointError
 from cdrmix.eval.perplexity import HeldOut, held_out
 from cdrmix.generate import Sampling, generate
-from cdrmix.hf.export import Loaded, export_model, final_checkpoint, load_model, sha256, step_of, verify
+from cdrmix.hf.card import STAGE_A_ONLY
+from cdrmix.hf.export import SUMS, Loaded, export_model, exported_step, load_model, run_of, step_of, verify
+from cdrmix.hf.rwkv_names import export_official_rwkv7
 from cdrmix.plan import count_parameters
 from cdrmix.report import write_report
-from cdrmix.train.checkpoint import newest_whole_checkpoint
+from cdrmix.train.checkpoint import list_checkpoints, newest_whole_checkpoint
 from cdrmix.train.launch import check_processes
-from cdrmix.train.metrics import amount
-from cdrmix.train.parallel import World, join
+from cdrmix.train.metrics import amount, check_trackers
+from cdrmix.train.parallel import World, join, work_alone
 from cdrmix.train.run import RunFolder
 from cdrmix.train.stage_a import train
 
@@ -43,13 +49,17 @@ def run_all(config: Config, resume: str | None = None) -> Path:
     """
     world = join(config)
     check_processes(config, world.size)
+    check_trackers(config)
     run = _run_folder(config, resume, world)
     with contextlib.ExitStack() as stack:
         _first_process(world, lambda: stack.enter_context(run.held()))
+        if config.kind == "reasoning":
+            run.say(STAGE_A_ONLY)
+            run.update_summary({"not_trained": STAGE_A_ONLY})
         shards = _prepare(config, run, world)
         _train(config, run, shards, world, resume)
         if world.writes:
-            _after_training(run, shards)
+            _after_training(run, shards, world.device)
             print(run.path, flush=True)
     return run.path
 
@@ -92,14 +102,14 @@ def _prepare(config: Config, run: RunFolder, world: World) -> ShardSet:
         return made[0].path
 
     path = _first_process(world, make)
-    shards = made[0] if made else open_shards(path)
+    shards = made[0] if made else open_shards(path, verify=False)  # the first process has just hashed every file
     run.keep_tokenizer(shards.tokenizer_path)
     run.update_summary(
         {
             "corpus": {
                 "source": config.data.source.kind,
                 "shards": str(shards.path),
-                "index_sha256": sha256(shards.path / "index.json"),
+                "index_sha256": sha256_file(shards.path / "index.json"),
                 "tokenizer_sha256": shards.tokenizer_fingerprint,
                 **shards.report,
             }
@@ -109,10 +119,7 @@ def _prepare(config: Config, run: RunFolder, world: World) -> ShardSet:
 
 
 def _train(config: Config, run: RunFolder, shards: ShardSet, world: World, resume: str | None) -> None:
-    newest = newest_whole_checkpoint(run.checkpoints) if world.writes else None
-    # After a signal in the last step its checkpoint is there, but neither its validation nor the summary.
-    done = newest is not None and step_of(newest) >= config.train.steps and "stage_a" in run.summary()
-    if world.gather(done)[0]:
+    if world.gather(world.writes and _finished(config, run))[0]:
         run.say(f"Stage A is finished: {config.train.steps} steps")
         return
     count = count_parameters(config.model)
@@ -127,20 +134,27 @@ def _train(config: Config, run: RunFolder, shards: ShardSet, world: World, resum
     )
 
 
-def _after_training(run: RunFolder, shards: ShardSet) -> None:
-    loaded = load_model(run.path)
+def _finished(config: Config, run: RunFolder) -> bool:
+    """Whether the last step's checkpoint is there and whole; nothing is hashed for an earlier one."""
+    # After a signal in the last step its checkpoint is there, but neither its validation nor the summary.
+    if "stage_a" not in run.summary():
+        return False
+    last = [path for path in list_checkpoints(run.checkpoints) if step_of(path) >= config.train.steps]
+    return bool(last) and newest_whole_checkpoint(run.checkpoints) in last
+
+
+def _after_training(run: RunFolder, shards: ShardSet, device: torch.device) -> None:
+    loaded = load_model(run.path, device)
     if run.summary().get("held_out_step") != loaded.step:
         figures = _held_out(loaded, shards, loaded.config)
         run.update_summary({"held_out": dataclasses.asdict(figures), "held_out_step": loaded.step})
         run.say(held_out_table(figures))
-    if run.export.exists():
-        verify(run.export)
-    else:
+    if not _is_exported(run, loaded.step):
         row = shards.valid.read(0, min(loaded.config.data.row_length, shards.valid.tokens)).tolist()
-        export_model(loaded, run.export, summary=run.summary(), held_out_row=row)
+        export_model(loaded, run.export, summary=run.summary(), held_out_row=row, replace=True)
         run.say(f"Exported to {run.export}: read back, the same logits bit for bit")
-    size = sum(path.stat().st_size for path in run.export.iterdir())
-    run.update_summary({"export": {"path": run.export.name, "files": len(verify(run.export)) + 1, "bytes": size}})
+    sizes = [path.stat().st_size for path in run.export.iterdir()]
+    run.update_summary({"export": {"path": run.export.name, "files": len(sizes), "bytes": sum(sizes)}})
     text = "".join(generate(loaded.model, loaded.tokenizer, SAMPLE_PROMPT, SAMPLE))
     run.update_summary({"sample": {"prompt": SAMPLE_PROMPT, "text": text}})
     run.say(f"It writes:\n{SAMPLE_PROMPT}{text}\n")
@@ -149,23 +163,44 @@ def _after_training(run: RunFolder, shards: ShardSet) -> None:
     run.say(f"Report: {run.report}")
 
 
+def _is_exported(run: RunFolder, step: int) -> bool:
+    """Whether the run's export/ holds the model of that step, whole; it does not if training went on after it.
+
+    Says why an export that is there is made anew.
+    """
+    if not run.export.exists():
+        return False
+    exported = exported_step(run.export)
+    if exported != step:
+        run.say(f"{run.export} holds the model of step {exported}, not of {step}: it is made anew")
+        return False
+    try:
+        verify(run.export)
+    except CheckpointError as error:
+        run.say(f"{error}: it is made anew")
+        return False
+    return True
+
+
 def _held_out(loaded: Loaded, shards: ShardSet, config: Config) -> HeldOut:
-    rows = max(config.train.micro_batch_rows, 1)
-    return held_out(loaded.model, shards.valid, row_length=config.data.row_length, micro_batch_rows=rows)
+    rows = {"row_length": config.data.row_length, "micro_batch_rows": config.train.micro_batch_rows}
+    return held_out(loaded.model, shards.valid, **rows)
 
 
-def evaluate_model(model: Path, config_path: Path | None = None, overrides: Sequence[str] = ()) -> HeldOut:
+def evaluate_model(
+    model: Path, config_path: Path | None = None, overrides: Sequence[str] = (), *, device: str | None = None
+) -> HeldOut:
     """The held-out figures of the model in a run, checkpoint or export folder.
 
     The text is that of the model's own configuration, or of another one, or of overridden keys; it is cut into
-    tokens by the model's tokenizer.
+    tokens by the model's tokenizer. device: auto, cpu or cuda, in place of the configuration's run.device.
+    Progress of a preparation goes to standard error, where it does not mix with the figures.
     """
-    loaded = load_model(model)
-    folder = model if (model / "tokenizer.json").is_file() else final_checkpoint(model).parent.parent
+    loaded = load_alone(model, device)
+    folder = model if (model / "tokenizer.json").is_file() else run_of(model).path
     config = load_config(config_path or folder / "config_snapshot.yaml", overrides)
-    own = config.data == loaded.config.data and not (config_path or overrides)
-    if own:
-        shards = prepare(config, say=_silent)
+    if config.data == loaded.config.data and not (config_path or overrides):
+        shards = prepare(config, say=_to_standard_error)
         if shards.tokenizer_fingerprint == loaded.tokenizer.fingerprint:
             return _held_out(loaded, shards, config)
     tokenizer = Tokenizer(
@@ -173,22 +208,41 @@ def evaluate_model(model: Path, config_path: Path | None = None, overrides: Sequ
     )
     data = config.data.model_copy(update={"tokenizer": tokenizer})
     config = config.model_copy(update={"data": data, "model": loaded.config.model})
-    shards = prepare(config, say=_silent)
-    if shards.tokenizer_fingerprint != loaded.tokenizer.fingerprint:
-        raise VocabularyError(f"{shards.path} was not made with the tokenizer of {model}")
-    return _held_out(loaded, shards, config)
+    return _held_out(loaded, prepare(config, say=_to_standard_error), config)
 
 
-def _silent(_: str) -> None:
-    """Says nothing: the figures alone go to standard output."""
+def load_alone(model: Path, device: str | None = None) -> Loaded:
+    """The model on the device that it is to run on, in this process alone, with the threads its configuration says.
+
+    device: auto, cpu or cuda, in place of the configuration's run.device.
+    """
+    loaded = load_model(model)
+    return loaded._replace(model=loaded.model.to(work_alone(loaded.config, device)))
+
+
+def _to_standard_error(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def export_to(model: Path, out: Path | None) -> Path:
-    """Exports the model of a run or checkpoint folder to `out`, or to export/ in its run folder."""
-    if (model / "SHA256SUMS").is_file():
+    """Exports the model of a run or checkpoint folder to `out`, or to export/ in its run folder.
+
+    Raises ConfigError when another process works on the run whose export/ is to be written.
+    """
+    if (model / SUMS).is_file():
         raise CheckpointError(f"{model} is an exported model already")
-    run = RunFolder.open(final_checkpoint(model).parent.parent)
-    return export_model(load_model(model), out or run.export, summary=run.summary())
+    run = RunFolder.open(run_of(model).path)
+    with contextlib.nullcontext() if out else run.held():
+        return export_model(load_model(model), out or run.export, summary=run.summary())
+
+
+def export_rwkv(model: Path, out: Path) -> Path:
+    """Writes the model of a run, checkpoint or export folder as a .pth file that the `rwkv` package reads.
+
+    Raises ConfigError, with every reason, for a model that is not a pure RWKV-7.
+    """
+    loaded = load_model(model)
+    return export_official_rwkv7(loaded.config.model, loaded.model.state_dict(), out)
 
 
 def held_out_table(figures: HeldOut) -> str:

@@ -7,11 +7,17 @@ from typing import Any
 
 from cdrmix.config.schema import Config
 
+STAGE_A_ONLY = (
+    "Stage A, the backbone, alone is trained: stage B, which the `reasoning` section describes (plastic adapters, "
+    "controller, memory, agent), is not part of this version of cdrmix."
+)
+
 
 def model_card(config: Config, step: int, stored: int, summary: Mapping[str, Any]) -> str:
     """Markdown with a front matter: what the model is, how it did on held-out text, how to use it.
 
-    stored: number of parameters in the files. summary: a run's metrics.json; figures it lacks are left out.
+    stored: number of parameters in the files. summary: a run's metrics.json; figures that it lacks, or has of
+    another step, are left out.
     """
     model = config.model
     feed_forward = model.feed_forward
@@ -23,6 +29,7 @@ def model_card(config: Config, step: int, stored: int, summary: Mapping[str, Any
     parameters = f"{stored:,} stored"
     if active := summary.get("parameters", {}).get("active"):
         parameters += f", {active:,} active a token"
+    held_out = summary.get("held_out") if summary.get("held_out_step") == step else None
     return f"""---
 library_name: cdrmix
 pipeline_tag: text-generation
@@ -32,7 +39,7 @@ tags: [rwkv7, attention, mixture-of-experts]
 # {config.run.name}
 
 A hybrid RWKV-7/attention language model, trained by cdrmix for {step:,} steps of {config.train.batch_rows} rows of \
-{config.data.row_length} tokens.
+{config.data.row_length} tokens.{_stages(config)}
 
 | | |
 |---|---|
@@ -42,7 +49,7 @@ A hybrid RWKV-7/attention language model, trained by cdrmix for {step:,} steps o
 | vocabulary | {model.vocab_size:,} (byte-level BPE, in `tokenizer.json`) |
 | weights | float32 safetensors |
 | text | source `{config.data.source.kind}`, seed {config.run.seed} |
-{_figures(summary.get("held_out"))}
+{_figures(held_out)}
 ## Use
 
     cdrmix generate --model PATH_OF_THIS_FOLDER --prompt "def "
@@ -51,6 +58,10 @@ A hybrid RWKV-7/attention language model, trained by cdrmix for {step:,} steps o
 `sha256sum -c SHA256SUMS` verifies the files; cdrmix does so whenever it loads them. `config_snapshot.yaml`
 reproduces the training by itself.
 """
+
+
+def _stages(config: Config) -> str:
+    return f"\n\n**{STAGE_A_ONLY}**" if config.kind == "reasoning" else ""
 
 
 def _figures(held_out: Mapping[str, Any] | None) -> str:

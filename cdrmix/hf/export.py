@@ -8,7 +8,6 @@ itself stays writable for its owner, because without that `rm -rf` of a run woul
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -24,10 +23,11 @@ from torch import Tensor
 from cdrmix.config.load import dump_config, load_config
 from cdrmix.config.schema import Config
 from cdrmix.data.tokenizer import TextTokenizer
+from cdrmix.durable import disk_guard, sha256_file, sync_file, sync_folder
 from cdrmix.errors import CheckpointError, ConfigError, ExportMismatchError, VocabularyError
 from cdrmix.hf.card import model_card
 from cdrmix.model.backbone import LanguageModel
-from cdrmix.train.checkpoint import newest_whole_checkpoint, read_weights
+from cdrmix.train.checkpoint import list_checkpoints, read_weights
 from cdrmix.train.run import RunFolder, environment
 
 SHARD_BYTES = 5_000_000_000
@@ -44,24 +44,26 @@ class Loaded(NamedTuple):
     step: int
 
 
-def load_model(path: str | Path) -> Loaded:
-    """The model in a run folder (its newest whole checkpoint), a checkpoint folder or an export folder.
+def load_model(path: str | Path, device: torch.device | None = None) -> Loaded:
+    """The model in a run folder (of its newest checkpoint with whole weights), a checkpoint or an export folder.
 
-    Of a run that keeps a running average of its weights (train.ema_decay), the average.
+    Of a run that keeps a running average of its weights (train.ema_decay), the average. device: where the model is
+    to be, the CPU by default.
     Raises CheckpointError when there is none, or when a file is not what its hash says; VocabularyError when the
     tokenizer beside it has more tokens than the model.
     """
     path = Path(path)
     if (path / SUMS).is_file():
-        return load_exported(path)
-    checkpoint = final_checkpoint(path)
-    run = RunFolder.open(checkpoint.parent.parent, writes=False)
-    if not run.tokenizer.is_file():
-        raise CheckpointError(f"{run.path}: tokenizer.json is missing, so its model cannot read or write text")
-    config = load_config(run.config_snapshot)
-    weights = read_weights(checkpoint, average=config.train.ema_decay is not None)
-    model = build(config, weights, origin=checkpoint)
-    return Loaded(model, _tokenizer(run.tokenizer, config), config, step_of(checkpoint))
+        loaded = load_exported(path)
+    else:
+        run = run_of(path)
+        config = load_config(run.config_snapshot)
+        checkpoint, weights = final_weights(path, average=config.train.ema_decay is not None)
+        if not run.tokenizer.is_file():
+            raise CheckpointError(f"{run.path}: tokenizer.json is missing, so its model cannot read or write text")
+        model = build(config, weights, origin=checkpoint)
+        loaded = Loaded(model, _tokenizer(run.tokenizer, config), config, step_of(checkpoint))
+    return loaded if device is None else loaded._replace(model=loaded.model.to(device))
 
 
 def _tokenizer(path: Path, config: Config) -> TextTokenizer:
@@ -73,20 +75,36 @@ def _tokenizer(path: Path, config: Config) -> TextTokenizer:
     return tokenizer
 
 
-def final_checkpoint(path: Path) -> Path:
-    """The checkpoint that `path` means: itself, or the newest whole one of the run folder it is.
+def run_of(path: Path) -> RunFolder:
+    """The run folder that `path` is, or that the checkpoint at `path` lies in, for reading.
 
     Raises CheckpointError when it is neither.
     """
     if (path / "manifest.json").is_file():
-        return path
-    if (path / "config_snapshot.yaml").is_file():
-        found = newest_whole_checkpoint(path / "checkpoints")
-        if found is None:
-            raise CheckpointError(f"{path}: no whole checkpoint in {path / 'checkpoints'}")
-        return found
-    what = "is neither a run folder, a checkpoint nor an exported model" if path.exists() else "does not exist"
-    raise CheckpointError(f"{path} {what}")
+        path = path.resolve().parent.parent
+    elif not (path / "config_snapshot.yaml").is_file():
+        what = "is neither a run folder, a checkpoint nor an exported model" if path.exists() else "does not exist"
+        raise CheckpointError(f"{path} {what}")
+    return RunFolder.open(path, writes=False)
+
+
+def final_weights(path: Path, *, average: bool = False) -> tuple[Path, dict[str, Tensor]]:
+    """The checkpoint that `path` means, and its weights or their running average, on the CPU.
+
+    path: a checkpoint, or a run folder, of which the newest checkpoint whose weights are whole. Only what is read is
+    verified: not the optimizer's state, which is twice as large.
+    Raises CheckpointError when there is none, with the reason for the newest.
+    """
+    if (path / "manifest.json").is_file():
+        return path, read_weights(path, average=average)
+    folder = run_of(path).checkpoints
+    problems: list[str] = []
+    for checkpoint in reversed(list_checkpoints(folder)):
+        try:
+            return checkpoint, read_weights(checkpoint, average=average)
+        except CheckpointError as error:
+            problems.append(str(error))
+    raise CheckpointError(f"{path}: no whole checkpoint in {folder}" + (f": {problems[0]}" if problems else ""))
 
 
 def step_of(checkpoint: Path) -> int:
@@ -120,29 +138,45 @@ def export_model(
     summary: Mapping[str, Any] | None = None,
     held_out_row: Sequence[int] | None = None,
     shard_bytes: int = SHARD_BYTES,
+    replace: bool = False,
 ) -> Path:
     """Writes the model to `target` and returns it; nothing is left there unless the reading back agreed bit for bit.
 
-    summary: a run's metrics.json, for the figures of the model card.
+    summary: a run's metrics.json, for the figures of the model card, if they are of this step.
     held_out_row: token ids that are compared too, besides a fixed prompt.
-    Raises ConfigError when `target` exists, ExportMismatchError when the model read back differs.
+    replace: puts the model in the place of an older export, once it is whole.
+    Raises ConfigError when `target` exists and is not to be replaced, ExportMismatchError when the model read back
+    differs, DiskFullError.
     """
-    if target.exists():
+    if target.exists() and not replace:
         raise ConfigError(f"{target} exists; an export is never overwritten: name another place, or remove it first")
-    target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    try:
-        _write(loaded, temporary, summary or {}, shard_bytes)
-        _compare(loaded, load_exported(temporary), held_out_row)
-        for path in temporary.iterdir():
-            path.chmod(0o444)
-        os.rename(temporary, target)
-    except BaseException:
+    with disk_guard(f"the export {target}", "Nothing of it is left. Free some space, or name a place on another disk."):
+        target.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        temporary.mkdir()
+        try:
+            _write(loaded, temporary, summary or {}, shard_bytes)
+            _compare(loaded, load_exported(temporary), held_out_row)
+            for path in temporary.iterdir():
+                path.chmod(0o444)
+            if target.exists():
+                shutil.rmtree(target)
+            os.rename(temporary, target)
+            sync_folder(target.parent)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
     return target
+
+
+def exported_step(path: Path) -> int | None:
+    """The step of the model in an export folder, as its config.json has it; None when that is missing or damaged."""
+    try:
+        step = json.loads((path / "config.json").read_text(encoding="utf-8"))["step"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return step if isinstance(step, int) else None
 
 
 def _write(loaded: Loaded, folder: Path, summary: Mapping[str, Any], shard_bytes: int) -> None:
@@ -172,11 +206,11 @@ def _write(loaded: Loaded, folder: Path, summary: Mapping[str, Any], shard_bytes
     stored = sum(tensor.numel() for tensor in weights.values())
     card = model_card(loaded.config, loaded.step, stored, summary)
     (folder / "README.md").write_text(card, encoding="utf-8")
-    lines = [f"{sha256(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
+    lines = [f"{sha256_file(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
     (folder / SUMS).write_text("".join(lines), encoding="utf-8")
     for path in folder.iterdir():
-        with path.open("rb") as written:
-            os.fsync(written.fileno())
+        sync_file(path)
+    sync_folder(folder)
 
 
 def _shards(weights: Mapping[str, Tensor], limit: int) -> list[list[str]]:
@@ -195,12 +229,14 @@ def _compare(ours: Loaded, theirs: Loaded, held_out_row: Sequence[int] | None) -
     rows = {"the prompt": ours.tokenizer.encode(PROMPT)}
     if theirs.tokenizer.encode(PROMPT) != rows["the prompt"]:
         raise ExportMismatchError("the exported tokenizer, read back, cuts the prompt differently")
+    device = ours.model.embedding.weight.device
+    theirs.model.to(device)
     vocabulary, length = ours.config.model.vocab_size, ours.config.data.row_length
     rows["a row of scattered tokens"] = [7919 * place % vocabulary for place in range(length)]
     if held_out_row:
         rows["a held-out row"] = list(held_out_row)
     for name, ids in rows.items():
-        ids_BT = torch.tensor([ids])
+        ids_BT = torch.tensor([ids], device=device)
         with torch.no_grad():
             expected, found = (each.model.logits(each.model(ids_BT).hidden_BTD) for each in (ours, theirs))
         if not torch.equal(expected, found):
@@ -209,9 +245,9 @@ def _compare(ours: Loaded, theirs: Loaded, held_out_row: Sequence[int] | None) -
 
 
 def load_exported(path: str | Path) -> Loaded:
-    """The model in an export folder; every file that is read is checked against SHA256SUMS first.
+    """The model in an export folder; every file is checked against SHA256SUMS first, and none is read that it lacks.
 
-    Raises CheckpointError naming the file that is missing, unlisted or altered.
+    Raises CheckpointError naming the file that is missing or altered, or that a model needs and SHA256SUMS lacks.
     """
     path = Path(path)
     sums = verify(path)
@@ -248,13 +284,7 @@ def verify(path: Path) -> dict[str, str]:
     for name, expected in sums.items():
         if not (path / name).is_file():
             raise CheckpointError(f"{path / name} is missing, though {SUMS} lists it")
-        found = sha256(path / name)
+        found = sha256_file(path / name)
         if found != expected:
             raise CheckpointError(f"{path / name} was altered: its SHA-256 is {found}, {SUMS} says {expected}")
     return sums
-
-
-def sha256(path: Path) -> str:
-    """SHA-256 of a file, as hex digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

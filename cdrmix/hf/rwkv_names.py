@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from cdrmix.config.schema import Model
+from cdrmix.durable import disk_guard, sync_file, sync_folder
 from cdrmix.errors import ConfigError
 
 # Ours -> official, within a block and outside; vectors have the shape [1, 1, D] there.
@@ -58,3 +62,28 @@ def official_rwkv7_weights(config: Model, weights: dict[str, Tensor]) -> dict[st
     if config.tie_embeddings:
         official["head.weight"] = weights["embedding.weight"].clone()
     return official
+
+
+def export_official_rwkv7(config: Model, weights: dict[str, Tensor], target: Path) -> Path:
+    """Writes official_rwkv7_weights to one .pth file and returns it: float32 tensors on the CPU, saved by torch.
+
+    Raises ConfigError when `target` exists, does not end in .pth (the package appends that itself), or the model has
+    no official form; DiskFullError. Nothing is left at `target` when it fails.
+    """
+    if target.suffix != ".pth":
+        raise ConfigError(f"{target}: the name must end in .pth, which the rwkv package appends to what it is given")
+    if target.exists():
+        raise ConfigError(f"{target} exists; an export is never overwritten: name another place, or remove it first")
+    official = {name: tensor.contiguous().cpu() for name, tensor in official_rwkv7_weights(config, weights).items()}
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    with disk_guard(f"the export {target}", "Nothing of it is left. Free some space, or name a place on another disk."):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("wb") as file:
+                torch.save(official, file)
+            sync_file(temporary)
+            temporary.rename(target)
+            sync_folder(target.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+    return target

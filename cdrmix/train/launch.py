@@ -2,22 +2,23 @@
 
 Three processes stand above each other: the launcher (what the person started), torchrun's agent in a
 session of its own, and the workers. A Ctrl-C or SIGTERM reaches the launcher alone, which hands it to every worker
-once; the first worker that fails leaves its exit code and message in a file, because torchrun would answer 1 to all.
+once, also to one that begins later; before the first has begun, it ends the agent. The first worker that fails
+leaves its exit code and message in a file, because torchrun would answer 1 to all.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import FrameType
 
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
@@ -39,24 +40,61 @@ def launch(processes: int, arguments: Sequence[str]) -> tuple[int, str]:
         }
         command = [sys.executable, "-m", "cdrmix.train.launch", str(processes), *arguments]
 
-        def forward(number: int, frame: FrameType | None) -> None:
-            for file in folder.glob("*.pid"):
-                os.kill(int(file.read_text()), number)
-
-        agent = subprocess.Popen(command, env=environment, start_new_session=True)
-        former = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+        received: list[int] = []
+        # Before the agent starts: a signal is at no time lost, nor leaves the agent behind.
+        former = {
+            number: signal.signal(number, lambda number, frame: received.append(number))
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        agent: subprocess.Popen[bytes] | None = None
         try:
-            status = agent.wait()
+            agent = subprocess.Popen(command, env=environment, start_new_session=True)
+            status, told = _wait(agent, folder, received)
         finally:
             for number, handler in former.items():
                 signal.signal(number, handler)
-            if agent.poll() is None:
+            if agent is not None and agent.poll() is None:
                 agent.kill()
         failure = folder / "failure.json"
         if failure.exists():
             content = json.loads(failure.read_text(encoding="utf-8"))
             return int(content["status"]), str(content["message"])
-        return (0, "") if status == 0 else (1, "cdrmix: error: a process of the run crashed or was killed")
+        if status == 0:
+            return 0, ""
+        if told:
+            return 128 + told, "cdrmix: interrupted"
+        return 1, "cdrmix: error: a process of the run crashed or was killed"
+
+
+def _wait(agent: subprocess.Popen[bytes], folder: Path, received: list[int]) -> tuple[int, int]:
+    """Waits for the agent and hands on what is received; the agent's status and the last signal handed on, or 0."""
+    told = 0
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return agent.wait(timeout=0.1), told
+        while received:
+            told = received.pop(0)
+            if not signal_workers(folder, told):
+                agent.terminate()
+
+
+def signal_workers(folder: Path, number: int) -> bool:
+    """Sends a signal to every worker at work, and to those that begin later; False when none has begun yet."""
+    with _locked(folder):
+        with (folder / "signals").open("a") as file:
+            file.write(f"{number}\n")
+        for registered in folder.glob("*.pid"):
+            with contextlib.suppress(ProcessLookupError):  # killed, and so without an end of its own
+                os.kill(int(registered.stem), number)
+        return any(folder.glob("*.pid")) or any(folder.glob("*.done"))
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    # Between the launcher, which tells the workers of a signal, and a worker that begins: it gets each signal once.
+    with (folder / "lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def check_processes(config: Config, processes: int) -> None:
@@ -76,17 +114,32 @@ def is_worker() -> bool:
 
 
 def begin_work() -> None:
-    """A worker's first act: it can be signalled from now on, and dies with its parent."""
+    """A worker's first act: it can be signalled from now on, and dies with its parent.
+
+    A signal that came before goes off here, as if it came now.
+    """
     folder = Path(os.environ[FOLDER])
     # A worker that outlives a killed run would go on writing into the folder that the resumed run writes.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    temporary = folder / f"{os.getpid()}.tmp"
-    temporary.write_text(str(os.getpid()))
-    temporary.rename(folder / f"{os.getpid()}.pid")
+    with _locked(folder):
+        (folder / f"{os.getpid()}.pid").touch()
+        earlier = folder / "signals"
+        numbers = earlier.read_text().split() if earlier.exists() else []
+    if numbers:
+        signal.raise_signal(int(numbers[0]))
+
+
+def end_work() -> None:
+    """A worker's last act: no signal is sent to it any more, nor to a process that gets its number afterwards."""
+    folder = Path(os.environ[FOLDER])
+    registered = folder / f"{os.getpid()}.pid"
+    with _locked(folder):
+        if registered.exists():
+            registered.rename(registered.with_suffix(".done"))
 
 
 def report_failure(status: int, message: str) -> None:
-    """A worker's last act when it fails: the first one is heard."""
+    """What a worker does when it fails: the first one is heard."""
     folder = Path(os.environ[FOLDER])
     temporary = folder / f"failure-{os.getpid()}.tmp"
     temporary.write_text(json.dumps({"status": status, "message": message}), encoding="utf-8")
@@ -99,6 +152,7 @@ def agent(processes: int, arguments: Sequence[str]) -> int:
     """torchrun on this machine alone, without the stack traces that it prints when a worker fails."""
     import logging
 
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
@@ -111,6 +165,8 @@ def agent(processes: int, arguments: Sequence[str]) -> int:
         run(parse_args(options))
     except ChildFailedError:
         return 1
+    except SignalException as error:  # from the launcher, before a worker had begun
+        return 128 + error.sigval
     return 0
 
 

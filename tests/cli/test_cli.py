@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from cdrmix import lifecycle
 from cdrmix.cli import main
 from cdrmix.errors import CheckpointError
-from cdrmix.train import launch
+from cdrmix.eval.perplexity import Baselines, HeldOut, Score
+from cdrmix.hf.card import STAGE_A_ONLY
+from cdrmix.report import write_report
 from cdrmix.train.run import RunFolder, read_metrics
 
 Arguments = Callable[..., list[str]]
@@ -82,7 +85,9 @@ def test_eval_reads_other_text_with_the_model_s_tokenizer(
         (other / f"{number}.txt").write_text(f"Number {number} is not {number + 1}; äöü.\n" * 4)
     model = ["eval", "--model", str(finished.export), "--json"]
     assert main([*model, "--config", str(TINY), *arguments()[2:], f"data.source.paths=[{other}]"]) == 0
-    figures = json.loads(capsys.readouterr().out)
+    captured = capsys.readouterr()
+    assert "Preparing" in captured.err  # which may take hours
+    figures = json.loads(captured.out)
     assert figures["text_bytes"] != finished.summary()["held_out"]["text_bytes"]
     assert figures["bits_per_byte"] > 0
 
@@ -113,6 +118,26 @@ def test_export_and_compare(place: Path, finished: RunFolder, capsys: pytest.Cap
     assert main(["compare", str(finished.path), str(place)]) == CheckpointError.exit_code
 
 
+def test_an_export_made_before_training_went_on_is_made_anew(
+    arguments: Arguments, finished: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(finished.export)
+    early = finished.checkpoints / "step-00000002"
+    with finished.held():  # another process works on the run
+        assert main(["export", "--model", str(early)]) == 2
+    assert "another process" in capsys.readouterr().err
+    assert not finished.export.exists()
+    assert main(["export", "--model", str(early)]) == 0
+    assert json.loads((finished.export / "config.json").read_text())["step"] == 2
+    figure = f"{finished.summary()['held_out']['bits_per_byte']:.4f}"
+    assert figure not in (finished.export / "README.md").read_text()  # the figures of step 4
+    finished.update_summary({"finished": False})
+    assert main(["train", *arguments(), "--resume", "auto"]) == 0
+    assert "holds the model of step 2, not of 4" in capsys.readouterr().out
+    assert main(["compare", str(finished.path), str(finished.export)]) == 0
+    assert figure in (finished.export / "README.md").read_text()
+
+
 def test_a_finished_training_goes_on_with_what_is_missing(
     arguments: Arguments, place: Path, finished: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,7 +162,16 @@ def test_a_finished_training_goes_on_with_what_is_missing(
 def test_params_and_validate(arguments: Arguments, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["params", "--config", str(ROOT / "configs" / "cdrmix-core-1b.yaml")]) == 0
     table = capsys.readouterr().out
-    for part in ("embedding", "time-mix", "attention", "router", "experts", "norms", "head", "above the name 1b"):
+    for part in (
+        "embedding",
+        "time-mix",
+        "attention",
+        "router",
+        "experts",
+        "norms",
+        "head",
+        "the name 1b: 1,000,000,000 active",
+    ):
         assert part in table
     assert main(["validate", *arguments()]) == 0
     snapshot = place / "snapshot.yaml"
@@ -191,49 +225,57 @@ def test_two_processes_end_and_explain_themselves_as_one(arguments: Arguments, p
     assert main(["train", "--nproc", "2", *arguments("train.batch_rows=1")]) == 2
 
 
-WORKER = """
-import os, signal, sys, time
-from pathlib import Path
-from cdrmix.train import launch
-launch.begin_work()
-caught = []
-signal.signal(signal.SIGTERM, lambda number, frame: caught.append(number))
-Path(sys.argv[1], f"ready-{os.getpid()}").touch()
-while not caught:
-    time.sleep(0.02)
-time.sleep(0.3)
-launch.report_failure(75, f"stopped by {len(caught)} signal")
-"""
+def test_figures_that_json_does_not_know_are_null(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = HeldOut.of(Score(800.0, math.inf, 9.0, 10, 20), Baselines(3.0, 2.0, 1.0))
+    monkeypatch.setattr(lifecycle, "evaluate_model", lambda *_, device: figures)
+    assert main(["eval", "--model", "RUN", "--json"]) == 0
+    out = capsys.readouterr().out
+    assert "Infinity" not in out
+    assert json.loads(out)["perplexity"] is None
 
 
-def test_a_signal_reaches_every_worker_once(tmp_path: Path) -> None:
-    code = (
-        "import subprocess, sys; from cdrmix.train import launch\n"
-        "real = subprocess.Popen\n"
-        f"worker = [sys.executable, '-c', {WORKER!r}, {str(tmp_path)!r}]\n"
-        "class Pair(real):\n"  # two workers, without torchrun between
-        "    def __init__(self, command, env, start_new_session):\n"
-        "        self.other = real(worker, env=env)\n"
-        "        super().__init__(worker, env=env, start_new_session=start_new_session)\n"
-        "    def wait(self):\n"
-        "        return self.other.wait() or super().wait()\n"
-        "launch.subprocess.Popen = Pair\n"
-        "status, message = launch.launch(2, [])\n"
-        "print(message); sys.exit(status)\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while len(list(tmp_path.glob("ready-*"))) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=60)
-    assert (process.returncode, out.strip()) == (75, "stopped by 1 signal")
+@pytest.mark.parametrize("kind", [PermissionError, NotADirectoryError])
+def test_a_place_that_cannot_be_used_is_a_mistake_with_a_message(
+    kind: type[OSError], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    number = {PermissionError: errno.EACCES, NotADirectoryError: errno.ENOTDIR}[kind]
+
+    def refuse(model: Path, out: Path) -> None:
+        raise kind(number, os.strerror(number), str(out))
+
+    monkeypatch.setattr(lifecycle, "export_to", refuse)
+    assert main(["export", "--model", "RUN", "--out", "place"]) == 2
+    assert capsys.readouterr().err == f"cdrmix: error: cannot use place: {os.strerror(number)}\n"
 
 
-def test_the_first_failure_is_the_one_that_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(launch.FOLDER, str(tmp_path))
-    launch.report_failure(9, "the cause")
-    launch.report_failure(1, "a consequence")
-    assert json.loads((tmp_path / "failure.json").read_text()) == {"status": 9, "message": "the cause"}
-    assert os.environ[launch.FOLDER] == str(tmp_path)
+def test_what_nobody_foresaw_is_not_taken_for_an_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a mistake of ours")
+
+    monkeypatch.setattr("cdrmix.compare.compare", fail)
+    with pytest.raises(SystemExit) as caught:
+        main(["compare", "a", "b"])
+    assert caught.value.code == 70
+    error = capsys.readouterr().err
+    assert "Traceback" in error
+    assert "RuntimeError: a mistake of ours" in error
+    assert "cdrmix: error: " in error
+
+
+def test_a_reasoning_run_says_that_the_backbone_alone_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in ("_prepare", "_train", "_after_training"):
+        monkeypatch.setattr(lifecycle, step, lambda *_: None)
+    for kind in ("reason", "core"):
+        config = ROOT / "configs" / f"cdrmix-{kind}-1b.yaml"
+        assert main(["train", "--config", str(config), f"run.root={tmp_path / kind}"]) == 0
+        (path,) = (tmp_path / kind).iterdir()
+        assert (STAGE_A_ONLY in capsys.readouterr().out) == (kind == "reason")
+        assert RunFolder.open(path).summary().get("not_trained") == (STAGE_A_ONLY if kind == "reason" else None)
+        page = write_report(RunFolder.open(path)).read_text()
+        assert ("Stage A, the backbone, alone" in page) == (kind == "reason")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import shutil
@@ -11,8 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from cdrmix import lifecycle
+from cdrmix.cli import main
 from cdrmix.compare import compare
 from cdrmix.config.load import load_config
 from cdrmix.config.schema import Config
@@ -20,7 +24,8 @@ from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import CheckpointError, ConfigError, ExportMismatchError, VocabularyError
 from cdrmix.generate import Sampling, draw, generate, generate_ids
 from cdrmix.hf import export
-from cdrmix.hf.export import export_model, load_exported, load_model, verify
+from cdrmix.hf.card import STAGE_A_ONLY, model_card
+from cdrmix.hf.export import export_model, exported_step, load_exported, load_model, verify
 from cdrmix.model.backbone import LanguageModel
 from cdrmix.train.run import RunFolder
 
@@ -42,14 +47,19 @@ def config(tmp_path: Path) -> Config:
     return load_config(TINY, [f"run.root={tmp_path / 'experiments'}", *TOY])
 
 
-def save_checkpoint(folder: Path, step: int, weights: dict[str, torch.Tensor]) -> Path:
-    """A checkpoint as training leaves it, of weights alone."""
+def save_checkpoint(
+    folder: Path, step: int, weights: dict[str, torch.Tensor], average: dict[str, torch.Tensor] | None = None
+) -> Path:
+    """A checkpoint as training leaves it, of weights alone, and their running average if there is one."""
     checkpoint = folder / f"step-{step:08d}"
     checkpoint.mkdir(parents=True)
-    file = checkpoint / "model.safetensors"
-    save_file(weights, file)
-    entry = {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
-    manifest = {"format": 1, "step": step, "periodic": True, "files": {file.name: entry}}
+    entries = {}
+    for name, tensors in (("model.safetensors", weights), ("ema.safetensors", average)):
+        if tensors is not None:
+            file = checkpoint / name
+            save_file(tensors, file)
+            entries[name] = {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+    manifest = {"format": 1, "step": step, "periodic": True, "files": entries}
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     return checkpoint
 
@@ -73,7 +83,8 @@ def test_an_export_is_whole_read_only_and_removable(run: RunFolder, tmp_path: Pa
     loaded = load_model(run.path)
     figures = {"tokens": 10, "text_bytes": 30, "bits_per_byte": 1.5, "perplexity": 9.0}
     figures |= {"unigram_bits_per_byte": 3.0, "gzip9_bits_per_byte": 2.5, "zstd19_bits_per_byte": 2.25}
-    target = export_model(loaded, tmp_path / "export", summary={"held_out": figures}, held_out_row=[5, 6, 7])
+    summary = {"held_out": figures, "held_out_step": 20}
+    target = export_model(loaded, tmp_path / "export", summary=summary, held_out_row=[5, 6, 7])
     files = {path.name for path in target.iterdir()}
     assert files == {
         "model.safetensors",
@@ -88,6 +99,7 @@ def test_an_export_is_whole_read_only_and_removable(run: RunFolder, tmp_path: Pa
     card = (target / "README.md").read_text()
     for figure in ("1.5000", "3.0000", "2.5000", "2.2500"):
         assert figure in card
+    assert "1.5000" not in model_card(loaded.config, 10, 1000, summary)  # of another step than the model's
     again = load_exported(target)
     assert (again.step, again.config) == (20, loaded.config)
     assert compare(run.path, target).identical
@@ -149,6 +161,100 @@ def test_an_export_that_reads_back_differently_leaves_nothing(
     assert list(tmp_path.glob(".export*")) == []
 
 
+def test_an_export_is_replaced_only_on_demand(run: RunFolder, tmp_path: Path) -> None:
+    target = export_model(load_model(run.path), tmp_path / "export")
+    assert exported_step(target) == 20
+    save_checkpoint(run.checkpoints, 30, dict(load_model(run.path).model.state_dict()))
+    with pytest.raises(ConfigError, match="never overwritten"):
+        export_model(load_model(run.path), target)
+    export_model(load_model(run.path), target, replace=True)
+    assert (exported_step(target), load_exported(target).step) == (30, 30)
+    (target / "config.json").unlink()
+    assert exported_step(target) is None
+
+
+@pytest.mark.parametrize(
+    "full", [SafetensorError("I/O error: No space left on device (os error 28)"), OSError(errno.ENOSPC, "full")]
+)
+def test_a_full_disk_leaves_nothing_and_has_its_exit_code(
+    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def save(tensors: object, path: Path, metadata: object = None) -> None:
+        path.write_bytes(b"the beginning")
+        raise full
+
+    monkeypatch.setattr(export, "save_file", save)
+    assert main(["export", "--model", str(run.path), "--out", str(tmp_path / "export")]) == 6
+    error = capsys.readouterr().err
+    assert f"the export {tmp_path / 'export'} could not be written" in error
+    assert "Traceback" not in error
+    assert list(tmp_path.glob("*export*")) == []
+
+
+def test_only_what_is_read_of_a_checkpoint_is_verified(run: RunFolder) -> None:
+    checkpoint = run.checkpoints / "step-00000020"
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["files"]["optimizer.safetensors"] = {"bytes": 1, "sha256": "0" * 64}  # and is not there at all
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    assert load_model(run.path).step == 20
+    weights = checkpoint / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"no whole checkpoint.*is corrupt"):
+        load_model(run.path)
+
+
+def test_a_model_is_put_where_it_is_to_run(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load_model(run.path, torch.device("meta"))
+    assert {parameter.device.type for parameter in loaded.model.parameters()} == {"meta"}
+    monkeypatch.setattr(lifecycle, "work_alone", lambda config, wanted: torch.device({"cuda": "meta"}[wanted]))
+    assert next(lifecycle.load_alone(run.path, "cuda").model.parameters()).is_meta
+
+
+def test_commands_run_where_and_as_the_configuration_says(
+    config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(config.model_copy(update={"run": config.run.model_copy(update={"threads": 3, "device": "cuda"})}))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    words = ["generate", "--model", str(run.path), "--max-new-tokens", "1"]
+    threads = torch.get_num_threads()
+    try:
+        assert main(words) == 2
+        assert "--device" in capsys.readouterr().err
+        assert main([*words, "--device", "cpu"]) == 0
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_the_card_of_a_reasoning_model_says_what_was_trained(config: Config) -> None:
+    reasoning = load_config(TINY.with_name("cdrmix-reason-1b.yaml"))
+    assert STAGE_A_ONLY in model_card(reasoning, 1, 1, {})
+    assert STAGE_A_ONLY not in model_card(config, 1, 1, {})
+
+
+def test_a_pure_rwkv7_is_exported_for_the_rwkv_package(
+    tmp_path: Path, run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pure = ["model.attention_fraction=0.0", "model.feed_forward.kind=channel_mix", "model.tie_embeddings=false"]
+    other = make_run(load_config(TINY, [f"run.root={tmp_path / 'pure'}", *TOY, *pure]))
+    out = tmp_path / "model.pth"
+    assert main(["export", "--model", str(other.path), "--rwkv", str(out)]) == 0
+    assert capsys.readouterr().out.strip() == str(out)
+    official = torch.load(out, weights_only=True)
+    assert torch.equal(official["emb.weight"], load_model(other.path).model.embedding.weight)
+    assert official["blocks.0.att.x_r"].shape == (1, 1, 32)
+    for words, status, reasons in (
+        ([str(run.path), "--rwkv", str(tmp_path / "a.pth")], 2, ("attention_fraction", "feed_forward.kind")),
+        ([str(other.path), "--rwkv", str(out)], 2, ("exists",)),
+        ([str(other.path), "--rwkv", str(tmp_path / "a.pt")], 2, (".pth",)),
+    ):
+        assert main(["export", "--model", *words]) == status
+        error = capsys.readouterr().err
+        for reason in reasons:
+            assert reason in error
+    assert list(tmp_path.glob("*.pt*")) == [out]
+
+
 def test_what_is_no_model_is_refused_with_a_reason(config: Config, run: RunFolder, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="does not exist"):
         load_model(tmp_path / "nowhere")
@@ -191,6 +297,29 @@ def test_compare_says_where_runs_first_differ(config: Config) -> None:
     text = "\n".join(verdict.lines)
     for part in ("blocks.1.feed_forward.w_up", "[2, 3, 5]", "1 of its", "0.25", "step 10"):
         assert part in text
+
+
+def test_compare_takes_the_average_for_what_a_run_exports(config: Config, tmp_path: Path) -> None:
+    config = config.model_copy(update={"train": config.train.model_copy(update={"ema_decay": 0.9})})
+    run_a, run_b = make_run(config), make_run(config)
+    weights = dict(LanguageModel(config.model).state_dict())
+    average = {name: tensor + 1 for name, tensor in weights.items()}
+    for run in (run_a, run_b):
+        save_checkpoint(run.checkpoints, 30, weights, average)
+    exported = export_model(load_model(run_a.path), tmp_path / "export")
+    assert compare(run_a.path, exported).identical
+    assert compare(exported, run_b.path).identical
+    assert compare(run_a.path, run_b.path).identical
+    shutil.rmtree(run_b.checkpoints)
+    save_checkpoint(run_b.checkpoints, 30, weights, average | {"final_norm.bias": average["final_norm.bias"] + 1})
+    assert not compare(exported, run_b.path).identical
+    verdict = compare(run_a.path, run_b.path)
+    assert not verdict.identical
+    assert "of the running averages, 1 of" in "\n".join(verdict.lines)
+    shutil.rmtree(run_b.checkpoints)
+    save_checkpoint(run_b.checkpoints, 30, weights | {"final_norm.bias": weights["final_norm.bias"] + 1}, average)
+    assert compare(exported, run_b.path).identical
+    assert not compare(run_a.path, run_b.path).identical
 
 
 def test_compare_is_about_bits_not_values(config: Config) -> None:

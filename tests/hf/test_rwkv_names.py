@@ -12,7 +12,7 @@ import torch
 
 from cdrmix.config.schema import Attention, FeedForward, Model, Rwkv
 from cdrmix.errors import ConfigError
-from cdrmix.hf.rwkv_names import official_rwkv7_weights
+from cdrmix.hf.rwkv_names import export_official_rwkv7, official_rwkv7_weights
 from cdrmix.model.backbone import LanguageModel
 
 
@@ -60,7 +60,7 @@ torch.save((whole, torch.cat([first, second, torch.stack(third)])), folder + "/l
 def test_logits_agree_with_the_rwkv_package(tmp_path: Path) -> None:
     model = pure_rwkv7()
     ids = torch.randint(0, 300, (40,), generator=torch.Generator().manual_seed(1)).tolist()
-    torch.save(official_rwkv7_weights(model.config, dict(model.state_dict())), tmp_path / "model.pth")
+    export_official_rwkv7(model.config, model.state_dict(), tmp_path / "model.pth")
     torch.save(ids, tmp_path / "ids.pt")
     environment = {"RWKV_V7_ON": "1", "RWKV_CUDA_ON": "0", "RWKV_JIT_ON": "0", "PYTHONSAFEPATH": "1", "PATH": ""}
     subprocess.run(

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from cdrmix import lifecycle
 from cdrmix.config.load import config_hash, load_config
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError, DiskFullError
-from cdrmix.train.metrics import Console, StepRecord, Trackers, amount, clock, scalars
+from cdrmix.train.metrics import Console, StepRecord, Trackers, amount, check_trackers, clock, scalars
 from cdrmix.train.run import RunFolder, finite, read_metrics
 
 TINY = Path(__file__).parents[2] / "configs" / "cdrmix-core-tiny.yaml"
@@ -206,17 +207,52 @@ def test_terminal_console_shows_one_live_line(config: Config) -> None:
 
 
 @pytest.mark.parametrize("tracker", ["tensorboard", "wandb", "mlflow"])
-def test_a_missing_tracker_names_its_extra(config: Config, tracker: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Absent:
-        def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-            if name == tracker:
-                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-    monkeypatch.delitem(sys.modules, tracker, raising=False)
-    monkeypatch.setattr(sys, "meta_path", [Absent(), *sys.meta_path])
+def test_a_missing_tracker_is_told_before_anything_begins(
+    config: Config, tracker: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, tracker, None)  # as if it were not installed
     config = config.model_copy(update={"logging": config.logging.model_copy(update={tracker: True})})
-    with pytest.raises(ConfigError, match=rf"pip install 'cdrmix\[{tracker}\]'"):
+    with pytest.raises(ConfigError, match=rf"pip install {tracker} .*pip install -e '\.\[{tracker}\]'"):
         Trackers(RunFolder.create(config), config)
+    monkeypatch.setattr(lifecycle, "prepare", None)  # not called
+    runs = len(list((tmp_path / "experiments").iterdir()))
+    with pytest.raises(ConfigError, match=f"logging.{tracker}"):
+        lifecycle.run_all(config)
+    assert len(list((tmp_path / "experiments").iterdir())) == runs
+
+
+def test_every_missing_tracker_is_named(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("wandb", "mlflow"):
+        monkeypatch.setitem(sys.modules, name, None)
+    config = config.model_copy(update={"logging": config.logging.model_copy(update={"mlflow": True, "wandb": True})})
+    with pytest.raises(ConfigError, match=r"(?s)logging\.wandb.*logging\.mlflow"):
+        check_trackers(config)
+
+
+def test_tensorboard_gets_every_scalar_and_is_closed(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[tuple[str, float, int]] = []
+    closed: list[str] = []
+
+    class SummaryWriter:
+        def __init__(self, folder: str) -> None:
+            self.folder = folder
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            written.append((name, value, step))
+
+        def close(self) -> None:
+            closed.append(self.folder)
+
+    module = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tensorboard", types.ModuleType("tensorboard"))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    config = config.model_copy(update={"logging": config.logging.model_copy(update={"tensorboard": True})})
+    run = RunFolder.create(config)
+    with Trackers(run, config) as trackers:
+        trackers.write(record(3, valid=2.3))
+    assert written == [(name, value, 3) for name, value in scalars(record(3, valid=2.3)).items()]
+    assert closed == [str(run.path / "tensorboard")]
 
 
 def test_trackers_get_flat_numbers(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,4 +287,6 @@ def test_trackers_get_flat_numbers(config: Config, monkeypatch: pytest.MonkeyPat
 
 def test_amounts_and_durations_read_well() -> None:
     assert [amount(value) for value in (0, 950, 10_700, 1_250_000, 3.2e9)] == ["0", "950", "10.7k", "1.25M", "3.2B"]
+    # What rounds up to the next unit is told in it.
+    assert [amount(value) for value in (999.7, 999_400, 999_700, 9.997e14)] == ["1k", "999k", "1M", "1000T"]
     assert [clock(value) for value in (0, 61, 3_725)] == ["0:00", "1:01", "1:02:05"]
