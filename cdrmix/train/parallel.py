@@ -6,11 +6,15 @@ import atexit
 import contextlib
 import ctypes
 import datetime
+import functools
 import logging
 import os
+import pickle
 import platform
 import random
+import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -23,6 +27,9 @@ from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
 
 Item = TypeVar("Item")
+
+# Of a collective over tensors, in which the processes are as far apart as their work on one step, and of the start.
+TIMEOUT = datetime.timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
@@ -55,12 +62,26 @@ class World:
         return bool(self.total(torch.tensor([float(flag)], device=self.device)).item())
 
     def gather(self, item: Item) -> list[Item]:
-        """Every process's item, by rank."""
+        """Every process's item, by rank.
+
+        Waits however long the others take, while the first one prepares text or writes a checkpoint. Unlike a
+        collective, which lasts until its timeout, the wait ends at a signal; torchrun ends it when a process dies.
+        """
         if self.size == 1:
             return [item]
-        items: list[Item | None] = [None] * self.size
-        dist.all_gather_object(items, item)
-        return items  # type: ignore[return-value]
+        store = meeting_point(self.rank, self.size)
+        turn = store.add(f"turns of {self.rank}", 1)
+        keys = [f"item {turn} of {rank}" for rank in range(self.size)]
+        store.set(keys[self.rank], pickle.dumps(item))  # type: ignore[arg-type]  # its stub has forgotten bytes
+        _wait(lambda: store.check(keys))
+        items: list[Item] = [pickle.loads(store.get(key)) for key in keys]
+        readers = f"readers of {turn}"
+        store.add(readers, 1)
+        if self.rank == 0:  # which may hold the store: it goes on, and perhaps ends, when all have read
+            _wait(lambda: store.add(readers, 0) == self.size)
+            for key in (*keys, readers):
+                store.delete_key(key)
+        return items
 
 
 def join(config: Config) -> World:
@@ -77,6 +98,20 @@ def join(config: Config) -> World:
     keep_freed_memory()
     _join_process_group(rank, size, local_rank, device)
     return World(rank, size, local_rank, device)
+
+
+@functools.cache
+def meeting_point(rank: int, size: int) -> dist.Store:
+    """The key-value store by which this process finds the others; torchrun's, or one in the process of rank 0."""
+    store, *_ = next(dist.rendezvous("env://", rank, size, timeout=TIMEOUT))
+    return dist.PrefixStore("cdrmix", store)
+
+
+def _wait(done: Callable[[], bool]) -> None:
+    pause = 0.001
+    while not done():
+        time.sleep(pause)
+        pause = min(1.0, pause * 1.5)
 
 
 def work_alone(config: Config, wanted: str | None = None) -> torch.device:
@@ -177,8 +212,8 @@ def _join_process_group(rank: int, size: int, local_rank: int, device: torch.dev
     if size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
-        # Long, because the others wait while the first process prepares the text; torchrun ends them when one dies.
-        dist.init_process_group(backend, timeout=datetime.timedelta(hours=24))
+        store = meeting_point(rank, size)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     deepspeed.init_distributed(dist_backend=backend, verbose=False)
     atexit.register(_leave)
 

@@ -1,0 +1,50 @@
+"""What the processes of a run tell each other, and how long they wait for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cdrmix.train import parallel
+from cdrmix.train.parallel import World
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
+    """One store for all ranks, which are threads here."""
+    shared = dist.HashStore()
+    monkeypatch.setattr(parallel, "meeting_point", lambda rank, size: shared)
+    return shared
+
+
+def worlds(size: int) -> list[World]:
+    return [World(rank, size, rank, torch.device("cpu")) for rank in range(size)]
+
+
+def test_every_rank_gets_every_item_turn_by_turn_and_nothing_is_left_in_the_store(store: dist.Store) -> None:
+    found: dict[int, list[list[object]]] = {}
+
+    def body(world: World) -> None:
+        time.sleep(0.02 * world.rank)
+        found[world.rank] = [world.gather((turn, world.rank)) for turn in range(3)]
+
+    threads = [threading.Thread(target=body, args=(world,)) for world in worlds(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {reader: [[(turn, rank) for rank in range(3)] for turn in range(3)] for reader in range(3)}
+    assert store.num_keys() == 3, "one counter of turns a rank"
+
+
+def test_a_wait_for_the_others_ends_at_a_signal(store: dist.Store) -> None:
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        worlds(2)[1].gather("the first process prepares the text")
