@@ -1,8 +1,7 @@
-"""A run killed at a random step and resumed ends with the weights of one that was left alone, bit for bit."""
+"""A run killed in the middle of a step and resumed ends with the weights of one that was left alone, bit for bit."""
 
 from __future__ import annotations
 
-import random
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from cdrmix.cli import main
 from cdrmix.train.run import read_metrics
 
 STEPS = 12
+CHECKPOINT_EVERY = 3
 
 
 def only_run(root: Path) -> Path:
@@ -23,13 +23,21 @@ def only_run(root: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("accumulation", "processes"), [(1, 1), (4, 1), (1, 2)])
+def is_at(run: Path, step: int) -> bool:
+    """Whether the run has done this step, and has a checkpoint to go on from."""
+    reached = any(row["step"] >= step for row in read_metrics(run / "metrics.jsonl"))
+    return reached and (run / "checkpoints" / "latest").is_file()
+
+
+# Steps right after a checkpoint, between two and right after the second; what the step that is under way when the
+# signal comes has done by then is chance.
+@pytest.mark.parametrize(("accumulation", "processes", "step"), [(1, 1, 4), (4, 1, 5), (1, 2, 7)])
 def test_sigkill_and_resume(
-    place: Path, arguments: Callable[..., list[str]], accumulation: int, processes: int, tmp_path: Path
+    place: Path, arguments: Callable[..., list[str]], accumulation: int, processes: int, step: int, tmp_path: Path
 ) -> None:
     shape = (
         f"train.steps={STEPS}",
-        "train.checkpoint_every=3",
+        f"train.checkpoint_every={CHECKPOINT_EVERY}",
         f"train.evaluate_every={STEPS}",
         "train.batch_rows=4",
         f"train.micro_batch_rows={4 // accumulation // processes}",
@@ -41,13 +49,9 @@ def test_sigkill_and_resume(
         return subprocess.Popen(words, stdout=subprocess.DEVNULL)
 
     alone = start(tmp_path / "alone")
-    # Seeded, so that a failure can be had again; the step that is under way when the signal comes is chance.
-    step = random.Random(10 * accumulation + processes).randrange(3, STEPS - 2)
     victim = start(tmp_path / "killed")
     deadline = time.monotonic() + 120
-    while not any(
-        row["step"] >= step for run in (tmp_path / "killed").glob("*/metrics.jsonl") for row in read_metrics(run)
-    ):
+    while not any(is_at(run, step) for run in (tmp_path / "killed").glob("*")):
         assert victim.poll() is None, "the run ended before it could be killed"
         assert time.monotonic() < deadline
         time.sleep(0.005)
