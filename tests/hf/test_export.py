@@ -27,6 +27,7 @@ from cdrmix.hf import export
 from cdrmix.hf.card import STAGE_A_ONLY, model_card
 from cdrmix.hf.export import export_model, exported_step, load_exported, load_model, verify
 from cdrmix.model.backbone import LanguageModel
+from cdrmix.train.checkpoint import FORMAT
 from cdrmix.train.run import RunFolder
 
 TINY = Path(__file__).parents[2] / "configs" / "cdrmix-core-tiny.yaml"
@@ -59,7 +60,7 @@ def save_checkpoint(
             file = checkpoint / name
             save_file(tensors, file)
             entries[name] = {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
-    manifest = {"format": 1, "step": step, "periodic": True, "files": entries}
+    manifest = {"format": FORMAT, "step": step, "periodic": True, "files": entries}
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     return checkpoint
 
