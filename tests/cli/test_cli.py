@@ -13,13 +13,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from cdrmix import lifecycle
 from cdrmix.cli import main
+from cdrmix.config.load import load_config
 from cdrmix.errors import CheckpointError
 from cdrmix.eval.perplexity import Baselines, HeldOut, Score
 from cdrmix.hf.card import STAGE_A_ONLY
 from cdrmix.report import write_report
+from cdrmix.train.parallel import World
 from cdrmix.train.run import RunFolder, read_metrics
 
 Arguments = Callable[..., list[str]]
@@ -136,6 +139,30 @@ def test_an_export_made_before_training_went_on_is_made_anew(
     assert "holds the model of step 2, not of 4" in capsys.readouterr().out
     assert main(["compare", str(finished.path), str(finished.export)]) == 0
     assert figure in (finished.export / "README.md").read_text()
+
+
+def test_only_the_first_process_hashes_the_shards(
+    finished: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "shards"
+    shutil.copytree(finished.summary()["corpus"]["shards"], copy)
+    (tokens,) = copy.glob("train.tokens-*.bin")
+    whole = tokens.read_bytes()
+    tokens.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])  # which hashing would find
+    second = World(rank=1, size=2, local_rank=1, device=torch.device("cpu"))
+    monkeypatch.setattr(World, "gather", lambda world, item: [(copy, None), item])  # as the first process answers
+    run = RunFolder.open(finished.path, writes=False)
+    assert lifecycle._prepare(load_config(run.config_snapshot), run, second).path == copy
+
+
+def test_an_unfinished_run_s_checkpoints_are_not_hashed_to_learn_that_it_is_unfinished(
+    finished: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(finished.config_snapshot)
+    assert lifecycle._finished(config, finished)
+    monkeypatch.setattr(lifecycle, "newest_whole_checkpoint", None)  # not called
+    longer = config.model_copy(update={"train": config.train.model_copy(update={"steps": 5})})
+    assert not lifecycle._finished(longer, finished)
 
 
 def test_a_finished_training_goes_on_with_what_is_missing(
