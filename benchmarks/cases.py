@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,11 +17,13 @@ from cdrmix.config.load import load_config
 from cdrmix.config.schema import Config, Train
 from cdrmix.data.loader import Batch, EvalLoader, TrainLoader
 from cdrmix.data.prepare import prepare
+from cdrmix.errors import ConfigError
 from cdrmix.eval.perplexity import evaluate, held_out
 from cdrmix.model.backbone import LanguageModel
 from cdrmix.plan import count_parameters
 from cdrmix.train import stage_a
 from cdrmix.train.checkpoint import read_weights
+from cdrmix.train.parallel import join
 from cdrmix.train.run import RunFolder
 
 WARMUP_BLOCKS = 1  # first blocks of a timing, thrown away: memory is being allocated
@@ -36,6 +37,7 @@ class Options:
     config: Path
     seconds: float  # of training, of each model, where a case trains for quality
     blocks: int  # timings, where a case measures speed
+    device: str = "cpu"  # run.device of ours, and where the peers are placed; both train in the configured precision
 
 
 @dataclass(frozen=True)
@@ -59,10 +61,11 @@ def overhead(options: Options) -> Result:
     The loop is stage_a.train itself. Its batch loader stops it before every tenth step while the bare loop takes its
     turn, so both see the same machine; evaluation and checkpoints fall on the last step, which is not counted.
     """
-    config = at_most_one_evaluation(options.config, (WARMUP_BLOCKS + options.blocks) * BLOCK + 1)
+    config = at_most_one_evaluation(options, (WARMUP_BLOCKS + options.blocks) * BLOCK + 1)
+    device = join(config).device
     shards = prepare(config)
     torch.manual_seed(config.run.seed)
-    bare = peers.BareLoop(stage_a.build_loss_model(config), config.train)
+    bare = peers.BareLoop(stage_a.build_loss_model(config), config.train, device)
     ours: list[float] = []
     theirs: list[float] = []
 
@@ -71,12 +74,12 @@ def overhead(options: Options) -> Result:
 
         def micro_batches(self, step: int) -> list[Batch]:
             if step % BLOCK == 0:
-                now = time.perf_counter()
+                now = peers.clock(device)
                 if step > 0:
                     ours.append(BLOCK / (now - self.started))
                     for number in range(step - BLOCK, step):
                         bare.step(number, super().micro_batches(number))
-                    self.started = time.perf_counter()
+                    self.started = peers.clock(device)
                     theirs.append(BLOCK / (self.started - now))
                 else:
                     self.started = now
@@ -89,21 +92,29 @@ def overhead(options: Options) -> Result:
         peer_name="bare PyTorch loop",
         ours=ours[WARMUP_BLOCKS:],
         peer=theirs[WARMUP_BLOCKS:],
-        settings={"config": options.config.name, "blocks": options.blocks, "steps_per_block": BLOCK},
+        settings={
+            "config": options.config.name,
+            "blocks": options.blocks,
+            "steps_per_block": BLOCK,
+            "device": device.type,
+            "precision": config.train.precision,
+        },
     )
 
 
 def quality(options: Options) -> Result:
     """Held-out bits per byte after equal seconds of training, with equal active parameters, on the same shards."""
-    probe = at_most_one_evaluation(options.config, max(4, round(options.seconds / 10)))
+    probe = at_most_one_evaluation(options, max(4, round(options.seconds / 10)))
+    device = join(probe).device
     shards = prepare(probe)
     with run_folder(probe) as run:
         speed = stage_a.train(probe, run, shards, console=False)
-    config = at_most_one_evaluation(options.config, max(4, round(options.seconds * speed.step / speed.seconds)))
+    config = at_most_one_evaluation(options, max(4, round(options.seconds * speed.step / speed.seconds)))
     with run_folder(config) as run:
         trained = stage_a.train(config, run, shards)
         ours = LanguageModel(config.model)
         ours.load_state_dict(read_weights(trained.checkpoint))
+    ours.to(device)
     rows = {"row_length": config.data.row_length, "micro_batch_rows": config.train.micro_batch_rows}
     score = held_out(ours, shards.valid, **rows)
 
@@ -114,7 +125,7 @@ def quality(options: Options) -> Result:
         batch_rows=8,
         micro_batch_rows=8,
         learning_rate=3e-3,
-        precision="fp32",
+        precision=config.train.precision,
     )
     active = count_parameters(config.model).total_active
     torch.manual_seed(config.run.seed)
@@ -126,7 +137,7 @@ def quality(options: Options) -> Result:
         micro_batch_rows=train.micro_batch_rows,
         seed=config.run.seed,
     )
-    peer = peers.train_llama(llama, train, loader.micro_batches, trained.seconds)
+    peer = peers.train_llama(llama, train, loader.micro_batches, trained.seconds, device)
     same_rows = EvalLoader(shards.valid, **rows)
     peer_score = evaluate(llama, same_rows, same_rows.text_bytes, nats=peers.llama_nats, together=False)
     return Result(
@@ -149,21 +160,29 @@ def quality(options: Options) -> Result:
             "active_parameters": active,
             "peer_parameters": llama.num_parameters(),
         },
-        settings={"config": options.config.name, "seconds": options.seconds, "shards": shards.path.name},
+        settings={"config": options.config.name, "seconds": options.seconds, "shards": shards.path.name}
+        | {"device": device.type, "precision": config.train.precision},
     )
 
 
 SUITES: dict[str, dict[str, Callable[[Options], Result]]] = {"trainer": {"overhead": overhead, "quality": quality}}
 
 
-def at_most_one_evaluation(path: Path, steps: int) -> Config:
-    """The configuration cut to `steps`, its warmup in proportion, evaluating and saving after the last step only."""
+def at_most_one_evaluation(options: Options, steps: int) -> Config:
+    """The configuration cut to `steps`, its warmup in proportion, evaluating and saving after the last step only.
+
+    Raises ConfigError for fp16, whose loss scale the peers do not have.
+    """
+    path = options.config
     full = load_config(path)
+    if full.train.precision == "fp16":
+        raise ConfigError(f"{path}: the peers train without a loss scale; set train.precision: bf16 or fp32")
     warmup = min(steps - 1, round(full.train.warmup_steps * steps / full.train.steps))
     only_last = steps + 1
     return load_config(
         path,
         [
+            f"run.device={options.device}",
             f"train.steps={steps}",
             f"train.warmup_steps={warmup}",
             f"train.evaluate_every={only_last}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from cdrmix.config.schema import Train
 from cdrmix.data.loader import Batch
 from cdrmix.eval.perplexity import logits_nats
 from cdrmix.model.loss import LossModel
+from cdrmix.train.engine import AUTOCAST
 from cdrmix.train.optim import make_optimizer, parameter_groups
 from cdrmix.train.schedule import learning_rate
 
@@ -30,11 +32,24 @@ class Trained:
     seconds: float
 
 
+def precision(train: Train, device: torch.device) -> AbstractContextManager[object]:
+    """The autocast that the configured precision means, as the engine enters it."""
+    dtype = AUTOCAST[train.precision]
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
+
+
+def clock(device: torch.device) -> float:
+    """Seconds on the performance counter, once the device has done what was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
 class BareLoop:
     """A loss model trained in plain PyTorch: the mathematics of the loop and nothing else, on one process."""
 
-    def __init__(self, model: LossModel, train: Train) -> None:
-        self.model, self.train = model, train
+    def __init__(self, model: LossModel, train: Train, device: torch.device) -> None:
+        self.model, self.train, self.device = model.to(device), train, device
         groups = parameter_groups(model, train)
         self.multipliers = [group["multiplier"] for group in groups]
         self.optimizer = make_optimizer(groups, train)
@@ -42,14 +57,16 @@ class BareLoop:
     def step(self, number: int, batches: list[Batch]) -> None:
         """One optimizer step."""
         for batch in batches:
-            losses = self.model(
-                batch.ids_BT,
-                batch.targets_BT,
-                batch.weights_BT,
-                batch.cu_seqlens_N,
-                batch.token_count,
-                1 / len(batches),
-            )
+            here = batch.to(self.device)
+            with precision(self.train, self.device):
+                losses = self.model(
+                    here.ids_BT,
+                    here.targets_BT,
+                    here.weights_BT,
+                    here.cu_seqlens_N,
+                    here.token_count,
+                    1 / len(batches),
+                )
             losses.total.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), self.train.gradient_clip)
         for group, multiplier in zip(self.optimizer.param_groups, self.multipliers, strict=True):
@@ -86,8 +103,9 @@ def llama_nats(model: nn.Module, batch: Batch) -> Tensor:
     return logits_nats(model(input_ids=batch.ids_BT).logits, batch)
 
 
-def train_llama(model: LlamaForCausalLM, train: Train, rows: Rows, seconds: float) -> Trained:
+def train_llama(model: LlamaForCausalLM, train: Train, rows: Rows, seconds: float, device: torch.device) -> Trained:
     """Trains with AdamW until `seconds` are over; warmup and cosine follow the clock, so both end as configured."""
+    model.to(device)
     matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
     others = [parameter for parameter in model.parameters() if parameter.ndim != 2]
     optimizer = torch.optim.AdamW(
@@ -99,20 +117,22 @@ def train_llama(model: LlamaForCausalLM, train: Train, rows: Rows, seconds: floa
     )
     model.train()
     warmup, ratio = train.warmup_steps / train.steps, train.final_learning_rate_ratio
-    start, step, tokens = time.perf_counter(), 0, 0
-    while (elapsed := time.perf_counter() - start) < seconds:
+    start, step, tokens = clock(device), 0, 0
+    while (elapsed := clock(device) - start) < seconds:
         done = elapsed / seconds
         cosine = ratio + (1 - ratio) * 0.5 * (1 + math.cos(math.pi * max(0.0, done - warmup) / (1 - warmup)))
         for group in optimizer.param_groups:
             group["lr"] = train.learning_rate * (min(1.0, done / warmup) if warmup else 1.0) * cosine
         for batch in rows(step):
-            nats = nn.functional.cross_entropy(
-                model(input_ids=batch.ids_BT).logits.flatten(0, 1), batch.targets_BT.flatten(), reduction="none"
-            )
-            ((nats * batch.weights_BT.flatten()).sum() / batch.token_count).backward()
+            here = batch.to(device)
+            with precision(train, device):
+                logits = model(input_ids=here.ids_BT).logits
+                nats = nn.functional.cross_entropy(logits.flatten(0, 1), here.targets_BT.flatten(), reduction="none")
+                total = (nats * here.weights_BT.flatten()).sum() / here.token_count
+            total.backward()
             tokens += int(batch.weights_BT.sum())
         nn.utils.clip_grad_norm_(model.parameters(), train.gradient_clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         step += 1
-    return Trained(step, tokens, time.perf_counter() - start)
+    return Trained(step, tokens, clock(device) - start)

@@ -1,6 +1,6 @@
 """Runs benchmark suites: prints a table against peers and targets, appends JSON lines to benchmarks/results/.
 
-python benchmarks/run.py [--suite NAME ...] [--case NAME] [--list]
+python benchmarks/run.py [--suite NAME ...] [--case NAME] [--device cpu|cuda] [--list]
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def main() -> int:
     parser.add_argument("--config", type=Path, default=ROOT / "configs" / "cdrmix-core-tiny.yaml")
     parser.add_argument("--seconds", type=float, default=180.0, help="training time of quality cases (default 180)")
     parser.add_argument("--blocks", type=int, default=20, help="timings of speed cases (default 20)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of ours and the peers (default cpu)")
     parser.add_argument("--dry", action="store_true", help="append nothing to results/")
     arguments = parser.parse_args()
     targets = yaml.safe_load((HERE / "targets.yaml").read_text())
@@ -54,7 +55,7 @@ def main() -> int:
             print(f"{suite}/{case}: {first_line} targets: {targets[suite][case]}")
         return 0
 
-    options = Options(arguments.config, arguments.seconds, arguments.blocks)
+    options = Options(arguments.config, arguments.seconds, arguments.blocks, arguments.device)
     where = machine()
     rows = []
     for suite, case in chosen:
