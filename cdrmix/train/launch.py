@@ -1,8 +1,8 @@
 """Several processes of one run on this machine: started by torchrun, ended and explained as if they were one.
 
 Three processes stand above each other: the launcher (what the person started), torchrun's agent in a
-session of its own, and the workers. A Ctrl-C or SIGTERM reaches the launcher alone, which hands it to every worker
-once, also to one that begins later; before the first has begun, it ends the agent. The first worker that fails
+session of its own, and the workers. A Ctrl-C, SIGTERM or hangup reaches the launcher alone, which hands it to every
+worker once, also to one that begins later; before the first has begun, it ends the agent. The first worker that fails
 leaves its exit code and message in a file, because torchrun would answer 1 to all.
 """
 
@@ -44,7 +44,8 @@ def launch(processes: int, arguments: Sequence[str]) -> tuple[int, str]:
         # Before the agent starts: a signal is at no time lost, nor leaves the agent behind.
         former = {
             number: signal.signal(number, lambda number, frame: received.append(number))
-            for number in (signal.SIGINT, signal.SIGTERM)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+            if signal.getsignal(number) is not signal.SIG_IGN  # nohup's wish holds for the workers too
         }
         agent: subprocess.Popen[bytes] | None = None
         try:
