@@ -167,10 +167,9 @@ def _device(sub: argparse.ArgumentParser) -> None:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1; found {text!r}")
+    return int(text)
 
 
 def _train(options: argparse.Namespace) -> int:

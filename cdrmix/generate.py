@@ -32,6 +32,7 @@ class Sampling:
             ("temperature", self.temperature, 0 <= self.temperature < float("inf"), "at least 0"),
             ("top-p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("top-k", self.top_k, self.top_k >= 0, "at least 0"),
+            ("seed", self.seed, 0 <= self.seed < 2**63, "at least 0 and below 2^63"),
             ("max-new-tokens", self.max_new_tokens, self.max_new_tokens > 0, "at least 1"),
         ):
             if not allowed:
@@ -44,8 +45,11 @@ def generate(model: LanguageModel, tokenizer: TextTokenizer, prompt: str, sampli
     The prompt begins a document, after an end-of-text, as in training; it may be empty. Pieces are whole
     characters: bytes of a character that spans tokens are held back until it is complete; bytes that are
     not UTF-8 become U+FFFD. The same model, prompt and sampling give the same text.
+    Raises ConfigError for a prompt that is not Unicode text.
     """
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    if any("\ud800" <= character <= "\udfff" for character in prompt):  # how Python hands on bytes that are not UTF-8
+        raise ConfigError("--prompt must be UTF-8 text")
     for token in generate_ids(model, [tokenizer.end_of_text_id, *tokenizer.encode(prompt)], sampling):
         if token == tokenizer.end_of_text_id:
             break

@@ -153,7 +153,7 @@ def export_model(
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     with disk_guard(f"the export {target}", "Nothing of it is left. Free some space, or name a place on another disk."):
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
+        _remove_remains(target)
         temporary.mkdir()
         try:
             _write(loaded, temporary, summary or {}, shard_bytes)
@@ -242,6 +242,14 @@ def _compare(ours: Loaded, theirs: Loaded, held_out_row: Sequence[int] | None) -
         if not torch.equal(expected, found):
             worst = (expected - found).abs().max().item()
             raise ExportMismatchError(f"the exported model, read back, gives other logits on {name}: off by {worst:g}")
+
+
+def _remove_remains(target: Path) -> None:
+    """Removes what exports to the same target left when they were killed; a live process's folder stays."""
+    for remains in target.parent.glob(f".{target.name}.*.tmp"):
+        process = remains.name.split(".")[-2]
+        if process == str(os.getpid()) or not Path(f"/proc/{process}").exists():
+            shutil.rmtree(remains, ignore_errors=True)
 
 
 def load_exported(path: str | Path) -> Loaded:

@@ -72,21 +72,26 @@ class RunFolder:
         path = Path(path)
         if not (path / "config_snapshot.yaml").is_file():
             raise ConfigError(f"{path} is not a run folder: it has no config_snapshot.yaml")
+        if (path / "SHA256SUMS").is_file():
+            raise ConfigError(f"{path} is an exported model, not a run folder")
         return cls(path, writes=writes)
 
     @classmethod
     def resume(cls, config: Config, resume: str) -> RunFolder | None:
         """The run folder that `--resume` names: a path, or 'auto' for the newest unfinished run of this config.
 
-        None when 'auto' finds no such run; one that a live process holds is not taken for unfinished.
+        One with a checkpoint goes before a newer one without, which a start that failed may have left. None when
+        'auto' finds no such run; one that a live process holds is not taken for unfinished.
         Raises ConfigError when a named folder belongs to another config, or is held by another process.
         The run goes on under this configuration, whose keys outside the hash may differ from before: see `adopt`.
         """
         if resume == "auto":
             unfinished = [run for run in cls.all_of(config) if not run.finished and not run.is_held()]
-            run = unfinished[-1] if unfinished else None
-            if run is not None:
-                run.adopt(config)
+            begun = [run for run in unfinished if (run.checkpoints / "latest").is_file()]
+            if not unfinished:
+                return None
+            run = (begun or unfinished)[-1]
+            run.adopt(config)
             return run
         run = cls.open(resume)
         theirs = run.summary().get("config_hash")

@@ -106,12 +106,20 @@ def test_generate_streams_and_repeats(finished: RunFolder, capsys: pytest.Captur
     assert capsys.readouterr().out
     assert main(["generate", "--model", str(finished.path), "--top-p", "1.5"]) == 2
     assert "--top-p must be above 0 and at most 1; found 1.5" in capsys.readouterr().err
+    assert main(["generate", "--model", str(finished.path), "--seed", str(2**70)]) == 2
+    assert "--seed must be at least 0" in capsys.readouterr().err
+    assert main(["generate", "--model", str(finished.path), "--prompt", "\udcff"]) == 2
+    assert "--prompt must be UTF-8 text" in capsys.readouterr().err
 
 
 def test_export_and_compare(place: Path, finished: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
-    out = place / "exported"
+    out, remains = place / "exported", place / ".exported.999999999.tmp"
+    remains.mkdir()  # of an export that was killed
     assert main(["export", "--model", str(finished.path), "--out", str(out)]) == 0
     assert capsys.readouterr().out.strip() == str(out)
+    assert not remains.exists()
+    assert main(["report", str(out)]) == 2  # a report is of a run; an export is not written into
+    assert "is an exported model" in capsys.readouterr().err
     assert main(["compare", str(finished.path), str(out)]) == 0
     assert capsys.readouterr().out.startswith("identical: ")
     assert main(["export", "--model", str(finished.path)]) == 2  # its export/ is there already

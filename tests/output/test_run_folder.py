@@ -71,6 +71,11 @@ def test_auto_resume_takes_the_newest_unfinished_run_of_this_configuration(confi
     assert found.path == runs[4].path
     other = config.model_copy(update={"train": config.train.model_copy(update={"steps": 7})})
     assert RunFolder.resume(other, "auto") is None
+    # A later start that failed at once does not stand in the way of the run that has got somewhere.
+    (runs[2].checkpoints / "latest").write_text("step-00000003\n")
+    found = RunFolder.resume(config, "auto")
+    assert found is not None
+    assert found.path == runs[2].path
 
 
 def test_resuming_another_configuration_is_refused(config: Config, tmp_path: Path) -> None:
