@@ -50,10 +50,16 @@ def generate(model: LanguageModel, tokenizer: TextTokenizer, prompt: str, sampli
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     if any("\ud800" <= character <= "\udfff" for character in prompt):  # how Python hands on bytes that are not UTF-8
         raise ConfigError("--prompt must be UTF-8 text")
-    for token in generate_ids(model, [tokenizer.end_of_text_id, *tokenizer.encode(prompt)], sampling):
+    # Words carry the space before them: after a lone space token the model has seen next to nothing. So a last
+    # space is left to the first token drawn, which must begin with it.
+    space = prompt.endswith(" ") and bool(prompt.strip())
+    ids = [tokenizer.end_of_text_id, *tokenizer.encode(prompt[:-1] if space else prompt)]
+    allowed = [token for token in range(tokenizer.vocab_size) if tokenizer.decode_bytes([token])[:1] == b" "]
+    for number, token in enumerate(generate_ids(model, ids, sampling, allowed if space else None)):
         if token == tokenizer.end_of_text_id:
             break
-        piece = decoder.decode(tokenizer.decode_bytes([token]))
+        spelled = tokenizer.decode_bytes([token])
+        piece = decoder.decode(spelled[1:] if space and number == 0 else spelled)
         if piece:
             yield piece
     if rest := decoder.decode(b"", final=True):
@@ -61,15 +67,22 @@ def generate(model: LanguageModel, tokenizer: TextTokenizer, prompt: str, sampli
 
 
 @torch.no_grad()
-def generate_ids(model: LanguageModel, ids: list[int], sampling: Sampling) -> Iterator[int]:
-    """Yields up to max_new_tokens token ids that follow `ids` (not empty)."""
+def generate_ids(
+    model: LanguageModel, ids: list[int], sampling: Sampling, first: list[int] | None = None
+) -> Iterator[int]:
+    """Yields up to max_new_tokens token ids that follow `ids` (not empty); the first is one of `first`, if given."""
     device = next(model.parameters()).device
     random = torch.Generator().manual_seed(sampling.seed)
     step_B1, state = torch.tensor([ids], device=device), None
     for _ in range(sampling.max_new_tokens):
         output = model(step_B1, state=state, return_state=True)
         state = output.state
-        token = draw(model.logits(output.hidden_BTD[:, -1]).flatten(), sampling, random)
+        logits_V = model.logits(output.hidden_BTD[:, -1]).flatten()
+        if first:
+            kept = torch.full_like(logits_V, float("-inf"))
+            kept[first] = logits_V[first]
+            logits_V, first = kept, None
+        token = draw(logits_V, sampling, random)
         yield token
         step_B1 = torch.tensor([[token]], device=device)
 
