@@ -6,7 +6,7 @@ That state has a constant size in the RWKV-7 blocks; the attention blocks keep t
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,8 +54,9 @@ def generate(model: LanguageModel, tokenizer: TextTokenizer, prompt: str, sampli
     # space is left to the first token drawn, which must begin with it.
     space = prompt.endswith(" ") and bool(prompt.strip())
     ids = [tokenizer.end_of_text_id, *tokenizer.encode(prompt[:-1] if space else prompt)]
-    allowed = [token for token in range(tokenizer.vocab_size) if tokenizer.decode_bytes([token])[:1] == b" "]
-    for number, token in enumerate(generate_ids(model, ids, sampling, allowed if space else None)):
+    every = range(tokenizer.vocab_size if space else 0)
+    first = [token for token in every if tokenizer.decode_bytes([token])[:1] == b" "]
+    for number, token in enumerate(generate_ids(model, ids, sampling, first)):
         if token == tokenizer.end_of_text_id:
             break
         spelled = tokenizer.decode_bytes([token])
@@ -67,10 +68,8 @@ def generate(model: LanguageModel, tokenizer: TextTokenizer, prompt: str, sampli
 
 
 @torch.no_grad()
-def generate_ids(
-    model: LanguageModel, ids: list[int], sampling: Sampling, first: list[int] | None = None
-) -> Iterator[int]:
-    """Yields up to max_new_tokens token ids that follow `ids` (not empty); the first is one of `first`, if given."""
+def generate_ids(model: LanguageModel, ids: list[int], sampling: Sampling, first: Sequence[int] = ()) -> Iterator[int]:
+    """Yields up to max_new_tokens token ids that follow `ids` (not empty); the first is one of `first`, if any."""
     device = next(model.parameters()).device
     random = torch.Generator().manual_seed(sampling.seed)
     step_B1, state = torch.tensor([ids], device=device), None
@@ -80,8 +79,8 @@ def generate_ids(
         logits_V = model.logits(output.hidden_BTD[:, -1]).flatten()
         if first:
             kept = torch.full_like(logits_V, float("-inf"))
-            kept[first] = logits_V[first]
-            logits_V, first = kept, None
+            kept[list(first)] = logits_V[list(first)]
+            logits_V, first = kept, ()
         token = draw(logits_V, sampling, random)
         yield token
         step_B1 = torch.tensor([[token]], device=device)

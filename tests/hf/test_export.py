@@ -374,7 +374,7 @@ class Scripted:
 def test_characters_that_span_tokens_arrive_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[int]] = []
 
-    def scripted(model: object, ids: list[int], sampling: Sampling) -> list[int]:
+    def scripted(model: object, ids: list[int], sampling: Sampling, first: object = ()) -> list[int]:
         seen.append(ids)
         return [*"é🐍".encode(), 0xC3, ord("x"), 0xE2, 256, ord("n")]
 
