@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from cdrmix.kernels import reference
-from cdrmix.kernels.reference import Routing, document_index, token_shift
+from cdrmix.kernels.reference import Routing, document_starts, token_shift
 
 __all__ = [
     "OPS",
     "Routing",
-    "document_index",
+    "document_starts",
     "linear_cross_entropy",
     "moe_experts",
     "route_topk",

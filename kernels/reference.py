@@ -14,14 +14,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-def document_index(cu_seqlens: Tensor, batch: int, length: int) -> Tensor:
-    """The number of the document that each token belongs to: int64 [B, T].
+def document_starts(cu_seqlens: Tensor, batch: int, length: int) -> Tensor:
+    """Where documents start inside rows, not counting a row's own first token: bool [B, T].
 
     cu_seqlens: int [D + 1], document starts over the flattened B * T tokens, first 0, last B * T.
     """
-    starts = torch.zeros(batch * length + 1, dtype=torch.int64, device=cu_seqlens.device)
-    starts.index_fill_(0, cu_seqlens.long(), 1)
-    return starts[:-1].cumsum(0).view(batch, length)
+    starts = torch.zeros(batch * length + 1, dtype=torch.bool, device=cu_seqlens.device)
+    starts.index_fill_(0, cu_seqlens.long(), True)
+    starts = starts[:-1].view(batch, length)
+    starts[:, 0] = False
+    return starts
 
 
 def wkv7_recurrence(
@@ -72,11 +74,7 @@ class _Chunks:
         self.passes: Tensor | None = None
         if cu_seqlens is None:
             return
-        document = document_index(cu_seqlens, batch, length)
-        begins = torch.ones_like(document, dtype=torch.bool)
-        begins[:, 1:] = document[:, 1:] != document[:, :-1]
-        begins[:, 0] = False  # a row's first token continues the state that is handed in
-        document = begins.cumsum(1)
+        document = document_starts(cu_seqlens, batch, length).cumsum(1)  # 0 continues the state that is handed in
         if self.padding:
             document = torch.cat([document, document[:, -1:].expand(-1, self.padding)], 1)
         document = document.view(batch, 1, self.count, chunk)

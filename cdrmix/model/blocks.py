@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cdrmix import ops
 from cdrmix.config.schema import Model
 from cdrmix.model.attention import Angles, Attention, AttentionState, rotary_angles
 from cdrmix.model.experts import ChannelMix, MoeFeedForward, Routed
@@ -15,10 +16,10 @@ from cdrmix.model.time_mix import TimeMix, TimeMixState
 
 
 class BlockState(NamedTuple):
-    """What one block carries from token to token."""
+    """What one block carries from token to token; a mixture of experts carries nothing."""
 
     mixer: AttentionState | TimeMixState
-    feed_forward_BD: Tensor
+    feed_forward_BD: Tensor | None
 
 
 class Places(NamedTuple):
@@ -42,9 +43,7 @@ def place_tokens(
     time = torch.arange(length, device=device).expand(batch, -1)
     starts, document = None, None
     if cu_seqlens is not None:
-        starts = torch.zeros(batch * length + 1, dtype=torch.bool, device=device)
-        starts[cu_seqlens.long()] = True
-        starts = starts[:-1].view(batch, length).index_fill(1, torch.zeros(1, dtype=torch.int64, device=device), False)
+        starts = ops.document_starts(cu_seqlens, batch, length)
         document = starts.cumsum(1)
     angles = mask = None
     if attends and config.attention.rope:

@@ -35,13 +35,13 @@ class MoeFeedForward(nn.Module):
         bound = 0.5 * config.init_std_scale * config.d_model**-0.5
         nn.init.uniform_(self.w_up, -bound, bound)
 
-    def forward(self, x: Tensor, starts: Tensor | None, last_BD: Tensor | None) -> tuple[Tensor, Tensor, Routed]:
-        """x [B, T, D] (normed) -> output [B, T, D], the state (the last token's input), the router's report."""
+    def forward(self, x: Tensor, starts: Tensor | None, last_BD: Tensor | None) -> tuple[Tensor, None, Routed]:
+        """x [B, T, D] (normed) -> output [B, T, D], no state, the router's report. Each token stands for itself."""
         flat_TD = x.reshape(-1, x.shape[-1])
         routing = self.router(flat_TD)
         y_TD = ops.moe_experts(flat_TD, self.w_up, self.w_down, routing, activation=self.activation)
         routed = Routed(routing.counts_E, routing.load_balance, routing.z_loss)
-        return y_TD.view(x.shape), x[:, -1], routed
+        return y_TD.view(x.shape), None, routed
 
 
 class ChannelMix(nn.Module):

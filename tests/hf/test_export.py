@@ -363,12 +363,13 @@ class Scripted:
     """A tokenizer of single bytes, 256 being end of text."""
 
     end_of_text_id = 256
+    vocab_size = 257
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
     def decode_bytes(self, ids: list[int]) -> bytes:
-        return bytes(ids)
+        return bytes(token for token in ids if token < 256)
 
 
 def test_characters_that_span_tokens_arrive_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,6 +383,23 @@ def test_characters_that_span_tokens_arrive_whole(monkeypatch: pytest.MonkeyPatc
     pieces = list(generate(None, Scripted(), "", Sampling()))  # type: ignore[arg-type]
     assert pieces == ["é", "🐍", "\ufffdx", "\ufffd"]  # it stops at end of text, and closes the cut character
     assert seen == [[256]]  # an empty prompt begins a new document
+
+
+def test_the_prompt_s_last_space_is_left_to_the_first_token(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Words are tokens that begin with their space; after a lone space token a model has seen next to nothing."""
+    loaded = load_model(run.path)
+    for allowed in ([5, 9], [7]):
+        assert next(generate_ids(loaded.model, [1, 2], Sampling(seed=2), allowed)) in allowed
+    seen = []
+
+    def scripted(model: object, ids: list[int], sampling: Sampling, first: list[int]) -> list[int]:
+        seen.append((bytes(ids[1:]), first))
+        return [ord(" "), ord("f"), 256]
+
+    monkeypatch.setattr("cdrmix.generate.generate_ids", scripted)
+    pieces = {text: "".join(generate(None, Scripted(), text, Sampling())) for text in ("def ", "def", " ")}  # type: ignore[arg-type]
+    assert pieces == {"def ": "f", "def": " f", " ": " f"}  # the prompt itself is printed with its space
+    assert seen == [(b"def", [ord(" ")]), (b"def", []), (b" ", [])]
 
 
 def test_drawing_obeys_temperature_top_k_and_top_p() -> None:

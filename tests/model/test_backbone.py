@@ -81,7 +81,7 @@ def test_streaming_equals_the_full_forward(make_model: MakeModel, variant: dict[
 
 
 def test_recurrent_state_does_not_grow_without_attention(make_model: MakeModel) -> None:
-    model = make_model(attention_fraction=0.0)
+    model = make_model(attention_fraction=0.0, kind="channel_mix")
 
     def size(length: int) -> int:
         state = model(ids(1, length), return_state=True).state
