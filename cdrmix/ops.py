@@ -11,8 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cdrmix.kernels import reference
-from cdrmix.kernels.reference import Routing, document_starts, token_shift
+from cdrmix.kernels import reference, reference_moe
+from cdrmix.kernels.reference import document_starts, token_shift
+from cdrmix.kernels.reference_moe import Routing
 
 __all__ = [
     "OPS",
@@ -67,16 +68,18 @@ def wkv7(
 
 
 def route_topk(logits_TE: Tensor, k: int, *, bias: Tensor | None = None) -> Routing:
-    """Top-k routing with its loss terms and the stable sort by expert; see `reference.Routing`."""
+    """Top-k routing with its loss terms and the stable sort by expert; see `reference_moe.Routing`."""
     with torch.autocast(logits_TE.device.type, enabled=False):
-        return reference.route_topk(logits_TE, k, bias=bias)
+        return reference_moe.route_topk(logits_TE, k, bias=bias)
 
 
 def moe_experts(x_TD: Tensor, w_up: Tensor, w_down: Tensor, routing: Routing, *, activation: str = "relu2") -> Tensor:
-    """The routed experts' weighted sum a token, [T, D] in the compute dtype; see `reference.moe_experts`."""
+    """The routed experts' weighted sum a token, [T, D] in the compute dtype; see `reference_moe.moe_experts`."""
     dtype = _compute_dtype(x_TD)
     with torch.autocast(x_TD.device.type, enabled=False):
-        return reference.moe_experts(x_TD.to(dtype), w_up.to(dtype), w_down.to(dtype), routing, activation=activation)
+        return reference_moe.moe_experts(
+            x_TD.to(dtype), w_up.to(dtype), w_down.to(dtype), routing, activation=activation
+        )
 
 
 def linear_cross_entropy(hidden_RD: Tensor, weight_VD: Tensor, targets_R: Tensor, weights_R: Tensor) -> Tensor:
