@@ -1,0 +1,44 @@
+"""What the Triton kernels share: interpreter flag, architectures, and the description of a kernel as it ships."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+INTERPRETED = triton.knobs.runtime.interpret  # on CPU tensors, as numpy: TRITON_INTERPRET=1 before this import
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
+
+
+@functools.cache
+def architecture(device: torch.device) -> str:
+    """The newest of ARCHITECTURES whose configurations serve this device; sm_90's under the interpreter."""
+    if device.type != "cuda":
+        return "sm_90"
+    if torch.version.hip is not None:
+        return "gfx942"
+    major, _ = torch.cuda.get_device_capability(device)
+    return "sm_100" if major >= 10 else "sm_90" if major == 9 else "sm_80"
+
+
+@dataclass(frozen=True)
+class Build:
+    """One kernel in one shipped configuration: what ahead-of-time compilation needs, and what a launch of it costs.
+
+    signature: every argument that is not a constant, by name: "*bf16", "*fp32", "*i32", "i32", "i64", "fp32".
+    constants: every constexpr argument by name. programs, flops, bytes: of one launch at the reference shape
+    (B 8, T 4096, H K = 2048), flops counting what the kernel does and bytes the least it has to move.
+    """
+
+    name: str
+    kernel: Any  # triton.JITFunction
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    num_warps: int
+    num_stages: int
+    programs: int
+    flops: int
+    bytes: int
