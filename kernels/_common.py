@@ -30,7 +30,9 @@ class Build:
 
     signature: every argument that is not a constant, by name: "*bf16", "*fp32", "*i32", "i32", "i64", "fp32".
     constants: every constexpr argument by name. programs, flops, bytes: of one launch at the reference shape
-    (B 8, T 4096, H K = 2048), flops counting what the kernel does and bytes the least it has to move.
+    (B 8, T 4096, H K = 2048), flops counting what the kernel does and bytes the least it has to move. trips: how often
+    each of its loops goes round at that shape, in the order in which the loops begin (one inside another: per round of
+    the outer one); loops with one round, and loops that the compiler unrolls (tl.static_range), are left out.
     """
 
     name: str
@@ -42,3 +44,4 @@ class Build:
     programs: int
     flops: int
     bytes: int
+    trips: tuple[int, ...] = ()
