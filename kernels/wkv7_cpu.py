@@ -1,0 +1,152 @@
+"""The RWKV-7 recurrence on a CPU: float32, one token at a time, in vector registers, over documents and heads.
+
+    S_t = S_{t-1} diag(exp(log_w_t)) + (S_{t-1} a_t) b_t^T + v_t k_t^T ;  y_t = S_t r_t        S: [V, K]
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cdrmix.kernels import _wkv7_lanes as lanes
+from cdrmix.kernels._threads import run_parts
+
+SPACING = 16  # tokens from one kept state to the next
+SERIAL_WORK = 1 << 20  # elements of S times tokens below which waking a second thread does not pay
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def _documents(cu_seqlens: Tensor | None, batch: int, length: int) -> Tensor:
+    """int64 [N + 1]: where documents start over the flattened tokens."""
+    if cu_seqlens is None:
+        return torch.arange(0, (batch + 1) * length, length)
+    return cu_seqlens.long().contiguous()
+
+
+def _check(*tensors: Tensor | None) -> None:
+    for x in tensors:
+        assert x is None or (x.dtype == torch.float32 and x.is_contiguous() and x.device.type == "cpu")
+
+
+def _parts(items: int, work: int) -> int:
+    """Threads to use; no bit depends on it, since an item is done by one thread."""
+    return min(torch.get_num_threads(), max(items, 1)) if work > SERIAL_WORK else 1
+
+
+def wkv7_saved_shapes(
+    B: int, T: int, H: int, K: int, V: int, N: int, packed: bool, dtype: torch.dtype, *, chunk: int | None, save: str
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """What forward keeps: S_{t-1} a_t of every token and the state before every block of `chunk` tokens."""
+    if save == "none":
+        return []
+    return [((B * T, H, V), torch.float32), ((B * T // (chunk or SPACING), H, V, K), torch.float32)]
+
+
+def wkv7_forward(
+    r: Tensor,
+    log_w: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    *,
+    chunk: int | None,
+    save: str,
+    return_state: bool,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """y [B, T, H, V], last [N, H, V, K] (empty unless return_state), and what backward needs beside the inputs."""
+    _check(r, log_w, k, v, a, b, state)
+    B, T, H, K = r.shape
+    V, spacing = v.shape[-1], chunk or SPACING
+    starts = _documents(cu_seqlens, B, T)
+    N = len(starts) - 1
+    y = torch.empty_like(v)
+    last = r.new_empty((N, H, V, K) if return_state else 0)
+    shapes = wkv7_saved_shapes(B, T, H, K, V, N, cu_seqlens is not None, r.dtype, chunk=chunk, save=save)
+    saved = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
+    removed, checkpoints = saved or (None, None)
+    count = _parts(N * H, r.numel() * V)
+    scratch = torch.empty(count, V * K + spacing * K)
+    constants = torch.zeros(1)
+    arguments = (
+        starts.data_ptr(),
+        *(x.data_ptr() for x in (r, log_w, k, v, a, b)),
+        _address(state),
+        y.data_ptr(),
+        _address(removed),
+        last.data_ptr() if return_state else 0,
+        _address(checkpoints),
+    )
+
+    def part(number: int) -> None:
+        S = scratch[number].data_ptr()
+        lanes.scan(number, count, N * H, H, K, V, spacing, *arguments, S, S + 4 * V * K, constants.data_ptr())
+
+    run_parts(part, count)
+    return y, last, saved
+
+
+def wkv7_backward(
+    dy: Tensor,
+    dlast: Tensor | None,
+    r: Tensor,
+    log_w: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    saved: list[Tensor],
+    *,
+    chunk: int | None,
+    save: str,
+) -> tuple[Tensor, ...]:
+    """dr, dlog_w, dk, dv, da, db like their inputs, and dstate [N, H, V, K] (empty where state is None)."""
+    _check(dy, dlast, r, log_w, k, v, a, b, state, *saved)
+    B, T, H, K = r.shape
+    V, spacing = v.shape[-1], chunk or SPACING
+    starts = _documents(cu_seqlens, B, T)
+    N = len(starts) - 1
+    removed, checkpoints = saved
+    gradients = [torch.empty_like(x) for x in (r, log_w, k, v, a, b)]
+    dstate = r.new_empty(0) if state is None else torch.empty_like(state)
+    count = _parts(N * H, r.numel() * V)
+    rows = lanes.ROWS
+    sizes = [V * K, V * K, spacing * rows * K, (spacing + 1) * K, V, 2 * rows * lanes.LANES, max(K, V)]
+    scratch = torch.empty(count, sum(sizes))
+    zeros, ones = torch.zeros(max(2 * rows * lanes.LANES, K, V)), torch.ones(K)
+    arguments = (
+        starts.data_ptr(),
+        *(x.data_ptr() for x in (r, log_w, k, v, a, b)),
+        _address(state),
+        removed.data_ptr(),
+        checkpoints.data_ptr(),
+        dy.data_ptr(),
+        _address(dlast),
+        *(x.data_ptr() for x in gradients),
+        0 if state is None else dstate.data_ptr(),
+    )
+
+    def part(number: int) -> None:
+        *addresses, unused = (x.data_ptr() for x in scratch[number].split(sizes))
+        lanes.scan_back(
+            number, count, N * H, H, K, V, spacing, *arguments, *addresses, zeros.data_ptr(), ones.data_ptr(), unused
+        )
+
+    run_parts(part, count)
+    return *gradients, dstate
+
+
+def wkv7_step(
+    r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One token: r, log_w, k, a, b [B, H, K], v [B, H, V], state [B, H, V, K] -> y [B, H, V], the new state."""
+    inputs = (x.unsqueeze(1) for x in (r, log_w, k, v, a, b))
+    y, last, _ = wkv7_forward(*inputs, state, None, chunk=1, save="none", return_state=True)
+    return y.squeeze(1), last
