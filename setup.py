@@ -12,6 +12,7 @@ setup(
         "cdrmix.hf",
         "cdrmix.kernels",
         "cdrmix.model",
+        "cdrmix.ops",
         "cdrmix.train",
     ],
     # kernels/ has no __init__.py, so that it can never be taken for the PyPI package of that name. The symlink

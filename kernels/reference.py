@@ -1,14 +1,19 @@
-"""Every op's mathematics in plain PyTorch: the specification, and the oracle; experts are in reference_moe.py.
+"""The RWKV-7 recurrence in plain PyTorch: the specification and the oracle; other ops are in reference_*.py.
 
-Shapes: B batch, T time, H heads, K key width, V value width, C chunk length, N chunks.
+Shapes: B batch, T time, H heads, K key width, V value width, C chunk length, N chunks or documents.
 All of it runs in float64 as well as in float32, so that the other implementations are judged by it.
 """
 
 from __future__ import annotations
 
+import itertools
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+CHUNK = 16  # tokens; on a CPU 16 and 32 take the same time at head width 32, and 16 is the more exact
 
 
 def document_starts(cu_seqlens: Tensor, batch: int, length: int) -> Tensor:
@@ -125,8 +130,39 @@ def unit_lower_inverse(A: Tensor) -> Tensor:
     return inverse.squeeze(-3)
 
 
-class _Wkv7(torch.autograd.Function):
-    """Chunked RWKV-7 with its adjoint: per-chunk affine maps, one scan over chunks, the same in reverse.
+class _Saved(NamedTuple):
+    """What the chunked forward pass leaves for the backward pass; names as in `_chunked_forward`."""
+
+    chunks: _Chunks
+    v: Tensor
+    U: Tensor
+    scores: Tensor
+    inverse: Tensor
+    queries: Tensor
+    keys: Tensor
+    query_decay: Tensor
+    key_decay: Tensor
+    middle: Tensor
+    total: Tensor
+    through: Tensor
+    leaving: Tensor
+    P: Tensor
+    R: Tensor
+    h: Tensor
+
+
+def _chunked_forward(
+    r: Tensor,
+    log_w: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    chunk: int,
+) -> tuple[Tensor, Tensor, _Saved]:
+    """Chunked RWKV-7: per-chunk affine maps and one scan over chunks; rows, not documents, begin from `state`.
 
     Within a chunk, with g the inclusive and e the exclusive cumulative log decay and h = S^T [K, V] at its start:
         U = (I - A_ab)^-1 (A_ak V + a e^e h)         what the removals read, S_{t-1} a_t
@@ -138,110 +174,137 @@ class _Wkv7(torch.autograd.Function):
     the exponents within half a chunk: float32 holds them for |log_w| C / 2 < 88.
     """
 
+    batch, length, heads, key_width = r.shape
+    value_width = v.shape[-1]
+    chunks = _Chunks(r, batch, length, chunk, cu_seqlens)
+    r, log_w, k, v, a, b = (chunks.split(x) for x in (r, log_w, k, v, a, b))
+    g = chunks.inclusive @ log_w  # a cumulative sum, which as such has no fixed order on a GPU
+    middle = g[..., chunk // 2 - 1 : chunk // 2, :]
+    total = g[..., -1:, :]
+    query_decay = torch.cat([g - middle, g - log_w - middle], -2).exp_()
+    key_decay = (middle - g).exp_()
+    queries = torch.cat([r, a], -2).mul_(query_decay)  # r then a: [B, H, N, 2C, K]
+    keys = torch.cat([k * key_decay, b * key_decay], -2)  # k then b
+    scores = torch.matmul(queries, keys.mT).mul_(chunks.causal)
+    entering = queries * middle.exp()
+    leaving = keys * (total - middle).exp()
+    if chunks.enters is not None and chunks.leaves is not None:
+        entering *= chunks.enters.repeat(1, 1, 1, 2, 1)
+        leaving *= chunks.leaves.repeat(1, 1, 1, 2, 1)
+    inverse = unit_lower_inverse(scores[..., chunk:, chunk:])
+    W, U = inverse @ entering[..., chunk:, :], inverse @ (scores[..., chunk:, :chunk] @ v)
+    values = torch.cat([v, U], -2)
+    through = total.exp() if chunks.passes is None else total.exp() * chunks.passes
+    R = leaving[..., chunk:, :].mT @ W
+    R.diagonal(dim1=-2, dim2=-1).add_(through.squeeze(-2))
+    Q = leaving.mT @ values
+    P = entering[..., :chunk, :] + scores[..., :chunk, chunk:] @ W
+
+    h = r.new_empty(chunks.count + 1, batch * heads, key_width, value_width)
+    h[0] = 0 if state is None else state.mT.reshape(batch * heads, key_width, value_width)
+    R_by_chunk = R.view(batch * heads, chunks.count, key_width, key_width)
+    Q_by_chunk = Q.view(batch * heads, chunks.count, key_width, value_width)
+    for n in range(chunks.count):
+        torch.baddbmm(Q_by_chunk[:, n], R_by_chunk[:, n], h[n], out=h[n + 1])
+    h_in = h[:-1].transpose(0, 1).reshape(batch, heads, chunks.count, key_width, value_width)
+    y = (scores[..., :chunk, :] @ values).add_(P @ h_in)
+    U = torch.add(U, W @ h_in)
+
+    saved = _Saved(
+        chunks,
+        v,
+        U,
+        scores,
+        inverse,
+        queries,
+        keys,
+        query_decay,
+        key_decay,
+        middle,
+        total,
+        through,
+        leaving,
+        P,
+        R,
+        h_in,
+    )
+    last = h[-1].view(batch, heads, key_width, value_width).mT
+    return chunks.join(y), last.contiguous(), saved
+
+
+def _chunked_backward(saved: _Saved, dy: Tensor, dlast: Tensor | None) -> tuple[Tensor, ...]:
+    """The adjoint of `_chunked_forward`: gradients of r, log_w, k, v, a, b and the state."""
+    chunks, v, U, scores, inverse, queries, keys, query_decay, key_decay, middle, total, through, leaving, P, R, h = (
+        saved
+    )
+    chunk = chunks.chunk
+    batch, heads, count, key_width, value_width = h.shape
+    dy = chunks.split(dy)
+
+    dh = h.new_empty(count + 1, batch * heads, key_width, value_width)
+    dh[count] = 0 if dlast is None else dlast.mT.reshape(batch * heads, key_width, value_width)
+    read = (P.mT @ dy).view(batch * heads, count, key_width, value_width)
+    R_by_chunk = R.view(batch * heads, count, key_width, key_width)
+    for n in range(count - 1, -1, -1):
+        torch.baddbmm(read[:, n], R_by_chunk[:, n].mT, dh[n + 1], out=dh[n])
+    dh_out = dh[1:].transpose(0, 1).reshape(batch, heads, count, key_width, value_width)
+    dstate = dh[0].view(batch, heads, key_width, value_width).mT.contiguous()
+
+    # values = [V; U]: their gradient through y and h', then through the triangular solve.
+    dvalues = scores[..., :chunk, :].mT @ dy + leaving @ dh_out
+    Z = inverse.mT @ dvalues[..., chunk:, :]
+    dv = dvalues[..., :chunk, :] + scores[..., chunk:, :chunk].mT @ Z
+    dreads = torch.cat([dy, Z], -2)  # of the r rows and the a rows
+    values = torch.cat([v, U], -2)
+    dscores = torch.matmul(dreads, values.mT).mul_(chunks.causal)
+    dentering = dreads @ h.mT
+    dleaving = values @ dh_out.mT
+    if chunks.enters is not None and chunks.leaves is not None:
+        dentering *= chunks.enters.repeat(1, 1, 1, 2, 1)
+        dleaving *= chunks.leaves.repeat(1, 1, 1, 2, 1)
+    dqueries = torch.matmul(dscores, keys).add_(dentering.mul_(middle.exp()))
+    dkeys = dscores.mT @ queries
+
+    # Log decay. A query counts with +g (e for a), a key with -g, a write to the next state with g_C - g.
+    # Its state term is summed over the tokens before it, not as a total minus the tokens after it,
+    # which would cancel where the decay is strong.
+    from_query = dqueries * queries
+    from_key = dkeys * keys
+    dleaving.mul_((total - middle).exp())
+    from_leaving = dleaving * keys
+    from_leaving = from_leaving[..., :chunk, :] + from_leaving[..., chunk:, :]
+    later = from_query[..., :chunk, :] + from_query[..., chunk:, :]
+    later -= from_key[..., :chunk, :] + from_key[..., chunk:, :]
+    suffix = chunks.inclusive.mT @ later - from_query[..., chunk:, :]  # a_t reads before w_t
+    prefix = chunks.exclusive @ from_leaving
+    dlog_w = suffix + prefix + (h * dh_out).sum(-1).unsqueeze(-2) * through
+
+    dqueries.mul_(query_decay)
+    dkeys.add_(dleaving)
+    gradients = (
+        dqueries[..., :chunk, :],
+        dlog_w,
+        dkeys[..., :chunk, :] * key_decay,
+        dv,
+        dqueries[..., chunk:, :],
+        dkeys[..., chunk:, :] * key_decay,
+    )
+    return *(chunks.join(x) for x in gradients), dstate
+
+
+class _Wkv7(torch.autograd.Function):
     @staticmethod
     def forward(ctx, r, log_w, k, v, a, b, state, cu_seqlens, chunk):  # type: ignore[no-untyped-def]
-        batch, length, heads, key_width = r.shape
-        value_width = v.shape[-1]
-        chunks = _Chunks(r, batch, length, chunk, cu_seqlens)
-        r, log_w, k, v, a, b = (chunks.split(x) for x in (r, log_w, k, v, a, b))
-        g = chunks.inclusive @ log_w  # a cumulative sum, which as such has no fixed order on a GPU
-        middle = g[..., chunk // 2 - 1 : chunk // 2, :]
-        total = g[..., -1:, :]
-        query_decay = torch.cat([g - middle, g - log_w - middle], -2).exp_()
-        key_decay = (middle - g).exp_()
-        queries = torch.cat([r, a], -2).mul_(query_decay)  # r then a: [B, H, N, 2C, K]
-        keys = torch.cat([k * key_decay, b * key_decay], -2)  # k then b
-        scores = torch.matmul(queries, keys.mT).mul_(chunks.causal)
-        entering = queries * middle.exp()
-        leaving = keys * (total - middle).exp()
-        if chunks.enters is not None and chunks.leaves is not None:
-            entering *= chunks.enters.repeat(1, 1, 1, 2, 1)
-            leaving *= chunks.leaves.repeat(1, 1, 1, 2, 1)
-        inverse = unit_lower_inverse(scores[..., chunk:, chunk:])
-        W, U = inverse @ entering[..., chunk:, :], inverse @ (scores[..., chunk:, :chunk] @ v)
-        values = torch.cat([v, U], -2)
-        through = total.exp() if chunks.passes is None else total.exp() * chunks.passes
-        R = leaving[..., chunk:, :].mT @ W
-        R.diagonal(dim1=-2, dim2=-1).add_(through.squeeze(-2))
-        Q = leaving.mT @ values
-        P = entering[..., :chunk, :] + scores[..., :chunk, chunk:] @ W
-
-        h = r.new_empty(chunks.count + 1, batch * heads, key_width, value_width)
-        h[0] = 0 if state is None else state.mT.reshape(batch * heads, key_width, value_width)
-        R_by_chunk = R.view(batch * heads, chunks.count, key_width, key_width)
-        Q_by_chunk = Q.view(batch * heads, chunks.count, key_width, value_width)
-        for n in range(chunks.count):
-            torch.baddbmm(Q_by_chunk[:, n], R_by_chunk[:, n], h[n], out=h[n + 1])
-        h_in = h[:-1].transpose(0, 1).reshape(batch, heads, chunks.count, key_width, value_width)
-        y = (scores[..., :chunk, :] @ values).add_(P @ h_in)
-        U = torch.add(U, W @ h_in)
-
-        ctx.chunks, ctx.has_state = chunks, state is not None
-        ctx.save_for_backward(
-            v, U, scores, inverse, queries, keys, query_decay, key_decay, middle, total, through, leaving, P, R, h_in
-        )
-        last = h[-1].view(batch, heads, key_width, value_width).mT
-        return chunks.join(y), last.contiguous()
+        y, last, saved = _chunked_forward(r, log_w, k, v, a, b, state, cu_seqlens, chunk)
+        ctx.chunks, ctx.has_state = saved.chunks, state is not None
+        ctx.save_for_backward(*saved[1:])
+        return y, last
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, dlast):  # type: ignore[no-untyped-def]
-        chunks, chunk = ctx.chunks, ctx.chunks.chunk
-        v, U, scores, inverse, queries, keys, query_decay, key_decay, middle, total, through, leaving, P, R, h = (
-            ctx.saved_tensors
-        )
-        batch, heads, count, key_width, value_width = h.shape
-        dy = chunks.split(dy)
-
-        dh = h.new_empty(count + 1, batch * heads, key_width, value_width)
-        dh[count] = dlast.mT.reshape(batch * heads, key_width, value_width)
-        read = (P.mT @ dy).view(batch * heads, count, key_width, value_width)
-        R_by_chunk = R.view(batch * heads, count, key_width, key_width)
-        for n in range(count - 1, -1, -1):
-            torch.baddbmm(read[:, n], R_by_chunk[:, n].mT, dh[n + 1], out=dh[n])
-        dh_out = dh[1:].transpose(0, 1).reshape(batch, heads, count, key_width, value_width)
-        dstate = dh[0].view(batch, heads, key_width, value_width).mT.contiguous() if ctx.has_state else None
-
-        # values = [V; U]: their gradient through y and h', then through the triangular solve.
-        dvalues = scores[..., :chunk, :].mT @ dy + leaving @ dh_out
-        Z = inverse.mT @ dvalues[..., chunk:, :]
-        dv = dvalues[..., :chunk, :] + scores[..., chunk:, :chunk].mT @ Z
-        dreads = torch.cat([dy, Z], -2)  # of the r rows and the a rows
-        values = torch.cat([v, U], -2)
-        dscores = torch.matmul(dreads, values.mT).mul_(chunks.causal)
-        dentering = dreads @ h.mT
-        dleaving = values @ dh_out.mT
-        if chunks.enters is not None:
-            dentering *= chunks.enters.repeat(1, 1, 1, 2, 1)
-            dleaving *= chunks.leaves.repeat(1, 1, 1, 2, 1)
-        dqueries = torch.matmul(dscores, keys).add_(dentering.mul_(middle.exp()))
-        dkeys = dscores.mT @ queries
-
-        # Log decay. A query counts with +g (e for a), a key with -g, a write to the next state with g_C - g.
-        # Its state term is summed over the tokens before it, not as a total minus the tokens after it,
-        # which would cancel where the decay is strong.
-        from_query = dqueries * queries
-        from_key = dkeys * keys
-        dleaving.mul_((total - middle).exp())
-        from_leaving = dleaving * keys
-        from_leaving = from_leaving[..., :chunk, :] + from_leaving[..., chunk:, :]
-        later = from_query[..., :chunk, :] + from_query[..., chunk:, :]
-        later -= from_key[..., :chunk, :] + from_key[..., chunk:, :]
-        suffix = chunks.inclusive.mT @ later - from_query[..., chunk:, :]  # a_t reads before w_t
-        prefix = chunks.exclusive @ from_leaving
-        dlog_w = suffix + prefix + (h * dh_out).sum(-1).unsqueeze(-2) * through
-
-        dqueries.mul_(query_decay)
-        dkeys.add_(dleaving)
-        gradients = (
-            dqueries[..., :chunk, :],
-            dlog_w,
-            dkeys[..., :chunk, :] * key_decay,
-            dv,
-            dqueries[..., chunk:, :],
-            dkeys[..., chunk:, :] * key_decay,
-        )
-        return *(chunks.join(x) for x in gradients), dstate, None, None
+        *gradients, dstate = _chunked_backward(_Saved(ctx.chunks, *ctx.saved_tensors), dy, dlast)
+        return *gradients, dstate if ctx.has_state else None, None, None
 
 
 def wkv7(
@@ -254,74 +317,119 @@ def wkv7(
     *,
     state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    chunk: int = 16,
-) -> tuple[Tensor, Tensor]:
+    return_state: bool = True,
+    chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor | None]:
     """RWKV-7's recurrence (see `wkv7_recurrence`) by chunks of `chunk` tokens, as matrix products.
 
-    r, log_w, k, a, b: [B, T, H, K] with log_w <= 0; v: [B, T, H, V]; state: [B, H, V, K] or None;
-    cu_seqlens: int [D + 1] over the flattened B * T tokens, every row's start among them: the state is
-    zero at each document's start, except that a row's first document continues `state`.
-    Returns y [B, T, H, V] and the last state [B, H, V, K]; differentiable in all inputs but cu_seqlens.
+    r, log_w, k, a, b: [B, T, H, K] with log_w <= 0; v: [B, T, H, V].
+    cu_seqlens: int [N + 1], document starts over the flattened B * T tokens, every row's start among them; None: one
+    document a row, N = B. state: [N, H, V, K], what each document starts from; None: zeros.
+    Returns y [B, T, H, V] and each document's last state [N, H, V, K]; differentiable in all inputs but cu_seqlens.
     """
-    return _Wkv7.apply(r, log_w, k, v, a, b, state, cu_seqlens, chunk)
+    if cu_seqlens is None:
+        y, last = _Wkv7.apply(r, log_w, k, v, a, b, state, None, chunk)
+        return y, last if return_state else None
+    if state is None and not return_state:
+        return _Wkv7.apply(r, log_w, k, v, a, b, None, cu_seqlens, chunk)[0], None
+    batch, length, heads, key_width = r.shape
+    flat = [x.reshape(1, batch * length, *x.shape[2:]) for x in (r, log_w, k, v, a, b)]
+    outputs, lasts = [], []
+    for document, (start, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
+        initial = r.new_zeros(1, heads, v.shape[-1], key_width) if state is None else state[document : document + 1]
+        if start < end:
+            y, initial = _Wkv7.apply(*(x[:, start:end] for x in flat), initial, None, chunk)
+            outputs.append(y)
+        lasts.append(initial)
+    return torch.cat(outputs, 1).view(*v.shape), torch.cat(lasts) if return_state else None
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    """Cross-entropy of a linear map, by blocks of tokens: gradients are made while a block's logits exist."""
-
-    ROWS = 512  # tokens of one block: 512 x 50,272 float32 logits are 103 MB
-
-    @staticmethod
-    def forward(ctx, hidden_RD, weight_VD, targets_R, weights_R):  # type: ignore[no-untyped-def]
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        accumulate = torch.promote_types(hidden_RD.dtype, torch.float32)
-        losses = weights_R.new_empty(targets_R.numel(), dtype=accumulate)
-        dhidden = torch.empty_like(hidden_RD) if needs_hidden else None
-        dweight = torch.zeros_like(weight_VD, dtype=accumulate) if needs_weight else None
-        for start in range(0, targets_R.numel(), _LinearCrossEntropy.ROWS):
-            span = slice(start, start + _LinearCrossEntropy.ROWS)
-            target = targets_R[span].unsqueeze(-1)
-            logits = (hidden_RD[span] @ weight_VD.mT).to(accumulate)
-            logits -= logits.amax(-1, keepdim=True)
-            chosen = logits.gather(-1, target)
-            exponentials = logits.exp_()
-            total = exponentials.sum(-1, keepdim=True)
-            losses[span] = (total.log() - chosen).squeeze(-1)
-            if needs_hidden or needs_weight:
-                scale = weights_R[span].unsqueeze(-1).to(accumulate)
-                dlogits = exponentials.mul_(scale / total)
-                dlogits.scatter_(-1, target, dlogits.gather(-1, target) - scale)
-                dlogits = dlogits.to(hidden_RD.dtype)
-                if dhidden is not None:
-                    torch.mm(dlogits, weight_VD, out=dhidden[span])
-                if dweight is not None:
-                    dweight += dlogits.mT @ hidden_RD[span]
-        ctx.save_for_backward(dhidden, dweight)
-        ctx.weight_dtype = weight_VD.dtype
-        return (losses * weights_R.to(accumulate)).sum()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dloss):  # type: ignore[no-untyped-def]
-        dhidden, dweight = ctx.saved_tensors
-        return (
-            # In dloss's own precision: rounded to bfloat16 it would scale the whole gradient by up to 0.4 %.
-            None if dhidden is None else (dhidden.to(dloss.dtype) * dloss).to(dhidden.dtype),
-            None if dweight is None else (dweight * dloss).to(ctx.weight_dtype),
-            None,
-            None,
-        )
+def wkv7_forward(
+    r: Tensor,
+    log_w: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    *,
+    chunk: int | None,
+    save: str,
+    return_state: bool,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """`wkv7` as the operator calls its implementations: y, the last states (empty unless wanted), nothing saved."""
+    del save
+    y, last = wkv7(
+        r, log_w, k, v, a, b, state=state, cu_seqlens=cu_seqlens, return_state=return_state, chunk=chunk or CHUNK
+    )
+    return y, y.new_empty(0) if last is None else last, []
 
 
-def linear_cross_entropy(hidden_RD: Tensor, weight_VD: Tensor, targets_R: Tensor, weights_R: Tensor) -> Tensor:
-    """sum_r weights_r (logsumexp(W h_r) - (W h_r)[target_r]), without the [R, V] logits in full.
+def wkv7_backward(
+    dy: Tensor,
+    dlast: Tensor | None,
+    r: Tensor,
+    log_w: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    saved: list[Tensor],
+    *,
+    chunk: int | None,
+    save: str,
+) -> tuple[Tensor, ...]:
+    """The gradients of r, log_w, k, v, a, b and the state (empty if None), the forward pass run again for them."""
+    del saved, save
+    chunk, inputs, none = chunk or CHUNK, (r, log_w, k, v, a, b), dy.new_empty(0)
+    if cu_seqlens is None or (state is None and dlast is None):
+        *gradients, dstate = _chunked_backward(_chunked_forward(*inputs, state, cu_seqlens, chunk)[2], dy, dlast)
+        # Clones: an operator's outputs must not share memory, and gradients of r and a are two halves of one tensor.
+        return *(dx.clone() for dx in gradients), none if state is None else dstate
+    flat = [x.reshape(1, -1, *x.shape[2:]) for x in (*inputs, dy)]
+    pieces, dstates = [], []
+    for document, (start, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
+        here = slice(document, document + 1)
+        initial = None if state is None else state[here]
+        dstate = dy.new_zeros(1, dy.shape[2], dy.shape[3], r.shape[3]) if dlast is None else dlast[here]
+        if start < end:
+            r, log_w, k, v, a, b, dy_here = (x[:, start:end] for x in flat)
+            saved_here = _chunked_forward(r, log_w, k, v, a, b, initial, None, chunk)[2]
+            *gradients, dstate = _chunked_backward(saved_here, dy_here, dstate)
+            pieces.append(gradients)
+        dstates.append(dstate)
+    joined = [torch.cat(parts, 1).view(x.shape) for parts, x in zip(zip(*pieces, strict=True), inputs, strict=True)]
+    return *joined, none if state is None else torch.cat(dstates)
 
-    hidden_RD: [R, D]; weight_VD: [V, D]; targets_R: int64 [R] in [0, V); weights_R: [R], not differentiated.
-    Returns a scalar, in float32 at least.
-    """
-    if not torch.is_grad_enabled():  # a Function is told which inputs require gradients, not whether they are wanted
-        hidden_RD, weight_VD = hidden_RD.detach(), weight_VD.detach()
-    return _LinearCrossEntropy.apply(hidden_RD, weight_VD, targets_R, weights_R)
+
+def wkv7_step(
+    r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One token: r, log_w, k, a, b [B, H, K], v [B, H, V], state [B, H, V, K] -> y [B, H, V], the new state."""
+    r, log_w, k, v, a, b = (x.unsqueeze(1) for x in (r, log_w, k, v, a, b))
+    y, new = wkv7_recurrence(r, log_w, k, v, a, b, state)
+    return y.squeeze(1), new
+
+
+def wkv7_saved_shapes(
+    batch: int,
+    length: int,
+    heads: int,
+    key_width: int,
+    value_width: int,
+    documents: int,
+    packed: bool,
+    dtype: torch.dtype,
+    *,
+    chunk: int | None,
+    save: str,
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Nothing is saved, whatever the sizes."""
+    del batch, length, heads, key_width, value_width, documents, packed, dtype, chunk, save
+    return []
 
 
 class _TokenShift(torch.autograd.Function):

@@ -88,13 +88,15 @@ def test_packed_documents_equal_documents_apart(seed: int, length: int, data: st
         torch.testing.assert_close(left, right, **CLOSE)
 
 
-def test_a_row_first_document_continues_the_state_and_later_ones_do_not() -> None:
+def test_every_document_has_its_own_state() -> None:
     tensors = inputs(3, 1, 20, 1, 4, 4)
-    state = torch.randn(1, 1, 4, 4, dtype=torch.float64)
-    found, _ = reference.wkv7(*tensors, state=state, cu_seqlens=torch.tensor([0, 9, 20]), chunk=8)
-    head = reference.wkv7_recurrence(*[tensor[:, :9] for tensor in tensors], state)[0]
-    tail = reference.wkv7_recurrence(*[tensor[:, 9:] for tensor in tensors])[0]
+    state = torch.randn(3, 1, 4, 4, dtype=torch.float64)
+    found, last = reference.wkv7(*tensors, state=state, cu_seqlens=torch.tensor([0, 9, 9, 20]), chunk=8)
+    assert last is not None
+    head, first = reference.wkv7_recurrence(*[tensor[:, :9] for tensor in tensors], state[:1])
+    tail, third = reference.wkv7_recurrence(*[tensor[:, 9:] for tensor in tensors], state[2:])
     torch.testing.assert_close(found, torch.cat([head, tail], 1), **CLOSE)
+    torch.testing.assert_close(last, torch.cat([first, state[1:2], third]), **CLOSE)
 
 
 def test_two_calls_with_the_state_between_equal_one() -> None:
@@ -112,7 +114,9 @@ def test_gradcheck_of_the_definition_and_of_the_chunks() -> None:
     cu_seqlens = torch.tensor([0, 4, 11])
     assert torch.autograd.gradcheck(reference.wkv7_recurrence, [*tensors, state])
 
-    def chunked(*arguments: Tensor) -> tuple[Tensor, Tensor]:
+    state = torch.randn(2, 1, 2, 3, dtype=torch.float64, requires_grad=True)
+
+    def chunked(*arguments: Tensor) -> tuple[Tensor, Tensor | None]:
         *most, carried = arguments
         return reference.wkv7(*most, state=carried, cu_seqlens=cu_seqlens, chunk=8)
 

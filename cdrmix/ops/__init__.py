@@ -1,0 +1,41 @@
+"""The one door to the kernels: each op by its public name, checked and sent to the implementation for its device.
+
+CUDA tensors go to Triton, CPU tensors to numba, float64 and what neither serves to plain PyTorch
+(`kernels/reference.py`). The environment variable CDRMIX_BACKEND (triton, cpu or reference) forces one;
+CDRMIX_DEBUG=1 turns on the checks that read values, for which a GPU has to be waited for. Importing this needs
+PyTorch alone: Triton and numba are imported on first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from cdrmix.kernels.reference import document_starts, token_shift
+from cdrmix.kernels.reference_moe import Routing
+from cdrmix.ops.backend import backend
+from cdrmix.ops.experts import moe_experts, route_topk
+from cdrmix.ops.loss import linear_cross_entropy
+from cdrmix.ops.recurrence import wkv7, wkv7_step
+
+__all__ = [
+    "OPS",
+    "Routing",
+    "backend",
+    "document_starts",
+    "linear_cross_entropy",
+    "moe_experts",
+    "route_topk",
+    "token_shift",
+    "wkv7",
+    "wkv7_step",
+]
+
+# Every op by name: tests and benchmarks run over this table, so that none is left out.
+OPS: dict[str, Callable[..., object]] = {
+    "wkv7": wkv7,
+    "wkv7_step": wkv7_step,
+    "route_topk": route_topk,
+    "moe_experts": moe_experts,
+    "linear_cross_entropy": linear_cross_entropy,
+    "token_shift": token_shift,
+}

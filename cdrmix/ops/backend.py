@@ -1,0 +1,41 @@
+"""Which implementation serves a tensor: by its device and dtype, or as the environment says."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+BACKENDS = ("triton", "cpu", "reference")
+
+
+def backend(x: Tensor) -> str:
+    """Which implementation serves tensors like x: "triton", "cpu" (numba) or "reference" (plain PyTorch).
+
+    Raises ValueError where CDRMIX_BACKEND names none of them.
+    """
+    forced = os.environ.get("CDRMIX_BACKEND", "")
+    if forced and forced not in BACKENDS:
+        raise ValueError(
+            f"CDRMIX_BACKEND={forced!r} in the environment: choose one of {', '.join(BACKENDS)}, or unset it"
+        )
+    if x.dtype == torch.float64:
+        return "reference"
+    if forced:
+        return forced
+    if x.device.type == "cuda":
+        return "triton"
+    return "cpu" if x.device.type == "cpu" and importlib.util.find_spec("numba") else "reference"
+
+
+def debugging() -> bool:
+    """Whether CDRMIX_DEBUG asks for the checks that read values, and so wait for a GPU."""
+    return os.environ.get("CDRMIX_DEBUG", "") not in ("", "0")
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that matrix products run in: autocast's where it is on, else x's own."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
