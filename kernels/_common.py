@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 
 INTERPRETED = triton.knobs.runtime.interpret  # on CPU tensors, as numpy: TRITON_INTERPRET=1 before this import
+EMULATED = tl.constexpr(INTERPRETED)  # the same, as kernels see it
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 
@@ -45,3 +47,28 @@ class Build:
     flops: int
     bytes: int
     trips: tuple[int, ...] = ()
+
+
+@triton.jit
+def narrow(x: Any, dtype: tl.constexpr) -> Any:
+    """Float32 x in a dtype that may be narrower, rounded to nearest even: the interpreter cuts bfloat16's bits off."""
+    if EMULATED and dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        x = (bits + 0x7FFF + ((bits >> 16) & 1) & -65536).to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
+def dot(x: Any, y: Any, PRECISION: tl.constexpr) -> Any:
+    """x @ y, summed in float32; the interpreter would multiply bfloat16 as the integers it stores them in."""
+    if EMULATED:
+        x, y = x.to(tl.float32), y.to(tl.float32)
+    return tl.dot(x, y, input_precision=PRECISION)
+
+
+@triton.jit
+def dot_add(x: Any, y: Any, z: Any, PRECISION: tl.constexpr) -> Any:
+    """x @ y + z, summed in float32."""
+    if EMULATED:
+        x, y = x.to(tl.float32), y.to(tl.float32)
+    return tl.dot(x, y, z, input_precision=PRECISION)

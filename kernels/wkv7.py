@@ -1,0 +1,326 @@
+"""RWKV-7's recurrence in Triton: each chunk's affine map in parallel, a short scan over chunks, the same in reverse.
+
+    S_t = S_{t-1} diag(exp(log_w_t)) + (S_{t-1} a_t) b_t^T + v_t k_t^T ;  y_t = S_t r_t        S: [V, K]
+
+r, log_w, k, a, b [B, T, H, K]; v, y [B, T, H, V]; states float32 [N, H, V, K], one a document. A document is a row, or
+what cu_seqlens [N + 1] cuts out of the B * T tokens. Chunks start anew at each document, so that a document has the
+same bits packed or alone. No atomics, and no tuning at run time: the same bits every time.
+
+Products take bfloat16 operands for bfloat16 tensors, and float32 ones otherwise: for float16, whose range the decays
+leave, as TF32, which has its 10 bits of mantissa; for float32 as three TF32 products, good to 2e-6 (gfx942 has
+float32 products). Operands hold |log_w| C / 2 < 80 (wkv7_chunk.py).
+
+Kept for the backward pass beside the inputs, an input being B T H K elements, at K = V:
+    save="min"   h: K / C inputs. The maps are made again: one more pass over r, log_w, a, b.
+    save="fast"  h, R, P, T and gamma: (2 K + 2 / e) / C + C / K + 1 inputs, e = 2 bytes an element (4 in float32).
+at K = V = C = 64 in bfloat16 1 and 4.03 inputs. Both give the same bits. save="none" keeps nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cdrmix.kernels._common import Build, architecture
+from cdrmix.kernels.wkv7_chunk import wkv7_chunk_gradients, wkv7_chunk_map
+from cdrmix.kernels.wkv7_scan import wkv7_state_backward, wkv7_state_forward, wkv7_token
+
+WIDTHS = (32, 64, 128)  # of keys and of values
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+KERNELS: dict[str, Any] = {
+    "map": wkv7_chunk_map,  # with Q and Y
+    "map_again": wkv7_chunk_map,  # without
+    "forward": wkv7_state_forward,
+    "backward": wkv7_state_backward,
+    "gradients": wkv7_chunk_gradients,
+    "token": wkv7_token,
+}
+SCANS = ("forward", "backward")  # a program a document, head and block of V; the others have one a chunk and head
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a kernel is launched: warps a program, stages of its loads, and the columns of V it has at a time."""
+
+    num_warps: int
+    num_stages: int
+    block_v: int
+
+
+def chunk_sizes(dtype: torch.dtype, K: int, V: int) -> tuple[int, ...]:
+    """The chunk lengths that ship for a dtype and widths, the default first."""
+    return (64, 32) if max(K, V) <= 64 else (32,)
+
+
+def launch_of(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int) -> Launch:
+    """The launch that ships."""
+    if kernel in ("forward", "backward"):
+        return Launch(4, 2, 32)
+    if kernel == "token":
+        return Launch(4, 1, 32)
+    return Launch(8, 1, min(V, 64))
+
+
+def constants(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int, launch: Launch) -> dict[str, Any]:
+    """The compile-time arguments of a kernel."""
+    found: dict[str, Any] = {"K": K, "V": V, "BLOCK_V": launch.block_v}
+    if kernel == "token":
+        return found
+    exact = "ieee" if arch == "gfx942" else "tf32x3"
+    precision = exact if dtype == torch.float32 or arch == "gfx942" else "tf32"
+    found |= {"C": C, "PRECISION": precision}
+    if kernel in ("map", "map_again"):
+        found |= {"VALUES": kernel == "map", "INVERSE": precision}
+    return found
+
+
+class Problem:
+    """The sizes of a call, where its chunks lie, and how its kernels are launched."""
+
+    def __init__(self, r: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk: int | None) -> None:
+        self.B, self.T, self.H, self.K = r.shape
+        self.V = v.shape[-1]
+        self.dtype, self.device = r.dtype, r.device
+        self.C = pick_chunk(chunk, r.dtype, self.K, self.V)
+        self.operand = operand_dtype(r.dtype)
+        self.packed = cu_seqlens is not None
+        self.N = self.B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        self.slots = slot_count(self.B, self.T, self.N, self.C, packed=self.packed)
+        self.per_row = 0 if self.packed else -(-self.T // self.C)
+        self.cu_seqlens = self.empty(0, dtype=torch.int64) if cu_seqlens is None else cu_seqlens.long()
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, dtype=dtype or self.operand, device=self.device)
+
+    def empty_gamma(self) -> Tensor:
+        return self.empty(self.slots, self.H, self.K, dtype=torch.float32)
+
+    def table(self) -> Tensor:
+        """First token and document's end of every chunk slot: int64 [slots, 2], the first -1 where it is unused.
+
+        Document n has its slots from cu_seqlens[n] // C + n on: there are enough, as floor(x + y) - floor(x) + 1 is at
+        least ceil(y), they are increasing, and known without a sum over the documents before. Made on the device.
+        """
+        if not self.packed:
+            return self.cu_seqlens
+        starts = self.cu_seqlens[:-1]
+        first = starts // self.C + torch.arange(self.N, device=self.device)
+        slots = torch.arange(self.slots, device=self.device)
+        document = torch.searchsorted(first, slots, right=True) - 1
+        start = starts[document] + (slots - first[document]) * self.C
+        end = self.cu_seqlens[1:][document]
+        return torch.stack([torch.where(start < end, start, -1), end], 1)
+
+    def launch(self, kernel: str, tensors: tuple[Tensor, ...], *flags: bool) -> None:
+        arch = architecture(self.device)
+        launch = launch_of(kernel, arch, self.dtype, self.K, self.V, self.C)
+        programs = self.N * self.H * (self.V // launch.block_v) if kernel in SCANS else self.slots * self.H
+        # A launch goes to the current device.
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
+            KERNELS[kernel][(programs,)](
+                *tensors,
+                self.T,
+                self.per_row,
+                self.H,
+                *map(int, flags),
+                **constants(kernel, arch, self.dtype, self.K, self.V, self.C, launch),
+                num_warps=launch.num_warps,
+                num_stages=launch.num_stages,
+            )
+
+
+def operand_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+
+
+def pick_chunk(chunk: int | None, dtype: torch.dtype, K: int, V: int) -> int:
+    """The chunk length asked for, or the default; ValueError where it does not ship."""
+    sizes = chunk_sizes(dtype, K, V)
+    if chunk is not None and chunk not in sizes:
+        raise ValueError(f"wkv7: chunk={chunk} does not ship for {dtype}, K={K}, V={V}; choose one of {sizes}, or None")
+    return chunk or sizes[0]
+
+
+def slot_count(B: int, T: int, N: int, C: int, *, packed: bool) -> int:
+    """Chunks at most: known from shapes alone."""
+    return B * T // C + N if packed else B * -(-T // C)
+
+
+def wkv7_saved_shapes(
+    B: int, T: int, H: int, K: int, V: int, N: int, packed: bool, dtype: torch.dtype, *, chunk: int | None, save: str
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of what wkv7_forward saves."""
+    if save == "none":
+        return []
+    C, operand = pick_chunk(chunk, dtype, K, V), operand_dtype(dtype)
+    slots = slot_count(B, T, N, C, packed=packed)
+    shapes: list[tuple[tuple[int, ...], torch.dtype]] = [((slots, H, K, V), operand)]
+    if save == "fast":
+        shapes += [((slots, H, *size), operand) for size in ((K, K), (C, K), (C, C))]
+        shapes.append(((slots, H, K), torch.float32))
+    return [*shapes, ((slots, 2), torch.int64)] if packed else shapes
+
+
+def wkv7_forward(
+    r: Tensor,
+    log_w: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    *,
+    chunk: int | None,
+    save: str,
+    return_state: bool,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """y, the last states ([0] unless wanted), and what the backward pass needs: h, R, P, T, gamma, the chunk table."""
+    x = Problem(r, v, cu_seqlens, chunk)
+    table = x.table()
+    y = torch.empty_like(v)
+    Y = y if y.dtype == x.operand else torch.empty_like(v, dtype=x.operand)
+    R, P, gamma = x.empty(x.slots, x.H, x.K, x.K), x.empty(x.slots, x.H, x.C, x.K), x.empty_gamma()
+    Q = x.empty(x.slots, x.H, x.K, x.V)
+    T = x.empty(x.slots, x.H, x.C, x.C) if save == "fast" else R
+    x.launch("map", (r, log_w, k, v, a, b, table, R, Q, P, Y, T, gamma), save == "fast")
+    h = torch.empty_like(Q) if save != "none" else Q
+    last = x.empty(*((x.N, x.H, x.V, x.K) if return_state else (0,)), dtype=torch.float32)
+    start = last if state is None else state
+    flags = state is not None, save != "none", return_state
+    x.launch("forward", (R, Q, P, Y, gamma, start, x.cu_seqlens, h, y, last), *flags)
+    saved = {"none": [], "min": [h], "fast": [h, R, P, T, gamma]}[save]
+    return y, last, [*saved, table] if x.packed and saved else saved
+
+
+def wkv7_backward(
+    dy: Tensor,
+    dlast: Tensor | None,
+    r: Tensor,
+    log_w: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    saved: list[Tensor],
+    *,
+    chunk: int | None,
+    save: str,
+) -> tuple[Tensor, ...]:
+    """The gradients of r, log_w, k, v, a, b in their dtypes, and of the state ([0] if there was none)."""
+    x = Problem(r, v, cu_seqlens, chunk)
+    h, table = saved[0], saved[-1] if x.packed else x.cu_seqlens
+    if save == "fast":
+        R, P, T, gamma = saved[1:5]
+    else:
+        R, P, gamma = x.empty(x.slots, x.H, x.K, x.K), x.empty(x.slots, x.H, x.C, x.K), x.empty_gamma()
+        T = x.empty(x.slots, x.H, x.C, x.C)
+        x.launch("map_again", (r, log_w, k, v, a, b, table, R, R, P, P, T, gamma), True)
+    dh = torch.empty_like(h)
+    nothing = x.empty(0, dtype=torch.float32)
+    dstate = nothing if state is None else torch.empty_like(state)
+    flags = dlast is not None, state is not None
+    x.launch("backward", (R, P, gamma, dy, nothing if dlast is None else dlast, x.cu_seqlens, dh, dstate), *flags)
+    gradients = tuple(torch.empty_like(z) for z in (r, log_w, k, v, a, b))
+    x.launch("gradients", (dy, r, log_w, k, v, a, b, table, h, dh, T, *gradients))
+    return *gradients, dstate
+
+
+def wkv7_step(
+    r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One token: r, log_w, k, a, b [B, H, K], v [B, H, V], state float32 [B, H, V, K] -> y [B, H, V], the new state."""
+    B, H, K = r.shape
+    V = v.shape[-1]
+    y, new = torch.empty_like(v), torch.empty_like(state)
+    arch = architecture(r.device)
+    launch = launch_of("token", arch, r.dtype, K, V, 0)
+    with torch.cuda.device(r.device) if r.device.type == "cuda" else contextlib.nullcontext():
+        wkv7_token[(B * H * (V // launch.block_v),)](
+            *(r, log_w, k, v, a, b, state, y, new),
+            **constants("token", arch, r.dtype, K, V, 0, launch),
+            num_warps=launch.num_warps,
+            num_stages=launch.num_stages,
+        )
+    return y, new
+
+
+def build(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int, launch: Launch) -> Build:
+    """A kernel as it ships, with what it costs at B 8, T 4096, H K = 2048 (log_w in float32, every row a document)."""
+    own, operand = NAMES[dtype], NAMES[operand_dtype(dtype)]
+    arguments = KERNELS[kernel].arg_names
+    tensors = dict.fromkeys(("r", "k", "v", "a", "b", "y", "dy", "dr", "dk", "dv", "da", "db"), own)
+    tensors |= dict.fromkeys(("R", "Q", "P", "Y", "T", "h", "dh"), operand) | {"table": "i64", "cu_seqlens": "i64"}
+    tensors |= dict.fromkeys(("log_w", "dlog_w", "gamma", "state", "new", "last", "dlast", "dstate"), "fp32")
+    numbers = ("length", "per_row", "heads", "has_state", "save_h", "want_last", "has_dlast", "save_T")
+    known = {name: f"*{kind}" for name, kind in tensors.items()} | dict.fromkeys(numbers, "i32")
+    B, T, H = 8, 4096, 2048 // K
+    size, wide = dtype.itemsize, operand_dtype(dtype).itemsize
+    blocks = V // launch.block_v
+    loops = (blocks,) if blocks > 1 else ()
+    if kernel == "token":
+        programs, flops, moved, loops = B * H * blocks, 7 * K * V, 8 * K * V + (4 * K + 2 * V) * size + 4 * K, ()
+        flops, moved = flops * B * H, moved * B * H
+    else:
+        chunks = B * H * T // C
+        programs = B * H * blocks if kernel in SCANS else chunks
+        levels = 2 * (C.bit_length() - 2)
+        # Multiply-adds of a chunk in units of C C K, C C V, C K V, C K K, K K V, C C C; elements in, by tensor.
+        counts = {
+            "map": (6, 4, 2, 1, 0, levels),
+            "map_again": (4, 0, 0, 1, 0, levels),
+            "forward": (0, 0, 1, 0, 1, 0),
+            "backward": (0, 0, 1, 0, 1, 0),
+            "gradients": (3 + 8 * blocks, 10, 7, 0, 0, 0),
+        }[kernel]
+        units = (C * C * K, C * C * V, C * K * V, C * K * K, K * K * V, C**3)
+        flops = 2 * chunks * sum(count * unit for count, unit in zip(counts, units, strict=True))
+        maps = (K * K + C * K) * wide + 4 * K
+        moved = (
+            chunks
+            * {
+                "map": C * (4 * K + V) * size + 4 * C * K + maps + (K * V + C * V + C * C) * wide,
+                "map_again": C * 3 * K * size + 4 * C * K + maps + C * C * wide,
+                "forward": maps + (2 * K * V + C * V) * wide + C * V * size,
+                "backward": maps + K * V * wide + C * V * size,
+                "gradients": C * (8 * K + 3 * V) * size + 8 * C * K + (2 * K * V + C * C) * wide,
+            }[kernel]
+        )
+        if kernel in SCANS:
+            loops = (T // C,)
+        elif kernel == "map_again":
+            loops = ()
+    return Build(
+        name=f"wkv7_{kernel}",
+        kernel=KERNELS[kernel],
+        signature={name: known[name] for name in arguments if name in known},
+        constants=constants(kernel, arch, dtype, K, V, C, launch),
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+        programs=programs,
+        flops=flops,
+        bytes=moved,
+        trips=loops,
+    )
+
+
+def builds(arch: str) -> list[Build]:
+    """Every kernel for every dtype, pair of widths and chunk length, as it is launched on an architecture."""
+    return list(_builds(arch))
+
+
+def _builds(arch: str) -> Iterator[Build]:
+    for dtype in NAMES:
+        for K in WIDTHS:
+            for V in WIDTHS:
+                for C in (*chunk_sizes(dtype, K, V), 0):
+                    for kernel in KERNELS:
+                        if (kernel == "token") == (C == 0):
+                            yield build(kernel, arch, dtype, K, V, C, launch_of(kernel, arch, dtype, K, V, C))
