@@ -50,7 +50,7 @@ class Build:
 
 
 @triton.jit
-def narrow(x: Any, dtype: tl.constexpr) -> Any:
+def narrow(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """Float32 x in a dtype that may be narrower, rounded to nearest even: the interpreter cuts bfloat16's bits off."""
     if EMULATED and dtype == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
@@ -59,7 +59,7 @@ def narrow(x: Any, dtype: tl.constexpr) -> Any:
 
 
 @triton.jit
-def dot(x: Any, y: Any, PRECISION: tl.constexpr) -> Any:
+def dot(x, y, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
     """x @ y, summed in float32; the interpreter would multiply bfloat16 as the integers it stores them in."""
     if EMULATED:
         x, y = x.to(tl.float32), y.to(tl.float32)
@@ -67,7 +67,7 @@ def dot(x: Any, y: Any, PRECISION: tl.constexpr) -> Any:
 
 
 @triton.jit
-def dot_add(x: Any, y: Any, z: Any, PRECISION: tl.constexpr) -> Any:
+def dot_add(x, y, z, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
     """x @ y + z, summed in float32."""
     if EMULATED:
         x, y = x.to(tl.float32), y.to(tl.float32)
