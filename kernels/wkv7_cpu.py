@@ -1,10 +1,11 @@
 """The RWKV-7 recurrence on a CPU: float32, one token at a time, in vector registers, over documents and heads.
 
-    S_t = S_{t-1} diag(exp(log_w_t)) + (S_{t-1} a_t) b_t^T + v_t k_t^T ;  y_t = S_t r_t        S: [V, K]
+S_t = S_{t-1} diag(exp(log_w_t)) + (S_{t-1} a_t) b_t^T + v_t k_t^T ;  y_t = S_t r_t        S: [V, K]
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,6 +13,7 @@ from cdrmix.kernels import _wkv7_lanes as lanes
 from cdrmix.kernels._threads import run_parts
 
 SPACING = 16  # tokens from one kept state to the next
+PAD = -1
 SERIAL_WORK = 1 << 20  # elements of S times tokens below which waking a second thread does not pay
 
 
@@ -24,6 +26,30 @@ def _documents(cu_seqlens: Tensor | None, batch: int, length: int) -> Tensor:
     if cu_seqlens is None:
         return torch.arange(0, (batch + 1) * length, length)
     return cu_seqlens.long().contiguous()
+
+
+class Scratch:
+    """Memory that a thread works in: arrays of the given numbers of floats, each on a line of the cache of its own.
+
+    Not a tensor: in deterministic mode PyTorch fills every empty tensor, and with threads that no fork survives.
+    The starts are 17 lines off each other modulo a page: a load whose address equals an older store's in the low
+    12 bits waits for it.
+    """
+
+    def __init__(self, parts: int, sizes: list[int]) -> None:
+        self.offsets, end = [], 0
+        for size in sizes:
+            self.offsets.append(end)
+            end += 4 * size
+            end += (PAD - end) % 4096 if PAD >= 0 else -end % 64
+        self.stride = end
+        self.memory = np.empty(parts * end + 64, np.uint8)
+
+    def of(self, part: int) -> list[int]:
+        """The arrays' addresses."""
+        start = self.memory.ctypes.data
+        start += -start % 64 + part * self.stride
+        return [start + offset for offset in self.offsets]
 
 
 def _check(*tensors: Tensor | None) -> None:
@@ -71,7 +97,7 @@ def wkv7_forward(
     saved = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
     removed, checkpoints = saved or (None, None)
     count = _parts(N * H, r.numel() * V)
-    scratch = torch.empty(count, V * K + spacing * K)
+    scratch = Scratch(count, [V * K, spacing * K])
     constants = torch.zeros(1)
     arguments = (
         starts.data_ptr(),
@@ -84,8 +110,7 @@ def wkv7_forward(
     )
 
     def part(number: int) -> None:
-        S = scratch[number].data_ptr()
-        lanes.scan(number, count, N * H, H, K, V, spacing, *arguments, S, S + 4 * V * K, constants.data_ptr())
+        lanes.scan(number, count, N * H, H, K, V, spacing, *arguments, *scratch.of(number), constants.data_ptr())
 
     run_parts(part, count)
     return y, last, saved
@@ -119,7 +144,7 @@ def wkv7_backward(
     count = _parts(N * H, r.numel() * V)
     rows = lanes.ROWS
     sizes = [V * K, V * K, spacing * rows * K, (spacing + 1) * K, V, 2 * rows * lanes.LANES, max(K, V)]
-    scratch = torch.empty(count, sum(sizes))
+    scratch = Scratch(count, sizes)
     zeros, ones = torch.zeros(max(2 * rows * lanes.LANES, K, V)), torch.ones(K)
     arguments = (
         starts.data_ptr(),
@@ -134,7 +159,7 @@ def wkv7_backward(
     )
 
     def part(number: int) -> None:
-        *addresses, unused = (x.data_ptr() for x in scratch[number].split(sizes))
+        *addresses, unused = scratch.of(number)
         lanes.scan_back(
             number, count, N * H, H, K, V, spacing, *arguments, *addresses, zeros.data_ptr(), ones.data_ptr(), unused
         )
