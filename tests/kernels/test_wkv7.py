@@ -105,6 +105,12 @@ class Case:
         return {name: value.detach().cpu() for name, value in named.items()}
 
 
+def chunk_sizes(where: str, case: Case) -> tuple[int, ...]:
+    """What can be asked for: chunks of 64 ship on the GPU where keys and values are at most 64 wide."""
+    wide = max(case.inputs["r"].shape[-1], case.dy.shape[-1]) > 64
+    return (32,) if wide and where in ("triton", "cuda") else (32, 64)
+
+
 def error(found: Tensor, exact: Tensor) -> float:
     """Root-mean-square error relative to the root-mean-square value; not a number is infinitely wrong."""
     ratio = (found.double() - exact).norm() / exact.norm().clamp_min(1e-30)
@@ -144,8 +150,9 @@ def cases(draw: st.DrawFn) -> Case:
 @settings(max_examples=25)
 @given(case=cases(), data=st.data())
 def test_equals_the_definition(where: str, case: Case, data: st.DataObject) -> None:
-    options = {"save": data.draw(st.sampled_from(["fast", "min"])), "chunk": data.draw(st.sampled_from([None, 32, 64]))}
-    assert_near(case.found(where, **options), case.exact(), bar_of(where))
+    save, chunk = data.draw(st.sampled_from(["fast", "min"])), data.draw(st.sampled_from([None, 32, 64]))
+    chunk = chunk if chunk in chunk_sizes(where, case) else None
+    assert_near(case.found(where, save=save, chunk=chunk), case.exact(), bar_of(where))
 
 
 def test_equals_the_definition_at_the_widest(where: str) -> None:
@@ -163,7 +170,7 @@ def test_long_rows_stay_exact(where: str, pinned: bool) -> None:
 @settings(max_examples=8)
 @given(case=cases())
 def test_what_is_saved_changes_no_bit_and_the_chunk_next_to_none(where: str, case: Case) -> None:
-    small, large = case.found(where, chunk=32), case.found(where, chunk=64)
+    small, large = case.found(where, chunk=32), case.found(where, chunk=chunk_sizes(where, case)[-1])
     assert_same_bits(small, case.found(where, chunk=32, save="min"))
     assert_near(large, {name: value.double() for name, value in small.items()}, 2 * bar_of(where))
 
