@@ -13,7 +13,6 @@ from cdrmix.kernels import _wkv7_lanes as lanes
 from cdrmix.kernels._threads import run_parts
 
 SPACING = 16  # tokens from one kept state to the next
-PAD = -1
 SERIAL_WORK = 1 << 20  # elements of S times tokens below which waking a second thread does not pay
 
 
@@ -32,8 +31,6 @@ class Scratch:
     """Memory that a thread works in: arrays of the given numbers of floats, each on a line of the cache of its own.
 
     Not a tensor: in deterministic mode PyTorch fills every empty tensor, and with threads that no fork survives.
-    The starts are 17 lines off each other modulo a page: a load whose address equals an older store's in the low
-    12 bits waits for it.
     """
 
     def __init__(self, parts: int, sizes: list[int]) -> None:
@@ -41,7 +38,7 @@ class Scratch:
         for size in sizes:
             self.offsets.append(end)
             end += 4 * size
-            end += (PAD - end) % 4096 if PAD >= 0 else -end % 64
+            end += -end % 64
         self.stride = end
         self.memory = np.empty(parts * end + 64, np.uint8)
 
@@ -143,7 +140,7 @@ def wkv7_backward(
     dstate = r.new_empty(0) if state is None else torch.empty_like(state)
     count = _parts(N * H, r.numel() * V)
     rows = lanes.ROWS
-    sizes = [V * K, V * K, spacing * rows * K, (spacing + 1) * K, V, 2 * rows * lanes.LANES, max(K, V)]
+    sizes = [V * K, V * K, spacing * (rows * K + lanes.SPARE), (spacing + 1) * K, V, 2 * rows * lanes.LANES, max(K, V)]
     scratch = Scratch(count, sizes)
     zeros, ones = torch.zeros(max(2 * rows * lanes.LANES, K, V)), torch.ones(K)
     arguments = (
