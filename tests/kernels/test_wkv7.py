@@ -53,6 +53,7 @@ class Case:
         *,
         pinned: bool = False,
     ) -> None:
+        self.name = f"Case({seed}, {batch}, {length}, {heads}, {widths}, {documents}, pinned={pinned})"
         generator = torch.Generator().manual_seed(seed)
         key_width, value_width = widths
 
@@ -72,6 +73,9 @@ class Case:
         self.inputs = dict(zip(NAMES, (value.float().double() for value in values), strict=True))
         self.dy = token(value_width).float().double()
         self.dlast = normal(count, heads, value_width, key_width).float().double()
+
+    def __repr__(self) -> str:
+        return self.name
 
     def cu_seqlens(self, device: str = "cpu") -> Tensor | None:
         return None if self.documents is None else torch.tensor(self.documents, dtype=torch.int32, device=device)
@@ -119,7 +123,7 @@ def error(found: Tensor, exact: Tensor) -> float:
 
 def assert_near(found: dict[str, Tensor], exact: dict[str, Tensor], bar: float) -> None:
     errors = {name: error(found[name], exact[name]) for name in exact}
-    assert all(value <= bar for value in errors.values()), {name: f"{value:.1e}" for name, value in errors.items()}
+    assert max(errors.values()) <= bar, " ".join(f"{name} {value:.1e}" for name, value in errors.items())
 
 
 def assert_same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
@@ -147,7 +151,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(case=cases(), data=st.data())
 def test_equals_the_definition(where: str, case: Case, data: st.DataObject) -> None:
     save, chunk = data.draw(st.sampled_from(["fast", "min"])), data.draw(st.sampled_from([None, 32, 64]))
@@ -167,7 +171,7 @@ def test_long_rows_stay_exact(where: str, pinned: bool) -> None:
     assert_near(case.found(where), case.exact(), bar_of(where))
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(case=cases())
 def test_what_is_saved_changes_no_bit_and_the_chunk_next_to_none(where: str, case: Case) -> None:
     small, large = case.found(where, chunk=32), case.found(where, chunk=chunk_sizes(where, case)[-1])
@@ -175,7 +179,7 @@ def test_what_is_saved_changes_no_bit_and_the_chunk_next_to_none(where: str, cas
     assert_near(large, {name: value.double() for name, value in small.items()}, 2 * bar_of(where))
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(seed=st.integers(0, 10**6), length=st.integers(2, 80), data=st.data())
 def test_two_calls_with_the_state_between_equal_one(where: str, seed: int, length: int, data: st.DataObject) -> None:
     """scan(x || y) = scan(y, state(scan x)), gradients through the state included."""
@@ -191,7 +195,7 @@ def test_two_calls_with_the_state_between_equal_one(where: str, seed: int, lengt
     assert_near({name: value.detach().cpu() for name, value in found.items()}, case.exact(), bar_of(where))
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(seed=st.integers(0, 10**6), length=st.integers(2, 80), data=st.data())
 def test_the_future_cannot_alter_the_past(where: str, seed: int, length: int, data: st.DataObject) -> None:
     """Earlier outputs give later tokens no gradient at all, and stay when the later tokens change.
@@ -205,10 +209,11 @@ def test_the_future_cannot_alter_the_past(where: str, seed: int, length: int, da
         assert dx[:, cut:].abs().max() == 0
     changed = [torch.cat([x[:, :cut], 0.5 * x[:, cut:]], 1).detach() for x in leaves]
     after, _ = ops.wkv7(*changed)
-    assert error(after[:, :cut].cpu(), before[:, :cut].detach().double().cpu()) <= bar_of(where)
+    change = (after - before.detach())[:, :cut].square().mean() / before.detach().square().mean()
+    assert change.sqrt().item() <= bar_of(where)
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(case=cases())
 def test_packed_documents_are_documents_apart_to_the_bit(where: str, case: Case) -> None:
     packed = case.found(where)
