@@ -1,33 +1,17 @@
-"""What is measured: by suite and case, a function from options to samples of ours and of a peer's."""
+"""What is measured: the suites by name, and what a case takes and gives."""
 
 from __future__ import annotations
 
+import importlib
 import statistics
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from unittest import mock
+from typing import Any
 
-import peers
-import torch
-
-from cdrmix.config.load import load_config
-from cdrmix.config.schema import Config, Train
-from cdrmix.data.loader import Batch, EvalLoader, TrainLoader
-from cdrmix.data.prepare import prepare
-from cdrmix.errors import ConfigError
-from cdrmix.eval.perplexity import evaluate, held_out
-from cdrmix.model.backbone import LanguageModel
-from cdrmix.plan import count_parameters
-from cdrmix.train import stage_a
-from cdrmix.train.checkpoint import read_weights
-from cdrmix.train.parallel import join
-from cdrmix.train.run import RunFolder
-
-WARMUP_BLOCKS = 1  # first blocks of a timing, thrown away: memory is being allocated
-BLOCK = 10  # steps of one timing: as often as core-tiny logs a step
+# Suite -> its module, which holds CASES. Modules are imported when their suite is asked for: the trainer's needs every
+# dependency of the package, the kernels' PyTorch and Triton alone.
+SUITES = {"trainer": "trainer", "wkv7": "wkv7"}
 
 
 @dataclass(frozen=True)
@@ -35,167 +19,45 @@ class Options:
     """What the command line sets."""
 
     config: Path
-    seconds: float  # of training, of each model, where a case trains for quality
+    seconds: float  # of training, of each model, where a case trains for quality; else of preparing peers
     blocks: int  # timings, where a case measures speed
     device: str = "cpu"  # run.device of ours, and where the peers are placed; both train in the configured precision
+    without: tuple[str, ...] = ()  # peers to leave out: those whose name contains one of these
 
 
 @dataclass(frozen=True)
 class Result:
     """Samples of ours and of the peer, paired by position, in `unit`; the ratio is ours / peer.
 
+    peer_name: None, and no samples of it, where no peer was measured.
     figures: further numbers of the measurement. settings: what would have to be equal to compare another row.
+    peers: what was measured of each implementation, ours among them. absent: which were not, and why.
+    roofline: the least that has to be moved and computed, the machine's rates, and the share of them reached.
     """
 
     unit: str
-    peer_name: str
+    peer_name: str | None
     ours: list[float]
     peer: list[float]
     figures: dict[str, float] = field(default_factory=dict)
-    settings: dict[str, float | int | str] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    peers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+    roofline: dict[str, Any] = field(default_factory=dict)
 
 
-def overhead(options: Options) -> Result:
-    """Steps per second of stage A's loop, and of the same model in bare PyTorch, in turns of ten steps.
+@dataclass(frozen=True)
+class Case:
+    """One measurement, and the devices that it is meant for."""
 
-    The loop is stage_a.train itself. Its batch loader stops it before every tenth step while the bare loop takes its
-    turn, so both see the same machine; evaluation and checkpoints fall on the last step, which is not counted.
-    """
-    config = at_most_one_evaluation(options, (WARMUP_BLOCKS + options.blocks) * BLOCK + 1)
-    device = join(config).device
-    shards = prepare(config)
-    torch.manual_seed(config.run.seed)
-    bare = peers.BareLoop(stage_a.build_loss_model(config), config.train, device)
-    ours: list[float] = []
-    theirs: list[float] = []
-
-    class Turns(TrainLoader):
-        started = 0.0
-
-        def micro_batches(self, step: int) -> list[Batch]:
-            if step % BLOCK == 0:
-                now = peers.clock(device)
-                if step > 0:
-                    ours.append(BLOCK / (now - self.started))
-                    for number in range(step - BLOCK, step):
-                        bare.step(number, super().micro_batches(number))
-                    self.started = peers.clock(device)
-                    theirs.append(BLOCK / (self.started - now))
-                else:
-                    self.started = now
-            return super().micro_batches(step)
-
-    with run_folder(config) as run, mock.patch.object(stage_a, "TrainLoader", Turns):
-        stage_a.train(config, run, shards, console=False)
-    return Result(
-        unit="steps/s",
-        peer_name="bare PyTorch loop",
-        ours=ours[WARMUP_BLOCKS:],
-        peer=theirs[WARMUP_BLOCKS:],
-        settings={
-            "config": options.config.name,
-            "blocks": options.blocks,
-            "steps_per_block": BLOCK,
-            "device": device.type,
-            "precision": config.train.precision,
-        },
-    )
+    measure: Callable[[Options], Result]
+    about: str
+    devices: tuple[str, ...] = ("cpu", "cuda")
 
 
-def quality(options: Options) -> Result:
-    """Held-out bits per byte after equal seconds of training, with equal active parameters, on the same shards."""
-    probe = at_most_one_evaluation(options, max(4, round(options.seconds / 10)))
-    device = join(probe).device
-    shards = prepare(probe)
-    with run_folder(probe) as run:
-        speed = stage_a.train(probe, run, shards, console=False)
-    config = at_most_one_evaluation(options, max(4, round(options.seconds * speed.step / speed.seconds)))
-    with run_folder(config) as run:
-        trained = stage_a.train(config, run, shards)
-        ours = LanguageModel(config.model)
-        ours.load_state_dict(read_weights(trained.checkpoint))
-    ours.to(device)
-    rows = {"row_length": config.data.row_length, "micro_batch_rows": config.train.micro_batch_rows}
-    score = held_out(ours, shards.valid, **rows)
-
-    # Calibrated for this text and size: AdamW 3e-3, rows of 256 eight at a time, 1.91 bits per byte in 180 s.
-    train = Train(
-        steps=100,  # with warmup_steps: the share of the time that warms up
-        warmup_steps=5,
-        batch_rows=8,
-        micro_batch_rows=8,
-        learning_rate=3e-3,
-        precision=config.train.precision,
-    )
-    active = count_parameters(config.model).total_active
-    torch.manual_seed(config.run.seed)
-    llama = peers.llama(config.model.vocab_size, config.data.row_length, active, d_model=128, layers=4, heads=4)
-    loader = TrainLoader(
-        shards.train,
-        row_length=config.data.row_length,
-        batch_rows=train.batch_rows,
-        micro_batch_rows=train.micro_batch_rows,
-        seed=config.run.seed,
-    )
-    peer = peers.train_llama(llama, train, loader.micro_batches, trained.seconds, device)
-    same_rows = EvalLoader(shards.valid, **rows)
-    peer_score = evaluate(llama, same_rows, same_rows.text_bytes, nats=peers.llama_nats, together=False)
-    return Result(
-        unit="bits/byte",
-        peer_name="transformers Llama",
-        ours=[score.bits_per_byte],
-        peer=[peer_score.bits_per_byte],
-        figures={
-            "ratio_to_unigram": score.bits_per_byte / score.unigram_bits_per_byte,
-            "ratio_to_gzip9": score.bits_per_byte / score.gzip9_bits_per_byte,
-            "unigram_bits_per_byte": score.unigram_bits_per_byte,
-            "gzip9_bits_per_byte": score.gzip9_bits_per_byte,
-            "zstd19_bits_per_byte": score.zstd19_bits_per_byte,
-            "seconds": trained.seconds,
-            "peer_seconds": peer.seconds,
-            "steps": trained.step,
-            "peer_steps": peer.steps,
-            "tokens_per_second": trained.tokens_per_second,
-            "peer_tokens_per_second": peer.tokens / peer.seconds,
-            "active_parameters": active,
-            "peer_parameters": llama.num_parameters(),
-        },
-        settings={"config": options.config.name, "seconds": options.seconds, "shards": shards.path.name}
-        | {"device": device.type, "precision": config.train.precision},
-    )
-
-
-SUITES: dict[str, dict[str, Callable[[Options], Result]]] = {"trainer": {"overhead": overhead, "quality": quality}}
-
-
-def at_most_one_evaluation(options: Options, steps: int) -> Config:
-    """The configuration cut to `steps`, its warmup in proportion, evaluating and saving after the last step only.
-
-    Raises ConfigError for fp16, whose loss scale the peers do not have.
-    """
-    path = options.config
-    full = load_config(path)
-    if full.train.precision == "fp16":
-        raise ConfigError(f"{path}: the peers train without a loss scale; set train.precision: bf16 or fp32")
-    warmup = min(steps - 1, round(full.train.warmup_steps * steps / full.train.steps))
-    only_last = steps + 1
-    return load_config(
-        path,
-        [
-            f"run.device={options.device}",
-            f"train.steps={steps}",
-            f"train.warmup_steps={warmup}",
-            f"train.evaluate_every={only_last}",
-            f"train.checkpoint_every={only_last}",
-        ],
-    )
-
-
-@contextmanager
-def run_folder(config: Config) -> Iterator[RunFolder]:
-    """A run folder for the time of a measurement."""
-    with tempfile.TemporaryDirectory(prefix="cdrmix-benchmark-") as root:
-        yield RunFolder.create(config.model_copy(update={"run": config.run.model_copy(update={"root": root})}))
+def cases(suite: str) -> dict[str, Case]:
+    """A suite's cases. Raises ImportError where its dependencies are not installed."""
+    return importlib.import_module(SUITES[suite]).CASES
 
 
 def quantiles(samples: list[float]) -> dict[str, float]:

@@ -1,6 +1,8 @@
 """Runs benchmark suites: prints a table against peers and targets, appends JSON lines to benchmarks/results/.
 
-python benchmarks/run.py [--suite NAME ...] [--case NAME] [--device cpu|cuda] [--list]
+python benchmarks/run.py [--suite NAME ...] [--case NAME ...] [--device cpu|cuda] [--list]
+
+The kernels' suites need PyTorch, Triton, PyYAML and Rich alone; the trainer's needs everything that cdrmix depends on.
 """
 
 from __future__ import annotations
@@ -8,151 +10,171 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import platform
-import subprocess
+import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
+import machine
 import torch
 import yaml
-from cases import SUITES, Options, Result, quantiles
+from cases import SUITES, Case, Options, Result, cases, quantiles
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from cdrmix.errors import CdrmixError
-from cdrmix.train.run import PACKAGES, environment
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 
 
 def main() -> int:
-    """Runs what the arguments name; the exit code is 0 when every target was met, 1 when one was missed."""
+    """Runs what the arguments name; exit code 0: every target was met; 1: one was missed or not measured; 2: usage."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", action="append", choices=sorted(SUITES), help="default: all")
-    parser.add_argument("--case", help="one case of the suites")
+    parser.add_argument("--case", action="append", help="one case of the suites; default: all for the device")
     parser.add_argument("--list", action="store_true", help="name suites, cases and targets, and stop")
     parser.add_argument("--config", type=Path, default=ROOT / "configs" / "cdrmix-core-tiny.yaml")
-    parser.add_argument("--seconds", type=float, default=180.0, help="training time of quality cases (default 180)")
+    parser.add_argument(
+        "--seconds", type=float, default=180.0, help="training time of quality; time to prepare a kernel's peers (180)"
+    )
     parser.add_argument("--blocks", type=int, default=20, help="timings of speed cases (default 20)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of ours and the peers (default cpu)")
-    parser.add_argument("--dry", action="store_true", help="append nothing to results/")
+    parser.add_argument("--without", action="append", default=[], metavar="NAME", help="leave out peers of this name")
+    parser.add_argument("--results", type=Path, default=HERE / "results", help="where rows are appended")
+    parser.add_argument("--dry", action="store_true", help="append nothing")
     arguments = parser.parse_args()
     targets = yaml.safe_load((HERE / "targets.yaml").read_text())
-    chosen = [
-        (suite, case)
-        for suite in arguments.suite or sorted(SUITES)
-        for case in SUITES[suite]
-        if arguments.case in (None, case)
-    ]
-    if not chosen:
-        parser.error(f"no case {arguments.case!r} in these suites; --list names them")
+    suites = arguments.suite or sorted(SUITES)
     if arguments.list:
-        for suite, case in chosen:
-            first_line = (SUITES[suite][case].__doc__ or "").splitlines()[0]
-            print(f"{suite}/{case}: {first_line} targets: {targets[suite][case]}")
+        for suite in suites:
+            for name, case in cases(suite).items():
+                print(f"{suite}/{name} ({', '.join(case.devices)}): {case.about}; targets: {targets[suite][name]}")
         return 0
-
-    options = Options(arguments.config, arguments.seconds, arguments.blocks, arguments.device)
-    where = machine()
-    rows = []
-    for suite, case in chosen:
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("no GPU found: PyTorch sees no CUDA device. --device cpu measures the cases for CPUs")
+    if arguments.device == "cuda" and os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        parser.error("TRITON_INTERPRET is set, so Triton would run on the CPU: unset it")
+    chosen: list[tuple[str, str, Case]] = []
+    for suite in suites:
         try:
-            result = SUITES[suite][case](options)
+            found = cases(suite)
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] == "cdrmix" or error.name in sys.stdlib_module_names:
+                raise
+            parser.error(f"suite {suite} needs {error.name}, which is not installed; name another with --suite")
+        chosen += [
+            (suite, name, case)
+            for name, case in found.items()
+            if arguments.device in case.devices and name in (arguments.case or [name])
+        ]
+    unknown = set(arguments.case or []) - {name for _, name, _ in chosen}
+    if unknown or not chosen:
+        parser.error(f"no case {', '.join(sorted(unknown))} for {arguments.device} in these suites; --list names them")
+
+    options = Options(arguments.config, arguments.seconds, arguments.blocks, arguments.device, tuple(arguments.without))
+    where = machine.facts()
+    rows = []
+    for suite, name, case in chosen:
+        load = os.getloadavg()[0]
+        try:
+            result = case.measure(options)
         except CdrmixError as error:
-            print(f"{suite}/{case}: {error}", file=sys.stderr)
+            print(f"{suite}/{name}: {error}", file=sys.stderr)
             return error.exit_code
-        row = to_row(suite, case, result, targets[suite][case], where)
+        row = finite(to_row(suite, name, result, targets[suite][name], where, load))
         rows.append(row)
         if not arguments.dry:
-            (HERE / "results").mkdir(exist_ok=True)
-            with (HERE / "results" / f"{suite}.jsonl").open("a", encoding="utf-8") as file:
+            arguments.results.mkdir(parents=True, exist_ok=True)
+            with (arguments.results / f"{suite}.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-    show(rows)
-    return 0 if all(check["met"] for row in rows for check in row["targets"].values()) else 1
+        show(row)
+    return 0 if all(check["met"] in (True, "elsewhere") for row in rows for check in row["targets"].values()) else 1
 
 
-def to_row(suite: str, case: str, result: Result, targets: dict[str, dict[str, float]], where: Any) -> dict[str, Any]:
-    """One JSON line."""
-    ratio = quantiles([ours / peer for ours, peer in zip(result.ours, result.peer, strict=True)])
-    figures = {"ratio": ratio["p50"], **result.figures}
-    checks = {}
-    for name, bound in targets.items():
-        met = figures[name] >= bound.get("least", -float("inf")) and figures[name] <= bound.get("most", float("inf"))
-        checks[name] = {**bound, "found": figures[name], "met": met}
+def to_row(
+    suite: str, case: str, result: Result, targets: dict[str, dict[str, Any]], where: dict[str, Any], load: float
+) -> dict[str, Any]:
+    """One JSON line. load: processes that wanted a processor in the minute before the measurement."""
+    ratio = quantiles([ours / peer for ours, peer in zip(result.ours, result.peer, strict=True)]) if result.peer else {}
+    figures = ({"ratio": ratio["p50"]} if ratio else {}) | result.figures
     return {
         "suite": suite,
         "case": case,
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **where,
+        "load": load,
         "settings": result.settings,
         "unit": result.unit,
         "ours": quantiles(result.ours),
-        "peer": {"name": result.peer_name, **quantiles(result.peer)},
+        "peer": {"name": result.peer_name, **(quantiles(result.peer) if result.peer else {})},
         "ratio": ratio,
         "samples": len(result.ours),
         "figures": result.figures,
-        "targets": checks,
+        "peers": result.peers,
+        "absent": result.absent,
+        "roofline": result.roofline,
+        "targets": {name: check(figures.get(name), bound, where["machine"]["gpu"]) for name, bound in targets.items()},
     }
 
 
-def machine() -> dict[str, Any]:
-    """Commit, machine and versions, as every row states them."""
-    commit = git("rev-parse", "--short=12", "HEAD")
-    found = environment((*PACKAGES, "transformers"))
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {
-        "commit": commit + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else ""),
-        "machine": {"cpu": cpu_model(), "cores": found["cpus"], "gpu": gpu, "platform": found["platform"]},
-        "versions": {"python": found["python"], **found["versions"]},
-    }
+def check(found: float | None, bound: dict[str, Any], gpu: str | None) -> dict[str, Any]:
+    """A target beside what was found. met: true, false, null where nothing was measured, or "elsewhere".
+
+    A bound with `gpu` counts on GPUs of that name alone, and is "elsewhere" on others.
+    """
+    met: bool | str | None
+    if "gpu" in bound and bound["gpu"] not in (gpu or ""):
+        met = "elsewhere"
+    elif found is None:
+        met = None
+    else:
+        met = found >= bound.get("least", -math.inf) and found <= bound.get("most", math.inf)
+    return {**bound, "found": found, "met": met}
 
 
-def git(*arguments: str) -> str:
-    """What git prints in this repository; 'unknown' outside of one."""
-    done = subprocess.run(["git", "-C", str(ROOT), *arguments], check=False, capture_output=True, text=True)
-    return done.stdout.strip() if done.returncode == 0 else "unknown"
+def finite(value: Any) -> Any:
+    """`value` with every float that is not finite replaced by None: JSON has no NaN."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def cpu_model() -> str:
-    """The processor's name, or its architecture where the system does not say more."""
-    description = Path("/proc/cpuinfo")
-    if description.exists():
-        for line in description.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+def show(row: dict[str, Any]) -> None:
+    """The table of a row: ours, every peer, the ratio to the first of them, and each figure beside its target."""
+    where = row["machine"]
+    title = f"{row['suite']}/{row['case']}: {where['gpu'] if row['settings'].get('device') == 'cuda' else where['cpu']}"
+    table = Table(
+        title=f"{title}, {where['cores']} cores, load {row['load']:.1f}, commit {row['commit']}", box=SIMPLE_HEAD
+    )
+    for name in ("what", "p20", "p50", "p80", "target"):
+        table.add_column(name, justify="right" if name.startswith("p") else "left", no_wrap=name != "what")
+    lines = {f"cdrmix, {row['unit']}": row["ours"]}
+    if row["peer"]["name"]:
+        lines[row["peer"]["name"]] = row["peer"]
+        lines["ratio"] = row["ratio"]
+    lines |= {name: {"p50": value} for name, value in row["figures"].items()}
+    lines |= {name: {"p50": None} for name in row["targets"] if name not in lines}
+    for name, peer in row["peers"].items():
+        if name not in ("cdrmix", row["peer"]["name"]):
+            lines[name] = peer.get("milliseconds", {})
+    for name, values in lines.items():
+        cells = [number(values[key]) if key in values else "" for key in ("p20", "p50", "p80")]
+        table.add_row(name.replace("_", " "), *cells, verdict(row["targets"].get(name)))
+    console = Console(width=None if sys.stdout.isatty() else 110)
+    console.print(table)
+    for name, reason in row["absent"].items():
+        console.print(f"not measured: {name}: {reason}", markup=False)
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    """The table of a run: ours, the peer's, their ratio and every further figure, each beside its target."""
-    where = rows[0]["machine"]
-    table = Table(title=f"{where['cpu']}, {where['cores']} cores, commit {rows[0]['commit']}", box=SIMPLE_HEAD)
-    for name in ("case", "what", "p20", "p50", "p80", "target"):
-        table.add_column(name, justify="right" if name.startswith("p") else "left", no_wrap=True)
-    for row in rows:
-        lines = {
-            f"cdrmix, {row['unit']}": row["ours"],
-            row["peer"]["name"]: row["peer"],
-            "ratio": row["ratio"],
-            **{name: {"p50": value} for name, value in row["figures"].items()},
-        }
-        for name, values in lines.items():
-            cells = [number(values[key]) if key in values else "" for key in ("p20", "p50", "p80")]
-            table.add_row(
-                row["case"] if name.startswith("cdrmix,") else "",
-                name.replace("_", " "),
-                *cells,
-                verdict(row["targets"].get(name)),
-            )
-        table.add_section()
-    Console(width=None if sys.stdout.isatty() else 110).print(table)
-
-
-def number(value: float) -> str:
+def number(value: float | None) -> str:
     """Four digits, or all before the point."""
+    if value is None:
+        return "none"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
@@ -161,6 +183,10 @@ def verdict(check: dict[str, Any] | None) -> str:
     if check is None:
         return ""
     bound = f"at least {check['least']}" if "least" in check else f"at most {check['most']}"
+    if check["met"] == "elsewhere":
+        return f"{bound} on {check['gpu']}"
+    if check["met"] is None:
+        return f"[red]{bound}: not measured[/]"
     return f"[green]{bound}: met[/]" if check["met"] else f"[red]{bound}: missed[/]"
 
 

@@ -1,0 +1,170 @@
+#!/usr/bin/env bash
+# Tests, memory checks and benchmarks of the kernels on a bare GPU machine, most valuable first, within a time.
+#
+#   gpu.sh [--dry] MINUTES [OUT_FOLDER [STEP ...]]
+#
+# The machine needs PyTorch, Triton, PyYAML, Rich and pytest; it needs no network and no installation of cdrmix.
+# STEP: names out of the plan, default all; --dry prints the plan and stops. Variables:
+#   WHEELS          folder of wheels to use beside what is installed (default .whl in the repository's root)
+#   SITE            folder to unpack them to (default a new one, removed at the end)
+#   PYTHON          interpreter (default python3)
+#   CDRMIX_COMMIT   what rows name as their commit where git cannot tell (default: the file WHEELS/commit)
+# OUT_FOLDER (default experiments/gpu) gets log.txt, steps.jsonl (outcome and seconds of every step, as it ends) and
+# the suites' rows, each written when its case ends. Exit code: 0 nothing failed, 1 a step failed or missed a target,
+# 2 usage, or no GPU. Steps for which no time was left are named, and are no failure.
+# shellcheck disable=SC2016 # in the plan, $PYTHON is for the shell that runs the step
+set -uo pipefail
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+PYTHON=${PYTHON:-python3}
+WHEELS=${WHEELS:-$ROOT/.whl}
+
+usage() {
+    sed -n 's/^# \{0,1\}//; 2,4p' "${BASH_SOURCE[0]}" >&2
+    exit 2
+}
+
+dry=false
+if [ "${1:-}" = --dry ]; then
+    dry=true
+    shift
+fi
+[[ ${1:-} =~ ^[0-9]+$ ]] || usage
+end=$((SECONDS + $1 * 60))
+out=${2:-$ROOT/experiments/gpu}
+wanted=("${@:3}")
+
+# The plan: name, most seconds, command. A name suite/case is a case of run.py, whose peers get half of its time to
+# be compiled and tuned in; it is repeated without them when it leaves no row.
+names=() limits=() commands=()
+plan() {
+    names+=("$1") limits+=("$2") commands+=("${3:-}")
+}
+plan facts 60 'nvidia-smi; "$PYTHON" -VV; "$PYTHON" benchmarks/gpu_facts.py'
+plan smallest 150 '"$PYTHON" benchmarks/smallest.py'
+plan tests 240 'files=$(grep -rl --include="test_*.py" "mark\.gpu" tests) && CUBLAS_WORKSPACE_CONFIG=:4096:8 "$PYTHON" -m pytest -m gpu -q -p no:cacheprovider -W default --continue-on-collection-errors $files'
+plan wkv7/h32_k64_training 300
+plan wkv7/packed_training 240
+plan wkv7/h32_k64_forward 180
+plan memcheck 240 'PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --widths 2'
+plan racecheck 240 'compute-sanitizer --tool racecheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --widths 1'
+plan wkv7/h16_k128_training 240
+plan wkv7/long_training 240
+plan wkv7/short_training 180
+plan wkv7/packed_forward 150
+plan wkv7/h16_k128_forward 150
+plan wkv7/long_forward 150
+plan wkv7/short_forward 120
+
+chosen() {
+    local name
+    [ ${#wanted[@]} -eq 0 ] && return 0
+    for name in "${wanted[@]}"; do
+        [ "$name" = "$1" ] && return 0
+    done
+    return 1
+}
+
+for name in "${wanted[@]}"; do
+    if [[ " ${names[*]} " != *" $name "* ]]; then
+        echo "gpu.sh: no step $name; there are: ${names[*]}" >&2
+        exit 2
+    fi
+done
+cd "$ROOT" || exit 2
+if $dry; then
+    for i in "${!names[@]}"; do
+        chosen "${names[i]}" && printf '%-26s at most %3d s  %s\n' "${names[i]}" "${limits[i]}" \
+            "${commands[i]:-run.py --suite ${names[i]%/*} --case ${names[i]#*/} --device cuda}"
+    done
+    exit 0
+fi
+
+mkdir -p "$out" || exit 2
+log=$out/log.txt
+temporary=$(mktemp -d) || exit 2
+trap 'rm -rf "$temporary"' EXIT
+SITE=${SITE:-$temporary/site}
+mkdir -p "$SITE" || exit 2
+shopt -s nullglob
+wheels=("$WHEELS"/*.whl)
+shopt -u nullglob
+failures=0
+if [ ${#wheels[@]} -gt 0 ]; then
+    "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-compile --no-cache-dir \
+        --upgrade --target "$SITE" "${wheels[@]}" >>"$log" 2>&1 || {
+        echo "gpu.sh: the wheels in $WHEELS could not be installed, going on without them: see $log" >&2
+        failures=1
+    }
+fi
+# The link and not the root, where a folder kernels/ would be taken for the package of that name.
+ln -sfn "$ROOT/cdrmix" "$SITE/cdrmix"
+export PYTHON PYTHONPATH="$SITE" PYTHONUNBUFFERED=1 TRITON_INTERPRET=0 TRITON_CACHE_AUTOTUNING=1
+unset CDRMIX_BACKEND
+if [ -z "${CDRMIX_COMMIT:-}" ] && [ -f "$WHEELS/commit" ]; then
+    CDRMIX_COMMIT=$(cat "$WHEELS/commit")
+fi
+export CDRMIX_COMMIT=${CDRMIX_COMMIT:-}
+
+if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>>"$log"; then
+    echo "gpu.sh: no GPU found: $PYTHON has no PyTorch, or its PyTorch sees no CUDA device; --dry prints the plan" >&2
+    exit 2
+fi
+
+rows() { cat "$out/${1%/*}.jsonl" 2>/dev/null | wc -l; }
+
+# step NAME SECONDS COMMAND: runs it in a time, notes what came of it in `outcome`.
+step() {
+    local begun=$SECONDS before status
+    before=$(rows "$1")
+    printf '\n== %s: %s\n' "$1" "$3" >>"$log"
+    timeout --kill-after=10 "$2" bash -c "$3" >>"$log" 2>&1
+    status=$?
+    case $status in
+        0) outcome=passed ;;
+        124 | 137) outcome="stopped after $2 s" ;;
+        *) outcome="failed with $status" ;;
+    esac
+    if [ "$status" = 1 ] && [[ $1 = */* ]] && [ "$(rows "$1")" -gt "$before" ]; then
+        outcome="target missed"
+    fi
+    printf '{"step": "%s", "outcome": "%s", "status": %d, "seconds": %d}\n' \
+        "$1" "$outcome" "$status" $((SECONDS - begun)) >>"$out/steps.jsonl"
+    printf '%-26s %-22s %4d s\n' "$1" "$outcome" $((SECONDS - begun))
+    [ "$outcome" = passed ]
+}
+
+for i in "${!names[@]}"; do
+    name=${names[i]} limit=${limits[i]} command=${commands[i]}
+    chosen "$name" || continue
+    left=$((end - SECONDS - 5))
+    if [ $left -lt 20 ]; then
+        printf '%-26s no time left\n' "$name"
+        printf '{"step": "%s", "outcome": "no time left"}\n' "$name" >>"$out/steps.jsonl"
+        continue
+    fi
+    if [ "$limit" -gt $left ]; then limit=$left; fi
+    if [[ $name != */* ]]; then
+        if [[ $name = *check ]] && ! command -v compute-sanitizer >/dev/null; then
+            printf '%-26s compute-sanitizer is not installed\n' "$name"
+            printf '{"step": "%s", "outcome": "compute-sanitizer is not installed"}\n' "$name" >>"$out/steps.jsonl"
+            continue
+        fi
+        step "$name" "$limit" "$command" || failures=1
+        continue
+    fi
+    case_command="\"\$PYTHON\" benchmarks/run.py --suite ${name%/*} --case ${name#*/} --device cuda --blocks 50"
+    case_command+=" --results '$out'"
+    before=$(rows "$name")
+    if ! step "$name" "$limit" "$case_command --seconds $((limit / 2))"; then
+        failures=1
+        left=$((end - SECONDS - 5))
+        if [ "$(rows "$name")" -eq "$before" ] && [ $left -ge 20 ]; then
+            step "$name" $((left < 60 ? left : 60)) "$case_command --without fla --without rwkv --without PyTorch" || true
+        fi
+    fi
+done
+
+echo "Log, steps and rows: $out"
+if [ $failures -ne 0 ]; then tail -n 40 "$log"; fi
+exit $failures

@@ -1,0 +1,124 @@
+"""How kernels are measured: interleaved timings, peak and kept memory, relative error, and a limit on preparation."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch import Tensor
+
+FLUSH_BYTES = 1 << 28  # written before a GPU timing: several times the 60 MB of an H200's L2
+
+
+def interleaved(calls: dict[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, list[float]]:
+    """Milliseconds of every call in every round, in turns, a different one first in each round.
+
+    On a GPU by CUDA events, L2 overwritten before each. On a CPU by the clock, caches as the call before left them.
+    """
+    names = list(calls)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    flush = torch.empty(FLUSH_BYTES // 4, device=device) if device.type == "cuda" else None
+    for number in range(rounds):
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            samples[name].append(milliseconds(calls[name], flush))
+    return samples
+
+
+def milliseconds(call: Callable[[], object], flush: Tensor | None) -> float:
+    """Of one call; flush: a large tensor of the GPU that it runs on, None on a CPU."""
+    if flush is None:
+        begun = time.perf_counter()
+        call()
+        return (time.perf_counter() - begun) * 1000
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    flush.zero_()  # also gives the CPU a head start, so that the GPU does not wait for the first launches
+    start.record()
+    call()
+    end.record()
+    torch.cuda.synchronize(flush.device)
+    return start.elapsed_time(end)
+
+
+def peak_on_gpu(call: Callable[[], object], device: torch.device) -> int:
+    """Bytes of the GPU that the call had allocated at its highest, beyond what was allocated before it."""
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def peak_of_process(call: Callable[[], object]) -> int | None:
+    """Bytes by which the call raised the process's resident memory at its highest; None where it cannot be told.
+
+    Linux keeps the highest value; writing 5 to clear_refs sets it back to the present one. It means something in a
+    fresh process only: memory that was freed before but kept by malloc would hide what the call takes.
+    """
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return None
+    before = _status("VmRSS")
+    call()
+    return _status("VmHWM") - before
+
+
+def _status(key: str) -> int:
+    """A line of /proc/self/status, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+def kept_for_backward(forward: Callable[[], Tensor], inputs: list[Tensor]) -> int:
+    """Bytes that stay allocated between the passes beside inputs and output.
+
+    On a GPU by the allocator, which misses nothing; on a CPU the distinct storages that autograd was given to save.
+    """
+    if inputs[0].is_cuda:
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        y = forward()
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated() - before - y.untyped_storage().nbytes()
+    storages: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        y = forward()
+    for x in (*inputs, y):
+        storages.pop(x.untyped_storage().data_ptr(), None)
+    return sum(storages.values())
+
+
+def relative_error(found: Tensor, exact: Tensor) -> float:
+    """|found - exact| / |exact| over all elements, in float64."""
+    return ((found.double() - exact).norm() / exact.norm()).item()
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError in the body once `seconds` are over, also between the compilations of an autotuner."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError("the time for preparing peers was over")
+
+    if seconds <= 0:
+        raise TimeoutError("the time for preparing peers was over")
+    previous = signal.signal(signal.SIGALRM, stop)
+    pending = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+        signal.setitimer(signal.ITIMER_REAL, *pending)

@@ -1,0 +1,68 @@
+"""Runs the recurrence on Triton, both passes, on the smallest shapes that reach its branches: for a memory checker.
+
+compute-sanitizer --tool memcheck --error-exitcode 9 python benchmarks/smallest.py [--device cuda]
+
+Two chunks and a remainder, packed documents with an empty one, states in and out, unequal widths, both kinds of saving.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import sys
+
+import torch
+
+from cdrmix import ops
+
+WIDTHS = ((64, 64), (32, 32), (128, 128), (32, 64), (128, 64))  # of keys and values
+SPLITS = ([0, 33, 33, 70], None)  # an empty document among three; one document a row
+
+
+def main() -> int:
+    """Exit code 1 where a value is not finite."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--widths", type=int, default=len(WIDTHS), help="how many pairs of widths, the first ones")
+    arguments = parser.parse_args()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("no GPU found: PyTorch sees no CUDA device")
+    os.environ["CDRMIX_BACKEND"] = "triton"
+    torch.manual_seed(0)
+    failed = 0
+    choices = itertools.product(WIDTHS[: arguments.widths], (torch.bfloat16, torch.float32), SPLITS, ("fast", "min"))
+    for (key_width, value_width), dtype, split, save in choices:
+        finite = once(torch.device(arguments.device), key_width, value_width, dtype, split, save)
+        failed += not finite
+        documents = "packed" if split else "one row"
+        print(f"wkv7 K {key_width} V {value_width} {dtype} {documents} {save}: {'finite' if finite else 'NOT FINITE'}")
+    return 1 if failed else 0
+
+
+def once(
+    device: torch.device, key_width: int, value_width: int, dtype: torch.dtype, split: list[int] | None, save: str
+) -> bool:
+    """wkv7 with every gradient, then one step from its last state; whether all values are finite."""
+    tokens, heads = 70, 2
+
+    def normal(width: int) -> torch.Tensor:
+        return torch.randn(1, tokens, heads, width, device=device)
+
+    removal = torch.nn.functional.normalize(normal(key_width), dim=-1)
+    log_w, rate = -0.6065 * normal(key_width).sigmoid(), normal(key_width).sigmoid()
+    parts = (normal(key_width), log_w, normal(key_width), normal(value_width), -removal, removal * rate)
+    inputs = [x.to(dtype).requires_grad_() for x in parts]
+    documents = 1 if split is None else len(split) - 1
+    state = torch.randn(documents, heads, value_width, key_width, device=device, requires_grad=True)
+    cu_seqlens = None if split is None else torch.tensor(split, device=device)
+    y, last = ops.wkv7(*inputs, state=state, cu_seqlens=cu_seqlens, return_state=True, save=save)
+    assert last is not None
+    gradients = torch.autograd.grad((y.float().sum(), last.square().sum()), [*inputs, state])
+    token = [x.detach()[:, -1] for x in inputs]
+    step, after = ops.wkv7_step(*token, last.detach()[-1:])
+    return all(bool(x.isfinite().all()) for x in (y, last, *gradients, step, after))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
