@@ -1,6 +1,7 @@
 """Proof of the Triton kernels without a GPU: every shipped configuration compiled for four architectures, and a table.
 
-python aot.py [--architecture NAME ...] [--only REGEX] [--dry]
+python run.py --suite aot
+python aot.py [--architecture NAME ...] [--only REGEX]       a part of it, written nowhere
 
 It refuses (exit code 1) a kernel that does not compile, spills registers, or takes more shared memory than a program
 may have. Times are estimates for an H200 (aot_time.py), of ours and of fla-core's kernels where that is installed.
@@ -11,9 +12,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import importlib
 import json
 import re
-import subprocess
+import resource
 import sys
 import time
 from collections.abc import Iterable
@@ -21,13 +23,15 @@ from pathlib import Path
 
 import aot_compile
 import aot_fla
+import aot_time
+import machine
+import torch
 from aot_compile import KIB, MACHINES, Compiled
+from cases import Case, Options, Result
 from rich.console import Console
 from rich.table import Table
 
-HERE = Path(__file__).parent
-KERNELS = HERE.parent / "kernels"
-RESULTS = HERE / "results" / "aot.jsonl"
+KERNELS = Path(__file__).parents[1] / "kernels"
 
 
 def modules() -> list[str]:
@@ -113,45 +117,81 @@ def _short(count: int) -> str:
     return f"{count / 1000:.0f}k" if count >= 100_000 else str(count)
 
 
-def record(compiled: list[Compiled]) -> None:
-    """Writes results/aot.jsonl anew: a line for every kernel, configuration and architecture."""
-    commit = subprocess.run(
-        ["git", "-C", str(HERE), "describe", "--always", "--dirty=+changes", "--abbrev=12"],
-        check=False,
-        capture_output=True,
-        text=True,
-    ).stdout.strip()
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    RESULTS.parent.mkdir(exist_ok=True)
-    with RESULTS.open("w", encoding="utf-8") as file:
-        for one in compiled:
-            row = {"suite": "aot", "case": "kernel", "time": now, "commit": commit or "unknown"}
-            file.write(json.dumps(row | dataclasses.asdict(one) | {"bound": one.bound}) + "\n")
-
-
-def prove(
-    architectures: tuple[str, ...], only: str = "", *, dry: bool = False
-) -> tuple[list[Compiled], list[Compiled]]:
+def prove(architectures: tuple[str, ...], only: str = "") -> tuple[list[Compiled], list[Compiled]]:
     """Compiles and shows ours, and fla's for sm_90; says on stderr what is refused. Returns both."""
     started = time.perf_counter()
-    ours = list(aot_compile.compile_all(modules(), architectures, only=only))
-    seconds = time.perf_counter() - started
-    if ours:
-        show(ours, f"{len(ours)} compilations in {seconds:.0f} s, Triton {ours[0].triton}")
-    theirs: list[Compiled] = []
-    if "sm_90" in architectures:
-        reason = aot_fla.absent()
-        if reason:
-            print(f"No peer: {reason}.", file=sys.stderr)
-        else:
-            theirs = chosen(aot_compile.compile_all(["aot_fla"], ("sm_90",)))
-            show(theirs, f"fla-core {aot_fla.version()}, chunk_rwkv7 as its layer calls it on an H200")
-    for one in ours:
+    ours = []
+    for one in aot_compile.compile_all(modules(), architectures, only=only):
+        ours.append(one)
         for message in refusals(one):
             print(f"refused: {message}", file=sys.stderr)
-    if not dry:
-        record([*ours, *theirs])
+        if len(ours) % 50 == 0:
+            print(f"{len(ours)} compiled in {time.perf_counter() - started:.0f} s", file=sys.stderr)
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = f"{time.perf_counter() - started:.0f} s ({used.ru_utime + used.ru_stime:.0f} s of processors)"
+    if ours:
+        show(ours, f"{len(ours)} compilations in {seconds}, Triton {ours[0].triton}")
+    theirs: list[Compiled] = []
+    if "sm_90" in architectures and not aot_fla.absent():
+        theirs = chosen(aot_compile.compile_all(["aot_fla"], ("sm_90",), only=only))
+        if theirs:
+            show(theirs, f"fla-core {aot_fla.version()}, chunk_rwkv7 as its layer calls it on an H200")
     return ours, theirs
+
+
+def passes(ours: list[Compiled]) -> dict[str, float]:
+    """Estimated microseconds of the recurrence's passes in bfloat16, K = V = 64, at the chunk length that ships."""
+    wkv7 = importlib.import_module("cdrmix.kernels.wkv7")
+    shape = {"bf16", "K64", "V64", f"C{wkv7.chunk_sizes(torch.bfloat16, 64, 64)[0]}"}
+    times = {
+        one.name: one.time for one in ours if one.architecture == "sm_90" and shape <= set(one.configuration.split())
+    }
+    return {
+        "forward": times["wkv7_map"] + times["wkv7_forward"],
+        "backward": times["wkv7_backward"] + times["wkv7_gradients"],
+        "backward_of_min": times["wkv7_map_again"] + times["wkv7_backward"] + times["wkv7_gradients"],
+    }
+
+
+def peer_passes(theirs: list[Compiled]) -> dict[str, float]:
+    """The same of fla-core, whose backward pass repeats most of the forward one, elementwise work between included."""
+    times: dict[str, float] = {"forward": 0.0, "backward": aot_fla.ELEMENTWISE_BYTES / aot_time.BANDWIDTH * 1e6}
+    for one in theirs:
+        when = one.name.split(".")[1]
+        for name in times:
+            times[name] += one.time if when in (name, "both") else 0
+    return times
+
+
+def kernels(options: Options) -> Result:
+    """The suite's case: everything on every architecture; results/aot.jsonl is written anew, a line for each."""
+    ours, theirs = prove(tuple(MACHINES))
+    if options.results is not None:
+        options.results.mkdir(parents=True, exist_ok=True)
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        place = {"suite": "aot", "case": "kernel", "time": now, "commit": machine.commit()}
+        with (options.results / "aot.jsonl").open("w", encoding="utf-8") as file:
+            for one in (*ours, *theirs):
+                file.write(json.dumps(place | dataclasses.asdict(one) | {"bound": one.bound}) + "\n")
+    own = passes(ours)
+    peer = peer_passes(theirs)
+    return Result(
+        unit="µs estimated, both passes",
+        peer_name=f"fla-core {aot_fla.version()}" if theirs else None,
+        ours=[own["forward"] + own["backward"]],
+        peer=[sum(peer.values())] if theirs else [],
+        figures={
+            "refused": sum(bool(refusals(one)) for one in ours),
+            "compiled": len(ours),
+            **own,
+            **({f"peer_{name}": time for name, time in peer.items()} if theirs else {}),
+        },
+        settings={"shape": "B8 T4096 H32 K64 V64 bf16", "gpu": "H200, estimated", "triton": ours[0].triton},
+        absent={} if theirs else {"fla-core": aot_fla.absent()},
+    )
+
+
+CASES = {"kernels": Case(kernels, "the kernels compiled for four architectures: spills, shared memory, estimated time")}
 
 
 def main() -> int:
@@ -159,9 +199,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--architecture", action="append", choices=list(MACHINES), help="default: all")
     parser.add_argument("--only", default="", help="regular expression of a kernel's name and configuration")
-    parser.add_argument("--dry", action="store_true", help="leave results/aot.jsonl as it is")
     arguments = parser.parse_args()
-    ours, _ = prove(tuple(arguments.architecture or MACHINES), arguments.only, dry=arguments.dry)
+    ours, _ = prove(tuple(arguments.architecture or MACHINES), arguments.only)
     return 1 if any(refusals(one) for one in ours) else 0
 
 

@@ -8,6 +8,7 @@ Warp-specialised code is counted whole for every warp.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -83,6 +84,7 @@ def _resolve(opcode: str, operands: str, guarded: bool, control: int, labels: di
     return Instruction(opcode, operands, target, falls, control)
 
 
+@functools.cache
 def class_of(opcode: str) -> str | None:
     """One of CLASSES, or None for the rest (integers, conversions, moves, shuffles)."""
     for kind, pattern in _CLASS_PATTERNS.items():
@@ -104,9 +106,9 @@ _CLASS_PATTERNS = {
 }
 
 
-def bits_of(instruction: Instruction) -> int:
+@functools.cache
+def bits_of(opcode: str) -> int:
     """How many bits a lane moves with a load or a store."""
-    opcode = instruction.opcode
     if found := re.match(r"(?:LDSM|STSM)\S*?\.([124])$|(?:LDSM|STSM)", opcode):  # 8x8 matrices of 16 bits, a warp
         return 32 * int(found[1] or 1)
     if found := re.search(r"dwordx([234])|_b(64|96|128)\b", opcode):  # AMD
@@ -118,6 +120,7 @@ def bits_of(instruction: Instruction) -> int:
     return 16 if re.search(r"\.[US]16\b|_[us]?short|_[ubi]16\b", opcode) else 32
 
 
+@functools.cache
 def tensor_flops(opcode: str) -> int:
     """Operations of one tensor-core instruction as one warp issues it; 0 where the opcode does not give its shape."""
     if found := re.match(r"HGMMA\.(\d+)x(\d+)x(\d+)", opcode):  # four warps share it
@@ -228,12 +231,12 @@ def count_widths(code: list[Instruction], weight: list[int], kind: str) -> dict[
     counts: dict[int, int] = {}
     for one, times in zip(code, weight, strict=True):
         if class_of(one.opcode) == kind:
-            counts[bits_of(one)] = counts.get(bits_of(one), 0) + times
+            counts[bits_of(one.opcode)] = counts.get(bits_of(one.opcode), 0) + times
     return dict(sorted(counts.items()))
 
 
 def spilled_bytes(code: list[Instruction]) -> tuple[int, int]:
     """Bytes a thread stores to and loads from local memory in the text of the kernel, loops not weighed."""
-    stores = sum(bits_of(one) for one in code if one.opcode.startswith(("STL", "scratch_store")))
-    loads = sum(bits_of(one) for one in code if one.opcode.startswith(("LDL", "scratch_load")))
+    stores = sum(bits_of(one.opcode) for one in code if one.opcode.startswith(("STL", "scratch_store")))
+    loads = sum(bits_of(one.opcode) for one in code if one.opcode.startswith(("LDL", "scratch_load")))
     return stores // 8, loads // 8

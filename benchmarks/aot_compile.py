@@ -56,7 +56,7 @@ MACHINES = {
     "sm_100": Machine(GPUTarget("cuda", 100, 32), 227 * KIB, 228 * KIB, KIB, 64, 32),
     "gfx942": Machine(GPUTarget("hip", "gfx942", 64), 64 * KIB, 64 * KIB, 0, 32, 32),
 }
-KINDS = {"bf16", "fp16", "fp32", "fp64", "i1", "i8", "i32", "i64"}
+KINDS = {"bf16", "fp16", "fp32", "fp64", "i1", "i8", "u8", "i32", "i64"}
 TENSOR_MEMORY = 512  # columns a multiprocessor of sm_100
 
 
@@ -106,9 +106,9 @@ class Compiled:
 
 
 def configuration(build: Build) -> str:
-    """The constants and the element type of a build, in short: `bf16 K64 V64 VARLEN`."""
-    pointers = [kind[1:] for kind in build.signature.values() if kind.startswith("*")]
-    parts = [pointers[0]] if pointers else []
+    """The narrowest element type and the constants of a build, in short: `bf16 K64 V64 VARLEN`."""
+    pointers = {kind.removeprefix("*") for kind in build.signature.values() if kind.startswith("*")}
+    parts = [kind for kind in ("bf16", "fp16", "fp32") if kind in pointers][:1]
     for name, value in build.constants.items():
         if value is True:
             parts.append(name)

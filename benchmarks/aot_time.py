@@ -17,6 +17,7 @@ overlaps badly is not modelled, so the truth is later: compare estimates with es
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from dataclasses import dataclass, field
@@ -81,6 +82,7 @@ def _latency(opcode: str) -> int:
     return {"global_load": GLOBAL, "shared_load": SHARED, "mufu": MUFU}.get(kind or "", OTHER)
 
 
+@functools.cache
 def _tensor_cycles(opcode: str) -> float:
     """Cycles of a multiprocessor's four tensor cores for one warp's share of an instruction."""
     rate = TENSOR_FLOPS * (0.5 if "TF32" in opcode else 1.0) * (1.0 if opcode.startswith("HGMMA") else MMA_SYNC)
@@ -136,7 +138,7 @@ def estimate(
         elif kind == "mufu":
             mufu += times * 32 / 16
         elif kind in ("shared_load", "shared_store") or one.opcode.startswith("LDGSTS"):
-            shared += times * bits_of(one) * 32 / 8 / 128
+            shared += times * bits_of(one.opcode) * 32 / 8 / 128
     waves = math.ceil(programs / (PROCESSORS * resident))
     cycles = {
         "issue": warps * sum(weight) / 4,

@@ -11,7 +11,7 @@ from typing import Any
 
 # Suite -> its module, which holds CASES. Modules are imported when their suite is asked for: the trainer's needs every
 # dependency of the package, the kernels' PyTorch and Triton alone.
-SUITES = {"trainer": "trainer", "wkv7": "wkv7"}
+SUITES = {"trainer": "trainer", "wkv7": "wkv7", "aot": "aot"}
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Options:
     blocks: int  # timings, where a case measures speed
     device: str = "cpu"  # run.device of ours, and where the peers are placed; both train in the configured precision
     without: tuple[str, ...] = ()  # peers to leave out: those whose name contains one of these
+    results: Path | None = None  # folder for what a case has to tell beyond its row; None: nowhere
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,14 @@ def main() -> int:
     if unknown or not chosen:
         parser.error(f"no case {', '.join(sorted(unknown))} for {arguments.device} in these suites; --list names them")
 
-    options = Options(arguments.config, arguments.seconds, arguments.blocks, arguments.device, tuple(arguments.without))
+    options = Options(
+        arguments.config,
+        arguments.seconds,
+        arguments.blocks,
+        arguments.device,
+        tuple(arguments.without),
+        None if arguments.dry else arguments.results,
+    )
     where = machine.facts()
     rows = []
     for suite, name, case in chosen:

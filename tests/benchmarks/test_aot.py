@@ -251,6 +251,25 @@ def test_the_peer_takes_its_fastest_configuration_that_is_in_order(compiled: dic
     assert aot.chosen([fast_but_spilling]) == [fast_but_spilling]
 
 
+def test_passes_are_added_up(compiled: dict[tuple[str, str], Any]) -> None:
+    """A pass is its kernels; fla's backward pass launches those of `both` again and some element-wise work."""
+
+    def one(
+        name: str, time: float, configuration: str = "bf16 K64 V64 BLOCK_V64 C64", architecture: str = "sm_90"
+    ) -> Any:
+        made = {"name": name, "configuration": configuration, "architecture": architecture, "bounds": {"hbm": time}}
+        return dataclasses.replace(compiled["product", "sm_90"], **made)
+
+    names = {"wkv7_map": 1.0, "wkv7_map_again": 2.0, "wkv7_forward": 4.0, "wkv7_backward": 8.0, "wkv7_gradients": 16.0}
+    ours = [one(name, time) for name, time in names.items()]
+    ours += [one("wkv7_map", 99.0, "bf16 K64 V64 BLOCK_V64 C32"), one("wkv7_map", 99.0, architecture="sm_80")]
+    assert aot.passes(ours) == {"forward": 5.0, "backward": 24.0, "backward_of_min": 26.0}
+    theirs = [one("fla.both.x", 100.0), one("fla.forward.y", 10.0), one("fla.backward.z", 1.0)]
+    found = aot.peer_passes(theirs)
+    assert found["forward"] == 110.0
+    assert found["backward"] == pytest.approx(101 + 4 * 134217728 / 4.3e6, rel=1e-6)
+
+
 @pytest.mark.parametrize("architecture", aot_compile.MACHINES)
 @pytest.mark.parametrize("module", aot.modules())
 def test_builds_name_the_kernels_arguments(module: str, architecture: str) -> None:
