@@ -34,7 +34,7 @@ class Implementation:
     """A function to be measured.
 
     decay: from its decay argument to log_w; decay_argument: back. None where it takes log_w itself.
-    environment: variables that stand while it runs.
+    environment: variables that are set before it runs, and stay: each of a package's ways sets the same ones.
     """
 
     call: Call
@@ -115,8 +115,9 @@ def fla() -> Iterator[tuple[str, Implementation]]:
     """Every chunk length with and without recomputation, on Triton and TileLang; its layer's call; its bare call.
 
     Where TileLang is allowed, fla sends it what it accepts and the rest to Triton without a word; on Hopper it
-    refuses chunks of 64. The layer's and the bare call leave the choice to fla. A table that fla makes of cu_seqlens,
-    waiting for the GPU, is kept for the next call with the same tensor: here, for all but the first.
+    refuses chunks of 64. The layer's and the bare call leave the choice to fla, as if the variable were not set. A
+    table that fla makes of cu_seqlens, waiting for the GPU, is kept for the next call with the same tensor: here, for
+    all but the first.
     """
 
     def make(environment: dict[str, str], **arguments: object) -> Implementation:
@@ -129,7 +130,7 @@ def fla() -> Iterator[tuple[str, Implementation]]:
         return Implementation(call, environment=environment)
 
     bounded = {"safe_gate": True, "lower_bound": DECAY_BOUND}
-    yield FLA_LAYER, make({}, chunk_size=64, **bounded)
+    yield FLA_LAYER, make({"FLA_TILELANG": "1"}, chunk_size=64, **bounded)
     tilelang = importlib.util.find_spec("tilelang") is not None
     for backend in ("Triton", "TileLang") if tilelang else ("Triton",):
         for keep in (True, False):
@@ -140,7 +141,7 @@ def fla() -> Iterator[tuple[str, Implementation]]:
                 name = f"fla, chunks of {chunk}, {how}, {'keeps all' if keep else 'recomputes'}"
                 environment = {"FLA_TILELANG": "1" if backend == "TileLang" else "0"}
                 yield name, make(environment, chunk_size=chunk, disable_recompute=keep, **bounded)
-    yield "fla, no option given", make({})
+    yield "fla, no option given", make({"FLA_TILELANG": "1"})
 
 
 def fla_naive() -> Iterator[tuple[str, Implementation]]:
