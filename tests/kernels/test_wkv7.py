@@ -311,11 +311,11 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def empty(*shape: Any, dtype: torch.dtype = torch.float32, device: Any = None) -> Tensor:
         return between(flatten(shape), dtype, device)
 
-    def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        return between(x.shape, dtype or x.dtype, x.device)
+    def empty_like(x: Tensor, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
+        return between(x.shape, dtype or x.dtype, device or x.device)
 
-    def new_empty(x: Tensor, *shape: Any, dtype: torch.dtype | None = None) -> Tensor:
-        return between(flatten(shape), dtype or x.dtype, x.device)
+    def new_empty(x: Tensor, *shape: Any, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
+        return between(flatten(shape), dtype or x.dtype, device or x.device)
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", empty)
