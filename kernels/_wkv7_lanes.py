@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
@@ -23,6 +23,7 @@ from numba.extending import intrinsic, models, register_model
 LANES = 8  # one AVX register, two of NEON's
 TILE = 2 * LANES  # value lanes of a forward tile: 2 registers each of S a, S r, v and the next S a
 ROWS = 32  # value rows of a backward tile: its dS and the block's states stay in L1 and L2
+LINE = 16  # floats of a cache line
 SPARE = 48  # floats after each of a block's states: a power of two apart, they would share few sets of the L1 cache
 
 _FLOAT = ir.FloatType()
@@ -97,11 +98,27 @@ def store(_context: Any, base: Any, index: Any, x: Any) -> Any:
 
 
 @intrinsic
+def prefetch(_context: Any, base: Any, index: Any) -> Any:
+    """Ask for the cache line of the float at index; the address may be anything."""
+
+    def generate(context: Any, builder: Any, signature: Any, at: Any) -> Any:
+        base, index = at
+        pointer = _pointer(builder, base, index, ir.IntType(8))
+        flags = [ir.Constant(ir.IntType(32), flag) for flag in (0, 3, 1)]  # to read, into the nearest cache, data
+        kind = ir.FunctionType(ir.VoidType(), [pointer.type, *[flag.type for flag in flags]])
+        builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0"), [pointer, *flags])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
 def spread(_context: Any, base: Any, index: Any) -> Any:
     """The float at index in every lane."""
 
     def generate(context: Any, builder: Any, signature: Any, at: Any) -> Any:
-        return _splat(builder, builder.load(_pointer(builder, *at, _FLOAT), align=4))
+        base, index = at
+        return _splat(builder, builder.load(_pointer(builder, base, index, _FLOAT), align=4))
 
     return _lanes(types.int64, types.int64), generate
 
@@ -180,9 +197,8 @@ def row_sums(_context: Any, base: Any, index: Any) -> Any:
                 )
                 for x, y in zip(rows[::2], rows[1::2], strict=True)
             ]
-        return builder.fadd(
-            _shuffle(builder, *rows, [0, 1, 2, 3, 8, 9, 10, 11]), _shuffle(builder, *rows, [4, 5, 6, 7, 12, 13, 14, 15])
-        )
+        low, high = [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]
+        return builder.fadd(_shuffle(builder, rows[0], rows[1], low), _shuffle(builder, rows[0], rows[1], high))
 
     return _lanes(types.int64, types.int64), generate
 
@@ -219,21 +235,27 @@ def _compiled(function: Callable[..., None]) -> Any:
         return njit(function, nogil=True)
 
 
-@_compiled
+@njit(nogil=True)
 def _copy(source, at, target, to, count):  # type: ignore[no-untyped-def]
     """`count` floats, a multiple of 8."""
     for i in range(0, count, LANES):
         store(target, to + i, load(source, at + i))
 
 
-@_compiled
+@njit(nogil=True)
 def _fill(source, target, to, count):  # type: ignore[no-untyped-def]
     """`count` floats, a multiple of 8, all equal to the first of `source`."""
     for i in range(0, count, LANES):
         store(target, to + i, spread(source, 0))
 
 
-@_compiled
+@njit(nogil=True)
+def _prefetch(address, at, count):  # type: ignore[no-untyped-def]
+    for i in range(0, count, LINE):
+        prefetch(address, at + i)
+
+
+@njit(nogil=True)
 def _to_tiles(rows, at, tiles, to, K, V):  # type: ignore[no-untyped-def]
     """[V, K] to [V / 16, K, 16]."""
     for v in range(0, V, LANES):
@@ -241,7 +263,7 @@ def _to_tiles(rows, at, tiles, to, K, V):  # type: ignore[no-untyped-def]
             transpose(rows, at + v * K + k, K, tiles, to + v // TILE * TILE * K + k * TILE + v % TILE, TILE)
 
 
-@_compiled
+@njit(nogil=True)
 def _from_tiles(tiles, at, rows, to, K, V):  # type: ignore[no-untyped-def]
     """[V / 16, K, 16] to [V, K]."""
     for v in range(0, V, LANES):
@@ -291,7 +313,13 @@ def scan(  # type: ignore[no-untyped-def]
                     here = t * token + head * K
                     after = here + token if t + 1 < stop else here  # the block's last token reads for nobody
                     decay = (t - block) * K
-                    value = (t * heads + head) * V + tile
+                    value_token = (t * heads + head) * V
+                    if tile == 0:  # the next block's: a token lies H K floats after its predecessor
+                        for x in (r, log_w, k, a, b):
+                            _prefetch(x, here + spacing * token, K)
+                        for x in (v, y, removed if removed != 0 else y):
+                            _prefetch(x, value_token + spacing * heads * V, V)
+                    value = value_token + tile
                     if removed != 0:
                         store(removed, value, removed0)
                         store(removed, value + LANES, removed1)
@@ -314,7 +342,7 @@ def scan(  # type: ignore[no-untyped-def]
             _from_tiles(S, 0, last, item * K * V, K, V)
 
 
-@_compiled
+@njit(nogil=True)
 def _recompute(source, states, size, count, K, w, b, k, v, removed, token_k, token_v):  # type: ignore[no-untyped-def]
     """States [32, K], `size` floats apart, after each of `count` tokens from the one before them; w is [count, K].
 
@@ -336,7 +364,7 @@ def _recompute(source, states, size, count, K, w, b, k, v, removed, token_k, tok
                 store(after, at, fused(v_v, k1, fused(removed_v, b1, times(load(before, at), w1))))
 
 
-@_compiled
+@njit(nogil=True)
 def _step_back(  # type: ignore[no-untyped-def]
     K, S, D, w, a, dremoved, dlog_w, da, r, k, b, dy, v, removed, dr, dk, db, dv, sums, zeros, sofar_after, sofar
 ):
@@ -416,6 +444,11 @@ def scan_back(  # type: ignore[no-untyped-def]
                     at_k, at_v = 4 * (t * heads + head) * K, 4 * ((t * heads + head) * V + tile)
                     at_next = at_k + 4 * heads * K
                     follows = t + 1 < end
+                    if tile == 0:  # the block before
+                        for x in (r, log_w, k, a, b, dr, dlog_w, dk, da, db):
+                            _prefetch(x + at_k, -spacing * heads * K, K)
+                        for x in (v, removed, dy, dv):
+                            _prefetch(x + at_v, -spacing * heads * V, V)
                     _step_back(
                         K, states + 4 * (t - start) * size, D + 4 * tile * K,
                         w + 4 * (t + 1 - start) * K if follows else ones,
@@ -427,13 +460,13 @@ def scan_back(  # type: ignore[no-untyped-def]
                         dr + at_k, dk + at_k, db + at_k, dv + at_v,
                         sums, zeros, follows and tile > 0, tile > 0,
                     )  # fmt: skip
-                if block == 0:  # leave the document's first token, enter none
+                if block == 0:  # leave the document's first token, enter none, for which nothing is summed
                     at_k = 4 * (begin * heads + head) * K
                     _step_back(
                         K, S + 4 * tile * K, D + 4 * tile * K,
                         w, a + at_k, dremoved + 4 * tile, dlog_w + at_k, da + at_k,
                         zeros, zeros, zeros, zeros, zeros, zeros, unused, unused, unused, unused,
-                        sums, zeros, tile > 0, False,
+                        sums, zeros, tile > 0, begin > end,
                     )  # fmt: skip
         if dstate != 0:
             _copy(D, 0, dstate, item * K * V, K * V)
