@@ -93,7 +93,7 @@ def wkv7_forward(
     """y [B, T, H, V], last [N, H, V, K] (empty unless return_state), and what backward needs beside the inputs."""
     _check(r, log_w, k, v, a, b, state)
     B, T, H, K = r.shape
-    assert K % lanes.TILE == 0 and v.shape[-1] % lanes.ROWS == 0, "the loops have no remainders"
+    assert (K % lanes.TILE, v.shape[-1] % lanes.ROWS) == (0, 0), "the loops have no remainders"
     V, spacing = v.shape[-1], chunk or SPACING[save]
     starts = _documents(cu_seqlens, B, T)
     N = len(starts) - 1
