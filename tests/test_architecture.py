@@ -42,6 +42,7 @@ OWNERS = {
     "deepspeed": {"cdrmix/train/engine.py", "cdrmix/train/parallel.py"},
     "triton": {"kernels"},
     "numba": {"kernels", "cdrmix/data/packing.py"},
+    "llvmlite": {"kernels"},  # numba's compiler: explicit vectors
     "pybind11": set[str](),  # csrc/bindings.cpp alone
     "datasets": {"cdrmix/data/sources.py"},
     "huggingface_hub": {"cdrmix/data/sources.py"},
