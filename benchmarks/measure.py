@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -60,12 +61,13 @@ def peak_on_gpu(call: Callable[[], object], device: torch.device) -> int:
 def peak_of_process(call: Callable[[], object]) -> int | None:
     """Bytes by which the call raised the process's resident memory at its highest; None where it cannot be told.
 
-    Linux keeps the highest value; writing 5 to clear_refs sets it back to the present one. It means something in a
-    fresh process only: memory that was freed before but kept by malloc would hide what the call takes.
+    Linux keeps the highest value; writing 5 to clear_refs sets it back to the present one. What was freed before but
+    kept by malloc would hide what the call takes: glibc is told to give it back, and a fresh process has little of it.
     """
     try:
+        ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
+    except (OSError, AttributeError):  # another system, another C library
         return None
     before = _status("VmRSS")
     call()
