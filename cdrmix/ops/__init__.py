@@ -16,6 +16,7 @@ from cdrmix.ops.backend import backend
 from cdrmix.ops.experts import moe_experts, route_topk
 from cdrmix.ops.loss import linear_cross_entropy
 from cdrmix.ops.recurrence import wkv7, wkv7_step
+from cdrmix.ops.time_mix import time_mix_keys, time_mix_output, time_mix_streams
 
 __all__ = [
     "OPS",
@@ -25,6 +26,9 @@ __all__ = [
     "linear_cross_entropy",
     "moe_experts",
     "route_topk",
+    "time_mix_keys",
+    "time_mix_output",
+    "time_mix_streams",
     "token_shift",
     "wkv7",
     "wkv7_step",
@@ -34,6 +38,9 @@ __all__ = [
 OPS: dict[str, Callable[..., object]] = {
     "wkv7": wkv7,
     "wkv7_step": wkv7_step,
+    "time_mix_streams": time_mix_streams,
+    "time_mix_keys": time_mix_keys,
+    "time_mix_output": time_mix_output,
     "route_topk": route_topk,
     "moe_experts": moe_experts,
     "linear_cross_entropy": linear_cross_entropy,

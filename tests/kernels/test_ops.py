@@ -51,10 +51,34 @@ def shift(x: Arguments) -> tuple[Tensor, ...]:
     return (ops.token_shift(x["x"], None, starts),)
 
 
+def streams(x: Arguments) -> tuple[Tensor, ...]:
+    starts = (torch.arange(30, device=x["x"].device) % 7 == 3).view(2, 15)
+    return ops.time_mix_streams(x["x"], x["mixes"], x["last"], starts)
+
+
+def keys(x: Arguments) -> tuple[Tensor, ...]:
+    return ops.time_mix_keys(**x, head_size=32)
+
+
+def output(x: Arguments) -> tuple[Tensor, ...]:
+    return (ops.time_mix_output(**x),)
+
+
+TOKENS, HEADS, CHANNELS = (2, 15, 64), (2, 15, 2, 32), (64,)
 WKV = dict.fromkeys("rwkvab", (2, 50, 2, 32))
 CASES: dict[str, tuple[Callable[[Arguments], tuple[Tensor, ...]], dict[str, tuple[int, ...]]]] = {
     "wkv7": (wkv7, WKV),
     "wkv7_step": (wkv7_step, dict.fromkeys("rwkvab", (3, 2, 32)) | {"state": (3, 2, 32, 32)}),
+    "time_mix_streams": (streams, {"x": TOKENS, "mixes": (6, 64), "last": (2, 64)}),
+    "time_mix_keys": (
+        keys,
+        dict.fromkeys(("k", "decay", "rate", "v", "v_first", "v_gate"), TOKENS)
+        | dict.fromkeys(("w0", "a0", "v0", "k_k", "k_a"), CHANNELS),
+    ),
+    "time_mix_output": (
+        output,
+        dict.fromkeys("yrkv", HEADS) | {"gate": TOKENS, "r_k": (2, 32), "weight": CHANNELS, "bias": CHANNELS},
+    ),
     "route_topk": (moe, {"x": (40, 16), "gate": (16, 4), "w_up": (4, 16, 24), "w_down": (4, 24, 16)}),
     "moe_experts": (moe, {"x": (7, 16), "gate": (16, 8), "w_up": (8, 16, 24), "w_down": (8, 24, 16)}),
     "linear_cross_entropy": (cross_entropy, {"hidden": (700, 16), "weight": (50, 16)}),
