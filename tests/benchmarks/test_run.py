@@ -155,7 +155,7 @@ def test_peak_memory_is_what_a_call_took_at_once() -> None:
             torch.ones(1 << 24)
 
     peak = measure.peak_of_process(one_at_a_time)
-    assert peak is None or (1 << 26) <= peak < 3 << 25
+    assert peak is None or 0.98 < peak / (1 << 26) < 1.5  # Linux counts pages some hundred KB late
 
 
 def test_a_peer_that_takes_too_long_is_stopped() -> None:
