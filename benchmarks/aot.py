@@ -83,8 +83,9 @@ def chosen(candidates: Iterable[Compiled]) -> list[Compiled]:
 def show(compiled: list[Compiled], title: str) -> None:
     """The table, in 110 columns where the output is no terminal."""
     table = Table(title=title, box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    for name, heading in {"kernel": "kernel", "configuration": "configuration", "target": "target"}.items():
-        table.add_column(heading, overflow="fold", no_wrap=name == "target")
+    table.add_column("kernel", no_wrap=True)
+    table.add_column("configuration", overflow="fold")
+    table.add_column("target", no_wrap=True)
     for heading in ("wrp", "regs", "spill", "KiB", "fit", "tensor", "fp32", "mufu", "µs"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("bound", no_wrap=True)
@@ -94,7 +95,7 @@ def show(compiled: list[Compiled], title: str) -> None:
         spilled = one.spill_stores + one.spill_loads or one.stack
         table.add_row(
             re.sub(r"^fla\.|chunk_dplr_|kernel_|_kernel", "", one.name),
-            one.configuration,
+            re.sub(r"\b\w+=|GATHER_SUPPORTED", "", one.configuration),  # PRECISION=tf32 is known by its value
             one.architecture,
             str(one.warps),
             str(one.registers),
@@ -103,7 +104,7 @@ def show(compiled: list[Compiled], title: str) -> None:
             str(one.resident),
             *(_short(one.counts.get(kind, 0)) for kind in ("tensor", "fp32", "mufu")),
             f"{one.time:.0f}" if one.bounds else "",
-            "[red]does not compile[/]" if one.error else one.bound,
+            "[red]no code[/]" if one.error else one.bound,
         )
     console = Console(width=None if sys.stdout.isatty() else 110)
     console.print(table)

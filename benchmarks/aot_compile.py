@@ -357,9 +357,15 @@ def _compile_or_say(build: Build, architecture: str) -> Compiled:
             "warps": build.num_warps,
             "stages": build.num_stages,
             "triton": triton.__version__,
-            "error": f"{type(error).__name__}: {error}"[-2000:],
+            "error": _told(error),
         }
         return Compiled(**(empty | told))
+
+
+def _told(error: BaseException) -> str:
+    """An error and what it came from: Triton says where a kernel went wrong, and its cause says why."""
+    because = f"\nbecause of {_told(error.__cause__)}" if error.__cause__ is not None else ""
+    return f"{type(error).__name__}: {str(error)[-1000:]}{because}"
 
 
 if __name__ == "__main__":

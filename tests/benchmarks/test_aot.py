@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # its files import each other as a script's neighbours
@@ -281,3 +282,13 @@ def test_builds_name_the_kernels_arguments(module: str, architecture: str) -> No
         assert build.bytes > 0
     shipped = [(build.name, aot_compile.configuration(build), build.num_warps) for build in builds]
     assert len(set(shipped)) == len(shipped), "a configuration is listed twice"
+
+
+def test_the_default_kernels_are_in_order_on_hopper() -> None:
+    """bfloat16, K = V = 64, at the chunk length that ships: what a model runs. The suite aot has the others."""
+    wkv7 = importlib.import_module("cdrmix.kernels.wkv7")
+    chunk = wkv7.chunk_sizes(torch.bfloat16, 64, 64)[0]
+    only = rf"bf16 (?=.*\bK64\b)(?!.*\bV(32|128)\b)(?!.*\bC(?!{chunk}\b)\d+\b)"
+    compiled = list(aot_compile.compile_all(aot.modules(), ("sm_90",), only=only, processes=1))
+    assert {one.name for one in compiled} >= {f"wkv7_{kernel}" for kernel in wkv7.KERNELS}
+    assert [message for one in compiled for message in aot.refusals(one)] == []
