@@ -1,8 +1,9 @@
-"""Runs the recurrence on Triton, both passes, on the smallest shapes that reach its branches: for a memory checker.
+"""Runs the time mix's Triton kernels, both passes, on the smallest shapes that reach all branches: for memory checkers.
 
 compute-sanitizer --tool memcheck --error-exitcode 9 python benchmarks/smallest.py [--device cuda]
 
-Two chunks and a remainder, packed documents with an empty one, states in and out, unequal widths, both kinds of saving.
+The recurrence: two chunks and a remainder, packed documents with an empty one, states in and out, unequal widths, both
+kinds of saving. The operators around it: with and without documents, and with and without the value residual.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import torch
 from cdrmix import ops
 
 WIDTHS = ((64, 64), (32, 32), (128, 128), (32, 64), (128, 64))  # of keys and values
+EQUAL = [pair for pair in WIDTHS if pair[0] == pair[1]]
+DTYPES = (torch.bfloat16, torch.float32)
 SPLITS = ([0, 33, 33, 70], None)  # an empty document among three; one document a row
 
 
@@ -31,12 +34,16 @@ def main() -> int:
     os.environ["CDRMIX_BACKEND"] = "triton"
     torch.manual_seed(0)
     failed = 0
-    choices = itertools.product(WIDTHS[: arguments.widths], (torch.bfloat16, torch.float32), SPLITS, ("fast", "min"))
+    choices = itertools.product(WIDTHS[: arguments.widths], DTYPES, SPLITS, ("fast", "min"))
     for (key_width, value_width), dtype, split, save in choices:
         finite = once(torch.device(arguments.device), key_width, value_width, dtype, split, save)
         failed += not finite
         documents = "packed" if split else "one row"
         print(f"wkv7 K {key_width} V {value_width} {dtype} {documents} {save}: {'finite' if finite else 'NOT FINITE'}")
+    for (width, _), dtype, packed in itertools.product(EQUAL[: arguments.widths], DTYPES, (True, False)):
+        finite = around(torch.device(arguments.device), width, dtype, packed)
+        failed += not finite
+        print(f"time mix K {width} {dtype} {'packed' if packed else 'one row'}: {'finite' if finite else 'NOT FINITE'}")
     return 1 if failed else 0
 
 
@@ -62,6 +69,39 @@ def once(
     token = [x.detach()[:, -1] for x in inputs]
     step, after = ops.wkv7_step(*token, last.detach()[-1:])
     return all(bool(x.isfinite().all()) for x in (y, last, *gradients, step, after))
+
+
+def around(device: torch.device, head_size: int, dtype: torch.dtype, packed: bool) -> bool:
+    """The operators before and after the recurrence with every gradient; whether all values are finite.
+
+    packed: documents and a carried token, and the value residual; else neither.
+    """
+    batch, tokens, heads = 2, 35, 3
+    width = heads * head_size
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=device).to(dtype).requires_grad_()
+
+    def channels() -> torch.Tensor:
+        return torch.randn(width, device=device, requires_grad=True)
+
+    x, mixes, last = normal(batch, tokens, width), torch.rand(6, width, device=device, requires_grad=True), None
+    starts, residual = None, (None, None, None)
+    if packed:
+        last, starts = normal(batch, width), torch.arange(tokens, device=device).expand(batch, -1) % 9 == 4
+        residual = (normal(batch, tokens, width), normal(batch, tokens, width), channels())
+    streams = ops.time_mix_streams(x, mixes, last, starts)
+    v_first, v_gate, v0 = residual
+    parameters = [channels() for _ in range(6)]
+    k, decay, rate, v = streams[:4]
+    keys = ops.time_mix_keys(k, decay, rate, v, v_first, v_gate, *parameters[:2], v0, *parameters[2:4], head_size)
+    y, r_k = normal(batch, tokens, heads, head_size), torch.randn(heads, head_size, device=device, requires_grad=True)
+    r = streams[4].view(y.shape)
+    output = ops.time_mix_output(y, r, keys[1], keys[4], streams[5], r_k, *parameters[4:])
+    leaves = [leaf for leaf in (x, mixes, last, *residual, *parameters, y, r_k) if leaf is not None]
+    total = sum(one.float().sum() for one in (output, *keys[:1], *keys[2:4]))
+    assert isinstance(total, torch.Tensor)
+    return all(bool(one.isfinite().all()) for one in (output, *keys, *torch.autograd.grad(total, leaves)))
 
 
 if __name__ == "__main__":
