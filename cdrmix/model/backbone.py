@@ -90,6 +90,10 @@ class LanguageModel(nn.Module):
         """
         if state is not None and cu_seqlens is not None:
             raise ValueError("pass either cu_seqlens (packed documents) or state (one continued document a row)")
+        if return_state and cu_seqlens is not None:
+            raise ValueError(
+                "return_state is for one document a row; of packed documents (cu_seqlens) none is continued"
+            )
         batch, length = ids_BT.shape
         places = place_tokens(self.config, batch, length, cu_seqlens, _past(state), ids_BT.device, attends=self.attends)
         x = self.embedding_norm(self.embedding(ids_BT))
@@ -99,10 +103,11 @@ class LanguageModel(nn.Module):
         for layer, block in enumerate(self.blocks):
             carried = state[layer] if state else None
             if self.activation_checkpointing and torch.is_grad_enabled():
-                x, v_first, after, routed = checkpoint(block, x, v_first, places, carried, use_reentrant=False)
+                arguments = (x, v_first, places, carried, return_state)
+                x, v_first, after, routed = checkpoint(block, *arguments, use_reentrant=False)
             else:
-                x, v_first, after, routed = block(x, v_first, places, carried)
-            if return_state:
+                x, v_first, after, routed = block(x, v_first, places, carried, return_state)
+            if after is not None:
                 states.append(after)
             if routed is not None:
                 reports.append(routed)

@@ -68,19 +68,25 @@ class Block(nn.Module):
         )
 
     def forward(
-        self, x: Tensor, v_first: Tensor | None, places: Places, state: BlockState | None
-    ) -> tuple[Tensor, Tensor | None, BlockState, Routed | None]:
-        """x [B, T, D] -> x after the block, the first time-mix block's values, the state, the router's report."""
+        self,
+        x: Tensor,
+        v_first: Tensor | None,
+        places: Places,
+        state: BlockState | None,
+        return_state: bool,
+    ) -> tuple[Tensor, Tensor | None, BlockState | None, Routed | None]:
+        """x [B, T, D] -> x after the block, the first time-mix block's values, the state if wanted, the report."""
         normed = self.mixer_norm(x)
         carried = state.mixer if state else None
-        mixed: AttentionState | TimeMixState
+        mixed: AttentionState | TimeMixState | None
         if isinstance(self.mixer, Attention):
             assert carried is None or isinstance(carried, AttentionState)
             y, mixed = self.mixer(normed, places.angles, places.mask, carried)
         else:
             assert carried is None or isinstance(carried, TimeMixState)
-            y, v_first, mixed = self.mixer(normed, v_first, places.starts_BT1, places.cu_seqlens, carried)
+            y, v_first, mixed = self.mixer(normed, v_first, places.starts_BT1, places.cu_seqlens, carried, return_state)
         x = x + y
         last_BD = state.feed_forward_BD if state else None
         y, last_BD, routed = self.feed_forward(self.feed_forward_norm(x), places.starts_BT1, last_BD)
-        return x + y, v_first, BlockState(mixed, last_BD), routed
+        after = BlockState(mixed, last_BD) if return_state and mixed is not None else None
+        return x + y, v_first, after, routed

@@ -7,13 +7,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from cdrmix import ops
 from cdrmix.config.schema import Model
 from cdrmix.model.layers import linear
-
-GROUP_NORM_EPS = 64e-5  # 1e-5 times head_size_divisor^2 = 64 in the release
 
 
 class TimeMixState(NamedTuple):
@@ -67,7 +64,7 @@ class TimeMix(nn.Module):
         self.key = linear(width, width, 0.05 * scale)
         self.value = linear(width, width, 0.5 * scale)
         self.output = linear(width, width, 0.0)
-        self.ln_x = nn.GroupNorm(self.heads, width, eps=GROUP_NORM_EPS)
+        self.ln_x = nn.GroupNorm(self.heads, width, eps=ops.GROUP_NORM_EPS)
         nn.init.constant_(self.ln_x.weight, ((1 + layer) / config.layers) ** 0.7)
 
     def forward(
@@ -77,38 +74,39 @@ class TimeMix(nn.Module):
         starts: Tensor | None,
         cu_seqlens: Tensor | None,
         state: TimeMixState | None,
-    ) -> tuple[Tensor, Tensor, TimeMixState]:
-        """x [B, T, D] (normed) -> output [B, T, D], the first time-mix block's values, the state."""
-        batch, length, width = x.shape
-        by_head = (batch, length, self.heads, self.head_size)
-        shift = ops.token_shift(x, state.last_BD if state else None, starts) - x
-        r = self.receptance(torch.addcmul(x, shift, self.x_r))
-        k = self.key(torch.addcmul(x, shift, self.x_k))
-        x_v = torch.addcmul(x, shift, self.x_v)
-        v = self.value(x_v)
-        decay = self.w0 + torch.tanh(torch.addcmul(x, shift, self.x_w) @ self.w1) @ self.w2
-        log_w = -math.exp(-0.5) * torch.sigmoid(decay.float() if decay.dtype != torch.float64 else decay)
-        a = torch.sigmoid(self.a0 + torch.addcmul(x, shift, self.x_a) @ self.a1 @ self.a2)
-        gate = torch.sigmoid(torch.addcmul(x, shift, self.x_g) @ self.g1) @ self.g2
-        if v_first is None:
-            v_first = v
-        elif not self.first_layer:
-            v = torch.lerp(v, v_first, torch.sigmoid(self.v0 + x_v @ self.v1 @ self.v2).to(v.dtype))
-        removal_key = functional.normalize((k * self.k_k).view(by_head), dim=-1, eps=1e-12)
-        k = k * (1 + (a - 1) * self.k_a)
-        r, k, v, a = (t.view(by_head) for t in (r, k, v, a))
-        y, wkv = ops.wkv7(
-            r,
-            log_w.view(by_head),
-            k,
-            v,
-            -removal_key,
-            removal_key * a,
-            state=state.wkv_BHVK if state else None,
-            cu_seqlens=cu_seqlens,
-            return_state=True,
+        return_state: bool = True,
+    ) -> tuple[Tensor, Tensor, TimeMixState | None]:
+        """x [B, T, D] (normed) -> output [B, T, D], the first time-mix block's values [B, T, D], the state if wanted.
+
+        starts: bool [B, T, 1], where documents start inside rows.
+        """
+        batch, length, _ = x.shape
+        x_r, x_w, x_k, x_v, x_a, x_g = ops.time_mix_streams(
+            x,
+            torch.stack([self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g]),
+            state.last_BD if state else None,
+            None if starts is None else starts.squeeze(-1),
         )
-        assert wkv is not None
-        y = self.ln_x(y.reshape(batch * length, width)).view(batch, length, width)
-        bonus = (r * k * self.r_k).sum(-1, keepdim=True) * v
-        return self.output((y + bonus.view(batch, length, width)) * gate), v_first, TimeMixState(x[:, -1], wkv)
+        r = self.receptance(x_r).view(batch, length, self.heads, self.head_size)
+        k = self.key(x_k)
+        value = self.value(x_v)
+        decay = torch.tanh(x_w @ self.w1) @ self.w2
+        rate = x_a @ self.a1 @ self.a2
+        gate = torch.sigmoid(x_g @ self.g1) @ self.g2
+        v_gate = v0 = None
+        if v_first is not None:
+            v_gate, v0 = x_v @ self.v1 @ self.v2, self.v0
+        log_w, k, a, b, v = ops.time_mix_keys(
+            k, decay, rate, value, v_first, v_gate, self.w0, self.a0, v0, self.k_k, self.k_a, self.head_size
+        )
+        last: Tensor | None
+        if length == 1 and state is not None and cu_seqlens is None and not torch.is_grad_enabled():
+            r_t, log_w_t, k_t, v_t, a_t, b_t = (t.squeeze(1) for t in (r, log_w, k, v, a, b))
+            token, last = ops.wkv7_step(r_t, log_w_t, k_t, v_t, a_t, b_t, state.wkv_BHVK)
+            y = token.unsqueeze(1)
+        else:
+            carried = state.wkv_BHVK if state else None
+            y, last = ops.wkv7(r, log_w, k, v, a, b, state=carried, cu_seqlens=cu_seqlens, return_state=return_state)
+        mixed = ops.time_mix_output(y, r, k, v, gate, self.r_k, self.ln_x.weight, self.ln_x.bias, self.ln_x.eps)
+        after = TimeMixState(x[:, -1], last) if return_state and last is not None else None
+        return self.output(mixed), value if v_first is None else v_first, after

@@ -16,9 +16,10 @@ from cdrmix.ops.backend import backend
 from cdrmix.ops.experts import moe_experts, route_topk
 from cdrmix.ops.loss import linear_cross_entropy
 from cdrmix.ops.recurrence import wkv7, wkv7_step
-from cdrmix.ops.time_mix import time_mix_keys, time_mix_output, time_mix_streams
+from cdrmix.ops.time_mix import GROUP_NORM_EPS, time_mix_keys, time_mix_output, time_mix_streams
 
 __all__ = [
+    "GROUP_NORM_EPS",
     "OPS",
     "Routing",
     "backend",
