@@ -386,8 +386,9 @@ def _keep_output(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate_output(ctx: Any, dout: Tensor) -> Gradients:
-    *gradients, sums = _output_backward(dout.contiguous(), *ctx.saved_tensors, ctx.eps)
-    return *_wanted(ctx, _like([*gradients, *sums], ctx.saved_tensors)), None
+    inputs = ctx.saved_tensors  # once: activation checkpointing hands them out a single time
+    *gradients, sums = _output_backward(dout.contiguous(), *inputs, ctx.eps)
+    return *_wanted(ctx, _like([*gradients, *sums], inputs)), None
 
 
 _output.register_autograd(_differentiate_output, setup_context=_keep_output)

@@ -16,6 +16,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from cdrmix import ops
 from cdrmix.kernels import reference_time_mix as reference
@@ -317,6 +318,19 @@ def test_autocast_gives_streams_in_its_dtype() -> None:
     for stream, exact in zip(streams, reference.time_mix_streams(x, mixes), strict=True):
         assert stream.dtype == torch.bfloat16
         torch.testing.assert_close(stream, exact.bfloat16(), rtol=2**-8, atol=0)
+
+
+def test_activation_checkpointing_gives_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hands saved tensors out once, so that a backward pass may look at them once."""
+    monkeypatch.setenv("CDRMIX_BACKEND", "cpu")
+    for name, tensors in every(1, 5, 1, 32)[3:]:
+        leaves = [x.requires_grad_() for x in tensors.values() if x is not None and x.is_floating_point()]
+        results = []
+        for again in (False, True):
+            arguments = (ops, name, tensors, 32)
+            outputs = checkpoint(call, *arguments, use_reentrant=False) if again else call(*arguments)
+            results.append(torch.autograd.grad(sum(y.square().sum() for y in outputs), leaves))  # type: ignore[arg-type]
+        assert all(torch.equal(left, right) for left, right in zip(*results, strict=True))
 
 
 def test_torch_library_accepts_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
