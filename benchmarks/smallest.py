@@ -66,8 +66,8 @@ def once(
     y, last = ops.wkv7(*inputs, state=state, cu_seqlens=cu_seqlens, return_state=True, save=save)
     assert last is not None
     gradients = torch.autograd.grad((y.float().sum(), last.square().sum()), [*inputs, state])
-    token = [x.detach()[:, -1] for x in inputs]
-    step, after = ops.wkv7_step(*token, last.detach()[-1:])
+    r, log_w, k, v, a, b = (x.detach()[:, -1] for x in inputs)
+    step, after = ops.wkv7_step(r, log_w, k, v, a, b, last.detach()[-1:])
     return all(bool(x.isfinite().all()) for x in (y, last, *gradients, step, after))
 
 
@@ -86,19 +86,18 @@ def around(device: torch.device, head_size: int, dtype: torch.dtype, packed: boo
         return torch.randn(width, device=device, requires_grad=True)
 
     x, mixes, last = normal(batch, tokens, width), torch.rand(6, width, device=device, requires_grad=True), None
-    starts, residual = None, (None, None, None)
+    starts, v_first, v_gate, v0 = None, None, None, None
     if packed:
         last, starts = normal(batch, width), torch.arange(tokens, device=device).expand(batch, -1) % 9 == 4
-        residual = (normal(batch, tokens, width), normal(batch, tokens, width), channels())
+        v_first, v_gate, v0 = normal(batch, tokens, width), normal(batch, tokens, width), channels()
     streams = ops.time_mix_streams(x, mixes, last, starts)
-    v_first, v_gate, v0 = residual
-    parameters = [channels() for _ in range(6)]
+    w0, a0, k_k, k_a, weight, bias = parameters = [channels() for _ in range(6)]
     k, decay, rate, v = streams[:4]
-    keys = ops.time_mix_keys(k, decay, rate, v, v_first, v_gate, *parameters[:2], v0, *parameters[2:4], head_size)
+    keys = ops.time_mix_keys(k, decay, rate, v, v_first, v_gate, w0, a0, v0, k_k, k_a, head_size)
     y, r_k = normal(batch, tokens, heads, head_size), torch.randn(heads, head_size, device=device, requires_grad=True)
     r = streams[4].view(y.shape)
-    output = ops.time_mix_output(y, r, keys[1], keys[4], streams[5], r_k, *parameters[4:])
-    leaves = [leaf for leaf in (x, mixes, last, *residual, *parameters, y, r_k) if leaf is not None]
+    output = ops.time_mix_output(y, r, keys[1], keys[4], streams[5], r_k, weight, bias)
+    leaves = [leaf for leaf in (x, mixes, last, v_first, v_gate, v0, *parameters, y, r_k) if leaf is not None]
     total = sum(one.float().sum() for one in (output, *keys[:1], *keys[2:4]))
     assert isinstance(total, torch.Tensor)
     return all(bool(one.isfinite().all()) for one in (output, *keys, *torch.autograd.grad(total, leaves)))

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import machine
 import torch
@@ -132,13 +133,11 @@ def least_work(shape: Shape, part: str, element: int) -> tuple[int, int]:
     return tokens_heads * moved, tokens_heads * computed
 
 
-def roofline(
-    shape: Shape, part: str, dtype: torch.dtype, device: torch.device, milliseconds: float
-) -> dict[str, object]:
+def roofline(shape: Shape, part: str, dtype: torch.dtype, device: torch.device, milliseconds: float) -> dict[str, Any]:
     """The floor of the time and the share of it reached: by the vendor's rates where known, and by measured ones."""
     moved, computed = least_work(shape, part, dtype.itemsize)
     measured, stated = machine.measured_rates(device), machine.datasheet(device)
-    found: dict[str, object] = {"least_bytes": moved, "flops": computed}
+    found: dict[str, Any] = {"least_bytes": moved, "flops": computed}
     for name, rates in {"datasheet": stated, "measured": measured}.items():
         if rates is None:
             continue
@@ -160,7 +159,7 @@ def measure(shape: Shape, part: str, options: Options) -> Result:
     problem = make_problem(shape, part, device, dtype)
     candidates, absent = implementations(device.type, shape.length, shape.width, shape.packed)
     runners: dict[str, Runner] = {}
-    found: dict[str, dict[str, object]] = {}
+    found: dict[str, dict[str, Any]] = {}
     deadline = time.monotonic() + options.seconds
     for who, implementation in candidates.items():
         if who != OURS and any(part_of in who for part_of in options.without):
@@ -222,13 +221,13 @@ def backend_of(x: Tensor) -> str:
     return "triton, interpreted" if found == "triton" and os.environ.get("TRITON_INTERPRET") == "1" else found
 
 
-def weigh(runner: Runner, shape: Shape, who: str) -> dict[str, object]:
+def weigh(runner: Runner, shape: Shape, who: str) -> dict[str, Any]:
     """Seconds of the first run, errors, bytes kept between the passes, and peak bytes: of everything but timing."""
     begun = time.perf_counter()
     runner.run()
     if runner.inputs[0].is_cuda:
         torch.cuda.synchronize()
-    found: dict[str, object] = {"first_run_seconds": time.perf_counter() - begun, "errors": runner.errors()}
+    found: dict[str, Any] = {"first_run_seconds": time.perf_counter() - begun, "errors": runner.errors()}
     if runner.inputs[0].is_cuda:
         found["peak_bytes"] = peak_on_gpu(runner.run, runner.inputs[0].device)
     else:
@@ -241,8 +240,8 @@ def weigh(runner: Runner, shape: Shape, who: str) -> dict[str, object]:
 def figures(
     samples: dict[str, list[float]],
     medians: dict[str, float],
-    found: dict[str, dict[str, object]],
-    bound: dict[str, object],
+    found: dict[str, dict[str, Any]],
+    bound: dict[str, Any],
     input_bytes: int,
 ) -> dict[str, float]:
     """What targets are set for. A figure of a peer that was not measured is not there."""
