@@ -40,7 +40,7 @@ def time_mix_streams(
         found = f"{starts_BT.dtype} {list(starts_BT.shape)}"
         raise ValueError(f"time_mix_streams: starts_BT must be bool [{batch}, {length}]; found {found}")
     dtype = compute_dtype(x_BTD)
-    if backend(x_BTD) == "reference":
+    if _plain(x_BTD):
         with torch.autocast(x_BTD.device.type, enabled=False):
             streams = reference.time_mix_streams(x_BTD, mixes_6D, last_BD, starts_BT)
             r, w, k, v, a, g = (stream.to(dtype) for stream in streams)
@@ -87,7 +87,7 @@ def time_mix_keys(
     for name, x in tokens.items():
         if x is not None and x.dtype != k.dtype:
             raise ValueError(f"time_mix_keys: {name} is {x.dtype}, but k is {k.dtype}: one dtype for all [B, T, D]")
-    if backend(k) == "reference":
+    if _plain(k):
         with torch.autocast(k.device.type, enabled=False):
             return reference.time_mix_keys(k, decay, rate, v, v_first, v_gate, w0, a0, v0, k_k, k_a, head_size)
     read = v if v_first is not None else k  # k stands for what the kernels do not look at
@@ -121,7 +121,7 @@ def time_mix_output(
     shapes |= {"r_k": (r_k, (heads, head_size)), "weight": (weight, (width,)), "bias": (bias, (width,))}
     _check("time_mix_output", y, shapes, head_size)
     inputs = (y, r, k, v, gate, r_k, weight, bias)
-    if backend(y) == "reference":
+    if _plain(y):
         with torch.autocast(y.device.type, enabled=False):
             return reference.time_mix_output(*inputs, eps)
     return _output(*_dense(*inputs), eps)
@@ -153,6 +153,12 @@ def _check(op: str, first: Tensor, shapes: Mapping[str, tuple[Tensor | None, tup
         raise ValueError(f"{op}: width {width}; the GPU's kernels need a multiple of {HEAD_SIZES[0]}")
     if op != "time_mix_streams" and head_size not in HEAD_SIZES:
         raise ValueError(f"{op}: head size {head_size}; the GPU's kernels have {HEAD_SIZES}")
+
+
+def _plain(x: Tensor) -> bool:
+    """Whether plain PyTorch serves a call: for one token on a CPU its few calls cost less than numba's arguments do."""
+    chosen = backend(x)
+    return chosen == "reference" or (chosen == "cpu" and x.shape[1] == 1 and not torch.is_grad_enabled())
 
 
 def _kernels(x: Tensor) -> ModuleType:
