@@ -12,7 +12,7 @@ float32 products). Operands hold |log_w| C / 2 < 80 (wkv7_chunk.py).
 
 Kept for the backward pass beside the inputs, an input being B T H K elements, at K = V:
     save="min"   h: K / C inputs. The maps are made again: one more pass over r, log_w, a, b.
-    save="fast"  h, R, P, T and gamma: (2 K + 2 / e) / C + C / K + 1 inputs, e = 2 bytes an element (4 in float32).
+    save="fast"  h, R, P, T and edges: (2 K + 2 / e) / C + C / K + 1 inputs, e = 2 bytes an element (4 in float32).
 at K = V = C = 64 in bfloat16 1 and 4.03 inputs. Both give the same bits. save="none" keeps nothing.
 """
 
@@ -37,7 +37,9 @@ KERNELS: dict[str, Any] = {
     "map_again": wkv7_chunk_map,  # without
     "forward": wkv7_state_forward,
     "backward": wkv7_state_backward,
-    "gradients": wkv7_chunk_gradients,
+    "gradients": wkv7_chunk_gradients,  # of all inputs
+    "gradients_v": wkv7_chunk_gradients,  # of v, and U and Z for
+    "gradients_k": wkv7_chunk_gradients,  # the others
     "token": wkv7_token,
 }
 SCANS = ("forward", "backward")  # a program a document, head and block of V; the others have one a chunk and head
@@ -45,11 +47,15 @@ SCANS = ("forward", "backward")  # a program a document, head and block of V; th
 
 @dataclass(frozen=True)
 class Launch:
-    """How a kernel is launched: warps a program, stages of its loads, and the columns of V it has at a time."""
+    """How a kernel is launched: warps a program, stages of its loads, and the widths it has at a time.
+
+    block: columns of V; of the gradients, columns of K while reading. block_write: of the gradients, while writing.
+    """
 
     num_warps: int
     num_stages: int
-    block_v: int
+    block: int
+    block_write: int = 0
 
 
 def chunk_sizes(dtype: torch.dtype, K: int, V: int) -> tuple[int, ...]:
@@ -63,19 +69,28 @@ def launch_of(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int
         return Launch(4, 2, 32)
     if kernel == "token":
         return Launch(4, 1, 32)
-    return Launch(8, 1, min(V, 64))
+    if kernel.startswith("gradients"):
+        return Launch(4, 1, min(K, 64), min(K, 64) if kernel == "gradients" else 32)
+    return Launch(4, 1, min(V, 64))
 
 
 def constants(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int, launch: Launch) -> dict[str, Any]:
     """The compile-time arguments of a kernel."""
-    found: dict[str, Any] = {"K": K, "V": V, "BLOCK_V": launch.block_v}
+    found: dict[str, Any] = {"K": K, "V": V}
+    if kernel.startswith("gradients"):
+        found |= {"BLOCK_READ": launch.block, "BLOCK_WRITE": launch.block_write}
+        found |= {"VALUES": kernel != "gradients_k", "KEYS": kernel != "gradients_v"}
+    else:
+        found["BLOCK_V"] = launch.block
     if kernel == "token":
         return found
     exact = "ieee" if arch == "gfx942" else "tf32x3"
     precision = exact if dtype == torch.float32 or arch == "gfx942" else "tf32"
     found |= {"C": C, "PRECISION": precision}
+    if kernel not in SCANS:
+        found["SUMS"] = exact
     if kernel in ("map", "map_again"):
-        found |= {"VALUES": kernel == "map", "INVERSE": precision}
+        found["VALUES"] = kernel == "map"
     return found
 
 
@@ -97,8 +112,8 @@ class Problem:
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.operand, device=self.device)
 
-    def empty_gamma(self) -> Tensor:
-        return self.empty(self.slots, self.H, self.K, dtype=torch.float32)
+    def empty_edges(self) -> Tensor:
+        return self.empty(self.slots, self.H, 2, self.K, dtype=torch.float32)
 
     def table(self) -> Tensor:
         """First token and document's end of every chunk slot: int64 [slots, 2], the first -1 where it is unused.
@@ -119,7 +134,9 @@ class Problem:
     def launch(self, kernel: str, tensors: tuple[Tensor, ...], *flags: bool) -> None:
         arch = architecture(self.device)
         launch = launch_of(kernel, arch, self.dtype, self.K, self.V, self.C)
-        programs = self.N * self.H * (self.V // launch.block_v) if kernel in SCANS else self.slots * self.H
+        programs = self.N * self.H * (self.V // launch.block) if kernel in SCANS else self.slots * self.H
+        if kernel == "gradients_k":
+            programs *= self.K // launch.block_write
         # A launch goes to the current device.
         with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
             KERNELS[kernel][(programs,)](
@@ -162,7 +179,7 @@ def wkv7_saved_shapes(
     shapes: list[tuple[tuple[int, ...], torch.dtype]] = [((slots, H, K, V), operand)]
     if save == "fast":
         shapes += [((slots, H, *size), operand) for size in ((K, K), (C, K), (C, C))]
-        shapes.append(((slots, H, K), torch.float32))
+        shapes.append(((slots, H, 2, K), torch.float32))
     return [*shapes, ((slots, 2), torch.int64)] if packed else shapes
 
 
@@ -180,21 +197,21 @@ def wkv7_forward(
     save: str,
     return_state: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """y, the last states ([0] unless wanted), and what the backward pass needs: h, R, P, T, gamma, the chunk table."""
+    """y, the last states ([0] unless wanted), and what the backward pass needs: h, R, P, T, edges, the chunk table."""
     x = Problem(r, v, cu_seqlens, chunk)
     table = x.table()
     y = torch.empty_like(v)
     Y = y if y.dtype == x.operand else torch.empty_like(v, dtype=x.operand)
-    R, P, gamma = x.empty(x.slots, x.H, x.K, x.K), x.empty(x.slots, x.H, x.C, x.K), x.empty_gamma()
+    R, P, edges = x.empty(x.slots, x.H, x.K, x.K), x.empty(x.slots, x.H, x.C, x.K), x.empty_edges()
     Q = x.empty(x.slots, x.H, x.K, x.V)
     T = x.empty(x.slots, x.H, x.C, x.C) if save == "fast" else R
-    x.launch("map", (r, log_w, k, v, a, b, table, R, Q, P, Y, T, gamma), save == "fast")
+    x.launch("map", (r, log_w, k, v, a, b, table, R, Q, P, Y, T, edges), save == "fast")
     h = torch.empty_like(Q) if save != "none" else Q
     last = x.empty(*((x.N, x.H, x.V, x.K) if return_state else (0,)), dtype=torch.float32)
     start = last if state is None else state
     flags = state is not None, save != "none", return_state
-    x.launch("forward", (R, Q, P, Y, gamma, start, x.cu_seqlens, h, y, last), *flags)
-    saved = {"none": [], "min": [h], "fast": [h, R, P, T, gamma]}[save]
+    x.launch("forward", (R, Q, P, Y, edges, start, x.cu_seqlens, h, y, last), *flags)
+    saved = {"none": [], "min": [h], "fast": [h, R, P, T, edges]}[save]
     return y, last, [*saved, table] if x.packed and saved else saved
 
 
@@ -218,18 +235,24 @@ def wkv7_backward(
     x = Problem(r, v, cu_seqlens, chunk)
     h, table = saved[0], saved[-1] if x.packed else x.cu_seqlens
     if save == "fast":
-        R, P, T, gamma = saved[1:5]
+        R, P, T, edges = saved[1:5]
     else:
-        R, P, gamma = x.empty(x.slots, x.H, x.K, x.K), x.empty(x.slots, x.H, x.C, x.K), x.empty_gamma()
+        R, P, edges = x.empty(x.slots, x.H, x.K, x.K), x.empty(x.slots, x.H, x.C, x.K), x.empty_edges()
         T = x.empty(x.slots, x.H, x.C, x.C)
-        x.launch("map_again", (r, log_w, k, v, a, b, table, R, R, P, P, T, gamma), True)
+        x.launch("map_again", (r, log_w, k, v, a, b, table, R, R, P, P, T, edges), True)
     dh = torch.empty_like(h)
     nothing = x.empty(0, dtype=torch.float32)
     dstate = nothing if state is None else torch.empty_like(state)
     flags = dlast is not None, state is not None
-    x.launch("backward", (R, P, gamma, dy, nothing if dlast is None else dlast, x.cu_seqlens, dh, dstate), *flags)
+    x.launch("backward", (R, P, edges, dy, nothing if dlast is None else dlast, x.cu_seqlens, dh, dstate), *flags)
     gradients = tuple(torch.empty_like(z) for z in (r, log_w, k, v, a, b))
-    x.launch("gradients", (dy, r, log_w, k, v, a, b, table, h, dh, T, *gradients))
+    inputs = dy, r, log_w, k, v, a, b, table, h, dh, T, edges
+    if x.C == 64:
+        U, Z = torch.empty_like(v, dtype=x.operand), torch.empty_like(v, dtype=x.operand)
+        x.launch("gradients_v", (*inputs, U, Z, *gradients))
+        x.launch("gradients_k", (*inputs, U, Z, *gradients))
+    else:
+        x.launch("gradients", (*inputs, T, T, *gradients))
     return *gradients, dstate
 
 
@@ -243,7 +266,7 @@ def wkv7_step(
     arch = architecture(r.device)
     launch = launch_of("token", arch, r.dtype, K, V, 0)
     with torch.cuda.device(r.device) if r.device.type == "cuda" else contextlib.nullcontext():
-        wkv7_token[(B * H * (V // launch.block_v),)](
+        wkv7_token[(B * H * (V // launch.block),)](
             *(r, log_w, k, v, a, b, state, y, new),
             **constants("token", arch, r.dtype, K, V, 0, launch),
             num_warps=launch.num_warps,
@@ -257,13 +280,16 @@ def build(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int, la
     own, operand = NAMES[dtype], NAMES[operand_dtype(dtype)]
     arguments = KERNELS[kernel].arg_names
     tensors = dict.fromkeys(("r", "k", "v", "a", "b", "y", "dy", "dr", "dk", "dv", "da", "db"), own)
-    tensors |= dict.fromkeys(("R", "Q", "P", "Y", "T", "h", "dh"), operand) | {"table": "i64", "cu_seqlens": "i64"}
-    tensors |= dict.fromkeys(("log_w", "dlog_w", "gamma", "state", "new", "last", "dlast", "dstate"), "fp32")
+    tensors |= dict.fromkeys(("R", "Q", "P", "Y", "T", "h", "dh", "U", "Z"), operand) | {
+        "table": "i64",
+        "cu_seqlens": "i64",
+    }
+    tensors |= dict.fromkeys(("log_w", "dlog_w", "edges", "state", "new", "last", "dlast", "dstate"), "fp32")
     numbers = ("length", "per_row", "heads", "has_state", "save_h", "want_last", "has_dlast", "save_T")
     known = {name: f"*{kind}" for name, kind in tensors.items()} | dict.fromkeys(numbers, "i32")
     B, T, H = 8, 4096, 2048 // K
     size, wide = dtype.itemsize, operand_dtype(dtype).itemsize
-    blocks = V // launch.block_v
+    blocks = V // launch.block
     loops = (blocks,) if blocks > 1 else ()
     if kernel == "token":
         programs, flops, moved, loops = B * H * blocks, 7 * K * V, 8 * K * V + (4 * K + 2 * V) * size + 4 * K, ()
@@ -271,6 +297,8 @@ def build(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int, la
     else:
         chunks = B * H * T // C
         programs = B * H * blocks if kernel in SCANS else chunks
+        if kernel == "gradients_k":
+            programs *= K // launch.block_write
         levels = 2 * (C.bit_length() - 2)
         # Multiply-adds of a chunk in units of C C K, C C V, C K V, C K K, K K V, C C C; elements in, by tensor.
         counts = {
@@ -278,11 +306,13 @@ def build(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int, la
             "map_again": (4, 0, 0, 1, 0, levels),
             "forward": (0, 0, 1, 0, 1, 0),
             "backward": (0, 0, 1, 0, 1, 0),
-            "gradients": (3 + 8 * blocks, 10, 7, 0, 0, 0),
+            "gradients": (13 + 2 * (V // K), 12, 7, 0, 0, 0),
+            "gradients_v": (3, 6, 3, 0, 0, 0),
+            "gradients_k": (12, 4 * (K // launch.block_write), 4, 0, 0, 0),
         }[kernel]
         units = (C * C * K, C * C * V, C * K * V, C * K * K, K * K * V, C**3)
         flops = 2 * chunks * sum(count * unit for count, unit in zip(counts, units, strict=True))
-        maps = (K * K + C * K) * wide + 4 * K
+        maps = (K * K + C * K) * wide + 8 * K
         moved = (
             chunks
             * {
@@ -291,6 +321,8 @@ def build(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int, la
                 "forward": maps + (2 * K * V + C * V) * wide + C * V * size,
                 "backward": maps + K * V * wide + C * V * size,
                 "gradients": C * (8 * K + 3 * V) * size + 8 * C * K + (2 * K * V + C * C) * wide,
+                "gradients_v": C * (4 * K + 3 * V) * size + 4 * C * K + (2 * K * V + C * C + 2 * C * V) * wide,
+                "gradients_k": C * (8 * K + 2 * V) * size + 8 * C * K + (2 * K * V + 2 * C * V) * wide,
             }[kernel]
         )
         if kernel in SCANS:

@@ -57,27 +57,53 @@ def store_tokens(tensor, rows, columns, stride, inside, x):
 
 
 @triton.jit
-def unit_lower_inverse(A, C: tl.constexpr, PRECISION: tl.constexpr):
+def sums(signs, x, operand: tl.constexpr, SUMS: tl.constexpr):
+    """signs @ x for signs of 0, 1 and -1, to 16 bits beside bfloat16 operands (two products), else to 22 or more."""
+    if operand == tl.bfloat16:
+        high = narrow(x, operand)
+        low = narrow(x - high.to(tl.float32), operand)
+        signs = signs.to(operand)
+        total = dot_add(signs, high, dot(signs, low, SUMS), SUMS)
+    else:
+        total = dot(signs, x, SUMS)
+    return total
+
+
+@triton.jit
+def decays(log_w, rows, keys, stride, inside, C: tl.constexpr, operand: tl.constexpr, SUMS: tl.constexpr):
+    """log_w [C, K] in float32 of the chunk that log_w points to, and its inclusive sums g - m from the middle.
+
+    Sums over tokens are products with a matrix of 0, 1 and -1: a scan over rows costs 5 times the instructions.
+    """
+    w = load_tokens(log_w, rows, keys, stride, inside)
+    before, middle = rows[None, :] <= rows[:, None], rows[None, :] < C // 2
+    return w, sums(tl.where(before & ~middle, 1.0, tl.where(~before & middle, -1.0, 0.0)), w, operand, SUMS)
+
+
+@triton.jit
+def unit_lower_inverse(A, C: tl.constexpr, operand: tl.constexpr, PRECISION: tl.constexpr):
     """(I - A)^-1 of strictly lower triangular A [C, C], float32, by doubling the size of inverted diagonal blocks.
 
     With X and Y inverted and A_yx below and left of them, [[X, 0], [Y A_yx X, Y]] is the next inverse, which for all
-    blocks of a size at once is T + T L T with L the A_yx alone. 2 (log2 C - 1) products; 16-blocks as Neumann series
-    take as many, and their powers cancel up to binomial(15, 7) = 6435 times.
+    blocks of a size at once is T + T L T with L the A_yx alone: 2 (log2 C - 1) products. Neumann series of 16-blocks
+    would take as many, with powers that cancel up to binomial(15, 7) = 6435 times.
     """
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     T = tl.where(i // 2 == j // 2, A, 0.0) + tl.where(i == j, 1.0, 0.0)
     for level in tl.static_range(1, 6):
         if (2 << level) <= C:
             L = tl.where(((i >> level) != (j >> level)) & ((i >> (level + 1)) == (j >> (level + 1))), A, 0.0)
-            T = dot_add(T, dot(L, T, PRECISION), T, PRECISION)
+            T_operand = narrow(T, operand)
+            right = narrow(dot(narrow(L, operand), T_operand, PRECISION), operand)
+            T = dot_add(T_operand, right, T, PRECISION)
     return T
 
 
 @triton.jit(do_not_specialize=["length", "per_row", "heads", "save_T"])
 def wkv7_chunk_map(
-    r, log_w, k, v, a, b, table, R, Q, P, Y, T, gamma, length, per_row, heads, save_T,
+    r, log_w, k, v, a, b, table, R, Q, P, Y, T, edges, length, per_row, heads, save_T,
     C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, VALUES: tl.constexpr,
-    PRECISION: tl.constexpr, INVERSE: tl.constexpr,
+    PRECISION: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """The maps of one chunk and head: R [K, K], Q [K, V], P [C, K], Y [C, V], T [C, C], gamma = e^G [K].
 
@@ -94,33 +120,32 @@ def wkv7_chunk_map(
     token = (start * heads + head) * K
     chunk = slot.to(tl.int64) * heads + head
 
-    w = load_tokens(log_w + token, rows, keys, stride, inside)
-    g = tl.cumsum(w, 0)
-    middle = tl.sum(tl.where(rows[:, None] == C // 2 - 1, g, 0.0), 0)
-    total = tl.sum(tl.where(rows[:, None] == C - 1, g, 0.0), 0)
-    g -= middle[None, :]
-    tl.store(gamma + chunk * K + keys, tl.exp(total))
+    w, g = decays(log_w + token, rows, keys, stride, inside, C, operand, SUMS)
+    enter = tl.exp(tl.sum(tl.where(rows[:, None] < C // 2, w, 0.0), 0))
+    leave = tl.exp(tl.sum(tl.where(rows[:, None] < C // 2, 0.0, w), 0))
+    tl.store(edges + chunk * 2 * K + keys, enter)
+    tl.store(edges + chunk * 2 * K + K + keys, leave)
     aq = narrow(load_tokens(a + token, rows, keys, stride, inside) * tl.exp(g - w), operand)
     rq = narrow(load_tokens(r + token, rows, keys, stride, inside) * tl.exp(g), operand)
     away = tl.exp(-g)
     bk = narrow(load_tokens(b + token, rows, keys, stride, inside) * away, operand)
+    if VALUES:
+        kk = narrow(load_tokens(k + token, rows, keys, stride, inside) * away, operand)
     inclusive, exclusive = rows[:, None] >= rows[None, :], rows[:, None] > rows[None, :]
 
     A_ab = tl.where(exclusive, dot(aq, tl.trans(bk), PRECISION), 0.0)
-    inverse = narrow(unit_lower_inverse(A_ab, C, INVERSE), operand)
+    inverse = narrow(unit_lower_inverse(A_ab, C, operand, PRECISION), operand)
     squares = rows[:, None] * C + rows[None, :]
     if save_T != 0:
         tl.store(T + chunk * C * C + squares, inverse)
     A_qb = narrow(tl.where(inclusive, dot(rq, tl.trans(bk), PRECISION), 0.0), operand)
     W = narrow(dot(inverse, aq, PRECISION), operand)
-    enter, leave = tl.exp(middle), tl.exp(total - middle)
     P_tile = dot_add(A_qb, W, rq.to(tl.float32), PRECISION) * enter[None, :]
     tl.store(P + chunk * C * K + rows[:, None] * K + keys[None, :], narrow(P_tile, operand))
     R_tile = dot(tl.trans(bk), W, PRECISION) * leave[:, None] * enter[None, :]
     tl.store(R + chunk * K * K + keys[:, None] * K + keys[None, :], narrow(R_tile, operand))
 
     if VALUES:
-        kk = narrow(load_tokens(k + token, rows, keys, stride, inside) * away, operand)
         A_qk = narrow(tl.where(inclusive, dot(rq, tl.trans(kk), PRECISION), 0.0), operand)
         A_ak = narrow(tl.where(exclusive, dot(aq, tl.trans(kk), PRECISION), 0.0), operand)
         for first in range(0, V, BLOCK_V):
@@ -135,8 +160,9 @@ def wkv7_chunk_map(
 
 @triton.jit(do_not_specialize=["length", "per_row", "heads"])
 def wkv7_chunk_gradients(
-    dy, r, log_w, k, v, a, b, table, h, dh, T, dr, dlog_w, dk, dv, da, db, length, per_row, heads,
-    C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+    dy, r, log_w, k, v, a, b, table, h, dh, T, edges, U, Z, dr, dlog_w, dk, dv, da, db, length, per_row, heads,
+    C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_READ: tl.constexpr, BLOCK_WRITE: tl.constexpr,
+    VALUES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """The gradients of one chunk's and head's inputs.
 
@@ -151,92 +177,119 @@ def wkv7_chunk_gradients(
     over the tokens before and not as a total minus the tokens after: it would cancel where the decay is strong. The
     log decay's gradient multiplies by the operands as the dots had them, rounded, or the cancelling halves differ.
     """
-    slot, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    blocks: tl.constexpr = 1 if VALUES else K // BLOCK_WRITE
+    slot, head = tl.program_id(0) // blocks // heads, tl.program_id(0) // blocks % heads
     start, end = span(table, slot, length, per_row, C)
     if start < 0:
         return
     operand: tl.constexpr = h.dtype.element_ty
-    rows, keys = tl.arange(0, C), tl.arange(0, K)
+    rows, values = tl.arange(0, C), tl.arange(0, V)
     inside = start + rows < end
-    stride = heads * K
-    token = (start * heads + head) * K
-    token_v = (start * heads + head) * V
+    stride, stride_v = heads * K, heads * V
+    token, token_v = (start * heads + head) * K, (start * heads + head) * V
     chunk = slot.to(tl.int64) * heads + head
+    transposed = values[:, None] + rows[None, :] * stride_v
 
-    w = load_tokens(log_w + token, rows, keys, stride, inside)
-    g = tl.cumsum(w, 0)
-    middle = tl.sum(tl.where(rows[:, None] == C // 2 - 1, g, 0.0), 0)
-    total = tl.sum(tl.where(rows[:, None] == C - 1, g, 0.0), 0)
-    g -= middle[None, :]
-    enter, leave = tl.exp(middle), tl.exp(total - middle)
-    aq = narrow(load_tokens(a + token, rows, keys, stride, inside) * tl.exp(g - w), operand)
-    rq = narrow(load_tokens(r + token, rows, keys, stride, inside) * tl.exp(g), operand)
-    away = tl.exp(-g)
-    kk = narrow(load_tokens(k + token, rows, keys, stride, inside) * away, operand)
-    bk = narrow(load_tokens(b + token, rows, keys, stride, inside) * away, operand)
-    inverse = tl.load(T + chunk * C * C + rows[:, None] * C + rows[None, :])
-    inclusive, exclusive = rows[:, None] >= rows[None, :], rows[:, None] > rows[None, :]
-    A_qk = narrow(tl.where(inclusive, dot(rq, tl.trans(kk), PRECISION), 0.0), operand)
-    A_qb = narrow(tl.where(inclusive, dot(rq, tl.trans(bk), PRECISION), 0.0), operand)
-    A_ak = narrow(tl.where(exclusive, dot(aq, tl.trans(kk), PRECISION), 0.0), operand)
-    inclusive_t, exclusive_t = rows[:, None] <= rows[None, :], rows[:, None] < rows[None, :]
+    if VALUES:
+        A_qk = tl.zeros([C, C], tl.float32)
+        A_qb = tl.zeros([C, C], tl.float32)
+        A_ak = tl.zeros([C, C], tl.float32)
+        U_tile = tl.zeros([C, V], tl.float32)
+        Z_t = tl.zeros([V, C], tl.float32)
+        dv_t = tl.zeros([V, C], tl.float32)
+        for first in range(0, K, BLOCK_READ):
+            keys = first + tl.arange(0, BLOCK_READ)
+            square = chunk * K * V + keys[:, None] * V + values[None, :]
+            enter, leave = tl.load(edges + chunk * 2 * K + keys), tl.load(edges + chunk * 2 * K + K + keys)
+            w, g = decays(log_w + token, rows, keys, stride, inside, C, operand, SUMS)
+            aq = load_tokens(a + token, rows, keys, stride, inside) * tl.exp(g - w)
+            U_tile = dot_add(narrow(aq * enter[None, :], operand), tl.load(h + square), U_tile, PRECISION)
+            aq = narrow(aq, operand)
+            rq = narrow(load_tokens(r + token, rows, keys, stride, inside) * tl.exp(g), operand)
+            dh_t = tl.trans(tl.load(dh + square))
+            away = tl.exp(-g)
+            x = load_tokens(k + token, rows, keys, stride, inside) * away
+            dv_t = dot_add(dh_t, tl.trans(narrow(x * leave[None, :], operand)), dv_t, PRECISION)
+            x = narrow(x, operand)
+            A_ak = dot_add(aq, tl.trans(x), A_ak, PRECISION)
+            A_qk = dot_add(rq, tl.trans(x), A_qk, PRECISION)
+            x = load_tokens(b + token, rows, keys, stride, inside) * away
+            Z_t = dot_add(dh_t, tl.trans(narrow(x * leave[None, :], operand)), Z_t, PRECISION)
+            A_qb = dot_add(rq, tl.trans(narrow(x, operand)), A_qb, PRECISION)
 
-    drq_t = tl.zeros([K, C], tl.float32)
-    daq_t = tl.zeros([K, C], tl.float32)
-    dkk = tl.zeros([C, K], tl.float32)
-    dbk = tl.zeros([C, K], tl.float32)
-    dk_leaving = tl.zeros([C, K], tl.float32)
-    db_leaving = tl.zeros([C, K], tl.float32)
-    through = tl.zeros([K], tl.float32)
-    for first in range(0, V, BLOCK_V):
-        values = first + tl.arange(0, BLOCK_V)
-        square = chunk * K * V + keys[:, None] * V + values[None, :]
-        v_tile = narrow(load_tokens(v + token_v, rows, values, heads * V, inside), operand)
-        dy_tile = narrow(load_tokens(dy + token_v, rows, values, heads * V, inside), operand)
-        h_tile = tl.load(h + square).to(tl.float32)
-        dh_tile = tl.load(dh + square).to(tl.float32)
-        through += tl.sum(h_tile * dh_tile, 1)
-        h_tile = narrow(h_tile * enter[:, None], operand)
-        dh_tile = narrow(dh_tile * leave[:, None], operand)
-        reads = dot_add(aq, h_tile, dot(A_ak, v_tile, PRECISION), PRECISION)
-        U = narrow(dot(inverse, narrow(reads, operand), PRECISION), operand)
-        dU_t = dot_add(tl.trans(dh_tile), tl.trans(bk), dot(tl.trans(dy_tile), A_qb, PRECISION), PRECISION)
-        Z_t = narrow(dot(narrow(dU_t, operand), inverse, PRECISION), operand)
+        inverse = tl.load(T + chunk * C * C + rows[:, None] * C + rows[None, :])
+        v_tile = narrow(load_tokens(v + token_v, rows, values, stride_v, inside), operand)
+        dy_t = tl.trans(narrow(load_tokens(dy + token_v, rows, values, stride_v, inside), operand))
+        below = narrow(tl.where(rows[:, None] > rows[None, :], A_ak, 0.0), operand)
+        U_tile = narrow(dot_add(below, v_tile, U_tile, PRECISION), operand)
+        U_tile = narrow(dot(inverse, U_tile, PRECISION), operand)
+        Z_t = dot_add(dy_t, narrow(tl.where(rows[:, None] >= rows[None, :], A_qb, 0.0), operand), Z_t, PRECISION)
+        Z_t = narrow(dot(narrow(Z_t, operand), inverse, PRECISION), operand)
+        dv_t = dot_add(dy_t, narrow(tl.where(rows[:, None] >= rows[None, :], A_qk, 0.0), operand), dv_t, PRECISION)
+        dv_t = dot_add(Z_t, below, dv_t, PRECISION)
+        tl.store(dv + token_v + transposed, narrow(dv_t, dv.dtype.element_ty), mask=inside[None, :])
+        if not KEYS:
+            store_tokens(U + token_v, rows, values, stride_v, inside, U_tile.to(tl.float32))
+            tl.store(Z + token_v + transposed, Z_t, mask=inside[None, :])
+    else:
+        v_tile = narrow(load_tokens(v + token_v, rows, values, stride_v, inside), operand)
+        dy_t = tl.trans(narrow(load_tokens(dy + token_v, rows, values, stride_v, inside), operand))
+        U_tile = tl.load(U + token_v + rows[:, None] * stride_v + values[None, :], mask=inside[:, None], other=0.0)
+        Z_t = tl.load(Z + token_v + transposed, mask=inside[None, :], other=0.0)
 
-        dv_t = dot_add(tl.trans(dh_tile), tl.trans(kk), dot(tl.trans(dy_tile), A_qk, PRECISION), PRECISION)
-        dv_t = dot_add(Z_t, A_ak, dv_t, PRECISION)
-        tl.store(
-            dv + token_v + values[:, None] + rows[None, :] * (heads * V),
-            narrow(dv_t, dv.dtype.element_ty),
-            mask=inside[None, :],
-        )
-        dA_t = narrow(tl.where(inclusive_t, dot(v_tile, tl.trans(dy_tile), PRECISION), 0.0), operand)  # qk
-        drq_t = dot_add(tl.trans(kk), dA_t, drq_t, PRECISION)
-        dkk = dot_add(dA_t, rq, dkk, PRECISION)
-        dA_t = narrow(tl.where(inclusive_t, dot(U, tl.trans(dy_tile), PRECISION), 0.0), operand)  # qb
-        drq_t = dot_add(tl.trans(bk), dA_t, drq_t, PRECISION)
-        dbk = dot_add(dA_t, rq, dbk, PRECISION)
-        drq_t = dot_add(h_tile, tl.trans(dy_tile), drq_t, PRECISION)
-        dA_t = narrow(tl.where(exclusive_t, dot(v_tile, Z_t, PRECISION), 0.0), operand)  # ak
-        daq_t = dot_add(tl.trans(kk), dA_t, daq_t, PRECISION)
-        dkk = dot_add(dA_t, aq, dkk, PRECISION)
-        dA_t = narrow(tl.where(exclusive_t, dot(U, Z_t, PRECISION), 0.0), operand)  # ab
-        daq_t = dot_add(tl.trans(bk), dA_t, daq_t, PRECISION)
-        dbk = dot_add(dA_t, aq, dbk, PRECISION)
-        daq_t = dot_add(h_tile, Z_t, daq_t, PRECISION)
-        dk_leaving = dot_add(v_tile, tl.trans(dh_tile), dk_leaving, PRECISION)
-        db_leaving = dot_add(U, tl.trans(dh_tile), db_leaving, PRECISION)
+    if KEYS:
+        inclusive_t, exclusive_t = rows[:, None] <= rows[None, :], rows[:, None] < rows[None, :]
+        dA_qk = narrow(tl.where(inclusive_t, dot(v_tile, dy_t, PRECISION), 0.0), operand)
+        dA_qb = narrow(tl.where(inclusive_t, dot(U_tile, dy_t, PRECISION), 0.0), operand)
+        dA_ak = narrow(tl.where(exclusive_t, dot(v_tile, Z_t, PRECISION), 0.0), operand)
+        dA_ab = narrow(tl.where(exclusive_t, dot(U_tile, Z_t, PRECISION), 0.0), operand)
+        # The inputs are read again, at places that the compiler cannot know to be the same: else it keeps addresses,
+        # decays and constant matrices in registers from one use to the next.
+        zero = (heads < 0).to(tl.int32)
+        for block in tl.static_range(0, K if VALUES else BLOCK_WRITE, BLOCK_WRITE):
+            rows, start, chunk = rows + zero, start + zero, chunk + zero
+            token, inside = (start * heads + head) * K, start + rows < end
+            first = block if VALUES else tl.program_id(0) % blocks * BLOCK_WRITE
+            keys = first + tl.arange(0, BLOCK_WRITE)
+            square = chunk * K * V + keys[:, None] * V + values[None, :]
+            enter, leave = tl.load(edges + chunk * 2 * K + keys), tl.load(edges + chunk * 2 * K + K + keys)
+            w, g = decays(log_w + token, rows, keys, stride, inside, C, operand, SUMS)
+            away = tl.exp(-g)
+            kk = narrow(load_tokens(k + token, rows, keys, stride, inside) * away, operand)
+            bk = narrow(load_tokens(b + token, rows, keys, stride, inside) * away, operand)
+            h_tile = tl.load(h + square)
+            dh_tile = tl.load(dh + square)
+            dw = (tl.sum(h_tile.to(tl.float32) * dh_tile.to(tl.float32), 1) * enter * leave)[None, :]
 
-    drq, daq = tl.trans(drq_t), tl.trans(daq_t)  # to be stored: no dot follows
-    store_tokens(dr + token, rows, keys, stride, inside, drq * tl.exp(g))
-    store_tokens(da + token, rows, keys, stride, inside, daq * tl.exp(g - w))
-    store_tokens(dk + token, rows, keys, stride, inside, (dkk + dk_leaving) * away)
-    store_tokens(db + token, rows, keys, stride, inside, (dbk + db_leaving) * away)
-    read_a = daq * aq.to(tl.float32)
-    kk32, bk32 = kk.to(tl.float32), bk.to(tl.float32)
-    later = drq * rq.to(tl.float32) + read_a - dkk * kk32 - dbk * bk32
-    leaving = dk_leaving * kk32 + db_leaving * bk32
-    dw = tl.cumsum(later, 0, reverse=True) - read_a  # a_t reads before w_t
-    dw += tl.cumsum(leaving, 0) - leaving
-    dw += (through * tl.exp(total))[None, :]
-    store_tokens(dlog_w + token, rows, keys, stride, inside, dw)
+            dx_t = dot(h_tile, Z_t, PRECISION) * enter[:, None]
+            dx_t = dot_add(tl.trans(bk), dA_ab, dot_add(tl.trans(kk), dA_ak, dx_t, PRECISION), PRECISION)
+            decay = tl.exp(g - w)
+            aq = narrow(load_tokens(a + token, rows, keys, stride, inside) * decay, operand)
+            dx = tl.trans(dx_t)  # to be stored: no dot follows
+            store_tokens(da + token, rows, keys, stride, inside, dx * decay)
+            later = dx * aq.to(tl.float32)
+            dw = dw - later  # a_t reads before w_t
+
+            dx_t = dot(h_tile, dy_t, PRECISION) * enter[:, None]
+            dx_t = dot_add(tl.trans(bk), dA_qb, dot_add(tl.trans(kk), dA_qk, dx_t, PRECISION), PRECISION)
+            decay = tl.exp(g)
+            rq = narrow(load_tokens(r + token, rows, keys, stride, inside) * decay, operand)
+            dx = tl.trans(dx_t)
+            store_tokens(dr + token, rows, keys, stride, inside, dx * decay)
+            later += dx * rq.to(tl.float32)
+
+            dx = dot_add(dA_ak, aq, dot(dA_qk, rq, PRECISION), PRECISION)
+            leaving = dot(v_tile, tl.trans(dh_tile), PRECISION) * leave[None, :]
+            store_tokens(dk + token, rows, keys, stride, inside, (dx + leaving) * away)
+            later -= dx * kk.to(tl.float32)
+            before = leaving * kk.to(tl.float32)
+
+            dx = dot_add(dA_ab, aq, dot(dA_qb, rq, PRECISION), PRECISION)
+            leaving = dot(U_tile, tl.trans(dh_tile), PRECISION) * leave[None, :]
+            store_tokens(db + token, rows, keys, stride, inside, (dx + leaving) * away)
+            later -= dx * bk.to(tl.float32)
+            before += leaving * bk.to(tl.float32)
+
+            dw += sums(tl.where(rows[:, None] <= rows[None, :], 1.0, 0.0), later, operand, SUMS)
+            dw += sums(tl.where(rows[:, None] > rows[None, :], 1.0, 0.0), before, operand, SUMS)
+            store_tokens(dlog_w + token, rows, keys, stride, inside, dw)

@@ -30,7 +30,7 @@ def document_span(cu_seqlens, document, length, C: tl.constexpr, per_row):
 
 @triton.jit(do_not_specialize=["length", "per_row", "heads", "has_state", "save_h", "want_last"])
 def wkv7_state_forward(
-    R, Q, P, Y, gamma, state, cu_seqlens, h, y, last, length, per_row, heads, has_state, save_h, want_last,
+    R, Q, P, Y, edges, state, cu_seqlens, h, y, last, length, per_row, heads, has_state, save_h, want_last,
     C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """y [tokens, H, V], the states h [K, V] at the chunks' starts, and the last state [H, V, K].
@@ -53,7 +53,7 @@ def wkv7_state_forward(
         here = ((start + i * C) * heads + head) * V + rows[:, None] * (heads * V) + values[None, :]
         Q_tile = tl.load(Q + chunk * K * V + square).to(tl.float32)
         Y_tile = tl.load(Y + here, mask=inside, other=0.0).to(tl.float32)
-        decay = tl.load(gamma + chunk * K + keys)
+        decay = tl.load(edges + chunk * 2 * K + keys) * tl.load(edges + chunk * 2 * K + K + keys)
         R_tile = tl.load(R + chunk * K * K + keys[:, None] * K + keys[None, :])
         P_tile = tl.load(P + chunk * C * K + rows[:, None] * K + keys[None, :])
         h_tile = narrow(state_tile, operand)
@@ -68,7 +68,7 @@ def wkv7_state_forward(
 
 @triton.jit(do_not_specialize=["length", "per_row", "heads", "has_dlast", "has_state"])
 def wkv7_state_backward(
-    R, P, gamma, dy, dlast, cu_seqlens, dh, dstate, length, per_row, heads, has_dlast, has_state,
+    R, P, edges, dy, dlast, cu_seqlens, dh, dstate, length, per_row, heads, has_dlast, has_state,
     C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dh [K, V]: the gradient of the state at each chunk's end, and dstate [H, V, K], of the document's first."""
@@ -87,7 +87,7 @@ def wkv7_state_backward(
         first = start + (count - 1 - i) * C
         here = (first * heads + head) * V + rows[:, None] * (heads * V) + values[None, :]
         dy_tile = narrow(tl.load(dy + here, mask=(first + rows < end)[:, None], other=0.0).to(tl.float32), operand)
-        decay = tl.load(gamma + chunk * K + keys)
+        decay = tl.load(edges + chunk * 2 * K + keys) * tl.load(edges + chunk * 2 * K + K + keys)
         R_t = tl.load(R + chunk * K * K + keys[:, None] + keys[None, :] * K)
         P_t = tl.load(P + chunk * C * K + keys[:, None] + rows[None, :] * K)
         dh_tile = narrow(grad, operand)
