@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from cdrmix.kernels._common import Build, architecture
-from cdrmix.kernels.wkv7_chunk import wkv7_chunk_gradients, wkv7_chunk_map
+from cdrmix.kernels.wkv7_chunk import wkv7_chunk_map
+from cdrmix.kernels.wkv7_chunk_backward import wkv7_chunk_gradient_keys, wkv7_chunk_gradient_values
 from cdrmix.kernels.wkv7_scan import wkv7_state_backward, wkv7_state_forward, wkv7_token
 
 WIDTHS = (32, 64, 128)  # of keys and of values
@@ -37,9 +38,8 @@ KERNELS: dict[str, Any] = {
     "map_again": wkv7_chunk_map,  # without
     "forward": wkv7_state_forward,
     "backward": wkv7_state_backward,
-    "gradients": wkv7_chunk_gradients,  # of all inputs
-    "gradients_v": wkv7_chunk_gradients,  # of v, and U and Z for
-    "gradients_k": wkv7_chunk_gradients,  # the others
+    "gradient_values": wkv7_chunk_gradient_values,
+    "gradient_keys": wkv7_chunk_gradient_keys,
     "token": wkv7_token,
 }
 SCANS = ("forward", "backward")  # a program a document, head and block of V; the others have one a chunk and head
@@ -47,15 +47,12 @@ SCANS = ("forward", "backward")  # a program a document, head and block of V; th
 
 @dataclass(frozen=True)
 class Launch:
-    """How a kernel is launched: warps a program, stages of its loads, and the widths it has at a time.
-
-    block: columns of V; of the gradients, columns of K while reading. block_write: of the gradients, while writing.
-    """
+    """How a kernel is launched: warps a program, stages of its loads, and the columns of K and V it has at a time."""
 
     num_warps: int
     num_stages: int
-    block: int
-    block_write: int = 0
+    block_k: int
+    block_v: int
 
 
 def chunk_sizes(dtype: torch.dtype, K: int, V: int) -> tuple[int, ...]:
@@ -65,30 +62,23 @@ def chunk_sizes(dtype: torch.dtype, K: int, V: int) -> tuple[int, ...]:
 
 def launch_of(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int) -> Launch:
     """The launch that ships."""
-    if kernel in ("forward", "backward"):
-        return Launch(4, 2, 32)
+    if kernel in SCANS:
+        return Launch(4, 2, K, 32)
     if kernel == "token":
-        return Launch(4, 1, 32)
-    if kernel.startswith("gradients"):
-        return Launch(4, 1, min(K, 64), min(K, 64) if kernel == "gradients" else 32)
-    return Launch(4, 1, min(V, 64))
+        return Launch(4, 1, K, 32)
+    return Launch(C // 16, 1, 32, 32)
 
 
 def constants(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int, launch: Launch) -> dict[str, Any]:
     """The compile-time arguments of a kernel."""
-    found: dict[str, Any] = {"K": K, "V": V}
-    if kernel.startswith("gradients"):
-        found |= {"BLOCK_READ": launch.block, "BLOCK_WRITE": launch.block_write}
-        found |= {"VALUES": kernel != "gradients_k", "KEYS": kernel != "gradients_v"}
-    else:
-        found["BLOCK_V"] = launch.block
+    found: dict[str, Any] = {"K": K, "V": V, "BLOCK_V": launch.block_v}
     if kernel == "token":
         return found
     exact = "ieee" if arch == "gfx942" else "tf32x3"
     precision = exact if dtype == torch.float32 or arch == "gfx942" else "tf32"
     found |= {"C": C, "PRECISION": precision}
     if kernel not in SCANS:
-        found["SUMS"] = exact
+        found |= {"SUMS": exact, "BLOCK_K": launch.block_k}
     if kernel in ("map", "map_again"):
         found["VALUES"] = kernel == "map"
     return found
@@ -134,9 +124,8 @@ class Problem:
     def launch(self, kernel: str, tensors: tuple[Tensor, ...], *flags: bool) -> None:
         arch = architecture(self.device)
         launch = launch_of(kernel, arch, self.dtype, self.K, self.V, self.C)
-        programs = self.N * self.H * (self.V // launch.block) if kernel in SCANS else self.slots * self.H
-        if kernel == "gradients_k":
-            programs *= self.K // launch.block_write
+        items = self.N if kernel in SCANS else self.slots
+        programs = items * self.H * blocks_of(kernel, self.K, self.V, launch)
         # A launch goes to the current device.
         with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
             KERNELS[kernel][(programs,)](
@@ -149,6 +138,13 @@ class Problem:
                 num_warps=launch.num_warps,
                 num_stages=launch.num_stages,
             )
+
+
+def blocks_of(kernel: str, K: int, V: int, launch: Launch) -> int:
+    """Programs of one kernel for a head of a document or chunk."""
+    if kernel in (*SCANS, "gradient_values", "token"):
+        return V // launch.block_v
+    return K // launch.block_k if kernel == "gradient_keys" else 1
 
 
 def operand_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -245,14 +241,11 @@ def wkv7_backward(
     dstate = nothing if state is None else torch.empty_like(state)
     flags = dlast is not None, state is not None
     x.launch("backward", (R, P, edges, dy, nothing if dlast is None else dlast, x.cu_seqlens, dh, dstate), *flags)
-    gradients = tuple(torch.empty_like(z) for z in (r, log_w, k, v, a, b))
-    inputs = dy, r, log_w, k, v, a, b, table, h, dh, T, edges
-    if x.C == 64:
-        U, Z = torch.empty_like(v, dtype=x.operand), torch.empty_like(v, dtype=x.operand)
-        x.launch("gradients_v", (*inputs, U, Z, *gradients))
-        x.launch("gradients_k", (*inputs, U, Z, *gradients))
-    else:
-        x.launch("gradients", (*inputs, T, T, *gradients))
+    dr, dlog_w, dk, dv, da, db = gradients = tuple(torch.empty_like(z) for z in (r, log_w, k, v, a, b))
+    U, Z = torch.empty_like(v, dtype=x.operand), torch.empty_like(v, dtype=x.operand)
+    inputs = dy, r, log_w, k, v, a, b, table, h, dh
+    x.launch("gradient_values", (*inputs, T, edges, U, Z, dv))
+    x.launch("gradient_keys", (*inputs, edges, U, Z, dr, dlog_w, dk, da, db))
     return *gradients, dstate
 
 
@@ -266,7 +259,7 @@ def wkv7_step(
     arch = architecture(r.device)
     launch = launch_of("token", arch, r.dtype, K, V, 0)
     with torch.cuda.device(r.device) if r.device.type == "cuda" else contextlib.nullcontext():
-        wkv7_token[(B * H * (V // launch.block),)](
+        wkv7_token[(B * H * blocks_of("token", K, V, launch),)](
             *(r, log_w, k, v, a, b, state, y, new),
             **constants("token", arch, r.dtype, K, V, 0, launch),
             num_warps=launch.num_warps,
@@ -289,46 +282,42 @@ def build(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int, la
     known = {name: f"*{kind}" for name, kind in tensors.items()} | dict.fromkeys(numbers, "i32")
     B, T, H = 8, 4096, 2048 // K
     size, wide = dtype.itemsize, operand_dtype(dtype).itemsize
-    blocks = V // launch.block
-    loops = (blocks,) if blocks > 1 else ()
+    blocks_k, blocks_v = K // launch.block_k, V // launch.block_v
+    heads = B * H
     if kernel == "token":
-        programs, flops, moved, loops = B * H * blocks, 7 * K * V, 8 * K * V + (4 * K + 2 * V) * size + 4 * K, ()
-        flops, moved = flops * B * H, moved * B * H
+        flops, moved, loops = 7 * K * V, 8 * K * V + (4 * K + 2 * V) * size + 4 * K, ()
     else:
-        chunks = B * H * T // C
-        programs = B * H * blocks if kernel in SCANS else chunks
-        if kernel == "gradients_k":
-            programs *= K // launch.block_write
-        levels = 2 * (C.bit_length() - 2)
-        # Multiply-adds of a chunk in units of C C K, C C V, C K V, C K K, K K V, C C C; elements in, by tensor.
+        heads *= T // C
+        # Multiply-adds of a chunk in units of C C K, C C V, C K V, C K K, K K V, C C C.
         counts = {
-            "map": (6, 4, 2, 1, 0, levels),
-            "map_again": (4, 0, 0, 1, 0, levels),
+            "map": (6, 4, 2, 1, 0, 2 * (C.bit_length() - 2)),
+            "map_again": (4, 0, 0, 1, 0, 2 * (C.bit_length() - 2)),
             "forward": (0, 0, 1, 0, 1, 0),
             "backward": (0, 0, 1, 0, 1, 0),
-            "gradients": (13 + 2 * (V // K), 12, 7, 0, 0, 0),
-            "gradients_v": (3, 6, 3, 0, 0, 0),
-            "gradients_k": (12, 4 * (K // launch.block_write), 4, 0, 0, 0),
+            "gradient_values": (3 * blocks_v, 6, 3, 0, 0, 0),
+            "gradient_keys": (8, 4 * blocks_k, 4, 0, 0, 0),
         }[kernel]
         units = (C * C * K, C * C * V, C * K * V, C * K * K, K * K * V, C**3)
-        flops = 2 * chunks * sum(count * unit for count, unit in zip(counts, units, strict=True))
+        flops = 2 * sum(count * unit for count, unit in zip(counts, units, strict=True))
         maps = (K * K + C * K) * wide + 8 * K
-        moved = (
-            chunks
-            * {
-                "map": C * (4 * K + V) * size + 4 * C * K + maps + (K * V + C * V + C * C) * wide,
-                "map_again": C * 3 * K * size + 4 * C * K + maps + C * C * wide,
-                "forward": maps + (2 * K * V + C * V) * wide + C * V * size,
-                "backward": maps + K * V * wide + C * V * size,
-                "gradients": C * (8 * K + 3 * V) * size + 8 * C * K + (2 * K * V + C * C) * wide,
-                "gradients_v": C * (4 * K + 3 * V) * size + 4 * C * K + (2 * K * V + C * C + 2 * C * V) * wide,
-                "gradients_k": C * (8 * K + 2 * V) * size + 8 * C * K + (2 * K * V + 2 * C * V) * wide,
-            }[kernel]
-        )
-        if kernel in SCANS:
-            loops = (T // C,)
-        elif kernel == "map_again":
-            loops = ()
+        states = (2 * K * V + 2 * C * V) * wide + 8 * K
+        moved = {
+            "map": C * (4 * K + V) * size + 4 * C * K + maps + (K * V + C * V + C * C) * wide,
+            "map_again": C * 3 * K * size + 4 * C * K + maps + C * C * wide,
+            "forward": maps + (2 * K * V + C * V) * wide + C * V * size,
+            "backward": maps + K * V * wide + C * V * size,
+            "gradient_values": C * (4 * K + 3 * V) * size + 4 * C * K + states + C * C * wide,
+            "gradient_keys": C * (8 * K + 2 * V) * size + 8 * C * K + states,
+        }[kernel]
+        loops = {
+            "map": (blocks_k, blocks_k, blocks_k, blocks_v, blocks_k),
+            "map_again": (blocks_k, blocks_k, blocks_k),
+            "forward": (T // C,),
+            "backward": (T // C,),
+            "gradient_values": (blocks_k,),
+            "gradient_keys": (blocks_v, blocks_v),
+        }[kernel]
+    documents = B * H if kernel in SCANS else heads
     return Build(
         name=f"wkv7_{kernel}",
         kernel=KERNELS[kernel],
@@ -336,10 +325,10 @@ def build(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int, la
         constants=constants(kernel, arch, dtype, K, V, C, launch),
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
-        programs=programs,
-        flops=flops,
-        bytes=moved,
-        trips=loops,
+        programs=documents * blocks_of(kernel, K, V, launch),
+        flops=flops * heads,
+        bytes=moved * heads,
+        trips=tuple(rounds for rounds in loops if rounds > 1),
     )
 
 

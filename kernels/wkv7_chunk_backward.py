@@ -1,0 +1,186 @@
+"""RWKV-7 within a chunk, in Triton, backward: gradients of a chunk's inputs from those of its outputs and its states.
+
+h, dh [K, V]: the state at the chunk's start, and the gradient of the state at its end; the rest as in wkv7_chunk.py.
+With h^ for e^m h and dh^ for e^(G - m) dh:
+    U = T (a~ h^ + A_ak v)                           Z = T^T (A_qb^T dy + b~ dh^)
+    dv = A_qk^T dy + A_ak^T Z + k~ dh^
+    dA_qk, dA_qb, dA_ak, dA_ab = dy v^T, dy U^T, Z v^T, Z U^T, masked as the A are
+    dr~ = dA_qk k~ + dA_qb b~ + dy h^^T              da~ = dA_ak k~ + dA_ab b~ + Z h^^T
+    dk~ = dA_qk^T r~ + dA_ak^T a~ + v dh^^T          db~ = dA_qb^T r~ + dA_ab^T a~ + U dh^^T
+One kernel makes U, Z and dv, whose columns do not depend on each other; one the others, by columns of K.
+
+A query counts with +g in the exponent of its decay, a key with -g, and where it leaves the chunk with G - g, which is
+summed over the tokens before and not as a total minus the tokens after: it would cancel where the decay is strong.
+log_w's gradient multiplies by the operands as the dots had them, rounded, or the halves that cancel would differ.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from cdrmix.kernels._common import dot, dot_add, narrow
+from cdrmix.kernels.wkv7_chunk import decays, load_tokens, span, store_tokens, sums
+
+
+@triton.jit(do_not_specialize=["length", "per_row", "heads"])
+def wkv7_chunk_gradient_values(
+    dy, r, log_w, k, v, a, b, table, h, dh, T, edges, U, Z, dv, length, per_row, heads,
+    C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
+    """U, Z and dv [C, BLOCK_V] of one chunk, head and block of V."""
+    block, chunk_head = tl.program_id(0) % (V // BLOCK_V), tl.program_id(0) // (V // BLOCK_V)
+    slot, head = chunk_head // heads, chunk_head % heads
+    start, end = span(table, slot, length, per_row, C)
+    if start < 0:
+        return
+    operand: tl.constexpr = h.dtype.element_ty
+    rows, values = tl.arange(0, C), block * BLOCK_V + tl.arange(0, BLOCK_V)
+    inside = start + rows < end
+    stride, stride_v = heads * K, heads * V
+    token, token_v = (start * heads + head) * K, (start * heads + head) * V
+    chunk = slot.to(tl.int64) * heads + head
+
+    A_qk = tl.zeros([C, C], tl.float32)
+    A_qb = tl.zeros([C, C], tl.float32)
+    A_ak = tl.zeros([C, C], tl.float32)
+    reads = tl.zeros([C, BLOCK_V], tl.float32)
+    dU_t = tl.zeros([BLOCK_V, C], tl.float32)
+    dv_t = tl.zeros([BLOCK_V, C], tl.float32)
+    for first in range(0, K, BLOCK_K):
+        keys = first + tl.arange(0, BLOCK_K)
+        square = chunk * K * V + keys[:, None] * V + values[None, :]
+        w, g = decays(log_w + token, rows, keys, stride, inside, C, operand, SUMS)
+        aq = load_tokens(a + token, rows, keys, stride, inside) * tl.exp(g - w)
+        entering = narrow(aq * tl.load(edges + chunk * 2 * K + keys)[None, :], operand)
+        reads = dot_add(entering, tl.load(h + square), reads, PRECISION)
+        aq = narrow(aq, operand)
+        rq = narrow(load_tokens(r + token, rows, keys, stride, inside) * tl.exp(g), operand)
+        away = tl.exp(-g)
+        leave = tl.load(edges + chunk * 2 * K + K + keys)[None, :]
+        dh_t = tl.trans(tl.load(dh + square))
+        x = load_tokens(k + token, rows, keys, stride, inside) * away
+        dv_t = dot_add(dh_t, tl.trans(narrow(x * leave, operand)), dv_t, PRECISION)
+        x = tl.trans(narrow(x, operand))
+        A_ak = dot_add(aq, x, A_ak, PRECISION)
+        A_qk = dot_add(rq, x, A_qk, PRECISION)
+        x = load_tokens(b + token, rows, keys, stride, inside) * away
+        dU_t = dot_add(dh_t, tl.trans(narrow(x * leave, operand)), dU_t, PRECISION)
+        A_qb = dot_add(rq, tl.trans(narrow(x, operand)), A_qb, PRECISION)
+
+    inverse = tl.load(T + chunk * C * C + rows[:, None] * C + rows[None, :])
+    v_tile = narrow(load_tokens(v + token_v, rows, values, stride_v, inside), operand)
+    below = narrow(tl.where(rows[:, None] > rows[None, :], A_ak, 0.0), operand)
+    reads = narrow(dot_add(below, v_tile, reads, PRECISION), operand)
+    store_tokens(U + token_v, rows, values, stride_v, inside, dot(inverse, reads, PRECISION))
+    dy_t = tl.trans(narrow(load_tokens(dy + token_v, rows, values, stride_v, inside), operand))
+    dU_t = dot_add(dy_t, narrow(tl.where(rows[:, None] >= rows[None, :], A_qb, 0.0), operand), dU_t, PRECISION)
+    Z_t = narrow(dot(narrow(dU_t, operand), inverse, PRECISION), operand)
+    transposed = token_v + values[:, None] + rows[None, :] * stride_v
+    tl.store(Z + transposed, Z_t, mask=inside[None, :])
+    dv_t = dot_add(dy_t, narrow(tl.where(rows[:, None] >= rows[None, :], A_qk, 0.0), operand), dv_t, PRECISION)
+    dv_t = dot_add(Z_t, below, dv_t, PRECISION)
+    tl.store(dv + transposed, narrow(dv_t, dv.dtype.element_ty), mask=inside[None, :])
+
+
+@triton.jit(do_not_specialize=["length", "per_row", "heads"])
+def wkv7_chunk_gradient_keys(
+    dy, r, log_w, k, v, a, b, table, h, dh, edges, U, Z, dr, dlog_w, dk, da, db, length, per_row, heads,
+    C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
+    """dr, dlog_w, dk, da and db [C, BLOCK_K] of one chunk, head and block of K; V is gone through by BLOCK_V."""
+    block, chunk_head = tl.program_id(0) % (K // BLOCK_K), tl.program_id(0) // (K // BLOCK_K)
+    slot, head = chunk_head // heads, chunk_head % heads
+    start, end = span(table, slot, length, per_row, C)
+    if start < 0:
+        return
+    operand: tl.constexpr = h.dtype.element_ty
+    rows, keys = tl.arange(0, C), block * BLOCK_K + tl.arange(0, BLOCK_K)
+    inside = start + rows < end
+    stride, stride_v = heads * K, heads * V
+    token, token_v = (start * heads + head) * K, (start * heads + head) * V
+    chunk = slot.to(tl.int64) * heads + head
+
+    dA_qk = tl.zeros([C, C], tl.float32)  # all four transposed
+    dA_qb = tl.zeros([C, C], tl.float32)
+    dA_ak = tl.zeros([C, C], tl.float32)
+    dA_ab = tl.zeros([C, C], tl.float32)
+    for first in range(0, V, BLOCK_V):
+        values = first + tl.arange(0, BLOCK_V)
+        here, transposed = rows[:, None] * stride_v + values[None, :], values[:, None] + rows[None, :] * stride_v
+        v_tile = narrow(load_tokens(v + token_v, rows, values, stride_v, inside), operand)
+        U_tile = tl.load(U + token_v + here, mask=inside[:, None], other=0.0)
+        x = tl.trans(narrow(load_tokens(dy + token_v, rows, values, stride_v, inside), operand))
+        dA_qk = dot_add(v_tile, x, dA_qk, PRECISION)
+        dA_qb = dot_add(U_tile, x, dA_qb, PRECISION)
+        x = tl.load(Z + token_v + transposed, mask=inside[None, :], other=0.0)
+        dA_ak = dot_add(v_tile, x, dA_ak, PRECISION)
+        dA_ab = dot_add(U_tile, x, dA_ab, PRECISION)
+    dA_qk = narrow(tl.where(rows[:, None] <= rows[None, :], dA_qk, 0.0), operand)
+    dA_qb = narrow(tl.where(rows[:, None] <= rows[None, :], dA_qb, 0.0), operand)
+    dA_ak = narrow(tl.where(rows[:, None] < rows[None, :], dA_ak, 0.0), operand)
+    dA_ab = narrow(tl.where(rows[:, None] < rows[None, :], dA_ab, 0.0), operand)
+
+    # Tiles are read twice, at places that the compiler cannot know to be the same: else it keeps them in registers.
+    zero = (heads < 0).to(tl.int32)
+    rows, start = rows + zero, start + zero
+    token, token_v, inside = (start * heads + head) * K, (start * heads + head) * V, start + rows < end
+    dr_t = tl.zeros([BLOCK_K, C], tl.float32)
+    da_t = tl.zeros([BLOCK_K, C], tl.float32)
+    dk_leaving = tl.zeros([C, BLOCK_K], tl.float32)
+    db_leaving = tl.zeros([C, BLOCK_K], tl.float32)
+    through = tl.zeros([BLOCK_K], tl.float32)
+    for first in range(0, V, BLOCK_V):
+        values = first + tl.arange(0, BLOCK_V)
+        here, transposed = rows[:, None] * stride_v + values[None, :], values[:, None] + rows[None, :] * stride_v
+        square = chunk * K * V + keys[:, None] * V + values[None, :]
+        h_tile, dh_tile = tl.load(h + square), tl.load(dh + square)
+        through += tl.sum(h_tile.to(tl.float32) * dh_tile.to(tl.float32), 1)
+        x = narrow(load_tokens(dy + token_v, rows, values, stride_v, inside), operand)
+        dr_t = dot_add(h_tile, tl.trans(x), dr_t, PRECISION)
+        da_t = dot_add(h_tile, tl.load(Z + token_v + transposed, mask=inside[None, :], other=0.0), da_t, PRECISION)
+        dh_tile = tl.trans(dh_tile)
+        x = narrow(load_tokens(v + token_v, rows, values, stride_v, inside), operand)
+        dk_leaving = dot_add(x, dh_tile, dk_leaving, PRECISION)
+        x = tl.load(U + token_v + here, mask=inside[:, None], other=0.0)
+        db_leaving = dot_add(x, dh_tile, db_leaving, PRECISION)
+
+    enter, leave = tl.load(edges + chunk * 2 * K + keys), tl.load(edges + chunk * 2 * K + K + keys)
+    w, g = decays(log_w + token, rows, keys, stride, inside, C, operand, SUMS)
+    away = tl.exp(-g)
+    kk = narrow(load_tokens(k + token, rows, keys, stride, inside) * away, operand)
+    bk = narrow(load_tokens(b + token, rows, keys, stride, inside) * away, operand)
+    dr_t = dot_add(tl.trans(kk), dA_qk, dr_t * enter[:, None], PRECISION)
+    dr_t = dot_add(tl.trans(bk), dA_qb, dr_t, PRECISION)
+    da_t = dot_add(tl.trans(kk), dA_ak, da_t * enter[:, None], PRECISION)
+    da_t = dot_add(tl.trans(bk), dA_ab, da_t, PRECISION)
+
+    decay = tl.exp(g - w)
+    aq = narrow(load_tokens(a + token, rows, keys, stride, inside) * decay, operand)
+    x = tl.trans(da_t)  # to be stored: no dot follows
+    store_tokens(da + token, rows, keys, stride, inside, x * decay)
+    later = x * aq.to(tl.float32)
+    dw = (through * enter * leave)[None, :] - later  # a_t reads before w_t
+    decay = tl.exp(g)
+    rq = narrow(load_tokens(r + token, rows, keys, stride, inside) * decay, operand)
+    x = tl.trans(dr_t)
+    store_tokens(dr + token, rows, keys, stride, inside, x * decay)
+    later += x * rq.to(tl.float32)
+
+    x = dot_add(dA_ak, aq, dot(dA_qk, rq, PRECISION), PRECISION)
+    dk_leaving *= leave[None, :]
+    store_tokens(dk + token, rows, keys, stride, inside, (x + dk_leaving) * away)
+    later -= x * kk.to(tl.float32)
+    before = dk_leaving * kk.to(tl.float32)
+    x = dot_add(dA_ab, aq, dot(dA_qb, rq, PRECISION), PRECISION)
+    db_leaving *= leave[None, :]
+    store_tokens(db + token, rows, keys, stride, inside, (x + db_leaving) * away)
+    later -= x * bk.to(tl.float32)
+    before += db_leaving * bk.to(tl.float32)
+    dw += sums(tl.where(rows[:, None] <= rows[None, :], 1.0, 0.0), later, operand, SUMS)
+    dw += sums(tl.where(rows[:, None] > rows[None, :], 1.0, 0.0), before, operand, SUMS)
+    store_tokens(dlog_w + token, rows, keys, stride, inside, dw)
