@@ -310,8 +310,8 @@ def build(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int, la
             "gradient_keys": C * (8 * K + 2 * V) * size + 8 * C * K + states,
         }[kernel]
         loops = {
-            "map": (blocks_k, blocks_k, blocks_k, blocks_v, blocks_k),
-            "map_again": (blocks_k, blocks_k, blocks_k),
+            "map": (blocks_k, blocks_k, blocks_v, blocks_k),
+            "map_again": (blocks_k, blocks_k),
             "forward": (T // C,),
             "backward": (T // C,),
             "gradient_values": (blocks_k,),

@@ -57,12 +57,6 @@ def store_tokens(tensor, rows, columns, stride, inside, x):
 
 
 @triton.jit
-def rounded(x, operand: tl.constexpr):
-    """x as the dots have it, back in float32."""
-    return narrow(x, operand).to(tl.float32)
-
-
-@triton.jit
 def sums(signs, x, operand: tl.constexpr, SUMS: tl.constexpr):
     """signs @ x for signs of 0, 1 and -1, to 16 bits beside bfloat16 operands (two products), else to 22 or more."""
     if operand == tl.bfloat16:
@@ -130,21 +124,23 @@ def wkv7_chunk_map(
     A_qb = tl.zeros([C, C], tl.float32)
     A_ak = tl.zeros([C, C], tl.float32)
     A_qk = tl.zeros([C, C], tl.float32)
-    for first in range(0, K, BLOCK_K):
+    for first in tl.static_range(0, K, BLOCK_K):
         keys = first + tl.arange(0, BLOCK_K)
         w, g = decays(log_w + token, rows, keys, stride, inside, C, operand, SUMS)
-        tl.store(edges + chunk * 2 * K + keys, tl.exp(tl.sum(tl.where(rows[:, None] < C // 2, w, 0.0), 0)))
-        tl.store(edges + chunk * 2 * K + K + keys, tl.exp(tl.sum(tl.where(rows[:, None] < C // 2, 0.0, w), 0)))
+        enter = tl.exp(tl.sum(tl.where(rows[:, None] < C // 2, w, 0.0), 0))
+        leave = tl.exp(tl.sum(tl.where(rows[:, None] < C // 2, 0.0, w), 0))
+        tl.store(edges + chunk * 2 * K + keys, enter)
+        tl.store(edges + chunk * 2 * K + K + keys, leave)
         aq = narrow(load_tokens(a + token, rows, keys, stride, inside) * tl.exp(g - w), operand)
         rq = narrow(load_tokens(r + token, rows, keys, stride, inside) * tl.exp(g), operand)
         away = tl.exp(-g)
-        x = tl.trans(narrow(load_tokens(b + token, rows, keys, stride, inside) * away, operand))
-        A_ab = dot_add(aq, x, A_ab, PRECISION)
-        A_qb = dot_add(rq, x, A_qb, PRECISION)
+        bk_t = tl.trans(narrow(load_tokens(b + token, rows, keys, stride, inside) * away, operand))
+        A_ab = dot_add(aq, bk_t, A_ab, PRECISION)
+        A_qb = dot_add(rq, bk_t, A_qb, PRECISION)
         if VALUES:
-            x = tl.trans(narrow(load_tokens(k + token, rows, keys, stride, inside) * away, operand))
-            A_ak = dot_add(aq, x, A_ak, PRECISION)
-            A_qk = dot_add(rq, x, A_qk, PRECISION)
+            kk_t = tl.trans(narrow(load_tokens(k + token, rows, keys, stride, inside) * away, operand))
+            A_ak = dot_add(aq, kk_t, A_ak, PRECISION)
+            A_qk = dot_add(rq, kk_t, A_qk, PRECISION)
     A_qb = narrow(tl.where(rows[:, None] >= rows[None, :], A_qb, 0.0), operand)
     A_ak = narrow(tl.where(rows[:, None] > rows[None, :], A_ak, 0.0), operand)
     A_qk = narrow(tl.where(rows[:, None] >= rows[None, :], A_qk, 0.0), operand)
@@ -153,26 +149,24 @@ def wkv7_chunk_map(
     if save_T != 0:
         tl.store(T + chunk * C * C + rows[:, None] * C + rows[None, :], inverse)
 
-    # Inputs are read again from here on, at places that the compiler cannot know to be the same: else it keeps their
-    # addresses and decays in registers.
-    zero = (heads < 0).to(tl.int32)
-    rows, start = rows + zero, start + zero
-    token, token_v, inside = (start * heads + head) * K, (start * heads + head) * V, start + rows < end
+    # Where a block is not all of K, inputs are read again from here on.
     for first in range(0, K, BLOCK_K):
         keys = first + tl.arange(0, BLOCK_K)
-        w, g = decays(log_w + token, rows, keys, stride, inside, C, operand, SUMS)
-        enter = tl.exp(tl.sum(tl.where(rows[:, None] < C // 2, w, 0.0), 0))[None, :]
-        aq = narrow(load_tokens(a + token, rows, keys, stride, inside) * tl.exp(g - w), operand)
+        if BLOCK_K != K:
+            w, g = decays(log_w + token, rows, keys, stride, inside, C, operand, SUMS)
+            enter = tl.exp(tl.sum(tl.where(rows[:, None] < C // 2, w, 0.0), 0))
+            aq = narrow(load_tokens(a + token, rows, keys, stride, inside) * tl.exp(g - w), operand)
+            rq = narrow(load_tokens(r + token, rows, keys, stride, inside) * tl.exp(g), operand)
         W = narrow(dot(inverse, aq, PRECISION), operand)
-        rq = rounded(load_tokens(r + token, rows, keys, stride, inside) * tl.exp(g), operand)
-        P_tile = dot_add(A_qb, W, rq, PRECISION) * enter
+        P_tile = dot_add(A_qb, W, rq.to(tl.float32), PRECISION) * enter[None, :]
         tl.store(P + chunk * C * K + rows[:, None] * K + keys[None, :], narrow(P_tile, operand))
         for second in range(0, K, BLOCK_K):
             others = second + tl.arange(0, BLOCK_K)
-            w, g = decays(log_w + token, rows, others, stride, inside, C, operand, SUMS)
-            leave = tl.exp(tl.sum(tl.where(rows[:, None] < C // 2, 0.0, w), 0))[:, None]
-            x = tl.trans(narrow(load_tokens(b + token, rows, others, stride, inside) * tl.exp(-g), operand))
-            R_tile = dot(x, W, PRECISION) * leave * enter
+            if BLOCK_K != K:
+                w, g = decays(log_w + token, rows, others, stride, inside, C, operand, SUMS)
+                leave = tl.exp(tl.sum(tl.where(rows[:, None] < C // 2, 0.0, w), 0))
+                bk_t = tl.trans(narrow(load_tokens(b + token, rows, others, stride, inside) * tl.exp(-g), operand))
+            R_tile = dot(bk_t, W, PRECISION) * leave[:, None] * enter[None, :]
             tl.store(R + chunk * K * K + others[:, None] * K + keys[None, :], narrow(R_tile, operand))
     if VALUES:
         for first in range(0, V, BLOCK_V):
@@ -183,11 +177,11 @@ def wkv7_chunk_map(
             store_tokens(Y + token_v, rows, values, stride_v, inside, Y_tile)
             for second in range(0, K, BLOCK_K):
                 keys = second + tl.arange(0, BLOCK_K)
-                w, g = decays(log_w + token, rows, keys, stride, inside, C, operand, SUMS)
-                leave = tl.exp(tl.sum(tl.where(rows[:, None] < C // 2, 0.0, w), 0))[:, None]
-                away = tl.exp(-g)
-                x = tl.trans(narrow(load_tokens(k + token, rows, keys, stride, inside) * away, operand))
-                Q_tile = dot(x, v_tile, PRECISION)
-                x = tl.trans(narrow(load_tokens(b + token, rows, keys, stride, inside) * away, operand))
-                Q_tile = dot_add(x, U, Q_tile, PRECISION) * leave
+                if BLOCK_K != K:
+                    w, g = decays(log_w + token, rows, keys, stride, inside, C, operand, SUMS)
+                    leave = tl.exp(tl.sum(tl.where(rows[:, None] < C // 2, 0.0, w), 0))
+                    away = tl.exp(-g)
+                    bk_t = tl.trans(narrow(load_tokens(b + token, rows, keys, stride, inside) * away, operand))
+                    kk_t = tl.trans(narrow(load_tokens(k + token, rows, keys, stride, inside) * away, operand))
+                Q_tile = dot_add(bk_t, U, dot(kk_t, v_tile, PRECISION), PRECISION) * leave[:, None]
                 tl.store(Q + chunk * K * V + keys[:, None] * V + values[None, :], narrow(Q_tile, operand))
