@@ -137,13 +137,11 @@ def wkv7_chunk_map(
         bk_t = tl.trans(narrow(load_tokens(b + token, rows, keys, stride, inside) * away, operand))
         A_ab = dot_add(aq, bk_t, A_ab, PRECISION)
         A_qb = dot_add(rq, bk_t, A_qb, PRECISION)
-        if VALUES:
+        if VALUES and BLOCK_K == K:
             kk_t = tl.trans(narrow(load_tokens(k + token, rows, keys, stride, inside) * away, operand))
             A_ak = dot_add(aq, kk_t, A_ak, PRECISION)
             A_qk = dot_add(rq, kk_t, A_qk, PRECISION)
     A_qb = narrow(tl.where(rows[:, None] >= rows[None, :], A_qb, 0.0), operand)
-    A_ak = narrow(tl.where(rows[:, None] > rows[None, :], A_ak, 0.0), operand)
-    A_qk = narrow(tl.where(rows[:, None] >= rows[None, :], A_qk, 0.0), operand)
     inverse = unit_lower_inverse(tl.where(rows[:, None] > rows[None, :], A_ab, 0.0), C, operand, PRECISION)
     inverse = narrow(inverse, operand)
     if save_T != 0:
@@ -169,6 +167,17 @@ def wkv7_chunk_map(
             R_tile = dot(bk_t, W, PRECISION) * leave[:, None] * enter[None, :]
             tl.store(R + chunk * K * K + others[:, None] * K + keys[None, :], narrow(R_tile, operand))
     if VALUES:
+        for first in range(0, K, BLOCK_K):
+            if BLOCK_K != K:
+                keys = first + tl.arange(0, BLOCK_K)
+                w, g = decays(log_w + token, rows, keys, stride, inside, C, operand, SUMS)
+                aq = narrow(load_tokens(a + token, rows, keys, stride, inside) * tl.exp(g - w), operand)
+                rq = narrow(load_tokens(r + token, rows, keys, stride, inside) * tl.exp(g), operand)
+                kk_t = tl.trans(narrow(load_tokens(k + token, rows, keys, stride, inside) * tl.exp(-g), operand))
+                A_ak = dot_add(aq, kk_t, A_ak, PRECISION)
+                A_qk = dot_add(rq, kk_t, A_qk, PRECISION)
+        A_ak = narrow(tl.where(rows[:, None] > rows[None, :], A_ak, 0.0), operand)
+        A_qk = narrow(tl.where(rows[:, None] >= rows[None, :], A_qk, 0.0), operand)
         for first in range(0, V, BLOCK_V):
             values = first + tl.arange(0, BLOCK_V)
             v_tile = narrow(load_tokens(v + token_v, rows, values, stride_v, inside), operand)
