@@ -8,13 +8,15 @@ import os
 import torch
 from torch import Tensor
 
+from cdrmix.errors import ConfigError
+
 BACKENDS = ("triton", "cpu", "reference")
 
 
 def backend(x: Tensor) -> str:
     """Which implementation serves tensors like x: "triton", "cpu" (numba) or "reference" (plain PyTorch).
 
-    Raises ValueError where CDRMIX_BACKEND names none of them.
+    Raises ConfigError, a ValueError, where CDRMIX_BACKEND names none of them or one that cannot serve the device.
     """
     forced = os.environ.get("CDRMIX_BACKEND", "")
     if forced and forced not in BACKENDS:
@@ -23,6 +25,10 @@ def backend(x: Tensor) -> str:
         )
     if x.dtype == torch.float64:
         return "reference"
+    if forced == "triton" and x.device.type == "cpu" and os.environ.get("TRITON_INTERPRET", "") in ("", "0"):
+        raise ConfigError(
+            "CDRMIX_BACKEND=triton, but the tensors are on a CPU: unset it, use a GPU, or set TRITON_INTERPRET=1 too"
+        )
     if forced:
         return forced
     if x.device.type == "cuda":
@@ -36,6 +42,7 @@ def debugging() -> bool:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that matrix products run in: autocast's where it is on, else x's own."""
+    """The dtype that matrix products run in: autocast's where it is on, else x's own; float64 is left alone."""
     kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    narrowed = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if narrowed else x.dtype

@@ -18,6 +18,8 @@ from cdrmix.ops.backend import backend, debugging
 
 KERNEL_WIDTHS = (32, 64, 128)  # of keys and of values; the reference takes any
 ARGUMENTS = ("r", "log_w", "k", "v", "a", "b")
+CHUNKS = (16, 32, 64)
+EXPONENT_BOUND = 80.0  # of the GPU's kernels, half a chunk of log decay: kernels/wkv7_chunk.py
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 Inputs = tuple[Tensor, ...]  # in the order of ARGUMENTS
 
@@ -42,18 +44,25 @@ def wkv7(
         y_t = S_t r_t
 
     r, log_w, k, a, b: [B, T, H, K], log_w <= 0 the log decay; v: [B, T, H, V]; bfloat16, float16 or float32, computed
-        in float32; log_w may be float32 beside narrower others. K and V each 32, 64 or 128 (any, on a CPU).
+        in float32; log_w may be float32 beside narrower others. K and V each 32, 64 or 128 (any, on a CPU). float64
+        for all of them, states too, is served by the reference.
     cu_seqlens: int32 or int64 [N + 1], not decreasing, document starts over the flattened B * T tokens, every row's
         start among them: S starts anew at each. None: one document a row, N = B. Read on the device without waiting.
     state: float32 [N, H, V, K], what each document's S starts from; None: zeros.
-    save: what is kept for the backward pass, "fast" or "min": bytes and costs of each in `kernels/wkv7.py`.
-    chunk: tokens of one parallel piece, 32 or 64; None: what is best for the device and widths.
+    save: what is kept for the backward pass, "fast" or "min"; bytes of each in `kernels/wkv7.py` and `wkv7_cpu.py`.
+    chunk: tokens of one parallel piece, 16, 32 or 64; None: what is best for the dtype and widths. On a CPU, tokens
+        between two kept states, which changes no bit.
     Returns y [B, T, H, V] in v's dtype and, if `return_state`, each document's last S, float32 [N, H, V, K].
-    Differentiable once in everything but cu_seqlens. |log_w| * chunk / 2 < 88 keeps the GPU's exponents finite.
-    Raises ValueError naming the argument, before anything runs. Values (cu_seqlens on a GPU, log_w > 0, NaN) are
-    checked under CDRMIX_DEBUG=1 alone, as reading them waits for the GPU; cu_seqlens on a CPU always is.
+    Differentiable once, in reverse mode (torch.func.jvp gets zeros), in everything but cu_seqlens.
+    On a GPU the exponents reach half a chunk: log_w must stay above -80 / (chunk / 2), which is -2.5 for chunks of 64;
+    RWKV-7's own is above -0.61. Below, a chunk gives NaN, also before the token. CPUs have no such bound.
+    Raises ValueError naming the argument, before anything runs. Values (cu_seqlens on a GPU; log_w NaN, above 0 or
+    below that bound) are checked under CDRMIX_DEBUG=1 alone, as reading them waits for the GPU; cu_seqlens on a CPU
+    always is.
     """
-    _check((r, log_w, k, v, a, b), state, cu_seqlens, save, chunk)
+    if save not in ("min", "fast"):
+        raise ValueError(f"wkv7: save={save!r}; choose 'fast' or 'min'")
+    _check("wkv7", (r, log_w, k, v, a, b), state, cu_seqlens, chunk)
     tensors = (r, log_w, k, v, a, b, state, cu_seqlens)
     if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)):
         save = "none"
@@ -70,79 +79,90 @@ def wkv7_step(
     r, log_w, k, a, b: [B, H, K]; v: [B, H, V]; state: float32 [B, H, V, K]. Returns y [B, H, V] and the new state.
     """
     inputs = (r, log_w, k, v, a, b)
-    for name, x in zip(ARGUMENTS, inputs, strict=True):
-        if x.ndim != 3:
-            raise ValueError(f"wkv7_step: {name} must be [B, H, width], one token; found {list(x.shape)}. Longer: wkv7")
+    _check("wkv7_step", inputs, state, None, None)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, state)):
         raise ValueError("wkv7_step has no gradient: call wkv7 with T = 1, or wrap the call in torch.no_grad()")
-    _check(tuple(x.unsqueeze(1) for x in inputs), state, None, "none", None)
     return _wkv7_step(*(x.contiguous() for x in inputs), state.contiguous())
 
 
-def _check(inputs: Inputs, state: Tensor | None, cu_seqlens: Tensor | None, save: str, chunk: int | None) -> None:
+def _check(op: str, inputs: Inputs, state: Tensor | None, cu_seqlens: Tensor | None, chunk: int | None) -> None:
     """Raises ValueError for what shapes, dtypes and devices tell; reads no value."""
-    r, _, _, v, _, _ = inputs
-    for name, x in zip(ARGUMENTS, inputs, strict=True):
-        if x.ndim != 4 or 0 in x.shape:
-            raise ValueError(f"wkv7: {name} must be [B, T, H, width] with none of them 0; found {list(x.shape)}")
+    sizes = {"wkv7": "[B, T, H, width]", "wkv7_step": "[B, H, width], one token; longer: wkv7"}[op]
+    named = dict(zip(ARGUMENTS, inputs, strict=True))
+    others = {"state": state if op == "wkv7_step" or state is not None else inputs[0], "cu_seqlens": cu_seqlens}
+    for name, x in (named | others).items():
+        if not isinstance(x, Tensor) and not (name == "cu_seqlens" and x is None):
+            raise ValueError(f"{op}: {name} must be a torch.Tensor; found {type(x).__name__}")
+    r, v = named["r"], named["v"]
+    for name, x in named.items():
+        if x.ndim != (3 if op == "wkv7_step" else 4) or 0 in x.shape:
+            raise ValueError(f"{op}: {name} must be {sizes}, none of them 0; found {list(x.shape)}")
         wanted = v.shape if name == "v" else r.shape
         if x.shape != wanted:
-            raise ValueError(f"wkv7: {name} is {list(x.shape)}, but r is {list(r.shape)}: they must agree")
+            raise ValueError(f"{op}: {name} is {list(x.shape)}, but r is {list(r.shape)}: they must agree")
         if x.device != r.device:
-            raise ValueError(f"wkv7: {name} is on {x.device}, but r is on {r.device}: move them to one device")
+            raise ValueError(f"{op}: {name} is on {x.device}, but r is on {r.device}: move them to one device")
         if x.dtype not in DTYPES:
-            raise ValueError(f"wkv7: {name} is {x.dtype}; allowed are bfloat16, float16, float32 and float64")
-        if x.dtype != r.dtype and not (name == "log_w" and x.dtype == torch.float32):
-            raise ValueError(f"wkv7: {name} is {x.dtype}, but r is {r.dtype}: one dtype; log_w may be float32 instead")
-    key_width = r.shape[3]
-    if v.shape[:3] != r.shape[:3]:
-        raise ValueError(f"wkv7: v is {list(v.shape)}, but r is {list(r.shape)}: B, T and H must agree")
-    if backend(r) == "triton" and not (key_width in KERNEL_WIDTHS and v.shape[3] in KERNEL_WIDTHS):
+            raise ValueError(f"{op}: {name} is {x.dtype}; allowed are bfloat16, float16, float32 and float64")
+        wide = name == "log_w" and x.dtype == torch.float32 and r.dtype != torch.float64
+        if x.dtype != r.dtype and not wide:
+            raise ValueError(f"{op}: {name} is {x.dtype}, but r is {r.dtype}: one dtype; log_w may be float32 instead")
+    key_width, value_width = r.shape[-1], v.shape[-1]
+    if v.shape[:-1] != r.shape[:-1]:
+        raise ValueError(f"{op}: v is {list(v.shape)}, but r is {list(r.shape)}: all but the width must agree")
+    if backend(r) == "triton" and not (key_width in KERNEL_WIDTHS and value_width in KERNEL_WIDTHS):
         raise ValueError(
-            f"wkv7: key width {key_width}, value width {v.shape[3]}; the GPU's kernels have {KERNEL_WIDTHS} for each"
+            f"{op}: key width {key_width}, value width {value_width}; the GPU's kernels have {KERNEL_WIDTHS} for each"
         )
     if cu_seqlens is not None:
         if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
             raise ValueError(
-                f"wkv7: cu_seqlens must be int32 or int64 [N + 1]; found {cu_seqlens.dtype} {list(cu_seqlens.shape)}"
+                f"{op}: cu_seqlens must be int32 or int64 [N + 1]; found {cu_seqlens.dtype} {list(cu_seqlens.shape)}"
             )
         if cu_seqlens.device != r.device:
-            raise ValueError(f"wkv7: cu_seqlens is on {cu_seqlens.device}, but r is on {r.device}")
+            raise ValueError(f"{op}: cu_seqlens is on {cu_seqlens.device}, but r is on {r.device}")
     if state is not None:
-        shape, dtype = _state_shape(v, r, cu_seqlens), _state_dtype(r)
+        documents = v.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+        shape, dtype = (documents, v.shape[-2], value_width, key_width), _state_dtype(r)
         if state.shape != shape or state.dtype != dtype or state.device != r.device:
             raise ValueError(
-                f"wkv7: state must be {dtype} [N, H, V, K] = {list(shape)} on {r.device}; "
+                f"{op}: state must be {dtype} [{'N' if op == 'wkv7' else 'B'}, H, V, K] = {list(shape)} on {r.device}; "
                 f"found {state.dtype} {list(state.shape)} on {state.device}"
             )
-    if save not in ("none", "min", "fast"):
-        raise ValueError(f"wkv7: save={save!r}; choose 'fast' or 'min'")
-    if chunk not in (None, 32, 64):
-        raise ValueError(f"wkv7: chunk={chunk}; choose 32 or 64, or None for the default")
+    if chunk is not None and (not isinstance(chunk, int) or chunk not in CHUNKS):
+        raise ValueError(f"{op}: chunk={chunk}; choose one of {CHUNKS}, or None for the default")
 
 
-def _check_values(log_w: Tensor, cu_seqlens: Tensor | None, batch: int, length: int) -> None:
-    """Raises ValueError for bad values, where reading them is free (a CPU) or asked for (CDRMIX_DEBUG)."""
-    if cu_seqlens is not None and (cu_seqlens.device.type == "cpu" or debugging()):
-        starts = cu_seqlens.tolist()
-        total = batch * length
-        if starts[0] != 0 or starts[-1] != total:
-            raise ValueError(
-                f"wkv7: cu_seqlens must begin with 0 and end with B * T = {total}; found {starts[0]} ... {starts[-1]}"
-            )
-        for i, (start, end) in enumerate(itertools.pairwise(starts)):
-            if end < start:
-                raise ValueError(f"wkv7: cu_seqlens must not decrease; found {start} then {end} at position {i + 1}")
-        missing = sorted(set(range(0, total, length)) - set(starts))
-        if missing:
-            raise ValueError(
-                f"wkv7: cu_seqlens must hold every row's start, multiples of T = {length}; {missing[0]} is not there"
-            )
-    if debugging():
-        if not bool(log_w.isfinite().all()):
-            raise ValueError("wkv7: log_w holds NaN or infinite values")
-        if bool((log_w > 0).any()):
-            raise ValueError(f"wkv7: log_w must be at most 0, a decay; its largest value is {log_w.max().item():.4g}")
+def _check_cu_seqlens(cu_seqlens: Tensor | None, batch: int, length: int) -> None:
+    """Raises ValueError for bad document starts, where reading them is free (a CPU) or asked for (CDRMIX_DEBUG)."""
+    if cu_seqlens is None or (cu_seqlens.device.type != "cpu" and not debugging()):
+        return
+    starts, total = cu_seqlens.tolist(), batch * length
+    if starts[0] != 0 or starts[-1] != total:
+        raise ValueError(
+            f"wkv7: cu_seqlens must begin with 0 and end with B * T = {total}; found {starts[0]} ... {starts[-1]}"
+        )
+    for i, (start, end) in enumerate(itertools.pairwise(starts)):
+        if end < start:
+            raise ValueError(f"wkv7: cu_seqlens must not decrease; found {start} then {end} at position {i + 1}")
+    missing = sorted(set(range(0, total, length)) - set(starts))
+    if missing:
+        where = f"multiples of T = {length}; {missing[0]} is not there"
+        raise ValueError(f"wkv7: cu_seqlens must hold every row's start, {where}")
+
+
+def _check_log_w(op: str, log_w: Tensor, chunk: int | None) -> None:
+    """Raises ValueError for log decays that CDRMIX_DEBUG is to find. chunk: of the GPU's exponents, else None."""
+    if not debugging():
+        return
+    if bool(log_w.isnan().any()):
+        raise ValueError(f"{op}: log_w holds NaN")
+    if bool((log_w > 0).any()):
+        raise ValueError(f"{op}: log_w must be at most 0, a decay; its largest value is {log_w.max().item():.4g}")
+    least = log_w.min().item()
+    if chunk is not None and -least * chunk / 2 >= EXPONENT_BOUND:
+        bound = -EXPONENT_BOUND / (chunk / 2)
+        raise ValueError(f"{op}: log_w must stay above {bound:g} for chunks of {chunk}; its least value is {least:.4g}")
 
 
 def _kernels(r: Tensor, v: Tensor) -> ModuleType:
@@ -186,9 +206,12 @@ def _wkv7(
     return_state: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """y, the last states (of no elements unless wanted), and what the backward pass needs beside the inputs."""
-    _check_values(log_w, cu_seqlens, *r.shape[:2])
+    _check_cu_seqlens(cu_seqlens, *r.shape[:2])
+    kernels = _kernels(r, v)
+    sizes = kernels.chunk_sizes(r.dtype, r.shape[-1], v.shape[-1]) if backend(r) == "triton" else (None,)
+    _check_log_w("wkv7", log_w, sizes[0] and (chunk or sizes[0]))
     with torch.autocast(r.device.type, enabled=False):  # which an operator inherits from its caller
-        y, last, saved = _kernels(r, v).wkv7_forward(
+        y, last, saved = kernels.wkv7_forward(
             *_cast((r, log_w, k, v, a, b)), state, cu_seqlens, chunk=chunk, save=save, return_state=return_state
         )
     return y.to(v.dtype), last, saved
@@ -283,6 +306,7 @@ def _wkv7_step(
     r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """One token's y and the new state."""
+    _check_log_w("wkv7_step", log_w, None)
     with torch.autocast(r.device.type, enabled=False):
         y, new = _kernels(r, v).wkv7_step(*_cast((r, log_w, k, v, a, b)), state)
     return y.to(v.dtype), new

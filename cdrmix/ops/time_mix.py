@@ -76,6 +76,8 @@ def time_mix_keys(
     k', a, b and v' have k's dtype. Differentiable in every tensor; parameters' gradients are summed in a fixed order.
     Saved: the inputs. Raises ValueError naming the argument whose shape, dtype or device does not fit.
     """
+    if not isinstance(head_size, int) or head_size < 1:
+        raise ValueError(f"time_mix_keys: head_size must be a whole number above 0; found {head_size!r}")
     batch, length, width = _sizes("time_mix_keys", "k", k, 3)
     whole, one = (batch, length, width), (width,)
     if len({v_first is None, v_gate is None, v0 is None}) != 1:
@@ -115,6 +117,8 @@ def time_mix_output(
     parameters' gradients are summed in a fixed order. Saved: the inputs. Raises ValueError naming the argument whose
     shape, dtype or device does not fit.
     """
+    if not eps >= 0:
+        raise ValueError(f"time_mix_output: eps must be at least 0; found {eps}")
     batch, length, heads, head_size = shape = _sizes("time_mix_output", "y", y, 4)
     width = heads * head_size
     shapes = {"r": (r, shape), "k": (k, shape), "v": (v, shape), "gate": (gate, (batch, length, width))}

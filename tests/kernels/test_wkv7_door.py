@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cdrmix import ops
+from cdrmix.errors import ConfigError
 from cdrmix.ops import recurrence
 
 
@@ -30,7 +31,7 @@ def starts(*values: int) -> Tensor:
     [
         ({"r": torch.zeros(2, 5, 3)}, r"r must be \[B, T, H, width\].*found \[2, 5, 3\]"),
         ({"k": torch.zeros(2, 5, 3, 64)}, r"k is \[2, 5, 3, 64\], but r is \[2, 5, 3, 32\]"),
-        ({"v": torch.zeros(2, 4, 3, 32)}, r"v is \[2, 4, 3, 32\].*B, T and H must agree"),
+        ({"v": torch.zeros(2, 4, 3, 32)}, r"v is \[2, 4, 3, 32\].*all but the width must agree"),
         ({name: torch.zeros(0, 5, 3, 32) for name in ("r", "log_w", "k", "v", "a", "b")}, "none of them 0"),
         ({"a": torch.zeros(2, 5, 3, 32, dtype=torch.int64)}, "a is torch.int64; allowed are bfloat16"),
         ({"b": torch.zeros(2, 5, 3, 32, dtype=torch.bfloat16)}, "b is torch.bfloat16, but r is torch.float32"),
@@ -49,7 +50,14 @@ def starts(*values: int) -> Tensor:
         ({"cu_seqlens": starts(0, 7, 5, 10)}, "must not decrease; found 7 then 5 at position 2"),
         ({"cu_seqlens": starts(0, 3, 10)}, "every row's start, multiples of T = 5; 5 is not there"),
         ({"save": "all"}, "save='all'; choose 'fast' or 'min'"),
-        ({"chunk": 48}, "chunk=48; choose 32 or 64"),
+        ({"save": "none"}, "save='none'; choose 'fast' or 'min'"),
+        ({"r": None}, "r must be a torch.Tensor; found NoneType"),
+        ({"cu_seqlens": [0, 5, 10]}, "cu_seqlens must be a torch.Tensor; found list"),
+        (
+            {name: x.double() for name, x in arguments().items() if name != "log_w"},
+            "log_w is torch.float32, but r is torch.float64",
+        ),
+        ({"chunk": 48}, r"chunk=48; choose one of \(16, 32, 64\)"),
     ],
 )
 def test_wrong_arguments_are_named(changes: dict[str, Any], message: str) -> None:
@@ -67,6 +75,25 @@ def test_values_are_checked_when_debugging(value: float, message: str, monkeypat
     monkeypatch.setenv("CDRMIX_DEBUG", "1")
     with pytest.raises(ValueError, match=message):
         ops.wkv7(**inputs)
+
+
+def test_decays_that_a_gpu_cannot_hold_are_found_when_debugging(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = arguments() | {"log_w": torch.full((2, 5, 3, 32), -5.0)}
+    monkeypatch.setenv("CDRMIX_DEBUG", "1")
+    ops.wkv7(**inputs)  # a CPU's kernel has no such bound
+    monkeypatch.setenv("CDRMIX_BACKEND", "triton")
+    with pytest.raises(ValueError, match=r"log_w must stay above -5 for chunks of 32; its least value is -5"):
+        ops.wkv7(**inputs, chunk=32)
+    inputs["log_w"] += 0.5
+    y, _ = ops.wkv7(**inputs, chunk=32)
+    assert bool(y.isfinite().all())
+
+
+def test_triton_needs_a_gpu_or_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CDRMIX_BACKEND", "triton")
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(ConfigError, match="the tensors are on a CPU: unset it"):
+        ops.wkv7(**arguments())
 
 
 def test_widths_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
