@@ -69,16 +69,27 @@ def launch_of(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int
     return Launch(C // 16, 1, 32, 32)
 
 
+def precision_of(kernel: str, arch: str, dtype: torch.dtype) -> str:
+    """How float32 operands are multiplied.
+
+    gfx942 has float32 products. Float32 on NVIDIA: by FMA within a chunk, where three TF32 products spill registers;
+    in the scans, whose tiles are the widest, it is FMA that spills.
+    """
+    if arch == "gfx942":
+        return "ieee"
+    if dtype == torch.float32:
+        return "tf32x3" if kernel in SCANS else "ieee"
+    return "tf32"
+
+
 def constants(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int, launch: Launch) -> dict[str, Any]:
     """The compile-time arguments of a kernel."""
     found: dict[str, Any] = {"K": K, "V": V, "BLOCK_V": launch.block_v}
     if kernel == "token":
         return found
-    exact = "ieee" if arch == "gfx942" else "tf32x3"
-    precision = exact if dtype == torch.float32 or arch == "gfx942" else "tf32"
-    found |= {"C": C, "PRECISION": precision}
+    found |= {"C": C, "PRECISION": precision_of(kernel, arch, dtype)}
     if kernel not in SCANS:
-        found |= {"SUMS": exact, "BLOCK_K": launch.block_k}
+        found |= {"SUMS": "ieee", "BLOCK_K": launch.block_k}
     if kernel in ("map", "map_again"):
         found["VALUES"] = kernel == "map"
     return found
@@ -284,8 +295,9 @@ def build(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int, la
     size, wide = dtype.itemsize, operand_dtype(dtype).itemsize
     blocks_k, blocks_v = K // launch.block_k, V // launch.block_v
     heads = B * H
+    loops: tuple[int, ...] = ()
     if kernel == "token":
-        flops, moved, loops = 7 * K * V, 8 * K * V + (4 * K + 2 * V) * size + 4 * K, ()
+        flops, moved = 7 * K * V, 8 * K * V + (4 * K + 2 * V) * size + 4 * K
     else:
         heads *= T // C
         # Multiply-adds of a chunk in units of C C K, C C V, C K V, C K K, K K V, C C C.

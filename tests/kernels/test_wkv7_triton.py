@@ -1,0 +1,297 @@
+"""RWKV-7 in Triton, run by its interpreter: against the definition in float64, and against itself bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from cdrmix.kernels import _common, reference, wkv7
+
+pytestmark = pytest.mark.skipif(not _common.INTERPRETED, reason="TRITON_INTERPRET=0: the kernels need a GPU")
+
+NAMES = ("y", "last", "dr", "dlog_w", "dk", "dv", "da", "db", "dstate")
+# RMS ratios to float64. Float32: sums of at most 64 rounded products through at most six products in a row come to
+# 2e-6, the log decay's gradient included. Bfloat16, whose rounding is 1.7e-3 by itself: two to six rounded operands
+# on the way to y and to the gradients.
+FLOAT32, BFLOAT16_Y, BFLOAT16_GRADIENTS = 5e-6, 4e-3, 6e-3
+
+
+@dataclasses.dataclass
+class Case:
+    """A call: inputs in the order of the kernels, the states, and the gradients that come in."""
+
+    inputs: list[Tensor]
+    state: Tensor
+    dy: Tensor
+    dlast: Tensor
+    cu_seqlens: list[int]
+    packed: bool
+
+    def run(self, chunk: int, save: str = "fast") -> list[Tensor]:
+        """y, last, and the gradients dr, dlog_w, dk, dv, da, db, dstate."""
+        cu_seqlens = torch.tensor(self.cu_seqlens, dtype=torch.int32) if self.packed else None
+        y, last, saved = wkv7.wkv7_forward(
+            *self.inputs, self.state, cu_seqlens, chunk=chunk, save=save, return_state=True
+        )
+        sizes = (*self.dy.shape[:3], self.inputs[0].shape[-1], self.dy.shape[-1], len(self.state))
+        shapes = wkv7.wkv7_saved_shapes(*sizes, self.packed, self.dy.dtype, chunk=chunk, save=save)
+        assert shapes == [(tuple(x.shape), x.dtype) for x in saved]
+        gradients = wkv7.wkv7_backward(
+            self.dy, self.dlast, *self.inputs, self.state, cu_seqlens, saved, chunk=chunk, save=save
+        )
+        return [y, last, *gradients]
+
+    def exact(self) -> list[Tensor]:
+        """The definition in float64 on each document apart."""
+        doubles = [x.double().requires_grad_() for x in (*self.inputs, self.state)]
+        flat = [x.reshape(1, -1, *x.shape[2:]) for x in doubles[:-1]]
+        pieces, lasts = [], []
+        for document, (start, end) in enumerate(itertools.pairwise(self.cu_seqlens)):
+            last = doubles[-1][document : document + 1]
+            if end > start:
+                piece, last = reference.wkv7_recurrence(*[x[:, start:end] for x in flat], last)
+                pieces.append(piece)
+            lasts.append(last)
+        y, last = torch.cat(pieces, 1).view(self.dy.shape), torch.cat(lasts)
+        total = (y * self.dy.double()).sum() + (last * self.dlast.double()).sum()
+        return [y.detach(), last.detach(), *torch.autograd.grad(total, doubles)]
+
+
+def make(
+    batch: int,
+    length: int,
+    heads: int,
+    K: int,
+    V: int,
+    *,
+    cu_seqlens: list[int] | None = None,
+    dtype: torch.dtype = torch.float32,
+    pinned: bool = False,
+    seed: int = 0,
+) -> Case:
+    """r, log_w, k, v, a, b as RWKV-7 makes them: a unit removal key, decay above exp(-0.6065), or `pinned` there."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    tokens = (batch, length, heads)
+    removal = torch.nn.functional.normalize(normal(*tokens, K), dim=-1)
+    rate, decay = torch.sigmoid(normal(*tokens, K)), torch.sigmoid(normal(*tokens, K))
+    log_w = torch.full_like(decay, -0.6065) if pinned else -0.6065 * decay
+    inputs = [normal(*tokens, K), log_w, normal(*tokens, K), normal(*tokens, V), -removal, removal * rate]
+    inputs = [x if x is log_w else x.to(dtype) for x in inputs]
+    documents = cu_seqlens or list(range(0, batch * length + 1, length))
+    state = (len(documents) - 1, heads, V, K)
+    return Case(
+        inputs,
+        normal(*state) * 0.3,
+        normal(*tokens, V).to(dtype),
+        normal(*state),
+        documents,
+        cu_seqlens is not None,
+    )
+
+
+def ratios(found: list[Tensor], wanted: list[Tensor]) -> dict[str, float]:
+    return {
+        name: ((x.double() - y.double()).norm() / y.double().norm()).item()
+        for name, x, y in zip(NAMES, found, wanted, strict=True)
+    }
+
+
+def assert_same(left: list[Tensor], right: list[Tensor]) -> None:
+    for name, x, y in zip(NAMES, left, right, strict=True):
+        assert torch.equal(x, y), name
+
+
+@pytest.mark.parametrize(
+    ("chunk", "case"),
+    [
+        (32, make(2, 45, 2, 32, 64)),
+        (32, make(1, 33, 1, 128, 32)),
+        (64, make(1, 131, 1, 64, 64)),
+        (64, make(1, 128, 1, 64, 32, pinned=True)),
+        (32, make(1, 1, 1, 32, 32)),
+        (32, make(1, 90, 2, 32, 32, cu_seqlens=[0, 0, 1, 33, 33, 65, 89, 90, 90])),
+        (64, make(2, 70, 1, 32, 64, cu_seqlens=[0, 64, 70, 140])),
+    ],
+)
+def test_float32_equals_the_definition(chunk: int, case: Case) -> None:
+    found = case.run(chunk)
+    assert all(x.isfinite().all() for x in found)
+    assert {name: value for name, value in ratios(found, case.exact()).items() if not value < FLOAT32} == {}
+    assert_same(case.run(chunk, "min"), found)
+
+
+@pytest.mark.parametrize("chunk", [32, 64])
+@pytest.mark.parametrize("pinned", [False, True])
+def test_bfloat16_is_near_the_definition(chunk: int, pinned: bool) -> None:
+    """Operands and stored maps in bfloat16, sums in float32, as on a GPU; y and gradients rounded to bfloat16 too."""
+    case = make(1, 192, 1, 64, 64, dtype=torch.bfloat16, pinned=pinned)
+    found = ratios(case.run(chunk), case.exact())
+    assert found["y"] < BFLOAT16_Y
+    assert {name: value for name, value in found.items() if not value < BFLOAT16_GRADIENTS} == {}
+
+
+def test_float16_is_near_the_definition() -> None:
+    """The interpreter multiplies float32 as such, not TF32: the bar is the rounding of the results to float16."""
+    case = make(1, 70, 1, 32, 32, dtype=torch.float16)
+    found = ratios(case.run(32), case.exact())
+    assert {name: value for name, value in found.items() if not value < 2**-11} == {}
+
+
+def test_log_w_may_be_as_narrow_as_the_others() -> None:
+    case = make(1, 40, 1, 32, 32, dtype=torch.bfloat16)
+    case.inputs[1] = case.inputs[1].bfloat16()
+    found = case.run(32)
+    assert found[3].dtype == torch.bfloat16
+    assert {name: value for name, value in ratios(found, case.exact()).items() if not value < 7e-3} == {}
+
+
+def test_packed_documents_have_the_bits_of_documents_apart() -> None:
+    cu_seqlens = [0, 1, 40, 40, 73, 110]
+    case = make(1, 110, 2, 32, 32, cu_seqlens=cu_seqlens)
+    together = case.run(32)
+    pieces = []
+    for document, (start, end) in enumerate(itertools.pairwise(cu_seqlens)):
+        if end > start:
+            one = slice(document, document + 1)
+            parts = [x[:, start:end].contiguous() for x in (*case.inputs, case.dy)]
+            alone = Case(parts[:-1], case.state[one], parts[-1], case.dlast[one], [0, end - start], packed=False)
+            pieces.append((one, start, end, alone.run(32)))
+    for one, start, end, apart in pieces:
+        for name, x, y in zip(NAMES, together, apart, strict=True):
+            assert torch.equal(x[one] if name in ("last", "dstate") else x[:, start:end], y), (name, start)
+    empty = 2
+    assert torch.equal(together[1][empty], case.state[empty])
+    assert torch.equal(together[-1][empty], case.dlast[empty])
+
+
+def test_rows_of_a_batch_have_their_bits_in_any_order() -> None:
+    case = make(3, 40, 1, 32, 32)
+    order = torch.tensor([2, 0, 1])
+    inputs = [x[order].contiguous() for x in case.inputs]
+    other = Case(inputs, case.state[order], case.dy[order], case.dlast[order], case.cu_seqlens, packed=False)
+    assert_same(other.run(32), [x[order] for x in case.run(32)])
+
+
+def test_blocks_of_values_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns of V do not depend on each other. Integers, so that BLAS, which the interpreter calls, sums exactly."""
+    case = make(1, 40, 1, 32, 64)
+    case.inputs = [x.mul(2).round() if i in (0, 2, 3) else torch.zeros_like(x) for i, x in enumerate(case.inputs)]
+    case.state, case.dy, case.dlast = (x.mul(4).round() for x in (case.state, case.dy, case.dlast))
+    wanted = case.run(32)
+    launch_of = wkv7.launch_of
+    for width in (16, 64):
+        monkeypatch.setattr(wkv7, "launch_of", lambda *a, w=width: dataclasses.replace(launch_of(*a), block_v=w))
+        assert_same(case.run(32), wanted)
+
+
+def test_chunk_lengths_agree() -> None:
+    case = make(1, 150, 1, 32, 32)
+    found = ratios(case.run(64), case.run(32))
+    assert {name: value for name, value in found.items() if not value < FLOAT32} == {}
+
+
+def test_thirty_repeats_have_the_same_bits() -> None:
+    case = make(1, 34, 1, 32, 32)
+    wanted = case.run(32)
+    for _ in range(30):
+        assert_same(case.run(32), wanted)
+
+
+def test_nothing_is_written_beside_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tensor that the kernels write lies between guards of 256 bytes, which stay as they were."""
+    guarded: list[tuple[Tensor, int]] = []
+
+    def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        count, guard = torch.Size(shape).numel(), 256 // dtype.itemsize
+        whole = torch.full((count + 2 * guard,), 77, dtype=dtype)
+        guarded.append((whole, guard))
+        return whole[guard : guard + count].view(shape)
+
+    def empty(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return allocate(shape, dtype)
+
+    def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return allocate(tuple(x.shape), dtype or x.dtype)
+
+    case = make(1, 70, 1, 32, 64, cu_seqlens=[0, 1, 1, 40, 70])
+    wanted = case.run(32, "min")
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch, "empty_like", empty_like)
+    assert_same(case.run(32, "min"), wanted)
+    assert len(guarded) > 15
+    for whole, guard in guarded:
+        assert (whole[:guard] == 77).all()
+        assert (whole[len(whole) - guard :] == 77).all()
+
+
+def test_without_states_and_without_gradients() -> None:
+    case = make(1, 40, 1, 32, 32)
+    zeros = torch.zeros_like(case.state)
+    y, last, saved = wkv7.wkv7_forward(*case.inputs, None, None, chunk=32, save="none", return_state=False)
+    assert (tuple(last.shape), last.dtype, saved) == ((0,), torch.float32, [])
+    other, _, saved = wkv7.wkv7_forward(*case.inputs, zeros, None, chunk=32, save="fast", return_state=True)
+    assert torch.equal(y, other)
+    with_state = wkv7.wkv7_backward(
+        case.dy, torch.zeros_like(zeros), *case.inputs, zeros, None, saved, chunk=32, save="fast"
+    )
+    without = wkv7.wkv7_backward(case.dy, None, *case.inputs, None, None, saved, chunk=32, save="fast")
+    assert tuple(without[-1].shape) == (0,)
+    for x, z in zip(without[:-1], with_state[:-1], strict=True):
+        assert torch.equal(x, z)
+
+
+def test_one_token_is_the_recurrence() -> None:
+    case = make(2, 1, 2, 64, 32)
+    y, state = wkv7.wkv7_step(*(x[:, 0].contiguous() for x in case.inputs), case.state)
+    wanted = case.exact()
+    assert ((y.double() - wanted[0][:, 0]).norm() / wanted[0].norm()).item() < 1e-6
+    assert ((state.double() - wanted[1]).norm() / wanted[1].norm()).item() < 1e-6
+
+
+def test_what_is_saved_is_at_most_five_inputs() -> None:
+    """At K = V = C = 64 in bfloat16; the docstring's figures."""
+    B, T, H, K = 2, 256, 4, 64
+    size = B * T * H * K * 2
+    for save, least, most in (("min", 1.0, 1.0), ("fast", 4.0, 5.0)):
+        shapes = wkv7.wkv7_saved_shapes(B, T, H, K, K, B, False, torch.bfloat16, chunk=64, save=save)
+        saved = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes)
+        assert least <= saved / size <= most
+    assert wkv7.wkv7_saved_shapes(B, T, H, K, K, B, False, torch.bfloat16, chunk=64, save="none") == []
+
+
+def test_a_chunk_that_does_not_ship_is_refused() -> None:
+    with pytest.raises(ValueError, match="choose one of"):
+        wkv7.pick_chunk(64, torch.bfloat16, 128, 128)
+
+
+def test_the_chunk_table_against_a_loop() -> None:
+    for cu_seqlens in ([0, 7], [0, 0, 32, 33, 33, 100, 164], [0, 1, 2, 3, 4], [0, 64, 64]):
+        case = make(1, cu_seqlens[-1], 1, 32, 32, cu_seqlens=cu_seqlens)
+        cu = torch.tensor(cu_seqlens)
+        x = wkv7.Problem(case.inputs[0], case.inputs[3], cu, 32)
+        table = x.table().tolist()
+        assert len(table) == x.slots == cu_seqlens[-1] // 32 + len(cu_seqlens) - 1
+        wanted = {}
+        for document, (start, end) in enumerate(itertools.pairwise(cu_seqlens)):
+            for i, first in enumerate(range(start, end, 32)):
+                wanted[start // 32 + document + i] = [first, end]
+        assert {slot: entry for slot, entry in enumerate(table) if entry[0] >= 0} == wanted
+
+
+@pytest.mark.parametrize("arch", _common.ARCHITECTURES)
+def test_builds_name_every_argument_once(arch: str) -> None:
+    builds = wkv7.builds(arch)
+    assert {build.name for build in builds} == {f"wkv7_{kernel}" for kernel in wkv7.KERNELS}
+    for build in builds:
+        assert sorted([*build.signature, *build.constants]) == sorted(build.kernel.arg_names)
+        assert build.programs > 0
+        assert build.flops > 0
+        assert build.bytes > 0
