@@ -34,8 +34,9 @@ from cdrmix.kernels.wkv7_scan import wkv7_state_backward, wkv7_state_forward, wk
 WIDTHS = (32, 64, 128)  # of keys and of values
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 KERNELS: dict[str, Any] = {
-    "map": wkv7_chunk_map,  # with Q and Y
-    "map_again": wkv7_chunk_map,  # without
+    "map": wkv7_chunk_map,  # all of it
+    "map_keys": wkv7_chunk_map,  # R, P, T and edges
+    "map_values": wkv7_chunk_map,  # Q and Y
     "forward": wkv7_state_forward,
     "backward": wkv7_state_backward,
     "gradient_values": wkv7_chunk_gradient_values,
@@ -90,8 +91,8 @@ def constants(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int
     found |= {"C": C, "PRECISION": precision_of(kernel, arch, dtype)}
     if kernel not in SCANS:
         found |= {"SUMS": "ieee", "BLOCK_K": launch.block_k}
-    if kernel in ("map", "map_again"):
-        found["VALUES"] = kernel == "map"
+    if kernel.startswith("map"):
+        found |= {"KEYS": kernel != "map_values", "VALUES": kernel != "map_keys"}
     return found
 
 
@@ -149,6 +150,11 @@ class Problem:
                 num_warps=launch.num_warps,
                 num_stages=launch.num_stages,
             )
+
+
+def fused_map(dtype: torch.dtype, C: int) -> bool:
+    """Whether one kernel makes the whole map: else R, P and T, and Q and Y, each alone, fit the registers."""
+    return dtype == torch.bfloat16 and C == 32
 
 
 def blocks_of(kernel: str, K: int, V: int, launch: Launch) -> int:
@@ -211,8 +217,13 @@ def wkv7_forward(
     Y = y if y.dtype == x.operand else torch.empty_like(v, dtype=x.operand)
     R, P, edges = x.empty(x.slots, x.H, x.K, x.K), x.empty(x.slots, x.H, x.C, x.K), x.empty_edges()
     Q = x.empty(x.slots, x.H, x.K, x.V)
-    T = x.empty(x.slots, x.H, x.C, x.C) if save == "fast" else R
-    x.launch("map", (r, log_w, k, v, a, b, table, R, Q, P, Y, T, edges), save == "fast")
+    T = x.empty(x.slots, x.H, x.C, x.C) if save == "fast" or not fused_map(r.dtype, x.C) else R
+    maps = r, log_w, k, v, a, b, table, R, Q, P, Y, T, edges
+    if fused_map(r.dtype, x.C):
+        x.launch("map", maps, save == "fast")
+    else:
+        x.launch("map_keys", maps, True)
+        x.launch("map_values", maps, False)
     h = torch.empty_like(Q) if save != "none" else Q
     last = x.empty(*((x.N, x.H, x.V, x.K) if return_state else (0,)), dtype=torch.float32)
     start = last if state is None else state
@@ -246,7 +257,7 @@ def wkv7_backward(
     else:
         R, P, edges = x.empty(x.slots, x.H, x.K, x.K), x.empty(x.slots, x.H, x.C, x.K), x.empty_edges()
         T = x.empty(x.slots, x.H, x.C, x.C)
-        x.launch("map_again", (r, log_w, k, v, a, b, table, R, R, P, P, T, edges), True)
+        x.launch("map_keys", (r, log_w, k, v, a, b, table, R, R, P, P, T, edges), True)
     dh = torch.empty_like(h)
     nothing = x.empty(0, dtype=torch.float32)
     dstate = nothing if state is None else torch.empty_like(state)
@@ -303,7 +314,8 @@ def build(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int, la
         # Multiply-adds of a chunk in units of C C K, C C V, C K V, C K K, K K V, C C C.
         counts = {
             "map": (6, 4, 2, 1, 0, 2 * (C.bit_length() - 2)),
-            "map_again": (4, 0, 0, 1, 0, 2 * (C.bit_length() - 2)),
+            "map_keys": (4, 0, 0, 1, 0, 2 * (C.bit_length() - 2)),
+            "map_values": (3, 4, 2, 0, 0, 0),
             "forward": (0, 0, 1, 0, 1, 0),
             "backward": (0, 0, 1, 0, 1, 0),
             "gradient_values": (3 * blocks_v, 6, 3, 0, 0, 0),
@@ -315,7 +327,8 @@ def build(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int, la
         states = (2 * K * V + 2 * C * V) * wide + 8 * K
         moved = {
             "map": C * (4 * K + V) * size + 4 * C * K + maps + (K * V + C * V + C * C) * wide,
-            "map_again": C * 3 * K * size + 4 * C * K + maps + C * C * wide,
+            "map_keys": C * 3 * K * size + 4 * C * K + maps + C * C * wide,
+            "map_values": C * (4 * K + V) * size + 4 * C * K + (K * V + C * V + C * C) * wide,
             "forward": maps + (2 * K * V + C * V) * wide + C * V * size,
             "backward": maps + K * V * wide + C * V * size,
             "gradient_values": C * (4 * K + 3 * V) * size + 4 * C * K + states + C * C * wide,
@@ -323,7 +336,8 @@ def build(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int, la
         }[kernel]
         loops = {
             "map": (blocks_k, blocks_k, blocks_v, blocks_k),
-            "map_again": (blocks_k, blocks_k),
+            "map_keys": (blocks_k, blocks_k),
+            "map_values": (blocks_v, blocks_k),
             "forward": (T // C,),
             "backward": (T // C,),
             "gradient_values": (blocks_k,),

@@ -103,11 +103,11 @@ def unit_lower_inverse(A, C: tl.constexpr, operand: tl.constexpr, PRECISION: tl.
 def wkv7_chunk_map(
     r, log_w, k, v, a, b, table, R, Q, P, Y, T, edges, length, per_row, heads, save_T,
     C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    VALUES: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """The maps of one chunk and head: R [K, K], Q [K, V], P [C, K], Y [C, V], T [C, C]; edges [2, K] = e^m, e^(G - m).
 
-    VALUES: whether Q and Y are wanted; the backward pass makes the others again.
+    KEYS: makes T, edges, R and P. VALUES: makes Q and Y, from a T that is there unless KEYS.
     """
     slot, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     start, end = span(table, slot, length, per_row, C)
@@ -127,57 +127,55 @@ def wkv7_chunk_map(
     for first in tl.static_range(0, K, BLOCK_K):
         keys = first + tl.arange(0, BLOCK_K)
         w, g = decays(log_w + token, rows, keys, stride, inside, C, operand, SUMS)
-        enter = tl.exp(tl.sum(tl.where(rows[:, None] < C // 2, w, 0.0), 0))
-        leave = tl.exp(tl.sum(tl.where(rows[:, None] < C // 2, 0.0, w), 0))
-        tl.store(edges + chunk * 2 * K + keys, enter)
-        tl.store(edges + chunk * 2 * K + K + keys, leave)
         aq = narrow(load_tokens(a + token, rows, keys, stride, inside) * tl.exp(g - w), operand)
         rq = narrow(load_tokens(r + token, rows, keys, stride, inside) * tl.exp(g), operand)
+        enter = tl.exp(tl.sum(tl.where(rows[:, None] < C // 2, w, 0.0), 0))
+        leave = tl.exp(tl.sum(tl.where(rows[:, None] < C // 2, 0.0, w), 0))
         away = tl.exp(-g)
         bk_t = tl.trans(narrow(load_tokens(b + token, rows, keys, stride, inside) * away, operand))
-        A_ab = dot_add(aq, bk_t, A_ab, PRECISION)
         A_qb = dot_add(rq, bk_t, A_qb, PRECISION)
-        if VALUES and BLOCK_K == K:
+        if KEYS:
+            tl.store(edges + chunk * 2 * K + keys, enter)
+            tl.store(edges + chunk * 2 * K + K + keys, leave)
+            A_ab = dot_add(aq, bk_t, A_ab, PRECISION)
+        if VALUES:
             kk_t = tl.trans(narrow(load_tokens(k + token, rows, keys, stride, inside) * away, operand))
             A_ak = dot_add(aq, kk_t, A_ak, PRECISION)
             A_qk = dot_add(rq, kk_t, A_qk, PRECISION)
     A_qb = narrow(tl.where(rows[:, None] >= rows[None, :], A_qb, 0.0), operand)
-    inverse = unit_lower_inverse(tl.where(rows[:, None] > rows[None, :], A_ab, 0.0), C, operand, PRECISION)
-    inverse = narrow(inverse, operand)
-    if save_T != 0:
-        tl.store(T + chunk * C * C + rows[:, None] * C + rows[None, :], inverse)
-
-    # Where a block is not all of K, inputs are read again from here on.
-    for first in range(0, K, BLOCK_K):
-        keys = first + tl.arange(0, BLOCK_K)
-        if BLOCK_K != K:
-            w, g = decays(log_w + token, rows, keys, stride, inside, C, operand, SUMS)
-            enter = tl.exp(tl.sum(tl.where(rows[:, None] < C // 2, w, 0.0), 0))
-            aq = narrow(load_tokens(a + token, rows, keys, stride, inside) * tl.exp(g - w), operand)
-            rq = narrow(load_tokens(r + token, rows, keys, stride, inside) * tl.exp(g), operand)
-        W = narrow(dot(inverse, aq, PRECISION), operand)
-        P_tile = dot_add(A_qb, W, rq.to(tl.float32), PRECISION) * enter[None, :]
-        tl.store(P + chunk * C * K + rows[:, None] * K + keys[None, :], narrow(P_tile, operand))
-        for second in range(0, K, BLOCK_K):
-            others = second + tl.arange(0, BLOCK_K)
-            if BLOCK_K != K:
-                w, g = decays(log_w + token, rows, others, stride, inside, C, operand, SUMS)
-                leave = tl.exp(tl.sum(tl.where(rows[:, None] < C // 2, 0.0, w), 0))
-                bk_t = tl.trans(narrow(load_tokens(b + token, rows, others, stride, inside) * tl.exp(-g), operand))
-            R_tile = dot(bk_t, W, PRECISION) * leave[:, None] * enter[None, :]
-            tl.store(R + chunk * K * K + others[:, None] * K + keys[None, :], narrow(R_tile, operand))
     if VALUES:
-        for first in range(0, K, BLOCK_K):
-            if BLOCK_K != K:
-                keys = first + tl.arange(0, BLOCK_K)
-                w, g = decays(log_w + token, rows, keys, stride, inside, C, operand, SUMS)
-                aq = narrow(load_tokens(a + token, rows, keys, stride, inside) * tl.exp(g - w), operand)
-                rq = narrow(load_tokens(r + token, rows, keys, stride, inside) * tl.exp(g), operand)
-                kk_t = tl.trans(narrow(load_tokens(k + token, rows, keys, stride, inside) * tl.exp(-g), operand))
-                A_ak = dot_add(aq, kk_t, A_ak, PRECISION)
-                A_qk = dot_add(rq, kk_t, A_qk, PRECISION)
         A_ak = narrow(tl.where(rows[:, None] > rows[None, :], A_ak, 0.0), operand)
         A_qk = narrow(tl.where(rows[:, None] >= rows[None, :], A_qk, 0.0), operand)
+    squares = chunk * C * C + rows[:, None] * C + rows[None, :]
+
+    # Where a block is not all of K, inputs are read again from here on.
+    if KEYS:
+        A_ab = tl.where(rows[:, None] > rows[None, :], A_ab, 0.0)
+        inverse = narrow(unit_lower_inverse(A_ab, C, operand, PRECISION), operand)
+        if save_T != 0:
+            tl.store(T + squares, inverse)
+        for first in range(0, K, BLOCK_K):
+            keys = first + tl.arange(0, BLOCK_K)
+            if BLOCK_K != K:
+                w, g = decays(log_w + token, rows, keys, stride, inside, C, operand, SUMS)
+                enter = tl.exp(tl.sum(tl.where(rows[:, None] < C // 2, w, 0.0), 0))
+                aq = narrow(load_tokens(a + token, rows, keys, stride, inside) * tl.exp(g - w), operand)
+                rq = narrow(load_tokens(r + token, rows, keys, stride, inside) * tl.exp(g), operand)
+            W = narrow(dot(inverse, aq, PRECISION), operand)
+            P_tile = dot_add(A_qb, W, rq.to(tl.float32), PRECISION) * enter[None, :]
+            tl.store(P + chunk * C * K + rows[:, None] * K + keys[None, :], narrow(P_tile, operand))
+            for second in range(0, K, BLOCK_K):
+                others = second + tl.arange(0, BLOCK_K)
+                if BLOCK_K != K:
+                    w, g = decays(log_w + token, rows, others, stride, inside, C, operand, SUMS)
+                    leave = tl.exp(tl.sum(tl.where(rows[:, None] < C // 2, 0.0, w), 0))
+                    bk_t = load_tokens(b + token, rows, others, stride, inside) * tl.exp(-g)
+                    bk_t = tl.trans(narrow(bk_t, operand))
+                R_tile = dot(bk_t, W, PRECISION) * leave[:, None] * enter[None, :]
+                tl.store(R + chunk * K * K + others[:, None] * K + keys[None, :], narrow(R_tile, operand))
+    else:
+        inverse = tl.load(T + squares)
+    if VALUES:
         for first in range(0, V, BLOCK_V):
             values = first + tl.arange(0, BLOCK_V)
             v_tile = narrow(load_tokens(v + token_v, rows, values, stride_v, inside), operand)
