@@ -64,7 +64,7 @@ def chunk_sizes(dtype: torch.dtype, K: int, V: int) -> tuple[int, ...]:
 def launch_of(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int) -> Launch:
     """The launch that ships."""
     if kernel in SCANS:
-        return Launch(4, 2, K, 32)
+        return Launch(4, 2, 64 if K == 128 else K, 32)
     if kernel == "token":
         return Launch(4, 1, K, 32)
     return Launch(C // 16, 1, 32, 32)
@@ -88,9 +88,9 @@ def constants(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int
     found: dict[str, Any] = {"K": K, "V": V, "BLOCK_V": launch.block_v}
     if kernel == "token":
         return found
-    found |= {"C": C, "PRECISION": precision_of(kernel, arch, dtype)}
+    found |= {"C": C, "BLOCK_K": launch.block_k, "PRECISION": precision_of(kernel, arch, dtype)}
     if kernel not in SCANS:
-        found |= {"SUMS": "ieee", "BLOCK_K": launch.block_k}
+        found["SUMS"] = "ieee"
     if kernel.startswith("map"):
         found |= {"KEYS": kernel != "map_values", "VALUES": kernel != "map_keys"}
     return found

@@ -28,73 +28,124 @@ def document_span(cu_seqlens, document, length, C: tl.constexpr, per_row):
     return start, end, slot
 
 
+@triton.jit
+def load_state(state, corner, keys, values, wanted, K: tl.constexpr):
+    """A [K, BLOCK_V] tile of a [V, K] state; zeros unless wanted."""
+    return tl.load(state + corner + values[None, :] * K + keys[:, None], mask=(keys[:, None] >= 0) & wanted, other=0.0)
+
+
+@triton.jit
+def store_state(state, corner, keys, values, wanted, x, K: tl.constexpr):
+    tl.store(state + corner + values[None, :] * K + keys[:, None], x, mask=(keys[:, None] >= 0) & wanted)
+
+
+@triton.jit
+def load_decay(edges, chunk, keys, K: tl.constexpr):
+    """e^G [K, 1]."""
+    keys += chunk * 2 * K
+    return (tl.load(edges + keys) * tl.load(edges + keys + K))[:, None]
+
+
 @triton.jit(do_not_specialize=["length", "per_row", "heads", "has_state", "save_h", "want_last"])
 def wkv7_state_forward(
     R, Q, P, Y, edges, state, cu_seqlens, h, y, last, length, per_row, heads, has_state, save_h, want_last,
-    C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+    C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """y [tokens, H, V], the states h [K, V] at the chunks' starts, and the last state [H, V, K].
 
+    BLOCK_K is K, or half of it: the state is then in two tiles, whose products fit the registers.
     Y and y may be the same memory: a program reads its own columns before it writes them.
     """
-    block = tl.program_id(0) % (V // BLOCK_V)
-    head = tl.program_id(0) // (V // BLOCK_V) % heads
-    document = tl.program_id(0) // (V // BLOCK_V) // heads
+    block, pair = tl.program_id(0) % (V // BLOCK_V), tl.program_id(0) // (V // BLOCK_V)
+    head, document = pair % heads, pair // heads
     start, end, slot = document_span(cu_seqlens, document, length, C, per_row)
     operand: tl.constexpr = R.dtype.element_ty
-    rows, keys, values = tl.arange(0, C), tl.arange(0, K), block * BLOCK_V + tl.arange(0, BLOCK_V)
-    corner = (document.to(tl.int64) * heads + head) * V * K + values[None, :] * K + keys[:, None]
-    state_tile = tl.load(state + corner, mask=(has_state != 0) & (values[None, :] < V), other=0.0)
+    rows, keys, values = tl.arange(0, C), tl.arange(0, BLOCK_K), block * BLOCK_V + tl.arange(0, BLOCK_V)
+    corner = pair.to(tl.int64) * V * K
+    upper = load_state(state, corner, keys, values, has_state != 0, K)
+    if BLOCK_K != K:
+        lower = load_state(state, corner, keys + BLOCK_K, values, has_state != 0, K)
     count = ((end - start + C - 1) // C).to(tl.int32)
     chunk = slot * heads + head
-    square = keys[:, None] * V + values[None, :]
+    square, across = keys[:, None] * V + values[None, :], rows[:, None] * K + keys[None, :]
     for i in range(count):
         inside = (start + i * C + rows < end)[:, None]
         here = ((start + i * C) * heads + head) * V + rows[:, None] * (heads * V) + values[None, :]
+        maps = R + chunk * K * K + keys[:, None] * K + keys[None, :]
         Q_tile = tl.load(Q + chunk * K * V + square).to(tl.float32)
-        Y_tile = tl.load(Y + here, mask=inside, other=0.0).to(tl.float32)
-        decay = tl.load(edges + chunk * 2 * K + keys) * tl.load(edges + chunk * 2 * K + K + keys)
-        R_tile = tl.load(R + chunk * K * K + keys[:, None] * K + keys[None, :])
-        P_tile = tl.load(P + chunk * C * K + rows[:, None] * K + keys[None, :])
-        h_tile = narrow(state_tile, operand)
+        y_tile = tl.load(Y + here, mask=inside, other=0.0).to(tl.float32)
+        decay = load_decay(edges, chunk, keys, K)
+        R_tile = tl.load(maps)
+        P_tile = tl.load(P + chunk * C * K + across)
+        h_tile = narrow(upper, operand)
         if save_h != 0:
             tl.store(h + chunk * K * V + square, h_tile)
-        y_tile = dot_add(P_tile, h_tile, Y_tile, PRECISION)
+        y_tile = dot_add(P_tile, h_tile, y_tile, PRECISION)
+        upper = upper * decay + dot_add(R_tile, h_tile, Q_tile, PRECISION)
+        if BLOCK_K != K:
+            low_tile = narrow(lower, operand)
+            if save_h != 0:
+                tl.store(h + chunk * K * V + BLOCK_K * V + square, low_tile)
+            y_tile = dot_add(tl.load(P + chunk * C * K + BLOCK_K + across), low_tile, y_tile, PRECISION)
+            upper = dot_add(tl.load(maps + BLOCK_K), low_tile, upper, PRECISION)
+            lower = lower * load_decay(edges, chunk, keys + BLOCK_K, K)
+            lower += tl.load(Q + chunk * K * V + BLOCK_K * V + square).to(tl.float32)
+            lower = dot_add(tl.load(maps + BLOCK_K * K), h_tile, lower, PRECISION)
+            lower = dot_add(tl.load(maps + BLOCK_K * K + BLOCK_K), low_tile, lower, PRECISION)
         tl.store(y + here, narrow(y_tile, y.dtype.element_ty), mask=inside)
-        state_tile = state_tile * decay[:, None] + dot_add(R_tile, h_tile, Q_tile, PRECISION)
         chunk += heads
-    tl.store(last + corner, state_tile, mask=(want_last != 0) & (values[None, :] < V))
+    store_state(last, corner, keys, values, want_last != 0, upper, K)
+    if BLOCK_K != K:
+        store_state(last, corner, keys + BLOCK_K, values, want_last != 0, lower, K)
 
 
 @triton.jit(do_not_specialize=["length", "per_row", "heads", "has_dlast", "has_state"])
 def wkv7_state_backward(
     R, P, edges, dy, dlast, cu_seqlens, dh, dstate, length, per_row, heads, has_dlast, has_state,
-    C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+    C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dh [K, V]: the gradient of the state at each chunk's end, and dstate [H, V, K], of the document's first."""
-    block = tl.program_id(0) % (V // BLOCK_V)
-    head = tl.program_id(0) // (V // BLOCK_V) % heads
-    document = tl.program_id(0) // (V // BLOCK_V) // heads
+    """dh [K, V]: the gradient of the state at each chunk's end, and dstate [H, V, K], of the document's first.
+
+    dh of the chunk before is e^G dh + R^T dh + P^T dy. BLOCK_K as in the forward pass.
+    """
+    block, pair = tl.program_id(0) % (V // BLOCK_V), tl.program_id(0) // (V // BLOCK_V)
+    head, document = pair % heads, pair // heads
     start, end, slot = document_span(cu_seqlens, document, length, C, per_row)
     operand: tl.constexpr = R.dtype.element_ty
-    rows, keys, values = tl.arange(0, C), tl.arange(0, K), block * BLOCK_V + tl.arange(0, BLOCK_V)
-    corner = (document.to(tl.int64) * heads + head) * V * K + values[None, :] * K + keys[:, None]
-    grad = tl.load(dlast + corner, mask=(has_dlast != 0) & (values[None, :] < V), other=0.0)
+    rows, keys, values = tl.arange(0, C), tl.arange(0, BLOCK_K), block * BLOCK_V + tl.arange(0, BLOCK_V)
+    corner = pair.to(tl.int64) * V * K
+    upper = load_state(dlast, corner, keys, values, has_dlast != 0, K)
+    if BLOCK_K != K:
+        lower = load_state(dlast, corner, keys + BLOCK_K, values, has_dlast != 0, K)
     count = ((end - start + C - 1) // C).to(tl.int32)
     chunk = (slot + count - 1) * heads + head
-    square = keys[:, None] * V + values[None, :]
+    square, across = keys[:, None] * V + values[None, :], keys[:, None] + rows[None, :] * K
     for i in range(count):
         first = start + (count - 1 - i) * C
         here = (first * heads + head) * V + rows[:, None] * (heads * V) + values[None, :]
-        dy_tile = narrow(tl.load(dy + here, mask=(first + rows < end)[:, None], other=0.0).to(tl.float32), operand)
-        decay = tl.load(edges + chunk * 2 * K + keys) * tl.load(edges + chunk * 2 * K + K + keys)
-        R_t = tl.load(R + chunk * K * K + keys[:, None] + keys[None, :] * K)
-        P_t = tl.load(P + chunk * C * K + keys[:, None] + rows[None, :] * K)
-        dh_tile = narrow(grad, operand)
+        maps = R + chunk * K * K + keys[:, None] + keys[None, :] * K
+        dy_tile = tl.load(dy + here, mask=(first + rows < end)[:, None], other=0.0)
+        dy_tile = narrow(dy_tile.to(tl.float32), operand)
+        decay = load_decay(edges, chunk, keys, K)
+        R_t = tl.load(maps)
+        P_t = tl.load(P + chunk * C * K + across)
+        dh_tile = narrow(upper, operand)
         tl.store(dh + chunk * K * V + square, dh_tile)
-        grad = dot_add(R_t, dh_tile, dot(P_t, dy_tile, PRECISION), PRECISION) + grad * decay[:, None]
+        upper = dot_add(R_t, dh_tile, dot(P_t, dy_tile, PRECISION), PRECISION) + upper * decay
+        if BLOCK_K != K:
+            low_tile = narrow(lower, operand)
+            tl.store(dh + chunk * K * V + BLOCK_K * V + square, low_tile)
+            upper = dot_add(tl.load(maps + BLOCK_K * K), low_tile, upper, PRECISION)
+            lower = lower * load_decay(edges, chunk, keys + BLOCK_K, K)
+            lower = dot_add(tl.load(P + chunk * C * K + BLOCK_K + across), dy_tile, lower, PRECISION)
+            lower = dot_add(tl.load(maps + BLOCK_K), dh_tile, lower, PRECISION)
+            lower = dot_add(tl.load(maps + BLOCK_K * K + BLOCK_K), low_tile, lower, PRECISION)
         chunk -= heads
-    tl.store(dstate + corner, grad, mask=(has_state != 0) & (values[None, :] < V))
+    store_state(dstate, corner, keys, values, has_state != 0, upper, K)
+    if BLOCK_K != K:
+        store_state(dstate, corner, keys + BLOCK_K, values, has_state != 0, lower, K)
 
 
 @triton.jit
