@@ -19,6 +19,7 @@ at K = V = C = 64 in bfloat16 1 and 4.03 inputs. Both give the same bits. save="
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cdrmix.kernels._common import Build, architecture
+from cdrmix.kernels._common import INTERPRETED, Build, architecture
 from cdrmix.kernels.wkv7_chunk import wkv7_chunk_map
 from cdrmix.kernels.wkv7_chunk_backward import wkv7_chunk_gradient_keys, wkv7_chunk_gradient_values
 from cdrmix.kernels.wkv7_scan import wkv7_state_backward, wkv7_state_forward, wkv7_token
@@ -57,17 +58,64 @@ class Launch:
 
 
 def chunk_sizes(dtype: torch.dtype, K: int, V: int) -> tuple[int, ...]:
-    """The chunk lengths that ship for a dtype and widths, the default first."""
-    return (64, 32) if max(K, V) <= 64 else (32,)
+    """The chunk lengths that there are for a dtype and widths, the default first.
+
+    32, whose products are the smaller half of the time by the estimates of benchmarks/aot.py. 64 keeps fewer bytes for
+    the backward pass; in float32 operands it spills registers, so that only the interpreter has it there, as a test.
+    """
+    return (32, 64) if max(K, V) <= 64 and (dtype == torch.bfloat16 or INTERPRETED) else (32,)
+
+
+# By operand dtype and chunk: warps a program, and at most so many columns of K and of V at a time; by K where one does
+# not serve all. The widest tiles of those tried that spill no register on sm_90. Other architectures have the same.
+Blocks = tuple[int, int, int]
+_BF16_32: dict[str, Blocks | dict[int, Blocks]] = {
+    "map": {32: (4, 32, 32), 64: (4, 64, 64), 128: (4, 32, 64)},
+    "map_keys": {32: (4, 32, 32), 64: (4, 64, 64), 128: (4, 32, 64)},
+    "map_values": {32: (4, 32, 32), 64: (4, 64, 64), 128: (4, 32, 64)},
+    "gradient_values": {32: (4, 32, 64), 64: (4, 64, 64), 128: (4, 32, 64)},
+    "gradient_keys": {32: (2, 16, 64), 64: (4, 64, 32), 128: (4, 64, 64)},
+}
+_BF16_64: dict[str, Blocks | dict[int, Blocks]] = {
+    "map_keys": (4, 32, 64),
+    "map_values": (4, 64, 64),
+    "gradient_values": (4, 64, 32),
+    "gradient_keys": (4, 16, 64),
+}
+_FP16: dict[str, Blocks | dict[int, Blocks]] = {
+    "map_keys": (8, 16, 16),
+    "map_values": (4, 16, 32),
+    "gradient_values": (4, 16, 32),
+    "gradient_keys": (4, 16, 32),
+}
+_FP32: dict[str, Blocks | dict[int, Blocks]] = {
+    "map_keys": {32: (8, 32, 32), 64: (8, 32, 32), 128: (8, 16, 32)},
+    "map_values": (8, 16, 32),
+    "gradient_values": (8, 16, 32),
+    "gradient_keys": (8, 32, 32),
+}
+BLOCKS = {
+    (torch.bfloat16, 32): _BF16_32,
+    (torch.bfloat16, 64): _BF16_64,
+    (torch.float16, 32): _FP16,
+    (torch.float16, 64): _FP16,
+    (torch.float32, 32): _FP32,
+    (torch.float32, 64): _FP32,
+}
 
 
 def launch_of(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int) -> Launch:
     """The launch that ships."""
-    if kernel in SCANS:
-        return Launch(4, 2, 64 if K == 128 else K, 32)
     if kernel == "token":
         return Launch(4, 1, K, 32)
-    return Launch(C // 16, 1, 32, 32)
+    if kernel in SCANS:
+        if dtype == torch.float32:  # one stage, and from K = 128 on the state in two tiles
+            return Launch(4, 1, min(K, 64), 16)
+        # gfx942 has 64 KiB for a program: R and P of one chunk at a time, in halves.
+        return Launch(4, 1, min(K, 64), 32) if arch == "gfx942" else Launch(4, 2, K, 32)
+    blocks = BLOCKS[dtype, C][kernel]
+    warps, block_k, block_v = blocks[K] if isinstance(blocks, dict) else blocks
+    return Launch(warps, 1, min(block_k, K), min(block_v, V))
 
 
 def precision_of(kernel: str, arch: str, dtype: torch.dtype) -> str:
@@ -364,10 +412,13 @@ def builds(arch: str) -> list[Build]:
 
 
 def _builds(arch: str) -> Iterator[Build]:
-    for dtype in NAMES:
-        for K in WIDTHS:
-            for V in WIDTHS:
-                for C in (*chunk_sizes(dtype, K, V), 0):
-                    for kernel in KERNELS:
-                        if (kernel == "token") == (C == 0):
-                            yield build(kernel, arch, dtype, K, V, C, launch_of(kernel, arch, dtype, K, V, C))
+    for dtype, K, V, C in itertools.product(NAMES, WIDTHS, WIDTHS, (32, 64)):
+        if C == 64 and (dtype != torch.bfloat16 or max(K, V) > 64):
+            continue
+        kernels = [kernel for kernel in KERNELS if kernel != "token" or C == 32]  # it has no chunks
+        if fused_map(dtype, C):
+            kernels.remove("map_values")
+        else:
+            kernels.remove("map")
+        for kernel in kernels:
+            yield build(kernel, arch, dtype, K, V, C, launch_of(kernel, arch, dtype, K, V, C))

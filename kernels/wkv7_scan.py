@@ -73,24 +73,31 @@ def wkv7_state_forward(
         inside = (start + i * C + rows < end)[:, None]
         here = ((start + i * C) * heads + head) * V + rows[:, None] * (heads * V) + values[None, :]
         maps = R + chunk * K * K + keys[:, None] * K + keys[None, :]
-        Q_tile = tl.load(Q + chunk * K * V + square).to(tl.float32)
-        y_tile = tl.load(Y + here, mask=inside, other=0.0).to(tl.float32)
-        decay = load_decay(edges, chunk, keys, K)
-        R_tile = tl.load(maps)
-        P_tile = tl.load(P + chunk * C * K + across)
-        h_tile = narrow(upper, operand)
-        if save_h != 0:
-            tl.store(h + chunk * K * V + square, h_tile)
-        y_tile = dot_add(P_tile, h_tile, y_tile, PRECISION)
-        upper = upper * decay + dot_add(R_tile, h_tile, Q_tile, PRECISION)
-        if BLOCK_K != K:
-            low_tile = narrow(lower, operand)
+        state_at, map_at = chunk * K * V + square, chunk * C * K + across
+        if BLOCK_K == K:
+            Q_tile = tl.load(Q + state_at).to(tl.float32)
+            y_tile = tl.load(Y + here, mask=inside, other=0.0).to(tl.float32)
+            decay = load_decay(edges, chunk, keys, K)
+            R_tile = tl.load(maps)
+            P_tile = tl.load(P + map_at)
+            h_tile = narrow(upper, operand)
             if save_h != 0:
-                tl.store(h + chunk * K * V + BLOCK_K * V + square, low_tile)
-            y_tile = dot_add(tl.load(P + chunk * C * K + BLOCK_K + across), low_tile, y_tile, PRECISION)
+                tl.store(h + state_at, h_tile)
+            y_tile = dot_add(P_tile, h_tile, y_tile, PRECISION)
+            upper = upper * decay + dot_add(R_tile, h_tile, Q_tile, PRECISION)
+        else:
+            h_tile, low_tile = narrow(upper, operand), narrow(lower, operand)
+            if save_h != 0:
+                tl.store(h + state_at, h_tile)
+                tl.store(h + BLOCK_K * V + state_at, low_tile)
+            y_tile = tl.load(Y + here, mask=inside, other=0.0).to(tl.float32)
+            y_tile = dot_add(tl.load(P + map_at), h_tile, y_tile, PRECISION)
+            y_tile = dot_add(tl.load(P + BLOCK_K + map_at), low_tile, y_tile, PRECISION)
+            upper = upper * load_decay(edges, chunk, keys, K) + tl.load(Q + state_at).to(tl.float32)
+            upper = dot_add(tl.load(maps), h_tile, upper, PRECISION)
             upper = dot_add(tl.load(maps + BLOCK_K), low_tile, upper, PRECISION)
             lower = lower * load_decay(edges, chunk, keys + BLOCK_K, K)
-            lower += tl.load(Q + chunk * K * V + BLOCK_K * V + square).to(tl.float32)
+            lower += tl.load(Q + BLOCK_K * V + state_at).to(tl.float32)
             lower = dot_add(tl.load(maps + BLOCK_K * K), h_tile, lower, PRECISION)
             lower = dot_add(tl.load(maps + BLOCK_K * K + BLOCK_K), low_tile, lower, PRECISION)
         tl.store(y + here, narrow(y_tile, y.dtype.element_ty), mask=inside)
