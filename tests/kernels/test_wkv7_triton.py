@@ -113,9 +113,9 @@ def assert_same(left: list[Tensor], right: list[Tensor]) -> None:
     ("chunk", "case"),
     [
         (32, make(2, 45, 2, 32, 64)),
-        (32, make(1, 33, 1, 128, 32)),
-        (64, make(1, 131, 1, 64, 64)),
-        (64, make(1, 128, 1, 64, 32, pinned=True)),
+        (32, make(1, 5, 1, 128, 32)),
+        (64, make(1, 67, 1, 64, 64)),
+        (64, make(1, 128, 1, 32, 64, pinned=True)),
         (32, make(1, 1, 1, 32, 32)),
         (32, make(1, 90, 2, 32, 32, cu_seqlens=[0, 0, 1, 33, 33, 65, 89, 90, 90])),
         (64, make(2, 70, 1, 32, 64, cu_seqlens=[0, 64, 70, 140])),
@@ -132,7 +132,7 @@ def test_float32_equals_the_definition(chunk: int, case: Case) -> None:
 @pytest.mark.parametrize("pinned", [False, True])
 def test_bfloat16_is_near_the_definition(chunk: int, pinned: bool) -> None:
     """Operands and stored maps in bfloat16, sums in float32, as on a GPU; y and gradients rounded to bfloat16 too."""
-    case = make(1, 192, 1, 64, 64, dtype=torch.bfloat16, pinned=pinned)
+    case = make(1, 130, 1, 64, 64, dtype=torch.bfloat16, pinned=pinned)
     found = ratios(case.run(chunk), case.exact())
     assert found["y"] < BFLOAT16_Y
     assert {name: value for name, value in found.items() if not value < BFLOAT16_GRADIENTS} == {}
@@ -199,7 +199,7 @@ def test_chunk_lengths_agree() -> None:
 
 
 def test_thirty_repeats_have_the_same_bits() -> None:
-    case = make(1, 34, 1, 32, 32)
+    case = make(1, 8, 1, 32, 32)
     wanted = case.run(32)
     for _ in range(30):
         assert_same(case.run(32), wanted)
