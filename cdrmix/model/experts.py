@@ -39,9 +39,13 @@ class MoeFeedForward(nn.Module):
         """x [B, T, D] (normed) -> output [B, T, D], no state, the router's report. Each token stands for itself."""
         flat_TD = x.reshape(-1, x.shape[-1])
         routing = self.router(flat_TD)
-        y_TD = ops.moe_experts(flat_TD, self.w_up, self.w_down, routing, activation=self.activation)
+        y_TD = self.mix(flat_TD, routing)
         routed = Routed(routing.counts_E, routing.load_balance, routing.z_loss)
         return y_TD.view(x.shape), None, routed
+
+    def mix(self, x_TD: Tensor, routing: ops.Routing) -> Tensor:
+        """The routed experts' weighted sum a token, [T, D]."""
+        return ops.moe_experts(x_TD, self.w_up, self.w_down, routing, activation=self.activation)
 
 
 class ChannelMix(nn.Module):
