@@ -57,6 +57,10 @@ class NonFiniteLossError(CdrmixError, ArithmeticError):
     exit_code = 9
 
 
+class NonFiniteLogitsError(NonFiniteLossError, ValueError):
+    """A router's logits are NaN; the message names the layer. Training ends as for a loss that is NaN."""
+
+
 class ExportMismatchError(CdrmixError, RuntimeError):
     """An exported model, read back, does not give the logits of the model it was made from."""
 

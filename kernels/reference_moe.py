@@ -1,133 +1,268 @@
 """The mixture of experts in plain PyTorch: the specification, the oracle, and the CPU path; routing and experts.
 
-Shapes: T tokens, D model, E experts, F expert hidden, K choices a token, R = T * K routed rows.
+Shapes: T tokens, D model, E experts, F expert hidden, K choices a token, R = T * K routes, Z = F ("relu2") or 2F
+("swiglu"). Functions come in pairs, forward and backward, without autograd inside: `cdrmix.ops` registers them.
+
+Routes of one expert are consecutive rows, so each of its matrices takes one dense product. Where PyTorch has a
+grouped product (CUDA, bfloat16, rows of a multiple of 16 bytes) `_grouped_mm` takes all experts in one launch and
+nothing waits for the device; elsewhere a loop over the experts reads their counts on the host.
 """
 
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+ACTIVATIONS = ("relu2", "swiglu")
 
 
-class Routing(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Routing:
     """Which experts each token goes to, and the order that everything after works in.
 
     weights_TK: float32, the chosen experts' probabilities, normalised over the k chosen; differentiable.
-    experts_TK: int64, the chosen experts, most probable first.
-    counts_E: int64, routed rows of each expert.
-    order_R: int64, the stable sort of the T * k routes by expert: sorted row i is route order_R[i], which is
-        choice order_R[i] % k of token order_R[i] // k.
-    load_balance: scalar, E sum_e f_e P_e with f_e the share of routes and P_e the mean probability of expert
-        e (arXiv 2101.03961, equation 4, over all k choices); 1 when balanced; differentiable through P.
+    experts_TK: int64, the chosen experts, most probable first (by logit + bias).
+    counts_E: int64, rows each expert computes.
+    demand_E: int64, routes that wanted it: counts_E, unless a capacity cut some.
+    order_R: int64, the routes sorted stably by (dropped or not, expert, route): sorted row i is route order_R[i],
+        which is choice order_R[i] % k of token order_R[i] // k. Rows from counts_E.sum() on are dropped: no expert
+        computes them, they add nothing to the output, and their weights get a gradient of zero.
+    load_balance: scalar, E sum_e f_e P_e with f_e the share of routes wanting and P_e the mean probability of
+        expert e (arXiv 2101.03961, equation 4, over all k choices); 1 when balanced; differentiable through P.
     z_loss: scalar, mean of logsumexp(logits)^2 (arXiv 2202.08906, equation 5); differentiable.
     """
 
     weights_TK: Tensor
     experts_TK: Tensor
     counts_E: Tensor
+    demand_E: Tensor
     order_R: Tensor
     load_balance: Tensor
     z_loss: Tensor
 
 
-def route_topk(logits_TE: Tensor, k: int, *, bias: Tensor | None = None) -> Routing:
-    """Send each token to its k most probable experts; ties go to the lowest index.
+def route_forward(
+    logits_TE: Tensor, k: int, bias: Tensor | None, capacity: int | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Each token's k most probable experts, ties to the lowest index; the fields of `Routing`, in its order.
 
-    logits_TE: [T, E], computed on in float32 at least; bias: [E], added for the selection alone.
+    logits_TE: float32 or float64; bias: [E], added for the selection alone. capacity: rows an expert takes at most,
+    its first ones in route order, so that no token can displace an earlier one; None: all. No tokens give zeros.
     """
-    logits_TE = logits_TE if logits_TE.dtype == torch.float64 else logits_TE.float()
-    experts = logits_TE.shape[-1]
-    log_normaliser = logits_TE.logsumexp(-1, keepdim=True)
-    probabilities_TE = (logits_TE - log_normaliser).exp()
-    score_TE = logits_TE.detach() if bias is None else logits_TE.detach() + bias
-    experts_TK = torch.sort(score_TE, dim=-1, descending=True, stable=True).indices[:, :k]
-    chosen_TK = probabilities_TE.gather(1, experts_TK)
-    routes_R = experts_TK.reshape(-1)
-    counts_E = torch.bincount(routes_R, minlength=experts)
-    share_E = counts_E.to(logits_TE.dtype) / max(routes_R.numel(), 1)
-    return Routing(
-        weights_TK=chosen_TK / chosen_TK.sum(-1, keepdim=True),
-        experts_TK=experts_TK,
-        counts_E=counts_E,
-        order_R=routes_R.argsort(stable=True),
-        load_balance=experts * (share_E * probabilities_TE.mean(0)).sum(),
-        z_loss=log_normaliser.square().mean(),
+    tokens, experts = logits_TE.shape
+    score_TE = logits_TE if bias is None else logits_TE + bias
+    experts_TK = torch.sort(score_TE, dim=-1, descending=True, stable=True).indices[:, :k].contiguous()
+    sorted_R, order_R = experts_TK.view(-1).sort(stable=True)
+    ends_E = torch.searchsorted(sorted_R, torch.arange(experts, device=sorted_R.device), right=True)
+    demand_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+    counts_E = demand_E.clone()
+    if capacity is not None:
+        counts_E = demand_E.clamp(max=capacity)
+        place_R = torch.arange(len(order_R), device=order_R.device) - (ends_E - demand_E)[sorted_R]
+        order_R = order_R[(place_R >= capacity).byte().argsort(stable=True)]
+    log_normaliser_T = logits_TE.logsumexp(-1)
+    mean_E = logits_TE.softmax(-1).sum(0) / max(tokens, 1)
+    share_E = demand_E.to(logits_TE.dtype) / max(len(order_R), 1)
+    return (
+        logits_TE.gather(1, experts_TK).softmax(-1),
+        experts_TK,
+        counts_E,
+        demand_E,
+        order_R,
+        experts * (share_E * mean_E).sum(),
+        log_normaliser_T.square().sum() / max(tokens, 1),
     )
 
 
-def _activate(z: Tensor, activation: str) -> Tensor:
-    """relu2: relu(z)^2. swiglu: silu(gate) * up with z = [gate, up]."""
-    if activation == "relu2":
-        return z.relu().square_()
-    gate, up = z.chunk(2, -1)
-    return torch.nn.functional.silu(gate) * up
+def route_backward(
+    dweights_TK: Tensor | None,
+    dload_balance: Tensor | None,
+    dz_loss: Tensor | None,
+    logits_TE: Tensor,
+    experts_TK: Tensor,
+    demand_E: Tensor,
+    k: int,
+) -> Tensor:
+    """dlogits_TE. None stands for a gradient of zero. Both softmaxes are made again from the logits."""
+    tokens, experts = logits_TE.shape
+    dlogits_TE = torch.zeros_like(logits_TE)
+    if dweights_TK is not None:
+        weights_TK = logits_TE.gather(1, experts_TK).softmax(-1)
+        inner_T1 = (weights_TK * dweights_TK).sum(-1, keepdim=True)
+        dlogits_TE.scatter_(1, experts_TK, weights_TK * (dweights_TK - inner_T1))
+    if dload_balance is None and dz_loss is None:
+        return dlogits_TE
+    probabilities_TE = logits_TE.softmax(-1)
+    factor_TE = torch.zeros_like(logits_TE)
+    if dload_balance is not None:
+        slope_E = dload_balance * demand_E.to(logits_TE.dtype) * (experts / max(tokens * tokens * k, 1))
+        factor_TE += slope_E - (probabilities_TE * slope_E).sum(-1, keepdim=True)
+    if dz_loss is not None:
+        factor_TE += dz_loss * logits_TE.logsumexp(-1, keepdim=True) * (2 / max(tokens, 1))
+    return dlogits_TE.addcmul_(probabilities_TE, factor_TE)
 
 
-def _activate_backward(z: Tensor, dh: Tensor, activation: str) -> Tensor:
-    """The gradient of `_activate` with respect to z."""
-    if activation == "relu2":
-        return z.relu().mul_(dh).mul_(2)
-    gate, up = z.chunk(2, -1)
-    sigmoid = gate.sigmoid()
-    return torch.cat([dh * up * sigmoid * (1 + gate * (1 - sigmoid)), dh * gate * sigmoid], -1)
+def experts_forward(
+    x_TD: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    weights_TK: Tensor,
+    order_R: Tensor,
+    counts_E: Tensor,
+    *,
+    activation: str,
+    save: str,
+) -> tuple[Tensor, Tensor]:
+    """y_t = sum_j weights_tj expert_(experts_tj)(x_t), expert_e(x) = act(x w_up_e) w_down_e; and Z, [0] unless "fast".
 
-
-class _MoeExperts(torch.autograd.Function):
-    """Gather rows by expert, two products and an activation an expert, weighted sum a token; and its adjoint.
-
-    Saved for backward: x, the pre-activation, the sorted outputs and the indices. Both the combine of the
-    forward and the gather's adjoint are gathers over the inverse order, so no sum depends on scheduling.
+    x_TD: [T, D]; w_up: [E, D, Z], for "swiglu" column 2f the gate of hidden f and column 2f + 1 its up;
+    w_down: [E, F, D]. save: "fast" returns Z [R, Z] for `experts_backward`, "min" and "none" nothing.
     """
+    k = weights_TK.shape[1]
+    token_R = order_R.div(k, rounding_mode="floor")
+    weights_R = weights_TK.view(-1).index_select(0, order_R)
+    if _has_grouped_product(x_TD, w_up, w_down):
+        offsets = counts_E.cumsum(0).to(torch.int32)
+        z = _zero_tail(torch._grouped_mm(x_TD.index_select(0, token_R), w_up, offs=offsets), counts_E)
+        y_RD = torch._grouped_mm(_activate(z, activation), w_down, offs=offsets)  # its tail is not initialised either
+        y_RD *= weights_R.unsqueeze(1)
+        return combine(y_RD, order_R, counts_E, k), z if save == "fast" else z.new_empty(0)
+    spans, longest = _spans(counts_E)
+    x = x_TD.new_empty(longest, x_TD.shape[1])
+    z = x_TD.new_empty(len(order_R) if save == "fast" else longest, w_up.shape[2])
+    hidden = x_TD.new_empty(longest, w_down.shape[1])
+    y_RD = x_TD.new_empty(len(order_R), w_down.shape[2])
+    for expert, span in enumerate(spans):
+        rows = span.stop - span.start
+        z_here = z[span] if save == "fast" else z[:rows]
+        torch.index_select(x_TD, 0, token_R[span], out=x[:rows])
+        torch.mm(x[:rows], w_up[expert], out=z_here)
+        torch.mm(_activate(z_here, activation, out=hidden[:rows]), w_down[expert], out=y_RD[span])
+        y_RD[span] *= weights_R[span].unsqueeze(1)
+    if save == "fast":
+        z[spans[-1].stop :] = 0
+    return combine(y_RD, order_R, counts_E, k), z if save == "fast" else z.new_empty(0)
 
-    @staticmethod
-    def forward(ctx, x_TD, w_up, w_down, weights_TK, order_R, counts_E, activation):  # type: ignore[no-untyped-def]
-        tokens, k = weights_TK.shape
-        token_R = order_R // k
-        inverse_R = torch.empty_like(order_R)
-        inverse_R[order_R] = torch.arange(order_R.numel(), device=order_R.device)
-        bounds = [0, *counts_E.cumsum(0).tolist()]
-        rows = [slice(low, high) for low, high in itertools.pairwise(bounds)]
-        x_RD = x_TD.index_select(0, token_R)
-        z = x_TD.new_empty(token_R.numel(), w_up.shape[-1])
-        y_RD = x_TD.new_empty(token_R.numel(), w_down.shape[-1])
-        for expert, span in enumerate(rows):
-            torch.mm(x_RD[span], w_up[expert], out=z[span])
-            torch.mm(_activate(z[span], activation), w_down[expert], out=y_RD[span])
-        weighted_RD = y_RD * weights_TK.reshape(-1)[order_R].to(y_RD.dtype).unsqueeze(-1)
-        ctx.rows, ctx.activation = rows, activation
-        ctx.save_for_backward(x_TD, z, y_RD, w_up, w_down, weights_TK, token_R, order_R, inverse_R)
-        return weighted_RD.index_select(0, inverse_R).view(tokens, k, -1).sum(1)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy_TD):  # type: ignore[no-untyped-def]
-        x_TD, z, y_RD, w_up, w_down, weights_TK, token_R, order_R, inverse_R = ctx.saved_tensors
-        tokens, k = weights_TK.shape
-        dy_RD = dy_TD.index_select(0, token_R)
-        dweights = (dy_RD * y_RD).sum(-1, dtype=weights_TK.dtype)[inverse_R].view(tokens, k)
-        dy_RD *= weights_TK.reshape(-1)[order_R].to(dy_RD.dtype).unsqueeze(-1)
-        x_RD = x_TD.index_select(0, token_R)
-        dx_RD = torch.empty_like(x_RD)
+def experts_backward(
+    dy_TD: Tensor,
+    x_TD: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    weights_TK: Tensor,
+    order_R: Tensor,
+    counts_E: Tensor,
+    z: Tensor,
+    *,
+    activation: str,
+    save: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dx_TD, dw_up, dw_down in their dtypes, dweights_TK in that of the weights; z as `experts_forward` gave it.
+
+    With A = act(Z) made again and dA' = dY w_down^T, for the rows r of expert e:
+        dweights_r = <dA'_r, A_r>;  dZ_r = weights_r dA'_r act'(Z_r);  dw_down = (weights A)^T dY;  dw_up = X^T dZ;
+        dX = dZ w_up^T, summed over a token's rows. The experts' outputs are not needed. (arXiv 2512.14080)
+    """
+    k = weights_TK.shape[1]
+    token_R = order_R.div(k, rounding_mode="floor")
+    weights_R = weights_TK.view(-1).index_select(0, order_R)
+    dweights_R = torch.zeros_like(weights_R)
+    if _has_grouped_product(x_TD, w_up, w_down):
+        offsets = counts_E.cumsum(0).to(torch.int32)
+        x, dy = x_TD.index_select(0, token_R), dy_TD.index_select(0, token_R)
+        if save != "fast":
+            z = torch._grouped_mm(x, w_up, offs=offsets)
+        hidden = _activate(z, activation)
+        dhidden = torch._grouped_mm(dy, w_down.mT, offs=offsets)
+        dweights_R = _zero_tail((hidden * dhidden).sum(-1, dtype=weights_R.dtype, keepdim=True), counts_E).squeeze(1)
+        scale = weights_R.unsqueeze(1).to(x.dtype)
+        dz = _activate_backward(z, dhidden, activation).mul_(scale)
+        dw_down = _zero_empty(torch._grouped_mm(hidden.mul_(scale).mT, dy, offs=offsets), counts_E)
+        dw_up = _zero_empty(torch._grouped_mm(x.mT, dz, offs=offsets), counts_E)
+        dx_RD = torch._grouped_mm(dz, w_up.mT, offs=offsets)
+    else:
+        spans, _ = _spans(counts_E)
+        dx_RD = x_TD.new_empty(len(order_R), x_TD.shape[1])
         # An expert without rows gets a gradient of zero: the product over no rows writes it.
         dw_up, dw_down = torch.empty_like(w_up), torch.empty_like(w_down)
-        for expert, span in enumerate(ctx.rows):
-            hidden = _activate(z[span], ctx.activation)
-            torch.mm(hidden.mT, dy_RD[span], out=dw_down[expert])
-            dz = _activate_backward(z[span], dy_RD[span] @ w_down[expert].mT, ctx.activation)
-            torch.mm(x_RD[span].mT, dz, out=dw_up[expert])
+        for expert, span in enumerate(spans):
+            rows = token_R[span]
+            x, dy = x_TD.index_select(0, rows), dy_TD.index_select(0, rows)
+            z_here = z[span] if save == "fast" else x @ w_up[expert]
+            hidden = _activate(z_here, activation)
+            dhidden = dy @ w_down[expert].mT
+            dweights_R[span] = (hidden * dhidden).sum(-1, dtype=weights_R.dtype)
+            scale = weights_R[span].unsqueeze(1).to(x.dtype)
+            dz = _activate_backward(z_here, dhidden, activation).mul_(scale)
+            torch.mm(hidden.mul_(scale).mT, dy, out=dw_down[expert])
+            torch.mm(x.mT, dz, out=dw_up[expert])
             torch.mm(dz, w_up[expert].mT, out=dx_RD[span])
-        dx_TD = dx_RD.index_select(0, inverse_R).view(tokens, k, -1).sum(1)
-        return dx_TD, dw_up, dw_down, dweights, None, None, None
+    dweights = torch.empty_like(weights_R)
+    dweights[order_R] = dweights_R
+    return combine(dx_RD, order_R, counts_E, k), dw_up, dw_down, dweights.view_as(weights_TK)
 
 
-def moe_experts(x_TD: Tensor, w_up: Tensor, w_down: Tensor, routing: Routing, *, activation: str = "relu2") -> Tensor:
-    """y_t = sum_j weights_tj expert_(experts_tj)(x_t), expert_e(x) = act(x w_up_e) w_down_e: dropless.
+def dispatch(x_TD: Tensor, order_R: Tensor, counts_E: Tensor, k: int) -> Tensor:
+    """x_RD: each route's row of x, in sorted order; zeros for dropped routes."""
+    return _zero_tail(x_TD.index_select(0, order_R.div(k, rounding_mode="floor")), counts_E)
 
-    x_TD: [T, D]; w_up: [E, D, F], or [E, D, 2F] for "swiglu", the gate's F columns first; w_down: [E, F, D].
-    Returns [T, D] in x's dtype; differentiable in x, both weights and routing.weights_TK.
-    """
-    return _MoeExperts.apply(x_TD, w_up, w_down, routing.weights_TK, routing.order_R, routing.counts_E, activation)
+
+def combine(y_RD: Tensor, order_R: Tensor, counts_E: Tensor, k: int) -> Tensor:
+    """y_TD: the sum of each token's kept rows, in order of choice, in float32 at least. The adjoint of `dispatch`."""
+    place_R = torch.empty_like(order_R)
+    place_R[order_R] = torch.arange(len(order_R), device=order_R.device)
+    kept = counts_E.sum()
+    all_kept = order_R.device.type == "cpu" and int(kept) == len(order_R)
+    y_TD = y_RD.new_zeros(len(order_R) // k, y_RD.shape[1], dtype=torch.promote_types(y_RD.dtype, torch.float32))
+    for place_T in place_R.view(-1, k).unbind(1):
+        rows = y_RD.index_select(0, place_T)
+        y_TD += rows if all_kept else rows.masked_fill_((place_T >= kept).unsqueeze(1), 0)
+    return y_TD.to(y_RD.dtype)
+
+
+def _spans(counts_E: Tensor) -> tuple[list[slice], int]:
+    """The sorted rows of each expert, and the largest number of them."""
+    bounds = [0, *counts_E.cumsum(0).tolist()]
+    spans = [slice(low, high) for low, high in itertools.pairwise(bounds)]
+    return spans, max(span.stop - span.start for span in spans)
+
+
+def _zero_tail(rows: Tensor, counts_E: Tensor) -> Tensor:
+    """Zeros from the last computed row on, whatever stood there; in place, without waiting for the device."""
+    if rows.device.type == "cpu":
+        rows[int(counts_E.sum()) :] = 0
+        return rows
+    dropped = torch.arange(len(rows), device=rows.device) >= counts_E.sum()
+    return rows.masked_fill_(dropped.unsqueeze(1), 0)
+
+
+def _zero_empty(dw: Tensor, counts_E: Tensor) -> Tensor:
+    """Zeros for the experts that had no rows, whatever a grouped product left there; in place."""
+    return dw.masked_fill_((counts_E == 0).view(-1, 1, 1), 0)
+
+
+def _has_grouped_product(x_TD: Tensor, w_up: Tensor, w_down: Tensor) -> bool:
+    """Whether `torch._grouped_mm` takes these: it wants bfloat16, and strides and starts at multiples of 16 bytes."""
+    aligned = all(size % 8 == 0 for size in (x_TD.shape[1], w_up.shape[2], *w_down.shape[1:]))
+    return x_TD.is_cuda and x_TD.dtype == torch.bfloat16 and aligned and len(x_TD) > 0
+
+
+def _activate(z: Tensor, activation: str, out: Tensor | None = None) -> Tensor:
+    """relu2: relu(z)^2. swiglu: silu(gate) * up with gates and ups in turn."""
+    if activation == "relu2":
+        return torch.clamp(z, min=0, out=out).square_()
+    gate, up = z[:, 0::2], z[:, 1::2]
+    return torch.mul(torch.nn.functional.silu(gate), up, out=out)
+
+
+def _activate_backward(z: Tensor, dhidden: Tensor, activation: str) -> Tensor:
+    """The gradient of `_activate` with respect to z."""
+    if activation == "relu2":
+        return z.clamp(min=0).mul_(dhidden).mul_(2)
+    gate, up = z[:, 0::2], z[:, 1::2]
+    sigmoid = gate.sigmoid()
+    dgate = dhidden * up * sigmoid * (1 + gate * (1 - sigmoid))
+    return torch.stack([dgate, dhidden * gate * sigmoid], -1).view_as(z)

@@ -13,9 +13,10 @@ from collections.abc import Callable
 from cdrmix.kernels.reference import document_starts, token_shift
 from cdrmix.kernels.reference_moe import Routing
 from cdrmix.ops.backend import backend
-from cdrmix.ops.experts import moe_experts, route_topk
+from cdrmix.ops.experts import moe_combine, moe_dispatch, moe_experts
 from cdrmix.ops.loss import linear_cross_entropy
 from cdrmix.ops.recurrence import wkv7, wkv7_step
+from cdrmix.ops.routing import route_topk
 from cdrmix.ops.time_mix import GROUP_NORM_EPS, time_mix_keys, time_mix_output, time_mix_streams
 
 __all__ = [
@@ -25,6 +26,8 @@ __all__ = [
     "backend",
     "document_starts",
     "linear_cross_entropy",
+    "moe_combine",
+    "moe_dispatch",
     "moe_experts",
     "route_topk",
     "time_mix_keys",
@@ -44,6 +47,8 @@ OPS: dict[str, Callable[..., object]] = {
     "time_mix_output": time_mix_output,
     "route_topk": route_topk,
     "moe_experts": moe_experts,
+    "moe_dispatch": moe_dispatch,
+    "moe_combine": moe_combine,
     "linear_cross_entropy": linear_cross_entropy,
     "token_shift": token_shift,
 }

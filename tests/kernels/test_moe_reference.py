@@ -26,7 +26,7 @@ def experts_by_hand(x_TD: Tensor, w_up: Tensor, w_down: Tensor, routing: ops.Rou
             if activation == "relu2":
                 hidden = functional.relu(z) ** 2
             else:
-                gate, up = z.chunk(2)
+                gate, up = z[0::2], z[1::2]
                 hidden = functional.silu(gate) * up
             total = total + weight * (hidden @ w_down[expert])
         rows.append(total)

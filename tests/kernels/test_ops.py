@@ -40,6 +40,16 @@ def moe(x: Arguments) -> tuple[Tensor, ...]:
     return y, routing.load_balance, routing.z_loss
 
 
+def dispatch(x: Arguments) -> tuple[Tensor, ...]:
+    routing = ops.route_topk(x["logits"].detach(), 2, capacity=12)
+    return (ops.moe_dispatch(x["x"], routing),)
+
+
+def combine(x: Arguments) -> tuple[Tensor, ...]:
+    routing = ops.route_topk(x["logits"].detach(), 2, capacity=12)
+    return (ops.moe_combine(x["y"], routing),)
+
+
 def cross_entropy(x: Arguments) -> tuple[Tensor, ...]:
     hidden = x["hidden"]
     targets = torch.arange(hidden.shape[0], device=hidden.device) % x["weight"].shape[0]
@@ -81,6 +91,8 @@ CASES: dict[str, tuple[Callable[[Arguments], tuple[Tensor, ...]], dict[str, tupl
     ),
     "route_topk": (moe, {"x": (40, 16), "gate": (16, 4), "w_up": (4, 16, 24), "w_down": (4, 24, 16)}),
     "moe_experts": (moe, {"x": (7, 16), "gate": (16, 8), "w_up": (8, 16, 24), "w_down": (8, 24, 16)}),
+    "moe_dispatch": (dispatch, {"x": (20, 16), "logits": (20, 4)}),
+    "moe_combine": (combine, {"y": (40, 16), "logits": (20, 4)}),
     "linear_cross_entropy": (cross_entropy, {"hidden": (700, 16), "weight": (50, 16)}),
     "token_shift": (shift, {"x": (2, 15, 8)}),
 }
@@ -100,7 +112,8 @@ def run(name: str, device: str, dtype: torch.dtype) -> list[Tensor]:
     weights = [torch.randn(output.shape, generator=generator).to(device, dtype) for output in outputs]
     total = sum((output * weight).sum() for output, weight in zip(outputs, weights, strict=True))
     assert isinstance(total, Tensor)
-    gradients = torch.autograd.grad(total, list(inputs.values())) if total.requires_grad else ()
+    wanted = list(inputs.values())
+    gradients = torch.autograd.grad(total, wanted, materialize_grads=True) if total.requires_grad else ()
     return [tensor.detach().cpu() for tensor in (*outputs, *gradients)]
 
 

@@ -1,0 +1,157 @@
+"""Top-k routing as a PyTorch operator: checks, registration, and the choice of implementation."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cdrmix.errors import NonFiniteLogitsError
+from cdrmix.kernels import reference_moe
+from cdrmix.kernels.reference_moe import Routing
+from cdrmix.ops.backend import backend, debugging
+
+MAX_EXPERTS = 256  # of the GPU's kernels; the reference takes any number
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+RoutingTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # the fields of Routing, in order
+
+
+def route_topk(
+    logits_TE: Tensor, k: int, *, bias: Tensor | None = None, capacity: int | None = None, name: str = ""
+) -> Routing:
+    """Send each token to its k most probable experts; ties go to the lowest index. Nothing waits for the GPU.
+
+    logits_TE: [T, E], computed on in float32, float64 where it is that. T may be 0, as on a rank of expert
+        parallelism that got no tokens; the loss terms are zero then.
+    k: choices a token, 1 to E. On a GPU E is at most 256.
+    bias: [E], added for the selection alone (balancing without a loss, arXiv 2408.15664); it gets no gradient.
+    capacity: rows an expert takes at most: its first ones in order of token and choice, so that no token displaces
+        an earlier one. The others are dropped. None: every route is kept.
+    name: of the layer, for errors.
+    Returns a `Routing`, differentiable once in the logits through weights_TK, load_balance and z_loss.
+    Raises ValueError naming the argument, before anything runs; NonFiniteLogitsError, also a ValueError, for NaN
+    among the logits: on a CPU always, on a GPU under CDRMIX_DEBUG=1 alone, as reading them waits for it.
+    """
+    _check(logits_TE, k, bias, capacity)
+    wide = logits_TE if logits_TE.dtype == torch.float64 else logits_TE.float()
+    selection = None if bias is None else bias.detach().to(wide.dtype).contiguous()
+    return Routing(*_moe_route(wide.contiguous(), k, selection, capacity, name))
+
+
+def _check(logits_TE: Tensor, k: int, bias: Tensor | None, capacity: int | None) -> None:
+    """Raises ValueError for what shapes, dtypes and devices tell; reads no value."""
+    if not isinstance(logits_TE, Tensor) or logits_TE.ndim != 2 or logits_TE.shape[1] == 0:
+        found = list(logits_TE.shape) if isinstance(logits_TE, Tensor) else type(logits_TE).__name__
+        raise ValueError(f"route_topk: logits must be a tensor [T, E] with E at least 1; found {found}")
+    if logits_TE.dtype not in DTYPES:
+        raise ValueError(f"route_topk: logits are {logits_TE.dtype}; allowed are bfloat16, float16, float32, float64")
+    experts = logits_TE.shape[1]
+    if not isinstance(k, int) or not 1 <= k <= experts:
+        raise ValueError(f"route_topk: k={k}, but there are {experts} experts: choose 1 to {experts}")
+    if experts > MAX_EXPERTS and backend(logits_TE) == "triton":
+        raise ValueError(f"route_topk: {experts} experts; the GPU's kernels take at most {MAX_EXPERTS}")
+    if bias is not None and (bias.shape != (experts,) or not bias.is_floating_point()):
+        raise ValueError(f"route_topk: bias must be [{experts}], one number an expert; found {_words(bias)}")
+    if bias is not None and bias.device != logits_TE.device:
+        raise ValueError(f"route_topk: bias is on {bias.device}, but the logits are on {logits_TE.device}")
+    if capacity is not None and (not isinstance(capacity, int) or capacity < 0):
+        raise ValueError(f"route_topk: capacity={capacity}; it is the rows an expert takes at most: 0 or more, or None")
+
+
+def _words(x: Tensor) -> str:
+    return f"{x.dtype} {list(x.shape)}"
+
+
+def _check_logits(logits_TE: Tensor, name: str) -> None:
+    """Raises NonFiniteLogitsError for NaN, where looking is free (a CPU) or asked for (CDRMIX_DEBUG)."""
+    if logits_TE.device.type != "cpu" and not debugging():
+        return
+    bad_T = logits_TE.isnan().any(-1)
+    if bool(bad_T.any()):
+        tokens = bad_T.nonzero().flatten().tolist()
+        raise NonFiniteLogitsError(
+            f"route_topk: the router's logits{f' of {name}' if name else ''} hold NaN, for {len(tokens)} of "
+            f"{len(bad_T)} tokens, first token {tokens[0]}: its input or its weights are NaN already"
+        )
+
+
+def _kernels(logits_TE: Tensor) -> ModuleType:
+    """The module whose `route_forward` and `route_backward` serve these logits."""
+    return importlib.import_module("cdrmix.kernels.moe_route") if backend(logits_TE) == "triton" else reference_moe
+
+
+@torch.library.custom_op("cdrmix::moe_route", mutates_args=())
+def _moe_route(logits_TE: Tensor, k: int, bias: Tensor | None, capacity: int | None, name: str) -> RoutingTensors:
+    _check_logits(logits_TE, name)
+    with torch.autocast(logits_TE.device.type, enabled=False):  # which an operator inherits from its caller
+        found: RoutingTensors = _kernels(logits_TE).route_forward(logits_TE, k, bias, capacity)
+    return found
+
+
+@_moe_route.register_fake
+def _(logits_TE: Tensor, k: int, bias: Tensor | None, capacity: int | None, name: str) -> RoutingTensors:
+    tokens, experts = logits_TE.shape
+
+    def indices(*shape: int) -> Tensor:
+        return logits_TE.new_empty(shape, dtype=torch.int64)
+
+    return (
+        logits_TE.new_empty(tokens, k),
+        indices(tokens, k),
+        indices(experts),
+        indices(experts),
+        indices(tokens * k),
+        logits_TE.new_empty(()),
+        logits_TE.new_empty(()),
+    )
+
+
+@torch.library.custom_op("cdrmix::moe_route_backward", mutates_args=())
+def _moe_route_backward(
+    dweights_TK: Tensor | None,
+    dload_balance: Tensor | None,
+    dz_loss: Tensor | None,
+    logits_TE: Tensor,
+    experts_TK: Tensor,
+    demand_E: Tensor,
+) -> Tensor:
+    gradients = [None if dy is None else dy.contiguous() for dy in (dweights_TK, dload_balance, dz_loss)]
+    with torch.autocast(logits_TE.device.type, enabled=False):
+        dlogits_TE: Tensor = _kernels(logits_TE).route_backward(
+            *gradients, logits_TE, experts_TK, demand_E, experts_TK.shape[1]
+        )
+    return dlogits_TE
+
+
+@_moe_route_backward.register_fake
+def _(
+    dweights_TK: Tensor | None,
+    dload_balance: Tensor | None,
+    dz_loss: Tensor | None,
+    logits_TE: Tensor,
+    experts_TK: Tensor,
+    demand_E: Tensor,
+) -> Tensor:
+    return torch.empty_like(logits_TE)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: RoutingTensors) -> None:
+    _, experts_TK, counts_E, demand_E, order_R, _, _ = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(experts_TK, counts_E, demand_E, order_R)
+    ctx.save_for_backward(inputs[0], experts_TK, demand_E)
+
+
+def _differentiate(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    dweights_TK, *_, dload_balance, dz_loss = gradients
+    logits_TE, experts_TK, demand_E = ctx.saved_tensors
+    dlogits_TE = None
+    if any(dy is not None for dy in (dweights_TK, dload_balance, dz_loss)):
+        dlogits_TE = _moe_route_backward(dweights_TK, dload_balance, dz_loss, logits_TE, experts_TK, demand_E)
+    return dlogits_TE, None, None, None, None
+
+
+_moe_route.register_autograd(_differentiate, setup_context=_keep)
