@@ -38,7 +38,7 @@ class MoeFeedForward(nn.Module):
     def forward(self, x: Tensor, starts: Tensor | None, last_BD: Tensor | None) -> tuple[Tensor, None, Routed]:
         """x [B, T, D] (normed) -> output [B, T, D], no state, the router's report. Each token stands for itself."""
         flat_TD = x.reshape(-1, x.shape[-1])
-        routing = self.router(flat_TD)
+        routing = self.router.route(flat_TD)
         y_TD = self.mix(flat_TD, routing)
         routed = Routed(routing.counts_E, routing.load_balance, routing.z_loss)
         return y_TD.view(x.shape), None, routed

@@ -18,7 +18,15 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.experts, d_model))
         nn.init.normal_(self.weight, std=d_model**-0.5 * 0.1)
 
-    def forward(self, x_TD: Tensor) -> ops.Routing:
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """x [T, D] -> logits [T, E], float32 at least.
+
+        A module's result must be tensors: in anything else than a tuple DeepSpeed's ZeRO-3 would not find them, and
+        not gather the weight for the backward pass. So `route` is apart.
+        """
         with torch.autocast(x_TD.device.type, enabled=False):
-            x_TD = x_TD if x_TD.dtype == torch.float64 else x_TD.float()
-            return ops.route_topk(x_TD @ self.weight.mT, self.top_k)
+            return (x_TD if x_TD.dtype == torch.float64 else x_TD.float()) @ self.weight.mT
+
+    def route(self, x_TD: Tensor) -> ops.Routing:
+        """Which experts each token of x [T, D] goes to."""
+        return ops.route_topk(self(x_TD), self.top_k)
