@@ -1,0 +1,304 @@
+"""The experts of the mixture in Triton: gathered grouped products, activations in epilogues, combine by gather.
+
+x [T, D], w_up [E, D, Z], w_down [E, F, D], Z = F (relu2) or 2 F (swiglu: column 2 f the gate of hidden f, 2 f + 1 its
+up), weights [T, K] float32, R = T K routes, sorted row r of token t = order_R[r] // K and of expert e:
+    Z_r = x_t W_up_e,  A_r = act(Z_r),  Y_r = A_r W_down_e,  y_t = sum_j w_tj Y_r(t, j)
+Backward, from dy [T, D]:
+    dA'_r = dy_t W_down_e^T,  dw_r = <dA'_r, A_r>,  dZ_r = w_r dA'_r act'(Z_r)
+    dW_down_e = sum_r (w_r A_r)^T dy_t,  dW_up_e = sum_r x_t^T dZ_r,  dX_r = dZ_r W_up_e^T,  dx_t = sum_j dX_r(t, j)
+so that Y is not kept (the algebra of SonicMoE, arXiv 2512.14080). Kept for the backward pass beside the inputs:
+    save="fast"  Z: K Z elements a token.        save="min"  nothing: Z is made again, with the same bits.
+Both keep x and the routing's indices: with swiglu in bfloat16, 2 D + 4 K F bytes a token and 2 D.
+
+Rows from counts_E.sum() on are of dropped routes: never read, and no buffer's rows there are written. An expert
+without rows gets gradients of zero. Products are summed in float32; no atomics, no tuning at run time and nothing read
+back by the host: the same bits every time. Weights are read through pointers (cp.async on sm_80 and sm_90).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from cdrmix.kernels._common import Build, architecture
+from cdrmix.kernels.moe_gemm import moe_gradient, moe_rows_gemm, moe_up, moe_weight_gradient, moe_weight_product
+from cdrmix.kernels.moe_rows import NAMES, REFERENCE_SHAPE, Plan, combine, combine_rows, dispatch, on, plan, tile_bound
+
+__all__ = ["combine", "dispatch", "experts_backward", "experts_forward"]
+
+ACTIVATIONS = ("relu2", "swiglu")
+FINISH_BLOCK = 256  # rows of a program of moe_weight_gradient
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A product's tile, warps a program, stages of its loads, row tiles a group, and pieces of its epilogue."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    group: int = 8
+    parts: int = 1
+
+
+# By architecture and operand width in bytes: the kernels' launches. Within one entry all products over sorted rows
+# have the same block_m, as they share the table of tiles.
+_SM90_16 = {
+    "up": Launch(128, 256, 64, 8, 3),
+    "rows": Launch(128, 256, 64, 8, 3),
+    "rows_transposed": Launch(128, 256, 64, 8, 3),
+    "gradient": Launch(128, 128, 64, 8, 3, parts=4),
+    "weights_left": Launch(128, 256, 64, 8, 3),
+    "weights_right": Launch(128, 256, 64, 8, 3),
+}
+_32 = {
+    "up": Launch(64, 64, 32, 4, 2),
+    "rows": Launch(64, 64, 32, 4, 2),
+    "rows_transposed": Launch(64, 64, 32, 4, 2),
+    "gradient": Launch(64, 64, 32, 4, 2, parts=2),
+    "weights_left": Launch(64, 64, 32, 4, 2),
+    "weights_right": Launch(64, 64, 32, 4, 2),
+}
+LAUNCHES: dict[tuple[str, int], dict[str, Launch]] = {
+    ("sm_80", 2): _SM90_16,
+    ("sm_90", 2): _SM90_16,
+    ("sm_100", 2): _SM90_16,
+    ("gfx942", 2): _SM90_16,
+    ("sm_80", 4): _32,
+    ("sm_90", 4): _32,
+    ("sm_100", 4): _32,
+    ("gfx942", 4): _32,
+}
+
+
+def launches_of(arch: str, dtype: torch.dtype) -> dict[str, Launch]:
+    """The launches that ship."""
+    return LAUNCHES[arch, dtype.itemsize]
+
+
+def precision_of(arch: str, dtype: torch.dtype) -> str:
+    """How float32 operands are multiplied; of no meaning for narrower ones."""
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def tile_constants(launch: Launch, arch: str, dtype: torch.dtype) -> dict[str, Any]:
+    """The compile-time arguments that every product takes."""
+    return {
+        "BLOCK_M": launch.block_m,
+        "BLOCK_N": launch.block_n,
+        "BLOCK_K": launch.block_k,
+        "GROUP": launch.group,
+        "PRECISION": precision_of(arch, dtype),
+    }
+
+
+class Problem:
+    """The sizes of a call, where its rows lie, and how its kernels are launched."""
+
+    def __init__(
+        self, x_TD: Tensor, w_up: Tensor, w_down: Tensor, k: int, order_R: Tensor, counts_E: Tensor, activation: str
+    ) -> None:
+        self.T, self.D = x_TD.shape
+        self.E, self.F, _ = w_down.shape
+        self.gated = activation == "swiglu"
+        self.Z = w_up.shape[2]
+        self.k, self.R = k, self.T * k
+        self.dtype, self.device = x_TD.dtype, x_TD.device
+        self.arch = architecture(x_TD.device)
+        self.launches = launches_of(self.arch, x_TD.dtype)
+        self.order_R, self.counts_E = order_R, counts_E
+        self.plan: Plan = plan(order_R, counts_E, k, self.launches["up"].block_m)
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+
+    def launch(self, name: str, kernel: Any, programs: int, arguments: tuple[Any, ...], **constants: Any) -> None:
+        launch = self.launches[name]
+        with on(self.device):
+            kernel[(programs,)](
+                *arguments,
+                **constants,
+                **tile_constants(launch, self.arch, self.dtype),
+                num_warps=launch.num_warps,
+                num_stages=launch.num_stages,
+            )
+
+    def row_programs(self, name: str, width: int) -> int:
+        return self.plan.tiles * -(-width // self.launches[name].block_n)
+
+    def up(self, x_TD: Tensor, w_up: Tensor, z: Tensor, hidden: Tensor, *, save_z: bool, save_a: bool) -> None:
+        arguments = x_TD, w_up, self.plan.tokens_R, self.plan.table, z, hidden, self.plan.tiles
+        sizes = {"D": self.D, "F": self.F, "GATED": self.gated, "SAVE_Z": save_z, "SAVE_A": save_a}
+        self.launch("up", moe_up, self.row_programs("up", self.Z), arguments, **sizes)
+
+    def rows(self, left: Tensor, w: Tensor, out: Tensor, *, transposed: bool) -> None:
+        name = "rows_transposed" if transposed else "rows"
+        arguments = left, w, self.plan.table, out, self.plan.tiles
+        sizes = {"DEPTH": left.shape[1], "WIDTH": out.shape[1], "TRANSPOSED": transposed}
+        self.launch(name, moe_rows_gemm, self.row_programs(name, out.shape[1]), arguments, **sizes)
+
+    def gradient(
+        self, dy_TD: Tensor, w_down: Tensor, weights_TK: Tensor, z: Tensor, dz: Tensor, weighted: Tensor
+    ) -> Tensor:
+        """Writes dz and weighted; returns dweights_TK."""
+        columns = -(-self.F // self.launches["gradient"].block_n)
+        partial = self.empty(columns, self.R, dtype=torch.float32)
+        dweights_TK = self.empty(self.T, self.k, dtype=torch.float32)
+        arguments = (
+            *(dy_TD, w_down, self.plan.tokens_R, self.plan.table, self.order_R, weights_TK, z, dz, weighted, partial),
+            *(self.plan.tiles, self.R),
+        )
+        sizes = {"D": self.D, "F": self.F, "GATED": self.gated, "PARTS": self.launches["gradient"].parts}
+        self.launch("gradient", moe_gradient, self.plan.tiles * columns, arguments, **sizes)
+        if self.R:
+            with on(self.device):
+                moe_weight_gradient[(-(-self.R // FINISH_BLOCK),)](
+                    *(partial, self.order_R, self.counts_E, dweights_TK, self.R),
+                    **(expert_constants(self.E) | {"PARTIALS": columns, "BLOCK": FINISH_BLOCK}),
+                    num_warps=4,
+                )
+        return dweights_TK
+
+    def weights(self, left: Tensor, right: Tensor, out: Tensor, *, gather_left: bool) -> None:
+        name = "weights_left" if gather_left else "weights_right"
+        _, M, N = out.shape
+        launch = self.launches[name]
+        programs = self.E * -(-M // launch.block_m) * -(-N // launch.block_n)
+        sizes = {"M": M, "N": N, "GATHER_LEFT": gather_left} | expert_constants(self.E)
+        arguments = left, right, self.plan.tokens_R, self.counts_E, out
+        self.launch(name, moe_weight_product, programs, arguments, **sizes)
+
+
+def expert_constants(experts: int) -> dict[str, Any]:
+    return {"E": experts, "PADDED_E": triton.next_power_of_2(experts)}
+
+
+def experts_forward(
+    x_TD: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    weights_TK: Tensor,
+    order_R: Tensor,
+    counts_E: Tensor,
+    *,
+    activation: str,
+    save: str,
+) -> tuple[Tensor, Tensor]:
+    """y_TD in x's dtype, and z: [R, Z] for save="fast", else [0]. Shapes and dtypes: see the module."""
+    x_TD, w_up, w_down, weights_TK = (tensor.contiguous() for tensor in (x_TD, w_up, w_down, weights_TK))
+    p = Problem(x_TD, w_up, w_down, weights_TK.shape[1], order_R, counts_E, activation)
+    fast = save == "fast"
+    z, hidden = p.empty(p.R, p.Z) if fast else p.empty(0), p.empty(p.R, p.F)
+    p.up(x_TD, w_up, z, hidden, save_z=fast, save_a=True)
+    y_RD = p.empty(p.R, p.D)
+    p.rows(hidden, w_down, y_RD, transposed=False)
+    return combine_rows(y_RD, p.plan.inverse_R, weights_TK, p.k), z
+
+
+def experts_backward(
+    dy_TD: Tensor,
+    x_TD: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    weights_TK: Tensor,
+    order_R: Tensor,
+    counts_E: Tensor,
+    z: Tensor,
+    *,
+    activation: str,
+    save: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dx_TD, dw_up, dw_down in their tensors' dtype, and dweights_TK float32; z as experts_forward gave it."""
+    dy_TD, x_TD, w_up, w_down, weights_TK = (tensor.contiguous() for tensor in (dy_TD, x_TD, w_up, w_down, weights_TK))
+    p = Problem(x_TD, w_up, w_down, weights_TK.shape[1], order_R, counts_E, activation)
+    if save != "fast":
+        z = p.empty(p.R, p.Z)
+        p.up(x_TD, w_up, z, z, save_z=True, save_a=False)
+    dz, weighted = p.empty(p.R, p.Z), p.empty(p.R, p.F)
+    dweights_TK = p.gradient(dy_TD, w_down, weights_TK, z, dz, weighted)
+    dw_down = torch.empty_like(w_down)
+    p.weights(weighted, dy_TD, dw_down, gather_left=False)
+    del weighted, z
+    dw_up = torch.empty_like(w_up)
+    p.weights(x_TD, dz, dw_up, gather_left=True)
+    dx_RD = p.empty(p.R, p.D)
+    p.rows(dz, w_up, dx_RD, transposed=True)
+    return combine_rows(dx_RD, p.plan.inverse_R, None, p.k), dw_up, dw_down, dweights_TK
+
+
+def builds(arch: str) -> list[Build]:
+    """Every product for every dtype and activation at T 32768, D 2048, F 4608, E 8, K 2."""
+    return list(_builds(arch))
+
+
+def _builds(arch: str) -> Iterator[Build]:
+    for dtype in NAMES:
+        for gated in (True, False):
+            yield from _products(arch, dtype, gated, *REFERENCE_SHAPE)
+
+
+def _products(arch: str, dtype: torch.dtype, gated: bool, T: int, D: int, F: int, E: int, K: int) -> Iterator[Build]:
+    """The products at a shape, with what they cost there, rows spread evenly."""
+    own, size, launches = NAMES[dtype], dtype.itemsize, launches_of(arch, dtype)
+    R, Z = T * K, F * (1 + gated)
+    floats = ("x", "w_up", "w_down", "z", "hidden", "left", "w", "out", "dy", "dz", "weighted", "right")
+    known = dict.fromkeys(floats, f"*{own}") | {"weights": "*fp32", "partial": "*fp32", "dweights": "*fp32"}
+    known |= {"tokens": "*i32", "table": "*i32", "order": "*i64", "counts": "*i64", "row_tiles": "i32", "routes": "i32"}
+
+    def made(name: str, label: str, kernel: Any, sizes: dict[str, Any], columns: int, depth: int, moved: int) -> Build:
+        launch = launches[name]
+        M = sizes.get("M", 0)
+        tiles = E * -(-M // launch.block_m) if M else tile_bound(R, E, launch.block_m)
+        return Build(
+            name=label,
+            kernel=kernel,
+            signature={argument: known[argument] for argument in kernel.arg_names if argument in known},
+            constants=sizes | tile_constants(launch, arch, dtype),
+            num_warps=launch.num_warps,
+            num_stages=launch.num_stages,
+            programs=tiles * -(-columns // launch.block_n),
+            flops=2 * (E * M if M else R) * columns * depth,
+            bytes=moved * size,
+            trips=(-(-depth // launch.block_k),),
+        )
+
+    common = {"D": D, "F": F, "GATED": gated}
+    for save_z, save_a in ((True, True), (False, True), (True, False)):
+        sizes = common | {"SAVE_Z": save_z, "SAVE_A": save_a}
+        yield made("up", "moe_up", moe_up, sizes, Z, D, T * D + E * D * Z + R * (Z * save_z + F * save_a))
+    parts = {"PARTS": launches["gradient"].parts}
+    moved = T * D + E * D * F + R * (2 * Z + F)
+    yield made("gradient", "moe_gradient", moe_gradient, common | parts, F, D, moved)
+    expert = expert_constants(E)
+    rows = R // E
+    sizes = {"M": D, "N": Z, "GATHER_LEFT": True} | expert
+    moved = T * D + R * Z + E * D * Z
+    yield made("weights_left", "moe_weight_product_up", moe_weight_product, sizes, Z, rows, moved)
+    sizes = {"DEPTH": Z, "WIDTH": D, "TRANSPOSED": True}
+    yield made("rows_transposed", "moe_rows_gemm_dx", moe_rows_gemm, sizes, D, Z, R * (Z + D) + E * D * Z)
+    if gated:  # the others are the same for both activations
+        sizes = {"DEPTH": F, "WIDTH": D, "TRANSPOSED": False}
+        yield made("rows", "moe_rows_gemm", moe_rows_gemm, sizes, D, F, R * (F + D) + E * D * F)
+        sizes = {"M": F, "N": D, "GATHER_LEFT": False} | expert
+        moved = R * F + T * D + E * D * F
+        yield made("weights_right", "moe_weight_product_down", moe_weight_product, sizes, D, rows, moved)
+        columns = -(-F // launches["gradient"].block_n)
+        yield Build(
+            name="moe_weight_gradient",
+            kernel=moe_weight_gradient,
+            signature={argument: known[argument] for argument in moe_weight_gradient.arg_names if argument in known},
+            constants=expert | {"PARTIALS": columns, "BLOCK": FINISH_BLOCK},
+            num_warps=4,
+            num_stages=3,
+            programs=-(-R // FINISH_BLOCK),
+            flops=columns * R,
+            bytes=4 * columns * R + 12 * R,
+            trips=(columns,),
+        )

@@ -1,0 +1,281 @@
+"""The experts' grouped matrix products in Triton: rows gathered where they lie, activations in the epilogues.
+
+Sorted rows r (moe_rows.py) of expert e, Z = F (relu2) or 2 F (swiglu, interleaved: column 2 f gate, 2 f + 1 up):
+    moe_up          Z_r = x[token_r] W_up[e],  A_r = act(Z_r)
+    moe_rows_gemm   Y_r = A_r W_down[e];  in the backward pass dX_r = dZ_r W_up[e]^T
+    moe_gradient    dA'_r = dy[token_r] W_down[e]^T,  dZ_r = w_r dA'_r act'(Z_r),  w_r A_r,  and the row's
+                    <dA'_r, A_r> over the columns of a tile: w_r's gradient is their sum (moe_weight_gradient)
+    moe_weight_product   dW_down[e] = (w A)^T dy[token],  dW_up[e] = x[token]^T dZ: sums over the rows of an expert
+Row tiles belong to one expert (the table of moe_plan); a tile's missing rows repeat its last one and are not stored.
+Products are summed in float32. One sum, one tl.dot: none are interleaved, and none takes a transposed result.
+
+Consecutive programs share a group of row tiles, so that what they read of x and of W is in L2. Bases are int64, as
+R Z and E D Z pass 2^31; sizes are compile-time constants, so that rows known to be aligned are loaded 16 bytes at a
+time, and so that sizes of whole tiles take no masks.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from cdrmix.kernels._common import dot_add, narrow
+
+
+@triton.jit
+def place_of(program, row_tiles, column_tiles, GROUP: tl.constexpr):
+    """Row tile and column tile of a program: GROUP row tiles by all column tiles at a time, down the rows first."""
+    first = program // (GROUP * column_tiles) * GROUP
+    rows = tl.minimum(row_tiles - first, GROUP)
+    within = program % (GROUP * column_tiles)
+    return first + within % rows, within // rows
+
+
+@triton.jit
+def gathered_product(
+    left, rows, right, column,
+    DEPTH: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, NEXT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """left[rows] @ right in float32, columns from `column` on: left rows of DEPTH, rows int64 [BLOCK_M].
+
+    right [DEPTH, WIDTH], its elements STEP apart down the depth and NEXT apart along the width.
+    """
+    depth = tl.arange(0, BLOCK_K)
+    columns = column + tl.arange(0, BLOCK_N)
+    left_tile = left + rows[:, None] * DEPTH + depth[None, :]
+    right_tile = right + column.to(tl.int64) * NEXT + (depth[:, None] * STEP + tl.arange(0, BLOCK_N)[None, :] * NEXT)
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for first in range(0, DEPTH, BLOCK_K):
+        if DEPTH % BLOCK_K == 0:
+            a = tl.load(left_tile)
+            if WIDTH % BLOCK_N == 0:
+                b = tl.load(right_tile)
+            else:
+                b = tl.load(right_tile, mask=(columns < WIDTH)[None, :], other=0.0)
+        else:
+            a = tl.load(left_tile, mask=(depth < DEPTH - first)[None, :], other=0.0)
+            inside = (depth < DEPTH - first)[:, None] & (columns < WIDTH)[None, :]
+            b = tl.load(right_tile, mask=inside, other=0.0)
+        total = dot_add(a, b, total, PRECISION)
+        left_tile += BLOCK_K
+        right_tile += BLOCK_K * STEP
+    return total
+
+
+@triton.jit
+def store_rows(out, rows, inside, columns, x, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr):
+    """x into rows of WIDTH, in the tensor's own dtype; BLOCK_N columns start at a multiple of it."""
+    mask = inside[:, None]
+    if WIDTH % BLOCK_N != 0:
+        mask = mask & (columns < WIDTH)[None, :]
+    tl.store(out + rows[:, None] * WIDTH + columns[None, :], narrow(x, out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def pairs(x, M: tl.constexpr, N: tl.constexpr):
+    """Even and odd columns of x [M, 2 N]."""
+    return tl.split(tl.reshape(x, [M, N, 2]))
+
+
+@triton.jit
+def halves(x, M: tl.constexpr, N: tl.constexpr):
+    """Left and right columns of x [M, 2 N], which stay in the registers that they are in."""
+    return tl.split(tl.permute(tl.reshape(x, [M, 2, N]), [0, 2, 1]))
+
+
+@triton.jit(do_not_specialize=["row_tiles"])
+def moe_up(
+    x, w_up, tokens, table, z, hidden, row_tiles,
+    D: tl.constexpr, F: tl.constexpr, GATED: tl.constexpr, SAVE_Z: tl.constexpr, SAVE_A: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """z [R, Z] and hidden = act(z) [R, F], of which SAVE_Z and SAVE_A say what is stored."""
+    Z: tl.constexpr = 2 * F if GATED else F
+    tile, column = place_of(tl.program_id(0), row_tiles, tl.cdiv(Z, BLOCK_N), GROUP)
+    expert = tl.load(table + tile * 3).to(tl.int64)
+    first, end = tl.load(table + tile * 3 + 1), tl.load(table + tile * 3 + 2)
+    if first >= end:
+        return
+    column = column * BLOCK_N
+    rows = first + tl.arange(0, BLOCK_M)
+    token = tl.load(tokens + tl.minimum(rows, end - 1)).to(tl.int64)
+    total = gathered_product(
+        x, token, w_up + expert * (D * Z), column, D, Z, Z, 1, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION
+    )
+    inside = rows < end
+    rows = rows.to(tl.int64)
+    if SAVE_Z:
+        store_rows(z, rows, inside, column + tl.arange(0, BLOCK_N), total, Z, BLOCK_N)
+    if SAVE_A:
+        if GATED:
+            gate, up = pairs(total, BLOCK_M, BLOCK_N // 2)
+            A = gate * tl.sigmoid(gate) * up
+            store_rows(hidden, rows, inside, column // 2 + tl.arange(0, BLOCK_N // 2), A, F, BLOCK_N // 2)
+        else:
+            A = tl.maximum(total, 0.0)
+            store_rows(hidden, rows, inside, column + tl.arange(0, BLOCK_N), A * A, F, BLOCK_N)
+
+
+@triton.jit(do_not_specialize=["row_tiles"])
+def moe_rows_gemm(
+    left, w, table, out, row_tiles,
+    DEPTH: tl.constexpr, WIDTH: tl.constexpr, TRANSPOSED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out [R, WIDTH] = left [R, DEPTH] times the expert's matrix [DEPTH, WIDTH], or its [WIDTH, DEPTH] transposed."""
+    tile, column = place_of(tl.program_id(0), row_tiles, tl.cdiv(WIDTH, BLOCK_N), GROUP)
+    expert = tl.load(table + tile * 3).to(tl.int64)
+    first, end = tl.load(table + tile * 3 + 1), tl.load(table + tile * 3 + 2)
+    if first >= end:
+        return
+    column = column * BLOCK_N
+    rows = first + tl.arange(0, BLOCK_M)
+    total = gathered_product(
+        left, tl.minimum(rows, end - 1).to(tl.int64), w + expert * (DEPTH * WIDTH), column,
+        DEPTH, WIDTH, 1 if TRANSPOSED else WIDTH, DEPTH if TRANSPOSED else 1, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
+    )  # fmt: skip
+    store_rows(out, rows.to(tl.int64), rows < end, column + tl.arange(0, BLOCK_N), total, WIDTH, BLOCK_N)
+
+
+@triton.jit
+def gradient_columns(
+    dA, z, dz, weighted, weight, rows, inside, column,
+    F: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """WIDTH columns of moe_gradient's epilogue; returns <dA', A> of each row over them."""
+    columns = column + tl.arange(0, WIDTH)
+    mask = inside[:, None]
+    if not WHOLE:
+        mask = mask & (columns < F)[None, :]
+    place = rows[:, None] * F + columns[None, :]
+    if GATED:
+        wide = 2 * column + tl.arange(0, 2 * WIDTH)
+        wide_mask = inside[:, None]
+        if not WHOLE:
+            wide_mask = wide_mask & (wide < 2 * F)[None, :]
+        wide_place = rows[:, None] * (2 * F) + wide[None, :]
+        gate, up = pairs(tl.load(z + wide_place, mask=wide_mask, other=0.0).to(tl.float32), BLOCK_M, WIDTH)
+        sigmoid = tl.sigmoid(gate)
+        silu = gate * sigmoid
+        A = silu * up
+        scaled = weight[:, None] * dA
+        dgate, dup = scaled * up * (sigmoid + silu * (1 - sigmoid)), scaled * silu
+        dz_tile = tl.reshape(tl.join(dgate, dup), [BLOCK_M, 2 * WIDTH])
+        tl.store(dz + wide_place, narrow(dz_tile, dz.dtype.element_ty), mask=wide_mask)
+    else:
+        relu = tl.maximum(tl.load(z + place, mask=mask, other=0.0).to(tl.float32), 0.0)
+        A = relu * relu
+        tl.store(dz + place, narrow(weight[:, None] * dA * 2 * relu, dz.dtype.element_ty), mask=mask)
+    tl.store(weighted + place, narrow(weight[:, None] * A, weighted.dtype.element_ty), mask=mask)
+    return tl.sum(dA * A, 1)
+
+
+@triton.jit(do_not_specialize=["row_tiles", "routes"])
+def moe_gradient(
+    dy, w_down, tokens, table, order, weights, z, dz, weighted, partial, row_tiles, routes,
+    D: tl.constexpr, F: tl.constexpr, GATED: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dz [R, Z], weighted = w act(z) [R, F], and partial [column tiles, R] float32, each row's <dA', A> over a tile.
+
+    The epilogue takes the tile in PARTS pieces by columns: whole, it spills registers.
+    """
+    tile, column = place_of(tl.program_id(0), row_tiles, tl.cdiv(F, BLOCK_N), GROUP)
+    expert = tl.load(table + tile * 3).to(tl.int64)
+    first, end = tl.load(table + tile * 3 + 1), tl.load(table + tile * 3 + 2)
+    if first >= end:
+        return
+    partial += column.to(tl.int64) * routes
+    column = column * BLOCK_N
+    rows = first + tl.arange(0, BLOCK_M)
+    token = tl.load(tokens + tl.minimum(rows, end - 1)).to(tl.int64)
+    total = gathered_product(
+        dy, token, w_down + expert * (F * D), column, D, F, 1, D, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION
+    )
+    inside = rows < end
+    weight = tl.load(weights + tl.load(order + tl.minimum(rows, end - 1)))
+    rows = rows.to(tl.int64)
+    WHOLE: tl.constexpr = F % BLOCK_N == 0
+    if PARTS == 1:
+        sums = gradient_columns(total, z, dz, weighted, weight, rows, inside, column, F, GATED, BLOCK_M, BLOCK_N, WHOLE)
+    else:
+        left, right = halves(total, BLOCK_M, BLOCK_N // 2)
+        if PARTS == 2:
+            W: tl.constexpr = BLOCK_N // 2
+            sums = gradient_columns(left, z, dz, weighted, weight, rows, inside, column, F, GATED, BLOCK_M, W, WHOLE)
+            sums += gradient_columns(
+                right, z, dz, weighted, weight, rows, inside, column + W, F, GATED, BLOCK_M, W, WHOLE
+            )
+        else:
+            V: tl.constexpr = BLOCK_N // 4
+            a, b = halves(left, BLOCK_M, V)
+            c, d = halves(right, BLOCK_M, V)
+            sums = gradient_columns(a, z, dz, weighted, weight, rows, inside, column, F, GATED, BLOCK_M, V, WHOLE)
+            sums += gradient_columns(b, z, dz, weighted, weight, rows, inside, column + V, F, GATED, BLOCK_M, V, WHOLE)
+            sums += gradient_columns(
+                c, z, dz, weighted, weight, rows, inside, column + 2 * V, F, GATED, BLOCK_M, V, WHOLE
+            )
+            sums += gradient_columns(
+                d, z, dz, weighted, weight, rows, inside, column + 3 * V, F, GATED, BLOCK_M, V, WHOLE
+            )
+    tl.store(partial + rows, sums, mask=inside)
+
+
+@triton.jit(do_not_specialize=["routes"])
+def moe_weight_gradient(
+    partial, order, counts, dweights, routes,
+    E: tl.constexpr, PADDED_E: tl.constexpr, PARTIALS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """dweights [T, K] float32: each row's partial sums [PARTIALS, R] added in order; 0 where the route was dropped."""
+    experts = tl.arange(0, PADDED_E)
+    kept = tl.sum(tl.load(counts + experts, mask=experts < E, other=0))
+    rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for _ in range(PARTIALS):
+        total += tl.load(partial + rows, mask=rows < kept, other=0.0)
+        partial += routes
+    route = tl.load(order + rows, mask=rows < routes, other=0)
+    tl.store(dweights + route, total, mask=rows < routes)
+
+
+@triton.jit
+def moe_weight_product(
+    left, right, tokens, counts, out,
+    M: tl.constexpr, N: tl.constexpr, GATHER_LEFT: tl.constexpr, E: tl.constexpr, PADDED_E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out [E, M, N]: each expert's rows of left [., M], transposed, times those of right [., N]; zeros without rows.
+
+    One of the two is gathered by token: left if GATHER_LEFT, else right; the other one has sorted rows.
+    """
+    ROW_TILES: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
+    COLUMN_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    expert = tl.program_id(0) // (ROW_TILES * COLUMN_TILES)
+    tile, column = place_of(tl.program_id(0) % (ROW_TILES * COLUMN_TILES), ROW_TILES, COLUMN_TILES, GROUP)
+    experts = tl.arange(0, PADDED_E)
+    count = tl.load(counts + experts, mask=experts < E, other=0).to(tl.int32)
+    end = tl.sum(tl.where(experts <= expert, count, 0))
+    start = end - tl.sum(tl.where(experts == expert, count, 0))
+
+    columns_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns_n = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for first in range(start, end, BLOCK_K):
+        rows = first + tl.arange(0, BLOCK_K)
+        inside = rows < end
+        token = tl.load(tokens + rows, mask=inside, other=0).to(tl.int64)
+        rows = rows.to(tl.int64)
+        left_rows = token if GATHER_LEFT else rows
+        right_rows = rows if GATHER_LEFT else token
+        # Missing rows have to be zero in both: what lies there may be NaN.
+        left_mask = inside[None, :] if M % BLOCK_M == 0 else inside[None, :] & (columns_m < M)[:, None]
+        right_mask = inside[:, None] if N % BLOCK_N == 0 else inside[:, None] & (columns_n < N)[None, :]
+        a = tl.load(left + left_rows[None, :] * M + columns_m[:, None], mask=left_mask, other=0.0)
+        b = tl.load(right + right_rows[:, None] * N + columns_n[None, :], mask=right_mask, other=0.0)
+        total = dot_add(a, b, total, PRECISION)
+    inside = columns_m < M
+    out += expert.to(tl.int64) * (M * N)
+    store_rows(out, columns_m.to(tl.int64), inside, columns_n, total, N, BLOCK_N)
