@@ -71,6 +71,12 @@ def _batch_rows(rows: int, micro: int) -> str | None:
     return f"a multiple of train.micro_batch_rows={micro}" if rows % micro else None
 
 
+def _expert_parallel(processes: int, experts: int, kind: str) -> str | None:
+    if kind != "moe":
+        return None if processes == 1 else f"1 for model.feed_forward.kind={kind}, which has no experts to share out"
+    return f"must divide model.feed_forward.experts={experts}" if experts % processes else None
+
+
 def _warmup_steps(warmup: int, steps: int) -> str | None:
     return f"below train.steps={steps}" if warmup >= steps else None
 
@@ -93,6 +99,7 @@ RULES = (
     Rule(("model.feed_forward.top_k", "model.feed_forward.experts", "model.feed_forward.kind"), _top_k),
     Rule(("model.feed_forward.activation", "model.feed_forward.kind"), _activation),
     Rule(("train.batch_rows", "train.micro_batch_rows"), _batch_rows),
+    Rule(("train.expert_parallel", "model.feed_forward.experts", "model.feed_forward.kind"), _expert_parallel),
     Rule(("train.warmup_steps", "train.steps"), _warmup_steps),
     Rule(("model.vocab_size", "data.tokenizer.path"), _vocab_size),
     Rule(("train.precision", "run.device"), _precision),

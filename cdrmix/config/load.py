@@ -36,7 +36,7 @@ LARGEST_COUNT = 20_000  # values, counted after aliases are followed
 NOT_HASHED: dict[str, Any] = {
     "run": {"root", "name"},
     "data": {"cache"},
-    "train": {"keep_last", "log_every"},
+    "train": {"keep_last", "log_every", "expert_parallel"},
     "logging": True,
 }
 DEEPEST = 50  # mappings and lists inside each other
@@ -101,9 +101,9 @@ def dump_config(config: Config) -> str:
 def config_hash(config: Config) -> str:
     """SHA-256 (hex) of what of the resolved configuration makes a run another run.
 
-    Every key counts but NOT_HASHED, so that a run may be moved, renamed, logged elsewhere and given
-    less disk, and still go on. How the values came about (inherited, overridden, autosized, default)
-    and their order do not count.
+    Every key counts but NOT_HASHED, so that a run may be moved, renamed, logged elsewhere, given
+    less disk or its experts shared out otherwise, and still go on. How the values came about (inherited,
+    overridden, autosized, default) and their order do not count.
     """
     data = config.model_dump(mode="json", exclude=NOT_HASHED)
     return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

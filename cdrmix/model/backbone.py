@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from cdrmix.config.schema import Model
 from cdrmix.model.attention import AttentionState
 from cdrmix.model.blocks import Block, BlockState, place_tokens
-from cdrmix.model.experts import Routed
+from cdrmix.model.experts import MoeFeedForward, Routed
 from cdrmix.model.layers import TokenEmbedding, make_norm
 
 ModelState = tuple[BlockState, ...]
@@ -51,9 +52,16 @@ class LanguageModel(nn.Module):
 
     Parameters are drawn from torch's global generator: seed it first. Under `torch.device("meta")` none is
     allocated.
+    experts: makes each block's mixture of experts; by default a whole one, of which nothing is in other processes.
     """
 
-    def __init__(self, config: Model, *, activation_checkpointing: bool = False) -> None:
+    def __init__(
+        self,
+        config: Model,
+        *,
+        activation_checkpointing: bool = False,
+        experts: Callable[[Model], MoeFeedForward] = MoeFeedForward,
+    ) -> None:
         super().__init__()
         self.config = config
         self.activation_checkpointing = activation_checkpointing
@@ -62,7 +70,8 @@ class LanguageModel(nn.Module):
         self.embedding = TokenEmbedding(config.vocab_size, config.d_model, std=0.02 * config.init_std_scale)
         self.embedding_norm = make_norm(config) if config.embedding_norm else nn.Identity()
         self.blocks = nn.ModuleList(
-            Block(config, layer, "attention" if layer in attention else "rwkv7") for layer in range(config.layers)
+            Block(config, layer, "attention" if layer in attention else "rwkv7", experts)
+            for layer in range(config.layers)
         )
         self.final_norm = make_norm(config)
         self.head = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -56,15 +57,20 @@ def place_tokens(
 
 
 class Block(nn.Module):
-    """One layer: x + mixer(norm(x)), then x + feed_forward(norm(x)). `mixer` is "attention" or "rwkv7"."""
+    """One layer: x + mixer(norm(x)), then x + feed_forward(norm(x)). `mixer` is "attention" or "rwkv7".
 
-    def __init__(self, config: Model, layer: int, mixer: str) -> None:
+    experts: makes the mixture of experts, where the configuration has one.
+    """
+
+    def __init__(
+        self, config: Model, layer: int, mixer: str, experts: Callable[[Model], MoeFeedForward] = MoeFeedForward
+    ) -> None:
         super().__init__()
         self.mixer_norm = make_norm(config)
         self.mixer: Attention | TimeMix = Attention(config) if mixer == "attention" else TimeMix(config, layer)
         self.feed_forward_norm = make_norm(config)
         self.feed_forward: MoeFeedForward | ChannelMix = (
-            MoeFeedForward(config) if config.feed_forward.kind == "moe" else ChannelMix(config, layer)
+            experts(config) if config.feed_forward.kind == "moe" else ChannelMix(config, layer)
         )
 
     def forward(

@@ -1,7 +1,7 @@
 """Checkpoints that commit by rename: a folder is either whole, with a manifest of hashes, or it is not there.
 
 checkpoints/step-00000500/
-    model.safetensors            fp32 weights, whole under every ZeRO stage
+    model.safetensors            fp32 weights, all experts and whole under every ZeRO stage
     ema.safetensors              their running average, when there is one
     optimizer.safetensors        AdamW's state by parameter; with ZeRO optimizer-rank0.safetensors ... by partition
     rng-rank0.json ...           the random generators of each process
@@ -97,8 +97,9 @@ def save_checkpoint(
     final = folder / f"step-{progress.step:08d}"
     temporary = folder / f"{final.name}.tmp-{world.gather(os.getpid())[0]}"
     entries: dict[str, dict[str, Any]] = {}
-    # Collected before anything is written: with ZeRO-3 all ranks take part, and must not part ways on an error.
-    weights, average = engine.weights(), engine.average_weights()
+    # Collected before anything is written: with ZeRO-3 and expert parallelism all ranks take part, and must not part
+    # ways on an error.
+    weights, average, optimizer = engine.weights(), engine.average_weights(), engine.optimizer_state()
 
     def write() -> None:
         temporary.mkdir(parents=True, exist_ok=True)
@@ -111,7 +112,7 @@ def save_checkpoint(
             entries["config_snapshot.yaml"] = _write_text(temporary / "config_snapshot.yaml", dump_config(config))
         name = _optimizer_file(engine.stage, world.rank)
         if world.writes or engine.stage > 0:
-            entries[name] = _write_tensors(temporary / name, engine.optimizer_state())
+            entries[name] = _write_tensors(temporary / name, optimizer)
         name = f"rng-rank{world.rank}.json"
         entries[name] = _write_text(temporary / name, json.dumps(_random_state(world)) + "\n")
 
@@ -162,6 +163,12 @@ def load_checkpoint(engine: Engine, checkpoint: Path, config: Config, fingerprin
             f"{checkpoint} holds optimizer state in {state['processes']} ZeRO partitions, and this run has "
             f"{world.size} processes; resume with --nproc {state['processes']}"
         )
+    held = state.get("expert_parallel", 1)
+    if engine.stage > 0 and held != engine.expert_parallel:
+        raise CheckpointError(
+            f"{checkpoint} holds optimizer state in ZeRO partitions of train.expert_parallel={held}, and this run has "
+            f"{engine.expert_parallel}; resume with train.expert_parallel={held}"
+        )
     engine.load_weights(_read(checkpoint / MODEL) if world.writes else {})
     if engine.average is not None:
         engine.load_average_weights(_read(checkpoint / AVERAGE))
@@ -173,11 +180,19 @@ def load_checkpoint(engine: Engine, checkpoint: Path, config: Config, fingerprin
     return Progress(**state["progress"])
 
 
-def differences(checkpoint: Path, world: World) -> list[str]:
+def differences(checkpoint: Path, engine: Engine) -> list[str]:
     """What of this run's processes differs from those that made a checkpoint, and changes the rounding."""
-    state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-    now = {"processes": world.size, "threads": torch.get_num_threads()}
+    state = {"expert_parallel": 1} | json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+    now = _layout(engine)
     return [f"{state[name]} {name} before, {count} now" for name, count in now.items() if state[name] != count]
+
+
+def _layout(engine: Engine) -> dict[str, int]:
+    return {
+        "processes": engine.world.size,
+        "threads": torch.get_num_threads(),
+        "expert_parallel": engine.expert_parallel,
+    }
 
 
 def read_weights(checkpoint: Path, *, average: bool = False) -> dict[str, Tensor]:
@@ -282,8 +297,7 @@ def _state(engine: Engine, progress: Progress, config: Config, fingerprints: Fin
         "progress": dataclasses.asdict(progress),
         "config_hash": config_hash(config),
         **fingerprints._asdict(),
-        "processes": engine.world.size,
-        "threads": torch.get_num_threads(),
+        **_layout(engine),
         "zero_stage": engine.stage,
         "loss_scale": engine.loss_scale.state(),
     }

@@ -8,6 +8,7 @@ How a gradient comes about, as read in DeepSpeed 0.19 and held against plain PyT
   so that ZeRO never sees it and reduces in fp32 whatever the stage.
 - ZeRO-3 gathers a parameter for the module that owns it. The head's weight is read outside of its module;
   DeepSpeed's parameter dictionary notices that and gathers it for the module that reads (the loss model).
+- With expert parallelism (`expert_parallel.py`) a process has its own experts and shares all else as before.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from cdrmix.config.schema import Config
 from cdrmix.data.loader import Batch
 from cdrmix.model.loss import Losses, LossModel
+from cdrmix.train.expert_parallel import expert_groups, is_shared_out, total_norm
 from cdrmix.train.optim import LossScale, WeightAverage, make_optimizer, parameter_groups
 from cdrmix.train.parallel import World
 
@@ -69,6 +71,7 @@ def deepspeed_config(config: Config, world: World) -> dict[str, Any]:
         "prescale_gradients": False,
         "gradient_predivide_factor": 1.0,
         "gradient_allreduce_op": "mean",  # the one that every ZeRO stage has; Engine.backward undoes it
+        "use_data_before_expert_parallelism": False,  # ranks that exchange rows are neighbours
         "communication_data_type": "fp32",
         "seq_parallel_communication_data_type": "fp32",
         "disable_allgather": False,
@@ -147,6 +150,8 @@ class Engine:
         self.world = world
         self.stage = config.train.zero_stage
         self.gradient_clip = config.train.gradient_clip
+        self.expert_parallel = config.train.expert_parallel
+        self._experts = expert_groups(config)
         self.share = 1.0 / (accumulation(config, world) * world.size)
         self.gradient_norm = 0.0  # of the last step, before clipping
         self.loss_scale = LossScale(config.train.precision == "fp16")
@@ -193,10 +198,11 @@ class Engine:
         """
         if self.stage > 0:
             return
-        gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+        found = [(parameter.grad, is_shared_out(parameter)) for parameter in self.parameters.values()]
+        gradients = [(gradient, shared) for gradient, shared in found if gradient is not None]
         if self.loss_scale.enabled:
-            torch._foreach_mul_(gradients, 1.0 / self.loss_scale.value)
-        norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+            torch._foreach_mul_([gradient for gradient, _ in gradients], 1.0 / self.loss_scale.value)
+        norm = total_norm(gradients, self._experts)
         torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), self.gradient_clip, norm, foreach=True)
         self.gradient_norm = norm.item()
 
@@ -221,7 +227,10 @@ class Engine:
             parameter.grad = None
 
     def weights(self) -> dict[str, Tensor]:
-        """The fp32 weights on the CPU, whole under every ZeRO stage: in rank 0; {} in the others. All ranks call."""
+        """The fp32 weights on the CPU, all experts and whole under every ZeRO stage: in rank 0; {} in the others.
+
+        All ranks call.
+        """
         return self._whole(self._local_weights())
 
     def average_weights(self) -> dict[str, Tensor]:
@@ -232,6 +241,10 @@ class Engine:
         """Takes over what `weights` gave: rank 0's argument, sent to every rank. All ranks call."""
         for name, parameter in self.parameters.items():
             with self._gathered(parameter), torch.no_grad():
+                if is_shared_out(parameter):
+                    assert self._experts is not None
+                    self._experts.share_out(parameter.data, weights[name] if self.world.rank == 0 else None)
+                    continue
                 if self.world.rank == 0:
                     parameter.copy_(weights[name])
                 if self.stage < 3 and self.world.size > 1:
@@ -243,26 +256,37 @@ class Engine:
         """Takes over what `average_weights` gave: the same full weights in every rank."""
         assert self.average is not None
         for (name, parameter), mine in zip(self.parameters.items(), self.average.tensors, strict=True):
-            whole = weights[name].flatten()
+            whole = self._share(parameter, weights[name]).flatten()
             if self.stage == 3:
                 size = parameter.ds_tensor.numel()
-                whole = whole[self.world.rank * size : (self.world.rank + 1) * size]
+                place = dist.get_rank(parameter.ds_process_group)
+                whole = whole[place * size : (place + 1) * size]
             mine.flatten()[: whole.numel()].copy_(whole)
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """AdamW's moments and step counts that this process holds: by parameter name, with ZeRO by partition."""
+        """AdamW's moments and step counts: by parameter name and whole, in rank 0; with ZeRO each rank's partition.
+
+        All ranks call.
+        """
         state = {}
         for name, parameter in self._optimized().items():
             for key, value in self.adamw.state.get(parameter, {}).items():
-                state[f"{name}/{key}"] = value.detach().cpu()
+                found: Tensor | None = value.detach()
+                if is_shared_out(parameter) and value.shape == parameter.shape:
+                    assert self._experts is not None
+                    found = self._experts.whole(value)
+                if found is not None:
+                    state[f"{name}/{key}"] = found.cpu()
         return state
 
     def load_optimizer_state(self, state: dict[str, Tensor]) -> None:
-        """Takes over what `optimizer_state` gave in a process of the same rank."""
+        """Takes over what `optimizer_state` gave: without ZeRO in rank 0, with it in a process of the same rank."""
         optimized = self._optimized()
         for key, value in state.items():
             name, _, slot = key.rpartition("/")
             parameter = optimized[name]
+            if value.dim() == parameter.dim():  # else the step count
+                value = self._share(parameter, value)
             self.adamw.state[parameter][slot] = value.to(parameter.device, copy=True)
 
     def _optimized(self) -> dict[str, Tensor]:
@@ -282,15 +306,22 @@ class Engine:
     def _whole(self, local: list[Tensor]) -> dict[str, Tensor]:
         whole = {}
         for (name, parameter), mine in zip(self.parameters.items(), local, strict=True):
-            if self.stage == 3 and self.world.size > 1:
-                slices = [torch.empty_like(mine) for _ in range(self.world.size)]
-                dist.all_gather(slices, mine.contiguous())
-                mine = torch.cat(slices)
-            if self.world.rank == 0:
-                if self.stage == 3:
-                    mine = mine[: parameter.ds_numel].view(parameter.ds_shape)
-                whole[name] = mine.detach().cpu().contiguous()
+            if self.stage == 3:
+                mine = _joined(mine, parameter)
+            found: Tensor | None = mine if self.world.rank == 0 else None
+            if is_shared_out(parameter):
+                assert self._experts is not None
+                found = self._experts.whole(mine)
+            if found is not None:
+                whole[name] = found.detach().cpu().contiguous()
         return whole
+
+    def _share(self, parameter: Tensor, whole: Tensor) -> Tensor:
+        """What of a whole tensor belongs to this process's parameter."""
+        if not is_shared_out(parameter):
+            return whole
+        assert self._experts is not None
+        return self._experts.experts.share(whole)
 
     def _gathered(self, parameter: nn.Parameter) -> Any:
         if self.stage < 3:
@@ -298,6 +329,16 @@ class Engine:
         import deepspeed
 
         return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
+
+
+def _joined(mine: Tensor, parameter: Any) -> Tensor:
+    """A parameter under ZeRO-3 from the slices in the processes that share it out. All of them call."""
+    size = dist.get_world_size(parameter.ds_process_group)
+    if size > 1:
+        slices = [torch.empty_like(mine) for _ in range(size)]
+        dist.all_gather(slices, mine.contiguous(), group=parameter.ds_process_group)
+        mine = torch.cat(slices)
+    return mine[: parameter.ds_numel].view(parameter.ds_shape)
 
 
 def make_engine(config: Config, loss_model: LossModel, world: World) -> Engine:

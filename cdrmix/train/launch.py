@@ -99,13 +99,18 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def check_processes(config: Config, processes: int) -> None:
-    """Raises ConfigError unless the rows of a step can be dealt evenly to that many processes."""
+    """Raises ConfigError unless the rows of a step, and the experts, can be dealt evenly to that many processes."""
     train = config.train
     together = train.micro_batch_rows * processes
     if train.batch_rows % together:
         raise ConfigError(
             f"train.batch_rows: must be a multiple of train.micro_batch_rows={train.micro_batch_rows} times the "
             f"{processes} processes, {together}; found {train.batch_rows}"
+        )
+    if processes % train.expert_parallel:
+        raise ConfigError(
+            f"train.expert_parallel: must divide the number of processes (--nproc), {processes}; "
+            f"found {train.expert_parallel}"
         )
 
 

@@ -21,17 +21,20 @@ MULTIPLIERS: dict[ParameterKind, float] = {"matrix": 1.0, "embedding": 1.0, "vec
 def parameter_groups(model: nn.Module, train: Train) -> list[dict[str, Any]]:
     """AdamW's groups: every trainable parameter once, by (weight decay, learning-rate multiplier).
 
-    The order is that of first appearance in the model, so it is the same in every process and every run.
+    The order is that of first appearance in the model, so it is the same in every process and every run. Experts that
+    are shared out over processes have groups of their own, marked as DeepSpeed's ZeRO looks for them.
     """
-    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    groups: dict[tuple[float, float, str], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             what = parameter_kind(name, parameter)
-            key = (train.weight_decay if DECAYED[what] else 0.0, MULTIPLIERS[what])
+            shared_out: str = getattr(parameter, "group_name", "")  # expert_parallel.expert_layer sets it
+            key = (train.weight_decay if DECAYED[what] else 0.0, MULTIPLIERS[what], shared_out)
             groups.setdefault(key, []).append(parameter)
     return [
         {"params": parameters, "weight_decay": decay, "multiplier": multiplier}
-        for (decay, multiplier), parameters in groups.items()
+        | ({"moe": True, "name": shared_out} if shared_out else {})
+        for (decay, multiplier, shared_out), parameters in groups.items()
     ]
 
 

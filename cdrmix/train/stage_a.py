@@ -32,6 +32,7 @@ from cdrmix.train.checkpoint import (
     save_checkpoint,
 )
 from cdrmix.train.engine import Engine, make_engine
+from cdrmix.train.expert_parallel import expert_layer
 from cdrmix.train.faults import Skips, StopRequest, check_finite, memory_guard
 from cdrmix.train.metrics import Console, StepRecord, Trackers
 from cdrmix.train.parallel import World, join, seed_everything
@@ -172,8 +173,9 @@ def train(
 
 
 def build_loss_model(config: Config) -> LossModel:
-    """The model of a configuration with its loss, drawn from torch's generator as it stands."""
-    return LossModel(LanguageModel(config.model, activation_checkpointing=config.train.activation_checkpointing))
+    """The model of a configuration with its loss, drawn from torch's generator as it stands; this process's experts."""
+    checkpointing = config.train.activation_checkpointing
+    return LossModel(LanguageModel(config.model, activation_checkpointing=checkpointing, experts=expert_layer(config)))
 
 
 class Figures(NamedTuple):
@@ -322,7 +324,7 @@ def _continue(engine: Engine, config: Config, run: RunFolder, shards: ShardSet) 
     if world.writes:
         restore_best(run.checkpoints, progress)
     run.say(f"continuing from {checkpoint.name}")
-    for difference in differences(checkpoint, world):
+    for difference in differences(checkpoint, engine):
         run.say(f"{difference}: sums are taken in another order, so the bits will not be those of an unbroken run")
     return progress, checkpoint
 

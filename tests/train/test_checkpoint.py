@@ -253,9 +253,9 @@ def test_another_configuration_tokenizer_or_text_is_refused(place: Place, make_c
 def test_zero_partitions_need_as_many_processes(place: Place) -> None:
     saved = place.save(3)
     state = json.loads((saved / "state.json").read_text())
-    assert differences(saved, place.engine.world) == []
+    assert differences(saved, place.engine) == []
     (saved / "state.json").write_text(json.dumps(state | {"processes": 4}))
-    assert differences(saved, place.engine.world) == ["4 processes before, 1 now"]
+    assert differences(saved, place.engine) == ["4 processes before, 1 now"]
     assert load_checkpoint(place.engine, saved, place.config, FINGERPRINTS).step == 3, "without ZeRO any number does"
     place.engine.stage = 1
     with pytest.raises(CheckpointError, match="--nproc 4"):
