@@ -18,7 +18,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 PACKAGES = (
     *("torch", "triton", "numba", "numpy", "deepspeed", "tokenizers", "safetensors", "pydantic", "transformers"),
-    *("fla-core", "tilelang", "rwkv", "rwkv-ops"),
+    *("fla-core", "tilelang", "rwkv", "rwkv-ops", "liger-kernel", "scattermoe", "axolotl", "sonic-moe"),
 )
 
 # Bytes a second of the memory and dense bfloat16 operations a second, by a part of the device's name, from NVIDIA's
@@ -103,6 +103,24 @@ def measured_rates(device: torch.device) -> dict[str, float]:
     )
     product = min(_seconds(lambda: left @ right, device) for _ in range(6))
     return {"bytes_per_second": 2 * size / copy, "flops_per_second": 2 * width**3 / product}
+
+
+def roofline(moved: int, computed: int, device: torch.device, milliseconds: float) -> dict[str, Any]:
+    """The floor of the time of so many bytes and operations, and the share reached: by stated and by measured rates."""
+    measured, stated = measured_rates(device), datasheet(device)
+    found: dict[str, Any] = {"least_bytes": moved, "flops": computed}
+    for name, rates in {"datasheet": stated, "measured": measured}.items():
+        if rates is None:
+            continue
+        by_bytes, by_flops = moved / rates["bytes_per_second"] * 1000, computed / rates["flops_per_second"] * 1000
+        floor = max(by_bytes, by_flops)
+        found[name] = {
+            **rates,
+            "floor_milliseconds": floor,
+            "bound": "bytes" if by_bytes >= by_flops else "flops",
+            "share": floor / milliseconds,
+        }
+    return found
 
 
 def _copy_seconds(size: int, device: torch.device) -> float:

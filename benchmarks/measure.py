@@ -1,21 +1,72 @@
-"""How kernels are measured: interleaved timings, peak and kept memory, relative error, and a limit on preparation."""
+"""How kernels are measured: interleaved timings, peak and kept memory, relative error, and which peers take part."""
 
 from __future__ import annotations
 
 import ctypes
+import json
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any, TypeVar
 
 import torch
+from cases import Options
 from torch import Tensor
+from triton.errors import TritonError
 
 # Written before a GPU timing: many times the 60 MB of an H200's L2, and 0.3 ms of work, in which the CPU gets ahead, so
 # that the time is the GPU's and not that of the first launch.
 FLUSH_BYTES = 1 << 30
+WRONG = 0.05  # relative error from which a peer is taken for wrong, and its time for meaningless: 10 times bfloat16's
+# What another's code may raise where it does not run; nothing else is caught, and of ours nothing at all.
+FAILURES = (
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError),
+    *(SyntaxError, TypeError, ValueError, TritonError, subprocess.SubprocessError),
+)
+
+Candidate = TypeVar("Candidate")  # an implementation
+Runner = TypeVar("Runner")  # an implementation with its inputs
+
+
+def admit(
+    candidates: dict[str, Candidate],
+    ours: str,
+    weigh: Callable[[str, Candidate], tuple[Runner, dict[str, Any]]],
+    options: Options,
+) -> tuple[dict[str, Runner], dict[str, dict[str, Any]], dict[str, str]]:
+    """Runners to be timed; what was found of each that ran, its "errors" among it; who was left out, and why.
+
+    weigh: prepares, runs and checks one. Of `ours` its exceptions and its errors are let through.
+    """
+    runners: dict[str, Runner] = {}
+    found: dict[str, dict[str, Any]] = {}
+    absent: dict[str, str] = {}
+    deadline = time.monotonic() + options.seconds
+    for who, implementation in candidates.items():
+        if who == ours:
+            runners[who], found[who] = weigh(who, implementation)
+            continue
+        if any(part in who for part in options.without):
+            absent[who] = "left out by --without"
+            continue
+        try:
+            with time_limit(deadline - time.monotonic()):
+                runner, found[who] = weigh(who, implementation)
+        except FAILURES as error:
+            absent[who] = f"{type(error).__name__}: {error}"[:400]
+        else:
+            if all(value < WRONG for value in found[who]["errors"].values()):
+                runners[who] = runner
+            else:
+                absent[who] = "gives wrong values, so its time means nothing: " + json.dumps(found[who]["errors"])
+            del runner
+        if who in absent and options.device == "cuda":
+            torch.cuda.empty_cache()
+    return runners, found, absent
 
 
 def interleaved(calls: dict[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, list[float]]:

@@ -18,21 +18,14 @@ from typing import Any
 import machine
 import torch
 from cases import Case, Options, Result, quantiles
-from measure import interleaved, kept_for_backward, peak_of_process, peak_on_gpu, relative_error, time_limit
+from measure import admit, interleaved, kept_for_backward, peak_of_process, peak_on_gpu, relative_error
 from torch import Tensor
-from triton.errors import TritonError
 from wkv7_peers import CHUNKED, DECAY_BOUND, FLA, FLA_LAYER, NAIVE, OURS, Implementation, implementations
 
 from cdrmix import ops
 from cdrmix.kernels import reference
 
 NAMES = ("r", "log_w", "k", "v", "a", "b")
-WRONG = 0.05  # relative error from which a peer is taken for wrong, and its time for meaningless: 10 times bfloat16's
-# What another's code may raise where it does not run; nothing else is caught, and of ours nothing at all.
-FAILURES = (
-    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError),
-    *(SyntaxError, TypeError, ValueError, TritonError, subprocess.SubprocessError),
-)
 
 
 @dataclass(frozen=True)
@@ -133,63 +126,26 @@ def least_work(shape: Shape, part: str, element: int) -> tuple[int, int]:
     return tokens_heads * moved, tokens_heads * computed
 
 
-def roofline(shape: Shape, part: str, dtype: torch.dtype, device: torch.device, milliseconds: float) -> dict[str, Any]:
-    """The floor of the time and the share of it reached: by the vendor's rates where known, and by measured ones."""
-    moved, computed = least_work(shape, part, dtype.itemsize)
-    measured, stated = machine.measured_rates(device), machine.datasheet(device)
-    found: dict[str, Any] = {"least_bytes": moved, "flops": computed}
-    for name, rates in {"datasheet": stated, "measured": measured}.items():
-        if rates is None:
-            continue
-        by_bytes, by_flops = moved / rates["bytes_per_second"] * 1000, computed / rates["flops_per_second"] * 1000
-        floor = max(by_bytes, by_flops)
-        found[name] = {
-            **rates,
-            "floor_milliseconds": floor,
-            "bound": "bytes" if by_bytes >= by_flops else "flops",
-            "share": floor / milliseconds,
-        }
-    return found
-
-
 def measure(shape: Shape, part: str, options: Options) -> Result:
     """One case: every implementation prepared, checked and weighed, then all that are right timed in turns."""
     device = torch.device(options.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     problem = make_problem(shape, part, device, dtype)
     candidates, absent = implementations(device.type, shape.length, shape.width, shape.packed)
-    runners: dict[str, Runner] = {}
-    found: dict[str, dict[str, Any]] = {}
-    deadline = time.monotonic() + options.seconds
-    for who, implementation in candidates.items():
-        if who != OURS and any(part_of in who for part_of in options.without):
-            absent[who] = "left out by --without"
-            continue
+
+    def prepare(who: str, implementation: Implementation) -> tuple[Runner, dict[str, Any]]:
         runner = Runner(implementation, problem, part)
-        if who == OURS:
-            found[who], runners[who] = weigh(runner, shape, who), runner
-            continue
-        try:
-            with time_limit(deadline - time.monotonic()):
-                weights = weigh(runner, shape, who)
-        except FAILURES as error:
-            absent[who] = f"{type(error).__name__}: {error}"[:400]
-            del runner
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-            continue
-        found[who] = weights
-        if all(value < WRONG for value in weights["errors"].values()):
-            runners[who] = runner
-        else:
-            absent[who] = "gives wrong values, so its time means nothing: " + json.dumps(weights["errors"])
+        return runner, weigh(runner, shape, who)
+
+    runners, found, left_out = admit(candidates, OURS, prepare, options)
+    absent |= left_out
     samples = interleaved({who: runner.run for who, runner in runners.items()}, options.blocks, device)
     for who, values in samples.items():
         found[who]["milliseconds"] = quantiles(values)
     medians = {who: quantiles(values)["p50"] for who, values in samples.items()}
     rivals = {who: value for who, value in medians.items() if not who.startswith(OURS)}
     best = min(rivals, key=rivals.__getitem__, default=None)
-    bound = roofline(shape, part, dtype, device, medians[OURS])
+    bound = machine.roofline(*least_work(shape, part, dtype.itemsize), device, medians[OURS])
     return Result(
         unit="ms",
         peer_name=best,

@@ -1,0 +1,444 @@
+"""The mixture-of-experts layer's cases: forward, and with backward ("training"), against peers, fp64, dense products.
+
+A layer here goes from x and the router's logits to y: the choice of experts, their order, and the experts. The ceiling
+is the dense matrix products of the same sizes, each expert with R / E rows: two an expert forward, four backward.
+
+As a program, `python moe.py SHAPE PASS IMPLEMENTATION`, the shape as JSON: prints the bytes by which one run raises
+this process's memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import machine
+import torch
+from cases import Case, Options, Result, quantiles
+from measure import admit, interleaved, kept_for_backward, peak_of_process, peak_on_gpu, relative_error
+from moe_peers import (
+    DEEPSPEED,
+    GROUPED,
+    LIGER,
+    LOOP,
+    OURS,
+    SCATTERMOE,
+    SONICMOE,
+    TRANSFORMERS,
+    Implementation,
+    Layer,
+    activated,
+    halves_apart,
+    implementations,
+    routed,
+)
+from torch import Tensor
+
+from cdrmix import ops
+
+NAMES = ("y", "dx", "dlogits", "dw_up", "dw_down")
+DENSE, DENSE_BACKWARD = "dense products of the same sizes", "dense products, backward"
+BACKWARD, ROUTING, MOVING = f"{OURS}, backward", f"{OURS}, routing", f"{OURS}, dispatch and combine as ops"
+SAMPLED_TOKENS, SAMPLED_HIDDEN = 512, 32  # of which errors are taken: float64 of all of a large layer takes long
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a measurement. load: "even"; "skewed", one expert is each token's first choice; "empty", half unused."""
+
+    tokens: int
+    d_model: int
+    hidden: int
+    experts: int
+    k: int
+    activation: str
+    load: str = "even"
+
+    @property
+    def layer(self) -> Layer:
+        return Layer(self.d_model, self.hidden, self.experts, self.k, self.activation)
+
+    @property
+    def widening(self) -> int:
+        """Columns of w_up for each of w_down's rows."""
+        return 2 if self.activation == "swiglu" else 1
+
+    @property
+    def flops(self) -> int:
+        """Of the forward pass's products; the backward pass has twice as many."""
+        return 2 * self.tokens * self.k * self.d_model * self.hidden * (self.widening + 1)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Inputs on the device, the weights in our arrangement, and the gradient of the output."""
+
+    shape: Shape
+    x: Tensor
+    logits: Tensor
+    w_up: Tensor
+    w_down: Tensor
+    dy: Tensor
+
+
+def make_problem(shape: Shape, device: torch.device, dtype: torch.dtype) -> Problem:
+    """Normal values: of unit size in x and dy, of a trained layer's size in the weights; logits in float32."""
+    generator = torch.Generator(device).manual_seed(7)
+
+    def normal(*size: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(size, generator=generator, device=device).mul_(scale)
+
+    logits = normal(shape.tokens, shape.experts)
+    if shape.load == "skewed":
+        logits[:, 0] = logits[:, 1:].amax(1) + normal(shape.tokens).abs()
+    elif shape.load == "empty":
+        logits[:, shape.experts // 2 :] -= 50.0
+    wide = shape.widening * shape.hidden
+    return Problem(
+        shape,
+        normal(shape.tokens, shape.d_model).to(dtype),
+        logits,
+        normal(shape.experts, shape.d_model, wide, scale=shape.d_model**-0.5).to(dtype),
+        normal(shape.experts, shape.hidden, shape.d_model, scale=shape.hidden**-0.5).to(dtype),
+        normal(shape.tokens, shape.d_model).to(dtype),
+    )
+
+
+def sample(size: int, wanted: int, device: torch.device) -> Tensor:
+    """Up to `wanted` indices out of `size` in even steps, the first and the last among them."""
+    return torch.linspace(0, size - 1, min(size, wanted), dtype=torch.float64, device=device).round().long().unique()
+
+
+def exact(problem: Problem, part: str) -> tuple[dict[str, Tensor], Callable[[str, Tensor], Tensor]]:
+    """The layer in float64, by autograd over a loop, and what of a whole tensor of each name it is to be compared with.
+
+    y, dx and dlogits of some tokens; gradients of the weights of some hidden units, to which every token contributes.
+    """
+    shape, layer, device = problem.shape, problem.shape.layer, problem.x.device
+    some_t = sample(shape.tokens, SAMPLED_TOKENS, device)
+    some_f = sample(shape.hidden, SAMPLED_HIDDEN, device)
+    columns = some_f if not layer.gated else torch.stack([2 * some_f, 2 * some_f + 1], 1).flatten()
+    x, logits = (z[some_t].double().requires_grad_() for z in (problem.x, problem.logits))
+    weights_TK, experts_TK = routed(logits, shape.k)
+    y = torch.zeros_like(x)
+    for expert in range(shape.experts):
+        token, choice = torch.where(experts_TK == expert)
+        rows = expert_in_float64(layer, x[token], problem.w_up[expert], problem.w_down[expert])
+        y = y.index_add(0, token, rows * weights_TK[token, choice, None])
+    found = {"y": y.detach()}
+    if part == "training":
+        found["dx"], found["dlogits"] = torch.autograd.grad(y, (x, logits), problem.dy[some_t].double())
+        w_up = problem.w_up[..., columns].double().requires_grad_()
+        w_down = problem.w_down[:, some_f].double().requires_grad_()
+        weights_TK, experts_TK = routed(problem.logits.double(), shape.k)
+        found["dw_up"], found["dw_down"] = torch.zeros_like(w_up), torch.zeros_like(w_down)
+        for expert in range(shape.experts):
+            token, choice = torch.where(experts_TK == expert)
+            rows = expert_in_float64(layer, problem.x[token].double(), w_up[expert], w_down[expert])
+            dy = problem.dy[token].double() * weights_TK[token, choice, None]
+            found["dw_up"] += torch.autograd.grad(rows, w_up, dy, retain_graph=True)[0]
+            found["dw_down"] += torch.autograd.grad(rows, w_down, dy)[0]
+
+    def part_of(name: str, whole: Tensor) -> Tensor:
+        if name == "dw_up":
+            return whole[..., columns]
+        return whole[:, some_f] if name == "dw_down" else whole[some_t]
+
+    return found, part_of
+
+
+def expert_in_float64(layer: Layer, rows: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
+    z = rows @ w_up.double()
+    return activated(halves_apart(z) if layer.gated else z, layer) @ w_down.double()
+
+
+class Runner:
+    """One implementation on one problem: `run()` is what gets timed."""
+
+    def __init__(self, implementation: Implementation, problem: Problem, part: str) -> None:
+        self.implementation, self.problem, self.part = implementation, problem, part
+        leaves = [problem.x, problem.logits, *implementation.arrange(problem.w_up, problem.w_down)]
+        self.inputs = [leaf.detach().requires_grad_(part == "training") for leaf in leaves]
+
+    def forward(self) -> Tensor:
+        x, logits, *weights = self.inputs
+        return self.implementation.call(x, logits, weights)
+
+    def run(self) -> list[Tensor]:
+        """y, and in training the gradients of x, the logits and the weights as the implementation keeps them."""
+        if self.part == "forward":
+            with torch.no_grad():
+                return [self.forward()]
+        y = self.forward()
+        return [y, *torch.autograd.grad(y, self.inputs, self.problem.dy)]
+
+    def backward(self) -> Callable[[], object]:
+        """The backward pass alone, again and again on one forward pass."""
+        y = self.forward()
+        return lambda: torch.autograd.grad(y, self.inputs, self.problem.dy, retain_graph=True)
+
+    def errors(self) -> dict[str, float]:
+        """Relative error of y and of each gradient, in our arrangement, against `exact`."""
+        found = [x.detach() for x in self.run()]
+        if self.part == "training":
+            found[3:] = self.implementation.restore(found[3:])
+        wanted, part_of = exact(self.problem, self.part)
+        return {name: relative_error(part_of(name, x), wanted[name]) for name, x in zip(NAMES, found, strict=False)}
+
+
+def dense(problem: Problem) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Forward and backward: one product after the other, R / E rows an expert, written to memory that is there."""
+    shape, like = problem.shape, problem.x
+    rows = -(-shape.tokens * shape.k // shape.experts)
+
+    def normal(width: int) -> Tensor:
+        return torch.randn(shape.experts, rows, width, device=like.device).to(like.dtype)
+
+    model, hidden, wide = (normal(width) for width in (shape.d_model, shape.hidden, problem.w_up.shape[-1]))
+    model_out, hidden_out, wide_out = (torch.empty_like(x) for x in (model, hidden, wide))
+    dw_up, dw_down = torch.empty_like(problem.w_up), torch.empty_like(problem.w_down)
+
+    def forward() -> None:
+        for e in range(shape.experts):
+            torch.mm(model[e], problem.w_up[e], out=wide_out[e])
+            torch.mm(hidden[e], problem.w_down[e], out=model_out[e])
+
+    def backward() -> None:
+        for e in range(shape.experts):
+            torch.mm(model[e], problem.w_down[e].mT, out=hidden_out[e])
+            torch.mm(hidden[e].mT, model[e], out=dw_down[e])
+            torch.mm(wide[e], problem.w_up[e].mT, out=model_out[e])
+            torch.mm(model[e].mT, wide[e], out=dw_up[e])
+
+    return forward, backward
+
+
+def moving(problem: Problem, part: str) -> Callable[[], object]:
+    """Dispatch and combine as ops of their own, in training with their adjoints: what a fused kernel saves itself."""
+    x = problem.x.detach().requires_grad_(part == "training")
+    with torch.no_grad():
+        routing = ops.route_topk(problem.logits, problem.shape.k)
+        rows = ops.moe_dispatch(problem.x, routing).clone()
+    rows.requires_grad_(part == "training")
+
+    def run() -> object:
+        with torch.set_grad_enabled(part == "training"):
+            moved, y = ops.moe_dispatch(x, routing), ops.moe_combine(rows, routing)
+        return torch.autograd.grad((moved, y), (x, rows), (rows.detach(), problem.dy)) if part == "training" else y
+
+    return run
+
+
+def parts(problem: Problem, part: str, mine: Runner) -> dict[str, Callable[[], object]]:
+    """What is timed beside whole layers: the ceiling, and the layer's own pieces."""
+    forward, backward = dense(problem)
+
+    def routing() -> object:
+        with torch.no_grad():
+            return ops.route_topk(problem.logits, problem.shape.k)
+
+    calls: dict[str, Callable[[], object]] = {ROUTING: routing, MOVING: moving(problem, part), DENSE: forward}
+    if part == "training":
+        calls |= {DENSE: lambda: (forward(), backward()), DENSE_BACKWARD: backward, BACKWARD: mine.backward()}
+    return calls
+
+
+def least_work(shape: Shape, part: str, element: int) -> tuple[int, int]:
+    """Bytes that must move and operations that must be done, of `element` bytes a number.
+
+    Forward reads x and the weights and writes y. Backward reads x, the weights and dy, writes their gradients, and
+    has the pre-activation that the forward pass wrote.
+    """
+    rows = shape.tokens * shape.d_model
+    weights = shape.experts * shape.d_model * shape.hidden * (shape.widening + 1)
+    if part == "forward":
+        return (2 * rows + weights) * element, shape.flops
+    kept = shape.tokens * shape.k * shape.hidden * shape.widening
+    return (5 * rows + 3 * weights + 2 * kept) * element, 3 * shape.flops
+
+
+@contextmanager
+def one_thread(device: torch.device) -> Iterator[None]:
+    """PyTorch with one thread where the CPU computes: what several threads do depends on who else uses the machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1 if device.type == "cpu" else threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def measure(shape: Shape, part: str, options: Options) -> Result:
+    """One case, on a CPU with one thread."""
+    with one_thread(torch.device(options.device)):
+        return compare(shape, part, options)
+
+
+def compare(shape: Shape, part: str, options: Options) -> Result:
+    """Every implementation prepared, checked and weighed, then all that are right timed in turns."""
+    device = torch.device(options.device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    problem = make_problem(shape, device, dtype)
+    candidates, absent = implementations(device.type, shape.layer)
+
+    def prepare(who: str, implementation: Implementation) -> tuple[Runner, dict[str, Any]]:
+        runner = Runner(implementation, problem, part)
+        return runner, weigh(runner, who)
+
+    runners, found, left_out = admit(candidates, OURS, prepare, options)
+    pieces = parts(problem, part, runners[OURS])
+    samples = interleaved({who: runner.run for who, runner in runners.items()} | pieces, options.blocks, device)
+    for who, values in samples.items():
+        found.setdefault(who, {})["milliseconds"] = quantiles(values)
+    medians = {who: quantiles(values)["p50"] for who, values in samples.items()}
+    best = min((who for who in runners if not who.startswith(OURS)), key=medians.__getitem__, default=None)
+    bound = machine.roofline(*least_work(shape, part, dtype.itemsize), device, medians[OURS])
+    return Result(
+        unit="ms",
+        peer_name=best,
+        ours=samples[OURS],
+        peer=samples[best] if best else [],
+        figures=figures(problem, part, samples, found, list(runners)),
+        settings={
+            **asdict(shape),
+            "pass": part,
+            "dtype": str(dtype).removeprefix("torch."),
+            "device": device.type,
+            "backend": backend_of(problem.x),
+            "threads": torch.get_num_threads(),
+            "peak_counted_by": "PyTorch's allocator" if device.type == "cuda" else "resident memory of a fresh process",
+        },
+        peers=found,
+        absent=absent | left_out,
+        roofline=bound,
+    )
+
+
+def backend_of(x: Tensor) -> str:
+    """What serves our op, and whether it is Triton's interpreter, whose times say nothing."""
+    found = ops.backend(x)
+    return "triton, interpreted" if found == "triton" and os.environ.get("TRITON_INTERPRET") == "1" else found
+
+
+def weigh(runner: Runner, who: str) -> dict[str, Any]:
+    """Seconds of the first run, errors, bytes kept between the passes, and peak bytes: of everything but timing."""
+    begun = time.perf_counter()
+    runner.run()
+    if runner.inputs[0].is_cuda:
+        torch.cuda.synchronize()
+    found: dict[str, Any] = {"first_run_seconds": time.perf_counter() - begun, "errors": runner.errors()}
+    if runner.inputs[0].is_cuda:
+        found["peak_bytes"] = peak_on_gpu(runner.run, runner.inputs[0].device)
+    else:
+        found["peak_bytes"] = peak_in_fresh_process(runner.problem.shape, runner.part, who)
+    if runner.part == "training":
+        # x is an input, and yet has to be kept: what is published of other layers counts it.
+        found["saved_bytes"] = kept_for_backward(runner.forward, runner.inputs) + runner.inputs[0].nbytes
+    return found
+
+
+def figures(
+    problem: Problem, part: str, samples: dict[str, list[float]], found: dict[str, dict[str, Any]], layers: list[str]
+) -> dict[str, float]:
+    """What targets are set for. A figure of a peer that was not measured is not there. layers: names of whole ones."""
+    shape = problem.shape
+
+    def share(one: str, other: str) -> float:
+        return quantiles([a / b for a, b in zip(samples[one], samples[other], strict=True)])["p50"]
+
+    mine = found[OURS]
+    errors = dict(mine["errors"])
+    flops = shape.flops * (3 if part == "training" else 1)
+    result = {
+        "milliseconds": mine["milliseconds"]["p50"],
+        "tflops": flops / mine["milliseconds"]["p50"] / 1e9,
+        "share_of_dense": share(DENSE, OURS),
+        "routing_share": share(ROUTING, OURS),
+        "dispatch_combine_share": share(MOVING, OURS),
+    }
+    if part == "training":
+        result["backward_share_of_dense"] = share(DENSE_BACKWARD, BACKWARD)
+        least = problem.x.element_size() * shape.tokens * (shape.d_model + shape.k * shape.widening * shape.hidden)
+        result |= {"saved_gigabytes": mine["saved_bytes"] / 1e9, "saved_over_least": mine["saved_bytes"] / least}
+    named = {
+        "loop": LOOP,
+        "grouped_mm": GROUPED,
+        "transformers": TRANSFORMERS,
+        "deepspeed": DEEPSPEED,
+        "scattermoe": SCATTERMOE,
+        "sonicmoe": SONICMOE,
+        "liger": LIGER,
+        "best_peer": "",
+    }
+    for name, beginning in named.items():
+        theirs = [who for who in layers if who.startswith(beginning) and not who.startswith(OURS)]
+        if theirs:
+            result[f"speed_over_{name}"] = share(min(theirs, key=lambda who: found[who]["milliseconds"]["p50"]), OURS)
+    result["error_y"] = errors.pop("y")
+    if errors:
+        result["error_gradients"] = max(errors.values())
+    if mine["peak_bytes"] is not None:
+        result["peak_megabytes"] = mine["peak_bytes"] / 1e6
+    return result
+
+
+def peak_in_fresh_process(shape: Shape, part: str, who: str) -> int | None:
+    """What this file prints as a program; None where the system does not tell."""
+    command = [sys.executable, __file__, json.dumps(asdict(shape)), part, who]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def peak(shape: Shape, part: str, who: str) -> int | None:
+    """Peak bytes of one run on the CPU, inputs not counted, after a run on 32 tokens that compiles and loads."""
+    device = torch.device("cpu")
+    with one_thread(device):
+        everyone, _ = implementations("cpu", shape.layer)
+        small = Shape(**{**asdict(shape), "tokens": 32})
+        Runner(everyone[who], make_problem(small, device, torch.float32), part).run()
+        runner = Runner(everyone[who], make_problem(shape, device, torch.float32), part)
+        return peak_of_process(runner.run)
+
+
+CPU_SHAPES = {
+    "cpu_relu2": Shape(4096, 512, 1024, 8, 2, "relu2"),
+    "cpu_swiglu": Shape(4096, 512, 1024, 8, 2, "swiglu"),
+    "cpu_tiny": Shape(2048, 128, 256, 8, 2, "relu2"),  # of configs/cdrmix-core-tiny.yaml
+}
+GPU_SHAPES = {
+    "swiglu": Shape(32768, 2048, 4608, 8, 2, "swiglu"),
+    "relu2": Shape(32768, 2048, 4608, 8, 2, "relu2"),
+    "d4096": Shape(32768, 4096, 14336, 8, 2, "swiglu"),
+    "e16": Shape(32768, 2048, 1408, 16, 2, "swiglu"),
+    "skewed": Shape(32768, 2048, 4608, 8, 2, "swiglu", "skewed"),
+    "empty": Shape(32768, 2048, 4608, 8, 2, "swiglu", "empty"),
+}
+
+
+def make_cases(shapes: dict[str, Shape], device: str) -> dict[str, Case]:
+    """NAME_training of every shape, then NAME_forward."""
+    dtype = "bfloat16" if device == "cuda" else "float32, one thread"
+    return {
+        f"{name}_{part}": Case(
+            functools.partial(measure, shape, part),
+            f"{part} in ms, T {shape.tokens}, d {shape.d_model}, F {shape.hidden}, E {shape.experts}, k {shape.k}, "
+            f"{shape.activation}, {shape.load} load, {dtype}",
+            (device,),
+        )
+        for part in ("training", "forward")
+        for name, shape in shapes.items()
+    }
+
+
+CASES = make_cases(CPU_SHAPES, "cpu") | make_cases(GPU_SHAPES, "cuda")
+
+if __name__ == "__main__":
+    print(json.dumps(peak(Shape(**json.loads(sys.argv[1])), *sys.argv[2:])))
