@@ -57,17 +57,21 @@ class Launch:
     block_v: int
 
 
-def chunk_sizes(dtype: torch.dtype, K: int, V: int) -> tuple[int, ...]:
+def chunk_sizes(dtype: torch.dtype, K: int, V: int, arch: str = "sm_90") -> tuple[int, ...]:
     """The chunk lengths that there are for a dtype and widths, the default first.
 
     32, whose products are the smaller half of the time by the estimates of benchmarks/aot.py. 64 keeps fewer bytes for
-    the backward pass; in float32 operands it spills registers, so that only the interpreter has it there, as a test.
+    the backward pass; in float32 operands, and on sm_80, it spills registers. The interpreter has it as a test. None
+    for float32 keys of 128 on sm_80: both scans and the map spill, by 16 to 280 bytes a thread in all tiles tried.
     """
-    return (32, 64) if max(K, V) <= 64 and (dtype == torch.bfloat16 or INTERPRETED) else (32,)
+    if arch == "sm_80" and dtype == torch.float32 and K == 128:
+        return ()
+    longer = INTERPRETED or (dtype == torch.bfloat16 and arch != "sm_80")
+    return (32, 64) if longer and max(K, V) <= 64 else (32,)
 
 
 # By operand dtype and chunk: warps a program, and at most so many columns of K and of V at a time; by K where one does
-# not serve all. The widest tiles of those tried that spill no register on sm_90. Other architectures have the same.
+# not serve all. The widest tiles of those tried that spill no register on sm_90; NARROWER has what spills elsewhere.
 Blocks = tuple[int, int, int]
 _BF16_32: dict[str, Blocks | dict[int, Blocks]] = {
     "map": {32: (4, 32, 32), 64: (4, 64, 64), 128: (4, 32, 64)},
@@ -102,6 +106,18 @@ BLOCKS = {
     (torch.float32, 32): _FP32,
     (torch.float32, 64): _FP32,
 }
+NARROWER: dict[str, dict[tuple[torch.dtype, int], dict[str, Blocks | dict[int, Blocks]]]] = {
+    "sm_80": {
+        (torch.bfloat16, 32): {
+            "map": {32: (4, 32, 32), 64: (4, 32, 32), 128: (4, 32, 64)},
+            "map_keys": {32: (4, 32, 32), 64: (4, 32, 64), 128: (4, 32, 64)},
+            "gradient_values": (4, 32, 64),
+            "gradient_keys": {32: (2, 16, 64), 64: (4, 64, 32), 128: (4, 64, 32)},
+        },
+        (torch.float16, 32): {"map_values": (4, 16, 16), "gradient_keys": (8, 16, 16)},
+        (torch.float32, 32): {"map_values": {32: (8, 16, 16), 64: (8, 16, 32)}},
+    }
+}
 
 
 def launch_of(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int) -> Launch:
@@ -111,9 +127,12 @@ def launch_of(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int
     if kernel in SCANS:
         if dtype == torch.float32:  # one stage, and from K = 128 on the state in two tiles
             return Launch(4, 1, min(K, 64), 16)
-        # gfx942 has 64 KiB for a program: R and P of one chunk at a time, in halves.
+        # gfx942 has 64 KiB for a program: R and P of one chunk at a time, in halves. sm_80 would spill.
+        if arch == "sm_80" and dtype == torch.float16:
+            return Launch(4, 1, min(K, 64), 16)
         return Launch(4, 1, min(K, 64), 32) if arch == "gfx942" else Launch(4, 2, K, 32)
-    blocks = BLOCKS[dtype, C][kernel]
+    narrower = NARROWER.get(arch, {}).get((dtype, C), {})
+    blocks = narrower[kernel] if kernel in narrower else BLOCKS[dtype, C][kernel]
     warps, block_k, block_v = blocks[K] if isinstance(blocks, dict) else blocks
     return Launch(warps, 1, min(block_k, K), min(block_v, V))
 
@@ -151,7 +170,7 @@ class Problem:
         self.B, self.T, self.H, self.K = r.shape
         self.V = v.shape[-1]
         self.dtype, self.device = r.dtype, r.device
-        self.C = pick_chunk(chunk, r.dtype, self.K, self.V)
+        self.C = pick_chunk(chunk, r.dtype, self.K, self.V, architecture(r.device))
         self.operand = operand_dtype(r.dtype)
         self.packed = cu_seqlens is not None
         self.N = self.B if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -216,9 +235,13 @@ def operand_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
-def pick_chunk(chunk: int | None, dtype: torch.dtype, K: int, V: int) -> int:
+def pick_chunk(chunk: int | None, dtype: torch.dtype, K: int, V: int, arch: str = "sm_90") -> int:
     """The chunk length asked for, or the default; ValueError where it does not ship."""
-    sizes = chunk_sizes(dtype, K, V)
+    sizes = chunk_sizes(dtype, K, V, arch)
+    if not sizes:
+        raise ValueError(
+            f"wkv7: keys of {K} in {dtype} do not ship for {arch}; use bfloat16, keys of 64, or CDRMIX_BACKEND=reference"
+        )
     if chunk is not None and chunk not in sizes:
         raise ValueError(f"wkv7: chunk={chunk} does not ship for {dtype}, K={K}, V={V}; choose one of {sizes}, or None")
     return chunk or sizes[0]
@@ -413,7 +436,7 @@ def builds(arch: str) -> list[Build]:
 
 def _builds(arch: str) -> Iterator[Build]:
     for dtype, K, V, C in itertools.product(NAMES, WIDTHS, WIDTHS, (32, 64)):
-        if C == 64 and (dtype != torch.bfloat16 or max(K, V) > 64):
+        if C not in chunk_sizes(dtype, K, V, arch):
             continue
         kernels = [kernel for kernel in KERNELS if kernel != "token" or C == 32]  # it has no chunks
         if fused_map(dtype, C):
