@@ -240,7 +240,7 @@ def pick_chunk(chunk: int | None, dtype: torch.dtype, K: int, V: int, arch: str 
     sizes = chunk_sizes(dtype, K, V, arch)
     if not sizes:
         raise ValueError(
-            f"wkv7: keys of {K} in {dtype} do not ship for {arch}; use bfloat16, keys of 64, or CDRMIX_BACKEND=reference"
+            f"wkv7: keys of {K} in {dtype} do not ship for {arch}; use bfloat16, keys of 64 or CDRMIX_BACKEND=reference"
         )
     if chunk is not None and chunk not in sizes:
         raise ValueError(f"wkv7: chunk={chunk} does not ship for {dtype}, K={K}, V={V}; choose one of {sizes}, or None")
