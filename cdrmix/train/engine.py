@@ -271,7 +271,7 @@ class Engine:
         state = {}
         for name, parameter in self._optimized().items():
             for key, value in self.adamw.state.get(parameter, {}).items():
-                found: Tensor | None = value.detach()
+                found: Tensor | None = value.detach() if self.stage > 0 or self.world.rank == 0 else None
                 if is_shared_out(parameter) and value.shape == parameter.shape:
                     assert self._experts is not None
                     found = self._experts.whole(value)

@@ -117,7 +117,7 @@ def work(config_file: Path, shards: ShardSet) -> Work:
         finished = []
         try:
             for worker in workers:
-                output, _ = worker.communicate(timeout=120)
+                output, _ = worker.communicate(timeout=300)
                 finished.append(subprocess.CompletedProcess(worker.args, worker.returncode, output))
                 # One that kills itself leaves its peers waiting for it, as a node that fails would.
                 if worker.returncode == -signal.SIGKILL:

@@ -260,3 +260,6 @@ def test_zero_partitions_need_as_many_processes(place: Place) -> None:
     place.engine.stage = 1
     with pytest.raises(CheckpointError, match="--nproc 4"):
         load_checkpoint(place.engine, saved, place.config, FINGERPRINTS)
+    (saved / "state.json").write_text(json.dumps(state | {"expert_parallel": 2}))
+    with pytest.raises(CheckpointError, match=r"resume with train\.expert_parallel=2"):
+        load_checkpoint(place.engine, saved, place.config, FINGERPRINTS)

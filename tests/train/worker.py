@@ -12,23 +12,40 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 
+from cdrmix import ops
 from cdrmix.config.load import load_config
-from cdrmix.config.schema import Train
+from cdrmix.config.schema import Config, Train
 from cdrmix.data.loader import TrainLoader
 from cdrmix.data.shards import open_shards
 from cdrmix.errors import CdrmixError
+from cdrmix.model.backbone import LanguageModel
+from cdrmix.model.experts import MoeFeedForward
+from cdrmix.model.loss import LossModel
 from cdrmix.train import engine as engine_module
 from cdrmix.train import stage_a
+from cdrmix.train.checkpoint import (
+    Fingerprints,
+    Progress,
+    differences,
+    load_checkpoint,
+    newest_whole_checkpoint,
+    read_weights,
+    save_checkpoint,
+)
 from cdrmix.train.engine import make_engine
+from cdrmix.train.expert_parallel import expert_layer, is_shared_out
 from cdrmix.train.optim import LossScale, make_optimizer, parameter_groups
-from cdrmix.train.parallel import join, rank_size_local_rank, seed_everything
+from cdrmix.train.parallel import World, join, rank_size_local_rank, seed_everything
 from cdrmix.train.run import RunFolder
 from cdrmix.train.schedule import learning_rate
 
 # The model here is so small that ZeRO-3 would keep every parameter whole, and prove nothing about released ones.
 engine_module.PERSISTENCE_THRESHOLD = 0
+FINGERPRINTS = Fingerprints("tokenizer", "text")
 
 
 def train(order: dict[str, Any]) -> int:
@@ -190,7 +207,7 @@ def compare(order: dict[str, Any], overrides: list[str], accumulation: int) -> d
     worst = 0.0
     for name, parameter in model.named_parameters():
         gradient = parameter.grad if config.train.zero_stage == 0 else safe_get_full_grad(parameter)
-        worst = max(worst, relative(gradient, expected[name]))
+        worst = max(worst, relative(gradient, engine._share(parameter, expected[name])))
     engine.clip()
     assert engine.step()
     engine.zero()
@@ -205,6 +222,226 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return (found - expected).abs().max().item() / scale if scale else found.abs().max().item()
 
 
+def experts(order: dict[str, Any]) -> int:
+    """Everything about expert parallelism that one start of the processes can tell; rank 0 writes it to `where`."""
+    rank, size, _ = rank_size_local_rank()
+    folder, parallel = Path(order["folder"]), int(order["parallel"])
+    results: dict[str, Any] = {}
+    for stage in (0, 1, 2, 3):
+        results[f"steps {stage}"] = expert_steps(order, stage, folder / f"saved-{size}-{stage}")
+    if size == parallel:
+        results["layer"] = expert_layers(order)
+        results["resumed"] = [expert_resume(order, stage, folder / f"runs-{stage}") for stage in (0, 3)]
+    for saved, stage, other in json.loads(order["load"]):
+        results[f"loaded {saved} at {stage} with {other}"] = expert_load(order, folder / saved, stage, other)
+    if rank == 0:
+        Path(order["where"]).write_text(json.dumps(results))
+    return 0
+
+
+def expert_config(order: dict[str, Any], stage: int, parallel: int) -> Config:
+    fixed = (
+        f"train.zero_stage={stage}",
+        f"train.expert_parallel={parallel}",
+        "train.micro_batch_rows=2",  # two micro-batches in each of two processes, one in each of four
+        "train.gradient_clip=0.3",  # below the norm, so that clipping acts
+        "train.epsilon=0.01",  # with AdamW's usual one an update of elements near zero magnifies rounding
+        "train.ema_decay=0.9",
+    )
+    return load_config(order["config"], [*fixed, *order["overrides"]])
+
+
+def expert_steps(order: dict[str, Any], stage: int, save: Path) -> dict[str, float]:
+    """Three steps of the engine beside plain PyTorch with whole experts: the largest relative errors of any rank."""
+    rank, size, _ = rank_size_local_rank()
+    config = expert_config(order, stage, int(order["parallel"]))
+    world = join(config)
+    from deepspeed.utils import safe_get_full_grad
+
+    split = open_shards(Path(order["shards"])).train
+    rows = {"row_length": config.data.row_length, "batch_rows": 8, "micro_batch_rows": 2, "seed": 5}
+    everyone = TrainLoader(split, **rows)
+    mine = TrainLoader(split, rank=rank, world=size, **rows)
+    seed_everything(3)
+    plain = stage_a.build_loss_model(expert_config(order, 0, 1))
+    adamw = make_optimizer(parameter_groups(plain, config.train), config.train)
+    seed_everything(3)
+    model = stage_a.build_loss_model(config)
+    engine = make_engine(config, model, world)
+    worst = dict.fromkeys(("loss", "gradient", "expert gradient", "norm", "weights"), 0.0)
+
+    def note(name: str, error: float) -> None:
+        worst[name] = max(worst[name], error)
+
+    for step in range(3):
+        total = 0.0
+        for batch in everyone.micro_batches(step):
+            arguments = (batch.ids_BT, batch.targets_BT, batch.weights_BT, batch.cu_seqlens_N, batch.token_count)
+            losses = plain(*arguments, 1 / 4)
+            losses.total.backward()
+            total += losses.total.item()
+        batches = mine.micro_batches(step)
+        found_total = torch.zeros((), dtype=torch.float64)
+        for batch in batches:
+            losses = engine.forward(batch, last=batch is batches[-1])
+            engine.backward(losses.total)
+            found_total += losses.total.detach()
+        note("loss", abs(world.total(found_total).item() / total - 1))
+        whole = dict(plain.named_parameters())
+        for name, parameter in model.named_parameters():
+            found = parameter.grad if stage == 0 else safe_get_full_grad(parameter)
+            expected = engine._share(parameter, whole[name].grad)
+            note("expert gradient" if is_shared_out(parameter) else "gradient", relative(found, expected))
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), config.train.gradient_clip).item()
+        assert norm > config.train.gradient_clip
+        for group in adamw.param_groups:
+            group["lr"] = 1e-2 * group["multiplier"]
+        engine.set_learning_rate(1e-2)
+        adamw.step()
+        adamw.zero_grad()
+        engine.clip()
+        assert engine.step()
+        engine.zero()
+        note("norm", abs(engine.gradient_norm / norm - 1))
+        assert len(set(world.gather(engine.gradient_norm))) == 1, "ranks differ about the norm"
+    reference = dict(plain.language_model.named_parameters())
+    for name, weight in engine.weights().items():
+        note("weights", relative(weight, reference[name].detach()))
+    save_checkpoint(engine, save, Progress(step=3), config, FINGERPRINTS)
+    return {name: max(errors[name] for errors in world.gather(worst)) for name in worst}
+
+
+def expert_load(order: dict[str, Any], saved: Path, stage: int, parallel: int) -> dict[str, Any]:
+    """Whether a checkpoint, loaded with other shares of the experts, gives the same bits of all; errors of logits."""
+    config = expert_config(order, stage, parallel)
+    world = join(config)
+    checkpoint = newest_whole_checkpoint(saved)
+    seed_everything(4)
+    engine = make_engine(config, stage_a.build_loss_model(config), world)
+    weights, average = read_weights(checkpoint), read_weights(checkpoint, average=True)
+    same: dict[str, bool] = {}
+    if stage == 0 and (checkpoint / "optimizer.safetensors").exists():
+        load_checkpoint(engine, checkpoint, config, FINGERPRINTS)
+        told = " ".join(differences(checkpoint, engine))
+        assert ("2 expert_parallel before" in told) == (parallel != 2)
+        optimizer = load_file(checkpoint / "optimizer.safetensors")
+        same["optimizer"] = same_bits(world, optimizer, engine.optimizer_state())
+    else:  # other partitions of the optimizer's state
+        engine.load_weights(weights if world.rank == 0 else {})
+        engine.load_average_weights(average)
+    same["weights"] = same_bits(world, weights, engine.weights())
+    same["average"] = same_bits(world, average, engine.average_weights())
+
+    ids_BT = torch.arange(3 * 24).view(3, 24) * 7 % 300 + world.rank
+    whole = LanguageModel(config.model)
+    whole.load_state_dict(weights)
+    shared = engine.module.loss_model
+    with torch.no_grad():
+        expected = whole.logits(whole(ids_BT).hidden_BTD)
+        # Through the module that ZeRO-3 gathers for.
+        targets, ones = torch.zeros_like(ids_BT), torch.ones(ids_BT.shape)
+        loss = engine.module(ids_BT, targets, ones, None, 1.0, 1.0).next_token_sum
+        error = abs(loss.item() / LossModel(whole)(ids_BT, targets, ones, None, 1.0).next_token_sum.item() - 1)
+        if stage < 3:
+            hidden = shared.language_model(ids_BT).hidden_BTD
+            error = max(error, relative(shared.language_model.logits(hidden), expected))
+    gathered = world.gather((same, error))
+    return {name: all(each[name] for each, _ in gathered) for name in same} | {
+        "logits": max(each for _, each in gathered)
+    }
+
+
+def same_bits(world: World, expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> bool:
+    if world.rank > 0:
+        return not found
+    return expected.keys() == found.keys() and all(torch.equal(value, found[name]) for name, value in expected.items())
+
+
+def expert_resume(order: dict[str, Any], stage: int, where: Path) -> bool:
+    """Whether a run broken off and resumed ends with the bits of one that was not."""
+    overrides = [
+        *order["overrides"],
+        f"train.zero_stage={stage}",
+        f"train.expert_parallel={order['parallel']}",
+        "train.micro_batch_rows=2",
+        "train.evaluate_rows=5",  # so one rank has rows of none in its last batch
+        "train.steps=5",
+        "train.ema_decay=0.9",
+    ]
+    where.mkdir(exist_ok=True)
+    assert train_in(where / "straight", order, overrides) == 0
+    act_before("3:stop")
+    try:
+        train_in(where / "broken", order, overrides)
+    except BrokenOff:
+        assert train_in(where / "broken", order, overrides, resume="auto") == 0
+    one, other = (newest_whole_checkpoint(where / name / "checkpoints") for name in ("straight", "broken"))
+    assert one is not None
+    assert other is not None
+    files = [path.name for path in one.glob("*.safetensors")]
+    assert len(files) >= 3
+    return all((one / name).read_bytes() == (other / name).read_bytes() for name in files)
+
+
+def expert_layers(order: dict[str, Any]) -> dict[str, float]:
+    """One layer with its experts shared out beside the whole one, in float64: the largest relative error by case."""
+    config = expert_config(order, 0, int(order["parallel"]))
+    world = join(config)
+    sent: list[tuple[torch.dtype, int]] = []
+    send = dist.all_to_all_single
+
+    def noting(result: torch.Tensor, rows: torch.Tensor, *others: Any, **named: Any) -> Any:
+        if rows.dim() == 2 and rows.is_floating_point():
+            sent.append((rows.dtype, len(rows)))
+        return send(result, rows, *others, **named)
+
+    dist.all_to_all_single = noting
+    results = {}
+    for tokens in ((6, 9), (7, 0), (0, 5), (0, 0)):
+        for favoured, activation, capacity in ((None, "relu2", None), (0, "swiglu", None), (3, "relu2", 2)):
+            settings = config.model.feed_forward.model_copy(update={"activation": activation})
+            model = config.model.model_copy(update={"feed_forward": settings})
+            torch.manual_seed(5)
+            whole = MoeFeedForward(model).double()
+            torch.manual_seed(5)
+            shared = expert_layer(config)(model).double()
+            share = shared.experts.share
+            torch.manual_seed(6)
+            with torch.no_grad():
+                whole.w_down.normal_()
+                shared.w_down.copy_(share(whole.w_down))
+            torch.manual_seed(7 + world.rank)
+            count = tokens[world.rank]
+            x = torch.randn(count, model.d_model, dtype=torch.float64)
+            logits = torch.randn(count, settings.experts, dtype=torch.float64)
+            if favoured is not None:  # and its neighbour: all rows to one rank
+                logits[:, favoured] += 50
+                logits[:, favoured ^ 1] += 50
+            dy = torch.randn(count, model.d_model, dtype=torch.float64)
+            found = []
+            for layer in (whole, shared):
+                leaves = [x.clone().requires_grad_(), logits.clone().requires_grad_()]
+                routing = ops.route_topk(leaves[1], 2, capacity=capacity)
+                sent.clear()
+                y = layer.mix(leaves[0], routing)
+                y.backward(dy)
+                found.append([y.detach(), *(leaf.grad for leaf in leaves), layer.w_up.grad, layer.w_down.grad])
+            assert sent[0] == (torch.float64, int(routing.counts_E.sum())), "dropped rows are not sent"
+            for gradient in found[0][3:]:
+                dist.all_reduce(gradient)
+            expected = [*found[0][:3], *(share(gradient) for gradient in found[0][3:])]
+            errors = [
+                relative(one, other) if one.numel() else 0.0 for one, other in zip(found[1], expected, strict=True)
+            ]
+            results[f"{tokens} {favoured} {activation} {capacity}"] = max(world.gather(max(errors)), default=0.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        sent.clear()
+        shared.float().mix(x.float(), routing)
+    assert {dtype for dtype, _ in sent} == {torch.bfloat16}, "rows travel in the compute dtype"
+    dist.all_to_all_single = send
+    return results
+
+
 if __name__ == "__main__":
     order = json.loads(sys.argv[1])
-    sys.exit({"train": train, "repeat": repeat, "gradients": gradients}[order["job"]](order))
+    sys.exit({"train": train, "repeat": repeat, "gradients": gradients, "experts": experts}[order["job"]](order))
