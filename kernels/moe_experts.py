@@ -49,32 +49,70 @@ class Launch:
 
 
 # By architecture and operand width in bytes: the kernels' launches. Within one entry all products over sorted rows
-# have the same block_m, as they share the table of tiles.
+# have the same block_m, as they share the table of tiles. sm_90: the widest tiles that spill no register; the backward
+# pass's gathered sums over rows have one stage less than stated, and the gradients' two programs a multiprocessor.
 _SM90_16 = {
     "up": Launch(128, 256, 64, 8, 3),
     "rows": Launch(128, 256, 64, 8, 3),
     "rows_transposed": Launch(128, 256, 64, 8, 3),
-    "gradient": Launch(128, 128, 64, 8, 3, parts=4),
-    "weights_left": Launch(128, 256, 64, 8, 3),
-    "weights_right": Launch(128, 256, 64, 8, 3),
+    "gradient_swiglu": Launch(128, 128, 64, 8, 3, parts=4),
+    "gradient_relu2": Launch(128, 128, 64, 8, 3, parts=8),
+    "weights_left": Launch(128, 256, 64, 8, 5),
+    "weights_right": Launch(128, 256, 64, 8, 5),
 }
-_32 = {
+_SM80_16 = {
+    "up": Launch(128, 128, 64, 8, 4),
+    "rows": Launch(128, 128, 64, 8, 4),
+    "rows_transposed": Launch(128, 128, 64, 8, 4),
+    "gradient_swiglu": Launch(128, 128, 64, 8, 4, parts=4),
+    "gradient_relu2": Launch(128, 128, 64, 8, 4, parts=4),
+    "weights_left": Launch(128, 128, 64, 8, 6),
+    "weights_right": Launch(128, 128, 64, 8, 6),
+}
+_SM100_16 = _SM90_16 | {"up": Launch(128, 128, 64, 8, 4)}
+# 64 KiB of shared memory.
+_GFX942_16 = {
+    "up": Launch(128, 128, 64, 8, 2),
+    "rows": Launch(128, 128, 64, 8, 2),
+    "rows_transposed": Launch(128, 128, 64, 8, 2),
+    "gradient_swiglu": Launch(128, 128, 64, 8, 2, parts=2),
+    "gradient_relu2": Launch(128, 128, 64, 8, 2, parts=2),
+    "weights_left": Launch(128, 128, 64, 8, 2),
+    "weights_right": Launch(128, 128, 64, 8, 2),
+}
+_SM90_32 = {
+    "up": Launch(128, 128, 32, 8, 3),
+    "rows": Launch(128, 128, 32, 8, 3),
+    "rows_transposed": Launch(128, 128, 32, 8, 3),
+    "gradient_swiglu": Launch(128, 64, 32, 8, 3, parts=4),
+    "gradient_relu2": Launch(128, 64, 32, 8, 3, parts=4),
+    "weights_left": Launch(128, 128, 32, 8, 5),
+    "weights_right": Launch(128, 128, 32, 8, 5),
+}
+_SM80_32 = _SM90_32 | {
+    "up": Launch(128, 64, 32, 8, 3),
+    "rows": Launch(128, 64, 32, 8, 3),
+    "rows_transposed": Launch(128, 64, 32, 8, 3),
+}
+_SM100_32 = _SM90_32 | {"gradient_swiglu": Launch(128, 64, 32, 8, 3, parts=2)}
+_GFX942_32 = {
     "up": Launch(64, 64, 32, 4, 2),
     "rows": Launch(64, 64, 32, 4, 2),
     "rows_transposed": Launch(64, 64, 32, 4, 2),
-    "gradient": Launch(64, 64, 32, 4, 2, parts=2),
+    "gradient_swiglu": Launch(64, 64, 32, 4, 2, parts=2),
+    "gradient_relu2": Launch(64, 64, 32, 4, 2, parts=2),
     "weights_left": Launch(64, 64, 32, 4, 2),
     "weights_right": Launch(64, 64, 32, 4, 2),
 }
 LAUNCHES: dict[tuple[str, int], dict[str, Launch]] = {
-    ("sm_80", 2): _SM90_16,
+    ("sm_80", 2): _SM80_16,
     ("sm_90", 2): _SM90_16,
-    ("sm_100", 2): _SM90_16,
-    ("gfx942", 2): _SM90_16,
-    ("sm_80", 4): _32,
-    ("sm_90", 4): _32,
-    ("sm_100", 4): _32,
-    ("gfx942", 4): _32,
+    ("sm_100", 2): _SM100_16,
+    ("gfx942", 2): _GFX942_16,
+    ("sm_80", 4): _SM80_32,
+    ("sm_90", 4): _SM90_32,
+    ("sm_100", 4): _SM100_32,
+    ("gfx942", 4): _GFX942_32,
 }
 
 
@@ -84,8 +122,11 @@ def launches_of(arch: str, dtype: torch.dtype) -> dict[str, Launch]:
 
 
 def precision_of(arch: str, dtype: torch.dtype) -> str:
-    """How float32 operands are multiplied; of no meaning for narrower ones."""
-    return "ieee" if dtype == torch.float32 else "tf32"
+    """How float32 operands are multiplied: three TF32 products, good to 2^-21; gfx942 has float32 ones.
+
+    It says nothing of narrower operands.
+    """
+    return "ieee" if arch == "gfx942" else "tf32x3" if dtype == torch.float32 else "tf32"
 
 
 def tile_constants(launch: Launch, arch: str, dtype: torch.dtype) -> dict[str, Any]:
@@ -148,15 +189,16 @@ class Problem:
         self, dy_TD: Tensor, w_down: Tensor, weights_TK: Tensor, z: Tensor, dz: Tensor, weighted: Tensor
     ) -> Tensor:
         """Writes dz and weighted; returns dweights_TK."""
-        columns = -(-self.F // self.launches["gradient"].block_n)
+        name = "gradient_swiglu" if self.gated else "gradient_relu2"
+        columns = -(-self.F // self.launches[name].block_n)
         partial = self.empty(columns, self.R, dtype=torch.float32)
         dweights_TK = self.empty(self.T, self.k, dtype=torch.float32)
         arguments = (
             *(dy_TD, w_down, self.plan.tokens_R, self.plan.table, self.order_R, weights_TK, z, dz, weighted, partial),
             *(self.plan.tiles, self.R),
         )
-        sizes = {"D": self.D, "F": self.F, "GATED": self.gated, "PARTS": self.launches["gradient"].parts}
-        self.launch("gradient", moe_gradient, self.plan.tiles * columns, arguments, **sizes)
+        sizes = {"D": self.D, "F": self.F, "GATED": self.gated, "PARTS": self.launches[name].parts}
+        self.launch(name, moe_gradient, self.plan.tiles * columns, arguments, **sizes)
         if self.R:
             with on(self.device):
                 moe_weight_gradient[(-(-self.R // FINISH_BLOCK),)](
@@ -270,26 +312,26 @@ def _products(arch: str, dtype: torch.dtype, gated: bool, T: int, D: int, F: int
         )
 
     common = {"D": D, "F": F, "GATED": gated}
-    for save_z, save_a in ((True, True), (False, True), (True, False)):
+    for save_z, save_a in ((True, True), (False, True), (True, False)) if gated else ((True, True),):
         sizes = common | {"SAVE_Z": save_z, "SAVE_A": save_a}
         yield made("up", "moe_up", moe_up, sizes, Z, D, T * D + E * D * Z + R * (Z * save_z + F * save_a))
-    parts = {"PARTS": launches["gradient"].parts}
-    moved = T * D + E * D * F + R * (2 * Z + F)
-    yield made("gradient", "moe_gradient", moe_gradient, common | parts, F, D, moved)
+    name = "gradient_swiglu" if gated else "gradient_relu2"
+    sizes = common | {"PARTS": launches[name].parts}
+    yield made(name, "moe_gradient", moe_gradient, sizes, F, D, T * D + E * D * F + R * (2 * Z + F))
     expert = expert_constants(E)
     rows = R // E
-    sizes = {"M": D, "N": Z, "GATHER_LEFT": True} | expert
-    moved = T * D + R * Z + E * D * Z
-    yield made("weights_left", "moe_weight_product_up", moe_weight_product, sizes, Z, rows, moved)
-    sizes = {"DEPTH": Z, "WIDTH": D, "TRANSPOSED": True}
-    yield made("rows_transposed", "moe_rows_gemm_dx", moe_rows_gemm, sizes, D, Z, R * (Z + D) + E * D * Z)
-    if gated:  # the others are the same for both activations
+    if gated:  # with relu2 these differ in sizes alone
+        sizes = {"M": D, "N": Z, "GATHER_LEFT": True} | expert
+        moved = T * D + R * Z + E * D * Z
+        yield made("weights_left", "moe_weight_product_up", moe_weight_product, sizes, Z, rows, moved)
+        sizes = {"DEPTH": Z, "WIDTH": D, "TRANSPOSED": True}
+        yield made("rows_transposed", "moe_rows_gemm_dx", moe_rows_gemm, sizes, D, Z, R * (Z + D) + E * D * Z)
         sizes = {"DEPTH": F, "WIDTH": D, "TRANSPOSED": False}
         yield made("rows", "moe_rows_gemm", moe_rows_gemm, sizes, D, F, R * (F + D) + E * D * F)
         sizes = {"M": F, "N": D, "GATHER_LEFT": False} | expert
         moved = R * F + T * D + E * D * F
         yield made("weights_right", "moe_weight_product_down", moe_weight_product, sizes, D, rows, moved)
-        columns = -(-F // launches["gradient"].block_n)
+        columns = -(-F // launches[name].block_n)
         yield Build(
             name="moe_weight_gradient",
             kernel=moe_weight_gradient,

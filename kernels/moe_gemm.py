@@ -115,7 +115,7 @@ def moe_up(
             A = gate * tl.sigmoid(gate) * up
             store_rows(hidden, rows, inside, column // 2 + tl.arange(0, BLOCK_N // 2), A, F, BLOCK_N // 2)
         else:
-            A = tl.maximum(total, 0.0)
+            A = positive(total)
             store_rows(hidden, rows, inside, column + tl.arange(0, BLOCK_N), A * A, F, BLOCK_N)
 
 
@@ -141,36 +141,54 @@ def moe_rows_gemm(
 
 
 @triton.jit
+def positive(x):
+    """relu that keeps NaN, which tl.maximum drops."""
+    return tl.where(x < 0, 0.0, x)
+
+
+@triton.jit
 def gradient_columns(
     dA, z, dz, weighted, weight, rows, inside, column,
-    F: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
+    F: tl.constexpr, GATED: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """WIDTH columns of moe_gradient's epilogue; returns <dA', A> of each row over them."""
-    columns = column + tl.arange(0, WIDTH)
-    mask = inside[:, None]
-    if not WHOLE:
-        mask = mask & (columns < F)[None, :]
-    place = rows[:, None] * F + columns[None, :]
-    if GATED:
-        wide = 2 * column + tl.arange(0, 2 * WIDTH)
-        wide_mask = inside[:, None]
-        if not WHOLE:
-            wide_mask = wide_mask & (wide < 2 * F)[None, :]
-        wide_place = rows[:, None] * (2 * F) + wide[None, :]
-        gate, up = pairs(tl.load(z + wide_place, mask=wide_mask, other=0.0).to(tl.float32), BLOCK_M, WIDTH)
-        sigmoid = tl.sigmoid(gate)
-        silu = gate * sigmoid
-        A = silu * up
-        scaled = weight[:, None] * dA
-        dgate, dup = scaled * up * (sigmoid + silu * (1 - sigmoid)), scaled * silu
-        dz_tile = tl.reshape(tl.join(dgate, dup), [BLOCK_M, 2 * WIDTH])
-        tl.store(dz + wide_place, narrow(dz_tile, dz.dtype.element_ty), mask=wide_mask)
+    """moe_gradient's epilogue for WIDTH columns, in PARTS pieces; returns <dA', A> of each row over them."""
+    if PARTS > 1:
+        left, right = halves(dA, BLOCK_M, WIDTH // 2)
+        sums = gradient_columns(
+            left, z, dz, weighted, weight, rows, inside, column, F, GATED, PARTS // 2, BLOCK_M, WIDTH // 2, WHOLE
+        )
+        sums += gradient_columns(
+            right, z, dz, weighted, weight, rows, inside, column + WIDTH // 2,
+            F, GATED, PARTS // 2, BLOCK_M, WIDTH // 2, WHOLE,
+        )  # fmt: skip
     else:
-        relu = tl.maximum(tl.load(z + place, mask=mask, other=0.0).to(tl.float32), 0.0)
-        A = relu * relu
-        tl.store(dz + place, narrow(weight[:, None] * dA * 2 * relu, dz.dtype.element_ty), mask=mask)
-    tl.store(weighted + place, narrow(weight[:, None] * A, weighted.dtype.element_ty), mask=mask)
-    return tl.sum(dA * A, 1)
+        columns = column + tl.arange(0, WIDTH)
+        mask = inside[:, None]
+        if not WHOLE:
+            mask = mask & (columns < F)[None, :]
+        place = rows[:, None] * F + columns[None, :]
+        if GATED:
+            wide = 2 * column + tl.arange(0, 2 * WIDTH)
+            wide_mask = inside[:, None]
+            if not WHOLE:
+                wide_mask = wide_mask & (wide < 2 * F)[None, :]
+            wide_place = rows[:, None] * (2 * F) + wide[None, :]
+            gate, up = pairs(tl.load(z + wide_place, mask=wide_mask, other=0.0).to(tl.float32), BLOCK_M, WIDTH)
+            sigmoid = tl.sigmoid(gate)
+            silu = gate * sigmoid
+            A = silu * up
+            scaled = weight[:, None] * dA
+            dgate, dup = scaled * up * (sigmoid + silu * (1 - sigmoid)), scaled * silu
+            dz_tile = tl.reshape(tl.join(dgate, dup), [BLOCK_M, 2 * WIDTH])
+            tl.store(dz + wide_place, narrow(dz_tile, dz.dtype.element_ty), mask=wide_mask)
+        else:
+            relu = positive(tl.load(z + place, mask=mask, other=0.0).to(tl.float32))
+            A = relu * relu
+            tl.store(dz + place, narrow(weight[:, None] * dA * 2 * relu, dz.dtype.element_ty), mask=mask)
+        tl.store(weighted + place, narrow(weight[:, None] * A, weighted.dtype.element_ty), mask=mask)
+        sums = tl.sum(dA * A, 1)
+    return sums
 
 
 @triton.jit(do_not_specialize=["row_tiles", "routes"])
@@ -198,29 +216,10 @@ def moe_gradient(
     inside = rows < end
     weight = tl.load(weights + tl.load(order + tl.minimum(rows, end - 1)))
     rows = rows.to(tl.int64)
-    WHOLE: tl.constexpr = F % BLOCK_N == 0
-    if PARTS == 1:
-        sums = gradient_columns(total, z, dz, weighted, weight, rows, inside, column, F, GATED, BLOCK_M, BLOCK_N, WHOLE)
-    else:
-        left, right = halves(total, BLOCK_M, BLOCK_N // 2)
-        if PARTS == 2:
-            W: tl.constexpr = BLOCK_N // 2
-            sums = gradient_columns(left, z, dz, weighted, weight, rows, inside, column, F, GATED, BLOCK_M, W, WHOLE)
-            sums += gradient_columns(
-                right, z, dz, weighted, weight, rows, inside, column + W, F, GATED, BLOCK_M, W, WHOLE
-            )
-        else:
-            V: tl.constexpr = BLOCK_N // 4
-            a, b = halves(left, BLOCK_M, V)
-            c, d = halves(right, BLOCK_M, V)
-            sums = gradient_columns(a, z, dz, weighted, weight, rows, inside, column, F, GATED, BLOCK_M, V, WHOLE)
-            sums += gradient_columns(b, z, dz, weighted, weight, rows, inside, column + V, F, GATED, BLOCK_M, V, WHOLE)
-            sums += gradient_columns(
-                c, z, dz, weighted, weight, rows, inside, column + 2 * V, F, GATED, BLOCK_M, V, WHOLE
-            )
-            sums += gradient_columns(
-                d, z, dz, weighted, weight, rows, inside, column + 3 * V, F, GATED, BLOCK_M, V, WHOLE
-            )
+    sums = gradient_columns(
+        total, z, dz, weighted, weight, rows, inside, column,
+        F, GATED, PARTS, BLOCK_M, BLOCK_N, F % BLOCK_N == 0,
+    )  # fmt: skip
     tl.store(partial + rows, sums, mask=inside)
 
 

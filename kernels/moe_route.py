@@ -70,8 +70,8 @@ def moe_topk(
         at = choices[None, :] == choice
         picked = tl.where(at, index[:, None], picked)
         picked_l = tl.where(at, tl.sum(tl.where(here, values, 0.0), 1)[:, None], picked_l)
-    w = tl.exp(picked_l - tl.max(picked_l, 1)[:, None])
-    w /= tl.sum(w, 1)[:, None]
+    w = tl.exp(picked_l - tl.where(tokens < length, tl.max(picked_l, 1), 0.0)[:, None])
+    w /= tl.where(tokens < length, tl.sum(w, 1), 1.0)[:, None]
     routes = tokens[:, None] * K + choices[None, :]
     inside = (tokens < length)[:, None] & (choices < K)[None, :]
     tl.store(weights + routes, w, mask=inside)
@@ -203,8 +203,8 @@ def route_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """weights_TK float32, experts_TK, counts_E, demand_E, order_R int64, load_balance and z_loss float32 [].
 
-    logits_TE: float32 [T, E], T > 0, E <= 256, k <= E; bias: [E] for the selection alone; capacity: rows an expert
-    keeps at most, its first ones in route order; None keeps all.
+    logits_TE: float32 [T, E], E <= 256, k <= E; bias: [E] for the selection alone; capacity: rows an expert
+    keeps at most, its first ones in route order; None keeps all. No tokens give zeros.
     """
     T, E = logits_TE.shape
     if not 0 < E <= MOST_EXPERTS:
@@ -222,6 +222,8 @@ def route_forward(
     counts_E, demand_E = empty(E, dtype=torch.int64), empty(E, dtype=torch.int64)
     load_balance, z_loss = empty(dtype=torch.float32), empty(dtype=torch.float32)
     order_R = empty(T * k, dtype=torch.int64)
+    if T == 0:
+        return weights_TK, experts_TK, counts_E.zero_(), demand_E.zero_(), order_R, load_balance.zero_(), z_loss.zero_()
     most = T if capacity is None else min(capacity, T)
     scores = logits_TE if bias is None else bias.float().contiguous()
     with on(device):
@@ -256,6 +258,8 @@ def route_backward(
     logits_TE = logits_TE.float().contiguous()
     dlogits_TE = torch.empty((T, E), dtype=torch.float32, device=logits_TE.device)
     given = dweights_TK, dload_balance, dz_loss
+    if T == 0:
+        return dlogits_TE
     dweights_TK = None if dweights_TK is None else dweights_TK.float().contiguous()
     with on(logits_TE.device):
         moe_route_gradient[(-(-T // block_tokens(E)),)](
