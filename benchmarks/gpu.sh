@@ -41,20 +41,39 @@ plan() {
     names+=("$1") limits+=("$2") commands+=("${3:-}")
 }
 plan facts 60 'nvidia-smi; "$PYTHON" -VV; "$PYTHON" benchmarks/gpu_facts.py'
-plan smallest 150 '"$PYTHON" benchmarks/smallest.py'
-plan tests 240 'files=$(grep -rl --include="test_*.py" "mark\.gpu" tests) && CUBLAS_WORKSPACE_CONFIG=:4096:8 "$PYTHON" -m pytest -m gpu -q -p no:cacheprovider -W default --continue-on-collection-errors $files'
+plan smallest 150 '"$PYTHON" benchmarks/smallest.py --suite wkv7'
+plan moe_smallest 200 '"$PYTHON" benchmarks/smallest.py --suite moe'
+plan tests 300 'files=$(grep -rl --include="test_*.py" "mark\.gpu" tests) && CUBLAS_WORKSPACE_CONFIG=:4096:8 "$PYTHON" -m pytest -m gpu -q -p no:cacheprovider -W default --continue-on-collection-errors $files'
+plan moe/swiglu_training 360
 plan wkv7/h32_k64_training 300
+plan moe/swiglu_forward 240
+plan moe/relu2_training 300
+plan moe/d4096_training 400
 plan wkv7/packed_training 240
+plan moe/e16_training 300
+plan moe/skewed_training 300
+plan moe/empty_training 300
 plan wkv7/h32_k64_forward 180
-plan memcheck 240 'PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --widths 2'
-plan racecheck 240 'compute-sanitizer --tool racecheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --widths 1'
+plan moe_memcheck 300 'PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --suite moe'
+plan memcheck 240 'PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --suite wkv7 --shapes 2'
+plan moe_racecheck 300 'compute-sanitizer --tool racecheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --suite moe --shapes 1'
+plan racecheck 240 'compute-sanitizer --tool racecheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --suite wkv7 --shapes 1'
 plan wkv7/h16_k128_training 240
 plan wkv7/long_training 240
 plan wkv7/short_training 180
+plan moe/d4096_forward 300
+plan moe/relu2_forward 240
+plan moe/e16_forward 240
+plan moe/skewed_forward 240
+plan moe/empty_forward 240
 plan wkv7/packed_forward 150
 plan wkv7/h16_k128_forward 150
 plan wkv7/long_forward 150
 plan wkv7/short_forward 120
+
+# What run.py names peers by, to leave all of them out.
+alone=(--without fla --without rwkv --without PyTorch --without ScatterMoE --without SonicMoE --without Liger
+    --without transformers --without DeepSpeed)
 
 chosen() {
     local name
@@ -99,7 +118,8 @@ if [ ${#wheels[@]} -gt 0 ]; then
 fi
 # The link and not the root, where a folder kernels/ would be taken for the package of that name.
 ln -sfn "$ROOT/cdrmix" "$SITE/cdrmix"
-export PYTHON PYTHONPATH="$SITE" PYTHONUNBUFFERED=1 TRITON_INTERPRET=0 TRITON_CACHE_AUTOTUNING=1
+# The second folder is what the CUTLASS DSL's own .pth file would name, which counts in site-packages alone.
+export PYTHON PYTHONPATH="$SITE:$SITE/nvidia_cutlass_dsl/python_packages" PYTHONUNBUFFERED=1 TRITON_INTERPRET=0 TRITON_CACHE_AUTOTUNING=1
 unset CDRMIX_BACKEND
 if [ -z "${CDRMIX_COMMIT:-}" ] && [ -f "$WHEELS/commit" ]; then
     CDRMIX_COMMIT=$(cat "$WHEELS/commit")
@@ -160,7 +180,7 @@ for i in "${!names[@]}"; do
         failures=1
         left=$((end - SECONDS - 5))
         if [ "$(rows "$name")" -eq "$before" ] && [ $left -ge 20 ]; then
-            step "$name" $((left < 60 ? left : 60)) "$case_command --without fla --without rwkv --without PyTorch" || true
+            step "$name" $((left < 60 ? left : 60)) "$case_command ${alone[*]}" || true
         fi
     fi
 done

@@ -77,7 +77,7 @@ class Shape:
         return 2 * self.tokens * self.k * self.d_model * self.hidden * (self.widening + 1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Problem:
     """Inputs on the device, the weights in our arrangement, and the gradient of the output."""
 
@@ -117,6 +117,7 @@ def sample(size: int, wanted: int, device: torch.device) -> Tensor:
     return torch.linspace(0, size - 1, min(size, wanted), dtype=torch.float64, device=device).round().long().unique()
 
 
+@functools.lru_cache(maxsize=1)  # the same for every peer
 def exact(problem: Problem, part: str) -> tuple[dict[str, Tensor], Callable[[str, Tensor], Tensor]]:
     """The layer in float64, by autograd over a loop, and what of a whole tensor of each name it is to be compared with.
 

@@ -1,9 +1,11 @@
-"""Runs the time mix's Triton kernels, both passes, on the smallest shapes that reach all branches: for memory checkers.
+"""Runs the Triton kernels, both passes, on the smallest shapes that reach all branches: for memory checkers.
 
-compute-sanitizer --tool memcheck --error-exitcode 9 python benchmarks/smallest.py [--device cuda]
+compute-sanitizer --tool memcheck --error-exitcode 9 python benchmarks/smallest.py [--suite wkv7|moe] [--device cuda]
 
 The recurrence: two chunks and a remainder, packed documents with an empty one, states in and out, unequal widths, both
 kinds of saving. The operators around it: with and without documents, and with and without the value residual.
+The mixture of experts: sizes that tiles divide and that they do not, more tokens than a tile, one and none, an expert
+without rows, dropped routes, both activations and both kinds of saving; dispatch and combine.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import argparse
 import itertools
 import os
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -23,28 +27,86 @@ DTYPES = (torch.bfloat16, torch.float32)
 SPLITS = ([0, 33, 33, 70], None)  # an empty document among three; one document a row
 
 
+@dataclass(frozen=True)
+class Experts:
+    """Sizes of a layer. capacity: rows an expert takes at most."""
+
+    tokens: int
+    d_model: int
+    hidden: int
+    experts: int
+    k: int
+    capacity: int | None = None
+
+
+EXPERTS = (
+    Experts(150, 72, 40, 5, 2, capacity=140),  # the first expert is full, the last gets nothing
+    Experts(300, 256, 256, 4, 2),
+    Experts(1, 64, 64, 16, 3),
+    Experts(0, 64, 64, 16, 3),
+)
+
+
 def main() -> int:
     """Exit code 1 where a value is not finite."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--widths", type=int, default=len(WIDTHS), help="how many pairs of widths, the first ones")
+    parser.add_argument("--suite", choices=("wkv7", "moe"), help="default: both")
+    parser.add_argument("--shapes", type=int, help="how many of a suite's widths or shapes, the first ones")
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("no GPU found: PyTorch sees no CUDA device")
     os.environ["CDRMIX_BACKEND"] = "triton"
     torch.manual_seed(0)
     failed = 0
-    choices = itertools.product(WIDTHS[: arguments.widths], DTYPES, SPLITS, ("fast", "min"))
-    for (key_width, value_width), dtype, split, save in choices:
-        finite = once(torch.device(arguments.device), key_width, value_width, dtype, split, save)
-        failed += not finite
-        documents = "packed" if split else "one row"
-        print(f"wkv7 K {key_width} V {value_width} {dtype} {documents} {save}: {'finite' if finite else 'NOT FINITE'}")
-    for (width, _), dtype, packed in itertools.product(EQUAL[: arguments.widths], DTYPES, (True, False)):
-        finite = around(torch.device(arguments.device), width, dtype, packed)
-        failed += not finite
-        print(f"time mix K {width} {dtype} {'packed' if packed else 'one row'}: {'finite' if finite else 'NOT FINITE'}")
+    device = torch.device(arguments.device)
+    for suite, runs in (("wkv7", time_mix), ("moe", mixtures)):
+        if arguments.suite in (None, suite):
+            for what, finite in runs(device, arguments.shapes):
+                failed += not finite
+                print(f"{what}: {'finite' if finite else 'NOT FINITE'}")
     return 1 if failed else 0
+
+
+def time_mix(device: torch.device, shapes: int | None) -> Iterator[tuple[str, bool]]:
+    """The recurrence and the operators around it: what ran, and whether all values are finite."""
+    choices = itertools.product(WIDTHS[:shapes], DTYPES, SPLITS, ("fast", "min"))
+    for (key_width, value_width), dtype, split, save in choices:
+        documents = "packed" if split else "one row"
+        yield (
+            f"wkv7 K {key_width} V {value_width} {dtype} {documents} {save}",
+            once(device, key_width, value_width, dtype, split, save),
+        )
+    for (width, _), dtype, packed in itertools.product(EQUAL[:shapes], DTYPES, (True, False)):
+        yield f"time mix K {width} {dtype} {'packed' if packed else 'one row'}", around(device, width, dtype, packed)
+
+
+def mixtures(device: torch.device, shapes: int | None) -> Iterator[tuple[str, bool]]:
+    """The mixture of experts: what ran, and whether all values are finite."""
+    for shape, dtype, activation, save in itertools.product(
+        EXPERTS[:shapes], DTYPES, ("swiglu", "relu2"), ("fast", "min")
+    ):
+        yield f"moe {shape} {dtype} {activation} {save}", mixture(device, shape, dtype, activation, save)
+
+
+def mixture(device: torch.device, shape: Experts, dtype: torch.dtype, activation: str, save: str) -> bool:
+    """Routing, dispatch, combine and experts with every gradient; whether all values are finite."""
+
+    def normal(*size: int, kind: torch.dtype = dtype) -> torch.Tensor:
+        return torch.randn(size, device=device).to(kind).requires_grad_()
+
+    logits = normal(shape.tokens, shape.experts, kind=torch.float32)
+    tilt = torch.zeros(shape.experts, device=device)
+    tilt[0], tilt[-1] = 9.0, -99.0  # nearly everyone's choice, and nobody's
+    routing = ops.route_topk(logits, shape.k, bias=tilt, capacity=shape.capacity)
+    x, wide = normal(shape.tokens, shape.d_model), shape.hidden * (2 if activation == "swiglu" else 1)
+    w_up = normal(shape.experts, shape.d_model, wide)
+    w_down = normal(shape.experts, shape.hidden, shape.d_model)
+    y = ops.moe_experts(x, w_up, w_down, routing, activation=activation, save=save)
+    back = ops.moe_combine(ops.moe_dispatch(x, routing), routing)
+    total = y.float().sum() + back.float().sum() + routing.load_balance + routing.z_loss
+    gradients = torch.autograd.grad(total, (x, logits, w_up, w_down))
+    return all(bool(one.isfinite().all()) for one in (y, back, *gradients))
 
 
 def once(

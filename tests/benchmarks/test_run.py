@@ -113,6 +113,7 @@ sys.exit(run.main())
     listed = python("--suite", "wkv7", "--list")
     assert listed.returncode == 0, listed.stderr
     assert "wkv7/h32_k64_training (cuda)" in listed.stdout
+    assert "moe/swiglu_training (cuda)" in python("--suite", "moe", "--list").stdout
     refused = python("--suite", "trainer", "--dry")
     assert refused.returncode == 2
     assert "is not installed; name another with --suite" in refused.stderr
@@ -183,8 +184,11 @@ def test_the_plan_for_a_gpu_names_every_gpu_case(tmp_path: Path) -> None:
     plan = gpu_sh("--dry", 9, tmp_path)
     assert plan.returncode == 0
     steps = [line.split()[0] for line in plan.stdout.splitlines()]
-    assert steps[:3] == ["facts", "smallest", "tests"]
-    on_gpu = {f"wkv7/{name}" for name, case in wkv7.CASES.items() if "cuda" in case.devices}
+    assert steps[:4] == ["facts", "smallest", "moe_smallest", "tests"]
+    suites = {"wkv7": wkv7, "moe": load("moe")}
+    on_gpu = {
+        f"{suite}/{name}" for suite in suites for name, case in suites[suite].CASES.items() if "cuda" in case.devices
+    }
     assert {step for step in steps if "/" in step} == on_gpu
     assert gpu_sh("--dry", 9, tmp_path, "tests").stdout.split()[0] == "tests"
     assert gpu_sh(9, tmp_path, "nonsense").returncode == 2
