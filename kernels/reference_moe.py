@@ -130,20 +130,11 @@ def experts_forward(
         y_RD = torch._grouped_mm(_activate(z, activation), w_down, offs=offsets)  # its tail is not initialised either
         y_RD *= weights_R.unsqueeze(1)
         return combine(y_RD, order_R, counts_E, k), z if save == "fast" else z.new_empty(0)
-    spans, longest = _spans(counts_E)
-    x = x_TD.new_empty(longest, x_TD.shape[1])
-    z = x_TD.new_empty(len(order_R) if save == "fast" else longest, w_up.shape[2])
-    hidden = x_TD.new_empty(longest, w_down.shape[1])
+    z = x_TD.new_zeros(len(order_R), w_up.shape[2])
     y_RD = x_TD.new_empty(len(order_R), w_down.shape[2])
-    for expert, span in enumerate(spans):
-        rows = span.stop - span.start
-        z_here = z[span] if save == "fast" else z[:rows]
-        torch.index_select(x_TD, 0, token_R[span], out=x[:rows])
-        torch.mm(x[:rows], w_up[expert], out=z_here)
-        torch.mm(_activate(z_here, activation, out=hidden[:rows]), w_down[expert], out=y_RD[span])
-        y_RD[span] *= weights_R[span].unsqueeze(1)
-    if save == "fast":
-        z[spans[-1].stop :] = 0
+    for expert, span in enumerate(row_spans(counts_E)[0]):
+        z[span] = x_TD.index_select(0, token_R[span]) @ w_up[expert]
+        y_RD[span] = _activate(z[span], activation) @ w_down[expert] * weights_R[span].unsqueeze(1)
     return combine(y_RD, order_R, counts_E, k), z if save == "fast" else z.new_empty(0)
 
 
@@ -184,11 +175,10 @@ def experts_backward(
         dw_up = _zero_empty(torch._grouped_mm(x.mT, dz, offs=offsets), counts_E)
         dx_RD = torch._grouped_mm(dz, w_up.mT, offs=offsets)
     else:
-        spans, _ = _spans(counts_E)
         dx_RD = x_TD.new_empty(len(order_R), x_TD.shape[1])
         # An expert without rows gets a gradient of zero: the product over no rows writes it.
         dw_up, dw_down = torch.empty_like(w_up), torch.empty_like(w_down)
-        for expert, span in enumerate(spans):
+        for expert, span in enumerate(row_spans(counts_E)[0]):
             rows = token_R[span]
             x, dy = x_TD.index_select(0, rows), dy_TD.index_select(0, rows)
             z_here = z[span] if save == "fast" else x @ w_up[expert]
@@ -212,18 +202,23 @@ def dispatch(x_TD: Tensor, order_R: Tensor, counts_E: Tensor, k: int) -> Tensor:
 
 def combine(y_RD: Tensor, order_R: Tensor, counts_E: Tensor, k: int) -> Tensor:
     """y_TD: the sum of each token's kept rows, in order of choice, in float32 at least. The adjoint of `dispatch`."""
-    place_R = torch.empty_like(order_R)
-    place_R[order_R] = torch.arange(len(order_R), device=order_R.device)
     kept = counts_E.sum()
     all_kept = order_R.device.type == "cpu" and int(kept) == len(order_R)
     y_TD = y_RD.new_zeros(len(order_R) // k, y_RD.shape[1], dtype=torch.promote_types(y_RD.dtype, torch.float32))
-    for place_T in place_R.view(-1, k).unbind(1):
+    for place_T in places(order_R).view(-1, k).unbind(1):
         rows = y_RD.index_select(0, place_T)
         y_TD += rows if all_kept else rows.masked_fill_((place_T >= kept).unsqueeze(1), 0)
     return y_TD.to(y_RD.dtype)
 
 
-def _spans(counts_E: Tensor) -> tuple[list[slice], int]:
+def places(order_R: Tensor) -> Tensor:
+    """The inverse of the order: the sorted row of each route."""
+    place_R = torch.empty_like(order_R)
+    place_R[order_R] = torch.arange(len(order_R), device=order_R.device)
+    return place_R
+
+
+def row_spans(counts_E: Tensor) -> tuple[list[slice], int]:
     """The sorted rows of each expert, and the largest number of them."""
     bounds = [0, *counts_E.cumsum(0).tolist()]
     spans = [slice(low, high) for low, high in itertools.pairwise(bounds)]
@@ -250,12 +245,12 @@ def _has_grouped_product(x_TD: Tensor, w_up: Tensor, w_down: Tensor) -> bool:
     return x_TD.is_cuda and x_TD.dtype == torch.bfloat16 and aligned and len(x_TD) > 0
 
 
-def _activate(z: Tensor, activation: str, out: Tensor | None = None) -> Tensor:
+def _activate(z: Tensor, activation: str) -> Tensor:
     """relu2: relu(z)^2. swiglu: silu(gate) * up with gates and ups in turn."""
     if activation == "relu2":
-        return torch.clamp(z, min=0, out=out).square_()
+        return z.clamp(min=0).square_()
     gate, up = z[:, 0::2], z[:, 1::2]
-    return torch.mul(torch.nn.functional.silu(gate), up, out=out)
+    return torch.nn.functional.silu(gate) * up
 
 
 def _activate_backward(z: Tensor, dhidden: Tensor, activation: str) -> Tensor:

@@ -9,86 +9,21 @@ the pieces in order, so that no bit depends on the number of threads.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
-from numba.core.compiler import Compiler
 from torch import Tensor
 
-from cdrmix.kernels._threads import run_parts
+from cdrmix.kernels._numba import ONE, ZERO, array, compiled, run, sigmoid, with_sums
 
 TOKENS = 128  # of a piece: its partial sums are 1/128 of a tensor, and 128 terms in a row keep float32's accuracy
-SERIAL_WORK = 1 << 17  # elements below which waking a second thread does not pay
 
-Array = np.ndarray[Any, np.dtype[np.float32]]
-ONE, ZERO = np.float32(1), np.float32(0)
 NORMALISE_EPS = np.float32(1e-12)  # of torch.nn.functional.normalize
 DECAY = np.float32(-math.exp(-0.5))
-LOG2_E, LN2_HIGH, LN2_LOW = np.float32(1 / math.log(2)), np.float32(355 / 512), np.float32(math.log(2) - 355 / 512)
-ROUND = np.float32(1.5 * 2**23)  # added to |x| < 2^22 it leaves round(x) in the low bits
-C2, C3, C4, C5, C6, C7 = (np.float32(1 / math.factorial(n)) for n in range(2, 8))
 
 
-class _Apart(Compiler):
-    """Promises LLVM that what a kernel writes overlaps nothing else it is given, as numba does in its own prange.
-
-    Without that LLVM checks every pair of rows at run time and, above eight pairs, leaves the loop scalar: the
-    streams' backward pass took 5 times as long (2,048 tokens of width 128).
-    """
-
-    def __init__(
-        self, typingctx: Any, targetctx: Any, library: Any, args: Any, return_type: Any, flags: Any, locals: Any
-    ) -> None:
-        flags.noalias = True
-        super().__init__(typingctx, targetctx, library, args, return_type, flags, locals)
-
-
-def _compiled(function: Callable[..., Any], fastmath: frozenset[str] = frozenset({"contract"})) -> Any:
-    """Compiled on first use and kept on disk; where no folder can be written, compiled in every process."""
-    options = {"nogil": True, "error_model": "numpy", "fastmath": set(fastmath), "pipeline_class": _Apart}
-    try:
-        return njit(function, cache=True, **options)
-    except RuntimeError as error:
-        if "no locator available" not in str(error):
-            raise
-        return njit(function, **options)
-
-
-def _with_sums(function: Callable[..., Any]) -> Any:
-    """Compiled with sums over a head in vector lanes: in another order than written, but always in the same."""
-    return _compiled(function, frozenset({"contract", "reassoc"}))
-
-
-@_compiled
-def _exp(x):  # type: ignore[no-untyped-def]
-    """exp(x) for x <= 0, to 1.1 units in the last place; exp(-87) = 1.6e-38 below -87; NaN stays NaN.
-
-    x = n ln 2 + q with |q| <= ln(2) / 2, and exp(q)'s Taylor series: q^8 / 8!, the first term left out, is 5e-9 of
-    it, a twelfth of a unit. math.exp would be a call an element, 5 times slower.
-    """
-    if x < np.float32(-87):  # max() would lose a NaN
-        x = np.float32(-87)
-    shifted = np.float32(x * LOG2_E + ROUND)
-    n = shifted - ROUND
-    q = (x - n * LN2_HIGH) - n * LN2_LOW
-    series = ((((C7 * q + C6) * q + C5) * q + C4) * q + C3) * q + C2
-    power = np.int32((shifted.view(np.int32) + np.int32(127)) << np.int32(23))  # 2^n: the exponent's bits
-    return (series * (q * q) + q + ONE) * power.view(np.float32)
-
-
-@_compiled
-def _sigmoid(z):  # type: ignore[no-untyped-def]
-    """sigmoid(z), sigmoid(-z), and their product, the slope: none cancels where a sigmoid is near 1."""
-    small = _exp(-abs(z))
-    larger = ONE / (ONE + small)
-    smaller = small * larger
-    return (larger, smaller, larger * smaller) if z >= 0 else (smaller, larger, larger * smaller)
-
-
-@_compiled
+@compiled
 def _streams_forward(first, stride, x, mixes, last, starts, length, s0, s1, s2, s3, s4, s5):  # type: ignore[no-untyped-def]
     tokens, width = x.shape
     before = np.empty(width, np.float32)
@@ -112,7 +47,7 @@ def _streams_forward(first, stride, x, mixes, last, starts, length, s0, s1, s2, 
                 before[j] = here
 
 
-@_compiled
+@compiled
 def _streams_backward(  # type: ignore[no-untyped-def]
     first, stride, d0, d1, d2, d3, d4, d5, x, mixes, last, starts, length, dx, dlast, partial
 ):
@@ -160,7 +95,7 @@ def _streams_backward(  # type: ignore[no-untyped-def]
                     later[j] = ZERO
 
 
-@_with_sums
+@with_sums
 def _keys_forward(first, stride, k, decay, rate, w0, a0, k_k, k_a, log_w, new_k, a, b):  # type: ignore[no-untyped-def]
     rows, head_size = k.shape
     heads = w0.shape[0]
@@ -175,15 +110,15 @@ def _keys_forward(first, stride, k, decay, rate, w0, a0, k_k, k_a, log_w, new_k,
             norm = np.float32(math.sqrt(square))
             inverse = ONE / NORMALISE_EPS if norm < NORMALISE_EPS else ONE / norm
             for j in range(head_size):
-                log_w[row, j] = DECAY * _sigmoid(w0[head, j] + decay[row, j])[0]
-                learned, rest, _ = _sigmoid(a0[head, j] + rate[row, j])
+                log_w[row, j] = DECAY * sigmoid(w0[head, j] + decay[row, j])[0]
+                learned, rest, _ = sigmoid(a0[head, j] + rate[row, j])
                 removal_key = k[row, j] * k_k[head, j] * inverse
                 new_k[row, j] = k[row, j] * (ONE - rest * k_a[head, j])
                 a[row, j] = -removal_key
                 b[row, j] = removal_key * learned
 
 
-@_with_sums
+@with_sums
 def _keys_backward(  # type: ignore[no-untyped-def]
     first, stride, dlog_w, dnew_k, da, db, k, decay, rate, w0, a0, k_k, k_a, dk, ddecay, drate, partial
 ):
@@ -203,7 +138,7 @@ def _keys_backward(  # type: ignore[no-untyped-def]
             inverse = ONE / NORMALISE_EPS if norm < NORMALISE_EPS else ONE / norm
             along = ZERO  # of the removal key's gradient: its part along the key does not pass the norm
             for j in range(head_size):
-                learned, rest, slope = _sigmoid(a0[head, j] + rate[row, j])
+                learned, rest, slope = sigmoid(a0[head, j] + rate[row, j])
                 removal_key = k[row, j] * k_k[head, j] * inverse
                 dremoval_key = db[row, j] * learned - da[row, j]
                 along += dremoval_key * removal_key
@@ -215,26 +150,26 @@ def _keys_backward(  # type: ignore[no-untyped-def]
             if norm < NORMALISE_EPS:
                 along = ZERO
             for j in range(head_size):
-                slope = _sigmoid(w0[head, j] + decay[row, j])[2]
+                slope = sigmoid(w0[head, j] + decay[row, j])[2]
                 ddecay[row, j] = dlog_w[row, j] * DECAY * slope
                 sums[0, head, j] += dlog_w[row, j] * DECAY * slope
-                rest = _sigmoid(a0[head, j] + rate[row, j])[1]
+                rest = sigmoid(a0[head, j] + rate[row, j])[1]
                 removal_key = k[row, j] * k_k[head, j] * inverse
                 dproduct = (dk[row, j] - removal_key * along) * inverse
                 dk[row, j] = dproduct * k_k[head, j] + dnew_k[row, j] * (ONE - rest * k_a[head, j])
                 sums[2, head, j] += dproduct * k[row, j]
 
 
-@_compiled
+@compiled
 def _values_forward(first, stride, v, v_first, v_gate, v0, new_v):  # type: ignore[no-untyped-def]
     tokens, width = v.shape
     for piece in range(first * TOKENS, tokens, stride * TOKENS):
         for t in range(piece, min(piece + TOKENS, tokens)):
             for j in range(width):
-                new_v[t, j] = v[t, j] + (v_first[t, j] - v[t, j]) * _sigmoid(v0[j] + v_gate[t, j])[0]
+                new_v[t, j] = v[t, j] + (v_first[t, j] - v[t, j]) * sigmoid(v0[j] + v_gate[t, j])[0]
 
 
-@_compiled
+@compiled
 def _values_backward(first, stride, dnew_v, v, v_first, v_gate, v0, dv, dv_first, dv_gate, partial):  # type: ignore[no-untyped-def]
     tokens, width = v.shape
     for piece in range(first * TOKENS, tokens, stride * TOKENS):
@@ -242,7 +177,7 @@ def _values_backward(first, stride, dnew_v, v, v_first, v_gate, v0, dv, dv_first
         dv0[:] = ZERO
         for t in range(piece, min(piece + TOKENS, tokens)):
             for j in range(width):
-                share, rest, slope = _sigmoid(v0[j] + v_gate[t, j])
+                share, rest, slope = sigmoid(v0[j] + v_gate[t, j])
                 dv[t, j] = dnew_v[t, j] * rest
                 dv_first[t, j] = dnew_v[t, j] * share
                 dgate = dnew_v[t, j] * (v_first[t, j] - v[t, j]) * slope
@@ -250,7 +185,7 @@ def _values_backward(first, stride, dnew_v, v, v_first, v_gate, v0, dv, dv_first
                 dv0[j] += dgate
 
 
-@_with_sums
+@with_sums
 def _output_forward(first, stride, y, r, k, v, gate, r_k, weight, bias, eps, out):  # type: ignore[no-untyped-def]
     rows, head_size = y.shape
     heads = r_k.shape[0]
@@ -272,7 +207,7 @@ def _output_forward(first, stride, y, r, k, v, gate, r_k, weight, bias, eps, out
                 out[row, j] = (normed + bonus * v[row, j]) * gate[row, j]
 
 
-@_with_sums
+@with_sums
 def _output_backward(  # type: ignore[no-untyped-def]
     first, stride, dout, y, r, k, v, gate, r_k, weight, bias, eps, dy, dr, dk, dv, dgate, partial
 ):
@@ -315,26 +250,12 @@ def _output_backward(  # type: ignore[no-untyped-def]
                 sums[0, head, j] += dbonus * r[row, j] * k[row, j]
 
 
-@_compiled
+@compiled
 def _sum_pieces(partial, total):  # type: ignore[no-untyped-def]
     total[:] = ZERO
     for piece in range(partial.shape[0]):
         for j in range(partial.shape[1]):
             total[j] += partial[piece, j]
-
-
-def _array(x: Tensor, *shape: int) -> Any:
-    """Numba's view of a tensor, in another shape."""
-    assert x.is_contiguous()
-    assert x.device.type == "cpu"
-    assert x.dtype in (torch.float32, torch.bool)
-    return x.detach().view(shape).numpy()
-
-
-def _run(kernel: Any, elements: int, *arguments: Any) -> None:
-    """A kernel over all pieces, each thread taking every so manieth of them."""
-    threads = torch.get_num_threads() if elements > SERIAL_WORK else 1
-    run_parts(lambda number: kernel(number, threads, *arguments), threads)
 
 
 def _partial(x: Tensor, count: int) -> Tensor:
@@ -347,7 +268,7 @@ def _sum(partial: Tensor) -> Tensor:
     """The sums over all pieces, [count, D]."""
     pieces, count, width = partial.shape
     total = partial.new_empty(count, width)
-    _sum_pieces(_array(partial, pieces, count * width), _array(total, count * width))
+    _sum_pieces(array(partial, pieces, count * width), array(total, count * width))
     return total
 
 
@@ -355,7 +276,7 @@ def _edges(x_BTD: Tensor, last_BD: Tensor | None, starts_BT: Tensor | None) -> t
     batch, length, width = x_BTD.shape
     last = x_BTD.new_zeros(batch, width) if last_BD is None else last_BD
     starts = torch.zeros(batch, length, dtype=torch.bool) if starts_BT is None else starts_BT
-    return _array(last, batch, width), _array(starts, batch * length)
+    return array(last, batch, width), array(starts, batch * length)
 
 
 def time_mix_streams_forward(
@@ -365,9 +286,9 @@ def time_mix_streams_forward(
     assert dtype == torch.float32
     _, length, width = x_BTD.shape
     streams = [torch.empty_like(x_BTD) for _ in range(6)]
-    x, mixes, *outputs = (_array(x, -1, width) for x in (x_BTD, mixes_6D, *streams))
+    x, mixes, *outputs = (array(x, -1, width) for x in (x_BTD, mixes_6D, *streams))
     last, starts = _edges(x_BTD, last_BD, starts_BT)
-    _run(_streams_forward, x_BTD.numel(), x, mixes, last, starts, length, *outputs)
+    run(_streams_forward, x_BTD.numel(), x, mixes, last, starts, length, *outputs)
     return streams
 
 
@@ -377,10 +298,10 @@ def time_mix_streams_backward(
     """dx [B, T, D], dmixes [6, D], dlast [B, D]."""
     batch, length, width = x_BTD.shape
     dx, dlast, partial = torch.empty_like(x_BTD), x_BTD.new_empty(batch, width), _partial(x_BTD, 6)
-    *gradients, x, mixes = (_array(x, -1, width) for x in (*dstreams, x_BTD, mixes_6D))
+    *gradients, x, mixes = (array(x, -1, width) for x in (*dstreams, x_BTD, mixes_6D))
     last, starts = _edges(x_BTD, last_BD, starts_BT)
-    outputs = _array(dx, -1, width), _array(dlast, batch, width), _array(partial, *partial.shape)
-    _run(_streams_backward, x_BTD.numel(), *gradients, x, mixes, last, starts, length, *outputs)
+    outputs = array(dx, -1, width), array(dlast, batch, width), array(partial, *partial.shape)
+    run(_streams_backward, x_BTD.numel(), *gradients, x, mixes, last, starts, length, *outputs)
     return dx, _sum(partial), dlast
 
 
@@ -401,12 +322,12 @@ def time_mix_keys_forward(
     """log_w, k', a, b and, where v_first is given, v': each [B, T, D]."""
     width = k.shape[-1]
     results = [torch.empty_like(k) for _ in range(4)]
-    _run(_keys_forward, k.numel(), *(_array(x, -1, head_size) for x in (k, decay, rate, w0, a0, k_k, k_a, *results)))
+    run(_keys_forward, k.numel(), *(array(x, -1, head_size) for x in (k, decay, rate, w0, a0, k_k, k_a, *results)))
     if v_first is None or v_gate is None or v0 is None:
         return results
     new_v = torch.empty_like(v)
-    tensors = (_array(x, -1, width) for x in (v, v_first, v_gate))
-    _run(_values_forward, v.numel(), *tensors, _array(v0, width), _array(new_v, -1, width))
+    tensors = (array(x, -1, width) for x in (v, v_first, v_gate))
+    run(_values_forward, v.numel(), *tensors, array(v0, width), array(new_v, -1, width))
     return [*results, new_v]
 
 
@@ -433,15 +354,15 @@ def time_mix_keys_backward(
     results = [torch.empty_like(k) for _ in range(3)]
     tensors = (*gradients[:4], k, decay, rate, w0, a0, k_k, k_a, *results)
     by_head = (partial.shape[0], 4, width // head_size, head_size)
-    _run(_keys_backward, k.numel(), *(_array(x, -1, head_size) for x in tensors), _array(partial, *by_head))
+    run(_keys_backward, k.numel(), *(array(x, -1, head_size) for x in tensors), array(partial, *by_head))
     results.append(_sum(partial))
     if v_first is None or v_gate is None or v0 is None:
         return results
     partial = _partial(k, 1)
     changes = [torch.empty_like(v) for _ in range(3)]
-    inputs = (_array(x, -1, width) for x in (gradients[4], v, v_first, v_gate))
-    outputs = (_array(x, -1, width) for x in (*changes, partial))
-    _run(_values_backward, v.numel(), *inputs, _array(v0, width), *outputs)
+    inputs = (array(x, -1, width) for x in (gradients[4], v, v_first, v_gate))
+    outputs = (array(x, -1, width) for x in (*changes, partial))
+    run(_values_backward, v.numel(), *inputs, array(v0, width), *outputs)
     return [*results, *changes, _sum(partial)]
 
 
@@ -450,8 +371,8 @@ def time_mix_output_forward(
 ) -> Tensor:
     """[B, T, D] from y, r, k, v [B, T, H, K]."""
     out = torch.empty_like(gate)
-    *inputs, output = (_array(x, -1, y.shape[-1]) for x in (y, r, k, v, gate, r_k, weight, bias, out))
-    _run(_output_forward, y.numel(), *inputs, np.float32(eps), output)
+    *inputs, output = (array(x, -1, y.shape[-1]) for x in (y, r, k, v, gate, r_k, weight, bias, out))
+    run(_output_forward, y.numel(), *inputs, np.float32(eps), output)
     return out
 
 
@@ -469,8 +390,8 @@ def time_mix_output_backward(
 ) -> list[Tensor]:
     """dy, dr, dk, dv, dgate, and [3, D] of r_k, weight, bias."""
     results, partial = [torch.empty_like(x) for x in (y, r, k, v, gate)], _partial(y, 3)
-    inputs = (_array(x, -1, y.shape[-1]) for x in (dout, y, r, k, v, gate, r_k, weight, bias))
-    outputs = (_array(x, -1, y.shape[-1]) for x in results)
+    inputs = (array(x, -1, y.shape[-1]) for x in (dout, y, r, k, v, gate, r_k, weight, bias))
+    outputs = (array(x, -1, y.shape[-1]) for x in results)
     by_head = (partial.shape[0], 3, *r_k.shape)
-    _run(_output_backward, y.numel(), *inputs, np.float32(eps), *outputs, _array(partial, *by_head))
+    run(_output_backward, y.numel(), *inputs, np.float32(eps), *outputs, array(partial, *by_head))
     return [*results, _sum(partial)]

@@ -133,7 +133,10 @@ def _check_indices(experts_TK: Tensor, order_R: Tensor, counts_E: Tensor) -> Non
 
 def _kernels(x: Tensor) -> ModuleType:
     """The module whose `experts_forward`, `experts_backward`, `dispatch` and `combine` serve these tensors."""
-    return importlib.import_module("cdrmix.kernels.moe_experts") if backend(x) == "triton" else reference_moe
+    chosen = backend(x)
+    if chosen == "reference":
+        return reference_moe
+    return importlib.import_module("cdrmix.kernels.moe_experts" if chosen == "triton" else "cdrmix.kernels.moe_cpu")
 
 
 @torch.library.custom_op("cdrmix::moe_experts", mutates_args=())
