@@ -67,9 +67,12 @@ class FeedForward(Section):
     experts: PositiveInt = 8
     top_k: PositiveInt = 2
     activation: Literal["relu2", "swiglu"] = "relu2"
-    capacity_factor: PositiveFloat = 1.25  # of the counterfactual overflow metric; nothing is dropped
+    capacity_factor: PositiveFloat = 1.25  # capacity of an expert over its even share: of overflow, and of `drop`
+    drop: bool = False  # in training an expert takes no more rows of a micro-batch than its capacity; false: all
     load_balance_weight: NonNegativeFloat = 0.01
     z_loss_weight: NonNegativeFloat = 0.001
+    bias_update_rate: NonNegativeFloat = 0.0  # a step of the selection bias that evens the load; 0: no bias
+    router_jitter: Below1 = 0.0  # in training the router reads x times a random number within 1 -+ this
 
 
 class Model(Section):

@@ -8,23 +8,36 @@ import torch
 from torch import Tensor
 
 
-def routing_metrics(counts_LE: Tensor, capacity_factor: float) -> dict[str, list[float]]:
-    """Router health by layer, from the routed rows of each expert, [layers, E].
+def routing_metrics(
+    demand_LE: Tensor, capacity_factor: float, counts_LE: Tensor | None = None
+) -> dict[str, list[float]]:
+    """Router health by layer, from the routes that wanted each expert of one global batch, [layers, E].
 
+    counts_LE: the rows that each expert computed, fewer where a capacity dropped some; None: nothing was dropped.
     entropy_bits: of the load's distribution; at most log2 E. entropy_normalised: the same over log2 E.
-    overflow: the share of rows above a capacity of capacity_factor times the mean, which a capacity-bound layer
-    would drop (ours drops none). max_over_mean: the busiest expert's load. dead_experts: those with no row.
+    overflow: the share of routes above a capacity of capacity_factor times the mean over the global batch: what a
+    capacity would drop, whether there is one or not. dropped: the share that was dropped; 0 without a capacity, else
+    near the overflow, as each micro-batch of each process has a capacity of its own. max_over_mean: the most wanted
+    expert's load. dead_experts: those that no route wanted.
     """
-    counts = counts_LE.double()
-    experts = counts.shape[-1]
-    total = counts.sum(-1, keepdim=True).clamp(min=1)
-    share = counts / total
+    demand = demand_LE.double()
+    experts = demand.shape[-1]
+    total = demand.sum(-1, keepdim=True).clamp(min=1)
+    share = demand / total
     entropy = -torch.special.xlogy(share, share).sum(-1) / math.log(2)
     capacity = (capacity_factor * total / experts).ceil()
+    dropped = demand - (demand if counts_LE is None else counts_LE.double())
     return {
         "entropy_bits": entropy.tolist(),
         "entropy_normalised": (entropy / max(math.log2(experts), 1e-12)).tolist(),
-        "overflow": ((counts - capacity).clamp(min=0).sum(-1) / total.squeeze(-1)).tolist(),
+        "overflow": ((demand - capacity).clamp(min=0).sum(-1) / total.squeeze(-1)).tolist(),
+        "dropped": (dropped.sum(-1) / total.squeeze(-1)).tolist(),
         "max_over_mean": (share.amax(-1) * experts).tolist(),
-        "dead_experts": (counts == 0).double().sum(-1).tolist(),
+        "dead_experts": (demand == 0).double().sum(-1).tolist(),
     }
+
+
+def expert_load(demand_LE: Tensor) -> list[list[float]]:
+    """Each expert's share of its layer's routes, layer by layer; 1 / E where the load is even."""
+    demand = demand_LE.double()
+    return (demand / demand.sum(-1, keepdim=True).clamp(min=1)).tolist()

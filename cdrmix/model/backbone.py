@@ -15,14 +15,16 @@ from cdrmix.model.attention import AttentionState
 from cdrmix.model.blocks import Block, BlockState, place_tokens
 from cdrmix.model.experts import MoeFeedForward, Routed
 from cdrmix.model.layers import TokenEmbedding, make_norm
+from cdrmix.model.router import Router
 
 ModelState = tuple[BlockState, ...]
 
 
 class RouterStats(NamedTuple):
-    """The routers' reports, layer by layer: rows an expert [L, E] (int64), load-balance and z losses [L]."""
+    """The routers' reports, layer by layer: rows computed and routes wanting by expert [L, E] (int64), losses [L]."""
 
     counts_LE: Tensor
+    demand_LE: Tensor
     load_balance_L: Tensor
     z_loss_L: Tensor
 
@@ -79,6 +81,9 @@ class LanguageModel(nn.Module):
             if config.tie_embeddings
             else TokenEmbedding(config.vocab_size, config.d_model, std=0.02 * config.init_std_scale)
         )
+        for name, module in self.named_modules():
+            if isinstance(module, Router):
+                module.name = name
 
     @property
     def head_weight(self) -> Tensor:
@@ -104,6 +109,8 @@ class LanguageModel(nn.Module):
                 "return_state is for one document a row; of packed documents (cu_seqlens) none is continued"
             )
         batch, length = ids_BT.shape
+        if not ids_BT.numel():
+            raise ValueError(f"ids are {batch} rows of {length} tokens: give at least one token, in every process")
         places = place_tokens(self.config, batch, length, cu_seqlens, _past(state), ids_BT.device, attends=self.attends)
         x = self.embedding_norm(self.embedding(ids_BT))
         v_first: Tensor | None = None

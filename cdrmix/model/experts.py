@@ -1,4 +1,4 @@
-"""The feed-forward halves of a block: a dropless mixture of experts, and RWKV-7's dense channel-mix."""
+"""The feed-forward halves of a block: a mixture of experts, and RWKV-7's dense channel-mix."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from cdrmix.model.router import Router
 
 
 class Routed(NamedTuple):
-    """What one layer's router reports: rows an expert (int64 [E]) and its two loss terms (scalars)."""
+    """What one layer's router reports: rows that each expert computes and routes that wanted it (int64 [E]; they
+    differ where a capacity drops some), and its two loss terms (scalars)."""
 
     counts_E: Tensor
+    demand_E: Tensor
     load_balance: Tensor
     z_loss: Tensor
 
 
 class MoeFeedForward(nn.Module):
-    """Top-k of E experts a token, each two matrices around relu^2 (or three around SwiGLU); nothing is dropped."""
+    """Top-k of E experts a token, each two matrices around relu^2 (or three around SwiGLU)."""
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -40,7 +42,7 @@ class MoeFeedForward(nn.Module):
         flat_TD = x.reshape(-1, x.shape[-1])
         routing = self.router.route(flat_TD)
         y_TD = self.mix(flat_TD, routing)
-        routed = Routed(routing.counts_E, routing.load_balance, routing.z_loss)
+        routed = Routed(routing.counts_E, routing.demand_E, routing.load_balance, routing.z_loss)
         return y_TD.view(x.shape), None, routed
 
     def mix(self, x_TD: Tensor, routing: ops.Routing) -> Tensor:

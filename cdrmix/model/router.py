@@ -1,6 +1,8 @@
-"""The router of a mixture of experts."""
+"""The router of a mixture of experts: its gate, its selection bias, its capacity."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor, nn
@@ -10,13 +12,26 @@ from cdrmix.config.schema import FeedForward
 
 
 class Router(nn.Module):
-    """A linear gate in float32, then top-k (`ops.route_topk`)."""
+    """A linear gate in float32, then top-k (`ops.route_topk`).
+
+    bias: [E], added to the logits for the selection alone; None unless `bias_update_rate` is above 0. It is a buffer:
+        the same in every process under every ZeRO stage, part of the weights that checkpoints and exports hold, and
+        changed by `balance` alone, once an optimizer step.
+    name: of the layer, for errors; LanguageModel sets it.
+    Jitter (arXiv 2101.03961, section 2.2) and dropping are for training mode; jitter draws from torch's generator.
+    """
+
+    bias: Tensor | None
 
     def __init__(self, d_model: int, config: FeedForward) -> None:
         super().__init__()
-        self.top_k = config.top_k
+        self.name = ""
+        self.experts, self.top_k = config.experts, config.top_k
+        self.jitter = config.router_jitter
+        self.capacity_factor = config.capacity_factor if config.drop else None
         self.weight = nn.Parameter(torch.empty(config.experts, d_model))
         nn.init.normal_(self.weight, std=d_model**-0.5 * 0.1)
+        self.register_buffer("bias", torch.zeros(config.experts) if config.bias_update_rate > 0 else None)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """x [T, D] -> logits [T, E], float32 at least.
@@ -25,8 +40,35 @@ class Router(nn.Module):
         not gather the weight for the backward pass. So `route` is apart.
         """
         with torch.autocast(x_TD.device.type, enabled=False):
-            return (x_TD if x_TD.dtype == torch.float64 else x_TD.float()) @ self.weight.mT
+            x_TD = x_TD if x_TD.dtype == torch.float64 else x_TD.float()
+            if self.jitter and self.training:
+                x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - self.jitter, 1 + self.jitter)
+            return x_TD @ self.weight.mT
 
     def route(self, x_TD: Tensor) -> ops.Routing:
-        """Which experts each token of x [T, D] goes to."""
-        return ops.route_topk(self(x_TD), self.top_k)
+        """Which experts each token of x [T, D] goes to. T may be 0, in expert parallelism."""
+        return ops.route_topk(self(x_TD), self.top_k, bias=self.bias, capacity=self.capacity(len(x_TD)), name=self.name)
+
+    def capacity(self, tokens: int) -> int | None:
+        """Rows an expert takes at most of that many tokens; None outside training, and where nothing is dropped."""
+        if self.capacity_factor is None or not self.training:
+            return None
+        return math.ceil(self.capacity_factor * self.top_k * tokens / self.experts)
+
+    @torch.no_grad()
+    def balance(self, demand_E: Tensor, rate: float) -> None:
+        """One step of the selection bias towards even load (arXiv 2408.15664, algorithm 1), kept at mean 0.
+
+        demand_E: routes that wanted each expert in the global batch, over all processes: the same in each of them.
+        """
+        if self.bias is not None:
+            demand_E = demand_E.to(self.bias)
+            self.bias += rate * (demand_E.mean() - demand_E).sign()
+            self.bias -= self.bias.mean()
+
+
+def balance_routers(model: nn.Module, demand_LE: Tensor, rate: float) -> None:
+    """`Router.balance` in every routed layer, in order; demand [L, E] of a whole optimizer step."""
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    for router, demand_E in zip(routers, demand_LE, strict=True):
+        router.balance(demand_E, rate)

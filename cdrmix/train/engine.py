@@ -165,6 +165,8 @@ class Engine:
         self.parameters: dict[str, Any] = {  # Any: ZeRO-3 gives parameters ds_tensor, ds_numel and ds_shape
             name.removeprefix("language_model."): parameter for name, parameter in loss_model.named_parameters()
         }
+        # Weights that no gradient changes, the routers' biases: whole and the same in every process.
+        self.buffers = {name.removeprefix("language_model."): buffer for name, buffer in loss_model.named_buffers()}
         decay = config.train.ema_decay
         self.average = None if decay is None else WeightAverage(self._local_weights(), decay)
 
@@ -231,11 +233,11 @@ class Engine:
 
         All ranks call.
         """
-        return self._whole(self._local_weights())
+        return self._whole(self._local_weights()) | self._buffers()
 
     def average_weights(self) -> dict[str, Tensor]:
         """The averaged weights, as `weights` gives them; {} when there is no average."""
-        return {} if self.average is None else self._whole(self.average.tensors)
+        return {} if self.average is None else self._whole(self.average.tensors) | self._buffers()
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
         """Takes over what `weights` gave: rank 0's argument, sent to every rank. All ranks call."""
@@ -249,6 +251,11 @@ class Engine:
                     parameter.copy_(weights[name])
                 if self.stage < 3 and self.world.size > 1:
                     dist.broadcast(parameter.data, 0)
+        for name, buffer in self.buffers.items():
+            if self.world.rank == 0:
+                buffer.copy_(weights[name])
+            if self.world.size > 1:
+                dist.broadcast(buffer, 0)
         if self.stage > 0:
             self._engine.optimizer.refresh_fp32_params()
 
@@ -315,6 +322,10 @@ class Engine:
             if found is not None:
                 whole[name] = found.detach().cpu().contiguous()
         return whole
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """A copy of the buffers, as they are, also beside averaged weights: in rank 0; {} in the others."""
+        return {name: buffer.cpu().clone() for name, buffer in self.buffers.items()} if self.world.rank == 0 else {}
 
     def _share(self, parameter: Tensor, whole: Tensor) -> Tensor:
         """What of a whole tensor belongs to this process's parameter."""

@@ -23,7 +23,8 @@ from cdrmix.train.run import RunFolder, finite
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step. Losses are in nats; `router` maps a measure to one value a layer.
+    """One optimizer step. Losses are in nats; `router` maps a measure to one value a layer; `load` has for each layer
+    every expert's share of the routes, 1 / E where it is even.
 
     `loss` is what was optimised; `next_token_loss` is nats per valid token of the global batch;
     `tokens` counts valid tokens since the start of the run, `seconds` training time since then.
@@ -43,6 +44,7 @@ class StepRecord:
     seconds: float
     memory_gib: float
     router: dict[str, list[float]] = field(default_factory=dict)
+    load: list[list[float]] = field(default_factory=list)
     valid_bits_per_byte: float | None = None
     valid_loss: float | None = None
 
@@ -283,6 +285,9 @@ def scalars(record: StepRecord) -> dict[str, float]:
         if isinstance(value, dict):
             for measure, layers in value.items():
                 flat |= {f"{name}/{measure}/layer{layer}": number for layer, number in enumerate(layers)}
+        elif isinstance(value, list):
+            for layer, shares in enumerate(value):
+                flat |= {f"{name}/layer{layer}/expert{expert}": share for expert, share in enumerate(shares)}
         elif value is not None and name != "step":
             flat[name] = value
     return flat

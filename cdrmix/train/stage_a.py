@@ -7,7 +7,7 @@ import io
 import resource
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +17,10 @@ from cdrmix.data.loader import EvalLoader, TrainLoader
 from cdrmix.data.shards import ShardSet
 from cdrmix.errors import CheckpointError, Preempted, VocabularyError
 from cdrmix.eval.perplexity import evaluate
-from cdrmix.eval.routing import routing_metrics
+from cdrmix.eval.routing import expert_load, routing_metrics
 from cdrmix.model.backbone import LanguageModel
 from cdrmix.model.loss import Losses, LossModel
+from cdrmix.model.router import balance_routers
 from cdrmix.train.checkpoint import (
     Fingerprints,
     Progress,
@@ -63,6 +64,7 @@ def train(
     when the text has changed since the run began.
     """
     settings = config.train
+    bias_rate = config.model.feed_forward.bias_update_rate if config.model.feed_forward.kind == "moe" else 0.0
     world = join(config)
     with memory_guard(config):
         seed_everything(config.run.seed)  # the same in every process: all build the same weights
@@ -104,7 +106,7 @@ def train(
                 shown = number % settings.log_every == 0 or number in (1, settings.steps)
                 evaluates = number % settings.evaluate_every == 0 or number == settings.steps
 
-                tally = Tally(world, engine.share, counts_routing=shown or evaluates)
+                tally = Tally(world, engine.share, counts_routing=shown or evaluates or bias_rate > 0)
                 batches = loader.micro_batches(step)
                 for batch in batches:
                     losses = engine.forward(batch, last=batch is batches[-1])  # forward pass and loss
@@ -115,6 +117,8 @@ def train(
                 engine.clip()
                 applied = engine.step()
                 engine.zero()
+                if applied and bias_rate > 0:
+                    balance_routers(engine.module, tally.routing().demand_LE, bias_rate)
                 skips.record(applied, number)
 
                 progress = dataclasses.replace(
@@ -139,7 +143,7 @@ def train(
                         tokens_per_second=meter.tokens_per_second(progress),
                         seconds=progress.seconds,
                         memory_gib=memory_gib(world),
-                        router=tally.router(config.model.feed_forward.capacity_factor),
+                        **tally.routing().measures(config.model.feed_forward.capacity_factor),
                     )
                     if evaluates and figures.stop:
                         # Whoever sent the signal may not wait for a validation: the resumed run begins with it.
@@ -188,23 +192,44 @@ class Figures(NamedTuple):
     stop: bool
 
 
+class RoutingCounts(NamedTuple):
+    """Of a step's global batch, by layer and expert [L, E]: routes that wanted it, rows that it computed."""
+
+    demand_LE: Tensor
+    counts_LE: Tensor
+
+    def measures(self, capacity_factor: float) -> dict[str, Any]:
+        """The routing fields of a StepRecord; {} without a mixture of experts."""
+        if not len(self.demand_LE):
+            return {}
+        return {
+            "router": routing_metrics(self.demand_LE, capacity_factor, self.counts_LE),
+            "load": expert_load(self.demand_LE),
+        }
+
+
 class Tally:
-    """Sums the losses of a step's micro-batches over all processes, in one small all-reduce."""
+    """Sums the losses of a step's micro-batches over all processes, in one small all-reduce.
+
+    counts_routing: the experts' loads too, in another one. They are results of the forward pass, so activation
+    checkpointing, which runs it twice, counts them once.
+    """
 
     def __init__(self, world: World, share: float, *, counts_routing: bool) -> None:
         self._world = world
         self._share = share
         self._counts_routing = counts_routing
         self._sums = torch.zeros(5, dtype=torch.float64, device=world.device)
-        self._counts_LE: Tensor | None = None
+        self._counts_2LE: Tensor | None = None  # demand, rows computed
+        self._routing: RoutingCounts | None = None
 
     def add(self, losses: Losses) -> None:
         """Takes in a micro-batch."""
         terms = (losses.total, losses.next_token_sum, losses.load_balance, losses.z_loss)
         self._sums[:4] += torch.stack([term.detach().double() for term in terms])
         if self._counts_routing and losses.router is not None:
-            counts_LE = losses.router.counts_LE.detach().double()
-            self._counts_LE = counts_LE if self._counts_LE is None else self._counts_LE + counts_LE
+            counts_2LE = torch.stack([losses.router.demand_LE, losses.router.counts_LE]).double()
+            self._counts_2LE = counts_2LE if self._counts_2LE is None else self._counts_2LE + counts_2LE
 
     def agree(self, stop: bool, token_count: float) -> Figures:
         """The global batch's figures, the same in every process. `stop`: this process was told to stop."""
@@ -212,11 +237,13 @@ class Tally:
         total, next_token, load_balance, z_loss, stops = self._world.total(self._sums).tolist()
         return Figures(total, next_token / token_count, load_balance * self._share, z_loss * self._share, stops > 0)
 
-    def router(self, capacity_factor: float) -> dict[str, list[float]]:
-        """Routing measures by layer over the global batch; {} without a mixture of experts."""
-        if self._counts_LE is None:
-            return {}
-        return routing_metrics(self._world.total(self._counts_LE), capacity_factor)
+    def routing(self) -> RoutingCounts:
+        """The global batch's loads, the same in every process; of no layers without a mixture of experts."""
+        if self._routing is None:
+            none = torch.zeros(2, 0, 0)
+            demand_LE, counts_LE = none if self._counts_2LE is None else self._world.total(self._counts_2LE)
+            self._routing = RoutingCounts(demand_LE, counts_LE)
+        return self._routing
 
 
 class Meter:
