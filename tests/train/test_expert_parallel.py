@@ -40,6 +40,7 @@ def check(results: dict[str, Any]) -> None:
     for stage in (0, 1, 2, 3):
         for what, error in results[f"steps {stage}"].items():
             assert error < TOLERANCE, (stage, what)
+        assert set(results[f"scaled {stage}"].values()) == {0.0}, stage
     for name, found in results.items():
         if name.startswith("loaded"):
             # The same bits: the product of a row with a matrix does not depend on how many rows stand beside it.

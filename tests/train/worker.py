@@ -122,10 +122,11 @@ def gradients(order: dict[str, Any]) -> int:
     return 0
 
 
-def compare_scaled(order: dict[str, Any], stage: int) -> dict[str, float]:
+def compare_scaled(order: dict[str, Any], stage: int, parallel: int = 1) -> dict[str, float]:
     """A step with a loss scale against one without, and what is left of the weights after an overflow: all errors."""
     rank, size, _ = rank_size_local_rank()
-    config = load_config(order["config"], [f"train.zero_stage={stage}", f"train.micro_batch_rows={8 // size}"])
+    overrides = [f"train.zero_stage={stage}", f"train.expert_parallel={parallel}"]
+    config = load_config(order["config"], [*overrides, f"train.micro_batch_rows={8 // size}"])
     world = join(config)
     loader = TrainLoader(
         open_shards(Path(order["shards"])).train,
@@ -229,6 +230,7 @@ def experts(order: dict[str, Any]) -> int:
     results: dict[str, Any] = {}
     for stage in (0, 1, 2, 3):
         results[f"steps {stage}"] = expert_steps(order, stage, folder / f"saved-{size}-{stage}")
+        results[f"scaled {stage}"] = compare_scaled(order, stage, parallel)
     if size == parallel:
         results["layer"] = expert_layers(order)
         results["resumed"] = [expert_resume(order, stage, folder / f"runs-{stage}") for stage in (0, 3)]
@@ -243,6 +245,7 @@ def expert_config(order: dict[str, Any], stage: int, parallel: int) -> Config:
     fixed = (
         f"train.zero_stage={stage}",
         f"train.expert_parallel={parallel}",
+        f"train.activation_checkpointing={str(stage in (1, 3)).lower()}",
         "train.micro_batch_rows=2",  # two micro-batches in each of two processes, one in each of four
         "train.gradient_clip=0.3",  # below the norm, so that clipping acts
         "train.epsilon=0.01",  # with AdamW's usual one an update of elements near zero magnifies rounding
