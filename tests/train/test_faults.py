@@ -79,7 +79,12 @@ def test_outside_the_main_thread_it_never_asks_to_stop() -> None:
 def test_out_of_memory_names_the_keys_that_shrink_the_step(make_config) -> None:
     with pytest.raises(OutOfMemoryError) as caught, memory_guard(make_config()):
         torch.empty(2**46, dtype=torch.float32)  # 256 TiB: the allocator refuses, nothing is touched
-    for key in ("train.micro_batch_rows", "train.activation_checkpointing", "train.zero_stage", "train.expert_parallel"):
+    for key in (
+        "train.micro_batch_rows",
+        "train.activation_checkpointing",
+        "train.zero_stage",
+        "train.expert_parallel",
+    ):
         assert key in str(caught.value)
     assert caught.value.exit_code == 8
     with pytest.raises(RuntimeError, match="another"), memory_guard(make_config()):
