@@ -44,7 +44,7 @@ class Launch:
     block_k: int
     num_warps: int
     num_stages: int
-    group: int = 8
+    group: int = 16
     parts: int = 1
 
 
@@ -52,13 +52,13 @@ class Launch:
 # have the same block_m, as they share the table of tiles. sm_90: the widest tiles that spill no register; the backward
 # pass's gathered sums over rows have one stage less than stated, and the gradients' two programs a multiprocessor.
 _SM90_16 = {
-    "up": Launch(128, 256, 64, 8, 3),
-    "rows": Launch(128, 256, 64, 8, 3),
-    "rows_transposed": Launch(128, 256, 64, 8, 3),
+    "up": Launch(128, 256, 64, 8, 4),
+    "rows": Launch(128, 256, 64, 8, 4),
+    "rows_transposed": Launch(128, 256, 64, 8, 4),
     "gradient_swiglu": Launch(128, 128, 64, 8, 3, parts=4),
     "gradient_relu2": Launch(128, 128, 64, 8, 3, parts=8),
-    "weights_left": Launch(128, 256, 64, 8, 5),
-    "weights_right": Launch(128, 256, 64, 8, 5),
+    "weights_left": Launch(128, 256, 64, 8, 6),
+    "weights_right": Launch(128, 256, 64, 8, 7),
 }
 _SM80_16 = {
     "up": Launch(128, 128, 64, 8, 4),
