@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cdrmix import ops
 from cdrmix.kernels import _common, moe_experts, moe_route, moe_rows, reference_moe
 
 interpreted = pytest.mark.skipif(not _common.INTERPRETED, reason="TRITON_INTERPRET=0: the kernels need a GPU")
@@ -336,6 +337,32 @@ def test_dispatch_and_combine_equal_the_reference(D: int, capacity: int | None) 
         assert torch.equal(back, 2 * case.x)
 
 
+@interpreted
+@pytest.mark.usefixtures("small_tiles")
+def test_the_door_leads_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits to loss and back through the operators, on these kernels in float32 and on the reference in float64."""
+    case = make(21, 16, 24, 3, 2, "swiglu")
+    logits = torch.randn(21, 3, generator=torch.Generator().manual_seed(1))
+    monkeypatch.setenv("CDRMIX_BACKEND", "triton")
+    called: list[str] = []
+    for module, name in (
+        (moe_route, "route_forward"),
+        (moe_route, "route_backward"),
+        (moe_experts, "experts_backward"),
+    ):
+        whole = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, f=whole, n=name, **k: called.append(n) or f(*a, **k))
+    gradients = []
+    for dtype in (torch.float32, torch.float64):
+        inputs = [x.to(dtype).requires_grad_() for x in (logits, case.x, case.w_up, case.w_down)]
+        routing = ops.route_topk(inputs[0], 2, capacity=12)
+        y = ops.moe_experts(*inputs[1:], routing, activation="swiglu")
+        loss = (y * case.dy).sum() + routing.load_balance + routing.z_loss
+        gradients.append([y.detach(), *torch.autograd.grad(loss, inputs)])
+    assert worse(gradients[0], gradients[1], FLOAT32) == {}
+    assert sorted(called) == ["experts_backward", "route_backward", "route_forward"]
+
+
 @pytest.mark.parametrize("block_m", [16, 128])
 @interpreted
 def test_the_table_of_tiles_against_a_loop(block_m: int) -> None:
@@ -396,10 +423,10 @@ GPU_SHAPES = [
 def test_experts_on_a_gpu(
     T: int, D: int, F: int, E: int, k: int, how: dict[str, Any], activation: str, dtype: torch.dtype
 ) -> None:
-    """Float32 by three TF32 products or by FMA, over sums five times as long as the interpreter's."""
+    """Float32 by three TF32 products, whose sums tensor cores cut off instead of rounding: 64 steps of 2^-24."""
     case = make(T, D, F, E, k, activation, dtype=dtype, device="cuda", **how)
     found = case.run()
-    bar = {torch.bfloat16: BFLOAT16, torch.float16: BFLOAT16 / 8, torch.float32: 2 * FLOAT32}[dtype]
+    bar = {torch.bfloat16: BFLOAT16, torch.float16: BFLOAT16 / 8, torch.float32: 8 * FLOAT32}[dtype]
     assert worse(found, case.exact(), bar) == {}
     assert_same(case.run("min"), found)
     for _ in range(5):
