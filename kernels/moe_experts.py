@@ -126,6 +126,11 @@ def launches_of(arch: str, dtype: torch.dtype) -> dict[str, Launch]:
     return LAUNCHES[arch, dtype.itemsize]
 
 
+def gradients_of(arch: str, dtype: torch.dtype) -> list[Launch]:
+    launches = launches_of(arch, dtype)
+    return [launches["gradient_swiglu"], launches["gradient_relu2"]]
+
+
 def precision_of(arch: str, dtype: torch.dtype) -> str:
     """How float32 operands are multiplied: three TF32 products, good to 2^-21; gfx942 has float32 ones.
 
@@ -289,6 +294,22 @@ def _builds(arch: str) -> Iterator[Build]:
     for dtype in NAMES:
         for gated in (True, False):
             yield from _products(arch, dtype, gated, *REFERENCE_SHAPE)
+    T, _, F, E, K = REFERENCE_SHAPE
+    for width in sorted({launch.block_n for dtype in NAMES for launch in gradients_of(arch, dtype)}):
+        columns, R = -(-F // width), T * K
+        pointers = {"partial": "*fp32", "order": "*i64", "counts": "*i64", "dweights": "*fp32"}
+        yield Build(
+            name="moe_weight_gradient",
+            kernel=moe_weight_gradient,
+            signature=pointers | {"routes": "i32"},
+            constants=expert_constants(E) | {"PARTIALS": columns, "BLOCK": FINISH_BLOCK},
+            num_warps=4,
+            num_stages=3,
+            programs=-(-R // FINISH_BLOCK),
+            flops=columns * R,
+            bytes=4 * columns * R + 12 * R,
+            trips=(columns,),
+        )
 
 
 def _products(arch: str, dtype: torch.dtype, gated: bool, T: int, D: int, F: int, E: int, K: int) -> Iterator[Build]:
@@ -336,16 +357,3 @@ def _products(arch: str, dtype: torch.dtype, gated: bool, T: int, D: int, F: int
         sizes = {"M": F, "N": D, "GATHER_LEFT": False} | expert
         moved = R * F + T * D + E * D * F
         yield made("weights_right", "moe_weight_product_down", moe_weight_product, sizes, D, rows, moved)
-        columns = -(-F // launches[name].block_n)
-        yield Build(
-            name="moe_weight_gradient",
-            kernel=moe_weight_gradient,
-            signature={argument: known[argument] for argument in moe_weight_gradient.arg_names if argument in known},
-            constants=expert | {"PARTIALS": columns, "BLOCK": FINISH_BLOCK},
-            num_warps=4,
-            num_stages=3,
-            programs=-(-R // FINISH_BLOCK),
-            flops=columns * R,
-            bytes=4 * columns * R + 12 * R,
-            trips=(columns,),
-        )

@@ -26,7 +26,7 @@ from cdrmix.kernels._common import Build
 from cdrmix.kernels.moe_rows import REFERENCE_SHAPE, on
 
 MOST_EXPERTS = 256
-ELEMENTS = 4096  # of a program's tile [BLOCK_T, PADDED_E]
+ELEMENTS = 2048  # of a program's tile [BLOCK_T, PADDED_E]
 FINISH_BLOCK = 64  # blocks that moe_finish adds at a time
 
 

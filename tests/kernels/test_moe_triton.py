@@ -389,6 +389,8 @@ def test_builds_name_every_argument_once(arch: str) -> None:
             assert build.programs > 0
             assert build.flops > 0
             assert build.bytes > 0
+        shipped = [(build.name, repr(build.signature), repr(build.constants)) for build in builds]
+        assert len(set(shipped)) == len(shipped)
 
 
 @pytest.mark.parametrize(("arch", "size"), list(moe_experts.LAUNCHES))
