@@ -150,7 +150,8 @@ def _start(moving: list[Any], plan: Plan, lengths: Sequence[int], tensors: Seque
     results = []
     for tensor, length in zip(tensors, lengths, strict=True):
         result = tensor.new_empty(length, *tensor.shape[1:])
-        result[arriving:] = 0
+        if arriving < length:  # as many as were dropped
+            result[arriving:] = 0
         moving.append(
             dist.all_to_all_single(
                 result[:arriving],

@@ -230,8 +230,9 @@ def experts(order: dict[str, Any]) -> int:
     results: dict[str, Any] = {}
     for stage in (0, 1, 2, 3):
         results[f"steps {stage}"] = expert_steps(order, stage, folder / f"saved-{size}-{stage}")
-        results[f"scaled {stage}"] = compare_scaled(order, stage, parallel)
     if size == parallel:
+        for stage in (0, 1, 3):  # 1 and 2 share their code for it
+            results[f"scaled {stage}"] = compare_scaled(order, stage, parallel)
         results["layer"] = expert_layers(order)
         results["resumed"] = [expert_resume(order, stage, folder / f"runs-{stage}") for stage in (0, 3)]
     for saved, stage, other in json.loads(order["load"]):
