@@ -61,42 +61,57 @@ def chunk_sizes(dtype: torch.dtype, K: int, V: int, arch: str = "sm_90") -> tupl
     """The chunk lengths that there are for a dtype and widths, the default first.
 
     32, whose products are the smaller half of the time by the estimates of benchmarks/aot.py. 64 keeps fewer bytes for
-    the backward pass; in float32 operands, and on sm_80, it spills registers. The interpreter has it as a test. None
-    for float32 keys of 128 on sm_80: both scans and the map spill, by 16 to 280 bytes a thread in all tiles tried.
+    the backward pass; in float32 operands, and on sm_80, it spills registers. The interpreter has it as a test. Outside
+    of it there are none for float32 keys of 128: both scans and the map spill, 16 to 400 bytes a thread in all tiles
+    tried, and the plain PyTorch version serves.
     """
-    if arch == "sm_80" and dtype == torch.float32 and K == 128:
+    if K == 128 and dtype == torch.float32 and not INTERPRETED:
         return ()
     longer = INTERPRETED or (dtype == torch.bfloat16 and arch != "sm_80")
     return (32, 64) if longer and max(K, V) <= 64 else (32,)
 
 
-# By operand dtype and chunk: warps a program, and at most so many columns of K and of V at a time; by K where one does
-# not serve all. The widest tiles of those tried that spill no register on sm_90; NARROWER has what spills elsewhere.
+# By operand dtype and chunk: warps a program, and at most so many columns of K and of V at a time; by K, or by K and V,
+# where one does not serve all. The widest tiles of those tried that spill no register on sm_90; NARROWER has what
+# spills elsewhere.
 Blocks = tuple[int, int, int]
-_BF16_32: dict[str, Blocks | dict[int, Blocks]] = {
-    "map": {32: (4, 32, 32), 64: (4, 64, 64), 128: (4, 32, 64)},
+Tiles = dict[str, Blocks | dict[int | tuple[int, int], Blocks]]
+_BF16_32: Tiles = {
+    "map": {32: (4, 32, 32), 64: (4, 64, 64), (64, 32): (4, 32, 32), 128: (4, 32, 64)},
     "map_keys": {32: (4, 32, 32), 64: (4, 64, 64), 128: (4, 32, 64)},
     "map_values": {32: (4, 32, 32), 64: (4, 64, 64), 128: (4, 32, 64)},
-    "gradient_values": {32: (4, 32, 64), 64: (4, 64, 64), 128: (4, 32, 64)},
-    "gradient_keys": {32: (2, 16, 64), 64: (4, 64, 32), 128: (4, 64, 64)},
+    "gradient_values": {
+        32: (4, 32, 64),
+        64: (4, 64, 64),
+        128: (4, 32, 64),
+        (128, 32): (4, 16, 32),
+        (128, 64): (4, 16, 64),
+    },
+    "gradient_keys": {
+        32: (2, 16, 64),
+        64: (4, 64, 32),
+        128: (4, 64, 64),
+        (32, 128): (4, 32, 64),
+        (128, 64): (4, 64, 32),
+    },
 }
-_BF16_64: dict[str, Blocks | dict[int, Blocks]] = {
+_BF16_64: Tiles = {
     "map_keys": (4, 32, 64),
     "map_values": (4, 64, 64),
     "gradient_values": (4, 64, 32),
-    "gradient_keys": (4, 16, 64),
+    "gradient_keys": {32: (4, 16, 64), (32, 64): (8, 16, 64), 64: (4, 16, 64)},
 }
-_FP16: dict[str, Blocks | dict[int, Blocks]] = {
+_FP16: Tiles = {
     "map_keys": (8, 16, 16),
-    "map_values": (4, 16, 32),
+    "map_values": {32: (4, 16, 32), 64: (4, 16, 32), 128: (4, 16, 32), (128, 32): (4, 16, 16)},
     "gradient_values": (4, 16, 32),
-    "gradient_keys": (4, 16, 32),
+    "gradient_keys": dict.fromkeys(WIDTHS, (4, 16, 32)) | {(K, 32): (8, 16, 16) for K in WIDTHS},
 }
-_FP32: dict[str, Blocks | dict[int, Blocks]] = {
+_FP32: Tiles = {
     "map_keys": {32: (8, 32, 32), 64: (8, 32, 32), 128: (8, 16, 32)},
     "map_values": (8, 16, 32),
     "gradient_values": (8, 16, 32),
-    "gradient_keys": (8, 32, 32),
+    "gradient_keys": {32: (8, 32, 32), (32, 32): (8, 16, 32), 64: (8, 32, 32), 128: (8, 32, 32)},
 }
 BLOCKS = {
     (torch.bfloat16, 32): _BF16_32,
@@ -106,7 +121,7 @@ BLOCKS = {
     (torch.float32, 32): _FP32,
     (torch.float32, 64): _FP32,
 }
-NARROWER: dict[str, dict[tuple[torch.dtype, int], dict[str, Blocks | dict[int, Blocks]]]] = {
+NARROWER: dict[str, dict[tuple[torch.dtype, int], Tiles]] = {
     "sm_80": {
         (torch.bfloat16, 32): {
             "map": {32: (4, 32, 32), 64: (4, 32, 32), 128: (4, 32, 64)},
@@ -127,13 +142,15 @@ def launch_of(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int
     if kernel in SCANS:
         if dtype == torch.float32:  # one stage, and from K = 128 on the state in two tiles
             return Launch(4, 1, min(K, 64), 16)
-        # gfx942 has 64 KiB for a program: R and P of one chunk at a time, in halves. sm_80 would spill.
-        if arch == "sm_80" and dtype == torch.float16:
+        if dtype == torch.float16 and (arch == "sm_80" or K == 128):
             return Launch(4, 1, min(K, 64), 16)
+        # gfx942 has 64 KiB for a program: R and P of one chunk at a time, in halves.
         return Launch(4, 1, min(K, 64), 32) if arch == "gfx942" else Launch(4, 2, K, 32)
     narrower = NARROWER.get(arch, {}).get((dtype, C), {})
     blocks = narrower[kernel] if kernel in narrower else BLOCKS[dtype, C][kernel]
-    warps, block_k, block_v = blocks[K] if isinstance(blocks, dict) else blocks
+    if isinstance(blocks, dict):
+        blocks = blocks[K, V] if (K, V) in blocks else blocks[K]
+    warps, block_k, block_v = blocks
     return Launch(warps, 1, min(block_k, K), min(block_v, V))
 
 
@@ -238,10 +255,7 @@ def operand_dtype(dtype: torch.dtype) -> torch.dtype:
 def pick_chunk(chunk: int | None, dtype: torch.dtype, K: int, V: int, arch: str = "sm_90") -> int:
     """The chunk length asked for, or the default; ValueError where it does not ship."""
     sizes = chunk_sizes(dtype, K, V, arch)
-    if not sizes:
-        raise ValueError(
-            f"wkv7: keys of {K} in {dtype} do not ship for {arch}; use bfloat16, keys of 64 or CDRMIX_BACKEND=reference"
-        )
+    assert sizes, "the door has sent to the reference what does not ship"
     if chunk is not None and chunk not in sizes:
         raise ValueError(f"wkv7: chunk={chunk} does not ship for {dtype}, K={K}, V={V}; choose one of {sizes}, or None")
     return chunk or sizes[0]

@@ -169,7 +169,8 @@ def _kernels(r: Tensor, v: Tensor) -> ModuleType:
     """The module whose `wkv7_forward`, `wkv7_backward` and `wkv7_step` serve these tensors."""
     chosen = backend(r)
     if chosen == "triton":
-        return importlib.import_module("cdrmix.kernels.wkv7")
+        triton_kernels = importlib.import_module("cdrmix.kernels.wkv7")
+        return triton_kernels if triton_kernels.chunk_sizes(r.dtype, r.shape[-1], v.shape[-1]) else reference
     if chosen == "cpu" and r.shape[-1] in KERNEL_WIDTHS and v.shape[-1] in KERNEL_WIDTHS:
         return importlib.import_module("cdrmix.kernels.wkv7_cpu")
     return reference
@@ -208,7 +209,8 @@ def _wkv7(
     """y, the last states (of no elements unless wanted), and what the backward pass needs beside the inputs."""
     _check_cu_seqlens(cu_seqlens, *r.shape[:2])
     kernels = _kernels(r, v)
-    sizes = kernels.chunk_sizes(r.dtype, r.shape[-1], v.shape[-1]) if backend(r) == "triton" else (None,)
+    chunked = backend(r) == "triton" and kernels is not reference
+    sizes = kernels.chunk_sizes(r.dtype, r.shape[-1], v.shape[-1]) if chunked else (None,)
     _check_log_w("wkv7", log_w, sizes[0] and (chunk or sizes[0]))
     with torch.autocast(r.device.type, enabled=False):  # which an operator inherits from its caller
         y, last, saved = kernels.wkv7_forward(
