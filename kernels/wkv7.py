@@ -61,13 +61,13 @@ def chunk_sizes(dtype: torch.dtype, K: int, V: int, arch: str = "sm_90") -> tupl
     """The chunk lengths that there are for a dtype and widths, the default first.
 
     32, whose products are the smaller half of the time by the estimates of benchmarks/aot.py. 64 keeps fewer bytes for
-    the backward pass; in float32 operands, and on sm_80, it spills registers. The interpreter has it as a test. Outside
-    of it there are none for float32 keys of 128: both scans and the map spill, 16 to 400 bytes a thread in all tiles
-    tried, and the plain PyTorch version serves.
+    the backward pass; in float32 operands, and on architectures other than sm_90, it spills registers. There are none
+    for float32 keys of 128: both scans and the map spill, 16 to 400 bytes a thread in all tiles tried, and plain
+    PyTorch serves. The interpreter has them all, as a test.
     """
     if K == 128 and dtype == torch.float32 and not INTERPRETED:
         return ()
-    longer = INTERPRETED or (dtype == torch.bfloat16 and arch != "sm_80")
+    longer = INTERPRETED or (dtype == torch.bfloat16 and arch == "sm_90")
     return (32, 64) if longer and max(K, V) <= 64 else (32,)
 
 
@@ -91,7 +91,7 @@ _BF16_32: Tiles = {
         32: (2, 16, 64),
         64: (4, 64, 32),
         128: (4, 64, 64),
-        (32, 128): (4, 32, 64),
+        (32, 128): (4, 16, 64),
         (128, 64): (4, 64, 32),
     },
 }
