@@ -153,15 +153,30 @@ def gradient_columns(
     BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """moe_gradient's epilogue for WIDTH columns, in PARTS pieces; returns <dA', A> of each row over them."""
-    if PARTS > 1:
-        left, right = halves(dA, BLOCK_M, WIDTH // 2)
+    if PARTS >= 4:  # all four at once: 128 registers on sm_90 where halves of halves take 136
+        W: tl.constexpr = WIDTH // 4
+        left, right = halves(dA, BLOCK_M, 2 * W)
+        a, b = halves(left, BLOCK_M, W)
+        c, d = halves(right, BLOCK_M, W)
         sums = gradient_columns(
-            left, z, dz, weighted, weight, rows, inside, column, F, GATED, PARTS // 2, BLOCK_M, WIDTH // 2, WHOLE
+            a, z, dz, weighted, weight, rows, inside, column, F, GATED, PARTS // 4, BLOCK_M, W, WHOLE
         )
         sums += gradient_columns(
-            right, z, dz, weighted, weight, rows, inside, column + WIDTH // 2,
-            F, GATED, PARTS // 2, BLOCK_M, WIDTH // 2, WHOLE,
-        )  # fmt: skip
+            b, z, dz, weighted, weight, rows, inside, column + W, F, GATED, PARTS // 4, BLOCK_M, W, WHOLE
+        )
+        sums += gradient_columns(
+            c, z, dz, weighted, weight, rows, inside, column + 2 * W, F, GATED, PARTS // 4, BLOCK_M, W, WHOLE
+        )
+        sums += gradient_columns(
+            d, z, dz, weighted, weight, rows, inside, column + 3 * W, F, GATED, PARTS // 4, BLOCK_M, W, WHOLE
+        )
+    elif PARTS == 2:
+        W: tl.constexpr = WIDTH // 2
+        left, right = halves(dA, BLOCK_M, W)
+        sums = gradient_columns(left, z, dz, weighted, weight, rows, inside, column, F, GATED, 1, BLOCK_M, W, WHOLE)
+        sums += gradient_columns(
+            right, z, dz, weighted, weight, rows, inside, column + W, F, GATED, 1, BLOCK_M, W, WHOLE
+        )
     else:
         columns = column + tl.arange(0, WIDTH)
         mask = inside[:, None]
