@@ -1,14 +1,16 @@
-"""The picture of a run: loss in nats and bits per byte, the router's balance, learning rate and gradient norm."""
+"""The pictures of a run: loss, routers' balance, learning rate and gradient norm; and the load of every expert."""
 
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator
@@ -16,6 +18,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from cdrmix.train.metrics import amount
 
 Row = Mapping[str, Any]
+MOST_BLOCKS = 16  # that the picture of the experts' load has room for
+LAST_ROWS = 10  # of the metrics: what a mean over a run's end takes in
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,66 @@ def draw(rows: Sequence[Row], held_out: Mapping[str, float] | None, *, title: st
     loss.set_title(title, loc="left", color=palette.ink, fontsize=13, fontweight="bold", pad=10)
     picture = io.BytesIO()
     # No software version or date in the file: the same run draws the same bytes.
+    figure.savefig(picture, format="png", facecolor=palette.paper, metadata={"Software": None})
+    return picture.getvalue()
+
+
+def draw_load(rows: Sequence[Row], *, title: str, palette: Palette = LIGHT) -> bytes | None:
+    """A PNG of each expert's load over the steps, a heat map a routed block; None where nothing was routed.
+
+    Loads are over the even share, 1 / E, in the paper's colour where they are 1. Of more than MOST_BLOCKS blocks some
+    are shown, evenly chosen. Beside a block's number stands its fullest expert's load in the mean of the last rows.
+    """
+    routed = [row for row in rows if row.get("load")]
+    if not routed:
+        return None
+    blocks = len(routed[0]["load"])
+    shown = sorted({round(place * (blocks - 1) / (MOST_BLOCKS - 1)) for place in range(MOST_BLOCKS)})
+    shown = shown if blocks > MOST_BLOCKS else list(range(blocks))
+    columns = min(len(shown), 2 if len(shown) <= 4 else 4)
+    lines = -(-len(shown) // columns)
+    layout = ConstrainedLayoutEngine(h_pad=0.07, w_pad=0.06)
+    figure = Figure(figsize=(8.0, 1.0 + 1.75 * lines), dpi=160, facecolor=palette.paper, layout=layout)
+    grid = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
+    # Colours change evenly with the ratio: half and double the even share lie equally far from it.
+    colours = LinearSegmentedColormap.from_list("load", [palette.train, palette.paper, palette.valid])
+    steps = [row["step"] for row in routed]
+    ends = [steps[0] - 0.5, *((left + right) / 2 for left, right in itertools.pairwise(steps)), steps[-1] + 0.5]
+    for place, axes in enumerate(grid.flat):
+        _plain(axes, palette)
+        axes.grid(visible=False)
+        if place >= len(shown):
+            axes.set_visible(False)
+            continue
+        block = shown[place]
+        ratios = [[share * len(row["load"][block]) for share in row["load"][block]] for row in routed]
+        experts = len(ratios[0])
+        mesh = axes.pcolormesh(
+            ends,
+            [expert - 0.5 for expert in range(experts + 1)],
+            [[min(max(row[expert], 0.25), 4.0) for row in ratios] for expert in range(experts)],
+            cmap=colours,
+            norm=LogNorm(0.25, 4.0),
+            rasterized=True,
+        )
+        axes.yaxis.set_major_locator(MaxNLocator(min(experts, 8), integer=True))
+        last = ratios[-LAST_ROWS:]
+        fullest = max(sum(row[expert] for row in last) / len(last) for expert in range(experts))
+        axes.set_title(f"block {block}", loc="left", color=palette.ink, fontsize=9.5, fontweight="bold", pad=4)
+        axes.set_title(
+            f"fullest, last {len(last)} rows: {fullest:.2f}", loc="right", color=palette.ink, fontsize=8.5, pad=4
+        )
+        _label(axes, "step" if place >= len(shown) - columns else "", "" if place % columns else "expert", palette)
+    bar = figure.colorbar(mesh, ax=grid, aspect=30, pad=0.02)
+    bar.set_ticks([0.25, 0.5, 1, 2, 4], labels=["\u2264 1/4", "1/2", "1", "2", "\u2265 4"])
+    bar.ax.minorticks_off()
+    bar.ax.tick_params(colors=palette.ink, labelsize=9, length=3)
+    bar.set_label("load / even share", color=palette.ink, fontsize=9.5)
+    bar.outline.set_edgecolor(palette.faint)
+    figure.suptitle(
+        f"Load of the experts: {title}", x=0.02, ha="left", color=palette.ink, fontsize=12, fontweight="bold"
+    )
+    picture = io.BytesIO()
     figure.savefig(picture, format="png", facecolor=palette.paper, metadata={"Software": None})
     return picture.getvalue()
 

@@ -1,16 +1,16 @@
-"""The report of a run: loss.png and one report.html that needs no network."""
+"""The report of a run: loss.png, load.png and one report.html that needs no network."""
 
 from __future__ import annotations
 
 import base64
 import html
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cdrmix.durable import write_atomically
-from cdrmix.plot import DARK, LIGHT, draw
+from cdrmix.plot import DARK, LAST_ROWS, LIGHT, draw, draw_load
 from cdrmix.train.metrics import amount, clock
 from cdrmix.train.run import RunFolder, read_metrics
 
@@ -50,24 +50,42 @@ summary{cursor:pointer;margin:.6rem 0}
 """
 
 
+CURVES = "Loss, load entropy of the experts, learning rate and gradient norm by step"
+UNHEALTHY: dict[str, Callable[[float], bool]] = {
+    "entropy_normalised": lambda value: value < 0.95,
+    "max_over_mean": lambda value: value > 1.3,
+    "overflow": lambda value: value >= 0.05,
+    "dead_experts": lambda value: value > 0,
+}
+
+
 def write_report(run: RunFolder) -> Path:
-    """Draws loss.png and writes report.html from what the run folder holds; returns the page's path.
+    """Draws loss.png, of routed blocks load.png, and writes report.html, all from the run folder; returns its path.
 
     Works for a run at any point of its life: what has not happened yet is left out.
     """
     rows, summary = read_metrics(run.metrics_jsonl), run.summary()
     title = f"{summary.get('name', 'run')}, {run.path.name}"
-    light = draw(rows, summary.get("held_out"), title=title, palette=LIGHT)
-    dark = draw(rows, summary.get("held_out"), title=title, palette=DARK)
-    write_atomically(run.plot, light)
-    write_atomically(run.report, page(run, rows, summary, light, dark))
+    curves = [draw(rows, summary.get("held_out"), title=title, palette=palette) for palette in (LIGHT, DARK)]
+    loads = [picture for palette in (LIGHT, DARK) if (picture := draw_load(rows, title=title, palette=palette))]
+    write_atomically(run.plot, curves[0])
+    if loads:
+        write_atomically(run.load_plot, loads[0])
+    write_atomically(run.report, page(run, rows, summary, curves, loads))
     return run.report
 
 
 def page(
-    run: RunFolder, rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], light: bytes, dark: bytes
+    run: RunFolder,
+    rows: Sequence[Mapping[str, Any]],
+    summary: Mapping[str, Any],
+    curves: Sequence[bytes],
+    loads: Sequence[bytes],
 ) -> str:
-    """The HTML text: pictures embedded, style inline, every value escaped."""
+    """The HTML text: pictures embedded, style inline, every value escaped.
+
+    curves, loads: the pictures of the run, light and dark; no loads where nothing was routed.
+    """
     config = run.config_snapshot.read_text(encoding="utf-8")
     sections = [
         f"<header><h1>{_text(summary.get('name', 'run'))}</h1><p class=soft>{_text(run.path.name)}</p>"
@@ -75,8 +93,9 @@ def page(
         + "</header>",
         _tiles(rows, summary),
         _held_out(summary.get("held_out")),
-        f"<h2>Curves</h2>{_picture(light, dark)}",
+        f"<h2>Curves</h2>{_picture(curves, CURVES)}",
         _router(rows),
+        _picture(loads, "Load of every expert by step, a heat map a block") if loads else "",
         _sample(summary.get("sample")),
         _facts("Text", summary.get("corpus")),
         _checkpoints(run.checkpoints),
@@ -144,13 +163,15 @@ def _held_out(held_out: Mapping[str, Any] | None) -> str:
     )
 
 
-def _picture(light: bytes, dark: bytes) -> str:
+def _picture(pictures: Sequence[bytes], words: str) -> str:
+    light, dark = pictures
+
     def uri(picture: bytes) -> str:
         return "data:image/png;base64," + base64.b64encode(picture).decode("ascii")
 
     return (
         f'<picture><source media="(prefers-color-scheme: dark)" srcset="{uri(dark)}">'
-        f'<img alt="Loss, load entropy of the experts, learning rate and gradient norm by step" src="{uri(light)}">'
+        f'<img alt="{_text(words)}" src="{uri(light)}">'
         "</picture>"
     )
 
@@ -159,29 +180,31 @@ def _router(rows: Sequence[Mapping[str, Any]]) -> str:
     routed = [row["router"] for row in rows if row.get("router", {}).get("entropy_bits")]
     if not routed:
         return ""
-    last = routed[-1]
+    last = routed[-LAST_ROWS:]
     columns = [
         ("entropy_bits", "load entropy, bits", "{:.3f}"),
         ("entropy_normalised", "normalised", "{:.3f}"),
         ("max_over_mean", "fullest / mean", "{:.2f}"),
         ("overflow", "overflow at capacity", "{:.1%}"),
-        ("dead_experts", "idle experts", "{:.0f}"),
+        ("dropped", "dropped", "{:.1%}"),
+        ("dead_experts", "idle experts", "{:.1f}"),
     ]
-    columns = [column for column in columns if column[0] in last]
+    columns = [column for column in columns if all(column[0] in row for row in last)]
     head = "".join(f"<th>{label}</th>" for _, label, _ in columns)
     body = ""
-    for layer in range(len(last["entropy_bits"])):
+    for layer in range(len(last[0]["entropy_bits"])):
         cells = ""
         for name, _, form in columns:
-            value = last[name][layer]
-            bad = (name == "entropy_normalised" and value < 0.75) or (name == "dead_experts" and value > 0)
+            value = sum(row[name][layer] for row in last) / len(last)
+            bad = name in UNHEALTHY and UNHEALTHY[name](value)
             cells += f"<td{' class=bad' if bad else ''}>{form.format(value)}</td>"
         body += f"<tr><td>{layer}</td>{cells}</tr>"
     return (
-        '<h2>Routers at the last logged step</h2><div class="scroll">'
+        f'<h2>Routers, mean of the last {len(last)} logged steps</h2><div class="scroll">'
         f"<table><tr><th>block</th>{head}</tr>{body}</table></div>"
-        '<p class="soft">Nothing is dropped: overflow says what share of routed tokens a fixed capacity would have '
-        "dropped. Coloured: normalised entropy below 0.75, or an expert that received nothing.</p>"
+        '<p class="soft">Of the global batch. Overflow says what share of routed tokens is above the capacity, dropped '
+        "what share was dropped for it: none, unless the configuration asks to. Coloured: normalised entropy below "
+        "0.95, the fullest expert above 1.3 times the mean, overflow of 5% and more, idle experts.</p>"
     )
 
 

@@ -162,6 +162,10 @@ class RunFolder:
         return self.path / "loss.png"
 
     @property
+    def load_plot(self) -> Path:
+        return self.path / "load.png"
+
+    @property
     def export(self) -> Path:
         return self.path / "export"
 

@@ -45,7 +45,7 @@ def test_a_run_folder_holds_everything_and_its_path_is_the_last_line(place: Path
     assert (place / "console.txt").read_text().splitlines()[-1] == str(finished.path)
     names = {path.name for path in finished.path.iterdir()}
     assert {"config_snapshot.yaml", "metrics.jsonl", "metrics.json", "train.log", "checkpoints"} <= names
-    assert {"report.html", "loss.png", "export", "tokenizer.json"} <= names
+    assert {"report.html", "loss.png", "load.png", "export", "tokenizer.json"} <= names
     assert [row["step"] for row in read_metrics(finished.metrics_jsonl)] == [1, 2, 3, 4]
     summary = finished.summary()
     assert summary["finished"]
