@@ -171,11 +171,11 @@ def gradient_columns(
             d, z, dz, weighted, weight, rows, inside, column + 3 * W, F, GATED, PARTS // 4, BLOCK_M, W, WHOLE
         )
     elif PARTS == 2:
-        W: tl.constexpr = WIDTH // 2
-        left, right = halves(dA, BLOCK_M, W)
-        sums = gradient_columns(left, z, dz, weighted, weight, rows, inside, column, F, GATED, 1, BLOCK_M, W, WHOLE)
+        HALF: tl.constexpr = WIDTH // 2
+        left, right = halves(dA, BLOCK_M, HALF)
+        sums = gradient_columns(left, z, dz, weighted, weight, rows, inside, column, F, GATED, 1, BLOCK_M, HALF, WHOLE)
         sums += gradient_columns(
-            right, z, dz, weighted, weight, rows, inside, column + W, F, GATED, 1, BLOCK_M, W, WHOLE
+            right, z, dz, weighted, weight, rows, inside, column + HALF, F, GATED, 1, BLOCK_M, HALF, WHOLE
         )
     else:
         columns = column + tl.arange(0, WIDTH)
