@@ -118,8 +118,18 @@ def test_same_seed_same_bits_and_another_seed_others(trainer: Trainer, micro_bat
     assert any(not torch.equal(other_weight, weights(first)[name]) for name, other_weight in weights(other).items())
 
 
+ROUTERS = ("bias_update_rate=0.02", "router_jitter=0.05", "drop=true")
+
+
 @pytest.mark.parametrize("step", [1, 3, 5])
-@pytest.mark.parametrize("overrides", [(), ("train.micro_batch_rows=2", "train.ema_decay=0.9", "train.precision=bf16")])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("train.micro_batch_rows=2", "train.ema_decay=0.9", "train.precision=bf16"),
+        tuple(f"model.feed_forward.{setting}" for setting in ROUTERS),
+    ],
+)
 def test_broken_off_and_resumed_is_uninterrupted(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch, step: int, overrides: tuple[str, ...]
 ) -> None:
@@ -142,6 +152,10 @@ def test_broken_off_and_resumed_is_uninterrupted(
         assert_same_bits(read_weights(expected.checkpoint, average=True), average)
         assert any(not torch.equal(average[name], weight) for name, weight in weights(straight).items())
     assert timeless(straight) == timeless(runs[0])
+    if "model.feed_forward.drop=true" in overrides:
+        assert any(tensor.any() for name, tensor in weights(straight).items() if name.endswith("router.bias"))
+        rows = [json.loads(line) for line in straight.metrics_jsonl.read_text().splitlines()]
+        assert any(max(row["router"]["dropped"]) > 0 for row in rows)
 
 
 def test_a_finished_run_resumes_to_its_own_result(trainer: Trainer) -> None:
@@ -260,7 +274,8 @@ def assert_same_state(one: Path, other: Path, optimizers: int) -> None:
 
 
 def test_two_processes_broken_off_killed_and_signalled(work, tmp_path: Path) -> None:
-    overrides = ("train.steps=4", "train.micro_batch_rows=2", "train.ema_decay=0.9")
+    bias = "model.feed_forward.bias_update_rate=0.02"  # state that no ZeRO stage knows of
+    overrides = ("train.steps=4", "train.micro_batch_rows=2", "train.ema_decay=0.9", bias)
     runs = tmp_path / "runs"
     finished = work("repeat", runs, *overrides, processes=2)
     assert [process.returncode for process in finished] == [75, 75], finished[0].stdout
