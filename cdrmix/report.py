@@ -53,7 +53,7 @@ summary{cursor:pointer;margin:.6rem 0}
 CURVES = "Loss, load entropy of the experts, learning rate and gradient norm by step"
 UNHEALTHY: dict[str, Callable[[float], bool]] = {
     "entropy_normalised": lambda value: value < 0.95,
-    "max_over_mean": lambda value: value > 1.3,
+    "fullest": lambda value: value > 1.3,
     "overflow": lambda value: value >= 0.05,
     "dead_experts": lambda value: value > 0,
 }
@@ -177,34 +177,44 @@ def _picture(pictures: Sequence[bytes], words: str) -> str:
 
 
 def _router(rows: Sequence[Mapping[str, Any]]) -> str:
-    routed = [row["router"] for row in rows if row.get("router", {}).get("entropy_bits")]
-    if not routed:
+    last = [row for row in rows if row.get("router", {}).get("entropy_bits")][-LAST_ROWS:]
+    if not last:
         return ""
-    last = routed[-LAST_ROWS:]
+    layers = range(len(last[0]["router"]["entropy_bits"]))
+    means = {
+        name: [sum(row["router"][name][layer] for row in last) / len(last) for layer in layers]
+        for name in last[-1]["router"]
+        if all(name in row["router"] for row in last)
+    }
+    if all(row.get("load") for row in last):
+        loads = [[row["load"][layer] for row in last] for layer in layers]
+        means["fullest"] = [max(map(sum, zip(*each, strict=True))) * len(each[0]) / len(last) for each in loads]
     columns = [
         ("entropy_bits", "load entropy, bits", "{:.3f}"),
         ("entropy_normalised", "normalised", "{:.3f}"),
         ("max_over_mean", "fullest / mean", "{:.2f}"),
+        ("fullest", "of the summed load", "{:.2f}"),
         ("overflow", "overflow at capacity", "{:.1%}"),
         ("dropped", "dropped", "{:.1%}"),
         ("dead_experts", "idle experts", "{:.1f}"),
     ]
-    columns = [column for column in columns if all(column[0] in row for row in last)]
+    columns = [column for column in columns if column[0] in means]
     head = "".join(f"<th>{label}</th>" for _, label, _ in columns)
     body = ""
-    for layer in range(len(last[0]["entropy_bits"])):
+    for layer in layers:
         cells = ""
         for name, _, form in columns:
-            value = sum(row[name][layer] for row in last) / len(last)
+            value = means[name][layer]
             bad = name in UNHEALTHY and UNHEALTHY[name](value)
             cells += f"<td{' class=bad' if bad else ''}>{form.format(value)}</td>"
         body += f"<tr><td>{layer}</td>{cells}</tr>"
     return (
         f'<h2>Routers, mean of the last {len(last)} logged steps</h2><div class="scroll">'
         f"<table><tr><th>block</th>{head}</tr>{body}</table></div>"
-        '<p class="soft">Of the global batch. Overflow says what share of routed tokens is above the capacity, dropped '
-        "what share was dropped for it: none, unless the configuration asks to. Coloured: normalised entropy below "
-        "0.95, the fullest expert above 1.3 times the mean, overflow of 5% and more, idle experts.</p>"
+        '<p class="soft">Each step is a global batch; the fullest expert is also that of their summed load. Overflow '
+        "says what share of routed tokens is above the capacity, dropped what share was dropped for it: none, unless "
+        "the configuration asks to. Coloured: normalised entropy below 0.95, the fullest expert of the summed load "
+        "above 1.3 times the mean, overflow of 5% and more, idle experts.</p>"
     )
 
 
