@@ -171,12 +171,12 @@ class Problem:
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
-    def launch(self, name: str, kernel: Any, programs: int, arguments: tuple[Any, ...], **constants: Any) -> None:
+    def launch(self, name: str, kernel: Any, programs: int, arguments: tuple[Any, ...], sizes: dict[str, Any]) -> None:
         launch = self.launches[name]
         with on(self.device):
             kernel[(programs,)](
                 *arguments,
-                **constants,
+                **sizes,
                 **tile_constants(launch, self.arch, self.dtype),
                 num_warps=launch.num_warps,
                 num_stages=launch.num_stages,
@@ -188,13 +188,13 @@ class Problem:
     def up(self, x_TD: Tensor, w_up: Tensor, z: Tensor, hidden: Tensor, *, save_z: bool, save_a: bool) -> None:
         arguments = x_TD, w_up, self.plan.tokens_R, self.plan.table, z, hidden, self.plan.tiles
         sizes = {"D": self.D, "F": self.F, "GATED": self.gated, "SAVE_Z": save_z, "SAVE_A": save_a}
-        self.launch("up", moe_up, self.row_programs("up", self.Z), arguments, **sizes)
+        self.launch("up", moe_up, self.row_programs("up", self.Z), arguments, sizes)
 
     def rows(self, left: Tensor, w: Tensor, out: Tensor, *, transposed: bool) -> None:
         name = "rows_transposed" if transposed else "rows"
         arguments = left, w, self.plan.table, out, self.plan.tiles
         sizes = {"DEPTH": left.shape[1], "WIDTH": out.shape[1], "TRANSPOSED": transposed}
-        self.launch(name, moe_rows_gemm, self.row_programs(name, out.shape[1]), arguments, **sizes)
+        self.launch(name, moe_rows_gemm, self.row_programs(name, out.shape[1]), arguments, sizes)
 
     def gradient(
         self, dy_TD: Tensor, w_down: Tensor, weights_TK: Tensor, z: Tensor, dz: Tensor, weighted: Tensor
@@ -209,7 +209,7 @@ class Problem:
             *(self.plan.tiles, self.R),
         )
         sizes = {"D": self.D, "F": self.F, "GATED": self.gated, "PARTS": self.launches[name].parts}
-        self.launch(name, moe_gradient, self.plan.tiles * columns, arguments, **sizes)
+        self.launch(name, moe_gradient, self.plan.tiles * columns, arguments, sizes)
         if self.R:
             with on(self.device):
                 moe_weight_gradient[(-(-self.R // FINISH_BLOCK),)](
@@ -226,7 +226,7 @@ class Problem:
         programs = self.E * -(-M // launch.block_m) * -(-N // launch.block_n)
         sizes = {"M": M, "N": N, "GATHER_LEFT": gather_left} | expert_constants(self.E)
         arguments = left, right, self.plan.tokens_R, self.counts_E, out
-        self.launch(name, moe_weight_product, programs, arguments, **sizes)
+        self.launch(name, moe_weight_product, programs, arguments, sizes)
 
 
 def expert_constants(experts: int) -> dict[str, Any]:
