@@ -103,7 +103,11 @@ def draw_load(rows: Sequence[Row], *, title: str, palette: Palette = LIGHT) -> b
         fullest = max(sum(row[expert] for row in last) / len(last) for expert in range(experts))
         axes.set_title(f"block {block}", loc="left", color=palette.ink, fontsize=9.5, fontweight="bold", pad=4)
         axes.set_title(
-            f"fullest, last {len(last)} rows: {fullest:.2f}", loc="right", color=palette.ink, fontsize=8.5, pad=4
+            f"fullest, last {len(last)} logged: {fullest:.2f}",
+            loc="right",
+            color=palette.ink,
+            fontsize=8.5,
+            pad=4,
         )
         _label(axes, "step" if place >= len(shown) - columns else "", "" if place % columns else "expert", palette)
     bar = figure.colorbar(mesh, ax=grid, aspect=30, pad=0.02)

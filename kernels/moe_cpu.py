@@ -4,7 +4,7 @@ The formulas are in `reference_moe.py`, which also serves what is not float32. A
 element-wise around it reads each row once and writes it once. The rows of one expert pass through buffers that the
 next one uses again, and are added to their tokens at once: memory fresh from the system costs more than the sums
 (32 MB of it 25 ms, written again 3 ms). A token's rows are added in the order of the experts, and each row is one
-thread's, so no bit depends on the number of threads.
+thread's: what is written here has the same bits with any number of threads, while PyTorch's products have not.
 """
 
 from __future__ import annotations

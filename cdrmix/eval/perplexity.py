@@ -92,7 +92,8 @@ def evaluate(
     Raises ValueError when there is nothing to predict.
     """
     device = next(model.parameters()).device
-    training = model.training
+    # Module by module: a wrapper may be in training mode around a model that is not.
+    training = [module for module in model.modules() if module.training]
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # nats, tokens
     with torch.no_grad():
@@ -100,7 +101,8 @@ def evaluate(
             placed = batch.to(device)
             sums[0] += nats(model, placed).double()
             sums[1] += placed.weights_BT.double().sum()
-    model.train(training)
+    for module in training:
+        module.training = True
     if together and dist.is_initialized():
         dist.all_reduce(sums)
     nats_sum, tokens = sums.tolist()

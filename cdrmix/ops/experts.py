@@ -50,6 +50,7 @@ def moe_dispatch(x_TD: Tensor, routing: Routing) -> Tensor:
 
     Its rows of expert e follow those of the experts before it, routing.counts_E each.
     """
+    _check_routing("moe_dispatch", routing)
     _check_rows("moe_dispatch", x_TD, routing, routing.experts_TK.shape[0], "T")
     return _moe_dispatch(x_TD.contiguous(), routing.order_R, routing.counts_E, routing.experts_TK.shape[1])
 
@@ -59,11 +60,19 @@ def moe_combine(y_RD: Tensor, routing: Routing) -> Tensor:
 
     The adjoint of `moe_dispatch`, and differentiable through it: combine(dispatch(x)) = k x where nothing is dropped.
     """
+    _check_routing("moe_combine", routing)
     _check_rows("moe_combine", y_RD, routing, len(routing.order_R), "R = T * k")
     return _moe_combine(y_RD.contiguous(), routing.order_R, routing.counts_E, routing.experts_TK.shape[1])
 
 
+def _check_routing(op: str, routing: Routing) -> None:
+    if not isinstance(routing, Routing):
+        raise ValueError(f"{op}: routing must be what route_topk gives; found {type(routing).__name__}")
+
+
 def _check_rows(op: str, rows: Tensor, routing: Routing, count: int, meaning: str) -> None:
+    if not isinstance(rows, Tensor):
+        raise ValueError(f"{op}: the rows must be a torch.Tensor; found {type(rows).__name__}")
     if rows.ndim != 2 or len(rows) != count:
         raise ValueError(f"{op}: this routing has {meaning} = {count} rows, D wide; found {list(rows.shape)}")
     if rows.dtype not in DTYPES:
@@ -74,6 +83,7 @@ def _check_rows(op: str, rows: Tensor, routing: Routing, count: int, meaning: st
 
 def _check_experts(x_TD: Tensor, w_up: Tensor, w_down: Tensor, routing: Routing, activation: str, save: str) -> None:
     """Raises ValueError for what shapes, dtypes and devices tell; reads no value."""
+    _check_routing("moe_experts", routing)
     if activation not in ACTIVATIONS:
         raise ValueError(f"moe_experts: activation={activation!r}; choose 'relu2' or 'swiglu'")
     if save not in ("fast", "min"):

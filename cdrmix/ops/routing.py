@@ -33,11 +33,13 @@ def route_topk(
     name: of the layer, for errors.
     Returns a `Routing`, differentiable once in the logits through weights_TK, load_balance and z_loss.
     Raises ValueError naming the argument, before anything runs; NonFiniteLogitsError, also a ValueError, for NaN
-    among the logits: on a CPU always, on a GPU under CDRMIX_DEBUG=1 alone, as reading them waits for it.
+    or infinity among the logits: on a CPU always, on a GPU under CDRMIX_DEBUG=1 alone, as reading them waits for it.
     """
     _check(logits_TE, k, bias, capacity)
     wide = logits_TE if logits_TE.dtype == torch.float64 else logits_TE.float()
     selection = None if bias is None else bias.detach().to(wide.dtype).contiguous()
+    if capacity is not None:
+        capacity = min(capacity, logits_TE.shape[0] * k)  # all there are; an operator's integers have 64 bits
     return Routing(*_moe_route(wide.contiguous(), k, selection, capacity, name))
 
 
@@ -49,15 +51,17 @@ def _check(logits_TE: Tensor, k: int, bias: Tensor | None, capacity: int | None)
     if logits_TE.dtype not in DTYPES:
         raise ValueError(f"route_topk: logits are {logits_TE.dtype}; allowed are bfloat16, float16, float32, float64")
     experts = logits_TE.shape[1]
-    if not isinstance(k, int) or not 1 <= k <= experts:
+    if type(k) is not int or not 1 <= k <= experts:
         raise ValueError(f"route_topk: k={k}, but there are {experts} experts: choose 1 to {experts}")
     if experts > MAX_EXPERTS and backend(logits_TE) == "triton":
         raise ValueError(f"route_topk: {experts} experts; the GPU's kernels take at most {MAX_EXPERTS}")
+    if bias is not None and not isinstance(bias, Tensor):
+        raise ValueError(f"route_topk: bias must be a torch.Tensor or None; found {type(bias).__name__}")
     if bias is not None and (bias.shape != (experts,) or not bias.is_floating_point()):
         raise ValueError(f"route_topk: bias must be [{experts}], one number an expert; found {_words(bias)}")
     if bias is not None and bias.device != logits_TE.device:
         raise ValueError(f"route_topk: bias is on {bias.device}, but the logits are on {logits_TE.device}")
-    if capacity is not None and (not isinstance(capacity, int) or capacity < 0):
+    if capacity is not None and (type(capacity) is not int or capacity < 0):
         raise ValueError(f"route_topk: capacity={capacity}; it is the rows an expert takes at most: 0 or more, or None")
 
 
@@ -66,15 +70,15 @@ def _words(x: Tensor) -> str:
 
 
 def _check_logits(logits_TE: Tensor, name: str) -> None:
-    """Raises NonFiniteLogitsError for NaN, where looking is free (a CPU) or asked for (CDRMIX_DEBUG)."""
+    """Raises NonFiniteLogitsError for NaN and infinity, where looking is free (a CPU) or asked for (CDRMIX_DEBUG)."""
     if logits_TE.device.type != "cpu" and not debugging():
         return
-    bad_T = logits_TE.isnan().any(-1)
+    bad_T = ~logits_TE.isfinite().all(-1)
     if bool(bad_T.any()):
         tokens = bad_T.nonzero().flatten().tolist()
         raise NonFiniteLogitsError(
-            f"route_topk: the router's logits{f' of {name}' if name else ''} hold NaN, for {len(tokens)} of "
-            f"{len(bad_T)} tokens, first token {tokens[0]}: its input or its weights are NaN already"
+            f"route_topk: the router's logits{f' of {name}' if name else ''} hold NaN or infinity, for "
+            f"{len(tokens)} of {len(bad_T)} tokens, first token {tokens[0]}: its input or its weights are so already"
         )
 
 

@@ -71,6 +71,14 @@ def test_loss_perplexity_and_bits_per_byte_agree_with_a_plain_sum() -> None:
     assert model.training
 
 
+def test_every_module_keeps_its_mode() -> None:
+    """A fresh wrapper is in training mode, the model it is put around may not be: routers drop and jitter in it."""
+    model = Bigram()
+    model.inner = nn.Dropout().eval()
+    evaluate(model, [batch(1, seed=1)], 40)
+    assert (model.training, model.inner.training) == (True, False)
+
+
 def test_a_model_of_others_is_scored_by_its_logits() -> None:
     model = Bigram()
     batches = [batch(3, seed=1), batch(2, seed=2)]

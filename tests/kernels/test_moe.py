@@ -453,6 +453,19 @@ def test_bad_input_is_refused_by_name(change: dict[str, Any], words: str) -> Non
         layer_of(change)
 
 
+def test_other_things_than_tensors_and_routings_are_refused() -> None:
+    x, w = torch.zeros(10, 3), torch.zeros(4, 3, 3)
+    with pytest.raises(ValueError, match=r"moe_experts: routing must be what route_topk gives; found NoneType"):
+        ops.moe_experts(x, w, w, None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"moe_dispatch: the rows must be a torch.Tensor; found list"):
+        ops.moe_dispatch([], routing_of(Case(10, 4, 2), "cpu"))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"bias must be a torch.Tensor or None; found list"):
+        ops.route_topk(torch.zeros(10, 4), 2, bias=[0.0] * 4)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"k=True, but there are 4 experts"):
+        ops.route_topk(torch.zeros(10, 4), True)
+    assert ops.route_topk(torch.zeros(10, 4), 2, capacity=2**70).counts_E.sum() == 20  # more than there are
+
+
 def test_bad_rows_are_refused() -> None:
     routing = routing_of(Case(10, 4, 2), "cpu")
     with pytest.raises(ValueError, match=r"moe_dispatch: this routing has T = 10 rows, D wide; found \[20, 3\]"):
@@ -463,9 +476,12 @@ def test_bad_rows_are_refused() -> None:
         ops.moe_combine(torch.zeros(10, 3), routing)
 
 
-def test_nan_logits_are_named_with_their_layer() -> None:
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_non_finite_logits_are_named_with_their_layer(bad: float) -> None:
     logits = torch.zeros(5, 4)
-    logits[3, 1] = torch.nan
-    with pytest.raises(ValueError, match=r"logits of blocks\.7 hold NaN, for 1 of 5 tokens, first token 3") as caught:
+    logits[3, 1] = bad
+    with pytest.raises(
+        ValueError, match=r"logits of blocks\.7 hold NaN or .*, for 1 of 5 tokens, first token 3"
+    ) as caught:
         ops.route_topk(logits, 2, name="blocks.7")
     assert isinstance(caught.value, NonFiniteLossError)  # so that training ends as it does for a loss of NaN
