@@ -53,7 +53,7 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Files of tests shared out over two processes: 24 minutes of one core are half as many of two.
+# Files of tests are shared out over two processes.
 test: lint
 	$(BIN)/pytest --numprocesses 2 --dist loadfile
 

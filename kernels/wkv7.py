@@ -130,7 +130,7 @@ NARROWER: dict[str, dict[tuple[torch.dtype, int], Tiles]] = {
             "gradient_keys": {32: (2, 16, 64), 64: (4, 64, 32), 128: (4, 64, 32)},
         },
         (torch.float16, 32): {"map_values": (4, 16, 16), "gradient_keys": (8, 16, 16)},
-        (torch.float32, 32): {"map_values": {32: (8, 16, 16), 64: (8, 16, 32)}},
+        (torch.float32, 32): {"map_values": {32: (8, 16, 16), 64: (8, 16, 32), 128: (8, 16, 32)}},
     },
     "sm_100": {
         (torch.bfloat16, 32): {
@@ -145,8 +145,8 @@ NARROWER: dict[str, dict[tuple[torch.dtype, int], Tiles]] = {
             },
         },
         (torch.float32, 32): {
-            "map_values": {32: (8, 16, 16), 64: (8, 16, 32)},
-            "gradient_keys": {32: (8, 32, 32), (32, 32): (8, 16, 16), 64: (8, 32, 32)},
+            "map_values": {32: (8, 16, 16), 64: (8, 16, 32), 128: (8, 16, 32)},
+            "gradient_keys": {32: (8, 32, 32), (32, 32): (8, 16, 16), 64: (8, 32, 32), 128: (8, 32, 32)},
         },
     },
     "gfx942": {

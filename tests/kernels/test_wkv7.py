@@ -152,7 +152,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(case=cases(), data=st.data())
 def test_equals_the_definition(where: str, case: Case, data: st.DataObject) -> None:
     save, chunk = data.draw(st.sampled_from(["fast", "min"])), data.draw(st.sampled_from([None, 32, 64]))
