@@ -42,7 +42,7 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt Makefile $(wildcard csrc/*
 	  echo 'Installing the other dependencies and building the extension ...' && \
 	  $(PIP) setuptools pybind11 && \
 	  $(PIP) --no-build-isolation --editable '.[test,dev]' && \
-	  $(BIN)/python -c 'import torch, cdrmix._dedup'; } || { status=$$?; rm -f $(UNFINISHED); exit $$status; }
+	  $(BIN)/python -c 'import torch, cdrmix._dedup, cdrmix._text'; } || { status=$$?; rm -f $(UNFINISHED); exit $$status; }
 	@rm -f $(UNFINISHED); touch $@
 
 train: install
@@ -62,4 +62,4 @@ format: install
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv build *.egg-info cdrmix/_dedup*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv build *.egg-info cdrmix/_dedup*.so cdrmix/_text*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,13 +1,32 @@
-"""What pyproject.toml cannot say: the C++ extension, and that cdrmix.kernels lives in kernels/."""
+"""What pyproject.toml cannot say: the C++ extensions, and that cdrmix.kernels lives in kernels/."""
+
+from glob import glob
 
 from pybind11.setup_helpers import Pybind11Extension, build_ext
 from setuptools import setup
+
+HEADERS = sorted(glob("csrc/*.hpp"))
+
+
+def extension(name: str, source: str) -> Pybind11Extension:
+    """The module cdrmix.<name>, made of csrc/<source> and the headers."""
+    return Pybind11Extension(
+        f"cdrmix.{name}",
+        [f"csrc/{source}"],
+        depends=HEADERS,
+        include_dirs=["csrc"],
+        cxx_std=17,
+        extra_compile_args=["-O3", "-pthread", "-Wall", "-Wextra"],
+        extra_link_args=["-pthread"],
+    )
+
 
 setup(
     packages=[
         "cdrmix",
         "cdrmix.config",
         "cdrmix.data",
+        "cdrmix.data.pipeline",
         "cdrmix.eval",
         "cdrmix.hf",
         "cdrmix.kernels",
@@ -19,17 +38,7 @@ setup(
     # cdrmix/kernels serves editors, type checkers and editable installs; wheels need only this mapping.
     package_dir={"cdrmix.kernels": "kernels"},
     package_data={"cdrmix": ["py.typed", "*.pyi"]},
-    ext_modules=[
-        Pybind11Extension(
-            "cdrmix._dedup",
-            ["csrc/bindings.cpp"],
-            depends=["csrc/simhash.hpp"],
-            include_dirs=["csrc"],
-            cxx_std=17,
-            extra_compile_args=["-O3", "-pthread", "-Wall", "-Wextra"],
-            extra_link_args=["-pthread"],
-        )
-    ],
+    ext_modules=[extension("_dedup", "bindings.cpp"), extension("_text", "text_bindings.cpp")],
     cmdclass={"build_ext": build_ext},
     zip_safe=False,
 )

@@ -16,7 +16,8 @@ from typing import TypeVar
 import torch
 
 from cdrmix.config.load import config_hash, load_config
-from cdrmix.config.schema import Config, Tokenizer
+from cdrmix.config.schema import Config
+from cdrmix.config.schema_data import Tokenizer
 from cdrmix.data.prepare import prepare
 from cdrmix.data.shards import ShardSet, open_shards
 from cdrmix.durable import sha256_file
@@ -107,7 +108,7 @@ def _prepare(config: Config, run: RunFolder, world: World) -> ShardSet:
     run.update_summary(
         {
             "corpus": {
-                "source": config.data.source.kind,
+                "source": config.data.source_kinds(),
                 "shards": str(shards.path),
                 "index_sha256": sha256_file(shards.path / "index.json"),
                 "tokenizer_sha256": shards.tokenizer_fingerprint,

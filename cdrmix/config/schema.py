@@ -9,24 +9,22 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Below1 = Annotated[float, Field(ge=0, lt=1)]
-Between0And1 = Annotated[float, Field(gt=0, lt=1)]
-Text = Annotated[str, Field(min_length=1)]
-Paths = Annotated[list[Text], Field(min_length=1)]  # files, folders or globs, relative to the working directory
+from cdrmix.config.schema_data import Data
+from cdrmix.config.section import (
+    Below1,
+    Between0And1,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Text,
+)
+
 Size = Literal["1b", "4b", "40b", "200b"]
-
-
-class Section(BaseModel):
-    """A part of the configuration: frozen, strict about types, closed to unknown keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Run(Section):
@@ -93,81 +91,6 @@ class Model(Section):
     attention: Attention
     rwkv: Rwkv
     feed_forward: FeedForward
-
-
-class StdlibSource(Section):
-    """The Python standard library installed on this machine: real text without a network."""
-
-    kind: Literal["stdlib"]
-
-
-class JsonlSource(Section):
-    """JSON lines, plain or compressed (.jsonl, .jsonl.gz, .jsonl.zst)."""
-
-    kind: Literal["jsonl"]
-    paths: Paths
-    text_field: Text = "text"
-
-
-class ParquetSource(Section):
-    """Parquet files with a text column."""
-
-    kind: Literal["parquet"]
-    paths: Paths
-    text_field: Text = "text"
-
-
-class CsvSource(Section):
-    """CSV files with a header line and a text column."""
-
-    kind: Literal["csv"]
-    paths: Paths
-    text_field: Text = "text"
-
-
-class TextSource(Section):
-    """Plain UTF-8 files, each one document."""
-
-    kind: Literal["text"]
-    paths: Paths
-
-
-class HuggingFaceSource(Section):
-    """A Hugging Face dataset by name, streamed in its own order."""
-
-    kind: Literal["huggingface"]
-    name: Text
-    config_name: Text | None = None
-    revision: Text | None = None  # branch, tag or commit; null: what the hub serves at the time
-    split: Text = "train"
-    text_field: Text = "text"
-
-
-Source = Annotated[
-    StdlibSource | JsonlSource | ParquetSource | CsvSource | TextSource | HuggingFaceSource,
-    Field(discriminator="kind"),
-]
-
-
-class Tokenizer(Section):
-    """Byte-level BPE: trained on the corpus at `model.vocab_size`, or loaded from a tokenizer.json."""
-
-    path: Text | None = None
-    end_of_text: Text = "<|endoftext|>"
-    train_bytes: PositiveInt = 100_000_000  # at most this much of the corpus is read to train it
-
-
-class Data(Section):
-    """Text to rows of `row_length` tokens."""
-
-    source: Source = Field(default_factory=lambda: StdlibSource(kind="stdlib"))
-    tokenizer: Tokenizer = Field(default_factory=Tokenizer)
-    row_length: PositiveInt = 2048
-    valid_fraction: Between0And1 = 0.05  # of documents, chosen by hash
-    cache: Text = "data_cache"  # prepared shards, one folder per content key
-    shard_tokens: PositiveInt = 100_000_000  # tokens of one shard file
-    max_documents: PositiveInt | None = None
-    max_bad_records: NonNegativeInt = 100  # malformed records skipped before the preparation gives up
 
 
 class Train(Section):

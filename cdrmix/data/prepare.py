@@ -50,7 +50,7 @@ def prepare(config: Config, *, say: Say = print) -> ShardSet:
     Raises CorpusError, VocabularyError, ConfigError (a tokenizer file that is not there), ShardError (damaged
     shards), DiskFullError.
     """
-    source = make_source(config.data.source)
+    source = make_source(next(iter(config.data.all_domains().values())).source)
     tokenizer = load_tokenizer(config)
     key = content_key(config, source, tokenizer)
     cache = Path(config.data.cache).expanduser()

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from cdrmix.config import schema
+from cdrmix.config import schema_data as schema
 from cdrmix.data import files
 from cdrmix.data.files import (
     DAMAGED_STREAM,

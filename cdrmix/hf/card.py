@@ -48,7 +48,7 @@ A hybrid RWKV-7/attention language model, trained by cdrmix for {step:,} steps o
 | feed-forward | {experts} |
 | vocabulary | {model.vocab_size:,} (byte-level BPE, in `tokenizer.json`) |
 | weights | float32 safetensors |
-| text | source `{config.data.source.kind}`, seed {config.run.seed} |
+| text | source `{config.data.source_kinds()}`, seed {config.run.seed} |
 {_figures(held_out)}
 ## Use
 

@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from cdrmix.config.load import config_hash, dump_config, load_config
-from cdrmix.config.schema import Config, HuggingFaceSource, JsonlSource, StdlibSource, TextSource
+from cdrmix.config.schema import Config
+from cdrmix.config.schema_data import HuggingFaceSource, JsonlSource, StdlibSource, TextSource
 from cdrmix.errors import ConfigError
 
 GOOD = """\
@@ -248,4 +249,5 @@ def test_what_decides_a_weight_is_hashed(tmp_path: Path, change: str) -> None:
 
 
 def test_the_default_source_is_the_standard_library(tmp_path: Path) -> None:
-    assert load(tmp_path).data.source == StdlibSource(kind="stdlib")
+    (domain,) = load(tmp_path).data.all_domains().values()
+    assert domain.source == StdlibSource(kind="stdlib")

@@ -20,7 +20,7 @@ import pytest
 import zstandard
 from pydantic import TypeAdapter
 
-from cdrmix.config import schema
+from cdrmix.config import schema_data as schema
 from cdrmix.data import files
 from cdrmix.data.sources import SOURCES, BadRecords, Document, make_source
 from cdrmix.errors import CorpusError, DiskFullError
