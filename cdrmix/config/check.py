@@ -15,7 +15,7 @@ from cdrmix.config.problems import Problem, found
 from cdrmix.config.reasoning_param_autosizer import reasoning_defaults
 from cdrmix.config.scales import SCALES
 from cdrmix.config.schema import Config, Size
-from cdrmix.config.tree import Path, Place, Value, dotted, fill, find, get, place_of, plain
+from cdrmix.config.tree import Path, Place, Value, dotted, fill, find, get, matches, place_of, plain
 from cdrmix.registry import nearest
 
 
@@ -44,10 +44,12 @@ def check(tree: Value, whole: bool) -> tuple[Config | None, list[Problem]]:
     # What could not be read may change a default, and so a combination.
     values = dict(_known_values(words.root(), data, broken)) if whole else {}
     for conflict in conflicts(values):
-        paths = [tuple(key.split(".")) for key in conflict.keys]
+        paths = [conflict.path, *(tuple(key.split(".")) for key in conflict.keys)]
         # The first key that is written: an autosized or default value has no line of its own.
         place = next((value.place for path in paths if (value := find(tree, path))), place_of(tree, paths[0]))
-        problems.append(Problem(place, conflict.keys[0], found(conflict.value), conflict.allowed))
+        problems.append(
+            Problem(place, dotted(conflict.path), found(conflict.value), conflict.allowed, conflict.nearest)
+        )
     return (None if problems else config), problems
 
 
@@ -70,6 +72,10 @@ def _validate(tree: Value, data: dict[str, Any], whole: bool) -> tuple[Config | 
         if sort in ("union_tag_invalid", "union_tag_not_found"):
             path = (*path, "kind")
             sort = "missing" if sort == "union_tag_not_found" else sort
+        if path[-1:] == ("[key]",):  # pydantic's mark of a free key that is refused itself
+            path = path[:-1]
+            problems.append(Problem(place_of(tree, path), dotted(path), "an empty name", "a name that is not empty"))
+            continue
         if path in broken:
             continue
         if sort == "extra_forbidden":
@@ -99,7 +105,7 @@ def _without_kinds(location: tuple[str | int, ...]) -> Path:
     path: Path = ()
     inserted = False
     for part in location:
-        if path in words.tagged() and not inserted:
+        if not inserted and matches(path, words.tagged()):
             inserted = True
         else:
             path = (*path, part)
@@ -149,17 +155,24 @@ def _refused(place: Place, path: Path, data: object) -> Problem:
 
 
 def _known_values(schema: words.Schema, data: object, broken: set[Path], path: Path = ()) -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of everything that is set or has a default and was not refused by itself."""
+    """Dotted key and value of everything that is set or has a default and was not refused by itself.
+
+    Of a section that is written the mapping too, and None of one that is null. A list counts as refused when
+    anything in it is.
+    """
     needed = words.required(schema)
     section = data if isinstance(data, Mapping) else {}
     for key, inner in words.keys(schema, section).items():
         here = (*path, key)
-        if here in broken or (isinstance(section.get(key), list) and any(path[:-1] == here for path in broken)):
+        if here in broken or (
+            isinstance(section.get(key), list) and any(other[: len(here)] == here for other in broken)
+        ):
             continue
-        if words.is_section(inner):
-            if section.get(key) is not None or (key not in section and key not in needed):
-                yield from _known_values(inner, section.get(key, {}), broken, here)
-        elif key in section:
+        if key in section:
             yield dotted(here), section[key]
-        elif key not in needed:
-            yield dotted(here), inner.get("default")
+        elif key not in needed and "default" in inner:
+            yield dotted(here), inner["default"]
+        if words.is_section(inner):
+            absent = section.get(key) is None if key in section or key in needed else inner.get("default", {}) is None
+            if not absent:
+                yield from _known_values(inner, section.get(key, {}), broken, here)

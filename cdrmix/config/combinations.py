@@ -8,22 +8,36 @@ elsewhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any, NamedTuple
+
+from cdrmix.config.tree import Path, dotted, get
+from cdrmix.registry import nearest
+
+
+class Inside(NamedTuple):
+    """What is allowed for a value inside the first key of a rule: its `path` from there, and the name most like it."""
+
+    path: Path
+    allowed: str
+    nearest: str | None = None
 
 
 class Rule(NamedTuple):
     """`check`, given the values of `keys`, says what is allowed for the first key, or None when all is well."""
 
     keys: tuple[str, ...]
-    check: Callable[..., str | None]
+    check: Callable[..., str | Inside | None]
 
 
 class Conflict(NamedTuple):
-    """The rule that failed, by its keys, the first one's value, and what is allowed for it."""
+    """The rule that failed, by its keys; the path and the value that it refuses; what is allowed for it."""
 
     keys: tuple[str, ...]
+    path: Path
     value: Any
     allowed: str
+    nearest: str | None
 
 
 def conflicts(values: Mapping[str, Any]) -> list[Conflict]:
@@ -32,9 +46,11 @@ def conflicts(values: Mapping[str, Any]) -> list[Conflict]:
     for keys, check in RULES:
         if all(key in values for key in keys):
             inputs = [values[key] for key in keys]
-            message = check(*inputs)
-            if message:
-                failed.append(Conflict(keys, inputs[0], message))
+            refusal = check(*inputs)
+            if refusal:
+                inside = refusal if isinstance(refusal, Inside) else Inside((), refusal)
+                path = (*keys[0].split("."), *inside.path)
+                failed.append(Conflict(keys, path, get(inputs[0], inside.path), inside.allowed, inside.nearest))
     return failed
 
 
@@ -81,9 +97,90 @@ def _warmup_steps(warmup: int, steps: int) -> str | None:
     return f"below train.steps={steps}" if warmup >= steps else None
 
 
-def _vocab_size(vocabulary: int, tokenizer: str | None) -> str | None:
-    if tokenizer is None and vocabulary < 257:
-        return "at least 257 for a tokenizer trained on the corpus: 256 bytes and the end-of-text token"
+def _vocab_size(vocabulary: int, tokenizer: str | None, fim: Mapping[str, Any] | None) -> str | None:
+    marks = 0 if fim is None else 3
+    if tokenizer is None and vocabulary < 257 + marks:
+        also = ", and the three marks of data.objectives.fim" if marks else ""
+        return (
+            f"at least {257 + marks} for a tokenizer trained on the corpus: 256 bytes and the end-of-text token{also}"
+        )
+    return None
+
+
+def _domains(domains: Mapping[str, Any] | None, source: Mapping[str, Any] | None) -> str | None:
+    if domains is not None and source is not None:
+        return "null beside data.source (the source can be one of the domains, with data.source: null)"
+    return "at least one domain, or null" if domains is not None and not domains else None
+
+
+def _domain_names(domains: Mapping[str, Any] | None) -> list[str]:
+    return ["text"] if domains is None else [*domains]
+
+
+def _bands(bands: int, rows: int, num_perm: int) -> str | None:
+    if bands * rows > num_perm:
+        return f"at most {num_perm // rows}: data.dedup.num_perm={num_perm} over data.dedup.rows={rows}"
+    return None
+
+
+def _fim_domains(chosen: list[str] | None, domains: Mapping[str, Any] | None) -> Inside | None:
+    known = _domain_names(domains)
+    for place, name in enumerate(chosen or []):
+        if name not in known:
+            return Inside((place,), f"one of data.domains: {', '.join(known)}", nearest(name, known))
+    return None
+
+
+def _marks(prefix: str, middle: str, suffix: str, end_of_text: str) -> str | None:
+    marks = [prefix, middle, suffix, end_of_text]
+    if len(set(marks)) < len(marks):
+        return f"four different tokens, with data.tokenizer.end_of_text; they are {', '.join(marks)}"
+    return None
+
+
+def _length_classes(bounds: list[int]) -> Inside | None:
+    for place, (low, high) in enumerate(pairwise(bounds)):
+        if high <= low:
+            return Inside((place + 1,), f"above the one before it, {low}")
+    return None
+
+
+def _stage_ends(stages: list[Mapping[str, Any]]) -> Inside | None:
+    end = 0.0
+    for place, stage in enumerate(stages):
+        last = place == len(stages) - 1
+        if stage["until"] <= end:
+            return Inside((place, "until"), f"above {end:g}, where the stage before it ends")
+        end = stage["until"]
+        if last and end != 1:
+            return Inside((place, "until"), "1: the last stage ends with the training")
+    return None
+
+
+def _stage_domains(stages: list[Mapping[str, Any]], domains: Mapping[str, Any] | None) -> Inside | None:
+    known = _domain_names(domains)
+    for place, stage in enumerate(stages):
+        weights = stage.get("domains")
+        if weights is None:
+            continue
+        for name in weights:
+            if name not in known:
+                close = nearest(name, known)
+                near = dotted(("data", "curriculum", place, "domains", close)) if close else None
+                return Inside((place, "domains", name), f"weights of data.domains: {', '.join(known)}", near)
+        if not any(weights.values()):
+            return Inside((place, "domains"), "at least one weight above 0, or null")
+    return None
+
+
+def _stage_lengths(stages: list[Mapping[str, Any]], bounds: list[int]) -> Inside | None:
+    for place, stage in enumerate(stages):
+        weights = stage.get("lengths")
+        if weights is not None and len(weights) != len(bounds) + 1:
+            wanted = f"a list of {len(bounds) + 1}, one more than data.length_classes has bounds, or null"
+            return Inside((place, "lengths"), wanted)
+        if weights is not None and not any(weights):
+            return Inside((place, "lengths"), "at least one weight above 0, or null")
     return None
 
 
@@ -101,6 +198,17 @@ RULES = (
     Rule(("train.batch_rows", "train.micro_batch_rows"), _batch_rows),
     Rule(("train.expert_parallel", "model.feed_forward.experts", "model.feed_forward.kind"), _expert_parallel),
     Rule(("train.warmup_steps", "train.steps"), _warmup_steps),
-    Rule(("model.vocab_size", "data.tokenizer.path"), _vocab_size),
+    Rule(("model.vocab_size", "data.tokenizer.path", "data.objectives.fim"), _vocab_size),
+    Rule(("data.domains", "data.source"), _domains),
+    Rule(("data.dedup.bands", "data.dedup.rows", "data.dedup.num_perm"), _bands),
+    Rule(("data.objectives.fim.domains", "data.domains"), _fim_domains),
+    Rule(
+        (*(f"data.objectives.fim.{mark}" for mark in ("prefix", "middle", "suffix")), "data.tokenizer.end_of_text"),
+        _marks,
+    ),
+    Rule(("data.length_classes",), _length_classes),
+    Rule(("data.curriculum",), _stage_ends),
+    Rule(("data.curriculum", "data.domains"), _stage_domains),
+    Rule(("data.curriculum", "data.length_classes"), _stage_lengths),
     Rule(("train.precision", "run.device"), _precision),
 )

@@ -9,6 +9,7 @@ from typing import Any
 Path = tuple[str | int, ...]
 Scalar = str | int | float | bool | None
 COMMAND_LINE = "command line"
+ANY = "<name>"  # in a pattern of paths: a key that the configuration names itself
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,16 @@ def dotted(path: Path) -> str:
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
     return text
+
+
+def matches(path: Path, patterns: Set[Path]) -> bool:
+    """Whether `path` is one of `patterns`, in which ANY stands for any key."""
+    return path in patterns or any(
+        ANY in pattern
+        and len(pattern) == len(path)
+        and all(wanted in (ANY, part) for wanted, part in zip(pattern, path, strict=True))
+        for pattern in patterns
+    )
 
 
 def plain(value: Value) -> Any:
@@ -87,13 +98,13 @@ def merge(base: Value, over: Value, tagged: Set[Path], path: Path = ()) -> Value
     """`over` on top of `base`: mappings join key by key, anything else is replaced.
 
     Args:
-        tagged: paths of sections whose keys depend on their `kind`. Where `over` names another
+        tagged: paths (ANY for any key) of sections whose keys depend on their `kind`. Where `over` names another
             kind than `base`, the section is replaced, for the old kind's keys mean nothing to it.
     """
     below, above = base.content, over.content
     if not isinstance(below, dict) or not isinstance(above, dict):
         return over
-    if path in tagged and "kind" in above and "kind" in below and above["kind"].content != below["kind"].content:
+    if matches(path, tagged) and "kind" in above and "kind" in below and above["kind"].content != below["kind"].content:
         return over
     joined = dict(below)
     for key, value in above.items():

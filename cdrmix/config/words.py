@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from cdrmix.config.schema import Config
-from cdrmix.config.tree import Path, get
+from cdrmix.config.tree import ANY, Path, get
 from cdrmix.registry import nearest
 
 Schema = Mapping[str, Any]  # a node of pydantic's JSON schema
@@ -39,8 +39,16 @@ def kinds(schema: Schema) -> dict[str, Schema]:
     return {kind: _resolve({"$ref": reference}) for kind, reference in mapping.items()}
 
 
+def free(schema: Schema) -> Schema | None:
+    """What a mapping whose keys are free holds under each of them; None for any other key."""
+    inner = _resolve(schema).get("additionalProperties")
+    return inner if isinstance(inner, Mapping) else None
+
+
 def keys(schema: Schema, data: object = None) -> dict[str, Schema]:
-    """The keys of a section (given its `data`, where they depend on the kind); empty for what is no section."""
+    """The keys of a section (given its `data`, where they depend on the kind or are free); empty for no section."""
+    if inner := free(schema):
+        return {key: inner for key in data if isinstance(key, str)} if isinstance(data, Mapping) else {}
     variants = kinds(schema)
     if variants:
         kind = data.get("kind") if isinstance(data, Mapping) else None
@@ -49,8 +57,8 @@ def keys(schema: Schema, data: object = None) -> dict[str, Schema]:
 
 
 def is_section(schema: Schema) -> bool:
-    """Whether the key holds a mapping of further keys."""
-    return bool(kinds(schema)) or "properties" in _resolve(schema)
+    """Whether the key holds a mapping of further keys, which the schema names or which are free."""
+    return bool(kinds(schema)) or "properties" in _resolve(schema) or free(schema) is not None
 
 
 def required(schema: Schema) -> list[str]:
@@ -63,37 +71,46 @@ def at(path: Path, data: object) -> Schema | None:
     schema: Schema = _document()
     for part in path:
         if isinstance(part, int):
-            inner = _resolve(schema)
-            prefix = inner.get("prefixItems", [])
-            schema = prefix[part] if part < len(prefix) else inner.get("items", {})
+            items = _resolve(schema)
+            prefix = items.get("prefixItems", [])
+            schema = prefix[part] if part < len(prefix) else items.get("items", {})
+            data = data[part] if isinstance(data, list) and part < len(data) else None
             continue
-        section = keys(schema, data)
-        if part not in section:
+        inner = free(schema)
+        if inner is None:
+            inner = keys(schema, data).get(part)
+        if inner is None:
             return None
-        schema, data = section[part], data.get(part) if isinstance(data, Mapping) else None
+        schema, data = inner, data.get(part) if isinstance(data, Mapping) else None
     return schema
+
+
+def _named(schema: Schema) -> dict[str, Schema]:
+    """The keys of a section without looking at its data: of a mapping with free keys, ANY."""
+    inner = free(schema)
+    return {ANY: inner} if inner is not None else keys(schema)
 
 
 @cache
 def tagged() -> frozenset[Path]:
-    """The paths of the sections whose keys depend on their `kind`."""
+    """The paths of the sections whose keys depend on their `kind`, ANY standing for a free key."""
 
     def walk(schema: Schema, path: Path) -> Iterator[Path]:
         if kinds(schema):
             yield path
         else:
-            for key, inner in keys(schema).items():
+            for key, inner in _named(schema).items():
                 yield from walk(inner, (*path, key))
 
     return frozenset(walk(_document(), ()))
 
 
 def every_key() -> list[Path]:
-    """The path of every key and section that a configuration may hold, in the schema's order."""
+    """The path of every key and section that a configuration may hold, in the schema's order; ANY for free keys."""
 
     def walk(schema: Schema, path: Path) -> Iterator[Path]:
         for variant in kinds(schema).values() or [schema]:
-            for key, inner in keys(variant).items():
+            for key, inner in _named(variant).items():
                 yield (*path, key)
                 yield from walk(inner, (*path, key))
 
@@ -107,7 +124,8 @@ def nearest_key(path: Path, data: object) -> Path | None:
     close = nearest(str(name), keys(parent, get(data, tuple(section)))) if parent else None
     if close:
         return (*section, close)
-    names = {str(known[-1]): known for known in reversed(every_key())}  # reversed: the first of a name wins
+    # reversed: the first of a name wins
+    names = {str(known[-1]): known for known in reversed(every_key()) if known[-1] != ANY}
     close = nearest(str(name), names)
     return names[close] if close else None
 
@@ -131,6 +149,8 @@ def _allowed(schema: Schema) -> str:
         return listed[0] if len(listed) == 1 else f"one of {', '.join(listed[:-1])} or {listed[-1]}"
     if variants := kinds(schema):
         return f"a section whose kind is one of {', '.join(variants)}"
+    if inner := free(schema):
+        return f"names of your own, each with {allowed(inner)}"
     if "properties" in schema:
         needed = required(schema)
         return f"a section with the keys {', '.join(schema['properties'])}" + (
