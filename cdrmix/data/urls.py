@@ -1,0 +1,167 @@
+"""Addresses: one canonical form for the many spellings of a page's URL, and the domain somebody registered.
+
+Follows RFC 3986 section 6 (syntax-based normalisation) and what crawlers have learnt: see `canonical_url`.
+"""
+
+from __future__ import annotations
+
+import functools
+import ipaddress
+import re
+from typing import NamedTuple
+
+import idna
+from publicsuffixlist import PublicSuffixList
+
+RULES_VERSION = 1  # goes up whenever an address may get another canonical form, so that kept results are made anew
+
+TRACKING = re.compile(
+    r"utm_.*|mtm_.*|pk_.*|hsa_.*|gclid|gclsrc|dclid|gbraid|wbraid|fbclid|msclkid|yclid|twclid|ttclid|igshid|igsh|mc_cid"
+    r"|mc_eid|mkt_tok|_hsenc|_hsmi|_ga|_gl|oly_anon_id|oly_enc_id|vero_id|wickedid|rb_clickid|s_cid|cmpid|ncid|ref_src"
+    r"|phpsessid|jsessionid|sessionid|session_id|aspsessionid.*|cfid|cftoken|zenid|oscsid",
+    re.IGNORECASE,
+)
+PATH_SESSION = re.compile(r";(?:jsessionid|phpsessid|sessionid)=[^/;]*", re.IGNORECASE)
+INDEX_PAGE = re.compile(
+    r"(?:index\.(?:html?|shtml|xhtml|php\d?|aspx?|jsp|cgi|cfm)|default\.(?:html?|aspx?))", re.IGNORECASE
+)
+ADDRESS = re.compile(r"https?://([^/\\?#]*)([^?#]*)(?:\?([^#]*))?", re.IGNORECASE)
+HOST_AND_PORT = re.compile(r"(\[[^\]]*\]|[^:]*)(?::([0-9]{0,5}))?")
+HOST = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?:\.[a-z0-9_-]{1,63})*")
+DOTTED_QUAD = re.compile(r"[0-9]+(?:\.[0-9]+){3}")
+ESCAPE = re.compile(r"%([0-9A-Fa-f]{2})|([^A-Za-z0-9._~!$&'()*+,;=:@/?-])")
+UNRESERVED = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~")
+
+
+class Parts(NamedTuple):
+    """What is left of an address: `host` in ASCII, `port` with its colon or empty, `path` from its slash, `query`."""
+
+    host: str
+    port: str
+    path: str
+    query: str
+
+
+@functools.cache
+def suffixes() -> PublicSuffixList:
+    """The public suffix list that the library embeds, private suffixes (github.io) included."""
+    return PublicSuffixList()
+
+
+@functools.cache
+def known_suffixes() -> PublicSuffixList:
+    """The same list, by which a name below no listed suffix has none."""
+    return PublicSuffixList(accept_unknown=False)
+
+
+@functools.lru_cache(maxsize=65536)
+def is_known_domain(host: str) -> bool:
+    """Whether the host, in ASCII, is a name below a public suffix that exists: example.com is, image.png is not."""
+    return known_suffixes().privatesuffix(host) is not None
+
+
+def canonical_url(url: str) -> str | None:
+    """The spelling that all addresses of one page share, or None when `url` is no http(s) address.
+
+    Scheme https (http is the same page), host in lower case and IDNA ASCII without `www.` and without a final dot; no
+    user, default port, fragment; dot segments resolved; percent-encoding only where needed and in upper case; no index
+    page, session id or trailing slash; query sorted, without tracking parameters. Applying it twice changes nothing.
+    """
+    parts = split(url)
+    if parts is None:
+        return None
+    query = f"?{parts.query}" if parts.query else ""
+    return f"https://{parts.host}{parts.port}{parts.path}{query}"
+
+
+def registrable_domain(url: str) -> str | None:
+    """The part of the host that somebody registered (example.co.uk), or None when `url` is no http(s) address.
+
+    An IP address, a name without dots and a public suffix itself stand for themselves.
+    """
+    parts = split(url)
+    return None if parts is None else domain_of_host(parts.host)
+
+
+@functools.lru_cache(maxsize=65536)
+def domain_of_host(host: str) -> str:
+    """The registrable domain of a canonical host."""
+    if host.startswith("[") or DOTTED_QUAD.fullmatch(host):
+        return host
+    return suffixes().privatesuffix(host) or host
+
+
+def split(url: str) -> Parts | None:
+    """The canonical parts of an http(s) address, or None."""
+    # As browsers do (WHATWG URL 4.4): tabs and newlines go, so does white space around; backslashes are slashes.
+    url = url.strip().replace("\t", "").replace("\n", "").replace("\r", "")
+    match = ADDRESS.match(url)
+    if match is None:
+        return None
+    authority, path, query = match.groups()
+    host_and_port = HOST_AND_PORT.fullmatch(authority.rpartition("@")[2])
+    if host_and_port is None:
+        return None
+    host = canonical_host(host_and_port[1])
+    port = int(host_and_port[2] or 0)
+    if host is None or port > 65535:
+        return None
+    try:
+        path, query = canonical_path(path.replace("\\", "/")), canonical_query(query or "")
+    except UnicodeEncodeError:  # a lone surrogate
+        return None
+    # Port 443 of http and 80 of https go too: the scheme is forgotten, so they could not be told apart later.
+    return Parts(host, "" if port in (0, 80, 443) else f":{port}", path, query)
+
+
+@functools.lru_cache(maxsize=65536)
+def canonical_host(host: str) -> str | None:
+    """The host in ASCII without `www.`, an IPv6 address in its brackets and shortest form; None when there is none."""
+    if host.startswith("["):
+        try:
+            return f"[{ipaddress.IPv6Address(host[1:-1].partition('%')[0]).compressed}]"
+        except ValueError:
+            return None
+    host = host.rstrip(".").lower()
+    if not host.isascii():
+        try:
+            host = idna.encode(host, uts46=True).decode("ascii").rstrip(".")
+        except (idna.IDNAError, UnicodeError):
+            return None
+    if not HOST.fullmatch(host) or len(host) > 253:
+        return None
+    # www.com and www.co.uk are names of their own: what remains must be below a public suffix.
+    while host.startswith("www.") and suffixes().privatesuffix(host[4:]) is not None:
+        host = host[4:]
+    return host
+
+
+def canonical_path(path: str) -> str:
+    """The path: escapes normal, dot segments resolved (RFC 3986 5.2.4), no session, index page or final slash."""
+    segments: list[str] = []
+    for segment in PATH_SESSION.sub("", escaped(path)).split("/"):
+        if segment == "..":
+            del segments[-1:]
+        elif segment != ".":
+            segments.append(segment)
+    while segments and (not segments[-1] or INDEX_PAGE.fullmatch(segments[-1])):
+        segments.pop()
+    return "/" + "/".join(segments).lstrip("/")
+
+
+def canonical_query(query: str) -> str:
+    """The parameters in order of their escaped spelling, without those that only follow a visitor."""
+    pairs = (escaped(pair) for pair in query.split("&"))
+    return "&".join(sorted(pair for pair in pairs if pair and not TRACKING.fullmatch(pair.partition("=")[0])))
+
+
+def escaped(text: str) -> str:
+    """Percent-encoding of exactly the characters that need it, in upper case; UnicodeEncodeError for surrogates."""
+
+    def replace(match: re.Match[str]) -> str:
+        if match[1] is None:
+            return "".join(f"%{byte:02X}" for byte in match[2].encode())
+        character = chr(int(match[1], 16))
+        return character if character in UNRESERVED else f"%{match[1].upper()}"
+
+    return ESCAPE.sub(replace, text)
