@@ -26,19 +26,20 @@ class PackedRows(NamedTuple):
     lengths: np.ndarray[Any, np.dtype[np.int32]]
 
 
-def pack(document_starts: np.ndarray[Any, np.dtype[np.int64]], row_length: int) -> PackedRows:
-    """Pack the documents whose first input is token document_starts[i], whose last target document_starts[i + 1].
+def pack(
+    starts: np.ndarray[Any, np.dtype[np.int64]], positions: np.ndarray[Any, np.dtype[np.int64]], row_length: int
+) -> PackedRows:
+    """Pack the documents whose first input is token number starts[i], of positions[i] positions each.
 
-    document_starts: int64 [documents + 1], ascending. A function of its arguments only.
+    starts, positions: int64 [documents]. A function of its arguments only.
     """
-    positions = np.diff(document_starts)
     assert (positions > 0).all(), "a document has at least its end-of-text token"
     whole, remainders = np.divmod(positions, row_length)
 
-    # The whole pieces: piece k of document i starts at document_starts[i] + k * row_length.
+    # The whole pieces: piece k of document i starts at starts[i] + k * row_length.
     owner = np.repeat(np.arange(len(positions)), whole)
     piece = np.arange(len(owner)) - (np.cumsum(whole) - whole)[owner]
-    whole_starts = document_starts[owner] + piece * row_length
+    whole_starts = starts[owner] + piece * row_length
 
     # The remainders, longest first, documents in order among equals; then row by row.
     longest_first = np.argsort(-remainders, kind="stable")[: np.count_nonzero(remainders)]
@@ -49,7 +50,7 @@ def pack(document_starts: np.ndarray[Any, np.dtype[np.int64]], row_length: int) 
     segments_in_row = np.concatenate([np.ones(len(owner), np.int64), np.bincount(rows, minlength=row_count)])
     return PackedRows(
         first_segment=np.concatenate([[0], np.cumsum(segments_in_row)]).astype(np.int64),
-        starts=np.concatenate([whole_starts, document_starts[packed] + whole[packed] * row_length]).astype(np.int64),
+        starts=np.concatenate([whole_starts, starts[packed] + whole[packed] * row_length]).astype(np.int64),
         lengths=np.concatenate([np.full(len(owner), row_length), remainders[packed]]).astype(np.int32),
     )
 

@@ -3,12 +3,19 @@
 A folder of shards holds, for each split:
     <split>.tokens-00000.bin ...  uint16 or uint32, an end-of-text, then all documents end to end, each closed by an
                                   end-of-text; cut every `shard_tokens` tokens
+    <split>.weights-00000.bin ... uint8, only where a loss weight differs from 1: for every token the number of its
+                                  weight in the index's list; cut as the tokens are
     <split>.documents.bin         int64 [documents + 1], token number of the end-of-text before each document
+    <split>.document-strata.bin   uint16 [documents], only with more than one stratum: each document's
     <split>.rows.bin              int64 [rows + 1], number of each row's first segment
+    <split>.row-weights.bin       float64 [rows], beside weights: the sum of the weights of each row's targets
     <split>.segment-starts.bin    int64 [segments], token number of each segment's first input (see packing.py)
     <split>.segment-lengths.bin   int32 [segments], positions of each segment
     <split>.target-counts.bin     int64 [vocab_size], how often each id is a target
 beside tokenizer.json and index.json, which is written last. Numbers are little-endian.
+
+A stratum is a domain and a class of length; a row holds documents of one stratum, and the rows of a stratum follow
+each other, so that a mixture of strata is a choice of rows.
 """
 
 from __future__ import annotations
@@ -16,11 +23,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,11 +37,38 @@ from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.durable import sha256_file
 from cdrmix.errors import ShardError
 
-FORMAT = 4  # 4: no file of the texts' lengths, which nothing read
+FORMAT = 5  # 5: strata and loss weights
 SPLITS = ("train", "valid")
 PACKED_TOGETHER = 2**20  # documents: rows are packed within blocks of so many, which bounds memory
+WEIGHTS = 2**8  # different loss weights, at most
 
 Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Stratum(NamedTuple):
+    """The rows of one domain and class of length: first_row .. first_row + rows - 1.
+
+    length_class: k for documents of at least length_classes[k - 1] and fewer than length_classes[k] tokens, their
+    end-of-text counted. tokens: of its documents.
+    """
+
+    domain: str
+    length_class: int
+    first_row: int
+    rows: int
+    tokens: int
+    documents: int
+
+
+class Piece(NamedTuple):
+    """What a row holds of one document: `text` of `tokens` targets from its target number `offset` on."""
+
+    document: int
+    domain: str
+    offset: int
+    tokens: int
+    document_tokens: int
+    text: str
 
 
 class HashedFile:
@@ -76,19 +111,40 @@ def write_file(path: Path, data: bytes) -> dict[str, Any]:
 class SplitWriter:
     """Writes one split: documents first, one `add` each, then `close` packs the rows.
 
+    domains: their names. length_classes: ascending numbers of tokens between which rows are made; none: any lengths
+    in a row. weights: whether documents may come with loss weights.
     A context manager: left by an error, it lets go of its files.
     """
 
-    def __init__(self, folder: Path, name: str, *, vocab_size: int, shard_tokens: int, row_length: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        *,
+        vocab_size: int,
+        shard_tokens: int,
+        row_length: int,
+        domains: Sequence[str] = ("text",),
+        length_classes: Sequence[int] = (),
+        weights: bool = False,
+    ) -> None:
         self.folder, self.name = folder, name
         self.shard_tokens, self.row_length = shard_tokens, row_length
         self.dtype = token_dtype(vocab_size)
         self.files: dict[str, dict[str, Any]] = {}
         self.documents = self.tokens = self.text_bytes = self.rows = 0
+        self._strata = [(domain, number) for domain in domains for number in range(len(length_classes) + 1)]
+        assert 0 < len(self._strata) < 2**16, "strata are numbered with 16 bits"
+        self._length_classes = [*length_classes]
+        self._stratum_tokens = [0] * len(self._strata)
+        self._stratum_documents = [0] * len(self._strata)
         self._target_counts = np.zeros(vocab_size, np.int64)
         self._created: list[HashedFile] = []
         self._shard: HashedFile | None = None
         self._starts = self._create("documents")
+        self._document_strata = self._create("document-strata") if len(self._strata) > 1 else None
+        self._codes: dict[float, int] | None = {1.0: 0} if weights else None  # loss weight -> what stands for it
+        self._weights_shard: HashedFile | None = None
 
     def __enter__(self) -> SplitWriter:
         return self
@@ -97,41 +153,82 @@ class SplitWriter:
         for file in self._created:
             file.abandon()
 
-    def add(self, ids: Array, text_bytes: int) -> None:
-        """Append a document: its ids, integers [tokens], the last end-of-text, and the UTF-8 bytes of its text."""
+    def add(self, ids: Array, text_bytes: int, *, domain: int = 0, weights: Array | None = None) -> None:
+        """Append a document.
+
+        ids: integers [tokens], the last end-of-text. text_bytes: UTF-8 bytes of its text. domain: its number.
+        weights: float32 [tokens], of each token as a target; None: all 1.
+        Raises ValueError for more than 256 different weights in a split, or one that is negative or not finite.
+        """
         tokens = ids.astype(self.dtype)
+        codes = self._coded(weights, len(tokens))
         if not self.documents:
-            self._append(tokens[-1:])
+            self._append(tokens[-1:], None if codes is None else bytes(1))
         self._starts.write(np.int64(self.tokens - 1).astype("<i8").tobytes())
+        stratum = domain * (len(self._length_classes) + 1) + bisect_right(self._length_classes, len(tokens))
+        if self._document_strata is not None:
+            self._document_strata.write(np.uint16(stratum).astype("<u2").tobytes())
+        self._stratum_tokens[stratum] += len(tokens)
+        self._stratum_documents[stratum] += 1
         targets, counts = np.unique(tokens, return_counts=True)
         self._target_counts[targets] += counts
         self.documents += 1
         self.text_bytes += text_bytes
-        self._append(tokens)
+        self._append(tokens, codes)
 
     def close(self) -> dict[str, Any]:
         """Pack the rows; the split's entry in the index. `files` has then an entry for every file."""
         self._close_shard()
         self._starts.write(np.int64(self.tokens - 1).astype("<i8").tobytes())
-        self.files[self._starts.path.name] = self._starts.close()
-        self._pack_rows()
+        self._finish(self._starts)
+        if self._document_strata is not None:
+            self._finish(self._document_strata)
+        if self._codes is not None and len(self._codes) == 1:  # nothing but ones: no files for them
+            for name in [name for name in self.files if ".weights-" in name]:
+                (self.folder / name).unlink()
+                del self.files[name]
+            self._codes = None
+        strata = self._pack_rows()
         counts = self._create("target-counts")
         counts.write(self._target_counts.astype("<i8").tobytes())
-        self.files[counts.path.name] = counts.close()
+        self._finish(counts)
         return {
             "documents": self.documents,
             "tokens": self.tokens,
             "text_bytes": self.text_bytes,
             "rows": self.rows,
+            "strata": [stratum._asdict() for stratum in strata],
+            "weights": [*(self._codes or {1.0: 0})],
             "shards": [name for name in self.files if ".tokens-" in name],
         }
 
-    def _append(self, tokens: Array) -> None:
+    def _coded(self, weights: Array | None, count: int) -> bytes | None:
+        """The weights as numbers of their values, which are noted; None when this split has none."""
+        if self._codes is None:
+            assert weights is None, "SplitWriter(weights=True) for documents with weights"
+            return None
+        if weights is None:
+            return bytes(count)
+        assert len(weights) == count, f"{len(weights)} weights for {count} tokens"
+        values, places = np.unique(np.asarray(weights, np.float32), return_inverse=True)
+        for value in values.tolist():
+            if not 0 <= value < float("inf"):
+                raise ValueError(f"a loss weight of {value}; weights are finite numbers of at least 0")
+            if self._codes.setdefault(value, len(self._codes)) == WEIGHTS:
+                raise ValueError(f"more than {WEIGHTS} different loss weights; use fewer in data.objectives.spans")
+        return np.array([self._codes[value] for value in values.tolist()], np.uint8)[places].tobytes()
+
+    def _append(self, tokens: Array, codes: bytes | None) -> None:
         while len(tokens):
             if self._shard is None:
-                self._shard = self._create(f"tokens-{self.tokens // self.shard_tokens:05d}")
+                number = f"{self.tokens // self.shard_tokens:05d}"
+                self._shard = self._create(f"tokens-{number}")
+                self._weights_shard = None if codes is None else self._create(f"weights-{number}")
             part = tokens[: self.shard_tokens - self.tokens % self.shard_tokens]
             self._shard.write(part.tobytes())
+            if self._weights_shard is not None and codes is not None:
+                self._weights_shard.write(codes[: len(part)])
+                codes = codes[len(part) :]
             self.tokens += len(part)
             tokens = tokens[len(part) :]
             if self.tokens % self.shard_tokens == 0:
@@ -142,33 +239,68 @@ class SplitWriter:
         self._created.append(file)
         return file
 
-    def _close_shard(self) -> None:
-        if self._shard is not None:
-            self.files[self._shard.path.name] = self._shard.close()
-            self._shard = None
+    def _finish(self, file: HashedFile) -> None:
+        self.files[file.path.name] = file.close()
 
-    def _pack_rows(self) -> None:
-        document_starts = np.memmap(self._starts.path, "<i8", "r")
-        rows, starts, lengths = map(self._create, ("rows", "segment-starts", "segment-lengths"))
+    def _close_shard(self) -> None:
+        for file in (self._shard, self._weights_shard):
+            if file is not None:
+                self._finish(file)
+        self._shard = self._weights_shard = None
+
+    def _pack_rows(self) -> list[Stratum]:
+        rows, segment_starts, segment_lengths = map(self._create, ("rows", "segment-starts", "segment-lengths"))
+        row_weights = self._create("row-weights") if self._codes else None
         segments = 0
-        for first in range(0, self.documents, PACKED_TOGETHER):
-            block = np.asarray(document_starts[first : first + PACKED_TOGETHER + 1], np.int64)
-            packed = pack(block, self.row_length)
-            rows.write((packed.first_segment[:-1] + segments).astype("<i8").tobytes())
-            starts.write(packed.starts.astype("<i8").tobytes())
-            lengths.write(packed.lengths.astype("<i4").tobytes())
-            segments += len(packed.starts)
-            self.rows += len(packed.first_segment) - 1
+        strata = []
+        for number, (domain, length_class) in enumerate(self._strata):
+            first_row = self.rows
+            for starts, positions in self._documents_of(number):
+                packed = pack(starts, positions, self.row_length)
+                rows.write((packed.first_segment[:-1] + segments).astype("<i8").tobytes())
+                segment_starts.write(packed.starts.astype("<i8").tobytes())
+                segment_lengths.write(packed.lengths.astype("<i4").tobytes())
+                segments += len(packed.starts)
+                self.rows += len(packed.first_segment) - 1
+                if row_weights is not None:
+                    sums = self._segment_weights(packed.starts, packed.lengths)
+                    row_weights.write(np.add.reduceat(sums, packed.first_segment[:-1]).astype("<f8").tobytes())
+            counts = (self._stratum_tokens[number], self._stratum_documents[number])
+            strata.append(Stratum(domain, length_class, first_row, self.rows - first_row, *counts))
         rows.write(np.int64(segments).astype("<i8").tobytes())
-        for file in (rows, starts, lengths):
-            self.files[file.path.name] = file.close()
+        for file in (rows, segment_starts, segment_lengths, *([row_weights] if row_weights else [])):
+            self._finish(file)
+        return strata
+
+    def _documents_of(self, stratum: int) -> Iterator[tuple[Array, Array]]:
+        """(starts, positions), int64, of a stratum's documents in order, block by block."""
+        starts = np.memmap(self._starts.path, "<i8", "r")
+        of_documents = None if self._document_strata is None else np.memmap(self._document_strata.path, "<u2", "r")
+        for first in range(0, self.documents if self._stratum_documents[stratum] else 0, PACKED_TOGETHER):
+            block = np.asarray(starts[first : first + PACKED_TOGETHER + 1], np.int64)
+            chosen = slice(None) if of_documents is None else of_documents[first : first + len(block) - 1] == stratum
+            if len(block[:-1][chosen]):
+                yield block[:-1][chosen], np.diff(block)[chosen]
+
+    def _segment_weights(self, starts: Array, lengths: Array) -> Array:
+        """float64 [segments]: the sum of the weights of each segment's targets."""
+        assert self._codes is not None
+        table = np.array([*self._codes], np.float64)
+        names = sorted(name for name in self.files if ".weights-" in name)
+        files = [np.asarray(np.memmap(self.folder / name, np.uint8, "r")) for name in names]
+        sums = (
+            table[read_across(files, self.shard_tokens, start + 1, start + length + 1)].sum()
+            for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)
+        )
+        return np.fromiter(sums, np.float64, len(starts))
 
 
 class Split:
     """One split, memory-mapped.
 
     documents, tokens (end-of-text ones included), rows: counts. text_bytes: UTF-8 bytes of the original text.
-    row_length: positions of a row. end_of_text_id: also the filling of a row's tail.
+    row_length: positions of a row. end_of_text_id: also the filling of a row's tail. strata: of all rows, in order.
+    weighted: whether a loss weight differs from 1.
     """
 
     def __init__(self, shards: ShardSet, name: str, entry: dict[str, Any], index: dict[str, Any]) -> None:
@@ -187,6 +319,14 @@ class Split:
         self._first_segment = self._map(f"{name}.rows.bin", "<i8")
         self._segment_starts = self._map(f"{name}.segment-starts.bin", "<i8")
         self._segment_lengths = self._map(f"{name}.segment-lengths.bin", "<i4")
+        self.strata = [Stratum(**stratum) for stratum in entry["strata"]]
+        self._document_strata = self._map(f"{name}.document-strata.bin", "<u2") if len(self.strata) > 1 else None
+        self._weight_table = np.array(entry["weights"], np.float32)
+        self._weights: list[Array] = []  # of the tokens, number for number; none where all are 1
+        self.weighted = len(self._weight_table) > 1
+        if self.weighted:
+            self._weights = [self._map(shard.replace(".tokens-", ".weights-"), "<u1") for shard in entry["shards"]]
+            self._row_weights = self._map(f"{name}.row-weights.bin", "<f8")
 
     def _map(self, file: str, dtype: str) -> Array:
         # As a plain array over the same mapping: slicing np.memmap itself costs several times as much.
@@ -194,22 +334,55 @@ class Split:
 
     def read(self, start: int, stop: int) -> Array:
         """int64 [stop - start]: tokens number start .. stop - 1 of the split."""
-        parts = []
-        while start < stop:
-            shard, offset = divmod(start, self._shard_tokens)
-            part = self._tokens[shard][offset : offset + stop - start]
-            parts.append(part)
-            start += len(part)
-        return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
+        return read_across(self._tokens, self._shard_tokens, start, stop).astype(np.int64)
 
     def segments(self, row: int) -> tuple[Array, Array]:
         """(starts int64, lengths int32) of the segments of a row."""
         first, last = self._first_segment[row], self._first_segment[row + 1]
         return self._segment_starts[first:last], self._segment_lengths[first:last]
 
+    def segments_of(self, rows: Array) -> tuple[Array, Array, Array]:
+        """(starts int64 [segments], lengths int64 [segments], counts int64 [rows]) of the rows, end to end."""
+        first = self._first_segment[rows]
+        counts = self._first_segment[np.asarray(rows) + 1] - first
+        places = np.arange(counts.sum()) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+        return self._segment_starts[places], self._segment_lengths[places].astype(np.int64), counts
+
     def targets_in_rows(self, rows: Array) -> int:
         """How many positions of the rows, which may repeat, have a target."""
-        return sum(int(self.segments(row)[1].sum()) for row in rows)
+        return int(self.segments_of(rows)[1].sum())
+
+    def weight_in_rows(self, rows: Array) -> float:
+        """The sum of the loss weights of the rows' targets; rows may repeat."""
+        return float(self._row_weights[rows].sum()) if self.weighted else float(self.targets_in_rows(rows))
+
+    def copy_segments(self, starts: Array, lengths: Array, places: Array, ids: Array, targets: Array) -> None:
+        """Inputs and targets of segments, all int64: segment i to ids and targets [places[i] : + lengths[i]]."""
+        for start, length, place in zip(starts.tolist(), lengths.tolist(), places.tolist(), strict=True):
+            tokens = read_across(self._tokens, self._shard_tokens, start, start + length + 1)
+            ids[place : place + length] = tokens[:-1]
+            targets[place : place + length] = tokens[1:]
+
+    def copy_weights(self, starts: Array, lengths: Array, places: Array, weights: Array) -> None:
+        """Loss weights of segments' targets, of a split that is `weighted`, to float32 weights as by copy_segments."""
+        for start, length, place in zip(starts.tolist(), lengths.tolist(), places.tolist(), strict=True):
+            codes = read_across(self._weights, self._shard_tokens, start + 1, start + length + 1)
+            weights[place : place + length] = self._weight_table[codes]
+
+    def domain_of(self, document: int) -> str:
+        """The domain of a document by its number, from 0. Raises IndexError where there is none such."""
+        if not 0 <= document < self.documents:
+            raise IndexError(f"document {document} of {self.documents}")
+        return self.strata[0 if self._document_strata is None else int(self._document_strata[document])].domain
+
+    def pieces(self, row: int) -> Iterator[Piece]:
+        """What a row holds, document by document; of special tokens the names."""
+        starts, lengths = self.segments(row)
+        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+            document = int(np.searchsorted(self._document_starts, start, "right")) - 1
+            first, last = self._document_starts[document : document + 2].tolist()
+            text = self._shards.tokenizer.show(self.read(start + 1, start + 1 + length).tolist())
+            yield Piece(document, self.domain_of(document), start - first, length, last - first, text)
 
     def text(self) -> Iterator[bytes]:
         """The original text of every document, UTF-8, in order."""
@@ -279,6 +452,16 @@ def write_index(folder: Path, index: dict[str, Any]) -> None:
     """Write index.json, the last file of a folder of shards, sealed with a hash of its own."""
     sealed = {"sha256": _seal(index), **index}
     write_file(folder / "index.json", json.dumps(sealed, indent=1).encode("utf-8"))
+
+
+def read_across(files: Sequence[Array], size: int, start: int, stop: int) -> Array:
+    """Items start .. stop - 1 of files that hold `size` items each, end to end."""
+    shard, offset = divmod(start, size)
+    parts = [files[shard][offset : offset + stop - start]] if start < stop else [np.zeros(0, np.uint8)]
+    while (start := start + len(parts[-1])) < stop:
+        shard += 1
+        parts.append(files[shard][: stop - start])
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def token_dtype(vocab_size: int) -> str:

@@ -78,9 +78,12 @@ class TextTokenizer:
         return cls(json_bytes, end_of_text or _only_special_token(json_bytes, str(path)), name=str(path))
 
     @classmethod
-    def train(cls, texts: Iterable[str], *, vocab_size: int, end_of_text: str) -> TextTokenizer:
+    def train(
+        cls, texts: Iterable[str], *, vocab_size: int, end_of_text: str, special_tokens: Sequence[str] = ()
+    ) -> TextTokenizer:
         """A tokenizer of at most `vocab_size` ids (fewer when the text runs out of pairs to merge).
 
+        special_tokens: further ones beside `end_of_text`, such as the marks of data.objectives.fim.
         A function of the texts and their order only: the number of threads does not change it.
         """
         tokenizer = Tokenizer(models.BPE())
@@ -93,7 +96,9 @@ class TextTokenizer:
         tokenizer.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
-            special_tokens=[AddedToken(end_of_text, special=True, normalized=False)],
+            special_tokens=[
+                AddedToken(token, special=True, normalized=False) for token in (end_of_text, *special_tokens)
+            ],
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
@@ -122,6 +127,28 @@ class TextTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """The text that ids stand for; bytes that are not UTF-8 (ids cut within a character) become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def show(self, ids: Iterable[int]) -> str:
+        """The text that ids stand for, special tokens under their names."""
+        parts: list[bytes] = []
+        for token in ids:
+            known = self._bytes_of_id[token] if token < len(self._bytes_of_id) else b""
+            parts.append(known or (self._tokenizer.id_to_token(token) or "").encode("utf-8"))
+        return b"".join(parts).decode("utf-8", errors="replace")
+
+    def special_id(self, token: str) -> int:
+        """The id of a special token. Raises VocabularyError where there is none such, or text can spell it."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        special = {entry.content: number for number, entry in added.items() if entry.special}
+        if token not in special:
+            raise VocabularyError(
+                f"the tokenizer has no special token {token!r}; its special tokens are "
+                f"{', '.join(map(repr, special)) or '(none)'}. Name one of them in data.objectives.fim, or leave "
+                "data.tokenizer.path out to train a tokenizer that has it"
+            )
+        if special[token] in self.encode(f"{token} {token}"):
+            raise VocabularyError(f"the tokenizer merges ordinary text into {token!r}; name another special token")
+        return special[token]
 
     def byte_lengths(self) -> list[int]:
         """For every id the number of bytes it stands for."""
