@@ -1,98 +1,81 @@
 // 64-bit SimHash of word term frequencies, and the exact join of two sets of fingerprints within a Hamming radius.
 //
-// A word is a maximal run of ASCII letters and digits, '_' and bytes >= 0x80; ASCII letters are lowered. Every
-// occurrence of a word votes with each bit of its hash, so a word weighs its term frequency; bit i of the fingerprint
-// is 1 when more than half of the votes for it are. A text without words has fingerprint 0.
+// Every occurrence of a word (words.hpp) votes with each bit of its hash, so a word weighs its term frequency; bit i of
+// the fingerprint is 1 when more than half of the votes for it are. A text without words has fingerprint 0.
 #pragma once
 
 #include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
+
+#include "words.hpp"
 
 namespace cdrmix {
 
-// The finaliser of SplitMix64 (Stafford's variant 13): a bijection of 64 bits in which flipping any input bit flips
-// each output bit with probability close to 1/2.
-inline std::uint64_t mix(std::uint64_t x) noexcept {
-    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ULL;
-    x = (x ^ (x >> 27)) * 0x94d049bb133111ebULL;
-    return x ^ (x >> 31);
-}
-
-// The hash of a word, fed byte by byte: h = SEED; h = mix(h ^ block) for each block of 8 bytes (little-endian, the
-// last one padded with zeros, absent when the length is a multiple of 8); the hash is mix(h ^ length).
-class WordHash {
+// How often each of 64 bits was 1. Counts stand upright, bit i of plane j being bit j of bit i's count, so that adding
+// 64 votes is a few operations on whole words; full planes are emptied into ordinary counters.
+class BitCounts {
   public:
-    void add(unsigned char byte) noexcept {
-        block_ |= static_cast<std::uint64_t>(byte) << (8 * (length_ % 8));
-        if (++length_ % 8 == 0) flush();
+    void add(std::uint64_t votes) noexcept {
+        for (std::uint64_t& plane : planes_) {
+            const std::uint64_t carry = plane & votes;
+            plane ^= votes;
+            votes = carry;
+        }
+        if (++pending_ == MOST) flush();
     }
 
-    std::uint64_t finish() noexcept {
-        if (length_ % 8 != 0) flush();
-        return mix(state_ ^ length_);
+    // The bits that more than half of `total` votes set.
+    std::uint64_t majority(std::uint64_t total) noexcept {
+        flush();
+        std::uint64_t bits = 0;
+        for (unsigned bit = 0; bit < 64; ++bit) bits |= static_cast<std::uint64_t>(2 * counts_[bit] > total) << bit;
+        return bits;
     }
-
-    bool empty() const noexcept { return length_ == 0; }
 
   private:
-    static constexpr std::uint64_t SEED = 0x9e3779b97f4a7c15ULL;  // 2^64 / golden ratio
+    static constexpr unsigned PLANES = 8;
+    static constexpr unsigned MOST = (1U << PLANES) - 1;  // votes that the planes hold
 
     void flush() noexcept {
-        state_ = mix(state_ ^ block_);
-        block_ = 0;
+        for (unsigned plane = 0; plane < PLANES; ++plane)
+            for (unsigned bit = 0; bit < 64; ++bit) counts_[bit] += (planes_[plane] >> bit & 1) << plane;
+        planes_ = {};
+        pending_ = 0;
     }
 
-    std::uint64_t state_ = SEED;
-    std::uint64_t block_ = 0;
-    std::uint64_t length_ = 0;
+    std::array<std::uint64_t, PLANES> planes_{};
+    std::array<std::uint64_t, 64> counts_{};
+    unsigned pending_ = 0;
 };
 
-// Byte -> the byte as part of a word (letters lowered), or 0 when it ends one.
-constexpr std::array<unsigned char, 256> word_bytes() noexcept {
-    std::array<unsigned char, 256> table{};
-    for (int byte = 0; byte < 256; ++byte) {
-        const bool upper = byte >= 'A' && byte <= 'Z';
-        const bool other =
-            (byte >= 'a' && byte <= 'z') || (byte >= '0' && byte <= '9') || byte == '_' || byte >= 0x80;
-        table[static_cast<std::size_t>(byte)] = static_cast<unsigned char>(upper ? byte + 32 : other ? byte : 0);
-    }
-    return table;
-}
-
-// The fingerprint of text[0 .. size).
-inline std::uint64_t simhash(const char* text, std::size_t size) noexcept {
-    static constexpr auto WORD_BYTE = word_bytes();
-    std::array<std::uint32_t, 64> ones{};  // votes for 1, by bit; a word takes 2 bytes, so 2^32 words are 8 GiB
-    std::uint64_t words = 0;
-    WordHash word;
-    for (std::size_t i = 0; i <= size; ++i) {
-        const unsigned char byte = i < size ? WORD_BYTE[static_cast<unsigned char>(text[i])] : 0;
-        if (byte != 0) {
-            word.add(byte);
-        } else if (!word.empty()) {
-            const std::uint64_t hash = word.finish();
-            for (unsigned bit = 0; bit < 64; ++bit) ones[bit] += static_cast<std::uint32_t>(hash >> bit) & 1U;
-            ++words;
-            word = WordHash();
+// Makes fingerprints of one text after the other.
+class SimHash {
+  public:
+    std::uint64_t operator()(const char* text, std::size_t size) noexcept {
+        BitCounts counts;
+        std::uint64_t total = 0;
+        words_.open(text, size);
+        while (const std::size_t read = words_.read(hashes_.data())) {
+            for (std::size_t i = 0; i < read; ++i) counts.add(hashes_[i]);
+            total += read;
         }
+        return counts.majority(total);
     }
-    std::uint64_t fingerprint = 0;
-    for (unsigned bit = 0; bit < 64; ++bit)
-        fingerprint |= static_cast<std::uint64_t>(2 * static_cast<std::uint64_t>(ones[bit]) > words) << bit;
-    return fingerprint;
-}
+
+  private:
+    Words words_;
+    std::array<std::uint64_t, Words::MOST> hashes_;
+};
 
 inline int hamming_distance(std::uint64_t a, std::uint64_t b) noexcept {
     return __builtin_popcountll(a ^ b);
 }
 
-struct Pair {
-    std::int64_t a;
-    std::int64_t b;
-};
+using Pair = std::pair<std::int64_t, std::int64_t>;
 
 // All pairs (i, j) with hamming_distance(a[i], b[j]) <= radius, sorted by i, then j. Requires 0 <= radius < 64.
 //
@@ -124,12 +107,12 @@ inline std::vector<Pair> join(const std::vector<std::uint64_t>& a, const std::ve
                 const bool seen = std::any_of(masks.begin(), masks.end(),
                                               [&](std::uint64_t earlier) { return (difference & earlier) == 0; });
                 if (!seen)
-                    pairs.push_back({static_cast<std::int64_t>(entry->index), static_cast<std::int64_t>(j)});
+                    pairs.emplace_back(static_cast<std::int64_t>(entry->index), static_cast<std::int64_t>(j));
             }
         }
         masks.push_back(mask);
     }
-    std::sort(pairs.begin(), pairs.end(), [](const Pair& x, const Pair& y) { return x.a != y.a ? x.a < y.a : x.b < y.b; });
+    std::sort(pairs.begin(), pairs.end());
     return pairs;
 }
 
