@@ -45,7 +45,7 @@ OWNERS = {
         "cdrmix/train/expert_parallel.py",  # its process groups, and the class by which it knows a layer
     },
     "triton": {"kernels"},
-    "numba": {"kernels", "cdrmix/data/packing.py"},
+    "numba": {"kernels", "cdrmix/data/packing.py", "cdrmix/data/curriculum.py"},  # one loop each: best fit, fair shares
     "llvmlite": {"kernels"},  # numba's compiler: explicit vectors
     "pybind11": set[str](),  # csrc/bindings.cpp alone
     "datasets": {"cdrmix/data/sources.py"},

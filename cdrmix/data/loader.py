@@ -1,14 +1,14 @@
 """Batches as a function of the step: keyed permutations of rows, so that resuming is O(1) and exact.
 
 Global batch n of B rows holds the positions n * B .. n * B + B - 1 of an endless sequence in which epoch e is
-the rows in an order given by (seed, e) alone. Micro-batches are dealt to the ranks in turn: micro-batch j of
-rank r out of W is number j * W + r of its global batch. So neither the order nor the batches depend on W.
+the rows in an order given by (seed, e) alone, or of a curriculum's sequence (curriculum.py). Micro-batches are
+dealt to the ranks in turn: micro-batch j of rank r out of W is number j * W + r of its global batch. So neither the
+order nor the batches depend on W.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,17 +17,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cdrmix.data.curriculum import Mixture
+from cdrmix.data.permutation import permute
 from cdrmix.data.shards import Array, Split
 from cdrmix.errors import ConfigError, ShardError
-
-ROUNDS = 8  # of the Feistel network; four already pass for random (Luby and Rackoff 1988), more cost microseconds
 
 
 @dataclass(frozen=True)
 class Batch:
     """Rows of packed documents. B rows, T positions a row.
 
-    ids_BT, targets_BT: int64. weights_BT: float32, 1 where there is a target, 0 (and target 0) in a row's filling.
+    ids_BT, targets_BT: int64. weights_BT: float32, of each target 1 or the weight that the shards give it, 0 (and
+    target 0) in a row's filling.
     cu_seqlens_N: int32, document starts in the flattened B * T positions, from 0 to B * T; every row starts one,
     and a row's filling is one. step: number of the batch. token_count: sum of the weights over the whole global
     batch, all ranks and micro-batches.
@@ -54,6 +55,7 @@ class Batch:
 class TrainLoader:
     """The batches of training: `micro_batches(step)` is a pure function of the arguments given here and the step.
 
+    mixture: whose order of rows; None: all rows alike.
     Raises ConfigError when the micro-batches of all ranks do not divide the global batch, ShardError when the
     shards were packed at another row length.
     """
@@ -68,6 +70,7 @@ class TrainLoader:
         seed: int,
         rank: int = 0,
         world: int = 1,
+        mixture: Mixture | None = None,
     ) -> None:
         check_row_length(split, row_length)
         assert 0 <= rank < world, f"rank {rank} of {world}"
@@ -79,9 +82,10 @@ class TrainLoader:
         self.split = split
         self.batch_rows, self.micro_batch_rows = batch_rows, micro_batch_rows
         self.seed, self.rank, self.world = seed, rank, world
+        self.mixture = mixture
 
     def epoch(self, step: int) -> float:
-        """How many times the split has been gone through before step `step`."""
+        """How many times as many rows as the split has were taken before step `step`."""
         return step * self.batch_rows / self.split.rows
 
     def rows(self, step: int) -> Array:
@@ -89,6 +93,8 @@ class TrainLoader:
         if step < 0:
             raise ValueError(f"step={step} is negative")
         positions = np.arange(step * self.batch_rows, (step + 1) * self.batch_rows, dtype=np.int64)
+        if self.mixture is not None:
+            return self.mixture.rows(positions)
         epochs, places = np.divmod(positions, self.split.rows)
         rows = np.empty_like(places)
         for epoch in np.unique(epochs):
@@ -99,7 +105,7 @@ class TrainLoader:
     def micro_batches(self, step: int) -> list[Batch]:
         """This rank's micro-batches of global batch `step`."""
         rows = self.rows(step)
-        token_count = float(self.split.targets_in_rows(rows))
+        token_count = self.split.weight_in_rows(rows)
         dealt = rows.reshape(-1, self.world, self.micro_batch_rows)[:, self.rank]
         return [make_batch(self.split, micro, step=step, token_count=token_count) for micro in dealt]
 
@@ -107,6 +113,7 @@ class TrainLoader:
 class EvalLoader:
     """Rows in order, every row once over all ranks; the last batch may be smaller.
 
+    Every target has the weight 1, whatever the shards say: bits per byte are those of the whole text.
     max_rows: as many rows, spread evenly over the split; None: all. token_count of a batch counts that batch alone.
     Every rank yields the same number of batches, so that collective operations of the model match: where the
     rows run out, a batch of one row without targets.
@@ -137,7 +144,8 @@ class EvalLoader:
         for step in range(len(self)):
             start = (step * self.world + self.rank) * self.micro_batch_rows
             rows = self.rows[start : start + self.micro_batch_rows]
-            yield make_batch(self.split, rows, step=step, token_count=float(self.split.targets_in_rows(rows)))
+            token_count = float(self.split.targets_in_rows(rows))
+            yield make_batch(self.split, rows, step=step, token_count=token_count, weighted=False)
 
     @property
     def text_bytes(self) -> int:
@@ -145,38 +153,38 @@ class EvalLoader:
 
         For all rows this is the split's text.
         """
-        lengths = np.array(self.split.token_byte_lengths(), np.int64)
+        byte_lengths = np.array(self.split.token_byte_lengths(), np.int64)
+        starts, lengths, _ = self.split.segments_of(self.rows)
         return sum(
-            int(lengths[self.split.read(int(start) + 1, int(start) + int(length) + 1)].sum())
-            for row in self.rows
-            for start, length in zip(*self.split.segments(row), strict=True)
+            int(byte_lengths[self.split.read(start + 1, start + length + 1)].sum())
+            for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)
         )
 
 
-def make_batch(split: Split, rows: Array, *, step: int, token_count: float) -> Batch:
-    """The batch of these rows; of no rows, one row without targets."""
+def make_batch(split: Split, rows: Array, *, step: int, token_count: float, weighted: bool = True) -> Batch:
+    """The batch of these rows; of no rows, one row without targets. weighted: False gives every target the weight 1."""
     height, width = max(len(rows), 1), split.row_length
-    ids = np.full((height, width), split.end_of_text_id, np.int64)
-    targets = np.zeros((height, width), np.int64)
-    weights = np.zeros((height, width), np.float32)
-    boundaries = [0] if len(rows) else [0, width]
-    for place, row in enumerate(rows):
-        column = 0
-        for start, length in zip(*split.segments(row), strict=True):
-            tokens = split.read(int(start), int(start) + int(length) + 1)
-            stop = column + int(length)
-            ids[place, column:stop] = tokens[:-1]
-            targets[place, column:stop] = tokens[1:]
-            weights[place, column:stop] = 1
-            boundaries.append(place * width + stop)
-            column = stop
-        if column < width:
-            boundaries.append((place + 1) * width)
+    ids = np.full(height * width, split.end_of_text_id, np.int64)
+    targets = np.zeros(height * width, np.int64)
+    starts, lengths, counts = split.segments_of(rows)
+    # A segment begins where the ones before it in its row end: all before it less those of the rows before.
+    ends = np.cumsum(lengths)
+    last = np.cumsum(counts) - 1
+    filled = np.zeros(height, np.int64)
+    filled[: len(rows)] = np.diff(ends[last], prepend=0)
+    before = np.arange(len(rows)) * width - (ends[last] - filled[: len(rows)])
+    places = ends - lengths + np.repeat(before, counts)
+    split.copy_segments(starts, lengths, places, ids, targets)
+    weights = (np.arange(width) < filled[:, None]).astype(np.float32)
+    if weighted and split.weighted:
+        split.copy_weights(starts, lengths, places, weights.reshape(-1))
+    row_ends = np.arange(1, height + 1) * width
+    boundaries = np.union1d(places + lengths, np.append(row_ends, 0))
     return Batch(
-        ids_BT=torch.from_numpy(ids),
-        targets_BT=torch.from_numpy(targets),
+        ids_BT=torch.from_numpy(ids.reshape(height, width)),
+        targets_BT=torch.from_numpy(targets.reshape(height, width)),
         weights_BT=torch.from_numpy(weights),
-        cu_seqlens_N=torch.tensor(boundaries, dtype=torch.int32),
+        cu_seqlens_N=torch.from_numpy(boundaries.astype(np.int32)),
         step=step,
         token_count=token_count,
     )
@@ -189,37 +197,3 @@ def check_row_length(split: Split, row_length: int) -> None:
             f"the shards hold rows of {split.row_length} tokens, the configuration says data.row_length={row_length}; "
             "prepare the text again with this configuration"
         )
-
-
-def permute(places: Array, size: int, key: tuple[int, ...]) -> Array:
-    """int64 [n]: where the permutation of 0 .. size - 1 that `key` names takes each of `places`, int64 [n].
-
-    A Feistel network on the smallest even number of bits that holds `size`, walked until it lands inside
-    (Black and Rogaway 2002). Raises IndexError for a place outside, from which the walk need not end.
-    """
-    places = np.asarray(places, np.int64)
-    if len(places) and (places.min() < 0 or places.max() >= size):
-        raise IndexError(f"places {places.min()} .. {places.max()} are not all in 0 .. {size - 1}")
-    half_bits = np.uint64(max(2, ((size - 1).bit_length() + 1) // 2))
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=8 * ROUNDS).digest()
-    round_keys = np.frombuffer(digest, "<u8").astype(np.uint64)
-    result = places.astype(np.uint64)
-    outside = np.ones(len(places), np.bool_)
-    while outside.any():
-        result[outside] = _feistel(result[outside], half_bits, round_keys)
-        outside = result >= size
-    return result.astype(np.int64)
-
-
-def _feistel(values: Array, half_bits: np.uint64, round_keys: Array) -> Array:
-    """A bijection of uint64 values below 2 ** (2 * half_bits)."""
-    mask = (np.uint64(1) << half_bits) - np.uint64(1)
-    left, right = values >> half_bits, values & mask
-    for round_key in round_keys:
-        # splitmix64's finalizer, a hash in which every bit of the input reaches every bit of the output
-        mixed = right ^ round_key
-        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        mixed ^= mixed >> np.uint64(31)
-        left, right = right, left ^ (mixed & mask)
-    return (left << half_bits) | right

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,17 +12,67 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cdrmix.data.loader import Batch, EvalLoader, TrainLoader, permute
-from cdrmix.data.prepare import prepare
-from cdrmix.data.shards import ShardSet, Split
+from cdrmix.data.loader import Batch, EvalLoader, TrainLoader
+from cdrmix.data.permutation import permute, permute_each
+from cdrmix.data.shards import (
+    FORMAT,
+    SPLITS,
+    ShardSet,
+    Split,
+    SplitWriter,
+    open_shards,
+    token_dtype,
+    write_file,
+    write_index,
+)
+from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import ConfigError, ShardError
 
 ROW = 16
 
 
+END = "<|endoftext|>"
+
+
+def write_shards(
+    folder: Path, texts: list[str], *, row_length: int = ROW, weights: dict[int, float] | None = None
+) -> ShardSet:
+    """Shards of texts, every fourth held out. weights: of the tokens whose id is a key of it."""
+    tokenizer = TextTokenizer.train(texts, vocab_size=320, end_of_text=END)
+    folder.mkdir()
+    splits, files = {}, {"tokenizer.json": write_file(folder / "tokenizer.json", tokenizer.json_bytes)}
+    for name in SPLITS:
+        writer = SplitWriter(
+            folder, name, vocab_size=320, shard_tokens=500, row_length=row_length, weights=weights is not None
+        )
+        with writer:
+            for text in (text for number, text in enumerate(texts) if (number % 4 == 0) == (name == "valid")):
+                ids = np.append(tokenizer.encode_batch([text])[0], np.uint32(tokenizer.end_of_text_id))
+                of_ids = None if weights is None else np.array([weights.get(id_, 1.0) for id_ in ids], np.float32)
+                writer.add(ids, len(text.encode()), weights=of_ids)
+            splits[name] = writer.close()
+        files |= writer.files
+    index = {
+        "format": FORMAT,
+        "key": "k",
+        "vocab_size": 320,
+        "dtype": token_dtype(320),
+        "shard_tokens": 500,
+        "row_length": row_length,
+        "end_of_text": END,
+        "end_of_text_id": tokenizer.end_of_text_id,
+        "tokenizer_fingerprint": tokenizer.fingerprint,
+        "splits": splits,
+        "files": files,
+        "report": {},
+    }
+    write_index(folder, index)
+    return open_shards(folder)
+
+
 @pytest.fixture
-def shards(make_config: Any, corpus: dict[str, Any]) -> ShardSet:
-    return prepare(make_config(corpus, row_length=ROW, shard_tokens=500), say=lambda line: None)
+def shards(tmp_path: Path, texts: list[str]) -> ShardSet:
+    return write_shards(tmp_path / "shards", texts)
 
 
 def train_loader(split: Split, *, batch_rows: int = 4, micro: int = 2, **options: int) -> TrainLoader:
@@ -46,6 +97,22 @@ def test_permute_stays_inside_a_large_domain(size: int, data: st.DataObject) -> 
     assert (permuted >= 0).all()
     assert (permuted < size).all()
     assert len(set(permuted.tolist())) == len(places)
+
+
+def test_many_permutations_at_once_are_each_by_itself() -> None:
+    sizes, keys = [1, 7, 1000, 2**40], [(1,), (2, 3), (1, 2), (4, 5)]
+    which = np.arange(400) % 4
+    places = np.arange(400) % np.array(sizes)[which]
+    together = permute_each(places, which, sizes, keys)
+    for number, (size, key) in enumerate(zip(sizes, keys, strict=True)):
+        mine = which == number
+        np.testing.assert_array_equal(together[mine], permute(places[mine], size, key))
+
+
+def test_the_order_is_that_of_earlier_versions() -> None:
+    """A run that is continued by another version must go on in its order: values of the first one."""
+    expected = [4, 7, 10, 2, 9, 1, 8, 5, 3, 0, 6, 11]
+    assert permute(np.arange(12), 12, (1, 0)).tolist() == expected
 
 
 @pytest.mark.parametrize("place", [-1, 10, 10**9])
@@ -183,3 +250,57 @@ def test_what_does_not_fit_is_refused(shards: ShardSet) -> None:
         EvalLoader(shards.valid, 8, 1)
     with pytest.raises(ValueError, match="step=-1 is negative"):
         train_loader(shards.train).micro_batches(-1)
+
+
+def test_weights_of_the_shards_reach_the_batch(tmp_path: Path, texts: list[str]) -> None:
+    """By the id of the target: two ids have weights of their own; the shards are those of the unweighted otherwise."""
+    plain = write_shards(tmp_path / "plain", texts).train
+    first, second = np.argsort(-plain.token_counts())[:2].tolist()
+    weighted = write_shards(tmp_path / "weighted", texts, weights={first: 0.0, second: 2.5})
+    split = weighted.train
+    for step in range(6):
+        loader = train_loader(split)
+        for batch, without in zip(loader.micro_batches(step), train_loader(plain).micro_batches(step), strict=True):
+            assert torch.equal(batch.targets_BT, without.targets_BT)
+            assert torch.equal(batch.cu_seqlens_N, without.cu_seqlens_N)
+            expected = without.weights_BT.clone()
+            expected[(without.targets_BT == first) & (without.weights_BT > 0)] = 0
+            expected[(without.targets_BT == second) & (without.weights_BT > 0)] = 2.5
+            assert torch.equal(batch.weights_BT, expected)
+        # sums of halves below 2^24 are exact in float32
+        total = sum(float(batch.weights_BT.sum()) for batch in loader.micro_batches(step))
+        assert loader.micro_batches(step)[0].token_count == total
+    for batch in EvalLoader(weighted.valid, ROW, 3):
+        assert set(batch.weights_BT.unique().tolist()) <= {0.0, 1.0}
+
+
+def test_ranks_that_come_and_go_in_mid_epoch_leave_the_sequence_alone(tmp_path: Path) -> None:
+    """World size 1, then 3, then 2, over an epoch of 10,007 rows: nothing skipped, nothing repeated."""
+    rows = 10_007
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    with SplitWriter(folder, "train", vocab_size=rows + 1, shard_tokens=3000, row_length=2) as writer:
+        for number in range(rows):  # of each the row: (end of text, number), its number the first target
+            writer.add(np.array([number + 1, 0]), 1)
+        entry = writer.close()
+    index = {"vocab_size": rows + 1, "row_length": 2, "end_of_text_id": 0, "shard_tokens": 3000, "dtype": "<u2"}
+    split = Split(SimpleNamespace(path=folder), "train", entry, index)  # type: ignore[arg-type]
+    assert split.rows == rows
+
+    def global_batch(step: int, world: int) -> list[int]:
+        ranks = [
+            TrainLoader(split, row_length=2, batch_rows=12, micro_batch_rows=2, seed=7, rank=rank, world=world)
+            for rank in range(world)
+        ]
+        dealt = [loader.micro_batches(step) for loader in ranks]
+        return [
+            number for at in range(6 // world) for rank in dealt for number in (rank[at].targets_BT[:, 0] - 1).tolist()
+        ]
+
+    steps = -(-rows // 12)
+    alone = [number for step in range(steps) for number in global_batch(step, 1)]
+    assert sorted(alone[:rows]) == list(range(rows))
+    changing = [
+        number for step in range(steps) for number in global_batch(step, 1 if step < 300 else 3 if step < 571 else 2)
+    ]
+    assert changing == alone
