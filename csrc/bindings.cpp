@@ -194,6 +194,25 @@ Array<std::uint32_t> minhash(const Texts& texts, std::size_t num_perm, std::size
     return out;
 }
 
+// Of every code point its bits of unicode::Property, surrogates among them.
+Array<std::uint8_t> unicode_properties() {
+    Array<std::uint8_t> out(py::ssize_t{cdrmix::unicode::CODE_POINTS});
+    for (char32_t c = 0; c < cdrmix::unicode::CODE_POINTS; ++c) out.mutable_data()[c] = cdrmix::unicode::properties(c);
+    return out;
+}
+
+py::bytes lower(const py::bytes& utf8) {
+    const auto text = static_cast<std::string_view>(utf8);
+    const char *begin = text.data(), *end = begin + text.size();
+    std::string lowered;
+    for (const char* p = begin; p != end;)
+        cdrmix::unicode::decode_lower(begin, p, end, [&](char32_t c) {
+            char bytes[cdrmix::unicode::MOST_BYTES];
+            lowered.append(bytes, static_cast<std::size_t>(cdrmix::unicode::encode(c, bytes) - bytes));
+        });
+    return lowered;
+}
+
 py::list shingle_hashes(const Texts& texts, std::size_t ngram) {
     py::list out;
     cdrmix::Shingles shingles(ngram);
@@ -358,6 +377,9 @@ PYBIND11_MODULE(_dedup, module) {
     module.def("minhash", &minhash, py::arg("texts"), py::arg("num_perm"), py::arg("ngram"), py::arg("seed"),
                py::arg("threads"), py::arg("instruction_set") = "",
                "Signatures, uint32 [n, num_perm]; without an instruction set, on the widest.");
+    module.def("unicode_properties", &unicode_properties,
+               "Of every code point the bits of csrc/unicode.hpp, uint8 [0x110000]: the tables, to be looked at.");
+    module.def("lower", &lower, py::arg("utf8"), "str.lower() of a text in UTF-8.");
     module.def("shingle_hashes", &shingle_hashes, py::arg("texts"), py::arg("ngram"),
                "Of each text the hashes of its shingles in order, uint64 arrays.");
     module.def("band_hashes", &band_hashes, py::arg("signatures").noconvert(), py::arg("bands"), py::arg("rows"));

@@ -1,9 +1,8 @@
-"""SimHash against its definition in Python; the join against brute force."""
+"""SimHash fingerprints: threads, small edits, the join against brute force. Their definition: test_words.py."""
 
 from __future__ import annotations
 
 import json
-import re
 import sys
 import threading
 import time
@@ -20,39 +19,7 @@ from cdrmix.config.schema import Config
 from cdrmix.data.dedup import contaminated, near_duplicates, simhash
 from cdrmix.data.prepare import prepare
 
-WORD = re.compile(rb"[0-9A-Za-z_\x80-\xff]+")
 BITS = 2**64 - 1
-
-
-def reference_mix(x: int) -> int:
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & BITS
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & BITS
-    return x ^ (x >> 31)
-
-
-def reference_simhash(text: str) -> int:
-    words = WORD.findall(text.encode().lower())  # bytes.lower() lowers ASCII alone
-    hashes = []
-    for word in words:
-        state = 0x9E3779B97F4A7C15
-        for start in range(0, len(word), 8):
-            state = reference_mix(state ^ int.from_bytes(word[start : start + 8], "little"))
-        hashes.append(reference_mix(state ^ len(word)))
-    return sum((2 * sum(h >> bit & 1 for h in hashes) > len(hashes)) << bit for bit in range(64))
-
-
-# Words of 7, 8, 9, 16 and 17 bytes meet the ends of a hash block; NUL is no word byte, as zero padding is none.
-edges = st.sampled_from(
-    ["seven77", "eight888", "nine99999", "a" * 16, "A" * 17, "\0", "é", "_", "ÀÉ", "\t", "word", "Word"]
-)
-texts = st.lists(edges | st.text(max_size=20), max_size=30).map(" ".join)
-
-
-@given(st.lists(texts, max_size=8))
-def test_fingerprints_are_the_definition(documents: list[str]) -> None:
-    found = simhash(documents)
-    assert found.dtype == np.uint64
-    assert found.tolist() == [reference_simhash(document) for document in documents]
 
 
 def test_the_result_does_not_depend_on_threads() -> None:
@@ -100,23 +67,6 @@ def test_nothing_gives_nothing() -> None:
     assert simhash(["", " .,\n"]).tolist() == [0, 0]
 
 
-@pytest.mark.parametrize(
-    ("offsets", "message"),
-    [
-        ([], "begin with 0"),
-        ([1, 4], "begin with 0"),
-        ([0, 3, 2, 4], "not decrease"),
-        ([0, 2**64 - 1, 4], "not decrease"),
-        ([0, 3], "4 bytes"),
-        ([0, 5], "4 bytes"),
-        ([[0, 4]], "one dimension"),
-    ],
-)
-def test_malformed_offsets_are_refused(offsets: list, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        _dedup.simhash(b"text", np.array(offsets, dtype=np.uint64), 1)
-
-
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="threads"):
         simhash(["text"], threads=-1)
@@ -139,15 +89,14 @@ def test_other_threads_run_meanwhile() -> None:
             counted[0] += 1
             time.sleep(0)
 
-    blob = documents[0].encode()
-    offsets = np.array([0, len(blob)], dtype=np.uint64)
+    texts = _dedup.Texts(documents)
     interval = sys.getswitchinterval()
     other = threading.Thread(target=count)
     other.start()
     try:
         sys.setswitchinterval(60)
         before = counted[0]
-        _dedup.simhash(blob, offsets, 1)
+        _dedup.simhash(texts, 1)
         meanwhile = counted[0] - before
     finally:
         sys.setswitchinterval(interval)
