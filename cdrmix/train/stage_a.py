@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cdrmix.config.schema import Config
+from cdrmix.data.curriculum import make_mixture
 from cdrmix.data.loader import EvalLoader, TrainLoader
 from cdrmix.data.shards import ShardSet
 from cdrmix.errors import CheckpointError, Preempted, VocabularyError
@@ -69,6 +70,7 @@ def train(
     with memory_guard(config):
         seed_everything(config.run.seed)  # the same in every process: all build the same weights
         _check_vocabulary(config, shards)
+        mixture = make_mixture(config, shards.train)
         engine = make_engine(config, build_loss_model(config), world)
         seed_everything(config.run.seed + world.rank)
         loader = TrainLoader(
@@ -79,7 +81,10 @@ def train(
             seed=config.run.seed,
             rank=world.rank,
             world=world.size,
+            mixture=mixture,
         )
+        for line in mixture.lines() if mixture else []:
+            run.say(line)
         validation = Validation(config, shards, world)
         progress, checkpoint = Progress(), None
         if resume is not None:
