@@ -147,6 +147,7 @@ class Fim(Section):
     rate: Fraction = 0.5  # of documents
     spm_fraction: Fraction = 0.5  # of those, as suffix, prefix, middle
     domains: list[Text] | None = None  # null: all
+    seed: NonNegativeInt = 1
     prefix: Text = "<|fim_prefix|>"
     middle: Text = "<|fim_middle|>"
     suffix: Text = "<|fim_suffix|>"
@@ -191,7 +192,7 @@ class Data(Section):
     valid_fraction: Between0And1 = 0.05  # of documents, chosen by hash
     cache: Text = "data_cache"  # prepared shards, one folder per content key
     shard_tokens: PositiveInt = 100_000_000  # tokens of one shard file
-    max_documents: PositiveInt | None = None  # of each domain, the first ones
+    max_documents: PositiveInt | None = None  # of each domain, only the first records are read
     max_bad_records: NonNegativeInt = 100  # malformed records skipped before the preparation gives up
     max_expansion: PositiveInt = 1000  # times its size that a compressed file may unfold to
     engine: Literal["local", "ray"] = "local"

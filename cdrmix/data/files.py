@@ -17,7 +17,14 @@ import zstandard
 from cdrmix.errors import CorpusError
 
 MAX_RECORD_BYTES = 256 * 2**20  # of one text, whatever it is read from: beyond it a record is bad
-DAMAGED_STREAM = (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError)
+ANY_EXPANSION_BYTES = 64 * 2**20  # what a compressed file may unfold to however small it is
+
+
+class ExpansionError(ValueError):
+    """A compressed file unfolds to more than it may."""
+
+
+DAMAGED_STREAM = (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError, ExpansionError)
 
 
 def find_files(paths: list[str], suffixes: tuple[str, ...]) -> list[Path]:
@@ -64,13 +71,53 @@ def reading(path: Path) -> Iterator[None]:
         raise CorpusError(f"data.source: cannot read {path}: {error.strerror or error}") from error
 
 
-def open_bytes(path: Path) -> BinaryIO:
-    """`path` for reading, decompressed when it ends in .gz or .zst; damage shows as one of DAMAGED_STREAM."""
+def open_bytes(path: Path, max_expansion: int) -> BinaryIO:
+    """`path` for reading, decompressed when it ends in .gz or .zst; damage shows as one of DAMAGED_STREAM.
+
+    max_expansion: times its size that a compressed file may unfold to; 64 MiB are always allowed.
+    """
     if path.suffix.lower() == ".gz":
-        return cast(BinaryIO, gzip.open(path, "rb"))
-    if path.suffix.lower() == ".zst":
-        return cast(BinaryIO, io.BufferedReader(ZstandardFile(path), 2**20))
-    return path.open("rb")
+        unfolded: GzipPieces | ZstandardFile = GzipPieces(path)
+    elif path.suffix.lower() == ".zst":
+        unfolded = ZstandardFile(path)
+    else:
+        return path.open("rb")
+    limit = max(path.stat().st_size * max_expansion, ANY_EXPANSION_BYTES)
+    return cast(BinaryIO, io.BufferedReader(Limited(unfolded, limit, max_expansion), 2**20))
+
+
+class GzipPieces(gzip.GzipFile):
+    """A .gz file that gives what it has unfolded before it raises for damage that comes later."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "rb")
+
+    def readinto(self, buffer: Any) -> int:
+        return self.readinto1(buffer)
+
+
+class Limited(io.RawIOBase):
+    """A decompressed file that raises ExpansionError instead of giving more than `limit` bytes."""
+
+    def __init__(self, file: GzipPieces | ZstandardFile, limit: int, max_expansion: int) -> None:
+        self._file, self._left, self._max_expansion = file, limit, max_expansion
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._file.readinto(buffer) or 0
+        self._left -= count
+        if self._left < 0:
+            raise ExpansionError(
+                f"it unfolds to more than {self._max_expansion} times its size; if it is no attack, raise "
+                f"data.max_expansion={self._max_expansion}"
+            )
+        return count
 
 
 class ZstandardFile(io.RawIOBase):

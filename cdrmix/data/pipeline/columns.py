@@ -1,0 +1,130 @@
+"""Files of the preparation: Arrow tables and numpy arrays that appear whole, by a rename, and are memory-mapped."""
+
+from __future__ import annotations
+
+import json
+import os
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from cdrmix.data.dedup import PackedTexts
+from cdrmix.durable import sync_file
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+REPORT = b"report"
+
+
+@contextmanager
+def appearing(path: Path) -> Iterator[Path]:
+    """A place to write; on leaving, what is there is brought to the disk and becomes `path`, in one move."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        sync_file(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_table(path: Path, table: pa.Table, report: dict[str, Any]) -> None:
+    """An Arrow file with a report, of JSON values, in its schema."""
+    schema = table.schema.with_metadata({REPORT: json.dumps(report).encode()})
+    with (
+        appearing(path) as temporary,
+        pa.OSFile(str(temporary), "wb") as sink,
+        pa.ipc.new_file(sink, schema) as writer,
+    ):
+        writer.write_table(table.cast(schema).combine_chunks())
+
+
+def read_table(path: Path) -> pa.Table:
+    """The table, memory-mapped: only what is looked at is read."""
+    with pa.memory_map(str(path)) as source:
+        return pa.ipc.open_file(source).read_all()
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """The report that a table was written with."""
+    with pa.memory_map(str(path)) as source:
+        return dict(json.loads(pa.ipc.open_file(source).schema.metadata[REPORT]))
+
+
+def column(table: pa.Table, name: str) -> Array:
+    """A column of numbers without nulls, as numpy."""
+    return np.asarray(table.column(name).to_numpy())
+
+
+def keys_of(table: pa.Table) -> Array:
+    """uint64 [n]: the first 8 bytes of the content hashes, as numbers in the order of the hashes."""
+    return hashes_of(table).view(">u8").reshape(-1, 2)[:, 0].astype(np.uint64)
+
+
+def hashes_of(table: pa.Table) -> Array:
+    """uint8 [n, 16]: the content hashes."""
+    array = whole(table.column("hash"))
+    data = np.frombuffer(array.buffers()[1] or b"", np.uint8)
+    return data[16 * array.offset : 16 * (array.offset + len(array))].reshape(-1, 16)
+
+
+def texts_of(table: pa.Table) -> PackedTexts:
+    """The texts of a table, not copied: their UTF-8 bytes end to end, and where each begins."""
+    array = whole(table.column("text"))
+    _, offsets, data = array.buffers()
+    starts = np.frombuffer(offsets or bytes(8), np.int64)[array.offset : array.offset + len(array) + 1]
+    return PackedTexts(data or b"", starts)
+
+
+def whole(column: pa.ChunkedArray) -> pa.Array:
+    """A column in one piece; copied only where it is in several."""
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+
+
+def write_array(path: Path, array: Array) -> None:
+    """A numpy array, or a structured one."""
+    with appearing(path) as temporary, temporary.open("wb") as file:
+        np.save(file, array)
+
+
+def read_array(path: Path) -> Array:
+    """The array, memory-mapped."""
+    return np.asarray(np.load(path, mmap_mode="r"))
+
+
+def write_run(path: Path, entries: Array) -> None:
+    """A structured array, sorted by its fields in their order."""
+    write_array(path, entries[_order(entries)])
+
+
+def read_range(paths: Sequence[Path], low: int, high: int) -> Array:
+    """The entries of runs whose first field is in low .. high - 1, sorted by all fields.
+
+    Over the ranges of `bounds` this is an external radix sort: each run is sorted where it is made, and every range is
+    read from all of them, so that memory holds one run or one range at a time.
+    """
+    parts = []
+    for path in paths:
+        run = np.load(path, mmap_mode="r")
+        first, last = (bisect_left(run, bound, key=itemgetter(0)) for bound in (low, high))  # reads a few pages
+        parts.append(np.array(run[first:last]))
+    entries = np.concatenate(parts)
+    return entries[_order(entries)]
+
+
+def bounds(count: int, end: int = 2**64) -> list[tuple[int, int]]:
+    """[low, high) of `count` equal ranges of the keys below `end`."""
+    cuts = [end * place // count for place in range(count + 1)]
+    return list(pairwise(cuts))
+
+
+def _order(entries: Array) -> Array:
+    assert entries.dtype.names is not None
+    return np.lexsort([entries[name] for name in reversed(entries.dtype.names)])

@@ -1,0 +1,261 @@
+"""The last stages: the documents that stay to tokens, partition by partition, and these to shards."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+
+from cdrmix.config.schema_data import Objectives
+from cdrmix.data import shards
+from cdrmix.data.dedup import FingerprintFile, count_contaminated, simhash
+from cdrmix.data.objectives import encode_documents
+from cdrmix.data.pipeline.addresses import dropped_rows
+from cdrmix.data.pipeline.columns import Array, column, read_table, texts_of, whole, write_table
+from cdrmix.data.pipeline.merging import Documents
+from cdrmix.data.shards import SplitWriter
+from cdrmix.data.tokenizer import TextTokenizer
+
+HASH_RANGE = 2**64
+
+TOKENS = pa.schema(
+    {
+        "ids": pa.large_list(pa.uint32()),  # the last is the end of text
+        "weights": pa.large_list(pa.float32()),  # null: all 1
+        "held_out": pa.bool_(),
+        "domain": pa.uint16(),
+        "bytes": pa.int64(),  # of the text, UTF-8
+        "fingerprint": pa.uint64(),  # SimHash
+        "row": pa.int64(),  # in the merged partition
+    }
+)
+
+
+@dataclass(frozen=True)
+class Survivors:
+    """The merged documents less those that runs of numbers name."""
+
+    documents: Documents
+    dropped: tuple[Path, ...]
+
+    def rows(self, partition: int) -> Array:
+        """int64 [n]: the rows of a partition that stay."""
+        return np.flatnonzero(~dropped_rows(self.dropped, self.documents.span(partition)))
+
+    def table(self, partition: int, columns: list[str]) -> pa.Table:
+        """Columns of the documents of a partition that stay."""
+        return read_table(self.documents.paths[partition]).select(columns).take(pa.array(self.rows(partition)))
+
+    def texts(self, threshold: int) -> Iterator[str]:
+        """The texts that are not held out, in order."""
+        for partition in range(len(self.documents.paths)):
+            table = self.table(partition, ["text", "side"])
+            kept = table.filter(pa.array(column(table, "side") >= np.uint64(threshold)))
+            for batch in kept.to_batches(max_chunksize=256):
+                yield from batch.column("text").to_pylist()
+
+
+def held_out_threshold(survivors: Survivors, fraction: float) -> tuple[int, int]:
+    """The documents whose `side` is below the first number are held out; the second: how many sides were looked at.
+
+    `fraction` of the range of hashes; in a small corpus that this would put on one side, moved just so far that the
+    other side gets a text. 0 when there are not two different texts.
+    """
+    threshold = int(fraction * HASH_RANGE)
+    lowest, highest, count = HASH_RANGE, -1, 0
+    for partition in range(len(survivors.documents.paths)):
+        sides = column(survivors.table(partition, ["side"]), "side")
+        if len(sides):
+            lowest, highest, count = min(lowest, int(sides.min())), max(highest, int(sides.max())), count + len(sides)
+        if lowest < threshold <= highest:
+            return threshold, count
+    if lowest >= highest:
+        return 0, count
+    return (lowest + 1 if lowest >= threshold else highest), count
+
+
+@dataclass(frozen=True)
+class Encode:
+    """The documents of a partition that stay, to be tokenised into `path`."""
+
+    path: Path
+    survivors: Survivors
+    partition: int
+    threshold: int
+    tokenizer: Path
+    end_of_text: str
+    objectives: Objectives
+    domains: tuple[str, ...]
+
+
+def encode(task: Encode) -> dict[str, Any]:
+    """Write the tokens of a partition."""
+    rows = task.survivors.rows(task.partition)
+    table = task.survivors.table(task.partition, ["hash", "text", "domain", "side"]).combine_chunks()
+    tokenizer = _tokenizer(task.tokenizer, task.end_of_text)
+    packed = texts_of(table)
+    sizes = np.diff(packed.offsets)
+    domains = column(table, "domain")
+    ids: list[Array] = []
+    weights: list[Array | None] = []
+    for batch in table.to_batches(max_chunksize=1024):
+        first = len(ids)
+        names = [task.domains[number] for number in domains[first : first + len(batch)]]
+        seed = task.objectives.fim.seed if task.objectives.fim else 0
+        for document_ids, document_weights in encode_documents(
+            batch.column("text").to_pylist(), batch.column("hash").to_pylist(), names, tokenizer, task.objectives, seed
+        ):
+            ids.append(np.append(document_ids, np.uint32(tokenizer.end_of_text_id)))
+            weights.append(None if document_weights is None else np.append(document_weights, np.float32(1)))
+    encoded = pa.table(
+        {
+            "ids": _lists(ids, pa.uint32()),
+            "weights": pa.array(weights, pa.large_list(pa.float32())),
+            "held_out": pa.array(column(table, "side") < np.uint64(task.threshold)),
+            "domain": pa.array(domains),
+            "bytes": pa.array(sizes.astype(np.int64)),
+            "fingerprint": pa.array(simhash(packed, threads=1)),
+            "row": pa.array(rows),
+        },
+        schema=TOKENS,
+    )
+    write_table(task.path, encoded, {})
+    return {"bytes": int(sizes.sum())}
+
+
+def _lists(arrays: list[Array], kind: pa.DataType) -> pa.Array:
+    offsets = np.zeros(len(arrays) + 1, np.int64)
+    np.cumsum([len(array) for array in arrays], out=offsets[1:])
+    values = np.concatenate(arrays) if arrays else np.zeros(0, np.uint32)
+    return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values, kind))
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(path: Path, end_of_text: str) -> TextTokenizer:
+    return TextTokenizer.load(path, end_of_text)
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """What the shards hold: the entry of each split in the index, those of all files, and counts for the report."""
+
+    splits: dict[str, dict[str, Any]]
+    files: dict[str, dict[str, Any]]
+    dtype: str
+    near_duplicates: int
+    tokens_by_domain: dict[str, int]
+
+
+def assemble(
+    folder: Path,
+    parts: list[Path],
+    documents: Documents,
+    domains: list[str],
+    *,
+    vocab_size: int,
+    shard_tokens: int,
+    row_length: int,
+    length_classes: list[int],
+    weights: bool,
+) -> Assembled:
+    """Write both splits into `folder`, in the order of the partitions.
+
+    Also report/documents.parquet: where each document came from. parts: what `encode` left, for each partition.
+    """
+    sources: Counter[str] = Counter()
+    (folder / "report").mkdir()
+    with ExitStack() as stack:
+        train, valid = (
+            stack.enter_context(
+                SplitWriter(
+                    folder,
+                    name,
+                    vocab_size=vocab_size,
+                    shard_tokens=shard_tokens,
+                    row_length=row_length,
+                    domains=domains,
+                    length_classes=length_classes,
+                    weights=weights,
+                )
+            )
+            for name in shards.SPLITS
+        )
+        # nameless files: gone when they are closed, also by a kill
+        train_fingerprints, valid_fingerprints = (
+            FingerprintFile(stack.enter_context(tempfile.TemporaryFile(dir=folder))) for _ in shards.SPLITS
+        )
+        provenance = stack.enter_context(
+            pyarrow.parquet.ParquetWriter(folder / "report" / "documents.parquet", PROVENANCE, compression="zstd")
+        )
+        for path, merged in zip(parts, documents.paths, strict=True):
+            table = read_table(path)
+            held_out = whole(table.column("held_out")).to_numpy(zero_copy_only=False)
+            fingerprints = column(table, "fingerprint")
+            train_fingerprints.add(fingerprints[~held_out])
+            valid_fingerprints.add(fingerprints[held_out])
+            ids = whole(table.column("ids"))
+            flat, offsets = ids.values.to_numpy(), ids.offsets.to_numpy()
+            document_weights = whole(table.column("weights"))
+            sizes, owners = column(table, "bytes"), column(table, "domain")
+            for number in range(len(table)):
+                some = document_weights[number].values if document_weights.null_count < len(table) else None
+                (valid if held_out[number] else train).add(
+                    flat[offsets[number] : offsets[number + 1]],
+                    int(sizes[number]),
+                    domain=int(owners[number]),
+                    weights=None if some is None else some.to_numpy(),
+                )
+            _write_provenance(provenance, table, merged, domains, np.diff(offsets), sources)
+        splits = {split.name: split.close() for split in (train, valid)}
+        near_duplicates = count_contaminated(valid_fingerprints, train_fingerprints)
+    return Assembled(splits, {**train.files, **valid.files}, train.dtype, near_duplicates, dict(sources))
+
+
+PROVENANCE = pa.schema(
+    {
+        "split": pa.string(),
+        "domain": pa.string(),
+        "hash": pa.binary(16),
+        "where": pa.string(),
+        "language": pa.string(),
+        "tokens": pa.int64(),
+        "bytes": pa.int64(),
+        "meta": pa.string(),
+    }
+)
+
+
+def _write_provenance(
+    writer: pyarrow.parquet.ParquetWriter,
+    tokens: pa.Table,
+    merged: Path,
+    domains: list[str],
+    counts: Array,
+    sources: Counter[str],
+) -> None:
+    names = ["hash", "where", "language", "meta"]
+    origin = read_table(merged).select(names).take(tokens.column("row"))
+    held_out = tokens.column("held_out").to_pylist()
+    owners = [domains[number] for number in tokens.column("domain").to_pylist()]
+    table = pa.table(
+        {
+            "split": pa.array(["valid" if held else "train" for held in held_out], pa.string()),
+            "domain": pa.array(owners, pa.string()),
+            "tokens": pa.array(counts.astype(np.int64)),
+            "bytes": tokens.column("bytes"),
+            **{name: origin.column(name) for name in names},
+        }
+    )
+    if len(table):
+        writer.write_table(table.select(PROVENANCE.names).cast(PROVENANCE))
+    for owner, count in zip(owners, counts.tolist(), strict=True):
+        sources[owner] += count

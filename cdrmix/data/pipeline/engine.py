@@ -1,0 +1,185 @@
+"""Where the tasks of a stage run: in processes of this machine, or on Ray. Neither decides anything about the result.
+
+A task is a picklable value; the function of a stage turns it into a small result and leaves what is large in a file
+that appears by a rename. So a task may run twice, anywhere, and a stage that was killed goes on with what is missing.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from itertools import chain, islice
+from multiprocessing import get_context, parent_process
+from typing import Any, TypeVar
+
+from cdrmix.errors import ConfigError, OutOfMemoryError
+
+Task = TypeVar("Task")
+Part = TypeVar("Part")
+Result = TypeVar("Result")
+
+QUEUED = 2  # tasks that wait for each process: it never idles, and the tasks' contents stay bounded in memory
+
+
+class Engine(ABC):
+    """Runs a function over tasks; results come in any order."""
+
+    workers: int
+
+    @abstractmethod
+    def run(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
+        """The result of every task, as it is ready."""
+
+    @abstractmethod
+    def run_parts(
+        self, function: Callable[[Task], Result], tasks_of: Callable[[Part], Iterable[Task]], parts: Iterable[Part]
+    ) -> Iterator[Result]:
+        """The result of every task that the parts hold, where making the tasks of a part means reading it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of processes; tasks that run are given up."""
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class LocalEngine(Engine):
+    """Processes of this machine, started when there is more than one task; with one worker, this process alone."""
+
+    def __init__(self, workers: int) -> None:
+        self.workers = workers or len(os.sched_getaffinity(0))
+        self._pool: ProcessPoolExecutor | None = None
+
+    def run(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
+        waiting = iter(tasks)
+        first = list(islice(waiting, 2))
+        if self.workers == 1 or len(first) < 2:
+            for task in chain(first, waiting):
+                yield function(task)
+            return
+        if self._pool is None:
+            # not forked: libraries that have started threads do not survive it
+            self._pool = ProcessPoolExecutor(self.workers, get_context("forkserver"), initializer=_begin_worker)
+        running: set[Future[Result]] = set()
+        try:
+            for task in chain(first, waiting):
+                running.add(self._pool.submit(function, task))
+                if len(running) >= QUEUED * self.workers:
+                    done, running = wait(running, return_when=FIRST_COMPLETED)
+                    yield from (future.result() for future in done)
+            while running:
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                yield from (future.result() for future in done)
+        except BrokenProcessPool as error:
+            raise OutOfMemoryError(
+                "a process of the preparation was killed, as a rule for want of memory; lower data.memory_mb or "
+                "data.workers. What it had finished is kept: the same command goes on from there"
+            ) from error
+
+    def run_parts(
+        self, function: Callable[[Task], Result], tasks_of: Callable[[Part], Iterable[Task]], parts: Iterable[Part]
+    ) -> Iterator[Result]:
+        # This process reads and the others work, so that one large file keeps all of them busy.
+        return self.run(function, (task for part in parts for task in tasks_of(part)))
+
+    def close(self) -> None:
+        if self._pool is not None:
+            processes = list(self._pool._processes.values())
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            for process in processes:
+                process.terminate()
+            self._pool = None
+
+
+class RayEngine(Engine):
+    """Ray Data: tasks are rows of a dataset, each its own block. A part is read where its tasks run.
+
+    Uses the cluster that the environment (RAY_ADDRESS) or an earlier `ray.init` names, else starts one on this machine
+    with `workers` processors. All its machines must see data.cache and the corpus under the same paths.
+    """
+
+    def __init__(self, workers: int) -> None:
+        try:
+            import ray
+        except ImportError as error:
+            raise ConfigError("data.engine=ray needs the package ray: pip install 'cdrmix[ray]'") from error
+        import ray.data
+
+        self._ray = ray
+        self._started = not ray.is_initialized()
+        if self._started:
+            processors = None if "RAY_ADDRESS" in os.environ else workers or len(os.sched_getaffinity(0))
+            ray.init(num_cpus=processors, include_dashboard=False, log_to_driver=False)
+        ray.data.DataContext.get_current().enable_progress_bars = False
+        self.workers = max(int(ray.cluster_resources().get("CPU", 1)), 1)
+
+    def run(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
+        return self._map(_run_task, function, None, list(tasks))
+
+    def run_parts(
+        self, function: Callable[[Task], Result], tasks_of: Callable[[Part], Iterable[Task]], parts: Iterable[Part]
+    ) -> Iterator[Result]:
+        for results in self._map(_run_part, function, tasks_of, list(parts)):
+            yield from results
+
+    def _map(self, apply: Any, function: Any, tasks_of: Any, items: list[Any]) -> Iterator[Any]:
+        if not items:
+            return
+        rows = [{"task": pickle.dumps((function, tasks_of, item))} for item in items]
+        dataset = self._ray.data.from_items(rows, override_num_blocks=len(rows)).map(apply)
+        for row in dataset.iter_rows():
+            result = pickle.loads(row["result"])
+            if isinstance(result, BaseException):
+                raise result
+            yield result
+
+    def close(self) -> None:
+        if self._started:
+            self._ray.shutdown()
+
+
+def make_engine(name: str, workers: int) -> Engine:
+    """The engine that `data.engine` names. Raises ConfigError when its package is not installed."""
+    return RayEngine(workers) if name == "ray" else LocalEngine(workers)
+
+
+def _begin_worker() -> None:
+    """In a new process: Ctrl-C is the parent's to answer, and a parent that is killed takes its processes along."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process a core already
+    parent = parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+def _run_task(row: dict[str, Any]) -> dict[str, Any]:
+    function, _, task = pickle.loads(row["task"])
+    return {"result": _pickled(lambda: function(task))}
+
+
+def _run_part(row: dict[str, Any]) -> dict[str, Any]:
+    function, tasks_of, part = pickle.loads(row["task"])
+    return {"result": _pickled(lambda: [function(task) for task in tasks_of(part)])}
+
+
+def _pickled(call: Callable[[], Any]) -> bytes:
+    """What a call gives or raises: Ray would wrap an exception in one of its own."""
+    try:
+        return pickle.dumps(call())
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:
+        return pickle.dumps(error)

@@ -1,0 +1,125 @@
+"""The second stage: all units to partitions in the order of the content hashes, exact duplicates dropped on the way.
+
+A document's number from here on is its place in that order, whatever the order in which the corpus was read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from cdrmix.data.dedup import PackedTexts
+from cdrmix.data.pipeline.columns import Array, column, hashes_of, keys_of, read_table, texts_of, write_table
+from cdrmix.data.pipeline.reading import COLUMNS
+from cdrmix.data.pipeline.tally import Sample, Tally, excerpt
+
+
+@dataclass(frozen=True)
+class Merge:
+    """The documents of all units whose keys are in low .. high - 1, to be written to `path`."""
+
+    path: Path
+    units: tuple[Path, ...]
+    low: int
+    high: int
+    exact: bool
+
+
+def merge(task: Merge) -> dict[str, Any]:
+    """Write a partition; its number of rows and bytes, and the tally of what was dropped."""
+    pieces = [COLUMNS.empty_table()]
+    for path in task.units:
+        table = read_table(path)
+        keys = keys_of(table)
+        first = int(np.searchsorted(keys, np.uint64(task.low)))
+        last = len(keys) if task.high >= 2**64 else int(np.searchsorted(keys, np.uint64(task.high)))
+        if last > first:  # copied, so that not thousands of files stay mapped
+            pieces.append(table.slice(first, last - first).take(pa.array(range(last - first))))
+    table = pa.concat_tables([piece.cast(COLUMNS) for piece in pieces]).combine_chunks()
+    halves = hashes_of(table).view(">u8").reshape(-1, 2)
+    order = np.lexsort(
+        [
+            column(table, "domain"),
+            column(table, "side"),  # a hash of the exact text: equal ones are interchangeable
+            -column(table, "priority").astype(np.int64),
+            -column(table, "quality"),
+            halves[:, 1],
+            halves[:, 0],
+        ]
+    )
+    table, halves = table.take(pa.array(order)), halves[order]
+    tally = Tally()
+    if task.exact and len(table):
+        first_of_its_kind = np.concatenate([[True], (halves[1:] != halves[:-1]).any(1)])
+        drop(tally, "exact_duplicate", table, np.flatnonzero(~first_of_its_kind))
+        table = table.filter(pa.array(first_of_its_kind))
+    table = table.combine_chunks()
+    size = int(np.diff(texts_of(table).offsets).sum())
+    tally.kept.add(size, len(table))
+    write_table(task.path, table, {})
+    return {"rows": len(table), "bytes": size, "tally": tally.as_json()}
+
+
+def drop(tally: Tally, rule: str, table: pa.Table, rows: Array) -> None:
+    """Count rows of a table as dropped by `rule`."""
+    if not len(rows):
+        return
+    dropped = table.take(pa.array(rows)).combine_chunks()
+    sizes = np.diff(texts_of(dropped).offsets)
+    for number, (digest, where, text) in enumerate(
+        zip(*(dropped.column(name).to_pylist() for name in ("hash", "where", "text")), strict=True)
+    ):
+        tally.drop(rule, int(sizes[number]), Sample(digest.hex(), where, None, excerpt(text)))
+
+
+class Documents:
+    """The merged documents, found by number.
+
+    paths: of the partitions; offsets: int64 [partitions + 1], the number of each one's first document.
+    """
+
+    def __init__(self, paths: Sequence[Path], rows: Sequence[int]) -> None:
+        self.paths = list(paths)
+        self.rows = list(rows)
+
+    @cached_property
+    def offsets(self) -> Array:
+        return np.concatenate([[0], np.cumsum(self.rows, dtype=np.int64)])
+
+    def __len__(self) -> int:
+        return sum(self.rows)
+
+    def span(self, partition: int) -> tuple[int, int]:
+        """[low, high): the numbers of a partition's documents."""
+        return int(self.offsets[partition]), int(self.offsets[partition + 1])
+
+    def take(self, numbers: Array, columns: Sequence[str]) -> pa.Table:
+        """Columns of the documents with these numbers, which are ascending; in their order."""
+        owners = np.searchsorted(self.offsets, numbers, side="right") - 1
+        pieces = []
+        for owner in np.unique(owners):
+            rows = numbers[owners == owner] - self.offsets[owner]
+            pieces.append(read_table(self.paths[owner]).select(list(columns)).take(pa.array(rows)))
+        if not pieces:
+            return pa.table({name: pa.array([], COLUMNS.field(name).type) for name in columns})
+        return pa.concat_tables(pieces).combine_chunks()
+
+    def sizes(self, numbers: Array) -> Array:
+        """int64 [n]: UTF-8 bytes of the texts of the documents with these numbers, which are ascending."""
+        owners = np.searchsorted(self.offsets, numbers, side="right") - 1
+        sizes = np.empty(len(numbers), np.int64)
+        for owner in np.unique(owners):
+            offsets = texts_of(read_table(self.paths[owner])).offsets
+            rows = numbers[owners == owner] - self.offsets[owner]
+            sizes[owners == owner] = offsets[rows + 1] - offsets[rows]
+        return sizes
+
+    def texts(self, numbers: Array) -> PackedTexts:
+        """The texts of the documents with these numbers, which are ascending."""
+        return texts_of(self.take(numbers, ["text"]))

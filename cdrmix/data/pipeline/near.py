@@ -1,0 +1,255 @@
+"""Near-duplicates in external memory: signatures, bands, candidate pairs, verification, clusters, survivors.
+
+Two documents are candidates when a band of their MinHash signatures is equal; a pair is verified by the estimated and
+then the exact Jaccard similarity of its shingles; what verified pairs join is a cluster, of which the document of the
+highest quality, then the highest priority, then the smallest content hash survives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cdrmix.config.schema_data import Dedup
+from cdrmix.data import dedup
+from cdrmix.data.pipeline.addresses import NUMBER, dropped_rows
+from cdrmix.data.pipeline.columns import (
+    Array,
+    bounds,
+    column,
+    read_array,
+    read_range,
+    read_table,
+    texts_of,
+    write_array,
+    write_run,
+)
+from cdrmix.data.pipeline.merging import Documents
+from cdrmix.data.pipeline.tally import Dropped, Sample, Tally, excerpt
+from cdrmix.data.pipeline.work import Work
+
+BAND = np.dtype([("hash", "<u8"), ("number", "<i8")])
+PAIR = np.dtype([("a", "<i8"), ("b", "<i8")])
+EMPTY = np.uint32(2**32 - 1)
+PAIRS_AT_ONCE = 4096
+SLACK = 4  # standard deviations of the estimate below the threshold that a pair may be and still be looked at exactly
+
+
+@dataclass(frozen=True)
+class Sign:
+    """Signatures and band entries of a partition."""
+
+    signatures: Path
+    bands: Path
+    table: Path
+    span: tuple[int, int]
+    dropped: tuple[Path, ...]
+    section: Dedup
+
+
+@dataclass(frozen=True)
+class Match:
+    """Candidates of the band hashes low .. high - 1 whose estimated similarity is near the threshold or above."""
+
+    path: Path
+    bands: tuple[Path, ...]
+    signatures: tuple[Path, ...]
+    offsets: tuple[int, ...]
+    low: int
+    high: int
+    section: Dedup
+
+
+@dataclass(frozen=True)
+class Verify:
+    """The pairs whose first document is number low .. high - 1 and whose exact similarity is at least the threshold."""
+
+    path: Path
+    pairs: tuple[Path, ...]
+    low: int
+    high: int
+    documents: Documents
+    section: Dedup
+    memory: int  # bytes of texts held at a time
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """All verified pairs to the numbers that do not survive."""
+
+    path: Path
+    edges: tuple[Path, ...]
+    documents: Documents
+
+
+def near_duplicates(
+    work: Work, documents: Documents, dropped: list[Path], section: Dedup, memory: int
+) -> tuple[list[Path], dict[str, Any], list[dict[str, Any]]]:
+    """The run of the numbers that are near-duplicates of a survivor; what was found, for the report; the tallies.
+
+    dropped: runs of documents that do not count any more. memory: bytes that a task may take, about.
+    """
+    signatures, bands = work.place("signatures"), work.place("bands")
+    signed = [
+        Sign(
+            signatures / f"{number:06d}.npy",
+            bands / f"{number:06d}.npy",
+            path,
+            documents.span(number),
+            tuple(dropped),
+            section,
+        )
+        for number, path in enumerate(documents.paths)
+    ]
+    entries = sum(result["entries"] for result in work.stage("signatures", sign, signed, about="signatures"))
+    ranges = max(len(signed), math.ceil(entries * BAND.itemsize * 8 / memory))
+    matched = [
+        Match(
+            work.place("pairs") / f"{number:06d}.npy",
+            tuple(task.bands for task in signed),
+            tuple(task.signatures for task in signed),
+            tuple(map(int, documents.offsets)),
+            low,
+            high,
+            section,
+        )
+        for number, (low, high) in enumerate(bounds(ranges))
+    ]
+    candidates = work.stage("pairs", match, matched, about="candidate pairs")
+    work.forget("bands")
+    work.forget("signatures")
+    verified = [
+        Verify(
+            work.place("edges") / f"{number:06d}.npy",
+            tuple(task.path for task in matched),
+            low,
+            high,
+            documents,
+            section,
+            memory // 4,
+        )
+        for number, (low, high) in enumerate(bounds(len(documents.paths), len(documents)))
+    ]
+    edges = work.stage("edges", verify, verified, about="exact similarities")
+    work.forget("pairs")
+    path = work.place("near_duplicate") / "000000.npy"
+    task = Cluster(path, tuple(task.path for task in verified), documents)
+    (clusters,) = work.stage("near_duplicate", cluster, [task], about="clusters")
+    work.forget("edges")
+    found = {
+        "candidate_pairs": sum(result["candidates"] for result in candidates),
+        "likely_pairs": sum(result["likely"] for result in edges),
+        "verified_pairs": sum(result["verified"] for result in edges),
+        "cluster_sizes": clusters["sizes"],
+    }
+    return [path], found, [clusters]
+
+
+def sign(task: Sign) -> dict[str, Any]:
+    """Write the signatures, uint32 [rows, num_perm], and the run of band entries of a partition."""
+    section = task.section
+    texts = texts_of(read_table(task.table))
+    signatures = dedup.minhash_signatures(
+        texts, num_perm=section.num_perm, ngram=section.ngram, seed=section.seed, threads=1
+    )
+    rows = np.flatnonzero(~dropped_rows(task.dropped, task.span) & (signatures != EMPTY).any(1))
+    hashes = dedup.band_hashes(signatures[rows], bands=section.bands, rows=section.rows)
+    entries = np.zeros(hashes.size, BAND)
+    entries["hash"] = hashes.ravel()
+    entries["number"] = np.repeat(rows + task.span[0], section.bands)
+    write_array(task.signatures, signatures)
+    write_run(task.bands, entries)
+    return {"bytes": int(texts.offsets[-1] - texts.offsets[0]), "entries": len(entries)}
+
+
+def match(task: Match) -> dict[str, Any]:
+    """Write the run of pairs of a range of band hashes."""
+    section = task.section
+    entries = read_range(task.bands, task.low, task.high)
+    pairs = dedup.bucket_pairs(np.ascontiguousarray(entries["hash"]), np.ascontiguousarray(entries["number"]))
+    deviation = math.sqrt(section.threshold * (1 - section.threshold) / section.num_perm)
+    least = section.threshold - SLACK * deviation
+    signatures = [read_array(path) for path in task.signatures]
+    offsets = np.array(task.offsets)
+    likely = []
+    for chunk in np.array_split(pairs, max(math.ceil(len(pairs) / PAIRS_AT_ONCE), 1)):
+        a, b = (_gather(signatures, offsets, np.ascontiguousarray(chunk[:, side])) for side in (0, 1))
+        likely.append(chunk[dedup.estimated_jaccard(a, b) >= least])
+    write_run(task.path, _as_pairs(np.concatenate(likely)))
+    return {"candidates": len(pairs)}
+
+
+def verify(task: Verify) -> dict[str, Any]:
+    """Write the run of verified pairs of a range of documents."""
+    entries = read_range(task.pairs, task.low, task.high)
+    pairs = np.unique(np.stack([entries["a"], entries["b"]], 1), axis=0)
+    edges = np.concatenate([pairs[:0], *_similar(pairs, task)])
+    write_run(task.path, _as_pairs(edges))
+    return {"likely": len(pairs), "verified": len(edges)}
+
+
+def _similar(pairs: Array, task: Verify) -> Iterator[Array]:
+    """The pairs that are similar enough, looked at in pieces whose texts fit into memory."""
+    numbers, local = np.unique(pairs, return_inverse=True)
+    if len(pairs) > 1 and task.documents.sizes(numbers).sum() > task.memory:
+        middle = len(pairs) // 2
+        yield from _similar(pairs[:middle], task)
+        yield from _similar(pairs[middle:], task)
+    elif len(pairs):
+        texts = task.documents.texts(numbers)
+        similar = dedup.exact_jaccard(texts, local.reshape(-1, 2), ngram=task.section.ngram, threads=1)
+        yield pairs[similar >= task.section.threshold]
+
+
+def cluster(task: Cluster) -> dict[str, Any]:
+    """Write the run of the numbers that do not survive. Memory: some 50 bytes a document that has a verified pair."""
+    edges = np.concatenate([read_array(path) for path in task.edges])
+    numbers, local = np.unique(np.stack([edges["a"], edges["b"]], 1), return_inverse=True)
+    labels = dedup.clusters(local.reshape(-1, 2), len(numbers))
+    table = task.documents.take(numbers, ["quality", "priority"])
+    # the best of each cluster first; numbers, which are in the order of content hashes, settle what is equal
+    order = np.lexsort([numbers, -column(table, "priority").astype(np.int64), -column(table, "quality"), labels])
+    survives = np.concatenate([[True], labels[order][1:] != labels[order][:-1]]) if len(order) else np.zeros(0, bool)
+    survivor_of = np.repeat(numbers[order[survives]], np.bincount(np.cumsum(survives))[1:])  # in the order of `order`
+    lost = np.sort(numbers[order[~survives]])
+    tally = Tally()
+    if len(lost):
+        tally.dropped["near_duplicate"] = Dropped(len(lost), int(task.documents.sizes(lost).sum()))
+    kept_instead = dict(zip(numbers[order].tolist(), survivor_of.tolist(), strict=True))
+    samples = [_sample(task.documents, number, kept_instead[number]) for number in lost[:3].tolist()]
+    if samples:
+        tally.dropped["near_duplicate"].show(samples)
+    entries = np.zeros(len(lost), NUMBER)
+    entries["number"] = lost
+    write_run(task.path, entries)
+    sizes_of = Counter(np.unique(labels, return_counts=True)[1].tolist())
+    return {"tally": tally.as_json(), "sizes": {str(size): sizes_of[size] for size in sorted(sizes_of)}}
+
+
+def _sample(documents: Documents, lost: int, kept: int) -> Sample:
+    (row,) = documents.take(np.array([lost]), ["hash", "where", "text"]).to_pylist()
+    (like,) = documents.take(np.array([kept]), ["text"]).to_pylist()
+    return Sample(row["hash"].hex(), row["where"], None, excerpt(row["text"]), excerpt(like["text"]))
+
+
+def _gather(signatures: list[Array], offsets: Array, numbers: Array) -> Array:
+    """The signatures of the documents with these numbers, in any order."""
+    owners = np.searchsorted(offsets, numbers, side="right") - 1
+    out = np.empty((len(numbers), signatures[0].shape[1]), np.uint32)
+    for owner in np.unique(owners):
+        mine = owners == owner
+        out[mine] = signatures[owner][numbers[mine] - offsets[owner]]
+    return out
+
+
+def _as_pairs(pairs: Array) -> Array:
+    entries = np.zeros(len(pairs), PAIR)
+    if len(pairs):
+        entries["a"], entries["b"] = pairs[:, 0], pairs[:, 1]
+    return entries

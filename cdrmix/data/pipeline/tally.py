@@ -1,0 +1,111 @@
+"""Counts of what the preparation kept and dropped, and why: added up over tasks in any order to the same result."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+SAMPLES = 3  # of each rule: those with the smallest content hashes, so that they do not depend on the order of reading
+EXCERPT_CHARACTERS = 400
+
+
+@dataclass
+class Amount:
+    """Documents and the UTF-8 bytes of their texts."""
+
+    documents: int = 0
+    bytes: int = 0
+
+    def add(self, size: int, documents: int = 1) -> None:
+        self.documents += documents
+        self.bytes += size
+
+
+@dataclass
+class Sample:
+    """A dropped document: its content hash (hexadecimal), where it was read, the rule's score, the text's beginning.
+
+    like: the beginning of the text that was kept instead, for duplicates.
+    """
+
+    hash: str
+    where: str
+    score: float | None
+    excerpt: str
+    like: str | None = None
+
+
+@dataclass
+class Dropped(Amount):
+    """What one rule dropped."""
+
+    samples: list[Sample] = field(default_factory=list)
+
+    def show(self, samples: list[Sample]) -> None:
+        """Keep the SAMPLES with the smallest hashes of those here and those given."""
+        distinct = {(sample.hash, sample.where): sample for sample in (*self.samples, *samples)}
+        self.samples = [distinct[key] for key in sorted(distinct)[:SAMPLES]]
+
+
+@dataclass
+class Tally:
+    """What went into a stage, what came out, and what each rule dropped, by rule."""
+
+    read: Amount = field(default_factory=Amount)
+    kept: Amount = field(default_factory=Amount)
+    dropped: dict[str, Dropped] = field(default_factory=dict)
+    languages: dict[str, Amount] = field(default_factory=dict)
+    pii: Counter[str] = field(default_factory=Counter)
+    bad: int = 0
+    bad_shown: list[str] = field(default_factory=list)
+    cpu_seconds: float = 0.0
+
+    def drop(self, rule: str, size: int, sample: Sample) -> None:
+        """Count a document that `rule` dropped."""
+        dropped = self.dropped.setdefault(rule, Dropped())
+        dropped.add(size)
+        dropped.show([sample])
+
+    def merge(self, other: Tally) -> None:
+        """Add another tally to this one."""
+        for mine, theirs in ((self.read, other.read), (self.kept, other.kept)):
+            mine.add(theirs.bytes, theirs.documents)
+        for rule, theirs in other.dropped.items():
+            dropped = self.dropped.setdefault(rule, Dropped())
+            dropped.add(theirs.bytes, theirs.documents)
+            dropped.show(theirs.samples)
+        for language, amount in other.languages.items():
+            self.languages.setdefault(language, Amount()).add(amount.bytes, amount.documents)
+        self.pii.update(other.pii)
+        self.bad += other.bad
+        self.bad_shown += other.bad_shown
+        self.cpu_seconds += other.cpu_seconds
+
+    def as_json(self) -> dict[str, Any]:
+        """The tally as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Tally:
+        """The tally that `as_json` gave."""
+        return cls(
+            read=Amount(**data["read"]),
+            kept=Amount(**data["kept"]),
+            dropped={
+                rule: Dropped(
+                    dropped["documents"], dropped["bytes"], [Sample(**sample) for sample in dropped["samples"]]
+                )
+                for rule, dropped in data["dropped"].items()
+            },
+            languages={language: Amount(**amount) for language, amount in data["languages"].items()},
+            pii=Counter(data["pii"]),
+            bad=data["bad"],
+            bad_shown=data["bad_shown"],
+            cpu_seconds=data["cpu_seconds"],
+        )
+
+
+def excerpt(text: str) -> str:
+    """The beginning of a text."""
+    return text[:EXCERPT_CHARACTERS]

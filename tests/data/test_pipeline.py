@@ -1,0 +1,180 @@
+"""The stages of a preparation: what is dropped, what stays, and that neither order nor processes decide anything."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+
+from cdrmix.data.prepare import prepare
+from cdrmix.data.shards import ShardSet
+
+WORDS = [f"{first}{second}" for first in ("ba", "du", "ki", "lo", "me", "sa", "ti", "vo") for second in "abcdefghijkl"]
+
+
+def quiet(line: str) -> None:
+    pass
+
+
+def sentence(random_words: random.Random, length: int) -> str:
+    return " ".join(random_words.choices(WORDS, k=length))
+
+
+def write(path: Path, records: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """A JSON-lines file and the `data.source` section that names it."""
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return {"kind": "jsonl", "paths": [str(path)]}
+
+
+def decoded(shards: ShardSet) -> list[str]:
+    return [text.decode() for split in (shards.train, shards.valid) for text in split.text()]
+
+
+def planted(count: int = 60) -> tuple[list[str], list[set[int]]]:
+    """Texts, and which of them are one another's near-duplicates: three versions of every third, a word apart."""
+    draw = random.Random(1)
+    texts: list[str] = []
+    families: list[set[int]] = []
+    for number in range(count):
+        words = sentence(draw, 150).split()
+        members = [len(texts)]
+        texts.append(" ".join(words))
+        for _ in range(2 if number % 3 == 0 else 0):
+            changed = list(words)
+            changed[draw.randrange(150)] = f"new{draw.randrange(10**6)}"
+            members.append(len(texts))
+            texts.append(" ".join(changed))
+        families.append(set(members))
+    return texts, families
+
+
+def test_one_of_every_family_stays(make_config: Any, tmp_path: Path) -> None:
+    texts, families = planted()
+    shards = prepare(make_config(write(tmp_path / "a.jsonl", ({"text": text} for text in texts))), say=quiet)
+    left = {texts.index(text) for text in decoded(shards)}
+    assert [len(left & family) for family in families] == [1] * len(families)
+    assert shards.report["dropped"] == {"near_duplicate": len(texts) - len(families)}
+    report = json.loads((shards.path / "report" / "report.json").read_text())
+    assert report["near"]["cluster_sizes"] == {"3": 20}
+    assert report["near"]["verified_pairs"] == 60
+
+
+def test_the_best_of_a_family_stays(make_config: Any, tmp_path: Path) -> None:
+    """Quality decides before priority, priority before the hash of the content; for exact and for near-duplicates."""
+    texts, families = planted(12)
+    best = [max(family) for family in families if len(family) > 1]
+    records = [{"text": text, "score": 0.5 + (number in best)} for number, text in enumerate(texts)]
+    source = write(tmp_path / "a.jsonl", [*records, {"text": f"{texts[best[0]]}\n", "score": 9.5}])
+    other = write(tmp_path / "b.jsonl", [{"text": f"{texts[best[1]]} end", "score": 1.5}])
+    domains = {
+        "one": {"source": source, "quality_field": "score"},
+        "two": {"source": other, "quality_field": "score", "priority": 1},
+    }
+    left = decoded(prepare(make_config(None, domains=domains), say=quiet))
+    assert f"{texts[best[0]]}\n" in left
+    assert texts[best[0]] not in left
+    assert f"{texts[best[1]]} end" in left
+    assert texts[best[1]] not in left
+    assert all(texts[number] in left for number in best[2:])
+    assert len(left) == len(families)
+
+
+def test_empty_and_wordless_documents_do_not_collapse(make_config: Any, tmp_path: Path) -> None:
+    """Documents without text are dropped as such; those without words have no shingles and are nobody's duplicates."""
+    texts = ["", " \n", "\0", "!!!", "???", "...", "one", "two words"]
+    shards = prepare(make_config(write(tmp_path / "a.jsonl", ({"text": text} for text in texts))), say=quiet)
+    assert sorted(decoded(shards)) == sorted(texts[3:])
+    assert shards.report["dropped"] == {"empty": 3}
+
+
+def test_addresses_and_hosts(make_config: Any, tmp_path: Path) -> None:
+    draw = random.Random(2)
+    addresses = [
+        "http://www.example.org/a?utm_source=x",
+        "https://example.org/a",
+        *(f"https://sub{number}.example.org/{number}" for number in range(5)),
+        *(f"https://site{number}.co.uk/" for number in range(3)),
+        None,
+        None,
+    ]
+    records = [{"text": sentence(draw, 40), "url": url} for url in addresses]
+    dedup = {"url": True, "documents_per_host": 3}
+    shards = prepare(make_config(write(tmp_path / "a.jsonl", records), dedup=dedup), say=quiet)
+    left = decoded(shards)
+    urls = [record["url"] for record in records if record["text"] in left]
+    assert shards.report["dropped"] == {"same_address": 1, "host_cap": 3}
+    assert sum("example.org" in str(url) for url in urls) == 3
+    assert sum("co.uk" in str(url) for url in urls) == 3
+    assert urls.count(None) == 2
+
+
+def fingerprints(make_config: Any, tmp_path: Path, source: dict[str, Any], name: str, **data: Any) -> str:
+    return prepare(make_config(source, cache=str(tmp_path / name), **data), say=quiet).fingerprint
+
+
+def test_nothing_but_the_text_decides(make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Order of records and files, number of processes and size of tasks: the same bytes."""
+    texts, _ = planted()
+    texts += texts[:7]
+    data = {"dedup": {"documents_per_host": 20}}
+    records = [{"text": text, "url": f"http://h{number % 3}.org/{number}"} for number, text in enumerate(texts)]
+    expected = fingerprints(make_config, tmp_path, write(tmp_path / "a.jsonl", records), "a", workers=1, **data)
+    random.Random(3).shuffle(records)
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    for number in range(4):
+        write(folder / f"{number}.jsonl", records[number::4])
+    source = {"kind": "jsonl", "paths": [str(folder)]}
+    monkeypatch.setattr("cdrmix.data.prepare.SHARE_OF_MEMORY", 100)  # some 10 kB a task: many units and partitions
+    assert fingerprints(make_config, tmp_path, source, "b", workers=2, memory_mb=1, **data) == expected
+    assert fingerprints(make_config, tmp_path, source, "c", workers=1, memory_mb=1, **data) == expected
+
+
+def test_where_every_document_came_from(make_config: Any, tmp_path: Path) -> None:
+    texts, families = planted(9)
+    source = write(tmp_path / "a.jsonl", ({"text": text, "licence": "CC0"} for text in texts))
+    shards = prepare(make_config(source), say=quiet)
+    rows = pyarrow.parquet.read_table(shards.path / "report" / "documents.parquet").to_pylist()
+    assert len(rows) == len(families)
+    for split in (shards.train, shards.valid):
+        mine = [row for row in rows if row["split"] == split.name]
+        lines = [int(row["where"].rpartition(":")[2]) for row in mine]
+        assert [texts[line - 1].encode() for line in lines] == list(split.text())
+        assert sum(row["tokens"] for row in mine) == split.tokens - 1
+    assert {row["meta"] for row in rows} == {'{"licence": "CC0"}'}
+
+
+def test_nothing_left(make_config: Any, tmp_path: Path) -> None:
+    from cdrmix.errors import CorpusError
+
+    draw = random.Random(4)
+    source = write(tmp_path / "a.jsonl", ({"text": sentence(draw, 20)} for _ in range(5)))
+    with pytest.raises(
+        CorpusError, match=r"0 documents are left of 5 read, after 5 by \w+ were dropped.*data\.filters"
+    ):
+        prepare(make_config(source, filters={"rules": ["length"], "bounds": {"length": 1e6}}), say=quiet)
+
+
+def test_pairs_beyond_one_band_join_families(make_config: Any, tmp_path: Path) -> None:
+    """A chain of texts, each near the next: one cluster, though its ends are unlike."""
+    draw = random.Random(5)
+    words = sentence(draw, 200).split()
+    chain = []
+    for number in range(8):
+        words = list(words)
+        words[10 * number : 10 * number + 5] = sentence(draw, 5).split()
+        chain.append(" ".join(words))
+    shingles = [{tuple(text.split()[i : i + 5]) for i in range(196)} for text in chain]
+    similar = {
+        (a, b): len(shingles[a] & shingles[b]) / len(shingles[a] | shingles[b]) for a, b in combinations(range(8), 2)
+    }
+    assert similar[0, 1] > 0.8 > similar[0, 7]
+    texts = [*chain, *(sentence(draw, 100) for _ in range(3))]
+    source = write(tmp_path / "a.jsonl", ({"text": text} for text in texts))
+    assert len(decoded(prepare(make_config(source, dedup={"bands": 64, "rows": 2}), say=quiet))) == 4
