@@ -1,0 +1,10 @@
+"""Types of the C++ extension built from csrc/text_bindings.cpp."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+STATISTICS: tuple[str, ...]
+
+def statistics(texts: Sequence[str]) -> NDArray[np.float64]: ...
