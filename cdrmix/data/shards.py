@@ -39,6 +39,7 @@ from cdrmix.errors import ShardError
 
 FORMAT = 5  # 5: strata and loss weights
 SPLITS = ("train", "valid")
+COUNTED_TOGETHER = 2**20  # tokens, whose ids are counted by one pass
 PACKED_TOGETHER = 2**20  # documents: rows are packed within blocks of so many, which bounds memory
 WEIGHTS = 2**8  # different loss weights, at most
 
@@ -139,6 +140,8 @@ class SplitWriter:
         self._stratum_tokens = [0] * len(self._strata)
         self._stratum_documents = [0] * len(self._strata)
         self._target_counts = np.zeros(vocab_size, np.int64)
+        self._uncounted: list[Array] = []
+        self._uncounted_tokens = 0
         self._created: list[HashedFile] = []
         self._shard: HashedFile | None = None
         self._starts = self._create("documents")
@@ -170,8 +173,10 @@ class SplitWriter:
             self._document_strata.write(np.uint16(stratum).astype("<u2").tobytes())
         self._stratum_tokens[stratum] += len(tokens)
         self._stratum_documents[stratum] += 1
-        targets, counts = np.unique(tokens, return_counts=True)
-        self._target_counts[targets] += counts
+        self._uncounted.append(tokens)
+        self._uncounted_tokens += len(tokens)
+        if self._uncounted_tokens >= COUNTED_TOGETHER:
+            self._count_targets()
         self.documents += 1
         self.text_bytes += text_bytes
         self._append(tokens, codes)
@@ -189,6 +194,7 @@ class SplitWriter:
                 del self.files[name]
             self._codes = None
         strata = self._pack_rows()
+        self._count_targets()
         counts = self._create("target-counts")
         counts.write(self._target_counts.astype("<i8").tobytes())
         self._finish(counts)
@@ -201,6 +207,11 @@ class SplitWriter:
             "weights": [*(self._codes or {1.0: 0})],
             "shards": [name for name in self.files if ".tokens-" in name],
         }
+
+    def _count_targets(self) -> None:
+        if self._uncounted:
+            self._target_counts += np.bincount(np.concatenate(self._uncounted), minlength=len(self._target_counts))
+        self._uncounted, self._uncounted_tokens = [], 0
 
     def _coded(self, weights: Array | None, count: int) -> bytes | None:
         """The weights as numbers of their values, which are noted; None when this split has none."""
