@@ -3,52 +3,16 @@
 from __future__ import annotations
 
 import base64
-import html
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cdrmix.durable import write_atomically
+from cdrmix.page import escaped, html_page, tiles
 from cdrmix.plot import DARK, LAST_ROWS, LIGHT, draw, draw_load
 from cdrmix.train.metrics import amount, clock
 from cdrmix.train.run import RunFolder, read_metrics
-
-STYLE = """
-:root{color-scheme:light dark;--paper:#fff;--card:#f5f6f9;--ink:#1f2430;--soft:#5b6472;--line:#dfe3ea;--accent:#d9480f;
---bar:#9db8ea}
-@media (prefers-color-scheme:dark){:root{--paper:#14171d;--card:#1d222b;--ink:#dfe3ea;--soft:#98a2b3;--line:#2f3642;
---accent:#ff9457;--bar:#3d5d96}}
-*{box-sizing:border-box}
-body{margin:0 auto;max-width:62rem;padding:1.5rem 1rem 4rem;background:var(--paper);color:var(--ink);
-font:16px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
-h1{font-size:1.6rem;line-height:1.2;margin:.2rem 0}
-h2{font-size:1.15rem;margin:2.4rem 0 .7rem}
-p{margin:.4rem 0;max-width:46rem}
-.soft{color:var(--soft)}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(9rem,1fr));gap:.7rem;margin:1.2rem 0}
-.tile{background:var(--card);border-radius:.6rem;padding:.7rem .9rem}
-.tile b{display:block;font-size:1.45rem;line-height:1.25;font-variant-numeric:tabular-nums}
-.tile.first b{color:var(--accent)}
-.tile span{color:var(--soft);font-size:.85rem}
-.bars{display:grid;grid-template-columns:max-content 1fr;gap:.35rem .8rem;align-items:center}
-.bars i{display:block;height:1.15rem;border-radius:.25rem;background:var(--bar);min-width:2px}
-.bars .own{background:var(--accent)}
-.bars div{display:flex;align-items:center;gap:.6rem;font-variant-numeric:tabular-nums}
-img{width:100%;height:auto;border-radius:.6rem;border:1px solid var(--line)}
-.scroll{overflow-x:auto}
-table{border-collapse:collapse;font-size:.92rem;font-variant-numeric:tabular-nums;min-width:min(100%,28rem)}
-th,td{text-align:right;padding:.3rem .8rem;border-bottom:1px solid var(--line);white-space:nowrap}
-th:first-child,td:first-child{text-align:left;padding-left:0}
-th{font-weight:600;color:var(--soft)}
-td.text{text-align:left;white-space:normal;overflow-wrap:anywhere}
-.bad{color:var(--accent);font-weight:600}
-pre{background:var(--card);border-radius:.6rem;padding:.9rem 1rem;overflow-x:auto;font-size:.85rem;line-height:1.45;
-white-space:pre-wrap;overflow-wrap:anywhere}
-pre em{font-style:normal;color:var(--soft)}
-summary{cursor:pointer;margin:.6rem 0}
-"""
-
 
 CURVES = "Loss, load entropy of the experts, learning rate and gradient norm by step"
 UNHEALTHY: dict[str, Callable[[float], bool]] = {
@@ -86,10 +50,10 @@ def page(
 
     curves, loads: the pictures of the run, light and dark; no loads where nothing was routed.
     """
-    config = run.config_snapshot.read_text(encoding="utf-8")
+    config = run.config_snapshot.readescaped(encoding="utf-8")
     sections = [
-        f"<header><h1>{_text(summary.get('name', 'run'))}</h1><p class=soft>{_text(run.path.name)}</p>"
-        + (f"<p>{_text(summary['not_trained'])}</p>" if summary.get("not_trained") else "")
+        f"<header><h1>{escaped(summary.get('name', 'run'))}</h1><p class=soft>{escaped(run.path.name)}</p>"
+        + (f"<p>{escaped(summary['not_trained'])}</p>" if summary.get("not_trained") else "")
         + "</header>",
         _tiles(rows, summary),
         _held_out(summary.get("held_out")),
@@ -101,47 +65,35 @@ def page(
         _checkpoints(run.checkpoints),
         _facts("Export", summary.get("export")),
         f"<h2>Configuration</h2><details><summary>config_snapshot.yaml: reproduces this run by itself</summary>"
-        f"<pre>{_text(config)}</pre></details>",
+        f"<pre>{escaped(config)}</pre></details>",
         _facts("Environment", summary.get("environment")),
     ]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{_text(summary.get('name', 'run'))}: {_text(run.path.name)}</title>"
-        f"<style>{STYLE}</style></head>\n<body>"
-        + "\n".join(section for section in sections if section)
-        + "</body></html>\n"
-    )
+    return html_page(f"{summary.get('name', 'run')}: {run.path.name}", sections)
 
 
 def _tiles(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str:
     held_out, parameters = summary.get("held_out"), summary.get("parameters")
-    tiles: list[tuple[str, str]] = []
+    facts: list[tuple[str, str]] = []
     if held_out:
-        tiles += [
+        facts += [
             (f"{held_out['bits_per_byte']:.3f}", "bits per byte of held-out text"),
             (f"{held_out['bits_per_byte'] / held_out['unigram_bits_per_byte']:.3f}", "of the unigram's bits"),
             (f"{held_out['perplexity']:.2f}" if held_out["perplexity"] else "-", "perplexity per token"),
         ]
     if parameters:
-        tiles.append((amount(parameters["active"]), f"active parameters of {amount(parameters['stored'])}"))
+        facts.append((amount(parameters["active"]), f"active parameters of {amount(parameters['stored'])}"))
     if rows:
         last = rows[-1]
         rates = sorted(row["tokens_per_second"] for row in rows if row["tokens_per_second"])
-        tiles += [
+        facts += [
             (f"{last['step']:,}", f"steps, {last['epoch']:.2f} epochs"),
             (amount(last["tokens"]), f"tokens in {clock(last['seconds'])}"),
         ]
         if rates:
-            tiles.append((amount(rates[len(rates) // 2]), "tokens a second, median"))
+            facts.append((amount(rates[len(rates) // 2]), "tokens a second, median"))
     else:
-        tiles.append(("0", "steps so far"))
-    cells = "".join(
-        f'<div class="tile{" first" if number == 0 and held_out else ""}"><b>{_text(value)}</b>'
-        f"<span>{_text(label)}</span></div>"
-        for number, (value, label) in enumerate(tiles)
-    )
-    return f'<div class="tiles">{cells}</div>'
+        facts.append(("0", "steps so far"))
+    return tiles(facts, stress_first=bool(held_out))
 
 
 def _held_out(held_out: Mapping[str, Any] | None) -> str:
@@ -171,7 +123,7 @@ def _picture(pictures: Sequence[bytes], words: str) -> str:
 
     return (
         f'<picture><source media="(prefers-color-scheme: dark)" srcset="{uri(dark)}">'
-        f'<img alt="{_text(words)}" src="{uri(light)}">'
+        f'<img alt="{escaped(words)}" src="{uri(light)}">'
         "</picture>"
     )
 
@@ -221,17 +173,17 @@ def _router(rows: Sequence[Mapping[str, Any]]) -> str:
 def _sample(sample: Mapping[str, str] | None) -> str:
     if not sample:
         return ""
-    return f"<h2>It writes</h2><pre><em>{_text(sample['prompt'])}</em>{_text(sample['text'])}</pre>"
+    return f"<h2>It writes</h2><pre><em>{escaped(sample['prompt'])}</em>{escaped(sample['text'])}</pre>"
 
 
 def _facts(title: str, facts: Mapping[str, Any] | None) -> str:
     if not facts:
         return ""
     lines = "".join(
-        f'<tr><td>{_text(name.replace("_", " "))}</td><td class="text">{_text(value)}</td></tr>'
+        f'<tr><td>{escaped(name.replace("_", " "))}</td><td class="text">{escaped(value)}</td></tr>'
         for name, value in _flat(facts)
     )
-    return f'<h2>{_text(title)}</h2><div class="scroll"><table>{lines}</table></div>'
+    return f'<h2>{escaped(title)}</h2><div class="scroll"><table>{lines}</table></div>'
 
 
 def _flat(facts: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
@@ -251,9 +203,5 @@ def _checkpoints(folder: Path) -> str:
     lines = ""
     for path in found:
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file() and not file.is_symlink())
-        lines += f"<tr><td>{_text(path.name)}</td><td>{size / 2**20:,.1f} MiB</td></tr>"
+        lines += f"<tr><td>{escaped(path.name)}</td><td>{size / 2**20:,.1f} MiB</td></tr>"
     return f'<h2>Checkpoints</h2><div class="scroll"><table>{lines}</table></div>'
-
-
-def _text(value: object) -> str:
-    return html.escape(str(value), quote=True)
