@@ -1,8 +1,10 @@
-# make install | train | test | lint | format | clean: each does everything it needs from nothing, and is quick the second time.
+# make install | train | test | lint | format | fuzz | clean: each does everything it needs from nothing, and is quick the second time.
 
 PYTHON ?= python3
 CONFIG ?= configs/cdrmix-core-tiny.yaml
 ARGS ?=
+# Of fuzzing, for each target.
+SECONDS ?= 300
 # Address of a package index that has PyTorch's CPU builds, where your own has only the CUDA ones.
 TORCH_INDEX ?=
 
@@ -11,13 +13,14 @@ INSTALLED := .venv/.installed
 UNFINISHED := .venv/.unfinished
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 
-.PHONY: help install train test lint format clean
+.PHONY: help install train test lint format fuzz clean
 
 help:
 	@echo 'make install   a virtual environment in .venv with PyTorch, the pinned dependencies and the C++ extension'
 	@echo 'make train     prepare, train, evaluate and export CONFIG ($(CONFIG)); ARGS="key.path=value ..." overrides'
 	@echo 'make test      lint, types and tests'
 	@echo 'make lint      ruff and mypy alone;  make format  rewrites what ruff can;  make clean  forgets .venv and builds'
+	@echo 'make fuzz      the C++ of csrc/ against any input, under sanitizers, SECONDS ($(SECONDS)) for each target'
 
 install: $(INSTALLED)
 
@@ -60,6 +63,23 @@ test: lint
 format: install
 	$(BIN)/ruff check --fix --exit-zero .
 	$(BIN)/ruff format .
+
+# With clang by libFuzzer, whose finds stay in build/fuzz; else with g++ and a driver that mutates without knowing why.
+fuzz:
+	@set -e; clang=$$(for name in clang++ clang++-22 clang++-20 clang++-19 clang++-18 clang++-16 clang++-14; do \
+	    command -v $$name && break; done || true); \
+	flags='-O1 -g -std=c++17 -Icsrc -Wall -Wextra -fsanitize=address,undefined -fno-sanitize-recover=all'; \
+	for source in $(filter-out csrc/fuzz/driver.cpp,$(wildcard csrc/fuzz/*.cpp)); do \
+	    target=build/fuzz/$$(basename $$source .cpp); mkdir -p $$target; \
+	    if [ -n "$$clang" ]; then \
+	        $$clang $$flags -fsanitize=fuzzer $$source -o $$target/fuzz; \
+	        $$target/fuzz -max_total_time=$(SECONDS) -max_len=20000 -dict=csrc/fuzz/dictionary.txt -print_final_stats=1 \
+	            -artifact_prefix=$$target/ -verbosity=0 $$target; \
+	    else \
+	        $${CXX:-g++} $$flags $$source csrc/fuzz/driver.cpp -o $$target/fuzz; $$target/fuzz $(SECONDS); \
+	    fi; \
+	    echo "$$source: no finding in $(SECONDS) s"; \
+	done
 
 clean:
 	rm -rf .venv build *.egg-info cdrmix/_dedup*.so cdrmix/_text*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis

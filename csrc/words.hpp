@@ -211,11 +211,12 @@ class Shingles {
 
     // The hashes of the next shingles, in order, at most MOST; returns how many, 0 when the text is at its end.
     std::size_t read(std::uint64_t* shingles) noexcept {
-        std::uint64_t* const words = hashes_.data() + ngram_;  // before them the ngram_ words that were read last
+        const std::uint64_t* const leaving = hashes_.data();  // of word i of those read now, the one `ngram` before it
+        std::uint64_t* const words = hashes_.data() + ngram_;
         while (const std::size_t read = words_.read(words)) {
             std::size_t found = 0;
             for (std::size_t i = 0; i < read; ++i) {
-                rolling_ = rolling_ * M + (words[i] - words[i - ngram_] * power_);
+                rolling_ = rolling_ * M + (words[i] - leaving[i] * power_);
                 shingles[found] = mix(rolling_);
                 found += count_ + i + 1 >= ngram_;
             }
