@@ -50,7 +50,7 @@ def page(
 
     curves, loads: the pictures of the run, light and dark; no loads where nothing was routed.
     """
-    config = run.config_snapshot.readescaped(encoding="utf-8")
+    config = run.config_snapshot.read_text(encoding="utf-8")
     sections = [
         f"<header><h1>{escaped(summary.get('name', 'run'))}</h1><p class=soft>{escaped(run.path.name)}</p>"
         + (f"<p>{escaped(summary['not_trained'])}</p>" if summary.get("not_trained") else "")
