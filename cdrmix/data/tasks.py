@@ -153,9 +153,8 @@ def variables(draws: Draws, characters: int) -> Exercise:
     """Chains of assignments among filler; all variables with a certain value are asked for, in order."""
     chains = max(2, characters // 1500)
     names = draws.names(chains * (HOPS + 1))
-    values = (
-        draws.shuffled(range(10_000, 100_000, 7))[:chains] if chains < 1000 else list(range(10_000, 10_000 + chains))
-    )
+    first = 10_000 + draws.below(80_000)
+    values = draws.shuffled(range(first, first + chains))  # neighbours: telling them apart takes every digit
     lines = [
         [f"Let {chain[0]} = {value}."] + [f"Let {name} = {before}." for before, name in pairwise(chain)]
         for chain, value in zip((names[start::chains] for start in range(chains)), values, strict=True)
@@ -212,14 +211,16 @@ def arithmetic(draws: Draws, characters: int) -> Exercise:
 @TASKS("state")
 def state(draws: Draws, characters: int) -> Exercise:
     """Things in boxes whose contents are swapped again and again; what a box holds at the end is asked for."""
-    things = draws.shuffled(THINGS)[:BOXES]
-    facts = [f"Box {place} holds {thing}." for place, thing in enumerate(things, 1)]
-    for _ in range(max(2, (characters - 150) // 23)):
-        one, other = sorted(draws.shuffled(range(BOXES))[:2])
+    # names of its own in every exercise: with numbers all of them would be near-duplicates, of ten different swaps
+    boxes, things = draws.names(BOXES), draws.shuffled(THINGS)[:BOXES]
+    facts = [f"Box {box} holds {thing}." for box, thing in zip(boxes, things, strict=True)]
+    for _ in range(max(2, (characters - 180) // 27)):
+        one, other = draws.shuffled(range(BOXES))[:2]
         things[one], things[other] = things[other], things[one]
-        facts.append(f"Swap boxes {one + 1} and {other + 1}.")
+        facts.append(f"Swap {boxes[one]} and {boxes[other]}.")
     asked = draws.below(BOXES)
-    return Exercise(f"{' '.join(facts)}\nQuestion: What does box {asked + 1} hold?\nAnswer:", "", f" {things[asked]}")
+    question = f"Question: What does box {boxes[asked]} hold?\nAnswer:"
+    return Exercise(f"{' '.join(facts)}\n{question}", "", f" {things[asked]}")
 
 
 @TASKS("sorting")

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from cdrmix.config.load import dump_config, load_config
+from cdrmix.data.curriculum import Mixture
+from cdrmix.data.shards import Stratum
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SIZES = ("1b", "4b", "40b", "200b")
@@ -76,3 +78,48 @@ def test_token_budget(kind: str, size: str) -> None:
     tokens = config.train.steps * config.train.batch_rows * config.data.row_length
     active = {"1b": 1.4e9, "4b": 5e9, "40b": 35e9, "200b": 205e9}[size]
     assert tokens == pytest.approx(20 * active, rel=1e-3)  # steps are rounded to hundreds
+
+
+# 10^9 tokens of each part, as the configurations' comments give them (of the tasks: documents x characters / 3.5)
+TOKENS = {
+    "web": 13.9,
+    "wiki": 14.0,
+    "papers": 39.4,
+    "forum": 22,
+    "books": 4.8,
+    "code": 62.3,
+    "math": 6.0,
+    "docs": 10.1,
+    "open_books": 2.7,
+    "library": 10.5,
+    "wikiteam": 2.8,
+    "medicine": 35.2,
+    "law": 17.3,
+    "government": 7.7,
+    "patents": 153,
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_curriculum_goes_through_no_part_too_often(kind: str, size: str) -> None:
+    config = load_config(CONFIGS / f"cdrmix-{kind}-{size}.yaml")
+    data = config.data
+    assert data.domains is not None
+    classes = len(data.length_classes) + 1
+    strata = []
+    first = 0
+    for name, domain in data.domains.items():
+        tokens = TOKENS.get(name, 0) * 1e9
+        if domain.source.kind == "tasks":
+            tokens = domain.source.documents * domain.source.characters / 3.5
+        for number in range(classes):
+            rows = int(tokens / classes / data.row_length)  # how long the documents are is not known: evenly
+            strata.append(Stratum(name, number, first, rows, 0, 0))
+            first += rows
+    limits = {name: domain.max_epochs for name, domain in data.domains.items() if domain.max_epochs is not None}
+    assert set(limits) == set(data.domains)
+    total_rows = config.train.steps * config.train.batch_rows
+    mixture = Mixture(data.curriculum, strata, total_rows=total_rows, seed=1, limits=limits)
+    for stage in mixture.stages:  # every part is in every stage
+        assert min(stage.slots) > 0

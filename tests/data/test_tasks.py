@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import combinations
 
 import pytest
 from hypothesis import given, settings
@@ -52,10 +53,10 @@ def solve_arithmetic(prompt: str) -> str:
 
 
 def solve_state(prompt: str) -> str:
-    boxes = dict(re.findall(r"Box (\d) holds ([a-z ]+)\.", prompt))
-    for one, other in re.findall(r"Swap boxes (\d) and (\d)\.", prompt):
+    boxes = dict(re.findall(r"Box (\w+) holds ([a-z ]+)\.", prompt))
+    for one, other in re.findall(r"Swap (\w+) and (\w+)\.", prompt):
         boxes[one], boxes[other] = boxes[other], boxes[one]
-    return boxes[question_of(prompt, r"What does box (\d) hold\?")]
+    return boxes[question_of(prompt, r"What does box (\w+) hold\?")]
 
 
 def solve_sorting(prompt: str) -> str:
@@ -117,6 +118,18 @@ def test_exercises_differ_and_answers_lie_everywhere() -> None:
     assert abs(sum(places) / 200 - 0.5) < 5 * 0.29 / 200**0.5
     assert min(places) < 0.1 < 0.9 < max(places)
     assert exercise("recall", 2, 0, 500) != exercise("recall", 1, 0, 500)
+
+
+@pytest.mark.parametrize("task", TASKS.names())
+@pytest.mark.parametrize("characters", [1000, 12_000])
+def test_no_two_exercises_are_near_duplicates(task: str, characters: int) -> None:
+    """Else a corpus would keep one of them: the Jaccard similarity of their five-word shingles, at most 0.8 there."""
+    shingles = []
+    for number in range(12):
+        words = re.findall(r"\w+", exercise(task, 1, number, characters).text.lower())
+        shingles.append({tuple(words[place : place + 5]) for place in range(len(words) - 4)})
+    for one, other in combinations(shingles, 2):
+        assert len(one & other) / len(one | other) < 0.2
 
 
 def test_a_known_exercise_stays_what_it_is() -> None:
