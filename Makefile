@@ -64,19 +64,20 @@ format: install
 	$(BIN)/ruff check --fix --exit-zero .
 	$(BIN)/ruff format .
 
-# With clang by libFuzzer, whose finds stay in build/fuzz; else with g++ and a driver that mutates without knowing why.
+# With clang by libFuzzer, which goes on from what it found before; else with g++ and a driver that knows no coverage.
+CLANGS := clang++ clang++-22 clang++-20 clang++-19 clang++-18 clang++-16 clang++-14
+
 fuzz:
-	@set -e; clang=$$(for name in clang++ clang++-22 clang++-20 clang++-19 clang++-18 clang++-16 clang++-14; do \
-	    command -v $$name && break; done || true); \
+	@set -e; clang=$$(for name in $(CLANGS); do command -v $$name && break; done || true); \
 	flags='-O1 -g -std=c++17 -Icsrc -Wall -Wextra -fsanitize=address,undefined -fno-sanitize-recover=all'; \
 	for source in $(filter-out csrc/fuzz/driver.cpp,$(wildcard csrc/fuzz/*.cpp)); do \
-	    target=build/fuzz/$$(basename $$source .cpp); mkdir -p $$target; \
+	    program=build/fuzz/$$(basename $$source .cpp); mkdir -p $$program.inputs; \
 	    if [ -n "$$clang" ]; then \
-	        $$clang $$flags -fsanitize=fuzzer $$source -o $$target/fuzz; \
-	        $$target/fuzz -max_total_time=$(SECONDS) -max_len=20000 -dict=csrc/fuzz/dictionary.txt -print_final_stats=1 \
-	            -artifact_prefix=$$target/ -verbosity=0 $$target; \
+	        $$clang $$flags -fsanitize=fuzzer $$source -o $$program; \
+	        $$program -max_total_time=$(SECONDS) -max_len=20000 -dict=csrc/fuzz/dictionary.txt -print_final_stats=1 \
+	            -artifact_prefix=$$program. -verbosity=0 $$program.inputs; \
 	    else \
-	        $${CXX:-g++} $$flags $$source csrc/fuzz/driver.cpp -o $$target/fuzz; $$target/fuzz $(SECONDS); \
+	        $${CXX:-g++} $$flags $$source csrc/fuzz/driver.cpp -o $$program; $$program $(SECONDS); \
 	    fi; \
 	    echo "$$source: no finding in $(SECONDS) s"; \
 	done
