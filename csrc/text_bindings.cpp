@@ -1,10 +1,11 @@
-// cdrmix._text: statistics of texts that the filters judge by. Like bindings.cpp, it alone sees pybind11.
+// cdrmix._text: statistics of texts that the filters judge by, and places that look like personal data. Like bindings.cpp, it alone sees pybind11.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
 #include <string_view>
 #include <vector>
 
+#include "personal.hpp"
 #include "statistics.hpp"
 
 namespace py = pybind11;
@@ -44,11 +45,27 @@ py::tuple statistic_names() {
     return names;
 }
 
+// Offsets count bytes of UTF-8.
+py::list personal(const py::str& text) {
+    const std::string_view view = utf8(text);
+    std::vector<cdrmix::PersonalData::Candidate> found;
+    {
+        py::gil_scoped_release release;
+        found = cdrmix::PersonalData().scan(view.data(), view.size());
+    }
+    py::list out;
+    for (const auto& candidate : found)
+        out.append(py::make_tuple(cdrmix::PersonalData::NAMES[candidate.kind], candidate.begin, candidate.end));
+    return out;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_text, module) {
-    module.doc() = "Statistics of texts.";
+    module.doc() = "Statistics of texts, and places in them that look like personal data.";
     module.attr("STATISTICS") = statistic_names();
     module.def("statistics", &statistics, py::arg("texts"),
                "Counts, float64 [n, len(STATISTICS)], over each of the texts, a sequence of str.");
+    module.def("personal", &personal, py::arg("text"),
+               "Places shaped like personal data, as (kind, begin, end) in bytes of UTF-8, in the order of their words.");
 }
