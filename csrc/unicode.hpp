@@ -47,17 +47,23 @@ inline char32_t lower(char32_t c) noexcept {
 
 // The code point at p < end; p moves behind it, never beyond `end`.
 inline char32_t decode(const char*& p, const char* end) noexcept {
-    const auto next = [&]() -> char32_t { return static_cast<unsigned char>(*p++) & 0x3F; };
-    const char32_t first = static_cast<unsigned char>(*p++);
-    if (first < 0x80) return first;
-    const int more = first < 0xC0 ? -1 : first < 0xE0 ? 1 : first < 0xF0 ? 2 : 3;
-    if (more < 0) return REPLACEMENT;  // a continuation without its start
-    if (end - p < more) {
+    const auto byte = [&](int i) -> char32_t { return static_cast<unsigned char>(p[i]); };
+    const auto rest = [&](int i) -> char32_t { return byte(i) & 0x3F; };
+    const char32_t first = byte(0);
+    const int size = first < 0x80 ? 1 : first < 0xC0 ? 0 : first < 0xE0 ? 2 : first < 0xF0 ? 3 : 4;
+    char32_t c = REPLACEMENT;
+    if (end - p < size) {
         p = end;
-        return REPLACEMENT;
+        return c;
     }
-    char32_t c = more == 1 ? first & 0x1F : more == 2 ? first & 0x0F : first & 0x07;
-    for (int i = 0; i < more; ++i) c = c << 6 | next();
+    switch (size) {
+        case 1: c = first; break;
+        case 2: c = (first & 0x1F) << 6 | rest(1); break;
+        case 3: c = (first & 0x0F) << 12 | rest(1) << 6 | rest(2); break;
+        case 4: c = (first & 0x07) << 18 | rest(1) << 12 | rest(2) << 6 | rest(3); break;
+        default: break;  // a continuation without its start
+    }
+    p += size == 0 ? 1 : size;
     return c < CODE_POINTS ? c : REPLACEMENT;
 }
 

@@ -85,10 +85,10 @@ class Words {
         if (shift > 32) in_word_[position / 64 + 1] |= mask >> (64 - shift);
     }
 
-    // Lowers and classifies STEP bytes, which it writes at lowered_[filled_]; how many, from the first, were ASCII.
-    std::size_t fill_ascii() noexcept {
+    // Lowers and classifies the STEP bytes at p, to lowered_[filled]; how many of them, from the first, were ASCII.
+    std::size_t add_ascii(const char* p, std::size_t filled) noexcept {
 #if defined(__SSE2__)
-        const auto bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(next_));
+        const auto bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
         const auto within = [](__m128i value, char first, char last) {  // first <= value <= last, of unsigned bytes
             const auto offset = _mm_sub_epi8(value, _mm_set1_epi8(first));
             return _mm_cmpeq_epi8(_mm_min_epu8(offset, _mm_set1_epi8(static_cast<char>(last - first))), offset);
@@ -99,43 +99,52 @@ class Words {
                                        _mm_cmpeq_epi8(bytes, _mm_set1_epi8('_')));
         const unsigned other = static_cast<unsigned>(_mm_movemask_epi8(bytes));
         const std::size_t ascii = other == 0 ? STEP : static_cast<std::size_t>(__builtin_ctz(other));
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(lowered_ + filled_), lowered);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(lowered_ + filled), lowered);
         const unsigned mask = static_cast<unsigned>(_mm_movemask_epi8(word));
 #else
         unsigned mask = 0;
         std::size_t ascii = 0;
-        for (; ascii < STEP && static_cast<unsigned char>(next_[ascii]) < 0x80; ++ascii) {
-            const auto c = static_cast<unsigned char>(next_[ascii]);
+        for (; ascii < STEP && is_ascii(p[ascii]); ++ascii) {
+            const auto c = static_cast<unsigned char>(p[ascii]);
             mask |= static_cast<unsigned>(unicode::properties(c) & unicode::WORD) << ascii;
-            lowered_[filled_ + ascii] = static_cast<char>(unicode::lower(c));
+            lowered_[filled + ascii] = static_cast<char>(unicode::lower(c));
         }
 #endif
-        mark(filled_, mask & ((1U << ascii) - 1));
+        mark(filled, mask & ((1U << ascii) - 1));
         return ascii;
     }
 
-    // One character by the tables.
-    void fill_character() noexcept {
-        unicode::decode_lower(begin_, next_, end_, [this](char32_t c) {
-            const char* after = unicode::encode(c, lowered_ + filled_);
-            const auto size = static_cast<std::size_t>(after - (lowered_ + filled_));
-            if (unicode::properties(c) & unicode::WORD) mark(filled_, (1U << size) - 1);
-            filled_ += size;
+    static bool is_ascii(char byte) noexcept { return static_cast<unsigned char>(byte) < 0x80; }
+
+    // Lowers and classifies one character, and moves behind it and behind what it becomes.
+    void add_character(const char*& p, std::size_t& filled) noexcept {
+        unicode::decode_lower(begin_, p, end_, [&](char32_t c) {
+            const auto size = static_cast<std::size_t>(unicode::encode(c, lowered_ + filled) - (lowered_ + filled));
+            if (unicode::properties(c) & unicode::WORD) mark(filled, (1U << size) - 1);
+            filled += size;
         });
     }
 
     // Fills the buffer with lower case, as far as there is text.
     void fill() noexcept {
         static_assert(STEP >= 2 * unicode::MOST_BYTES, "room for STEP bytes must be room for a character");
-        while (next_ != end_ && filled_ + STEP <= CHUNK) {
-            if (static_cast<std::size_t>(end_ - next_) >= STEP) {
-                const std::size_t ascii = fill_ascii();
-                filled_ += ascii;
-                next_ += ascii;
-                if (ascii != 0) continue;
+        const char* p = next_;
+        std::size_t filled = filled_;
+        while (p != end_ && filled + STEP <= CHUNK) {
+            if (static_cast<std::size_t>(end_ - p) >= STEP) {
+                const std::size_t ascii = add_ascii(p, filled);
+                filled += ascii;
+                p += ascii;
+                if (ascii == STEP) continue;
             }
-            fill_character();
+            // Until there is more ASCII in a row than the space between two words.
+            do {
+                if (filled + STEP > CHUNK) break;
+                add_character(p, filled);
+            } while (p != end_ && (!is_ascii(*p) || (end_ - p > 1 && !is_ascii(p[1]))));
         }
+        next_ = p;
+        filled_ = filled;
     }
 
     // The hashes of the words in the buffer, which is emptied up to a last word that may go on.
