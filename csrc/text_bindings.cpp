@@ -1,10 +1,15 @@
-// cdrmix._text: statistics of texts that the filters judge by, and places that look like personal data. Like bindings.cpp, it alone sees pybind11.
+// cdrmix._text: statistics of texts that the filters judge by, places that look like personal data,
+// and languages. Like bindings.cpp, it alone sees pybind11.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
+#include <cstdint>
 #include <string_view>
+#include <tuple>
 #include <vector>
 
+#include "language.hpp"
 #include "personal.hpp"
 #include "statistics.hpp"
 
@@ -21,11 +26,17 @@ std::string_view utf8(const py::handle& text) {
     return {bytes, static_cast<std::size_t>(size)};
 }
 
-py::array_t<double> statistics(const py::sequence& sequence) {
-    const py::tuple texts(sequence);  // keeps every str alive while the GIL is released
+// The UTF-8 of every text; `texts` keeps it alive.
+std::vector<std::string_view> utf8_of_all(const py::tuple& texts) {
     std::vector<std::string_view> views;
     views.reserve(texts.size());
     for (const py::handle& text : texts) views.push_back(utf8(text));
+    return views;
+}
+
+py::array_t<double> statistics(const py::sequence& sequence) {
+    const py::tuple texts(sequence);  // keeps every str alive while the GIL is released
+    const auto views = utf8_of_all(texts);
     py::array_t<double> out({static_cast<py::ssize_t>(views.size()), static_cast<py::ssize_t>(cdrmix::STATISTICS)});
     double* row = out.mutable_data();
     {
@@ -59,13 +70,33 @@ py::list personal(const py::str& text) {
     return out;
 }
 
+py::tuple predict(const cdrmix::LanguageModel& model, const py::sequence& sequence, std::size_t most) {
+    const py::tuple texts(sequence);
+    const auto views = utf8_of_all(texts);
+    py::array_t<std::int32_t> labels(static_cast<py::ssize_t>(views.size()));
+    py::array_t<float> probabilities(static_cast<py::ssize_t>(views.size()));
+    std::int32_t* label = labels.mutable_data();
+    float* probability = probabilities.mutable_data();
+    {
+        py::gil_scoped_release release;
+        for (const std::string_view text : views) std::tie(*label++, *probability++) = model.predict(cdrmix::sample(text, most));
+    }
+    return py::make_tuple(labels, probabilities);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_text, module) {
-    module.doc() = "Statistics of texts, and places in them that look like personal data.";
+    module.doc() = "Statistics of texts, and places in them that look like personal data; their languages.";
     module.attr("STATISTICS") = statistic_names();
     module.def("statistics", &statistics, py::arg("texts"),
                "Counts, float64 [n, len(STATISTICS)], over each of the texts, a sequence of str.");
     module.def("personal", &personal, py::arg("text"),
                "Places shaped like personal data, as (kind, begin, end) in bytes of UTF-8, in the order of their words.");
+    py::class_<cdrmix::LanguageModel>(module, "LanguageModel", "A quantised fastText classifier of texts.")
+        .def(py::init([](const py::bytes& file) { return cdrmix::LanguageModel(static_cast<std::string_view>(file)); }),
+             py::arg("file"))
+        .def_property_readonly("labels", [](const cdrmix::LanguageModel& model) { return py::tuple(py::cast(model.labels())); })
+        .def("predict", &predict, py::arg("texts"), py::arg("most"),
+             "The label's number, int32 [n], -1 for none, and its probability, float32 [n], by `most` bytes of each.");
 }

@@ -56,12 +56,10 @@ class FilterChain:
     def judge(self, texts: Sequence[str]) -> Judgement:
         """Judge normalised texts; each one's result depends on it alone. UnicodeEncodeError for lone surrogates."""
         counts = _text.statistics(texts)
-        detected = [language.detect(text) for text in texts]
-        languages = [code for code, _ in detected]
-        probabilities = np.array([score for _, score in detected], dtype=np.float64)
-        wanted = np.isin(np.array(languages, dtype=np.str_), self._languages)
-        facts = Facts(counts, np.where(wanted, probabilities, 0.0))
-        foreign = (np.array(languages, dtype=np.str_) != "en") & (probabilities >= self._language_score)
+        languages, probabilities = language.detect(texts)
+        codes = np.array(languages, dtype=np.str_)
+        facts = Facts(counts, np.where(np.isin(codes, self._languages), probabilities, 0.0).astype(np.float64))
+        foreign = (codes != "en") & (probabilities >= self._language_score)
         unspaced = 2 * facts["unspaced_characters"] > facts["alphabetic_characters"]
 
         scores = np.empty((len(texts), len(self._rules)), dtype=np.float32)

@@ -33,7 +33,7 @@ PRIVATE_KEY = re.compile(
 # What stands before a version or the number of a section: `version 1.2.3.4`, `Chrome/1.2.3.4`, `package-1.2.3.4`.
 BEFORE_VERSION = re.compile(
     rb"(?:\b(?:v|ver|vers|versions?|releases?|rev|revision|build|firmware|drivers?|sections?|sec|sect|chapters?|clauses?"
-    rb"|rfc|figure|fig|table|step|oid|paragraph|appendix|annex)[.:]?[\s(]*|\xc2\xa7\s*|[=<>~!]=\s*|[~^]\s*|\w/|[\w.-])\Z",
+    rb"|rfc|figure|fig|table|step|oid|paragraph|appendix|annex)[\"']?[.:=]?[\s(\"'`]*|\xc2\xa7\s*|[=<>~!]=\s*|[~^]\s*|\w/|[\w.#-])\Z",
     re.IGNORECASE,
 )
 NETWORK = re.compile(
@@ -150,6 +150,8 @@ def _ip(place: Place) -> int:
             return 0
         # Four small numbers are the number of a section or a version, unless the text speaks of the network: of all
         # public addresses one in 4,000 has no number above 31.
+        if re.match(rb"-[A-Za-z]", place.data[place.end : place.end + 2]):  # 12.4.254.14-node.11
+            return 0
         small = max(address.packed) < 32 and len(set(address.packed)) > 1
         if small and not NETWORK.search(place.before(64).rpartition(b"\n")[2]):
             return 0
