@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cdrmix.data.hashed_files import write_file
 from cdrmix.data.loader import Batch, EvalLoader, TrainLoader
 from cdrmix.data.permutation import permute, permute_each
 from cdrmix.data.shards import (
@@ -22,7 +23,6 @@ from cdrmix.data.shards import (
     SplitWriter,
     open_shards,
     token_dtype,
-    write_file,
     write_index,
 )
 from cdrmix.data.tokenizer import TextTokenizer
