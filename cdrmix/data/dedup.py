@@ -18,7 +18,12 @@ from numpy.typing import NDArray
 from cdrmix import _dedup
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from typing_extensions import Buffer  # collections.abc has it from Python 3.12 on
+
+    from cdrmix.config.schema_data import Dedup
+    from cdrmix.data.source import Document
 
 BLOCK = 2**22  # fingerprints of one side that are in memory and joined at a time: 32 MiB, the join some times that
 EMPTY = 2**32 - 1  # every value of the signature of a text without words
@@ -117,6 +122,36 @@ def clusters(pairs: NDArray[np.int64], n: int) -> NDArray[np.int64]:
     """
     _check_range("n", n, 0, 2**62)
     return _dedup.clusters(np.ascontiguousarray(pairs), n)
+
+
+def deduplicate(
+    documents: Iterable[Document],
+    config: Dedup,
+    *,
+    url_field: str | None = "url",
+    quality_field: str | None = None,
+    workers: int = 1,
+    memory_mb: int = 256,
+    folder: Path | None = None,
+) -> Iterator[Document]:
+    """The documents that stay, in the order of their content hashes: exact, address and near-duplicates removed.
+
+    Streams through sorted files in a temporary folder below `folder`, of about twice the size of the texts, so that
+    memory is bounded by `memory_mb` for each of `workers` processes, and not by the corpus (near-duplicates take some
+    50 bytes each on top). Which documents stay depends on the documents alone, not on their order: of duplicates the
+    one of the highest quality (a number in the metadata field `quality_field`), then of the smallest content hash.
+    """
+    from cdrmix.data.pipeline.duplicates import deduplicate as stages  # stands on this file
+
+    return stages(
+        documents,
+        config,
+        url_field=url_field,
+        quality_field=quality_field,
+        workers=workers,
+        memory_mb=memory_mb,
+        folder=folder,
+    )
 
 
 def simhash(texts: Iterable[str] | PackedTexts, *, threads: int = 0) -> NDArray[np.uint64]:

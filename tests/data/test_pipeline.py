@@ -131,7 +131,7 @@ def test_nothing_but_the_text_decides(make_config: Any, tmp_path: Path, monkeypa
     for number in range(4):
         write(folder / f"{number}.jsonl", records[number::4])
     source = {"kind": "jsonl", "paths": [str(folder)]}
-    monkeypatch.setattr("cdrmix.data.prepare.SHARE_OF_MEMORY", 100)  # some 10 kB a task: many units and partitions
+    monkeypatch.setattr("cdrmix.data.prepare.SHARE_OF_MEMORY", 30)  # some 35 kB a task: many units and partitions
     assert fingerprints(make_config, tmp_path, source, "b", workers=2, memory_mb=1, **data) == expected
     assert fingerprints(make_config, tmp_path, source, "c", workers=1, memory_mb=1, **data) == expected
 

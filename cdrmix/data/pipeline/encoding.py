@@ -19,8 +19,8 @@ from cdrmix.config.schema_data import Objectives
 from cdrmix.data import shards
 from cdrmix.data.dedup import FingerprintFile, count_contaminated, simhash
 from cdrmix.data.objectives import encode_documents
-from cdrmix.data.pipeline.addresses import dropped_rows
 from cdrmix.data.pipeline.columns import Array, column, read_table, texts_of, whole, write_table
+from cdrmix.data.pipeline.duplicates import Survivors
 from cdrmix.data.pipeline.merging import Documents
 from cdrmix.data.shards import SplitWriter
 from cdrmix.data.tokenizer import TextTokenizer
@@ -40,28 +40,13 @@ TOKENS = pa.schema(
 )
 
 
-@dataclass(frozen=True)
-class Survivors:
-    """The merged documents less those that runs of numbers name."""
-
-    documents: Documents
-    dropped: tuple[Path, ...]
-
-    def rows(self, partition: int) -> Array:
-        """int64 [n]: the rows of a partition that stay."""
-        return np.flatnonzero(~dropped_rows(self.dropped, self.documents.span(partition)))
-
-    def table(self, partition: int, columns: list[str]) -> pa.Table:
-        """Columns of the documents of a partition that stay."""
-        return read_table(self.documents.paths[partition]).select(columns).take(pa.array(self.rows(partition)))
-
-    def texts(self, threshold: int) -> Iterator[str]:
-        """The texts that are not held out, in order."""
-        for partition in range(len(self.documents.paths)):
-            table = self.table(partition, ["text", "side"])
-            kept = table.filter(pa.array(column(table, "side") >= np.uint64(threshold)))
-            for batch in kept.to_batches(max_chunksize=256):
-                yield from batch.column("text").to_pylist()
+def training_texts(survivors: Survivors, threshold: int) -> Iterator[str]:
+    """The texts that are not held out, in order."""
+    for partition in range(len(survivors)):
+        table = survivors.table(partition, ["text", "side"])
+        kept = table.filter(pa.array(column(table, "side") >= np.uint64(threshold)))
+        for batch in kept.to_batches(max_chunksize=256):
+            yield from batch.column("text").to_pylist()
 
 
 def held_out_threshold(survivors: Survivors, fraction: float) -> tuple[int, int]:
@@ -72,7 +57,7 @@ def held_out_threshold(survivors: Survivors, fraction: float) -> tuple[int, int]
     """
     threshold = int(fraction * HASH_RANGE)
     lowest, highest, count = HASH_RANGE, -1, 0
-    for partition in range(len(survivors.documents.paths)):
+    for partition in range(len(survivors)):
         sides = column(survivors.table(partition, ["side"]), "side")
         if len(sides):
             lowest, highest, count = min(lowest, int(sides.min())), max(highest, int(sides.max())), count + len(sides)

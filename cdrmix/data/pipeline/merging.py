@@ -45,8 +45,9 @@ def merge(task: Merge) -> dict[str, Any]:
     halves = hashes_of(table).view(">u8").reshape(-1, 2)
     order = np.lexsort(
         [
+            column(table, "address"),
             column(table, "domain"),
-            column(table, "side"),  # a hash of the exact text: equal ones are interchangeable
+            column(table, "side"),  # a hash of the exact text: what is equal up to here is interchangeable
             -column(table, "priority").astype(np.int64),
             -column(table, "quality"),
             halves[:, 1],
