@@ -25,6 +25,11 @@ UNEXPECTED = 70  # sysexits.h EX_SOFTWARE: our mistake, not the person's
 UNUSABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 OVERRIDES = "key.path=value arguments after --config X override keys of the file, for example train.steps=100"
 
+GUTTER = (
+    "Text stands behind a gutter: its loss weight where that is not 1, then | for a line, : for the rest of one, "
+    "> for a special token. Control characters are spelled out: <U+001B>."
+)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code (0, or a CdrmixError's).
@@ -118,8 +123,7 @@ def parser() -> argparse.ArgumentParser:
     train = add("train", _train, "prepare text, train, evaluate, export and report: one run", config=True)
     train.add_argument("--nproc", type=_positive, default=1, metavar="N", help="processes on this machine (torchrun)")
     train.add_argument("--resume", metavar="auto|PATH", help="go on with an unfinished run of this configuration")
-    data = add("data", _data, "work on the text alone", config=True)
-    data.add_argument("action", choices=["prepare"], help="prepare: text to tokenised shards, reused by later runs")
+    _add_data(commands)
     add("validate", _validate, "check a configuration and print it with every key resolved", config=True)
     add("params", _params, "count parameters, stored and active, without building the model", config=True)
 
@@ -150,6 +154,25 @@ def parser() -> argparse.ArgumentParser:
     report = add("report", _report, "draw loss.png and write report.html of a run")
     report.add_argument("run", type=Path, metavar="RUN", help="the run folder")
     return top
+
+
+def _add_data(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """`data` has commands of its own."""
+    text = "work on the text alone: prepare shards, look into them"
+    data = commands.add_parser("data", help=text, description=text, allow_abbrev=False)
+    actions = data.add_subparsers(dest="action", required=True, metavar="COMMAND")
+    text = "clean, deduplicate and tokenise the text into shards, which later runs reuse; prints their folder last"
+    prepare = actions.add_parser("prepare", help=text, description=text, allow_abbrev=False, epilog=OVERRIDES)
+    prepare.set_defaults(command=_data_prepare, name="data prepare")
+    prepare.add_argument("--config", required=True, type=Path, metavar="YAML", help="the configuration file")
+    text = "print the figures of prepared shards, and rows of them decoded, document by document"
+    inspect = actions.add_parser("inspect", help=text, description=text, allow_abbrev=False, epilog=GUTTER)
+    inspect.set_defaults(command=_data_inspect, name="data inspect")
+    inspect.add_argument("shards", type=Path, metavar="SHARDS", help="the folder that `cdrmix data prepare` printed")
+    inspect.add_argument("--split", choices=["train", "valid"], default="train", help="default: train")
+    inspect.add_argument("--row", type=int, metavar="N", help="the first row to print, from 0 (default: the first)")
+    inspect.add_argument("--rows", type=_positive, default=1, metavar="N", help="how many rows to print (default 1)")
+    inspect.add_argument("--domain", metavar="NAME", help="only rows of this domain")
 
 
 def _model(sub: argparse.ArgumentParser) -> None:
@@ -191,11 +214,28 @@ def _train(options: argparse.Namespace) -> int:
     return 0
 
 
-def _data(options: argparse.Namespace) -> int:
+def _data_prepare(options: argparse.Namespace) -> int:
     from cdrmix.config.load import load_config
     from cdrmix.data.prepare import prepare
 
     print(prepare(load_config(options.config, options.overrides)).path)
+    return 0
+
+
+def _data_inspect(options: argparse.Namespace) -> int:
+    from cdrmix.data.inspect import inspect
+
+    coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    _show_every_character()
+    for line in inspect(
+        options.shards,
+        split=options.split,
+        row=options.row,
+        rows=options.rows,
+        domain=options.domain,
+        coloured=coloured,
+    ):
+        print(line)
     return 0
 
 
@@ -232,13 +272,17 @@ def _generate(options: argparse.Namespace) -> int:
         options.temperature, options.top_p, options.top_k, seed=options.seed, max_new_tokens=options.max_new_tokens
     )
     loaded = load_alone(options.model, options.device)
-    # A terminal that cannot show a character gets its code instead of an end in the middle of the text.
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    _show_every_character()
     print(options.prompt, end="", flush=True)
     for piece in generate(loaded.model, loaded.tokenizer, options.prompt, sampling):
         print(piece, end="", flush=True)
     print()
     return 0
+
+
+def _show_every_character() -> None:
+    """A terminal that cannot show a character gets its code instead of an end in the middle of the text."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 
 
 def _export(options: argparse.Namespace) -> int:

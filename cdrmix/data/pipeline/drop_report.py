@@ -1,14 +1,55 @@
-"""The report of a preparation: what was read, kept and dropped, by which rule, with samples; JSON and one page."""
+"""The report of a preparation: what was read, kept and dropped, by which rule, with samples; JSON and one page.
+
+report.json is one object. Amounts are {"documents", "bytes"}; bytes are of UTF-8; shares are between 0 and 1.
+    format           1; goes up when something below gets another meaning
+    records          what the sources gave, bad records included
+    read             amount: the records that had a text, before anything was done to it
+    cleaned_bytes    by how much normalisation, the extraction from HTML and placeholders made the texts shorter
+    kept             amount: what is in the shards
+    rules            a list in the order in which the rules are applied, those that dropped nothing included; of each
+        name, says, documents, bytes (null: not known), share (of `records`), byte_share (of read bytes)
+        bounds       of a filter rule, by domain, the score where dropping begins; null: infinite
+        left         amount that passed this rule and all before it
+        samples      up to three: hash (of the content), where (it was read), score or null, text (its beginning),
+                     kept_instead (the beginning of the near-duplicate that stayed) or null
+    near             what the near-duplicate stage found; 0 and {} where there was none
+        candidate_pairs, likely_pairs, verified_pairs
+        cluster_sizes  number of documents, as text -> how many clusters of so many
+    languages        code -> amount and share of its bytes, of what passed the filters
+    domains          name -> documents, tokens, rows, share of its tokens, in both splits
+    pii              kind -> how many placeholders were put in
+    bad_records      count and shown, the first messages
+    stages           a list in order: name, seconds, bytes (of text), megabytes_per_second or null
+    cpu_seconds_of_reading  of all processes
+    shards           the report of the shards' index
+"""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from cdrmix.config.load import dump_config
 from cdrmix.config.schema import Config
-from cdrmix.data.pipeline.tally import Tally
+from cdrmix.config.schema_data import Dedup
+from cdrmix.data.filters import FilterChain
+from cdrmix.data.pipeline.drop_page import drop_page
+from cdrmix.data.pipeline.tally import Amount, Sample, Tally
+from cdrmix.data.rules import RULES
+from cdrmix.data.shards import Stratum, open_shards
+from cdrmix.data.source import BAD_RECORDS_SHOWN
 from cdrmix.durable import write_atomically
+
+FORMAT = 1
+BAD_RECORDS = (
+    "Records that could not be read: malformed, without the text field, not UTF-8, or too large. They are counted "
+    "here alone; data.max_bad_records says how many are too many."
+)
+EMPTY = "Nothing but white space is left after normalisation."
+UNKNOWN = "No rule of this name is configured."
 
 
 def write(
@@ -19,9 +60,151 @@ def write(
     report: dict[str, Any],
     timings: dict[str, dict[str, float]],
 ) -> None:
-    """Write report.json and report.html into `folder`.
+    """Write report.json and report.html into `folder`, which lies in a folder of whole shards.
 
     near: what the near-duplicate stage found. report: of the index. timings: seconds and bytes of every stage.
     """
-    content = {"tally": tally.as_json(), "near": near, "shards": report, "timings": timings}
-    write_atomically(folder / "report.json", json.dumps(content, indent=1))
+    prepared = open_shards(folder.parent, verify=False)
+    strata = [*prepared.train.strata, *prepared.valid.strata]
+    content = gather(config, tally, near, report, timings, strata)
+    write_atomically(folder / "report.json", json.dumps(content, indent=1, allow_nan=False))
+    write_atomically(folder / "report.html", drop_page(content, dump_config(config)))
+
+
+def gather(
+    config: Config,
+    tally: Tally,
+    near: dict[str, Any],
+    report: dict[str, Any],
+    timings: dict[str, dict[str, float]],
+    strata: Sequence[Stratum],
+) -> dict[str, Any]:
+    """The contents of report.json; strata: of both splits."""
+    read = tally.read
+    rules = [*_rules(config)]
+    names = {rule["name"] for rule in rules}
+    dropped_while_reading = {"empty", *(rule["name"] for rule in rules if rule["bounds"])}
+    # What nobody foresaw is shown too, at the end, rather than left out of the sum.
+    rules += [_rule(name, UNKNOWN) for name in sorted(tally.dropped.keys() - names)]
+    taken = sum(amount.bytes for name, amount in tally.dropped.items() if name in dropped_while_reading)
+    cleaned = read.bytes - taken - tally.kept.bytes
+    records = read.documents + tally.bad
+    left = Amount(records, read.bytes - cleaned)
+    for rule in rules:
+        dropped = tally.dropped.get(rule["name"])
+        documents, size = (dropped.documents, dropped.bytes) if dropped else (0, 0)
+        if rule["name"] == "bad_records":
+            documents = tally.bad
+        left = Amount(left.documents - documents, left.bytes - size)
+        rule |= {
+            "documents": documents,
+            "bytes": None if rule["name"] == "bad_records" else size,
+            "share": _share(documents, records),
+            "byte_share": None if rule["name"] == "bad_records" else _share(size, read.bytes),
+            "left": vars(left),
+            "samples": [_sample(sample) for sample in dropped.samples] if dropped else [],
+        }
+    of_languages = sum(amount.bytes for amount in tally.languages.values())
+    by_bytes = sorted(tally.languages.items(), key=lambda item: (-item[1].bytes, item[0]))
+    return {
+        "format": FORMAT,
+        "records": records,
+        "read": vars(read),
+        "cleaned_bytes": cleaned,
+        "kept": {"documents": report["documents"], "bytes": report["text_bytes"]},
+        "rules": rules,
+        "near": {
+            **{name: near.get(name, 0) for name in ("candidate_pairs", "likely_pairs", "verified_pairs")},
+            "cluster_sizes": near.get("cluster_sizes", {}),
+        },
+        "languages": {name: {**vars(amount), "share": _share(amount.bytes, of_languages)} for name, amount in by_bytes},
+        "domains": _domains(strata),
+        "pii": dict(sorted(tally.pii.items())),
+        "bad_records": {"count": tally.bad, "shown": tally.bad_shown[:BAD_RECORDS_SHOWN]},
+        "stages": [
+            {
+                "name": name,
+                "seconds": timing["seconds"],
+                "bytes": timing["bytes"],
+                "megabytes_per_second": timing["bytes"] / 1e6 / timing["seconds"]
+                if timing["bytes"] and timing["seconds"]
+                else None,
+            }
+            for name, timing in timings.items()
+        ],
+        "cpu_seconds_of_reading": tally.cpu_seconds,
+        "shards": report,
+    }
+
+
+def _rules(config: Config) -> Iterator[dict[str, Any]]:
+    """Name, words and bounds of every configured rule, in the order of the pipeline; filters as the domains have them.
+
+    Where domains have filters of their own, those of the first domain come first, then what only later ones have.
+    """
+    yield _rule("bad_records", BAD_RECORDS)
+    yield _rule("empty", EMPTY)
+    bounds: dict[str, dict[str, float | None]] = {}
+    for domain_name, domain in config.data.all_domains().items():
+        section = domain.filters or config.data.filters
+        configured = {"language": section.language_score, **section.bounds}
+        for name in FilterChain(section).names:
+            bounds.setdefault(name, {})[domain_name] = _finite(configured.get(name, RULES[name].bound))
+    for name, of_domains in bounds.items():
+        yield _rule(name, RULES[name].description, of_domains)
+    for name, words in _duplicates(config.data.dedup).items():
+        yield _rule(name, words)
+
+
+def _duplicates(dedup: Dedup) -> dict[str, str]:
+    """What the rules say that compare documents, in their order."""
+    stays = "Of these the one of the highest quality stays, then of the highest priority, then of the smallest hash."
+    rules = {}
+    if dedup.exact:
+        rules["exact_duplicate"] = f"The text of another document, white space apart (data.dedup.exact). {stays}"
+    if dedup.url:
+        rules["same_address"] = f"The canonical address of another document (data.dedup.url). {stays}"
+    if dedup.documents_per_host is not None:
+        most = f"{dedup.documents_per_host:,}"
+        rules["host_cap"] = (
+            f"More than {most} of one registrable domain (data.dedup.documents_per_host). Those of the highest quality "
+            "stay, then of the highest priority, then of the smallest hash."
+        )
+    if dedup.near:
+        rules["near_duplicate"] = (
+            f"At least {dedup.threshold:g} of the runs of {dedup.ngram} words that it or another document has are in "
+            f"both (exact Jaccard similarity, data.dedup.threshold); also through documents between them. {stays}"
+        )
+    return rules
+
+
+def _rule(name: str, words: str, bounds: dict[str, float | None] | None = None) -> dict[str, Any]:
+    return {"name": name, "says": words, "bounds": bounds or {}}
+
+
+def _sample(sample: Sample) -> dict[str, Any]:
+    return {
+        "hash": sample.hash,
+        "where": sample.where,
+        "score": None if sample.score is None else _finite(sample.score),
+        "text": sample.excerpt,
+        "kept_instead": sample.like,
+    }
+
+
+def _domains(strata: Sequence[Stratum]) -> dict[str, dict[str, float]]:
+    domains: dict[str, dict[str, float]] = {}
+    for stratum in strata:
+        counts = domains.setdefault(stratum.domain, {"documents": 0, "tokens": 0, "rows": 0})
+        for name in counts:
+            counts[name] += getattr(stratum, name)
+    tokens = sum(counts["tokens"] for counts in domains.values())
+    return {name: {**counts, "share": _share(counts["tokens"], tokens)} for name, counts in domains.items()}
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
