@@ -35,7 +35,7 @@ LARGEST_COUNT = 20_000  # values, counted after aliases are followed
 # device and the threads are not among them: they decide the order in which sums are rounded.
 NOT_HASHED: dict[str, Any] = {
     "run": {"root", "name"},
-    "data": {"cache"},
+    "data": {"cache", "engine", "workers", "memory_mb"},  # the shards are the same
     "train": {"keep_last", "log_every", "expert_parallel"},
     "logging": True,
 }

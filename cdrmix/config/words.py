@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cache
+from itertools import takewhile
 from typing import Any
 
 from cdrmix.config.schema import Config
@@ -124,10 +125,18 @@ def nearest_key(path: Path, data: object) -> Path | None:
     close = nearest(str(name), keys(parent, get(data, tuple(section)))) if parent else None
     if close:
         return (*section, close)
-    # reversed: the first of a name wins
-    names = {str(known[-1]): known for known in reversed(every_key()) if known[-1] != ANY}
-    close = nearest(str(name), names)
-    return names[close] if close else None
+    known = [other for other in every_key() if other[-1] != ANY]
+    close = nearest(str(name), {str(other[-1]): other for other in known})
+    if not close:
+        return None
+
+    def together(other: Path) -> int:
+        """How many sections the two paths share."""
+        shared = takewhile(lambda pair: pair[1] in (ANY, pair[0]), zip(section, other[:-1], strict=False))
+        return sum(1 for _ in shared)
+
+    best = max((other for other in known if other[-1] == close), key=together)  # of equal ones the first
+    return (*section[: together(best)], *best[together(best) :])
 
 
 def allowed(schema: Schema) -> str:

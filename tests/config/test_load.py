@@ -209,6 +209,48 @@ def test_the_order_of_a_kind_and_its_keys_makes_no_difference(tmp_path: Path, ba
     assert load(tmp_path, base, *overrides).data.source == JsonlSource(kind="jsonl", paths=["a.jsonl"])
 
 
+DOMAINS = """\
+data:
+  domains:
+    web: {source: {kind: csv, paths: [z.csv], text_field: body}, max_epochs: 2}
+    books: {source: {kind: text, paths: [b]}}
+"""
+
+
+def test_domains_are_inherited_and_overridden_one_by_one(tmp_path: Path) -> None:
+    heir = "base: low.yaml\ndata: {domains: {code: {source: {kind: stdlib}}, web: {max_epochs: 3}}}\n"
+    path = write(tmp_path, low=GOOD + DOMAINS, top=heir)
+    config = load_config(path, ["data.domains.books.source.paths=[c]", "data.domains.books.priority=4"])
+    domains = config.data.domains
+    assert domains is not None
+    assert list(domains) == ["web", "books", "code"]
+    assert domains["web"].max_epochs == 3
+    assert domains["books"].source == TextSource(kind="text", paths=["c"])
+    assert domains["books"].priority == 4
+    assert load_config(write(tmp_path, dump=dump_config(config))) == config
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["data.domains.web.source.kind=jsonl", "data.domains.web.source.paths=[a.jsonl]"],
+        ["data.domains.web.source.paths=[a.jsonl]", "data.domains.web.source.kind=jsonl"],
+        ["data.domains.web.source={kind: jsonl, paths: [a.jsonl]}"],
+    ],
+)
+def test_another_kind_of_source_takes_nothing_of_the_old_one(tmp_path: Path, overrides: list[str]) -> None:
+    domains = load(tmp_path, DOMAINS, *overrides).data.domains
+    assert domains is not None
+    assert domains["web"].source == JsonlSource(kind="jsonl", paths=["a.jsonl"])
+    assert domains["web"].max_epochs == 2
+
+
+def test_bounds_are_merged_by_name(tmp_path: Path) -> None:
+    text = "data: {filters: {bounds: {mean_length: 3, other.rule: 0.5}}}\n"
+    bounds = load(tmp_path, text, "data.filters.bounds.mean_length=4").data.filters.bounds
+    assert bounds == {"mean_length": 4, "other.rule": 0.5}
+
+
 def test_the_dump_stands_by_itself(tmp_path: Path) -> None:
     path = write(tmp_path, low=GOOD, top="base: low.yaml\nmodel: {attention: {kv_heads: 2}}\n")
     config = load_config(path, ["run.name=3e-4x", "train.ema_decay=0.999"])
@@ -233,7 +275,17 @@ def test_the_hash_is_of_values_not_of_how_they_were_written(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     "change",
-    ["run.root=r", "run.name=b", "data.cache=d", "train.keep_last=1", "train.log_every=11", "logging.wandb=true"],
+    [
+        "run.root=r",
+        "run.name=b",
+        "data.cache=d",
+        "data.workers=7",
+        "data.memory_mb=512",
+        "data.engine=ray",
+        "train.keep_last=1",
+        "train.log_every=11",
+        "logging.wandb=true",
+    ],
 )
 def test_what_decides_no_weight_is_not_hashed(tmp_path: Path, change: str) -> None:
     assert load(tmp_path, "", change) != load(tmp_path)

@@ -50,7 +50,15 @@ def configs(draw: st.DrawFn) -> Config:
         "ema_decay": draw(st.none() | st.floats(0, 1, exclude_min=True, exclude_max=True)),
     }
     run = {"name": draw(string), "seed": draw(st.integers(0, (1 << 63) - 1))}
-    return Config.model_validate({"run": run, "model": model, "train": train, "data": {"source": source}})
+    data: dict[str, Any] = {"source": source}
+    if draw(st.booleans()):
+        names = draw(st.lists(string, min_size=1, max_size=3, unique=True))
+        bounds = draw(st.dictionaries(string, st.floats(allow_nan=False, allow_infinity=False), max_size=2))
+        domains = {name: {"source": source, "filters": {"bounds": bounds}} for name in names}
+        weights = {name: draw(st.floats(0.1, 1e6)) for name in names}
+        stages = [{"until": 0.5}, {"until": 1.0, "domains": weights, "lengths": [1.0, 2.0]}]
+        data = {"source": None, "domains": domains, "curriculum": stages, "length_classes": [8]}
+    return Config.model_validate({"run": run, "model": model, "train": train, "data": data})
 
 
 def load_text(content: bytes, *overrides: str) -> Config:
@@ -121,6 +129,15 @@ SECTIONS = [
     "data",
     "data.source",
     "data.source.kind",
+    "data.domains",
+    "data.domains.web",
+    "data.domains.web.source",
+    "data.domains.web.filters.bounds",
+    "data.filters.bounds",
+    "data.curriculum",
+    "data.length_classes",
+    "data.objectives.fim",
+    "data.objectives.spans",
     "train",
     "train.steps",
     "train.betas",
