@@ -44,7 +44,7 @@ class LanguageModel {
 
     const std::vector<std::string>& labels() const noexcept { return labels_; }
 
-    // The number of the most probable label and its probability; {-1, 0} for a text without words.
+    // The number of the most probable label and its probability; {-1, 0} for a text in which nothing is known.
     std::pair<int, float> predict(std::string_view text) const {
         Vector sum{};
         std::size_t count = 0;

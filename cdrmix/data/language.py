@@ -32,7 +32,8 @@ def model() -> _text.LanguageModel:
 def detect(texts: Sequence[str]) -> tuple[list[str], NDArray[np.float32]]:
     """The most probable language of each text, as an ISO 639 code, and its probability, float32 [n].
 
-    A text without words is of language UNKNOWN with probability 0. UnicodeEncodeError for lone surrogates.
+    A text in which the model knows nothing (no words, numbers alone) is of language UNKNOWN with probability 0.
+    UnicodeEncodeError for lone surrogates.
     """
     labels = model().labels
     numbers, probabilities = model().predict(texts, SAMPLE)

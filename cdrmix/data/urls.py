@@ -25,6 +25,7 @@ PATH_SESSION = re.compile(r";(?:jsessionid|phpsessid|sessionid)=[^/;]*", re.IGNO
 INDEX_PAGE = re.compile(
     r"(?:index\.(?:html?|shtml|xhtml|php\d?|aspx?|jsp|cgi|cfm)|default\.(?:html?|aspx?))", re.IGNORECASE
 )
+AROUND = "".join(map(chr, range(33)))
 ADDRESS = re.compile(r"https?://([^/\\?#]*)([^?#]*)(?:\?([^#]*))?", re.IGNORECASE)
 HOST_AND_PORT = re.compile(r"(\[[^\]]*\]|[^:]*)(?::([0-9]{0,5}))?")
 HOST = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?:\.[a-z0-9_-]{1,63})*")
@@ -93,8 +94,8 @@ def domain_of_host(host: str) -> str:
 
 def split(url: str) -> Parts | None:
     """The canonical parts of an http(s) address, or None."""
-    # As browsers do (WHATWG URL 4.4): tabs and newlines go, so does white space around; backslashes are slashes.
-    url = url.strip().replace("\t", "").replace("\n", "").replace("\r", "")
+    # As browsers do (WHATWG URL 4.4): tabs and newlines go, so do controls and spaces around; backslashes are slashes.
+    url = url.strip(AROUND).replace("\t", "").replace("\n", "").replace("\r", "")
     match = ADDRESS.match(url)
     if match is None:
         return None
