@@ -75,7 +75,7 @@ fuzz:
 	    if [ -n "$$clang" ]; then \
 	        $$clang $$flags -fsanitize=fuzzer $$source -o $$program; \
 	        $$program -max_total_time=$(SECONDS) -max_len=20000 -dict=csrc/fuzz/dictionary.txt -print_final_stats=1 \
-	            -artifact_prefix=$$program. -verbosity=0 $$program.inputs; \
+	            -artifact_prefix=$$program. -print_funcs=0 $$program.inputs; \
 	    else \
 	        $${CXX:-g++} $$flags $$source csrc/fuzz/driver.cpp -o $$program; $$program $(SECONDS); \
 	    fi; \
