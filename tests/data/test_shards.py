@@ -4,24 +4,55 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from cdrmix.data.shards import FORMAT, SPLITS, ShardSet, SplitWriter, open_shards, token_dtype, write_index
+from cdrmix.data.shards import FORMAT, SPLITS, ShardSet, Split, SplitWriter, open_shards, token_dtype, write_index
 from cdrmix.errors import ShardError
 
 
-def write(folder: Path, documents: list[list[int]], *, vocab_size: int = 300, shard_tokens: int = 10) -> ShardSet:
-    """Shards of token lists, of which both splits get the same; 0 ends each document."""
+def write(
+    folder: Path,
+    documents: list[list[int]],
+    *,
+    vocab_size: int = 300,
+    shard_tokens: int = 10,
+    domains: Sequence[int] = (),
+    weights: list[list[float] | None] | None = None,
+    length_classes: Sequence[int] = (),
+) -> ShardSet:
+    """Shards of token lists, of which both splits get the same; 0 ends each document.
+
+    domains, weights: of each document, the weights of its tokens without the end-of-text.
+    """
     folder.mkdir()
     splits, files = {}, {}
     for name in SPLITS:
-        writer = SplitWriter(folder, name, vocab_size=vocab_size, shard_tokens=shard_tokens, row_length=4)
-        for ids in documents:
-            writer.add(np.array([*ids, 0]), len(ids))
-        splits[name] = writer.close()
+        with SplitWriter(
+            folder,
+            name,
+            vocab_size=vocab_size,
+            shard_tokens=shard_tokens,
+            row_length=4,
+            domains=["0", "1", "2"] if domains else ["0"],
+            length_classes=length_classes,
+            weights=weights is not None,
+        ) as writer:
+            for number, ids in enumerate(documents):
+                of_tokens = weights[number] if weights else None
+                writer.add(
+                    np.array([*ids, 0]),
+                    len(ids),
+                    domain=domains[number] if domains else 0,
+                    weights=None if of_tokens is None else np.array([*of_tokens, 1], np.float32),
+                )
+            splits[name] = writer.close()
         files |= writer.files
     index = {
         "format": FORMAT,
@@ -136,3 +167,120 @@ def test_shards_that_another_process_verified_are_opened_without_hashing(tmp_pat
     file.write_bytes(whole[:-2])  # sizes are compared all the same
     with pytest.raises(ShardError, match="cut short"):
         open_shards(shards.path, verify=False)
+
+
+documents_of_strata = st.lists(
+    st.tuples(st.integers(0, 2), st.integers(0, 20), st.sampled_from([None, 0.0, 0.25])), min_size=1, max_size=25
+)
+
+
+@settings(deadline=None, max_examples=20)
+@given(documents_of_strata)
+def test_rows_hold_documents_of_one_stratum(tmp_path_factory: pytest.TempPathFactory, drawn: list[Any]) -> None:
+    """Documents of three domains and three classes of length, each of its own ids, against plain lists."""
+    documents = [[1 + number] * length for number, (_, length, _) in enumerate(drawn)]
+    split = write(
+        tmp_path_factory.mktemp("s") / "s",
+        documents,
+        shard_tokens=7,
+        domains=[domain for domain, _, _ in drawn],
+        length_classes=[3, 9],
+    ).train
+    wanted: dict[tuple[str, int], list[int]] = {(str(d), c): [] for d in range(3) for c in range(3)}
+    for number, (domain, length, _) in enumerate(drawn):
+        wanted[str(domain), (length + 1 >= 3) + (length + 1 >= 9)].append(number)
+    next_row, seen = 0, []
+    assert [(stratum.domain, stratum.length_class) for stratum in split.strata] == list(wanted)
+    for stratum, numbers in zip(split.strata, wanted.values(), strict=True):
+        assert stratum.first_row == next_row
+        next_row += stratum.rows
+        assert stratum.documents == len(numbers)
+        assert stratum.tokens == sum(len(documents[number]) + 1 for number in numbers)
+        targets = [
+            token
+            for row in range(stratum.first_row, next_row)
+            for start, length in zip(*split.segments(row), strict=True)
+            for token in split.read(int(start) + 1, int(start) + int(length) + 1).tolist()
+        ]
+        assert sorted(targets) == sorted(token for number in numbers for token in [*documents[number], 0])
+        seen += numbers
+    assert split.rows == next_row
+    assert sorted(seen) == list(range(len(drawn)))
+    assert [split.domain_of(number) for number in range(len(drawn))] == [str(domain) for domain, _, _ in drawn]
+    with pytest.raises(IndexError, match="document -1"):
+        split.domain_of(-1)
+
+
+@settings(deadline=None, max_examples=20)
+@given(documents_of_strata)
+def test_weights_lie_beside_their_tokens(tmp_path_factory: pytest.TempPathFactory, drawn: list[Any]) -> None:
+    """Of every second token of a document with a weight; the order of the rows is that without weights."""
+    documents = [[1 + number] * length for number, (_, length, _) in enumerate(drawn)]
+    weights = [
+        None if weight is None else [weight if place % 2 else 1.0 for place in range(length)]
+        for _, length, weight in drawn
+    ]
+    folder = tmp_path_factory.mktemp("s")
+    split = write(folder / "weighted", documents, shard_tokens=7, weights=weights).train
+    plain = write(folder / "plain", documents, shard_tokens=7).train
+    stream = [1.0] + [
+        weight
+        for ids, of_tokens in zip(documents, weights, strict=True)
+        for weight in [*(of_tokens or [1.0] * len(ids)), 1.0]
+    ]
+    assert split.weighted == (set(stream) != {1.0})
+    assert any(folder.glob("weighted/*weight*")) == split.weighted
+    assert split.rows == plain.rows
+    for row in range(split.rows):
+        starts, lengths = split.segments(row)
+        np.testing.assert_array_equal(starts, plain.segments(row)[0])
+        expected = [stream[start + 1 : start + 1 + length] for start, length in zip(starts, lengths, strict=True)]
+        total = sum(sum(of_segment) for of_segment in expected)
+        assert split.weight_in_rows(np.array([row, row])) == 2 * total  # sums of quarters are exact
+        if split.weighted:
+            places = np.cumsum(lengths) - lengths
+            found = np.full(int(lengths.sum()), -1, np.float32)
+            split.copy_weights(starts, lengths, places, found)
+            assert found.tolist() == [weight for of_segment in expected for weight in of_segment]
+
+
+def test_one_domain_writes_the_files_that_it_always_did(tmp_path: Path) -> None:
+    documents = [[1, 2, 3], [4], [5] * 9]
+    plain = write(tmp_path / "plain", documents)
+    named = write(tmp_path / "named", documents, weights=[None, [1.0], None])
+    assert names(plain.path) == names(named.path)
+    assert plain.fingerprint == named.fingerprint
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+def test_weights_that_are_none(tmp_path: Path, weight: float) -> None:
+    with pytest.raises(ValueError, match="weights are finite numbers of at least 0"):
+        write(tmp_path / "s", [[1]], weights=[[weight]])
+
+
+def test_too_many_weights(tmp_path: Path) -> None:
+    values = [number / 8 for number in range(257)]  # 1 is among them
+    assert write(tmp_path / "most", [[1] * 256], weights=[values[:256]]).train.weighted
+    with pytest.raises(ValueError, match="more than 256 different loss weights"):
+        write(tmp_path / "more", [[1] * 257], weights=[values])
+
+
+def pieces_of(split: Split) -> list[tuple[int, str, int, int, int]]:
+    return sorted(
+        (piece.document, piece.text, piece.offset, piece.tokens, piece.document_tokens)
+        for row in range(split.rows)
+        for piece in split.pieces(row)
+    )
+
+
+def test_rows_decoded_piece_by_piece(tmp_path: Path) -> None:
+    """Ids 1 .. 26 stand for letters here; rows are of four positions, so that six tokens are cut."""
+    shards = write(tmp_path / "s", [[1, 2], [3, 4, 5, 6, 7]], domains=[1, 0])
+
+    class Letters:
+        def show(self, ids: list[int]) -> str:
+            return "".join("." if token == 0 else chr(96 + token) for token in ids)
+
+    shards.__dict__["tokenizer"] = Letters()
+    assert pieces_of(shards.train) == [(0, "ab.", 0, 3, 3), (1, "cdef", 0, 4, 6), (1, "g.", 4, 2, 6)]
+    assert {piece.domain for row in range(shards.train.rows) for piece in shards.train.pieces(row)} == {"0", "1"}
