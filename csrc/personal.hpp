@@ -213,6 +213,7 @@ class PersonalData {
             while (is(at(i), DIGIT) && digits <= 15) ++i, ++digits;
             if (digits > 15 || is(at(i), WORD)) break;
             end = i, whole = digits;
+            if (digits >= 11) break;  // most numbers are whole by then, and another may follow
             std::size_t separators = 0;
             while (separators < 2 && std::strchr(" -./()", at(i)) != nullptr && at(i) != '\0') ++i, ++separators;
             if (separators == 0 || !is(at(i), DIGIT)) break;
