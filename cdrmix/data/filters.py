@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -33,20 +32,18 @@ class Judgement(NamedTuple):
 class FilterChain:
     """The rules of a configuration in their order, groups replaced by their rules, each rule once.
 
-    Raises ConfigError for an unknown name, and for a bound of a rule that is unknown, not in use, or not a number.
+    Raises ConfigError for an unknown name, and for a bound of a rule that is unknown or not in use.
     """
 
     def __init__(self, section: Filters) -> None:
         self.names = _expanded(section.rules)
-        for name, bound in section.bounds.items():
+        for name in section.bounds:
             if name not in RULES.names():
                 raise ConfigError(_unknown("filters.bounds", name, RULES.names()))
             if name not in self.names:
                 raise ConfigError(
                     f"filters.bounds: {name!r} is not among filters.rules; add it there or drop its bound"
                 )
-            if math.isnan(bound):
-                raise ConfigError(f"filters.bounds.{name}: not a number")
         self._rules: list[Rule] = [RULES[name] for name in self.names]
         self._languages = sorted(set(section.languages))
         self._language_score = section.language_score
