@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cdrmix.config.schema_data import CurriculumStage
-from cdrmix.data.curriculum import PERIOD, Mixture, interleave, period_slots, stratum_weights
-from cdrmix.data.shards import Stratum
+from cdrmix.data.curriculum import PERIOD, Mixture, interleave, make_mixture, period_slots, stratum_weights
+from cdrmix.data.loader import TrainLoader
+from cdrmix.data.shards import Split, Stratum
 from cdrmix.errors import ConfigError
 
 
@@ -103,7 +106,7 @@ def test_the_pattern_is_fair_at_every_place(slots: list[int], key: int) -> None:
 def test_equal_strata_do_not_alternate() -> None:
     strata, _ = interleave(np.array([500, 500]), 3)
     firsts = Counter(strata[::2].tolist())
-    assert min(firsts.values()) > 150  # binomial of 500 at 1/2: five standard deviations are 56
+    assert abs(firsts[0] - 250) < 56  # binomial of 500 at 1/2: five standard deviations
 
 
 @settings(deadline=None)
@@ -234,3 +237,30 @@ def test_what_a_person_reads() -> None:
     assert lines[0] == "stage 1 of 3, 10,000 rows from 0 on: web 70.0%, code 30.0%, books 0.0%"
     assert lines[1] == "stage 2 of 3, 6,000 rows from 10,000 on: web 60.0%, code 30.0%, books 10.0%"
     assert re.fullmatch(r"epochs over the training: web 2\.62, code 2\.10, books 35\.\d\d", lines[3])
+
+
+def configured(make_config: Any, steps: int, **data: Any) -> Any:
+    """A configuration of web and books, of `steps` steps of ten rows."""
+    source = {"kind": "stdlib"}
+    domains = {"web": {"source": source}, "books": {"source": source, "max_epochs": 2}}
+    config = make_config(None, domains=domains, **data)
+    return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps, "batch_rows": 10})})
+
+
+def test_the_mixture_of_a_configuration(make_config: Any) -> None:
+    strata = strata_of(("web", 0, 90), ("books", 0, 10))
+    split: Split = SimpleNamespace(strata=strata, rows=100, row_length=16)  # type: ignore[assignment]
+    assert make_mixture(configured(make_config, 20), split) is None
+    with pytest.raises(ConfigError, match=r"books\.max_epochs=2: .* takes 210 rows of the 100 .* train\.steps to 20,"):
+        make_mixture(configured(make_config, 21), split)
+    stages = [{"until": 0.5, "domains": {"web": 1}}, {"until": 1.0, "domains": {"web": 1, "books": 1}}]
+    with pytest.raises(ConfigError, match=r"books\.max_epochs=2: the training takes 25 rows of books, which has 10"):
+        make_mixture(configured(make_config, 10, curriculum=stages), split)
+    order = make_mixture(configured(make_config, 8, curriculum=stages), split)
+    assert order is not None
+    loader = TrainLoader(split, row_length=16, batch_rows=10, micro_batch_rows=5, seed=1, mixture=order)
+    rows = np.concatenate([loader.rows(step) for step in range(8)])
+    np.testing.assert_array_equal(rows, order.rows(np.arange(80)))
+    assert (rows[:40] < 90).all()
+    assert (rows[40:] >= 90).sum() == 20
+    assert Counter(rows[rows >= 90].tolist()) == dict.fromkeys(range(90, 100), 2)
