@@ -48,9 +48,10 @@ OWNERS = {
     "numba": {"kernels", "cdrmix/data/packing.py", "cdrmix/data/curriculum.py"},  # one loop each: best fit, fair shares
     "llvmlite": {"kernels"},  # numba's compiler: explicit vectors
     "pybind11": set[str](),  # csrc/*bindings.cpp alone
-    "datasets": {"cdrmix/data/sources.py"},
-    "huggingface_hub": {"cdrmix/data/sources.py"},
-    "pyarrow": {"cdrmix/data/sources.py"},
+    "datasets": {"cdrmix/data/streams.py"},
+    "huggingface_hub": {"cdrmix/data/streams.py"},
+    "pyarrow": {"cdrmix/data/tables.py", "cdrmix/data/pipeline"},  # a format of text | what stages leave one another
+    "ray": {"cdrmix/data/pipeline/engine.py"},
     "zstandard": {"cdrmix/data/files.py", "cdrmix/eval/perplexity.py"},  # a format of text | the rival of a model
     "resiliparse": {"cdrmix/data/normalize.py"},
     "publicsuffixlist": {"cdrmix/data/urls.py"},

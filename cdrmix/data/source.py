@@ -71,7 +71,7 @@ class BadRecords:
         if count and self.count > self.limit:
             raise CorpusError(
                 f"{self.count} bad records in the corpus, more than data.max_bad_records={self.limit} allows; "
-                f"the last one is {shown[-1]}. Mend the corpus, or raise data.max_bad_records."
+                f"the first is {self.shown[0]}. Mend the corpus, or raise data.max_bad_records."
             )
 
 

@@ -178,3 +178,13 @@ def test_pairs_beyond_one_band_join_families(make_config: Any, tmp_path: Path) -
     texts = [*chain, *(sentence(draw, 100) for _ in range(3))]
     source = write(tmp_path / "a.jsonl", ({"text": text} for text in texts))
     assert len(decoded(prepare(make_config(source, dedup={"bands": 64, "rows": 2}), say=quiet))) == 4
+
+
+def test_personal_data_is_replaced_and_counted(make_config: Any, tmp_path: Path) -> None:
+    texts = ["write to jane.doe@example.org or joe@example.com now", "call nobody", "jane.doe@example.org again"]
+    source = write(tmp_path / "a.jsonl", ({"text": text} for text in texts))
+    shards = prepare(make_config(source, pii={"kinds": ["email"]}), say=quiet)
+    left = "\n".join(decoded(shards))
+    assert "@" not in left
+    assert left.count("<EMAIL>") == 3
+    assert json.loads((shards.path / "report" / "report.json").read_text())["pii"] == {"email": 3}

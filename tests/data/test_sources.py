@@ -209,7 +209,7 @@ def test_a_damaged_compressed_file(tmp_path: Path, kind: str, suffix: str, damag
         assert bad.count == 1
         assert [document.text for document in documents] == texts[: len(documents)]
         assert len(documents) > 100
-    with pytest.raises(CorpusError, match=r"the last one is .* the compressed file is damaged"):
+    with pytest.raises(CorpusError, match=r"the first is .* the compressed file is damaged"):
         read({"kind": kind, "paths": [str(path)]}, limit=bad.count - 1)
 
 

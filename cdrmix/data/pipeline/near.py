@@ -8,6 +8,7 @@ highest quality, then the highest priority, then the smallest content hash survi
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from cdrmix.data.pipeline.columns import (
     write_run,
 )
 from cdrmix.data.pipeline.merging import Documents
-from cdrmix.data.pipeline.tally import Dropped, Sample, Tally, excerpt
+from cdrmix.data.pipeline.tally import EXCERPT_CHARACTERS, Dropped, Sample, Tally, excerpt
 from cdrmix.data.pipeline.work import Work
 
 BAND = np.dtype([("hash", "<u8"), ("number", "<i8")])
@@ -235,7 +236,10 @@ def cluster(task: Cluster) -> dict[str, Any]:
 def _sample(documents: Documents, lost: int, kept: int) -> Sample:
     (row,) = documents.take(np.array([lost]), ["hash", "where", "text"]).to_pylist()
     (like,) = documents.take(np.array([kept]), ["text"]).to_pylist()
-    return Sample(row["hash"].hex(), row["where"], None, excerpt(row["text"]), excerpt(like["text"]))
+    # from a little before the first difference on
+    start = max(len(os.path.commonprefix([row["text"], like["text"]])) - EXCERPT_CHARACTERS // 4, 0)
+    texts = [("... " if start else "") + excerpt(text[start:]) for text in (row["text"], like["text"])]
+    return Sample(row["hash"].hex(), row["where"], None, *texts)
 
 
 def _gather(signatures: list[Array], offsets: Array, numbers: Array) -> Array:

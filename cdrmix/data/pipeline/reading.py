@@ -165,7 +165,7 @@ def read_unit(unit: Unit) -> Tally:
         if unit.cleaning.pii:
             text, found = scrub(text, unit.cleaning.pii)
             if found:
-                tally.pii.update(found)
+                tally.found(found)
                 digest = content_hash(text)
         tally.kept.add(len(text.encode("utf-8")))
         add_row(rows, text, digest, where, meta, unit.cleaning, language)

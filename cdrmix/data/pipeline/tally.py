@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -56,7 +56,7 @@ class Tally:
     kept: Amount = field(default_factory=Amount)
     dropped: dict[str, Dropped] = field(default_factory=dict)
     languages: dict[str, Amount] = field(default_factory=dict)
-    pii: Counter[str] = field(default_factory=Counter)
+    pii: dict[str, int] = field(default_factory=dict)  # kind -> placeholders written
     bad: int = 0
     bad_shown: list[str] = field(default_factory=list)
     cpu_seconds: float = 0.0
@@ -66,6 +66,11 @@ class Tally:
         dropped = self.dropped.setdefault(rule, Dropped())
         dropped.add(size)
         dropped.show([sample])
+
+    def found(self, pii: Mapping[str, int]) -> None:
+        """Add counts of personal data by kind."""
+        for kind, count in pii.items():
+            self.pii[kind] = self.pii.get(kind, 0) + count
 
     def merge(self, other: Tally) -> None:
         """Add another tally to this one."""
@@ -77,7 +82,7 @@ class Tally:
             dropped.show(theirs.samples)
         for language, amount in other.languages.items():
             self.languages.setdefault(language, Amount()).add(amount.bytes, amount.documents)
-        self.pii.update(other.pii)
+        self.found(other.pii)
         self.bad += other.bad
         self.bad_shown += other.bad_shown
         self.cpu_seconds += other.cpu_seconds
@@ -99,7 +104,7 @@ class Tally:
                 for rule, dropped in data["dropped"].items()
             },
             languages={language: Amount(**amount) for language, amount in data["languages"].items()},
-            pii=Counter(data["pii"]),
+            pii=data["pii"],
             bad=data["bad"],
             bad_shown=data["bad_shown"],
             cpu_seconds=data["cpu_seconds"],

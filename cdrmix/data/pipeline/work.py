@@ -100,19 +100,24 @@ class Work:
             for size in self.engine.run(partial(_run, function), missing):
                 progress.add(size)
             results = [json.loads(path.read_bytes()) for path, _ in numbered]
-            return {"results": results, "seconds": time.monotonic() - progress.started, "bytes": progress.bytes}
+            return {
+                "results": results,
+                "seconds": time.monotonic() - progress.started,
+                "cpu_seconds": sum(result.pop("cpu_seconds") for result in results),
+                "bytes": sum(result.get("bytes", 0) for result in results),
+            }
 
         made = self.once(name, make)
         shutil.rmtree(self.folder / f"{name}.results", ignore_errors=True)
         return list(made["results"])
 
     def timings(self) -> dict[str, dict[str, float]]:
-        """Seconds and bytes of every stage, by name."""
+        """What every stage took, by name: seconds, cpu_seconds of its tasks, bytes of text gone through."""
         found = {}
         for path in sorted(self.folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns):
             content = json.loads(path.read_bytes())
             if isinstance(content, dict) and "seconds" in content:
-                found[path.stem] = {"seconds": content["seconds"], "bytes": content["bytes"]}
+                found[path.stem] = {name: content[name] for name in ("seconds", "cpu_seconds", "bytes")}
         return found
 
     def forget(self, stage: str) -> None:
@@ -122,8 +127,9 @@ class Work:
 
 def _run(function: Callable[[Any], dict[str, Any]], task: tuple[Path, Any]) -> int:
     path, content = task
+    begun = time.process_time()
     result = function(content)
-    write_atomically(path, json.dumps(result))
+    write_atomically(path, json.dumps({**result, "cpu_seconds": time.process_time() - begun}))
     return int(result.get("bytes", 0))
 
 
