@@ -4,10 +4,12 @@
 // anything is left; a paragraph is lines without an empty one between them. Letter case is that of ASCII.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <string_view>
 #include <vector>
 
 #include "repetition.hpp"
@@ -43,11 +45,12 @@ constexpr const char* STATISTIC_NAMES[STATISTICS] = {
 
 namespace characters {
 
-enum Class : std::uint8_t { SPACE = 1, ALPHABETIC = 2, ALPHANUMERIC = 4, MARK = 8, PUNCTUATION = 16 };
+enum Class : std::uint8_t { SPACE = 1, ALPHABETIC = 2, ALPHANUMERIC = 4, MARK = 8, PUNCTUATION = 16, PLAIN = 32 };
 
-// MARK: characters at which a thing that is counted may be recognised.
-constexpr std::array<std::uint8_t, 128> ascii_classes() noexcept {
-    std::array<std::uint8_t, 128> table{};
+// MARK: characters at which a thing that is counted may be recognised. PLAIN: letters that are no such characters.
+// Bytes beyond ASCII are of no class.
+constexpr std::array<std::uint8_t, 256> byte_classes() noexcept {
+    std::array<std::uint8_t, 256> table{};
     for (unsigned c = 0; c < 128; ++c) {
         const bool letter = (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z'), digit = c >= '0' && c <= '9';
         const bool space = c == ' ' || (c >= '\t' && c <= '\r') || (c >= 0x1c && c <= 0x1f);
@@ -57,9 +60,12 @@ constexpr std::array<std::uint8_t, 128> ascii_classes() noexcept {
     }
     for (const char c : {'#', '{', '}', '.', 'j', 'J', 'k', 'K', 'v', 'V', 'f', 'F', 'm', 'M', 'g', 'G'})
         table[static_cast<unsigned char>(c)] |= MARK;
+    for (std::uint8_t& classes : table)
+        if ((classes & ALPHABETIC) && !(classes & MARK)) classes |= PLAIN;
     return table;
 }
-inline constexpr auto ASCII = ascii_classes();
+inline constexpr auto CLASSES = byte_classes();
+inline std::uint8_t classes(char c) noexcept { return CLASSES[static_cast<unsigned char>(c)]; }
 
 template <std::size_t N>
 constexpr bool one_of(char32_t c, const char32_t (&set)[N]) noexcept {
@@ -93,7 +99,7 @@ class TextStatistics {
         counts_.fill(0);
         stop_words_ = 0;
         word_hashes_.clear(), word_lengths_.clear(), lines_.clear();
-        position_ = 0;
+        continuations_ = 0;
         paragraph_ = Paragraph();
         paragraphs_.clear();
         begin_ = text;
@@ -101,6 +107,7 @@ class TextStatistics {
         const char* end = text + size;
         for (std::uint64_t number = 0; p != end; ++number) p = read_line(p, end, number);
         end_paragraph();
+        at(Statistic::characters) = position(end);
         finish();
         for (std::size_t i = 0; i < STATISTICS; ++i) out[i] = static_cast<double>(counts_[i]);
     }
@@ -117,62 +124,71 @@ class TextStatistics {
 
     std::uint64_t& at(Statistic name) noexcept { return counts_[static_cast<std::size_t>(name)]; }
 
+    // The number of characters before p; `begin_` is the text's beginning.
+    std::uint64_t position(const char* p) const noexcept { return static_cast<std::uint64_t>(p - begin_) - continuations_; }
+
     // Reads the line at p with its \n; where the next one begins.
     const char* read_line(const char* p, const char* end, std::uint64_t number) {
-        const std::uint64_t line_position = position_;
+        const std::uint64_t line_position = position(p);
         const std::size_t first_word = word_hashes_.size();
         const char *word = nullptr, *line_begin = nullptr, *line_end = nullptr;
-        std::uint64_t word_position = 0, stripped_first = 0, stripped_last = 0;
-        std::uint64_t alphabetic = 0, alphanumeric = 0, dots = 0, position = position_;
-        char32_t last = 0;  // character of a word
+        std::uint64_t word_position = 0, stripped_first = 0, stripped_last = 0, alphabetic = 0, alphanumeric = 0;
         bool letters = false, javascript = false, policy = false, ended = false;
+        const auto begin_word = [&](const char* start) {
+            word = start, word_position = position(start), letters = false;
+            if (line_begin == nullptr) line_begin = start, stripped_first = word_position;
+        };
         const auto end_word = [&](const char* stop) {
-            line_end = stop, stripped_last = position;
-            add_word(word, stop, static_cast<std::uint32_t>(position - word_position), letters);
+            line_end = stop, stripped_last = position(stop);
+            add_word(word, stop, static_cast<std::uint32_t>(stripped_last - word_position), letters);
             word = nullptr;
         };
-        while (p != end && !ended) {
+        while (p != end) {
             const char* start = p;
-            const auto byte = static_cast<unsigned char>(*p);
-            std::uint8_t kind;
-            char32_t c = byte;
-            if (byte < 0x80) {
-                ++p;
-                kind = characters::ASCII[byte];
-            } else {
-                c = unicode::decode(p, end);
-                kind = read_other(c);
+            while (p != end && (characters::classes(*p) & characters::PLAIN)) ++p;
+            if (p != start) {
+                if (word == nullptr) begin_word(start);
+                letters = true;
+                alphabetic += static_cast<std::uint64_t>(p - start);
+                alphanumeric += static_cast<std::uint64_t>(p - start);
+                if (p == end) break;
+                start = p;
             }
-            ++position;
+            std::uint8_t kind = characters::classes(*p);
             if (kind & characters::SPACE) {
-                --position;
-                if (word != nullptr) end_word(start);
-                ++position;
-                dots = 0;
-                ended = c == '\n';
+                if (word != nullptr) end_word(p);
+                if ((ended = *p++ == '\n')) break;
                 continue;
             }
-            if (word == nullptr) {
-                word = start, word_position = position - 1, letters = false;
-                if (line_begin == nullptr) {
-                    line_begin = start, stripped_first = word_position;
-                    at(Statistic::bullet_lines) += characters::is_bullet(c);
-                }
+            if (static_cast<unsigned char>(*p) < 0x80) {
+                ++p;
+                if (word == nullptr) begin_word(start);
+            } else {
+                kind = read_other(unicode::decode(p, end));
+                const bool space = (kind & characters::SPACE) != 0;
+                if (space && word != nullptr) end_word(start);
+                if (!space && word == nullptr) begin_word(start);
+                continuations_ += static_cast<std::uint64_t>(p - start) - 1;  // behind the two, who ask for a position
+                if (space) continue;
             }
-            last = c;
             letters |= (kind & characters::ALPHABETIC) != 0;
             alphabetic += (kind & characters::ALPHABETIC) != 0;
             alphanumeric += (kind & characters::ALPHANUMERIC) != 0;
-            if (c != '.') dots = 0;
             if (!(kind & characters::MARK)) continue;
-            switch (c | 0x20) {
-                case '.': at(Statistic::ellipses) += ++dots % 3 == 0; break;
+            switch (*start | 0x20) {
+                case '.':
+                    while (p != end && *p == '.') ++p;
+                    at(Statistic::ellipses) += static_cast<std::uint64_t>(p - start) / 3;
+                    break;
                 case '#': at(Statistic::hashes) += 1; break;
-                case '{' | 0x20: case '}' | 0x20: at(Statistic::curly_brackets) += 1; break;
+                case '{':
+                case '}': at(Statistic::curly_brackets) += 1; break;
                 case 'j': javascript |= found(start, end, 0, "javascript"); break;
-                case 'k': policy |= found(start, end, 3, "cookie") &&
-                                    (found(start, end, 3, "cookie policy") || found(start, end, 8, "uses cookies") ||
-                                     found(start, end, 10, "use of cookies") || found(start, end, 7, "use cookies")); break;
+                case 'k':
+                    policy |= found(start, end, 3, "cookie") &&
+                              (found(start, end, 3, "cookie policy") || found(start, end, 8, "uses cookies") ||
+                               found(start, end, 10, "use of cookies") || found(start, end, 7, "use cookies"));
+                    break;
                 case 'v': policy |= found(start, end, 3, "privacy policy"); break;
                 case 'f': policy |= found(start, end, 7, "terms of use"); break;
                 case 'm': at(Statistic::lorem_ipsum) += found(start, end, 4, "lorem ipsum"); break;
@@ -186,22 +202,24 @@ class TextStatistics {
             }
         }
         if (word != nullptr) end_word(p);
-        position_ = position;
         at(Statistic::alphabetic_characters) += alphabetic;
         at(Statistic::alphanumeric_characters) += alphanumeric;
         at(Statistic::newlines) += ended;
-        at(Statistic::longest_line) = std::max(at(Statistic::longest_line), position - ended - line_position);
+        at(Statistic::longest_line) = std::max(at(Statistic::longest_line), position(p) - ended - line_position);
         if (line_begin == nullptr) {
             end_paragraph();
             return p;
         }
         const auto length = stripped_last - stripped_first;
         const auto size = static_cast<std::size_t>(line_end - line_begin);
-        const bool ellipsis = last == U'…' || (size >= 3 && std::memcmp(line_end - 3, "...", 3) == 0);
+        const char *first = line_begin, *last = line_end;
+        const char32_t final = unicode::decode_before(line_begin, last);
+        const bool ellipsis = final == U'…' || (size >= 3 && std::memcmp(line_end - 3, "...", 3) == 0);
         at(Statistic::lines) += 1;
         at(Statistic::line_characters) += length;
+        at(Statistic::bullet_lines) += characters::is_bullet(unicode::decode(first, line_end));
         at(Statistic::ellipsis_lines) += ellipsis;
-        at(Statistic::terminal_lines) += characters::ends_line(last);
+        at(Statistic::terminal_lines) += characters::ends_line(final);
         at(Statistic::short_lines) += length <= 30;
         at(Statistic::narrow_lines) += word_hashes_.size() - first_word < 3;
         at(Statistic::javascript_lines) += javascript;
@@ -234,27 +252,32 @@ class TextStatistics {
         return true;
     }
 
-    void add_word(const char* begin, const char* end, std::uint32_t length, bool letters) {
+    void add_word(const char* begin, const char* end, std::uint32_t length, bool alphabetic) {
         word_hashes_.push_back(hash_bytes(begin, static_cast<std::size_t>(end - begin)));
         word_lengths_.push_back(length);
         at(Statistic::word_characters) += length;
-        at(Statistic::alphabetic_words) += letters;
+        at(Statistic::alphabetic_words) += alphabetic;
         at(Statistic::sentences) += is_sentence_end(begin, end);
-        const auto punctuation = [](char c) {
-            return static_cast<unsigned char>(c) < 0x80 &&
-                   (characters::ASCII[static_cast<unsigned char>(c)] & characters::PUNCTUATION) != 0;
-        };
+        const auto punctuation = [](char c) { return (characters::classes(c) & characters::PUNCTUATION) != 0; };
         while (begin != end && punctuation(*begin)) ++begin;
         while (begin != end && punctuation(end[-1])) --end;
-        const auto size = static_cast<std::size_t>(end - begin);
-        if (size < 2 || size > 4) return;
-        static constexpr const char* STOP_WORDS[] = {"the", "be", "to", "of", "and", "that", "have", "with"};
-        for (unsigned i = 0; i < 8; ++i)
-            if (std::strlen(STOP_WORDS[i]) == size && found(begin, end, 0, STOP_WORDS[i])) stop_words_ |= 1U << i;
+        if (end - begin < 2 || end - begin > 4) return;
+        // The word in one number, its capitals lowered: 0x20 makes a letter of nothing that is none.
+        std::uint32_t letters = 0;
+        for (; begin != end; ++begin) letters = letters << 8 | static_cast<unsigned char>(*begin | 0x20);
+        const auto number = [](std::string_view stop_word) {
+            std::uint32_t value = 0;
+            for (const char c : stop_word) value = value << 8 | static_cast<unsigned char>(c);
+            return value;
+        };
+        constexpr std::array<std::string_view, 8> STOP_WORDS = {"the", "be", "to", "of", "and", "that", "have", "with"};
+        for (unsigned i = 0; i < STOP_WORDS.size(); ++i)
+            if (letters == number(STOP_WORDS[i])) stop_words_ |= 1U << i;
     }
 
     // Whether the word ends with . ! or ?, closing brackets and quotation marks behind it left out.
     static bool is_sentence_end(const char* begin, const char* end) noexcept {
+        if (characters::classes(end[-1]) & characters::ALPHANUMERIC) return false;  // nearly all words
         while (begin != end) {
             const char32_t c = unicode::decode_before(begin, end);
             if (c == '.' || c == '!' || c == '?') return true;
@@ -282,7 +305,6 @@ class TextStatistics {
     }
 
     void finish() {
-        at(Statistic::characters) = position_;
         at(Statistic::words) = word_hashes_.size();
         at(Statistic::stop_words) = static_cast<std::uint64_t>(__builtin_popcount(stop_words_));
         count_duplicates(lines_, Statistic::duplicate_lines, Statistic::duplicate_line_characters);
@@ -298,7 +320,7 @@ class TextStatistics {
 
     std::array<std::uint64_t, STATISTICS> counts_{};
     const char* begin_ = nullptr;
-    std::uint64_t position_ = 0;  // characters read
+    std::uint64_t continuations_ = 0;  // bytes read that begin no character
     unsigned stop_words_ = 0;     // a bit for each that was seen
     Paragraph paragraph_;
     std::vector<std::uint64_t> word_hashes_;
