@@ -196,3 +196,23 @@ def test_an_end_of_text_that_is_not_in_the_vocabulary(tmp_path: Path) -> None:
 def test_an_end_of_text_that_text_can_spell() -> None:
     with pytest.raises(VocabularyError, match="merges ordinary text into its end-of-text token 'return'"):
         TextTokenizer.train(CODE, vocab_size=600, end_of_text="return")
+
+
+def test_further_special_tokens() -> None:
+    """They have ids that no text gets, stand for no bytes, and are shown by name."""
+    marks = ["<|fim_prefix|>", "<|fim_suffix|>"]
+    tokenizer = TextTokenizer.train(CODE, vocab_size=400, end_of_text=END, special_tokens=marks)
+    ids = [tokenizer.special_id(mark) for mark in marks]
+    assert len({tokenizer.end_of_text_id, *ids}) == 3
+    assert tokenizer.vocab_size == 400
+    spelled = tokenizer.encode(f"{marks[0]}a{marks[1]}")
+    assert not set(ids) & set(spelled)
+    assert tokenizer.show(spelled) == f"{marks[0]}a{marks[1]}"
+    assert tokenizer.decode_bytes([ids[0], *tokenizer.encode("a"), ids[1]]) == b"a"
+    assert tokenizer.show([ids[0], *tokenizer.encode("é"), ids[1], tokenizer.end_of_text_id]) == (
+        f"{marks[0]}é{marks[1]}{END}"
+    )
+    again = TextTokenizer(tokenizer.json_bytes, END)
+    assert [again.special_id(mark) for mark in marks] == ids
+    with pytest.raises(VocabularyError, match=r"no special token 'return'; its special tokens are '<\|endoftext\|>', "):
+        tokenizer.special_id("return")
