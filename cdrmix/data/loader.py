@@ -31,7 +31,7 @@ class Batch:
     target 0) in a row's filling.
     cu_seqlens_N: int32, document starts in the flattened B * T positions, from 0 to B * T; every row starts one,
     and a row's filling is one. step: number of the batch. token_count: sum of the weights over the whole global
-    batch, all ranks and micro-batches.
+    batch, all ranks and micro-batches; 1 where that is 0.
     """
 
     ids_BT: Tensor
@@ -105,7 +105,7 @@ class TrainLoader:
     def micro_batches(self, step: int) -> list[Batch]:
         """This rank's micro-batches of global batch `step`."""
         rows = self.rows(step)
-        token_count = self.split.weight_in_rows(rows)
+        token_count = self.split.weight_in_rows(rows) or 1.0  # of weights that are all 0 the loss is 0, not 0 / 0
         dealt = rows.reshape(-1, self.world, self.micro_batch_rows)[:, self.rank]
         return [make_batch(self.split, micro, step=step, token_count=token_count) for micro in dealt]
 

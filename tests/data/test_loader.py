@@ -274,6 +274,12 @@ def test_weights_of_the_shards_reach_the_batch(tmp_path: Path, texts: list[str])
         assert set(batch.weights_BT.unique().tolist()) <= {0.0, 1.0}
 
 
+def test_a_batch_without_weights_is_not_divided_by_nothing(tmp_path: Path, texts: list[str]) -> None:
+    split = write_shards(tmp_path / "s", texts, weights=dict.fromkeys(range(320), 0.0)).train
+    (batch, _) = train_loader(split).micro_batches(0)
+    assert (float(batch.weights_BT.sum()), batch.token_count) == (0, 1)
+
+
 def test_ranks_that_come_and_go_in_mid_epoch_leave_the_sequence_alone(tmp_path: Path) -> None:
     """World size 1, then 3, then 2, over an epoch of 10,007 rows: nothing skipped, nothing repeated."""
     rows = 10_007
