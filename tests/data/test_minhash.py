@@ -268,6 +268,13 @@ def test_bucket_pairs_are_those_of_the_definition(entries: list[tuple[int, int]]
     assert found.tolist() == reference_bucket_pairs(hashes, ids, limit)
 
 
+@pytest.mark.parametrize("limit", [1, 5, 49, 50, 51])
+def test_a_crowded_bucket_has_the_pairs_of_the_definition(limit: int) -> None:
+    ids = np.random.default_rng(2).permutation(50) * 3
+    found = bucket_pairs(np.full(50, 9, np.uint64), ids, limit=limit)
+    assert found.tolist() == reference_bucket_pairs([9] * 50, ids.tolist(), limit)
+
+
 def test_many_buckets_in_any_order() -> None:
     """More entries than are sorted at once, of hashes spread over all 64 bits."""
     rng = np.random.default_rng(5)
