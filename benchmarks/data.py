@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 from cases import Case, Options, Result, quantiles
+from data_cleaning import cleaning
 from data_loader import loader
 from dedup_peers import DATASKETCH, GAOYA, OURS, RENSA, present
 
@@ -217,6 +218,9 @@ def duplicates(options: Options) -> Result:
 
 CASES = {
     "signatures": Case(signatures, "30 MB of text to MinHash signatures; ratio of speeds to rensa's", ("cpu",)),
+    "cleaning": Case(
+        lambda options: cleaning(options, corpus()), "30 MB normalised, judged, scrubbed: each part", ("cpu",)
+    ),
     "loader": Case(loader, "rows of 10^9 tokens to batches; the first batch at any position", ("cpu",)),
     "duplicates": Case(duplicates, "30 MB with planted near-duplicates: recall, bias, precision", ("cpu",)),
 }

@@ -10,7 +10,9 @@
 #include <vector>
 
 #include "language.hpp"
+#include "normal.hpp"
 #include "personal.hpp"
+#include "squeeze.hpp"
 #include "statistics.hpp"
 
 namespace py = pybind11;
@@ -56,6 +58,8 @@ py::tuple statistic_names() {
     return names;
 }
 
+py::bytes squeezed(const py::str& text) { return cdrmix::squeezed(utf8(text)); }
+
 // Offsets count bytes of UTF-8.
 py::list personal(const py::str& text) {
     const std::string_view view = utf8(text);
@@ -91,6 +95,15 @@ PYBIND11_MODULE(_text, module) {
     module.attr("STATISTICS") = statistic_names();
     module.def("statistics", &statistics, py::arg("texts"),
                "Counts, float64 [n, len(STATISTICS)], over each of the texts, a sequence of str.");
+    module.def("squeezed", &squeezed, py::arg("text"),
+               "The UTF-8 of a text with every run of white space as one space and none at its ends.");
+    module.def(
+        "is_surely_normal",
+        [](const py::str& text) {
+            const std::string_view view = utf8(text);
+            return cdrmix::is_surely_normal(view.data(), view.size());
+        },
+        py::arg("text"), "Whether normalising would surely change nothing; UnicodeEncodeError for lone surrogates.");
     module.def("personal", &personal, py::arg("text"),
                "Places shaped like personal data, as (kind, begin, end) in bytes of UTF-8, in the order of their words.");
     py::class_<cdrmix::LanguageModel>(module, "LanguageModel", "A quantised fastText classifier of texts.")

@@ -9,6 +9,8 @@ import unicodedata
 from resiliparse.extract.html2text import extract_plain_text
 from resiliparse.parse.html import HTMLParserException
 
+from cdrmix import _text
+
 # Every character that breaks a line becomes \n (Unicode 5.8, "Newline Guidelines"); \r\n is replaced before.
 LINE_BREAKS = "\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 SURROGATES = "\ud800-\udfff"  # alone they are no characters; UTF-8 cannot hold them
@@ -34,9 +36,13 @@ def normalize(text: str) -> str:
     Control characters but \n and \t, byte order marks and non-characters go; a lone surrogate becomes U+FFFD, the
     replacement character. Never raises, and applying it twice changes nothing.
     """
-    if "\r" in text:
-        text = text.replace("\r\n", "\n")
-    if text.isascii():  # 1 GB/s; the expression below makes 0.15
+    try:
+        if _text.is_surely_normal(text):  # 0.7 GB/s; what follows makes 0.15
+            return text
+    except UnicodeEncodeError:
+        pass  # a lone surrogate
+    text = text.replace("\r\n", "\n")
+    if text.isascii():
         return text.encode().translate(ASCII_TABLE, ASCII_REMOVED).decode("ascii")
     if ODD.search(text):
         text = ODD.sub(_replacement, text)

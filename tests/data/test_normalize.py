@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import unicodedata
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from cdrmix import _text
 from cdrmix.data.normalize import DEEPEST, html_text, nesting, normalize
 
 texts = st.text() | st.text("ab\r\n\t\v\f\x00\x1b\x7f\x85\x9f\u0301\u2028\ufeffe\ud800 ")
@@ -42,6 +44,21 @@ def test_every_character() -> None:
     for begin in range(0, 0x110000, 0x1000):
         text = "x".join(map(chr, range(begin, begin + 0x1000)))
         assert normalize(text) == defined(text), hex(begin)
+
+
+def test_what_is_surely_normal_is_normal_in_any_order() -> None:
+    """The short cut for most texts: none of its characters is changed, nor composes with another of them."""
+    plain = [c for c in map(chr, range(0x110000)) if not "\ud800" <= c <= "\udfff" and _text.is_surely_normal(c)]
+    assert len(plain) > 30_000
+    assert {"a", "\n", "é", "中", "한", "–"} <= set(plain)
+    rng = random.Random(1)
+    for _ in range(5):
+        rng.shuffle(plain)
+        text = "".join(plain)
+        assert _text.is_surely_normal(text)
+        assert defined(text) == text
+    for odd in ("\x00", "\r", "\x7f", "\x85", "\u0301", "\u2028", "\ufeff", "\u1161", "\u212b"):
+        assert not _text.is_surely_normal(f"plain{odd}text")
 
 
 PAGE = """<!doctype html><html><head><title>T</title><style>p {{}}</style></head><body>
