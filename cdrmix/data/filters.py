@@ -52,8 +52,10 @@ class FilterChain:
 
     def judge(self, texts: Sequence[str]) -> Judgement:
         """Judge normalised texts; each one's result depends on it alone. UnicodeEncodeError for lone surrogates."""
-        counts = _text.statistics(texts)
         languages, probabilities = language.detect(texts)
+        if not self._rules:
+            return Judgement(np.full(len(texts), -1, np.int16), np.empty((len(texts), 0), np.float32), languages)
+        counts = _text.statistics(texts)
         codes = np.array(languages, dtype=np.str_)
         facts = Facts(counts, np.where(np.isin(codes, self._languages), probabilities, 0.0).astype(np.float64))
         foreign = (codes != "en") & (probabilities >= self._language_score)

@@ -141,6 +141,7 @@ def build(
         work.forget("shards")  # half written
         output = work.place("shards")
         say("Writing shards")
+        begun = (time.monotonic(), time.process_time())
         assembled = assemble(
             output,
             parts,
@@ -155,7 +156,13 @@ def build(
         report = write_shards(config, output, assembled, tokenizer, tally, key)
         if (work.folder / "scores").exists():
             shutil.copytree(work.folder / "scores", output / "report" / "scores", copy_function=os.link)
-        drop_report.write(output / "report", config, tally, found, report, work.timings())
+        written = {
+            "seconds": time.monotonic() - begun[0],
+            "cpu_seconds": time.process_time() - begun[1],
+            "bytes": report["text_bytes"],
+        }
+        timings = {**work.timings(), "shards": written}
+        drop_report.write(output / "report", config, tally, found, report, timings)
         sync_folder(output)
         with suppress_existing():  # without locks another process may have been first, with the same shards
             output.rename(folder)

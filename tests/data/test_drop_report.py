@@ -143,7 +143,10 @@ def tally_of(**dropped: Dropped) -> Tally:
 
 
 def contents(make_config: Any, tally: Tally, near: dict[str, Any] | None = None, **data: Any) -> dict[str, Any]:
-    stages = {"read_all": {"seconds": 2.0, "bytes": 5_000_000}, "pairs": {"seconds": 0.0, "bytes": 0}}
+    stages = {
+        "read_all": {"seconds": 2.0, "cpu_seconds": 3.0, "bytes": 5_000_000},
+        "pairs": {"seconds": 0.0, "cpu_seconds": 0.0, "bytes": 0},
+    }
     strata = [Stratum("text", 0, 0, 5, 300, 6)]
     content = gather(make_config(None, **data), tally, near or {}, REPORT, stages, strata)
     return json.loads(json.dumps(content, allow_nan=False))
@@ -319,8 +322,10 @@ def test_texts_of_strangers_stay_texts(texts: list[str]) -> None:
         "domains": dict.fromkeys(texts, amount),
         "pii": dict.fromkeys(texts, 1),
         "bad_records": {"count": 9, "shown": texts},
-        "stages": [{"name": text, "seconds": 1.0, "bytes": 1, "megabytes_per_second": 1.0} for text in texts],
-        "cpu_seconds_of_reading": 1.0,
+        "stages": [
+            {"name": text, "seconds": 1.0, "cpu_seconds": 1.0, "bytes": 1, "megabytes_per_second": 1.0}
+            for text in texts
+        ],
         "shards": REPORT,
     }
     reader = read(content)

@@ -11,9 +11,13 @@ from typing import Any
 
 import pyarrow.parquet
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from cdrmix import _text
 from cdrmix.data.prepare import prepare
 from cdrmix.data.shards import ShardSet
+from cdrmix.errors import CorpusError
 
 WORDS = [f"{first}{second}" for first in ("ba", "du", "ki", "lo", "me", "sa", "ti", "vo") for second in "abcdefghijkl"]
 
@@ -151,8 +155,6 @@ def test_where_every_document_came_from(make_config: Any, tmp_path: Path) -> Non
 
 
 def test_nothing_left(make_config: Any, tmp_path: Path) -> None:
-    from cdrmix.errors import CorpusError
-
     draw = random.Random(4)
     source = write(tmp_path / "a.jsonl", ({"text": sentence(draw, 20)} for _ in range(5)))
     with pytest.raises(
@@ -188,3 +190,58 @@ def test_personal_data_is_replaced_and_counted(make_config: Any, tmp_path: Path)
     assert "@" not in left
     assert left.count("<EMAIL>") == 3
     assert json.loads((shards.path / "report" / "report.json").read_text())["pii"] == {"email": 3}
+
+
+def test_held_out_text_has_no_objectives(make_config: Any, tmp_path: Path) -> None:
+    draw = random.Random(6)
+    texts = [f"{sentence(draw, 20)} <think> {sentence(draw, 5)} </think>" for _ in range(40)]
+    source = write(tmp_path / "a.jsonl", ({"text": text} for text in texts))
+    objectives = {"fim": {"rate": 1.0}, "spans": [{"begin": "<think>", "end": "</think>", "weight": 0.5}]}
+    shards = prepare(make_config(source, objectives=objectives), say=quiet)
+    held_out = {text.decode() for text in shards.valid.text()}
+    assert held_out <= set(texts)
+    assert not {text.decode() for text in shards.train.text()} & set(texts)
+    assert shards.train.weighted
+    assert not shards.valid.weighted
+
+
+@given(st.text(st.sampled_from(" \n\t\r\u00a0\u2003\u3000\x85\x1c\u200babé東🙂"), max_size=30))
+def test_white_space_is_squeezed_as_python_does(text: str) -> None:
+    assert _text.squeezed(text) == " ".join(text.split()).encode()
+
+
+def test_a_stream_goes_on_where_it_stood(make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Hugging Face dataset of two files: what was read before a failure is not read again, and nothing is lost."""
+    import datasets
+
+    draw = random.Random(7)
+    texts = [sentence(draw, 60) for _ in range(200)]
+    folder = tmp_path / "dataset"
+    folder.mkdir()
+    for number in range(2):
+        write(folder / f"{number}.jsonl", ({"text": text} for text in texts[100 * number : 100 * number + 100]))
+    source = {"kind": "huggingface", "name": str(folder)}
+    monkeypatch.setattr("cdrmix.data.prepare.SHARE_OF_MEMORY", 100)  # some 10 kB, 25 records, a unit
+    config = make_config(source, workers=1, memory_mb=1)
+    given: list[str] = []
+    broken_off = 120
+    iterate = datasets.IterableDataset.__iter__
+
+    def counting(stream: Any) -> Any:
+        for row in iterate(stream):
+            if len(given) == broken_off:
+                raise ConnectionError("reset by peer")
+            given.append(row["text"])
+            yield row
+
+    monkeypatch.setattr(datasets.IterableDataset, "__iter__", counting)
+    with pytest.raises(CorpusError, match="reset by peer"):
+        prepare(config, say=quiet)
+    first = list(given)
+    given.clear()
+    broken_off = -1
+    shards = prepare(config, say=quiet)
+    assert sorted(decoded(shards)) == sorted(texts)
+    assert len(first) == 120
+    assert len(given) < 120
+    assert given[-1] == texts[-1]

@@ -43,6 +43,7 @@ STAGES = {
     "near_duplicate": "clusters",
     "tokenizer_trained": "tokenizer, trained",
     "tokens": "tokens",
+    "shards": "shards, written",
 }
 UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 BARS = 16  # of languages and domains; the rest is one more
@@ -242,14 +243,13 @@ def _stages(content: Mapping[str, Any]) -> str:
         size = f"{stage['bytes'] / 1e6:,.1f}" if stage["bytes"] else ""
         lines += (
             f"<tr><td>{shown(STAGES.get(stage['name'], stage['name']))}</td><td>{stage['seconds']:,.1f}</td>"
-            f"<td>{size}</td><td>{'' if rate is None else f'{rate:,.1f}'}</td></tr>"
+            f"<td>{size}</td><td>{'' if rate is None else f'{rate:,.1f}'}</td><td>{stage['cpu_seconds']:,.1f}</td></tr>"
         )
     if not lines:
         return ""
     return (
-        '<h2>Time</h2><div class="scroll"><table><tr><th></th><th>seconds</th><th>MB</th><th>MB/s</th></tr>'
-        f'{lines}</table></div><p class="soft">Reading, cleaning and judging took '
-        f"{content['cpu_seconds_of_reading']:,.1f} CPU-seconds of all processes.</p>"
+        '<h2>Time</h2><div class="scroll"><table><tr><th></th><th>seconds</th><th>MB</th><th>MB/s</th>'
+        f"<th>CPU-seconds</th></tr>{lines}</table></div>"
     )
 
 

@@ -19,8 +19,8 @@ report.json is one object. Amounts are {"documents", "bytes"}; bytes are of UTF-
     domains          name -> documents, tokens, rows, share of its tokens, in both splits
     pii              kind -> how many placeholders were put in
     bad_records      count and shown, the first messages
-    stages           a list in order: name, seconds, bytes (of text), megabytes_per_second or null
-    cpu_seconds_of_reading  of all processes
+    stages           a list in order: name, seconds, cpu_seconds of all processes, bytes (of text),
+                     megabytes_per_second or null
     shards           the report of the shards' index
 """
 
@@ -125,6 +125,7 @@ def gather(
             {
                 "name": name,
                 "seconds": timing["seconds"],
+                "cpu_seconds": timing["cpu_seconds"],
                 "bytes": timing["bytes"],
                 "megabytes_per_second": timing["bytes"] / 1e6 / timing["seconds"]
                 if timing["bytes"] and timing["seconds"]
@@ -132,7 +133,6 @@ def gather(
             }
             for name, timing in timings.items()
         ],
-        "cpu_seconds_of_reading": tally.cpu_seconds,
         "shards": report,
     }
 

@@ -26,6 +26,7 @@ from cdrmix.data.shards import SplitWriter
 from cdrmix.data.tokenizer import TextTokenizer
 
 HASH_RANGE = 2**64
+DOCUMENTS_AT_ONCE = 1024
 
 TOKENS = pa.schema(
     {
@@ -90,22 +91,31 @@ def encode(task: Encode) -> dict[str, Any]:
     packed = texts_of(table)
     sizes = np.diff(packed.offsets)
     domains = column(table, "domain")
-    ids: list[Array] = []
-    weights: list[Array | None] = []
-    for batch in table.to_batches(max_chunksize=1024):
-        first = len(ids)
-        names = [task.domains[number] for number in domains[first : first + len(batch)]]
-        seed = task.objectives.fim.seed if task.objectives.fim else 0
-        for document_ids, document_weights in encode_documents(
-            batch.column("text").to_pylist(), batch.column("hash").to_pylist(), names, tokenizer, task.objectives, seed
-        ):
-            ids.append(np.append(document_ids, np.uint32(tokenizer.end_of_text_id)))
-            weights.append(None if document_weights is None else np.append(document_weights, np.float32(1)))
-    encoded = pa.table(
+    held_out = column(table, "side") < np.uint64(task.threshold)
+    ids: list[Array] = [np.zeros(0, np.uint32)] * len(table)
+    weights: list[Array | None] = [None] * len(table)
+    # held-out text stays as it was written: it measures how well text is predicted
+    for rows_of_side, objectives in ((~held_out, task.objectives), (held_out, Objectives())):
+        chosen = np.flatnonzero(rows_of_side)
+        for some in np.array_split(chosen, -(-len(chosen) // DOCUMENTS_AT_ONCE) or 1):
+            part = table.take(pa.array(some))
+            encoded = encode_documents(
+                part.column("text").to_pylist(),
+                part.column("hash").to_pylist(),
+                [task.domains[number] for number in domains[some]],
+                tokenizer,
+                objectives,
+                objectives.fim.seed if objectives.fim else 0,
+            )
+            for number, (document_ids, document_weights) in zip(some, encoded, strict=True):
+                ids[number] = np.append(document_ids, np.uint32(tokenizer.end_of_text_id))
+                if document_weights is not None:
+                    weights[number] = np.append(document_weights, np.float32(1))
+    tokens = pa.table(
         {
             "ids": _lists(ids, pa.uint32()),
             "weights": pa.array(weights, pa.large_list(pa.float32())),
-            "held_out": pa.array(column(table, "side") < np.uint64(task.threshold)),
+            "held_out": pa.array(held_out),
             "domain": pa.array(domains),
             "bytes": pa.array(sizes.astype(np.int64)),
             "fingerprint": pa.array(simhash(packed, threads=1)),
@@ -113,7 +123,7 @@ def encode(task: Encode) -> dict[str, Any]:
         },
         schema=TOKENS,
     )
-    write_table(task.path, encoded, {})
+    write_table(task.path, tokens, {})
     return {"bytes": int(sizes.sum())}
 
 

@@ -8,7 +8,6 @@ highest quality, then the highest priority, then the smallest content hash survi
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,6 +38,7 @@ BAND = np.dtype([("hash", "<u8"), ("number", "<i8")])
 PAIR = np.dtype([("a", "<i8"), ("b", "<i8")])
 EMPTY = np.uint32(2**32 - 1)
 PAIRS_AT_ONCE = 4096
+CROWDED = 64  # documents of a bucket that all others in it are compared with: what is alike in one band is so in others
 SLACK = 4  # standard deviations of the estimate below the threshold that a pair may be and still be looked at exactly
 
 
@@ -173,7 +173,8 @@ def match(task: Match) -> dict[str, Any]:
     """Write the run of pairs of a range of band hashes."""
     section = task.section
     entries = read_range(task.bands, task.low, task.high)
-    pairs = dedup.bucket_pairs(np.ascontiguousarray(entries["hash"]), np.ascontiguousarray(entries["number"]))
+    hashes, numbers = np.ascontiguousarray(entries["hash"]), np.ascontiguousarray(entries["number"])
+    pairs = dedup.bucket_pairs(hashes, numbers, limit=CROWDED)
     deviation = math.sqrt(section.threshold * (1 - section.threshold) / section.num_perm)
     least = section.threshold - SLACK * deviation
     signatures = [read_array(path) for path in task.signatures]
@@ -237,7 +238,9 @@ def _sample(documents: Documents, lost: int, kept: int) -> Sample:
     (row,) = documents.take(np.array([lost]), ["hash", "where", "text"]).to_pylist()
     (like,) = documents.take(np.array([kept]), ["text"]).to_pylist()
     # from a little before the first difference on
-    start = max(len(os.path.commonprefix([row["text"], like["text"]])) - EXCERPT_CHARACTERS // 4, 0)
+    pairs = enumerate(zip(row["text"], like["text"], strict=False))
+    difference = next((place for place, (one, other) in pairs if one != other), 0)
+    start = max(difference - EXCERPT_CHARACTERS // 4, 0)
     texts = [("... " if start else "") + excerpt(text[start:]) for text in (row["text"], like["text"])]
     return Sample(row["hash"].hex(), row["where"], None, *texts)
 

@@ -19,6 +19,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 
+from cdrmix import _text
 from cdrmix.config.schema_data import Filters
 from cdrmix.data.filters import FilterChain
 from cdrmix.data.normalize import html_text, normalize
@@ -229,7 +230,7 @@ def add_row(
 
 def content_hash(text: str) -> bytes:
     """16 bytes of BLAKE2b of the text with every run of white space as one space, none at its ends."""
-    return blake2b(" ".join(text.split()).encode("utf-8"), digest_size=16).digest()
+    return blake2b(_text.squeezed(text), digest_size=16).digest()
 
 
 def hash64(text: str) -> int:
