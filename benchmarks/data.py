@@ -21,12 +21,14 @@ import numpy as np
 from cases import Case, Options, Result, quantiles
 from data_cleaning import cleaning
 from data_loader import loader
+from data_pipeline import line, memory, processes
 from dedup_peers import DATASKETCH, GAOYA, OURS, RENSA, present
 
 from cdrmix import _dedup
 from cdrmix.data.dedup import candidate_pairs, clusters, estimated_jaccard, exact_jaccard, minhash_signatures
 
 CORPUS_BYTES = 30_000_000
+LINE_BYTES = 60_000_000  # for the whole line, whose cost of opening and closing is a third of a second
 NUM_PERM, NGRAM, BANDS, ROWS, THRESHOLD = 128, 5, 16, 8, 0.8
 WORDS = 300  # of a planted document, about 2.5 kB
 # Shares of a document's words that are replaced, apart from one another and in one block: with 5-word shingles these
@@ -36,8 +38,8 @@ FEWEST = 150  # pairs of a tenth of similarity for its recall to be told: half a
 
 
 @cache
-def corpus() -> list[str]:
-    """Files of the standard library and of the installed packages, whole, up to CORPUS_BYTES."""
+def corpus(most: int = CORPUS_BYTES) -> list[str]:
+    """Files of the standard library and of the installed packages, whole, up to `most` bytes."""
     folders = [Path(sysconfig.get_paths()["stdlib"]), *map(Path, site.getsitepackages())]
     texts: list[str] = []
     size = 0
@@ -45,7 +47,7 @@ def corpus() -> list[str]:
     for path in (path for folder in folders for path in sorted(folder.rglob("*.py"))):
         encoded = path.read_bytes()
         digest = hashlib.sha256(encoded).digest()
-        if size >= CORPUS_BYTES or len(encoded) < 200 or digest in seen:
+        if size >= most or len(encoded) < 200 or digest in seen:
             continue
         try:
             text = encoded.decode("utf-8")
@@ -221,6 +223,15 @@ CASES = {
     "cleaning": Case(
         lambda options: cleaning(options, corpus()), "30 MB normalised, judged, scrubbed: each part", ("cpu",)
     ),
+    "line": Case(
+        lambda options: line(options, corpus(LINE_BYTES)),
+        "compressed JSON lines to shards, all rules, beside datatrove",
+        ("cpu",),
+    ),
+    "processes": Case(
+        lambda options: processes(options, corpus(LINE_BYTES)), "the line in two processes against one", ("cpu",)
+    ),
+    "memory": Case(memory, "memory for two million documents; takes ten minutes", ("cpu",)),
     "loader": Case(loader, "rows of 10^9 tokens to batches; the first batch at any position", ("cpu",)),
     "duplicates": Case(duplicates, "30 MB with planted near-duplicates: recall, bias, precision", ("cpu",)),
 }

@@ -6,9 +6,7 @@ is the `tokenizers` package's on both sides and is told apart.
 
 from __future__ import annotations
 
-import ast
 import json
-import os
 import random
 import resource
 import subprocess
@@ -16,45 +14,19 @@ import sys
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import psutil
 import zstandard
-from cases import Case, Options, Result
-from data import corpus
+from cases import Options, Result
 
 HERE = Path(__file__).parent
-PROSE_BYTES = 20_000_000
 PEER_BYTES = 2_000_000  # of the same text, for a peer that takes a second for each 100 kB
 RULES = ["gopher_quality", "gopher_repetition", "c4", "fineweb", "language"]
 DOCUMENTS = 2_000_000
 WORDS = 60  # of each of them
-
-
-@cache
-def prose() -> list[str]:
-    """The documentation in the files of `corpus`, module by module and the modules themselves: English, some code."""
-    texts: list[str] = []
-    size = 0
-    for text in corpus():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of invalid escapes
-            try:
-                tree = ast.parse(text)
-            except (SyntaxError, ValueError):
-                continue
-        kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
-        strings = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)]
-        documentation = "\n\n".join(string for string in strings if string)
-        for document in (documentation, text):
-            if len(document) >= 300 and size < PROSE_BYTES:
-                texts.append(document)
-                size += len(document.encode())
-    return texts
 
 
 def write_corpus(folder: Path, texts: list[str], files: int = 4) -> int:
@@ -78,7 +50,7 @@ def run(mode: str, *arguments: str) -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def line(options: Options) -> Result:
+def line(options: Options, texts: list[str]) -> Result:
     """The whole line in one process against datatrove's with the same rules and kinds of near-duplicates.
 
     Ours keeps all documents, with bounds that nothing breaks, so that every stage sees all of the text. The peer drops
@@ -87,20 +59,21 @@ def line(options: Options) -> Result:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place, "corpus")
         folder.mkdir()
-        size = write_corpus(folder, prose()) / 1e6
+        size = write_corpus(folder, texts) / 1e6
         samples = [run("ours", str(folder), str(Path(place, f"cache{number}")), "1") for number in range(3)]
         ours = [size / (sample["cpu_seconds"] - sample["tokens_cpu_seconds"]) for sample in samples]
         share = [sample["tokens_cpu_seconds"] / sample["cpu_seconds"] for sample in samples]
         figures = {
             "megabytes_a_cpu_second": sorted(ours)[1],
             "share_of_tokenisation": sorted(share)[1],
+            "cpu_seconds_to_start": sorted(sample["start_cpu_seconds"] for sample in samples)[1],
             "megabytes_a_cpu_second_of_reading": size / sorted(sample["read_cpu_seconds"] for sample in samples)[1],
         }
         peer: list[float] = []
         absent = {}
         small = Path(place, "small")
         small.mkdir()
-        some = prose()[:: max(round(size * 1e6 / PEER_BYTES), 1)]
+        some = texts[:: max(round(size * 1e6 / PEER_BYTES), 1)]
         small_size = write_corpus(small, some, files=1) / 1e6
         if any(name in "datatrove" for name in options.without):
             absent["datatrove"] = "left out by --without"
@@ -122,12 +95,12 @@ def line(options: Options) -> Result:
     )
 
 
-def processes(options: Options) -> Result:
+def processes(options: Options, texts: list[str]) -> Result:
     """Wall-clock time of one process over that of two, without tokenisation: each case thrice, in turns."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place, "corpus")
         folder.mkdir()
-        size = write_corpus(folder, prose() * 4) / 1e6
+        size = write_corpus(folder, texts) / 1e6
         times: dict[str, list[float]] = {"1": [], "2": []}
         for number in range(3):
             for workers, seconds in times.items():
@@ -156,15 +129,9 @@ def memory(options: Options) -> Result:
     )
 
 
-CASES = {
-    "line": Case(line, "compressed JSON lines to shards, all rules, beside datatrove; takes minutes", devices=("cpu",)),
-    "processes": Case(processes, "two processes against one", devices=("cpu",)),
-    "memory": Case(memory, "memory for two million documents; takes ten minutes", devices=("cpu",)),
-}
-
-
 def run_ours(folder: str, cache: str, workers: str) -> dict[str, Any]:
     from cdrmix.config.load import load_config
+    from cdrmix.config.schema import Config
     from cdrmix.config.schema_data import Filters
     from cdrmix.data.filters import FilterChain
     from cdrmix.data.prepare import prepare
@@ -173,29 +140,39 @@ def run_ours(folder: str, cache: str, workers: str) -> dict[str, Any]:
     # nothing is dropped, so that every stage sees all of the text
     chain = FilterChain(Filters(rules=RULES))
     bounds = {name: -1e30 if FILTERS[name].at_least else 1e30 for name in chain.names if name != "language"}
-    text = f"""
+    path = Path(cache).with_suffix(".yaml")
+
+    def config(paths: str) -> Config:
+        path.write_text(f"""
 base: {HERE.parent / "configs" / "cdrmix-core-tiny.yaml"}
 data:
-  source: {{kind: jsonl, paths: [{folder}]}}
+  source: {{kind: jsonl, paths: [{paths}]}}
   cache: {cache}
   workers: {workers}
   filters: {{rules: {json.dumps(RULES)}, bounds: {json.dumps(bounds)}, language_score: 0}}
   pii: {{kinds: [email, phone, ip, credit_card, iban, secret]}}
-"""
-    path = Path(folder).with_name(f"run{os.getpid()}.yaml")
-    path.write_text(text)
-    begun, started = cpu_seconds(), time.monotonic()
-    shards = prepare(load_config(path), say=lambda line: None)
-    stages = json.loads((shards.path / "report" / "report.json").read_text())["stages"]
-    timings = {stage["name"]: stage for stage in stages}
-    tokens = [timings[name] for name in ("tokens", "tokenizer_trained")]
-    return {
-        "cpu_seconds": cpu_seconds() - begun,
-        "seconds": time.monotonic() - started,
-        "read_cpu_seconds": timings["read_all"]["cpu_seconds"],
-        "tokens_cpu_seconds": sum(stage["cpu_seconds"] for stage in tokens),
-        "tokens_seconds": sum(stage["seconds"] for stage in tokens),
-    }
+""")
+        return load_config(path)
+
+    def measured(paths: str) -> dict[str, Any]:
+        begun, started = cpu_seconds(), time.monotonic()
+        shards = prepare(config(paths), say=lambda line: None)
+        stages = json.loads((shards.path / "report" / "report.json").read_text())["stages"]
+        timings = {stage["name"]: stage for stage in stages}
+        tokens = [timings[name] for name in ("tokens", "tokenizer_trained")]
+        return {
+            "cpu_seconds": cpu_seconds() - begun,
+            "seconds": time.monotonic() - started,
+            "read_cpu_seconds": timings["read_all"]["cpu_seconds"],
+            "tokens_cpu_seconds": sum(stage["cpu_seconds"] for stage in tokens),
+            "tokens_seconds": sum(stage["seconds"] for stage in tokens),
+        }
+
+    little = Path(folder).with_name(f"{Path(cache).name}-little")
+    little.mkdir()
+    write_corpus(little, [f"The text number {number} is short, and has an end. {number}" * 9 for number in range(99)])
+    start = measured(str(little))  # libraries, lists and models are loaded: once a process, not for every megabyte
+    return {**measured(folder), "start_cpu_seconds": start["cpu_seconds"]}
 
 
 def cpu_seconds() -> float:

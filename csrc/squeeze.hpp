@@ -2,6 +2,9 @@
 #pragma once
 
 #include <cstddef>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 #include <string>
 #include <string_view>
 
@@ -15,8 +18,23 @@ inline std::string squeezed(std::string_view text) {
     char* to = out.data();
     const char* p = text.data();
     const char* const end = p + text.size();
-    bool pending = false;  // a space, if a character follows
+    bool after_space = true;  // or at the beginning: another one is left out
     while (p < end) {
+#ifdef __SSE2__
+        // Sixteen ASCII characters of which none is below the space and no two neighbours are spaces stay as they are.
+        if (end - p >= 16) {
+            const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+            const int plain = _mm_movemask_epi8(_mm_cmpgt_epi8(bytes, _mm_set1_epi8(' ' - 1)));  // signed: not ASCII is less
+            const int spaces = _mm_movemask_epi8(_mm_cmpeq_epi8(bytes, _mm_set1_epi8(' ')));
+            if (plain == 0xffff && (spaces & (spaces << 1 | static_cast<int>(after_space))) == 0) {
+                _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes);
+                p += 16;
+                to += 16;
+                after_space = (spaces & 0x8000) != 0;
+                continue;
+            }
+        }
+#endif
         const char* const character = p;
         bool space;
         if (const auto byte = static_cast<unsigned char>(*p); byte < 0x80) {
@@ -26,14 +44,13 @@ inline std::string squeezed(std::string_view text) {
         } else {
             space = (unicode::properties(unicode::decode(p, end)) & unicode::SPACE) != 0;
         }
-        if (space) {
-            pending = to != out.data();
-            continue;
-        }
-        if (pending) *to++ = ' ';
-        pending = false;
-        for (const char* from = character; from < p; ++from) *to++ = *from;
+        if (!space)
+            for (const char* from = character; from < p; ++from) *to++ = *from;
+        else if (!after_space)
+            *to++ = ' ';
+        after_space = space;
     }
+    if (after_space && to != out.data()) --to;
     out.resize(static_cast<std::size_t>(to - out.data()));
     return out;
 }

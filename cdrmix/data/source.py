@@ -121,6 +121,11 @@ class Source(ABC):
                     yield Document(text, self.kind, where, meta)
 
 
+def utf8_size(text: str) -> int:
+    """Bytes of a text in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode("utf-8"))
+
+
 def place(part: str, number: int) -> str:
     """Where a record is, for people."""
     return f"{part}:{number}" if number else part

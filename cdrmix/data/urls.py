@@ -49,16 +49,10 @@ def suffixes() -> PublicSuffixList:
     return PublicSuffixList()
 
 
-@functools.cache
-def known_suffixes() -> PublicSuffixList:
-    """The same list, by which a name below no listed suffix has none."""
-    return PublicSuffixList(accept_unknown=False)
-
-
 @functools.lru_cache(maxsize=65536)
 def is_known_domain(host: str) -> bool:
     """Whether the host, in ASCII, is a name below a public suffix that exists: example.com is, image.png is not."""
-    return known_suffixes().privatesuffix(host) is not None
+    return suffixes().privatesuffix(host, accept_unknown=False) is not None
 
 
 def canonical_url(url: str) -> str | None:
@@ -92,6 +86,7 @@ def domain_of_host(host: str) -> str:
     return suffixes().privatesuffix(host) or host
 
 
+@functools.lru_cache(maxsize=16)  # of an address both its spelling and its host are wanted
 def split(url: str) -> Parts | None:
     """The canonical parts of an http(s) address, or None."""
     # As browsers do (WHATWG URL 4.4): tabs and newlines go, so do controls and spaces around; backslashes are slashes.

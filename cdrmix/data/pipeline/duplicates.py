@@ -20,7 +20,7 @@ from cdrmix.data.pipeline.near import near_duplicates
 from cdrmix.data.pipeline.reading import COLUMNS, UNIT_RECORDS, Cleaning, add_row, content_hash
 from cdrmix.data.pipeline.tally import Tally
 from cdrmix.data.pipeline.work import Work
-from cdrmix.data.source import Document
+from cdrmix.data.source import Document, utf8_size
 
 SHARE_OF_MEMORY = 16  # of data.memory_mb, that the texts of one task take: tokens and Python objects take the rest
 BYTES_BESIDE_TEXT = 1024  # of a document: its signature, band entries and columns
@@ -133,7 +133,7 @@ def _write_unit(
             sources.append(document.source)
         cleaning = Cleaning(sources.index(document.source), 0, False, url_field, quality_field, Filters(), ())
         add_row(rows, document.text, content_hash(document.text), document.id, document.meta, cleaning)
-        tally.kept.add(len(document.text.encode("utf-8")))
+        tally.kept.add(utf8_size(document.text))
     table = pa.table(rows, schema=COLUMNS)
     order = sorted(range(len(table)), key=lambda row: (rows["hash"][row], rows["where"][row]))
     write_table(folder / f"{len(list(folder.iterdir())):06d}.arrow", table.take(pa.array(order, pa.int64())), {})

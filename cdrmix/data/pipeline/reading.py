@@ -26,7 +26,7 @@ from cdrmix.data.normalize import html_text, normalize
 from cdrmix.data.pii import scrub
 from cdrmix.data.pipeline.columns import appearing, read_report, write_table
 from cdrmix.data.pipeline.tally import Amount, Sample, Tally, excerpt
-from cdrmix.data.source import BAD_RECORDS_SHOWN, BadRecord, Meta, Record, Source, parse_record, place
+from cdrmix.data.source import BAD_RECORDS_SHOWN, BadRecord, Meta, Record, Source, parse_record, place, utf8_size
 from cdrmix.data.urls import canonical_url, registrable_domain
 
 UNIT_RECORDS = 50_000
@@ -155,7 +155,7 @@ def read_unit(unit: Unit) -> Tally:
     hashes = []
     for index, (where, text, meta) in enumerate(documents):
         language = judgement.languages[index]
-        size = len(text.encode("utf-8"))
+        size = utf8_size(text)
         hashes.append(digest := content_hash(text))
         failed = int(judgement.first_failed[index])
         if failed >= 0:
@@ -168,7 +168,7 @@ def read_unit(unit: Unit) -> Tally:
             if found:
                 tally.found(found)
                 digest = content_hash(text)
-        tally.kept.add(len(text.encode("utf-8")))
+        tally.kept.add(utf8_size(text))
         add_row(rows, text, digest, where, meta, unit.cleaning, language)
     if chain.names:
         _write_scores(unit.path, documents, hashes, chain.names, judgement)
@@ -193,7 +193,7 @@ def _parsed(unit: Unit, tally: Tally) -> Iterator[tuple[str, str, Meta]]:
             if len(tally.bad_shown) < BAD_RECORDS_SHOWN:
                 tally.bad_shown.append(f"{where}: {error}")
             continue
-        tally.read.add(len(text.encode("utf-8")))
+        tally.read.add(utf8_size(text))
         text = normalize(html_text(text) if unit.cleaning.html else text)
         if text and not text.isspace():
             yield where, text, meta
