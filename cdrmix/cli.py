@@ -223,7 +223,7 @@ def _data_prepare(options: argparse.Namespace) -> int:
 
 
 def _data_inspect(options: argparse.Namespace) -> int:
-    from cdrmix.data.inspect import inspect
+    from cdrmix.data.inspection import inspect
 
     coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     _show_every_character()

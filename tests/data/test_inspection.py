@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from cdrmix.config.schema import Config
-from cdrmix.data.inspect import inspect
+from cdrmix.data.inspection import inspect
 from cdrmix.data.prepare import prepare
 from cdrmix.data.shards import ShardSet
 from cdrmix.data.visible import visible
