@@ -22,6 +22,7 @@ from typing import Any
 from cdrmix.config.schema import Config
 from cdrmix.data import shards
 from cdrmix.data.filters import FilterChain
+from cdrmix.data.objectives import special_tokens
 from cdrmix.data.pipeline import drop_report
 from cdrmix.data.pipeline.columns import read_report
 from cdrmix.data.pipeline.duplicates import SHARE_OF_MEMORY, Survivors, remove_duplicates
@@ -111,6 +112,8 @@ def load_tokenizer(config: Config) -> TextTokenizer | None:
             f"data.tokenizer.path: {section.path} has {tokenizer.vocab_size} ids, more than "
             f"model.vocab_size={config.model.vocab_size}; set model.vocab_size={tokenizer.vocab_size} or higher"
         )
+    for token in special_tokens(config.data.objectives):
+        tokenizer.special_id(token)  # refused now rather than after the text has been read
     return tokenizer
 
 
@@ -137,36 +140,8 @@ def build(
             raise nothing_left(sources, tally, left)
         if tokenizer is None:
             tokenizer = train_tokenizer(config, survivors, threshold, work)
-        parts = tokenize(config, work, survivors, threshold, tokenizer, tally)
-        work.forget("shards")  # half written
-        output = work.place("shards")
-        say("Writing shards")
-        begun = (time.monotonic(), time.process_time())
-        assembled = assemble(
-            output,
-            parts,
-            survivors.documents,
-            list(sources),
-            vocab_size=config.model.vocab_size,
-            shard_tokens=data.shard_tokens,
-            row_length=data.row_length,
-            length_classes=data.length_classes,
-            weights=bool(data.objectives.spans),
-        )
-        report = write_shards(config, output, assembled, tokenizer, tally, key)
-        if (work.folder / "scores").exists():
-            shutil.copytree(work.folder / "scores", output / "report" / "scores", copy_function=os.link)
-        written = {
-            "seconds": time.monotonic() - begun[0],
-            "cpu_seconds": time.process_time() - begun[1],
-            "bytes": report["text_bytes"],
-        }
-        timings = {**work.timings(), "shards": written}
-        drop_report.write(output / "report", config, tally, found, report, timings)
-        sync_folder(output)
-        with suppress_existing():  # without locks another process may have been first, with the same shards
-            output.rename(folder)
-        sync_folder(folder.parent)
+        parts = tokenize(config, work, survivors, threshold, tokenizer)
+        report = write_folder(config, work, parts, survivors, tokenizer, tally, found, key, folder)
     shutil.rmtree(place, ignore_errors=True)
     say(f"What was dropped, and why: {folder / 'report' / 'report.html'}")
     say(f"Prepared {summary(report)}; {time.monotonic() - started:.1f} s")
@@ -238,12 +213,11 @@ def train_tokenizer(config: Config, survivors: Survivors, threshold: int, work: 
 
     def make() -> dict[str, Any]:
         started, begun = time.monotonic(), time.process_time()
-        fim = config.data.objectives.fim
         tokenizer = TextTokenizer.train(
             texts(),
             vocab_size=config.model.vocab_size,
             end_of_text=section.end_of_text,
-            special_tokens=[fim.prefix, fim.middle, fim.suffix] if fim else [],
+            special_tokens=special_tokens(config.data.objectives),
         )
         # Longer than asked for only when the bytes and the special tokens alone are more ids than that.
         if tokenizer.vocab_size > config.model.vocab_size:
@@ -264,9 +238,7 @@ def train_tokenizer(config: Config, survivors: Survivors, threshold: int, work: 
     return TextTokenizer.load(path, section.end_of_text)
 
 
-def tokenize(
-    config: Config, work: Work, survivors: Survivors, threshold: int, tokenizer: TextTokenizer, tally: Tally
-) -> list[Path]:
+def tokenize(config: Config, work: Work, survivors: Survivors, threshold: int, tokenizer: TextTokenizer) -> list[Path]:
     """The stage that turns every partition's survivors into tokens; its files."""
     path = work.folder / "tokenizer.json"
     if not path.exists():
@@ -287,6 +259,51 @@ def tokenize(
     ]
     work.stage("tokens", encode, tasks, about="tokens")
     return [task.path for task in tasks]
+
+
+def write_folder(
+    config: Config,
+    work: Work,
+    parts: list[Path],
+    survivors: Survivors,
+    tokenizer: TextTokenizer,
+    tally: Tally,
+    found: dict[str, Any],
+    key: str,
+    folder: Path,
+) -> dict[str, Any]:
+    """Write shards and report in the folder of work, then rename them to `folder`; the report that the index holds."""
+    data = config.data
+    work.forget("shards")  # half written
+    output = work.place("shards")
+    work.say("Writing shards")
+    begun = (time.monotonic(), time.process_time())
+    assembled = assemble(
+        output,
+        parts,
+        survivors.documents,
+        list(data.all_domains()),
+        vocab_size=config.model.vocab_size,
+        shard_tokens=data.shard_tokens,
+        row_length=data.row_length,
+        length_classes=data.length_classes,
+        weights=bool(data.objectives.spans),
+    )
+    report = write_shards(config, output, assembled, tokenizer, tally, key)
+    if (work.folder / "scores").exists():
+        shutil.copytree(work.folder / "scores", output / "report" / "scores", copy_function=link_or_copy)
+    written = {
+        "seconds": time.monotonic() - begun[0],
+        "cpu_seconds": time.process_time() - begun[1],
+        "bytes": report["text_bytes"],
+    }
+    timings = {**work.timings(), "shards": written}
+    drop_report.write(output / "report", config, tally, found, report, timings)
+    sync_folder(output)
+    with suppress_existing():  # without locks another process may have been first, with the same shards
+        output.rename(folder)
+    sync_folder(folder.parent)
+    return report
 
 
 def write_shards(
@@ -369,6 +386,14 @@ def summary(report: dict[str, Any]) -> str:
         f"({report['held_out_near_duplicates']} of them nearly equal to a training document); "
         f"{sum(report['dropped'].values()):,} documents dropped, {report['bad_records']} bad records"
     )
+
+
+def link_or_copy(source: str, target: str) -> None:
+    """A file in a second place, without a second copy where the file system can do that."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from cdrmix import _text
 from cdrmix.data.prepare import prepare
 from cdrmix.data.shards import ShardSet
-from cdrmix.errors import CorpusError
+from cdrmix.errors import CorpusError, VocabularyError
 
 WORDS = [f"{first}{second}" for first in ("ba", "du", "ki", "lo", "me", "sa", "ti", "vo") for second in "abcdefghijkl"]
 
@@ -245,3 +245,12 @@ def test_a_stream_goes_on_where_it_stood(make_config: Any, tmp_path: Path, monke
     assert len(first) == 120
     assert len(given) < 120
     assert given[-1] == texts[-1]
+
+
+def test_a_tokenizer_without_the_marks_is_refused_before_the_text_is_read(make_config: Any, tmp_path: Path) -> None:
+    source = write(tmp_path / "a.jsonl", ({"text": f"{number} text"} for number in range(9)))
+    path = prepare(make_config(source), say=quiet).tokenizer_path
+    said: list[str] = []
+    with pytest.raises(VocabularyError, match=r"no special token '<\|fim_prefix\|>'"):
+        prepare(make_config(source, tokenizer={"path": str(path)}, objectives={"fim": {}}), say=said.append)
+    assert said == []

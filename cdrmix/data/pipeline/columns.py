@@ -63,16 +63,25 @@ def column(table: pa.Table, name: str) -> Array:
     return np.asarray(table.column(name).to_numpy())
 
 
-def keys_of(table: pa.Table) -> Array:
-    """uint64 [n]: the first 8 bytes of the content hashes, as numbers in the order of the hashes."""
-    return hashes_of(table).view(">u8").reshape(-1, 2)[:, 0].astype(np.uint64)
-
-
 def hashes_of(table: pa.Table) -> Array:
     """uint8 [n, 16]: the content hashes."""
     array = whole(table.column("hash"))
     data = np.frombuffer(array.buffers()[1] or b"", np.uint8)
     return data[16 * array.offset : 16 * (array.offset + len(array))].reshape(-1, 16)
+
+
+def rows_between(table: pa.Table, low: int, high: int) -> tuple[int, int]:
+    """[first, last) of the rows whose content hash begins with 8 bytes, big-endian, in low .. high - 1.
+
+    The table is sorted by its hashes, and only those that the search comes by are read.
+    """
+    hashes = hashes_of(table)
+
+    def key(row: int) -> int:
+        return int.from_bytes(hashes[row, :8].tobytes(), "big")
+
+    first, last = (bisect_left(range(len(hashes)), bound, key=key) for bound in (low, high))
+    return first, last
 
 
 def texts_of(table: pa.Table) -> PackedTexts:

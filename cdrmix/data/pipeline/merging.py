@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from cdrmix.data.dedup import PackedTexts
-from cdrmix.data.pipeline.columns import Array, column, hashes_of, keys_of, read_table, texts_of, write_table
+from cdrmix.data.pipeline.columns import Array, column, hashes_of, read_table, rows_between, texts_of, write_table
 from cdrmix.data.pipeline.reading import COLUMNS
 from cdrmix.data.pipeline.tally import Sample, Tally, excerpt
 
@@ -36,9 +36,7 @@ def merge(task: Merge) -> dict[str, Any]:
     pieces = [COLUMNS.empty_table()]
     for path in task.units:
         table = read_table(path)
-        keys = keys_of(table)
-        first = int(np.searchsorted(keys, np.uint64(task.low)))
-        last = len(keys) if task.high >= 2**64 else int(np.searchsorted(keys, np.uint64(task.high)))
+        first, last = rows_between(table, task.low, task.high)
         if last > first:  # copied, so that not thousands of files stay mapped
             pieces.append(table.slice(first, last - first).take(pa.array(range(last - first))))
     table = pa.concat_tables([piece.cast(COLUMNS) for piece in pieces]).combine_chunks()
