@@ -27,6 +27,7 @@ Task = TypeVar("Task")
 Say = Callable[[str], None]
 
 SECONDS_BETWEEN_LINES = 10.0
+SECONDS_WORTH_A_LINE = 1.0
 SECONDS_BETWEEN_SIGNS = 5.0  # of life, by the process that prepares
 SECONDS_UNTIL_GONE = 60.0  # without one
 SECONDS_UNTIL_LEFT_BEHIND = 7 * 24 * 60 * 60.0
@@ -50,6 +51,13 @@ class Progress:
             self.last = time.monotonic()
             of = f" of {self.total / 1e6:,.0f}" if self.total else ""
             self.say(f"  {self.name}: {self.bytes / 1e6:,.0f}{of} MB, {self.rate():,.1f} MB/s")
+
+    def end(self) -> None:
+        """Say how fast the stage was, unless it was over at once."""
+        seconds = time.monotonic() - self.started
+        if seconds >= SECONDS_WORTH_A_LINE:
+            speed = f"{self.bytes / 1e6:,.1f} MB, {self.rate():,.1f} MB/s, " if self.bytes else ""
+            self.say(f"  {self.name}: {speed}{seconds:,.1f} s")
 
     def rate(self) -> float:
         """Megabytes a second since the stage began."""
@@ -99,6 +107,7 @@ class Work:
             missing = [(path, task) for path, task in numbered if not path.exists()]
             for size in self.engine.run(partial(_run, function), missing):
                 progress.add(size)
+            progress.end()
             results = [json.loads(path.read_bytes()) for path, _ in numbered]
             return {
                 "results": results,
