@@ -16,7 +16,8 @@ import zstandard
 
 from cdrmix.errors import CorpusError
 
-MAX_RECORD_BYTES = 256 * 2**20  # of one text, whatever it is read from: beyond it a record is bad
+# Of one text, whatever it is read from: beyond it a record is bad. Judging a text takes some 50 bytes a word on top.
+MAX_RECORD_BYTES = 64 * 2**20
 ANY_EXPANSION_BYTES = 64 * 2**20  # what a compressed file may unfold to however small it is
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 SAMPLES = 3  # of each rule: those with the smallest content hashes, so that they do not depend on the order of reading
 EXCERPT_CHARACTERS = 400
+BAD_SHOWN = 5
 
 
 @dataclass
@@ -84,7 +85,7 @@ class Tally:
             self.languages.setdefault(language, Amount()).add(amount.bytes, amount.documents)
         self.found(other.pii)
         self.bad += other.bad
-        self.bad_shown += other.bad_shown
+        self.bad_shown = [*self.bad_shown, *other.bad_shown][:BAD_SHOWN]
         self.cpu_seconds += other.cpu_seconds
 
     def as_json(self) -> dict[str, Any]:
