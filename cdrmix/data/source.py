@@ -69,9 +69,10 @@ class BadRecords:
             self.shown.append(record)
             self._say(f"skipped a bad record: {record}")
         if count and self.count > self.limit:
+            later = f"; a later one {shown[-1]}" if shown[-1] != self.shown[0] else ""
             raise CorpusError(
-                f"{self.count} bad records in the corpus, more than data.max_bad_records={self.limit} allows; "
-                f"the first is {self.shown[0]}. Mend the corpus, or raise data.max_bad_records."
+                f"{self.count} bad records in the corpus, more than data.max_bad_records={self.limit} allows; the "
+                f"first is {self.shown[0]}{later}. Mend the corpus, or raise data.max_bad_records."
             )
 
 

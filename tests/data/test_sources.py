@@ -336,7 +336,7 @@ def test_text_that_is_not_utf8(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"line\nline \xe9\n")
     documents, bad = read({"kind": "text", "paths": [str(tmp_path)]})
     assert documents == []
-    assert bad.shown == [f"{tmp_path}/a.txt:2: invalid UTF-8 (byte 0xe9 at offset 10)"]
+    assert bad.shown == [f"{tmp_path}/a.txt: line 2: invalid UTF-8 (byte 0xe9 at offset 10)"]
 
 
 def test_standard_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -419,7 +419,7 @@ def test_hugging_face_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
             raise RuntimeError("cannot cache") from error
 
     monkeypatch.setattr(datasets, "load_dataset", fill_up)
-    with pytest.raises(DiskFullError, match=r"someone/something.*HF_HOME.*begins anew"):
+    with pytest.raises(DiskFullError, match=r"someone/something.*HF_HOME.*What was prepared is kept"):
         read({"kind": "huggingface", "name": "someone/something"})
 
 
