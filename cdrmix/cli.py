@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from cdrmix.data.visible import visible
 from cdrmix.errors import CdrmixError, ConfigError, DiskFullError, Preempted
 from cdrmix.train import launch
 
@@ -87,7 +88,7 @@ def _fail(status: int, message: str, show_traceback: bool, *, agreed: bool = Fal
     if launch.is_worker():
         launch.report_failure(status, message)
         return 0 if agreed else status
-    print(message, file=sys.stderr)
+    print(visible(message), file=sys.stderr)
     return status
 
 
@@ -241,8 +242,11 @@ def _data_inspect(options: argparse.Namespace) -> int:
 
 def _validate(options: argparse.Namespace) -> int:
     from cdrmix.config.load import dump_config, load_config
+    from cdrmix.data.prepare import check_names
 
-    print(dump_config(load_config(options.config, options.overrides)), end="")
+    config = load_config(options.config, options.overrides)
+    check_names(config)
+    print(dump_config(config), end="")
     return 0
 
 

@@ -35,15 +35,18 @@ class FilterChain:
     Raises ConfigError for an unknown name, and for a bound of a rule that is unknown or not in use.
     """
 
-    def __init__(self, section: Filters) -> None:
-        self.names = _expanded(section.rules)
+    def __init__(self, section: Filters, key: str = "data.filters") -> None:
+        self.names = _expanded(section.rules, key)
         for name in section.bounds:
             if name not in RULES.names():
-                raise ConfigError(_unknown("filters.bounds", name, RULES.names()))
+                raise ConfigError(_unknown(f"{key}.bounds", name, RULES.names(), self.names))
             if name not in self.names:
-                raise ConfigError(
-                    f"filters.bounds: {name!r} is not among filters.rules; add it there or drop its bound"
-                )
+                raise ConfigError(f"{key}.bounds: {name!r} is not among {key}.rules; add it there or drop its bound")
+        if "language" in self.names and (unknown := set(section.languages) - set(language.model().labels)):
+            raise ConfigError(
+                f"{key}.languages: {', '.join(sorted(unknown))}: not among the ISO 639 codes that can be recognised: "
+                f"{', '.join(sorted(language.model().labels))}"
+            )
         self._rules: list[Rule] = [RULES[name] for name in self.names]
         self._languages = sorted(set(section.languages))
         self._language_score = section.language_score
@@ -75,7 +78,7 @@ class FilterChain:
         return Judgement(first_failed, scores, languages)
 
 
-def _expanded(names: Iterable[str]) -> list[str]:
+def _expanded(names: Iterable[str], key: str) -> list[str]:
     expanded: dict[str, None] = {}
     for name in names:
         if name in GROUPS:
@@ -83,11 +86,11 @@ def _expanded(names: Iterable[str]) -> list[str]:
         elif name in RULES.names():
             expanded[name] = None
         else:
-            raise ConfigError(_unknown("filters.rules", name, [*GROUPS, *RULES.names()]))
+            raise ConfigError(_unknown(f"{key}.rules", name, [*GROUPS, *RULES.names()], sorted(GROUPS)))
     return list(expanded)
 
 
-def _unknown(key: str, name: str, known: Iterable[str]) -> str:
-    close = nearest(name, known)
+def _unknown(key: str, name: str, known: Iterable[str], listed: Sequence[str]) -> str:
+    close = nearest(name, known) or next((other for other in sorted(known) if name in other), None)
     hint = f" Did you mean {close!r}?" if close else ""
-    return f"{key}: unknown rule {name!r}; groups of rules are {', '.join(sorted(GROUPS))}.{hint}"
+    return f"{key}: unknown rule {name!r}; known here: {', '.join(listed) or '(no rules)'}.{hint}"

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from cdrmix.config.schema import Config
+from cdrmix.config.schema_data import TasksSource
 from cdrmix.data import shards
 from cdrmix.data.filters import FilterChain
 from cdrmix.data.objectives import special_tokens
@@ -41,6 +42,7 @@ from cdrmix.data.pipeline.work import Progress, Say, Work, alone, forget_left_be
 from cdrmix.data.shards import ShardSet, open_shards, write_index
 from cdrmix.data.source import BAD_RECORDS_SHOWN, BadRecords, Source
 from cdrmix.data.sources import make_source
+from cdrmix.data.tasks import known_task
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.durable import disk_guard, sync_folder, write_atomically
 from cdrmix.errors import ConfigError, CorpusError, ShardError, VocabularyError
@@ -60,8 +62,7 @@ def prepare(config: Config, *, say: Say = print) -> ShardSet:
     """
     data = config.data
     sources = {name: make_source(domain.source, data.max_expansion) for name, domain in data.all_domains().items()}
-    for domain in data.all_domains().values():
-        FilterChain(domain.filters or data.filters)  # refuses what is not known
+    check_names(config)
     tokenizer = load_tokenizer(config)
     key = content_key(config, sources, tokenizer)
     cache = Path(data.cache).expanduser()
@@ -83,6 +84,16 @@ def prepare(config: Config, *, say: Say = print) -> ShardSet:
     shutil.rmtree(folder.parent / f".{folder.name}.work", ignore_errors=True)  # killed between its last two moves
     say(f"Reusing prepared text in {folder}: {summary(prepared.report)}")
     return prepared
+
+
+def check_names(config: Config) -> None:
+    """Raises ConfigError for filter rules, bounds, languages and tasks that are not known."""
+    for name, domain in config.data.all_domains().items():
+        key = "data.filters" if domain.filters is None else f"data.domains.{name}.filters"
+        FilterChain(domain.filters or config.data.filters, key)
+        if isinstance(domain.source, TasksSource):
+            for task in domain.source.tasks:
+                known_task(task)
 
 
 def content_key(config: Config, sources: dict[str, Source], tokenizer: TextTokenizer | None) -> str:
@@ -131,9 +142,9 @@ def build(
         say("Going on with what an earlier preparation of this text has left")
     with make_engine(data.engine, data.workers) as engine:
         work = Work(place, engine, say)
-        # kept, because files that are there were cut by it
-        task_bytes = work.once("task_bytes", lambda: data.memory_mb * 2**20 // SHARE_OF_MEMORY)
-        tally = read(config, sources, work, task_bytes)
+        task_bytes = data.memory_mb * 2**20 // SHARE_OF_MEMORY
+        # kept, because the units that are there were cut by it
+        tally = read(config, sources, work, work.once("unit_bytes", lambda: task_bytes))
         survivors, found = remove_duplicates(work, tally, data.dedup, task_bytes)
         threshold, left = held_out_threshold(survivors, data.valid_fraction)
         if not threshold:
@@ -191,7 +202,7 @@ def read(config: Config, sources: dict[str, Source], work: Work, task_bytes: int
             "tally": total.as_json(),
             "seconds": time.monotonic() - progress.started,
             "cpu_seconds": total.cpu_seconds,
-            "bytes": total.read.bytes,
+            "bytes": progress.bytes,
         }
 
     return Tally.from_json(work.once("read_all", make)["tally"])
@@ -415,7 +426,7 @@ def disk_errors(cache: Path) -> Iterator[None]:
         ):
             yield
     except OSError as error:
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT):
             raise ConfigError(f"data.cache: cannot write below {cache}: {error.strerror}") from error
         raise
 

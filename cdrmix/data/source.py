@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from cdrmix.data import files
 from cdrmix.data.files import find_files, reading
+from cdrmix.data.visible import visible
 from cdrmix.errors import CorpusError
 
 BAD_RECORDS_SHOWN = 5
@@ -65,6 +66,7 @@ class BadRecords:
     def add_many(self, count: int, shown: list[str]) -> None:
         """Count some, of which the first few are given as text; raises CorpusError when they are too many."""
         self.count += count
+        shown = [visible(record).replace("\n", " ") for record in shown]
         for record in shown[: BAD_RECORDS_SHOWN - len(self.shown)]:
             self.shown.append(record)
             self._say(f"skipped a bad record: {record}")
@@ -128,8 +130,9 @@ def utf8_size(text: str) -> int:
 
 
 def place(part: str, number: int) -> str:
-    """Where a record is, for people."""
-    return f"{part}:{number}" if number else part
+    """Where a record is, for people; a name that is not UTF-8 with its odd bytes spelled out."""
+    shown = part.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    return f"{shown}:{number}" if number else shown
 
 
 def parse_record(parse: Callable[[Any], tuple[str, Meta]], record: Record) -> tuple[str, Meta]:
@@ -186,6 +189,11 @@ class FileSource(Source):
         """Every record of one file."""
 
 
+def damage(error: Exception) -> str:
+    """What is wrong with a compressed file."""
+    return str(error) if isinstance(error, files.ExpansionError) else f"the compressed file is damaged: {error}"
+
+
 def over_long() -> str:
     """What is wrong with a record of more than MAX_RECORD_BYTES."""
     return f"is longer than {files.MAX_RECORD_BYTES} bytes"
@@ -199,5 +207,6 @@ def invalid_utf8(error: UnicodeDecodeError) -> str:
 def missing_column(wanted: str, where: str, columns: list[str]) -> CorpusError:
     """The error for a table that has no column of the configured name."""
     return CorpusError(
-        f"data.source.text_field: no column {wanted!r} in {where}; its columns are: {', '.join(columns) or '(none)'}"
+        f"data.source.text_field: no column {wanted!r} in {where}; its columns are: "
+        f"{visible(', '.join(columns)) or '(none)'}"
     )

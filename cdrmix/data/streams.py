@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from cdrmix.config import schema_data
+from cdrmix.data.files import walk
 from cdrmix.data.source import BadRecord, Meta, Record, Source, missing_column
 from cdrmix.durable import disk_full, is_disk_full
 from cdrmix.errors import CdrmixError, CorpusError
@@ -27,7 +29,17 @@ class HuggingFace(Source):
         self._number = 0
 
     def identity(self) -> list[Any]:
-        return [self.section.name, self.section.config_name, self.section.revision, self.section.split]
+        identity: list[Any] = [
+            self.section.name,
+            self.section.config_name,
+            self.section.revision,
+            self.section.split,
+        ]
+        if (folder := Path(self.section.name)).is_dir():  # changes without a revision
+            for path in walk(folder, (), frozenset()):
+                status = path.stat()
+                identity.append([str(path), status.st_size, status.st_mtime_ns])
+        return identity
 
     def describe(self) -> str:
         revision = f", revision {self.section.revision!r}" if self.section.revision else ""
@@ -71,8 +83,7 @@ class HuggingFace(Source):
             self._number += 1
             if section.text_field not in row:
                 raise missing_column(section.text_field, self.describe(), list(row))
-            text = row[section.text_field]
-            yield Record(self._number, row, len(text) if isinstance(text, str) else 0)
+            yield Record(self._number, row, sum(len(cell) for cell in row.values() if isinstance(cell, str)))
 
     def _unreadable(self, error: BaseException) -> CdrmixError:
         cause: BaseException | None = error

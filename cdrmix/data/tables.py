@@ -13,7 +13,7 @@ from typing import Any
 from cdrmix.config import schema_data
 from cdrmix.data import files
 from cdrmix.data.files import DAMAGED_STREAM, OverLongRecord, RecordLines, open_bytes, reading
-from cdrmix.data.source import BadRecord, FileSource, Meta, Record, invalid_utf8, missing_column, over_long
+from cdrmix.data.source import BadRecord, FileSource, Meta, Record, damage, invalid_utf8, missing_column, over_long
 from cdrmix.errors import CorpusError
 
 
@@ -39,7 +39,7 @@ class JsonLines(FileSource):
                     while too_long and rest and not rest.endswith(b"\n"):
                         rest = stream.readline(2**20)
                 except DAMAGED_STREAM as error:
-                    yield Record(number + 1, error=f"the compressed file is damaged: {error}")
+                    yield Record(number + 1, error=damage(error))
                     return
                 if not line:
                     return
@@ -101,7 +101,7 @@ class CommaSeparated(FileSource):
                     yield Record(first, error=over_long())
                     continue
                 except DAMAGED_STREAM as error:
-                    yield Record(first, error=f"the compressed file is damaged: {error}")
+                    yield Record(first, error=damage(error))
                     return
                 if row is None:
                     return
@@ -129,7 +129,7 @@ class Parquet(FileSource):
 
     kind = "parquet"
     suffixes = (".parquet", ".pq")
-    batch_rows = 256
+    batch_bytes = 2**22  # held as Python objects at a time, about
 
     def __init__(self, section: schema_data.ParquetSource, max_expansion: int) -> None:
         self.text_field = section.text_field
@@ -149,16 +149,22 @@ class Parquet(FileSource):
                 self._check_column(path, table.schema_arrow)
                 names = [field.name for field in table.schema_arrow if is_scalar(field.type)]
                 columns = [self.text_field, *(name for name in names if name != self.text_field)]
-                for batch in table.iter_batches(self.batch_rows, columns=columns, use_threads=False):
+                for batch in table.iter_batches(self._batch_rows(table.metadata), columns=columns, use_threads=False):
                     # as bytes, so that one row of invalid UTF-8 spoils no other
                     texts = batch.column(self.text_field).cast(pyarrow.large_binary()).to_pylist()
                     others = {name: cells(batch.column(name)) for name in columns if name != self.text_field}
                     for place, text in enumerate(texts):
                         row += 1
                         meta = {name: values[place] for name, values in others.items()}
-                        yield Record(row, (text, meta), len(text or b""))
+                        size = len(text or b"") + sum(len(cell) for cell in meta.values() if isinstance(cell, str))
+                        yield Record(row, (text, meta), size)
         except (pyarrow.ArrowException, OSError) as error:  # OSError: what pyarrow raises at a damaged page
             yield Record(row + 1, error=f"is not readable Parquet: {error}")
+
+    def _batch_rows(self, metadata: Any) -> int:
+        """Rows of a batch of `batch_bytes`, by the file's own word for its size."""
+        size = sum(metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups))
+        return max(1, min(256, self.batch_bytes * metadata.num_rows // max(size, 1)))
 
     def _check_column(self, path: Path, columns: Any) -> None:
         if self.text_field not in columns.names:

@@ -238,16 +238,21 @@ def copying(draws: Draws, characters: int) -> Exercise:
     return Exercise(f"Words: {words}\nQuestion: What were the words?\nAnswer:", "", f" {words}")
 
 
+def known_task(task: str) -> Callable[[Draws, int], Exercise]:
+    """The generator of a task; ConfigError for one that there is not."""
+    if task not in TASKS.names():
+        close = nearest(task, TASKS.names())
+        hint = f"; did you mean {close!r}?" if close else ""
+        raise ConfigError(f"tasks: there is no task {task!r}; there are {', '.join(TASKS.names())}{hint}")
+    return TASKS[task]
+
+
 def exercise(task: str, seed: int, number: int, characters: int) -> Exercise:
     """Exercise `number` of a task, of about so many characters (more where the task needs them).
 
     Raises ConfigError for a task that there is not.
     """
-    if task not in TASKS.names():
-        close = nearest(task, TASKS.names())
-        hint = f"; did you mean {close!r}?" if close else ""
-        raise ConfigError(f"tasks: there is no task {task!r}; there are {', '.join(TASKS.names())}{hint}")
-    return TASKS[task](Draws(seed, task, number), characters)
+    return known_task(task)(Draws(seed, task, number), characters)
 
 
 def generate(section: schema.TasksSource) -> Iterator[tuple[str, str, dict[str, Any]]]:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from cdrmix.config import schema_data
 from cdrmix.data import files
 from cdrmix.data.files import DAMAGED_STREAM, open_bytes, read_at_most, reading, walk
-from cdrmix.data.source import BadRecord, FileSource, Meta, Record, invalid_utf8, over_long
+from cdrmix.data.source import BadRecord, FileSource, Meta, Record, damage, invalid_utf8, over_long
 from cdrmix.errors import CorpusError
 
 
@@ -80,7 +80,7 @@ class PlainText(FileSource):
             try:
                 raw = read_at_most(stream, files.MAX_RECORD_BYTES + 1)
             except DAMAGED_STREAM as error:
-                yield Record(0, error=f"the compressed file is damaged: {error}")
+                yield Record(0, error=damage(error))
                 return
         yield Record(0, raw, len(raw))
 

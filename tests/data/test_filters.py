@@ -187,13 +187,16 @@ def test_no_texts_and_no_rules() -> None:
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"rules": ["gopher_qualiti"]}, "filters.rules: unknown rule 'gopher_qualiti'.*Did you mean 'gopher_quality'"),
+        (
+            {"rules": ["gopher_qualiti"]},
+            "data.filters.rules: unknown rule 'gopher_qualiti'.*Did you mean 'gopher_quality'",
+        ),
         (
             {"rules": ["length"], "bounds": {"lenght": 1}},
             "filters.bounds: unknown rule 'lenght'.*Did you mean 'length'",
         ),
         ({"rules": ["length"], "bounds": {"code": 1}}, "filters.bounds: unknown rule 'code'"),
-        ({"rules": ["length"], "bounds": {"c4_sentences": 1}}, "'c4_sentences' is not among filters.rules"),
+        ({"rules": ["length"], "bounds": {"c4_sentences": 1}}, "'c4_sentences' is not among data.filters.rules"),
     ],
 )
 def test_wrong_names_and_bounds(section: dict[str, object], message: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import random
 from collections.abc import Iterable
 from itertools import combinations
@@ -15,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cdrmix import _text
+from cdrmix.data.pipeline.near import CROWDED
 from cdrmix.data.prepare import prepare
 from cdrmix.data.shards import ShardSet
 from cdrmix.errors import CorpusError, VocabularyError
@@ -254,3 +257,78 @@ def test_a_tokenizer_without_the_marks_is_refused_before_the_text_is_read(make_c
     with pytest.raises(VocabularyError, match=r"no special token '<\|fim_prefix\|>'"):
         prepare(make_config(source, tokenizer={"path": str(path)}, objectives={"fim": {}}), say=said.append)
     assert said == []
+
+
+def test_metadata_of_strangers(make_config: Any, tmp_path: Path) -> None:
+    """Numbers beyond a float, fields too long to keep, nested ones, a file name that is not UTF-8."""
+    records = [{"text": f"text {number}", "score": 10**400 * (number - 1), "raw": "x" * 5000} for number in range(3)]
+    records[0]["list"] = [1, {"a": "b"}]
+    name = os.fsdecode(b"odd \xff.jsonl")
+    write(tmp_path / name, records)
+    domains = {"one": {"source": {"kind": "jsonl", "paths": [str(tmp_path)]}, "quality_field": "score"}}
+    shards = prepare(make_config(None, domains=domains), say=quiet)
+    rows = pyarrow.parquet.read_table(shards.path / "report" / "documents.parquet").to_pylist()
+    assert {row["where"] for row in rows} == {f"{tmp_path}/odd \\xff.jsonl:{line}" for line in (1, 2, 3)}
+    kept = {json.dumps(json.loads(row["meta"]).get("list")) for row in rows}
+    assert kept == {"null", json.dumps('[1, {"a": "b"}]')}
+    assert not any("xxx" in row["meta"] for row in rows)
+
+
+def test_no_personal_data_in_the_report(make_config: Any, tmp_path: Path) -> None:
+    texts = [f"mail{number}@example.org {'long ' * number}" for number in range(6)]
+    records = ({"text": text, "author": "ann@example.org", "url": f"http://a.org/{text[:5]}"} for text in texts)
+    data = {"pii": {"kinds": ["email"]}, "filters": {"rules": ["length"], "bounds": {"length": 30}}}
+    shards = prepare(make_config(write(tmp_path / "a.jsonl", records), **data), say=quiet)
+    assert 0 < shards.report["dropped"]["length"] < 5
+    for file in (shards.path / "report").rglob("*"):
+        if file.is_file():
+            plain = str(pyarrow.parquet.read_table(file).to_pylist()) if file.suffix == ".parquet" else file.read_text()
+            assert "@example.org" not in plain, file
+    scored = pyarrow.parquet.read_table(shards.path / "report" / "scores").column("hash").to_pylist()
+    kept = pyarrow.parquet.read_table(shards.path / "report" / "documents.parquet").column("hash").to_pylist()
+    assert set(kept) < set(scored)
+
+
+def test_a_crowd_of_look_alikes_is_one(make_config: Any, tmp_path: Path) -> None:
+    """More of them than documents of a bucket that all others are compared with."""
+    draw = random.Random(9)
+    base = sentence(draw, 120)
+    texts = [f"{base} {number}" for number in range(4 * CROWDED)] + [sentence(draw, 50) for _ in range(4)]
+    source = write(tmp_path / "a.jsonl", ({"text": text} for text in texts))
+    assert len(decoded(prepare(make_config(source, workers=1), say=quiet))) == 5
+
+
+def test_memory_may_be_lowered_before_going_on(
+    make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts, _ = planted()
+    source = write(tmp_path / "a.jsonl", ({"text": text} for text in texts))
+    monkeypatch.setattr("cdrmix.data.prepare.SHARE_OF_MEMORY", 30)
+    expected = prepare(make_config(source, cache=str(tmp_path / "whole")), say=quiet).fingerprint
+    for stage in ("merge", "sign", "match", "verify"):
+        module = "duplicates" if stage == "merge" else "near"
+        calls = []
+        with monkeypatch.context() as patch:
+            function = getattr(importlib.import_module(f"cdrmix.data.pipeline.{module}"), stage)
+
+            def fail(task: Any, function: Any = function, calls: list[Any] = calls) -> Any:
+                calls.append(task)
+                if len(calls) == 2:
+                    raise CorpusError("out of memory, say")
+                return function(task)
+
+            patch.setattr(f"cdrmix.data.pipeline.{module}.{stage}", fail)
+            with pytest.raises(CorpusError, match="out of memory"):
+                prepare(make_config(source, cache=str(tmp_path / stage), memory_mb=2, workers=1), say=quiet)
+        lowered = prepare(make_config(source, cache=str(tmp_path / stage), memory_mb=1, workers=1), say=quiet)
+        assert lowered.fingerprint == expected, stage
+
+
+def test_a_changed_local_dataset_is_prepared_anew(make_config: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "dataset"
+    folder.mkdir()
+    config = make_config({"kind": "huggingface", "name": str(folder)})
+    write(folder / "a.jsonl", ({"text": f"first {number}"} for number in range(9)))
+    assert "first 3" in decoded(prepare(config, say=quiet))
+    write(folder / "a.jsonl", ({"text": f"second one {number}"} for number in range(9)))
+    assert "second one 3" in decoded(prepare(config, say=quiet))

@@ -58,13 +58,15 @@ def remove_duplicates(work: Work, tally: Tally, section: Dedup, task_bytes: int)
             tally.merge(stage)
 
     units = tuple(sorted((work.folder / "read").glob("*.arrow")))
-    count = max(1, -(-tally.kept.bytes // task_bytes), -(-tally.kept.documents * BYTES_BESIDE_TEXT // task_bytes))
+    size = tally.kept.bytes + tally.metadata_bytes
+    count = max(1, -(-size // task_bytes), -(-tally.kept.documents * BYTES_BESIDE_TEXT // task_bytes))
+    count = work.task_count("exact_duplicate", count)
     folder = work.place("merged")
     tasks = [
         Merge(folder / f"{number:06d}.arrow", units, low, high, section.exact)
         for number, (low, high) in enumerate(bounds(count))
     ]
-    merged = work.stage("exact_duplicate", merge, tasks, about="merging", total=tally.kept.bytes)
+    merged = work.stage("exact_duplicate", merge, tasks, about="merging")
     work.forget("read")
     add(merged)
     documents = Documents([task.path for task in tasks], [result["rows"] for result in merged])

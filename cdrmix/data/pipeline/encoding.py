@@ -220,11 +220,11 @@ PROVENANCE = pa.schema(
         "split": pa.string(),
         "domain": pa.string(),
         "hash": pa.binary(16),
-        "where": pa.string(),
-        "language": pa.string(),
+        "where": pa.large_string(),
+        "language": pa.large_string(),
         "tokens": pa.int64(),
         "bytes": pa.int64(),
-        "meta": pa.string(),
+        "meta": pa.large_string(),
     }
 )
 

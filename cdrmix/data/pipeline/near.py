@@ -35,10 +35,11 @@ from cdrmix.data.pipeline.tally import EXCERPT_CHARACTERS, Dropped, Sample, Tall
 from cdrmix.data.pipeline.work import Work
 
 BAND = np.dtype([("hash", "<u8"), ("number", "<i8")])
-PAIR = np.dtype([("a", "<i8"), ("b", "<i8")])
+# By the greater number: in a crowded bucket the smaller ones are the same few, and would all meet in one range.
+PAIR = np.dtype([("b", "<i8"), ("a", "<i8")])
 EMPTY = np.uint32(2**32 - 1)
 PAIRS_AT_ONCE = 4096
-CROWDED = 64  # documents of a bucket that all others in it are compared with: what is alike in one band is so in others
+CROWDED = 32  # documents of a bucket that all others in it are compared with: what is alike in one band is so in others
 SLACK = 4  # standard deviations of the estimate below the threshold that a pair may be and still be looked at exactly
 
 
@@ -69,7 +70,7 @@ class Match:
 
 @dataclass(frozen=True)
 class Verify:
-    """The pairs whose first document is number low .. high - 1 and whose exact similarity is at least the threshold."""
+    """The pairs whose second document is number low .. high - 1, if their exact similarity reaches the threshold."""
 
     path: Path
     pairs: tuple[Path, ...]
@@ -109,7 +110,7 @@ def near_duplicates(
         for number, path in enumerate(documents.paths)
     ]
     entries = sum(result["entries"] for result in work.stage("signatures", sign, signed, about="signatures"))
-    ranges = max(len(signed), math.ceil(entries * BAND.itemsize * 8 / memory))
+    ranges = work.task_count("pairs", max(len(signed), math.ceil(entries * BAND.itemsize * 8 / memory)))
     matched = [
         Match(
             work.place("pairs") / f"{number:06d}.npy",
@@ -192,7 +193,11 @@ def verify(task: Verify) -> dict[str, Any]:
     entries = read_range(task.pairs, task.low, task.high)
     pairs = np.unique(np.stack([entries["a"], entries["b"]], 1), axis=0)
     edges = np.concatenate([pairs[:0], *_similar(pairs, task)])
-    write_run(task.path, _as_pairs(edges))
+    # What hangs together hangs on its smallest number: one edge a document instead of one a pair.
+    numbers, local = np.unique(edges, return_inverse=True)
+    smallest = numbers[dedup.clusters(local.reshape(-1, 2), len(numbers))]
+    star = np.stack([smallest, numbers], 1)[smallest != numbers]
+    write_run(task.path, _as_pairs(star))
     return {"likely": len(pairs), "verified": len(edges)}
 
 
@@ -210,7 +215,7 @@ def _similar(pairs: Array, task: Verify) -> Iterator[Array]:
 
 
 def cluster(task: Cluster) -> dict[str, Any]:
-    """Write the run of the numbers that do not survive. Memory: some 50 bytes a document that has a verified pair."""
+    """Write the run of the numbers that do not survive. Memory: some 100 bytes a document that has a verified pair."""
     edges = np.concatenate([read_array(path) for path in task.edges])
     numbers, local = np.unique(np.stack([edges["a"], edges["b"]], 1), return_inverse=True)
     labels = dedup.clusters(local.reshape(-1, 2), len(numbers))

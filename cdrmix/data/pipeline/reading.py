@@ -7,6 +7,7 @@ leaves one Arrow file sorted by content hash; from there on the order of the cor
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from cdrmix.data.source import BAD_RECORDS_SHOWN, BadRecord, Meta, Record, Sourc
 from cdrmix.data.urls import canonical_url, registrable_domain
 
 UNIT_RECORDS = 50_000
+META_CHARACTERS = 4096  # of one field of metadata: longer ones, such as the page that a text is from, are left out
 HELD_OUT_KEY = b"cdrmix held-out split 1"  # fixed: a text is on the same side in every corpus
 
 COLUMNS = pa.schema(
@@ -42,9 +44,9 @@ COLUMNS = pa.schema(
         "address": pa.uint64(),  # hash of the canonical URL; 0: none
         "host": pa.uint64(),  # hash of its registrable domain
         "side": pa.uint64(),  # decides whether the document is held out
-        "language": pa.string(),
-        "where": pa.string(),
-        "meta": pa.string(),  # JSON
+        "language": pa.large_string(),
+        "where": pa.large_string(),
+        "meta": pa.large_string(),  # JSON
     }
 )
 
@@ -156,11 +158,13 @@ def read_unit(unit: Unit) -> Tally:
     for index, (where, text, meta) in enumerate(documents):
         language = judgement.languages[index]
         size = utf8_size(text)
-        hashes.append(digest := content_hash(text))
+        digest = content_hash(text)
         failed = int(judgement.first_failed[index])
         if failed >= 0:
             score = float(judgement.scores[index, failed])
-            tally.drop(chain.names[failed], size, Sample(digest.hex(), where, score, excerpt(text)))
+            shown = scrub(excerpt(text), unit.cleaning.pii)[0]
+            tally.drop(chain.names[failed], size, Sample(digest.hex(), where, score, shown))
+            hashes.append(digest)
             continue
         tally.languages.setdefault(language, Amount()).add(size)
         if unit.cleaning.pii:
@@ -168,8 +172,10 @@ def read_unit(unit: Unit) -> Tally:
             if found:
                 tally.found(found)
                 digest = content_hash(text)
+        hashes.append(digest)
         tally.kept.add(utf8_size(text))
         add_row(rows, text, digest, where, meta, unit.cleaning, language)
+    tally.metadata_bytes = sum(map(len, rows["meta"])) + sum(map(len, rows["where"]))
     if chain.names:
         _write_scores(unit.path, documents, hashes, chain.names, judgement)
     table = pa.table(rows, schema=COLUMNS)
@@ -210,22 +216,40 @@ def add_row(
         address = hash64(url)
         if domain := registrable_domain(url):
             host = hash64(domain)
-    quality = meta.get(cleaning.quality_field, 0.0) if cleaning.quality_field else 0.0
-    is_number = isinstance(quality, int | float) and quality == quality  # not NaN
     for name, value in {
         "hash": digest,
         "text": text,
         "domain": cleaning.number,
-        "quality": float(quality) if is_number else 0.0,
+        "quality": quality_of(meta.get(cleaning.quality_field)) if cleaning.quality_field else 0.0,
         "priority": cleaning.priority,
         "address": address,
         "host": host,
         "side": side(text),
         "language": language,
         "where": where,
-        "meta": json.dumps(meta, default=str) if meta else "",
+        "meta": kept_meta(meta, cleaning.pii) if meta else "",
     }.items():
         rows[name].append(value)
+
+
+def quality_of(value: Any) -> float:
+    """A number of the metadata as a quality; 0 for what is none."""
+    if not isinstance(value, int | float) or value != value:  # NaN
+        return 0.0
+    return max(min(value, sys.float_info.max), -sys.float_info.max) + 0.0
+
+
+def kept_meta(meta: Meta, pii: tuple[str, ...]) -> str:
+    """The fields of metadata that are not too long, as JSON, personal data replaced as in the text."""
+    kept = {}
+    for name, value in meta.items():
+        if isinstance(value, str):
+            value = scrub(value, pii)[0] if pii and len(value) <= META_CHARACTERS else value
+        elif not isinstance(value, int | float | bool | None):
+            value = json.dumps(value, default=str)
+        if not isinstance(value, str) or len(value) <= META_CHARACTERS:
+            kept[name] = value
+    return json.dumps(kept)
 
 
 def content_hash(text: str) -> bytes:

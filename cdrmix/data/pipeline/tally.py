@@ -58,6 +58,7 @@ class Tally:
     dropped: dict[str, Dropped] = field(default_factory=dict)
     languages: dict[str, Amount] = field(default_factory=dict)
     pii: dict[str, int] = field(default_factory=dict)  # kind -> placeholders written
+    metadata_bytes: int = 0  # of the kept documents, beside their texts
     bad: int = 0
     bad_shown: list[str] = field(default_factory=list)
     cpu_seconds: float = 0.0
@@ -84,6 +85,7 @@ class Tally:
         for language, amount in other.languages.items():
             self.languages.setdefault(language, Amount()).add(amount.bytes, amount.documents)
         self.found(other.pii)
+        self.metadata_bytes += other.metadata_bytes
         self.bad += other.bad
         self.bad_shown = [*self.bad_shown, *other.bad_shown][:BAD_SHOWN]
         self.cpu_seconds += other.cpu_seconds
@@ -106,6 +108,7 @@ class Tally:
             },
             languages={language: Amount(**amount) for language, amount in data["languages"].items()},
             pii=data["pii"],
+            metadata_bytes=data["metadata_bytes"],
             bad=data["bad"],
             bad_shown=data["bad_shown"],
             cpu_seconds=data["cpu_seconds"],

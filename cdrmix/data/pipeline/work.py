@@ -39,18 +39,21 @@ class Progress:
 
     say: Say
     name: str
-    total: int | None = None  # bytes, where it is known
+    tasks: int | None = None  # where their number is known
+    done: int = 0
     bytes: int = 0
     started: float = field(default_factory=time.monotonic)
     last: float = field(default_factory=time.monotonic)
 
     def add(self, size: int) -> None:
-        """Count bytes of text that are done."""
+        """Count a task, and the bytes of text that it went through."""
         self.bytes += size
+        self.done += 1
         if time.monotonic() - self.last >= SECONDS_BETWEEN_LINES:
             self.last = time.monotonic()
-            of = f" of {self.total / 1e6:,.0f}" if self.total else ""
-            self.say(f"  {self.name}: {self.bytes / 1e6:,.0f}{of} MB, {self.rate():,.1f} MB/s")
+            told = [f"{self.done:,} of {self.tasks:,} tasks"] if self.tasks else []
+            told += [f"{self.bytes / 1e6:,.0f} MB, {self.rate():,.1f} MB/s"] if self.bytes else []
+            self.say(f"  {self.name}: {'; '.join(told)}")
 
     def end(self) -> None:
         """Say how fast the stage was, unless it was over at once."""
@@ -93,7 +96,6 @@ class Work:
         tasks: Iterable[Task],
         *,
         about: str,
-        total: int | None = None,
     ) -> list[dict[str, Any]]:
         """The results of the tasks, in their order; `function` has left its files when it gives a result.
 
@@ -101,10 +103,10 @@ class Work:
         """
 
         def make() -> dict[str, Any]:
-            progress = Progress(self.say, about, total)
             folder = self.place(f"{name}.results")
             numbered = [(folder / f"{number:06d}.json", task) for number, task in enumerate(tasks)]
             missing = [(path, task) for path, task in numbered if not path.exists()]
+            progress = Progress(self.say, about, len(missing))
             for size in self.engine.run(partial(_run, function), missing):
                 progress.add(size)
             progress.end()
@@ -113,12 +115,26 @@ class Work:
                 "results": results,
                 "seconds": time.monotonic() - progress.started,
                 "cpu_seconds": sum(result.pop("cpu_seconds") for result in results),
-                "bytes": sum(result.get("bytes", 0) for result in results),
+                "bytes": progress.bytes,
             }
 
         made = self.once(name, make)
         shutil.rmtree(self.folder / f"{name}.results", ignore_errors=True)
         return list(made["results"])
+
+    def task_count(self, name: str, otherwise: int) -> int:
+        """How many tasks a stage had that is over; else `otherwise`, and what it left with another number is forgotten.
+
+        The number may follow from data.memory_mb, which may be lowered between two processes.
+        """
+        path = self.folder / f"{name}.json"
+        if path.exists():
+            return len(json.loads(path.read_bytes())["results"])
+        begun = self.folder / f"{name}.tasks"
+        if not begun.exists() or begun.read_text() != str(otherwise):
+            self.forget(f"{name}.results")
+            write_atomically(begun, str(otherwise))
+        return otherwise
 
     def timings(self) -> dict[str, dict[str, float]]:
         """What every stage took, by name: seconds, cpu_seconds of its tasks, bytes of text gone through."""
