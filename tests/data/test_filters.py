@@ -189,7 +189,7 @@ def test_no_texts_and_no_rules() -> None:
     [
         (
             {"rules": ["gopher_qualiti"]},
-            "data.filters.rules: unknown rule 'gopher_qualiti'.*Did you mean 'gopher_quality'",
+            "data.filters.rules: unknown rule 'gopher_qualiti'.*mean 'gopher_quality'",
         ),
         (
             {"rules": ["length"], "bounds": {"lenght": 1}},

@@ -120,11 +120,8 @@ def test_a_document_in_one_row_keeps_its_lines(make_config: Any, tmp_path: Path)
             seen.append(text.decode())
             assert joined(part) == text.decode().removesuffix("\n")
             zeros = [(sign, line) for weight, sign, line in part if weight == "0"]
-            assert zeros == (
-                [(":", "<think>two"), ("|", "three</think>")]
-                if "think" in text.decode() and split is made.train
-                else []
-            )
+            weighted = "think" in text.decode() and split is made.train
+            assert zeros == ([(":", "<think>two"), ("|", "three</think>")] if weighted else [])
     assert sorted(seen) == [f"{n}{text}" for n, text in enumerate(texts)]
 
 
