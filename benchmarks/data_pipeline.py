@@ -46,7 +46,7 @@ def run(mode: str, *arguments: str) -> dict[str, Any]:
     command = [sys.executable, str(HERE / "data_pipeline.py"), mode, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"{mode} ended with {done.returncode}: {done.stderr[-2000:]}")
+        raise RuntimeError(f"{mode} ended with {done.returncode}: {done.stderr.strip().splitlines()[-1]}")
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -83,7 +83,7 @@ def line(options: Options, texts: list[str]) -> Result:
                 peer = [small_size / found["cpu_seconds"]] * len(ours)
                 figures["speed_over_datatrove"] = figures["megabytes_a_cpu_second"] / peer[0]
             except RuntimeError as error:
-                absent["datatrove"] = str(error)[-400:]
+                absent["datatrove"] = str(error)
     return Result(
         unit="MB of text a CPU second",
         peer_name="datatrove" if peer else None,
