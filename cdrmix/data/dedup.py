@@ -141,16 +141,10 @@ def deduplicate(
     50 bytes each on top). Which documents stay depends on the documents alone, not on their order: of duplicates the
     one of the highest quality (a number in the metadata field `quality_field`), then of the smallest content hash.
     """
-    from cdrmix.data.pipeline.duplicates import deduplicate as stages  # stands on this file
+    from cdrmix.data.pipeline import duplicates  # stands on this file
 
-    return stages(
-        documents,
-        config,
-        url_field=url_field,
-        quality_field=quality_field,
-        workers=workers,
-        memory_mb=memory_mb,
-        folder=folder,
+    return duplicates.deduplicate(
+        documents, config, duplicates.Fields(url_field, quality_field), workers, memory_mb, folder
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from glob import glob
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import IO, Any, BinaryIO, cast
 
 import zstandard
 
@@ -97,11 +97,11 @@ class GzipPieces(gzip.GzipFile):
         return self.readinto1(buffer)
 
 
-class Limited(io.RawIOBase):
-    """A decompressed file that raises ExpansionError instead of giving more than `limit` bytes."""
+class ReadsAnother(io.RawIOBase):
+    """A file that is read out of another one, and closed with it."""
 
-    def __init__(self, file: GzipPieces | ZstandardFile, limit: int, max_expansion: int) -> None:
-        self._file, self._left, self._max_expansion = file, limit, max_expansion
+    def __init__(self, file: IO[bytes] | GzipPieces | ZstandardFile) -> None:
+        self._file: Any = file
 
     def readable(self) -> bool:
         return True
@@ -109,6 +109,14 @@ class Limited(io.RawIOBase):
     def close(self) -> None:
         self._file.close()
         super().close()
+
+
+class Limited(ReadsAnother):
+    """A decompressed file that raises ExpansionError instead of giving more than `limit` bytes."""
+
+    def __init__(self, file: GzipPieces | ZstandardFile, limit: int, max_expansion: int) -> None:
+        super().__init__(file)
+        self._left, self._max_expansion = limit, max_expansion
 
     def readinto(self, buffer: Any) -> int:
         count = self._file.readinto(buffer) or 0
@@ -121,23 +129,16 @@ class Limited(io.RawIOBase):
         return count
 
 
-class ZstandardFile(io.RawIOBase):
+class ZstandardFile(ReadsAnother):
     """Reads all frames of a .zst file; EOFError when the last one is cut short, which zstandard's reader hides."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("rb")
+        super().__init__(path.open("rb"))
         self._decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)
         self._frame = self._decompressor.decompressobj()
         self._input = b""
         self._output = memoryview(b"")
         self._inside_frame = False
-
-    def readable(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
 
     def readinto(self, buffer: Any) -> int:
         while not self._output:

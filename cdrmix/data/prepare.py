@@ -21,7 +21,7 @@ from typing import Any
 
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_data import TasksSource
-from cdrmix.data import shards
+from cdrmix.data import shards, urls
 from cdrmix.data.filters import FilterChain
 from cdrmix.data.objectives import special_tokens
 from cdrmix.data.pipeline import drop_report
@@ -102,7 +102,7 @@ def content_key(config: Config, sources: dict[str, Source], tokenizer: TextToken
     for domain in (data["domains"] or {}).values():
         del domain["max_epochs"]
     content = {
-        "format": [shards.FORMAT, PIPELINE],
+        "format": [shards.FORMAT, PIPELINE, urls.RULES_VERSION],
         "data": data,
         "vocab_size": config.model.vocab_size,
         "tokenizer": tokenizer.fingerprint if tokenizer else None,

@@ -9,6 +9,7 @@
 #include <string>
 #include <tuple>
 
+#include "fuzz/require.hpp"
 #include "lsh.hpp"
 #include "minhash.hpp"
 #include "simhash.hpp"
@@ -16,12 +17,6 @@
 using namespace cdrmix;
 
 namespace {
-
-void require(bool holds, const char* what) {
-    if (holds) return;
-    std::fprintf(stderr, "not so: %s\n", what);
-    std::abort();
-}
 
 // A text in memory of exactly its size, so that the sanitizer sees a step beyond either end.
 struct Text {

@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 
+#include "fuzz/require.hpp"
 #include "language.hpp"
 #include "personal.hpp"
 #include "statistics.hpp"
@@ -13,12 +14,6 @@
 using namespace cdrmix;
 
 namespace {
-
-void require(bool holds, const char* what) {
-    if (holds) return;
-    std::fprintf(stderr, "not so: %s\n", what);
-    std::abort();
-}
 
 // What a Python string of these bytes holds: of bytes that are no UTF-8, replacement characters.
 std::string valid(const char* p, const char* end) {

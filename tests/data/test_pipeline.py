@@ -17,9 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cdrmix import _text
+from cdrmix.config.schema_data import Dedup
+from cdrmix.data import dedup
 from cdrmix.data.pipeline.near import CROWDED
 from cdrmix.data.prepare import prepare
 from cdrmix.data.shards import ShardSet
+from cdrmix.data.source import Document
 from cdrmix.errors import CorpusError, VocabularyError
 
 WORDS = [f"{first}{second}" for first in ("ba", "du", "ki", "lo", "me", "sa", "ti", "vo") for second in "abcdefghijkl"]
@@ -332,3 +335,20 @@ def test_a_changed_local_dataset_is_prepared_anew(make_config: Any, tmp_path: Pa
     assert "first 3" in decoded(prepare(config, say=quiet))
     write(folder / "a.jsonl", ({"text": f"second one {number}"} for number in range(9)))
     assert "second one 3" in decoded(prepare(config, say=quiet))
+
+
+def test_deduplication_by_itself(tmp_path: Path) -> None:
+    """Documents in, survivors out with their metadata, the same for any order; nothing is left in the folder."""
+    texts, families = planted()
+    documents = [
+        Document(text, f"source {n % 2}", str(n), {"url": f"http://h.org/{n}"}) for n, text in enumerate(texts)
+    ]
+    left = list(dedup.deduplicate(documents, Dedup(), folder=tmp_path))
+    assert [len(family & {int(document.id) for document in left}) for family in families] == [1] * len(families)
+    assert all(document == documents[int(document.id)] for document in left)
+    assert list(dedup.deduplicate(reversed(documents), Dedup(), memory_mb=1, folder=tmp_path)) == left
+    capped = list(dedup.deduplicate(documents, Dedup(near=False, documents_per_host=5), folder=tmp_path))
+    assert len(capped) == 5
+    unknown = list(dedup.deduplicate(documents, Dedup(near=False, documents_per_host=5), url_field=None))
+    assert len(unknown) == len(texts)
+    assert list(tmp_path.iterdir()) == []

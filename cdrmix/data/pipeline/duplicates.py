@@ -6,24 +6,39 @@ import json
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from cdrmix.config.schema_data import Dedup, Filters
 from cdrmix.data.pipeline.addresses import cap, dropped_rows
-from cdrmix.data.pipeline.columns import Array, bounds, read_table, write_table
+from cdrmix.data.pipeline.columns import Array, bounds, read_table
 from cdrmix.data.pipeline.engine import make_engine
 from cdrmix.data.pipeline.merging import Documents, Merge, merge
 from cdrmix.data.pipeline.near import near_duplicates
-from cdrmix.data.pipeline.reading import COLUMNS, UNIT_RECORDS, Cleaning, add_row, content_hash
+from cdrmix.data.pipeline.reading import (
+    COLUMNS,
+    UNIT_RECORDS,
+    Cleaning,
+    add_row,
+    content_hash,
+    metadata_bytes,
+    write_rows,
+)
 from cdrmix.data.pipeline.tally import Tally
 from cdrmix.data.pipeline.work import Work
 from cdrmix.data.source import Document, utf8_size
 
 SHARE_OF_MEMORY = 16  # of data.memory_mb, that the texts of one task take: tokens and Python objects take the rest
 BYTES_BESIDE_TEXT = 1024  # of a document: its signature, band entries and columns
+
+
+class Fields(NamedTuple):
+    """The metadata fields that hold a document's address and its quality; None: there is none."""
+
+    url: str | None
+    quality: str | None
 
 
 class Survivors:
@@ -88,16 +103,9 @@ def remove_duplicates(work: Work, tally: Tally, section: Dedup, task_bytes: int)
 
 
 def deduplicate(
-    documents: Iterable[Document],
-    section: Dedup,
-    *,
-    url_field: str | None = "url",
-    quality_field: str | None = None,
-    workers: int = 1,
-    memory_mb: int = 256,
-    folder: Path | None = None,
+    documents: Iterable[Document], section: Dedup, fields: Fields, workers: int, memory_mb: int, folder: Path | None
 ) -> Iterator[Document]:
-    """See cdrmix.data.dedup.deduplicate."""
+    """See cdrmix.data.dedup.deduplicate, the door to this."""
     sources: list[str] = []
     with tempfile.TemporaryDirectory(dir=folder) as place, make_engine("local", workers) as engine:
         work = Work(Path(place), engine, lambda line: None)
@@ -109,9 +117,9 @@ def deduplicate(
             batch.append(document)
             size += len(document.text)
             if size >= task_bytes or len(batch) >= UNIT_RECORDS:
-                _write_unit(work, batch, sources, tally, url_field, quality_field)
+                _write_unit(work, batch, sources, tally, fields)
                 batch, size = [], 0
-        _write_unit(work, batch, sources, tally, url_field, quality_field)
+        _write_unit(work, batch, sources, tally, fields)
         survivors, _ = remove_duplicates(work, tally, section, task_bytes)
         for partition in range(len(survivors)):
             table = survivors.table(partition, ["text", "domain", "where", "meta"])
@@ -120,22 +128,14 @@ def deduplicate(
                 yield Document(row["text"], sources[row["domain"]], row["where"], meta)
 
 
-def _write_unit(
-    work: Work,
-    batch: list[Document],
-    sources: list[str],
-    tally: Tally,
-    url_field: str | None,
-    quality_field: str | None,
-) -> None:
+def _write_unit(work: Work, batch: list[Document], sources: list[str], tally: Tally, fields: Fields) -> None:
     folder = work.place("read")
     rows: dict[str, list[Any]] = {name: [] for name in COLUMNS.names}
     for document in batch:
         if document.source not in sources:
             sources.append(document.source)
-        cleaning = Cleaning(sources.index(document.source), 0, False, url_field, quality_field, Filters(), ())
+        cleaning = Cleaning(sources.index(document.source), 0, False, *fields, Filters(), ())
         add_row(rows, document.text, content_hash(document.text), document.id, document.meta, cleaning)
         tally.kept.add(utf8_size(document.text))
-    table = pa.table(rows, schema=COLUMNS)
-    order = sorted(range(len(table)), key=lambda row: (rows["hash"][row], rows["where"][row]))
-    write_table(folder / f"{len(list(folder.iterdir())):06d}.arrow", table.take(pa.array(order, pa.int64())), {})
+    tally.metadata_bytes += metadata_bytes(rows)
+    write_rows(folder / f"{len(list(folder.iterdir())):06d}.arrow", rows, {})

@@ -175,16 +175,12 @@ def read_unit(unit: Unit) -> Tally:
         hashes.append(digest)
         tally.kept.add(utf8_size(text))
         add_row(rows, text, digest, where, meta, unit.cleaning, language)
-    tally.metadata_bytes = sum(map(len, rows["meta"])) + sum(map(len, rows["where"]))
+    tally.metadata_bytes = metadata_bytes(rows)
     if chain.names:
         _write_scores(unit.path, documents, hashes, chain.names, judgement)
-    table = pa.table(rows, schema=COLUMNS)
-    order = sorted(range(len(table)), key=lambda row: (rows["hash"][row], rows["where"][row]))
-    table = table.take(pa.array(order, pa.int64()))
     tally.cpu_seconds = time.process_time() - started
-    write_table(
-        unit.path, table, {"tally": tally.as_json(), "records": len(unit.records), "checkpoint": unit.checkpoint}
-    )
+    report = {"tally": tally.as_json(), "records": len(unit.records), "checkpoint": unit.checkpoint}
+    write_rows(unit.path, rows, report)
     return tally
 
 
@@ -230,6 +226,17 @@ def add_row(
         "meta": kept_meta(meta, cleaning.pii) if meta else "",
     }.items():
         rows[name].append(value)
+
+
+def metadata_bytes(rows: dict[str, list[Any]]) -> int:
+    """What the columns of `rows` hold beside the texts, about."""
+    return sum(map(len, rows["meta"])) + sum(map(len, rows["where"]))
+
+
+def write_rows(path: Path, rows: dict[str, list[Any]], report: dict[str, Any]) -> None:
+    """A unit: columns of the names of COLUMNS, written in the order of the content hashes."""
+    order = sorted(range(len(rows["hash"])), key=lambda row: (rows["hash"][row], rows["where"][row]))
+    write_table(path, pa.table(rows, schema=COLUMNS).take(pa.array(order, pa.int64())), report)
 
 
 def quality_of(value: Any) -> float:
