@@ -11,19 +11,16 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
 
+import comparison
 import machine
 import torch
-from cases import Case, Options, Result, quantiles
-from measure import admit, interleaved, kept_for_backward, peak_of_process, peak_on_gpu, relative_error
+from cases import Case, Options, Result
+from comparison import Comparison
+from measure import peak_of_process, relative_error
 from moe_peers import (
     DEEPSPEED,
     GROUPED,
@@ -161,30 +158,17 @@ def expert_in_float64(layer: Layer, rows: Tensor, w_up: Tensor, w_down: Tensor) 
     return activated(halves_apart(z) if layer.gated else z, layer) @ w_down.double()
 
 
-class Runner:
-    """One implementation on one problem: `run()` is what gets timed."""
+class Runner(comparison.Runner):
+    """One implementation on one problem, the weights as it keeps them."""
 
     def __init__(self, implementation: Implementation, problem: Problem, part: str) -> None:
-        self.implementation, self.problem, self.part = implementation, problem, part
         leaves = [problem.x, problem.logits, *implementation.arrange(problem.w_up, problem.w_down)]
-        self.inputs = [leaf.detach().requires_grad_(part == "training") for leaf in leaves]
+        super().__init__(leaves, problem.dy, part)
+        self.implementation, self.problem = implementation, problem
 
     def forward(self) -> Tensor:
         x, logits, *weights = self.inputs
         return self.implementation.call(x, logits, weights)
-
-    def run(self) -> list[Tensor]:
-        """y, and in training the gradients of x, the logits and the weights as the implementation keeps them."""
-        if self.part == "forward":
-            with torch.no_grad():
-                return [self.forward()]
-        y = self.forward()
-        return [y, *torch.autograd.grad(y, self.inputs, self.problem.dy)]
-
-    def backward(self) -> Callable[[], object]:
-        """The backward pass alone, again and again on one forward pass."""
-        y = self.forward()
-        return lambda: torch.autograd.grad(y, self.inputs, self.problem.dy, retain_graph=True)
 
     def errors(self) -> dict[str, float]:
         """Relative error of y and of each gradient, in our arrangement, against `exact`."""
@@ -266,107 +250,47 @@ def least_work(shape: Shape, part: str, element: int) -> tuple[int, int]:
     return (5 * rows + 3 * weights + 2 * kept) * element, 3 * shape.flops
 
 
-@contextmanager
-def one_thread(device: torch.device) -> Iterator[None]:
-    """PyTorch with one thread where the CPU computes: what several threads do depends on who else uses the machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1 if device.type == "cpu" else threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def measure(shape: Shape, part: str, options: Options) -> Result:
     """One case, on a CPU with one thread."""
-    with one_thread(torch.device(options.device)):
-        return compare(shape, part, options)
-
-
-def compare(shape: Shape, part: str, options: Options) -> Result:
-    """Every implementation prepared, checked and weighed, then all that are right timed in turns."""
     device = torch.device(options.device)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    problem = make_problem(shape, device, dtype)
-    candidates, absent = implementations(device.type, shape.layer)
-
-    def prepare(who: str, implementation: Implementation) -> tuple[Runner, dict[str, Any]]:
-        runner = Runner(implementation, problem, part)
-        return runner, weigh(runner, who)
-
-    runners, found, left_out = admit(candidates, OURS, prepare, options)
-    pieces = parts(problem, part, runners[OURS])
-    samples = interleaved({who: runner.run for who, runner in runners.items()} | pieces, options.blocks, device)
-    for who, values in samples.items():
-        found.setdefault(who, {})["milliseconds"] = quantiles(values)
-    medians = {who: quantiles(values)["p50"] for who, values in samples.items()}
-    best = min((who for who in runners if not who.startswith(OURS)), key=medians.__getitem__, default=None)
-    bound = machine.roofline(*least_work(shape, part, dtype.itemsize), device, medians[OURS])
-    return Result(
-        unit="ms",
-        peer_name=best,
-        ours=samples[OURS],
-        peer=samples[best] if best else [],
-        figures=figures(problem, part, samples, found, list(runners)),
-        settings={
-            **asdict(shape),
-            "pass": part,
-            "dtype": str(dtype).removeprefix("torch."),
-            "device": device.type,
-            "backend": backend_of(problem.x),
-            "threads": torch.get_num_threads(),
-            "peak_counted_by": "PyTorch's allocator" if device.type == "cuda" else "resident memory of a fresh process",
-        },
-        peers=found,
-        absent=absent | left_out,
-        roofline=bound,
-    )
+    with comparison.one_thread(device):
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        problem = make_problem(shape, device, dtype)
+        candidates, missing = implementations(device.type, shape.layer)
+        compared = comparison.compare(
+            candidates,
+            OURS,
+            lambda who, implementation: Runner(implementation, problem, part),
+            options,
+            lambda who: comparison.peak_in_fresh_process(__file__, json.dumps(asdict(shape)), part, who),
+            lambda mine: parts(problem, part, mine),
+        )
+        bound = machine.roofline(*least_work(shape, part, dtype.itemsize), device, compared.median(OURS))
+        compared.absent.update(missing)
+        for found in compared.found.values():
+            if "saved_bytes" in found:  # x is an input, and yet has to be kept: what is published of others counts it
+                found["saved_bytes"] += problem.x.nbytes
+        return Result(
+            **compared.result(),
+            figures=figures(compared, problem, part),
+            settings=asdict(shape) | {"pass": part} | comparison.circumstances(problem.x),
+            roofline=bound,
+        )
 
 
-def backend_of(x: Tensor) -> str:
-    """What serves our op, and whether it is Triton's interpreter, whose times say nothing."""
-    found = ops.backend(x)
-    return "triton, interpreted" if found == "triton" and os.environ.get("TRITON_INTERPRET") == "1" else found
-
-
-def weigh(runner: Runner, who: str) -> dict[str, Any]:
-    """Seconds of the first run, errors, bytes kept between the passes, and peak bytes: of everything but timing."""
-    begun = time.perf_counter()
-    runner.run()
-    if runner.inputs[0].is_cuda:
-        torch.cuda.synchronize()
-    found: dict[str, Any] = {"first_run_seconds": time.perf_counter() - begun, "errors": runner.errors()}
-    if runner.inputs[0].is_cuda:
-        found["peak_bytes"] = peak_on_gpu(runner.run, runner.inputs[0].device)
-    else:
-        found["peak_bytes"] = peak_in_fresh_process(runner.problem.shape, runner.part, who)
-    if runner.part == "training":
-        # x is an input, and yet has to be kept: what is published of other layers counts it.
-        found["saved_bytes"] = kept_for_backward(runner.forward, runner.inputs) + runner.inputs[0].nbytes
-    return found
-
-
-def figures(
-    problem: Problem, part: str, samples: dict[str, list[float]], found: dict[str, dict[str, Any]], layers: list[str]
-) -> dict[str, float]:
-    """What targets are set for. A figure of a peer that was not measured is not there. layers: names of whole ones."""
-    shape = problem.shape
-
-    def share(one: str, other: str) -> float:
-        return quantiles([a / b for a, b in zip(samples[one], samples[other], strict=True)])["p50"]
-
-    mine = found[OURS]
-    errors = dict(mine["errors"])
+def figures(compared: Comparison, problem: Problem, part: str) -> dict[str, float]:
+    """What targets are set for. A figure of a peer that was not measured is not there."""
+    shape, mine = problem.shape, compared.found[OURS]
     flops = shape.flops * (3 if part == "training" else 1)
     result = {
-        "milliseconds": mine["milliseconds"]["p50"],
-        "tflops": flops / mine["milliseconds"]["p50"] / 1e9,
-        "share_of_dense": share(DENSE, OURS),
-        "routing_share": share(ROUTING, OURS),
-        "dispatch_combine_share": share(MOVING, OURS),
+        "milliseconds": compared.median(OURS),
+        "tflops": flops / compared.median(OURS) / 1e9,
+        "share_of_dense": compared.ratio(DENSE, OURS),
+        "routing_share": compared.ratio(ROUTING, OURS),
+        "dispatch_combine_share": compared.ratio(MOVING, OURS),
     }
     if part == "training":
-        result["backward_share_of_dense"] = share(DENSE_BACKWARD, BACKWARD)
+        result["backward_share_of_dense"] = compared.ratio(DENSE_BACKWARD, BACKWARD)
         least = problem.x.element_size() * shape.tokens * (shape.d_model + shape.k * shape.widening * shape.hidden)
         result |= {"saved_gigabytes": mine["saved_bytes"] / 1e9, "saved_over_least": mine["saved_bytes"] / least}
     named = {
@@ -379,34 +303,26 @@ def figures(
         "liger": LIGER,
         "best_peer": "",
     }
-    for name, beginning in named.items():
-        theirs = [who for who in layers if who.startswith(beginning) and not who.startswith(OURS)]
-        if theirs:
-            result[f"speed_over_{name}"] = share(min(theirs, key=lambda who: found[who]["milliseconds"]["p50"]), OURS)
-    result["error_y"] = errors.pop("y")
-    if errors:
-        result["error_gradients"] = max(errors.values())
+    result |= compared.speeds(
+        {
+            f"speed_over_{name}": [who for who in compared.rivals if who.startswith(beginning)]
+            for name, beginning in named.items()
+        }
+    )
+    result |= comparison.error_figures(mine["errors"])
     if mine["peak_bytes"] is not None:
         result["peak_megabytes"] = mine["peak_bytes"] / 1e6
     return result
 
 
-def peak_in_fresh_process(shape: Shape, part: str, who: str) -> int | None:
-    """What this file prints as a program; None where the system does not tell."""
-    command = [sys.executable, __file__, json.dumps(asdict(shape)), part, who]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def peak(shape: Shape, part: str, who: str) -> int | None:
     """Peak bytes of one run on the CPU, inputs not counted, after a run on 32 tokens that compiles and loads."""
     device = torch.device("cpu")
-    with one_thread(device):
+    with comparison.one_thread(device):
         everyone, _ = implementations("cpu", shape.layer)
         small = Shape(**{**asdict(shape), "tokens": 32})
         Runner(everyone[who], make_problem(small, device, torch.float32), part).run()
-        runner = Runner(everyone[who], make_problem(shape, device, torch.float32), part)
-        return peak_of_process(runner.run)
+        return peak_of_process(Runner(everyone[who], make_problem(shape, device, torch.float32), part).run)
 
 
 CPU_SHAPES = {

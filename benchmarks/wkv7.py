@@ -9,20 +9,19 @@ from __future__ import annotations
 import functools
 import json
 import os
-import subprocess
 import sys
-import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import comparison
 import machine
 import torch
-from cases import Case, Options, Result, quantiles
-from measure import admit, interleaved, kept_for_backward, peak_of_process, peak_on_gpu, relative_error
+from cases import Case, Options, Result
+from comparison import Comparison
+from measure import peak_of_process, relative_error
 from torch import Tensor
 from wkv7_peers import CHUNKED, DECAY_BOUND, FLA, FLA_LAYER, NAIVE, OURS, Implementation, implementations
 
-from cdrmix import ops
 from cdrmix.kernels import reference
 
 NAMES = ("r", "log_w", "k", "v", "a", "b")
@@ -48,7 +47,7 @@ class Problem:
     cu_seqlens: Tensor | None
 
 
-def make_problem(shape: Shape, part: str, device: torch.device, dtype: torch.dtype) -> Problem:
+def make_problem(shape: Shape, device: torch.device, dtype: torch.dtype) -> Problem:
     """A unit removal key, its rate and decay from logistic functions of normal values, everything else normal."""
     generator = torch.Generator(device).manual_seed(7)
     size = (shape.batch, shape.length, shape.heads, shape.width)
@@ -59,8 +58,7 @@ def make_problem(shape: Shape, part: str, device: torch.device, dtype: torch.dty
     removal = torch.nn.functional.normalize(normal(), dim=-1)
     tensors = [normal(), DECAY_BOUND * normal().sigmoid(), normal(), normal(), -removal, removal * normal().sigmoid()]
     cu_seqlens = document_lengths(shape.length).to(device) if shape.packed else None
-    inputs = [x.to(dtype).requires_grad_(part == "training") for x in tensors]
-    return Problem(inputs, normal().to(dtype), cu_seqlens)
+    return Problem([x.to(dtype) for x in tensors], normal().to(dtype), cu_seqlens)
 
 
 def document_lengths(tokens: int) -> Tensor:
@@ -70,28 +68,19 @@ def document_lengths(tokens: int) -> Tensor:
     return torch.cat([torch.zeros(1, dtype=torch.int64), ends[ends < tokens], torch.tensor([tokens])])
 
 
-class Runner:
-    """One implementation on one problem: `run()` is what gets timed."""
+class Runner(comparison.Runner):
+    """One implementation on one problem, the decay as it takes it."""
 
     def __init__(self, implementation: Implementation, problem: Problem, part: str) -> None:
-        self.implementation, self.problem, self.part = implementation, problem, part
-        self.inputs = list(problem.inputs)
+        inputs = list(problem.inputs)
         if implementation.decay_argument is not None:
-            log_w = problem.inputs[1].detach()
-            argument = implementation.decay_argument(log_w.float()).to(log_w.dtype)
-            self.inputs[1] = argument.requires_grad_(part == "training")
+            inputs[1] = implementation.decay_argument(inputs[1].float()).to(inputs[1].dtype)
+        super().__init__(inputs, problem.dy, part)
+        self.implementation, self.problem = implementation, problem
 
     def forward(self) -> Tensor:
         os.environ.update(self.implementation.environment)
         return self.implementation.call(self.inputs, self.problem.cu_seqlens)
-
-    def run(self) -> list[Tensor]:
-        """y, and in training the gradients of the six inputs."""
-        if self.part == "forward":
-            with torch.no_grad():
-                return [self.forward()]
-        y = self.forward()
-        return [y, *torch.autograd.grad(y, self.inputs, self.problem.dy)]
 
     def errors(self) -> dict[str, float]:
         """Relative error of y and of each gradient against the chunked mathematics in float64, on the same inputs.
@@ -127,31 +116,23 @@ def least_work(shape: Shape, part: str, element: int) -> tuple[int, int]:
 
 
 def measure(shape: Shape, part: str, options: Options) -> Result:
-    """One case: every implementation prepared, checked and weighed, then all that are right timed in turns."""
+    """One case."""
     device = torch.device(options.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    problem = make_problem(shape, part, device, dtype)
-    candidates, absent = implementations(device.type, shape.length, shape.width, shape.packed)
-
-    def prepare(who: str, implementation: Implementation) -> tuple[Runner, dict[str, Any]]:
-        runner = Runner(implementation, problem, part)
-        return runner, weigh(runner, shape, who)
-
-    runners, found, left_out = admit(candidates, OURS, prepare, options)
-    absent |= left_out
-    samples = interleaved({who: runner.run for who, runner in runners.items()}, options.blocks, device)
-    for who, values in samples.items():
-        found[who]["milliseconds"] = quantiles(values)
-    medians = {who: quantiles(values)["p50"] for who, values in samples.items()}
-    rivals = {who: value for who, value in medians.items() if not who.startswith(OURS)}
-    best = min(rivals, key=rivals.__getitem__, default=None)
-    bound = machine.roofline(*least_work(shape, part, dtype.itemsize), device, medians[OURS])
+    problem = make_problem(shape, device, dtype)
+    candidates, missing = implementations(device.type, shape.length, shape.width, shape.packed)
+    compared = comparison.compare(
+        candidates,
+        OURS,
+        lambda who, implementation: Runner(implementation, problem, part),
+        options,
+        lambda who: comparison.peak_in_fresh_process(__file__, json.dumps(asdict(shape)), part, who),
+    )
+    bound = machine.roofline(*least_work(shape, part, dtype.itemsize), device, compared.median(OURS))
+    compared.absent.update(missing)
     return Result(
-        unit="ms",
-        peer_name=best,
-        ours=samples[OURS],
-        peer=samples[best] if best else [],
-        figures=figures(samples, medians, found, bound, problem.inputs[0].nbytes),
+        **compared.result(),
+        figures=figures(compared, bound, problem.inputs[0].nbytes),
         settings={
             "batch": shape.batch,
             "tokens": shape.length,
@@ -159,91 +140,42 @@ def measure(shape: Shape, part: str, options: Options) -> Result:
             "width": shape.width,
             "documents": shape.batch if problem.cu_seqlens is None else len(problem.cu_seqlens) - 1,
             "pass": part,
-            "dtype": str(dtype).removeprefix("torch."),
-            "device": device.type,
-            "backend": backend_of(problem.inputs[0]),
-            "threads": torch.get_num_threads(),
-            "peak_counted_by": "PyTorch's allocator" if device.type == "cuda" else "resident memory of a fresh process",
+            **comparison.circumstances(problem.inputs[0]),
         },
-        peers=found,
-        absent=absent,
         roofline=bound,
     )
 
 
-def backend_of(x: Tensor) -> str:
-    """What serves our op, and whether it is Triton's interpreter, whose times say nothing."""
-    found = ops.backend(x)
-    return "triton, interpreted" if found == "triton" and os.environ.get("TRITON_INTERPRET") == "1" else found
-
-
-def weigh(runner: Runner, shape: Shape, who: str) -> dict[str, Any]:
-    """Seconds of the first run, errors, bytes kept between the passes, and peak bytes: of everything but timing."""
-    begun = time.perf_counter()
-    runner.run()
-    if runner.inputs[0].is_cuda:
-        torch.cuda.synchronize()
-    found: dict[str, Any] = {"first_run_seconds": time.perf_counter() - begun, "errors": runner.errors()}
-    if runner.inputs[0].is_cuda:
-        found["peak_bytes"] = peak_on_gpu(runner.run, runner.inputs[0].device)
-    else:
-        found["peak_bytes"] = peak_in_fresh_process(shape, runner.part, who)
-    if runner.part == "training":
-        found["saved_bytes"] = kept_for_backward(runner.forward, runner.inputs)
-    return found
-
-
-def figures(
-    samples: dict[str, list[float]],
-    medians: dict[str, float],
-    found: dict[str, dict[str, Any]],
-    bound: dict[str, Any],
-    input_bytes: int,
-) -> dict[str, float]:
+def figures(compared: Comparison, bound: dict[str, Any], input_bytes: int) -> dict[str, float]:
     """What targets are set for. A figure of a peer that was not measured is not there."""
-
-    def faster_than(rivals: list[str]) -> dict[str, float]:
-        who = min(rivals, key=medians.__getitem__)
-        return quantiles([theirs / ours for theirs, ours in zip(samples[who], samples[OURS], strict=True)])
-
-    mine = found[OURS]
-    errors = dict(mine["errors"])
-    result = {"milliseconds": medians[OURS]}
-    groups = {
-        "speed_over_fla_layer": [who for who in medians if who == FLA_LAYER],
-        "speed_over_fla_best": [who for who in medians if who.startswith(FLA) and who != "fla, naive"],
-        "speed_over_chunked": [who for who in medians if who.startswith(CHUNKED)],
-        "speed_over_naive": [who for who in medians if who == NAIVE],
-        "speed_over_fla_naive": [who for who in medians if who == "fla, naive"],
-    }
-    result |= {name: faster_than(rivals)["p50"] for name, rivals in groups.items() if rivals}
-    result["error_y"] = errors.pop("y")
-    if errors:
-        result["error_gradients"] = max(errors.values())
+    mine, rivals = compared.found[OURS], compared.rivals
+    result = {"milliseconds": compared.median(OURS)} | compared.speeds(
+        {
+            "speed_over_fla_layer": [FLA_LAYER],
+            "speed_over_fla_best": [who for who in rivals if who.startswith(FLA) and who != "fla, naive"],
+            "speed_over_chunked": [who for who in rivals if who.startswith(CHUNKED)],
+            "speed_over_naive": [NAIVE],
+            "speed_over_fla_naive": ["fla, naive"],
+        }
+    )
+    result |= comparison.error_figures(mine["errors"])
     if "saved_bytes" in mine:
         result["saved_in_inputs"] = mine["saved_bytes"] / input_bytes
     if mine["peak_bytes"] is not None:
         result["peak_megabytes"] = mine["peak_bytes"] / 1e6
-        if found.get(NAIVE, {}).get("peak_bytes"):
-            result["memory_over_naive"] = mine["peak_bytes"] / found[NAIVE]["peak_bytes"]
+        naive = compared.found.get(NAIVE, {}).get("peak_bytes")
+        if naive:
+            result["memory_over_naive"] = mine["peak_bytes"] / naive
     result["roofline_share"] = bound.get("datasheet", bound["measured"])["share"]
     return result
-
-
-def peak_in_fresh_process(shape: Shape, part: str, who: str) -> int | None:
-    """What this file prints as a program; None where the system does not tell."""
-    command = [sys.executable, __file__, json.dumps(asdict(shape)), part, who]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def peak(shape: Shape, part: str, who: str) -> int | None:
     """Peak bytes of one run on the CPU, inputs not counted, after a run of 32 tokens that compiles and loads."""
     everyone, _ = implementations("cpu", shape.length, shape.width, shape.packed)
     device, dtype = torch.device("cpu"), torch.float32
-    Runner(everyone[who], make_problem(Shape(1, 32, 1, shape.width), part, device, dtype), part).run()
-    runner = Runner(everyone[who], make_problem(shape, part, device, dtype), part)
-    return peak_of_process(runner.run)
+    Runner(everyone[who], make_problem(Shape(1, 32, 1, shape.width), device, dtype), part).run()
+    return peak_of_process(Runner(everyone[who], make_problem(shape, device, dtype), part).run)
 
 
 CPU_SHAPES = {
