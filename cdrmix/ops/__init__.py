@@ -17,6 +17,7 @@ from cdrmix.ops.experts import moe_combine, moe_dispatch, moe_experts
 from cdrmix.ops.loss import linear_cross_entropy
 from cdrmix.ops.recurrence import wkv7, wkv7_step
 from cdrmix.ops.routing import route_topk
+from cdrmix.ops.scan import decay_scan, decay_scan_step
 from cdrmix.ops.time_mix import GROUP_NORM_EPS, time_mix_keys, time_mix_output, time_mix_streams
 
 __all__ = [
@@ -24,6 +25,8 @@ __all__ = [
     "OPS",
     "Routing",
     "backend",
+    "decay_scan",
+    "decay_scan_step",
     "document_starts",
     "linear_cross_entropy",
     "moe_combine",
@@ -42,6 +45,8 @@ __all__ = [
 OPS: dict[str, Callable[..., object]] = {
     "wkv7": wkv7,
     "wkv7_step": wkv7_step,
+    "decay_scan": decay_scan,
+    "decay_scan_step": decay_scan_step,
     "time_mix_streams": time_mix_streams,
     "time_mix_keys": time_mix_keys,
     "time_mix_output": time_mix_output,

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 from types import ModuleType
 from typing import Any
 
@@ -15,12 +14,12 @@ from torch import Tensor
 
 from cdrmix.kernels import reference
 from cdrmix.ops.backend import backend, debugging
+from cdrmix.ops.checks import DTYPES, check_cu_seqlens, check_document_starts, state_dtype
 
 KERNEL_WIDTHS = (32, 64, 128)  # of keys and of values; the reference takes any
 ARGUMENTS = ("r", "log_w", "k", "v", "a", "b")
 CHUNKS = (16, 32, 64)
 EXPONENT_BOUND = 80.0  # of the GPU's kernels, half a chunk of log decay: kernels/wkv7_chunk.py
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 Inputs = tuple[Tensor, ...]  # in the order of ARGUMENTS
 
 
@@ -114,16 +113,10 @@ def _check(op: str, inputs: Inputs, state: Tensor | None, cu_seqlens: Tensor | N
         raise ValueError(
             f"{op}: key width {key_width}, value width {value_width}; the GPU's kernels have {KERNEL_WIDTHS} for each"
         )
-    if cu_seqlens is not None:
-        if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                f"{op}: cu_seqlens must be int32 or int64 [N + 1]; found {cu_seqlens.dtype} {list(cu_seqlens.shape)}"
-            )
-        if cu_seqlens.device != r.device:
-            raise ValueError(f"{op}: cu_seqlens is on {cu_seqlens.device}, but r is on {r.device}")
+    check_cu_seqlens(op, cu_seqlens, "r", r)
     if state is not None:
         documents = v.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-        shape, dtype = (documents, v.shape[-2], value_width, key_width), _state_dtype(r)
+        shape, dtype = (documents, v.shape[-2], value_width, key_width), state_dtype(r)
         if state.shape != shape or state.dtype != dtype or state.device != r.device:
             raise ValueError(
                 f"{op}: state must be {dtype} [{'N' if op == 'wkv7' else 'B'}, H, V, K] = {list(shape)} on {r.device}; "
@@ -131,24 +124,6 @@ def _check(op: str, inputs: Inputs, state: Tensor | None, cu_seqlens: Tensor | N
             )
     if chunk is not None and (not isinstance(chunk, int) or chunk not in CHUNKS):
         raise ValueError(f"{op}: chunk={chunk}; choose one of {CHUNKS}, or None for the default")
-
-
-def _check_cu_seqlens(cu_seqlens: Tensor | None, batch: int, length: int) -> None:
-    """Raises ValueError for bad document starts, where reading them is free (a CPU) or asked for (CDRMIX_DEBUG)."""
-    if cu_seqlens is None or (cu_seqlens.device.type != "cpu" and not debugging()):
-        return
-    starts, total = cu_seqlens.tolist(), batch * length
-    if starts[0] != 0 or starts[-1] != total:
-        raise ValueError(
-            f"wkv7: cu_seqlens must begin with 0 and end with B * T = {total}; found {starts[0]} ... {starts[-1]}"
-        )
-    for i, (start, end) in enumerate(itertools.pairwise(starts)):
-        if end < start:
-            raise ValueError(f"wkv7: cu_seqlens must not decrease; found {start} then {end} at position {i + 1}")
-    missing = sorted(set(range(0, total, length)) - set(starts))
-    if missing:
-        where = f"multiples of T = {length}; {missing[0]} is not there"
-        raise ValueError(f"wkv7: cu_seqlens must hold every row's start, {where}")
 
 
 def _check_log_w(op: str, log_w: Tensor, chunk: int | None) -> None:
@@ -188,10 +163,6 @@ def _state_shape(v: Tensor, r: Tensor, cu_seqlens: Tensor | None) -> tuple[int, 
     return documents, v.shape[2], v.shape[3], r.shape[3]
 
 
-def _state_dtype(r: Tensor) -> torch.dtype:
-    return torch.float64 if r.dtype == torch.float64 else torch.float32
-
-
 @torch.library.custom_op("cdrmix::wkv7", mutates_args=())
 def _wkv7(
     r: Tensor,
@@ -207,7 +178,7 @@ def _wkv7(
     return_state: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """y, the last states (of no elements unless wanted), and what the backward pass needs beside the inputs."""
-    _check_cu_seqlens(cu_seqlens, *r.shape[:2])
+    check_document_starts("wkv7", cu_seqlens, *r.shape[:2])
     kernels = _kernels(r, v)
     chunked = backend(r) == "triton" and kernels is not reference
     sizes = kernels.chunk_sizes(r.dtype, r.shape[-1], v.shape[-1]) if chunked else (None,)
@@ -234,7 +205,7 @@ def _(
     return_state: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     documents, heads, value_width, key_width = shape = _state_shape(v, r, cu_seqlens)
-    last = r.new_empty(shape if return_state else 0, dtype=_state_dtype(r))
+    last = r.new_empty(shape if return_state else 0, dtype=state_dtype(r))
     sizes = (*r.shape[:2], heads, key_width, value_width, documents, cu_seqlens is not None)
     saved = _kernels(r, v).wkv7_saved_shapes(*sizes, r.dtype, chunk=chunk, save=save)
     return torch.empty_like(v), last, [r.new_empty(size, dtype=dtype) for size, dtype in saved]
@@ -281,7 +252,7 @@ def _(
     chunk: int | None,
     save: str,
 ) -> list[Tensor]:
-    dstate = r.new_empty(0, dtype=_state_dtype(r)) if state is None else torch.empty_like(state)
+    dstate = r.new_empty(0, dtype=state_dtype(r)) if state is None else torch.empty_like(state)
     return [*(torch.empty_like(x) for x in (r, log_w, k, v, a, b)), dstate]
 
 
