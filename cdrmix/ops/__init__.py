@@ -15,6 +15,7 @@ from cdrmix.kernels.reference_moe import Routing
 from cdrmix.ops.backend import backend
 from cdrmix.ops.experts import moe_combine, moe_dispatch, moe_experts
 from cdrmix.ops.loss import linear_cross_entropy
+from cdrmix.ops.plastic import plastic_commit, plastic_lora
 from cdrmix.ops.recurrence import wkv7, wkv7_step
 from cdrmix.ops.routing import route_topk
 from cdrmix.ops.scan import decay_scan, decay_scan_step
@@ -32,6 +33,8 @@ __all__ = [
     "moe_combine",
     "moe_dispatch",
     "moe_experts",
+    "plastic_commit",
+    "plastic_lora",
     "route_topk",
     "time_mix_keys",
     "time_mix_output",
@@ -54,6 +57,8 @@ OPS: dict[str, Callable[..., object]] = {
     "moe_experts": moe_experts,
     "moe_dispatch": moe_dispatch,
     "moe_combine": moe_combine,
+    "plastic_lora": plastic_lora,
+    "plastic_commit": plastic_commit,
     "linear_cross_entropy": linear_cross_entropy,
     "token_shift": token_shift,
 }

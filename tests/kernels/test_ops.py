@@ -68,6 +68,19 @@ def cross_entropy(x: Arguments) -> tuple[Tensor, ...]:
     return (ops.linear_cross_entropy(hidden, x["weight"], targets, torch.ones_like(hidden[:, 0])) / len(targets),)
 
 
+def plastic(x: Arguments) -> tuple[Tensor, ...]:
+    starts = torch.arange(40, device=x["x"].device) == 25
+    k, beta = functional.normalize(x["k"], dim=-1), x["beta"].sigmoid()
+    narrow = [x["x"], x["w"], x["b_up"], x["q"], k, x["v"], beta, x["a_state"]]
+    wide = [*narrow[:3], x["wide_q"], functional.normalize(x["wide_k"], dim=-1), x["v"], beta[0], x["wide_a"]]
+    y, a_next = ops.plastic_lora(*narrow, alpha=0.5, decay=0.9, starts=starts)
+    return y, a_next, *ops.plastic_lora(*wide, alpha=0.5, decay=0.9)
+
+
+def commit(x: Arguments) -> tuple[Tensor, ...]:
+    return (ops.plastic_commit(x["a"]),)
+
+
 def shift(x: Arguments) -> tuple[Tensor, ...]:
     starts = (torch.arange(30, device=x["x"].device) % 7 == 3).view(2, 15, 1)
     return (ops.token_shift(x["x"], None, starts),)
@@ -114,6 +127,13 @@ CASES: dict[str, tuple[Callable[[Arguments], tuple[Tensor, ...]], dict[str, tupl
     "moe_dispatch": (dispatch, {"x": (20, 16), "logits": (20, 4)}),
     "moe_combine": (combine, {"y": (40, 16), "logits": (20, 4)}),
     "linear_cross_entropy": (cross_entropy, {"hidden": (700, 16), "weight": (50, 16)}),
+    "plastic_lora": (
+        plastic,
+        {"x": (2, 40, 32), "w": (24, 32), "b_up": (24, 12), "q": (2, 40, 12), "k": (2, 40, 12), "v": (2, 40, 12)}
+        | {"beta": (3, 2, 40), "a_state": (12, 12)}
+        | {"wide_q": (2, 40, 144), "wide_k": (2, 40, 144), "wide_a": (12, 144)},
+    ),
+    "plastic_commit": (commit, {"a": (3, 12, 4)}),
     "token_shift": (shift, {"x": (2, 15, 8)}),
 }
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
