@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from cdrmix.config.schema import Config, Model
-from cdrmix.model.attention import Attention
 from cdrmix.model.backbone import LanguageModel
-from cdrmix.model.experts import MoeFeedForward
+from cdrmix.model.blocks import Block
+from cdrmix.model.experts import EXPERT_PARAMETERS
 from cdrmix.train.metrics import amount
 
-PARTS = ("embedding", "attention", "time-mix", "router", "experts", "channel-mix", "norms", "head")
+PARTS = ("embedding", "attention", "time-mix", "mamba", "router", "experts", "channel-mix", "norms", "head")
 UNITS = {"m": 10**6, "b": 10**9, "t": 10**12}
 
 
@@ -57,14 +57,15 @@ def _part(model: LanguageModel, name: str) -> str:
     if words[0] in ("embedding_norm", "final_norm"):
         return "norms"
     block, place = model.blocks[int(words[1])], words[2]
+    assert isinstance(block, Block)
     if place in ("mixer_norm", "feed_forward_norm"):
         return "norms"
-    if place == "mixer":
-        return "attention" if isinstance(block.mixer, Attention) else "time-mix"
-    assert place == "feed_forward", f"{name} belongs to no part"
-    if not isinstance(block.feed_forward, MoeFeedForward):
-        return "channel-mix"
-    return "router" if words[3] == "router" else "experts"
+    assert place in ("mixer", "feed_forward"), f"{name} belongs to no part"
+    if words[3] == "router":
+        return "router"
+    if words[3] in EXPERT_PARAMETERS:
+        return "experts"
+    return block.mixer.part if place == "mixer" else "channel-mix"
 
 
 def parameter_table(config: Config, count: ParameterCount) -> str:

@@ -8,7 +8,7 @@ elsewhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 from cdrmix.config.tree import Path, dotted, get
@@ -54,12 +54,12 @@ def conflicts(values: Mapping[str, Any]) -> list[Conflict]:
     return failed
 
 
-def _heads(heads: int, width: int, fraction: float) -> str | None:
-    return f"must divide model.d_model={width}" if fraction > 0 and width % heads else None
+def _heads(heads: int, width: int, fraction: float, attention: list[int]) -> str | None:
+    return f"must divide model.d_model={width}" if (fraction > 0 or attention) and width % heads else None
 
 
-def _rope(rope: bool, width: int, heads: int, fraction: float) -> str | None:
-    odd = fraction > 0 and width % heads == 0 and width // heads % 2 == 1
+def _rope(rope: bool, width: int, heads: int, fraction: float, attention: list[int]) -> str | None:
+    odd = (fraction > 0 or attention) and width % heads == 0 and width // heads % 2 == 1
     return (
         f"false, or an even head width; model.d_model/model.attention.heads is {width // heads}"
         if rope and odd
@@ -67,16 +67,39 @@ def _rope(rope: bool, width: int, heads: int, fraction: float) -> str | None:
     )
 
 
-def _kv_heads(kv_heads: int, heads: int, fraction: float) -> str | None:
-    return f"must divide model.attention.heads={heads}" if fraction > 0 and heads % kv_heads else None
+def _kv_heads(kv_heads: int, heads: int, fraction: float, attention: list[int]) -> str | None:
+    return f"must divide model.attention.heads={heads}" if (fraction > 0 or attention) and heads % kv_heads else None
 
 
-def _head_size(head_size: int, width: int, fraction: float) -> str | None:
-    return f"must divide model.d_model={width}" if fraction < 1 and width % head_size else None
+def _head_size(head_size: int, width: int, fraction: float, rwkv7: list[int]) -> str | None:
+    return f"must divide model.d_model={width}" if (fraction < 1 or rwkv7) and width % head_size else None
 
 
-def _top_k(top_k: int, experts: int, kind: str) -> str | None:
-    return f"at most model.feed_forward.experts={experts}" if kind == "moe" and top_k > experts else None
+def _mixer_layers(listed: list[int], layers: int, *earlier: list[int]) -> Inside | None:
+    given = set(chain(*earlier))
+    for place, layer in enumerate(listed):
+        if layer >= layers:
+            return Inside((place,), f"at most {layers - 1}: layers count from 0, and model.layers={layers}")
+        if layer in given:
+            return Inside((place,), "each layer once in all of model.mixer_layers")
+        given.add(layer)
+    return None
+
+
+def _mamba_head_dim(head_dim: int, expand: int, width: int, *listed: list[int]) -> str | None:
+    inner = expand * width
+    return f"must divide model.mamba.expand * model.d_model={inner}" if any(listed) and inner % head_dim else None
+
+
+def _mamba_groups(groups: int, head_dim: int, expand: int, width: int, *listed: list[int]) -> str | None:
+    heads, rest = divmod(expand * width, head_dim)
+    wrong = any(listed) and not rest and heads % groups
+    return f"must divide model.mamba.expand * model.d_model / model.mamba.head_dim={heads}" if wrong else None
+
+
+def _top_k(top_k: int, experts: int, kind: str, routing_mamba: list[int]) -> str | None:
+    routes = kind == "moe" or routing_mamba
+    return f"at most model.feed_forward.experts={experts}" if routes and top_k > experts else None
 
 
 def _activation(activation: str, kind: str) -> str | None:
@@ -188,12 +211,25 @@ def _precision(precision: str, device: str) -> str | None:
     return "bf16 or fp32 with run.device=cpu; fp16 needs a GPU" if precision == "fp16" and device == "cpu" else None
 
 
+MIXER_LAYERS = tuple(f"model.mixer_layers.{kind}" for kind in ("attention", "rwkv7", "mamba2", "routing_mamba"))
+ATTENTION = ("model.attention_fraction", MIXER_LAYERS[0])  # whether there is any
+MAMBA = MIXER_LAYERS[2:]
+
 RULES = (
-    Rule(("model.attention.heads", "model.d_model", "model.attention_fraction"), _heads),
-    Rule(("model.attention.rope", "model.d_model", "model.attention.heads", "model.attention_fraction"), _rope),
-    Rule(("model.attention.kv_heads", "model.attention.heads", "model.attention_fraction"), _kv_heads),
-    Rule(("model.rwkv.head_size", "model.d_model", "model.attention_fraction"), _head_size),
-    Rule(("model.feed_forward.top_k", "model.feed_forward.experts", "model.feed_forward.kind"), _top_k),
+    *(
+        Rule((listed, "model.layers", *MIXER_LAYERS[:place]), _mixer_layers)
+        for place, listed in enumerate(MIXER_LAYERS)
+    ),
+    Rule(("model.attention.heads", "model.d_model", *ATTENTION), _heads),
+    Rule(("model.attention.rope", "model.d_model", "model.attention.heads", *ATTENTION), _rope),
+    Rule(("model.attention.kv_heads", "model.attention.heads", *ATTENTION), _kv_heads),
+    Rule(("model.rwkv.head_size", "model.d_model", "model.attention_fraction", MIXER_LAYERS[1]), _head_size),
+    Rule(("model.mamba.head_dim", "model.mamba.expand", "model.d_model", *MAMBA), _mamba_head_dim),
+    Rule(("model.mamba.groups", "model.mamba.head_dim", "model.mamba.expand", "model.d_model", *MAMBA), _mamba_groups),
+    Rule(
+        ("model.feed_forward.top_k", "model.feed_forward.experts", "model.feed_forward.kind", MAMBA[1]),
+        _top_k,
+    ),
     Rule(("model.feed_forward.activation", "model.feed_forward.kind"), _activation),
     Rule(("train.batch_rows", "train.micro_batch_rows"), _batch_rows),
     Rule(("train.expert_parallel", "model.feed_forward.experts", "model.feed_forward.kind"), _expert_parallel),

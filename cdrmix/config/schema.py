@@ -57,6 +57,28 @@ class Rwkv(Section):
     gate_rank: PositiveInt
 
 
+class Mamba(Section):
+    """Mamba-2 blocks: expand * d_model channels in heads of `head_dim`, each with a state of head_dim x d_state.
+
+    The experts of routing_mamba blocks are as many, chosen and balanced as model.feed_forward says of its own.
+    """
+
+    d_state: Annotated[int, Field(ge=8, le=256)] = 128
+    head_dim: Annotated[int, Field(ge=8, le=256)] = 64
+    expand: PositiveInt = 2
+    groups: PositiveInt = 1  # of heads that share their B and C, and their norm
+    conv_width: Annotated[int, Field(ge=2, le=16)] = 4
+
+
+class MixerLayers(Section):
+    """Layers, counted from 0, whose mixer is another one than `schedule` gives them."""
+
+    attention: list[NonNegativeInt] = []
+    rwkv7: list[NonNegativeInt] = []
+    mamba2: list[NonNegativeInt] = []
+    routing_mamba: list[NonNegativeInt] = []
+
+
 class FeedForward(Section):
     """The second half of a block: a mixture of experts, or RWKV-7's dense channel-mix."""
 
@@ -74,7 +96,7 @@ class FeedForward(Section):
 
 
 class Model(Section):
-    """A stack of blocks: a mixer (attention or RWKV-7), then a feed-forward."""
+    """A stack of blocks: a mixer (attention, RWKV-7 or Mamba-2), then a feed-forward."""
 
     family: Literal["cdrmix"] = "cdrmix"
     size: Size | None = None
@@ -82,7 +104,8 @@ class Model(Section):
     d_model: PositiveInt
     layers: PositiveInt
     schedule: Literal["interleave-x", "top-of-x"] = "interleave-x"
-    attention_fraction: Fraction = 0.25
+    attention_fraction: Fraction = 0.25  # of the layers; the others are RWKV-7, but where mixer_layers says otherwise
+    mixer_layers: MixerLayers = Field(default_factory=MixerLayers)
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_eps: PositiveFloat = 1e-5
     embedding_norm: bool = True  # RWKV's ln0: a norm between embedding and first block
@@ -90,7 +113,35 @@ class Model(Section):
     init_std_scale: PositiveFloat = 1.0
     attention: Attention
     rwkv: Rwkv
+    mamba: Mamba = Field(default_factory=Mamba)
     feed_forward: FeedForward
+
+    @property
+    def mixers(self) -> tuple[str, ...]:
+        """The mixer of every layer, by name."""
+        attention = attention_layers(self.layers, self.attention_fraction, self.schedule)
+        kinds = ["attention" if layer in attention else "rwkv7" for layer in range(self.layers)]
+        for kind, layers in self.mixer_layers:
+            for layer in layers:
+                kinds[layer] = kind
+        return tuple(kinds)
+
+    @property
+    def routes(self) -> bool:
+        """Whether some block has a router."""
+        return self.feed_forward.kind == "moe" or bool(self.mixer_layers.routing_mamba)
+
+
+def attention_layers(layers: int, fraction: float, schedule: str) -> frozenset[int]:
+    """Which layers, counted from 0, a schedule makes attention: floor(fraction * layers) of them.
+
+    top-of-x: the last ones. interleave-x: layer i where floor((i + 1) * fraction) steps up; at fraction 1/4,
+    where (i + 1) mod 4 = 0, so that the last of every four is attention.
+    """
+    steps = [int((i + 1) * fraction + 1e-9) for i in range(-1, layers)]
+    if schedule == "top-of-x":
+        return frozenset(range(layers - steps[-1], layers))
+    return frozenset(i for i in range(layers) if steps[i + 1] > steps[i])
 
 
 class Train(Section):

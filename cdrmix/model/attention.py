@@ -10,6 +10,8 @@ from torch.nn import functional
 
 from cdrmix.config.schema import Model
 from cdrmix.model.layers import linear
+from cdrmix.model.mixer import Mixed, Mixer
+from cdrmix.model.places import Angles, Places
 
 
 class AttentionState(NamedTuple):
@@ -19,21 +21,6 @@ class AttentionState(NamedTuple):
     values: Tensor
 
 
-class Angles(NamedTuple):
-    """Cosine and sine of the rotary angles at every token, float64 [B, 1, T, N/2], N the head width."""
-
-    cosine: Tensor
-    sine: Tensor
-
-
-def rotary_angles(positions_BT: Tensor, head_width: int, theta: float) -> Angles:
-    """Rotary position embedding (arXiv 2104.09864): the pair (i, i + N/2) turns by position * theta^(-2i/N)."""
-    half = head_width // 2
-    frequencies = theta ** (-torch.arange(half, device=positions_BT.device, dtype=torch.float64) / half)
-    angles = (positions_BT.double().unsqueeze(-1) * frequencies).unsqueeze(1)
-    return Angles(angles.cos(), angles.sin())
-
-
 def rotate(x_BHTN: Tensor, angles: Angles) -> Tensor:
     """x with each pair (i, i + N/2) turned by its token's angle."""
     cosine, sine = angles.cosine.to(x_BHTN.dtype), angles.sine.to(x_BHTN.dtype)
@@ -41,10 +28,13 @@ def rotate(x_BHTN: Tensor, angles: Angles) -> Tensor:
     return torch.cat([left * cosine - right * sine, right * cosine + left * sine], -1)
 
 
-class Attention(nn.Module):
+class Attention(Mixer):
     """Multi-head attention, `kv_heads` key/value heads serving `heads` query heads."""
 
-    def __init__(self, config: Model) -> None:
+    part = "attention"
+    attends = True
+
+    def __init__(self, config: Model, layer: int) -> None:
         super().__init__()
         attention, width = config.attention, config.d_model
         self.heads, self.kv_heads, self.head_width = attention.heads, attention.kv_heads, width // attention.heads
@@ -57,20 +47,18 @@ class Attention(nn.Module):
         self.key_norm = nn.RMSNorm(self.head_width, eps=config.norm_eps) if attention.qk_norm else None
 
     def forward(
-        self, x: Tensor, angles: Angles | None, mask: Tensor | None, state: AttentionState | None
-    ) -> tuple[Tensor, AttentionState]:
-        """x [B, T, D] (normed), angles None without positions, mask bool [B, 1, T, T] or None (one document a row).
-
-        Returns the output [B, T, D] and the state after the last token.
-        """
+        self, x: Tensor, places: Places, v_first: Tensor | None, state: AttentionState | None, return_state: bool = True
+    ) -> Mixed:
+        """x [B, T, D] (normed) -> its output, and the state after the last token."""
+        mask = places.mask
         batch, length, width = x.shape
         q = self.query(x).view(batch, length, self.heads, self.head_width).transpose(1, 2)
         k = self.key(x).view(batch, length, self.kv_heads, self.head_width).transpose(1, 2)
         v = self.value(x).view(batch, length, self.kv_heads, self.head_width).transpose(1, 2)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
-        if angles is not None:
-            q, k = rotate(q, angles), rotate(k, angles)
+        if places.angles is not None:
+            q, k = rotate(q, places.angles), rotate(k, places.angles)
         past = 0
         if state is not None:
             past = state.keys.shape[2]
@@ -80,4 +68,5 @@ class Attention(nn.Module):
         y = functional.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None and past == 0, enable_gqa=self.heads != self.kv_heads
         )
-        return self.output(y.transpose(1, 2).reshape(batch, length, width)), AttentionState(k, v)
+        y = self.output(y.transpose(1, 2).reshape(batch, length, width))
+        return Mixed(y, v_first, AttentionState(k, v) if return_state else None)

@@ -12,16 +12,18 @@ from torch.utils.checkpoint import checkpoint
 
 from cdrmix.config.schema import Model
 from cdrmix.model.attention import AttentionState
-from cdrmix.model.blocks import Block, BlockState, place_tokens
-from cdrmix.model.experts import MoeFeedForward, Routed
+from cdrmix.model.blocks import Block, BlockState
+from cdrmix.model.experts import MoeFeedForward
 from cdrmix.model.layers import TokenEmbedding, make_norm
-from cdrmix.model.router import Router
+from cdrmix.model.places import place_tokens
+from cdrmix.model.router import Routed, Router
 
 ModelState = tuple[BlockState, ...]
 
 
 class RouterStats(NamedTuple):
-    """The routers' reports, layer by layer: rows computed and routes wanting by expert [L, E] (int64), losses [L]."""
+    """The routers' reports, one after another as in the model (a block may have one in its mixer and one in its
+    feed-forward): rows computed and routes wanting by expert [L, E] (int64), losses [L]."""
 
     counts_LE: Tensor
     demand_LE: Tensor
@@ -35,18 +37,6 @@ class Output(NamedTuple):
     hidden_BTD: Tensor
     router: RouterStats | None
     state: ModelState | None
-
-
-def attention_layers(layers: int, fraction: float, schedule: str) -> tuple[int, ...]:
-    """Which layers, counted from 0, are attention: floor(fraction * layers) of them.
-
-    top-of-x: the last ones. interleave-x: layer i where floor((i + 1) * fraction) steps up; at fraction 1/4,
-    where (i + 1) mod 4 = 0, so that the last of every four is attention.
-    """
-    steps = [int((i + 1) * fraction + 1e-9) for i in range(-1, layers)]
-    if schedule == "top-of-x":
-        return tuple(range(layers - steps[-1], layers))
-    return tuple(i for i in range(layers) if steps[i + 1] > steps[i])
 
 
 class LanguageModel(nn.Module):
@@ -67,14 +57,11 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.config = config
         self.activation_checkpointing = activation_checkpointing
-        attention = attention_layers(config.layers, config.attention_fraction, config.schedule)
-        self.attends = bool(attention)
         self.embedding = TokenEmbedding(config.vocab_size, config.d_model, std=0.02 * config.init_std_scale)
         self.embedding_norm = make_norm(config) if config.embedding_norm else nn.Identity()
-        self.blocks = nn.ModuleList(
-            Block(config, layer, "attention" if layer in attention else "rwkv7", experts)
-            for layer in range(config.layers)
-        )
+        blocks = [Block(config, layer, mixer, experts) for layer, mixer in enumerate(config.mixers)]
+        self.blocks = nn.ModuleList(blocks)
+        self.attends = any(block.mixer.attends for block in blocks)
         self.final_norm = make_norm(config)
         self.head = (
             None
@@ -125,8 +112,7 @@ class LanguageModel(nn.Module):
                 x, v_first, after, routed = block(x, v_first, places, carried, return_state)
             if after is not None:
                 states.append(after)
-            if routed is not None:
-                reports.append(routed)
+            reports += routed
         router = RouterStats(*(torch.stack(column) for column in zip(*reports, strict=True))) if reports else None
         return Output(self.final_norm(x), router, tuple(states) if return_state else None)
 

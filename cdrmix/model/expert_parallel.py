@@ -16,10 +16,8 @@ from torch import Tensor, nn
 
 from cdrmix import ops
 from cdrmix.config.schema import Model
-from cdrmix.model.experts import MoeFeedForward
+from cdrmix.model.experts import EXPERT_PARAMETERS, MoeFeedForward
 from cdrmix.ops.backend import compute_dtype
-
-EXPERT_PARAMETERS = ("w_up", "w_down")  # of a MoeFeedForward: those with a first dimension of experts
 
 
 @dataclass(frozen=True)

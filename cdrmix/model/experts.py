@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 
 from cdrmix import ops
 from cdrmix.config.schema import Model
 from cdrmix.model.layers import linear
-from cdrmix.model.router import Router
+from cdrmix.model.router import Routed, Router
 
-
-class Routed(NamedTuple):
-    """What one layer's router reports: rows that each expert computes and routes that wanted it (int64 [E]; they
-    differ where a capacity drops some), and its two loss terms (scalars)."""
-
-    counts_E: Tensor
-    demand_E: Tensor
-    load_balance: Tensor
-    z_loss: Tensor
+EXPERT_PARAMETERS = ("w_up", "w_down")  # names of those with a first dimension of experts, wherever they are
 
 
 class MoeFeedForward(nn.Module):
@@ -42,8 +32,7 @@ class MoeFeedForward(nn.Module):
         flat_TD = x.reshape(-1, x.shape[-1])
         routing = self.router.route(flat_TD)
         y_TD = self.mix(flat_TD, routing)
-        routed = Routed(routing.counts_E, routing.demand_E, routing.load_balance, routing.z_loss)
-        return y_TD.view(x.shape), None, routed
+        return y_TD.view(x.shape), None, Routed.of(routing)
 
     def mix(self, x_TD: Tensor, routing: ops.Routing) -> Tensor:
         """The routed experts' weighted sum a token, [T, D]."""

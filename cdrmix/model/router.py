@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from cdrmix import ops
 from cdrmix.config.schema import FeedForward
+
+
+class Routed(NamedTuple):
+    """What one router reports: rows that each expert computes and routes that wanted it (int64 [E]; they differ where
+    a capacity drops some), and its two loss terms (scalars)."""
+
+    counts_E: Tensor
+    demand_E: Tensor
+    load_balance: Tensor
+    z_loss: Tensor
+
+    @classmethod
+    def of(cls, routing: ops.Routing) -> Routed:
+        """The report of one routing."""
+        return cls(routing.counts_E, routing.demand_E, routing.load_balance, routing.z_loss)
 
 
 class Router(nn.Module):
@@ -68,7 +84,7 @@ class Router(nn.Module):
 
 
 def balance_routers(model: nn.Module, demand_LE: Tensor, rate: float) -> None:
-    """`Router.balance` in every routed layer, in order; demand [L, E] of a whole optimizer step."""
+    """`Router.balance` of every router, in the model's order; demand [L, E] of a whole optimizer step."""
     routers = [module for module in model.modules() if isinstance(module, Router)]
     for router, demand_E in zip(routers, demand_LE, strict=True):
         router.balance(demand_E, rate)

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from cdrmix import ops
 from cdrmix.config.schema import Model
 from cdrmix.model.layers import linear
+from cdrmix.model.mixer import Mixed, Mixer
+from cdrmix.model.places import Places
 
 
 class TimeMixState(NamedTuple):
@@ -20,14 +22,15 @@ class TimeMixState(NamedTuple):
     wkv_BHVK: Tensor
 
 
-class TimeMix(nn.Module):
+class TimeMix(Mixer):
     """RWKV-7's mixer: token shift, six data-dependent streams, the generalised delta rule, norm, bonus and gate."""
+
+    part = "time-mix"
 
     def __init__(self, config: Model, layer: int) -> None:
         super().__init__()
         width, rwkv = config.d_model, config.rwkv
         self.head_size, self.heads = rwkv.head_size, width // rwkv.head_size
-        self.first_layer = layer == 0
         depth = layer / max(config.layers - 1, 1)  # 0 in the first block, 1 in the last
         fade = 1 - layer / config.layers
         linear_ramp = torch.arange(width) / max(width - 1, 1) - 0.5
@@ -52,7 +55,7 @@ class TimeMix(nn.Module):
         self.w1, self.w2 = low_rank(rwkv.decay_rank)
         self.a0 = nn.Parameter(-0.19 + 0.3 * zigzag + 0.4 * linear_ramp)
         self.a1, self.a2 = low_rank(rwkv.iclr_rank)
-        if not self.first_layer:
+        if "rwkv7" in config.mixers[:layer]:  # there are first values to go back to
             self.v0 = nn.Parameter(0.73 - 0.4 * linear_ramp)
             self.v1, self.v2 = low_rank(rwkv.value_rank)
         self.g1, self.g2 = low_rank(rwkv.gate_rank)
@@ -68,18 +71,10 @@ class TimeMix(nn.Module):
         nn.init.constant_(self.ln_x.weight, ((1 + layer) / config.layers) ** 0.7)
 
     def forward(
-        self,
-        x: Tensor,
-        v_first: Tensor | None,
-        starts: Tensor | None,
-        cu_seqlens: Tensor | None,
-        state: TimeMixState | None,
-        return_state: bool = True,
-    ) -> tuple[Tensor, Tensor, TimeMixState | None]:
-        """x [B, T, D] (normed) -> output [B, T, D], the first time-mix block's values [B, T, D], the state if wanted.
-
-        starts: bool [B, T, 1], where documents start inside rows.
-        """
+        self, x: Tensor, places: Places, v_first: Tensor | None, state: TimeMixState | None, return_state: bool = True
+    ) -> Mixed:
+        """x [B, T, D] (normed) -> its output, the first time-mix block's values [B, T, D], the state if wanted."""
+        starts, cu_seqlens = places.starts_BT1, places.cu_seqlens
         batch, length, _ = x.shape
         x_r, x_w, x_k, x_v, x_a, x_g = ops.time_mix_streams(
             x,
@@ -109,4 +104,4 @@ class TimeMix(nn.Module):
             y, last = ops.wkv7(r, log_w, k, v, a, b, state=carried, cu_seqlens=cu_seqlens, return_state=return_state)
         mixed = ops.time_mix_output(y, r, k, v, gate, self.r_k, self.ln_x.weight, self.ln_x.bias, self.ln_x.eps)
         after = TimeMixState(x[:, -1], last) if return_state and last is not None else None
-        return self.output(mixed), value if v_first is None else v_first, after
+        return Mixed(self.output(mixed), value if v_first is None else v_first, after)

@@ -65,7 +65,7 @@ def train(
     when the text has changed since the run began.
     """
     settings = config.train
-    bias_rate = config.model.feed_forward.bias_update_rate if config.model.feed_forward.kind == "moe" else 0.0
+    bias_rate = config.model.feed_forward.bias_update_rate if config.model.routes else 0.0
     world = join(config)
     with memory_guard(config):
         seed_everything(config.run.seed)  # the same in every process: all build the same weights

@@ -9,10 +9,10 @@ import torch
 
 from cdrmix.config.schema import Attention as AttentionConfig
 from cdrmix.config.schema import FeedForward, Model, Rwkv
-from cdrmix.model.attention import Attention, rotary_angles, rotate
+from cdrmix.model.attention import Attention, rotate
 from cdrmix.model.backbone import LanguageModel
-from cdrmix.model.blocks import place_tokens
 from cdrmix.model.layers import parameter_kind
+from cdrmix.model.places import place_tokens, rotary_angles
 
 MakeModel = Callable[..., LanguageModel]
 
@@ -39,12 +39,12 @@ def test_grouped_query_attention_equals_its_formula() -> None:
         feed_forward=FeedForward(hidden=8),
     )
     torch.manual_seed(0)
-    attention = Attention(config).double()
+    attention = Attention(config, 0).double()
     torch.nn.init.normal_(attention.output.weight)
     x = torch.randn(2, 7, 16, dtype=torch.float64)
     places = place_tokens(config, 2, 7, torch.tensor([0, 3, 7, 14]), 0, x.device, attends=True)
     assert places.angles is None  # rope: false
-    found, _ = attention(x, None, places.mask, None)
+    found = attention(x, places, None, None).y
     q, k, v = attention.query(x), attention.key(x), attention.value(x)
     expected = torch.zeros(2, 7, 16, dtype=torch.float64)
     document = [[0, 0, 0, 1, 1, 1, 1], [2] * 7]

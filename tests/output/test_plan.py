@@ -49,6 +49,7 @@ def test_a_small_model_has_exactly_the_parameters_counted_by_hand() -> None:
         "embedding": 300 * d,
         "attention": 2 * d * d + 2 * d * (2 * 16),
         "time-mix": first + 2 * later,
+        "mamba": 0,
         "router": layers * experts * d,
         "experts": layers * experts * 2 * d * hidden,
         "channel-mix": 0,

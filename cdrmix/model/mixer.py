@@ -1,0 +1,34 @@
+"""What every mixer is: the half of a block that lets tokens see the ones before them."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple
+
+from torch import Tensor, nn
+
+from cdrmix.model.places import Places
+from cdrmix.model.router import Routed
+
+
+class Mixed(NamedTuple):
+    """What a mixer gives: its output [B, T, D]; the first time-mix block's values [B, T, D], if there was one so far;
+    what it carries to the next tokens, a NamedTuple of tensors, if wanted; the report of its router, if it has one."""
+
+    y: Tensor
+    v_first: Tensor | None
+    state: Any = None
+    routed: Routed | None = None
+
+
+class Mixer(nn.Module):
+    """A mixer is made from the configuration and its layer's number, and called by its block alone.
+
+    part: what its parameters count as in a plan. attends: whether it reads the angles and the mask of the places.
+    """
+
+    part: ClassVar[str]
+    attends: ClassVar[bool] = False
+
+    def forward(self, x: Tensor, places: Places, v_first: Tensor | None, state: Any, return_state: bool) -> Mixed:
+        """x [B, T, D] (normed). state: what it gave for the tokens before these rows, or None."""
+        raise NotImplementedError

@@ -1,0 +1,15 @@
+"""The mixers by name: what the schedule and `model.mixer_layers` may say, and the class behind each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from cdrmix.config.schema import Model
+from cdrmix.model.attention import Attention
+from cdrmix.model.mixer import Mixer
+from cdrmix.model.time_mix import TimeMix
+from cdrmix.registry import Registry
+
+MIXERS = Registry[Callable[[Model, int], Mixer]]("mixer")
+MIXERS("attention")(Attention)
+MIXERS("rwkv7")(TimeMix)

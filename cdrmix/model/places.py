@@ -1,0 +1,63 @@
+"""Where the tokens of a batch stand: documents, positions, rotary angles, masks; made once for all blocks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cdrmix import ops
+from cdrmix.config.schema import Model
+
+
+class Angles(NamedTuple):
+    """Cosine and sine of the rotary angles at every token, float64 [B, 1, T, N/2], N the head width."""
+
+    cosine: Tensor
+    sine: Tensor
+
+
+def rotary_angles(positions_BT: Tensor, head_width: int, theta: float) -> Angles:
+    """Rotary position embedding (arXiv 2104.09864): the pair (i, i + N/2) turns by position * theta^(-2i/N)."""
+    half = head_width // 2
+    frequencies = theta ** (-torch.arange(half, device=positions_BT.device, dtype=torch.float64) / half)
+    angles = (positions_BT.double().unsqueeze(-1) * frequencies).unsqueeze(1)
+    return Angles(angles.cos(), angles.sin())
+
+
+class Places(NamedTuple):
+    """Where the tokens of a batch stand; made once for all blocks.
+
+    cu_seqlens: as given to the model. starts_BT1: bool, where documents start inside rows (not at their first
+    token). before_BT1: int64, how many tokens of its document and row stand before each. angles: rotary angles of the
+    positions, counted from the document's start. mask: bool [B, 1, T, T], True where a query may see a key. None: one
+    document a row, or no block that would read it.
+    """
+
+    cu_seqlens: Tensor | None
+    starts_BT1: Tensor | None
+    before_BT1: Tensor | None
+    angles: Angles | None
+    mask: Tensor | None
+
+
+def place_tokens(
+    config: Model, batch: int, length: int, cu_seqlens: Tensor | None, past: int, device: torch.device, *, attends: bool
+) -> Places:
+    """The places of a batch; `past` tokens came before its rows; `attends`: some block is attention."""
+    time = torch.arange(length, device=device).expand(batch, -1)
+    starts, document, before = None, None, time
+    if cu_seqlens is not None:
+        starts = ops.document_starts(cu_seqlens, batch, length)
+        document = starts.cumsum(1)
+        before = time - torch.where(starts, time, 0).cummax(1).values
+    angles = mask = None
+    if attends and config.attention.rope:
+        head_width = config.d_model // config.attention.heads
+        angles = rotary_angles(before + past, head_width, config.attention.rope_theta)
+    if attends and document is not None:
+        mask = (document.unsqueeze(-1) == document.unsqueeze(-2)).tril().unsqueeze(1)
+    if starts is None:
+        return Places(None, None, None, angles, mask)
+    return Places(cu_seqlens, starts.unsqueeze(-1), before.unsqueeze(-1), angles, mask)
