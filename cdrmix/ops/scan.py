@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 from types import ModuleType
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cdrmix.kernels import reference_scan
-from cdrmix.ops.backend import debugging
+from cdrmix.ops.backend import backend, debugging
 from cdrmix.ops.checks import DTYPES, check_cu_seqlens, check_document_starts, state_dtype
 
 ARGUMENTS = ("q", "k", "v", "log_decay")
@@ -135,6 +136,8 @@ def _check_log_decay(op: str, log_decay: Tensor) -> None:
 
 def _kernels(q: Tensor, v: Tensor) -> ModuleType:
     """The module whose `decay_scan_forward`, `decay_scan_backward` and `decay_scan_step` serve these tensors."""
+    if backend(q) == "cpu":
+        return importlib.import_module("cdrmix.kernels.decay_scan_cpu")
     return reference_scan
 
 
