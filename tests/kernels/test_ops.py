@@ -62,6 +62,11 @@ def combine(x: Arguments) -> tuple[Tensor, ...]:
     return (ops.moe_combine(x["y"], routing),)
 
 
+def product(x: Arguments) -> tuple[Tensor, ...]:
+    routing = ops.route_topk(x["logits"].detach(), 2, capacity=12)
+    return (ops.moe_product(x["rows"], x["w"], routing),)
+
+
 def cross_entropy(x: Arguments) -> tuple[Tensor, ...]:
     hidden = x["hidden"]
     targets = torch.arange(hidden.shape[0], device=hidden.device) % x["weight"].shape[0]
@@ -126,6 +131,7 @@ CASES: dict[str, tuple[Callable[[Arguments], tuple[Tensor, ...]], dict[str, tupl
     "moe_experts": (moe, {"x": (7, 16), "gate": (16, 8), "w_up": (8, 16, 24), "w_down": (8, 24, 16)}),
     "moe_dispatch": (dispatch, {"x": (20, 16), "logits": (20, 4)}),
     "moe_combine": (combine, {"y": (40, 16), "logits": (20, 4)}),
+    "moe_product": (product, {"rows": (40, 16), "w": (4, 16, 24), "logits": (20, 4)}),
     "linear_cross_entropy": (cross_entropy, {"hidden": (700, 16), "weight": (50, 16)}),
     "plastic_lora": (
         plastic,
