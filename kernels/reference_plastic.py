@@ -106,20 +106,19 @@ def delta_forward(k: Tensor, v: Tensor, beta: Tensor, state: Tensor, *, save: bo
     needs: every piece's S_0, V - K S_0^T, U, K K^T and inverse; shapes as `delta_saved_shapes` has them.
     """
     piece = piece_length(k.shape[1])
-    k, v, beta = _pieces(k, piece), _pieces(v, piece), _pieces(beta, piece).unsqueeze(-1)
+    k, v, beta = _pieces(k, piece), _pieces(v, piece), _pieces(beta, piece)
     gram = k @ k.mT
-    inverse = unit_lower_inverse((gram * -beta).tril_(-1))
-    states, errors, updates = [], [], []
-    for p in range(k.shape[1]):
-        error = torch.baddbmm(v[:, p], k[:, p], state.mT, alpha=-1)
-        update = inverse[:, p] @ (beta[:, p] * error)
-        if save:
-            states.append(state)
-            errors.append(error)
-            updates.append(update)
-        state = torch.baddbmm(state, update.mT, k[:, p])
-    saved = [*(torch.stack(each, 1) for each in (states, errors, updates)), gram, inverse] if save else []
-    return state, saved
+    inverse = unit_lower_inverse((gram * -beta.unsqueeze(-1)).tril_(-1))
+    solved = inverse * beta.unsqueeze(-2)
+    count = k.shape[1]
+    states = state.new_empty(state.shape[0], count + 1, *state.shape[1:])
+    states[:, 0] = state
+    errors, updates = torch.empty_like(v), torch.empty_like(v)
+    for p in range(count):
+        torch.baddbmm(v[:, p], k[:, p], states[:, p].mT, alpha=-1, out=errors[:, p])
+        torch.bmm(solved[:, p], errors[:, p], out=updates[:, p])
+        torch.baddbmm(states[:, p], updates[:, p].mT, k[:, p], out=states[:, p + 1])
+    return states[:, -1].clone(), [states, errors, updates, gram, inverse] if save else []
 
 
 def delta_saved_shapes(k: Tensor, v: Tensor) -> list[tuple[int, ...]]:
@@ -127,7 +126,7 @@ def delta_saved_shapes(k: Tensor, v: Tensor) -> list[tuple[int, ...]]:
     (N, T, K), V = k.shape, v.shape[-1]
     C = piece_length(T)
     P = -(-T // C)
-    return [(N, P, V, K), (N, P, C, V), (N, P, C, V), (N, P, C, C), (N, P, C, C)]
+    return [(N, P + 1, V, K), (N, P, C, V), (N, P, C, V), (N, P, C, C), (N, P, C, C)]
 
 
 def delta_backward(
@@ -137,15 +136,18 @@ def delta_backward(
     states, errors, updates, gram, inverse = saved
     tokens, piece = k.shape[1], gram.shape[-1]
     k, rates = _pieces(k, piece), _pieces(beta, piece).unsqueeze(-1)
-    dstate, dstates, dright = dlast, torch.empty_like(states), torch.empty_like(errors)
+    dstates, dright, dvalues = torch.empty_like(states), torch.empty_like(errors), torch.empty_like(errors)
+    dstates[:, -1] = dlast
     for p in range(k.shape[1] - 1, -1, -1):
-        dstates[:, p] = dstate
-        dright[:, p] = inverse[:, p].mT @ (k[:, p] @ dstate.mT)  # of diag(beta) (V - K S_0^T)
-        dstate = torch.baddbmm(dstate, (rates[:, p] * dright[:, p]).mT, k[:, p], alpha=-1)
-    dvalues = rates * dright
+        torch.bmm(inverse[:, p].mT, k[:, p] @ dstates[:, p + 1].mT, out=dright[:, p])  # of diag(beta) (V - K S_0^T)
+        torch.mul(rates[:, p], dright[:, p], out=dvalues[:, p])
+        torch.baddbmm(dstates[:, p + 1], dvalues[:, p].mT, k[:, p], alpha=-1, out=dstates[:, p])
     dlower = (dright @ updates.mT).tril_(-1).neg_()  # of tril(diag(beta) K K^T, -1)
     dbeta = (dright * errors).sum(-1) + (dlower * gram).sum(-1)
     dgram = rates * dlower
-    dk = updates @ dstates - dvalues @ states + (dgram + dgram.mT) @ k
-    dk, dv, dbeta = (x.flatten(1, 2)[:, :tokens].contiguous() for x in (dk, dvalues, dbeta))
-    return dk, dv, dbeta, dstate
+    dk = (dgram + dgram.mT) @ k
+    flat = dk.flatten(0, 1)
+    flat.baddbmm_(updates.flatten(0, 1), dstates[:, 1:].flatten(0, 1))
+    flat.baddbmm_(dvalues.flatten(0, 1), states[:, :-1].flatten(0, 1), alpha=-1)
+    dk, dvalues, dbeta = (x.flatten(1, 2)[:, :tokens].contiguous() for x in (dk, dvalues, dbeta))
+    return dk, dvalues, dbeta, dstates[:, 0].clone()

@@ -20,6 +20,9 @@ from cdrmix.ops.checks import DTYPES, state_dtype
 from cdrmix.ops.recurrence import KERNEL_WIDTHS, wkv7
 
 MOST_RANK = 128
+# Keys and values up to this width are wkv7's. At 128 the pieces of `plastic_delta` take half its time on a CPU, and a
+# GPU has no kernel for float32 keys of 128.
+NARROW = 64
 SIZES = {
     "x": "*, T, I",
     "w": "O, I",
@@ -191,7 +194,7 @@ def _delta(k: Tensor, v: Tensor, beta: Tensor, state: Tensor) -> Tensor:
     whole = torch.broadcast_shapes(k.shape[:-2], v.shape[:-2], beta.shape[:-1], state.shape[:-2])
     k, v = (x.expand(*whole, *x.shape[-2:]).reshape(-1, *x.shape[-2:]) for x in (k, v))
     beta, state = beta.expand(*whole, tokens).reshape(-1, tokens), state.expand(*whole, V, K).reshape(-1, V, K)
-    if max(K, V) > KERNEL_WIDTHS[-1]:
+    if max(K, V) > NARROW:
         save = torch.is_grad_enabled() and any(x.requires_grad for x in (k, v, beta, state))
         last, _ = _plastic_delta(k.contiguous(), v.contiguous(), beta.contiguous(), state.contiguous(), save)
         return last.view(*whole, V, K)
