@@ -127,9 +127,13 @@ class Model(Section):
         return tuple(kinds)
 
     @property
-    def routes(self) -> bool:
-        """Whether some block has a router."""
-        return self.feed_forward.kind == "moe" or bool(self.mixer_layers.routing_mamba)
+    def routers(self) -> tuple[str, ...]:
+        """The routers in the model's order, by layer: "3" is its feed-forward's, "3.mixer" its mixer's."""
+        names = []
+        for layer, mixer in enumerate(self.mixers):
+            names += [f"{layer}.mixer"] if mixer == "routing_mamba" else []
+            names += [f"{layer}"] if self.feed_forward.kind == "moe" else []
+        return tuple(names)
 
 
 def attention_layers(layers: int, fraction: float, schedule: str) -> frozenset[int]:
