@@ -48,11 +48,11 @@ def cross_entropy_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """losses [K, N], and the gradients of their sum: dhidden [N, D], dweight [V, D], of no elements unless wanted.
 
-    hidden and weight in one dtype, that of the products and of dhidden; losses and dweight in float32 at least.
+    hidden: in the dtype of the products and of dhidden, to which weight is cast; losses, dweight in float32 at least.
     Gradients are made by chunks of rows while a chunk's logits exist; the chunks' dweight is added in order.
     """
     accumulate = torch.promote_types(hidden_ND.dtype, torch.float32)
-    V = weight_VD.shape[0]
+    V, weight_VD = len(weight_VD), weight_VD.to(hidden_ND.dtype)
     counted_KN = counted(targets_KN, weights_KN, ignore_index)
     losses_KN = hidden_ND.new_zeros(targets_KN.shape, dtype=accumulate)
     dhidden_ND = torch.zeros_like(hidden_ND) if wants_hidden else hidden_ND.new_empty(0)

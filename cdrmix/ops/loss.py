@@ -40,8 +40,8 @@ def linear_cross_entropy(
         infinity and NaN too.
     Returns a scalar, for [S, R] targets [S]; float32, or float64 where hidden is.
     Differentiable once, in hidden and weight. Gradients are made in the forward pass, for equal gradients of all sets,
-    and handed out once. A second backward pass over a kept graph, and sets whose losses are not just summed (or
-    averaged) make them again: factors of sets belong into `weights`.
+    and handed out once. A second backward pass over a kept graph, and sets whose losses are not just summed,
+    make them again: factors of sets belong into `weights`.
     Raises ValueError naming the argument, before anything runs. Values of the targets are read on a CPU always, on a
     GPU under CDRMIX_DEBUG=1 alone, as reading them waits for it; there a wrong one gives NaN.
     """
@@ -134,13 +134,14 @@ def _loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The losses; dhidden in the dtype of the products and dweight in float32 at least, both empty unless wanted."""
     _check_targets(targets, weight.shape[0], ignore_index)
-    rows = targets.numel() if hidden.ndim == 3 else hidden.shape[0]
+    sets = len(targets) if hidden.ndim == targets.ndim else 1  # that share their rows' logits
+    rows = targets.numel() // sets
     with torch.autocast(hidden.device.type, enabled=False):  # which an operator inherits from its caller
         losses, dhidden, dweight = _kernels(hidden).cross_entropy_forward(
             hidden.reshape(rows, hidden.shape[-1]).to(dtype).contiguous(),
-            weight.to(dtype).contiguous(),
-            targets.reshape(-1, rows).contiguous(),
-            None if weights is None else weights.reshape(-1, rows).contiguous(),
+            weight.contiguous(),
+            targets.reshape(sets, rows).contiguous(),
+            None if weights is None else weights.reshape(sets, rows).contiguous(),
             z_loss=z_loss,
             label_smoothing=label_smoothing,
             ignore_index=ignore_index,
@@ -240,7 +241,9 @@ def _scaled(gradient: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tens
     In the loss's own precision: a factor rounded to bfloat16 would scale the whole gradient by up to 0.4 %.
     """
     if factor is not None:
-        gradient = gradient.to(factor.dtype).mul_(factor)
+        gradient = gradient.to(factor.dtype)
+        plain = type(gradient) is Tensor and not torch.is_grad_enabled()  # no tracer of PyTorch's around it
+        gradient = gradient.mul_(factor) if plain else gradient * factor
     return gradient.to(dtype)
 
 
