@@ -62,9 +62,9 @@ def plastic_project(
 # By architecture and operand width in bytes: the launch of one branch, and of several. The widest tiles that spill no
 # register.
 LAUNCHES: dict[tuple[str, int], tuple[Launch, Launch]] = {
-    ("sm_80", 2): (Launch(128, 128, 64, 8, 4), Launch(128, 128, 64, 8, 3)),
-    ("sm_90", 2): (Launch(128, 256, 64, 8, 4), Launch(128, 128, 64, 8, 4)),
-    ("sm_100", 2): (Launch(128, 256, 64, 8, 4), Launch(128, 128, 64, 8, 4)),
+    ("sm_80", 2): (Launch(128, 128, 64, 8, 4), Launch(128, 64, 64, 4, 3)),
+    ("sm_90", 2): (Launch(128, 256, 64, 8, 4), Launch(128, 64, 64, 4, 4)),
+    ("sm_100", 2): (Launch(128, 256, 64, 8, 4), Launch(128, 64, 64, 4, 4)),
     ("gfx942", 2): (Launch(128, 128, 64, 8, 2), Launch(128, 128, 64, 8, 2)),
     ("sm_80", 4): (Launch(128, 64, 32, 8, 3), Launch(64, 64, 32, 8, 3)),
     ("sm_90", 4): (Launch(128, 128, 32, 8, 3), Launch(128, 64, 32, 8, 3)),
@@ -116,16 +116,17 @@ def build(arch: str, dtype: torch.dtype, rank: int, branched: bool) -> Build:
     """The kernel as it ships, with what it costs."""
     rows, inputs, outputs = 32768, 2048, 2048
     launch, branches = launch_of(arch, dtype, branched), 3 if branched else 1
+    sizes = constants(arch, dtype, (inputs, outputs, rank), branched)
     return Build(
         name="plastic_project",
         kernel=plastic_project,
         signature=dict.fromkeys(("x", "w", "b_up", "reads", "y"), f"*{NAMES[dtype]}")
         | dict.fromkeys(("rows", "branches"), "i32"),
-        constants=constants(arch, dtype, (inputs, outputs, rank), branched),
+        constants=sizes,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
         programs=programs_of(launch, rows, outputs),
         flops=2 * rows * outputs * (inputs + branches * rank),
         bytes=dtype.itemsize * (rows * (inputs + branches * (rank + outputs)) + outputs * (inputs + rank)),
-        trips=(-(-inputs // launch.block_k), *((branches,) if branched else ())),
+        trips=tuple(n for n in (inputs // launch.block_k, branches, rank // sizes["BLOCK_RANK"]) if n > 1),
     )
