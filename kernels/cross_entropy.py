@@ -60,6 +60,7 @@ def cross_entropy_rows(
     for start in range(0, V, BLOCK):
         inside = start + columns < V
         x = tl.load(line + start + columns, mask=inside, other=float("-inf")).to(tl.float32)
+        x = tl.where(some != 0, x, 0.0)  # whatever a row holds that nothing counts of
         higher = tl.maximum(top, tl.max(x, 0))
         total = total * tl.exp(top - higher) + tl.exp(x - higher)
         top = higher
@@ -85,6 +86,7 @@ def cross_entropy_rows(
         for start in range(0, V, BLOCK):
             inside = start + columns < V
             x = tl.load(line + start + columns, mask=inside, other=float("-inf")).to(tl.float32)
+            x = tl.where(some != 0, x, 0.0)
             dx = factor * tl.exp(x - lse) - spread
             for k in tl.static_range(SETS):
                 target = tl.load(targets + k * count + place)
@@ -94,7 +96,6 @@ def cross_entropy_rows(
                 dx -= tl.where(
                     (start + columns == target) & (target != ignore_index), scale * (1.0 - label_smoothing), 0.0
                 )
-            dx = tl.where(some != 0, dx, 0.0)  # whatever the logits of a row that nothing counts of
             tl.store(line + start + columns, narrow(dx, logits.dtype.element_ty), mask=inside)
 
 
