@@ -45,7 +45,10 @@ plan smallest 150 '"$PYTHON" benchmarks/smallest.py --suite wkv7'
 plan moe_smallest 200 '"$PYTHON" benchmarks/smallest.py --suite moe'
 plan tests 300 'files=$(grep -rl --include="test_*.py" "mark\.gpu" tests) && CUBLAS_WORKSPACE_CONFIG=:4096:8 "$PYTHON" -m pytest -m gpu -q -p no:cacheprovider -W default --continue-on-collection-errors $files'
 plan moe/swiglu_training 360
+plan ce_smallest 100 '"$PYTHON" benchmarks/smallest.py --suite ce'
+plan ce/v50k_training 200
 plan wkv7/h32_k64_training 300
+plan ce/v128k_training 240
 plan moe/swiglu_forward 240
 plan moe/relu2_training 300
 plan moe/d4096_training 400
@@ -56,6 +59,8 @@ plan moe/empty_training 300
 plan wkv7/h32_k64_forward 180
 plan moe_memcheck 300 'PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --suite moe'
 plan memcheck 240 'PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --suite wkv7 --shapes 2'
+plan ce_memcheck 200 'PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --suite ce'
+plan ce_racecheck 200 'compute-sanitizer --tool racecheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --suite ce --shapes 2'
 plan moe_racecheck 300 'compute-sanitizer --tool racecheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --suite moe --shapes 1'
 plan racecheck 240 'compute-sanitizer --tool racecheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --suite wkv7 --shapes 1'
 plan wkv7/h16_k128_training 240
@@ -70,6 +75,10 @@ plan wkv7/packed_forward 150
 plan wkv7/h16_k128_forward 150
 plan wkv7/long_forward 150
 plan wkv7/short_forward 120
+plan ce/odd_training 150
+plan ce/v50k_forward 120
+plan ce/v128k_forward 150
+plan ce/odd_forward 120
 
 # What run.py names peers by, to leave all of them out.
 alone=(--without fla --without rwkv --without PyTorch --without ScatterMoE --without SonicMoE --without Liger

@@ -1,11 +1,12 @@
 """Runs the Triton kernels, both passes, on the smallest shapes that reach all branches: for memory checkers.
 
-compute-sanitizer --tool memcheck --error-exitcode 9 python benchmarks/smallest.py [--suite wkv7|moe] [--device cuda]
+compute-sanitizer --tool memcheck --error-exitcode 9 python benchmarks/smallest.py [--suite wkv7|moe|ce] [--device cuda]
 
 The recurrence: two chunks and a remainder, packed documents with an empty one, states in and out, unequal widths, both
 kinds of saving. The operators around it: with and without documents, and with and without the value residual.
 The mixture of experts: sizes that tiles divide and that they do not, more tokens than a tile, one and none, an expert
 without rows, dropped routes, both activations and both kinds of saving; dispatch and combine.
+The linear cross-entropy: one chunk and several, rows of logits that are aligned and not, sets, rows that do not count.
 """
 
 from __future__ import annotations
@@ -47,11 +48,14 @@ EXPERTS = (
 )
 
 
+LOSSES = ((1100, 64, 50_257, 2), (40, 32, 512, 1), (1, 8, 1, 1))  # rows, D, V, sets: three chunks, one, one of nothing
+
+
 def main() -> int:
     """Exit code 1 where a value is not finite."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--suite", choices=("wkv7", "moe"), help="default: both")
+    parser.add_argument("--suite", choices=("wkv7", "moe", "ce"), help="default: all")
     parser.add_argument("--shapes", type=int, help="how many of a suite's widths or shapes, the first ones")
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
@@ -60,7 +64,7 @@ def main() -> int:
     torch.manual_seed(0)
     failed = 0
     device = torch.device(arguments.device)
-    for suite, runs in (("wkv7", time_mix), ("moe", mixtures)):
+    for suite, runs in (("wkv7", time_mix), ("moe", mixtures), ("ce", losses)):
         if arguments.suite in (None, suite):
             for what, finite in runs(device, arguments.shapes):
                 failed += not finite
@@ -107,6 +111,31 @@ def mixture(device: torch.device, shape: Experts, dtype: torch.dtype, activation
     total = y.float().sum() + back.float().sum() + routing.load_balance + routing.z_loss
     gradients = torch.autograd.grad(total, (x, logits, w_up, w_down))
     return all(bool(one.isfinite().all()) for one in (y, back, *gradients))
+
+
+def losses(device: torch.device, shapes: int | None) -> Iterator[tuple[str, bool]]:
+    """The linear cross-entropy with every option and with none: what ran, and whether all values are finite."""
+    for shape, dtype, every in itertools.product(LOSSES[:shapes], DTYPES, (True, False)):
+        yield f"ce {shape} {dtype} {'every option' if every else 'no option'}", loss(device, shape, dtype, every)
+
+
+def loss(device: torch.device, shape: tuple[int, int, int, int], dtype: torch.dtype, every: bool) -> bool:
+    """The losses with both gradients, and without them; a third of the targets of weight 0, another ignored."""
+    rows, d_model, vocabulary, sets = shape
+    hidden = torch.randn(rows, d_model, device=device).to(dtype).requires_grad_()
+    weight = torch.randn(vocabulary, d_model, device=device).to(dtype).requires_grad_()
+    targets = torch.randint(0, vocabulary, (sets, rows), device=device)
+    weights = None
+    if every:
+        weights = torch.rand(sets, rows, device=device)
+        weights[:, ::3] = 0
+        targets[:, 1::3] = -100
+    options = {"z_loss": 0.01, "label_smoothing": 0.1} if every else {}
+    total = ops.linear_cross_entropy(hidden, weight, targets, weights=weights, **options)
+    gradients = torch.autograd.grad(total.sum() / rows, (hidden, weight))
+    with torch.no_grad():
+        again = ops.linear_cross_entropy(hidden, weight, targets, weights=weights, **options)
+    return all(bool(x.isfinite().all()) for x in (total, again, *gradients))
 
 
 def once(
