@@ -240,56 +240,6 @@ BROKEN = {
         run.yaml:5: model.feed_forward.top_k: found 3 (an integer)
             allowed: at most model.feed_forward.experts=2""",
     ),
-    "a mixer that is none": (
-        "layers: 4",
-        "layers: 4\n  mixer_layers: {mamba: [1]}",
-        """\
-        run.yaml:4: model.mixer_layers.mamba: unknown key
-            allowed: in model.mixer_layers: attention, rwkv7, mamba2, routing_mamba
-            did you mean model.mixer_layers.mamba2?""",
-    ),
-    "a layer that is not there": (
-        "layers: 4",
-        "layers: 4\n  mixer_layers:\n    mamba2: [0, 4]",
-        """\
-        run.yaml:5: model.mixer_layers.mamba2[1]: found 4 (an integer)
-            allowed: at most 3: layers count from 0, and model.layers=4""",
-    ),
-    "a layer of two mixers": (
-        "layers: 4",
-        "layers: 4\n  mixer_layers:\n    rwkv7: [2]\n    routing_mamba: [1, 2]",
-        """\
-        run.yaml:6: model.mixer_layers.routing_mamba[1]: found 2 (an integer)
-            allowed: each layer once in all of model.mixer_layers""",
-    ),
-    "Mamba heads that do not fill the width": (
-        "layers: 4",
-        "layers: 4\n  mixer_layers: {mamba2: [1]}\n  mamba: {head_dim: 48}",
-        """\
-        run.yaml:5: model.mamba.head_dim: found 48 (an integer)
-            allowed: must divide model.mamba.expand * model.d_model=256""",
-    ),
-    "Mamba heads that do not fill the groups": (
-        "layers: 4",
-        "layers: 4\n  mixer_layers: {routing_mamba: [1]}\n  mamba: {groups: 3}",
-        """\
-        run.yaml:5: model.mamba.groups: found 3 (an integer)
-            allowed: must divide model.mamba.expand * model.d_model / model.mamba.head_dim=4""",
-    ),
-    "attention by name alone, with heads that do not divide the width": (
-        "  layers: 4\n  attention: {heads: 4}",
-        "  layers: 4\n  attention_fraction: 0\n  mixer_layers: {attention: [1]}\n  attention: {heads: 3}",
-        """\
-        run.yaml:6: model.attention.heads: found 3 (an integer)
-            allowed: must divide model.d_model=128""",
-    ),
-    "more experts chosen than there are, by a mixer alone": (
-        "{hidden: 256}",
-        "{hidden: 256, kind: channel_mix, experts: 2, top_k: 3}\n  mixer_layers: {routing_mamba: [0]}",
-        """\
-        run.yaml:5: model.feed_forward.top_k: found 3 (an integer)
-            allowed: at most model.feed_forward.experts=2""",
-    ),
     "swiglu channel-mix": (
         "{hidden: 256}",
         "{hidden: 256, kind: channel_mix, activation: swiglu}",
