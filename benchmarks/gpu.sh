@@ -47,6 +47,9 @@ plan tests 300 'files=$(grep -rl --include="test_*.py" "mark\.gpu" tests) && CUB
 plan moe/swiglu_training 360
 plan ce_smallest 100 '"$PYTHON" benchmarks/smallest.py --suite ce'
 plan ce/v50k_training 200
+plan plastic_smallest 100 '"$PYTHON" benchmarks/smallest.py --suite plastic'
+plan plastic/narrow_training 150
+plan plastic/wide_training 150
 plan wkv7/h32_k64_training 300
 plan ce/v128k_training 240
 plan moe/swiglu_forward 240
@@ -61,6 +64,12 @@ plan moe_memcheck 300 'PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool
 plan memcheck 240 'PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --suite wkv7 --shapes 2'
 plan ce_memcheck 200 'PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --suite ce'
 plan ce_racecheck 200 'compute-sanitizer --tool racecheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --suite ce --shapes 2'
+plan plastic_memcheck 200 'PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --suite plastic'
+plan plastic_racecheck 200 'compute-sanitizer --tool racecheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --suite plastic --shapes 2'
+plan plastic/branches_training 150
+plan plastic/long_training 200
+plan plastic/narrow_layer_training 150
+plan plastic/narrow_hebb_training 150
 plan moe_racecheck 300 'compute-sanitizer --tool racecheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --suite moe --shapes 1'
 plan racecheck 240 'compute-sanitizer --tool racecheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --suite wkv7 --shapes 1'
 plan wkv7/h16_k128_training 240
@@ -79,6 +88,12 @@ plan ce/odd_training 150
 plan ce/v50k_forward 120
 plan ce/v128k_forward 150
 plan ce/odd_forward 120
+plan plastic/narrow_forward 120
+plan plastic/wide_forward 120
+plan plastic/narrow_layer_forward 120
+plan plastic/long_forward 120
+plan plastic/branches_forward 120
+plan plastic/narrow_hebb_forward 120
 
 # What run.py names peers by, to leave all of them out.
 alone=(--without fla --without rwkv --without PyTorch --without ScatterMoE --without SonicMoE --without Liger

@@ -1,12 +1,13 @@
 """Runs the Triton kernels, both passes, on the smallest shapes that reach all branches: for memory checkers.
 
-compute-sanitizer --tool memcheck --error-exitcode 9 python benchmarks/smallest.py [--suite wkv7|moe|ce] [--device cuda]
+compute-sanitizer --tool memcheck --error-exitcode 9 python benchmarks/smallest.py [--suite wkv7|moe|ce|plastic] [--device cuda]
 
 The recurrence: two chunks and a remainder, packed documents with an empty one, states in and out, unequal widths, both
 kinds of saving. The operators around it: with and without documents, and with and without the value residual.
 The mixture of experts: sizes that tiles divide and that they do not, more tokens than a tile, one and none, an expert
 without rows, dropped routes, both activations and both kinds of saving; dispatch and combine.
 The linear cross-entropy: one chunk and several, rows of logits that are aligned and not, sets, rows that do not count.
+The plastic update: rows, widths and ranks that tiles divide and that they do not, branches, every rule, starts.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ WIDTHS = ((64, 64), (32, 32), (128, 128), (32, 64), (128, 64))  # of keys and va
 EQUAL = [pair for pair in WIDTHS if pair[0] == pair[1]]
 DTYPES = (torch.bfloat16, torch.float32)
 SPLITS = ([0, 33, 33, 70], None)  # an empty document among three; one document a row
+
+# Tokens, inputs, outputs, rank, width of keys, branches: odd sizes; whole tiles; wide keys; one token.
+PLASTIC = ((150, 72, 136, 12, 12, 3), (256, 128, 256, 16, 16, 1), (70, 64, 40, 24, 200, 2), (1, 5, 3, 1, 1, 1))
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ def main() -> int:
     """Exit code 1 where a value is not finite."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--suite", choices=("wkv7", "moe", "ce"), help="default: all")
+    parser.add_argument("--suite", choices=("wkv7", "moe", "ce", "plastic"), help="default: all")
     parser.add_argument("--shapes", type=int, help="how many of a suite's widths or shapes, the first ones")
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
@@ -64,7 +68,7 @@ def main() -> int:
     torch.manual_seed(0)
     failed = 0
     device = torch.device(arguments.device)
-    for suite, runs in (("wkv7", time_mix), ("moe", mixtures), ("ce", losses)):
+    for suite, runs in (("wkv7", time_mix), ("moe", mixtures), ("ce", losses), ("plastic", plastic_updates)):
         if arguments.suite in (None, suite):
             for what, finite in runs(device, arguments.shapes):
                 failed += not finite
@@ -136,6 +140,35 @@ def loss(device: torch.device, shape: tuple[int, int, int, int], dtype: torch.dt
     with torch.no_grad():
         again = ops.linear_cross_entropy(hidden, weight, targets, weights=weights, **options)
     return all(bool(x.isfinite().all()) for x in (total, again, *gradients))
+
+
+def plastic_updates(device: torch.device, shapes: int | None) -> Iterator[tuple[str, bool]]:
+    """The plastic update by every rule, with starts and without: what ran, and whether all values are finite."""
+    for shape, dtype, rule in itertools.product(PLASTIC[:shapes], DTYPES, ("delta", "hebb", "oja")):
+        for starts in (False, True):
+            about = f"plastic {shape} {dtype} {rule}{' starts' if starts else ''}"
+            yield about, plastic_update(device, shape, dtype, rule, starts)
+
+
+def plastic_update(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype, rule: str, started: bool) -> bool:
+    """One chunk of two documents with every gradient, and its commit; whether all values are finite."""
+    tokens, inputs, outputs, rank, width, branches = shape
+
+    def normal(*size: int, unit: bool = False, kind: torch.dtype = dtype) -> torch.Tensor:
+        x = torch.randn(size, device=device)
+        return (torch.nn.functional.normalize(x, dim=-1) if unit else x).to(kind).requires_grad_()
+
+    leaves = (
+        *(normal(2, tokens, inputs), normal(outputs, inputs), normal(outputs, rank)),
+        *(normal(2, tokens, width), normal(2, tokens, width, unit=True), normal(2, tokens, rank, unit=True)),
+        torch.rand(branches, 2, tokens, device=device).to(dtype).requires_grad_(),
+        normal(2, rank, width, kind=torch.float32),
+    )
+    starts = torch.arange(tokens, device=device).expand(2, -1) % 60 == 40 if started else None
+    y, a_next = ops.plastic_lora(*leaves, alpha=0.5, decay=0.9, rule=rule, starts=starts)
+    committed = ops.plastic_commit(a_next)
+    gradients = torch.autograd.grad(y.float().sum() + committed.sum(), leaves)
+    return all(bool(x.isfinite().all()) for x in (y, committed, *gradients))
 
 
 def once(

@@ -71,13 +71,16 @@ def project_forward(x: Tensor, w: Tensor, b_up: Tensor, reads: Tensor) -> Tensor
 def project_backward(
     dy: Tensor, x: Tensor, w: Tensor, b_up: Tensor, reads: Tensor, wanted: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, w, b_up and reads; of no elements where `wanted`, in that order, is False."""
+    """The gradients of x, w, b_up and reads; of no elements where `wanted`, in that order, is False.
+
+    db_up as (reads^T dy)^T: dy^T reads, its long side down, takes 1.8 times as long on a CPU at O 1,024, r 16.
+    """
     rows, none = dy.flatten(0, 1), dy.new_empty(0)
     base = dy[0] if len(dy) == 1 else dy.sum(0)
     return (
         base @ w if wanted[0] else none,
         base.mT @ x if wanted[1] else none.clone(),
-        rows.mT @ reads.flatten(0, 1) if wanted[2] else none.clone(),
+        (reads.flatten(0, 1).mT @ rows).mT.contiguous() if wanted[2] else none.clone(),
         (rows @ b_up).view(reads.shape) if wanted[3] else none.clone(),
     )
 
@@ -110,14 +113,16 @@ def delta_forward(k: Tensor, v: Tensor, beta: Tensor, state: Tensor, *, save: bo
     gram = k @ k.mT
     inverse = unit_lower_inverse((gram * -beta.unsqueeze(-1)).tril_(-1))
     solved = inverse * beta.unsqueeze(-2)
-    count = k.shape[1]
-    states = state.new_empty(state.shape[0], count + 1, *state.shape[1:])
+    states = state.new_empty(len(state), k.shape[1] + 1, *state.shape[1:])
     states[:, 0] = state
     errors, updates = torch.empty_like(v), torch.empty_like(v)
-    for p in range(count):
-        torch.baddbmm(v[:, p], k[:, p], states[:, p].mT, alpha=-1, out=errors[:, p])
-        torch.bmm(solved[:, p], errors[:, p], out=updates[:, p])
-        torch.baddbmm(states[:, p], updates[:, p].mT, k[:, p], out=states[:, p + 1])
+    before, *after = states.unbind(1)
+    for key, value, solve, error, update, behind in zip(
+        *(x.unbind(1) for x in (k, v, solved, errors, updates)), after, strict=True
+    ):
+        torch.baddbmm(value, key, before.mT, alpha=-1, out=error)
+        torch.bmm(solve, error, out=update)
+        before = torch.baddbmm(before, update.mT, key, out=behind)
     return states[:, -1].clone(), [states, errors, updates, gram, inverse] if save else []
 
 
@@ -138,10 +143,12 @@ def delta_backward(
     k, rates = _pieces(k, piece), _pieces(beta, piece).unsqueeze(-1)
     dstates, dright, dvalues = torch.empty_like(states), torch.empty_like(errors), torch.empty_like(errors)
     dstates[:, -1] = dlast
-    for p in range(k.shape[1] - 1, -1, -1):
-        torch.bmm(inverse[:, p].mT, k[:, p] @ dstates[:, p + 1].mT, out=dright[:, p])  # of diag(beta) (V - K S_0^T)
-        torch.mul(rates[:, p], dright[:, p], out=dvalues[:, p])
-        torch.baddbmm(dstates[:, p + 1], dvalues[:, p].mT, k[:, p], alpha=-1, out=dstates[:, p])
+    *before, dstate = dstates.unbind(1)
+    pieces = zip(*(x.unbind(1) for x in (k, rates, inverse, dright, dvalues)), before, strict=True)
+    for key, rate, solve, right, value, ahead in reversed(list(pieces)):
+        torch.bmm(solve.mT, key @ dstate.mT, out=right)  # the gradient of diag(beta) (V - K S_0^T)
+        torch.mul(rate, right, out=value)
+        dstate = torch.baddbmm(dstate, value.mT, key, alpha=-1, out=ahead)
     dlower = (dright @ updates.mT).tril_(-1).neg_()  # of tril(diag(beta) K K^T, -1)
     dbeta = (dright * errors).sum(-1) + (dlower * gram).sum(-1)
     dgram = rates * dlower
