@@ -10,7 +10,7 @@ Products take bfloat16 operands for bfloat16 tensors, and float32 ones otherwise
 leave, as TF32, which has its 10 bits of mantissa; for float32 as float32, or as three TF32 products, good to 2e-6.
 
 Kept for the backward pass beside the inputs: the states at the chunks' starts, K V / C elements a token and head, which
-at K = V = C = 64 in bfloat16 is as much as v.
+at K = V = 64 and C = 32 in bfloat16 is twice as much as v.
 """
 
 from __future__ import annotations
@@ -59,46 +59,41 @@ class Launch:
     block_v: int
 
 
-def chunk_sizes(dtype: torch.dtype) -> tuple[int, ...]:
-    """The chunk lengths that there are for a dtype, the default first. The interpreter has both, as a test."""
-    if dtype == torch.bfloat16:
-        return (64, 32)
-    return (32, 64) if INTERPRETED else (32,)
+def chunk_sizes(dtype: torch.dtype, arch: str = "sm_90") -> tuple[int, ...]:
+    """The chunk lengths that there are for a dtype, the default first. The interpreter has both, as a test.
+
+    32, by the estimates of benchmarks/aot.py 1.2 times as fast as 64, whose tiles leave too few registers for two
+    programs a multiprocessor; 64 halves what is kept for the backward pass, and ships where it does not spill.
+    """
+    return (32, 64) if INTERPRETED or (dtype == torch.bfloat16 and arch == "sm_90") else (32,)
 
 
-# By operand dtype and chunk: warps a program, and at most so many columns of K and of V at a time.
+# By operand dtype and chunk: warps a program, and at most so many columns of K and of V at a time. The fastest by the
+# estimates for sm_90 of those tried that spill nowhere; 2 warps for bfloat16's values spill from K = 128 on.
 Tiles = dict[str, tuple[int, int, int]]
-BLOCKS: dict[tuple[torch.dtype, int], Tiles] = {
-    (torch.bfloat16, 64): {
-        "states": (4, 64, 32),
-        "read": (4, 64, 64),
-        "states_back": (4, 64, 32),
-        "gradient_values": (8, 64, 64),
-        "gradient_keys": (8, 64, 64),
-    },
-    (torch.bfloat16, 32): {
-        "states": (4, 64, 32),
-        "read": (4, 64, 64),
-        "states_back": (4, 64, 32),
-        "gradient_values": (4, 64, 64),
-        "gradient_keys": (4, 64, 64),
-    },
-    (torch.float16, 32): {
-        "states": (4, 64, 32),
-        "read": (4, 32, 64),
-        "states_back": (4, 64, 32),
-        "gradient_values": (4, 32, 32),
-        "gradient_keys": (4, 32, 32),
-    },
-    (torch.float32, 32): {
-        "states": (4, 32, 32),
-        "read": (8, 32, 32),
-        "states_back": (4, 32, 32),
-        "gradient_values": (8, 32, 32),
-        "gradient_keys": (8, 32, 32),
-    },
+_BF16_32: Tiles = {
+    "states": (4, 64, 32),
+    "read": (4, 64, 64),
+    "states_back": (4, 64, 32),
+    "gradient_values": (4, 32, 64),
+    "gradient_keys": (4, 64, 32),
 }
-NARROWER: dict[tuple[str, torch.dtype, int], Tiles] = {}
+_BF16_64: Tiles = _BF16_32 | {"gradient_values": (4, 32, 64), "gradient_keys": (4, 64, 32)}
+_FP16: Tiles = {
+    "states": (4, 64, 32),
+    "read": (4, 32, 32),
+    "states_back": (4, 64, 32),
+    "gradient_values": (4, 32, 32),
+    "gradient_keys": (4, 32, 32),
+}
+_FP32: Tiles = {
+    "states": (4, 32, 32),
+    "read": (8, 32, 32),
+    "states_back": (4, 32, 32),
+    "gradient_values": (8, 32, 32),
+    "gradient_keys": (8, 32, 32),
+}
+BLOCKS = {torch.bfloat16: {32: _BF16_32, 64: _BF16_64}, torch.float16: {32: _FP16}, torch.float32: {32: _FP32}}
 
 
 def covering(width: int) -> int:
@@ -110,14 +105,24 @@ def launch_of(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int
     """The launch that ships."""
     if kernel == "token":
         return Launch(4, 1, covering(K), min(16, covering(V)))
-    tiles = BLOCKS[dtype, C if (dtype, C) in BLOCKS else 32]
-    warps, block_k, block_v = (tiles | NARROWER.get((arch, dtype, C), {}))[kernel]
+    tiles = BLOCKS[dtype].get(C, BLOCKS[dtype][32])
+    warps, block_k, block_v = tiles[kernel]
+    if kernel == "gradient_values" and (dtype, C) == (torch.bfloat16, 32) and K <= 64 and arch != "sm_100":
+        warps, block_k, block_v = 2, 64, 64
     return Launch(warps, 2 if kernel in SCANS else 1, min(block_k, covering(K)), min(block_v, covering(V)))
 
 
-def precision_of(arch: str, dtype: torch.dtype) -> str:
-    """How float32 operands are multiplied. gfx942 has float32 products."""
-    return "ieee" if arch == "gfx942" else "tf32x3" if dtype == torch.float32 else "tf32"
+def precision_of(kernel: str, arch: str, dtype: torch.dtype) -> str:
+    """How float32 operands are multiplied.
+
+    gfx942 has float32 products. Float32 on NVIDIA: as three TF32 products in the scans, whose state does not fit the
+    registers beside an FMA's operands, and by FMA within a chunk, where gradient_values spilled 212 bytes with three.
+    """
+    if arch == "gfx942":
+        return "ieee"
+    if dtype == torch.float32:
+        return "tf32x3" if kernel in SCANS else "ieee"
+    return "tf32"
 
 
 def constants(
@@ -126,7 +131,7 @@ def constants(
     """The compile-time arguments of a kernel."""
     found: dict[str, Any] = {"K": K, "V": V, "BLOCK_K": launch.block_k, "BLOCK_V": launch.block_v}
     if kernel != "token":
-        found |= {"C": C, "PRECISION": precision_of(arch, dtype)}
+        found |= {"C": C, "PRECISION": precision_of(kernel, arch, dtype)}
     if kernel != "states":
         found["EXCLUSIVE"] = exclusive
     if kernel == "gradient_values":
@@ -142,9 +147,9 @@ def programs_of(kernel: str, K: int, V: int, launch: Launch) -> int:
     return {"read": blocks_v, "token": blocks_v, "gradient_keys": blocks_k, "gradient_values": 1}[kernel]
 
 
-def pick_chunk(chunk: int | None, dtype: torch.dtype) -> int:
+def pick_chunk(chunk: int | None, dtype: torch.dtype, arch: str = "sm_90") -> int:
     """The chunk length asked for, or the default; ValueError where it does not ship."""
-    sizes = chunk_sizes(dtype)
+    sizes = chunk_sizes(dtype, arch)
     if chunk is not None and chunk not in sizes:
         raise ValueError(f"decay_scan: chunk={chunk} does not ship for {dtype}; choose one of {sizes}, or None")
     return chunk or sizes[0]
@@ -157,7 +162,7 @@ class Problem:
         self.B, self.T, self.H, self.V = v.shape
         self.G, self.K = q.shape[2:]
         self.dtype, self.device, self.exclusive = q.dtype, q.device, exclusive
-        self.C = pick_chunk(chunk, q.dtype)
+        self.C = pick_chunk(chunk, q.dtype, architecture(q.device))
         self.packed = cu_seqlens is not None
         self.N = self.B if cu_seqlens is None else cu_seqlens.shape[0] - 1
         self.slots = slot_count(self.B, self.T, self.N, self.C, packed=self.packed)
@@ -342,7 +347,7 @@ def build(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int, ex
 
 
 # Widths stand for others with the same blocks; those of the last pair are no multiple of anything.
-PROVED = ((16, 16), (32, 32), (64, 64), (64, 128), (128, 64), (256, 256), (24, 40))
+PROVED = ((16, 16), (64, 64), (128, 64), (24, 40))
 
 
 def builds(arch: str) -> list[Build]:
@@ -352,7 +357,7 @@ def builds(arch: str) -> list[Build]:
 
 def _builds(arch: str) -> Iterator[Build]:
     for dtype, (K, V) in itertools.product(NAMES, PROVED):
-        for C, kernel in itertools.product(chunk_sizes(dtype), KERNELS):
+        for C, kernel in itertools.product(chunk_sizes(dtype, arch), KERNELS):
             if kernel == "token" and C != 32:
                 continue  # it has no chunks
             launch = launch_of(kernel, arch, dtype, K, V, C)
