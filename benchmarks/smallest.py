@@ -1,6 +1,6 @@
 """Runs the Triton kernels, both passes, on the smallest shapes that reach all branches: for memory checkers.
 
-compute-sanitizer --tool memcheck --error-exitcode 9 python benchmarks/smallest.py [--suite wkv7|moe|ce|plastic] [--device cuda]
+compute-sanitizer --tool memcheck --error-exitcode 9 python benchmarks/smallest.py [--suite NAME] [--device cuda]
 
 The recurrence: two chunks and a remainder, packed documents with an empty one, states in and out, unequal widths, both
 kinds of saving. The operators around it: with and without documents, and with and without the value residual.

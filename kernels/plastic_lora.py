@@ -25,7 +25,7 @@ from cdrmix.kernels.moe_experts import Launch, tile_constants
 from cdrmix.kernels.moe_gemm import add_gathered_product, gathered_product, place_of, store_rows
 from cdrmix.kernels.moe_rows import NAMES, on
 
-RANKS = (16, 32, 64, 128)  # those that are compiled ahead of time
+RANKS = (12, 16, 24, 32, 64, 128)  # those that are compiled ahead of time: 12 and 24 are padded
 
 
 @triton.jit(do_not_specialize=["rows", "branches"])
@@ -108,7 +108,7 @@ def project_forward(x: Tensor, w: Tensor, b_up: Tensor, reads: Tensor) -> Tensor
 
 
 def builds(arch: str) -> list[Build]:
-    """Every padded rank in every dtype with one branch and with three, at R 32768 and I = O = 2048."""
+    """Ranks of every kind in every dtype with one branch and with three, at R 32768 and I = O = 2048."""
     return [build(arch, dtype, rank, branched) for dtype in NAMES for rank in RANKS for branched in (False, True)]
 
 
