@@ -109,7 +109,7 @@ def chunk_rows(rows: int, D: int, V: int, itemsize: int, *, rounded: bool) -> in
 def add_product(sum_VD: Tensor, dlogits_NV: Tensor, hidden_ND: Tensor) -> None:
     """sum += dlogits^T hidden, in place; CUDA since PyTorch 2.8 adds narrow factors into float32 within the product."""
     wide = sum_VD.dtype != dlogits_NV.dtype
-    if wide and dlogits_NV.is_cuda and torch.version.hip is None and torch.__version__ >= (2, 8):
+    if wide and dlogits_NV.is_cuda and torch.version.hip is None and torch.__version__ >= "2.8":
         torch.addmm(sum_VD, dlogits_NV.mT, hidden_ND, out_dtype=sum_VD.dtype, out=sum_VD)
     else:
         reference_loss.add_product(sum_VD, dlogits_NV, hidden_ND)

@@ -85,7 +85,8 @@ def cross_entropy_forward(
         dlogits = exponentials.mul_(both * (1 + 2 * z_loss * lse) / total)
         if label_smoothing:
             dlogits -= both * (label_smoothing / V)
-        dlogits.scatter_add_(-1, target, scale * (label_smoothing - 1))
+        for at, share in zip(target.split(1, -1), (scale * (1 - label_smoothing)).split(1, -1), strict=True):
+            dlogits.scatter_(-1, at, dlogits.gather(-1, at) - share)  # set by set: two may have the same target
         dlogits = dlogits.to(hidden.dtype)
         if wants_hidden:
             dhidden_ND[chunk] = dlogits @ weight_VD
