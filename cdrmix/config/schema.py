@@ -163,7 +163,8 @@ class Train(Section):
     gradient_clip: PositiveFloat = 1.0
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     zero_stage: Literal[0, 1, 2, 3] = 0
-    expert_parallel: PositiveInt = 1  # processes that share out the experts; divides their number and the processes'
+    # processes that share out the feed-forwards' experts; divides their number and the processes'
+    expert_parallel: PositiveInt = 1
     activation_checkpointing: bool = False
     ema_decay: Between0And1 | None = None
     log_every: PositiveInt = 10

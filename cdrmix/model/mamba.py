@@ -62,7 +62,7 @@ class Mamba2(Mixer):
         self.inner, self.groups, self.d_state = mamba.expand * config.d_model, mamba.groups, mamba.d_state
         self.head_dim, self.heads = mamba.head_dim, mamba.expand * config.d_model // mamba.head_dim
         self.norm_eps = config.norm_eps
-        channels = self.inner + 2 * self.groups * self.d_state
+        self.channels = channels = self.inner + 2 * self.groups * self.d_state
         self.add_projections(config)
         bound = mamba.conv_width**-0.5
         self.conv_weight_WC = nn.Parameter(torch.empty(mamba.conv_width, channels).uniform_(-bound, bound))
@@ -76,13 +76,12 @@ class Mamba2(Mixer):
 
     def add_projections(self, config: Model) -> None:
         """The parameters of `project` and `emit`."""
-        selecting = 2 * self.groups * self.d_state + self.heads
-        self.input = linear(config.d_model, 2 * self.inner + selecting, config.init_std_scale)
+        self.input = linear(config.d_model, self.inner + self.channels + self.heads, config.init_std_scale)
         self.output = linear(self.inner, config.d_model, 0.0)
 
     def project(self, x: Tensor) -> Projected:
         """The token's own part: x [B, T, D] (normed) to all that the convolution, the scan and the gate read."""
-        return Projected(*self.input(x).split([self.inner, len(self.conv_bias), self.heads], -1))
+        return Projected(*self.input(x).split([self.inner, self.channels, self.heads], -1))
 
     def emit(self, y: Tensor, routing: ops.Routing | None) -> Tensor:
         """y [B, T, I] to the output [B, T, D]."""

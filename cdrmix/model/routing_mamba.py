@@ -30,7 +30,7 @@ class RoutingMamba(Mamba2):
     def add_projections(self, config: Model) -> None:
         experts, width = config.feed_forward.experts, config.d_model
         self.router = Router(width, config.feed_forward)
-        self.select = linear(width, 2 * self.groups * self.d_state + self.heads, config.init_std_scale)
+        self.select = linear(width, self.channels - self.inner + self.heads, config.init_std_scale)
         self.w_up = nn.Parameter(torch.empty(experts, width, 2 * self.inner))
         uniform_(self.w_up.mT, config.init_std_scale)
         self.w_down = nn.Parameter(torch.zeros(experts, self.inner, width))
@@ -38,7 +38,7 @@ class RoutingMamba(Mamba2):
     def project(self, x: Tensor) -> Projected:
         routing = self.router.route(x.flatten(0, 1))
         gate, x_inner = mixed_product(x, self.w_up, routing).chunk(2, -1)
-        B_C, step = self.select(x).split([2 * self.groups * self.d_state, self.heads], -1)
+        B_C, step = self.select(x).split([self.channels - self.inner, self.heads], -1)
         return Projected(gate, torch.cat([x_inner, B_C], -1), step, routing)
 
     def emit(self, y: Tensor, routing: ops.Routing | None) -> Tensor:

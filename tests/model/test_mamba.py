@@ -192,7 +192,7 @@ def test_the_convolution_of_packed_documents_has_the_bits_of_each_alone(
 def test_packed_documents_have_the_bits_of_each_alone(mixer: Mamba2, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32, between the projections: a matrix product rounds by how many rows it has, documents or not."""
     mixer.float()
-    sizes = [mixer.inner, len(mixer.conv_bias), mixer.heads]
+    sizes = [mixer.inner, mixer.channels, mixer.heads]
     monkeypatch.setattr(mixer, "project", lambda x: Projected(*x.split(sizes, -1)))
     monkeypatch.setattr(mixer, "emit", lambda y, routing: y)
     x = torch.randn(2, 24, sum(sizes))

@@ -137,10 +137,12 @@ def test_broken_off_and_resumed_is_uninterrupted(
     break_off_and_resume(trainer, monkeypatch, step, overrides)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_hybrid_learns_and_resumes_like_the_others(
-    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, hybrid: tuple[str, ...]
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, hybrid: tuple[str, ...], precision: str
 ) -> None:
-    straight = break_off_and_resume(trainer, monkeypatch, 3, (*ROUTERS, *hybrid))
+    overrides = (*ROUTERS, *hybrid, f"train.precision={precision}")
+    straight = break_off_and_resume(trainer, monkeypatch, 3, overrides)
     rows = read_metrics(straight.metrics_jsonl)
     assert rows[-1]["routers"] == ["0", "1", "2", "3.mixer", "3"]
     assert len(rows[-1]["router"]["entropy_bits"]) == len(rows[-1]["load"]) == 5
