@@ -56,33 +56,52 @@ def mixer(request: pytest.FixtureRequest) -> Mamba2:
     return moved(made).double()
 
 
+class DoubleNorm(torch.nn.Module):
+    """The gated norm of transformers, which works in float32 alone, in its input's dtype."""
+
+    def __init__(self, theirs: torch.nn.Module) -> None:
+        super().__init__()
+        self.weight, self.size, self.eps = theirs.weight, theirs.group_size, theirs.variance_epsilon
+
+    def forward(self, y: Tensor, gate: Tensor) -> Tensor:
+        groups = (y * functional.silu(gate)).unflatten(-1, (-1, self.size))
+        return (groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.eps)).flatten(-2) * self.weight
+
+
 @pytest.mark.filterwarnings("ignore")  # of the kernels that transformers looks for
 @pytest.mark.parametrize(("groups", "conv_width"), [(1, 4), (2, 4), (6, 2)])
-def test_agrees_with_transformers(groups: int, conv_width: int) -> None:
-    """Its mixer in plain PyTorch, float32; ours whole, and in two calls, split at every place."""
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float64, 1e-13)])
+def test_agrees_with_transformers(
+    monkeypatch: pytest.MonkeyPatch, groups: int, conv_width: int, dtype: torch.dtype, bound: float
+) -> None:
+    """Its mixer in plain PyTorch beside ours: whole, and in two calls, split at every place."""
     from transformers import Mamba2Config
     from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
     torch.manual_seed(0)
-    ours = moved(Mamba2(config(groups=groups, conv_width=conv_width), 0))
+    ours = moved(Mamba2(config(groups=groups, conv_width=conv_width), 0)).to(dtype)
     sizes = {"num_heads": 6, "head_dim": 8, "state_size": 16, "n_groups": groups, "conv_kernel": conv_width}
     theirs = Mamba2Mixer(
         Mamba2Config(hidden_size=24, expand=2, num_hidden_layers=1, chunk_size=8, layer_norm_epsilon=1e-5, **sizes), 0
-    )
+    ).to(dtype)
     names = {"input.weight": "in_proj.weight", "output.weight": "out_proj.weight", "conv_bias": "conv1d.bias"}
     weights = {names.get(name, name): weight for name, weight in ours.state_dict().items()}
     weights["conv1d.weight"] = weights.pop("conv_weight_WC").mT.unsqueeze(1)
     weights["norm.weight"] = weights.pop("norm_weight")
     theirs.load_state_dict(weights)
-    x = torch.randn(2, 21, 24)
+    if dtype == torch.float64:  # which transformers rounds to float32 on the way
+        theirs.eval().norm = DoubleNorm(theirs.norm)
+        monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    x = torch.randn(2, 21, 24, dtype=dtype)
     with torch.no_grad():
         expected = theirs(x)
+        assert expected.dtype == dtype
         assert expected.abs().max() > 1
-        assert (ours(x, ALONE, None, None).y - expected).abs().max() < 1e-5
+        assert (ours(x, ALONE, None, None).y - expected).abs().max() < bound
         for place in range(1, 21):
             first = ours(x[:, :place], ALONE, None, None)
             second = ours(x[:, place:], ALONE, None, first.state)
-            assert (torch.cat([first.y, second.y], 1) - expected).abs().max() < 1e-5, place
+            assert (torch.cat([first.y, second.y], 1) - expected).abs().max() < bound, place
 
 
 def token_by_token(mixer: Mamba2, projected: Projected) -> Tensor:
