@@ -14,6 +14,7 @@ from typing import Any
 SUITES = {
     "trainer": "trainer",
     "wkv7": "wkv7",
+    "scan": "scan",
     "moe": "moe",
     "ce": "ce",
     "aot": "aot",
