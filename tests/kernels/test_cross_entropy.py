@@ -89,6 +89,19 @@ def assert_near(found: list[Tensor], wanted: list[Tensor], terms: int) -> None:
         assert not y.numel() or (x - y).abs().max() <= bar * max(y.abs().max().item(), 1.0), name
 
 
+def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether dhidden was made, for every call of the implementation from now on."""
+    calls: list[bool] = []
+    forward = reference_loss.cross_entropy_forward
+
+    def counting(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+        calls.append(options["wants_hidden"])
+        return forward(*arguments, **options)
+
+    monkeypatch.setattr(reference_loss, "cross_entropy_forward", counting)
+    return calls
+
+
 @pytest.fixture(params=[None, 32, 1], ids=["usual", "32", "1"])
 def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int | None:
     """Rows of a chunk."""
@@ -166,14 +179,7 @@ def test_sets_equal_calls_of_their_own(own: bool) -> None:
 
 def test_summed_losses_use_the_gradients_of_the_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make(9, 4, 7, sets=3)
-    calls = []
-    forward = reference_loss.cross_entropy_forward
-
-    def counting(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-        calls.append(options["wants_hidden"])
-        return forward(*arguments, **options)
-
-    monkeypatch.setattr(reference_loss, "cross_entropy_forward", counting)
+    calls = count_calls(monkeypatch)
     torch.autograd.grad(case.run().sum() / 7, [case.hidden, case.weight])
     assert calls == [True]
     torch.autograd.grad(case.run() @ torch.arange(3.0, dtype=torch.float64), [case.hidden, case.weight])
@@ -313,7 +319,7 @@ def test_the_operator_is_registered_as_it_behaves(sets: int) -> None:
 
 
 @pytest.mark.parametrize("sets", [0, 2])
-def test_compiles_in_one_graph(sets: int) -> None:
+def test_compiles_in_one_graph_and_makes_gradients_once(sets: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make(9, 4, 7, sets=sets, weighted=True, dtype=torch.float32)
 
     def loss(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -321,7 +327,9 @@ def test_compiles_in_one_graph(sets: int) -> None:
 
     leaves = [case.hidden, case.weight]
     wanted = torch.autograd.grad(loss(*leaves), leaves)
+    calls = count_calls(monkeypatch)
     found = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(*leaves), leaves)
+    assert calls == [True]
     assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
 
 
