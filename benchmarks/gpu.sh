@@ -50,6 +50,10 @@ plan ce/v50k_training 200
 plan plastic_smallest 100 '"$PYTHON" benchmarks/smallest.py --suite plastic'
 plan plastic/narrow_training 150
 plan plastic/wide_training 150
+plan scan_smallest 100 '"$PYTHON" benchmarks/smallest.py --suite scan'
+plan scan/h32_k64_training 200
+plan scan/h32_k16_training 150
+plan scan/mamba_training 150
 plan wkv7/h32_k64_training 300
 plan ce/v128k_training 240
 plan moe/swiglu_forward 240
@@ -72,6 +76,10 @@ plan plastic/narrow_layer_training 150
 plan plastic/narrow_hebb_training 150
 plan moe_racecheck 300 'compute-sanitizer --tool racecheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --suite moe --shapes 1'
 plan racecheck 240 'compute-sanitizer --tool racecheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --suite wkv7 --shapes 1'
+plan scan_memcheck 200 'PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --suite scan'
+plan scan/packed_training 150
+plan scan/retention_training 150
+plan scan/long_training 150
 plan wkv7/h16_k128_training 240
 plan wkv7/long_training 240
 plan wkv7/short_training 180
@@ -80,6 +88,12 @@ plan moe/relu2_forward 240
 plan moe/e16_forward 240
 plan moe/skewed_forward 240
 plan moe/empty_forward 240
+plan scan/h32_k64_forward 120
+plan scan/h32_k16_forward 100
+plan scan/mamba_forward 100
+plan scan/packed_forward 100
+plan scan/retention_forward 100
+plan scan/long_forward 100
 plan wkv7/packed_forward 150
 plan wkv7/h16_k128_forward 150
 plan wkv7/long_forward 150

@@ -55,11 +55,14 @@ EXPERTS = (
 LOSSES = ((1100, 64, 50_257, 2), (40, 32, 512, 1), (1, 8, 1, 1))  # rows, D, V, sets: three chunks, one, one of nothing
 
 
+SCANS = ((64, 64), (16, 16), (128, 64), (24, 40))  # K, V
+
+
 def main() -> int:
     """Exit code 1 where a value is not finite."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--suite", choices=("wkv7", "moe", "ce", "plastic"), help="default: all")
+    parser.add_argument("--suite", choices=("wkv7", "moe", "ce", "plastic", "scan"), help="default: all")
     parser.add_argument("--shapes", type=int, help="how many of a suite's widths or shapes, the first ones")
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
@@ -68,7 +71,13 @@ def main() -> int:
     torch.manual_seed(0)
     failed = 0
     device = torch.device(arguments.device)
-    for suite, runs in (("wkv7", time_mix), ("moe", mixtures), ("ce", losses), ("plastic", plastic_updates)):
+    for suite, runs in (
+        ("wkv7", time_mix),
+        ("moe", mixtures),
+        ("ce", losses),
+        ("plastic", plastic_updates),
+        ("scan", scans),
+    ):
         if arguments.suite in (None, suite):
             for what, finite in runs(device, arguments.shapes):
                 failed += not finite
@@ -169,6 +178,28 @@ def plastic_update(device: torch.device, shape: tuple[int, ...], dtype: torch.dt
     committed = ops.plastic_commit(a_next)
     gradients = torch.autograd.grad(y.float().sum() + committed.sum(), leaves)
     return all(bool(x.isfinite().all()) for x in (y, committed, *gradients))
+
+
+def scans(device: torch.device, shapes: int | None) -> Iterator[tuple[str, bool]]:
+    """The decay scan, inclusive and exclusive: what ran, and whether all values are finite."""
+    for widths, dtype, exclusive in itertools.product(SCANS[:shapes], DTYPES, (False, True)):
+        yield f"scan {widths} {dtype}{' exclusive' if exclusive else ''}", scan(device, widths, dtype, exclusive)
+
+
+def scan(device: torch.device, widths: tuple[int, int], dtype: torch.dtype, exclusive: bool) -> bool:
+    """decay_scan of packed documents with every gradient, then one step; whether all values are finite."""
+    tokens, heads = 70, 4
+    q, k = (torch.randn(1, tokens, 2, widths[0], device=device).to(dtype).requires_grad_() for _ in range(2))
+    v = torch.randn(1, tokens, heads, widths[1], device=device).to(dtype).requires_grad_()
+    log_decay = (-8 * torch.rand(1, tokens, heads, device=device)).requires_grad_()
+    state = torch.randn(3, heads, widths[1], widths[0], device=device, requires_grad=True)
+    cu_seqlens = torch.tensor([0, 40, 40, tokens], device=device)
+    inputs = (q, k, v, log_decay)
+    y, last = ops.decay_scan(*inputs, state=state, cu_seqlens=cu_seqlens, exclusive=exclusive, return_state=True)
+    assert last is not None
+    gradients = torch.autograd.grad((y.float().sum(), last.square().sum()), (*inputs, state))
+    step, after = ops.decay_scan_step(*(x.detach()[:, -1] for x in inputs), last.detach()[-1:], exclusive)
+    return all(bool(x.isfinite().all()) for x in (y, last, *gradients, step, after))
 
 
 def once(
