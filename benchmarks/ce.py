@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 import comparison
 import machine
 import torch
-from cases import Case, Options, Result
+from cases import Options, Result
 from ce_peers import CHUNKED, LIGER, LIGER_FLOAT32, OURS, PLAIN, Call, implementations
 from comparison import Comparison
 from measure import peak_of_process, relative_error
@@ -184,21 +184,11 @@ GPU_SHAPES = {
 }
 
 
-def make_cases(shapes: dict[str, Shape], device: str) -> dict[str, Case]:
-    """NAME_training of every shape, then NAME_forward."""
-    dtype = "bfloat16" if device == "cuda" else "float32, one thread"
-    return {
-        f"{name}_{part}": Case(
-            functools.partial(measure, shape, part),
-            f"{part} in ms, {shape.rows} rows, d {shape.d_model}, V {shape.vocabulary}, {dtype}",
-            (device,),
-        )
-        for part in ("training", "forward")
-        for name, shape in shapes.items()
-    }
+def about(shape: Shape) -> str:
+    return f"{shape.rows} rows, d {shape.d_model}, V {shape.vocabulary}"
 
 
-CASES = make_cases(CPU_SHAPES, "cpu") | make_cases(GPU_SHAPES, "cuda")
+CASES = comparison.cases_of(CPU_SHAPES, "cpu", measure, about) | comparison.cases_of(GPU_SHAPES, "cuda", measure, about)
 
 if __name__ == "__main__":
     print(json.dumps(peak(Shape(**json.loads(sys.argv[1])), *sys.argv[2:])))

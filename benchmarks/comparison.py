@@ -6,6 +6,7 @@ A suite of kernels gives the problem, who computes it, and what is exact; the re
 from __future__ import annotations
 
 import abc
+import functools
 import json
 import os
 import subprocess
@@ -17,13 +18,14 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from cases import Options, quantiles
+from cases import Case, Options, Result, quantiles
 from measure import admit, interleaved, kept_for_backward, peak_on_gpu
 from torch import Tensor
 
 from cdrmix import ops
 
 Implementation = TypeVar("Implementation")
+Shape = TypeVar("Shape")  # sizes of a measurement
 Call = Callable[[], object]
 
 
@@ -126,6 +128,23 @@ def compare(
     for who, values in samples.items():
         found.setdefault(who, {})["milliseconds"] = quantiles(values)
     return Comparison(ours, runners, samples, found, absent)
+
+
+def cases_of(
+    shapes: Mapping[str, Shape],
+    device: str,
+    measure: Callable[[Shape, str, Options], Result],
+    about: Callable[[Shape], str],
+) -> dict[str, Case]:
+    """NAME_training of every shape, then NAME_forward."""
+    dtype = "bfloat16" if device == "cuda" else "float32"
+    return {
+        f"{name}_{part}": Case(
+            functools.partial(measure, shape, part), f"{part} in ms, {about(shape)}, {dtype}", (device,)
+        )
+        for part in ("training", "forward")
+        for name, shape in shapes.items()
+    }
 
 
 def weigh(runner: Runner, peak_on_cpu: Callable[[], int | None]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 import comparison
 import machine
 import torch
-from cases import Case, Options, Result
+from cases import Options, Result
 from comparison import Comparison
 from measure import peak_of_process, relative_error
 from moe_peers import (
@@ -340,22 +340,12 @@ GPU_SHAPES = {
 }
 
 
-def make_cases(shapes: dict[str, Shape], device: str) -> dict[str, Case]:
-    """NAME_training of every shape, then NAME_forward."""
-    dtype = "bfloat16" if device == "cuda" else "float32, one thread"
-    return {
-        f"{name}_{part}": Case(
-            functools.partial(measure, shape, part),
-            f"{part} in ms, T {shape.tokens}, d {shape.d_model}, F {shape.hidden}, E {shape.experts}, k {shape.k}, "
-            f"{shape.activation}, {shape.load} load, {dtype}",
-            (device,),
-        )
-        for part in ("training", "forward")
-        for name, shape in shapes.items()
-    }
+def about(shape: Shape) -> str:
+    sizes = f"T {shape.tokens}, d {shape.d_model}, F {shape.hidden}, E {shape.experts}, k {shape.k}"
+    return f"{sizes}, {shape.activation}, {shape.load} load"
 
 
-CASES = make_cases(CPU_SHAPES, "cpu") | make_cases(GPU_SHAPES, "cuda")
+CASES = comparison.cases_of(CPU_SHAPES, "cpu", measure, about) | comparison.cases_of(GPU_SHAPES, "cuda", measure, about)
 
 if __name__ == "__main__":
     print(json.dumps(peak(Shape(**json.loads(sys.argv[1])), *sys.argv[2:])))

@@ -7,7 +7,6 @@ process's memory.
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from dataclasses import asdict, dataclass
 import comparison
 import machine
 import torch
-from cases import Case, Options, Result
+from cases import Options, Result
 from comparison import Comparison
 from measure import peak_of_process, relative_error
 from plastic_peers import LOOP, LORA, OURS, PROJECTION, Implementation, implementations
@@ -215,25 +214,13 @@ GPU_SHAPES = {
 }
 
 
-def make_cases(shapes: dict[str, Shape], device: str) -> dict[str, Case]:
-    """NAME_training of every shape, then NAME_forward."""
-    dtype = "bfloat16" if device == "cuda" else "float32"
-    return {
-        f"{name}_{part}": Case(
-            functools.partial(measure, shape, part), f"{part} in ms, {about(shape)}, {dtype}", (device,)
-        )
-        for part in ("training", "forward")
-        for name, shape in shapes.items()
-    }
-
-
 def about(shape: Shape) -> str:
     keys = f"A {shape.rank} x {shape.width or shape.rank}, {shape.rule}"
     more = ", with its projections" if shape.layered else f", {shape.branches} branches" if shape.branches > 1 else ""
     return f"B {shape.batch}, T {shape.tokens}, D {shape.d_model}, {keys}{more}"
 
 
-CASES = make_cases(CPU_SHAPES, "cpu") | make_cases(GPU_SHAPES, "cuda")
+CASES = comparison.cases_of(CPU_SHAPES, "cpu", measure, about) | comparison.cases_of(GPU_SHAPES, "cuda", measure, about)
 
 if __name__ == "__main__":
     print(json.dumps(peak(Shape(**json.loads(sys.argv[1])), *sys.argv[2:])))

@@ -6,7 +6,6 @@ this process's memory.
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import sys
@@ -16,7 +15,7 @@ from typing import Any
 import comparison
 import machine
 import torch
-from cases import Case, Options, Result
+from cases import Options, Result
 from comparison import Comparison
 from measure import peak_of_process, relative_error
 from scan_peers import CHUNKED, FLA, FLA_NAIVE, NAIVE, OURS, RETENTION, Implementation, implementations
@@ -200,22 +199,12 @@ GPU_SHAPES = {
 }
 
 
-def make_cases(shapes: dict[str, Shape], device: str) -> dict[str, Case]:
-    """NAME_training of every shape, then NAME_forward."""
-    dtype = "bfloat16" if device == "cuda" else "float32"
-    return {
-        f"{name}_{part}": Case(
-            functools.partial(measure, shape, part),
-            f"{part} in ms, B {shape.batch}, T {shape.length}{', packed documents' if shape.packed else ''}, "
-            f"G {shape.groups}, H {shape.heads}, K {shape.key_width}, V {shape.value_width}, {dtype}",
-            (device,),
-        )
-        for part in ("training", "forward")
-        for name, shape in shapes.items()
-    }
+def about(shape: Shape) -> str:
+    sizes = f"G {shape.groups}, H {shape.heads}, K {shape.key_width}, V {shape.value_width}"
+    return f"B {shape.batch}, T {shape.length}{', packed documents' if shape.packed else ''}, {sizes}"
 
 
-CASES = make_cases(CPU_SHAPES, "cpu") | make_cases(GPU_SHAPES, "cuda")
+CASES = comparison.cases_of(CPU_SHAPES, "cpu", measure, about) | comparison.cases_of(GPU_SHAPES, "cuda", measure, about)
 
 if __name__ == "__main__":
     print(json.dumps(peak(Shape(**json.loads(sys.argv[1])), *sys.argv[2:])))

@@ -50,7 +50,8 @@ import sys
 sys.path.insert(0, {str(BENCHMARKS)!r})
 import machine, run, wkv7
 machine.measured_rates = lambda device: {{"bytes_per_second": 1e10, "flops_per_second": 1e11}}  # which takes seconds
-wkv7.CASES = wkv7.make_cases({{"cpu_tiny": wkv7.Shape(1, 33, 1, 32)}}, "cpu")
+tiny = {{"cpu_tiny": wkv7.Shape(1, 33, 1, 32)}}
+wkv7.CASES = wkv7.comparison.cases_of(tiny, "cpu", wkv7.measure, wkv7.about)
 sys.exit(run.main())
 """
     arguments = ["--suite", "wkv7", "--case", "cpu_tiny_training", "--blocks", "2", "--without", "32", "--results"]
