@@ -1,8 +1,7 @@
 """Vectors of 8 float32 for loops that numba compiles, where LLVM does not find the register blocking by itself.
 
 Accumulators that numba keeps in arrays stay in memory. Everything is passed as an address and counted in floats; the
-caller keeps the tensors alive. Numba's disk cache watches the file of a compiled function alone: whoever changes this
-one empties kernels/__pycache__, or the loops made from it stay as they were.
+caller keeps the tensors alive.
 """
 
 from __future__ import annotations
@@ -14,6 +13,8 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
+
+from cdrmix.kernels._compiled import compiled
 
 LANES = 8  # one AVX register, two of NEON's
 LINE = 16  # floats of a cache line
@@ -251,14 +252,9 @@ def transpose(_context: Any, source: Any, at: Any, stride: Any, target: Any, to:
     return types.void(*[types.int64] * 6), generate
 
 
-def compiled(function: Callable[..., None]) -> Any:
-    """Compiled on first use and kept on disk; where no folder can be written, compiled in every process."""
-    try:
-        return njit(function, nogil=True, cache=True)
-    except RuntimeError as error:
-        if "no locator available" not in str(error):
-            raise
-        return njit(function, nogil=True)
+def loop(function: Callable[..., None]) -> Any:
+    """A loop that Python calls: compiled on first use and kept on disk, without the interpreter's lock."""
+    return compiled(function, {"nogil": True})
 
 
 @njit(nogil=True)

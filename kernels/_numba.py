@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from numba.core.compiler import Compiler
 from torch import Tensor
 
+from cdrmix.kernels import _compiled
 from cdrmix.kernels._threads import run_parts
 
 SERIAL_WORK = 1 << 17  # elements below which waking a second thread does not pay
@@ -36,14 +36,9 @@ class _Apart(Compiler):
 
 
 def compiled(function: Callable[..., Any], fastmath: frozenset[str] = frozenset({"contract"})) -> Any:
-    """Compiled on first use and kept on disk; where no folder can be written, compiled in every process."""
+    """An element-wise kernel, compiled on first use and kept on disk."""
     options = {"nogil": True, "error_model": "numpy", "fastmath": set(fastmath), "pipeline_class": _Apart}
-    try:
-        return njit(function, cache=True, **options)
-    except RuntimeError as error:
-        if "no locator available" not in str(error):
-            raise
-        return njit(function, **options)
+    return _compiled.compiled(function, options)
 
 
 def with_sums(function: Callable[..., Any]) -> Any:

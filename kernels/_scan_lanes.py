@@ -11,13 +11,13 @@ from numba import njit
 
 from cdrmix.kernels._lanes import (
     LANES,
-    compiled,
     copy,
     exponential,
     fill,
     fused,
     integer,
     load,
+    loop,
     number,
     plus,
     put,
@@ -236,7 +236,7 @@ def _sum_decay_gradients(  # type: ignore[no-untyped-def]
         earlier += number(dleaving, row)
 
 
-@compiled
+@loop
 def scan(  # type: ignore[no-untyped-def]
     first, stride, items, heads, groups, key_width, value_width, C, exclusive, starts,
     q, k, v, log, state, y, last, checkpoints,
@@ -289,7 +289,7 @@ def scan(  # type: ignore[no-untyped-def]
             _give(S, K, last, item * value_width * key_width, key_width, value_width, key_width, False)
 
 
-@compiled
+@loop
 def scan_back(  # type: ignore[no-untyped-def]
     first, stride, items, heads, groups, parts, key_width, value_width, C, exclusive, tokens, starts,
     q, k, v, log, state, checkpoints, dy, dlast, dq, dk, dv, dlog, dstate,

@@ -14,13 +14,13 @@ from numba import njit
 
 from cdrmix.kernels._lanes import (
     LANES,
-    compiled,
     copy,
     exponential,
     fill,
     fused,
     integer,
     load,
+    loop,
     plus,
     prefetch_span,
     row_sums,
@@ -52,7 +52,7 @@ def _from_tiles(tiles, at, rows, to, K, V):  # type: ignore[no-untyped-def]
             transpose(tiles, at + v // TILE * TILE * K + k * TILE + v % TILE, TILE, rows, to + v * K + k, K)
 
 
-@compiled
+@loop
 def scan(  # type: ignore[no-untyped-def]
     first, stride, items, heads, K, V, spacing, starts,
     r, log_w, k, v, a, b, state, y, removed, last, checkpoints,
@@ -178,7 +178,7 @@ def _step_back(  # type: ignore[no-untyped-def]
         store(dremoved, row, row_sums(sums, (ROWS + row) * LANES))
 
 
-@compiled
+@loop
 def scan_back(  # type: ignore[no-untyped-def]
     first, stride, items, heads, K, V, spacing, starts,
     r, log_w, k, v, a, b, state, removed, checkpoints, dy, dlast,

@@ -77,11 +77,14 @@ def moe_product(x_RD: Tensor, w_EDF: Tensor, routing: Routing) -> Tensor:
     _check_routing("moe_product", routing)
     _check_rows("moe_product", x_RD, routing, len(routing.order_R), "R = T * k")
     experts, width = len(routing.counts_E), x_RD.shape[1]
+    if not isinstance(w_EDF, Tensor) or w_EDF.dtype not in DTYPES:
+        found = str(w_EDF.dtype) if isinstance(w_EDF, Tensor) else type(w_EDF).__name__
+        raise ValueError(f"moe_product: w_EDF must be bfloat16, float16, float32 or float64; found {found}")
     if w_EDF.ndim != 3 or w_EDF.shape[:2] != (experts, width) or 0 in w_EDF.shape:
-        raise ValueError(f"moe_product: w must be [E, D, F] = [{experts}, {width}, F]; found {list(w_EDF.shape)}")
+        raise ValueError(f"moe_product: w_EDF must be [E, D, F] = [{experts}, {width}, F]; found {list(w_EDF.shape)}")
     dtype = compute_dtype(x_RD)
     if compute_dtype(w_EDF) != dtype or w_EDF.device != x_RD.device:
-        found = f"w is {w_EDF.dtype} on {w_EDF.device}, x {x_RD.dtype} on {x_RD.device}"
+        found = f"w_EDF is {w_EDF.dtype} on {w_EDF.device}, x {x_RD.dtype} on {x_RD.device}"
         raise ValueError(f"moe_product: {found}: one device and one dtype, or autocast")
     return _moe_product(x_RD.to(dtype).contiguous(), w_EDF.to(dtype).contiguous(), routing.counts_E.contiguous())
 
@@ -155,10 +158,18 @@ def _check_indices(experts_TK: Tensor, order_R: Tensor, counts_E: Tensor) -> Non
         low, high = (int(value) for value in x.aminmax())
         if low < 0 or high >= bound:
             raise ValueError(f"moe_experts: routing.{name} must be within 0 to {bound - 1}; found {low} to {high}")
-    if int(counts_E.min()) < 0 or int(counts_E.sum()) > len(order_R):
+    _check_counts("moe_experts", counts_E, len(order_R))
+
+
+def _check_counts(op: str, counts_E: Tensor, routes: int) -> None:
+    """Raises ValueError for counts that are not those of so many routes, where looking is free or asked for."""
+    if counts_E.dtype != torch.int64:
+        raise ValueError(f"{op}: routing.counts_E is {counts_E.dtype}; of route_topk it is int64")
+    if counts_E.device.type != "cpu" and not debugging():
+        return
+    if int(counts_E.min()) < 0 or int(counts_E.sum()) > routes:
         raise ValueError(
-            f"moe_experts: routing.counts_E must be 0 or more and sum to at most {len(order_R)} routes; "
-            f"found {counts_E.tolist()}"
+            f"{op}: routing.counts_E must be 0 or more and sum to at most {routes} routes; found {counts_E.tolist()}"
         )
 
 
@@ -302,6 +313,7 @@ _moe_combine.register_autograd(_differentiate_combine, setup_context=_keep_order
 
 @torch.library.custom_op("cdrmix::moe_product", mutates_args=())
 def _moe_product(x_RD: Tensor, w_EDF: Tensor, counts_E: Tensor) -> Tensor:
+    _check_counts("moe_product", counts_E, len(x_RD))
     with torch.autocast(x_RD.device.type, enabled=False):
         y_RF: Tensor = _kernels(x_RD).product_forward(x_RD, w_EDF, counts_E)
     return y_RF

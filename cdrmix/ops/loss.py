@@ -41,14 +41,15 @@ def linear_cross_entropy(
     Returns a scalar, for [S, R] targets [S]; float32, or float64 where hidden is.
     Differentiable once, in hidden and weight. Gradients are made in the forward pass, for equal gradients of all sets,
     and handed out once. A second backward pass over a kept graph, and sets whose losses are not just summed,
-    make them again: factors of sets belong into `weights`.
+    make them again: factors of sets belong into `weights`. They are kept as of a largest
+    weight of about 1, so that float16 loses nothing of small weights, whatever scale of the loss follows.
     Raises ValueError naming the argument, before anything runs. Values of the targets are read on a CPU always, on a
     GPU under CDRMIX_DEBUG=1 alone, as reading them waits for it; there a wrong one gives NaN.
     """
-    _check(hidden, weight, targets, weights, z_loss, label_smoothing)
-    options = float(z_loss), float(label_smoothing), int(ignore_index), compute_dtype(hidden)
+    _check(hidden, weight, targets, weights, z_loss, label_smoothing, ignore_index)
+    options = float(z_loss), float(label_smoothing), ignore_index, compute_dtype(hidden)
     with_gradients = torch.is_grad_enabled()
-    loss, _, _ = _loss(
+    loss, *_ = _loss(
         hidden,
         weight,
         targets,
@@ -61,7 +62,13 @@ def linear_cross_entropy(
 
 
 def _check(
-    hidden: Tensor, weight: Tensor, targets: Tensor, weights: Tensor | None, z_loss: float, label_smoothing: float
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    weights: Tensor | None,
+    z_loss: float,
+    label_smoothing: float,
+    ignore_index: int,
 ) -> None:
     """Raises ValueError for what shapes, dtypes and devices tell; reads no value."""
     named = {"hidden": hidden, "weight": weight, "targets": targets}
@@ -95,6 +102,11 @@ def _check(
             f"{OP}: weights must be floating point and {list(targets.shape)} as the targets; "
             f"found {weights.dtype} {list(weights.shape)}"
         )
+    for name, option in (("label_smoothing", label_smoothing), ("z_loss", z_loss)):
+        if not isinstance(option, int | float):
+            raise ValueError(f"{OP}: {name} must be a number; found {type(option).__name__}")
+    if not isinstance(ignore_index, int):
+        raise ValueError(f"{OP}: ignore_index must be an integer; found {ignore_index!r}")
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"{OP}: label_smoothing={label_smoothing}; choose at least 0 and less than 1")
     if not 0 <= z_loss < float("inf"):
@@ -131,24 +143,35 @@ def _loss(
     dtype: torch.dtype,
     wants_hidden: bool,
     wants_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The losses; dhidden in the dtype of the products and dweight in float32 at least, both empty unless wanted."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The losses; dhidden in the dtype of the products and dweight in float32 at least, both empty unless wanted; and
+    what those two have to be multiplied by."""
     _check_targets(targets, weight.shape[0], ignore_index)
     sets = len(targets) if hidden.ndim == targets.ndim else 1  # that share their rows' logits
     rows = targets.numel() // sets
     with torch.autocast(hidden.device.type, enabled=False):  # which an operator inherits from its caller
+        wide = torch.promote_types(dtype, torch.float32)
+        unit = _unit(weights, wide) if weights is not None else hidden.new_ones((), dtype=wide)
         losses, dhidden, dweight = _kernels(hidden).cross_entropy_forward(
             hidden.reshape(rows, hidden.shape[-1]).to(dtype).contiguous(),
             weight.contiguous(),
             targets.reshape(sets, rows).contiguous(),
-            None if weights is None else weights.reshape(sets, rows).contiguous(),
+            None if weights is None else (weights.to(wide) / unit).reshape(sets, rows).contiguous(),
             z_loss=z_loss,
             label_smoothing=label_smoothing,
             ignore_index=ignore_index,
             wants_hidden=wants_hidden,
             wants_weight=wants_weight,
         )
-        return losses.view(targets.shape).sum(-1), dhidden.view(hidden.shape if wants_hidden else 0), dweight
+        loss = losses.view(targets.shape).sum(-1) * unit
+        return loss, dhidden.view(hidden.shape if wants_hidden else 0), dweight, unit
+
+
+def _unit(weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """The least power of two above every weight, by which dividing rounds nothing; 1 where none is above 0."""
+    largest = weights.to(dtype).abs().amax() if weights.numel() else weights.new_zeros((), dtype=dtype)
+    exponent = torch.frexp(largest).exponent
+    return torch.ldexp(torch.ones_like(largest), torch.where(largest.isfinite() & (largest > 0), exponent, 0))
 
 
 @_loss.register_fake
@@ -163,12 +186,13 @@ def _(
     dtype: torch.dtype,
     wants_hidden: bool,
     wants_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     wide = torch.promote_types(dtype, torch.float32)
     return (
         hidden.new_empty(targets.shape[:-1], dtype=wide),
         hidden.new_empty(hidden.shape if wants_hidden else 0, dtype=dtype),
         weight.new_empty(weight.shape if wants_weight else 0, dtype=wide),
+        hidden.new_empty((), dtype=wide),
     )
 
 
@@ -184,7 +208,7 @@ def _gradients(
     dtype: torch.dtype,
     wants_hidden: bool,
     wants_weight: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """What `_loss` gives beside the losses, as an operator without a gradient: it refuses a second derivative."""
     options = z_loss, label_smoothing, ignore_index, dtype, wants_hidden, wants_weight
     return _loss(hidden, weight, targets, weights, *options)[1:]
@@ -202,12 +226,12 @@ def _(
     dtype: torch.dtype,
     wants_hidden: bool,
     wants_weight: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     options = z_loss, label_smoothing, ignore_index, dtype, wants_hidden, wants_weight
     return _loss(hidden, weight, targets, weights, *options)[1:]
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     hidden, weight, targets, weights, *ctx.options = inputs
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
@@ -228,23 +252,23 @@ def _differentiate(ctx: Any, dloss: Tensor | None, *_: object) -> tuple[Tensor |
     made, ctx.made = ctx.made, None
     if made is None or factor is None or torch.is_grad_enabled():  # the last: a second derivative, to be refused
         made = _gradients(hidden, weight, targets, weights, *ctx.options)
+    *gradients, unit = made
+    factor = unit if factor is None else factor * unit
     dhidden, dweight = (
         _scaled(gradient, factor, x.dtype) if needed else None
-        for gradient, x, needed in zip(made, (hidden, weight), ctx.needs_input_grad, strict=False)
+        for gradient, x, needed in zip(gradients, (hidden, weight), ctx.needs_input_grad, strict=False)
     )
     return dhidden, dweight, *(None,) * 8
 
 
-def _scaled(gradient: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """gradient * factor, in its own memory where that is wide enough: a second [V, D] may be more than all the rest.
 
     In the loss's own precision: a factor rounded to bfloat16 would scale the whole gradient by up to 0.4 %.
     """
-    if factor is not None:
-        gradient = gradient.to(factor.dtype)
-        plain = type(gradient) is Tensor and not torch.is_grad_enabled()  # no tracer of PyTorch's around it
-        gradient = gradient.mul_(factor) if plain else gradient * factor
-    return gradient.to(dtype)
+    gradient = gradient.to(factor.dtype)
+    plain = type(gradient) is Tensor and not torch.is_grad_enabled()  # no tracer of PyTorch's around it
+    return (gradient.mul_(factor) if plain else gradient * factor).to(dtype)
 
 
 _loss.register_autograd(_differentiate, setup_context=_keep)

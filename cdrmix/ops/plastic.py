@@ -69,13 +69,17 @@ def plastic_lora(
     decay: of A between chunks, 0 to 1. starts: bool [*, T], True where a document begins: from a chunk's first start on
         zeros are read, and A' holds nothing but what was written since its last start.
     Returns y [*, T, O], and A' [*, r, d] with the leading dimensions of what writes it. Differentiable once, through
-    any number of chunks, in all tensors but starts. With A = 0 and beta = 0, y has the bits of the plain projection.
+    any number of chunks, in all tensors but starts. With A = 0 and beta = 0, y has the bits of the plain projection:
+    on a CPU of PyTorch's, on a GPU of what the same kernel makes of x and w.
     "delta" is stable for beta |k|^2 up to 2, "oja" for beta |v|^2. Neither is checked, nor is A's size: plastic_commit.
     Raises ValueError naming the argument, before anything runs.
     """
     _check((x, w, b_up, q, k, v, beta, a_state), starts)
     if rule not in reference.RULES:
         raise ValueError(f"plastic_lora: rule={rule!r}; choose one of {', '.join(reference.RULES)}")
+    for name, number in (("alpha", alpha), ("decay", decay)):
+        if not isinstance(number, int | float):
+            raise ValueError(f"plastic_lora: {name} must be a number; found {type(number).__name__}")
     if not math.isfinite(alpha):
         raise ValueError(f"plastic_lora: alpha must be a finite number; found {alpha}")
     if not 0 <= decay <= 1:
@@ -88,7 +92,9 @@ def plastic_lora(
             begun = starts.int().cumsum(-1)  # documents that have begun in this chunk
             every = begun[..., -1:]
             reads = torch.where(begun.unsqueeze(-1) > 0, 0.0, reads)
-            beta = torch.where(begun < every, 0.0, beta)
+            over = begun < every  # tokens of documents that end in this chunk: whatever they hold, NaN too
+            beta = torch.where(over, 0.0, beta)
+            k, v = (torch.where(over.unsqueeze(-1), 0.0, tensor) for tensor in (k, v))
             written = torch.where(every.unsqueeze(-1) > 0, 0.0, written)
         y = _project(x.to(dtype), w.to(dtype), b_up.to(dtype), reads.to(dtype))
         return y, _write(rule, k, v, beta, written)
@@ -102,7 +108,7 @@ def plastic_commit(a: Tensor, limit: float = 2.0) -> Tensor:
     if not isinstance(a, Tensor) or a.ndim < 2 or a.dtype not in (torch.float32, torch.float64):
         found = f"{a.dtype} {list(a.shape)}" if isinstance(a, Tensor) else type(a).__name__
         raise ValueError(f"plastic_commit: a must be float32 or float64 [*, r, d]; found {found}")
-    if not 0 < limit < math.inf:
+    if not isinstance(limit, int | float) or not 0 < limit < math.inf:
         raise ValueError(f"plastic_commit: limit must be a finite number above 0; found {limit}")
     norm = torch.linalg.vector_norm(a, dim=-1, keepdim=True, dtype=torch.float64)
     scale = torch.where(norm > limit, SHRINK * limit / norm.clamp(min=limit), 1.0)

@@ -123,7 +123,7 @@ def _check(op: str, inputs: Inputs, state: Tensor | None, cu_seqlens: Tensor | N
                 f"found {state.dtype} {list(state.shape)} on {state.device}"
             )
     if chunk is not None and (not isinstance(chunk, int) or chunk not in CHUNKS):
-        raise ValueError(f"{op}: chunk={chunk}; choose one of {CHUNKS}, or None for the default")
+        raise ValueError(f"{op}: chunk={chunk!r}; choose one of {CHUNKS}, or None for the default")
 
 
 def _check_log_w(op: str, log_w: Tensor, chunk: int | None) -> None:

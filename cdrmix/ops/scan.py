@@ -54,12 +54,15 @@ def decay_scan(
     chunk: tokens of one parallel piece, 16, 32 or 64 (on a GPU 32, on Hopper in bfloat16 also 64); None: what is best.
     Returns y [B, T, H, V] in v's dtype and, if `return_state`, each document's last S, float32 [N, H, V, K].
     Differentiable once, in reverse mode (torch.func.jvp gets zeros), in everything but cu_seqlens.
-    No decay is too strong: every exponent is the sum of log decays between a write and its read, 0 or below.
+    No decay is too strong: every exponent is the sum of log decays between a write and its read, 0 or below. What is
+    not finite, or overflows in q . k, reaches the other tokens of its chunk too, also where it has been forgotten.
     Raises ValueError naming the argument, before anything runs. Values (cu_seqlens on a GPU; log_decay NaN or above
     0) are checked under CDRMIX_DEBUG=1 alone, as reading them waits for the GPU; cu_seqlens on a CPU always is.
     """
     inputs = (q, k, v, log_decay)
     _check("decay_scan", inputs, state, cu_seqlens, chunk)
+    if not isinstance(exclusive, bool):
+        raise ValueError(f"decay_scan: exclusive must be True or False; found {exclusive!r}")
     tensors = (*inputs, state, cu_seqlens)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     dense = [x if x is None else x.contiguous() for x in tensors]
@@ -102,7 +105,7 @@ def _check(op: str, inputs: Inputs, state: Tensor | None, cu_seqlens: Tensor | N
             raise ValueError(f"{op}: {name} is {x.dtype}; allowed are bfloat16, float16, float32 and float64")
         wide = name == "log_decay" and x.dtype == torch.float32 and q.dtype != torch.float64
         if x.dtype != q.dtype and not wide:
-            allowed = "one dtype; log_decay may be float32 instead"
+            allowed = "one dtype" if q.dtype == torch.float64 else "one dtype; log_decay may be float32 instead"
             raise ValueError(f"{op}: {name} is {x.dtype}, but q is {q.dtype}: {allowed}")
     if k.shape != q.shape:
         raise ValueError(f"{op}: k is {list(k.shape)}, but q is {list(q.shape)}: they must agree")
@@ -125,7 +128,7 @@ def _check(op: str, inputs: Inputs, state: Tensor | None, cu_seqlens: Tensor | N
                 f"found {state.dtype} {list(state.shape)} on {state.device}"
             )
     if chunk is not None and (not isinstance(chunk, int) or chunk not in CHUNKS):
-        raise ValueError(f"{op}: chunk={chunk}; choose one of {CHUNKS}, or None for the default")
+        raise ValueError(f"{op}: chunk={chunk!r}; choose one of {CHUNKS}, or None for the default")
 
 
 def _check_log_decay(op: str, log_decay: Tensor) -> None:

@@ -333,6 +333,25 @@ def test_compiles_in_one_graph_and_makes_gradients_once(sets: int, monkeypatch: 
     assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
 
 
+@pytest.mark.parametrize("scale", [1.0, 2.0**-16, 2.0**-40])
+def test_small_weights_lose_nothing_in_float16(scale: float) -> None:
+    """A mean's weights, with a loss scale behind: 2^-24 is the least that float16 holds, and 2^-40 none of its bits."""
+    case = make(64, 16, 200, dtype=torch.float16)
+    weights = torch.full((64,), scale)
+    found = dataclasses.replace(case, weights=weights).gradients(torch.tensor(1 / scale))
+    hidden, weight = (x.detach().double().requires_grad_() for x in (case.hidden, case.weight))
+    exact = Case(hidden, weight, case.targets, None, {}).exact()
+    for x, y in zip(found[1:], exact[1:], strict=True):
+        assert (x.double() - y).norm() <= 2e-3 * y.norm()  # a rounding of logits and one of p, each 5e-4
+
+
+@pytest.mark.parametrize("sets", [0, 2])
+def test_powers_of_two_in_the_weights_change_no_bit(sets: int) -> None:
+    case = make(40, 8, 30, sets=sets, weighted=True, dtype=torch.float32)
+    small = dataclasses.replace(case, weights=case.weights * 2.0**-30).gradients()
+    assert all(torch.equal(x * 2.0**30, y) for x, y in zip(small, case.gradients(), strict=True))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -351,6 +370,8 @@ def test_compiles_in_one_graph_and_makes_gradients_once(sets: int, monkeypatch: 
         ({"weights": torch.ones(4)}, r"weights must be floating point and \[5\] as the targets; found .* \[4\]"),
         ({"weights": torch.ones(5, dtype=torch.int64)}, "found torch.int64"),
         ({"label_smoothing": 1.0}, "label_smoothing=1.0; choose at least 0 and less than 1"),
+        ({"z_loss": None}, "z_loss must be a number; found NoneType"),
+        ({"ignore_index": 1.5}, "ignore_index must be an integer; found 1.5"),
         ({"z_loss": -1.0}, "z_loss=-1.0; choose a finite factor of at least 0"),
     ],
 )

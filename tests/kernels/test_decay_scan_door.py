@@ -50,6 +50,8 @@ def starts(*values: int) -> Tensor:
         ({"cu_seqlens": starts(0, 3, 10)}, "every row's start, multiples of T = 5; 5 is not there"),
         ({"q": None}, "q must be a torch.Tensor; found NoneType"),
         ({"cu_seqlens": [0, 5, 10]}, "cu_seqlens must be a torch.Tensor; found list"),
+        ({"chunk": "32"}, r"chunk='32'; choose one of \(16, 32, 64\)"),
+        ({"exclusive": None}, "exclusive must be True or False; found None"),
         ({"chunk": 48}, r"chunk=48; choose one of \(16, 32, 64\)"),
     ],
 )

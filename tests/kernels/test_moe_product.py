@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -94,6 +95,10 @@ def test_refusals() -> None:
         ((x, w[:2], routing), r"\[E, D, F\] = \[3, 4, F\]; found \[2, 4, 5\]"),
         ((x, w.double(), routing), r"one device and one dtype"),
         ((x, w, None), r"what route_topk gives"),
+        ((x, None, routing), r"w_EDF must be bfloat16, .*; found NoneType"),
+        ((x, w.int(), routing), r"w_EDF must be bfloat16, .*; found torch.int32"),
+        ((x, w, dataclasses.replace(routing, counts_E=100 * routing.counts_E)), r"sum to at most 12 routes"),
+        ((x, w, dataclasses.replace(routing, counts_E=routing.counts_E.float())), r"counts_E is torch.float32"),
     ):
         with pytest.raises(ValueError, match=message):
             ops.moe_product(*arguments)

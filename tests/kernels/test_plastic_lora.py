@@ -241,6 +241,20 @@ def test_starts_make_separate_documents(rule: str, width: int) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("width", [8, 80])
+@pytest.mark.parametrize("name", ["k", "v", "beta", "a_state"])
+def test_what_a_document_that_ended_held_does_not_matter(rule: str, width: int, name: str) -> None:
+    tensors = inputs(20, 8, width, lead=())
+    starts = torch.arange(20) == 9
+    clean = results(ops.plastic_lora, tensors, rule=rule, starts=starts)
+    with torch.no_grad():
+        tensors[name].flatten()[0] = float("nan")
+    y, a_next, *_ = results(ops.plastic_lora, tensors, rule=rule, starts=starts)
+    assert torch.equal(a_next, clean[1])
+    assert torch.equal(y[9:], clean[0][9:])
+
+
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("width", [6, 70])
 def test_chained_chunks_with_gradients_are_one_long_loop(rule: str, width: int) -> None:
     """Three chunks, each reading what the one before left: the definition spelled out over all tokens."""

@@ -52,6 +52,7 @@ def arguments(width: int = 4, tokens: int = 5) -> dict[str, Tensor]:
         ({"beta": None}, "beta must be a torch.Tensor; found NoneType"),
         ({"rule": "ojas"}, "rule='ojas'; choose one of hebb, delta, oja"),
         ({"alpha": float("nan")}, "alpha must be a finite number; found nan"),
+        ({"alpha": "1"}, "alpha must be a number; found str"),
         ({"decay": 1.5}, "decay must be from 0 to 1, a factor of A; found 1.5"),
         (
             {

@@ -1,0 +1,43 @@
+"""Numba's loops on disk: used again while nothing that is compiled into them has changed."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from cdrmix.kernels import _compiled
+
+
+def hits(path: Path) -> int:
+    """How many compilations a new dispatcher of the file's function took from the disk."""
+    spec = importlib.util.spec_from_file_location("loops", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    dispatcher = _compiled.compiled(module.double, {"nogil": True})
+    assert dispatcher(21) == 42
+    return sum(dispatcher.stats.cache_hits.values())
+
+
+def test_a_change_of_shared_sources_compiles_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "loops.py"
+    path.write_text("def double(x):\n    return x + x\n")
+    assert [hits(path), hits(path)] == [0, 1]
+    monkeypatch.setattr(_compiled, "shared_sources", lambda: "others")
+    assert [hits(path), hits(path)] == [0, 1]
+
+
+def test_every_source_that_is_compiled_into_others_is_watched() -> None:
+    """The files that loops are imported from: whatever a compiled function of another file may call."""
+    folder = Path(_compiled.__file__).parent
+    imported = {
+        f"{line.split('import')[0].split('.')[-1].strip()}.py"
+        for path in folder.glob("*.py")
+        if "numba" in path.read_text()
+        for line in path.read_text().splitlines()
+        if line.startswith("from cdrmix.kernels._")
+    }
+    assert imported - {"_threads.py", "_cpu.py"} <= set(_compiled.SHARED)  # those two hold nothing that is compiled
