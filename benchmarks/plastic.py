@@ -46,7 +46,8 @@ class Shape:
 
 
 def make_tensors(shape: Shape, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Everything that an implementation may take, and dy and da_next: keys of norm 1, rates from 0 to 1."""
+    """Everything that an implementation may take, and dy and da_next: rates from 0 to 1, and of norm 1 the keys and,
+    since Oja's rule needs it as the delta rule needs that, its values."""
     generator = torch.Generator(device).manual_seed(7)
 
     def normal(*size: int) -> Tensor:
@@ -66,7 +67,7 @@ def make_tensors(shape: Shape, device: torch.device, dtype: torch.dtype) -> dict
         "w_inner": normal(inner, D) / D**0.5,
         "q": unit(B, T, d),
         "k": unit(B, T, d),
-        "v": normal(B, T, r),
+        "v": unit(B, T, r) if shape.rule == "oja" else normal(B, T, r),
         "beta": normal(*branches, B, T).sigmoid(),
         "dy": normal(*branches, B, T, D),
     }
