@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
-from cdrmix.config.schema import attention_layers
 from cdrmix.config.tree import Path, dotted, get
 from cdrmix.registry import nearest
 
@@ -55,20 +54,12 @@ def conflicts(values: Mapping[str, Any]) -> list[Conflict]:
     return failed
 
 
-def _used(kind: str, layers: int, fraction: float, schedule: str, *listed: list[int]) -> bool:
-    """Whether any layer has that mixer; listed: the layers of every entry of MIXER_LAYERS."""
-    attention = attention_layers(layers, fraction, schedule)
-    given = set(chain(*listed))
-    scheduled = {"attention" if layer in attention else "rwkv7" for layer in range(layers) if layer not in given}
-    return kind in scheduled or bool(listed[KINDS.index(kind)])
+def _heads(heads: int, width: int, fraction: float, attention: list[int]) -> str | None:
+    return f"must divide model.d_model={width}" if (fraction > 0 or attention) and width % heads else None
 
 
-def _heads(heads: int, width: int, *schedule: Any) -> str | None:
-    return f"must divide model.d_model={width}" if width % heads and _used("attention", *schedule) else None
-
-
-def _rope(rope: bool, width: int, heads: int, *schedule: Any) -> str | None:
-    odd = width % heads == 0 and width // heads % 2 == 1 and _used("attention", *schedule)
+def _rope(rope: bool, width: int, heads: int, fraction: float, attention: list[int]) -> str | None:
+    odd = (fraction > 0 or attention) and width % heads == 0 and width // heads % 2 == 1
     return (
         f"false, or an even head width; model.d_model/model.attention.heads is {width // heads}"
         if rope and odd
@@ -76,12 +67,12 @@ def _rope(rope: bool, width: int, heads: int, *schedule: Any) -> str | None:
     )
 
 
-def _kv_heads(kv_heads: int, heads: int, *schedule: Any) -> str | None:
-    return f"must divide model.attention.heads={heads}" if heads % kv_heads and _used("attention", *schedule) else None
+def _kv_heads(kv_heads: int, heads: int, fraction: float, attention: list[int]) -> str | None:
+    return f"must divide model.attention.heads={heads}" if (fraction > 0 or attention) and heads % kv_heads else None
 
 
-def _head_size(head_size: int, width: int, *schedule: Any) -> str | None:
-    return f"must divide model.d_model={width}" if width % head_size and _used("rwkv7", *schedule) else None
+def _head_size(head_size: int, width: int, fraction: float, rwkv7: list[int]) -> str | None:
+    return f"must divide model.d_model={width}" if (fraction < 1 or rwkv7) and width % head_size else None
 
 
 def _mixer_layers(listed: list[int], layers: int, *earlier: list[int]) -> Inside | None:
@@ -220,9 +211,8 @@ def _precision(precision: str, device: str) -> str | None:
     return "bf16 or fp32 with run.device=cpu; fp16 needs a GPU" if precision == "fp16" and device == "cpu" else None
 
 
-KINDS = ("attention", "rwkv7", "mamba2", "routing_mamba")
-MIXER_LAYERS = tuple(f"model.mixer_layers.{kind}" for kind in KINDS)
-SCHEDULE = ("model.layers", "model.attention_fraction", "model.schedule", *MIXER_LAYERS)  # what `_used` reads
+MIXER_LAYERS = tuple(f"model.mixer_layers.{kind}" for kind in ("attention", "rwkv7", "mamba2", "routing_mamba"))
+ATTENTION = ("model.attention_fraction", MIXER_LAYERS[0])  # whether there is any
 MAMBA = MIXER_LAYERS[2:]
 
 RULES = (
@@ -230,10 +220,10 @@ RULES = (
         Rule((listed, "model.layers", *MIXER_LAYERS[:place]), _mixer_layers)
         for place, listed in enumerate(MIXER_LAYERS)
     ),
-    Rule(("model.attention.heads", "model.d_model", *SCHEDULE), _heads),
-    Rule(("model.attention.rope", "model.d_model", "model.attention.heads", *SCHEDULE), _rope),
-    Rule(("model.attention.kv_heads", "model.attention.heads", *SCHEDULE), _kv_heads),
-    Rule(("model.rwkv.head_size", "model.d_model", *SCHEDULE), _head_size),
+    Rule(("model.attention.heads", "model.d_model", *ATTENTION), _heads),
+    Rule(("model.attention.rope", "model.d_model", "model.attention.heads", *ATTENTION), _rope),
+    Rule(("model.attention.kv_heads", "model.attention.heads", *ATTENTION), _kv_heads),
+    Rule(("model.rwkv.head_size", "model.d_model", "model.attention_fraction", MIXER_LAYERS[1]), _head_size),
     Rule(("model.mamba.head_dim", "model.mamba.expand", "model.d_model", *MAMBA), _mamba_head_dim),
     Rule(("model.mamba.groups", "model.mamba.head_dim", "model.mamba.expand", "model.d_model", *MAMBA), _mamba_groups),
     Rule(

@@ -75,13 +75,6 @@ BROKEN = {
 }
 
 
-def test_sizes_of_mixers_that_no_layer_has_are_free(tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    only_mamba = "layers: 4\n  mixer_layers: {mamba2: [0, 1, 2, 3]}"
-    path.write_text(GOOD.replace("layers: 4", only_mamba, 1).replace("{heads: 4}", "{heads: 5}", 1))
-    assert load_config(path).model.mixers == ("mamba2",) * 4
-
-
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_is_said(name: str, tmp_path: Path) -> None:
     old, new, expected = BROKEN[name]
