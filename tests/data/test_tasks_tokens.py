@@ -54,7 +54,7 @@ def test_mqar_asks_every_key_once_more(number: int, difficulty: Mqar) -> None:
 def test_gaps_of_mqar_follow_the_power_law(power_a: float) -> None:
     """The first key's slot has the law itself; the second's is drawn from what the first has left."""
     difficulty = Mqar(tokens=40, pairs=4, power_a=power_a)
-    slots, draws = 16, 4000
+    slots, draws = 16, 12_000
     weights = [gap ** (power_a - 1) for gap in range(1, slots + 1)]
     law = [weight / sum(weights) for weight in weights]
     second = [

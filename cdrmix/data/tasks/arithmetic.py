@@ -36,9 +36,9 @@ def arithmetic(draws: Draws, difficulty: Length) -> Exercise:
 
 @dataclass(frozen=True)
 class Expression(Difficulty):
-    """Nested brackets: harder with more operators and larger numbers; BIG-bench's task of the kind has up to 7."""
+    """Nested brackets: harder with more operators and larger numbers; 7 as in BIG-Bench Hard (arXiv 2210.09261)."""
 
-    operators: int = 6
+    operators: int = 7
     largest: int = 9  # of the numbers written
     bound: int = 9999  # no number on the way is larger, of either sign
 

@@ -155,8 +155,8 @@ def normalised(answer: str) -> str:
 def score(exercise: Exercise, answer: str) -> float:
     """How right an answer is, from 0 to 1; `answer` is what a model wrote behind the prompt, steps and all.
 
-    With references, the share of them that stands anywhere in the answer, in capitals or not: RULER's string match
-    (arXiv 2404.06654, section 4). Without, 1 for exactly the answer, else 0; what follows the answer's line is not
+    With references, the share of them that stands anywhere in the answer, in capitals or not: RULER's string_match_all
+    (arXiv 2404.06654). Without, 1 for exactly the answer, else 0; what follows the answer's line is not
     read, as a model may go on writing.
     """
     if exercise.references:

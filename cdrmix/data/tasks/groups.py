@@ -1,4 +1,4 @@
-"""Word problems of groups: parity, S3 and S5 (Merrill, Petty and Sabharwal, arXiv 2404.08819, sections 2 and 5).
+"""Word problems of groups: parity, S3 and S5 (Merrill, Petty and Sabharwal, arXiv 2404.08819, section 5).
 
 A word is a sequence of elements of a group, and its value is their product. Parity and S3 can be told at fixed depth,
 S5 can not unless NC1 = TC0 (Barrington 1989): the length of the word is what makes it hard. As token ids every prefix

@@ -1,9 +1,10 @@
-"""Multi-query associative recall (MQAR) with zoology's parameters (Arora et al., arXiv 2312.04927, section 4).
+"""Multi-query associative recall (MQAR) with zoology's parameters (Arora et al., arXiv 2312.04927, figure 2).
 
 A sequence begins with pairs of a key and a value; behind them every key comes once more, and a model must give its
 value at once. Where it comes is drawn from a power law over the slots of two tokens behind the pairs: slot g = 1, 2 ...
 in proportion to g^(a - 1), keys one after another, no slot twice. Keys are ids of the lower half of the vocabulary,
-values of the upper; 0 stands where nothing else does. Published are (tokens, pairs) of RUNGS, a = 0.01, 8192 ids.
+values of the upper; 0 stands where nothing else does. Published are 64 to 512 tokens with 4 to 64 pairs (RUNGS),
+a = 0.01 and 8192 ids.
 
 As text every id is a word of three syllables, and each key that comes again is followed by its value, as text for
 training must be; the prompt ends with the last one.
@@ -18,7 +19,7 @@ from cdrmix.data.tasks.draws import SYLLABLES, Draws
 from cdrmix.data.tasks.exercise import ANSWER, IGNORED, Difficulty, Exercise, TokenExercise, register
 from cdrmix.errors import ConfigError
 
-RUNGS = [(64, 4), (128, 8), (256, 16), (512, 64)]  # tokens and pairs of the paper's figure 2
+RUNGS = [(64, 4), (128, 8), (256, 16), (512, 64)]  # tokens and pairs
 WORD = 7  # characters of a token as text, its blank included
 BLANK = 0
 

@@ -1,4 +1,4 @@
-"""RULER's synthetic tasks, written out anew (Hsieh et al., arXiv 2404.06654, section 3 and appendices A and B).
+"""RULER's synthetic tasks, written out anew (Hsieh et al., arXiv 2404.06654, section 3, and its synthetic.yaml).
 
 Eight needles in haystacks, variable tracking, common words, frequent words, with the published numbers of keys, values,
 queries, chains, hops and counts. Three things are not RULER's: lengths are characters, not a tokenizer's tokens;
@@ -206,7 +206,7 @@ class FrequentWords(Length):
 
 
 def zeta(alpha: float, terms: int = 30) -> float:
-    """Riemann's zeta of a number above 1, by Euler and Maclaurin: the error is below terms^(-alpha - 4)."""
+    """Riemann's zeta of a number above 1, by Euler and Maclaurin: the error is below 10^-11."""
     head = sum(rank**-alpha for rank in range(1, terms))
     tail = terms ** (1 - alpha) / (alpha - 1) + terms**-alpha / 2 + alpha * terms ** (-alpha - 1) / 12
     return head + tail - alpha * (alpha + 1) * (alpha + 2) * terms ** (-alpha - 3) / 720
