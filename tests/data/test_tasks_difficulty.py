@@ -211,6 +211,16 @@ def test_sentences_lose_nothing_but_white_space(text: str) -> None:
     assert all(sentence == " ".join(sentence.split()) for sentence in sentences)
 
 
+@pytest.mark.parametrize("width", [1, 2, 3, 7, 150, 399, 400, 401, 1000])
+def test_long_sentences_are_cut_between_words_where_they_can_be(width: int) -> None:
+    pieces = list(sentences_of(" ".join(["a" * width] * 1000)))
+    assert all(len(piece) <= LONGEST_SENTENCE for piece in pieces)
+    assert sum(map(len, "".join(pieces).split())) == 1000 * width
+    if width <= LONGEST_SENTENCE:
+        assert {word for piece in pieces for word in piece.split()} == {"a" * width}
+        assert all(len(piece) + 1 + width > LONGEST_SENTENCE for piece in pieces[:-1])
+
+
 def test_filler_is_read_as_far_as_it_is_needed() -> None:
     assert list(sentences_of("One. Two!  Three\nis it? Yes")) == ["One.", "Two!", "Three", "is it?", "Yes"]
     endless = (f"Document {number} is here." for number in iter(int, 1))
