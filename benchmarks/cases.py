@@ -11,7 +11,16 @@ from typing import Any
 
 # Suite -> its module, which holds CASES. Modules are imported when their suite is asked for: the trainer's needs every
 # dependency of the package, the kernels' PyTorch and Triton alone.
-SUITES = {"trainer": "trainer", "wkv7": "wkv7", "moe": "moe", "aot": "aot", "data": "data"}
+SUITES = {
+    "trainer": "trainer",
+    "wkv7": "wkv7",
+    "scan": "scan",
+    "moe": "moe",
+    "ce": "ce",
+    "aot": "aot",
+    "data": "data",
+    "plastic": "plastic",
+}
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,17 @@ plan smallest 150 '"$PYTHON" benchmarks/smallest.py --suite wkv7'
 plan moe_smallest 200 '"$PYTHON" benchmarks/smallest.py --suite moe'
 plan tests 300 'files=$(grep -rl --include="test_*.py" "mark\.gpu" tests) && CUBLAS_WORKSPACE_CONFIG=:4096:8 "$PYTHON" -m pytest -m gpu -q -p no:cacheprovider -W default --continue-on-collection-errors $files'
 plan moe/swiglu_training 360
+plan ce_smallest 100 '"$PYTHON" benchmarks/smallest.py --suite ce'
+plan ce/v50k_training 200
+plan plastic_smallest 100 '"$PYTHON" benchmarks/smallest.py --suite plastic'
+plan plastic/narrow_training 150
+plan plastic/wide_training 150
+plan scan_smallest 100 '"$PYTHON" benchmarks/smallest.py --suite scan'
+plan scan/h32_k64_training 200
+plan scan/h32_k16_training 150
+plan scan/mamba_training 150
 plan wkv7/h32_k64_training 300
+plan ce/v128k_training 240
 plan moe/swiglu_forward 240
 plan moe/relu2_training 300
 plan moe/d4096_training 400
@@ -56,8 +66,20 @@ plan moe/empty_training 300
 plan wkv7/h32_k64_forward 180
 plan moe_memcheck 300 'PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --suite moe'
 plan memcheck 240 'PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --suite wkv7 --shapes 2'
+plan ce_memcheck 200 'PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --suite ce'
+plan ce_racecheck 200 'compute-sanitizer --tool racecheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --suite ce --shapes 2'
+plan plastic_memcheck 200 'PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --suite plastic'
+plan plastic_racecheck 200 'compute-sanitizer --tool racecheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --suite plastic --shapes 2'
+plan plastic/branches_training 150
+plan plastic/long_training 200
+plan plastic/narrow_layer_training 150
+plan plastic/narrow_hebb_training 150
 plan moe_racecheck 300 'compute-sanitizer --tool racecheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --suite moe --shapes 1'
 plan racecheck 240 'compute-sanitizer --tool racecheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --suite wkv7 --shapes 1'
+plan scan_memcheck 200 'PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --suite scan'
+plan scan/packed_training 150
+plan scan/retention_training 150
+plan scan/long_training 150
 plan wkv7/h16_k128_training 240
 plan wkv7/long_training 240
 plan wkv7/short_training 180
@@ -66,10 +88,26 @@ plan moe/relu2_forward 240
 plan moe/e16_forward 240
 plan moe/skewed_forward 240
 plan moe/empty_forward 240
+plan scan/h32_k64_forward 120
+plan scan/h32_k16_forward 100
+plan scan/mamba_forward 100
+plan scan/packed_forward 100
+plan scan/retention_forward 100
+plan scan/long_forward 100
 plan wkv7/packed_forward 150
 plan wkv7/h16_k128_forward 150
 plan wkv7/long_forward 150
 plan wkv7/short_forward 120
+plan ce/odd_training 150
+plan ce/v50k_forward 120
+plan ce/v128k_forward 150
+plan ce/odd_forward 120
+plan plastic/narrow_forward 120
+plan plastic/wide_forward 120
+plan plastic/narrow_layer_forward 120
+plan plastic/long_forward 120
+plan plastic/branches_forward 120
+plan plastic/narrow_hebb_forward 120
 
 # What run.py names peers by, to leave all of them out.
 alone=(--without fla --without rwkv --without PyTorch --without ScatterMoE --without SonicMoE --without Liger

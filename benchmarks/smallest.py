@@ -1,11 +1,13 @@
 """Runs the Triton kernels, both passes, on the smallest shapes that reach all branches: for memory checkers.
 
-compute-sanitizer --tool memcheck --error-exitcode 9 python benchmarks/smallest.py [--suite wkv7|moe] [--device cuda]
+compute-sanitizer --tool memcheck --error-exitcode 9 python benchmarks/smallest.py [--suite NAME] [--device cuda]
 
 The recurrence: two chunks and a remainder, packed documents with an empty one, states in and out, unequal widths, both
 kinds of saving. The operators around it: with and without documents, and with and without the value residual.
 The mixture of experts: sizes that tiles divide and that they do not, more tokens than a tile, one and none, an expert
 without rows, dropped routes, both activations and both kinds of saving; dispatch and combine.
+The linear cross-entropy: one chunk and several, rows of logits that are aligned and not, sets, rows that do not count.
+The plastic update: rows, widths and ranks that tiles divide and that they do not, branches, every rule, starts.
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ WIDTHS = ((64, 64), (32, 32), (128, 128), (32, 64), (128, 64))  # of keys and va
 EQUAL = [pair for pair in WIDTHS if pair[0] == pair[1]]
 DTYPES = (torch.bfloat16, torch.float32)
 SPLITS = ([0, 33, 33, 70], None)  # an empty document among three; one document a row
+
+# Tokens, inputs, outputs, rank, width of keys, branches: odd sizes; whole tiles; wide keys; one token.
+PLASTIC = ((150, 72, 136, 12, 12, 3), (256, 128, 256, 16, 16, 1), (70, 64, 40, 24, 200, 2), (1, 5, 3, 1, 1, 1))
 
 
 @dataclass(frozen=True)
@@ -47,11 +52,17 @@ EXPERTS = (
 )
 
 
+LOSSES = ((1100, 64, 50_257, 2), (40, 32, 512, 1), (1, 8, 1, 1))  # rows, D, V, sets: three chunks, one, one of nothing
+
+
+SCANS = ((64, 64), (16, 16), (128, 64), (24, 40))  # K, V
+
+
 def main() -> int:
     """Exit code 1 where a value is not finite."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--suite", choices=("wkv7", "moe"), help="default: both")
+    parser.add_argument("--suite", choices=("wkv7", "moe", "ce", "plastic", "scan"), help="default: all")
     parser.add_argument("--shapes", type=int, help="how many of a suite's widths or shapes, the first ones")
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
@@ -60,7 +71,13 @@ def main() -> int:
     torch.manual_seed(0)
     failed = 0
     device = torch.device(arguments.device)
-    for suite, runs in (("wkv7", time_mix), ("moe", mixtures)):
+    for suite, runs in (
+        ("wkv7", time_mix),
+        ("moe", mixtures),
+        ("ce", losses),
+        ("plastic", plastic_updates),
+        ("scan", scans),
+    ):
         if arguments.suite in (None, suite):
             for what, finite in runs(device, arguments.shapes):
                 failed += not finite
@@ -107,6 +124,82 @@ def mixture(device: torch.device, shape: Experts, dtype: torch.dtype, activation
     total = y.float().sum() + back.float().sum() + routing.load_balance + routing.z_loss
     gradients = torch.autograd.grad(total, (x, logits, w_up, w_down))
     return all(bool(one.isfinite().all()) for one in (y, back, *gradients))
+
+
+def losses(device: torch.device, shapes: int | None) -> Iterator[tuple[str, bool]]:
+    """The linear cross-entropy with every option and with none: what ran, and whether all values are finite."""
+    for shape, dtype, every in itertools.product(LOSSES[:shapes], DTYPES, (True, False)):
+        yield f"ce {shape} {dtype} {'every option' if every else 'no option'}", loss(device, shape, dtype, every)
+
+
+def loss(device: torch.device, shape: tuple[int, int, int, int], dtype: torch.dtype, every: bool) -> bool:
+    """The losses with both gradients, and without them; a third of the targets of weight 0, another ignored."""
+    rows, d_model, vocabulary, sets = shape
+    hidden = torch.randn(rows, d_model, device=device).to(dtype).requires_grad_()
+    weight = torch.randn(vocabulary, d_model, device=device).to(dtype).requires_grad_()
+    targets = torch.randint(0, vocabulary, (sets, rows), device=device)
+    weights = None
+    if every:
+        weights = torch.rand(sets, rows, device=device)
+        weights[:, ::3] = 0
+        targets[:, 1::3] = -100
+    options = {"z_loss": 0.01, "label_smoothing": 0.1} if every else {}
+    total = ops.linear_cross_entropy(hidden, weight, targets, weights=weights, **options)
+    gradients = torch.autograd.grad(total.sum() / rows, (hidden, weight))
+    with torch.no_grad():
+        again = ops.linear_cross_entropy(hidden, weight, targets, weights=weights, **options)
+    return all(bool(x.isfinite().all()) for x in (total, again, *gradients))
+
+
+def plastic_updates(device: torch.device, shapes: int | None) -> Iterator[tuple[str, bool]]:
+    """The plastic update by every rule, with starts and without: what ran, and whether all values are finite."""
+    for shape, dtype, rule in itertools.product(PLASTIC[:shapes], DTYPES, ("delta", "hebb", "oja")):
+        for starts in (False, True):
+            about = f"plastic {shape} {dtype} {rule}{' starts' if starts else ''}"
+            yield about, plastic_update(device, shape, dtype, rule, starts)
+
+
+def plastic_update(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype, rule: str, started: bool) -> bool:
+    """One chunk of two documents with every gradient, and its commit; whether all values are finite."""
+    tokens, inputs, outputs, rank, width, branches = shape
+
+    def normal(*size: int, unit: bool = False, kind: torch.dtype = dtype) -> torch.Tensor:
+        x = torch.randn(size, device=device)
+        return (torch.nn.functional.normalize(x, dim=-1) if unit else x).to(kind).requires_grad_()
+
+    leaves = (
+        *(normal(2, tokens, inputs), normal(outputs, inputs), normal(outputs, rank)),
+        *(normal(2, tokens, width), normal(2, tokens, width, unit=True), normal(2, tokens, rank, unit=True)),
+        torch.rand(branches, 2, tokens, device=device).to(dtype).requires_grad_(),
+        normal(2, rank, width, kind=torch.float32),
+    )
+    starts = torch.arange(tokens, device=device).expand(2, -1) % 60 == 40 if started else None
+    y, a_next = ops.plastic_lora(*leaves, alpha=0.5, decay=0.9, rule=rule, starts=starts)
+    committed = ops.plastic_commit(a_next)
+    gradients = torch.autograd.grad(y.float().sum() + committed.sum(), leaves)
+    return all(bool(x.isfinite().all()) for x in (y, committed, *gradients))
+
+
+def scans(device: torch.device, shapes: int | None) -> Iterator[tuple[str, bool]]:
+    """The decay scan, inclusive and exclusive: what ran, and whether all values are finite."""
+    for widths, dtype, exclusive in itertools.product(SCANS[:shapes], DTYPES, (False, True)):
+        yield f"scan {widths} {dtype}{' exclusive' if exclusive else ''}", scan(device, widths, dtype, exclusive)
+
+
+def scan(device: torch.device, widths: tuple[int, int], dtype: torch.dtype, exclusive: bool) -> bool:
+    """decay_scan of packed documents with every gradient, then one step; whether all values are finite."""
+    tokens, heads = 70, 4
+    q, k = (torch.randn(1, tokens, 2, widths[0], device=device).to(dtype).requires_grad_() for _ in range(2))
+    v = torch.randn(1, tokens, heads, widths[1], device=device).to(dtype).requires_grad_()
+    log_decay = (-8 * torch.rand(1, tokens, heads, device=device)).requires_grad_()
+    state = torch.randn(3, heads, widths[1], widths[0], device=device, requires_grad=True)
+    cu_seqlens = torch.tensor([0, 40, 40, tokens], device=device)
+    inputs = (q, k, v, log_decay)
+    y, last = ops.decay_scan(*inputs, state=state, cu_seqlens=cu_seqlens, exclusive=exclusive, return_state=True)
+    assert last is not None
+    gradients = torch.autograd.grad((y.float().sum(), last.square().sum()), (*inputs, state))
+    step, after = ops.decay_scan_step(*(x.detach()[:, -1] for x in inputs), last.detach()[-1:], exclusive)
+    return all(bool(x.isfinite().all()) for x in (y, last, *gradients, step, after))
 
 
 def once(

@@ -1,6 +1,6 @@
 """Text from a model, token by token: each costs one forward pass of one token on the state of what came before.
 
-That state has a constant size in the RWKV-7 blocks; the attention blocks keep their keys and values.
+That state has a constant size in the RWKV-7 and Mamba-2 blocks; the attention blocks keep their keys and values.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from cdrmix.train.metrics import amount
+from cdrmix.train.metrics import amount, router_names
 
 Row = Mapping[str, Any]
 MOST_BLOCKS = 16  # that the picture of the experts' load has room for
@@ -70,6 +70,7 @@ def draw_load(rows: Sequence[Row], *, title: str, palette: Palette = LIGHT) -> b
     if not routed:
         return None
     blocks = len(routed[0]["load"])
+    names = router_names(routed[0])
     shown = sorted({round(place * (blocks - 1) / (MOST_BLOCKS - 1)) for place in range(MOST_BLOCKS)})
     shown = shown if blocks > MOST_BLOCKS else list(range(blocks))
     columns = min(len(shown), 2 if len(shown) <= 4 else 4)
@@ -101,7 +102,7 @@ def draw_load(rows: Sequence[Row], *, title: str, palette: Palette = LIGHT) -> b
         axes.yaxis.set_major_locator(MaxNLocator(min(experts, 8), integer=True))
         last = ratios[-LAST_ROWS:]
         fullest = max(sum(row[expert] for row in last) / len(last) for expert in range(experts))
-        axes.set_title(f"block {block}", loc="left", color=palette.ink, fontsize=9.5, fontweight="bold", pad=4)
+        axes.set_title(f"block {names[block]}", loc="left", color=palette.ink, fontsize=9.5, fontweight="bold", pad=4)
         axes.set_title(
             f"fullest, last {len(last)} logged: {fullest:.2f}",
             loc="right",
@@ -210,21 +211,22 @@ def _router(axes: Axes, rows: Sequence[Row], palette: Palette) -> None:
     if not with_router:
         axes.text(0.5, 0.5, "no routed blocks", ha="center", va="center", transform=axes.transAxes, color=palette.ink)
         return
-    layers = len(with_router[0]["router"]["entropy_normalised"])
+    names = router_names(with_router[0])
+    layers = len(names)
     colours = matplotlib.colormaps[palette.layers]
-    for layer in range(layers):
+    for layer, name in enumerate(names):
         axes.plot(
             [row["step"] for row in with_router],
             smooth([row["router"]["entropy_normalised"][layer] for row in with_router]),
             color=colours(0.25 + 0.65 * layer / max(1, layers - 1)),
             linewidth=1.3,
-            label=f"block {layer}",
+            label=f"block {name}",
         )
     axes.set_ylim(top=1.004)
     if layers <= 8:
         axes.legend(loc="lower right", frameon=False, fontsize=8, labelcolor=palette.ink, ncols=2)
     else:
-        axes.set_title(f"blocks 0 (dark) to {layers - 1} (light)", color=palette.ink, fontsize=8.5, loc="right")
+        axes.set_title(f"blocks {names[0]} (dark) to {names[-1]} (light)", color=palette.ink, fontsize=8.5, loc="right")
 
 
 def _rate(axes: Axes, rows: Sequence[Row], palette: Palette) -> None:

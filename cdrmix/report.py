@@ -11,7 +11,7 @@ from typing import Any
 from cdrmix.durable import write_atomically
 from cdrmix.page import escaped, html_page, tiles
 from cdrmix.plot import DARK, LAST_ROWS, LIGHT, draw, draw_load
-from cdrmix.train.metrics import amount, clock
+from cdrmix.train.metrics import amount, clock, router_names
 from cdrmix.train.run import RunFolder, read_metrics
 
 CURVES = "Loss, load entropy of the experts, learning rate and gradient norm by step"
@@ -132,7 +132,8 @@ def _router(rows: Sequence[Mapping[str, Any]]) -> str:
     last = [row for row in rows if row.get("router", {}).get("entropy_bits")][-LAST_ROWS:]
     if not last:
         return ""
-    layers = range(len(last[0]["router"]["entropy_bits"]))
+    names = router_names(last[-1])
+    layers = range(len(names))
     means = {
         name: [sum(row["router"][name][layer] for row in last) / len(last) for layer in layers]
         for name in last[-1]["router"]
@@ -159,7 +160,7 @@ def _router(rows: Sequence[Mapping[str, Any]]) -> str:
             value = means[name][layer]
             bad = name in UNHEALTHY and UNHEALTHY[name](value)
             cells += f"<td{' class=bad' if bad else ''}>{form.format(value)}</td>"
-        body += f"<tr><td>{layer}</td>{cells}</tr>"
+        body += f"<tr><td>{names[layer]}</td>{cells}</tr>"
     return (
         f'<h2>Routers, mean of the last {len(last)} logged steps</h2><div class="scroll">'
         f"<table><tr><th>block</th>{head}</tr>{body}</table></div>"

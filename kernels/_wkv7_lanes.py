@@ -1,8 +1,6 @@
 """The RWKV-7 recurrence's loops for one CPU thread, compiled by numba with explicit 8-lane float32 vectors.
 
-Vectors are explicit because LLVM does not find this register blocking by itself: accumulators that numba keeps in
-arrays stay in memory. Everything is passed as an address and counted in floats; the caller keeps the tensors alive.
-The intrinsics and the loops share a file because numba's disk cache watches the file of the compiled function alone.
+Everything is passed as an address and counted in floats (_lanes.py).
 
 Shapes: K key width (a multiple of 16), V value width (a multiple of 32), H heads, C tokens a block.
 A document and head is one item; its state S [V, K] lives in L1 in tiles:
@@ -12,247 +10,30 @@ A document and head is one item; its state S [V, K] lives in L1 in tiles:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from numba import njit
 
-from llvmlite import ir  # type: ignore[import-untyped]
-from numba import njit, types
-from numba.core import cgutils
-from numba.extending import intrinsic, models, register_model
+from cdrmix.kernels._lanes import (
+    LANES,
+    compiled,
+    copy,
+    exponential,
+    fill,
+    fused,
+    integer,
+    load,
+    plus,
+    prefetch_span,
+    row_sums,
+    spread,
+    store,
+    times,
+    transpose,
+    zero,
+)
 
-LANES = 8  # one AVX register, two of NEON's
 TILE = 2 * LANES  # value lanes of a forward tile: 2 registers each of S a, S r, v and the next S a
 ROWS = 32  # value rows of a backward tile: its dS and the block's states stay in L1 and L2
-LINE = 16  # floats of a cache line
 SPARE = 48  # floats after each of a block's states: a power of two apart, they would share few sets of the L1 cache
-
-_FLOAT = ir.FloatType()
-_VECTOR = ir.VectorType(_FLOAT, LANES)
-
-
-class _Lanes(types.Type):
-    """Numba's name for 8 float32 in one register."""
-
-    def __init__(self) -> None:
-        super().__init__(name="float32x8")
-
-
-_lanes = _Lanes()
-
-
-@register_model(_Lanes)
-class _LanesModel(models.PrimitiveModel):
-    def __init__(self, manager: Any, kind: Any) -> None:
-        super().__init__(manager, kind, _VECTOR)
-
-
-def _pointer(builder: Any, base: Any, index: Any, kind: Any) -> Any:
-    element = builder.gep(builder.inttoptr(base, _FLOAT.as_pointer()), [index])
-    return builder.bitcast(element, kind.as_pointer())
-
-
-def _constant(value: float) -> Any:
-    return ir.Constant(_VECTOR, [value] * LANES)
-
-
-def _shuffle(builder: Any, x: Any, y: Any, indices: list[int]) -> Any:
-    return builder.shuffle_vector(x, y, ir.Constant(ir.VectorType(ir.IntType(32), len(indices)), indices))
-
-
-def _splat(builder: Any, scalar: Any) -> Any:
-    vector = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), scalar, ir.Constant(ir.IntType(32), 0))
-    return _shuffle(builder, vector, vector, [0] * LANES)
-
-
-def _fused(builder: Any, x: Any, y: Any, z: Any) -> Any:
-    """x y + z, in one rounding where the machine has the instruction."""
-    function = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fmuladd.v{LANES}f32"
-    )
-    return builder.call(function, [x, y, z])
-
-
-def _load8(builder: Any, base: Any, index: Any) -> Any:
-    return builder.load(_pointer(builder, base, index, _VECTOR), align=4)
-
-
-def _store8(builder: Any, base: Any, index: Any, x: Any) -> None:
-    builder.store(x, _pointer(builder, base, index, _VECTOR), align=4)
-
-
-@intrinsic
-def load(_context: Any, base: Any, index: Any) -> Any:
-    """Floats [index, index + 8) from an address."""
-    return _lanes(types.int64, types.int64), lambda context, builder, signature, at: _load8(builder, *at)
-
-
-@intrinsic
-def store(_context: Any, base: Any, index: Any, x: Any) -> Any:
-    """Floats [index, index + 8) from an address become x."""
-
-    def generate(context: Any, builder: Any, signature: Any, at: Any) -> Any:
-        _store8(builder, *at)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, _lanes), generate
-
-
-@intrinsic
-def prefetch(_context: Any, base: Any, index: Any) -> Any:
-    """Ask for the cache line of the float at index; the address may be anything."""
-
-    def generate(context: Any, builder: Any, signature: Any, at: Any) -> Any:
-        base, index = at
-        pointer = _pointer(builder, base, index, ir.IntType(8))
-        flags = [ir.Constant(ir.IntType(32), flag) for flag in (0, 3, 1)]  # to read, into the nearest cache, data
-        kind = ir.FunctionType(ir.VoidType(), [pointer.type, *[flag.type for flag in flags]])
-        builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0"), [pointer, *flags])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
-
-
-@intrinsic
-def spread(_context: Any, base: Any, index: Any) -> Any:
-    """The float at index in every lane."""
-
-    def generate(context: Any, builder: Any, signature: Any, at: Any) -> Any:
-        base, index = at
-        return _splat(builder, builder.load(_pointer(builder, base, index, _FLOAT), align=4))
-
-    return _lanes(types.int64, types.int64), generate
-
-
-@intrinsic
-def integer(_context: Any, base: Any, index: Any) -> Any:
-    """The int64 at index."""
-
-    def generate(context: Any, builder: Any, signature: Any, at: Any) -> Any:
-        base, index = at
-        return builder.load(builder.gep(builder.inttoptr(base, index.type.as_pointer()), [index]))
-
-    return types.int64(types.int64, types.int64), generate
-
-
-@intrinsic
-def zero(_context: Any) -> Any:
-    return _lanes(), lambda context, builder, signature, none: _constant(0.0)
-
-
-@intrinsic
-def times(_context: Any, x: Any, y: Any) -> Any:
-    return _lanes(_lanes, _lanes), lambda context, builder, signature, xy: builder.fmul(*xy)
-
-
-@intrinsic
-def plus(_context: Any, x: Any, y: Any) -> Any:
-    return _lanes(_lanes, _lanes), lambda context, builder, signature, xy: builder.fadd(*xy)
-
-
-@intrinsic
-def fused(_context: Any, x: Any, y: Any, z: Any) -> Any:
-    """x y + z."""
-    return _lanes(_lanes, _lanes, _lanes), lambda context, builder, signature, xyz: _fused(builder, *xyz)
-
-
-@intrinsic
-def exponential(_context: Any, x: Any) -> Any:
-    """e^x to 2 units in the last place: 2^n times a polynomial on |f| <= ln(2) / 2; e^-87 below -87.
-
-    Ours, so that its bits do not depend on where in a tensor an element stands. The C library's has one lane.
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        (x,) = arguments
-        for bound, beyond in ((-87.0, "<"), (88.0, ">")):  # NaN compares false and stays
-            x = builder.select(builder.fcmp_ordered(beyond, x, _constant(bound)), _constant(bound), x)
-        shift = _constant(1.5 * 2**23)  # adding it rounds to an integer, in the low bits
-        shifted = _fused(builder, x, _constant(1.4426950408889634), shift)
-        n = builder.fsub(shifted, shift)
-        f = _fused(builder, n, _constant(-0.693359375), x)  # ln 2 in two parts, n times the first is exact
-        f = _fused(builder, n, _constant(2.12194440e-4), f)
-        p = _constant(1 / 5040)
-        for divisor in (720, 120, 24, 6, 2, 1, 1):  # Taylor: the first term left out is f^8 / 8! < 6e-9
-            p = _fused(builder, p, f, _constant(1 / divisor))
-        integers = ir.VectorType(ir.IntType(32), LANES)
-        exponent = builder.shl(builder.bitcast(shifted, integers), ir.Constant(integers, [23] * LANES))
-        power = builder.add(exponent, ir.Constant(integers, [127 << 23] * LANES))
-        return builder.fmul(p, builder.bitcast(power, _VECTOR))
-
-    return _lanes(_lanes), generate
-
-
-@intrinsic
-def row_sums(_context: Any, base: Any, index: Any) -> Any:
-    """The sums of 8 rows of 8 floats, by halving: 14 shuffles and 7 additions."""
-
-    def generate(context: Any, builder: Any, signature: Any, at: Any) -> Any:
-        base, index = at
-        rows = [_load8(builder, base, builder.add(index, index.type(8 * i))) for i in range(8)]
-        for _ in range(2):
-            rows = [
-                builder.fadd(
-                    _shuffle(builder, x, y, [0, 2, 8, 10, 4, 6, 12, 14]),
-                    _shuffle(builder, x, y, [1, 3, 9, 11, 5, 7, 13, 15]),
-                )
-                for x, y in zip(rows[::2], rows[1::2], strict=True)
-            ]
-        low, high = [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]
-        return builder.fadd(_shuffle(builder, rows[0], rows[1], low), _shuffle(builder, rows[0], rows[1], high))
-
-    return _lanes(types.int64, types.int64), generate
-
-
-@intrinsic
-def transpose(_context: Any, source: Any, at: Any, stride: Any, target: Any, to: Any, step: Any) -> Any:
-    """An 8 x 8 block, rows `stride` floats apart, into one with rows `step` floats apart."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        source, at, stride, target, to, step = arguments
-        rows = [_load8(builder, source, builder.add(at, builder.mul(stride, at.type(i)))) for i in range(8)]
-        for distance in (4, 2, 1):  # swap the off-diagonal blocks of 4, then of 2, then of 1
-            for i in range(8):
-                if i & distance:
-                    continue
-                x, y = rows[i], rows[i + distance]
-                low = [lane if not lane & distance else 8 + lane - distance for lane in range(8)]
-                high = [lane + distance if not lane & distance else 8 + lane for lane in range(8)]
-                rows[i], rows[i + distance] = _shuffle(builder, x, y, low), _shuffle(builder, x, y, high)
-        for i, row in enumerate(rows):
-            _store8(builder, target, builder.add(to, builder.mul(step, to.type(i))), row)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 6), generate
-
-
-def _compiled(function: Callable[..., None]) -> Any:
-    """Compiled on first use and kept on disk; where no folder can be written, compiled in every process."""
-    try:
-        return njit(function, nogil=True, cache=True)
-    except RuntimeError as error:
-        if "no locator available" not in str(error):
-            raise
-        return njit(function, nogil=True)
-
-
-@njit(nogil=True)
-def _copy(source, at, target, to, count):  # type: ignore[no-untyped-def]
-    """`count` floats, a multiple of 8."""
-    for i in range(0, count, LANES):
-        store(target, to + i, load(source, at + i))
-
-
-@njit(nogil=True)
-def _fill(source, target, to, count):  # type: ignore[no-untyped-def]
-    """`count` floats, a multiple of 8, all equal to the first of `source`."""
-    for i in range(0, count, LANES):
-        store(target, to + i, spread(source, 0))
-
-
-@njit(nogil=True)
-def _prefetch(address, at, count):  # type: ignore[no-untyped-def]
-    for i in range(0, count, LINE):
-        prefetch(address, at + i)
 
 
 @njit(nogil=True)
@@ -271,7 +52,7 @@ def _from_tiles(tiles, at, rows, to, K, V):  # type: ignore[no-untyped-def]
             transpose(tiles, at + v // TILE * TILE * K + k * TILE + v % TILE, TILE, rows, to + v * K + k, K)
 
 
-@_compiled
+@compiled
 def scan(  # type: ignore[no-untyped-def]
     first, stride, items, heads, K, V, spacing, starts,
     r, log_w, k, v, a, b, state, y, removed, last, checkpoints,
@@ -290,14 +71,14 @@ def scan(  # type: ignore[no-untyped-def]
         head = item - document * heads
         begin, end = integer(starts, document), integer(starts, document + 1)
         if state == 0:
-            _fill(constants, S, 0, K * V)
+            fill(constants, S, 0, K * V)
         else:
             _to_tiles(state, item * K * V, S, 0, K, V)
         for block in range(begin, end, spacing):
             stop = min(block + spacing, end)
             if checkpoints != 0 and block > begin:
                 number = begin // spacing + (block - begin) // spacing - 1
-                _copy(S, 0, checkpoints, (number * heads + head) * K * V, K * V)
+                copy(S, 0, checkpoints, (number * heads + head) * K * V, K * V)
             for t in range(block, stop):
                 for i in range(0, K, LANES):
                     store(w, (t - block) * K + i, exponential(load(log_w, t * token + head * K + i)))
@@ -316,9 +97,9 @@ def scan(  # type: ignore[no-untyped-def]
                     value_token = (t * heads + head) * V
                     if tile == 0:  # the next block's: a token lies H K floats after its predecessor
                         for x in (r, log_w, k, a, b):
-                            _prefetch(x, here + spacing * token, K)
+                            prefetch_span(x, here + spacing * token, K)
                         for x in (v, y, removed if removed != 0 else y):
-                            _prefetch(x, value_token + spacing * heads * V, V)
+                            prefetch_span(x, value_token + spacing * heads * V, V)
                     value = value_token + tile
                     if removed != 0:
                         store(removed, value, removed0)
@@ -397,7 +178,7 @@ def _step_back(  # type: ignore[no-untyped-def]
         store(dremoved, row, row_sums(sums, (ROWS + row) * LANES))
 
 
-@_compiled
+@compiled
 def scan_back(  # type: ignore[no-untyped-def]
     first, stride, items, heads, K, V, spacing, starts,
     r, log_w, k, v, a, b, state, removed, checkpoints, dy, dlast,
@@ -416,10 +197,10 @@ def scan_back(  # type: ignore[no-untyped-def]
         head = item - document * heads
         begin, end = integer(starts, document), integer(starts, document + 1)
         if dlast == 0:
-            _fill(zeros, D, 0, K * V)
+            fill(zeros, D, 0, K * V)
         else:
-            _copy(dlast, item * K * V, D, 0, K * V)
-        _fill(zeros, dremoved, 0, V)
+            copy(dlast, item * K * V, D, 0, K * V)
+        fill(zeros, dremoved, 0, V)
         blocks = (end - begin + spacing - 1) // spacing
         for block in range(blocks - 1, -1, -1):
             start = begin + block * spacing
@@ -428,9 +209,9 @@ def scan_back(  # type: ignore[no-untyped-def]
                 number = begin // spacing + block - 1
                 _from_tiles(checkpoints, (number * heads + head) * K * V, S, 0, K, V)
             elif state == 0:
-                _fill(zeros, S, 0, K * V)
+                fill(zeros, S, 0, K * V)
             else:
-                _copy(state, item * K * V, S, 0, K * V)
+                copy(state, item * K * V, S, 0, K * V)
             for t in range(start, min(stop + 1, end)):
                 for i in range(0, K, LANES):
                     store(w, (t - start) * K + i, exponential(load(log_w, (t * heads + head) * K + i)))
@@ -446,9 +227,9 @@ def scan_back(  # type: ignore[no-untyped-def]
                     follows = t + 1 < end
                     if tile == 0:  # the block before
                         for x in (r, log_w, k, a, b, dr, dlog_w, dk, da, db):
-                            _prefetch(x + at_k, -spacing * heads * K, K)
+                            prefetch_span(x + at_k, -spacing * heads * K, K)
                         for x in (v, removed, dy, dv):
-                            _prefetch(x + at_v, -spacing * heads * V, V)
+                            prefetch_span(x + at_v, -spacing * heads * V, V)
                     _step_back(
                         K, states + 4 * (t - start) * size, D + 4 * tile * K,
                         w + 4 * (t + 1 - start) * K if follows else ones,
@@ -469,4 +250,4 @@ def scan_back(  # type: ignore[no-untyped-def]
                         sums, zeros, tile > 0, begin > end,
                     )  # fmt: skip
         if dstate != 0:
-            _copy(D, 0, dstate, item * K * V, K * V)
+            copy(D, 0, dstate, item * K * V, K * V)

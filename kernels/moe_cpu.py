@@ -186,6 +186,7 @@ def experts_backward(
 
 
 dispatch = reference_moe.dispatch
+product_forward, product_backward = reference_moe.product_forward, reference_moe.product_backward
 
 
 def combine(y_RD: Tensor, order_R: Tensor, counts_E: Tensor, k: int) -> Tensor:

@@ -33,7 +33,7 @@ from cdrmix.kernels._common import Build, architecture
 from cdrmix.kernels.moe_gemm import moe_gradient, moe_rows_gemm, moe_up, moe_weight_gradient, moe_weight_product
 from cdrmix.kernels.moe_rows import NAMES, REFERENCE_SHAPE, Plan, combine, combine_rows, dispatch, on, plan, tile_bound
 
-__all__ = ["combine", "dispatch", "experts_backward", "experts_forward"]
+__all__ = ["combine", "dispatch", "experts_backward", "experts_forward", "product_backward", "product_forward"]
 
 ACTIVATIONS = ("relu2", "swiglu")
 FINISH_BLOCK = 256  # rows of a program of moe_weight_gradient
@@ -284,6 +284,29 @@ def experts_backward(
     dx_RD = p.empty(p.R, p.D)
     p.rows(dz, w_up, dx_RD, transposed=True)
     return combine_rows(dx_RD, p.plan.inverse_R, None, p.k), dw_up, dw_down, dweights_TK
+
+
+def product_forward(x_RD: Tensor, w_EDF: Tensor, counts_E: Tensor) -> Tensor:
+    """Y_r = X_r W_e of sorted rows, [R, F]; zeros from row counts_E.sum() on."""
+    p = _rows_alone(x_RD, w_EDF, counts_E)
+    y_RF = torch.zeros((p.R, w_EDF.shape[2]), dtype=p.dtype, device=p.device)
+    p.rows(x_RD, w_EDF, y_RF, transposed=False)
+    return y_RF
+
+
+def product_backward(dy_RF: Tensor, x_RD: Tensor, w_EDF: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor]:
+    """dX_r = dY_r W_e^T, zeros from row counts_E.sum() on, and dW_e = sum_r X_r^T dY_r."""
+    p = _rows_alone(x_RD, w_EDF, counts_E)
+    dx_RD, dw_EDF = torch.zeros_like(x_RD), torch.empty_like(w_EDF)
+    p.rows(dy_RF, w_EDF, dx_RD, transposed=True)
+    p.weights(x_RD, dy_RF, dw_EDF, gather_left=False)
+    return dx_RD, dw_EDF
+
+
+def _rows_alone(x_RD: Tensor, w_EDF: Tensor, counts_E: Tensor) -> Problem:
+    """Rows that are sorted already: each stands for a token of its own."""
+    order_R = torch.arange(len(x_RD), device=x_RD.device)
+    return Problem(x_RD, w_EDF, w_EDF.mT, 1, order_R, counts_E, "relu2")
 
 
 def builds(arch: str) -> list[Build]:

@@ -43,11 +43,23 @@ def gathered_product(
 
     right [DEPTH, WIDTH], its elements STEP apart down the depth and NEXT apart along the width.
     """
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    return add_gathered_product(
+        total, left, rows, right, column, DEPTH, WIDTH, STEP, NEXT, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION
+    )
+
+
+@triton.jit
+def add_gathered_product(
+    total, left, rows, right, column,
+    DEPTH: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, NEXT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """total [BLOCK_M, BLOCK_N] float32 and `gathered_product`, summed after it."""
     depth = tl.arange(0, BLOCK_K)
     columns = column + tl.arange(0, BLOCK_N)
     left_tile = left + rows[:, None] * DEPTH + depth[None, :]
     right_tile = right + column.to(tl.int64) * NEXT + (depth[:, None] * STEP + tl.arange(0, BLOCK_N)[None, :] * NEXT)
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for first in range(0, DEPTH, BLOCK_K):
         if DEPTH % BLOCK_K == 0:
             a = tl.load(left_tile)

@@ -1,68 +1,95 @@
 """The loss in plain PyTorch: the specification, the oracle, and the CPU path; a linear map and its cross-entropy.
 
-Shapes: R rows (tokens with a target), D model, V vocabulary.
+Shapes: N rows (tokens), K target sets that share their rows' logits, D model, V vocabulary. With l = W h of a row,
+lse = logsumexp(l), a weight w and a target t of each set, smoothing eps and factor z:
+    loss = w (lse - (1 - eps) l_t - eps / V sum_v l_v + z lse^2)     smoothing: arXiv 1512.00567, section 7
+    dl_v = sum over sets of w ((1 + 2 z lse) p_v - (1 - eps) [v = t] - eps / V),  p = softmax(l)
+A row is counted if a set has a target other than ignore_index, of a weight other than 0; the others are never touched.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+MOST_ROWS = 512  # of a chunk: its product with the weight runs at full speed from some 256 rows on
+LEAST_ROWS = 32  # and what larger chunks are multiples of
+CHUNK_BYTES = 1 << 26  # of its logits at most: 320 rows at V 50,272; with 512, peak memory was 0.130 of plain PyTorch's
+BLOCK_V = 8192  # of a product that is rounded before it is added
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    """Cross-entropy of a linear map, by blocks of tokens: gradients are made while a block's logits exist."""
-
-    ROWS = 512  # tokens of one block: 512 x 50,272 float32 logits are 103 MB
-
-    @staticmethod
-    def forward(ctx, hidden_RD, weight_VD, targets_R, weights_R):  # type: ignore[no-untyped-def]
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        accumulate = torch.promote_types(hidden_RD.dtype, torch.float32)
-        losses = weights_R.new_empty(targets_R.numel(), dtype=accumulate)
-        dhidden = torch.empty_like(hidden_RD) if needs_hidden else None
-        dweight = torch.zeros_like(weight_VD, dtype=accumulate) if needs_weight else None
-        for start in range(0, targets_R.numel(), _LinearCrossEntropy.ROWS):
-            span = slice(start, start + _LinearCrossEntropy.ROWS)
-            target = targets_R[span].unsqueeze(-1)
-            logits = (hidden_RD[span] @ weight_VD.mT).to(accumulate)
-            logits -= logits.amax(-1, keepdim=True)
-            chosen = logits.gather(-1, target)
-            exponentials = logits.exp_()
-            total = exponentials.sum(-1, keepdim=True)
-            losses[span] = (total.log() - chosen).squeeze(-1)
-            if needs_hidden or needs_weight:
-                scale = weights_R[span].unsqueeze(-1).to(accumulate)
-                dlogits = exponentials.mul_(scale / total)
-                dlogits.scatter_(-1, target, dlogits.gather(-1, target) - scale)
-                dlogits = dlogits.to(hidden_RD.dtype)
-                if dhidden is not None:
-                    torch.mm(dlogits, weight_VD, out=dhidden[span])
-                if dweight is not None:
-                    dweight += dlogits.mT @ hidden_RD[span]
-        ctx.save_for_backward(dhidden, dweight)
-        ctx.weight_dtype = weight_VD.dtype
-        return (losses * weights_R.to(accumulate)).sum()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dloss):  # type: ignore[no-untyped-def]
-        dhidden, dweight = ctx.saved_tensors
-        return (
-            # In dloss's own precision: rounded to bfloat16 it would scale the whole gradient by up to 0.4 %.
-            None if dhidden is None else (dhidden.to(dloss.dtype) * dloss).to(dhidden.dtype),
-            None if dweight is None else (dweight * dloss).to(ctx.weight_dtype),
-            None,
-            None,
-        )
+def counted(targets_KN: Tensor, weights_KN: Tensor | None, ignore_index: int) -> Tensor:
+    """bool [K, N]: which targets add to the loss."""
+    found = targets_KN != ignore_index
+    return found if weights_KN is None else found & (weights_KN != 0)
 
 
-def linear_cross_entropy(hidden_RD: Tensor, weight_VD: Tensor, targets_R: Tensor, weights_R: Tensor) -> Tensor:
-    """sum_r weights_r (logsumexp(W h_r) - (W h_r)[target_r]), without the [R, V] logits in full.
+def add_product(sum_VD: Tensor, dlogits_NV: Tensor, hidden_ND: Tensor) -> None:
+    """sum += dlogits^T hidden, in place; sum may be float32 beside narrower factors."""
+    if sum_VD.dtype == dlogits_NV.dtype:
+        sum_VD.addmm_(dlogits_NV.mT, hidden_ND)
+        return
+    for first in range(0, len(sum_VD), BLOCK_V):  # not all at once: a second [V, D]
+        block = slice(first, first + BLOCK_V)
+        sum_VD[block] += dlogits_NV[:, block].mT @ hidden_ND
 
-    hidden_RD: [R, D]; weight_VD: [V, D]; targets_R: int64 [R] in [0, V); weights_R: [R], not differentiated.
-    Returns a scalar, in float32 at least.
+
+def cross_entropy_forward(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    targets_KN: Tensor,
+    weights_KN: Tensor | None,
+    *,
+    z_loss: float,
+    label_smoothing: float,
+    ignore_index: int,
+    wants_hidden: bool,
+    wants_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """losses [K, N], and the gradients of their sum: dhidden [N, D], dweight [V, D], of no elements unless wanted.
+
+    hidden: in the dtype of the products and of dhidden, to which weight is cast; losses, dweight in float32 at least.
+    Gradients are made by chunks of rows while a chunk's logits exist; the chunks' dweight is added in order.
     """
-    if not torch.is_grad_enabled():  # a Function is told which inputs require gradients, not whether they are wanted
-        hidden_RD, weight_VD = hidden_RD.detach(), weight_VD.detach()
-    return _LinearCrossEntropy.apply(hidden_RD, weight_VD, targets_R, weights_R)
+    accumulate = torch.promote_types(hidden_ND.dtype, torch.float32)
+    V, weight_VD = len(weight_VD), weight_VD.to(hidden_ND.dtype)
+    counted_KN = counted(targets_KN, weights_KN, ignore_index)
+    losses_KN = hidden_ND.new_zeros(targets_KN.shape, dtype=accumulate)
+    dhidden_ND = torch.zeros_like(hidden_ND) if wants_hidden else hidden_ND.new_empty(0)
+    dweight_VD = hidden_ND.new_zeros(weight_VD.shape if wants_weight else 0, dtype=accumulate)
+    if weights_KN is None:
+        scales_KN = counted_KN.to(accumulate)
+    else:
+        scales_KN = torch.where(counted_KN, weights_KN.to(accumulate), 0.0)
+    allowed_KN = torch.where(counted_KN, targets_KN, 0)
+
+    rows = counted_KN.any(0).nonzero().flatten()
+    size = min(MOST_ROWS, max(1, CHUNK_BYTES // (V * accumulate.itemsize * LEAST_ROWS)) * LEAST_ROWS)
+    memory = hidden_ND.new_empty(min(size, len(rows)), V)
+    for chunk in rows.split(size) if len(rows) else ():
+        hidden, target, scale = hidden_ND[chunk], allowed_KN[:, chunk].mT, scales_KN[:, chunk].mT
+        logits = torch.mm(hidden, weight_VD.mT, out=memory[: len(chunk)]).to(accumulate)
+        top = logits.amax(-1, keepdim=True)
+        logits -= top
+        score = logits.gather(-1, target) * (1 - label_smoothing)
+        if label_smoothing:
+            score += logits.mean(-1, keepdim=True) * label_smoothing
+        exponentials = logits.exp_()
+        total = exponentials.sum(-1, keepdim=True)
+        log_total = total.log()
+        lse = top + log_total
+        losses_KN[:, chunk] = (scale * (log_total - score + z_loss * lse.square())).mT
+        if not (wants_hidden or wants_weight):
+            continue
+        both = scale.sum(-1, keepdim=True)
+        dlogits = exponentials.mul_(both * (1 + 2 * z_loss * lse) / total)
+        if label_smoothing:
+            dlogits -= both * (label_smoothing / V)
+        for at, share in zip(target.split(1, -1), (scale * (1 - label_smoothing)).split(1, -1), strict=True):
+            dlogits.scatter_(-1, at, dlogits.gather(-1, at) - share)  # set by set: two may have the same target
+        dlogits = dlogits.to(hidden.dtype)
+        if wants_hidden:
+            dhidden_ND[chunk] = dlogits @ weight_VD
+        if wants_weight:
+            add_product(dweight_VD, dlogits, hidden)
+    return losses_KN, dhidden_ND, dweight_VD

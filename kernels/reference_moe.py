@@ -195,6 +195,30 @@ def experts_backward(
     return combine(dx_RD, order_R, counts_E, k), dw_up, dw_down, dweights.view_as(weights_TK)
 
 
+def product_forward(x_RD: Tensor, w_EDF: Tensor, counts_E: Tensor) -> Tensor:
+    """y_r = x_r w_e for the sorted rows r of each expert e; zeros for the rows after the last expert's."""
+    if _has_grouped_product(x_RD, w_EDF):
+        offsets = counts_E.cumsum(0).to(torch.int32)
+        return _zero_tail(torch._grouped_mm(x_RD, w_EDF, offs=offsets), counts_E)
+    y_RF = x_RD.new_zeros(len(x_RD), w_EDF.shape[2])
+    for expert, span in enumerate(row_spans(counts_E)[0]):
+        torch.mm(x_RD[span], w_EDF[expert], out=y_RF[span])
+    return y_RF
+
+
+def product_backward(dy_RF: Tensor, x_RD: Tensor, w_EDF: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor]:
+    """dx_r = dy_r w_e^T, zeros as above, and dw_e = sum_r x_r^T dy_r, zero for an expert without rows."""
+    if _has_grouped_product(x_RD, w_EDF):
+        offsets = counts_E.cumsum(0).to(torch.int32)
+        dx_RD = _zero_tail(torch._grouped_mm(dy_RF, w_EDF.mT, offs=offsets), counts_E)
+        return dx_RD, _zero_empty(torch._grouped_mm(x_RD.mT, dy_RF, offs=offsets), counts_E)
+    dx_RD, dw_EDF = torch.zeros_like(x_RD), torch.empty_like(w_EDF)
+    for expert, span in enumerate(row_spans(counts_E)[0]):
+        torch.mm(dy_RF[span], w_EDF[expert].mT, out=dx_RD[span])
+        torch.mm(x_RD[span].mT, dy_RF[span], out=dw_EDF[expert])
+    return dx_RD, dw_EDF
+
+
 def dispatch(x_TD: Tensor, order_R: Tensor, counts_E: Tensor, k: int) -> Tensor:
     """x_RD: each route's row of x, in sorted order; zeros for dropped routes."""
     return _zero_tail(x_TD.index_select(0, order_R.div(k, rounding_mode="floor")), counts_E)
@@ -239,9 +263,9 @@ def _zero_empty(dw: Tensor, counts_E: Tensor) -> Tensor:
     return dw.masked_fill_((counts_E == 0).view(-1, 1, 1), 0)
 
 
-def _has_grouped_product(x_TD: Tensor, w_up: Tensor, w_down: Tensor) -> bool:
+def _has_grouped_product(x_TD: Tensor, *weights: Tensor) -> bool:
     """Whether `torch._grouped_mm` takes these: it wants bfloat16, and strides and starts at multiples of 16 bytes."""
-    aligned = all(size % 8 == 0 for size in (x_TD.shape[1], w_up.shape[2], *w_down.shape[1:]))
+    aligned = all(size % 8 == 0 for w in weights for size in w.shape[1:])
     return x_TD.is_cuda and x_TD.dtype == torch.bfloat16 and aligned and len(x_TD) > 0
 
 

@@ -71,13 +71,16 @@ def project_forward(x: Tensor, w: Tensor, b_up: Tensor, reads: Tensor) -> Tensor
 def project_backward(
     dy: Tensor, x: Tensor, w: Tensor, b_up: Tensor, reads: Tensor, wanted: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, w, b_up and reads; of no elements where `wanted`, in that order, is False."""
+    """The gradients of x, w, b_up and reads; of no elements where `wanted`, in that order, is False.
+
+    db_up as (reads^T dy)^T: dy^T reads, its long side down, takes 1.8 times as long on a CPU at O 1,024, r 16.
+    """
     rows, none = dy.flatten(0, 1), dy.new_empty(0)
     base = dy[0] if len(dy) == 1 else dy.sum(0)
     return (
         base @ w if wanted[0] else none,
         base.mT @ x if wanted[1] else none.clone(),
-        rows.mT @ reads.flatten(0, 1) if wanted[2] else none.clone(),
+        (reads.flatten(0, 1).mT @ rows).mT.contiguous() if wanted[2] else none.clone(),
         (rows @ b_up).view(reads.shape) if wanted[3] else none.clone(),
     )
 
@@ -106,20 +109,21 @@ def delta_forward(k: Tensor, v: Tensor, beta: Tensor, state: Tensor, *, save: bo
     needs: every piece's S_0, V - K S_0^T, U, K K^T and inverse; shapes as `delta_saved_shapes` has them.
     """
     piece = piece_length(k.shape[1])
-    k, v, beta = _pieces(k, piece), _pieces(v, piece), _pieces(beta, piece).unsqueeze(-1)
+    k, v, beta = _pieces(k, piece), _pieces(v, piece), _pieces(beta, piece)
     gram = k @ k.mT
-    inverse = unit_lower_inverse((gram * -beta).tril_(-1))
-    states, errors, updates = [], [], []
-    for p in range(k.shape[1]):
-        error = torch.baddbmm(v[:, p], k[:, p], state.mT, alpha=-1)
-        update = inverse[:, p] @ (beta[:, p] * error)
-        if save:
-            states.append(state)
-            errors.append(error)
-            updates.append(update)
-        state = torch.baddbmm(state, update.mT, k[:, p])
-    saved = [*(torch.stack(each, 1) for each in (states, errors, updates)), gram, inverse] if save else []
-    return state, saved
+    inverse = unit_lower_inverse((gram * -beta.unsqueeze(-1)).tril_(-1))
+    solved = inverse * beta.unsqueeze(-2)
+    states = state.new_empty(len(state), k.shape[1] + 1, *state.shape[1:])
+    states[:, 0] = state
+    errors, updates = torch.empty_like(v), torch.empty_like(v)
+    before, *after = states.unbind(1)
+    for key, value, solve, error, update, behind in zip(
+        *(x.unbind(1) for x in (k, v, solved, errors, updates)), after, strict=True
+    ):
+        torch.baddbmm(value, key, before.mT, alpha=-1, out=error)
+        torch.bmm(solve, error, out=update)
+        before = torch.baddbmm(before, update.mT, key, out=behind)
+    return states[:, -1].clone(), [states, errors, updates, gram, inverse] if save else []
 
 
 def delta_saved_shapes(k: Tensor, v: Tensor) -> list[tuple[int, ...]]:
@@ -127,7 +131,7 @@ def delta_saved_shapes(k: Tensor, v: Tensor) -> list[tuple[int, ...]]:
     (N, T, K), V = k.shape, v.shape[-1]
     C = piece_length(T)
     P = -(-T // C)
-    return [(N, P, V, K), (N, P, C, V), (N, P, C, V), (N, P, C, C), (N, P, C, C)]
+    return [(N, P + 1, V, K), (N, P, C, V), (N, P, C, V), (N, P, C, C), (N, P, C, C)]
 
 
 def delta_backward(
@@ -137,15 +141,20 @@ def delta_backward(
     states, errors, updates, gram, inverse = saved
     tokens, piece = k.shape[1], gram.shape[-1]
     k, rates = _pieces(k, piece), _pieces(beta, piece).unsqueeze(-1)
-    dstate, dstates, dright = dlast, torch.empty_like(states), torch.empty_like(errors)
-    for p in range(k.shape[1] - 1, -1, -1):
-        dstates[:, p] = dstate
-        dright[:, p] = inverse[:, p].mT @ (k[:, p] @ dstate.mT)  # of diag(beta) (V - K S_0^T)
-        dstate = torch.baddbmm(dstate, (rates[:, p] * dright[:, p]).mT, k[:, p], alpha=-1)
-    dvalues = rates * dright
+    dstates, dright, dvalues = torch.empty_like(states), torch.empty_like(errors), torch.empty_like(errors)
+    dstates[:, -1] = dlast
+    *before, dstate = dstates.unbind(1)
+    pieces = zip(*(x.unbind(1) for x in (k, rates, inverse, dright, dvalues)), before, strict=True)
+    for key, rate, solve, right, value, ahead in reversed(list(pieces)):
+        torch.bmm(solve.mT, key @ dstate.mT, out=right)  # the gradient of diag(beta) (V - K S_0^T)
+        torch.mul(rate, right, out=value)
+        dstate = torch.baddbmm(dstate, value.mT, key, alpha=-1, out=ahead)
     dlower = (dright @ updates.mT).tril_(-1).neg_()  # of tril(diag(beta) K K^T, -1)
     dbeta = (dright * errors).sum(-1) + (dlower * gram).sum(-1)
     dgram = rates * dlower
-    dk = updates @ dstates - dvalues @ states + (dgram + dgram.mT) @ k
-    dk, dv, dbeta = (x.flatten(1, 2)[:, :tokens].contiguous() for x in (dk, dvalues, dbeta))
-    return dk, dv, dbeta, dstate
+    dk = (dgram + dgram.mT) @ k
+    flat = dk.flatten(0, 1)
+    flat.baddbmm_(updates.flatten(0, 1), dstates[:, 1:].flatten(0, 1))
+    flat.baddbmm_(dvalues.flatten(0, 1), states[:, :-1].flatten(0, 1), alpha=-1)
+    dk, dvalues, dbeta = (x.flatten(1, 2)[:, :tokens].contiguous() for x in (dk, dvalues, dbeta))
+    return dk, dvalues, dbeta, dstates[:, 0].clone()

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cdrmix.kernels._chunks import chunk_table, operand_dtype, slot_count
 from cdrmix.kernels._common import INTERPRETED, Build, architecture
 from cdrmix.kernels.wkv7_chunk import wkv7_chunk_map
 from cdrmix.kernels.wkv7_chunk_backward import wkv7_chunk_gradient_keys, wkv7_chunk_gradient_values
@@ -223,20 +224,8 @@ class Problem:
         return self.empty(self.slots, self.H, 2, self.K, dtype=torch.float32)
 
     def table(self) -> Tensor:
-        """First token and document's end of every chunk slot: int64 [slots, 2], the first -1 where it is unused.
-
-        Document n has its slots from cu_seqlens[n] // C + n on: there are enough, as floor(x + y) - floor(x) + 1 is at
-        least ceil(y), they are increasing, and known without a sum over the documents before. Made on the device.
-        """
-        if not self.packed:
-            return self.cu_seqlens
-        starts = self.cu_seqlens[:-1]
-        first = starts // self.C + torch.arange(self.N, device=self.device)
-        slots = torch.arange(self.slots, device=self.device)
-        document = torch.searchsorted(first, slots, right=True) - 1
-        start = starts[document] + (slots - first[document]) * self.C
-        end = self.cu_seqlens[1:][document]
-        return torch.stack([torch.where(start < end, start, -1), end], 1)
+        """See `chunk_table`; without packed documents, which need none, anything."""
+        return chunk_table(self.cu_seqlens, self.slots, self.C) if self.packed else self.cu_seqlens
 
     def launch(self, kernel: str, tensors: tuple[Tensor, ...], *flags: bool) -> None:
         arch = architecture(self.device)
@@ -269,10 +258,6 @@ def blocks_of(kernel: str, K: int, V: int, launch: Launch) -> int:
     return K // launch.block_k if kernel == "gradient_keys" else 1
 
 
-def operand_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-
-
 def pick_chunk(chunk: int | None, dtype: torch.dtype, K: int, V: int, arch: str = "sm_90") -> int:
     """The chunk length asked for, or the default; ValueError where it does not ship."""
     sizes = chunk_sizes(dtype, K, V, arch)
@@ -280,11 +265,6 @@ def pick_chunk(chunk: int | None, dtype: torch.dtype, K: int, V: int, arch: str 
     if chunk is not None and chunk not in sizes:
         raise ValueError(f"wkv7: chunk={chunk} does not ship for {dtype}, K={K}, V={V}; choose one of {sizes}, or None")
     return chunk or sizes[0]
-
-
-def slot_count(B: int, T: int, N: int, C: int, *, packed: bool) -> int:
-    """Chunks at most: known from shapes alone."""
-    return B * T // C + N if packed else B * -(-T // C)
 
 
 def wkv7_saved_shapes(

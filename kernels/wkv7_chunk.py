@@ -24,23 +24,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from cdrmix.kernels._chunks import span, sums
 from cdrmix.kernels._common import dot, dot_add, narrow
-
-
-@triton.jit
-def span(table, slot, length, per_row, C: tl.constexpr):
-    """A chunk's first token and its document's end; the first is negative where the slot is unused.
-
-    per_row: chunks a row, where every row is one document of `length` tokens; 0 where `table` [slots, 2] says.
-    """
-    if per_row == 0:
-        start = tl.load(table + slot.to(tl.int64) * 2)
-        end = tl.load(table + slot.to(tl.int64) * 2 + 1)
-    else:
-        row = (slot // per_row).to(tl.int64) * length
-        start = row + slot % per_row * C
-        end = row + length
-    return start, end
 
 
 @triton.jit
@@ -54,19 +39,6 @@ def store_tokens(tensor, rows, columns, stride, inside, x):
     """The inverse of load_tokens, in the tensor's own dtype."""
     x = narrow(x, tensor.dtype.element_ty)
     tl.store(tensor + rows[:, None] * stride + columns[None, :], x, mask=inside[:, None])
-
-
-@triton.jit
-def sums(signs, x, operand: tl.constexpr, SUMS: tl.constexpr):
-    """signs @ x for signs of 0, 1 and -1, to 16 bits beside bfloat16 operands (two products), else to 22 or more."""
-    if operand == tl.bfloat16:
-        high = narrow(x, operand)
-        low = narrow(x - high.to(tl.float32), operand)
-        signs = signs.to(operand)
-        total = dot_add(signs, high, dot(signs, low, SUMS), SUMS)
-    else:
-        total = dot(signs, x, SUMS)
-    return total
 
 
 @triton.jit

@@ -21,8 +21,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from cdrmix.kernels._chunks import span, sums
 from cdrmix.kernels._common import dot, dot_add, narrow
-from cdrmix.kernels.wkv7_chunk import decays, load_tokens, span, store_tokens, sums
+from cdrmix.kernels.wkv7_chunk import decays, load_tokens, store_tokens
 
 
 @triton.jit(do_not_specialize=["length", "per_row", "heads"])

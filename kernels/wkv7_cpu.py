@@ -13,53 +13,15 @@ threads, nor `chunk`, nor what else is in the batch changes a bit. The loops are
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from cdrmix.kernels import _wkv7_lanes as lanes
+from cdrmix.kernels._cpu import Scratch, address, check, documents
 from cdrmix.kernels._threads import run_parts
 
 SPACING = {"none": 16, "fast": 16, "min": 32}  # tokens from one kept state to the next, unless `chunk` says
 SERIAL_WORK = 1 << 20  # K V tokens heads below which one thread does it all: 0.1 ms, twice what waking another takes
-
-
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
-
-
-def _documents(cu_seqlens: Tensor | None, batch: int, length: int) -> Tensor:
-    """int64 [N + 1]: where documents start over the flattened tokens."""
-    if cu_seqlens is None:
-        return torch.arange(0, (batch + 1) * length, length)
-    return cu_seqlens.long().contiguous()
-
-
-class Scratch:
-    """Memory that a thread works in: arrays of the given numbers of floats, each on a line of the cache of its own.
-
-    Not a tensor: in deterministic mode PyTorch fills every empty tensor, and with threads that no fork survives.
-    """
-
-    def __init__(self, parts: int, sizes: list[int]) -> None:
-        self.offsets, end = [], 0
-        for size in sizes:
-            self.offsets.append(end)
-            end += 4 * size
-            end += -end % 64
-        self.stride = end
-        self.memory = np.empty(parts * end + 64, np.uint8)
-
-    def of(self, part: int) -> list[int]:
-        """The arrays' addresses."""
-        start = self.memory.ctypes.data
-        start += -start % 64 + part * self.stride
-        return [start + offset for offset in self.offsets]
-
-
-def _check(*tensors: Tensor | None) -> None:
-    for x in tensors:
-        assert x is None or (x.dtype == torch.float32 and x.is_contiguous() and x.device.type == "cpu")
 
 
 def _parts(items: int, work: int) -> int:
@@ -91,11 +53,11 @@ def wkv7_forward(
     return_state: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """y [B, T, H, V], last [N, H, V, K] (empty unless return_state), and what backward needs beside the inputs."""
-    _check(r, log_w, k, v, a, b, state)
+    check(r, log_w, k, v, a, b, state)
     B, T, H, K = r.shape
     assert (K % lanes.TILE, v.shape[-1] % lanes.ROWS) == (0, 0), "the loops have no remainders"
     V, spacing = v.shape[-1], chunk or SPACING[save]
-    starts = _documents(cu_seqlens, B, T)
+    starts = documents(cu_seqlens, B, T)
     N = len(starts) - 1
     y = torch.empty_like(v)
     last = r.new_empty((N, H, V, K) if return_state else 0)
@@ -108,11 +70,11 @@ def wkv7_forward(
     arguments = (
         starts.data_ptr(),
         *(x.data_ptr() for x in (r, log_w, k, v, a, b)),
-        _address(state),
+        address(state),
         y.data_ptr(),
-        _address(removed),
+        address(removed),
         last.data_ptr() if return_state else 0,
-        _address(checkpoints),
+        address(checkpoints),
     )
 
     def part(number: int) -> None:
@@ -139,10 +101,10 @@ def wkv7_backward(
     save: str,
 ) -> tuple[Tensor, ...]:
     """dr, dlog_w, dk, dv, da, db like their inputs, and dstate [N, H, V, K] (empty where state is None)."""
-    _check(dy, dlast, r, log_w, k, v, a, b, state, *saved)
+    check(dy, dlast, r, log_w, k, v, a, b, state, *saved)
     B, T, H, K = r.shape
     V, spacing = v.shape[-1], chunk or SPACING[save]
-    starts = _documents(cu_seqlens, B, T)
+    starts = documents(cu_seqlens, B, T)
     N = len(starts) - 1
     removed, checkpoints = saved
     gradients = [torch.empty_like(x) for x in (r, log_w, k, v, a, b)]
@@ -155,11 +117,11 @@ def wkv7_backward(
     arguments = (
         starts.data_ptr(),
         *(x.data_ptr() for x in (r, log_w, k, v, a, b)),
-        _address(state),
+        address(state),
         removed.data_ptr(),
         checkpoints.data_ptr(),
         dy.data_ptr(),
-        _address(dlast),
+        address(dlast),
         *(x.data_ptr() for x in gradients),
         0 if state is None else dstate.data_ptr(),
     )

@@ -11,21 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from cdrmix.kernels._chunks import document_span
 from cdrmix.kernels._common import dot, dot_add, narrow
-
-
-@triton.jit
-def document_span(cu_seqlens, document, length, C: tl.constexpr, per_row):
-    """A document's first token, end, and first chunk slot; see `wkv7.chunk_table`."""
-    if per_row == 0:
-        start = tl.load(cu_seqlens + document).to(tl.int64)
-        end = tl.load(cu_seqlens + document + 1).to(tl.int64)
-        slot = start // C + document
-    else:
-        start = document.to(tl.int64) * length
-        end = start + length
-        slot = document.to(tl.int64) * per_row
-    return start, end, slot
 
 
 @triton.jit

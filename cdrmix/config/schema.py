@@ -127,9 +127,13 @@ class Model(Section):
         return tuple(kinds)
 
     @property
-    def routes(self) -> bool:
-        """Whether some block has a router."""
-        return self.feed_forward.kind == "moe" or bool(self.mixer_layers.routing_mamba)
+    def routers(self) -> tuple[str, ...]:
+        """The routers in the model's order, by layer: "3" is its feed-forward's, "3.mixer" its mixer's."""
+        names = []
+        for layer, mixer in enumerate(self.mixers):
+            names += [f"{layer}.mixer"] if mixer == "routing_mamba" else []
+            names += [f"{layer}"] if self.feed_forward.kind == "moe" else []
+        return tuple(names)
 
 
 def attention_layers(layers: int, fraction: float, schedule: str) -> frozenset[int]:
@@ -159,7 +163,8 @@ class Train(Section):
     gradient_clip: PositiveFloat = 1.0
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     zero_stage: Literal[0, 1, 2, 3] = 0
-    expert_parallel: PositiveInt = 1  # processes that share out the experts; divides their number and the processes'
+    # processes that share out the feed-forwards' experts; divides their number and the processes'
+    expert_parallel: PositiveInt = 1
     activation_checkpointing: bool = False
     ema_decay: Between0And1 | None = None
     log_every: PositiveInt = 10

@@ -12,6 +12,8 @@ STAGE_A_ONLY = (
     "controller, memory, agent), is not part of this version of cdrmix."
 )
 
+NAMES = {"rwkv7": "RWKV-7", "attention": "attention", "mamba2": "Mamba-2", "routing_mamba": "Routing-Mamba"}
+
 
 def model_card(config: Config, step: int, stored: int, summary: Mapping[str, Any]) -> str:
     """Markdown with a front matter: what the model is, how it did on held-out text, how to use it.
@@ -26,6 +28,11 @@ def model_card(config: Config, step: int, stored: int, summary: Mapping[str, Any
         if feed_forward.kind == "moe"
         else f"dense channel-mix of {feed_forward.hidden}"
     )
+    counts = {name: model.mixers.count(mixer) for mixer, name in NAMES.items() if mixer in model.mixers}
+    mixers = ", ".join(f"{count} {name}" for name, count in counts.items())
+    tags = [mixer.replace("_", "-") for mixer in NAMES if mixer in model.mixers]
+    tags += ["mixture-of-experts"] if model.routers else []
+    kind = f"{'hybrid ' if len(counts) > 1 else ''}{'/'.join(counts)}"
     parameters = f"{stored:,} stored"
     if active := summary.get("parameters", {}).get("active"):
         parameters += f", {active:,} active a token"
@@ -33,18 +40,18 @@ def model_card(config: Config, step: int, stored: int, summary: Mapping[str, Any
     return f"""---
 library_name: cdrmix
 pipeline_tag: text-generation
-tags: [rwkv7, attention, mixture-of-experts]
+tags: [{", ".join(tags)}]
 ---
 
 # {config.run.name}
 
-A hybrid RWKV-7/attention language model, trained by cdrmix for {step:,} steps of {config.train.batch_rows} rows of \
+A {kind} language model, trained by cdrmix for {step:,} steps of {config.train.batch_rows} rows of \
 {config.data.row_length} tokens.{_stages(config)}
 
 | | |
 |---|---|
 | parameters | {parameters} |
-| layers | {model.layers} of width {model.d_model}, {model.schedule}, attention in {model.attention_fraction:.0%} |
+| layers | {model.layers} of width {model.d_model}: {mixers} |
 | feed-forward | {experts} |
 | vocabulary | {model.vocab_size:,} (byte-level BPE, in `tokenizer.json`) |
 | weights | float32 safetensors |

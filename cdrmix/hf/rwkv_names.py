@@ -47,7 +47,8 @@ def official_rwkv7_weights(config: Model, weights: dict[str, Tensor]) -> dict[st
     Raises ConfigError for a model that RWKV-7's own code cannot run, naming every key that stands in the way.
     """
     wanted = {
-        "model.attention_fraction": (int(config.attention_fraction * config.layers + 1e-9), 0, "no attention block"),
+        "model.attention_fraction": ("attention" in config.mixers, False, "no attention block"),
+        "model.mixer_layers": (any("mamba" in mixer for mixer in config.mixers), False, "no Mamba block"),
         "model.feed_forward.kind": (config.feed_forward.kind, "channel_mix", "channel_mix"),
         "model.norm": (config.norm, "layernorm", "layernorm"),
         "model.norm_eps": (config.norm_eps, 1e-5, "1e-5"),

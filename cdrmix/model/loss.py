@@ -51,7 +51,7 @@ class LossModel(nn.Module):
             hidden.reshape(-1, hidden.shape[-1]),
             self.language_model.head_weight,
             targets_BT.reshape(-1),
-            weights_BT.reshape(-1),
+            weights=weights_BT.reshape(-1),
         )
         total = next_token / token_count
         load_balance = z_loss = torch.zeros((), device=total.device)

@@ -6,10 +6,14 @@ from collections.abc import Callable
 
 from cdrmix.config.schema import Model
 from cdrmix.model.attention import Attention
+from cdrmix.model.mamba import Mamba2
 from cdrmix.model.mixer import Mixer
+from cdrmix.model.routing_mamba import RoutingMamba
 from cdrmix.model.time_mix import TimeMix
 from cdrmix.registry import Registry
 
 MIXERS = Registry[Callable[[Model, int], Mixer]]("mixer")
 MIXERS("attention")(Attention)
 MIXERS("rwkv7")(TimeMix)
+MIXERS("mamba2")(Mamba2)
+MIXERS("routing_mamba")(RoutingMamba)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from cdrmix.kernels.reference import document_starts, token_shift
 from cdrmix.kernels.reference_moe import Routing
 from cdrmix.ops.backend import backend
-from cdrmix.ops.experts import moe_combine, moe_dispatch, moe_experts
+from cdrmix.ops.experts import moe_combine, moe_dispatch, moe_experts, moe_product
 from cdrmix.ops.loss import linear_cross_entropy
 from cdrmix.ops.plastic import plastic_commit, plastic_lora
 from cdrmix.ops.recurrence import wkv7, wkv7_step
@@ -33,6 +33,7 @@ __all__ = [
     "moe_combine",
     "moe_dispatch",
     "moe_experts",
+    "moe_product",
     "plastic_commit",
     "plastic_lora",
     "route_topk",
@@ -57,6 +58,7 @@ OPS: dict[str, Callable[..., object]] = {
     "moe_experts": moe_experts,
     "moe_dispatch": moe_dispatch,
     "moe_combine": moe_combine,
+    "moe_product": moe_product,
     "plastic_lora": plastic_lora,
     "plastic_commit": plastic_commit,
     "linear_cross_entropy": linear_cross_entropy,

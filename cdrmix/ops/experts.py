@@ -65,6 +65,27 @@ def moe_combine(y_RD: Tensor, routing: Routing) -> Tensor:
     return _moe_combine(y_RD.contiguous(), routing.order_R, routing.counts_E, routing.experts_TK.shape[1])
 
 
+def moe_product(x_RD: Tensor, w_EDF: Tensor, routing: Routing) -> Tensor:
+    """y_RF: each sorted row of x times the matrix of its expert; zeros for dropped routes.
+
+    x_RD: rows as `moe_dispatch` gives them, [R, D]; w_EDF: [E, D, F]. Both of bfloat16, float16, float32 or float64;
+    under autocast they are cast to its dtype. With dispatch and combine it makes a linear layer of experts: since it
+    is linear, weights of routes may as well stand on the rows that go in.
+    Returns [R, F] in the compute dtype. Differentiable once, in x and w; an expert without rows has a gradient of zero.
+    The same bits every time. Raises ValueError naming the argument, before anything runs.
+    """
+    _check_routing("moe_product", routing)
+    _check_rows("moe_product", x_RD, routing, len(routing.order_R), "R = T * k")
+    experts, width = len(routing.counts_E), x_RD.shape[1]
+    if w_EDF.ndim != 3 or w_EDF.shape[:2] != (experts, width) or 0 in w_EDF.shape:
+        raise ValueError(f"moe_product: w must be [E, D, F] = [{experts}, {width}, F]; found {list(w_EDF.shape)}")
+    dtype = compute_dtype(x_RD)
+    if compute_dtype(w_EDF) != dtype or w_EDF.device != x_RD.device:
+        found = f"w is {w_EDF.dtype} on {w_EDF.device}, x {x_RD.dtype} on {x_RD.device}"
+        raise ValueError(f"moe_product: {found}: one device and one dtype, or autocast")
+    return _moe_product(x_RD.to(dtype).contiguous(), w_EDF.to(dtype).contiguous(), routing.counts_E.contiguous())
+
+
 def _check_routing(op: str, routing: Routing) -> None:
     if not isinstance(routing, Routing):
         raise ValueError(f"{op}: routing must be what route_topk gives; found {type(routing).__name__}")
@@ -277,3 +298,39 @@ def _differentiate_combine(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]
 
 _moe_dispatch.register_autograd(_differentiate_dispatch, setup_context=_keep_order)
 _moe_combine.register_autograd(_differentiate_combine, setup_context=_keep_order)
+
+
+@torch.library.custom_op("cdrmix::moe_product", mutates_args=())
+def _moe_product(x_RD: Tensor, w_EDF: Tensor, counts_E: Tensor) -> Tensor:
+    with torch.autocast(x_RD.device.type, enabled=False):
+        y_RF: Tensor = _kernels(x_RD).product_forward(x_RD, w_EDF, counts_E)
+    return y_RF
+
+
+@_moe_product.register_fake
+def _(x_RD: Tensor, w_EDF: Tensor, counts_E: Tensor) -> Tensor:
+    return x_RD.new_empty(len(x_RD), w_EDF.shape[2])
+
+
+@torch.library.custom_op("cdrmix::moe_product_backward", mutates_args=())
+def _moe_product_backward(dy_RF: Tensor, x_RD: Tensor, w_EDF: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.autocast(x_RD.device.type, enabled=False):
+        found: tuple[Tensor, Tensor] = _kernels(x_RD).product_backward(dy_RF, x_RD, w_EDF, counts_E)
+    return found
+
+
+@_moe_product_backward.register_fake
+def _(dy_RF: Tensor, x_RD: Tensor, w_EDF: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x_RD), torch.empty_like(w_EDF)
+
+
+def _keep_product(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate_product(ctx: Any, dy_RF: Tensor) -> tuple[Tensor | None, ...]:
+    dx_RD, dw_EDF = _moe_product_backward(dy_RF.contiguous(), *ctx.saved_tensors)
+    return dx_RD if ctx.needs_input_grad[0] else None, dw_EDF if ctx.needs_input_grad[1] else None, None
+
+
+_moe_product.register_autograd(_differentiate_product, setup_context=_keep_product)

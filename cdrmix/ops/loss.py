@@ -1,16 +1,250 @@
-"""The loss op: a linear map and its cross-entropy in one."""
+"""The loss as a PyTorch operator, a linear map and its cross-entropy in one: checks, registration, gradients."""
 
 from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cdrmix.kernels import reference_loss
-from cdrmix.ops.backend import compute_dtype
+from cdrmix.ops.backend import backend, compute_dtype, debugging
+
+OP = "linear_cross_entropy"
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-def linear_cross_entropy(hidden_RD: Tensor, weight_VD: Tensor, targets_R: Tensor, weights_R: Tensor) -> Tensor:
-    """Weighted sum of the cross-entropies of `hidden @ weight.T`, in nats; see `reference_loss`."""
-    dtype = compute_dtype(hidden_RD)
-    with torch.autocast(hidden_RD.device.type, enabled=False):
-        return reference_loss.linear_cross_entropy(hidden_RD.to(dtype), weight_VD.to(dtype), targets_R, weights_R)
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    weights: Tensor | None = None,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+) -> Tensor:
+    """Weighted sum of the cross-entropies of `hidden @ weight.T`, in nats, without the [R, V] logits in full.
+
+        sum_r weights_r (lse_r - (1 - eps) l_r[target_r] - eps / V sum_v l_rv + z_loss lse_r^2),  eps = label_smoothing
+
+    l = hidden @ weight.T and lse = logsumexp of its rows; smoothing as arXiv 1512.00567, section 7; z_loss as arXiv
+    2204.02311, section 5.
+    hidden: [R, D], or [S, R, D] where every set of targets has hidden states of its own; weight: [V, D]. The products
+        run in hidden's dtype, or autocast's, and are summed over rows in float32 at least.
+    targets: int64 [R] or [S, R], each in [0, V) or ignore_index. Sets beside [R, D] hidden states share the logits.
+    weights: as the targets in shape, floating point, not differentiated; None: ones. A target that is ignore_index or
+        has weight 0 counts nothing, and a row of such targets alone gets gradients of zero, whatever its hidden state,
+        infinity and NaN too.
+    Returns a scalar, for [S, R] targets [S]; float32, or float64 where hidden is.
+    Differentiable once, in hidden and weight. Gradients are made in the forward pass, for equal gradients of all sets,
+    and handed out once. A second backward pass over a kept graph, and sets whose losses are not just summed,
+    make them again: factors of sets belong into `weights`.
+    Raises ValueError naming the argument, before anything runs. Values of the targets are read on a CPU always, on a
+    GPU under CDRMIX_DEBUG=1 alone, as reading them waits for it; there a wrong one gives NaN.
+    """
+    _check(hidden, weight, targets, weights, z_loss, label_smoothing)
+    options = float(z_loss), float(label_smoothing), int(ignore_index), compute_dtype(hidden)
+    with_gradients = torch.is_grad_enabled()
+    loss, _, _ = _loss(
+        hidden,
+        weight,
+        targets,
+        None if weights is None else weights.detach(),
+        *options,
+        with_gradients and hidden.requires_grad,
+        with_gradients and weight.requires_grad,
+    )
+    return loss
+
+
+def _check(
+    hidden: Tensor, weight: Tensor, targets: Tensor, weights: Tensor | None, z_loss: float, label_smoothing: float
+) -> None:
+    """Raises ValueError for what shapes, dtypes and devices tell; reads no value."""
+    named = {"hidden": hidden, "weight": weight, "targets": targets}
+    for name, x in (named | ({} if weights is None else {"weights": weights})).items():
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{OP}: {name} must be a torch.Tensor; found {type(x).__name__}")
+        if x.device != hidden.device:
+            raise ValueError(
+                f"{OP}: {name} is on {x.device}, but hidden is on {hidden.device}: move them to one device"
+            )
+    for name, x in (("hidden", hidden), ("weight", weight)):
+        if x.dtype not in DTYPES:
+            raise ValueError(f"{OP}: {name} is {x.dtype}; allowed are bfloat16, float16, float32 and float64")
+    if hidden.ndim not in (2, 3) or hidden.shape[-1] == 0:
+        raise ValueError(f"{OP}: hidden must be [R, D] or [S, R, D] with D at least 1; found {list(hidden.shape)}")
+    if weight.ndim != 2 or weight.shape[0] == 0 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(
+            f"{OP}: weight must be [V, D], D = {hidden.shape[-1]} as of hidden and V at least 1; "
+            f"found {list(weight.shape)}"
+        )
+    if targets.dtype != torch.int64:
+        raise ValueError(f"{OP}: targets are {targets.dtype}; they must be int64")
+    shared = hidden.ndim == 2 and targets.ndim == 2 and targets.shape[1] == hidden.shape[0]
+    if not (targets.shape == hidden.shape[:-1] or shared) or (targets.ndim == 2 and len(targets) == 0):
+        raise ValueError(
+            f"{OP}: targets must be [R] or [S, R] beside hidden [R, D], [S, R] beside [S, R, D], S at least 1; "
+            f"found {list(targets.shape)} beside {list(hidden.shape)}"
+        )
+    if weights is not None and (weights.shape != targets.shape or not weights.is_floating_point()):
+        raise ValueError(
+            f"{OP}: weights must be floating point and {list(targets.shape)} as the targets; "
+            f"found {weights.dtype} {list(weights.shape)}"
+        )
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"{OP}: label_smoothing={label_smoothing}; choose at least 0 and less than 1")
+    if not 0 <= z_loss < float("inf"):
+        raise ValueError(f"{OP}: z_loss={z_loss}; choose a finite factor of at least 0")
+
+
+def _check_targets(targets: Tensor, vocabulary: int, ignore_index: int) -> None:
+    """Raises ValueError for targets that are no token, where reading is free (a CPU) or asked for (CDRMIX_DEBUG)."""
+    if targets.device.type != "cpu" and not debugging():
+        return
+    wrong = ((targets < 0) | (targets >= vocabulary)) & (targets != ignore_index)
+    if bool(wrong.any()):
+        where = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"{OP}: targets must lie in [0, {vocabulary}) or be ignore_index={ignore_index}; "
+            f"found {targets[tuple(where)].item()} at {where}"
+        )
+
+
+def _kernels(hidden: Tensor) -> ModuleType:
+    """The module whose `cross_entropy_forward` serves these hidden states."""
+    return importlib.import_module("cdrmix.kernels.cross_entropy") if backend(hidden) == "triton" else reference_loss
+
+
+@torch.library.custom_op("cdrmix::linear_cross_entropy", mutates_args=())
+def _loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    weights: Tensor | None,
+    z_loss: float,
+    label_smoothing: float,
+    ignore_index: int,
+    dtype: torch.dtype,
+    wants_hidden: bool,
+    wants_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The losses; dhidden in the dtype of the products and dweight in float32 at least, both empty unless wanted."""
+    _check_targets(targets, weight.shape[0], ignore_index)
+    sets = len(targets) if hidden.ndim == targets.ndim else 1  # that share their rows' logits
+    rows = targets.numel() // sets
+    with torch.autocast(hidden.device.type, enabled=False):  # which an operator inherits from its caller
+        losses, dhidden, dweight = _kernels(hidden).cross_entropy_forward(
+            hidden.reshape(rows, hidden.shape[-1]).to(dtype).contiguous(),
+            weight.contiguous(),
+            targets.reshape(sets, rows).contiguous(),
+            None if weights is None else weights.reshape(sets, rows).contiguous(),
+            z_loss=z_loss,
+            label_smoothing=label_smoothing,
+            ignore_index=ignore_index,
+            wants_hidden=wants_hidden,
+            wants_weight=wants_weight,
+        )
+        return losses.view(targets.shape).sum(-1), dhidden.view(hidden.shape if wants_hidden else 0), dweight
+
+
+@_loss.register_fake
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    weights: Tensor | None,
+    z_loss: float,
+    label_smoothing: float,
+    ignore_index: int,
+    dtype: torch.dtype,
+    wants_hidden: bool,
+    wants_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    wide = torch.promote_types(dtype, torch.float32)
+    return (
+        hidden.new_empty(targets.shape[:-1], dtype=wide),
+        hidden.new_empty(hidden.shape if wants_hidden else 0, dtype=dtype),
+        weight.new_empty(weight.shape if wants_weight else 0, dtype=wide),
+    )
+
+
+@torch.library.custom_op("cdrmix::linear_cross_entropy_gradients", mutates_args=())
+def _gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    weights: Tensor | None,
+    z_loss: float,
+    label_smoothing: float,
+    ignore_index: int,
+    dtype: torch.dtype,
+    wants_hidden: bool,
+    wants_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    """What `_loss` gives beside the losses, as an operator without a gradient: it refuses a second derivative."""
+    options = z_loss, label_smoothing, ignore_index, dtype, wants_hidden, wants_weight
+    return _loss(hidden, weight, targets, weights, *options)[1:]
+
+
+@_gradients.register_fake
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    weights: Tensor | None,
+    z_loss: float,
+    label_smoothing: float,
+    ignore_index: int,
+    dtype: torch.dtype,
+    wants_hidden: bool,
+    wants_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    options = z_loss, label_smoothing, ignore_index, dtype, wants_hidden, wants_weight
+    return _loss(hidden, weight, targets, weights, *options)[1:]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    hidden, weight, targets, weights, *ctx.options = inputs
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(hidden, weight, targets, weights)
+    ctx.made = output[1:]  # no cycle: what is not differentiable does not refer to ctx
+
+
+def _differentiate(ctx: Any, dloss: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
+    if dloss is None:
+        return (None,) * 10
+    hidden, weight, targets, weights = ctx.saved_tensors
+    # The gradient of a sum is one number, expanded: seen by its stride, without waiting for the GPU.
+    factor = dloss if dloss.ndim == 0 else dloss[0] if len(dloss) == 1 or dloss.stride(0) == 0 else None
+    if factor is None:
+        assert dloss.ndim == 1
+        ones = torch.ones_like(targets, dtype=dloss.dtype)
+        weights = dloss.unsqueeze(-1) * (ones if weights is None else weights)
+    made, ctx.made = ctx.made, None
+    if made is None or factor is None or torch.is_grad_enabled():  # the last: a second derivative, to be refused
+        made = _gradients(hidden, weight, targets, weights, *ctx.options)
+    dhidden, dweight = (
+        _scaled(gradient, factor, x.dtype) if needed else None
+        for gradient, x, needed in zip(made, (hidden, weight), ctx.needs_input_grad, strict=False)
+    )
+    return dhidden, dweight, *(None,) * 8
+
+
+def _scaled(gradient: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """gradient * factor, in its own memory where that is wide enough: a second [V, D] may be more than all the rest.
+
+    In the loss's own precision: a factor rounded to bfloat16 would scale the whole gradient by up to 0.4 %.
+    """
+    if factor is not None:
+        gradient = gradient.to(factor.dtype)
+        plain = type(gradient) is Tensor and not torch.is_grad_enabled()  # no tracer of PyTorch's around it
+        gradient = gradient.mul_(factor) if plain else gradient * factor
+    return gradient.to(dtype)
+
+
+_loss.register_autograd(_differentiate, setup_context=_keep)

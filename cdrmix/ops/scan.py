@@ -5,19 +5,20 @@
 
 from __future__ import annotations
 
+import importlib
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cdrmix.kernels import reference_scan
-from cdrmix.ops.backend import debugging
+from cdrmix.ops.backend import backend, debugging
 from cdrmix.ops.checks import DTYPES, check_cu_seqlens, check_document_starts, state_dtype
 
 ARGUMENTS = ("q", "k", "v", "log_decay")
 SHAPES = ("[B, T, G, K]", "[B, T, G, K]", "[B, T, H, V]", "[B, T, H]")
 CHUNKS = (16, 32, 64)
+WIDEST = 256  # keys and values of the GPU's kernels
 Inputs = tuple[Tensor, ...]  # in the order of ARGUMENTS
 
 
@@ -43,13 +44,14 @@ def decay_scan(
 
     q, k: [B, T, G, K]; v: [B, T, H, V], H a multiple of G: head h reads group h // (H / G); log_decay: [B, T, H],
         0 or below, -inf (the state is forgotten) included. bfloat16, float16 or float32, computed in float32;
-        log_decay may be float32 beside narrower others. float64, states too, is served by the reference.
+        log_decay may be float32 beside narrower others. float64, states too, is served by the reference. K and V up
+        to 256 each on a GPU.
     exclusive: y_t = S_{t-1} q_t instead, read before the token's decay and write: a document's first token reads the
         state that it starts from.
     cu_seqlens: int32 or int64 [N + 1], not decreasing, document starts over the flattened B * T tokens, every row's
         start among them: S starts anew at each. None: one document a row, N = B.
     state: float32 [N, H, V, K], what each document's S starts from; None: zeros.
-    chunk: tokens of one parallel piece, 16, 32 or 64; None: what is best for the dtype and widths.
+    chunk: tokens of one parallel piece, 16, 32 or 64 (on a GPU 32, on Hopper in bfloat16 also 64); None: what is best.
     Returns y [B, T, H, V] in v's dtype and, if `return_state`, each document's last S, float32 [N, H, V, K].
     Differentiable once, in reverse mode (torch.func.jvp gets zeros), in everything but cu_seqlens.
     No decay is too strong: every exponent is the sum of log decays between a write and its read, 0 or below.
@@ -111,6 +113,9 @@ def _check(op: str, inputs: Inputs, state: Tensor | None, cu_seqlens: Tensor | N
     heads, groups = v.shape[-2], q.shape[-2]
     if heads % groups:
         raise ValueError(f"{op}: v has {heads} heads, q and k {groups} groups: the heads must be a multiple of these")
+    if backend(q) == "triton" and max(q.shape[-1], v.shape[-1]) > WIDEST:
+        widths = f"key width {q.shape[-1]}, value width {v.shape[-1]}"
+        raise ValueError(f"{op}: {widths}; the GPU's kernels have at most {WIDEST} for each: use more heads")
     check_cu_seqlens(op, cu_seqlens, "q", q)
     if state is not None:
         sizes, dtype = _state_shape(q, v, cu_seqlens), state_dtype(q)
@@ -133,13 +138,16 @@ def _check_log_decay(op: str, log_decay: Tensor) -> None:
         raise ValueError(f"{op}: log_decay must be at most 0; its largest value is {log_decay.max().item():.4g}")
 
 
-def _kernels(q: Tensor, v: Tensor) -> ModuleType:
+def _kernels(q: Tensor) -> ModuleType:
     """The module whose `decay_scan_forward`, `decay_scan_backward` and `decay_scan_step` serve these tensors."""
-    return reference_scan
+    modules = {"triton": "decay_scan", "cpu": "decay_scan_cpu", "reference": "reference_scan"}
+    return importlib.import_module(f"cdrmix.kernels.{modules[backend(q)]}")
 
 
 def _cast(inputs: Inputs) -> Inputs:
     """As the implementation wants them: Triton reads every dtype, the others float32 and float64."""
+    if backend(inputs[0]) == "triton":
+        return inputs
     return tuple(x if x.dtype == torch.float64 else x.float() for x in inputs)
 
 
@@ -166,7 +174,7 @@ def _decay_scan(
     _check_log_decay("decay_scan", log_decay)
     flags = {"chunk": chunk, "exclusive": exclusive, "save": save, "return_state": return_state}
     with torch.autocast(q.device.type, enabled=False):  # which an operator inherits from its caller
-        y, last, saved = _kernels(q, v).decay_scan_forward(*_cast((q, k, v, log_decay)), state, cu_seqlens, **flags)
+        y, last, saved = _kernels(q).decay_scan_forward(*_cast((q, k, v, log_decay)), state, cu_seqlens, **flags)
     return y.to(v.dtype), last, saved
 
 
@@ -186,7 +194,7 @@ def _(
     shape = _state_shape(q, v, cu_seqlens)
     last = q.new_empty(shape if return_state else 0, dtype=state_dtype(q))
     sizes = (q.shape, v.shape, shape[0], cu_seqlens is not None, q.dtype)
-    saved = _kernels(q, v).decay_scan_saved_shapes(*sizes, chunk=chunk, save=save)
+    saved = _kernels(q).decay_scan_saved_shapes(*sizes, chunk=chunk, save=save)
     return torch.empty_like(v), last, [q.new_empty(size, dtype=dtype) for size, dtype in saved]
 
 
@@ -207,7 +215,7 @@ def _decay_scan_backward(
     """The gradients of q, k, v, log_decay in their dtypes, and of the state (of no elements where there was none)."""
     inputs = (q, k, v, log_decay)
     with torch.autocast(q.device.type, enabled=False):
-        *gradients, dstate = _kernels(q, v).decay_scan_backward(
+        *gradients, dstate = _kernels(q).decay_scan_backward(
             *_cast((dy,)), dlast, *_cast(inputs), state, cu_seqlens, saved, chunk=chunk, exclusive=exclusive
         )
     return [*(dx.to(x.dtype) for dx, x in zip(gradients, inputs, strict=True)), dstate]
@@ -256,7 +264,7 @@ def _decay_scan_step(
     """One token's y and the new state."""
     _check_log_decay("decay_scan_step", log_decay)
     with torch.autocast(q.device.type, enabled=False):
-        y, new = _kernels(q, v).decay_scan_step(*_cast((q, k, v, log_decay)), state, exclusive)
+        y, new = _kernels(q).decay_scan_step(*_cast((q, k, v, log_decay)), state, exclusive)
     return y.to(v.dtype), new
 
 

@@ -8,7 +8,7 @@ import importlib.util
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import IO, Any, Protocol
@@ -23,8 +23,8 @@ from cdrmix.train.run import RunFolder, finite
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step. Losses are in nats; `router` maps a measure to one value a layer; `load` has for each layer
-    every expert's share of the routes, 1 / E where it is even.
+    """One optimizer step. Losses are in nats; `routers` are named as in `Model.routers`; `router` maps a measure to one
+    value of each; `load` has for each every expert's share of the routes, 1 / E where it is even.
 
     `loss` is what was optimised; `next_token_loss` is nats per valid token of the global batch;
     `tokens` counts valid tokens since the start of the run, `seconds` training time since then.
@@ -43,6 +43,7 @@ class StepRecord:
     tokens_per_second: float
     seconds: float
     memory_gib: float
+    routers: list[str] = field(default_factory=list)
     router: dict[str, list[float]] = field(default_factory=dict)
     load: list[list[float]] = field(default_factory=list)
     valid_bits_per_byte: float | None = None
@@ -281,16 +282,24 @@ TRACKERS: dict[str, Callable[[RunFolder, Config], Tracker]] = {
 def scalars(record: StepRecord) -> dict[str, float]:
     """A record as flat numbers: `router/entropy_bits/layer3`, and so on; what is None is left out."""
     flat: dict[str, float] = {}
-    for name, value in dataclasses.asdict(record).items():
+    fields = dataclasses.asdict(record)
+    routers = router_names(fields)
+    for name, value in fields.items():
         if isinstance(value, dict):
-            for measure, layers in value.items():
-                flat |= {f"{name}/{measure}/layer{layer}": number for layer, number in enumerate(layers)}
-        elif isinstance(value, list):
-            for layer, shares in enumerate(value):
-                flat |= {f"{name}/layer{layer}/expert{expert}": share for expert, share in enumerate(shares)}
-        elif value is not None and name != "step":
+            for measure, numbers in value.items():
+                flat |= {f"{name}/{measure}/layer{router}": each for router, each in zip(routers, numbers, strict=True)}
+        elif name == "load":
+            for router, shares in zip(routers, value, strict=False):
+                flat |= {f"{name}/layer{router}/expert{expert}": share for expert, share in enumerate(shares)}
+        elif value is not None and name not in ("step", "routers"):
             flat[name] = value
     return flat
+
+
+def router_names(record: Mapping[str, Any]) -> list[str]:
+    """The names of the routers of a record; of one that has none of them (metrics.jsonl of before), their numbers."""
+    counted = [record.get("load", []), *record.get("router", {}).values()]
+    return record.get("routers") or [str(number) for number in range(max(map(len, counted)))]
 
 
 def check_trackers(config: Config) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cdrmix.config.schema import Config
+from cdrmix.config.schema import Config, Model
 from cdrmix.data.curriculum import make_mixture
 from cdrmix.data.loader import EvalLoader, TrainLoader
 from cdrmix.data.shards import ShardSet
@@ -65,7 +65,7 @@ def train(
     when the text has changed since the run began.
     """
     settings = config.train
-    bias_rate = config.model.feed_forward.bias_update_rate if config.model.routes else 0.0
+    bias_rate = config.model.feed_forward.bias_update_rate if config.model.routers else 0.0
     world = join(config)
     with memory_guard(config):
         seed_everything(config.run.seed)  # the same in every process: all build the same weights
@@ -148,7 +148,7 @@ def train(
                         tokens_per_second=meter.tokens_per_second(progress),
                         seconds=progress.seconds,
                         memory_gib=memory_gib(world),
-                        **tally.routing().measures(config.model.feed_forward.capacity_factor),
+                        **tally.routing().measures(config.model),
                     )
                     if evaluates and figures.stop:
                         # Whoever sent the signal may not wait for a validation: the resumed run begins with it.
@@ -198,17 +198,18 @@ class Figures(NamedTuple):
 
 
 class RoutingCounts(NamedTuple):
-    """Of a step's global batch, by layer and expert [L, E]: routes that wanted it, rows that it computed."""
+    """Of a step's global batch, by router and expert [L, E]: routes that wanted it, rows that it computed."""
 
     demand_LE: Tensor
     counts_LE: Tensor
 
-    def measures(self, capacity_factor: float) -> dict[str, Any]:
+    def measures(self, model: Model) -> dict[str, Any]:
         """The routing fields of a StepRecord; {} without a mixture of experts."""
         if not len(self.demand_LE):
             return {}
         return {
-            "router": routing_metrics(self.demand_LE, capacity_factor, self.counts_LE),
+            "routers": list(model.routers),
+            "router": routing_metrics(self.demand_LE, model.feed_forward.capacity_factor, self.counts_LE),
             "load": expert_load(self.demand_LE),
         }
 

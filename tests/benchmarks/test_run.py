@@ -185,7 +185,7 @@ def test_the_plan_for_a_gpu_names_every_gpu_case(tmp_path: Path) -> None:
     assert plan.returncode == 0
     steps = [line.split()[0] for line in plan.stdout.splitlines()]
     assert steps[:4] == ["facts", "smallest", "moe_smallest", "tests"]
-    suites = {"wkv7": wkv7, "moe": load("moe")}
+    suites = {"wkv7": wkv7} | {name: load(name) for name in ("moe", "ce", "plastic")}
     on_gpu = {
         f"{suite}/{name}" for suite in suites for name, case in suites[suite].CASES.items() if "cuda" in case.devices
     }

@@ -41,6 +41,7 @@ TOY = (
     "model.feed_forward.hidden=16",
     "data.row_length=32",
 )
+EVERY_MIXER = ("model.layers=4", "model.mixer_layers={mamba2: [0], routing_mamba: [3]}", "model.mamba.head_dim=32")
 
 
 @pytest.fixture
@@ -343,8 +344,15 @@ def test_compare_is_about_bits_not_values(config: Config) -> None:
     assert "steps differ" in "\n".join(compare(run_a.path, run_b.path).lines)
 
 
-def test_generation_repeats_for_a_seed_and_equals_the_full_forward_pass(run: RunFolder) -> None:
-    loaded = load_model(run.path)
+@pytest.mark.parametrize("overrides", [(), EVERY_MIXER])
+def test_generation_repeats_for_a_seed_and_equals_the_full_forward_pass(
+    tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    run = make_run(load_config(TINY, [f"run.root={tmp_path / 'experiments'}", *TOY, *overrides]))
+    loaded = load_exported(export_model(load_model(run.path), tmp_path / "export"))
+    card = (tmp_path / "export" / "README.md").read_text()
+    assert ("1 RWKV-7, 1 attention, 1 Mamba-2, 1 Routing-Mamba" in card) == bool(overrides)
+    assert ("tags: [rwkv7, attention, mamba2, routing-mamba, mixture-of-experts]" in card) == bool(overrides)
     sampling = Sampling(temperature=0.9, max_new_tokens=20, seed=3)
     texts = ["".join(generate(loaded.model, loaded.tokenizer, "def ", sampling)) for _ in range(2)]
     assert texts[0] == texts[1]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cdrmix.config.schema import Attention, FeedForward, Model, Rwkv
+from cdrmix.config.schema import Attention, FeedForward, MixerLayers, Model, Rwkv
 from cdrmix.errors import ConfigError
 from cdrmix.hf.rwkv_names import export_official_rwkv7, official_rwkv7_weights
 from cdrmix.model.backbone import LanguageModel
@@ -88,9 +88,14 @@ def test_logits_agree_with_the_rwkv_package(tmp_path: Path) -> None:
 def test_a_model_without_official_form_is_refused_with_every_reason() -> None:
     model = pure_rwkv7()
     config = model.config.model_copy(
-        update={"norm": "rmsnorm", "feed_forward": FeedForward(hidden=8), "attention_fraction": 1.0}
+        update={
+            "norm": "rmsnorm",
+            "feed_forward": FeedForward(hidden=8),
+            "attention_fraction": 1.0,
+            "mixer_layers": MixerLayers(mamba2=[0]),
+        }
     )
     with pytest.raises(ConfigError) as raised:
         official_rwkv7_weights(config, {})
-    for key in ("model.norm", "model.feed_forward.kind", "model.attention_fraction"):
+    for key in ("model.norm", "model.feed_forward.kind", "model.attention_fraction", "model.mixer_layers"):
         assert key in str(raised.value)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from cdrmix.config.schema import Attention, FeedForward, Model, Rwkv
+from cdrmix.config.schema import Attention, FeedForward, Mamba, MixerLayers, Model, Rwkv
 from cdrmix.model.backbone import LanguageModel
 
 MakeModel = Callable[..., LanguageModel]
@@ -31,6 +31,8 @@ def make_model() -> MakeModel:
         norm: str = "layernorm",
         d_model: int = 16,
         activation_checkpointing: bool = False,
+        mixer_layers: dict[str, list[int]] | None = None,
+        bias_update_rate: float = 0.0,
     ) -> LanguageModel:
         config = Model(
             vocab_size=23,
@@ -41,8 +43,17 @@ def make_model() -> MakeModel:
             norm=norm,  # type: ignore[arg-type]
             tie_embeddings=tie_embeddings,
             attention=Attention(heads=2, kv_heads=kv_heads, qk_norm=qk_norm),
+            mixer_layers=MixerLayers.model_validate(mixer_layers or {}),
             rwkv=Rwkv(head_size=16, decay_rank=3, iclr_rank=3, value_rank=2, gate_rank=4),
-            feed_forward=FeedForward(kind=kind, hidden=8, experts=4, top_k=2, activation=activation),  # type: ignore[arg-type]
+            mamba=Mamba(d_state=12, head_dim=8, groups=2),
+            feed_forward=FeedForward(
+                kind=kind,  # type: ignore[arg-type]
+                hidden=8,
+                experts=4,
+                top_k=2,
+                activation=activation,  # type: ignore[arg-type]
+                bias_update_rate=bias_update_rate,
+            ),
         )
         torch.manual_seed(seed)
         model = LanguageModel(config, activation_checkpointing=activation_checkpointing).double()

@@ -19,6 +19,13 @@ VARIANTS = [
     {"schedule": "interleave-x"},
     {"schedule": "top-of-x", "layers": 4, "attention_fraction": 0.5, "kv_heads": 1},
     {"attention_fraction": 0.0, "kind": "channel_mix", "tie_embeddings": False},
+    {"layers": 5, "mixer_layers": {"mamba2": [0], "routing_mamba": [2]}},
+    {
+        "layers": 3,
+        "attention_fraction": 0.0,
+        "kind": "channel_mix",
+        "mixer_layers": {"mamba2": [0, 2], "routing_mamba": [1]},
+    },
     {"attention_fraction": 1.0, "layers": 2, "qk_norm": True, "activation": "swiglu", "norm": "rmsnorm"},
 ]
 # Two float64 evaluations of one function in different orders, through at most 4 blocks.
@@ -82,7 +89,7 @@ def test_streaming_equals_the_full_forward(make_model: MakeModel, variant: dict[
 
 
 def test_recurrent_state_does_not_grow_without_attention(make_model: MakeModel) -> None:
-    model = make_model(attention_fraction=0.0, kind="channel_mix")
+    model = make_model(attention_fraction=0.0, kind="channel_mix", mixer_layers={"mamba2": [1], "routing_mamba": [3]})
 
     def size(length: int) -> int:
         state = model(ids(1, length), return_state=True).state
@@ -111,9 +118,10 @@ def parameters_loss(model: LanguageModel, tokens: Tensor, weights: Tensor, cu_se
     return loss
 
 
-def test_the_whole_model_passes_gradcheck(make_model: MakeModel) -> None:
-    """Every parameter of a hybrid of both mixers, packed, with the router losses: against central differences."""
-    model = make_model(layers=2, attention_fraction=0.5, activation="swiglu")
+@pytest.mark.parametrize("mixer_layers", [{}, {"mamba2": [0], "routing_mamba": [1]}])
+def test_the_whole_model_passes_gradcheck(make_model: MakeModel, mixer_layers: dict[str, list[int]]) -> None:
+    """Every parameter of a hybrid of all mixers, packed, with the router losses: against central differences."""
+    model = make_model(layers=2, attention_fraction=0.5, activation="swiglu", mixer_layers=mixer_layers)
     tokens, weights = ids(1, 9), torch.rand(1, 9, dtype=torch.float64)
     loss = parameters_loss(model, tokens, weights, torch.tensor([0, 4, 9]))
     values = [parameter.detach().clone().requires_grad_() for parameter in LossModel(model).parameters()]
@@ -132,7 +140,7 @@ def test_activation_checkpointing_changes_no_bit(make_model: MakeModel, variant:
 
 
 def test_every_parameter_gets_a_gradient(make_model: MakeModel) -> None:
-    model = LossModel(make_model(tie_embeddings=False))
+    model = LossModel(make_model(tie_embeddings=False, layers=5, mixer_layers={"mamba2": [0], "routing_mamba": [2]}))
     tokens = ids(2, 12)
     model(tokens, tokens, torch.ones(2, 12, dtype=torch.float64), None, 24.0).total.backward()
     missing = [

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cdrmix.config.load import load_config
-from cdrmix.config.schema import Attention, FeedForward, Model, Rwkv
+from cdrmix.config.schema import Attention, FeedForward, Mamba, MixerLayers, Model, Rwkv
 from cdrmix.plan import count_parameters, parameter_table
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -71,6 +71,26 @@ def test_untied_swiglu_and_dense_parts_are_counted_where_they_belong() -> None:
     dense = count_parameters(small(feed_forward=FeedForward(kind="channel_mix", hidden=hidden)))
     assert dense.stored["channel-mix"] == dense.active["channel-mix"] == 4 * (2 * d * hidden + d)
     assert dense.stored["experts"] == dense.stored["router"] == 0
+
+
+def test_mamba_blocks_are_counted_by_hand_too() -> None:
+    d, inner, states, heads, width = 64, 128, 2 * 16, 16, 4  # expand 2, two groups of d_state 16, head_dim 8
+    mamba = Mamba(d_state=16, head_dim=8, groups=2, conv_width=width)
+    layers = MixerLayers(mamba2=[0], routing_mamba=[2])
+    count = count_parameters(small(mamba=mamba, mixer_layers=layers))
+    # Taps and biases of the convolution; A_log, D, dt_bias; norm; B, C and the step; and, of mamba2, gate, x, output.
+    shared = (inner + 2 * states) * (width + 1) + 3 * heads + inner + d * (2 * states + heads)
+    assert count.stored["mamba"] == count.active["mamba"] == 2 * shared + 3 * d * inner
+    assert count.stored["router"] == 5 * 8 * d
+    assert count.stored["experts"] == 4 * 8 * 2 * d * 48 + 8 * 3 * d * inner
+    assert count.active["experts"] * 8 == count.stored["experts"] * 3
+    assert count.stored["time-mix"] < count_parameters(small()).stored["time-mix"]
+
+
+def test_the_first_time_mix_block_has_no_value_residual_wherever_it_stands() -> None:
+    plain = count_parameters(small(attention_fraction=0.0, layers=1)).stored["time-mix"]
+    later = small(attention_fraction=0.0, layers=2, mixer_layers=MixerLayers(mamba2=[0]))
+    assert count_parameters(later).stored["time-mix"] == plain
 
 
 def test_the_table_is_aligned_and_says_how_far_both_totals_are_from_the_name() -> None:

@@ -51,6 +51,16 @@ TINY: dict[str, Any] = {
 
 
 @pytest.fixture(scope="session")
+def hybrid() -> tuple[str, ...]:
+    """Overrides of TINY for a stack with every mixer: mamba2, attention, rwkv7, routing_mamba."""
+    return (
+        "model.layers=4",
+        "model.mixer_layers={mamba2: [0], routing_mamba: [3]}",
+        "model.mamba={d_state: 8, head_dim: 8, groups: 2}",
+    )
+
+
+@pytest.fixture(scope="session")
 def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A configuration whose corpus is eighty short invented documents."""
     folder = tmp_path_factory.mktemp("train")

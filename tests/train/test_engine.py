@@ -19,10 +19,12 @@ from cdrmix.train.parallel import World
 TOLERANCE = 222 * 2**-24
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_gradients_norm_and_update_equal_plain_pytorch(work, tmp_path: Path, processes: int) -> None:
+@pytest.mark.parametrize(("processes", "stack"), [(1, "tiny"), (2, "tiny"), (2, "hybrid")])
+def test_gradients_norm_and_update_equal_plain_pytorch(
+    work, tmp_path: Path, hybrid: tuple[str, ...], processes: int, stack: str
+) -> None:
     where = tmp_path / "errors.json"
-    finished = work("gradients", where, processes=processes)
+    finished = work("gradients", where, *(hybrid if stack == "hybrid" else ()), processes=processes)
     assert [process.returncode for process in finished] == [0] * processes, finished[0].stdout
     results = json.loads(where.read_text())
     scaled = [results.pop(f"scaled {stage}") for stage in (0, 1, 2, 3)]

@@ -29,7 +29,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def told(work: Any, folder: Path, processes: int, load: list[tuple[str, int, int]]) -> dict[str, Any]:
     where = folder / f"told-{processes}.json"
     options = {"folder": str(folder), "parallel": "2", "load": json.dumps(load)}
-    finished = work("experts", where, processes=processes, **options)
+    # One block more, of a mixer whose experts every process holds whole.
+    overrides = ("model.layers=3", "model.mixer_layers={routing_mamba: [2]}", "model.mamba={d_state: 8, head_dim: 8}")
+    finished = work("experts", where, *overrides, processes=processes, **options)
     assert [process.returncode for process in finished] == [0] * processes, "\n".join(f.stdout for f in finished)
     print(where.read_text())  # the figures, for who wants them: pytest -rP
     found: dict[str, Any] = json.loads(where.read_text())

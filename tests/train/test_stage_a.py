@@ -118,7 +118,8 @@ def test_same_seed_same_bits_and_another_seed_others(trainer: Trainer, micro_bat
     assert any(not torch.equal(other_weight, weights(first)[name]) for name, other_weight in weights(other).items())
 
 
-ROUTERS = ("bias_update_rate=0.02", "router_jitter=0.05", "drop=true")
+SETTINGS = ("bias_update_rate=0.02", "router_jitter=0.05", "drop=true")
+ROUTERS = tuple(f"model.feed_forward.{setting}" for setting in SETTINGS)
 
 
 @pytest.mark.parametrize("step", [1, 3, 5])
@@ -127,12 +128,31 @@ ROUTERS = ("bias_update_rate=0.02", "router_jitter=0.05", "drop=true")
     [
         (),
         ("train.micro_batch_rows=2", "train.ema_decay=0.9", "train.precision=bf16"),
-        tuple(f"model.feed_forward.{setting}" for setting in ROUTERS),
+        ROUTERS,
     ],
 )
 def test_broken_off_and_resumed_is_uninterrupted(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch, step: int, overrides: tuple[str, ...]
 ) -> None:
+    break_off_and_resume(trainer, monkeypatch, step, overrides)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_hybrid_learns_and_resumes_like_the_others(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, hybrid: tuple[str, ...], precision: str
+) -> None:
+    overrides = (*ROUTERS, *hybrid, f"train.precision={precision}")
+    straight = break_off_and_resume(trainer, monkeypatch, 3, overrides)
+    rows = read_metrics(straight.metrics_jsonl)
+    assert rows[-1]["routers"] == ["0", "1", "2", "3.mixer", "3"]
+    assert len(rows[-1]["router"]["entropy_bits"]) == len(rows[-1]["load"]) == 5
+    assert rows[-1]["next_token_loss"] < rows[0]["next_token_loss"]
+
+
+def break_off_and_resume(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, step: int, overrides: tuple[str, ...]
+) -> RunFolder:
+    """Holds a run broken off after a step and resumed against one that was not, which it returns."""
     straight, expected = trainer(*overrides)
     stop_at(monkeypatch, step, killed)
     runs: list[RunFolder] = []
@@ -156,6 +176,7 @@ def test_broken_off_and_resumed_is_uninterrupted(
         assert any(tensor.any() for name, tensor in weights(straight).items() if name.endswith("router.bias"))
         rows = [json.loads(line) for line in straight.metrics_jsonl.read_text().splitlines()]
         assert any(max(row["router"]["dropped"]) > 0 for row in rows)
+    return straight
 
 
 def test_a_finished_run_resumes_to_its_own_result(trainer: Trainer) -> None:

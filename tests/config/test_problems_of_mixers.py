@@ -1,0 +1,101 @@
+"""What is said about broken mixers: unknown names, layers that are not there, sizes that do not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from cdrmix.config.load import load_config
+from cdrmix.errors import ConfigError
+
+# Lines are counted from here in the tests below.
+GOOD = """\
+model:
+  d_model: 128
+  layers: 4
+  attention: {heads: 4}
+  feed_forward: {hidden: 256}
+train: {steps: 500, batch_rows: 8, micro_batch_rows: 8, learning_rate: 3e-3}
+"""
+
+# (what is replaced, by what, the whole message after the headline)
+BROKEN = {
+    "a mixer that is none": (
+        "layers: 4",
+        "layers: 4\n  mixer_layers: {mamba: [1]}",
+        """\
+        run.yaml:4: model.mixer_layers.mamba: unknown key
+            allowed: in model.mixer_layers: attention, rwkv7, mamba2, routing_mamba
+            did you mean model.mixer_layers.mamba2?""",
+    ),
+    "a layer that is not there": (
+        "layers: 4",
+        "layers: 4\n  mixer_layers:\n    mamba2: [0, 4]",
+        """\
+        run.yaml:5: model.mixer_layers.mamba2[1]: found 4 (an integer)
+            allowed: at most 3: layers count from 0, and model.layers=4""",
+    ),
+    "a layer of two mixers": (
+        "layers: 4",
+        "layers: 4\n  mixer_layers:\n    rwkv7: [2]\n    routing_mamba: [1, 2]",
+        """\
+        run.yaml:6: model.mixer_layers.routing_mamba[1]: found 2 (an integer)
+            allowed: each layer once in all of model.mixer_layers""",
+    ),
+    "Mamba heads that do not fill the width": (
+        "layers: 4",
+        "layers: 4\n  mixer_layers: {mamba2: [1]}\n  mamba: {head_dim: 48}",
+        """\
+        run.yaml:5: model.mamba.head_dim: found 48 (an integer)
+            allowed: must divide model.mamba.expand * model.d_model=256""",
+    ),
+    "Mamba heads that do not fill the groups": (
+        "layers: 4",
+        "layers: 4\n  mixer_layers: {routing_mamba: [1]}\n  mamba: {groups: 3}",
+        """\
+        run.yaml:5: model.mamba.groups: found 3 (an integer)
+            allowed: must divide model.mamba.expand * model.d_model / model.mamba.head_dim=4""",
+    ),
+    "attention by name alone, with heads that do not divide the width": (
+        "  layers: 4\n  attention: {heads: 4}",
+        "  layers: 4\n  attention_fraction: 0\n  mixer_layers: {attention: [1]}\n  attention: {heads: 3}",
+        """\
+        run.yaml:6: model.attention.heads: found 3 (an integer)
+            allowed: must divide model.d_model=128""",
+    ),
+    "more experts chosen than there are, by a mixer alone": (
+        "{hidden: 256}",
+        "{hidden: 256, kind: channel_mix, experts: 2, top_k: 3}\n  mixer_layers: {routing_mamba: [0]}",
+        """\
+        run.yaml:5: model.feed_forward.top_k: found 3 (an integer)
+            allowed: at most model.feed_forward.experts=2""",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_said(name: str, tmp_path: Path) -> None:
+    old, new, expected = BROKEN[name]
+    assert old in GOOD
+    path = tmp_path / "run.yaml"
+    path.write_text(GOOD.replace(old, new, 1))
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    headline, *said = str(caught.value).replace(f"{tmp_path}/", "").splitlines()
+    assert headline == "the configuration has one problem:"
+    assert said == dedent(expected).splitlines()
+
+
+def test_every_layer_has_the_mixer_that_was_said(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(GOOD)
+    model = load_config(path).model
+    assert model.mixers == ("rwkv7", "rwkv7", "rwkv7", "attention")
+    assert model.routers == ("0", "1", "2", "3")
+    listed = "model.mixer_layers={mamba2: [3], routing_mamba: [1, 0], attention: [2]}"
+    model = load_config(path, [listed]).model
+    assert model.mixers == ("routing_mamba", "routing_mamba", "attention", "mamba2")
+    assert model.routers == ("0.mixer", "0", "1.mixer", "1", "2", "3")
+    assert load_config(path, [listed, "model.feed_forward.kind=channel_mix"]).model.routers == ("0.mixer", "1.mixer")
