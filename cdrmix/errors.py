@@ -67,6 +67,12 @@ class ExportMismatchError(CdrmixError, RuntimeError):
     exit_code = 10
 
 
+class MemoryLogError(CdrmixError, ValueError):
+    """The log of a run's episodic memory is damaged, of another model, or open in another process."""
+
+    exit_code = 11
+
+
 class Preempted(CdrmixError):
     """SIGTERM or SIGINT arrived; a checkpoint was written and `--resume auto` continues the run."""
 

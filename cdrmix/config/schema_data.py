@@ -78,9 +78,10 @@ class TasksSource(Section):
     """Generated exercises whose answers follow from their text: recall, variable tracking, arithmetic and others."""
 
     kind: Literal["tasks"]
-    tasks: Annotated[list[Text], Field(min_length=1)]  # names of cdrmix/data/tasks.py
+    tasks: Annotated[list[Text], Field(min_length=1)]  # names of cdrmix/data/tasks
     documents: PositiveInt  # of all tasks together
     characters: PositiveInt = 4000  # about the length of a document
+    difficulty: dict[Text, bool | int | float | Text] = {}  # a field of a task's difficulty there -> its value
     seed: NonNegativeInt = 1
 
 

@@ -1,0 +1,78 @@
+"""Arithmetic in many steps: a number changed again and again, and nested brackets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
+
+from cdrmix.data.tasks.draws import Draws
+from cdrmix.data.tasks.exercise import ANSWER, THINK_BEGIN, THINK_END, Difficulty, Exercise, Length, register
+
+
+@register("arithmetic", Length())
+def arithmetic(draws: Draws, difficulty: Length) -> Exercise:
+    """A number changed step by step; the steps give every number in between."""
+    value = 1 + draws.below(99)
+    orders, steps = [f"Start with {value}."], []
+    for _ in range(max(2, difficulty.characters // 30)):
+        kind, number = draws.below(3), 2 + draws.below(98)
+        before = value
+        if kind == 2 and abs(value) < 1000:
+            number = 2 + number % 8
+            value *= number
+            orders.append(f"Multiply by {number}.")
+            steps.append(f"{before} * {number} = {value}.")
+        elif kind == 1:
+            value -= number
+            orders.append(f"Subtract {number}.")
+            steps.append(f"{before} - {number} = {value}.")
+        else:
+            value += number
+            orders.append(f"Add {number}.")
+            steps.append(f"{before} + {number} = {value}.")
+    prompt = f"{' '.join(orders)}\nQuestion: What is the result?\n"
+    return Exercise(prompt, f"{THINK_BEGIN}{' '.join(steps)}{THINK_END}\n", f"{ANSWER} {value}")
+
+
+@dataclass(frozen=True)
+class Expression(Difficulty):
+    """Nested brackets: harder with more operators and larger numbers; 7 as in BIG-Bench Hard (arXiv 2210.09261)."""
+
+    operators: int = 7
+    largest: int = 9  # of the numbers written
+    bound: int = 9999  # no number on the way is larger, of either sign
+
+    def at_length(self, characters: int) -> Self:
+        return replace(self, operators=max(1, characters // 23))  # of prompt and steps together
+
+
+class Part(NamedTuple):
+    """A part of an expression: its value, how it is written, and the steps that give the value, innermost first."""
+
+    value: int
+    text: str
+    steps: list[str]
+
+
+def joined(draws: Draws, left: Part, right: Part, bound: int) -> Part:
+    """Two parts and an operator between them; where the one drawn would leave the bound, one that does not."""
+    results = {"+": left.value + right.value, "-": left.value - right.value, "*": left.value * right.value}
+    sign = draws.pick("+-*")
+    if abs(results[sign]) > bound:  # the difference or the sum of two numbers within a bound is within it
+        sign = min("+-", key=lambda other: abs(results[other]))
+    step = f"{left.value} {sign} {right.value} = {results[sign]}."
+    return Part(results[sign], f"({left.text} {sign} {right.text})", [*left.steps, *right.steps, step])
+
+
+@register("multi_step_arithmetic", Expression())
+def multi_step_arithmetic(draws: Draws, difficulty: Expression) -> Exercise:
+    """An expression in brackets, put together from random neighbours; the steps open the brackets one by one."""
+    largest = min(difficulty.largest, difficulty.bound)
+    numbers = [1 + draws.below(largest) for _ in range(difficulty.operators + 1)]
+    parts = [Part(number, str(number), []) for number in numbers]
+    while len(parts) > 1:
+        place = draws.below(len(parts) - 1)
+        parts[place : place + 2] = [joined(draws, parts[place], parts[place + 1], difficulty.bound)]
+    whole = parts[0]
+    steps = f"{THINK_BEGIN}{' '.join(whole.steps)}{THINK_END}\n"
+    return Exercise(f"Question: What is {whole.text[1:-1]}?\n", steps, f"{ANSWER} {whole.value}")

@@ -1,0 +1,237 @@
+"""BABILong's tasks qa1 to qa5: small stories hidden in long text, by a simulator of our own (arXiv 2406.10149).
+
+BABILong hides the sentences of a bAbI story (Weston et al., arXiv 1502.05698: one, two and three supporting facts,
+two-argument and three-argument relations) in their order among sentences of books. Here the filler is the caller's;
+sentences of it that have a person or thing of the story are passed over. As there: six rooms, four people, three
+things, so that chance is the same; the words are others.
+
+People move, take things, put them down, give them to others in the same room. Where people and things are at first, a
+reader is not told: a place is known from a person's first move on, and only what is known is asked for. Questions that
+two answers would fit are not asked.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from cdrmix.data.tasks.draws import Draws
+from cdrmix.data.tasks.exercise import ANSWER, Exercise, Length, register
+from cdrmix.errors import ConfigError
+
+PEOPLE = ("Agnes", "Bruno", "Clara", "Edgar")
+ROOMS = ("kitchen", "cellar", "attic", "library", "pantry", "hall")
+THINGS = ("apple", "lantern", "basket")
+MOVE = ("went to", "walked to", "moved to", "hurried to")
+TAKE = ("picked up", "took", "grabbed", "fetched")
+DROP = ("put down", "dropped", "laid down", "set down")
+GIVE = ("gave", "handed", "passed", "brought")
+AXES = (("north", "south"), ("east", "west"))
+
+
+@dataclass(frozen=True)
+class Story(Length):
+    """Harder with more facts, of which one to three matter, and in longer text."""
+
+    facts: int = 10
+
+
+class Gift(NamedTuple):
+    """Who gave what to whom."""
+
+    giver: str
+    thing: str
+    receiver: str
+
+
+class World:
+    """Where everybody and everything is, and what a reader of the sentences so far can know of it."""
+
+    def __init__(self, draws: Draws) -> None:
+        self.draws = draws
+        self.places = {name: draws.pick(ROOMS) for name in (*PEOPLE, *THINGS)}
+        self.holders: dict[str, str] = {}
+        self.seen: set[str] = set()  # people who have moved: their places are known
+        self.trails: dict[str, list[tuple[str, bool]]] = {thing: [] for thing in THINGS}  # rooms since first taken
+        self.gifts: list[Gift] = []
+
+    def note(self, thing: str, known: bool) -> None:
+        """Adds a thing's room to its trail, where it is another one; `known`: a reader knows it."""
+        trail, room = self.trails[thing], self.places[thing]
+        if trail and trail[-1][0] == room:
+            trail[-1] = (room, known or trail[-1][1])
+        else:
+            trail.append((room, known))
+
+    def move(self) -> str:
+        """Somebody goes to another room, with what they hold."""
+        person = self.draws.pick(PEOPLE)
+        room = self.draws.pick([room for room in ROOMS if room != self.places[person]])
+        self.places[person] = room
+        self.seen.add(person)
+        for thing, holder in self.holders.items():
+            if holder == person:
+                self.places[thing] = room
+                self.note(thing, known=True)
+        return f"{person} {self.draws.pick(MOVE)} the {room}."
+
+    def take(self) -> str | None:
+        """Somebody takes a thing that lies in their room; None where nobody can."""
+        free = [thing for thing in THINGS if thing not in self.holders]
+        able = [(person, thing) for person in PEOPLE for thing in free if self.places[person] == self.places[thing]]
+        if not able:
+            return None
+        person, thing = self.draws.pick(able)
+        self.holders[thing] = person
+        self.note(thing, known=person in self.seen)
+        return f"{person} {self.draws.pick(TAKE)} the {thing}."
+
+    def drop(self) -> str | None:
+        """Somebody puts down what they hold; None where nobody holds anything."""
+        if not self.holders:
+            return None
+        thing = self.draws.pick(list(self.holders))
+        return f"{self.holders.pop(thing)} {self.draws.pick(DROP)} the {thing}."
+
+    def give(self) -> str | None:
+        """Somebody gives what they hold to another in the same room; None where nobody can."""
+        able = [
+            Gift(giver, thing, person)
+            for thing, giver in self.holders.items()
+            for person in PEOPLE
+            if person != giver and self.places[person] == self.places[giver]
+        ]
+        if not able:
+            return None
+        gift = self.draws.pick(able)
+        self.holders[gift.thing] = gift.receiver
+        self.note(gift.thing, known=gift.receiver in self.seen)
+        self.gifts.append(gift)
+        return f"{gift.giver} {self.draws.pick(GIVE)} the {gift.thing} to {gift.receiver}."
+
+
+Question = tuple[str, str]  # and its answer
+
+
+def person_questions(world: World) -> list[Question]:
+    """Where somebody is."""
+    return [(f"Where is {person}?", world.places[person]) for person in PEOPLE if person in world.seen]
+
+
+def thing_questions(world: World) -> list[Question]:
+    """Where a thing is: who took it, and where they went."""
+    return [(f"Where is the {thing}?", trail[-1][0]) for thing, trail in world.trails.items() if trail and trail[-1][1]]
+
+
+def before_questions(world: World) -> list[Question]:
+    """Where a thing was before the room in which it now is, and was only once."""
+    return [
+        (f"Where was the {thing} before it was in the {trail[-1][0]}?", trail[-2][0])
+        for thing, trail in world.trails.items()
+        if len(trail) > 1 and trail[-1][1] and trail[-2][1] and [room for room, _ in trail].count(trail[-1][0]) == 1
+    ]
+
+
+def gift_questions(world: World) -> list[Question]:
+    """Who gave, who got, what was given; each question fits one gift alone."""
+    asked = [
+        question
+        for gift in world.gifts
+        for question in (
+            (f"Who gave the {gift.thing} to {gift.receiver}?", gift.giver),
+            (f"What did {gift.giver} give to {gift.receiver}?", gift.thing),
+            (f"To whom did {gift.giver} give the {gift.thing}?", gift.receiver),
+            (f"Who was given the {gift.thing}?", gift.receiver),
+            (f"Who gave the {gift.thing} away?", gift.giver),
+        )
+    ]
+    times = Counter(question for question, _ in asked)
+    return [question for question in asked if times[question[0]] == 1]
+
+
+def story(
+    draws: Draws,
+    facts: int,
+    doings: Sequence[Callable[[World], str | None]],
+    questions: Callable[[World], list[Question]],
+) -> tuple[list[str], Question]:
+    """So many sentences and a question about them; stories that leave nothing to ask are begun anew.
+
+    Each sentence is of one of `doings`, drawn evenly, or a move where that one cannot be.
+    """
+    while True:
+        world = World(draws)
+        told = [draws.pick(doings)(world) or world.move() for _ in range(facts)]
+        if possible := questions(world):
+            return told, draws.pick(possible)
+
+
+def hidden(draws: Draws, difficulty: Story, facts: Sequence[str], question: Question, words: Sequence[str]) -> Exercise:
+    """The facts in their order among filler without the story's words, and the question."""
+    asked = f"\nQuestion: {question[0]}\n{ANSWER}"
+    text = draws.among_filler(facts, difficulty.characters - len(asked), words)
+    return Exercise(text + asked, "", f" {question[1]}")
+
+
+def simulated(
+    draws: Draws,
+    difficulty: Story,
+    least: int,
+    doings: Sequence[Callable[[World], str | None]],
+    questions: Callable[[World], list[Question]],
+) -> Exercise:
+    """A hidden story; ConfigError for fewer facts than a question of the kind follows from."""
+    if difficulty.facts < least:
+        raise ConfigError(f"difficulty: facts = {difficulty.facts}; this task needs at least {least}")
+    return hidden(draws, difficulty, *story(draws, difficulty.facts, doings, questions), (*PEOPLE, *THINGS))
+
+
+@register("babilong_qa1", Story())
+def one_fact(draws: Draws, difficulty: Story) -> Exercise:
+    """Where is a person: one supporting fact, their last move."""
+    return simulated(draws, difficulty, 1, [World.move], person_questions)
+
+
+@register("babilong_qa2", Story(facts=16))
+def two_facts(draws: Draws, difficulty: Story) -> Exercise:
+    """Where is a thing: two supporting facts, who took it and where they went."""
+    return simulated(draws, difficulty, 2, [World.move, World.take, World.drop], thing_questions)
+
+
+@register("babilong_qa3", Story(facts=24))
+def three_facts(draws: Draws, difficulty: Story) -> Exercise:
+    """Where was a thing before: three supporting facts, who took it and where they went twice."""
+    return simulated(draws, difficulty, 3, [World.move, World.take, World.drop], before_questions)
+
+
+@register("babilong_qa4", Story(facts=2))
+def two_arguments(draws: Draws, difficulty: Story) -> Exercise:
+    """Rooms in a line: which room is on one side of another; the direction of the question matters."""
+    if not 2 <= difficulty.facts < len(ROOMS):
+        raise ConfigError(f"difficulty: facts = {difficulty.facts}; this task has 2 to {len(ROOMS) - 1}")
+    line = draws.shuffled(ROOMS)[: difficulty.facts + 1]  # each on the side `ahead` of the next one
+    ahead, behind = draws.shuffled(draws.pick(AXES))
+    facts = []
+    for one, other in pairwise(line):
+        forwards = f"The {one} is {ahead} of the {other}."
+        facts.append(draws.pick((forwards, f"The {other} is {behind} of the {one}.")))
+    middle = 1 + draws.below(len(line) - 2)
+    one, room, other = line[middle - 1 : middle + 2]
+    question = draws.pick(
+        (
+            (f"Which room is {ahead} of the {room}?", one),
+            (f"Which room is {behind} of the {room}?", other),
+            (f"Which room is the {room} {ahead} of?", other),
+            (f"Which room is the {room} {behind} of?", one),
+        )
+    )
+    return hidden(draws, difficulty, draws.shuffled(facts), question, ROOMS)
+
+
+@register("babilong_qa5", Story(facts=16))
+def three_arguments(draws: Draws, difficulty: Story) -> Exercise:
+    """Who gave what to whom: one supporting fact of three arguments."""
+    return simulated(draws, difficulty, 2, [World.move, World.take, World.give], gift_questions)

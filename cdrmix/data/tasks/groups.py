@@ -1,0 +1,101 @@
+"""Word problems of groups: parity, S3 and S5 (Merrill, Petty and Sabharwal, arXiv 2404.08819, section 5).
+
+A word is a sequence of elements of a group, and its value is their product. Parity and S3 can be told at fixed depth,
+S5 can not unless NC1 = TC0 (Barrington 1989): the length of the word is what makes it hard. As token ids every prefix
+is asked for, as in that paper: target t is the product of inputs 0 .. t; as text the whole word alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import permutations
+from typing import ClassVar, Self
+
+from cdrmix.data.tasks.draws import Draws
+from cdrmix.data.tasks.exercise import ANSWER, Difficulty, Exercise, TokenExercise, register
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+@dataclass(frozen=True)
+class Word(Difficulty):
+    """Harder with more elements."""
+
+    size: ClassVar[int]  # of the set that the group permutes
+    width: ClassVar[int]  # characters of an element as text, its blank included
+
+    elements: int = 16
+
+    def at_length(self, characters: int) -> Self:
+        return replace(self, elements=max(1, (characters - 100) // self.width))
+
+
+class Parity(Word):
+    """Words of the group of two elements."""
+
+    size, width = 2, 7
+
+
+class S3(Word):
+    """Words of the six permutations of three things."""
+
+    size, width = 3, 4
+
+
+class S5(Word):
+    """Words of the 120 permutations of five things."""
+
+    size, width = 5, 6
+
+
+def elements_of(size: int) -> list[tuple[int, ...]]:
+    """The permutations of 0 .. size - 1 in the order of their token ids; the identity is 0."""
+    return list(permutations(range(size)))
+
+
+def product(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
+    """first and then second: place i gets what stood, after the first, at place second[i]."""
+    return tuple(first[place] for place in second)
+
+
+def word_tokens(draws: Draws, difficulty: Word) -> TokenExercise:
+    """Random elements, and the product of every prefix."""
+    elements = elements_of(difficulty.size)
+    number_of = {element: number for number, element in enumerate(elements)}
+    inputs = [draws.below(len(elements)) for _ in range(difficulty.elements)]
+    targets, value = [], elements[0]
+    for number in inputs:
+        value = product(value, elements[number])
+        targets.append(number_of[value])
+    return TokenExercise(inputs, targets, len(elements))
+
+
+@register("parity", Parity(), tokens=word_tokens)
+def parity(draws: Draws, difficulty: Parity) -> Exercise:
+    """Two words in random order; whether one of them comes an even or an odd number of times is asked for.
+
+    The words are other ones in every exercise: of 0 and 1, all would be near-duplicates.
+    """
+    made = word_tokens(draws, difficulty)
+    words = [name.lower() for name in draws.names(2)]
+    text = " ".join(words[number] for number in made.inputs)
+    question = f"Question: Is the number of times that {words[1]} stands there even or odd?\n{ANSWER}"
+    return Exercise(f"Words: {text}\n{question}", "", " odd" if made.targets[-1] else " even")
+
+
+def symmetric(draws: Draws, difficulty: Word) -> Exercise:
+    """Letters in a row that are put in another order again and again; their last order is asked for."""
+    made = word_tokens(draws, difficulty)
+    letters = "".join(draws.shuffled(LETTERS)[: difficulty.size])  # others in every exercise, as above
+    elements = ["".join(letters[place] for place in element) for element in elements_of(difficulty.size)]
+    orders = " ".join(elements[number] for number in made.inputs)
+    prompt = (
+        f"The letters {letters} stand in a row. Each order below moves the row as it moves {letters} itself: the "
+        f"order says of which place each letter is taken.\nOrders: {orders}\n"
+        f"Question: How does the row stand at the end?\n{ANSWER}"
+    )
+    return Exercise(prompt, "", f" {elements[made.targets[-1]]}")
+
+
+register("s3", S3(), tokens=word_tokens)(symmetric)
+register("s5", S5(), tokens=word_tokens)(symmetric)

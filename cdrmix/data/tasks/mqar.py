@@ -1,0 +1,98 @@
+"""Multi-query associative recall (MQAR) with zoology's parameters (Arora et al., arXiv 2312.04927, figure 2).
+
+A sequence begins with pairs of a key and a value; behind them every key comes once more, and a model must give its
+value at once. Where it comes is drawn from a power law over the slots of two tokens behind the pairs: slot g = 1, 2 ...
+in proportion to g^(a - 1), keys one after another, no slot twice. Keys are ids of the lower half of the vocabulary,
+values of the upper; 0 stands where nothing else does. Published are 64 to 512 tokens with 4 to 64 pairs (RUNGS),
+a = 0.01 and 8192 ids.
+
+As text every id is a word of three syllables, and each key that comes again is followed by its value, as text for
+training must be; the prompt ends with the last one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+from cdrmix.data.tasks.draws import SYLLABLES, Draws
+from cdrmix.data.tasks.exercise import ANSWER, IGNORED, Difficulty, Exercise, TokenExercise, register
+from cdrmix.errors import ConfigError
+
+RUNGS = [(64, 4), (128, 8), (256, 16), (512, 64)]  # tokens and pairs
+WORD = 7  # characters of a token as text, its blank included
+BLANK = 0
+
+
+@dataclass(frozen=True)
+class Mqar(Difficulty):
+    """Harder with more pairs, in more tokens.
+
+    noise: what is no pair and no query is a random id instead of 0 (zoology's random_non_queries), never one of the
+    keys, which would be a query without an answer.
+    """
+
+    tokens: int = 64
+    pairs: int = 4
+    vocabulary: int = 8192
+    power_a: float = 0.01
+    noise: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tokens % 2 or 4 * self.pairs > self.tokens:
+            raise ConfigError(
+                f"difficulty: {self.pairs} pairs in {self.tokens} tokens; tokens must be even and at least 4 a pair"
+            )
+        if self.vocabulary // 2 <= self.pairs or self.vocabulary > len(SYLLABLES) ** 3:
+            raise ConfigError(
+                f"difficulty: vocabulary = {self.vocabulary} for {self.pairs} pairs; it must be more than "
+                f"{2 * self.pairs + 1} and at most {len(SYLLABLES) ** 3:,}, the words of three syllables"
+            )
+
+    def at_length(self, characters: int) -> Self:
+        """The longest published rung that is no longer than the text, or the first."""
+        fitting = [rung for rung in RUNGS if WORD * rung[0] <= characters] or RUNGS[:1]
+        return replace(self, tokens=fitting[-1][0], pairs=fitting[-1][1])
+
+
+def mqar_tokens(draws: Draws, difficulty: Mqar) -> TokenExercise:
+    """Inputs and targets of `tokens` ids; a target stands at every key that comes again."""
+    half, pairs = difficulty.vocabulary // 2, difficulty.pairs
+    keys = draws.different(pairs, 1, half)
+    values = draws.different(pairs, half, difficulty.vocabulary)
+    context = 2 * pairs
+    slots = (difficulty.tokens - context) // 2
+    weights = [gap ** (difficulty.power_a - 1) for gap in range(1, slots + 1)]
+    inputs = [BLANK] * difficulty.tokens
+    targets = [IGNORED] * difficulty.tokens
+    inputs[:context:2], inputs[1:context:2] = keys, values
+    for key, value, slot in zip(keys, values, draws.weighted(pairs, weights), strict=True):
+        place = context + 2 * slot
+        inputs[place], targets[place] = key, value
+    if difficulty.noise:
+        barred = {BLANK, *keys}
+        for place in range(context, difficulty.tokens):
+            while targets[place] == IGNORED and inputs[place] in barred:
+                inputs[place] = draws.below(difficulty.vocabulary)
+    return TokenExercise(inputs, targets, difficulty.vocabulary)
+
+
+def word_of(token: int) -> str:
+    """The word that an id is as text: its digits to the base of the syllables."""
+    count = len(SYLLABLES)
+    return SYLLABLES[token // count**2] + SYLLABLES[token // count % count] + SYLLABLES[token % count]
+
+
+@register("mqar", Mqar(), tokens=mqar_tokens)
+def mqar(draws: Draws, difficulty: Mqar) -> Exercise:
+    """The same sequence as words; the value of the last key is asked for."""
+    made = mqar_tokens(draws, difficulty)
+    tokens, last = list(made.inputs), 0
+    for place, target in enumerate(made.targets):
+        if target != IGNORED:
+            last = place
+            tokens[place + 1] = target  # queries stand at even places, so this one is free
+    words = [word_of(token) for token in tokens[: last + 2]]
+    prompt = f"Pairs: {' '.join(words[: last + 1])}\nQuestion: What is the next word?\n{ANSWER}"
+    return Exercise(prompt, "", f" {words[-1]}")

@@ -1,0 +1,1 @@
+"""Stage B: fast weights that models write themselves, and memory beyond their window."""

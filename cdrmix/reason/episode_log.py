@@ -1,0 +1,255 @@
+"""The log of an episodic memory: what was committed, frame behind frame in one file that only grows.
+
+A frame is one commit: whole and checksummed, or not there. Numbers are little-endian.
+
+    file     header, frames
+    header   b"cdrmix episodes\n", version u32, width of the keys u32, CRC-32 of these 24 bytes u32
+    frame    payload bytes u32, CRC-32 of the payload u32, sequence number u64 from 0, CRC-32 of these 16 bytes u32,
+             payload
+    payload  step i64; counts of reads, removals and episodes u32 each; ids read, ids removed u64; of the episodes: ids
+             u64, expiry steps i64 (NEVER: none), tokens u32 each, their keys float32, their token ids u32
+
+A process that is killed, or a machine that loses power, can leave a frame behind that was never acknowledged: its
+bytes stop early, or are not what was written. Such a last frame is moved out of the file, into one beside it, and said
+so. Anything else that is wrong is damage to what was acknowledged, and an error.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cdrmix.durable import disk_guard, sync_folder
+from cdrmix.errors import MemoryLogError
+
+MAGIC = b"cdrmix episodes\n"
+VERSION = 1
+HEADER = struct.Struct("<16sII")
+FRAME = struct.Struct("<IIQ")
+COUNTS = struct.Struct("<qIII")
+CHECKSUM = struct.Struct("<I")
+NEVER = -1
+LARGEST = 1 << 30  # bytes of a payload; a commit is a chunk's episodes, some kilobytes
+
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+Ids = np.ndarray[Any, np.dtype[np.uint32]]
+
+
+class Episode(NamedTuple):
+    """A chunk of text that was kept. key: float32 [dim]; tokens: uint32 [n]; expires: the step it ends at, or NEVER."""
+
+    id: int
+    key: Floats
+    tokens: Ids
+    expires: int = NEVER
+
+
+class Commit(NamedTuple):
+    """What one controller step changed: ids it read (which makes them recently used), ids removed, episodes added."""
+
+    step: int
+    read: tuple[int, ...]
+    removed: tuple[int, ...]
+    added: tuple[Episode, ...]
+
+
+class EpisodeLog:
+    """The log in `folder`, open for one process. `commits()` gives what is in it; `append` adds one, durably.
+
+    dim: width of the keys. sequence: commits in it, size: bytes; together the position that a checkpoint notes.
+    Raises MemoryLogError for a log that is damaged, of another width, or open in another process.
+    """
+
+    def __init__(self, folder: Path, dim: int) -> None:
+        self.path, self.dim, self.sequence = folder / "episodes.log", dim, 0
+        self.dropped = 0  # bytes of an unfinished commit that was found at the end
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            self._lock()
+            self.size = os.fstat(self._file).st_size
+            if self.size < HEADER.size + CHECKSUM.size:
+                self._begin()
+            self._check_header()
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def close(self) -> None:
+        """Gives the log free for another process. Closing twice is no error."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def commits(self) -> Iterator[Commit]:
+        """Every commit from the first, the unfinished end cut off; once, right after opening."""
+        assert self.sequence == 0, "the log is read once, before anything is appended"
+        content = np.memmap(self.path, np.uint8, "r") if self.size else np.empty(0, np.uint8)
+        place = HEADER.size + CHECKSUM.size
+        while place < self.size:
+            payload = self._payload(content, place)
+            if payload is None:
+                break
+            yield self._parse(payload, place)
+            place += FRAME.size + CHECKSUM.size + len(payload)
+            self.sequence += 1
+        self._cut(place)
+
+    def append(self, commit: Commit) -> None:
+        """Writes a commit, which is on the disk when this returns. Raises DiskFullError where it does not fit."""
+        payload = self._payload_of(commit)
+        head = FRAME.pack(len(payload), zlib.crc32(payload), self.sequence)
+        frame = head + CHECKSUM.pack(zlib.crc32(head)) + payload
+        remedy = "Free some space; what was committed before is untouched."
+        try:
+            with disk_guard(f"a commit to {self.path}", remedy):
+                written = 0
+                while written < len(frame):
+                    written += os.pwrite(self._file, frame[written:], self.size + written)
+                os.fdatasync(self._file)
+        except BaseException:
+            os.ftruncate(self._file, self.size)  # not acknowledged: as if it had never been begun
+            raise
+        self.size += len(frame)
+        self.sequence += 1
+
+    def truncate(self, sequence: int, size: int) -> None:
+        """Goes back to a position: later commits are moved into a file beside the log.
+
+        Raises MemoryLogError where the log is shorter than that, or the position is not between two commits.
+        """
+        if (sequence, size) == (self.sequence, self.size):
+            return
+        if size > self.size or sequence > self.sequence:
+            raise MemoryLogError(
+                f"{self.path} holds {self.sequence} commits in {self.size} bytes, but the checkpoint was written after"
+                f" {sequence} in {size}: the log is not this checkpoint's. Put its own back, or start a new memory"
+            )
+        head = os.pread(self._file, FRAME.size, size)
+        if len(head) < FRAME.size or FRAME.unpack(head)[2] != sequence:
+            raise MemoryLogError(
+                f"{self.path}: no commit begins at byte {size}, where the checkpoint's memory ends: the log is not this"
+                " checkpoint's. Put its own back, or start a new memory"
+            )
+        self._cut(size)
+        self.sequence = sequence
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise MemoryLogError(
+                f"{self.path} is open in another process, and a memory has one writer: wait for that process, or give"
+                " this run a folder of its own"
+            ) from error
+
+    def _begin(self) -> None:
+        """A new log. One that was killed before its header was whole holds nothing yet."""
+        head = HEADER.pack(MAGIC, VERSION, self.dim)
+        found = os.pread(self._file, self.size, 0)
+        if found != (head + CHECKSUM.pack(zlib.crc32(head)))[: self.size]:
+            raise MemoryLogError(f"{self.path} is no episode log: it holds {self.size} bytes of something else")
+        with disk_guard(f"{self.path}", "Free some space."):
+            os.pwrite(self._file, head + CHECKSUM.pack(zlib.crc32(head)), 0)
+            os.fsync(self._file)
+        sync_folder(self.path.parent)
+        self.size = HEADER.size + CHECKSUM.size
+
+    def _check_header(self) -> None:
+        head = os.pread(self._file, HEADER.size + CHECKSUM.size, 0)
+        magic, version, dim = HEADER.unpack(head[: HEADER.size])
+        if magic != MAGIC or CHECKSUM.unpack(head[HEADER.size :])[0] != zlib.crc32(head[: HEADER.size]):
+            raise MemoryLogError(f"{self.path} is no episode log, or its first {len(head)} bytes are damaged")
+        if version != VERSION:
+            raise MemoryLogError(f"{self.path} is of version {version} of the log; this program reads {VERSION}")
+        if dim != self.dim:
+            raise MemoryLogError(
+                f"{self.path} holds keys of width {dim}, but reasoning.memory.dim is {self.dim}: a memory belongs to"
+                " the model that wrote it; give this one a folder of its own"
+            )
+
+    def _payload(self, content: Any, place: int) -> bytes | None:
+        """A frame's payload; None where the frame was never finished."""
+        head = bytes(content[place : place + FRAME.size + CHECKSUM.size])
+        if len(head) < FRAME.size + CHECKSUM.size:
+            return None
+        length, checksum, sequence = FRAME.unpack(head[: FRAME.size])
+        start = place + len(head)
+        if CHECKSUM.unpack(head[FRAME.size :])[0] != zlib.crc32(head[: FRAME.size]):
+            if not content[place:].any():  # the file had grown, but not been written, when the power went
+                return None
+            raise self._damaged(place, "its header does not have its checksum")
+        if sequence != self.sequence or length > LARGEST:
+            raise self._damaged(place, f"it says it is commit {sequence} of {length} bytes")
+        payload = bytes(content[start : start + length])
+        if len(payload) < length:
+            return None
+        if zlib.crc32(payload) != checksum:
+            if start + length == self.size:  # the last one: written, but not acknowledged
+                return None
+            raise self._damaged(place, "its payload does not have its checksum")
+        return payload
+
+    def _damaged(self, place: int, what: str) -> MemoryLogError:
+        return MemoryLogError(
+            f"{self.path} is damaged: commit {self.sequence}, at byte {place} of {self.size}, cannot be read: {what}."
+            f" The {self.sequence} commits before it are whole. Put a copy of the file back; or, to go on with those,"
+            f" cut it there: truncate -s {place} {self.path}"
+        )
+
+    def _cut(self, place: int) -> None:
+        """Moves what is behind `place` into a file beside the log: nothing that was written is thrown away."""
+        if place >= self.size:
+            return
+        rest = os.pread(self._file, self.size - place, place)
+        beside = self.path.with_name(f"{self.path.name}.cut-at-{place}")
+        with disk_guard(f"{beside}", "Free some space; the log is untouched."), beside.open("wb") as file:
+            file.write(rest)
+            os.fsync(file.fileno())
+        os.ftruncate(self._file, place)
+        os.fsync(self._file)
+        sync_folder(self.path.parent)
+        self.dropped, self.size = self.size - place, place
+
+    def _payload_of(self, commit: Commit) -> bytes:
+        added = commit.added
+        for episode in added:
+            assert episode.key.shape == (self.dim,)
+        parts = [
+            COUNTS.pack(commit.step, len(commit.read), len(commit.removed), len(added)),
+            np.array(commit.read, "<u8").tobytes(),
+            np.array(commit.removed, "<u8").tobytes(),
+            np.array([episode.id for episode in added], "<u8").tobytes(),
+            np.array([episode.expires for episode in added], "<i8").tobytes(),
+            np.array([len(episode.tokens) for episode in added], "<u4").tobytes(),
+            *(episode.key.astype("<f4").tobytes() for episode in added),
+            *(episode.tokens.astype("<u4").tobytes() for episode in added),
+        ]
+        return b"".join(parts)
+
+    def _parse(self, payload: bytes, place: int) -> Commit:
+        step, reads, removals, count = COUNTS.unpack_from(payload)
+        here = COUNTS.size
+
+        def take(kind: str, length: int) -> Any:
+            nonlocal here
+            array = np.frombuffer(payload, kind, length, here)
+            here += array.nbytes
+            return array
+
+        try:
+            read, removed = take("<u8", reads), take("<u8", removals)
+            ids, expires, lengths = take("<u8", count), take("<i8", count), take("<u4", count)
+            keys = take("<f4", count * self.dim).reshape(count, self.dim)
+            tokens = np.split(take("<u4", int(lengths.sum())), lengths.cumsum()[:-1]) if count else []
+        except ValueError as error:  # counts that do not fit: with a right checksum, another program's
+            raise self._damaged(place, f"its counts do not fit its {len(payload)} bytes") from error
+        episodes = zip(ids.tolist(), keys, tokens, expires.tolist(), strict=True)
+        return Commit(step, tuple(read.tolist()), tuple(removed.tolist()), tuple(Episode(*each) for each in episodes))

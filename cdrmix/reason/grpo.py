@@ -1,0 +1,152 @@
+"""Group-relative policy optimisation: the advantages of groups of rollouts, and the clipped loss of their tokens.
+
+GRPO (arXiv 2402.03300), and what became of it: DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO (2507.18071). No value
+function has a part in it: a rollout is as good as it is better than the others from the same start.
+
+Shapes: N rollouts, G of a group, S sequences (turns), L tokens of the longest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+DEVIATION_FLOOR = 1e-4  # added to a group's standard deviation before it divides
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Which of the family.
+
+    clip_low, clip_high: the ratio of new to old probability counts from 1 - clip_low to 1 + clip_high.
+    ratio: of every token, or one of a sequence, the geometric mean of its tokens' (GSPO, equation 7).
+    mean: over all "tokens" (DAPO); over "sequences", each the mean of its tokens (GRPO, GSPO); or over sequences as if
+        each had `longest` tokens, a "constant" (Dr. GRPO).
+    deviation: whether advantages are divided by the group's standard deviation.
+    kl_weight: of the divergence from the reference policy, by its estimator k3 = e^d - d - 1, d = log(ref / new).
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    ratio: Literal["token", "sequence"] = "token"
+    mean: Literal["tokens", "sequences", "constant"] = "tokens"
+    deviation: bool = False
+    kl_weight: float = 0.0
+
+
+OBJECTIVES = {
+    "memagent": Objective(),  # MemAgent's (arXiv 2507.02259): DAPO's mean, and advantages without the deviation
+    "grpo": Objective(0.2, 0.2, mean="sequences", deviation=True, kl_weight=0.04),
+    "dapo": Objective(0.2, 0.28, deviation=True),
+    "dr_grpo": Objective(0.2, 0.2, mean="constant"),
+    "gspo": Objective(3e-4, 4e-4, ratio="sequence", mean="sequences", deviation=True),
+}
+
+
+class Advantages(NamedTuple):
+    """advantages_N: 0 in groups whose rewards are all equal, which teach nothing; kept_N: False there (bool)."""
+
+    advantages_N: Tensor
+    kept_N: Tensor
+    groups: int
+    dropped_groups: int
+
+
+def group_advantages(rewards_N: Tensor, group_size: int, *, deviation: bool = False) -> Advantages:
+    """r - mean(r) within each run of `group_size` rollouts, in float64; with `deviation` over their deviation.
+
+    The standard deviation is the sample's (G - 1). Raises ValueError naming the rollout whose reward is not finite.
+    """
+    assert group_size > 1
+    assert len(rewards_N) % group_size == 0
+    bad = (~rewards_N.isfinite()).nonzero()
+    if len(bad):
+        n = int(bad[0])
+        raise ValueError(f"the reward of rollout {n} is {rewards_N[n].item()}: a task's rewards must be finite")
+    rewards = rewards_N.double().view(-1, group_size)
+    kept = (rewards != rewards[:, :1]).any(1, keepdim=True)
+    advantages = rewards - rewards.mean(1, keepdim=True)
+    if deviation:
+        advantages = advantages / (rewards.std(1, keepdim=True) + DEVIATION_FLOOR)
+    advantages = torch.where(kept, advantages, 0.0)
+    dropped = len(kept) - int(kept.sum())
+    return Advantages(advantages.flatten(), kept.expand_as(rewards).flatten(), len(kept), dropped)
+
+
+class Totals(NamedTuple):
+    """Of a whole update, over all micro-batches and processes: what a mean divides by. longest: tokens allowed."""
+
+    tokens: float
+    sequences: float
+    longest: int
+
+
+class PolicyLoss(NamedTuple):
+    """The loss (differentiable), and of the tokens that count: how many, the sums of those whose ratio was cut off from
+    below and above, of k3, and of the ratio."""
+
+    loss: Tensor
+    tokens: Tensor
+    clipped_low: Tensor
+    clipped_high: Tensor
+    divergence: Tensor
+    ratio: Tensor
+
+
+def policy_loss(
+    log_probs_SL: Tensor,
+    old_log_probs_SL: Tensor,
+    advantages_S: Tensor,
+    mask_SL: Tensor,
+    objective: Objective,
+    totals: Totals,
+    reference_log_probs_SL: Tensor | None = None,
+) -> PolicyLoss:
+    """-mean of min(ratio A, clip(ratio, 1 - low, 1 + high) A), plus kl_weight k3, over tokens with mask 1.
+
+    log_probs_SL: of the tokens taken, by the policy in training; old: by the one that took them; reference: None where
+    kl_weight is 0. advantages_S: of the rollout that each sequence belongs to. What stands outside the mask (padding)
+    is not read, whatever it is. Summed over micro-batches with the same totals it is the loss of the whole update.
+    """
+    mask_SL = mask_SL.bool()
+
+    def counted(x_SL: Tensor) -> Tensor:
+        return torch.where(mask_SL, x_SL, 0.0)
+
+    lengths_S1 = mask_SL.sum(1, keepdim=True).clamp(min=1)
+    change_SL = counted(log_probs_SL - old_log_probs_SL.detach())
+    if objective.ratio == "sequence":
+        change_SL = (change_SL.sum(1, keepdim=True) / lengths_S1).expand_as(change_SL)
+    ratio_SL = change_SL.exp()
+    advantages_S1 = advantages_S.to(ratio_SL).unsqueeze(1)
+    low, high = 1 - objective.clip_low, 1 + objective.clip_high
+    gain_SL = torch.minimum(ratio_SL * advantages_S1, ratio_SL.clamp(low, high) * advantages_S1)
+    cost_SL = -gain_SL
+    divergence_SL = torch.zeros_like(ratio_SL)
+    if objective.kl_weight:
+        assert reference_log_probs_SL is not None, "a divergence is from something"
+        apart_SL = counted(reference_log_probs_SL.detach() - log_probs_SL)
+        divergence_SL = torch.expm1(apart_SL) - apart_SL
+        cost_SL = cost_SL + objective.kl_weight * divergence_SL
+    weight_S1 = {
+        "tokens": torch.ones_like(advantages_S1) / totals.tokens,
+        "sequences": 1 / (lengths_S1.to(ratio_SL) * totals.sequences),
+        "constant": torch.ones_like(advantages_S1) / (totals.sequences * totals.longest),
+    }[objective.mean]
+    with torch.no_grad():
+        sums = [
+            mask_SL.sum(),
+            (mask_SL & (ratio_SL < low) & (advantages_S1 < 0)).sum(),
+            (mask_SL & (ratio_SL > high) & (advantages_S1 > 0)).sum(),
+            counted(divergence_SL).sum(),
+            counted(ratio_SL).sum(),
+        ]
+    return PolicyLoss((counted(cost_SL) * weight_S1).sum(), *sums)
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """-sum p log p of every distribution, in nats: [..., V] to [...]. Logits of -inf have no part."""
+    return torch.special.entr(logits.float().softmax(-1)).sum(-1)
