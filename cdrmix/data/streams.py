@@ -112,7 +112,7 @@ def parse_row(raw: dict[str, Any], text_field: str) -> tuple[str, Meta]:
 
 
 class Tasks(Source):
-    """Exercises made by tasks.py; a function of the section alone."""
+    """Exercises of the tasks in tasks/; a function of the section alone."""
 
     kind = "tasks"
 

@@ -41,7 +41,7 @@ class Staged:
         self.read.update(dict.fromkeys(hit.id for hit in hits))
 
     def add(self, key: Floats, tokens: Ids, expires: int = NEVER) -> None:
-        """An episode to be written. key: float32 [dim], not zero; tokens: uint32 [n]; expires: at which step, if ever."""
+        """An episode to write. key: float32 [dim], not zero; tokens: uint32 [n]; expires: at which step, if ever."""
         self.episodes.append((np.array(key, np.float32), np.array(tokens, np.uint32), expires))
 
 

@@ -198,7 +198,7 @@ def test_a_flipped_bit_is_found(logged: tuple, tmp_path_factory: pytest.TempPath
         assert (folder / f"episodes.log.cut-at-{last}").read_bytes() == flipped[last:]
         index.close()
     else:
-        with pytest.raises(MemoryLogError, match="damaged|no episode log|version"):
+        with pytest.raises(MemoryLogError, match=r"damaged|no episode log|version"):
             EpisodicIndex(folder, DIM, 20)
         assert (folder / "episodes.log").read_bytes() == flipped
     shutil.rmtree(folder)
