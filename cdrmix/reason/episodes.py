@@ -1,0 +1,244 @@
+"""Episodes as tensors: a question, chunks that are read one at a time, an answer; of token ids or of text.
+
+Shapes: B episodes, N chunks, C tokens of a chunk, Q of a question, A of an answer, F facts, W tokens of a fact,
+T tokens of a probe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from cdrmix.config.schema_reasoning import EpisodesOfTask
+from cdrmix.data.tasks import IGNORED, Filler, known_task
+from cdrmix.data.tasks import episode as text_episode
+from cdrmix.data.tasks import episodes as tokens
+from cdrmix.data.tasks.draws import sentences_of
+from cdrmix.data.tasks.exercise import Episode
+from cdrmix.data.tokenizer import TextTokenizer
+from cdrmix.errors import ConfigError
+
+FIRST_HELD_OUT = 1 << 40  # episodes from this number on are for evaluation; training takes those from 0 on
+SAMPLE = 64  # episodes of text that are measured for the widths
+ROOM = 4  # tokens by which an episode of text may be wider than any of the sample
+ATTEMPTS = 16  # episodes of text that are tried before it is said that none fits
+CHARACTERS_A_TOKEN = 6  # more than any text has, so that chunks are full
+
+
+class Marks(NamedTuple):
+    """Ids that part what stands in a window."""
+
+    question: int
+    memory: int
+    chunk: int
+    update: int
+    answer: int
+    end: int
+
+
+class Episodes(NamedTuple):
+    """A batch, int64 on the CPU, padded with `pad` of its source.
+
+    facts_BFW: what a memory would keep of each fact. fact_chunk_BF: the chunk that tells it. asked_BF, bool: the answer
+    needs it. good_BN, bool: whether a chunk may be believed.
+    """
+
+    question_BQ: Tensor
+    chunks_BNC: Tensor
+    answer_BA: Tensor
+    facts_BFW: Tensor
+    fact_chunk_BF: Tensor
+    asked_BF: Tensor
+    good_BN: Tensor
+
+
+class Probe(NamedTuple):
+    """The question as a sequence whose next tokens are the answer: targets_BT[b, t] is what is right behind
+    ids_BT[b, : t + 1], IGNORED where nothing is asked."""
+
+    ids_BT: Tensor
+    targets_BT: Tensor
+
+
+class EpisodeSource(Protocol):
+    """Where episodes come from. Episode n is a function of (seed, n, chunks) alone."""
+
+    vocab_size: int
+    pad: int
+    marks: Marks
+    chunk: int  # widths in tokens
+    question: int
+    answer: int
+
+    def batch(self, numbers: Sequence[int], chunks: int) -> Episodes:
+        """Episodes of `chunks` chunks; numbers from FIRST_HELD_OUT on are not trained on."""
+
+    def probe(self, episodes: Episodes) -> Probe:
+        """Their questions, to be answered by the next token."""
+
+
+class TokenSource:
+    """Episodes in ids of their own vocabulary (cdrmix.data.tasks.episodes): recall, poisoned, agent, hops.
+
+    difficulty: names of the kind's record and their values; others are as they are published there.
+    """
+
+    def __init__(self, kind: str, seed: int, chunk: int, difficulty: Mapping[str, bool | int | float | str]) -> None:
+        if kind not in tokens.GENERATORS.names():
+            raise ConfigError(f"episodes: no token episodes {kind!r}; there are {', '.join(tokens.GENERATORS.names())}")
+        generator = tokens.GENERATORS[kind]
+        self.kind, self.seed, self.chunk = kind, seed, chunk
+        self.difficulty = generator.standard.changed(difficulty)
+        self.probed = generator.probed
+        self.vocab_size = self.difficulty.vocabulary
+        self.pad = tokens.PAD
+        self.marks = Marks(tokens.QUESTION, tokens.MEMORY, tokens.CHUNK, tokens.UPDATE, tokens.ANSWER, tokens.END)
+        one = self.batch([0], 2 * max(1, self.difficulty.keys // max(1, chunk // 2)))
+        self.question, self.answer = one.question_BQ.shape[1], one.answer_BA.shape[1]
+
+    def batch(self, numbers: Sequence[int], chunks: int) -> Episodes:
+        """Episodes `numbers` of `chunks` chunks; ConfigError where that is too few for the difficulty."""
+        made = tokens.token_episodes(self.kind, self.seed, numbers, self.difficulty, chunks, self.chunk)
+        return Episodes(*(torch.from_numpy(array.copy()) for array in made))
+
+    def probe(self, episodes: Episodes) -> Probe:
+        """`key ? key ? ...` with values as targets at the keys, or [question | ANSWER | answer]."""
+        if not self.probed:
+            return _probe(episodes, self.pad, self.marks, end=False)
+        targets = torch.full_like(episodes.question_BQ, IGNORED)
+        targets[:, ::2] = episodes.answer_BA
+        return Probe(episodes.question_BQ, targets)
+
+
+class TextSource:
+    """Episodes of text by a tokenizer. Marks are bytes that UTF-8 never has, so that no text holds them.
+
+    Chunks are padded to their width; sentences that tell nothing are left out where they would not fit.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        seed: int,
+        chunk: int,
+        difficulty: Mapping[str, bool | int | float | str],
+        tokenizer: TextTokenizer,
+        filler: Filler | None = None,
+    ) -> None:
+        known = known_task(task)
+        if known.episode is None:
+            raise ConfigError(f"tasks: {task!r} has no chunks, which stage B reads one at a time; chunk_recall has")
+        self.task, self.seed, self.chunk = task, seed, chunk
+        self.tokenizer, self.filler = tokenizer, filler
+        self.difficulty = known.standard.changed(difficulty)
+        self.vocab_size = tokenizer.vocab_size
+        byte_ids = _ids_of_bytes(tokenizer, range(0xF8, 0x100))
+        self.pad, self.marks = byte_ids[0xFF], Marks(*(byte_ids[byte] for byte in range(0xF8, 0xFE)))
+        self._encoded = lru_cache(maxsize=1 << 17)(tokenizer.encode)
+        sample = [self._texts(number, 4) for number in range(SAMPLE)]
+        self.question = ROOM + max(len(self._encoded(f" {one.question}")) for one in sample)
+        self.answer = ROOM + max(len(self._encoded(f" {one.answer}")) for one in sample)
+        self.fact = ROOM + max(len(self._fact(*fact[:2])) for one in sample for fact in one.facts)
+
+    def batch(self, numbers: Sequence[int], chunks: int) -> Episodes:
+        """Episodes `numbers` of `chunks` chunks; ConfigError where chunks do not hold what they tell."""
+        made = [self._episode(number, chunks) for number in numbers]
+        return Episodes(*(torch.stack(column) for column in zip(*made, strict=True)))
+
+    def probe(self, episodes: Episodes) -> Probe:
+        """[question | ANSWER | answer | END], without gaps."""
+        return _probe(episodes, self.pad, self.marks, end=True)
+
+    def _texts(self, number: int, chunks: int) -> Episode:
+        characters = chunks * self.chunk * CHARACTERS_A_TOKEN
+        level = self.difficulty.changed({"chunks": chunks, "characters": characters})
+        return text_episode(self.task, self.seed, number, level, filler=self.filler)
+
+    def _fact(self, key: str, value: str) -> list[int]:
+        return self._encoded(f" {key} {value}")
+
+    def _episode(self, number: int, chunks: int) -> tuple[Tensor, ...]:
+        """One episode; of those that hash from `number`, the first that fits the widths."""
+        for attempt in range(ATTEMPTS):
+            text = self._texts(number + (attempt << 50), chunks)
+            rows = [self._chunk(text, place) for place in range(chunks)]
+            question, answer = self._encoded(f" {text.question}"), self._encoded(f" {text.answer}")
+            facts = [self._fact(fact.key, fact.value) for fact in text.facts]
+            fits = len(question) <= self.question and len(answer) <= self.answer
+            if fits and all(len(row) <= self.chunk for row in rows) and all(len(fact) <= self.fact for fact in facts):
+                return (
+                    self._padded(question, self.question),
+                    torch.stack([self._padded(row, self.chunk) for row in rows]),
+                    self._padded(answer, self.answer),
+                    torch.stack([self._padded(fact, self.fact) for fact in facts]),
+                    torch.tensor([fact.chunk for fact in text.facts]),
+                    torch.tensor([fact in text.asked for fact in text.facts]),
+                    torch.ones(chunks, dtype=torch.bool),
+                )
+        raise ConfigError(
+            f"reasoning: {self.task}'s facts do not fit chunks of {self.chunk} tokens; make reasoning.chunk larger, or "
+            "tell less: fewer pairs in the difficulty"
+        )
+
+    def _chunk(self, episode: Episode, place: int) -> list[int]:
+        """A chunk's sentences that tell facts, and as many of the others as fit, in their order."""
+        keys = [fact.key for fact in episode.facts if fact.chunk == place]
+        sentences = [self._encoded(f" {sentence}") for sentence in sentences_of(episode.chunks[place])]
+        tells = [any(key in sentence for key in keys) for sentence in sentences_of(episode.chunks[place])]
+        left = self.chunk - sum(len(ids) for ids, told in zip(sentences, tells, strict=True) if told)
+        row: list[int] = []
+        for ids, told in zip(sentences, tells, strict=True):
+            if told or len(ids) <= left:
+                left -= 0 if told else len(ids)
+                row += ids
+        return row
+
+    def _padded(self, ids: Sequence[int], width: int) -> Tensor:
+        return torch.tensor([*ids, *[self.pad] * (width - len(ids))])
+
+
+def source_of(
+    section: EpisodesOfTask, chunk: int, tokenizer: TextTokenizer | None = None, filler: Filler | None = None
+) -> TokenSource | TextSource:
+    """The source that a section of the configuration asks for; text needs the run's tokenizer."""
+    if section.tokens:
+        return TokenSource(section.task, section.seed, chunk, section.difficulty)
+    if tokenizer is None:
+        raise ConfigError(f"reasoning: {section.task} is text, and there is no tokenizer; set its tokens: true")
+    return TextSource(section.task, section.seed, chunk, section.difficulty, tokenizer, filler)
+
+
+def _probe(episodes: Episodes, pad: int, marks: Marks, *, end: bool) -> Probe:
+    """[question | ANSWER | answer], padding behind; the answer's tokens, and END if wanted, are the targets."""
+    question, answer = episodes.question_BQ, episodes.answer_BA
+    batch = len(question)
+
+    def column(mark: int) -> Tensor:
+        return torch.full((batch, 1), mark)
+
+    whole = torch.cat([column(marks.question), question, column(marks.answer), answer, column(marks.end)], 1)
+    asked = torch.zeros_like(whole, dtype=torch.bool)
+    asked[:, question.shape[1] + 2 :] = True
+    asked[:, -1] = end
+    order = (whole == pad).long().argsort(dim=1, stable=True)  # what stands in the row first, in its order
+    whole, asked = whole.gather(1, order), asked.gather(1, order)
+    asked &= whole != pad
+    targets = torch.where(asked[:, 1:], whole[:, 1:], IGNORED)
+    return Probe(whole[:, :-1].contiguous(), targets)
+
+
+def _ids_of_bytes(tokenizer: TextTokenizer, wanted: range) -> dict[int, int]:
+    """The ids of single bytes."""
+    found = {}
+    for token in range(tokenizer.vocab_size):
+        content = tokenizer.decode_bytes([token])
+        if len(content) == 1 and content[0] in wanted:
+            found[content[0]] = token
+    missing = [byte for byte in wanted if byte not in found]
+    if missing:
+        raise ConfigError(f"the tokenizer has no token for the byte 0x{missing[0]:02x}, which stage B needs as a mark")
+    return found
