@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from cdrmix.config.schema_data import Data
+from cdrmix.config.schema_reasoning import Reasoning
 from cdrmix.config.section import (
     Below1,
     Between0And1,
@@ -51,6 +52,7 @@ class Rwkv(Section):
     """RWKV-7 time-mix blocks: heads of `head_size`, low-rank maps of the given ranks."""
 
     head_size: Literal[16, 32, 64, 128] = 64
+    removal: Literal[1, 2] = 1  # factor of what a token removes; 2: eigenvalues down to -1, which track states
     decay_rank: PositiveInt
     iclr_rank: PositiveInt  # in-context learning rate, `a` in the paper
     value_rank: PositiveInt
@@ -180,52 +182,6 @@ class Logging(Section):
     tensorboard: bool = False
     wandb: bool = False
     mlflow: bool = False
-
-
-class PlasticLora(Section):
-    """Fast-weight adapters of stage B."""
-
-    rank: PositiveInt
-    alpha: PositiveFloat
-    decay: Fraction
-    clamp: PositiveFloat = 2.0
-
-
-class Controller(Section):
-    """Accepts or rolls back what the plastic adapters propose."""
-
-    step_budget: PositiveInt
-    max_branches: PositiveInt
-    accept_threshold: float = 0.0
-
-
-class Memory(Section):
-    """Working and episodic memory of stage B."""
-
-    dim: PositiveInt
-    summary_stride: PositiveInt = 8
-    top_k: PositiveInt
-    max_tokens: PositiveInt
-
-
-class Rl(Section):
-    """Reinforcement learning of the memory agent (GRPO)."""
-
-    horizon: PositiveInt
-    group_size: Annotated[int, Field(ge=2)] = 8
-    clip_low: PositiveFloat = 0.2
-    clip_high: PositiveFloat = 0.28
-    latency_weight: NonNegativeFloat
-    stability_weight: NonNegativeFloat
-
-
-class Reasoning(Section):
-    """Stage B; its presence makes a configuration a reasoning one."""
-
-    plastic_lora: PlasticLora
-    controller: Controller
-    memory: Memory
-    rl: Rl
 
 
 class Config(Section):

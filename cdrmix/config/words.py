@@ -25,12 +25,12 @@ def root() -> Schema:
 
 
 def _resolve(schema: Schema) -> Schema:
-    """Follow references, and look through "or null"."""
+    """Follow references, and look through "or null"; a choice between several kinds of scalars stays one."""
     if "$ref" in schema:
         return _resolve(_document()["$defs"][schema["$ref"].rsplit("/", 1)[-1]])
     if "anyOf" in schema:
-        (other,) = (choice for choice in schema["anyOf"] if choice.get("type") != "null")
-        return _resolve(other)
+        others = [choice for choice in schema["anyOf"] if choice.get("type") != "null"]
+        return _resolve(others[0]) if len(others) == 1 else schema
     return schema
 
 
@@ -142,7 +142,8 @@ def nearest_key(path: Path, data: object) -> Path | None:
 def allowed(schema: Schema) -> str:
     """What a key may hold, for a person: type, range or choices."""
     text = _allowed(_resolve(schema))
-    return f"{text}, or null" if "anyOf" in schema else text
+    null = any(choice.get("type") == "null" for choice in schema.get("anyOf", ()))
+    return f"{text}, or null" if null else text
 
 
 def choices(schema: Schema) -> list[str]:
@@ -156,6 +157,8 @@ def _allowed(schema: Schema) -> str:
     if "enum" in schema or "const" in schema:
         listed = [str(choice) for choice in schema.get("enum", [schema.get("const")])]
         return listed[0] if len(listed) == 1 else f"one of {', '.join(listed[:-1])} or {listed[-1]}"
+    if "anyOf" in schema:
+        return " or ".join(_allowed(choice) for choice in schema["anyOf"] if choice.get("type") != "null")
     if variants := kinds(schema):
         return f"a section whose kind is one of {', '.join(variants)}"
     if inner := free(schema):

@@ -12,6 +12,7 @@ from cdrmix.config.schema import Model
 from cdrmix.model.layers import linear
 from cdrmix.model.mixer import Mixed, Mixer
 from cdrmix.model.places import Angles, Places
+from cdrmix.model.plastic import Writes
 
 
 class AttentionState(NamedTuple):
@@ -47,14 +48,20 @@ class Attention(Mixer):
         self.key_norm = nn.RMSNorm(self.head_width, eps=config.norm_eps) if attention.qk_norm else None
 
     def forward(
-        self, x: Tensor, places: Places, v_first: Tensor | None, state: AttentionState | None, return_state: bool = True
+        self,
+        x: Tensor,
+        places: Places,
+        v_first: Tensor | None,
+        state: AttentionState | None,
+        return_state: bool = True,
+        writes: Writes | None = None,
     ) -> Mixed:
         """x [B, T, D] (normed) -> its output, and the state after the last token."""
         mask = places.mask
         batch, length, width = x.shape
-        q = self.query(x).view(batch, length, self.heads, self.head_width).transpose(1, 2)
-        k = self.key(x).view(batch, length, self.kv_heads, self.head_width).transpose(1, 2)
-        v = self.value(x).view(batch, length, self.kv_heads, self.head_width).transpose(1, 2)
+        q = self.adapted("query", x, writes).view(batch, length, self.heads, self.head_width).transpose(1, 2)
+        k = self.adapted("key", x, writes).view(batch, length, self.kv_heads, self.head_width).transpose(1, 2)
+        v = self.adapted("value", x, writes).view(batch, length, self.kv_heads, self.head_width).transpose(1, 2)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if places.angles is not None:
@@ -68,5 +75,5 @@ class Attention(Mixer):
         y = functional.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None and past == 0, enable_gqa=self.heads != self.kv_heads
         )
-        y = self.output(y.transpose(1, 2).reshape(batch, length, width))
+        y = self.adapted("output", y.transpose(1, 2).reshape(batch, length, width), writes)
         return Mixed(y, v_first, AttentionState(k, v) if return_state else None)

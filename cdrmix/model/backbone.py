@@ -11,11 +11,13 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from cdrmix.config.schema import Model
+from cdrmix.config.schema_reasoning import Reasoning
 from cdrmix.model.attention import AttentionState
 from cdrmix.model.blocks import Block, BlockState
 from cdrmix.model.experts import MoeFeedForward
 from cdrmix.model.layers import TokenEmbedding, make_norm
 from cdrmix.model.places import place_tokens
+from cdrmix.model.plastic import make_adapters
 from cdrmix.model.router import Routed, Router
 
 ModelState = tuple[BlockState, ...]
@@ -32,11 +34,13 @@ class RouterStats(NamedTuple):
 
 
 class Output(NamedTuple):
-    """What a forward pass gives: hidden states after the final norm [B, T, D], router reports, recurrent state."""
+    """What a forward pass gives: hidden states after the final norm [B, T, D], router reports, recurrent state, the
+    mean of the plastic adapters' own objective (a scalar; None without adapters)."""
 
     hidden_BTD: Tensor
     router: RouterStats | None
     state: ModelState | None
+    correlation: Tensor | None
 
 
 class LanguageModel(nn.Module):
@@ -45,6 +49,8 @@ class LanguageModel(nn.Module):
     Parameters are drawn from torch's global generator: seed it first. Under `torch.device("meta")` none is
     allocated.
     experts: makes each block's mixture of experts; by default a whole one, of which nothing is in other processes.
+    reasoning: gives mixers plastic adapters, where it enables them. They are drawn last, so that the rest of the model
+    is the one without them.
     """
 
     def __init__(
@@ -53,6 +59,7 @@ class LanguageModel(nn.Module):
         *,
         activation_checkpointing: bool = False,
         experts: Callable[[Model], MoeFeedForward] = MoeFeedForward,
+        reasoning: Reasoning | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -71,6 +78,10 @@ class LanguageModel(nn.Module):
         for name, module in self.named_modules():
             if isinstance(module, Router):
                 module.name = name
+        if reasoning is not None and reasoning.plastic_lora.enabled:
+            for kind, block in zip(config.mixers, blocks, strict=True):
+                block.plastic = make_adapters(kind, block.mixer, reasoning.plastic_lora, reasoning.chunk)
+        self.adapters = sum(len(block.plastic) for block in blocks if block.plastic is not None)
 
     @property
     def head_weight(self) -> Tensor:
@@ -84,10 +95,17 @@ class LanguageModel(nn.Module):
         cu_seqlens: Tensor | None = None,
         state: ModelState | None = None,
         return_state: bool = False,
+        episodes: Tensor | None = None,
+        write_scale: Tensor | None = None,
+        prefix_BPD: Tensor | None = None,
     ) -> Output:
         """ids int64 [B, T]; cu_seqlens int [D + 1] over the flattened tokens: the model forgets at each start.
 
         `state` continues an earlier call's rows (one document a row, so not together with cu_seqlens).
+        episodes: as cu_seqlens, where the plastic adapters' fast weights begin anew; None: where documents do.
+        write_scale: float [S], factors of the adapters' writes: branches, of which nothing but the fast weights in the
+        state differs, which have S in front; the tokens must be of one chunk. See `plastic.branch`.
+        prefix_BPD: vectors in front of each row's tokens, read like embeddings; nothing is given or written for them.
         """
         if state is not None and cu_seqlens is not None:
             raise ValueError("pass either cu_seqlens (packed documents) or state (one continued document a row)")
@@ -98,23 +116,42 @@ class LanguageModel(nn.Module):
         batch, length = ids_BT.shape
         if not ids_BT.numel():
             raise ValueError(f"ids are {batch} rows of {length} tokens: give at least one token, in every process")
-        places = place_tokens(self.config, batch, length, cu_seqlens, _past(state), ids_BT.device, attends=self.attends)
+        prefix = 0 if prefix_BPD is None else prefix_BPD.shape[1]
+        if prefix and (cu_seqlens is not None or episodes is not None):
+            raise ValueError("prefix_BPD is for one document a row: pass no cu_seqlens and no episodes beside it")
+        places = place_tokens(
+            self.config,
+            batch,
+            prefix + length,
+            cu_seqlens,
+            _past(state),
+            ids_BT.device,
+            attends=self.attends,
+            episodes=episodes,
+            prefix=prefix,
+        )
         x = self.embedding_norm(self.embedding(ids_BT))
+        if prefix_BPD is not None:
+            x = torch.cat([prefix_BPD.to(x), x], 1)
         v_first: Tensor | None = None
         states: list[BlockState] = []
         reports: list[Routed] = []
+        correlations: list[Tensor] = []
         for layer, block in enumerate(self.blocks):
             carried = state[layer] if state else None
             if self.activation_checkpointing and torch.is_grad_enabled():
-                arguments = (x, v_first, places, carried, return_state)
-                x, v_first, after, routed = checkpoint(block, *arguments, use_reentrant=False)
+                arguments = (x, v_first, places, carried, return_state, write_scale)
+                x, v_first, after, routed, correlation = checkpoint(block, *arguments, use_reentrant=False)
             else:
-                x, v_first, after, routed = block(x, v_first, places, carried, return_state)
+                x, v_first, after, routed, correlation = block(x, v_first, places, carried, return_state, write_scale)
             if after is not None:
                 states.append(after)
+            if correlation is not None:
+                correlations.append(correlation)
             reports += routed
         router = RouterStats(*(torch.stack(column) for column in zip(*reports, strict=True))) if reports else None
-        return Output(self.final_norm(x), router, tuple(states) if return_state else None)
+        objective = torch.stack(correlations).sum() / self.adapters if correlations else None
+        return Output(self.final_norm(x[:, prefix:]), router, tuple(states) if return_state else None, objective)
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """Hidden states [..., D] -> logits [..., V] in float32 at least."""

@@ -13,14 +13,17 @@ from cdrmix.model.layers import make_norm
 from cdrmix.model.mixer import Mixer
 from cdrmix.model.mixers import MIXERS
 from cdrmix.model.places import Places
+from cdrmix.model.plastic import PlasticState, Writes
 from cdrmix.model.router import Routed
 
 
 class BlockState(NamedTuple):
-    """What one block carries from token to token: its mixer's state; a mixture of experts carries nothing."""
+    """What one block carries from token to token: its mixer's state; a channel-mix's last token; its plastic adapters'
+    states, in the order of their names. None: nothing yet, or never any."""
 
     mixer: Any
     feed_forward_BD: Tensor | None
+    plastic: tuple[PlasticState, ...] | None = None
 
 
 class Block(nn.Module):
@@ -39,6 +42,7 @@ class Block(nn.Module):
         self.feed_forward: MoeFeedForward | ChannelMix = (
             experts(config) if config.feed_forward.kind == "moe" else ChannelMix(config, layer)
         )
+        self.plastic: nn.ModuleDict | None = None  # adapters of the mixer's projections: LanguageModel sets them
 
     def forward(
         self,
@@ -47,13 +51,21 @@ class Block(nn.Module):
         places: Places,
         state: BlockState | None,
         return_state: bool,
-    ) -> tuple[Tensor, Tensor | None, BlockState | None, tuple[Routed, ...]]:
-        """x [B, T, D] -> x after the block, the first time-mix block's values, the state if wanted, the reports."""
+        write_scale: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, BlockState | None, tuple[Routed, ...], Tensor | None]:
+        """x [B, T, D] -> x after the block, the first time-mix block's values, the state if wanted, the reports, the
+        adapters' correlation objective (summed over them) where there are any. write_scale [S]: branches of writes."""
+        writes = None
+        if self.plastic is not None:
+            writes = Writes(self.plastic, places, state.plastic if state else None, write_scale)
         y, v_first, carried, mixer_routed = self.mixer(
-            self.mixer_norm(x), places, v_first, state.mixer if state else None, return_state
+            self.mixer_norm(x), places, v_first, state.mixer if state else None, return_state, writes
         )
         x = x + y
         last_BD = state.feed_forward_BD if state else None
         y, last_BD, routed = self.feed_forward(self.feed_forward_norm(x), places.starts_BT1, last_BD)
-        after = BlockState(carried, last_BD) if return_state else None
-        return x + y, v_first, after, tuple(report for report in (mixer_routed, routed) if report is not None)
+        after = None
+        if return_state:
+            after = BlockState(carried, last_BD, None if writes is None else writes.state())
+        reports = tuple(report for report in (mixer_routed, routed) if report is not None)
+        return x + y, v_first, after, reports, None if writes is None else writes.correlation

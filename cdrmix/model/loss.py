@@ -46,7 +46,7 @@ class LossModel(nn.Module):
     ) -> Losses:
         """token_count: sum of the weights over the global batch; share: 1 / the number of its micro-batches."""
         config = self.language_model.config.feed_forward
-        hidden, router, _ = self.language_model(ids_BT, cu_seqlens=cu_seqlens)
+        hidden, router, *_ = self.language_model(ids_BT, cu_seqlens=cu_seqlens)
         next_token = ops.linear_cross_entropy(
             hidden.reshape(-1, hidden.shape[-1]),
             self.language_model.head_weight,

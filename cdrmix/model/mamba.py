@@ -18,6 +18,7 @@ from cdrmix.config.schema import Model
 from cdrmix.model.layers import linear
 from cdrmix.model.mixer import Mixed, Mixer
 from cdrmix.model.places import Places
+from cdrmix.model.plastic import Writes
 from cdrmix.model.router import Routed
 
 DECAY_RANGE = (1.0, 16.0)  # of -A at the start, uniform
@@ -88,7 +89,13 @@ class Mamba2(Mixer):
         return self.output(y)
 
     def forward(
-        self, x: Tensor, places: Places, v_first: Tensor | None, state: MambaState | None, return_state: bool = True
+        self,
+        x: Tensor,
+        places: Places,
+        v_first: Tensor | None,
+        state: MambaState | None,
+        return_state: bool = True,
+        writes: Writes | None = None,
     ) -> Mixed:
         """x [B, T, D] (normed) -> its output, and the state after the last token if wanted."""
         batch, length, _ = x.shape

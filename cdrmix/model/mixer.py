@@ -7,6 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor, nn
 
 from cdrmix.model.places import Places
+from cdrmix.model.plastic import Writes
 from cdrmix.model.router import Routed
 
 
@@ -29,6 +30,20 @@ class Mixer(nn.Module):
     part: ClassVar[str]
     attends: ClassVar[bool] = False
 
-    def forward(self, x: Tensor, places: Places, v_first: Tensor | None, state: Any, return_state: bool) -> Mixed:
-        """x [B, T, D] (normed). state: what it gave for the tokens before these rows, or None."""
+    def forward(
+        self,
+        x: Tensor,
+        places: Places,
+        v_first: Tensor | None,
+        state: Any,
+        return_state: bool,
+        writes: Writes | None = None,
+    ) -> Mixed:
+        """x [B, T, D] (normed). state: what it gave for the tokens before these rows, or None. writes: what its
+        projections go through, where it has plastic adapters."""
         raise NotImplementedError
+
+    def adapted(self, name: str, x: Tensor, writes: Writes | None) -> Tensor:
+        """The projection `name`, with what its plastic adapter adds where it has one."""
+        layer: nn.Linear = getattr(self, name)
+        return layer(x) if writes is None else writes.project(name, layer, x)

@@ -33,6 +33,7 @@ class Places(NamedTuple):
     token). before_BT1: int64, how many tokens of its document and row stand before each. angles: rotary angles of the
     positions, counted from the document's start. mask: bool [B, 1, T, T], True where a query may see a key. None: one
     document a row, or no block that would read it.
+    episodes_BT: bool, where fast weights begin anew inside rows. prefix: vectors in front of every row's tokens.
     """
 
     cu_seqlens: Tensor | None
@@ -40,12 +41,26 @@ class Places(NamedTuple):
     before_BT1: Tensor | None
     angles: Angles | None
     mask: Tensor | None
+    episodes_BT: Tensor | None = None
+    prefix: int = 0
 
 
 def place_tokens(
-    config: Model, batch: int, length: int, cu_seqlens: Tensor | None, past: int, device: torch.device, *, attends: bool
+    config: Model,
+    batch: int,
+    length: int,
+    cu_seqlens: Tensor | None,
+    past: int,
+    device: torch.device,
+    *,
+    attends: bool,
+    episodes: Tensor | None = None,
+    prefix: int = 0,
 ) -> Places:
-    """The places of a batch; `past` tokens came before its rows; `attends`: some block is attention."""
+    """The places of a batch; `past` tokens came before its rows; `attends`: some block is attention.
+
+    episodes: as cu_seqlens, where fast weights begin anew; None: where documents do.
+    """
     time = torch.arange(length, device=device).expand(batch, -1)
     starts, document, before = None, None, time
     if cu_seqlens is not None:
@@ -58,6 +73,7 @@ def place_tokens(
         angles = rotary_angles(before + past, head_width, config.attention.rope_theta)
     if attends and document is not None:
         mask = (document.unsqueeze(-1) == document.unsqueeze(-2)).tril().unsqueeze(1)
+    begun = starts if episodes is None else ops.document_starts(episodes, batch, length)
     if starts is None:
-        return Places(None, None, None, angles, mask)
-    return Places(cu_seqlens, starts.unsqueeze(-1), before.unsqueeze(-1), angles, mask)
+        return Places(None, None, None, angles, mask, begun, prefix)
+    return Places(cu_seqlens, starts.unsqueeze(-1), before.unsqueeze(-1), angles, mask, begun, prefix)

@@ -13,6 +13,7 @@ from cdrmix.config.schema import Model
 from cdrmix.model.layers import linear
 from cdrmix.model.mixer import Mixed, Mixer
 from cdrmix.model.places import Places
+from cdrmix.model.plastic import Writes
 
 
 class TimeMixState(NamedTuple):
@@ -31,6 +32,7 @@ class TimeMix(Mixer):
         super().__init__()
         width, rwkv = config.d_model, config.rwkv
         self.head_size, self.heads = rwkv.head_size, width // rwkv.head_size
+        self.removal = rwkv.removal
         depth = layer / max(config.layers - 1, 1)  # 0 in the first block, 1 in the last
         fade = 1 - layer / config.layers
         linear_ramp = torch.arange(width) / max(width - 1, 1) - 0.5
@@ -71,7 +73,13 @@ class TimeMix(Mixer):
         nn.init.constant_(self.ln_x.weight, ((1 + layer) / config.layers) ** 0.7)
 
     def forward(
-        self, x: Tensor, places: Places, v_first: Tensor | None, state: TimeMixState | None, return_state: bool = True
+        self,
+        x: Tensor,
+        places: Places,
+        v_first: Tensor | None,
+        state: TimeMixState | None,
+        return_state: bool = True,
+        writes: Writes | None = None,
     ) -> Mixed:
         """x [B, T, D] (normed) -> its output, the first time-mix block's values [B, T, D], the state if wanted."""
         starts, cu_seqlens = places.starts_BT1, places.cu_seqlens
@@ -82,9 +90,9 @@ class TimeMix(Mixer):
             state.last_BD if state else None,
             None if starts is None else starts.squeeze(-1),
         )
-        r = self.receptance(x_r).view(batch, length, self.heads, self.head_size)
-        k = self.key(x_k)
-        value = self.value(x_v)
+        r = self.adapted("receptance", x_r, writes).view(batch, length, self.heads, self.head_size)
+        k = self.adapted("key", x_k, writes)
+        value = self.adapted("value", x_v, writes)
         decay = torch.tanh(x_w @ self.w1) @ self.w2
         rate = x_a @ self.a1 @ self.a2
         gate = torch.sigmoid(x_g @ self.g1) @ self.g2
@@ -94,6 +102,8 @@ class TimeMix(Mixer):
         log_w, k, a, b, v = ops.time_mix_keys(
             k, decay, rate, value, v_first, v_gate, self.w0, self.a0, v0, self.k_k, self.k_a, self.head_size
         )
+        if self.removal != 1:  # of what a key holds c rate, not rate, is taken away: arXiv 2503.14456, appendix D
+            b = self.removal * b
         last: Tensor | None
         if length == 1 and state is not None and cu_seqlens is None and not torch.is_grad_enabled():
             r_t, log_w_t, k_t, v_t, a_t, b_t = (t.squeeze(1) for t in (r, log_w, k, v, a, b))
@@ -104,4 +114,4 @@ class TimeMix(Mixer):
             y, last = ops.wkv7(r, log_w, k, v, a, b, state=carried, cu_seqlens=cu_seqlens, return_state=return_state)
         mixed = ops.time_mix_output(y, r, k, v, gate, self.r_k, self.ln_x.weight, self.ln_x.bias, self.ln_x.eps)
         after = TimeMixState(x[:, -1], last) if return_state and last is not None else None
-        return Mixed(self.output(mixed), value if v_first is None else v_first, after)
+        return Mixed(self.adapted("output", mixed, writes), value if v_first is None else v_first, after)

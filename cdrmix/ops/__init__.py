@@ -16,6 +16,7 @@ from cdrmix.ops.backend import backend
 from cdrmix.ops.experts import moe_combine, moe_dispatch, moe_experts, moe_product
 from cdrmix.ops.loss import linear_cross_entropy
 from cdrmix.ops.plastic import plastic_commit, plastic_lora
+from cdrmix.ops.plastic_chunks import plastic_chunks
 from cdrmix.ops.recurrence import wkv7, wkv7_step
 from cdrmix.ops.routing import route_topk
 from cdrmix.ops.scan import decay_scan, decay_scan_step
@@ -34,6 +35,7 @@ __all__ = [
     "moe_dispatch",
     "moe_experts",
     "moe_product",
+    "plastic_chunks",
     "plastic_commit",
     "plastic_lora",
     "route_topk",
@@ -61,6 +63,7 @@ OPS: dict[str, Callable[..., object]] = {
     "moe_product": moe_product,
     "plastic_lora": plastic_lora,
     "plastic_commit": plastic_commit,
+    "plastic_chunks": plastic_chunks,
     "linear_cross_entropy": linear_cross_entropy,
     "token_shift": token_shift,
 }

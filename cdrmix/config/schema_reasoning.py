@@ -1,0 +1,114 @@
+"""The schema of stage B: plastic adapters, the controller, memories, the agent, and the phases that train them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from cdrmix.config.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, Text
+
+
+class PlasticLora(Section):
+    """Fast weights beside projections: a chunk of tokens reads them, its end writes them."""
+
+    enabled: bool = True
+    rank: PositiveInt
+    key_width: PositiveInt | None = None  # of the keys; null: as wide as the rank
+    alpha: PositiveFloat
+    decay: Fraction  # of the fast weights, each controller step
+    clamp: PositiveFloat = 2.0  # the norm that a row of fast weights may have after a step
+    rule: Literal["delta", "hebb", "oja"] = "delta"
+    gated: bool = True  # whether tokens say how strongly they are written; false: all alike
+    attention: list[Literal["query", "key", "value", "output"]] = ["query", "key", "value", "output"]
+    rwkv7: list[Literal["receptance", "key", "value", "output"]] = ["receptance", "key", "value"]
+    correlation_weight: NonNegativeFloat = 0.0  # of the writes' own objective in the loss; above 0 keys collapse
+
+
+class Controller(Section):
+    """Accepts or rolls back what the plastic adapters propose."""
+
+    enabled: bool = True
+    step_budget: PositiveInt  # controller steps that cost as much as an answer is worth
+    max_branches: Annotated[int, Field(ge=1, le=4)]  # proposals of a step, by the strength of their writes
+    accept_threshold: float = 0.0  # on the accept head's logit, or on the advantage in value
+    decide_by: Literal["head", "value"] = "head"
+
+
+class Memory(Section):
+    """Working memory (summaries put in front), token memory (what the agent writes) and episodic memory (an index)."""
+
+    dim: PositiveInt  # of summaries and of the index's keys
+    summary_stride: PositiveInt = 8  # tokens a summary
+    top_k: PositiveInt  # episodes that a retrieval gives
+    max_tokens: PositiveInt  # of the episodic memory
+    time_to_live: PositiveInt | None = None  # in controller steps; null: for ever
+    tokens: PositiveInt = 64  # of the token memory
+    heads: PositiveInt = 1  # parts of the token memory, of which a step rewrites the one that was not for longest
+
+
+class Rl(Section):
+    """Reinforcement learning by groups of rollouts (GRPO and its relatives)."""
+
+    horizon: PositiveInt  # most actions of an episode
+    objective: Literal["memagent", "grpo", "dapo", "dr_grpo", "gspo"] = "memagent"
+    group_size: Annotated[int, Field(ge=2)] = 8
+    clip_low: PositiveFloat | None = None  # null: the objective's own
+    clip_high: PositiveFloat | None = None
+    deviation: bool | None = None  # whether advantages are divided by the group's standard deviation
+    kl_weight: NonNegativeFloat | None = None
+    credit: Literal["all_turns", "final_turn"] = "all_turns"  # whose tokens an episode's advantage teaches
+    temperature: PositiveFloat = 1.0
+    task_weight: NonNegativeFloat = 1.0
+    latency_weight: NonNegativeFloat
+    stability_weight: NonNegativeFloat
+
+
+class EpisodesOfTask(Section):
+    """What stage B is trained and measured on: a task in chunks of `reasoning.chunk` tokens."""
+
+    task: Text
+    tokens: bool = False  # of ids of the task's own vocabulary instead of text
+    chunks: PositiveInt = 4  # of a training episode
+    difficulty: dict[Text, bool | int | float | Text] = {}  # a field of the task's difficulty -> its value
+    seed: NonNegativeInt = 1
+
+
+class Phase(Section):
+    """One phase of stage B. Steps 0: passed over."""
+
+    steps: NonNegativeInt = 0
+    episodes: PositiveInt = (
+        32  # of one step, over all processes; with groups: questions, each rolled out group_size times
+    )
+    micro_batch: PositiveInt = 32  # sequences of one forward pass
+    learning_rate: PositiveFloat = 1e-3
+    warmup_steps: NonNegativeInt = 10
+    train: Literal["own", "all"] = "own"  # the phase's own parts, or the whole model
+
+
+class Phases(Section):
+    """In this order."""
+
+    plasticity: Phase = Field(default_factory=Phase)  # B1: adapters, by cross-entropy through their writes
+    acceptance: Phase = Field(default_factory=Phase)  # B2: the accept head, by groups of rollouts; all else is frozen
+    imitation: Phase = Field(default_factory=Phase)  # B3: the memory agent, by demonstrations
+    policy: Phase = Field(default_factory=Phase)  # B3: the memory agent, by groups of rollouts
+    operations: Phase = Field(default_factory=Phase)  # B3: the operations head, likewise
+    joint: Phase = Field(default_factory=Phase)  # B4: text, writes and memory together
+
+
+class Reasoning(Section):
+    """Stage B; its presence makes a configuration a reasoning one."""
+
+    backbone: Text | None = None  # a run, checkpoint or export of stage A to begin with; null: this run's own
+    chunk: PositiveInt = 64  # tokens of a controller step
+    carry: Literal["all", "fast"] = "all"  # from step to step: also the mixers' states, or the fast weights alone
+    plastic_lora: PlasticLora
+    controller: Controller
+    memory: Memory
+    rl: Rl
+    plasticity: EpisodesOfTask = Field(default_factory=lambda: EpisodesOfTask(task="chunk_recall"))
+    agent: EpisodesOfTask = Field(default_factory=lambda: EpisodesOfTask(task="chunk_recall"))
+    operations: EpisodesOfTask = Field(default_factory=lambda: EpisodesOfTask(task="hops"))
+    phases: Phases = Field(default_factory=Phases)

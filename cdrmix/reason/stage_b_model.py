@@ -1,0 +1,40 @@
+"""Everything that stage B trains, in one module: the language model with its adapters, and the heads beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from cdrmix.model.backbone import LanguageModel
+
+if TYPE_CHECKING:
+    from cdrmix.reason.controller import ControllerHeads
+    from cdrmix.reason.memory import Summariser
+    from cdrmix.reason.operations import OperationHeads
+    from cdrmix.reason.phase import PhaseLoss
+
+
+class StageBModel(nn.Module):
+    """A language model and what reads its hidden states; `forward` evaluates a phase's loss on it.
+
+    So that one module, and with it one engine, serves every phase: what a micro-batch computes is the phase's matter.
+    """
+
+    def __init__(
+        self,
+        language_model: LanguageModel,
+        controller: ControllerHeads | None = None,
+        operations: OperationHeads | None = None,
+        summary: Summariser | None = None,
+    ) -> None:
+        super().__init__()
+        self.language_model = language_model
+        self.controller = controller
+        self.operations = operations
+        self.summary = summary
+
+    def forward(self, loss: Callable[[StageBModel], PhaseLoss]) -> PhaseLoss:
+        """The loss of one micro-batch."""
+        return loss(self)
