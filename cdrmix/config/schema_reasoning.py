@@ -87,12 +87,18 @@ class Phase(Section):
     train: Literal["own", "all"] = "own"  # the phase's own parts, or the whole model
 
 
+class Imitation(Phase):
+    """Demonstrations of the memory agent; an ablation makes them worse than they could be."""
+
+    leak: Fraction | Literal[0] = 0.0  # of the demonstrations of keeping, the share that loses a fact
+
+
 class Phases(Section):
     """In this order."""
 
     plasticity: Phase = Field(default_factory=Phase)  # B1: adapters, by cross-entropy through their writes
     acceptance: Phase = Field(default_factory=Phase)  # B2: the accept head, by groups of rollouts; all else is frozen
-    imitation: Phase = Field(default_factory=Phase)  # B3: the memory agent, by demonstrations
+    imitation: Imitation = Field(default_factory=Imitation)  # B3: the memory agent, by demonstrations
     policy: Phase = Field(default_factory=Phase)  # B3: the memory agent, by groups of rollouts
     operations: Phase = Field(default_factory=Phase)  # B3: the operations head, likewise
     joint: Phase = Field(default_factory=Phase)  # B4: text, writes and memory together
@@ -109,6 +115,7 @@ class Reasoning(Section):
     memory: Memory
     rl: Rl
     plasticity: EpisodesOfTask = Field(default_factory=lambda: EpisodesOfTask(task="chunk_recall"))
+    acceptance: EpisodesOfTask | None = None  # what the accept head learns by; null: plasticity's
     agent: EpisodesOfTask = Field(default_factory=lambda: EpisodesOfTask(task="chunk_recall"))
     operations: EpisodesOfTask = Field(default_factory=lambda: EpisodesOfTask(task="hops"))
     phases: Phases = Field(default_factory=Phases)
