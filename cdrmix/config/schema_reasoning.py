@@ -90,7 +90,7 @@ class Phase(Section):
 class Imitation(Phase):
     """Demonstrations of the memory agent; an ablation makes them worse than they could be."""
 
-    leak: Fraction | Literal[0] = 0.0  # of the demonstrations of keeping, the share that loses a fact
+    leak: Fraction = 0.0  # of the demonstrations of keeping, the share that loses a fact
 
 
 class Phases(Section):
