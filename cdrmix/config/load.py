@@ -92,8 +92,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def dump_config(config: Config) -> str:
     """The resolved configuration as YAML without a `base:`: load_config gives an equal Config back from it alone."""
     data = config.model_dump(mode="json")
-    if config.reasoning is None:
-        del data["reasoning"]
+    for section in ("reasoning", "ablation"):
+        if data[section] is None:
+            del data[section]
     text = yaml.dump(data, Dumper=_Writer, sort_keys=False, allow_unicode=True, width=120)
     return f"# One {config.kind} run of cdrmix, fully resolved: every key, inherited, autosized or default.\n{text}"
 
@@ -106,6 +107,7 @@ def config_hash(config: Config) -> str:
     overridden, autosized, default) and their order do not count.
     """
     data = config.model_dump(mode="json", exclude=NOT_HASHED)
+    del data["ablation"]  # each of its arms is a configuration of its own
     return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 

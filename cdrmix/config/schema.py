@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from cdrmix.config.schema_ablation import Ablation
 from cdrmix.config.schema_data import Data
 from cdrmix.config.schema_reasoning import Reasoning
 from cdrmix.config.section import (
@@ -193,6 +194,7 @@ class Config(Section):
     train: Train
     logging: Logging = Field(default_factory=Logging)
     reasoning: Reasoning | None = None
+    ablation: Ablation | None = None
 
     @property
     def kind(self) -> Literal["core", "reasoning"]:
