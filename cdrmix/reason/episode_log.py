@@ -17,10 +17,13 @@ so. Anything else that is wrong is damage to what was acknowledged, and an error
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import mmap
 import os
 import struct
 import zlib
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,12 +67,15 @@ class EpisodeLog:
     """The log in `folder`, open for one process. `commits()` gives what is in it; `append` adds one, durably.
 
     dim: width of the keys. sequence: commits in it, size: bytes; together the position that a checkpoint notes.
-    Raises MemoryLogError for a log that is damaged, of another width, or open in another process.
+    Raises MemoryLogError for a log that is damaged, of another width, or open in another process, and for a commit
+    after one that the disk would neither take nor give back.
     """
 
     def __init__(self, folder: Path, dim: int) -> None:
         self.path, self.dim, self.sequence = folder / "episodes.log", dim, 0
         self.dropped = 0  # bytes of an unfinished commit that was found at the end
+        self._frames = hashlib.sha256()  # of the heads of all frames, which have their payloads' checksums
+        self._failed = False
         folder.mkdir(parents=True, exist_ok=True)
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -91,22 +97,34 @@ class EpisodeLog:
     def commits(self) -> Iterator[Commit]:
         """Every commit from the first, the unfinished end cut off; once, right after opening."""
         assert self.sequence == 0, "the log is read once, before anything is appended"
-        content = np.memmap(self.path, np.uint8, "r") if self.size else np.empty(0, np.uint8)
         place = HEADER.size + CHECKSUM.size
-        while place < self.size:
-            payload = self._payload(content, place)
-            if payload is None:
-                break
-            yield self._parse(payload, place)
-            place += FRAME.size + CHECKSUM.size + len(payload)
-            self.sequence += 1
+        with mmap.mmap(self._file, self.size, access=mmap.ACCESS_READ) as content:
+            while place < self.size:
+                payload = self._payload(content, place)
+                if payload is None:
+                    break
+                commit = self._parse(payload, place)
+                self._frames.update(content[place : place + FRAME.size])
+                self.sequence += 1
+                place += FRAME.size + CHECKSUM.size + len(payload)
+                yield commit
         self._cut(place)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the heads of all commits: two logs that have it in common hold the same."""
+        return self._frames.hexdigest()
 
     def append(self, commit: Commit) -> None:
         """Writes a commit, which is on the disk when this returns. Raises DiskFullError where it does not fit."""
         payload = self._payload_of(commit)
         head = FRAME.pack(len(payload), zlib.crc32(payload), self.sequence)
         frame = head + CHECKSUM.pack(zlib.crc32(head)) + payload
+        if self._failed:
+            raise MemoryLogError(
+                f"{self.path}: the disk failed in an earlier commit, and what is behind byte {self.size} is unknown."
+                " See to the disk and open the memory anew"
+            )
         remedy = "Free some space; what was committed before is untouched."
         try:
             with disk_guard(f"a commit to {self.path}", remedy):
@@ -115,8 +133,9 @@ class EpisodeLog:
                     written += os.pwrite(self._file, frame[written:], self.size + written)
                 os.fdatasync(self._file)
         except BaseException:
-            os.ftruncate(self._file, self.size)  # not acknowledged: as if it had never been begun
+            self._withdraw()
             raise
+        self._frames.update(head)
         self.size += len(frame)
         self.sequence += 1
 
@@ -140,6 +159,13 @@ class EpisodeLog:
             )
         self._cut(size)
         self.sequence = sequence
+
+    def _withdraw(self) -> None:
+        """A commit that was not acknowledged: as if it had never been begun, after a power cut too."""
+        self._failed = True  # until the disk has taken this
+        os.ftruncate(self._file, self.size)
+        os.fdatasync(self._file)
+        self._failed = False
 
     def _lock(self) -> None:
         try:
@@ -175,20 +201,20 @@ class EpisodeLog:
                 " the model that wrote it; give this one a folder of its own"
             )
 
-    def _payload(self, content: Any, place: int) -> bytes | None:
+    def _payload(self, content: mmap.mmap, place: int) -> bytes | None:
         """A frame's payload; None where the frame was never finished."""
-        head = bytes(content[place : place + FRAME.size + CHECKSUM.size])
-        if len(head) < FRAME.size + CHECKSUM.size:
+        start = place + FRAME.size + CHECKSUM.size
+        head = content[place : start - CHECKSUM.size]
+        if start > self.size:
             return None
-        length, checksum, sequence = FRAME.unpack(head[: FRAME.size])
-        start = place + len(head)
-        if CHECKSUM.unpack(head[FRAME.size :])[0] != zlib.crc32(head[: FRAME.size]):
-            if not content[place:].any():  # the file had grown, but not been written, when the power went
+        length, checksum, sequence = FRAME.unpack(head)
+        if CHECKSUM.unpack(content[start - CHECKSUM.size : start])[0] != zlib.crc32(head):
+            if not content[place:].strip(b"\0"):  # the file had grown, but not been written, when the power went
                 return None
             raise self._damaged(place, "its header does not have its checksum")
         if sequence != self.sequence or length > LARGEST:
             raise self._damaged(place, f"it says it is commit {sequence} of {length} bytes")
-        payload = bytes(content[start : start + length])
+        payload = content[start : start + length]
         if len(payload) < length:
             return None
         if zlib.crc32(payload) != checksum:
@@ -235,21 +261,32 @@ class EpisodeLog:
         return b"".join(parts)
 
     def _parse(self, payload: bytes, place: int) -> Commit:
+        """What a payload says. Opening a memory of 50,000 commits is this 50,000 times: few calls, few arrays."""
         step, reads, removals, count = COUNTS.unpack_from(payload)
-        here = COUNTS.size
+        numbers = _numbers(reads + removals, count)
+        here = COUNTS.size + numbers.size
+        if len(payload) < here:
+            raise self._damaged(place, f"its counts do not fit its {len(payload)} bytes")
+        found = numbers.unpack_from(payload, COUNTS.size)
+        if not count and len(payload) == here:
+            return Commit(step, found[:reads], found[reads:], ())
+        ids_at = reads + removals
+        expires_at, lengths_at = ids_at + count, ids_at + 2 * count
+        lengths = found[lengths_at:]
+        if len(payload) != here + 4 * (count * self.dim + sum(lengths)):  # with a right checksum: another program's
+            raise self._damaged(place, f"its counts do not fit its {len(payload)} bytes")
+        floats = np.frombuffer(payload, "<f4", -1, here)
+        words = floats.view("<u4")
+        added, key_at, tokens_at = [], 0, count * self.dim
+        for number, length in enumerate(lengths):
+            key, tokens = floats[key_at : key_at + self.dim], words[tokens_at : tokens_at + length]
+            added.append(Episode(found[ids_at + number], key, tokens, found[expires_at + number]))
+            key_at += self.dim
+            tokens_at += length
+        return Commit(step, found[:reads], found[reads:ids_at], tuple(added))
 
-        def take(kind: str, length: int) -> Any:
-            nonlocal here
-            array = np.frombuffer(payload, kind, length, here)
-            here += array.nbytes
-            return array
 
-        try:
-            read, removed = take("<u8", reads), take("<u8", removals)
-            ids, expires, lengths = take("<u8", count), take("<i8", count), take("<u4", count)
-            keys = take("<f4", count * self.dim).reshape(count, self.dim)
-            tokens = np.split(take("<u4", int(lengths.sum())), lengths.cumsum()[:-1]) if count else []
-        except ValueError as error:  # counts that do not fit: with a right checksum, another program's
-            raise self._damaged(place, f"its counts do not fit its {len(payload)} bytes") from error
-        episodes = zip(ids.tolist(), keys, tokens, expires.tolist(), strict=True)
-        return Commit(step, tuple(read.tolist()), tuple(removed.tolist()), tuple(Episode(*each) for each in episodes))
+@lru_cache(256)
+def _numbers(ids: int, episodes: int) -> struct.Struct:
+    """Of a payload: `ids` ids read and removed; then ids, expiry steps and tokens of the episodes."""
+    return struct.Struct(f"<{ids + episodes}Q{episodes}q{episodes}I")
