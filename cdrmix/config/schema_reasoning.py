@@ -84,6 +84,7 @@ class Phase(Section):
     micro_batch: PositiveInt = 32  # sequences of one forward pass
     learning_rate: PositiveFloat = 1e-3
     warmup_steps: NonNegativeInt = 10
+    weight_decay: NonNegativeFloat = 0.0
     train: Literal["own", "all"] = "own"  # the phase's own parts, or the whole model
 
 

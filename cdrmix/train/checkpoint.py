@@ -21,7 +21,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,7 +56,7 @@ class Progress:
 
     tokens: valid tokens trained on; seconds: training time; losses in nats per token. best_step: the step that had
     best_bits_per_byte. unvalidated: this step's StepRecord, when a signal came before its validation; the resumed
-    run begins with that.
+    run begins with that. phase: of stage B, whose steps go on counting where stage A's ended; None in stage A.
     """
 
     step: int = 0
@@ -68,6 +68,7 @@ class Progress:
     best_bits_per_byte: float | None = None
     best_step: int | None = None
     unvalidated: dict[str, Any] | None = None
+    phase: str | None = None
 
 
 class Fingerprints(NamedTuple):
@@ -169,7 +170,11 @@ def load_checkpoint(engine: Engine, checkpoint: Path, config: Config, fingerprin
             f"{checkpoint} holds optimizer state in ZeRO partitions of train.expert_parallel={held}, and this run has "
             f"{engine.expert_parallel}; resume with train.expert_parallel={held}"
         )
-    engine.load_weights(_read(checkpoint / MODEL) if world.writes else {})
+    weights = _read(checkpoint / MODEL) if world.writes else {}
+    problem = world.gather(misfit(weights, engine.shapes()) if world.writes else None)[0]
+    if problem is not None:
+        raise CheckpointError(f"{checkpoint} does not fit the model: it {problem}")
+    engine.load_weights(weights)
     if engine.average is not None:
         engine.load_average_weights(_read(checkpoint / AVERAGE))
     engine.load_optimizer_state(_read(checkpoint / _optimizer_file(engine.stage, world.rank)))
@@ -178,6 +183,29 @@ def load_checkpoint(engine: Engine, checkpoint: Path, config: Config, fingerprin
     if generators.exists():  # a process that was not there before keeps its fresh generators
         _set_random_state(json.loads(generators.read_text(encoding="utf-8")), world)
     return Progress(**state["progress"])
+
+
+def read_progress(checkpoint: Path) -> Progress:
+    """How far the run had come at a whole checkpoint."""
+    state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+    return Progress(**state["progress"])
+
+
+def misfit(weights: Mapping[str, Tensor], wanted: Mapping[str, Sequence[int]]) -> str | None:
+    """What of some weights does not fit a model that wants those names and shapes, in words; None when all does."""
+    lacking, more = sorted(wanted.keys() - weights.keys()), sorted(weights.keys() - wanted.keys())
+    for what, names in (("lacks", lacking), ("has, beside those of the model,", more)):
+        if names:
+            without = " (it was written by a model without plastic adapters)" if _all_plastic(lacking) else ""
+            return f"{what} {len(names)} tensors, the first is {names[0]}{without}"
+    for name, shape in wanted.items():
+        if list(weights[name].shape) != list(shape):
+            return f"{name} is {list(weights[name].shape)}, but the configuration makes it {list(shape)}"
+    return None
+
+
+def _all_plastic(names: Sequence[str]) -> bool:
+    return bool(names) and all(".plastic." in name for name in names)
 
 
 def differences(checkpoint: Path, engine: Engine) -> list[str]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import sys
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from cdrmix.config.schema import Config
 from cdrmix.data.loader import Batch
-from cdrmix.model.loss import Losses, LossModel
+from cdrmix.model.loss import Losses
 from cdrmix.train.expert_parallel import expert_groups, is_shared_out, total_norm
 from cdrmix.train.optim import LossScale, WeightAverage, make_optimizer, parameter_groups
 from cdrmix.train.parallel import World
@@ -37,20 +37,20 @@ PERSISTENCE_THRESHOLD = 100_000  # elements; ZeRO-3 keeps parameters up to this 
 class Autocast(nn.Module):
     """A loss model whose forward pass runs under torch.autocast; the module that DeepSpeed wraps."""
 
-    def __init__(self, loss_model: LossModel, device_type: str, dtype: torch.dtype | None) -> None:
+    def __init__(self, loss_model: nn.Module, device_type: str, dtype: torch.dtype | None) -> None:
         super().__init__()
         self.loss_model = loss_model
         self.device_type = device_type
         self.dtype = dtype
 
-    def forward(
-        self, ids_BT: Tensor, targets_BT: Tensor, weights_BT: Tensor, cu_seqlens_N: Tensor, count: float, share: float
-    ) -> Losses:
-        """LossModel.forward, in the configured precision."""
-        context = nullcontext() if self.dtype is None else torch.autocast(self.device_type, self.dtype)
-        with context:
-            losses: Losses = self.loss_model(ids_BT, targets_BT, weights_BT, cu_seqlens_N, count, share)
-            return losses
+    def forward(self, *arguments: Any) -> Any:
+        """The loss model's forward pass, in the configured precision."""
+        with self.precision():
+            return self.loss_model(*arguments)
+
+    def precision(self) -> AbstractContextManager[None]:
+        """The configured precision, for what is computed outside of the forward pass."""
+        return nullcontext() if self.dtype is None else torch.autocast(self.device_type, self.dtype)
 
 
 def accumulation(config: Config, world: World) -> int:
@@ -144,7 +144,7 @@ class Engine:
     One step is: `forward` and `backward` of every micro-batch, `clip`, `step`, `zero`.
     """
 
-    def __init__(self, config: Config, loss_model: LossModel, world: World) -> None:
+    def __init__(self, config: Config, loss_model: nn.Module, world: World) -> None:
         import deepspeed  # after parallel.join has settled the accelerator
 
         self.world = world
@@ -177,12 +177,16 @@ class Engine:
 
     def forward(self, batch: Batch, *, last: bool) -> Losses:
         """The losses of a micro-batch. `last` says that the step ends with it, so that its backward pass reduces."""
-        self._engine.set_gradient_accumulation_boundary(last)
         here = batch.to(self.world.device)
-        losses: Losses = self._engine(
-            here.ids_BT, here.targets_BT, here.weights_BT, here.cu_seqlens_N, here.token_count, self.share
+        losses: Losses = self.evaluate(
+            here.ids_BT, here.targets_BT, here.weights_BT, here.cu_seqlens_N, here.token_count, self.share, last=last
         )
         return losses
+
+    def evaluate(self, *arguments: Any, last: bool) -> Any:
+        """The loss model's forward pass on a micro-batch of its own kind; `last` as for `forward`."""
+        self._engine.set_gradient_accumulation_boundary(last)
+        return self._engine(*arguments)
 
     def backward(self, total: Tensor) -> None:
         """Adds the gradients of a micro-batch's total loss; after the last one they are summed over the processes."""
@@ -234,6 +238,15 @@ class Engine:
         All ranks call.
         """
         return self._whole(self._local_weights()) | self._buffers()
+
+    def shapes(self) -> dict[str, list[int]]:
+        """The shapes of what `weights` gives, in every rank and without it; experts that are shared out count whole."""
+        shapes = {name: list(buffer.shape) for name, buffer in self.buffers.items()}
+        for name, parameter in self.parameters.items():
+            shapes[name] = list(parameter.ds_shape if self.stage == 3 else parameter.shape)
+            if is_shared_out(parameter):
+                shapes[name][0] *= self.expert_parallel
+        return shapes
 
     def average_weights(self) -> dict[str, Tensor]:
         """The averaged weights, as `weights` gives them; {} when there is no average."""
@@ -352,6 +365,6 @@ def _joined(mine: Tensor, parameter: Any) -> Tensor:
     return mine[: parameter.ds_numel].view(parameter.ds_shape)
 
 
-def make_engine(config: Config, loss_model: LossModel, world: World) -> Engine:
+def make_engine(config: Config, loss_model: nn.Module, world: World) -> Engine:
     """The engine of a run; takes the loss model over and moves it to the device."""
     return Engine(config, loss_model, world)

@@ -50,6 +50,27 @@ class StepRecord:
     valid_loss: float | None = None
 
 
+@dataclass(frozen=True)
+class PhaseRecord:
+    """One optimizer step of a phase of stage B. `step` goes on counting where stage A ended, `phase_step` from 1.
+
+    measures: what the phase shows of its step, by name: means and rates.
+    """
+
+    step: int
+    phase: str
+    phase_step: int
+    loss: float
+    learning_rate: float
+    gradient_norm: float
+    seconds: float
+    memory_gib: float
+    measures: dict[str, float]
+
+
+Record = StepRecord | PhaseRecord
+
+
 class Console:
     """Progress for a person: one live line on a terminal, aligned plain lines otherwise.
 
@@ -141,6 +162,49 @@ class Console:
         return clock((time.monotonic() - start_time) / (step - start_step) * (self._total - step))
 
 
+class PhaseConsole:
+    """A phase's progress for a person: aligned lines, the names of what is measured above them. A context manager."""
+
+    def __init__(self, run: RunFolder, phase: str, steps: int, *, shown: bool = True) -> None:
+        self._run, self._phase, self._steps, self._shown = run, phase, steps, shown
+        self._lines = 0
+        self._start: tuple[int, float] | None = None
+
+    def __enter__(self) -> PhaseConsole:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        pass
+
+    def update(self, record: PhaseRecord) -> None:
+        """Shows one record."""
+        if not self._run.writes:
+            return
+        widths = {name: max(len(name), 7) for name in record.measures}
+        count = f"{record.phase_step}/{self._steps}"
+        place = len(self._phase) + 2 + 2 * len(str(self._steps))
+        now = time.monotonic()
+        self._start = self._start or (record.phase_step, now)
+        steps, seconds = record.phase_step - self._start[0], now - self._start[1]
+        left = clock(seconds / steps * (self._steps - record.phase_step)) if steps else "-"
+        figures = "  ".join(f"{_short(value):>{widths[name]}}" for name, value in record.measures.items())
+        line = f"{f'{self._phase} {count}':>{place}}  {figures}  {left:>6}"
+        if self._shown:
+            if self._lines % 20 == 0:
+                names = "  ".join(f"{name:>{width}}" for name, width in widths.items())
+                print(f"{'phase':>{place}}  {names}  {'left':>6}")
+            print(line, flush=True)
+        self._lines += 1
+        self._run.note(line)
+
+
+def _short(value: float) -> str:
+    """A measure in at most seven characters."""
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
 def amount(value: float) -> str:
     """A count for people: 950, 10.7k, 1.25M, 3.2B."""
     rounded = float(f"{value:.3g}")  # first, because 999,700 is 1M, not 1000k
@@ -160,7 +224,7 @@ def clock(seconds: float) -> str:
 class Tracker(Protocol):
     """A place that takes step records."""
 
-    def write(self, record: StepRecord) -> None: ...
+    def write(self, record: Record) -> None: ...
 
     def close(self) -> None: ...
 
@@ -189,7 +253,7 @@ class Trackers:
     ) -> None:
         self.close()
 
-    def write(self, record: StepRecord) -> None:
+    def write(self, record: Record) -> None:
         """Hands one record to every tracker."""
         for tracker in self._trackers:
             tracker.write(record)
@@ -210,7 +274,7 @@ class JsonLines:
         if torn:  # a killed run's half line must not swallow the next record
             self._file.write("\n")
 
-    def write(self, record: StepRecord) -> None:
+    def write(self, record: Record) -> None:
         self._file.write(json.dumps(finite(dataclasses.asdict(record)), allow_nan=False) + "\n")
         self._file.flush()
 
@@ -225,7 +289,7 @@ class TensorBoard:
         _package("tensorboard")
         self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(run.path / "tensorboard"))
 
-    def write(self, record: StepRecord) -> None:
+    def write(self, record: Record) -> None:
         for name, value in scalars(record).items():
             self._writer.add_scalar(name, value, record.step)
 
@@ -247,7 +311,7 @@ class WeightsAndBiases:
             config=config.model_dump(mode="json"),
         )
 
-    def write(self, record: StepRecord) -> None:
+    def write(self, record: Record) -> None:
         self._run.log(scalars(record), step=record.step)
 
     def close(self) -> None:
@@ -264,7 +328,7 @@ class MLflow:
         active = self._mlflow.start_run(run_id=known) if known else self._mlflow.start_run(run_name=run.path.name)
         run.update_summary({"mlflow_run": active.info.run_id})
 
-    def write(self, record: StepRecord) -> None:
+    def write(self, record: Record) -> None:
         self._mlflow.log_metrics(scalars(record), step=record.step)
 
     def close(self) -> None:
@@ -279,19 +343,22 @@ TRACKERS: dict[str, Callable[[RunFolder, Config], Tracker]] = {
 }
 
 
-def scalars(record: StepRecord) -> dict[str, float]:
+def scalars(record: Record) -> dict[str, float]:
     """A record as flat numbers: `router/entropy_bits/layer3`, and so on; what is None is left out."""
     flat: dict[str, float] = {}
     fields = dataclasses.asdict(record)
-    routers = router_names(fields)
+    routers = router_names(fields) if "routers" in fields else []
     for name, value in fields.items():
         if isinstance(value, dict):
             for measure, numbers in value.items():
+                if isinstance(numbers, int | float):
+                    flat[f"{fields['phase']}/{measure}"] = numbers
+                    continue
                 flat |= {f"{name}/{measure}/layer{router}": each for router, each in zip(routers, numbers, strict=True)}
         elif name == "load":
             for router, shares in zip(routers, value, strict=False):
                 flat |= {f"{name}/layer{router}/expert{expert}": share for expert, share in enumerate(shares)}
-        elif value is not None and name not in ("step", "routers"):
+        elif value is not None and name not in ("step", "routers", "phase"):
             flat[name] = value
     return flat
 
