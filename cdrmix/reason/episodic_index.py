@@ -8,45 +8,19 @@ inverted file is trained (17 s for 120,000), it is kept (index_cache.py).
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import faiss
 import numpy as np
 
 from cdrmix.errors import DiskFullError
-from cdrmix.reason.episode_log import NEVER, Commit, Episode, EpisodeLog, Floats, Ids
+from cdrmix.reason.episode_log import Commit, EpisodeLog, Floats
 from cdrmix.reason.index_cache import IndexCache, Origin
+from cdrmix.reason.kept_episodes import Hit, KeptEpisodes, Staged, unit
 
 MANY = 100_000  # episodes above which an inverted file serves: an exact search of 100,000 x 512 takes some 10 ms
 PROBES = 32  # lists that a search of it reads; there are 4 sqrt(n), as FAISS advises, 1,265 of 100,000
-
-
-class Hit(NamedTuple):
-    """An episode that a search found, and the inner product of its key with the query."""
-
-    id: int
-    score: float
-    tokens: Ids
-
-
-class Staged:
-    """What a controller step would change: nothing of it is seen by searches, or kept, before it is committed."""
-
-    def __init__(self) -> None:
-        self.read: dict[int, None] = {}
-        self.episodes: list[tuple[Floats, Ids, int]] = []
-
-    def use(self, hits: Sequence[Hit]) -> None:
-        """These were read: they are the last to be evicted."""
-        self.read.update(dict.fromkeys(hit.id for hit in hits))
-
-    def add(self, key: Floats, tokens: Ids, expires: int = NEVER) -> None:
-        """An episode to write. key: float32 [dim], not zero; tokens: uint32 [n]; expires: at which step, if ever."""
-        self.episodes.append((np.array(key, np.float32), np.array(tokens, np.uint32), expires))
 
 
 class EpisodicIndex:
@@ -64,7 +38,15 @@ class EpisodicIndex:
         self._open()
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._kept.episodes)
+
+    def __contains__(self, id: object) -> bool:
+        return id in self._kept.episodes
+
+    @property
+    def tokens(self) -> int:
+        """Of all episodes."""
+        return self._kept.tokens
 
     @property
     def position(self) -> tuple[int, int]:
@@ -78,7 +60,7 @@ class EpisodicIndex:
 
     def close(self) -> None:
         """Gives the folder free for another process."""
-        if self._sample is not None and self._cached != self._log.sequence:
+        if self._cached != self._log.sequence:
             self._save()
         self._log.close()
 
@@ -89,17 +71,10 @@ class EpisodicIndex:
         """
         assert queries.ndim == 2
         assert queries.shape[1] == self.dim
-        if not self._kept:
+        if not len(self):
             return [[] for _ in queries]
-        scores, ids = self._vectors.search(_unit(queries), min(count, len(self._kept)), params=self._parameters(step))
-        return [
-            [
-                Hit(id, score, self._kept[id].tokens)
-                for score, id in sorted(zip(of_query, found, strict=True), key=lambda pair: (-pair[0], pair[1]))
-                if id >= 0
-            ]
-            for of_query, found in zip(scores.tolist(), ids.tolist(), strict=True)
-        ]
+        scores, ids = self._vectors.search(unit(queries), min(count, len(self)), params=self._parameters(step))
+        return [self._kept.hits(*found) for found in zip(ids.tolist(), scores.tolist(), strict=True)]
 
     def commit(self, staged: Staged, step: int) -> list[int]:
         """Makes a step's changes durable, then visible; returns the new episodes' ids.
@@ -108,21 +83,19 @@ class EpisodicIndex:
         the older of two first. Raises ValueError, with nothing changed, for an episode that alone is longer or whose
         key is not finite or zero, and DiskFullError.
         """
-        added = [self._episode(number, *episode) for number, episode in enumerate(staged.episodes)]
-        read = tuple(id for id in staged.read if id in self._kept)
-        removed = self._evicted(read, added, step)
-        if not (read or removed or added):
+        commit = self._kept.commit_of(staged, step)
+        if commit is None:
             return []
-        commit = Commit(step, read, removed, tuple(added))
         self._log.append(commit)
-        had = np.array([id for id in removed if id in self._kept], np.int64)
+        added, kept = commit.added, self._kept.episodes
+        had = np.array([id for id in commit.removed if id in kept], np.int64)
         if self._apply(commit):
             self._vectors = self._searchable()
             self._save()
             return [episode.id for episode in added]
         if len(had):
             self._vectors.remove_ids(had)
-        staying = [episode for episode in added if episode.id in self._kept]
+        staying = [episode for episode in added if episode.id in kept]
         if staying:
             ids = np.array([episode.id for episode in staying], np.int64)
             self._vectors.add_with_ids(np.stack([episode.key for episode in staying]), ids)
@@ -139,10 +112,7 @@ class EpisodicIndex:
             self._open()
 
     def _open(self) -> None:
-        self.tokens = 0  # of all episodes
-        self._next = 0
-        self._kept: OrderedDict[int, Episode] = OrderedDict()  # what was used the longest time ago first
-        self._expiring: dict[int, int] = {}  # of those that ever expire, the step
+        self._kept = KeptEpisodes(self.dim, self.max_tokens)
         self._sample: Floats | None = None  # keys that an inverted file's lists are made for
         self._cached = 0  # commits when the cache was written
         self._log = EpisodeLog(self._folder, self.dim)
@@ -154,13 +124,12 @@ class EpisodicIndex:
                 if self._apply(commit):
                     trained = self._log.sequence
                 if origin is not None and self._log.sequence == origin.commits:
-                    fits, next = origin == self._origin(), self._next
+                    fits, next = origin == self._origin(), self._kept.next
             if fits and origin is not None and trained <= origin.commits and self._read(next):
                 self._cached = origin.commits
             else:
                 self._vectors = self._searchable()
-                if self._sample is not None:
-                    self._save()
+                self._save()
         except BaseException:
             self._log.close()
             raise
@@ -170,6 +139,9 @@ class EpisodicIndex:
         return Origin(f"faiss {faiss.__version__}, {self.dim} wide", self._log.sequence, self._log.digest)
 
     def _save(self) -> None:
+        """Writes the cache, where there are lists that took long to make."""
+        if self._sample is None:
+            return
         try:
             self._cache.save(faiss.serialize_index(self._vectors).tobytes(), self._origin())
             self._cached = self._log.sequence
@@ -187,64 +159,28 @@ class EpisodicIndex:
         vectors: Any = faiss.deserialize_index(np.frombuffer(content, np.uint8))
         lists = vectors.invlists
         had = np.concatenate([faiss.rev_swig_ptr(lists.get_ids(n), lists.list_size(n)) for n in range(vectors.nlist)])
-        gone = had[~np.isin(had, np.fromiter(self._kept, np.int64, len(self._kept)))]
+        gone = had[~np.isin(had, np.fromiter(self._kept.episodes, np.int64, len(self)))]
         if len(gone):
             vectors.remove_ids(gone)
-        later = sorted(id for id in self._kept if id >= next)
+        later = sorted(id for id in self._kept.episodes if id >= next)
         if later:
-            vectors.add_with_ids(self._keys(later), np.array(later, np.int64))
+            vectors.add_with_ids(self._kept.keys(later), np.array(later, np.int64))
         self._vectors = vectors
         return True
 
-    def _episode(self, number: int, key: Floats, tokens: Ids, expires: int) -> Episode:
-        """What was staged, checked, with its id."""
-        if len(tokens) > self.max_tokens:
-            raise ValueError(f"an episode of {len(tokens)} tokens: reasoning.memory.max_tokens is {self.max_tokens}")
-        if key.shape != (self.dim,) or not np.isfinite(key).all() or not key.any():
-            raise ValueError(f"an episode's key must be {self.dim} finite numbers, not all 0; found {key}")
-        return Episode(self._next + number, _unit(key[None])[0], tokens, expires)
-
-    def _evicted(self, read: tuple[int, ...], added: list[Episode], step: int) -> tuple[int, ...]:
-        """Ids of what has to go for `added` to come, among them too where they alone are too many."""
-        removed = [id for id, expires in self._expiring.items() if expires <= step]
-        tokens = self.tokens + sum(len(episode.tokens) for episode in added)
-        tokens -= sum(len(self._kept[id].tokens) for id in removed)
-        gone, now = set(removed), set(read)
-        for episode in chain(
-            (episode for id, episode in self._kept.items() if id not in now),
-            (self._kept[id] for id in sorted(now)),
-            added,
-        ):
-            if tokens <= self.max_tokens:
-                break
-            if episode.id not in gone:
-                removed.append(episode.id)
-                tokens -= len(episode.tokens)
-        return tuple(removed)
-
     def _apply(self, commit: Commit) -> bool:
         """Takes a commit into memory; whether the search structure has to be made anew for it."""
-        for id in sorted(commit.read):
-            self._kept.move_to_end(id)
-        for episode in commit.added:
-            self._kept[episode.id] = episode
-            self._next = episode.id + 1
-            self.tokens += len(episode.tokens)
-            if episode.expires != NEVER:
-                self._expiring[episode.id] = episode.expires
-        for id in commit.removed:
-            self.tokens -= len(self._kept.pop(id).tokens)
-            self._expiring.pop(id, None)
+        self._kept.apply(commit)
         # A function of the commits alone, so that an index that was closed in between has the same lists.
         trained = MANY // 2 if self._sample is None else len(self._sample)
-        if len(self._kept) <= 2 * trained:
+        if len(self._kept.episodes) <= 2 * trained:
             return False
-        self._sample = self._keys(sorted(self._kept))
+        self._sample = self._kept.keys(sorted(self._kept.episodes))
         return True
 
     def _searchable(self) -> Any:
         """FAISS's structure of all that is kept, the oldest first."""
-        ids = sorted(self._kept)
+        ids = sorted(self._kept.episodes)
         vectors: Any  # FAISS's stubs know neither its parameters' arguments nor what indices have in common
         if self._sample is None:
             vectors = faiss.IndexIDMap2(faiss.IndexFlatIP(self.dim))
@@ -252,24 +188,15 @@ class EpisodicIndex:
             lists = round(4 * len(self._sample) ** 0.5)
             vectors = faiss.IndexIVFFlat(faiss.IndexFlatIP(self.dim), self.dim, lists, faiss.METRIC_INNER_PRODUCT)
             vectors.train(self._sample)  # k-means from a fixed seed
-        vectors.add_with_ids(self._keys(ids), np.array(ids, np.int64))
+        vectors.add_with_ids(self._kept.keys(ids), np.array(ids, np.int64))
         return vectors
-
-    def _keys(self, ids: list[int]) -> Floats:
-        return np.stack([self._kept[id].key for id in ids]) if ids else np.empty((0, self.dim), np.float32)
 
     def _parameters(self, step: int) -> Any:
         """How to search: without what has expired but is still there, since no commit came after."""
-        expired = [id for id, expires in self._expiring.items() if expires <= step]
+        expired = self._kept.expired(step)
         hidden = faiss.IDSelectorNot(faiss.IDSelectorBatch(np.array(expired, np.int64))) if expired else None
         exact: Any = faiss.SearchParameters
         inverted: Any = faiss.SearchParametersIVF
         if self._sample is not None:
             return inverted(nprobe=PROBES, sel=hidden)
         return exact(sel=hidden) if hidden is not None else None
-
-
-def _unit(keys: Floats) -> Floats:
-    """Every row scaled to length 1."""
-    keys = np.ascontiguousarray(keys, np.float32)
-    return keys / np.linalg.norm(keys.astype(np.float64), axis=1, keepdims=True).astype(np.float32)

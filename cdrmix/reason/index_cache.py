@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cdrmix.durable import disk_guard, write_atomically
 
@@ -69,7 +69,7 @@ class IndexCache:
         self._manifest.unlink(missing_ok=True)
         self.path.unlink(missing_ok=True)
 
-    def _read(self) -> dict[str, str] | dict[str, int] | None:
+    def _read(self) -> dict[str, Any] | None:
         try:
             manifest = json.loads(self._manifest.read_bytes())
         except (FileNotFoundError, ValueError):  # ValueError: neither JSON nor UTF-8

@@ -1,4 +1,4 @@
-"""Kills processes that work on an episodic memory, at every call by which they touch the disk, and looks at what is left.
+"""Kills processes that work on an episodic memory, at every call that touches the disk, and looks at what is left.
 
 python killed_index_driver.py FOLDER SCENARIO: forks a child for every such call, which dies by SIGKILL right before
 it, in the middle of it (a write) or right after it; prints a line for every kill, and fails by an assertion. Forking
@@ -21,7 +21,8 @@ import faiss
 import numpy as np
 
 from cdrmix.reason import episodic_index
-from cdrmix.reason.episodic_index import EpisodicIndex, Staged
+from cdrmix.reason.episodic_index import EpisodicIndex
+from cdrmix.reason.kept_episodes import Staged
 
 DIM, COMMITS = 8, 13
 MAX_TOKENS = 60
@@ -69,9 +70,9 @@ def work(folder: Path, acknowledge: Callable[[int], None]) -> None:
 
 def seen(index: EpisodicIndex) -> tuple[Any, ...]:
     """All that a memory is: its episodes in their order of use, and the bytes of the search structure."""
-    kept = [(e.id, e.key.tobytes(), e.tokens.tobytes(), e.expires) for e in index._kept.values()]
+    kept = [(e.id, e.key.tobytes(), e.tokens.tobytes(), e.expires) for e in index._kept.episodes.values()]
     exact = index._sample is None  # of an inverted file the order within lists is left open
-    return kept, index._next, index.tokens, faiss.serialize_index(index._vectors).tobytes() if exact else None
+    return kept, index._kept.next, index.tokens, faiss.serialize_index(index._vectors).tobytes() if exact else None
 
 
 def references(folder: Path) -> tuple[list[tuple[Any, ...]], bytes]:
@@ -131,7 +132,7 @@ def check(folder: Path, acknowledged: list[int], began: int, held: list[tuple[An
     last, found = acknowledged[-1] if acknowledged else began, index.position[0]
     assert last <= found <= last + 1, f"{found} commits after {last} were acknowledged"
     assert seen(index) == held[found]
-    assert all((e.tokens < REJECTED).all() for e in index._kept.values())
+    assert all((e.tokens < REJECTED).all() for e in index._kept.episodes.values())
     index.close()
     work(folder, lambda position: None)
     assert (folder / "episodes.log").read_bytes() == log

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from cdrmix.errors import MemoryLogError
 from cdrmix.reason import episodic_index
 from cdrmix.reason.episode_log import NEVER, EpisodeLog
-from cdrmix.reason.episodic_index import EpisodicIndex, Hit, Staged
+from cdrmix.reason.episodic_index import EpisodicIndex
+from cdrmix.reason.kept_episodes import Hit, Staged
 
 DIM = 8
 
@@ -86,10 +87,10 @@ def test_what_is_staged_is_seen_by_nobody_and_leaves_nothing(folder: Path) -> No
 def test_the_log_gives_the_same_index_again(folder: Path) -> None:
     index = filled(folder, 5, max_tokens=30)
     index.commit(staged(60, expires=9), step=5)
-    first = contents(index), index.position, index.tokens, list(index._kept)
+    first = contents(index), index.position, index.tokens, list(index._kept.episodes)
     index.close()
     again = EpisodicIndex(folder, DIM, 30)
-    assert (contents(again), again.position, again.tokens, list(again._kept)) == first
+    assert (contents(again), again.position, again.tokens, list(again._kept.episodes)) == first
     assert again.commit(staged(61), step=6) == [11]  # ids go on, although some are gone
 
 
@@ -100,9 +101,9 @@ def test_eviction_takes_what_was_used_the_longest_time_ago(folder: Path) -> None
     changes = staged(10)
     changes.use(index.search(key(0)[None], 1, step=4)[0])
     assert index.commit(changes, step=4) == [4]
-    assert sorted(index._kept) == [0, 2, 3, 4]
+    assert sorted(index._kept.episodes) == [0, 2, 3, 4]
     assert index.commit(staged(11, 12, 13, 14, 15), step=5) == [5, 6, 7, 8, 9]
-    assert sorted(index._kept) == [6, 7, 8, 9]  # even of its own, the first
+    assert sorted(index._kept.episodes) == [6, 7, 8, 9]  # even of its own, the first
     assert index.tokens == 16
 
 
@@ -113,7 +114,7 @@ def test_the_expired_are_not_found_and_then_gone(folder: Path) -> None:
     assert {hit.id for hit in index.search(key(1)[None], 9, step=4)[0]} == {0, 1}
     assert {hit.id for hit in index.search(key(1)[None], 9, step=5)[0]} == {1}
     index.commit(staged(3), step=5)
-    assert sorted(index._kept) == [1, 2]
+    assert sorted(index._kept.episodes) == [1, 2]
 
 
 @pytest.mark.parametrize("bad", [np.zeros(DIM), np.full(DIM, np.nan), np.ones(DIM + 1)])
@@ -234,7 +235,8 @@ CHILD = """
 import sys
 from pathlib import Path
 import numpy as np
-from cdrmix.reason.episodic_index import EpisodicIndex, Staged
+from cdrmix.reason.episodic_index import EpisodicIndex
+from cdrmix.reason.kept_episodes import Staged
 index = EpisodicIndex(Path(sys.argv[1]), 8, 10**6)
 print("open", len(index), flush=True)
 for number in range(10**6):

@@ -15,7 +15,8 @@ import pytest
 
 from cdrmix.errors import MemoryLogError
 from cdrmix.reason import episodic_index
-from cdrmix.reason.episodic_index import EpisodicIndex, Staged
+from cdrmix.reason.episodic_index import EpisodicIndex
+from cdrmix.reason.kept_episodes import Staged
 
 DRIVER = Path(__file__).with_name("killed_index_driver.py")
 DIM = 8
