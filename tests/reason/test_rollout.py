@@ -1,0 +1,151 @@
+"""Rollouts: equal to one pass over what they wrote, drawn as the probabilities say, each row for itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from cdrmix.config.schema import Attention, FeedForward, Mamba, MixerLayers, Model, Rwkv
+from cdrmix.errors import NonFiniteLogitsError
+from cdrmix.model.backbone import LanguageModel
+from cdrmix.reason.rollout import generate, micro_batches, proceed, read, repeat, rows_of, taken_logits
+
+VOCABULARY = 24
+
+
+def model_of(*, mamba: bool = False) -> LanguageModel:
+    """RWKV-7 (or Mamba-2), then attention; drawn wider than at a start, so that what it says is not flat."""
+    torch.manual_seed(5)
+    config = Model(
+        vocab_size=VOCABULARY,
+        d_model=32,
+        layers=2,
+        attention_fraction=0.5,
+        mixer_layers=MixerLayers(mamba2=[0] if mamba else []),
+        attention=Attention(heads=2, kv_heads=1),
+        rwkv=Rwkv(head_size=16, decay_rank=4, iclr_rank=4, value_rank=4, gate_rank=4),
+        mamba=Mamba(d_state=16, head_dim=16),
+        feed_forward=FeedForward(kind="channel_mix", hidden=48),
+    )
+    model = LanguageModel(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter += 0.2 * torch.randn_like(parameter)
+    return model
+
+
+def prompts(rows: int, length: int = 7) -> Tensor:
+    return torch.randint(VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(2))
+
+
+def seeded(seed: int = 3) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("mamba", [False, True], ids=["rwkv7", "mamba2"])
+def test_log_probabilities_are_those_of_one_pass(mamba: bool) -> None:
+    """Token by token and in one pass sums are taken in another order: float32, some hundred terms of size 1 a layer."""
+    model, temperature = model_of(mamba=mamba), 0.7
+    made = generate(model, prompts(3), 6, temperature=temperature, generator=seeded(), group=4)
+    whole = prompts(3).repeat_interleave(4, 0)
+    with torch.no_grad():
+        logits = taken_logits(model, whole, made.tokens_BN) / temperature
+    expected = logits.log_softmax(-1).gather(-1, made.tokens_BN.unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(made.log_probs_BN, expected, rtol=1e-4, atol=1e-4)
+    assert made.log_probs_BN.exp().std() > 0.01, "a flat model would pass whatever was read"
+
+
+def test_greedy_takes_the_likeliest() -> None:
+    model = model_of()
+    made = generate(model, prompts(5), 6, temperature=0.0, generator=seeded())
+    with torch.no_grad():
+        logits = taken_logits(model, prompts(5), made.tokens_BN)
+    assert torch.equal(made.tokens_BN, logits.argmax(-1))
+
+
+def test_the_end_closes_a_row() -> None:
+    """A row's tokens up to its end are those that it had without an end; behind it nothing counts."""
+    model, end = model_of(), 5
+    free = generate(model, prompts(40), 8, temperature=1.0, generator=seeded())
+    ended = generate(model, prompts(40), 8, temperature=1.0, generator=seeded(), end=end)
+    before = (free.tokens_BN == end).long().cumsum(1) - (free.tokens_BN == end).long()
+    assert torch.equal(ended.mask_BN, before == 0)
+    assert 0 < int((~ended.mask_BN).sum()) < ended.mask_BN.numel()
+    assert torch.equal(ended.tokens_BN, torch.where(before == 0, free.tokens_BN, end))
+    assert torch.equal(ended.log_probs_BN[~ended.mask_BN], torch.zeros(int((~ended.mask_BN).sum())))
+
+
+def test_draws_are_as_often_as_the_model_says() -> None:
+    model, rows = model_of(), 20_000
+    prefix = repeat(read(model, prompts(1)), rows)
+    taken = proceed(model, prefix, 1, temperature=1.3, generator=seeded()).tokens_BN.flatten()
+    expected = (prefix.logits_BV[0] / 1.3).softmax(-1)
+    found = torch.bincount(taken, minlength=VOCABULARY) / rows
+    deviation = (expected * (1 - expected) / rows).sqrt()
+    assert ((found - expected).abs() < 4.5 * deviation + 1e-6).all()  # of 24 counts, one in 10^4 seeds
+
+
+def test_what_has_no_probability_is_never_drawn() -> None:
+    """Tokens of probability 0 at both ends of the vocabulary, and points as near to 0 and 1 as there are."""
+    prefix = repeat(read(model_of(), prompts(1)), 2000)
+    logits = torch.full_like(prefix.logits_BV, float("-inf"))
+    logits[:, 7], logits[:, 11] = 0.0, -30.0
+    taken = proceed(model_of(), prefix._replace(logits_BV=logits), 1, temperature=1.0, generator=seeded())
+    assert set(taken.tokens_BN.flatten().tolist()) <= {7, 11}
+
+
+def test_a_row_draws_for_itself() -> None:
+    """The same numbers come to the same rows whatever stands in the others, and however early they end."""
+    model = model_of()
+    first = generate(model, prompts(6), 6, temperature=1.0, generator=seeded(), end=5)
+    other = prompts(6)
+    other[3:] = other[3:].flip(1)
+    second = generate(model, other, 6, temperature=1.0, generator=seeded(), end=5)
+    assert torch.equal(first.tokens_BN[:3], second.tokens_BN[:3])
+    again = generate(model, prompts(6), 6, temperature=1.0, generator=seeded(), end=5)
+    assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+    different = generate(model, prompts(6), 6, temperature=1.0, generator=seeded(4), end=5)
+    assert not torch.equal(first.tokens_BN, different.tokens_BN)
+
+
+def test_a_prefix_serves_many_and_stays_as_it_is() -> None:
+    model = model_of()
+    begun = read(model, prompts(2))
+    copy = rows_of(begun.state, torch.arange(2))
+    group = proceed(model, repeat(begun, 3), 5, temperature=0.0, generator=seeded())
+    assert torch.equal(group.tokens_BN[0::3], group.tokens_BN[2::3])
+    more = read(model, prompts(2, 4), begun.state)
+    whole = read(model, torch.cat([prompts(2), prompts(2, 4)], 1))
+    torch.testing.assert_close(more.logits_BV, whole.logits_BV, rtol=1e-4, atol=1e-4)
+    for now, before in zip(begun.state, copy, strict=True):
+        for x, y in zip(now.mixer, before.mixer, strict=True):
+            assert torch.equal(x, y)
+
+
+def test_the_model_is_left_in_its_mode_and_without_gradients() -> None:
+    model = model_of().train()
+    made = generate(model, prompts(2), 3, temperature=1.0, generator=seeded())
+    assert model.training
+    assert not made.log_probs_BN.requires_grad
+
+
+def test_logits_that_are_no_numbers_are_an_error() -> None:
+    model = model_of()
+    with torch.no_grad():
+        model.embedding.weight[3] = float("nan")
+    with pytest.raises(NonFiniteLogitsError, match="not finite"):
+        generate(model, torch.full((1, 3), 3), 2, temperature=1.0, generator=seeded())
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 8, 9])
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_micro_batches_share_out_every_row_once(count: int, processes: int) -> None:
+    rows, mask = torch.arange(count), torch.ones(count, 2, dtype=torch.bool)
+    cuts = [micro_batches([rows, mask], 2, rank, processes) for rank in range(processes)]
+    assert len({len(cut) for cut in cuts}) == 1, "a process that is done earlier leaves the others waiting"
+    counted = [n for cut in cuts for part in cut for n, on in zip(part[0].tolist(), part[1].any(1), strict=True) if on]
+    assert sorted(counted) == list(range(count))
+    assert all(1 <= len(part[0]) <= 2 for cut in cuts for part in cut)
+    assert len(micro_batches([rows, mask], 2, least=6)) == 6
