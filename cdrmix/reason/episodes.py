@@ -73,6 +73,7 @@ class EpisodeSource(Protocol):
     chunk: int  # widths in tokens
     question: int
     answer: int
+    least_chunks: int  # that hold what an episode tells
 
     def batch(self, numbers: Sequence[int], chunks: int) -> Episodes:
         """Episodes of `chunks` chunks; numbers from FIRST_HELD_OUT on are not trained on."""
@@ -99,6 +100,7 @@ class TokenSource:
         self.marks = Marks(tokens.QUESTION, tokens.MEMORY, tokens.CHUNK, tokens.UPDATE, tokens.ANSWER, tokens.END)
         one = self.batch([0], 2 * max(1, self.difficulty.keys // max(1, chunk // 2)))
         self.question, self.answer = one.question_BQ.shape[1], one.answer_BA.shape[1]
+        self.least_chunks = -(-one.facts_BFW.shape[1] // (chunk // 2))
 
     def batch(self, numbers: Sequence[int], chunks: int) -> Episodes:
         """Episodes `numbers` of `chunks` chunks; ConfigError where that is too few for the difficulty."""
@@ -135,7 +137,7 @@ class TextSource:
         self.task, self.seed, self.chunk = task, seed, chunk
         self.tokenizer, self.filler = tokenizer, filler
         self.difficulty = known.standard.changed(difficulty)
-        self.vocab_size = tokenizer.vocab_size
+        self.vocab_size, self.least_chunks = tokenizer.vocab_size, 1
         byte_ids = _ids_of_bytes(tokenizer, range(0xF8, 0x100))
         self.pad, self.marks = byte_ids[0xFF], Marks(*(byte_ids[byte] for byte in range(0xF8, 0xFE)))
         self._encoded = lru_cache(maxsize=1 << 17)(tokenizer.encode)
