@@ -60,7 +60,7 @@ class _Model:
 def _read(path: Path) -> _Model:
     if (path / SUMS).is_file():
         loaded = load_exported(path)
-        return _Model(loaded.model.state_dict(), {}, loaded.step, exported=True)
+        return _Model(loaded.weights, {}, loaded.step, exported=True)
     checkpoint, weights = final_weights(path)
     average = read_weights(checkpoint, average=True) if (checkpoint / AVERAGE).is_file() else {}
     return _Model(weights, average, step_of(checkpoint), exported=False)

@@ -1,4 +1,4 @@
-"""A run from raw text to an exported model: prepare, stage A, evaluate, export, sample, report.
+"""A run from raw text to an exported model: prepare, stage A, stage B, evaluate, export, sample, report.
 
 Every step leaves its result in the run folder or the data cache and is passed over when that is there, so a
 run that was stopped anywhere goes on with what is missing.
@@ -28,6 +28,7 @@ from cdrmix.hf.card import STAGE_A_ONLY
 from cdrmix.hf.export import SUMS, Loaded, export_model, exported_step, load_model, run_of, step_of, verify
 from cdrmix.hf.rwkv_names import export_official_rwkv7
 from cdrmix.plan import count_parameters
+from cdrmix.reason.stage_b import spans, train_stage_b
 from cdrmix.report import write_report
 from cdrmix.train.checkpoint import list_checkpoints, newest_whole_checkpoint
 from cdrmix.train.launch import check_processes
@@ -54,11 +55,14 @@ def run_all(config: Config, resume: str | None = None) -> Path:
     run = _run_folder(config, resume, world)
     with contextlib.ExitStack() as stack:
         _first_process(world, lambda: stack.enter_context(run.held()))
-        if config.kind == "reasoning":
+        if config.kind == "reasoning" and not spans(config):
             run.say(STAGE_A_ONLY)
             run.update_summary({"not_trained": STAGE_A_ONLY})
         shards = _prepare(config, run, world)
-        _train(config, run, shards, world, resume)
+        if config.reasoning is None or config.reasoning.backbone is None:
+            _train(config, run, shards, world, resume)
+        if config.kind == "reasoning" and spans(config):
+            _train_stage_b(config, run, shards, world)
         if world.writes:
             _after_training(run, shards, world.device)
             print(run.path, flush=True)
@@ -135,12 +139,31 @@ def _train(config: Config, run: RunFolder, shards: ShardSet, world: World, resum
     )
 
 
+def _train_stage_b(config: Config, run: RunFolder, shards: ShardSet, world: World) -> None:
+    last = spans(config)[-1]
+    if world.gather(world.writes and _reached(run, "stage_b", last.last))[0]:
+        run.say(f"Stage B is finished: {last.last} steps")
+        return
+    if world.writes and "held_out_before" not in run.summary() and run.checkpoints.joinpath("latest").is_file():
+        loaded = load_model(run.path, world.device)
+        if loaded.step == config.train.steps:  # what stage B must not lose
+            run.update_summary({"held_out_before": dataclasses.asdict(_held_out(loaded, shards, config))})
+    phases = ", ".join(f"{span.name} {span.section.steps}" for span in spans(config))
+    run.say(f"Stage B, steps by phase: {phases}")
+    result = train_stage_b(config, run, shards)
+    run.update_summary({"stage_b": {"step": result.step, "seconds": result.seconds}})
+
+
 def _finished(config: Config, run: RunFolder) -> bool:
     """Whether the last step's checkpoint is there and whole; nothing is hashed for an earlier one."""
     # After a signal in the last step its checkpoint is there, but neither its validation nor the summary.
-    if "stage_a" not in run.summary():
+    return _reached(run, "stage_a", config.train.steps)
+
+
+def _reached(run: RunFolder, stage: str, step: int) -> bool:
+    if stage not in run.summary():
         return False
-    last = [path for path in list_checkpoints(run.checkpoints) if step_of(path) >= config.train.steps]
+    last = [path for path in list_checkpoints(run.checkpoints) if step_of(path) >= step]
     return bool(last) and newest_whole_checkpoint(run.checkpoints) in last
 
 

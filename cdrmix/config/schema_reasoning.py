@@ -78,9 +78,7 @@ class Phase(Section):
     """One phase of stage B. Steps 0: passed over."""
 
     steps: NonNegativeInt = 0
-    episodes: PositiveInt = (
-        32  # of one step, over all processes; with groups: questions, each rolled out group_size times
-    )
+    episodes: PositiveInt = 32  # of one step, over all processes; with groups each is rolled out group_size times
     micro_batch: PositiveInt = 32  # sequences of one forward pass
     learning_rate: PositiveFloat = 1e-3
     warmup_steps: NonNegativeInt = 10

@@ -8,8 +8,7 @@ from typing import Any
 from cdrmix.config.schema import Config
 
 STAGE_A_ONLY = (
-    "Stage A, the backbone, alone is trained: stage B, which the `reasoning` section describes (plastic adapters, "
-    "controller, memory, agent), is not part of this version of cdrmix."
+    "Stage A, the backbone, alone is trained: no phase of stage B (`reasoning.phases`) has any steps."
 )
 
 NAMES = {"rwkv7": "RWKV-7", "attention": "attention", "mamba2": "Mamba-2", "routing_mamba": "Routing-Mamba"}
@@ -68,7 +67,12 @@ reproduces the training by itself.
 
 
 def _stages(config: Config) -> str:
-    return f"\n\n**{STAGE_A_ONLY}**" if config.kind == "reasoning" else ""
+    if config.reasoning is None:
+        return ""
+    phases = [f"{name} ({section.steps:,} steps)" for name, section in config.reasoning.phases if section.steps]
+    if not phases:
+        return f"\n\n**{STAGE_A_ONLY}**"
+    return f" Of these, stage B: {', '.join(phases)}; `cdrmix reason demo` shows what it learnt."
 
 
 def _figures(held_out: Mapping[str, Any] | None) -> str:

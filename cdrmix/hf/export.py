@@ -27,21 +27,28 @@ from cdrmix.durable import disk_guard, sha256_file, sync_file, sync_folder
 from cdrmix.errors import CheckpointError, ConfigError, ExportMismatchError, VocabularyError
 from cdrmix.hf.card import model_card
 from cdrmix.model.backbone import LanguageModel
-from cdrmix.train.checkpoint import list_checkpoints, read_weights
+from cdrmix.train.checkpoint import list_checkpoints, misfit, read_weights
 from cdrmix.train.run import RunFolder, environment
 
 SHARD_BYTES = 5_000_000_000
 SUMS = "SHA256SUMS"
 PROMPT = "def "
+HEADS = ("controller", "operations", "summary")  # what stage B has beside a language model, by its first word
 
 
 class Loaded(NamedTuple):
-    """A model ready to run (evaluation mode, float32), with what belongs to it."""
+    """A model ready to run (evaluation mode, float32), with what belongs to it. heads: stage B's, by name."""
 
     model: LanguageModel
     tokenizer: TextTokenizer
     config: Config
     step: int
+    heads: Mapping[str, Tensor] = {}
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """Everything that is kept of it, by name."""
+        return {**self.model.state_dict(), **self.heads}
 
 
 def load_model(path: str | Path, device: torch.device | None = None) -> Loaded:
@@ -61,8 +68,8 @@ def load_model(path: str | Path, device: torch.device | None = None) -> Loaded:
         checkpoint, weights = final_weights(path, average=config.train.ema_decay is not None)
         if not run.tokenizer.is_file():
             raise CheckpointError(f"{run.path}: tokenizer.json is missing, so its model cannot read or write text")
-        model = build(config, weights, origin=checkpoint)
-        loaded = Loaded(model, _tokenizer(run.tokenizer, config), config, step_of(checkpoint))
+        model, heads = build(config, weights, origin=checkpoint)
+        loaded = Loaded(model, _tokenizer(run.tokenizer, config), config, step_of(checkpoint), heads)
     return loaded if device is None else loaded._replace(model=loaded.model.to(device))
 
 
@@ -115,20 +122,36 @@ def step_of(checkpoint: Path) -> int:
     return int(number)
 
 
-def build(config: Config, weights: Mapping[str, Tensor], *, origin: Path) -> LanguageModel:
-    """A LanguageModel with the given weights, in evaluation mode.
+def backbone_weights(path: Path, config: Config, tokenizer: Path) -> dict[str, Tensor]:
+    """The weights of a trained model that stage B is to begin with (reasoning.backbone): a run, checkpoint or export.
 
+    tokenizer: the run's, which must be the backbone's. Raises CheckpointError and VocabularyError.
+    """
+    loaded = load_model(path)
+    ours = TextTokenizer.load(tokenizer, config.data.tokenizer.end_of_text)
+    if ours.fingerprint != loaded.tokenizer.fingerprint:
+        raise VocabularyError(
+            f"reasoning.backbone: {path} was trained with another tokenizer ({loaded.tokenizer.fingerprint[:12]}) than "
+            f"this run's text is cut by ({ours.fingerprint[:12]}): set data.tokenizer.path to the tokenizer.json there"
+        )
+    return loaded.weights
+
+
+def build(config: Config, weights: Mapping[str, Tensor], *, origin: Path) -> tuple[LanguageModel, dict[str, Tensor]]:
+    """A LanguageModel with the given weights, in evaluation mode; and the weights of stage B's heads among them.
+
+    It has plastic adapters if the weights have: a reasoning run's model of stage A has none yet.
     Raises CheckpointError, naming `origin`, when names or shapes do not fit the configuration.
     """
-    model = LanguageModel(config.model)
-    own = model.state_dict()
-    unfit = sorted(own.keys() ^ weights.keys()) or [
-        f"{name} {list(weights[name].shape)}" for name in own if own[name].shape != weights[name].shape
-    ]
-    if unfit:
-        raise CheckpointError(f"{origin}: the weights do not fit the configuration: {', '.join(unfit[:4])}")
-    model.load_state_dict(dict(weights))
-    return model.eval().requires_grad_(False)
+    heads = {name: tensor for name, tensor in weights.items() if name.split(".")[0] in HEADS}
+    weights = {name: tensor for name, tensor in weights.items() if name not in heads}
+    plastic = any(".plastic." in name for name in weights)
+    model = LanguageModel(config.model, reasoning=config.reasoning if plastic else None)
+    problem = misfit(weights, {name: tensor.shape for name, tensor in model.state_dict().items()})
+    if problem is not None:
+        raise CheckpointError(f"{origin}: the weights do not fit the configuration: it {problem}")
+    model.load_state_dict(weights)
+    return model.eval().requires_grad_(False), heads
 
 
 def export_model(
@@ -180,7 +203,7 @@ def exported_step(path: Path) -> int | None:
 
 
 def _write(loaded: Loaded, folder: Path, summary: Mapping[str, Any], shard_bytes: int) -> None:
-    weights = {name: tensor.contiguous() for name, tensor in loaded.model.state_dict().items()}
+    weights = {name: tensor.contiguous() for name, tensor in loaded.weights.items()}
     groups = _shards(weights, shard_bytes)
     names = ["model.safetensors"]
     if len(groups) > 1:
@@ -270,8 +293,8 @@ def load_exported(path: str | Path) -> Loaded:
         except SafetensorError as error:
             raise CheckpointError(f"{path / name}: not a safetensors file: {error}") from error
     step = json.loads((path / "config.json").read_text(encoding="utf-8"))["step"]
-    model = build(config, weights, origin=path)
-    return Loaded(model, _tokenizer(path / "tokenizer.json", config), config, step)
+    model, heads = build(config, weights, origin=path)
+    return Loaded(model, _tokenizer(path / "tokenizer.json", config), config, step, heads)
 
 
 def verify(path: Path) -> dict[str, str]:

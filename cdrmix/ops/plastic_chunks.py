@@ -96,6 +96,8 @@ def plastic_chunks(
             if (n + 1) * chunk <= position + tokens:
                 a = plastic_commit(pending, limit)
                 pending = decay * a
+            elif ends is not None:  # what is left of this chunk is of the new document, which reads nothing
+                a = torch.where(ends[:, n], 0.0, a)
         before = torch.stack(reads_A, 1)
         reads = alpha * (q @ before.mT)
         if over is not None:

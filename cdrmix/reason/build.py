@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_reasoning import EpisodesOfTask
+from cdrmix.data.curriculum import make_mixture
+from cdrmix.data.loader import TrainLoader
 from cdrmix.data.shards import ShardSet
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.model.backbone import LanguageModel
@@ -50,3 +50,44 @@ def make_source(section: EpisodesOfTask, config: Config, tokenizer: TextTokenize
         return TokenSource(section.task, section.seed, config.reasoning.chunk, section.difficulty)
     assert tokenizer is not None
     return TextSource(section.task, section.seed, config.reasoning.chunk, section.difficulty, tokenizer)
+
+
+def make_phase(
+    name: str, config: Config, tokenizer: TextTokenizer | None, shards: ShardSet | None, world: World
+) -> Phase:
+    """A phase by its name in `reasoning.phases`."""
+    reasoning = config.reasoning
+    assert reasoning is not None
+
+    def source(section: EpisodesOfTask) -> EpisodeSource:
+        return make_source(section, config, tokenizer)
+
+    if name == "plasticity":
+        return PlasticityPhase(config, source(reasoning.plasticity))
+    if name == "acceptance":
+        return AcceptancePhase(config, source(reasoning.acceptance or reasoning.plasticity))
+    if name == "imitation":
+        return ImitationPhase(config, source(reasoning.agent))
+    if name == "policy":
+        return PolicyPhase(config, source(reasoning.agent))
+    if name == "operations":
+        return OperationsPhase(config, source(reasoning.operations))
+    assert name == "joint", name
+    assert shards is not None
+    train = config.train
+    loader = TrainLoader(
+        shards.train,
+        row_length=config.data.row_length,
+        batch_rows=train.batch_rows,
+        micro_batch_rows=train.micro_batch_rows,
+        seed=config.run.seed,
+        rank=world.rank,
+        world=world.size,
+        mixture=make_mixture(config, shards.train),
+    )
+    inner = [
+        make_phase(other, config, tokenizer, shards, world)
+        for other, section in reasoning.phases
+        if other in ("plasticity", "policy") and section.steps
+    ]
+    return JointPhase(config, inner, loader, train.batch_rows // train.micro_batch_rows)

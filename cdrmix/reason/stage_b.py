@@ -18,7 +18,9 @@ from torch import Tensor
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_reasoning import Phase as PhaseSection
 from cdrmix.data.shards import ShardSet
+from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import CheckpointError, Preempted
+from cdrmix.hf.export import HEADS, backbone_weights
 from cdrmix.reason.build import build_model, make_phase
 from cdrmix.reason.phase import Loss, Phase, PhaseLoss
 from cdrmix.reason.stage_b_model import StageBModel
@@ -97,9 +99,7 @@ def _start(config: Config, run: RunFolder, world: World) -> tuple[Progress, dict
         raise CheckpointError(f"{run.checkpoints} holds no whole checkpoint of stage A to begin stage B with")
     weights = {}
     if world.writes:
-        from cdrmix.hf.export import backbone_weights
-
-        weights = backbone_weights(Path(config.reasoning.backbone), config)
+        weights = backbone_weights(Path(config.reasoning.backbone), config, run.tokenizer)
     return Progress(), weights, None
 
 
@@ -119,7 +119,8 @@ def _train_phase(
     of_phase = phase_config(config, span)
     seed_everything(config.run.seed)  # the same in every process: all build the same weights
     model = build_model(config)
-    phase = make_phase(span.name, config, run.tokenizer, shards, world)
+    tokenizer = TextTokenizer.load(shards.tokenizer_path, config.data.tokenizer.end_of_text)
+    phase = make_phase(span.name, config, tokenizer, shards, world)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(phase.trains(name))
     fresh = {name.removeprefix("language_model."): tensor.clone() for name, tensor in model.state_dict().items()}
@@ -241,4 +242,4 @@ def _begin(
 
 def is_new(name: str) -> bool:
     """Whether a parameter is one that stage B adds to a language model: of an adapter or a head."""
-    return ".plastic." in name or name.split(".")[0] in ("controller", "operations", "summary")
+    return ".plastic." in name or name.split(".")[0] in HEADS

@@ -84,6 +84,14 @@ def plastic(x: Arguments) -> tuple[Tensor, ...]:
     return y, a_next, *ops.plastic_lora(*wide, alpha=0.5, decay=0.9)
 
 
+def chunks(x: Arguments) -> tuple[Tensor, ...]:
+    starts = torch.arange(40, device=x["x"].device).expand(3, 40) == 25
+    k, beta = functional.normalize(x["k"], dim=-1), x["beta"].sigmoid()
+    inputs = [x["x"], x["w"], x["b_up"], x["q"], k, x["v"], beta, x["a"], 0.9 * x["a"]]
+    made = ops.plastic_chunks(*inputs, chunk=16, position=5, alpha=0.5, decay=0.9, limit=2.0, starts=starts)
+    return made.y, made.reads_A, made.a, made.pending
+
+
 def commit(x: Arguments) -> tuple[Tensor, ...]:
     return (ops.plastic_commit(x["a"]),)
 
@@ -140,6 +148,19 @@ CASES: dict[str, tuple[Callable[[Arguments], tuple[Tensor, ...]], dict[str, tupl
         {"x": (2, 40, 32), "w": (24, 32), "b_up": (24, 12), "q": (2, 40, 12), "k": (2, 40, 12), "v": (2, 40, 12)}
         | {"beta": (3, 2, 40), "a_state": (12, 12)}
         | {"wide_q": (2, 40, 144), "wide_k": (2, 40, 144), "wide_a": (12, 144)},
+    ),
+    "plastic_chunks": (
+        chunks,
+        {
+            "x": (3, 40, 24),
+            "w": (16, 24),
+            "b_up": (16, 4),
+            "q": (3, 40, 4),
+            "k": (3, 40, 4),
+            "v": (3, 40, 4),
+            "beta": (3, 40),
+            "a": (3, 4, 4),
+        },
     ),
     "plastic_commit": (commit, {"a": (3, 12, 4)}),
     "token_shift": (shift, {"x": (2, 15, 8)}),

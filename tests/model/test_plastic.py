@@ -1,0 +1,227 @@
+"""Plastic adapters in the model: nothing at first, causal, the same in any pieces, packed or not; their branches."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from cdrmix.config.schema import Attention, FeedForward, Model, Rwkv
+from cdrmix.config.schema_reasoning import Controller, Memory, PlasticLora, Reasoning, Rl
+from cdrmix.model.backbone import LanguageModel
+from cdrmix.model.places import Places
+from cdrmix.model.plastic import PlasticState
+from cdrmix.model.state import (
+    branch,
+    choose,
+    fast_weights,
+    plastic_only,
+    roll_back,
+    select,
+    with_fast_weights,
+)
+
+CHUNK = 6
+# Two float64 evaluations of one function in different orders, through at most 4 blocks and 8 chunks.
+BOUND = 1e-10
+
+
+def make(seed: int = 0, *, moved: bool = True, rope: bool = True, removal: int = 1, **lora: object) -> LanguageModel:
+    """A float64 model with adapters on every projection, every parameter moved off its initial zeros."""
+    config = Model(
+        vocab_size=23,
+        d_model=16,
+        layers=4,
+        attention=Attention(heads=2, kv_heads=1, rope=rope),
+        rwkv=Rwkv.model_validate(
+            {"head_size": 16, "decay_rank": 3, "iclr_rank": 3, "value_rank": 2, "gate_rank": 4, "removal": removal}
+        ),
+        feed_forward=FeedForward(hidden=8, experts=4),
+    )
+    plastic = {"rank": 3, "alpha": 0.5, "decay": 0.9, "rwkv7": ["receptance", "key", "value", "output"]} | lora
+    reasoning = Reasoning(
+        chunk=CHUNK,
+        plastic_lora=PlasticLora.model_validate(plastic),
+        controller=Controller(step_budget=8, max_branches=3),
+        memory=Memory(dim=8, top_k=2, max_tokens=100),
+        rl=Rl(horizon=32, latency_weight=0.01, stability_weight=0.1),
+    )
+    torch.manual_seed(seed)
+    model = LanguageModel(config, reasoning=reasoning).double()
+    if moved:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.1 * torch.randn_like(parameter)
+    return model.requires_grad_(False)
+
+
+def ids(batch: int, length: int, seed: int = 1) -> Tensor:
+    return torch.randint(0, 23, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+VARIANTS = [{}, {"rule": "hebb", "gated": False}, {"rule": "oja", "key_width": 5, "decay": 1.0}, {"removal": 2}]
+
+
+def test_a_new_adapter_changes_nothing_and_nothing_else_is_drawn_differently() -> None:
+    with_adapters = make(moved=False)
+    torch.manual_seed(0)
+    without = LanguageModel(with_adapters.config).double()
+    own = dict(with_adapters.named_parameters())
+    assert all(torch.equal(own[name], parameter) for name, parameter in without.named_parameters())
+    tokens = ids(2, 20)
+    assert torch.equal(with_adapters(tokens).hidden_BTD, without(tokens).hidden_BTD)
+    assert {name.split(".")[3] for name in own if ".plastic." in name} == {
+        *("query", "key", "value", "output", "receptance")
+    }
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_later_token_cannot_change_an_earlier_one_and_is_read_from_the_next_chunk_on(variant: dict) -> None:
+    model, tokens = make(**variant), ids(2, 30)
+    changed = tokens.clone()
+    changed[:, 13] = (changed[:, 13] + 1) % 23
+    apart = (model(tokens).hidden_BTD - model(changed).hidden_BTD).abs().amax((0, 2))
+    assert apart[:13].max() < BOUND
+    assert apart[13] > 1e-6
+    episodes = torch.arange(0, 61, CHUNK, dtype=torch.int32)  # mixers forget at every chunk, fast weights do not
+    whole = torch.tensor([0, 30, 60], dtype=torch.int32)
+    far = [model(row, cu_seqlens=episodes, episodes=whole).hidden_BTD for row in (tokens, changed)]
+    assert (far[0] - far[1]).abs().amax((0, 2))[18:].min() > 1e-9
+    near = [model(row, cu_seqlens=episodes).hidden_BTD for row in (tokens, changed)]
+    assert (near[0] - near[1]).abs().amax((0, 2))[18:].max() < BOUND
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_streaming_in_any_pieces_equals_the_full_forward(variant: dict) -> None:
+    model, tokens = make(**variant), ids(2, 29)
+    whole = model(tokens, return_state=True)
+    for ends in ([5, 6, 7, 29], list(range(1, 30)), [6, 12, 18, 24, 29], [29]):
+        state, pieces = None, []
+        for start, end in itertools.pairwise([0, *ends]):
+            output = model(tokens[:, start:end], state=state, return_state=True)
+            state = output.state
+            pieces.append(output.hidden_BTD)
+        assert (torch.cat(pieces, 1) - whole.hidden_BTD).abs().max() < BOUND
+        for one, two in zip(fast_weights(state), fast_weights(whole.state), strict=True):
+            assert (one - two).abs().max() < BOUND
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_packed_documents_equal_documents_apart_where_they_begin_with_a_chunk(variant: dict) -> None:
+    model, tokens = make(**variant), ids(2, 24)
+    cu_seqlens = [0, 12, 24, 42, 48]
+    packed = model(tokens, cu_seqlens=torch.tensor(cu_seqlens, dtype=torch.int32)).hidden_BTD
+    flat = tokens.flatten()
+    apart = [model(flat[start:end].unsqueeze(0)).hidden_BTD[0] for start, end in itertools.pairwise(cu_seqlens)]
+    assert (packed.flatten(0, 1) - torch.cat(apart)).abs().max() < BOUND
+
+
+def test_nothing_of_a_document_reaches_the_next_wherever_it_begins() -> None:
+    model, tokens = make(), ids(1, 24)
+    changed = tokens.clone()
+    changed[:, :10] = (changed[:, :10] + 1) % 23
+    cu_seqlens = torch.tensor([0, 10, 24], dtype=torch.int32)
+    one, two = (model(row, cu_seqlens=cu_seqlens).hidden_BTD for row in (tokens, changed))
+    assert (one[:, 10:] - two[:, 10:]).abs().max() < BOUND  # experts get other rows, so other sums
+
+
+def test_fast_weights_alone_carry_over() -> None:
+    model, tokens = make(), ids(2, 12)
+    first = model(tokens[:, :6], return_state=True).state
+    cu_seqlens, episodes = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, 6, 12, 18, 24], [0, 12, 24]))
+    row = model(tokens, cu_seqlens=cu_seqlens, episodes=episodes).hidden_BTD[:, 6:]
+    second = model(tokens[:, 6:], state=plastic_only(first))
+    # In a row the first key of a chunk is of the token before; alone it has none. What is read is the same.
+    assert (second.hidden_BTD - row).abs().max() < BOUND
+    none = model(tokens[:, 6:], state=with_fast_weights(plastic_only(first), torch.zeros_like)).hidden_BTD
+    assert (none - model(tokens[:, 6:]).hidden_BTD).abs().max() < BOUND
+    assert (none - second.hidden_BTD).abs().max() > 1e-6
+
+
+def test_a_roll_back_has_the_bits_of_what_was_before() -> None:
+    model, tokens = make(), ids(2, 18)
+    before = model(tokens[:, :6], return_state=True).state
+    after = model(tokens[:, 6:12], state=before, return_state=True).state
+    kept = [(each.a.clone(), each.pending.clone()) for block in before for each in block.plastic]
+    rolled = roll_back(after, before)
+    for (a, pending), each in zip(kept, (each for block in rolled for each in block.plastic), strict=True):
+        assert torch.equal(a, each.a)
+        assert torch.equal(pending, each.pending)
+    chosen = choose(torch.tensor([True, False]), after, rolled)
+    for one, two, three in zip(fast_weights(chosen), fast_weights(after), fast_weights(before), strict=True):
+        assert torch.equal(one[0], two[0])
+        assert torch.equal(one[1], three[1])
+    again = select(after, torch.tensor([1, 1]))
+    assert all(torch.equal(one[0], two[1]) for one, two in zip(fast_weights(again), fast_weights(after), strict=True))
+
+
+def test_branches_of_writes_are_passes_of_their_own() -> None:
+    model, tokens = make(decay=1.0), ids(2, 12)
+    before = model(tokens[:, :6], return_state=True).state
+    scales = torch.tensor([1.0, 0.5, 0.0], dtype=torch.float64)
+    output = model(tokens[:, 6:], state=before, return_state=True, write_scale=scales)
+    plain = model(tokens[:, 6:], state=before, return_state=True)
+    assert torch.equal(output.hidden_BTD, plain.hidden_BTD)
+    chosen = branch(output.state, torch.tensor([0, 2]))
+    for one, two, three in zip(*map(fast_weights, (chosen, plain.state, before)), strict=True):
+        assert (one[0] - two[0]).abs().max() < BOUND
+        assert (one[1] - three[1]).abs().max() < BOUND  # nothing written, nothing decayed
+
+
+def test_a_prefix_is_read_and_writes_nothing() -> None:
+    model, tokens = make(), ids(2, 6)
+    prefix = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    output = model(tokens, prefix_BPD=prefix, return_state=True)
+    assert output.hidden_BTD.shape == (2, 6, 16)
+    assert (output.hidden_BTD - model(tokens).hidden_BTD).abs().max() > 1e-6
+    assert all(each.position == 0 for block in output.state for each in block.plastic)
+    embedded = model.embedding_norm(model.embedding(tokens))
+    as_tokens = model(tokens[:, 3:], prefix_BPD=embedded[:, :3], return_state=True)
+    assert (as_tokens.hidden_BTD - model(tokens).hidden_BTD[:, 3:]).abs().max() < BOUND  # within a chunk none is read
+    with pytest.raises(ValueError, match="one document a row"):
+        model(tokens, prefix_BPD=prefix, cu_seqlens=torch.tensor([0, 6, 12]))
+
+
+def test_slow_weights_learn_through_the_writes() -> None:
+    model, tokens = make(correlation_weight=0.0).requires_grad_(True), ids(2, 18)
+    output = model(tokens)
+    assert not output.correlation.requires_grad
+    output.hidden_BTD[:, 12:].square().sum().backward()
+    for name, parameter in model.named_parameters():
+        if ".plastic." in name:
+            assert parameter.grad is not None, name
+            assert parameter.grad.abs().max() > 0, name
+    weighed = make(correlation_weight=0.5).requires_grad_(True)(tokens)
+    assert weighed.correlation.requires_grad
+    assert torch.equal(weighed.correlation, output.correlation)
+
+
+def test_the_objective_of_the_writes_is_what_one_token_is_off_by() -> None:
+    """With one token a chunk, its negative gradient in A is the delta rule's write."""
+    model = make(decay=1.0, clamp=100.0)
+    adapter = model.blocks[0].plastic["key"]
+    adapter.chunk = 1
+    x = torch.randn(1, 9, 16, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    places = Places(None, None, None, None, None)
+    weight = model.blocks[0].mixer.key.weight
+    written = [adapter(x[:, :n], weight, places, None, None) for n in (8, 9)]
+    a = written[0].a.clone().requires_grad_()
+    adapter.config = adapter.config.model_copy(update={"correlation_weight": 1.0})
+    state = PlasticState(a, a, written[0].last, 0)
+    (gradient,) = torch.autograd.grad(adapter(x[:, 8:], weight, places, state, None).correlation, a)
+    assert (written[0].a - gradient - written[1].a).abs().max() < BOUND
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activation_checkpointing_changes_no_gradient(checkpointing: bool) -> None:
+    model, tokens = make(), ids(2, 15)
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    model.activation_checkpointing = checkpointing
+    model(tokens).hidden_BTD.square().sum().backward()
+    found = model.blocks[1].plastic["key"].keys.grad.clone()
+    plain = make()
+    plain.requires_grad_(True)(tokens).hidden_BTD.square().sum().backward()
+    assert torch.equal(found, plain.blocks[1].plastic["key"].keys.grad)
