@@ -2,8 +2,8 @@
 
 A rollout reads an episode chunk by chunk and draws at every chunk whether to commit it (controller.py); its reward is
 the share of the question that is answered right afterwards. Rollouts of one episode are one another's baseline
-(grpo.py). Trunk and adapters are frozen, so a rollout's hidden states at the chunks' ends are all that the update needs.
-The value head is fitted to the rewards by squares; it takes no part in the advantages.
+(grpo.py). Trunk and adapters are frozen, so a rollout's hidden states at the chunks' ends are all that the update
+needs. The value head is fitted to the rewards by squares; it takes no part in the advantages.
 
 Shapes: R rollouts (G of each episode), N chunks, D model.
 """
@@ -11,24 +11,37 @@ Shapes: R rollouts (G of each episode), N chunks, D model.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cdrmix.config.schema import Config
-from cdrmix.config.schema_reasoning import Rl
+from cdrmix.config.schema_reasoning import EpisodesOfTask
 from cdrmix.data.tasks import IGNORED
 from cdrmix.errors import ConfigError, NonFiniteLossError
-from cdrmix.reason.controller import Controller, ControllerHeads, Decide, EpisodeState, action_of, sampled
-from cdrmix.reason.episodes import EpisodeSource, Probe
-from cdrmix.reason.grpo import OBJECTIVES, Advantages, Objective, Totals, entropy, group_advantages, policy_loss
-from cdrmix.reason.phase import Loss, PhaseLoss, generator_of
+from cdrmix.reason.controller import (
+    Controller,
+    ControllerHeads,
+    Decide,
+    EpisodeState,
+    action_of,
+    always,
+    by_head,
+    by_value,
+    never,
+    sampled,
+)
+from cdrmix.reason.episodes import FIRST_HELD_OUT, EpisodeSource, Probe, source_of
+from cdrmix.reason.grpo import Advantages, Totals, entropy, group_advantages, policy_loss
+from cdrmix.reason.phase import Loss, PhaseLoss, generator_of, run_phase
+from cdrmix.reason.plasticity import PlasticityPhase, small_model
+from cdrmix.reason.policy import objective_of
 from cdrmix.reason.stage_b_model import StageBModel
 
 PATIENCE = 20  # steps in a row in which no group of rollouts differs, before training is given up
+EVALUATION_ROWS = 256  # episodes of one forward pass
 SOLVED = 0.95  # mean reward from which that means that there is nothing left to learn
 
 
@@ -68,16 +81,6 @@ def answer(controller: Controller, episode: EpisodeState, probe: Probe) -> Tenso
     return right_BT.sum(1).float() / asked_BT.sum(1).clamp(min=1)
 
 
-def objective_of(rl: Rl) -> Objective:
-    """The objective that a configuration names, with what it says otherwise."""
-    changed = {
-        name: value
-        for name in ("clip_low", "clip_high", "deviation", "kl_weight")
-        if (value := getattr(rl, name)) is not None
-    }
-    return replace(OBJECTIVES[rl.objective], **changed)
-
-
 class _Rollouts(NamedTuple):
     """One step's rollouts of this process, as the update reads them."""
 
@@ -93,6 +96,7 @@ class AcceptancePhase:
     The loss is a mean over all decisions, those of dropped groups among them: so no process has to ask the others. Its
     reference policy, where the objective weighs the divergence from one, is the heads' start, which prefers nothing.
     Raises ConfigError where the configuration does not fit, and after PATIENCE steps that taught nothing.
+    seed: of the draws; None: the configuration's.
     """
 
     name = "acceptance"
@@ -113,10 +117,10 @@ class AcceptancePhase:
         "decisions",
     )
 
-    def __init__(self, config: Config, source: EpisodeSource) -> None:
+    def __init__(self, config: Config, source: EpisodeSource, seed: int | None = None) -> None:
         assert config.reasoning is not None
         reasoning = config.reasoning
-        self.reasoning, self.source, self.seed = reasoning, source, config.run.seed
+        self.reasoning, self.source, self.seed = reasoning, source, config.run.seed if seed is None else seed
         self.phase, self.rl = reasoning.phases.acceptance, reasoning.rl
         self.episodes = reasoning.acceptance or reasoning.plasticity
         self.objective = objective_of(self.rl)
@@ -206,8 +210,8 @@ class AcceptancePhase:
         error_RN = (value_RN - rewards_R.unsqueeze(1)).square()
         total = policy.loss + error_RN.sum() / decisions
         committed_RN = actions_RN > 0
-        sums = [
-            total,
+        sums: list[Tensor | int] = [
+            total.detach(),
             rewards_R.sum(),
             (rewards_R == 1).sum(),
             len(rewards_R),
@@ -217,14 +221,12 @@ class AcceptancePhase:
             (~good_RN).sum(),
             advantages.dropped_groups,
             advantages.groups,
-            entropy(of_all).sum(),
+            entropy(of_all.detach()).sum(),
             policy.clipped_low + policy.clipped_high,
-            error_RN.sum(),
+            error_RN.detach().sum(),
             actions_RN.numel(),
         ]
-        return PhaseLoss(
-            total, torch.stack([torch.as_tensor(x, dtype=torch.float32, device=ends.device).detach() for x in sums])
-        )
+        return PhaseLoss(total, torch.tensor([float(x) for x in sums], device=ends.device))
 
     def _watch(self, model: StageBModel, rollouts: _Rollouts, advantages: Advantages) -> None:
         """Counts steps that teach nothing, and gives up after many: unless that is because all is learnt."""
@@ -251,6 +253,78 @@ class AcceptancePhase:
             f"were dropped, since the rollouts of each had one reward (on average {reward:.3f}), so nothing is learnt: "
             f"{why}"
         )
+
+
+def measure(
+    controller: Controller, source: EpisodeSource, decide: Decide, numbers: Sequence[int], chunks: int
+) -> dict[str, float]:
+    """What deciding so comes to: "answered", the mean share of answers that are right; of good and bad chunks, as far
+    as there are any, the share committed: "accept_good", "accept_bad"."""
+    device = next(controller.model.parameters()).device
+    rewards, committed, good = [], [], []
+    for first in range(0, len(numbers), EVALUATION_ROWS):
+        batch = source.batch(numbers[first : first + EVALUATION_ROWS], chunks)
+        reading = read(controller, batch.chunks_BNC.to(device), decide)
+        rewards.append(answer(controller, reading.episode, source.probe(batch)))
+        committed.append(reading.actions_BN > 0)
+        good.append(batch.good_BN.to(device))
+    committed_BN, good_BN = torch.cat(committed), torch.cat(good)
+    found = {"answered": float(torch.cat(rewards).mean())}
+    for name, kind_BN in (("accept_good", good_BN), ("accept_bad", ~good_BN)):
+        if kind_BN.any():
+            found[name] = float(committed_BN[kind_BN].float().mean())
+    return found
+
+
+def experiment(config: Config, seed: int, say: Callable[[str], None]) -> dict[str, float]:
+    """Trains a small model by phase B1 (its adapters learn to write) and B2 (its head, what not to), and measures it.
+
+    Gives at every number of chunks N of the ablation always@N, never@N, learned@N, by_value@N: the share of answers
+    that are right when all, nothing, or what the heads say is committed; and accept_good@N, accept_bad@N of the head.
+    """
+    reasoning, ablation = config.reasoning, config.ablation
+    assert reasoning is not None
+    assert ablation is not None
+    model = small_model(config, seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # the heads begin as zeros, but are drawn
+        model.controller = ControllerHeads(config.model.d_model, reasoning.controller.max_branches)
+
+    def seeded(section: EpisodesOfTask) -> EpisodeSource:
+        return source_of(section.model_copy(update={"seed": section.seed + 1000 * seed}), reasoning.chunk)
+
+    poisoned = seeded(reasoning.acceptance or reasoning.plasticity)
+    for phase, run in (
+        (PlasticityPhase(config, seeded(reasoning.plasticity), seed), reasoning.phases.plasticity),
+        (AcceptancePhase(config, poisoned, seed), reasoning.phases.acceptance),
+    ):
+        every = max(1, run.steps // 6)
+
+        def told(step: int, record: dict[str, float], name: str = phase.name, every: int = every) -> None:
+            if (step + 1) % every == 0:
+                figures = ", ".join(f"{key} {value:.3f}" for key, value in record.items())
+                say(f"  {name}, step {step + 1}: {figures}")
+
+        rate, warm_up = run.learning_rate, run.warmup_steps
+        run_phase(model, phase, steps=run.steps, learning_rate=rate, warmup_steps=warm_up, say=told)
+    model.eval()
+    controller, heads = Controller(model.language_model, reasoning), _heads(model)
+    threshold = reasoning.controller.accept_threshold
+    rules = {
+        "always": always,
+        "never": never,
+        "learned": by_head(heads, threshold),
+        "by_value": by_value(heads, threshold),
+    }
+    measured: dict[str, float] = {}
+    for chunks in ablation.chunks:
+        numbers = range(FIRST_HELD_OUT, FIRST_HELD_OUT + ablation.episodes)
+        for name, decide in rules.items():
+            found = measure(controller, poisoned, decide, numbers, chunks)
+            measured[f"{name}@{chunks}"] = found.pop("answered")
+            if name == "learned":
+                measured |= {f"{key}@{chunks}": value for key, value in found.items()}
+    return measured
 
 
 def _heads(model: StageBModel) -> ControllerHeads:

@@ -20,8 +20,9 @@ from torch.nn import functional
 from cdrmix.config.schema_reasoning import Reasoning
 from cdrmix.model.attention import AttentionState
 from cdrmix.model.backbone import LanguageModel, ModelState
-from cdrmix.model.state import branch, plastic_only, select
+from cdrmix.model.state import branch, select
 from cdrmix.reason.episodic_index import EpisodicIndex, Staged
+from cdrmix.reason.plasticity import forget_mixers
 
 # Strengths of writing that a step tries, the first max_branches of them. The delta rule leaves 1 - s beta of the error
 # to a key's old value: as trained; half; twice (beta is kept at 2 at most); and a quarter, an average of four tellings.
@@ -191,7 +192,7 @@ class Controller:
             prefix = None if prefix_BPD is None else prefix_BPD[rows_R]
             output = self.model(ids_BC[rows_R], state=state, return_state=True, write_scale=scale_S, prefix_BPD=prefix)
             assert output.state is not None
-            groups.append(Group(rows_R, output.state if self.reasoning.carry == "all" else plastic_only(output.state)))
+            groups.append(Group(rows_R, output.state if self.reasoning.carry == "all" else forget_mixers(output.state)))
             hidden.append(output.hidden_BTD)
         after = episode._replace(groups=tuple(groups), steps=episode.steps + 1, commits_B=episode.commits_B + 1)
         return Proposal(after, _gathered(groups, hidden))
@@ -231,19 +232,8 @@ class Controller:
         return self.settle(episode, proposal, decision), decision, proposal.hidden_BCD
 
     def ask(self, episode: EpisodeState, ids_BT: Tensor) -> Tensor:
-        """Hidden states [B, T, D] of tokens that are read on from E, everything committed; E stays as it is.
-
-        As in training, what more than a chunk of them writes is read by the next chunk, and what is carried is too.
-        """
-        width = ids_BT.shape[1] if self.reasoning.carry == "all" else self.reasoning.chunk
-        hidden = []
-        for rows_R, state in episode.groups:
-            pieces = []
-            for ids in ids_BT[rows_R].split(width, 1):
-                output = self.model(ids, state=state, return_state=self.reasoning.carry == "fast")
-                state = None if output.state is None else plastic_only(output.state)
-                pieces.append(output.hidden_BTD)
-            hidden.append(torch.cat(pieces, 1))
+        """Hidden states [B, T, D] of tokens that are read on from E, as one document; E stays as it is."""
+        hidden = [self.model(ids_BT[rows_R], state=state).hidden_BTD for rows_R, state in episode.groups]
         return _gathered(episode.groups, hidden)
 
     def _together(self, parts: Sequence[Group]) -> tuple[Group, ...]:
