@@ -43,6 +43,7 @@ class Memory(Section):
     top_k: PositiveInt  # episodes that a retrieval gives
     max_tokens: PositiveInt  # of the episodic memory
     time_to_live: PositiveInt | None = None  # in controller steps; null: for ever
+    episodic: bool = True  # whether operations have an index to write to; false: what an ablation compares with
     tokens: PositiveInt = 64  # of the token memory
     heads: PositiveInt = 1  # parts of the token memory, of which a step rewrites the one that was not for longest
 
@@ -92,6 +93,12 @@ class Imitation(Phase):
     leak: Fraction = 0.0  # of the demonstrations of keeping, the share that loses a fact
 
 
+class OperationsImitation(Phase):
+    """Demonstrations of operations on memories."""
+
+    waste: Fraction = 0.0  # of the chunks that tell nothing, the share that is written to the index all the same
+
+
 class Phases(Section):
     """In this order."""
 
@@ -99,6 +106,7 @@ class Phases(Section):
     acceptance: Phase = Field(default_factory=Phase)  # B2: the accept head, by groups of rollouts; all else is frozen
     imitation: Imitation = Field(default_factory=Imitation)  # B3: the memory agent, by demonstrations
     policy: Phase = Field(default_factory=Phase)  # B3: the memory agent, by groups of rollouts
+    operations_imitation: OperationsImitation = Field(default_factory=OperationsImitation)  # B3: operations, likewise
     operations: Phase = Field(default_factory=Phase)  # B3: the operations head, likewise
     joint: Phase = Field(default_factory=Phase)  # B4: text, writes and memory together
 
