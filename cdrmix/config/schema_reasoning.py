@@ -93,6 +93,12 @@ class Imitation(Phase):
     leak: Fraction = 0.0  # of the demonstrations of keeping, the share that loses a fact
 
 
+class Policy(Phase):
+    """Rollouts of the memory agent; shorter ones than its demonstrations are cheaper."""
+
+    chunks: PositiveInt | None = None  # of an episode; null: as many as reasoning.agent says
+
+
 class OperationsImitation(Phase):
     """Demonstrations of operations on memories."""
 
@@ -105,7 +111,7 @@ class Phases(Section):
     plasticity: Phase = Field(default_factory=Phase)  # B1: adapters, by cross-entropy through their writes
     acceptance: Phase = Field(default_factory=Phase)  # B2: the accept head, by groups of rollouts; all else is frozen
     imitation: Imitation = Field(default_factory=Imitation)  # B3: the memory agent, by demonstrations
-    policy: Phase = Field(default_factory=Phase)  # B3: the memory agent, by groups of rollouts
+    policy: Policy = Field(default_factory=Policy)  # B3: the memory agent, by groups of rollouts
     operations_imitation: OperationsImitation = Field(default_factory=OperationsImitation)  # B3: operations, likewise
     operations: Phase = Field(default_factory=Phase)  # B3: the operations head, likewise
     joint: Phase = Field(default_factory=Phase)  # B4: text, writes and memory together

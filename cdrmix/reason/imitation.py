@@ -13,7 +13,7 @@ from cdrmix.errors import ConfigError
 from cdrmix.reason.agent import TokenMemory, Window
 from cdrmix.reason.episodes import Episodes, EpisodeSource
 from cdrmix.reason.phase import Loss, PhaseLoss, generator_of
-from cdrmix.reason.rollout import micro_batches, taken_logits
+from cdrmix.reason.rollout import micro_batches, taken
 from cdrmix.reason.stage_b_model import StageBModel
 
 
@@ -118,9 +118,9 @@ class ImitationPhase:
         first = step * self.settings.episodes
         episodes = self.source.batch(range(first, first + self.settings.episodes), self.chunks)
         made = demonstrate(self.window, episodes, self.settings.leak, generator)
-        tokens = sum(float(part.mask_SN.sum()) for part in made)
+        tokens, sequences = (sum(float(part.mask_SN.sum()) for part in made), sum(len(part.mask_SN) for part in made))
         return [
-            _ImitationLoss(Demonstrations(*batch), tokens)
+            _ImitationLoss(Demonstrations(*batch), tokens, sequences)
             for part in made
             for batch in micro_batches(part, self.settings.micro_batch, rank, processes)
         ]
@@ -131,16 +131,17 @@ class ImitationPhase:
 
 
 class _ImitationLoss:
-    """One micro-batch. tokens: of the whole step."""
+    """One micro-batch. tokens, sequences: of the whole step."""
 
-    def __init__(self, part: Demonstrations, tokens: float) -> None:
-        self.part, self.tokens = part, tokens
+    def __init__(self, part: Demonstrations, tokens: float, sequences: int) -> None:
+        self.part, self.tokens, self.sequences = part, tokens, sequences
 
     def __call__(self, model: StageBModel) -> PhaseLoss:
         device = next(model.parameters()).device
         prompts, targets, mask = (x.to(device) for x in self.part)
-        logits = taken_logits(model.language_model, prompts, targets)
+        logits, balance = taken(model.language_model, prompts, targets)
         costs = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(mask.shape)
         total = torch.where(mask, costs, 0.0).sum() / self.tokens
         right = ((logits.detach().argmax(-1) == targets) & mask).sum()
-        return PhaseLoss(total, torch.stack([total.detach().float(), right.float(), mask.sum().float()]))
+        sums = torch.stack([total.detach().float(), right.float(), mask.sum().float()])
+        return PhaseLoss(total + balance * (len(mask) / self.sequences), sums)

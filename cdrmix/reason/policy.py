@@ -9,20 +9,23 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cdrmix.config import schema_reasoning as schema
 from cdrmix.config.schema import Config
-from cdrmix.config.schema_reasoning import Rl
 from cdrmix.errors import ConfigError
-from cdrmix.reason.agent import Reading, Turn, Window, read_episodes, rewards_of
-from cdrmix.reason.episodes import EpisodeSource
+from cdrmix.model.backbone import LanguageModel
+from cdrmix.reason.agent import Reading, Turn, Window, evaluate, read_episodes, rewards_of
+from cdrmix.reason.episodes import FIRST_HELD_OUT, EpisodeSource, source_of
 from cdrmix.reason.grpo import OBJECTIVES, Objective, Totals, entropy, group_advantages, policy_loss
-from cdrmix.reason.phase import Loss, PhaseLoss, generator_of
-from cdrmix.reason.rollout import micro_batches, taken_logits
+from cdrmix.reason.imitation import ImitationPhase
+from cdrmix.reason.phase import Loss, Phase, PhaseLoss, generator_of, run_phase
+from cdrmix.reason.rollout import micro_batches, taken
 from cdrmix.reason.stage_b_model import StageBModel
 
 PATIENCE = 20  # steps on end that teach nothing, after which it is said why
@@ -35,7 +38,7 @@ ROLLED_OUT = (
 OF_TOKENS = ("loss", "tokens", "clipped_low", "clipped_high", "divergence", "ratio", "entropy")
 
 
-def objective_of(settings: Rl) -> Objective:
+def objective_of(settings: schema.Rl) -> Objective:
     """The objective by its name, with what the configuration says differently."""
     base = OBJECTIVES[settings.objective]
     changes = {name: getattr(settings, name) for name in ("clip_low", "clip_high", "deviation", "kl_weight")}
@@ -73,7 +76,7 @@ class Lesson(NamedTuple):
 class PolicyPhase:
     """One rollout of every group, and one update from it.
 
-    reference: the model as it was before the phase, where the objective weighs the divergence from it; copied in step 0.
+    reference: the model as it was before the phase, copied in step 0 where the objective weighs the divergence from it.
     """
 
     name = "policy"
@@ -82,7 +85,8 @@ class PolicyPhase:
     def __init__(self, config: Config, source: EpisodeSource) -> None:
         assert config.reasoning is not None
         reasoning = config.reasoning
-        self.settings, self.rl, self.chunks = reasoning.phases.policy, reasoning.rl, reasoning.agent.chunks
+        self.settings, self.rl = reasoning.phases.policy, reasoning.rl
+        self.chunks = self.settings.chunks or reasoning.agent.chunks
         self.step_budget, self.seed = reasoning.controller.step_budget, config.run.seed
         self.source, self.window = source, Window.of(reasoning, source)
         self.objective = objective_of(self.rl)
@@ -90,7 +94,7 @@ class PolicyPhase:
         self._idle = 0  # steps on end whose groups were all dropped
         if self.chunks + 1 > self.rl.horizon:
             raise ConfigError(
-                f"reasoning.agent.chunks is {self.chunks}: with the answer that is more than the"
+                f"an episode of {self.chunks} chunks and an answer: that is more than the"
                 f" {self.rl.horizon} actions of reasoning.rl.horizon"
             )
 
@@ -197,23 +201,85 @@ def message_of_idleness(steps: int, solved: float, group_size: int) -> str:
     )
 
 
+def experiment(config: Config, seed: int, say: Callable[[str], None]) -> dict[str, float]:
+    """Imitation, then policy where it has steps, then the greedy agent at every number of chunks of the ablation.
+
+    Gives accuracy@N (the share of the answers' tokens that are right), exact@N (of answers right in all), capture@N,
+    retention@N, changes@N; and window@N: the accuracy where the agent is shown the last chunk alone. Arms that imitate
+    alike share the model that comes of it.
+    """
+    reasoning, ablation = config.reasoning, config.ablation
+    assert reasoning is not None
+    assert ablation is not None
+    config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
+    section = reasoning.agent.model_copy(update={"seed": reasoning.agent.seed + 1000 * seed})
+    source = source_of(section, reasoning.chunk)
+    model = _imitated(config, source, say)
+    _run(model, PolicyPhase(config, source), reasoning.phases.policy, say)
+    asked = source_of(
+        section.model_copy(update={"difficulty": {**section.difficulty, **ablation.difficulty}}), reasoning.chunk
+    )
+    window, numbers = Window.of(reasoning, source), range(FIRST_HELD_OUT, FIRST_HELD_OUT + ablation.episodes)
+    measured: dict[str, float] = {}
+    for chunks in ablation.chunks:
+        score = evaluate(model.language_model, window, asked, numbers, chunks)
+        last = evaluate(model.language_model, window, asked, numbers, chunks, last_only=True)
+        found = {"accuracy": score.matched, "exact": score.exact, "capture": score.capture}
+        found |= {"retention": score.retention, "changes": score.changes, "window": last.matched}
+        measured |= {f"{name}@{chunks}": value for name, value in found.items()}
+    return measured
+
+
+_IMITATED: dict[str, dict[str, Tensor]] = {}  # weights after imitation, by all that decides them
+
+
+def _imitated(config: Config, source: EpisodeSource, say: Callable[[str], None]) -> StageBModel:
+    """A small model of the configuration after imitation, which is done once a process for arms that share it."""
+    reasoning = config.reasoning
+    assert reasoning is not None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.run.seed)
+        model = StageBModel(LanguageModel(config.model, reasoning=reasoning))
+    phase = reasoning.phases.imitation
+    decisive = (config.run.seed, config.model, phase, reasoning.agent, reasoning.memory, reasoning.chunk)
+    key = repr((*decisive, reasoning.plastic_lora))
+    if key not in _IMITATED:
+        _run(model, ImitationPhase(config, source), phase, say)
+        _IMITATED[key] = copy.deepcopy(model.state_dict())
+    model.load_state_dict(_IMITATED[key])
+    return model
+
+
+def _run(model: StageBModel, phase: Phase, settings: schema.Phase, say: Callable[[str], None]) -> None:
+    def told(step: int, record: dict[str, float]) -> None:
+        if (step + 1) % 50 == 0:
+            figures = ", ".join(f"{name} {value:.3f}" for name, value in record.items())
+            say(f"  {phase.name}, step {step + 1}: {figures}")
+
+    if settings.steps:
+        rate, warmup = settings.learning_rate, settings.warmup_steps
+        run_phase(model, phase, steps=settings.steps, learning_rate=rate, warmup_steps=warmup, say=told)
+
+
 class _PolicyLoss:
     """One micro-batch. rolled_out: the sums of the step's rollouts, which its first micro-batch reports."""
 
     def __init__(self, lesson: Lesson, phase: PolicyPhase, totals: Totals) -> None:
         self.lesson, self.totals = lesson, totals
+        self.share = float(lesson.mask_SN.any(1).sum()) / totals.sequences
         self.objective, self.reference, self.temperature = phase.objective, phase.reference, phase.rl.temperature
         self.rolled_out = torch.zeros(len(ROLLED_OUT))
 
     def __call__(self, model: StageBModel) -> PhaseLoss:
         prompts, tokens, old_log_probs, advantages, mask = self.lesson
-        logits = taken_logits(model.language_model, prompts, tokens) / self.temperature
+        logits, balance = taken(model.language_model, prompts, tokens)
+        logits = logits / self.temperature
         reference = None
         if self.objective.kl_weight:
             assert self.reference is not None
             with torch.no_grad():
                 reference = _log_probs(
-                    taken_logits(self.reference.language_model, prompts, tokens) / self.temperature, tokens
+                    taken(self.reference.language_model, prompts, tokens).logits_SNV / self.temperature, tokens
                 )
         found = policy_loss(
             _log_probs(logits, tokens), old_log_probs, advantages, mask, self.objective, self.totals, reference
@@ -221,7 +287,7 @@ class _PolicyLoss:
         uncertainty = torch.where(mask, entropy(logits.detach()), 0.0).sum()
         of_tokens = [found.loss.detach(), *found[1:], uncertainty]
         sums = torch.stack([x.float() for x in of_tokens])
-        return PhaseLoss(found.loss, torch.cat([self.rolled_out.to(sums), sums]))
+        return PhaseLoss(found.loss + balance * self.share, torch.cat([self.rolled_out.to(sums), sums]))
 
 
 def _log_probs(logits_SNV: Tensor, tokens_SN: Tensor) -> Tensor:

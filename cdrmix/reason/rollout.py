@@ -123,11 +123,23 @@ def generate(
     return proceed(model, prefix, new_tokens, temperature=temperature, generator=generator, end=end)
 
 
-def taken_logits(model: LanguageModel, prompts_SL: Tensor, tokens_SN: Tensor) -> Tensor:
-    """Logits [S, N, V] from which each token was taken, in one differentiable pass over prompts and tokens."""
-    length = prompts_SL.shape[1]
-    hidden_STD = model(torch.cat([prompts_SL, tokens_SN[:, :-1]], 1)).hidden_BTD
-    return model.logits(hidden_STD[:, length - 1 :])
+class Taken(NamedTuple):
+    """logits_SNV: those from which each token was taken. balance: the routers' weighted losses, 0 without routers."""
+
+    logits_SNV: Tensor
+    balance: Tensor
+
+
+def taken(model: LanguageModel, prompts_SL: Tensor, tokens_SN: Tensor) -> Taken:
+    """One differentiable pass over prompts and the tokens that were taken behind them."""
+    output = model(torch.cat([prompts_SL, tokens_SN[:, :-1]], 1))
+    logits = model.logits(output.hidden_BTD[:, prompts_SL.shape[1] - 1 :])
+    balance = logits.new_zeros(())
+    if output.router is not None:
+        weights = model.config.feed_forward
+        balance = weights.load_balance_weight * output.router.load_balance_L.mean()
+        balance = balance + weights.z_loss_weight * output.router.z_loss_L.mean()
+    return Taken(logits, balance)
 
 
 def micro_batches(

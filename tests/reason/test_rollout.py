@@ -9,7 +9,7 @@ from torch import Tensor
 from cdrmix.config.schema import Attention, FeedForward, Mamba, MixerLayers, Model, Rwkv
 from cdrmix.errors import NonFiniteLogitsError
 from cdrmix.model.backbone import LanguageModel
-from cdrmix.reason.rollout import generate, micro_batches, proceed, read, repeat, rows_of, taken_logits
+from cdrmix.reason.rollout import generate, micro_batches, proceed, read, repeat, rows_of, taken
 
 VOCABULARY = 24
 
@@ -51,7 +51,7 @@ def test_log_probabilities_are_those_of_one_pass(mamba: bool) -> None:
     made = generate(model, prompts(3), 6, temperature=temperature, generator=seeded(), group=4)
     whole = prompts(3).repeat_interleave(4, 0)
     with torch.no_grad():
-        logits = taken_logits(model, whole, made.tokens_BN) / temperature
+        logits = taken(model, whole, made.tokens_BN).logits_SNV / temperature
     expected = logits.log_softmax(-1).gather(-1, made.tokens_BN.unsqueeze(-1)).squeeze(-1)
     torch.testing.assert_close(made.log_probs_BN, expected, rtol=1e-4, atol=1e-4)
     assert made.log_probs_BN.exp().std() > 0.01, "a flat model would pass whatever was read"
@@ -61,7 +61,7 @@ def test_greedy_takes_the_likeliest() -> None:
     model = model_of()
     made = generate(model, prompts(5), 6, temperature=0.0, generator=seeded())
     with torch.no_grad():
-        logits = taken_logits(model, prompts(5), made.tokens_BN)
+        logits = taken(model, prompts(5), made.tokens_BN).logits_SNV
     assert torch.equal(made.tokens_BN, logits.argmax(-1))
 
 
@@ -80,9 +80,9 @@ def test_the_end_closes_a_row() -> None:
 def test_draws_are_as_often_as_the_model_says() -> None:
     model, rows = model_of(), 20_000
     prefix = repeat(read(model, prompts(1)), rows)
-    taken = proceed(model, prefix, 1, temperature=1.3, generator=seeded()).tokens_BN.flatten()
+    drawn = proceed(model, prefix, 1, temperature=1.3, generator=seeded()).tokens_BN.flatten()
     expected = (prefix.logits_BV[0] / 1.3).softmax(-1)
-    found = torch.bincount(taken, minlength=VOCABULARY) / rows
+    found = torch.bincount(drawn, minlength=VOCABULARY) / rows
     deviation = (expected * (1 - expected) / rows).sqrt()
     assert ((found - expected).abs() < 4.5 * deviation + 1e-6).all()  # of 24 counts, one in 10^4 seeds
 
@@ -92,8 +92,8 @@ def test_what_has_no_probability_is_never_drawn() -> None:
     prefix = repeat(read(model_of(), prompts(1)), 2000)
     logits = torch.full_like(prefix.logits_BV, float("-inf"))
     logits[:, 7], logits[:, 11] = 0.0, -30.0
-    taken = proceed(model_of(), prefix._replace(logits_BV=logits), 1, temperature=1.0, generator=seeded())
-    assert set(taken.tokens_BN.flatten().tolist()) <= {7, 11}
+    drawn = proceed(model_of(), prefix._replace(logits_BV=logits), 1, temperature=1.0, generator=seeded())
+    assert set(drawn.tokens_BN.flatten().tolist()) <= {7, 11}
 
 
 def test_a_row_draws_for_itself() -> None:
