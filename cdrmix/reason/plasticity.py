@@ -12,7 +12,7 @@ Shapes: B episodes, N chunks, C tokens of a chunk, P tokens of a probe, T = N C 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -193,7 +193,7 @@ def accuracy(
     carry: str,
     chunks: int,
     numbers: Sequence[int],
-    changes: dict[str, Callable[[Tensor], Tensor]] | None = None,
+    changes: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
 ) -> dict[str, float]:
     """The share of the answers' tokens that are the likeliest: "accuracy", and by name with fast weights changed.
 
