@@ -54,7 +54,7 @@ class Adapter(nn.Module):
     """The slow weights of one adapted projection [O, I], and its forward pass.
 
     keys K: [d, I]; values P: [r, I]; up B: [O, r], zeros, so that a new adapter changes nothing; gate g: [2, I], of the
-    token before and of this one; rate eta: a scalar.
+    token before and of this one; rate eta: [1].
     """
 
     def __init__(self, inputs: int, outputs: int, config: PlasticLora, chunk: int) -> None:
@@ -67,7 +67,7 @@ class Adapter(nn.Module):
         uniform_(self.values, 3**0.5)
         self.up = nn.Parameter(torch.zeros(outputs, self.rank))
         self.gate = nn.Parameter(torch.zeros(2, inputs)) if config.gated else None
-        self.rate = nn.Parameter(torch.zeros(()))
+        self.rate = nn.Parameter(torch.zeros(1))  # not of no dimensions, which DeepSpeed cannot send
 
     def forward(
         self, x: Tensor, weight: Tensor, places: Places, state: PlasticState | None, write_scale: Tensor | None

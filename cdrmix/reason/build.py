@@ -15,7 +15,7 @@ from cdrmix.reason.episodes import EpisodeSource, TextSource, TokenSource
 from cdrmix.reason.imitation import ImitationPhase
 from cdrmix.reason.joint import JointPhase
 from cdrmix.reason.memory import Summariser
-from cdrmix.reason.operations import OperationHeads
+from cdrmix.reason.operations import OperationHeads, OperationsImitationPhase, OperationsPhase
 from cdrmix.reason.phase import Phase
 from cdrmix.reason.plasticity import PlasticityPhase
 from cdrmix.reason.policy import PolicyPhase
@@ -34,11 +34,11 @@ def build_model(config: Config) -> StageBModel:
         experts=expert_layer(config),
         reasoning=reasoning,
     )
-    width = config.model.d_model
+    width, phases = config.model.d_model, reasoning.phases
     return StageBModel(
         language_model,
         ControllerHeads(width, reasoning.controller.max_branches) if reasoning.controller.enabled else None,
-        OperationHeads(width) if reasoning.phases.operations.steps else None,
+        OperationHeads(width) if phases.operations.steps or phases.operations_imitation.steps else None,
         Summariser(width, reasoning.memory.dim, reasoning.memory.summary_stride),
     )
 
@@ -70,6 +70,8 @@ def make_phase(
         return ImitationPhase(config, source(reasoning.agent))
     if name == "policy":
         return PolicyPhase(config, source(reasoning.agent))
+    if name == "operations_imitation":
+        return OperationsImitationPhase(config, source(reasoning.operations))
     if name == "operations":
         return OperationsPhase(config, source(reasoning.operations))
     assert name == "joint", name

@@ -28,8 +28,13 @@ Loss = Callable[[StageBModel], PhaseLoss]
 class Phase(Protocol):
     """One kind of training step. Nothing random outlives a step: generators are seeded by (seed, name, step, rank)."""
 
-    name: str
-    measures: tuple[str, ...]
+    @property
+    def name(self) -> str:
+        """Its key under `reasoning.phases`."""
+
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """The names of PhaseLoss.sums."""
 
     def trains(self, parameter: str) -> bool:
         """Whether a parameter, by its name in a StageBModel, is changed by this phase."""
