@@ -177,7 +177,7 @@ def test_groups_are_neighbours_that_read_the_same() -> None:
 
 
 def reading_of(**changes: object) -> Reading:
-    """Four rollouts of two facts: all right; one of two right; nothing right though all is held; right without memory."""
+    """Rollouts of two facts: all right; half right; nothing right though all is held; right without memory."""
     facts = torch.ones(4, 2, dtype=torch.bool)
     reading = Reading(
         (),

@@ -1,0 +1,282 @@
+"""The policy phase: what is learnt from groups, what is left out, what is said, and the same numbers every time."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from cdrmix.config.schema import Attention, Config, FeedForward, Model, Run, Rwkv, Train
+from cdrmix.config.schema_reasoning import (
+    Controller,
+    EpisodesOfTask,
+    Imitation,
+    Memory,
+    Phases,
+    PlasticLora,
+    Policy,
+    Reasoning,
+    Rl,
+)
+from cdrmix.errors import ConfigError
+from cdrmix.model.backbone import LanguageModel
+from cdrmix.reason import policy
+from cdrmix.reason.agent import Reading, Rewards, read_episodes
+from cdrmix.reason.episodes import EpisodeSource, source_of
+from cdrmix.reason.grpo import OBJECTIVES
+from cdrmix.reason.imitation import ImitationPhase
+from cdrmix.reason.phase import PhaseLoss, run_phase
+from cdrmix.reason.policy import PATIENCE, PolicyPhase, message_of_idleness, objective_of
+from cdrmix.reason.stage_b_model import StageBModel
+
+
+def config_of(*, leak: float = 0.0, **rl: Any) -> Config:
+    """A toy agent: 4 questions in groups of 4, two chunks."""
+    model = Model(
+        vocab_size=40,
+        d_model=32,
+        layers=2,
+        attention_fraction=0.5,
+        attention=Attention(heads=2, kv_heads=2),
+        rwkv=Rwkv(head_size=16, decay_rank=4, iclr_rank=4, value_rank=4, gate_rank=4),
+        feed_forward=FeedForward(kind="channel_mix", hidden=48),
+    )
+    reasoning = Reasoning(
+        chunk=4,
+        plastic_lora=PlasticLora(enabled=False, rank=4, alpha=0.2, decay=1.0),
+        controller=Controller(step_budget=8, max_branches=1),
+        memory=Memory(dim=8, top_k=1, max_tokens=64, tokens=4),
+        rl=Rl(**({"horizon": 8, "latency_weight": 1.0, "stability_weight": 0.1, "group_size": 4} | rl)),
+        agent=EpisodesOfTask(
+            task="agent",
+            tokens=True,
+            chunks=2,
+            difficulty={"keys": 6, "values": 6, "noise": 6, "pairs": 2, "queries": 1},
+        ),
+        phases=Phases(
+            imitation=Imitation(steps=1, episodes=6, micro_batch=5, leak=leak),
+            policy=Policy(steps=1, episodes=4, micro_batch=7),
+        ),
+    )
+    train = Train(steps=1, batch_rows=1, micro_batch_rows=1, learning_rate=1e-3)
+    return Config(run=Run(seed=3), model=model, train=train, reasoning=reasoning)
+
+
+@pytest.fixture
+def varied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task that an untrained model can do: the smaller the ids of its answer, the better."""
+
+    def rewards_of(reading: Reading, *_: Any) -> Rewards:
+        total = -reading.answer_BA.sum(1).double() / 40
+        return Rewards(total, total, total.abs(), total)
+
+    monkeypatch.setattr(policy, "rewards_of", rewards_of)
+
+
+def phase_of(**rl: Any) -> PolicyPhase:
+    config = config_of(**rl)
+    return PolicyPhase(config, source_for(config))
+
+
+def source_for(config: Config) -> EpisodeSource:
+    assert config.reasoning is not None
+    return source_of(config.reasoning.agent, config.reasoning.chunk)
+
+
+def model_of() -> StageBModel:
+    torch.manual_seed(2)
+    model = StageBModel(LanguageModel(config_of().model))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter += 0.2 * torch.randn_like(parameter)
+    return model
+
+
+def outcomes(phase: PolicyPhase | ImitationPhase, model: StageBModel, step: int = 0) -> list[PhaseLoss]:
+    return [model(loss) for loss in phase.losses(model, step, 0, 1)]
+
+
+def record_of(phase: PolicyPhase, found: list[PhaseLoss]) -> dict[str, float]:
+    sums = torch.stack([one.sums for one in found]).sum(0).tolist()
+    return phase.record(dict(zip(phase.measures, sums, strict=True)))
+
+
+def gradient(model: StageBModel, found: list[PhaseLoss]) -> torch.Tensor:
+    model.zero_grad()
+    torch.stack([one.total for one in found]).sum().backward()
+    return torch.cat([p.grad.flatten() if p.grad is not None else p.new_zeros(p.numel()) for p in model.parameters()])
+
+
+@pytest.mark.usefixtures("varied")
+def test_on_the_policy_nothing_is_clipped() -> None:
+    """The rollout's probabilities are those of the update, up to rounding: the ratio is 1."""
+    phase, model = phase_of(), model_of()
+    record = record_of(phase, outcomes(phase, model))
+    assert record["ratio"] == pytest.approx(1.0, abs=1e-4)
+    assert record["clipped"] == 0
+    assert 0 < record["entropy"] <= math.log(40)
+    assert record["latency"] > 0
+    assert record["dropped_groups"] < 1
+
+
+@pytest.mark.usefixtures("varied")
+def test_the_gradient_raises_what_was_better() -> None:
+    """One step along it, and the same rollouts' mean of advantage times log probability is higher."""
+    phase, model = phase_of(), model_of()
+
+    def gain() -> float:
+        return -sum(one.total.item() for one in found_of(model))
+
+    losses = phase.losses(model, 0, 0, 1)
+
+    def found_of(model: StageBModel) -> list[PhaseLoss]:
+        return [model(loss) for loss in losses]
+
+    before, direction = gain(), gradient(model, found_of(model))
+    with torch.no_grad():
+        start = 0
+        for parameter in model.parameters():
+            size = parameter.numel()
+            parameter -= 1e-3 * direction[start : start + size].view_as(parameter) / direction.norm()
+            start += size
+    assert gain() > before
+
+
+@pytest.mark.usefixtures("varied")
+def test_micro_batches_do_not_matter() -> None:
+    """Sums in another order: float32, terms of one size."""
+    small, large = phase_of(), phase_of()
+    large.settings = large.settings.model_copy(update={"micro_batch": 1000})
+    model = model_of()
+    one, many = outcomes(large, model), outcomes(small, model)
+    assert len(many) > len(one) == 2
+    torch.testing.assert_close(gradient(model, many), gradient(model, one), rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(
+        torch.stack([x.sums for x in many]).sum(0), torch.stack([x.sums for x in one]).sum(0), rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.usefixtures("varied")
+def test_the_same_step_is_the_same_whatever_came_before() -> None:
+    model = model_of()
+    fresh, used = phase_of(), phase_of()
+    for step in (0, 1):
+        outcomes(used, model, step)
+    assert torch.equal(gradient(model, outcomes(fresh, model, 2)), gradient(model, outcomes(used, model, 2)))
+    assert not torch.equal(gradient(model, outcomes(fresh, model, 2)), gradient(model, outcomes(fresh, model, 3)))
+
+
+@pytest.mark.usefixtures("varied")
+def test_two_trainings_are_the_same_bit_for_bit() -> None:
+    weights = []
+    for _ in range(2):
+        model = model_of()
+        run_phase(model, phase_of(kl_weight=0.1), steps=3, learning_rate=1e-2)
+        weights.append(model.state_dict())
+    for name, x in weights[0].items():
+        assert torch.equal(x, weights[1][name]), name
+
+
+@pytest.mark.usefixtures("varied")
+def test_credit_to_the_final_turn_teaches_answers_alone() -> None:
+    every, last = phase_of(), phase_of(credit="final_turn")
+    model = model_of()
+    all_turns, final = every.losses(model, 0, 0, 1), last.losses(model, 0, 0, 1)
+    answer = 1 + 1 + 1 + 4 + 1
+    assert {loss.lesson.prompts_SL.shape[1] for loss in final} == {answer}  # type: ignore[attr-defined]
+    assert {loss.lesson.prompts_SL.shape[1] for loss in all_turns} == {answer, answer + 5}  # type: ignore[attr-defined]
+
+
+def test_equal_rewards_teach_nothing_and_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is weighed, so all rewards are 0: the gradient is 0, and after a while it is said what to change."""
+    phase = phase_of(task_weight=0.0, latency_weight=0.0, stability_weight=0.0)
+    model = model_of()
+    found = outcomes(phase, model)
+    assert not gradient(model, found).any()
+    record = record_of(phase, found)
+    assert record["dropped_groups"] == 1
+    with caplog.at_level(logging.WARNING):
+        for step in range(1, PATIENCE - 1):
+            phase.losses(model, step, 0, 1)
+        assert not caplog.records
+        phase.losses(model, PATIENCE - 1, 0, 1)
+    (said,) = caplog.records
+    assert f"for {PATIENCE} steps" in said.message
+    assert "reasoning.phases.imitation" in said.message
+
+
+def test_what_is_solved_is_not_called_too_hard() -> None:
+    assert "make reasoning.agent harder" in message_of_idleness(20, 1.0, 8)
+    assert "too hard" in message_of_idleness(20, 0.0, 8)
+
+
+def test_a_group_without_difference_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four groups, three get equal rewards: the sequences of the fourth alone are learnt from."""
+
+    def read(*arguments: Any, **named: Any) -> Reading:
+        reading = read_episodes(*arguments, **named)
+        return reading._replace(changes_B=torch.tensor([1] * 12 + [0, 1, 2, 2]), exact_B=torch.zeros(16).bool())
+
+    monkeypatch.setattr(policy, "read_episodes", read)
+    phase, model = phase_of(stability_weight=0.0), model_of()
+    losses = phase.losses(model, 0, 0, 1)
+    assert sum(len(loss.lesson.prompts_SL) for loss in losses) == 4 * 3  # type: ignore[attr-defined]
+    assert record_of(phase, [model(loss) for loss in losses])["dropped_groups"] == 0.75
+
+
+def test_a_reward_that_is_not_finite_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*arguments: Any, **named: Any) -> Reading:
+        reading = read_episodes(*arguments, **named)
+        return reading._replace(changes_B=torch.where(torch.arange(16) == 5, math.nan, 1.0))
+
+    monkeypatch.setattr(policy, "read_episodes", read)
+    with pytest.raises(ValueError, match="the reward of rollout 5 is nan"):
+        phase_of().losses(model_of(), 0, 0, 1)
+
+
+def test_options_change_the_objective() -> None:
+    reasoning = config_of(objective="dapo", clip_low=0.1, kl_weight=0.02, deviation=False).reasoning
+    assert reasoning is not None
+    found = objective_of(reasoning.rl)
+    assert (found.clip_low, found.clip_high, found.kl_weight, found.deviation) == (0.1, 0.28, 0.02, False)
+    standard = config_of().reasoning
+    assert standard is not None
+    assert objective_of(standard.rl) == OBJECTIVES["memagent"]
+
+
+@pytest.mark.usefixtures("varied")
+def test_the_divergence_is_from_the_model_as_it_was() -> None:
+    phase, model = phase_of(kl_weight=0.1), model_of()
+    assert record_of(phase, outcomes(phase, model))["divergence"] == pytest.approx(0.0, abs=1e-6)
+    with torch.no_grad():
+        model.language_model.embedding.weight.mul_(1.2)
+    assert record_of(phase, outcomes(phase, model, 1))["divergence"] > 1e-3
+    with pytest.raises(ConfigError, match="kl_weight: 0"):
+        phase_of(kl_weight=0.1).losses(model, 5, 0, 1)
+
+
+def test_more_turns_than_the_horizon_are_refused() -> None:
+    with pytest.raises(ConfigError, match="more than the 2 actions"):
+        phase_of(horizon=2)
+
+
+def test_imitation_is_shared_out_over_processes() -> None:
+    """Two processes' micro-batches together are one's, and they are as many."""
+    config, model = config_of(leak=0.5), model_of()
+    phase = ImitationPhase(config, source_for(config))
+    whole = outcomes(phase, model)
+    shares = [[model(loss) for loss in phase.losses(model, 0, rank, 2)] for rank in range(2)]
+    assert len(shares[0]) == len(shares[1])
+    torch.testing.assert_close(gradient(model, [*shares[0], *shares[1]]), gradient(model, whole), rtol=1e-3, atol=1e-6)
+
+
+def test_imitation_learns() -> None:
+    config, model = config_of(), model_of()
+    phase = ImitationPhase(config, source_for(config))
+    first = sum(one.total.item() for one in outcomes(phase, model))
+    last = run_phase(model, phase, steps=60, learning_rate=1e-2)
+    assert last["loss"] < 0.7 * first
