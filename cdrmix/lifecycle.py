@@ -28,6 +28,8 @@ from cdrmix.hf.card import STAGE_A_ONLY
 from cdrmix.hf.export import SUMS, Loaded, export_model, exported_step, load_model, run_of, step_of, verify
 from cdrmix.hf.rwkv_names import export_official_rwkv7
 from cdrmix.plan import count_parameters
+from cdrmix.reason.build import load_stage_b
+from cdrmix.reason.evaluation import evaluate_stage_b
 from cdrmix.reason.stage_b import spans, train_stage_b
 from cdrmix.report import write_report
 from cdrmix.train.checkpoint import list_checkpoints, newest_whole_checkpoint
@@ -173,6 +175,13 @@ def _after_training(run: RunFolder, shards: ShardSet, device: torch.device) -> N
         figures = _held_out(loaded, shards, loaded.config)
         run.update_summary({"held_out": dataclasses.asdict(figures), "held_out_step": loaded.step})
         run.say(held_out_table(figures))
+    if (
+        loaded.config.reasoning is not None
+        and spans(loaded.config)
+        and run.summary().get("mechanisms_step") != loaded.step
+    ):
+        found = evaluate_stage_b(load_stage_b(loaded), loaded.config, loaded.tokenizer, run.say)
+        run.update_summary({"mechanisms": found, "mechanisms_step": loaded.step})
     if not _is_exported(run, loaded.step):
         row = shards.valid.read(0, min(loaded.config.data.row_length, shards.valid.tokens)).tolist()
         export_model(loaded, run.export, summary=run.summary(), held_out_row=row, replace=True)

@@ -117,6 +117,13 @@ class Phases(Section):
     joint: Phase = Field(default_factory=Phase)  # B4: text, writes and memory together
 
 
+class StageBEvaluation(Section):
+    """Every mechanism on and off, over numbers of chunks, on episodes that no phase trained on."""
+
+    chunks: Annotated[list[PositiveInt], Field(min_length=1)] = [2, 4, 16]
+    episodes: PositiveInt = 64
+
+
 class Reasoning(Section):
     """Stage B; its presence makes a configuration a reasoning one."""
 
@@ -132,3 +139,4 @@ class Reasoning(Section):
     agent: EpisodesOfTask = Field(default_factory=lambda: EpisodesOfTask(task="chunk_recall"))
     operations: EpisodesOfTask = Field(default_factory=lambda: EpisodesOfTask(task="hops"))
     phases: Phases = Field(default_factory=Phases)
+    evaluation: StageBEvaluation = Field(default_factory=StageBEvaluation)

@@ -8,6 +8,8 @@ from cdrmix.data.curriculum import make_mixture
 from cdrmix.data.loader import TrainLoader
 from cdrmix.data.shards import ShardSet
 from cdrmix.data.tokenizer import TextTokenizer
+from cdrmix.errors import CheckpointError
+from cdrmix.hf.export import HEADS, Loaded
 from cdrmix.model.backbone import LanguageModel
 from cdrmix.reason.acceptance import AcceptancePhase
 from cdrmix.reason.controller import ControllerHeads
@@ -20,6 +22,7 @@ from cdrmix.reason.phase import Phase
 from cdrmix.reason.plasticity import PlasticityPhase
 from cdrmix.reason.policy import PolicyPhase
 from cdrmix.reason.stage_b_model import StageBModel
+from cdrmix.train.checkpoint import misfit
 from cdrmix.train.expert_parallel import expert_layer
 from cdrmix.train.parallel import World
 
@@ -34,6 +37,23 @@ def build_model(config: Config) -> StageBModel:
         experts=expert_layer(config),
         reasoning=reasoning,
     )
+    return _with_heads(language_model, config)
+
+
+def load_stage_b(loaded: Loaded) -> StageBModel:
+    """A trained model with its heads, in evaluation mode, on its device. Raises CheckpointError for what misfits."""
+    model = _with_heads(loaded.model, loaded.config)
+    wanted = {name: tensor.shape for name, tensor in model.state_dict().items() if name.split(".")[0] in HEADS}
+    problem = misfit(loaded.heads, wanted)
+    if problem is not None:
+        raise CheckpointError(f"the model of step {loaded.step} has not the heads of its configuration: it {problem}")
+    model.load_state_dict(dict(loaded.heads), strict=False)
+    return model.to(loaded.model.embedding.weight.device).eval().requires_grad_(False)
+
+
+def _with_heads(language_model: LanguageModel, config: Config) -> StageBModel:
+    reasoning = config.reasoning
+    assert reasoning is not None
     width, phases = config.model.d_model, reasoning.phases
     return StageBModel(
         language_model,

@@ -1,0 +1,96 @@
+"""What stage B's mechanisms do for a model: each on and off, over numbers of chunks, on held-out episodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from cdrmix.config.schema import Config
+from cdrmix.config.schema_reasoning import EpisodesOfTask
+from cdrmix.data.tokenizer import TextTokenizer
+from cdrmix.reason import acceptance, agent, operations, plasticity
+from cdrmix.reason.build import make_source
+from cdrmix.reason.controller import Controller, always, by_head, never
+from cdrmix.reason.episodes import FIRST_HELD_OUT, EpisodeSource
+from cdrmix.reason.operation_rollout import Reader
+from cdrmix.reason.stage_b_model import StageBModel
+
+
+@torch.no_grad()
+def evaluate_stage_b(
+    model: StageBModel, config: Config, tokenizer: TextTokenizer | None, say: Callable[[str], None]
+) -> dict[str, dict[str, dict[str, float]]]:
+    """By mechanism and number of chunks: "on", "off" (shares of answers that are right) and what else it measures.
+
+    Of every mechanism that a phase of the configuration trains. Greedy, so the same every time.
+    """
+    reasoning = config.reasoning
+    assert reasoning is not None
+    phases, section = reasoning.phases, reasoning.evaluation
+    numbers = range(FIRST_HELD_OUT, FIRST_HELD_OUT + section.episodes)
+    carry = reasoning.carry
+
+    def source(task: EpisodesOfTask) -> EpisodeSource:
+        return make_source(task, config, tokenizer)
+
+    ways: dict[str, Callable[[int], dict[str, float]]] = {}
+    if phases.plasticity.steps:
+        written = source(reasoning.plasticity)
+
+        def fast_weights(chunks: int) -> dict[str, float]:
+            changes = {"off": plasticity.zeroed, "swapped": plasticity.swapped}
+            found = plasticity.accuracy(model.language_model, written, carry, chunks, numbers, changes)
+            return {"on": found.pop("accuracy"), **found}
+
+        ways["plasticity"] = fast_weights
+    if phases.acceptance.steps and model.controller is not None:
+        doubtful = source(reasoning.acceptance or reasoning.plasticity)
+        controller, head = Controller(model.language_model, reasoning), by_head(model.controller)
+
+        def accept(chunks: int) -> dict[str, float]:
+            found = acceptance.measure(controller, doubtful, head, numbers, chunks)
+            off = acceptance.measure(controller, doubtful, always, numbers, chunks)["answered"]
+            none = acceptance.measure(controller, doubtful, never, numbers, chunks)["answered"]
+            return {"on": found.pop("answered"), "off": off, "never": none, **found}
+
+        ways["acceptance"] = accept
+    if phases.imitation.steps or phases.policy.steps:
+        asked = source(reasoning.agent)
+        window = agent.Window.of(reasoning, asked)
+
+        def remember(chunks: int) -> dict[str, float]:
+            on = agent.evaluate(model.language_model, window, asked, numbers, chunks)
+            off = agent.evaluate(model.language_model, window, asked, numbers, chunks, last_only=True)
+            return {"on": on.matched, "off": off.matched, "capture": on.capture, "retention": on.retention}
+
+        ways["agent"] = remember
+    if phases.operations.steps or phases.operations_imitation.steps:
+        hops = source(reasoning.operations)
+        without = reasoning.model_copy(update={"memory": reasoning.memory.model_copy(update={"episodic": False})})
+
+        def operate(chunks: int) -> dict[str, float]:
+            on = operations.evaluate(model, Reader(reasoning, hops), numbers, chunks)
+            off = operations.evaluate(model, Reader(without, hops), numbers, chunks)
+            return {"on": on.pop("accuracy"), "off": off["accuracy"], **on}
+
+        ways["operations"] = operate
+    model.eval()
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for name, measure in ways.items():
+        found[name] = {str(chunks): measure(chunks) for chunks in section.chunks}
+        say(table(name, found[name]))
+    return found
+
+
+def table(name: str, curve: Mapping[str, Mapping[str, Any]]) -> str:
+    """A mechanism's figures as aligned lines, a column a number of chunks."""
+    measures = list(next(iter(curve.values())))
+    width = max(len(name), *map(len, measures)) + 2
+    head = f"{name:<{width}}" + "".join(f"{chunks:>8}" for chunks in curve) + "  chunks"
+    lines = [
+        f"{measure:<{width}}" + "".join(f"{figures.get(measure, float('nan')):>8.3f}" for figures in curve.values())
+        for measure in measures
+    ]
+    return "\n".join([head, *lines])
