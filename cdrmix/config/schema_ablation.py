@@ -54,6 +54,7 @@ class Ablation(Section):
     seeds: Annotated[list[NonNegativeInt], Field(min_length=1)] = [1, 2, 3]
     chunks: Annotated[list[PositiveInt], Field(min_length=1)] = [4, 64, 256]  # of the episodes that are measured
     episodes: PositiveInt = 256  # that are measured, at each number of chunks
-    difficulty: dict[Text, bool | int | float | Text] = {}  # what is other in them than in the training's
+    difficulty: dict[Text, bool | int | float | Text] = {}  # what is other in them (plasticity: in harder ones)
+    harder_chunks: list[PositiveInt] = []  # of the harder episodes of plasticity
     tracking: Tracking = Field(default_factory=Tracking)
     demands: list[Demand] = []

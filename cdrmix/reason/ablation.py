@@ -108,7 +108,7 @@ def fingerprint(config: Config, seed: int) -> str:
     """A hash of all that decides an arm's result: its configuration but for names, claims and other arms; the seed."""
     assert config.ablation is not None
     decisive = config.ablation.model_dump(
-        mode="json", include={"experiment", "chunks", "episodes", "difficulty", "tracking"}
+        mode="json", include={"experiment", "chunks", "episodes", "difficulty", "harder_chunks", "tracking"}
     )
     words = [cdrmix.__version__, config_hash(config.model_copy(update={"run": _run_of(config, seed)})), decisive]
     return hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()[:24]

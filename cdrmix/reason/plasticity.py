@@ -226,7 +226,8 @@ def small_model(config: Config, seed: int) -> StageBModel:
 def experiment(config: Config, seed: int, say: Callable[[str], None]) -> dict[str, float]:
     """Trains a small model by phase B1 and measures it at every number of chunks of the ablation.
 
-    Gives accuracy@N; with adapters also zeroed@N and swapped@N: its fast weights emptied, or another episode's.
+    Gives accuracy@N, and harder@N of episodes of the ablation's difficulty; with adapters also zeroed@N and swapped@N:
+    its fast weights emptied, or another episode's.
     """
     reasoning, ablation = config.reasoning, config.ablation
     assert reasoning is not None
@@ -241,13 +242,15 @@ def experiment(config: Config, seed: int, say: Callable[[str], None]) -> dict[st
             say(f"  step {step + 1}: " + ", ".join(f"{name} {value:.3f}" for name, value in record.items()))
 
     run_phase(model, phase, steps=run.steps, learning_rate=run.learning_rate, warmup_steps=run.warmup_steps, say=told)
-    asked = source_of(
-        section.model_copy(update={"difficulty": {**section.difficulty, **ablation.difficulty}}), reasoning.chunk
-    )
-    changes = {"zeroed": zeroed, "swapped": swapped} if model.language_model.adapters else {}
+    language_model = model.language_model
+    changes = {"zeroed": zeroed, "swapped": swapped} if language_model.adapters else {}
+    numbers = range(FIRST_HELD_OUT, FIRST_HELD_OUT + ablation.episodes)
     measured: dict[str, float] = {}
     for chunks in ablation.chunks:
-        numbers = range(FIRST_HELD_OUT, FIRST_HELD_OUT + ablation.episodes)
-        found = accuracy(model.language_model, asked, reasoning.carry, chunks, numbers, changes)
+        found = accuracy(language_model, source, reasoning.carry, chunks, numbers, changes)
         measured |= {f"{name}@{chunks}": value for name, value in found.items()}
+    other = section.model_copy(update={"difficulty": {**section.difficulty, **ablation.difficulty}})
+    for chunks in ablation.harder_chunks:
+        found = accuracy(language_model, source_of(other, reasoning.chunk), reasoning.carry, chunks, numbers)
+        measured[f"harder@{chunks}"] = found["accuracy"]
     return measured
