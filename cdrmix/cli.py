@@ -150,6 +150,13 @@ def parser() -> argparse.ArgumentParser:
     where.add_argument(
         "--rwkv", type=Path, metavar="OUT.pth", help="instead, the weights of a pure RWKV-7 for the rwkv package"
     )
+    _add_reason(commands)
+    ablate = add(
+        "ablate", _ablate, "train small models with a mechanism on and off, and print what it does", config=True
+    )
+    ablate.add_argument("--seeds", type=_seeds, metavar="1,2,3", help="these seeds (default: the file's)")
+    ablate.add_argument("--arms", type=lambda text: text.split(","), metavar="A,B", help="these arms (default: all)")
+    ablate.add_argument("--out", type=Path, metavar="FOLDER", help="of results (default: experiments/ablations)")
     compare = add("compare", _compare, "whether two runs ended with the same weights, bit for bit (exit 0) or not (1)")
     compare.add_argument("runs", nargs=2, type=Path, metavar="RUN", help="a run, checkpoint or export folder")
     report = add("report", _report, "draw loss.png and write report.html of a run")
@@ -174,6 +181,23 @@ def _add_data(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     inspect.add_argument("--row", type=int, metavar="N", help="the first row to print, from 0 (default: the first)")
     inspect.add_argument("--rows", type=_positive, default=1, metavar="N", help="how many rows to print (default 1)")
     inspect.add_argument("--domain", metavar="NAME", help="only rows of this domain")
+
+
+def _add_reason(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """`reason` has commands of its own."""
+    text = "work with a model that has been through stage B"
+    reason = commands.add_parser("reason", help=text, description=text, allow_abbrev=False)
+    actions = reason.add_subparsers(dest="action", required=True, metavar="COMMAND")
+    text = "read a long document chunk by chunk, show what is written and remembered, answer a question about it"
+    demo = actions.add_parser("demo", help=text, description=text, allow_abbrev=False)
+    demo.set_defaults(command=_reason_demo, name="reason demo")
+    _model(demo)
+    _device(demo)
+    demo.add_argument("--document", type=Path, metavar="FILE", help="UTF-8 text (default: one of generated facts)")
+    demo.add_argument("--question", metavar="TEXT", help="what to answer; goes with --document")
+    demo.add_argument("--chunks", type=_positive, default=8, metavar="N", help="of the generated one (default 8)")
+    demo.add_argument("--number", type=_positive, default=1, metavar="N", help="which generated one (default 1)")
+    demo.add_argument("--session", type=Path, metavar="FILE", help="go on from this file where it is there; save there")
 
 
 def _model(sub: argparse.ArgumentParser) -> None:
@@ -287,6 +311,35 @@ def _generate(options: argparse.Namespace) -> int:
 def _show_every_character() -> None:
     """A terminal that cannot show a character gets its code instead of an end in the middle of the text."""
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+
+
+def _reason_demo(options: argparse.Namespace) -> int:
+    from cdrmix.lifecycle import load_alone
+    from cdrmix.reason.demo import demonstrate
+
+    if (options.document is None) != (options.question is None):
+        raise ConfigError("--document and --question go together: a text of your own, and what to answer about it")
+    _show_every_character()
+    demonstrate(
+        load_alone(options.model, options.device),
+        document=options.document,
+        question=options.question,
+        chunks=options.chunks,
+        number=options.number,
+        session=options.session,
+    )
+    return 0
+
+
+def _ablate(options: argparse.Namespace) -> int:
+    from cdrmix.reason.ablation import run
+
+    outcome = run(options.config, options.overrides, options.seeds, options.out, arms=options.arms)
+    return 0 if outcome.holds else 1
+
+
+def _seeds(text: str) -> list[int]:
+    return [_positive(part) for part in text.split(",")]
 
 
 def _export(options: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import html
 from collections.abc import Iterable, Sequence
 
@@ -68,6 +69,20 @@ def tiles(facts: Sequence[tuple[str, str]], *, stress_first: bool) -> str:
         for number, (value, label) in enumerate(facts)
     )
     return f'<div class="tiles">{cells}</div>'
+
+
+def picture(light_dark: Sequence[bytes], words: str) -> str:
+    """A PNG, in a light and a dark form, as HTML that holds it; words: what it shows, for those who cannot see it."""
+    light, dark = light_dark
+
+    def uri(png: bytes) -> str:
+        return "data:image/png;base64," + base64.b64encode(png).decode("ascii")
+
+    return (
+        f'<picture><source media="(prefers-color-scheme: dark)" srcset="{uri(dark)}">'
+        f'<img alt="{escaped(words)}" src="{uri(light)}">'
+        "</picture>"
+    )
 
 
 def escaped(value: object) -> str:

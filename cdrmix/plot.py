@@ -49,7 +49,7 @@ def draw(rows: Sequence[Row], held_out: Mapping[str, float] | None, *, title: st
     grid = figure.add_gridspec(2, 2, height_ratios=(2.1, 1.0))
     loss, router, rate = figure.add_subplot(grid[0, :]), figure.add_subplot(grid[1, 0]), figure.add_subplot(grid[1, 1])
     for axes in (loss, router, rate):
-        _plain(axes, palette)
+        plain(axes, palette)
     _loss(loss, rows, held_out, palette)
     _router(router, rows, palette)
     _rate(rate, rows, palette)
@@ -83,7 +83,7 @@ def draw_load(rows: Sequence[Row], *, title: str, palette: Palette = LIGHT) -> b
     steps = [row["step"] for row in routed]
     ends = [steps[0] - 0.5, *((left + right) / 2 for left, right in itertools.pairwise(steps)), steps[-1] + 0.5]
     for place, axes in enumerate(grid.flat):
-        _plain(axes, palette)
+        plain(axes, palette)
         axes.grid(visible=False)
         if place >= len(shown):
             axes.set_visible(False)
@@ -110,7 +110,7 @@ def draw_load(rows: Sequence[Row], *, title: str, palette: Palette = LIGHT) -> b
             fontsize=8.5,
             pad=4,
         )
-        _label(axes, "step" if place >= len(shown) - columns else "", "" if place % columns else "expert", palette)
+        label(axes, "step" if place >= len(shown) - columns else "", "" if place % columns else "expert", palette)
     bar = figure.colorbar(mesh, ax=grid, aspect=30, pad=0.02)
     bar.set_ticks([0.25, 0.5, 1, 2, 4], labels=["\u2264 1/4", "1/2", "1", "2", "\u2265 4"])
     bar.ax.minorticks_off()
@@ -125,7 +125,7 @@ def draw_load(rows: Sequence[Row], *, title: str, palette: Palette = LIGHT) -> b
     return picture.getvalue()
 
 
-def _plain(axes: Axes, palette: Palette) -> None:
+def plain(axes: Axes, palette: Palette) -> None:
     axes.set_facecolor(palette.paper)
     axes.tick_params(colors=palette.ink, labelsize=9, length=3)
     axes.grid(axis="y", color=palette.faint, linewidth=0.6, alpha=0.6)
@@ -138,7 +138,7 @@ def _plain(axes: Axes, palette: Palette) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: amount(value)))
 
 
-def _label(axes: Axes, x: str, y: str, palette: Palette) -> None:
+def label(axes: Axes, x: str, y: str, palette: Palette) -> None:
     axes.set_xlabel(x, color=palette.ink, fontsize=9.5)
     axes.set_ylabel(y, color=palette.ink, fontsize=9.5)
 
@@ -160,7 +160,7 @@ def _loss(axes: Axes, rows: Sequence[Row], held_out: Mapping[str, float] | None,
         label="held-out text",
         zorder=3,
     )
-    _label(axes, "step", "loss, nats per token", palette)
+    label(axes, "step", "loss, nats per token", palette)
     if valid:
         # On held-out text nats and bits per byte differ by a constant: tokens a byte, over ln 2.
         last = valid[-1]
@@ -207,7 +207,7 @@ def _baselines(axes: Axes, held_out: Mapping[str, float] | None, factor: float, 
 
 def _router(axes: Axes, rows: Sequence[Row], palette: Palette) -> None:
     with_router = [row for row in rows if row.get("router", {}).get("entropy_normalised")]
-    _label(axes, "step", "entropy of expert load (1 = even)", palette)
+    label(axes, "step", "entropy of expert load (1 = even)", palette)
     if not with_router:
         axes.text(0.5, 0.5, "no routed blocks", ha="center", va="center", transform=axes.transAxes, color=palette.ink)
         return
@@ -232,7 +232,7 @@ def _router(axes: Axes, rows: Sequence[Row], palette: Palette) -> None:
 def _rate(axes: Axes, rows: Sequence[Row], palette: Palette) -> None:
     steps = [row["step"] for row in rows]
     axes.plot(steps, [row["learning_rate"] for row in rows], color=palette.train, linewidth=1.6)
-    _label(axes, "step", "", palette)
+    label(axes, "step", "", palette)
     axes.set_ylabel("learning rate", color=palette.train, fontsize=9.5)
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2))
     axes.yaxis.get_offset_text().set(color=palette.ink, fontsize=8)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cdrmix.durable import write_atomically
-from cdrmix.page import escaped, html_page, tiles
+from cdrmix.page import escaped, html_page, picture, tiles
 from cdrmix.plot import DARK, LAST_ROWS, LIGHT, draw, draw_load
+from cdrmix.report_stage_b import stage_b_sections
 from cdrmix.train.metrics import amount, clock, router_names
 from cdrmix.train.run import RunFolder, read_metrics
 
@@ -28,14 +28,16 @@ def write_report(run: RunFolder) -> Path:
 
     Works for a run at any point of its life: what has not happened yet is left out.
     """
-    rows, summary = read_metrics(run.metrics_jsonl), run.summary()
+    every, summary = read_metrics(run.metrics_jsonl), run.summary()
+    rows, of_phases = ([row for row in every if ("phase" in row) == is_phase] for is_phase in (False, True))
     title = f"{summary.get('name', 'run')}, {run.path.name}"
     curves = [draw(rows, summary.get("held_out"), title=title, palette=palette) for palette in (LIGHT, DARK)]
-    loads = [picture for palette in (LIGHT, DARK) if (picture := draw_load(rows, title=title, palette=palette))]
+    loads = [drawn for palette in (LIGHT, DARK) if (drawn := draw_load(rows, title=title, palette=palette))]
     write_atomically(run.plot, curves[0])
     if loads:
         write_atomically(run.load_plot, loads[0])
-    write_atomically(run.report, page(run, rows, summary, curves, loads))
+    stage_b = stage_b_sections(of_phases, summary, title)
+    write_atomically(run.report, page(run, rows, summary, curves, loads, stage_b))
     return run.report
 
 
@@ -45,10 +47,11 @@ def page(
     summary: Mapping[str, Any],
     curves: Sequence[bytes],
     loads: Sequence[bytes],
+    stage_b: Sequence[str] = (),
 ) -> str:
     """The HTML text: pictures embedded, style inline, every value escaped.
 
-    curves, loads: the pictures of the run, light and dark; no loads where nothing was routed.
+    curves, loads: the pictures of the run, light and dark; no loads where nothing was routed. stage_b: its sections.
     """
     config = run.config_snapshot.read_text(encoding="utf-8")
     sections = [
@@ -57,9 +60,10 @@ def page(
         + "</header>",
         _tiles(rows, summary),
         _held_out(summary.get("held_out")),
-        f"<h2>Curves</h2>{_picture(curves, CURVES)}",
+        *stage_b,
+        f"<h2>Curves</h2>{picture(curves, CURVES)}",
         _router(rows),
-        _picture(loads, "Load of every expert by step, a heat map a block") if loads else "",
+        picture(loads, "Load of every expert by step, a heat map a block") if loads else "",
         _sample(summary.get("sample")),
         _facts("Text", summary.get("corpus")),
         _checkpoints(run.checkpoints),
@@ -112,19 +116,6 @@ def _held_out(held_out: Mapping[str, Any] | None) -> str:
         f'<p class="soft">{held_out["tokens"]:,} predicted tokens, {held_out["text_bytes"]:,} bytes; less is better. '
         "The unigram figure is the entropy of the held-out tokens' own distribution; gzip and zstd compress the whole "
         "held-out text as one stream.</p>"
-    )
-
-
-def _picture(pictures: Sequence[bytes], words: str) -> str:
-    light, dark = pictures
-
-    def uri(picture: bytes) -> str:
-        return "data:image/png;base64," + base64.b64encode(picture).decode("ascii")
-
-    return (
-        f'<picture><source media="(prefers-color-scheme: dark)" srcset="{uri(dark)}">'
-        f'<img alt="{escaped(words)}" src="{uri(light)}">'
-        "</picture>"
     )
 
 

@@ -30,7 +30,7 @@ FLOORS = [
     {"eval"},
     {"train"},
     {"reason", "hf"},
-    {"lifecycle", "plan", "report", "plot", "generate", "compare"},
+    {"lifecycle", "plan", "report", "report_stage_b", "plot", "plot_stage_b", "generate", "compare"},
     {"ladder"},
     {"cli"},
 ]
@@ -68,7 +68,7 @@ OWNERS = {
     "tokenizers": {"cdrmix/data/tokenizer.py"},
     "transformers": {"cdrmix/hf"},
     "yaml": {"cdrmix/config/load.py"},
-    "matplotlib": {"cdrmix/plot.py"},
+    "matplotlib": {"cdrmix/plot.py", "cdrmix/plot_stage_b.py"},
     "rich": {"cdrmix/train/metrics.py", "cdrmix/cli.py"},
     "tensorboard": {"cdrmix/train/metrics.py"},
     "wandb": {"cdrmix/train/metrics.py"},

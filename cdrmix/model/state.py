@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -87,6 +87,44 @@ def with_fast_weights(state: ModelState, change: Callable[[Tensor], Tensor]) -> 
         )
         for block in state
     )
+
+
+def flattened(state: ModelState) -> dict[str, Tensor]:
+    """Every tensor of a state by its place in it, "block.part.field"; whole numbers as tensors of no dimensions."""
+    found: dict[str, Tensor] = {}
+
+    def walk(part: Any, name: str) -> None:
+        if isinstance(part, tuple):
+            fields = getattr(part, "_fields", range(len(part)))
+            for field, each in zip(fields, part, strict=True):
+                walk(each, f"{name}.{field}" if name else str(field))
+        elif isinstance(part, Tensor):
+            found[name] = part
+        elif part is not None:
+            found[name] = torch.tensor(part)
+
+    walk(state, "")
+    return found
+
+
+def filled(template: ModelState, tensors: Mapping[str, Tensor]) -> ModelState:
+    """The state of which `flattened` gave the tensors; what is absent is None. template: any state of the model."""
+
+    def walk(part: Any, name: str) -> Any:
+        if isinstance(part, tuple):
+            fields = getattr(part, "_fields", range(len(part)))
+            parts = [
+                walk(each, f"{name}.{field}" if name else str(field)) for field, each in zip(fields, part, strict=True)
+            ]
+            if all(each is None for each in parts):
+                return None
+            return type(part)(*parts) if hasattr(part, "_fields") else tuple(parts)
+        found = tensors.get(name)
+        if found is None or isinstance(part, Tensor):
+            return found
+        return type(part)(found.item())
+
+    return tuple(walk(block, str(number)) for number, block in enumerate(template))
 
 
 def _unbound(state: Any) -> Any:

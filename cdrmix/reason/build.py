@@ -13,7 +13,7 @@ from cdrmix.hf.export import HEADS, Loaded
 from cdrmix.model.backbone import LanguageModel
 from cdrmix.reason.acceptance import AcceptancePhase
 from cdrmix.reason.controller import ControllerHeads
-from cdrmix.reason.episodes import EpisodeSource, TextSource, TokenSource
+from cdrmix.reason.episodes import EpisodeSource, source_of
 from cdrmix.reason.imitation import ImitationPhase
 from cdrmix.reason.joint import JointPhase
 from cdrmix.reason.memory import Summariser
@@ -63,15 +63,6 @@ def _with_heads(language_model: LanguageModel, config: Config) -> StageBModel:
     )
 
 
-def make_source(section: EpisodesOfTask, config: Config, tokenizer: TextTokenizer | None) -> EpisodeSource:
-    """Where a phase's episodes come from: ids of their own vocabulary, or text by the run's tokenizer."""
-    assert config.reasoning is not None
-    if section.tokens:
-        return TokenSource(section.task, section.seed, config.reasoning.chunk, section.difficulty)
-    assert tokenizer is not None
-    return TextSource(section.task, section.seed, config.reasoning.chunk, section.difficulty, tokenizer)
-
-
 def make_phase(
     name: str, config: Config, tokenizer: TextTokenizer | None, shards: ShardSet | None, world: World
 ) -> Phase:
@@ -80,7 +71,7 @@ def make_phase(
     assert reasoning is not None
 
     def source(section: EpisodesOfTask) -> EpisodeSource:
-        return make_source(section, config, tokenizer)
+        return source_of(section, reasoning.chunk, tokenizer)
 
     if name == "plasticity":
         return PlasticityPhase(config, source(reasoning.plasticity))

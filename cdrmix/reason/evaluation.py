@@ -11,9 +11,8 @@ from cdrmix.config.schema import Config
 from cdrmix.config.schema_reasoning import EpisodesOfTask
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.reason import acceptance, agent, operations, plasticity
-from cdrmix.reason.build import make_source
 from cdrmix.reason.controller import Controller, always, by_head, never
-from cdrmix.reason.episodes import FIRST_HELD_OUT, EpisodeSource
+from cdrmix.reason.episodes import FIRST_HELD_OUT, EpisodeSource, source_of
 from cdrmix.reason.operation_rollout import Reader
 from cdrmix.reason.stage_b_model import StageBModel
 
@@ -33,7 +32,7 @@ def evaluate_stage_b(
     carry = reasoning.carry
 
     def source(task: EpisodesOfTask) -> EpisodeSource:
-        return make_source(task, config, tokenizer)
+        return source_of(task, reasoning.chunk, tokenizer)
 
     ways: dict[str, Callable[[int], dict[str, float]]] = {}
     if phases.plasticity.steps:

@@ -165,6 +165,8 @@ class Console:
 class PhaseConsole:
     """A phase's progress for a person: aligned lines, the names of what is measured above them. A context manager."""
 
+    WIDTH = 88  # characters of measures
+
     def __init__(self, run: RunFolder, phase: str, steps: int, *, shown: bool = True) -> None:
         self._run, self._phase, self._steps, self._shown = run, phase, steps, shown
         self._lines = 0
@@ -182,14 +184,18 @@ class PhaseConsole:
         """Shows one record."""
         if not self._run.writes:
             return
-        widths = {name: max(len(name), 7) for name in record.measures}
+        widths, room = {}, self.WIDTH
+        for name in record.measures:  # as many as there is room for; metrics.jsonl has all
+            room -= max(len(name), 7) + 2
+            if room >= 0:
+                widths[name] = max(len(name), 7)
         count = f"{record.phase_step}/{self._steps}"
         place = len(self._phase) + 2 + 2 * len(str(self._steps))
         now = time.monotonic()
         self._start = self._start or (record.phase_step, now)
         steps, seconds = record.phase_step - self._start[0], now - self._start[1]
         left = clock(seconds / steps * (self._steps - record.phase_step)) if steps else "-"
-        figures = "  ".join(f"{_short(value):>{widths[name]}}" for name, value in record.measures.items())
+        figures = "  ".join(f"{_short(record.measures[name]):>{width}}" for name, width in widths.items())
         line = f"{f'{self._phase} {count}':>{place}}  {figures}  {left:>6}"
         if self._shown:
             if self._lines % 20 == 0:

@@ -1,0 +1,79 @@
+"""`cdrmix reason demo`: a document read before one's eyes, what is written and remembered of it, and the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from cdrmix.data.tasks import TASKS, episode
+from cdrmix.errors import ConfigError
+from cdrmix.hf.export import Loaded
+from cdrmix.reason.episodes import FIRST_HELD_OUT
+from cdrmix.reason.session import Answers, Session, describe
+
+Say = Callable[[str], None]
+CHARACTERS_A_TOKEN = 3  # of a generated document; roughly, so that it has the chunks asked for
+
+
+def demonstrate(
+    loaded: Loaded,
+    *,
+    document: Path | None = None,
+    question: str | None = None,
+    chunks: int = 8,
+    number: int = 1,
+    session: Path | None = None,
+    say: Say = print,
+) -> Answers:
+    """Reads, says what happens, answers.
+
+    document, question: both or none; without them, held-out episode `number` of the agent's task in about `chunks`
+    chunks. session: goes on from that file where it is there (its question is kept), and saves to it.
+    Raises ConfigError for a document that cannot be read or is empty, CheckpointError for another model's session.
+    """
+    expected = None
+    if document is None or question is None:
+        text, question, expected = generated(loaded, chunks, number)
+    else:
+        text = _text_of(document)
+    reader = Session(loaded, question)
+    if session is not None and session.exists():
+        reader = Session.load(loaded, session)
+        if reader.question != question:
+            say(f"{session} is about another question, which is kept")
+    say(f"Question: {reader.question}")
+    say(f"{'chunk':>5}  {'what is read':<60}  {'fast weights':<12}  memory (*: rewritten)")
+    for step in reader.read(text):
+        say(describe(step))
+    if session is not None:
+        reader.save(session)
+    answers = reader.answer()
+    if answers.from_memory is not None:
+        say(f"Answer from memory:       {answers.from_memory}")
+    if answers.from_fast_weights is not None:
+        say(f"Answer from fast weights: {answers.from_fast_weights}")
+    if expected is not None:
+        say(f"Right would be:           {expected}")
+    return answers
+
+
+def generated(loaded: Loaded, chunks: int, number: int) -> tuple[str, str, str]:
+    """A document that no phase trained on, its question and answer."""
+    reasoning = loaded.config.reasoning
+    if reasoning is None or reasoning.agent.tokens:
+        raise ConfigError("this model was not trained to read text in stage B: name a --document and a --question")
+    section = reasoning.agent
+    characters = chunks * reasoning.chunk * CHARACTERS_A_TOKEN
+    level = TASKS[section.task].standard.changed({**section.difficulty, "chunks": chunks, "characters": characters})
+    made = episode(section.task, section.seed, FIRST_HELD_OUT + number, level)
+    return " ".join(made.chunks), made.question, made.answer
+
+
+def _text_of(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--document {path}: byte {error.start} is not UTF-8 text") from error
+    if not text.strip():
+        raise ConfigError(f"--document {path} is empty")
+    return text

@@ -1,0 +1,207 @@
+"""A reader of long documents: a trained stage B model at work on one document, chunk by chunk, and what it remembers.
+
+Every chunk passes twice. The controller reads it on from the fast weights and commits what it would write, or rolls it
+back. The memory agent reads it beside the question and its memory, and writes the memory anew. What is remembered can
+be saved, and has a constant size unless attention's caches are carried on (reasoning.carry: all): a session that is
+loaded answers as the one that was saved.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from cdrmix.data.tokenizer import TextTokenizer
+from cdrmix.durable import disk_guard
+from cdrmix.errors import CheckpointError, ConfigError
+from cdrmix.hf.export import Loaded
+from cdrmix.model.state import filled, flattened
+from cdrmix.reason.agent import TokenMemory, Window
+from cdrmix.reason.build import load_stage_b
+from cdrmix.reason.controller import Controller, Group, configured
+from cdrmix.reason.episodes import EpisodeSource, source_of
+from cdrmix.reason.rollout import proceed, read
+
+FORMAT = "cdrmix session 1"
+
+
+class Step(NamedTuple):
+    """What became of one chunk. text: as it was read. committed: whether the fast weights took it, None without a
+    controller or adapters; scale: how strongly. memory: what the agent keeps now; changed: whether it wrote."""
+
+    number: int
+    text: str
+    committed: bool | None
+    scale: float
+    memory: str
+    changed: bool
+
+
+class Answers(NamedTuple):
+    """The same question answered from the token memory and from the fast weights; None where a model has none."""
+
+    from_memory: str | None
+    from_fast_weights: str | None
+
+
+class Session:
+    """One document and one question. The question is known from the start: what to keep is judged by it."""
+
+    def __init__(self, loaded: Loaded, question: str) -> None:
+        reasoning = loaded.config.reasoning
+        if reasoning is None or not loaded.heads:
+            raise ConfigError("this model has not been through stage B: it cannot read beyond its window")
+        if reasoning.agent.tokens:
+            raise ConfigError("this model's memory agent was trained on ids of a vocabulary of its own, not on text")
+        self._reasoning, self._tokenizer, self.question = reasoning, loaded.tokenizer, question
+        self._model = load_stage_b(loaded)
+        self._source: EpisodeSource = source_of(reasoning.agent, reasoning.chunk, loaded.tokenizer)
+        self._window = Window.of(reasoning, self._source)
+        self._device = loaded.model.embedding.weight.device
+        ids = loaded.tokenizer.encode(f" {question}")
+        if len(ids) > self._source.question:
+            raise ConfigError(
+                f"the question has {len(ids)} tokens; this model's window holds one of {self._source.question}"
+            )
+        self._question_1Q = self._row(ids, self._source.question)
+        self._controller = Controller(loaded.model, reasoning) if loaded.model.adapters else None
+        self._decide = configured(reasoning, self._model.controller)
+        self._episode = self._controller.begin(1) if self._controller else None
+        phases = reasoning.phases
+        self._remembers = bool(phases.imitation.steps or phases.policy.steps)
+        self._memory = TokenMemory.empty(self._window, 1, self._device)
+        self.steps = 0
+
+    @torch.no_grad()
+    def read(self, document: str) -> Iterator[Step]:
+        """Reads on, chunk by chunk; a last one that is not full is padded."""
+        for ids in cut(self._tokenizer, document, self._reasoning.chunk):
+            self.steps += 1
+            chunk_1C = self._row(ids, self._reasoning.chunk)
+            committed, scale = None, 0.0
+            if self._controller is not None and self._episode is not None:
+                self._episode, decision, _ = self._controller.step(self._episode, chunk_1C, self._decide)
+                committed = bool(decision.commit_B)
+                scale = self._controller.scales[int(decision.branch_B)] if committed else 0.0
+            changed = False
+            if self._remembers:
+                before = self._memory.parts_BHP
+                prompt = torch.cat(
+                    [self._window.begin(self._question_1Q), self._window.turn(self._memory.shown(), chunk_1C)], 1
+                )
+                self._memory = self._memory.write(self._write(prompt, self._window.part), self.steps)
+                changed = not torch.equal(before, self._memory.parts_BHP)
+            yield Step(self.steps, self._text(chunk_1C), committed, scale, self._text(self._memory.shown()), changed)
+
+    @torch.no_grad()
+    def answer(self) -> Answers:
+        """What is remembered, asked; the session stays as it is."""
+        from_memory = from_fast_weights = None
+        if self._remembers:
+            prompt = torch.cat([self._window.begin(self._question_1Q), self._window.last(self._memory.shown())], 1)
+            from_memory = self._text(self._write(prompt, self._window.answer)).strip()
+        if self._episode is not None:
+            (group,) = self._episode.groups
+            marks = self._source.marks
+            question = self._question_1Q[:, : int((self._question_1Q != self._source.pad).sum())]
+            prompt = torch.cat([self._mark(marks.question), question, self._mark(marks.answer)], 1)
+            model, generator = self._model.language_model, torch.Generator()
+            begun = read(model, prompt, group.state)
+            said = proceed(model, begun, self._window.answer, temperature=0.0, generator=generator, end=marks.end)
+            from_fast_weights = self._text(self._window.written(said)).strip()
+        return Answers(from_memory, from_fast_weights)
+
+    def save(self, path: Path) -> None:
+        """Everything that is remembered, in one safetensors file. Raises DiskFullError."""
+        tensors = {"memory.parts": self._memory.parts_BHP, "memory.changed": self._memory.changed_BH}
+        if self._episode is not None:
+            (group,) = self._episode.groups
+            tensors["commits"] = self._episode.commits_B
+            tensors |= {f"state.{name}": each for name, each in flattened(group.state or ()).items()}
+        words = {"format": FORMAT, "question": self.question, "steps": str(self.steps)}
+        with disk_guard(f"the session {path}", "Free some space, or name another place."):
+            save_file({name: each.cpu().contiguous() for name, each in tensors.items()}, path, metadata=words)
+
+    @classmethod
+    def load(cls, loaded: Loaded, path: Path) -> Session:
+        """The session that was saved with this model. Raises CheckpointError for a file that is not one of its."""
+        try:
+            with safe_open(path, "pt") as file:
+                words = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path} cannot be read as a session: {error}") from error
+        if words.get("format") != FORMAT:
+            raise CheckpointError(f"{path} is no session of this version; its format is {words.get('format')!r}")
+        session = cls(loaded, words["question"])
+        session._restore(tensors, path)
+        session.steps = int(words["steps"])
+        return session
+
+    @torch.no_grad()
+    def _restore(self, tensors: dict[str, Tensor], path: Path) -> None:
+        device = self._device
+        parts, changed = tensors["memory.parts"].to(device), tensors["memory.changed"].to(device)
+        if parts.shape != self._memory.parts_BHP.shape:
+            raise CheckpointError(
+                f"{path} holds a memory of {list(parts.shape)} tokens, this model's is "
+                f"{list(self._memory.parts_BHP.shape)}: it is another model's session"
+            )
+        self._memory = TokenMemory(parts, changed)
+        if self._episode is None:
+            return
+        of_state = {name.removeprefix("state."): each.to(device) for name, each in tensors.items() if "." in name}
+        chunk_1C = self._row([], self._reasoning.chunk)
+        template = self._model.language_model(chunk_1C, return_state=True).state
+        assert template is not None
+        state = None
+        if any(name.startswith("state.") for name in tensors):
+            state = filled(template, of_state)
+            shapes = {name: each.shape[1:] for name, each in flattened(template).items() if ".plastic." in name}
+            found = flattened(state)
+            if any(name not in found or found[name].shape[1:] != shape for name, shape in shapes.items()):
+                raise CheckpointError(f"{path} holds fast weights of other sizes: it is another model's session")
+        (group,) = self._episode.groups
+        self._episode = self._episode._replace(
+            groups=(Group(group.rows_R, state),), commits_B=tensors["commits"].to(device)
+        )
+
+    def _write(self, prompt_1L: Tensor, tokens: int) -> Tensor:
+        model, generator = self._model.language_model, torch.Generator()
+        end = self._window.marks.end
+        said = proceed(model, read(model, prompt_1L), tokens, temperature=0.0, generator=generator, end=end)
+        return self._window.written(said)
+
+    def _row(self, ids: list[int], width: int) -> Tensor:
+        return torch.tensor([[*ids, *[self._source.pad] * (width - len(ids))]], device=self._device)
+
+    def _mark(self, mark: int) -> Tensor:
+        return torch.tensor([[mark]], device=self._device)
+
+    def _text(self, ids_1L: Tensor) -> str:
+        ids = [token for token in ids_1L.flatten().tolist() if token != self._source.pad]
+        return self._tokenizer.decode_bytes(ids).decode("utf-8", errors="replace")
+
+
+def cut(tokenizer: TextTokenizer, document: str, chunk: int) -> Iterator[list[int]]:
+    """A document's tokens, `chunk` at a time."""
+    ids = tokenizer.encode(document)
+    for start in range(0, len(ids), chunk):
+        yield ids[start : start + chunk]
+
+
+def describe(step: Step, width: int = 60) -> str:
+    """A step as a line for people."""
+    shown = " ".join(step.text.split())
+    shown = shown if len(shown) <= width else shown[: width - 1] + "…"
+    write = f"written x{step.scale:g}" if step.committed else "rolled back"
+    write = "" if step.committed is None else write
+    memory = json.dumps(" ".join(step.memory.split()), ensure_ascii=False)
+    return f"{step.number:>5}  {shown:<{width}}  {write:<12}  {'*' if step.changed else ' '} {memory}"
