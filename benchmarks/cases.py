@@ -20,6 +20,8 @@ SUITES = {
     "aot": "aot",
     "data": "data",
     "plastic": "plastic",
+    "memory": "memory",
+    "rl": "rl",
 }
 
 

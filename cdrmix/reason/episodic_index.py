@@ -73,8 +73,16 @@ class EpisodicIndex:
         assert queries.shape[1] == self.dim
         if not len(self):
             return [[] for _ in queries]
-        scores, ids = self._vectors.search(unit(queries), min(count, len(self)), params=self._parameters(step))
-        return [self._kept.hits(*found) for found in zip(ids.tolist(), scores.tolist(), strict=True)]
+        wanted, keys, parameters = min(count + 1, len(self)), unit(queries), self._parameters(step)
+        while True:
+            scores, ids = self._vectors.search(keys, wanted, params=parameters)
+            # Of equal scores FAISS keeps the later: where the last one to be given equals the first one not to be, all
+            # that equal it are needed.
+            tied = wanted > count and ((scores[:, count - 1] == scores[:, -1]) & (ids[:, -1] >= 0)).any()
+            if not tied or wanted == len(self):
+                break
+            wanted = min(2 * wanted, len(self))
+        return [self._kept.hits(*found)[:count] for found in zip(ids.tolist(), scores.tolist(), strict=True)]
 
     def commit(self, staged: Staged, step: int) -> list[int]:
         """Makes a step's changes durable, then visible; returns the new episodes' ids.

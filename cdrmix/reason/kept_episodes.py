@@ -146,7 +146,8 @@ class EpisodesInMemory:
         assert queries.shape[1] == self._kept.dim
         if not self._ids:
             return [[] for _ in queries]
-        scores = unit(queries) @ self._keys.T
+        # each by itself: a product of matrices may round equal keys differently, by where they stand
+        scores = (unit(queries)[:, None] * self._keys).sum(-1)
         expired = self._kept.expired(step)
         if expired:
             scores[:, np.isin(self._ids, expired)] = -np.inf

@@ -80,10 +80,9 @@ class Row:
 
     def allowed(self, chunks: int, horizon: int) -> list[bool]:
         """By operation: searching the same window twice finds the same; at the horizon there is only going on."""
-        room = len(self.spliced) < MOST_SPLICED and self.taken + (chunks - self.chunk) < horizon
-        going_on = self.taken + (chunks - self.chunk) <= horizon
-        splices = room and self.next_found() is not None
-        return [True, going_on, room and not self.searched, splices, going_on]
+        going_on = chunks - self.chunk + 1  # operations without which there is no answer
+        room = len(self.spliced) < MOST_SPLICED and self.taken + 1 + going_on <= horizon
+        return [True, True, room and not self.searched, room and self.next_found() is not None, True]
 
     def facts(self, chunks: int) -> list[float]:
         """Whether there is something to splice, whether this is the question, how full the window is, whether the

@@ -43,7 +43,7 @@ from cdrmix.reason.stage_b_model import StageBModel
 
 __all__ = ["OperationHeads", "OperationsImitationPhase", "OperationsPhase", "experiment"]
 
-TEMPERATURE = 0.1  # cosines are divided by it in the loss of the keys
+TEMPERATURE = 0.03  # cosines are divided by it in the loss of the keys; at 0.1 they are learnt half as fast
 VALUE_WEIGHT = 0.5
 
 
@@ -106,9 +106,7 @@ class OperationsImitationPhase:
     that tell one variable from another; else the heads and the summariser alone."""
 
     name = "operations_imitation"
-    measures: tuple[str, ...] = (
-        *("loss", "decisions", "agreed", "searches", "found", "answers", "right", "episodes"),
-    )
+    measures: tuple[str, ...] = (*("loss", "decisions", "agreed", "searches", "found", "answers", "right", "episodes"),)
 
     def __init__(self, config: Config, source: EpisodeSource) -> None:
         assert config.reasoning is not None
@@ -134,7 +132,7 @@ class OperationsImitationPhase:
     def _loss(self, episodes: Episodes, shown: Rollouts) -> Loss:
         decisions, windows = shown.decisions, shown.windows
         searches = decisions.taken_K == RETRIEVE
-        reading_BN, wanted_S = self._keys_wanted(episodes, shown, searches)
+        reading_BN, wanted_S, there_SN = self._keys_wanted(episodes, shown, searches)
 
         def loss(model: StageBModel) -> PhaseLoss:
             assert model.operations is not None
@@ -149,7 +147,8 @@ class OperationsImitationPhase:
                 read.queries_WS[decisions.window_K[searches].to(device)],
                 read.keys_WS[reading_BN[decisions.row_K[searches]].to(device)],
             )
-            wanted = wanted_S.to(device)
+            # what is in the window already is not searched for
+            cosines, wanted = cosines.masked_fill(there_SN.to(device), -1.0), wanted_S.to(device)
             keys = functional.cross_entropy(cosines / TEMPERATURE, wanted) if len(wanted) else policy * 0
             answers = episodes.answer_BA.to(device)
             hidden = _behind(model, windows, shown.final_R.tolist(), episodes.answer_BA[:, :-1], read)
@@ -173,12 +172,13 @@ class OperationsImitationPhase:
 
         return loss
 
-    def _keys_wanted(self, episodes: Episodes, shown: Rollouts, searches: Tensor) -> tuple[Tensor, Tensor]:
-        """The windows [B, N] in which chunks are read, and of each search the chunk that it should find."""
+    def _keys_wanted(self, episodes: Episodes, shown: Rollouts, searches: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The windows [B, N] in which chunks are read; of each search S the chunk that it should find, and which chunks
+        [S, N] are in its window."""
         decisions, chunks = shown.decisions, episodes.chunks_BNC.shape[1]
         reading = torch.zeros(len(shown.rows), chunks, dtype=torch.long)
         seen, turns = [0] * len(shown.rows), [0] * len(shown.rows)
-        wanted = []
+        wanted, there = [], []
         for row, window, searched in zip(
             decisions.row_K.tolist(), decisions.window_K.tolist(), searches.tolist(), strict=True
         ):
@@ -186,9 +186,12 @@ class OperationsImitationPhase:
                 reading[row, seen[row]] = window
                 seen[row] += 1
             elif searched:
+                path = [hit.id for hit in reversed(shown.rows[row].spliced)]  # the last one to come is in front
+                wanted.append(path[turns[row]])
+                there.append([chunk in path[: turns[row]] for chunk in range(chunks)])
                 turns[row] += 1
-                wanted.append(shown.rows[row].spliced[-turns[row]].id)  # the last one to come is in front
-        return reading, torch.tensor(wanted, dtype=torch.long)
+        there_SN = torch.tensor(there, dtype=torch.bool).view(len(wanted), chunks)
+        return reading, torch.tensor(wanted, dtype=torch.long), there_SN
 
     def record(self, sums: dict[str, float]) -> dict[str, float]:
         """Mean loss; shares of the expert's decisions, of its searches and of the answers' tokens that are met."""
