@@ -1,7 +1,7 @@
 """Working memory: every few tokens' hidden states as one small vector, to be read again as a prefix, or searched by.
 
-s_j = D mean(h_8j .. h_8j+7) are a chunk's summaries. U s_j stand in front of the next window as if they were embeddings.
-An episode's key is norm(K mean_j s_j), what it is searched by norm(Q mean_j s_j). Episodic memories, which hold chunks
+s_j = D mean(h_8j .. h_8j+7) are a chunk's summaries. U s_j stand in front of the next window, like embeddings. An
+episode's key is norm(K mean_j s_j), what it is searched by norm(Q mean_j s_j). Episodic memories, which hold chunks
 under such keys, are in kept_episodes.py (of a process) and episodic_index.py (on the disk).
 
 Shapes: B windows, T tokens, D model, P summaries of a window, S their width.
