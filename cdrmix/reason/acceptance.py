@@ -144,8 +144,10 @@ class AcceptancePhase:
             raise ConfigError(
                 f"reasoning.phases.acceptance.episodes is {count}; it must be a multiple of the {processes} processes"
             )
+        if step == 0:
+            self._calibrate(model)
         numbers = range(step * count + rank, (step + 1) * count, processes)
-        rollouts = self._roll_out(model, numbers, generator_of(self.seed, self.name, step, rank))
+        rollouts = self._roll_out(model, numbers, generator_of(self.seed, self.name, step, rank), group)
         try:
             advantages = group_advantages(rollouts.rewards_R, group, deviation=self.objective.deviation)
         except ValueError as error:
@@ -169,15 +171,22 @@ class AcceptancePhase:
         }
         return {name: part / whole for name, (part, whole) in rates.items() if whole}
 
+    def _calibrate(self, model: StageBModel) -> None:
+        """Centre and spread of what the heads read, by the first step's episodes: in every process the same."""
+        rollouts = self._roll_out(model, range(self.phase.episodes), generator_of(self.seed, "centre", 0), group=1)
+        _heads(model).calibrate(rollouts.ends_RND)
+
     @torch.no_grad()
-    def _roll_out(self, model: StageBModel, numbers: Sequence[int], generator: torch.Generator) -> _Rollouts:
-        """Every episode group_size times, one behind the other, at most micro_batch rows in a pass."""
+    def _roll_out(
+        self, model: StageBModel, numbers: Sequence[int], generator: torch.Generator, group: int
+    ) -> _Rollouts:
+        """Every episode `group` times, one behind the other, at most micro_batch rows in a pass."""
         heads = _heads(model)
         controller = Controller(model.language_model, self.reasoning)
         decide = sampled(heads, generator, self.rl.temperature)
         batch = self.source.batch(list(numbers), self.episodes.chunks)
         probe = self.source.probe(batch)
-        rows_R = torch.arange(len(numbers)).repeat_interleave(self.rl.group_size)
+        rows_R = torch.arange(len(numbers)).repeat_interleave(group)
         device = next(model.language_model.parameters()).device
         parts = []
         training = model.training

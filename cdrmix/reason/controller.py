@@ -30,11 +30,16 @@ SCALES = (1.0, 0.5, 2.0, 0.25)
 
 
 class ControllerHeads(nn.Module):
-    """Two linear maps of the hidden state at a chunk's last token.
+    """Two linear maps of the hidden state at a chunk's last token, less `centre` and over `spread`.
 
     accept: a logit for each branch; rolling back has the logit 0. value: the return that is expected after rolling
     back, and after committing each branch. Both begin as zeros: every decision is as likely as every other.
+    centre, spread: what hidden states have in common is most of them (in the cell of the ablation 11.0 of a length of
+    11.8, where good and bad chunks are 1.2 apart), and steps along it would move every decision alike.
     """
+
+    centre: Tensor
+    spread: Tensor
 
     def __init__(self, d_model: int, branches: int) -> None:
         super().__init__()
@@ -44,19 +49,35 @@ class ControllerHeads(nn.Module):
         for head in (self.accept, self.value):
             nn.init.zeros_(head.weight)
             nn.init.zeros_(head.bias)
+        self.register_buffer("centre", torch.zeros(d_model))
+        self.register_buffer("spread", torch.ones(d_model))
+
+    @torch.no_grad()
+    def calibrate(self, end_XD: Tensor) -> None:
+        """Takes centre and spread from a sample of hidden states, [..., D]; for heads that have learnt nothing yet."""
+        sample_XD = end_XD.double().flatten(0, -2)
+        spread_D = sample_XD.std(0, correction=0)
+        self.centre.copy_(sample_XD.mean(0))
+        self.spread.copy_(spread_D.clamp(min=max(1e-3 * float(spread_D.max()), 1e-6)))
 
     def accept_logits(self, end_XD: Tensor) -> Tensor:
         """[..., S]: the logit of each branch against rolling back; float32 at least."""
-        return _linear(self.accept, end_XD)
+        return self._read(self.accept, end_XD)
 
     def values(self, end_XD: Tensor) -> Tensor:
         """[..., 1 + S]: the return expected of rolling back, and of each branch."""
-        return _linear(self.value, end_XD)
+        return self._read(self.value, end_XD)
 
     def log_probs(self, end_XD: Tensor, temperature: float = 1.0) -> Tensor:
         """[..., 1 + S]: log probabilities of rolling back, and of each branch."""
         logits = self.accept_logits(end_XD) / temperature
         return torch.cat([torch.zeros_like(logits[..., :1]), logits], -1).log_softmax(-1)
+
+    def _read(self, head: nn.Linear, end_XD: Tensor) -> Tensor:
+        """In float32 at least, whatever the trunk computes in: decisions are near their threshold now and then."""
+        wide = torch.promote_types(end_XD.dtype, torch.float32)
+        x = (end_XD.to(wide) - self.centre.to(wide)) / self.spread.to(wide)
+        return functional.linear(x, head.weight.to(wide), head.bias.to(wide))
 
 
 class Decision(NamedTuple):
@@ -248,12 +269,6 @@ def _best(score_BS: Tensor, threshold: float) -> Decision:
     best_B, branch_B = score_BS.max(-1)
     commit_B = best_B >= threshold
     return Decision(commit_B, torch.where(commit_B, branch_B, 0))
-
-
-def _linear(head: nn.Linear, x: Tensor) -> Tensor:
-    """In float32, whatever the trunk computes in: decisions are near their threshold now and then."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return functional.linear(x.to(wide), head.weight.to(wide), head.bias.to(wide))
 
 
 def _gathered(groups: Sequence[Group], parts: Sequence[Tensor]) -> Tensor:

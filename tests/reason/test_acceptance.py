@@ -1,0 +1,243 @@
+"""Phase B2: the head learns what to reject, the same way every time; what is counted; what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cdrmix.config.load import load_config
+from cdrmix.config.schema import Config
+from cdrmix.errors import ConfigError
+from cdrmix.model.state import select
+from cdrmix.reason import acceptance
+from cdrmix.reason.acceptance import AcceptancePhase, answer, measure, read
+from cdrmix.reason.controller import Controller, ControllerHeads, EpisodeState, always, by_head, by_value, never
+from cdrmix.reason.episodes import FIRST_HELD_OUT, Probe, TokenSource, source_of
+from cdrmix.reason.phase import run_phase
+from cdrmix.reason.plasticity import small_model
+from cdrmix.reason.stage_b_model import StageBModel
+
+FILE = "configs/ablations/accept-head.yaml"
+SMALL = (
+    *("model.d_model=32", "model.rwkv.head_size=16", "reasoning.phases.acceptance.episodes=8", "reasoning.chunk=4"),
+    "reasoning.acceptance.difficulty={pairs: 2, queries: 2, good: 2, bad_pairs: 1, noise: 8}",
+)
+
+
+def make(*overrides: str) -> tuple[Config, StageBModel, TokenSource]:
+    config = load_config(FILE, [*SMALL, *overrides])
+    assert config.reasoning is not None
+    assert config.reasoning.acceptance is not None
+    model = small_model(config, 1)
+    model.controller = ControllerHeads(config.model.d_model, config.reasoning.controller.max_branches)
+    source = source_of(config.reasoning.acceptance, config.reasoning.chunk)
+    assert isinstance(source, TokenSource)
+    return config, model, source
+
+
+@pytest.fixture
+def judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rewards without a trained trunk: the share of a rollout's decisions that are right, by a bad chunk's mark."""
+    decided: list[Tensor] = []
+    plain = acceptance.read
+
+    def noting(controller: Controller, chunks_BNC: Tensor, decide: Any) -> Any:
+        reading = plain(controller, chunks_BNC, decide)
+        decided.append((reading.actions_BN > 0) == (chunks_BNC[:, :, -1] != 8))
+        return reading
+
+    def rewarding(controller: Controller, episode: EpisodeState, probe: Probe) -> Tensor:
+        return decided.pop().float().mean(1)
+
+    monkeypatch.setattr(acceptance, "read", noting)
+    monkeypatch.setattr(acceptance, "answer", rewarding)
+
+
+def train(*overrides: str) -> tuple[StageBModel, list[dict[str, float]], AcceptancePhase]:
+    config, model, source = make(*overrides)
+    assert config.reasoning is not None
+    phase, said = AcceptancePhase(config, source), []
+    section = config.reasoning.phases.acceptance
+    run_phase(model, phase, steps=section.steps, learning_rate=3e-2, warmup_steps=0, say=lambda _, x: said.append(x))
+    return model, said, phase
+
+
+@pytest.mark.usefixtures("judged")
+@pytest.mark.parametrize("branches", [1, 3])
+def test_the_head_learns_to_reject_marked_chunks(branches: int) -> None:
+    """On episodes that it was not trained on; the value head, fitted to the same rewards, comes to the same."""
+    model, said, phase = train("reasoning.phases.acceptance.steps=30", f"reasoning.controller.max_branches={branches}")
+    first, last = said[0], said[-1]
+    # Zero logits: the entropy of as many alternatives, of which all but one commit; 256 decisions, 5 deviations
+    assert first["entropy"] == pytest.approx(torch.tensor(1.0 + branches).log().item())
+    assert abs(first["accept_bad"] - branches / (1 + branches)) < 5 * 0.5 / 256**0.5
+    assert last["reward"] > first["reward"] + 0.2
+    assert last["value_error"] < first["value_error"]
+    assert model.controller is not None
+    controller = Controller(model.language_model, phase.reasoning)
+    batch = phase.source.batch(range(FIRST_HELD_OUT, FIRST_HELD_OUT + 32), 8)
+    for rule in (by_head(model.controller), by_value(model.controller)):
+        actions = read(controller, batch.chunks_BNC, rule).actions_BN
+        assert ((actions > 0) == batch.good_BN).float().mean() > 0.95
+
+
+@pytest.mark.usefixtures("judged")
+def test_the_same_seed_gives_the_same_heads() -> None:
+    models = [train("reasoning.phases.acceptance.steps=4", f"run.seed={seed}")[0] for seed in (1, 1, 2)]
+    one, again, other = (list(model.controller.parameters()) for model in models)  # type: ignore[union-attr]
+    assert all(torch.equal(a, b) for a, b in zip(one, again, strict=True))
+    assert not torch.equal(one[0], other[0])
+
+
+def test_heads_read_what_chunks_do_not_share() -> None:
+    """The first step takes centre and spread by its episodes, in every process the same: inputs of mean 0, spread 1."""
+    config, model, source = make()
+    phase, heads = AcceptancePhase(config, source), model.controller
+    assert heads is not None
+    taken = []
+    for step, rank in ((0, 0), (0, 1), (1, 0)):
+        phase.losses(model, step, rank, 2)
+        taken.append(torch.stack([heads.centre, heads.spread]))
+    assert torch.equal(taken[0], taken[1])
+    assert torch.equal(taken[0], taken[2]), "later steps change nothing"
+    sample = torch.randn(1000, 32, generator=torch.Generator().manual_seed(1)) * heads.spread + heads.centre
+    with torch.no_grad():
+        heads.accept.weight.fill_(1.0)
+        # A mean of 1000 sums of 32 of deviation 1 each: 5 deviations of it
+        assert abs(float(heads.accept_logits(sample).mean())) < 5 * (32 / 1000) ** 0.5
+
+
+def test_only_the_heads_are_trained_and_a_step_knows_no_other() -> None:
+    """Trunk and adapters keep their bits; and a step's rollouts depend on its number alone, not on steps before it."""
+    config, model, source = make()
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    phase = AcceptancePhase(config, source)
+    outcome = model(phase.losses(model, 7, 0, 1)[0])
+    again = AcceptancePhase(config, source)
+    again.losses(model, 3, 0, 1)
+    assert torch.equal(model(again.losses(model, 7, 0, 1)[0]).total, outcome.total)
+    outcome.total.backward()
+    trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert trained == {name for name in before if phase.trains(name)}
+    assert trained == {f"controller.{head}.{part}" for head in ("accept", "value") for part in ("weight", "bias")}
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    assert len(phase.measures) == len(outcome.sums)
+
+
+@pytest.mark.usefixtures("judged")
+def test_processes_share_out_a_step() -> None:
+    """Losses and sums of two processes add up to a step's: as many groups, decisions and rollouts, once each."""
+    config, model, source = make()
+    phase = AcceptancePhase(config, source)
+    whole = model(phase.losses(model, 0, 0, 1)[0])
+    parts = [model(phase.losses(model, 0, rank, 2)[0]) for rank in range(2)]
+    counts = ("rollouts", "good", "bad", "groups", "decisions")
+    for name in counts:
+        place = phase.measures.index(name)
+        assert sum(part.sums[place] for part in parts) == whole.sums[place]
+    with pytest.raises(ConfigError, match=r"episodes is 8; .* multiple of the 3 processes"):
+        phase.losses(model, 0, 0, 3)
+
+
+@pytest.mark.usefixtures("judged")
+def test_micro_batches_change_only_rounding() -> None:
+    """Rollouts are drawn row by row in their order, so passes of 16 rows decide as one of 64 does, or nearly."""
+    outcomes = []
+    for rows in (16, 64):
+        config, model, source = make(f"reasoning.phases.acceptance.micro_batch={rows}")
+        phase = AcceptancePhase(config, source)
+        outcomes.append(
+            phase.record(dict(zip(phase.measures, model(phase.losses(model, 0, 0, 1)[0]).sums.tolist(), strict=True)))
+        )
+    assert outcomes[0]["dropped_groups"] == outcomes[1]["dropped_groups"] == 0
+    assert outcomes[0]["entropy"] == pytest.approx(outcomes[1]["entropy"])
+
+
+def test_a_task_that_no_one_can_solve_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, model, source = make()
+    phase = AcceptancePhase(config, source)
+
+    def losses(reward: float, steps: int) -> None:
+        monkeypatch.setattr(acceptance, "answer", lambda *_: torch.full((64,), reward))
+        for step in range(steps):
+            phase.losses(model, step, 0, 1)
+
+    losses(1.0, acceptance.PATIENCE + 1)  # all right in all: nothing to be learnt, and nothing wrong
+    with pytest.raises(ConfigError, match=r"all 8 groups .* phases\.plasticity more steps, .*fewer than 6 chunks"):
+        losses(0.25, acceptance.PATIENCE)
+    assert model.controller is not None
+    with torch.no_grad():
+        model.controller.accept.bias.fill_(20.0)
+    with pytest.raises(ConfigError, match=r"decides every chunk for certain .*learning_rate"):
+        losses(0.25, acceptance.PATIENCE)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("reasoning.phases.acceptance.train=all", "must be own"),
+        ("reasoning.controller.enabled=false", "nothing to accept"),
+        ("reasoning.plastic_lora.enabled=false", "nothing to accept"),
+    ],
+)
+def test_what_does_not_fit_is_refused(override: str, message: str) -> None:
+    config, _, source = make(override)
+    with pytest.raises(ConfigError, match=message):
+        AcceptancePhase(config, source)
+
+
+def test_answers_are_what_greedy_generation_would_give() -> None:
+    """The share of answers is by the likeliest token at each key, from the state behind the last chunk."""
+    config, model, source = make()
+    assert config.reasoning is not None
+    controller = Controller(model.language_model, config.reasoning)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".plastic." in name:
+                parameter += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+    batch = source.batch(range(4), 6)
+    probe = source.probe(batch)
+    episode = read(controller, batch.chunks_BNC, always).episode
+    likeliest = torch.stack(
+        [
+            model.language_model.logits(
+                model.language_model(row[None, : t + 1], state=one_row(episode, n)).hidden_BTD[0, -1]
+            ).argmax()
+            for n, row in enumerate(probe.ids_BT)
+            for t in range(0, probe.ids_BT.shape[1], 2)
+        ]
+    ).view(4, -1)
+    forged = Probe(probe.ids_BT, probe.targets_BT.clone())
+    forged.targets_BT[:, ::2] = likeliest
+    assert answer(controller, episode, forged).tolist() == [1.0] * 4
+    forged.targets_BT[1, 0] = (likeliest[1, 0] + 1) % source.vocab_size
+    share = (likeliest.shape[1] - 1) / likeliest.shape[1]
+    assert answer(controller, episode, forged).tolist() == [1.0, share, 1.0, 1.0]
+
+
+def one_row(episode: EpisodeState, row: int) -> Any:
+    (group,) = episode.groups
+    assert group.state is not None
+    return select(group.state, torch.tensor([row]))
+
+
+def test_measures_of_a_rule() -> None:
+    config, model, source = make()
+    assert config.reasoning is not None
+    controller = Controller(model.language_model, config.reasoning)
+    numbers = range(FIRST_HELD_OUT, FIRST_HELD_OUT + 5)
+    every, none = (measure(controller, source, rule, numbers, 6) for rule in (always, never))
+    assert (every["accept_good"], every["accept_bad"]) == (1.0, 1.0)
+    assert (none["accept_good"], none["accept_bad"]) == (0.0, 0.0)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
