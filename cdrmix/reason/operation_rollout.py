@@ -254,13 +254,15 @@ class Reader:
     def demonstrate(self, episodes: Episodes, waste: float, generator: torch.Generator) -> Rollouts:
         """What an expert would do that knows which chunks tell facts, and of which the answer follows: the last first.
 
-        waste: the share of the other chunks that it writes all the same. One in ten of those is summarised instead, so
-        that prefixes are known. Without episodic memory it only reads on, and answers.
+        waste: the share of the other chunks that it writes all the same. In one batch of four many of those are
+        summarised instead, so that prefixes are known; in all, it would be as many more passes a batch. Without
+        episodic memory it only reads on, and answers.
         """
         count, chunks = episodes.chunks_BNC.shape[:2]
         tells_BN = torch.zeros(count, chunks, dtype=torch.bool).scatter_(1, episodes.fact_chunk_BF, True)
         draws_BN = torch.rand(count, chunks, generator=generator)
-        summarised_BN = torch.rand(count, chunks, generator=generator) < 0.1
+        share = 0.4 * float(torch.rand((), generator=generator) < 0.25)
+        summarised_BN = torch.rand(count, chunks, generator=generator) < share
         path = [_path(told, asked) for told, asked in zip(episodes.fact_chunk_BF, episodes.asked_BF, strict=True)]
         tokens = episodes.chunks_BNC.numpy().astype(np.uint32)
 
