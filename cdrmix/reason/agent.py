@@ -26,7 +26,7 @@ from cdrmix.config.schema_reasoning import Reasoning, Rl
 from cdrmix.errors import ConfigError
 from cdrmix.model.backbone import LanguageModel
 from cdrmix.reason.episodes import Episodes, EpisodeSource, Marks
-from cdrmix.reason.rollout import Generated, Prefix, proceed, read, repeat, rows_of
+from cdrmix.reason.rollout import Generated, Prefix, proceed, read, repeat
 
 
 @dataclass(frozen=True)
@@ -174,27 +174,29 @@ def read_episodes(
     nothing that is kept grows with the chunks.
     """
     device = next(model.parameters()).device
-    episodes = Episodes(*(x.to(device) for x in episodes))
-    marks, count = window.marks, episodes.chunks_BNC.shape[1]
-    begin_BL = window.begin(episodes.question_BQ)
+    chunks_BNC = episodes.chunks_BNC  # where it is, and a chunk at a time: all else is small
+    rows_R = torch.arange(len(chunks_BNC), device=device).repeat_interleave(group)
+    parts = (episodes.answer_BA, episodes.facts_BFW, episodes.fact_chunk_BF, episodes.asked_BF)
+    begin_BL = window.begin(episodes.question_BQ.to(device))
+    answer, facts, told, asked = (part.to(device)[rows_R] for part in parts)
     begun = read(model, begin_BL)
     whole = repeat(begun, group)
-    rows_R = torch.arange(len(begin_BL), device=device).repeat_interleave(group)
     begin_RL = begin_BL[rows_R]
-    _, chunks, answer, facts, told, asked, _ = rows_of(episodes, rows_R)
     memory = TokenMemory.empty(window, len(rows_R), device)
     captured_BF = torch.zeros_like(asked)
     changes_B = torch.zeros(len(rows_R), dtype=torch.int64, device=device)
     turns: list[Turn] = []
 
     def go_on(prefix: Prefix, prompt_BL: Tensor, new_tokens: int) -> Generated:
-        generated = proceed(model, prefix, new_tokens, temperature=temperature, generator=generator, end=marks.end)
+        generated = proceed(
+            model, prefix, new_tokens, temperature=temperature, generator=generator, end=window.marks.end
+        )
         if keep_turns:
             turns.append(Turn(torch.cat([begin_RL, prompt_BL], 1), generated))
         return generated
 
-    for number in range(count):
-        prompt = window.turn(memory.shown(), chunks[:, number])
+    for number in range(chunks_BNC.shape[1]):
+        prompt = window.turn(memory.shown(), chunks_BNC[:, number].to(device)[rows_R])
         if number == 0:  # the same in all rows of a group
             prefix = repeat(read(model, prompt[::group], begun.state), group)
         else:

@@ -1,0 +1,176 @@
+"""Stage B's rollouts: tokens a second beside TRL's, and what the memory agent's reading costs as documents grow.
+
+rollouts_*: prompts x groups and new tokens alike, temperature 1, equal numbers of parameters and layers; TRL's
+GRPOTrainer generates by transformers (its vLLM needs a GPU). reading: time of a token at 4,096 tokens over 256, of the
+same rows. memory: what reading 65,536 tokens takes, and how much more than reading 4,096, in fresh processes. As a
+program, `python rl.py TOKENS` prints the bytes by which reading so many raises this process's memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+
+import torch
+from cases import Case, Options, Result, quantiles
+from comparison import one_thread, peak_in_fresh_process
+from measure import peak_of_process
+
+from cdrmix.config.schema import Attention, FeedForward, MixerLayers, Model, Rwkv
+from cdrmix.model.backbone import LanguageModel
+from cdrmix.reason.agent import Window, read_episodes
+from cdrmix.reason.episodes import Episodes, TokenSource
+from cdrmix.reason.rollout import generate
+
+CPU = torch.device("cpu")
+PROMPTS, GROUP = 16, 8
+SHAPES = {"cell": (26, 4), "long": (200, 64)}  # tokens of a prompt, new tokens: the ablations' window, one of text
+ROWS = 8  # documents read at once, where their time is taken; one where memory is
+SHORT, LONG, LONGEST = 256, 4096, 65536  # tokens of a document
+CHUNK = 16
+
+
+def cell(vocab_size: int = 208) -> LanguageModel:
+    """The model of the ablations of the token memory."""
+    config = Model(
+        vocab_size=vocab_size,
+        d_model=64,
+        layers=2,
+        init_std_scale=4.0,
+        mixer_layers=MixerLayers(attention=[0], rwkv7=[1]),
+        attention=Attention(heads=2, kv_heads=2),
+        rwkv=Rwkv(head_size=32, decay_rank=8, iclr_rank=8, value_rank=8, gate_rank=16),
+        feed_forward=FeedForward(kind="channel_mix", hidden=128),
+    )
+    torch.manual_seed(1)
+    return LanguageModel(config)
+
+
+def rollouts(length: int, new_tokens: int, options: Options) -> Result:
+    """Tokens a second of ours and of TRL's, in turns; the tokens of both counted, and nothing else of the update."""
+    import rl_peers
+
+    model = cell()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    prompts = torch.randint(1, 200, (PROMPTS, length), generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(2)
+
+    def ours() -> int:
+        made = generate(model, prompts, new_tokens, temperature=1.0, generator=generator, group=GROUP)
+        return int(made.mask_BN.sum())
+
+    with one_thread(CPU), tempfile.TemporaryDirectory() as folder:
+        peer = rl_peers.llama(208, parameters, d_model=64, layers=2, heads=2, positions=length + new_tokens)
+        theirs = rl_peers.trl_rollouts(peer, prompts, GROUP, new_tokens, folder)
+        ours(), theirs()
+        rates = [(_rate(ours), _rate(theirs)) for _ in range(options.blocks)]
+    mine, other = ([pair[which] for pair in rates] for which in (0, 1))
+    return Result(
+        unit="tokens/s",
+        peer_name="TRL GRPOTrainer, transformers",
+        ours=mine,
+        peer=other,
+        settings={
+            "prompts": PROMPTS,
+            "group": GROUP,
+            "prompt_tokens": length,
+            "new_tokens": new_tokens,
+            "parameters": parameters,
+            "peer_parameters": sum(parameter.numel() for parameter in peer.parameters()),
+            "device": "cpu",
+            "threads": 1,
+        },
+    )
+
+
+def _rate(call: Callable[[], int]) -> float:
+    begun = time.perf_counter()
+    tokens = call()
+    return tokens / (time.perf_counter() - begun)
+
+
+def reading(options: Options) -> Result:
+    """Microseconds a token of a document, the answer included, at 4,096 tokens; and over the same at 256."""
+    model, window = cell(), None
+    with one_thread(CPU):
+        documents = {tokens: _documents(tokens) for tokens in (SHORT, LONG)}
+        source = _source()
+        window = _window(source)
+        samples: dict[int, list[float]] = {SHORT: [], LONG: []}
+        for number in range(options.blocks + 1):
+            for tokens, episodes in documents.items():
+                begun = time.perf_counter()
+                _read(model, window, episodes)
+                elapsed = (time.perf_counter() - begun) / (tokens * ROWS) * 1e6
+                if number:
+                    samples[tokens].append(elapsed)
+    ratios = [long / short for long, short in zip(samples[LONG], samples[SHORT], strict=True)]
+    return Result(
+        unit="us/token",
+        peer_name=None,
+        ours=samples[LONG],
+        peer=[],
+        figures={"cost_4096_over_256": quantiles(ratios)["p50"], "us_a_token_at_256": quantiles(samples[SHORT])["p50"]},
+        settings={"rows": ROWS, "chunk": CHUNK, "memory": window.memory, "device": "cpu", "threads": 1},
+    )
+
+
+def memory(options: Options) -> Result:
+    """Megabytes that reading a long document takes beyond the document itself."""
+    del options
+    peaks = {tokens: peak_in_fresh_process(__file__, str(tokens)) for tokens in (LONG, LONGEST)}
+    long, longest = (peaks[tokens] for tokens in (LONG, LONGEST))
+    known = long is not None and longest is not None
+    figures = {"megabytes_more_than_at_4096": ((longest or 0) - (long or 0)) / 1e6} if known else {}
+    return Result(
+        unit="MB",
+        peer_name=None,
+        ours=[(longest or 0) / 1e6],
+        peer=[],
+        figures=figures,
+        settings={"rows": 1, "chunk": CHUNK, "tokens": LONGEST, "device": "cpu", "threads": 1},
+    )
+
+
+def peak(tokens: int) -> int | None:
+    """Bytes by which reading documents of so many tokens raises this process's memory, after a short one."""
+    with one_thread(CPU):
+        model, window, episodes = cell(), _window(_source()), _documents(tokens, rows=1)
+        _read(model, window, _documents(SHORT, rows=1))
+        return peak_of_process(lambda: _read(model, window, episodes))
+
+
+def _source() -> TokenSource:
+    return TokenSource("agent", 1, CHUNK, {})
+
+
+def _window(source: TokenSource) -> Window:
+    return Window(source.question, 4, 1, CHUNK, source.answer, source.pad, source.marks)
+
+
+def _documents(tokens: int, rows: int = ROWS) -> Episodes:
+    return _source().batch(range(rows), tokens // CHUNK)
+
+
+def _read(model: LanguageModel, window: Window, episodes: Episodes) -> None:
+    read_episodes(model, window, episodes, temperature=1.0, generator=torch.Generator().manual_seed(1))
+
+
+CASES = {
+    f"rollouts_{name}": Case(
+        functools.partial(rollouts, *shape),
+        f"rollouts, tokens/s: {PROMPTS} prompts of {shape[0]} x {GROUP}, {shape[1]} new tokens each",
+        ("cpu",),
+    )
+    for name, shape in SHAPES.items()
+} | {
+    "reading": Case(reading, "the memory agent's time a token, 4,096 tokens over 256", ("cpu",)),
+    "memory": Case(memory, "the memory agent's peak memory at 65,536 tokens, and over that at 4,096", ("cpu",)),
+}
+
+if __name__ == "__main__":
+    print(json.dumps(peak(int(sys.argv[1]))))
