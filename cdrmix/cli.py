@@ -279,7 +279,7 @@ def _params(options: argparse.Namespace) -> int:
     from cdrmix.plan import count_parameters, parameter_table
 
     config = load_config(options.config, options.overrides)
-    print(parameter_table(config, count_parameters(config.model)))
+    print(parameter_table(config, count_parameters(config.model, config.reasoning)))
     return 0
 
 

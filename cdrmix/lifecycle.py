@@ -129,7 +129,7 @@ def _train(config: Config, run: RunFolder, shards: ShardSet, world: World, resum
     if world.gather(world.writes and _finished(config, run))[0]:
         run.say(f"Stage A is finished: {config.train.steps} steps")
         return
-    count = count_parameters(config.model)
+    count = count_parameters(config.model, config.reasoning)
     run.update_summary({"parameters": {"stored": count.total_stored, "active": count.total_active, **count.stored}})
     run.say(
         f"Stage A: {config.train.steps} steps of {config.train.batch_rows} rows, {world.size} process(es) on "

@@ -8,12 +8,17 @@ from dataclasses import dataclass
 import torch
 
 from cdrmix.config.schema import Config, Model
+from cdrmix.config.schema_reasoning import Reasoning
 from cdrmix.model.backbone import LanguageModel
 from cdrmix.model.blocks import Block
 from cdrmix.model.experts import EXPERT_PARAMETERS
+from cdrmix.reason.build import with_heads
 from cdrmix.train.metrics import amount
 
-PARTS = ("embedding", "attention", "time-mix", "mamba", "router", "experts", "channel-mix", "norms", "head")
+PARTS = (
+    *("embedding", "attention", "time-mix", "mamba", "router", "experts", "channel-mix", "norms", "head"),
+    *("adapters", "stage B heads"),
+)
 UNITS = {"m": 10**6, "b": 10**9, "t": 10**12}
 
 
@@ -37,11 +42,20 @@ class ParameterCount:
         return sum(self.active.values())
 
 
-def count_parameters(config: Model) -> ParameterCount:
-    """Counts the parameters of the model itself, built on the meta device, where no number is allocated."""
-    with torch.device("meta"):
-        model = LanguageModel(config)
+def count_parameters(config: Model, reasoning: Reasoning | None = None) -> ParameterCount:
+    """Counts the parameters of the model itself, built on the meta device, where no number is allocated.
+
+    reasoning: with what stage B adds, where its phases have any steps.
+    """
+    in_stage_b = reasoning is not None and any(section.steps for _, section in reasoning.phases)
     stored = dict.fromkeys(PARTS, 0)
+    with torch.device("meta"):
+        model = LanguageModel(config, reasoning=reasoning if in_stage_b else None)
+        if reasoning is not None and in_stage_b:
+            heads = with_heads(model, config, reasoning)
+            stored["stage B heads"] = sum(p.numel() for p in heads.parameters()) - sum(
+                p.numel() for p in model.parameters()
+            )
     for name, parameter in model.named_parameters():
         stored[_part(model, name)] += parameter.numel()
     active = dict(stored)
@@ -60,6 +74,8 @@ def _part(model: LanguageModel, name: str) -> str:
     assert isinstance(block, Block)
     if place in ("mixer_norm", "feed_forward_norm"):
         return "norms"
+    if place == "plastic":
+        return "adapters"
     assert place in ("mixer", "feed_forward"), f"{name} belongs to no part"
     if words[3] == "router":
         return "router"
@@ -70,18 +86,16 @@ def _part(model: LanguageModel, name: str) -> str:
 
 def parameter_table(config: Config, count: ParameterCount) -> str:
     """The counts as aligned lines, and how many times what the model's size names both totals are."""
-    lines = [f"{'':<12}{'stored':>20}{'active':>20}"]
-    lines += [
-        f"{part:<12}{count.stored[part]:>20,}{count.active[part]:>20,}"
-        for part in PARTS
-        if count.stored[part] or (part == "head" and config.model.tie_embeddings)
-    ]
-    if config.model.tie_embeddings:
-        lines[-1] += "   (tied: the embedding)"
-    lines.append(f"{'total':<12}{count.total_stored:>20,}{count.total_active:>20,}")
+    lines = [f"{'':<14}{'stored':>20}{'active':>20}"]
+    for part in PARTS:
+        tied = part == "head" and config.model.tie_embeddings
+        if count.stored[part] or tied:
+            line = f"{part:<14}{count.stored[part]:>20,}{count.active[part]:>20,}"
+            lines.append(line + ("   (tied: the embedding)" if tied else ""))
+    lines.append(f"{'total':<14}{count.total_stored:>20,}{count.total_active:>20,}")
     if size := config.model.size:
         stored, active = (f"{total / nominal(size):.2f} x" for total in (count.total_stored, count.total_active))
-        lines.append(f"{f'of {size}':<12}{stored:>20}{active:>20}   (the name {size}: {nominal(size):,} active)")
+        lines.append(f"{f'of {size}':<14}{stored:>20}{active:>20}   (the name {size}: {nominal(size):,} active)")
     lines.append("")
     lines.append(f"{config.run.name}: {amount(count.total_active)} active of {amount(count.total_stored)} stored")
     return "\n".join(lines)

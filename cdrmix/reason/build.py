@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cdrmix.config.schema import Config
-from cdrmix.config.schema_reasoning import EpisodesOfTask
+from cdrmix.config.schema import Config, Model
+from cdrmix.config.schema_reasoning import EpisodesOfTask, Reasoning
 from cdrmix.data.curriculum import make_mixture
 from cdrmix.data.loader import TrainLoader
 from cdrmix.data.shards import ShardSet
@@ -37,12 +37,13 @@ def build_model(config: Config) -> StageBModel:
         experts=expert_layer(config),
         reasoning=reasoning,
     )
-    return _with_heads(language_model, config)
+    return with_heads(language_model, config.model, reasoning)
 
 
 def load_stage_b(loaded: Loaded) -> StageBModel:
     """A trained model with its heads, in evaluation mode, on its device. Raises CheckpointError for what misfits."""
-    model = _with_heads(loaded.model, loaded.config)
+    assert loaded.config.reasoning is not None
+    model = with_heads(loaded.model, loaded.config.model, loaded.config.reasoning)
     wanted = {name: tensor.shape for name, tensor in model.state_dict().items() if name.split(".")[0] in HEADS}
     problem = misfit(loaded.heads, wanted)
     if problem is not None:
@@ -51,10 +52,9 @@ def load_stage_b(loaded: Loaded) -> StageBModel:
     return model.to(loaded.model.embedding.weight.device).eval().requires_grad_(False)
 
 
-def _with_heads(language_model: LanguageModel, config: Config) -> StageBModel:
-    reasoning = config.reasoning
-    assert reasoning is not None
-    width, phases = config.model.d_model, reasoning.phases
+def with_heads(language_model: LanguageModel, config: Model, reasoning: Reasoning) -> StageBModel:
+    """A language model with new heads beside it, those that the configuration's phases train or use."""
+    width, phases = config.d_model, reasoning.phases
     return StageBModel(
         language_model,
         ControllerHeads(width, reasoning.controller.max_branches) if reasoning.controller.enabled else None,

@@ -1,0 +1,121 @@
+"""Stage B from the command line: every phase, killed and resumed bit for bit, shared out, and what cannot be."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from cdrmix.cli import main
+from cdrmix.hf.export import load_model
+from cdrmix.reason.build import load_stage_b
+from cdrmix.train.run import read_metrics
+
+Arguments = Callable[..., list[str]]
+PHASES = ("plasticity", "acceptance", "imitation", "policy", "operations_imitation", "operations", "joint")
+STEPS_A, STEPS = 2, 3  # of stage A, of every phase
+REASON = (
+    f"train.steps={STEPS_A}",
+    "train.checkpoint_every=2",
+    "reasoning={chunk: 16, carry: fast, plastic_lora: {rank: 4, alpha: 0.5, decay: 1.0}, "
+    "controller: {step_budget: 64, max_branches: 2}, "
+    "memory: {dim: 16, top_k: 2, max_tokens: 1000, tokens: 4}, "
+    "rl: {horizon: 64, group_size: 4, latency_weight: 0.01, stability_weight: 0.1}, "
+    "plasticity: {task: recall, tokens: true, chunks: 2}, acceptance: {task: poisoned, tokens: true, chunks: 3}, "
+    "agent: {task: agent, tokens: true, chunks: 2}, operations: {task: hops, tokens: true, chunks: 3}, "
+    "evaluation: {chunks: [4], episodes: 4}}",
+    *(f"reasoning.phases.{name}={{steps: {STEPS}, episodes: 4, micro_batch: 8}}" for name in PHASES),
+)
+
+
+@pytest.fixture(scope="module")
+def finished(place: Path, arguments: Arguments) -> Path:
+    """A run of both stages, left alone."""
+    root = place / "reason"
+    assert main(["train", *arguments(*REASON, f"run.root={root}")]) == 0
+    (run,) = root.iterdir()
+    return run
+
+
+def test_every_phase_is_done_measured_and_shown(finished: Path) -> None:
+    rows = read_metrics(finished / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, STEPS_A + STEPS * len(PHASES) + 1))
+    assert [row["phase"] for row in rows if "phase" in row] == [name for name in PHASES for _ in range(STEPS)]
+    summary = json.loads((finished / "metrics.json").read_text())
+    assert summary["finished"]
+    assert set(summary["mechanisms"]) == {"plasticity", "acceptance", "agent", "operations"}
+    page = (finished / "report.html").read_text()
+    assert "every mechanism on and off" in page
+    assert "Stage B: phases" in page
+    assert page.count("<picture>") >= 3
+
+
+def test_an_exported_model_has_adapters_and_heads(finished: Path) -> None:
+    of_run, exported = load_model(finished), load_model(finished / "export")
+    assert of_run.model.adapters > 0
+    for one, two in zip(*(load_stage_b(loaded).state_dict().items() for loaded in (of_run, exported)), strict=True):
+        assert one[0] == two[0]
+        assert torch.equal(one[1], two[1])
+    assert main(["compare", str(finished), str(finished / "export")]) == 0
+
+
+# In each phase that draws; step 3 of the phase, so that a checkpoint of the same phase may be there or not.
+@pytest.mark.parametrize("phase", ["acceptance", "policy", "operations", "joint"])
+def test_killed_in_a_phase_and_resumed(finished: Path, arguments: Arguments, phase: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "cdrmix.cli", "train", *arguments(*REASON, f"run.root={tmp_path}")]
+    victim = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 200
+
+    def reached() -> bool:
+        rows = [row for run in tmp_path.glob("*") for row in read_metrics(run / "metrics.jsonl")]
+        return any(row.get("phase") == phase for row in rows)
+
+    while not reached():
+        assert victim.poll() is None, "the run ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    victim.send_signal(signal.SIGKILL)
+    assert victim.wait() == -signal.SIGKILL
+    assert main(["train", *arguments(*REASON, f"run.root={tmp_path}"), "--resume", "auto"]) == 0
+    (killed,) = tmp_path.iterdir()
+    steps = [row["step"] for row in read_metrics(killed / "metrics.jsonl")]
+    assert steps == list(range(1, STEPS_A + STEPS * len(PHASES) + 1))
+    assert main(["compare", str(finished), str(killed)]) == 0
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_two_processes_share_a_phase_out(arguments: Arguments, stage: int, tmp_path: Path) -> None:
+    words = arguments(*REASON, f"run.root={tmp_path}", f"train.zero_stage={stage}")
+    assert main(["train", "--nproc", "2", *words]) == 0
+    (run,) = tmp_path.iterdir()
+    assert json.loads((run / "metrics.json").read_text())["finished"]
+
+
+def test_a_backbone_of_other_sizes_is_refused(
+    finished: Path, arguments: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = arguments(*REASON, f"run.root={tmp_path}", f"reasoning.backbone={finished}", "model.feed_forward.hidden=32")
+    assert main(["train", *words, f"data.tokenizer.path={finished / 'tokenizer.json'}"]) == 5
+    assert "feed_forward.w_up is [4, 32, 16], but the configuration makes it [4, 32, 32]" in capsys.readouterr().err
+
+
+def test_stage_b_begins_with_a_trained_backbone(finished: Path, arguments: Arguments, tmp_path: Path) -> None:
+    words = arguments(*REASON, f"run.root={tmp_path}", f"reasoning.backbone={finished}")
+    words += [f"reasoning.phases.{name}.steps=0" for name in PHASES if name != "acceptance"]
+    assert main(["train", *words, f"data.tokenizer.path={finished / 'tokenizer.json'}"]) == 0
+    (run,) = tmp_path.iterdir()
+    assert {row["phase"] for row in read_metrics(run / "metrics.jsonl")} == {"acceptance"}
+
+
+def test_a_model_without_stage_b_cannot_show_it(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = finished / "checkpoints"
+    assert main(["reason", "demo", "--model", str(finished)]) == 2
+    assert "ids of a vocabulary of its own" in capsys.readouterr().err
+    assert first.is_dir()
