@@ -20,7 +20,7 @@ from cdrmix.data.tasks.episodes import Hashed
 from cdrmix.data.tasks.groups import elements_of, product
 from cdrmix.model.backbone import LanguageModel
 from cdrmix.reason.episodes import FIRST_HELD_OUT
-from cdrmix.reason.phase import Loss, PhaseLoss, run_phase
+from cdrmix.reason.phase import Loss, PhaseLoss, generator_of, run_phase
 from cdrmix.reason.plasticity import small_model
 from cdrmix.reason.stage_b_model import StageBModel
 
@@ -37,24 +37,28 @@ class Words:
         self._task, self._seed = task, seed
 
     def batch(self, numbers: range, length: int) -> tuple[Tensor, Tensor]:
-        """Elements and, at each place, the product so far: int64 [B, T] both."""
+        """A token that begins the word and its elements, int64 [B, 1 + T]; at each element the product so far [B, T].
+
+        The first token says nothing; without it a state of zeros would have nothing to turn.
+        """
         elements = Hashed(self._seed, self._task, numbers).below(f"word {length}", len(self._products), length)
         values = np.empty_like(elements)
         value = np.zeros(len(elements), dtype=np.int64)  # the identity
         for place in range(length):
             value = self._products[value, elements[:, place]]
             values[:, place] = value
-        return torch.from_numpy(elements), torch.from_numpy(values)
+        begun = np.concatenate([np.full((len(elements), 1), len(self._products)), elements], axis=1)
+        return torch.from_numpy(begun), torch.from_numpy(values)
 
 
 class TrackingPhase:
-    """Cross-entropy of every prefix's product, on words of full training length."""
+    """Cross-entropy of every prefix's product, on words of the training's lengths: from 2 on, all equally likely."""
 
     name = "tracking"
     measures = ("loss", "correct", "places")
 
-    def __init__(self, words: Words, tokens: int, rows: int) -> None:
-        self._words, self._tokens, self._rows = words, tokens, rows
+    def __init__(self, words: Words, tokens: int, rows: int, seed: int) -> None:
+        self._words, self._tokens, self._rows, self._seed = words, tokens, rows, seed
 
     def trains(self, parameter: str) -> bool:
         """The language model."""
@@ -62,11 +66,13 @@ class TrackingPhase:
 
     def losses(self, model: StageBModel, step: int, rank: int, processes: int) -> list[Loss]:
         """One micro-batch."""
-        elements, values = self._words.batch(range(step * self._rows, (step + 1) * self._rows), self._tokens)
+        generator = generator_of(self._seed, self.name, step)
+        length = 2 + int(torch.randint(self._tokens - 1, (), generator=generator))
+        elements, values = self._words.batch(range(step * self._rows, (step + 1) * self._rows), length)
 
         def loss(model: StageBModel) -> PhaseLoss:
             language_model = model.language_model
-            logits = language_model.logits(language_model(elements).hidden_BTD).flatten(0, 1)
+            logits = language_model.logits(language_model(elements).hidden_BTD[:, 1:]).flatten(0, 1)
             mean = functional.cross_entropy(logits, values.flatten())
             right = (logits.argmax(-1) == values.flatten()).sum()
             sums = [mean.detach() * values.numel(), right.float(), torch.tensor(float(values.numel()))]
@@ -104,7 +110,7 @@ def experiment(config: Config, seed: int, say: Callable[[str], None]) -> dict[st
 
     run_phase(
         model,
-        TrackingPhase(words, tracking.tokens, train.batch_rows),
+        TrackingPhase(words, tracking.tokens, train.batch_rows, seed),
         steps=train.steps,
         learning_rate=train.learning_rate,
         warmup_steps=train.warmup_steps,

@@ -1,0 +1,171 @@
+"""Ablations: intervals against tables, demands judged, an interrupted table that goes on."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from cdrmix.config.load import load_config
+from cdrmix.config.schema_ablation import Demand
+from cdrmix.errors import ConfigError
+from cdrmix.reason import ablation
+from cdrmix.reason.ablation_table import check, estimate, in_words, judge, student_quantile
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / "configs" / "ablations").glob("*.yaml"))
+
+FILE = """
+model:
+  vocab_size: 300
+  d_model: 32
+  layers: 1
+  attention: {heads: 1, kv_heads: 1}
+  rwkv: {head_size: 32, decay_rank: 4, iclr_rank: 4, value_rank: 4, gate_rank: 4}
+  feed_forward: {kind: channel_mix, hidden: 32, experts: 1, top_k: 1}
+train: {steps: 5, batch_rows: 1, micro_batch_rows: 1, learning_rate: 1.0e-3}
+ablation:
+  row: "0"
+  shows: More steps give more.
+  experiment: tracking
+  seeds: [1, 2]
+  arms:
+    few: {}
+    many: {says: more steps, set: [train.steps=50]}
+  demands:
+    - {arm: many, of: steps, minus_arm: few, at_least: 40}
+    - {arm: few, of: steps, at_least: 100}
+"""
+
+
+@pytest.mark.parametrize(
+    ("freedom", "wanted"), [(1, 12.7062), (2, 4.3027), (3, 3.1824), (4, 2.7764), (9, 2.2622), (30, 2.0423)]
+)
+def test_quantiles_are_those_of_the_tables(freedom: int, wanted: float) -> None:
+    assert student_quantile(freedom) == pytest.approx(wanted, abs=5e-5)  # four printed decimals
+
+
+def test_an_interval_of_three_seeds() -> None:
+    """Mean 2, deviation 1: half width 4.3027 / sqrt 3."""
+    found = estimate([1.0, 2.0, 3.0])
+    assert found.mean == 2
+    assert found.half == pytest.approx(4.302653 / math.sqrt(3), abs=1e-5)
+    assert estimate([4.0]) == (4.0, None, 1)
+
+
+def judged(values: dict[str, list[float]], demand: Demand) -> bool | None:
+    measured = {
+        arm: {seed: {"accuracy": value, "other": 0.5} for seed, value in enumerate(those)}
+        for arm, those in values.items()
+    }
+    return judge(demand, measured).holds
+
+
+def test_a_demand_of_one_arm() -> None:
+    assert judged({"on": [0.9, 1.0]}, Demand(arm="on", of="accuracy", at_least=0.95)) is True
+    assert judged({"on": [0.9, 0.98]}, Demand(arm="on", of="accuracy", at_least=0.95)) is False
+    assert judged({"on": [0.9]}, Demand(arm="on", of="accuracy", at_most=0.8)) is False
+    assert judged({"on": [math.nan]}, Demand(arm="on", of="accuracy", at_most=0.8)) is False
+    assert judged({}, Demand(arm="on", of="accuracy", at_most=0.8)) is None
+
+
+def test_a_difference_must_be_sure_where_it_claims_an_effect() -> None:
+    demand = Demand(arm="on", of="accuracy", minus_arm="off", at_least=0.1)
+    assert judged({"on": [0.8, 0.9, 0.7], "off": [0.2, 0.3, 0.1]}, demand) is True  # seed by seed always .6
+    assert judged({"on": [1.0, 0.1, 0.9], "off": [0.2, 0.3, 0.1]}, demand) is False  # .8, -.2, .8: mean .47
+    assert judged({"on": [0.15, 0.25, 0.15], "off": [0.1, 0.2, 0.1]}, demand) is False  # sure, and too small
+    no_worse = Demand(arm="on", of="accuracy", minus_arm="off", at_most=0.1)
+    assert judged({"on": [0.2, 0.1, 0.3], "off": [0.3, 0.1, 0.2]}, no_worse) is True  # about 0 is what is claimed
+    half = Demand(arm="on", of="accuracy", minus_arm="off", times=0.5, at_most=0.0)
+    assert judged({"on": [0.2], "off": [0.4]}, half) is True
+    assert judged({"on": [0.21], "off": [0.4]}, half) is False
+    own = Demand(arm="on", of="accuracy", minus_of="other", at_least=0.25)
+    assert judged({"on": [0.75]}, own) is True
+
+
+def test_what_nothing_measures_is_refused() -> None:
+    with pytest.raises(ConfigError, match="nothing measures 'acuracy'; there are accuracy, other"):
+        judged({"on": [1.0]}, Demand(arm="on", of="acuracy", at_least=0))
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, list[tuple[int, int]]]:
+    """A file, and the (steps, seed) of every run of a stand-in for its experiment."""
+    runs: list[tuple[int, int]] = []
+
+    def experiment(config: object, seed: int, say: object) -> dict[str, float]:
+        steps = config.train.steps  # type: ignore[attr-defined]
+        runs.append((steps, seed))
+        if len(runs) == 3:
+            raise KeyboardInterrupt
+        return {"steps": float(steps), "seed": float(seed)}
+
+    monkeypatch.setattr(ablation, "_experiment", lambda name: experiment)
+    path = tmp_path / "steps.yaml"
+    path.write_text(FILE)
+    return path, runs
+
+
+def quiet(text: str) -> None:
+    pass
+
+
+def test_an_interrupted_table_goes_on(counted: tuple[Path, list[tuple[int, int]]], tmp_path: Path) -> None:
+    path, runs = counted
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        ablation.run(path, out=out, say=quiet)
+    assert runs == [(5, 1), (50, 1), (5, 2)]
+    results = out / ablation.RESULTS
+    results.write_bytes(results.read_bytes()[:-20])  # the second line was cut off
+    outcome = ablation.run(path, out=out, say=quiet)
+    assert runs[3:] == [(50, 1), (5, 2), (50, 2)]
+    assert outcome.measured["many"] == {1: {"steps": 50, "seed": 1}, 2: {"steps": 50, "seed": 2}}
+    assert [verdict.holds for verdict in outcome.verdicts] == [True, False]
+    assert not outcome.holds
+    assert (out / "steps.md").read_text() == outcome.table
+    assert "many, steps minus few, steps: 45.000 (95 % from 45.000 to 45.000, 2 seeds), at least 40: holds" in (
+        outcome.table
+    )
+    assert "at least 100: DOES NOT HOLD" in outcome.table
+    assert ablation.run(path, out=out, say=quiet).table == outcome.table  # nothing is run again
+    assert len(runs) == 6
+
+
+def test_what_decides_a_result_decides_its_mark(counted: tuple[Path, list[tuple[int, int]]]) -> None:
+    path, _ = counted
+    one = ablation.fingerprint(load_config(path), 1)
+    same = ['ablation.row="9"', "ablation.shows=x", "ablation.demands=[]", "run.name=other", "run.seed=7"]
+    assert ablation.fingerprint(load_config(path, same), 1) == one
+    others = ["train.steps=6", "ablation.episodes=3", "ablation.tracking.task=s3", "model.rwkv.removal=2"]
+    marks = {ablation.fingerprint(load_config(path, [other]), 1) for other in others}
+    assert len(marks | {one, ablation.fingerprint(load_config(path), 2)}) == len(others) + 2
+
+
+def test_mistakes_are_said_before_anything_is_run(counted: tuple[Path, list[tuple[int, int]]], tmp_path: Path) -> None:
+    path, runs = counted
+    for text, said in [
+        (FILE.replace("minus_arm: few", "minus_arm: fwe"), "there is no arm 'fwe'"),
+        (FILE.replace(", at_least: 100", ""), "demands nothing"),
+        (FILE.replace("train.steps=50", "train.stpes=50"), "stpes"),
+        (FILE[: FILE.index("ablation:")], "has no section"),
+    ]:
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=said):
+            ablation.run(path, out=tmp_path / "out", say=quiet)
+    path.write_text(FILE)
+    with pytest.raises(ConfigError, match="there is no arm 'lots'"):
+        ablation.run(path, out=tmp_path / "out", arms=["lots"], say=quiet)
+    assert runs == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_file_says_what_it_demands_of_arms_that_it_has(path: Path) -> None:
+    section = load_config(path).ablation
+    assert section is not None
+    check(section)
+    for arm in section.arms.values():
+        load_config(path, arm.set)
+    assert section.experiment in ablation.EXPERIMENTS
+    assert all(in_words(judge(demand, {})).endswith("not run") for demand in section.demands)

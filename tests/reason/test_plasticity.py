@@ -1,0 +1,190 @@
+"""Phase B1: rows and chunks agree, losses sum up, what is trained is what is said; and fast weights do remember."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from cdrmix.config.load import load_config
+from cdrmix.config.schema import Config
+from cdrmix.data.tasks import IGNORED
+from cdrmix.model.state import fast_weights, with_fast_weights
+from cdrmix.reason import plasticity, tracking
+from cdrmix.reason.episodes import TokenSource, source_of
+from cdrmix.reason.plasticity import PlasticityPhase, answers, read, rows_of, small_model
+from cdrmix.reason.stage_b_model import StageBModel
+
+ABLATIONS = Path(__file__).parents[2] / "configs" / "ablations"
+
+
+def cell(*overrides: str) -> Config:
+    return load_config(ABLATIONS / "delta-recall.yaml", ["model.d_model=32", *overrides])
+
+
+def source_for(config: Config) -> TokenSource:
+    assert config.reasoning is not None
+    source = source_of(config.reasoning.plasticity, config.reasoning.chunk)
+    assert isinstance(source, TokenSource)
+    return source
+
+
+def stirred(config: Config) -> StageBModel:
+    """A float64 model whose adapters, which begin with no effect, have one."""
+    model = small_model(config, 1).double()
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(2)
+        for name, parameter in model.named_parameters():
+            if name.endswith((".up", ".gate", ".output.weight")):
+                parameter.normal_(0, 0.3, generator=generator)
+    return model
+
+
+@pytest.mark.parametrize("carry", ["fast", "all"])
+@pytest.mark.parametrize("fraction", [0.0, 0.5])
+def test_reading_by_chunks_is_training_on_rows(carry: str, fraction: float) -> None:
+    """float64; two orders of sums over a few hundred terms of size about 1: 1e-9 is a thousand roundings and more."""
+    config = cell(f"model.attention_fraction={fraction}", "reasoning.plastic_lora.attention=[output]")
+    source, model = source_for(config), stirred(config)
+    made = source.batch(range(3), 5)
+    row = rows_of(source, made, carry, torch.device("cpu"))
+    probe = source.probe(made)
+    assert torch.equal(row.ids_BT[:, -16:], probe.ids_BT)
+    assert torch.equal(row.targets_BT[:, -16:], probe.targets_BT)
+    assert (row.targets_BT[:, :-16] == IGNORED).all()
+    with torch.no_grad():
+        whole = model.language_model(row.ids_BT, cu_seqlens=row.cu_seqlens, episodes=row.episodes).hidden_BTD[:, -16:]
+        state = read(model.language_model, made.chunks_BNC, carry)
+        parts = model.language_model(probe.ids_BT, state=state).hidden_BTD
+        assert state is not None
+        emptied = with_fast_weights(state, plasticity.zeroed)
+        without = model.language_model(probe.ids_BT, state=emptied).hidden_BTD
+    assert (whole - parts).abs().max() < 1e-9
+    assert (whole - without).abs().max() > 1e-3, "the fast weights have no effect: nothing was tested"
+
+
+def test_nothing_but_fast_weights_goes_on() -> None:
+    config = cell()
+    source, model = source_for(config), stirred(config)
+    made = source.batch(range(2), 4)
+    other = made.chunks_BNC.clone()
+    other[:, :3] = source.batch(range(5, 7), 4).chunks_BNC[:, :3]
+    probe = source.probe(made).ids_BT
+
+    def asked(chunks: torch.Tensor) -> torch.Tensor:
+        state = read(model.language_model, chunks, "fast")
+        assert state is not None
+        with torch.no_grad():
+            return model.language_model(probe, state=with_fast_weights(state, plasticity.zeroed)).hidden_BTD
+
+    # the last token of the last chunk leaves a key for the next; what came before leaves nothing
+    assert torch.equal(asked(made.chunks_BNC), asked(other))
+
+
+def test_memory_does_not_grow_with_the_chunks() -> None:
+    config = cell()
+    source, model = source_for(config), small_model(config, 1)
+
+    def floats(part: object) -> int:
+        if isinstance(part, torch.Tensor):
+            return part.numel()
+        return sum(map(floats, part)) if isinstance(part, tuple) else 0
+
+    few, many = (read(model.language_model, source.batch([0], number).chunks_BNC, "all") for number in (2, 40))
+    assert floats(few) == floats(many) > 0
+
+
+def gradients(
+    model: StageBModel, phase: PlasticityPhase, processes: int
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    model.zero_grad()
+    sums = torch.zeros(len(phase.measures))
+    for rank in range(processes):
+        for loss in phase.losses(model, 3, rank, processes):
+            outcome = model(loss)
+            outcome.total.backward()
+            sums += outcome.sums
+    found = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+    return found, sums.tolist()
+
+
+def test_micro_batches_and_processes_sum_up() -> None:
+    """float64; sums of 12 rows in another order."""
+    config = cell("reasoning.phases.plasticity.episodes=12", "reasoning.phases.plasticity.micro_batch=12")
+    split = cell("reasoning.phases.plasticity.episodes=12", "reasoning.phases.plasticity.micro_batch=3")
+    source, model = source_for(config), stirred(config)
+    whole, sums = gradients(model, PlasticityPhase(config, source), 1)
+    parts, their_sums = gradients(model, PlasticityPhase(split, source), 2)
+    assert whole.keys() == parts.keys()
+    for name, gradient in whole.items():
+        assert (gradient - parts[name]).abs().max() < 1e-10 * (1 + gradient.abs().max())
+    assert sums == pytest.approx(their_sums, rel=1e-5)  # kept in float32
+    assert sums[2] == 12 * 8
+
+
+def test_own_trains_the_adapters_and_all_the_language_model() -> None:
+    source = source_for(cell())
+    own = PlasticityPhase(cell("reasoning.phases.plasticity.train=own"), source)
+    every = PlasticityPhase(cell(), source)
+    for name, _ in small_model(cell(), 1).named_parameters():
+        assert every.trains(name)
+        assert own.trains(name) == (".plastic." in name)
+    assert not every.trains("controller.accept.weight")
+
+
+def test_training_rows_have_two_chunks_to_the_configured_number() -> None:
+    source = source_for(cell())
+    seen = {PlasticityPhase(cell(), source).chunks(step) for step in range(100)}
+    assert seen == {2, 3, 4}
+    many = cell("reasoning.plasticity.difficulty={pairs: 20}")
+    assert {PlasticityPhase(many, source_for(many)).chunks(step) for step in range(50)} == {3, 4}
+
+
+def test_swapping_takes_another_episodes_weights() -> None:
+    config = cell()
+    source, model = source_for(config), stirred(config)
+    made = source.batch(range(4), 3)
+    state = read(model.language_model, made.chunks_BNC, "fast")
+    assert state is not None
+    for before, after in zip(
+        fast_weights(state), fast_weights(with_fast_weights(state, plasticity.swapped)), strict=True
+    ):
+        assert torch.equal(after, before[[3, 0, 1, 2]])
+    right, asked = answers(model.language_model, source, made, state)
+    assert asked.sum() == 4 * 8
+    assert not (right & ~asked).any()
+
+
+def test_words_are_products() -> None:
+    """Parity by counting; S3 by composing the permutations themselves."""
+    ids, values = tracking.Words("parity", 1).batch(range(4), 20)
+    assert torch.equal(ids[:, 1:].cumsum(1) % 2, values)
+    assert (ids[:, 0] == 2).all()
+    elements = tracking.elements_of(3)
+    ids, values = tracking.Words("s3", 1).batch(range(4), 20)
+    for word, told in zip(ids[:, 1:].tolist(), values.tolist(), strict=True):
+        standing = [0, 1, 2]
+        for element, value in zip(word, told, strict=True):
+            standing = [standing[place] for place in elements[element]]
+            assert tuple(standing) == elements[value]
+
+
+def test_delta_fast_weights_remember_and_nothing_else_does() -> None:
+    """Rows 2 and 7 of the ablations at one seed and fewer steps: 16 times the training's length; chance is 1/64.
+
+    32 episodes of 8 answers: at chance 256 answers have a deviation of .008, so that .046 is four of them away.
+    """
+    config = load_config(
+        ABLATIONS / "delta-recall.yaml",
+        [
+            "ablation.chunks=[64]",
+            "ablation.episodes=32",
+            "ablation.harder_chunks=[]",
+            "reasoning.phases.plasticity.steps=300",
+        ],
+    )
+    found = plasticity.experiment(config, 1, lambda text: None)
+    assert found["accuracy@64"] >= 0.95
+    assert found["zeroed@64"] <= 0.046
+    assert found["swapped@64"] <= 0.046
