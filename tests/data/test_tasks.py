@@ -81,6 +81,22 @@ def solve_many_codes(prompt: str) -> str:
     return ", ".join(value for name in asked for value in re.findall(rf"{kind} of {name} is (\S+)\.(?:\s)", prompt))
 
 
+def solve_among_lies(prompt: str) -> str:
+    """As solve_many_codes, of the paragraphs that do not take back what they say."""
+    return solve_many_codes(
+        "\n".join(line for line in prompt.split("\n") if not line.endswith("None of this is true."))
+    )
+
+
+def solve_chain(prompt: str) -> str:
+    """The number that a variable leads to."""
+    told = dict(re.findall(r"Let (\w+) = (\w+)\.", prompt))
+    name = re.search(r"value of (\w+)\?", prompt)[1]  # type: ignore[index]
+    while name in told:
+        name = told[name]
+    return name
+
+
 def solve_mqar(prompt: str) -> str:
     *words, last = question_of_line(prompt, "Pairs").split()
     return words[words.index(last) + 1]
@@ -203,12 +219,15 @@ SOLVERS: dict[str, Callable[[str], str]] = {
     "sorting": solve_sorting,
     "copying": solve_copying,
     "chunk_recall": solve_many_codes,
+    "poisoned_recall": solve_among_lies,
+    "chunk_hops": solve_chain,
     "mqar": solve_mqar,
     "parity": solve_parity,
     "s3": solve_orders,
     "s5": solve_orders,
     "multi_step_arithmetic": solve_expression,
     "ruler_vt": solve_variables,
+    "poisoned_recall": "ad37cc1c15493698",
     "ruler_cwe": solve_counts,
     "ruler_fwe": solve_counts,
     **dict.fromkeys(["ruler_niah_single_1", "ruler_niah_single_2", "ruler_niah_single_3"], solve_many_codes),
@@ -241,6 +260,7 @@ KNOWN_TOO = {
     "babilong_qa3": "b7ac57250a92eceb",
     "babilong_qa4": "ccb9c0598986e6b8",
     "babilong_qa5": "a2f67c61fe1ad935",
+    "chunk_hops": "5e583a5ef4c89b70",
     "chunk_recall": "86160ba860bffcbc",
     "mqar": "8dff3359fdf36af6",
     "multi_step_arithmetic": "b2f64efb954ac250",

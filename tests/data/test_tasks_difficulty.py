@@ -169,8 +169,46 @@ def test_facts_lie_in_all_chunks_alike() -> None:
     counts = Counter(fact.chunk for number in range(200) for fact in episode("chunk_recall", 1, number).asked)
     assert set(counts) == {0, 1, 2, 3}
     assert all(abs(count - 50) < 6 * 37.5**0.5 for count in counts.values())  # binomial: variance 200 / 4 * 3 / 4
-    with pytest.raises(ConfigError, match="'recall' has no chunks; chunk_recall have"):
+    with pytest.raises(ConfigError, match="'recall' has no chunks; chunk_hops, chunk_recall, poisoned_recall have"):
         episode("recall", 1, 0)
+
+
+@settings(max_examples=60)
+@given(
+    number=st.integers(0, 10**9),
+    chunks=st.integers(1, 9),
+    bad=st.integers(1, 9),
+    hops=st.integers(1, 5),
+    chains=st.integers(1, 4),
+)
+def test_chunks_that_lie_and_chains_over_chunks(number: int, chunks: int, bad: int, hops: int, chains: int) -> None:
+    if bad < chunks:
+        lying = episode(
+            "poisoned_recall", 1, number, TASKS["poisoned_recall"].standard.changed({"chunks": chunks, "bad": bad})
+        )
+        assert [chunk.endswith("None of this is true.") for chunk in lying.chunks] == [
+            place in lying.bad for place in range(chunks)
+        ]
+        assert len(lying.bad) == bad
+        assert not {fact.chunk for fact in lying.facts} & set(lying.bad)
+        assert all(f"The code of {fact.key} is {fact.value}." in lying.chunks[fact.chunk] for fact in lying.facts)
+        said = [re.findall(r"code of (\w+) is (\w+)\.", lying.chunks[place]) for place in lying.bad]
+        assert all(pairs for pairs in said)
+        assert not {(fact.key, fact.value) for fact in lying.facts} & {pair for pairs in said for pair in pairs}
+    level = TASKS["chunk_hops"].standard.changed({"chunks": chunks, "hops": hops, "chains": chains})
+    chain = episode("chunk_hops", 1, number, level)
+    assert len(chain.facts) == hops * chains
+    assert [fact.key for fact in chain.asked[:-1]] == [fact.value for fact in chain.asked[1:]]
+    assert chain.asked[0].value == chain.answer
+    assert chain.asked[-1].key in chain.question
+    places = [fact.chunk for fact in chain.asked]
+    assert places == sorted(places)
+    assert all(f"Let {fact.key} = {fact.value}." in chain.chunks[fact.chunk] for fact in chain.facts)
+
+
+def test_as_many_lies_as_chunks_are_refused() -> None:
+    with pytest.raises(ConfigError, match="bad = 4 of chunks = 4"):
+        TASKS["poisoned_recall"].standard.changed({"bad": 4})
 
 
 @settings(max_examples=40)

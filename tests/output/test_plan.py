@@ -55,6 +55,8 @@ def test_a_small_model_has_exactly_the_parameters_counted_by_hand() -> None:
         "channel-mix": 0,
         "norms": (2 * layers + 2) * 2 * d,
         "head": 0,
+        "adapters": 0,
+        "stage B heads": 0,
     }
     assert count.stored == expected
     assert count.active == expected | {"experts": layers * 3 * 2 * d * hidden}

@@ -17,7 +17,7 @@ from typing import Any
 from cdrmix.config import schema_data as schema
 
 # each family adds its tasks to TASKS
-from cdrmix.data.tasks import arithmetic, babilong, groups, lists, mqar, recall, ruler, tracking
+from cdrmix.data.tasks import arithmetic, babilong, chunked, groups, lists, mqar, recall, ruler, tracking
 from cdrmix.data.tasks.draws import Draws, Filler
 from cdrmix.data.tasks.exercise import (
     IGNORED,
@@ -54,7 +54,7 @@ __all__ = [
     "token_exercise",
 ]
 
-FAMILIES = (arithmetic, babilong, groups, lists, mqar, recall, ruler, tracking)
+FAMILIES = (arithmetic, babilong, chunked, groups, lists, mqar, recall, ruler, tracking)
 
 
 def known_task(task: str) -> Task[Any]:

@@ -58,13 +58,19 @@ class Fact(NamedTuple):
 
 
 class Episode(NamedTuple):
-    """An exercise in chunks, for readers that see one at a time: which facts are captured and kept can be counted."""
+    """An exercise in chunks, for readers that see one at a time: which facts are captured and kept can be counted.
+
+    facts, asked: of a chain each behind those that it builds on. bad: numbers of chunks that are not to be believed.
+    kept: words of the sentences that a chunk must not lose when it is cut to a length; none: those with a fact's key.
+    """
 
     question: str
     chunks: tuple[str, ...]
     answer: str
     facts: tuple[Fact, ...]
     asked: tuple[Fact, ...]
+    bad: tuple[int, ...] = ()
+    kept: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
