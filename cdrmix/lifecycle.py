@@ -21,7 +21,7 @@ from cdrmix.config.schema_data import Tokenizer
 from cdrmix.data.prepare import prepare
 from cdrmix.data.shards import ShardSet, open_shards
 from cdrmix.durable import sha256_file
-from cdrmix.errors import CdrmixError, CheckpointError
+from cdrmix.errors import CdrmixError, CheckpointError, ExportMismatchError
 from cdrmix.eval.perplexity import HeldOut, held_out
 from cdrmix.generate import Sampling, generate
 from cdrmix.hf.card import STAGE_A_ONLY
@@ -29,7 +29,9 @@ from cdrmix.hf.export import SUMS, Loaded, export_model, exported_step, load_mod
 from cdrmix.hf.rwkv_names import export_official_rwkv7
 from cdrmix.plan import count_parameters
 from cdrmix.reason.build import load_stage_b
+from cdrmix.reason.demo import demonstrate
 from cdrmix.reason.evaluation import evaluate_stage_b
+from cdrmix.reason.session import Session
 from cdrmix.reason.stage_b import spans, train_stage_b
 from cdrmix.report import write_report
 from cdrmix.train.checkpoint import list_checkpoints, newest_whole_checkpoint
@@ -184,8 +186,11 @@ def _after_training(run: RunFolder, shards: ShardSet, device: torch.device) -> N
         run.update_summary({"mechanisms": found, "mechanisms_step": loaded.step})
     if not _is_exported(run, loaded.step):
         row = shards.valid.read(0, min(loaded.config.data.row_length, shards.valid.tokens)).tolist()
-        export_model(loaded, run.export, summary=run.summary(), held_out_row=row, replace=True)
+        sessions = _demonstrate(loaded, run)
+        export_model(loaded, run.export, summary=run.summary(), held_out_row=row, replace=True, attachments=sessions)
         run.say(f"Exported to {run.export}: read back, the same logits bit for bit")
+        if sessions:
+            _answers_the_same(run)
     sizes = [path.stat().st_size for path in run.export.iterdir()]
     run.update_summary({"export": {"path": run.export.name, "files": len(sizes), "bytes": sum(sizes)}})
     text = "".join(generate(loaded.model, loaded.tokenizer, SAMPLE_PROMPT, SAMPLE))
@@ -194,6 +199,35 @@ def _after_training(run: RunFolder, shards: ShardSet, device: torch.device) -> N
     write_report(run)
     run.update_summary({"finished": True})
     run.say(f"Report: {run.report}")
+
+
+def _demonstrate(loaded: Loaded, run: RunFolder) -> list[Path]:
+    """Of a model that has been through stage B on text: a document read before one's eyes, and what is remembered."""
+    reasoning = loaded.config.reasoning
+    if reasoning is None or not spans(loaded.config) or reasoning.agent.tokens:
+        return []
+    run.session.unlink(missing_ok=True)
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        lines.append(line)
+        run.say(line)
+
+    answers = demonstrate(loaded, session=run.session, say=say)
+    run.update_summary({"demonstration": {"lines": lines, "answers": list(answers)}})
+    return [run.session]
+
+
+def _answers_the_same(run: RunFolder) -> None:
+    """Raises ExportMismatchError where the exported model, with the exported memory, answers otherwise than before."""
+    loaded = load_model(run.export)
+    answers = Session.load(loaded, run.export / run.session.name).answer()
+    before = run.summary()["demonstration"]["answers"]
+    if list(answers) != before:
+        raise ExportMismatchError(
+            f"the exported model, read back with its memory, answers {list(answers)}, not {before}"
+        )
+    run.say("Read back with its memory, it answers the same")
 
 
 def _is_exported(run: RunFolder, step: int) -> bool:

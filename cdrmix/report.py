@@ -65,6 +65,7 @@ def page(
         _router(rows),
         picture(loads, "Load of every expert by step, a heat map a block") if loads else "",
         _sample(summary.get("sample")),
+        _demonstration(summary.get("demonstration")),
         _facts("Text", summary.get("corpus")),
         _checkpoints(run.checkpoints),
         _facts("Export", summary.get("export")),
@@ -166,6 +167,12 @@ def _sample(sample: Mapping[str, str] | None) -> str:
     if not sample:
         return ""
     return f"<h2>It writes</h2><pre><em>{escaped(sample['prompt'])}</em>{escaped(sample['text'])}</pre>"
+
+
+def _demonstration(found: Mapping[str, Any] | None) -> str:
+    if not found:
+        return ""
+    return f"<h2>It reads, chunk by chunk</h2><pre>{escaped(chr(10).join(found['lines']))}</pre>"
 
 
 def _facts(title: str, facts: Mapping[str, Any] | None) -> str:

@@ -61,6 +61,7 @@ OWNERS = {
         "cdrmix/durable.py",  # knows a full disk by its error
         "cdrmix/train/checkpoint.py",
         "cdrmix/hf",  # the format is the same, but an export is cut into shards and read by others
+        "cdrmix/reason/session.py",  # what is remembered of one document: no model's weights
         "cdrmix/compare.py",  # two files bit for bit, whichever of the two rooms wrote them
     },
     "faiss": {"cdrmix/reason/episodic_index.py"},

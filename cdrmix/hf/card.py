@@ -7,9 +7,7 @@ from typing import Any
 
 from cdrmix.config.schema import Config
 
-STAGE_A_ONLY = (
-    "Stage A, the backbone, alone is trained: no phase of stage B (`reasoning.phases`) has any steps."
-)
+STAGE_A_ONLY = "Stage A, the backbone, alone is trained: no phase of stage B (`reasoning.phases`) has any steps."
 
 NAMES = {"rwkv7": "RWKV-7", "attention": "attention", "mamba2": "Mamba-2", "routing_mamba": "Routing-Mamba"}
 

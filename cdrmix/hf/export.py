@@ -162,12 +162,13 @@ def export_model(
     held_out_row: Sequence[int] | None = None,
     shard_bytes: int = SHARD_BYTES,
     replace: bool = False,
+    attachments: Sequence[Path] = (),
 ) -> Path:
     """Writes the model to `target` and returns it; nothing is left there unless the reading back agreed bit for bit.
 
     summary: a run's metrics.json, for the figures of the model card, if they are of this step.
     held_out_row: token ids that are compared too, besides a fixed prompt.
-    replace: puts the model in the place of an older export, once it is whole.
+    replace: puts the model in the place of an older export, once it is whole. attachments: files that go with it.
     Raises ConfigError when `target` exists and is not to be replaced, ExportMismatchError when the model read back
     differs, DiskFullError.
     """
@@ -179,6 +180,8 @@ def export_model(
         _remove_remains(target)
         temporary.mkdir()
         try:
+            for path in attachments:
+                shutil.copyfile(path, temporary / path.name)
             _write(loaded, temporary, summary or {}, shard_bytes)
             _compare(loaded, load_exported(temporary), held_out_row)
             for path in temporary.iterdir():
@@ -287,7 +290,7 @@ def load_exported(path: str | Path) -> Loaded:
             raise CheckpointError(f"{path / SUMS} does not list {name}: this is not a whole exported model")
     config = load_config(path / "config_snapshot.yaml")
     weights: dict[str, Tensor] = {}
-    for name in sorted(name for name in sums if name.endswith(".safetensors")):
+    for name in sorted(name for name in sums if name.startswith("model") and name.endswith(".safetensors")):
         try:
             weights |= load_file(path / name)
         except SafetensorError as error:

@@ -40,8 +40,9 @@ class JointPhase:
         losses: list[Loss] = [_Text(batch, self._share, len(self.measures)) for batch in batches]
         place = len(OWN)
         for phase in self.inner:
-            for loss in phase.losses(model, step, rank, processes):
-                losses.append(_Placed(loss, place, len(self.measures)))
+            losses += [
+                _Placed(loss, place, len(self.measures)) for loss in phase.losses(model, step, rank, processes)
+            ]
             place += len(phase.measures)
         return losses
 

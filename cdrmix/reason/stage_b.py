@@ -176,7 +176,7 @@ def _step(engine: Engine, model: StageBModel, phase: Phase, step: int, number: i
     """One optimizer step. Returns the global loss and the sums of the phase's measures, the same in every process."""
     world = engine.world
     model.eval()  # what is rolled out is not training: nothing is dropped, nothing jittered
-    with engine.module.precision():
+    with engine.module.precision(), engine.whole_weights():
         losses = phase.losses(model, step, world.rank, world.size)
     model.train()
     losses = _evened(losses, world)

@@ -239,6 +239,15 @@ class Engine:
         """
         return self._whole(self._local_weights()) | self._buffers()
 
+    def whole_weights(self) -> AbstractContextManager[None]:
+        """Within it every process has all weights, under ZeRO-3 too: forward passes may be as many as each likes."""
+        if self.stage < 3:
+            return nullcontext()
+        import deepspeed
+
+        gathered: AbstractContextManager[None] = deepspeed.zero.GatheredParameters(list(self.parameters.values()))
+        return gathered
+
     def shapes(self) -> dict[str, list[int]]:
         """The shapes of what `weights` gives, in every rank and without it; experts that are shared out count whole."""
         shapes = {name: list(buffer.shape) for name, buffer in self.buffers.items()}

@@ -170,6 +170,10 @@ class RunFolder:
         return self.path / "export"
 
     @property
+    def session(self) -> Path:
+        return self.path / "session.safetensors"
+
+    @property
     def finished(self) -> bool:
         """Whether every step of the run's life, the report included, has been done."""
         return bool(self.summary().get("finished"))
