@@ -110,7 +110,7 @@ def test_imports_go_down() -> None:
             parts = module.split(".")
             if parts[0] != "cdrmix":
                 continue
-            other = parts[1] if parts[1] in FLOOR_OF else "__init__"
+            other = parts[1] if len(parts) > 1 and parts[1] in FLOOR_OF else "__init__"
             if other == room or FLOOR_OF[other] < FLOOR_OF[room]:
                 continue
             if FLOOR_OF[other] == FLOOR_OF[room] and {room, other} != {"data", "model"}:
