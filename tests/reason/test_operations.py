@@ -279,7 +279,7 @@ def test_both_phases_run_and_are_the_same_again() -> None:
 
 
 def test_imitation_learns_what_to_do() -> None:
-    """After a hundred small steps most of the expert's operations are met: 0.70 to 0.79 with three seeds. Heads of zeros
+    """After a hundred small steps most of what the expert does is met, 0.70 to 0.79 with three seeds. Heads of zeros
     begin with noop everywhere, a quarter of them."""
     waste = "reasoning.phases.operations_imitation.waste=0.0"  # else what it does with noise is drawn
     config = config_of("reasoning.phases.operations_imitation.episodes=8", waste)
