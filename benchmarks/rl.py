@@ -28,20 +28,22 @@ from cdrmix.reason.rollout import generate
 
 CPU = torch.device("cpu")
 PROMPTS, GROUP = 16, 8
-SHAPES = {"cell": (26, 4), "long": (200, 64)}  # tokens of a prompt, new tokens: the ablations' window, one of text
+# Layers of attention, tokens of a prompt, new tokens: the ablations' model and window; a window of text, by RWKV-7
+# alone, and with attention, which keeps its keys.
+SHAPES = {"cell": (1, 26, 4), "long": (0, 200, 64), "long_hybrid": (1, 200, 64)}
 ROWS = 8  # documents read at once, where their time is taken; one where memory is
 SHORT, LONG, LONGEST = 256, 4096, 65536  # tokens of a document
 CHUNK = 16
 
 
-def cell(vocab_size: int = 208) -> LanguageModel:
-    """The model of the ablations of the token memory."""
+def cell(attention: int = 1) -> LanguageModel:
+    """The model of the ablations of the token memory; attention: in how many of its two layers, the first ones."""
     config = Model(
-        vocab_size=vocab_size,
+        vocab_size=208,
         d_model=64,
         layers=2,
         init_std_scale=4.0,
-        mixer_layers=MixerLayers(attention=[0], rwkv7=[1]),
+        mixer_layers=MixerLayers(attention=[*range(attention)], rwkv7=[*range(attention, 2)]),
         attention=Attention(heads=2, kv_heads=2),
         rwkv=Rwkv(head_size=32, decay_rank=8, iclr_rank=8, value_rank=8, gate_rank=16),
         feed_forward=FeedForward(kind="channel_mix", hidden=128),
@@ -50,11 +52,11 @@ def cell(vocab_size: int = 208) -> LanguageModel:
     return LanguageModel(config)
 
 
-def rollouts(length: int, new_tokens: int, options: Options) -> Result:
+def rollouts(attention: int, length: int, new_tokens: int, options: Options) -> Result:
     """Tokens a second of ours and of TRL's, in turns; the tokens of both counted, and nothing else of the update."""
     import rl_peers
 
-    model = cell()
+    model = cell(attention)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     prompts = torch.randint(1, 200, (PROMPTS, length), generator=torch.Generator().manual_seed(1))
     generator = torch.Generator().manual_seed(2)
@@ -75,6 +77,7 @@ def rollouts(length: int, new_tokens: int, options: Options) -> Result:
         ours=mine,
         peer=other,
         settings={
+            "attention_layers": attention,
             "prompts": PROMPTS,
             "group": GROUP,
             "prompt_tokens": length,
@@ -163,7 +166,7 @@ def _read(model: LanguageModel, window: Window, episodes: Episodes) -> None:
 CASES = {
     f"rollouts_{name}": Case(
         functools.partial(rollouts, *shape),
-        f"rollouts, tokens/s: {PROMPTS} prompts of {shape[0]} x {GROUP}, {shape[1]} new tokens each",
+        f"rollouts, tokens/s: {PROMPTS} prompts of {shape[1]} x {GROUP}, {shape[2]} new tokens each",
         ("cpu",),
     )
     for name, shape in SHAPES.items()
