@@ -20,7 +20,7 @@ from cases import Case, Options, Result, quantiles
 from comparison import one_thread, peak_in_fresh_process
 from measure import peak_of_process
 
-from cdrmix.config.schema import Attention, FeedForward, MixerLayers, Model, Rwkv
+from cdrmix.config.schema import Attention, FeedForward, Model, Rwkv
 from cdrmix.model.backbone import LanguageModel
 from cdrmix.reason.agent import Window, read_episodes
 from cdrmix.reason.episodes import Episodes, TokenSource
@@ -37,13 +37,13 @@ CHUNK = 16
 
 
 def cell(attention: int = 1) -> LanguageModel:
-    """The model of the ablations of the token memory; attention: in how many of its two layers, the first ones."""
+    """The model of the ablations of the token memory; attention: in how many of its two layers, the last ones."""
     config = Model(
         vocab_size=208,
         d_model=64,
         layers=2,
         init_std_scale=4.0,
-        mixer_layers=MixerLayers(attention=[*range(attention)], rwkv7=[*range(attention, 2)]),
+        attention_fraction=attention / 2,
         attention=Attention(heads=2, kv_heads=2),
         rwkv=Rwkv(head_size=32, decay_rank=8, iclr_rank=8, value_rank=8, gate_rank=16),
         feed_forward=FeedForward(kind="channel_mix", hidden=128),

@@ -29,7 +29,8 @@ def demonstrate(window: Window, episodes: Episodes, leak: float, generator: torc
     """Every turn of a teacher, who captures the facts asked for and keeps them; then every answer.
 
     leak: the share of turns with something in the part to be written where the demonstration loses one fact of it. The
-    teacher's own memory does not lose it. Facts that do not fit the part are not captured.
+    teacher's own memory does not lose it. Facts that do not fit the part are not captured. Those of one chunk stand in
+    its order, where it has them word for word: so that each can be copied as it is read, whatever was asked first.
     """
     question, chunks, answer, facts, told, asked, _ = episodes
     batch, count = chunks.shape[:2]
@@ -49,6 +50,7 @@ def demonstrate(window: Window, episodes: Episodes, leak: float, generator: torc
         oldest = memory.oldest()
         kept_BS = held_BHS[rows, oldest]
         news_BF = torch.where(asked & (told == number), numbers, -1)
+        news_BF = news_BF.gather(1, _places(chunks[:, number], facts, window.pad).argsort(dim=1, stable=True))
         prompt = torch.cat([begin, window.turn(memory.shown(), chunks[:, number])], 1)
         lost_BS = _without_one(kept_BS, leak, generator)
         turns.append(_sequence(window, prompt, _spell(facts, _compact(lost_BS, news_BF), window)))
@@ -60,6 +62,16 @@ def demonstrate(window: Window, episodes: Episodes, leak: float, generator: torc
     last = _sequence(window, prompt, answer)
     last = last._replace(mask_SN=last.mask_SN & told_all_B.unsqueeze(1))  # nobody can answer what is not there
     return [Demonstrations(*(torch.cat(column) for column in zip(*turns, strict=True))), last]
+
+
+def _places(chunk_BC: Tensor, facts_BFW: Tensor, pad: int) -> Tensor:
+    """Where the tokens of each fact begin in a chunk, [B, F]; the chunk's width where they do not stand there."""
+    width = facts_BFW.shape[2]
+    windows = functional.pad(chunk_BC, (0, width - 1), value=pad).unfold(1, width, 1).unsqueeze(1)  # [B, 1, C, W]
+    facts = facts_BFW.unsqueeze(2)
+    found_BFC = ((windows == facts) | (facts == pad)).all(3)
+    places_C = torch.arange(chunk_BC.shape[1], device=chunk_BC.device)
+    return torch.where(found_BFC, places_C, chunk_BC.shape[1]).amin(2)
 
 
 def _without_one(kept_BS: Tensor, share: float, generator: torch.Generator) -> Tensor:

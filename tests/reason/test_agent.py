@@ -154,6 +154,18 @@ def test_a_leak_loses_one_fact_of_the_demonstration_and_none_of_the_teacher() ->
     assert set((lengths[0] - lengths[1])[changed].tolist()) == {2}
 
 
+def test_facts_of_one_chunk_are_written_in_its_order() -> None:
+    """Though the second one asked for is told first in about half of the chunks that tell both."""
+    episodes = source().batch(range(60), 1)
+    written = demonstrate(window_of(), episodes, 0.0, torch.Generator())[0].targets_SN
+    turned = 0
+    for chunk, facts, text in zip(episodes.chunks_BNC[:, 0], episodes.facts_BFW[:, :2], written, strict=True):
+        told = sorted(facts.tolist(), key=lambda fact: chunk.tolist().index(fact[0]))
+        assert text.tolist() == [*told[0], *told[1]]
+        turned += told != facts.tolist()
+    assert 15 <= turned <= 45
+
+
 def test_a_part_must_hold_a_fact() -> None:
     with pytest.raises(ConfigError, match="does not hold a fact of 2"):
         demonstrate(window_of(4, 4), source().batch(range(2), 4), 0.0, torch.Generator())
