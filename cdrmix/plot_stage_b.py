@@ -28,11 +28,11 @@ LINES = {  # of each mechanism: what is drawn beside on and off, and how it is c
 # Of each phase's measures these, in one panel each; several are lines of one panel.
 PANELS: dict[str, list[tuple[str, ...]]] = {
     "plasticity": [("accuracy",), ("loss",)],
-    "acceptance": [("accept_good", "accept_bad"), ("reward", "entropy"), ("clipped", "dropped")],
-    "imitation": [("loss", "accuracy")],
-    "policy": [("reward", "task", "stability", "latency"), ("entropy",), ("clipped", "dropped")],
-    "operations_imitation": [("loss", "accuracy")],
-    "operations": [("reward", "task", "stability", "latency"), ("entropy",), ("clipped", "dropped")],
+    "acceptance": [("accept_good", "accept_bad"), ("reward", "entropy"), ("clip_fraction", "dropped_groups")],
+    "imitation": [("loss",), ("accuracy",)],
+    "policy": [("reward", "task", "stability", "latency"), ("entropy",), ("clip_fraction", "dropped_groups")],
+    "operations_imitation": [("loss",), ("accuracy", "agreed", "found")],
+    "operations": [("reward", "task", "stability", "latency"), ("entropy",), ("clip_fraction", "dropped_groups")],
     "joint": [("text_loss",), ("policy/reward", "plasticity/accuracy")],
 }
 

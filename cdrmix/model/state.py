@@ -23,11 +23,11 @@ def detached(state: ModelState) -> ModelState:
 
 
 def plastic_only(state: ModelState) -> ModelState:
-    """The fast weights alone: mixers and feed-forwards begin anew, and the next token has none before it."""
-    return tuple(
-        BlockState(None, None, None if block.plastic is None else tuple(map(_unbound, block.plastic)))
-        for block in state
-    )
+    """The fast weights, and the key that the last token left for the next: mixers and feed-forwards begin anew.
+
+    The same as where `cu_seqlens` has a start within one of `episodes`.
+    """
+    return tuple(BlockState(None, None, block.plastic) for block in state)
 
 
 def roll_back(after: ModelState, before: ModelState | None) -> ModelState:
@@ -125,10 +125,6 @@ def filled(template: ModelState, tensors: Mapping[str, Tensor]) -> ModelState:
         return type(part)(found.item())
 
     return tuple(walk(block, str(number)) for number, block in enumerate(template))
-
-
-def _unbound(state: Any) -> Any:
-    return state._replace(last=torch.zeros_like(state.last))
 
 
 def _mapped(part: Any, change: Callable[[Tensor], Tensor]) -> Any:

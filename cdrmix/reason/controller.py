@@ -20,9 +20,8 @@ from torch.nn import functional
 from cdrmix.config.schema_reasoning import Reasoning
 from cdrmix.model.attention import AttentionState
 from cdrmix.model.backbone import LanguageModel, ModelState
-from cdrmix.model.state import branch, select
+from cdrmix.model.state import branch, plastic_only, select
 from cdrmix.reason.episodic_index import EpisodicIndex, Staged
-from cdrmix.reason.plasticity import forget_mixers
 
 # Strengths of writing that a step tries, the first max_branches of them. The delta rule leaves 1 - s beta of the error
 # to a key's old value: as trained; half; twice (beta is kept at 2 at most); and a quarter, an average of four tellings.
@@ -213,7 +212,7 @@ class Controller:
             prefix = None if prefix_BPD is None else prefix_BPD[rows_R]
             output = self.model(ids_BC[rows_R], state=state, return_state=True, write_scale=scale_S, prefix_BPD=prefix)
             assert output.state is not None
-            groups.append(Group(rows_R, output.state if self.reasoning.carry == "all" else forget_mixers(output.state)))
+            groups.append(Group(rows_R, output.state if self.reasoning.carry == "all" else plastic_only(output.state)))
             hidden.append(output.hidden_BTD)
         after = episode._replace(groups=tuple(groups), steps=episode.steps + 1, commits_B=episode.commits_B + 1)
         return Proposal(after, _gathered(groups, hidden))

@@ -179,7 +179,7 @@ class TextSource:
                     torch.stack([self._padded(fact, self.fact) for fact in facts]),
                     torch.tensor([fact.chunk for fact in text.facts]),
                     torch.tensor([fact in text.asked for fact in text.facts]),
-                    torch.ones(chunks, dtype=torch.bool),
+                    torch.tensor([place not in text.bad for place in range(chunks)]),
                 )
         raise ConfigError(
             f"reasoning: {self.task}'s facts do not fit chunks of {self.chunk} tokens; make reasoning.chunk larger, or "
@@ -187,8 +187,8 @@ class TextSource:
         )
 
     def _chunk(self, episode: Episode, place: int) -> list[int]:
-        """A chunk's sentences that tell facts, and as many of the others as fit, in their order."""
-        keys = [fact.key for fact in episode.facts if fact.chunk == place]
+        """A chunk's sentences that matter, and as many of the others as fit, in their order."""
+        keys = episode.kept or [fact.key for fact in episode.facts if fact.chunk == place]
         sentences = [self._encoded(f" {sentence}") for sentence in sentences_of(episode.chunks[place])]
         tells = [any(key in sentence for key in keys) for sentence in sentences_of(episode.chunks[place])]
         left = self.chunk - sum(len(ids) for ids, told in zip(sentences, tells, strict=True) if told)

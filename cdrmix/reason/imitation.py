@@ -139,7 +139,7 @@ class ImitationPhase:
 
     def record(self, sums: dict[str, float]) -> dict[str, float]:
         """Of a step: the loss, and the share of tokens of which the teacher's was the likeliest."""
-        return {"loss": sums["loss"], "right": sums["right"] / max(sums["tokens"], 1.0)}
+        return {"loss": sums["loss"], "accuracy": sums["right"] / max(sums["tokens"], 1.0)}
 
 
 class _ImitationLoss:

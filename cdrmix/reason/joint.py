@@ -40,9 +40,7 @@ class JointPhase:
         losses: list[Loss] = [_Text(batch, self._share, len(self.measures)) for batch in batches]
         place = len(OWN)
         for phase in self.inner:
-            losses += [
-                _Placed(loss, place, len(self.measures)) for loss in phase.losses(model, step, rank, processes)
-            ]
+            losses += [_Placed(loss, place, len(self.measures)) for loss in phase.losses(model, step, rank, processes)]
             place += len(phase.measures)
         return losses
 

@@ -337,12 +337,13 @@ class OperationsPhase:
         rollouts, decisions = max(sums["rollouts"], 1), max(sums["decisions"], 1)
         shown = {name: sums[name] / rollouts for name in ("reward", "task", "latency", "stability", "value_error")}
         shown |= {operation: sums[f"count_{operation}"] / rollouts for operation in OPERATIONS}
-        shown |= {name: sums[name] / decisions for name in ("clipped_low", "clipped_high", "entropy")}
+        shown |= {"entropy": sums["entropy"] / decisions}
+        shown |= {"clip_fraction": (sums["clipped_low"] + sums["clipped_high"]) / decisions}
         return shown | {
             "loss": sums["loss"],
             "capture": sums["captured"] / max(sums["asked"], 1),
             "retention": sums["held"] / max(sums["captured"], 1),
-            "dropped": sums["dropped_groups"] / max(sums["groups"], 1),
+            "dropped_groups": sums["dropped_groups"] / max(sums["groups"], 1),
         }
 
 

@@ -23,8 +23,7 @@ from cdrmix.config.schema import Config
 from cdrmix.config.schema_reasoning import Reasoning
 from cdrmix.data.tasks import IGNORED
 from cdrmix.model.backbone import LanguageModel, ModelState
-from cdrmix.model.blocks import BlockState
-from cdrmix.model.state import with_fast_weights
+from cdrmix.model.state import plastic_only, with_fast_weights
 from cdrmix.reason.episodes import FIRST_HELD_OUT, Episodes, EpisodeSource, source_of
 from cdrmix.reason.phase import Loss, PhaseLoss, generator_of, run_phase
 from cdrmix.reason.stage_b_model import StageBModel
@@ -141,14 +140,6 @@ class PlasticityPhase:
         }
 
 
-def forget_mixers(state: ModelState) -> ModelState:
-    """The fast weights go on (and the key that the last token left for the next), all else begins anew.
-
-    The same as a document's start within an episode: training on whole rows and reading by chunks agree.
-    """
-    return tuple(BlockState(None, None, block.plastic) for block in state)
-
-
 @torch.no_grad()
 def read(model: LanguageModel, chunks_BNC: Tensor, carry: str) -> ModelState | None:
     """The state behind the last chunk: a state at a time, whatever their number. chunks may be on any device."""
@@ -158,7 +149,7 @@ def read(model: LanguageModel, chunks_BNC: Tensor, carry: str) -> ModelState | N
         state = model(ids_BC.to(device), state=state, return_state=True).state
         assert state is not None
         if carry == "fast":
-            state = forget_mixers(state)
+            state = plastic_only(state)
     return state
 
 

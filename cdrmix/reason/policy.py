@@ -164,7 +164,7 @@ class PolicyPhase:
             "changes": sums["changes"] / rollouts / self.chunks,
             "dropped_groups": sums["dropped_groups"] / max(sums["groups"], 1.0),
             "entropy": sums["entropy"] / tokens,
-            "clipped": (sums["clipped_low"] + sums["clipped_high"]) / tokens,
+            "clip_fraction": (sums["clipped_low"] + sums["clipped_high"]) / tokens,
             "divergence": sums["divergence"] / tokens,
             "ratio": sums["ratio"] / tokens,
         }

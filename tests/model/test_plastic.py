@@ -133,7 +133,6 @@ def test_fast_weights_alone_carry_over() -> None:
     cu_seqlens, episodes = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, 6, 12, 18, 24], [0, 12, 24]))
     row = model(tokens, cu_seqlens=cu_seqlens, episodes=episodes).hidden_BTD[:, 6:]
     second = model(tokens[:, 6:], state=plastic_only(first))
-    # In a row the first key of a chunk is of the token before; alone it has none. What is read is the same.
     assert (second.hidden_BTD - row).abs().max() < BOUND
     none = model(tokens[:, 6:], state=with_fast_weights(plastic_only(first), torch.zeros_like)).hidden_BTD
     assert (none - model(tokens[:, 6:]).hidden_BTD).abs().max() < BOUND

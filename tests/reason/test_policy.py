@@ -117,7 +117,7 @@ def test_on_the_policy_nothing_is_clipped() -> None:
     phase, model = phase_of(), model_of()
     record = record_of(phase, outcomes(phase, model))
     assert record["ratio"] == pytest.approx(1.0, abs=1e-4)
-    assert record["clipped"] == 0
+    assert record["clip_fraction"] == 0
     assert 0 < record["entropy"] <= math.log(40)
     assert record["latency"] > 0
     assert record["dropped_groups"] < 1
