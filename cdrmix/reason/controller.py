@@ -28,6 +28,18 @@ from cdrmix.reason.episodic_index import EpisodicIndex, Staged
 SCALES = (1.0, 0.5, 2.0, 0.25)
 
 
+class WideLinear(nn.Linear):
+    """A linear map in float32 at least, whatever the trunk computes in: decisions are near their threshold at times.
+
+    A module that is called, not weights that are read: so ZeRO-3 gathers them.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x float32 or float64 [..., D]."""
+        with torch.autocast(x.device.type, enabled=False):
+            return functional.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
+
+
 class ControllerHeads(nn.Module):
     """Two linear maps of the hidden state at a chunk's last token, less `centre` and over `spread`.
 
@@ -43,8 +55,8 @@ class ControllerHeads(nn.Module):
     def __init__(self, d_model: int, branches: int) -> None:
         super().__init__()
         self.branches = branches
-        self.accept = nn.Linear(d_model, branches)
-        self.value = nn.Linear(d_model, 1 + branches)
+        self.accept = WideLinear(d_model, branches)
+        self.value = WideLinear(d_model, 1 + branches)
         for head in (self.accept, self.value):
             nn.init.zeros_(head.weight)
             nn.init.zeros_(head.bias)
@@ -72,11 +84,10 @@ class ControllerHeads(nn.Module):
         logits = self.accept_logits(end_XD) / temperature
         return torch.cat([torch.zeros_like(logits[..., :1]), logits], -1).log_softmax(-1)
 
-    def _read(self, head: nn.Linear, end_XD: Tensor) -> Tensor:
-        """In float32 at least, whatever the trunk computes in: decisions are near their threshold now and then."""
+    def _read(self, head: WideLinear, end_XD: Tensor) -> Tensor:
         wide = torch.promote_types(end_XD.dtype, torch.float32)
-        x = (end_XD.to(wide) - self.centre.to(wide)) / self.spread.to(wide)
-        return functional.linear(x, head.weight.to(wide), head.bias.to(wide))
+        logits: Tensor = head((end_XD.to(wide) - self.centre.to(wide)) / self.spread.to(wide))
+        return logits
 
 
 class Decision(NamedTuple):

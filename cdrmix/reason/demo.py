@@ -9,7 +9,7 @@ from cdrmix.data.tasks import TASKS, episode
 from cdrmix.errors import ConfigError
 from cdrmix.hf.export import Loaded
 from cdrmix.reason.episodes import FIRST_HELD_OUT
-from cdrmix.reason.session import Answers, Session, describe
+from cdrmix.reason.session import Answers, Session, describe, reader_of_text
 
 Say = Callable[[str], None]
 CHARACTERS_A_TOKEN = 3  # of a generated document; roughly, so that it has the chunks asked for
@@ -59,9 +59,7 @@ def demonstrate(
 
 def generated(loaded: Loaded, chunks: int, number: int) -> tuple[str, str, str]:
     """A document that no phase trained on, its question and answer."""
-    reasoning = loaded.config.reasoning
-    if reasoning is None or reasoning.agent.tokens:
-        raise ConfigError("this model was not trained to read text in stage B: name a --document and a --question")
+    reasoning = reader_of_text(loaded)
     section = reasoning.agent
     characters = chunks * reasoning.chunk * CHARACTERS_A_TOKEN
     level = TASKS[section.task].standard.changed({**section.difficulty, "chunks": chunks, "characters": characters})

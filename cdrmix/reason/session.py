@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from cdrmix.config.schema_reasoning import Reasoning
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.durable import disk_guard
 from cdrmix.errors import CheckpointError, ConfigError
@@ -55,11 +56,7 @@ class Session:
     """One document and one question. The question is known from the start: what to keep is judged by it."""
 
     def __init__(self, loaded: Loaded, question: str) -> None:
-        reasoning = loaded.config.reasoning
-        if reasoning is None or not loaded.heads:
-            raise ConfigError("this model has not been through stage B: it cannot read beyond its window")
-        if reasoning.agent.tokens:
-            raise ConfigError("this model's memory agent was trained on ids of a vocabulary of its own, not on text")
+        reasoning = reader_of_text(loaded)
         self._reasoning, self._tokenizer, self.question = reasoning, loaded.tokenizer, question
         self._model = load_stage_b(loaded)
         self._source: EpisodeSource = source_of(reasoning.agent, reasoning.chunk, loaded.tokenizer)
@@ -188,6 +185,16 @@ class Session:
     def _text(self, ids_1L: Tensor) -> str:
         ids = [token for token in ids_1L.flatten().tolist() if token != self._source.pad]
         return self._tokenizer.decode_bytes(ids).decode("utf-8", errors="replace")
+
+
+def reader_of_text(loaded: Loaded) -> Reasoning:
+    """The model's section of the configuration. Raises ConfigError for one that was not taught to read documents."""
+    reasoning = loaded.config.reasoning
+    if reasoning is None or not loaded.heads:
+        raise ConfigError("this model has not been through stage B: it cannot read beyond its window")
+    if reasoning.agent.tokens:
+        raise ConfigError("this model's memory agent was trained on ids of a vocabulary of its own, not on text")
+    return reasoning
 
 
 def cut(tokenizer: TextTokenizer, document: str, chunk: int) -> Iterator[list[int]]:

@@ -7,6 +7,7 @@ run that was killed goes on bit for bit from its newest checkpoint.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import time
 from pathlib import Path
@@ -124,6 +125,8 @@ def _train_phase(
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(phase.trains(name))
     fresh = {name.removeprefix("language_model."): tensor.clone() for name, tensor in model.state_dict().items()}
+    # Under ZeRO-3 rollouts are made by a copy, in which every process has all weights.
+    rolled = copy.deepcopy(model).to(world.device) if config.train.zero_stage == 3 else model
     engine = make_engine(of_phase, model, world)
     if progress.step > span.first:
         assert newest is not None
@@ -143,7 +146,7 @@ def _train_phase(
             started = time.perf_counter()
             rate = learning_rate(of_phase.train, step)
             engine.set_learning_rate(rate)
-            total, sums = _step(engine, model, phase, step, number)
+            total, sums = _step(engine, model, rolled, phase, step, number)
             progress = dataclasses.replace(
                 progress,
                 step=number,
@@ -172,13 +175,23 @@ def _train_phase(
     return progress, engine.weights(), saver.latest
 
 
-def _step(engine: Engine, model: StageBModel, phase: Phase, step: int, number: int) -> tuple[float, list[float]]:
-    """One optimizer step. Returns the global loss and the sums of the phase's measures, the same in every process."""
+def _step(
+    engine: Engine, model: StageBModel, rolled: StageBModel, phase: Phase, step: int, number: int
+) -> tuple[float, list[float]]:
+    """One optimizer step. Returns the global loss and the sums of the phase's measures, the same in every process.
+
+    rolled: the model that rolls out, `model` itself or a copy of it.
+    """
     world = engine.world
-    model.eval()  # what is rolled out is not training: nothing is dropped, nothing jittered
-    with engine.module.precision(), engine.whole_weights():
-        losses = phase.losses(model, step, world.rank, world.size)
-    model.train()
+    if rolled is not model:
+        engine.copy_weights(rolled)
+    rolled.eval()  # what is rolled out is not training: nothing is dropped, nothing jittered
+    with engine.module.precision():
+        losses = phase.losses(rolled, step, world.rank, world.size)
+    rolled.train()
+    if rolled is not model:  # what a phase has set besides by gradients
+        for ours, theirs in zip(model.buffers(), rolled.buffers(), strict=True):
+            ours.copy_(theirs)
     losses = _evened(losses, world)
     figures = torch.zeros(1 + len(phase.measures), dtype=torch.float64, device=world.device)
     for place, loss in enumerate(losses):
@@ -231,7 +244,8 @@ def _begin(
     problem = None
     if world.writes:
         new = {name: tensor for name, tensor in fresh.items() if is_new(name) and name not in weights}
-        weights = weights | new
+        other = {name for name in weights if is_new(name) and name not in fresh}  # heads that no phase here wants
+        weights = {name: tensor for name, tensor in (weights | new).items() if name not in other}
         problem = misfit(weights, engine.shapes())
     problem = world.gather(problem)[0]
     if problem is not None:

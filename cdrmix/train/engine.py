@@ -239,14 +239,18 @@ class Engine:
         """
         return self._whole(self._local_weights()) | self._buffers()
 
-    def whole_weights(self) -> AbstractContextManager[None]:
-        """Within it every process has all weights, under ZeRO-3 too: forward passes may be as many as each likes."""
-        if self.stage < 3:
-            return nullcontext()
-        import deepspeed
+    def copy_weights(self, target: nn.Module) -> None:
+        """Copies all weights, whole under every ZeRO stage, into a module like the one in training. All ranks call.
 
-        gathered: AbstractContextManager[None] = deepspeed.zero.GatheredParameters(list(self.parameters.values()))
-        return gathered
+        Forward passes of that one are as many as each process likes; the trained one's are collectives under ZeRO-3.
+        """
+        theirs = dict(target.named_parameters())
+        with torch.no_grad():
+            for parameter, their in zip(self.parameters.values(), theirs.values(), strict=True):
+                with self._gathered(parameter):
+                    their.copy_(parameter)
+            for ours, their in zip(self.buffers.values(), target.buffers(), strict=True):
+                their.copy_(ours)
 
     def shapes(self) -> dict[str, list[int]]:
         """The shapes of what `weights` gives, in every rank and without it; experts that are shared out count whole."""
