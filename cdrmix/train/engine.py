@@ -244,13 +244,12 @@ class Engine:
 
         Forward passes of that one are as many as each process likes; the trained one's are collectives under ZeRO-3.
         """
-        theirs = dict(target.named_parameters())
         with torch.no_grad():
-            for parameter, their in zip(self.parameters.values(), theirs.values(), strict=True):
+            for parameter, copied in zip(self.parameters.values(), target.parameters(), strict=True):
                 with self._gathered(parameter):
-                    their.copy_(parameter)
-            for ours, their in zip(self.buffers.values(), target.buffers(), strict=True):
-                their.copy_(ours)
+                    copied.copy_(parameter)
+            for buffer, its_copy in zip(self.buffers.values(), target.buffers(), strict=True):
+                its_copy.copy_(buffer)
 
     def shapes(self) -> dict[str, list[int]]:
         """The shapes of what `weights` gives, in every rank and without it; experts that are shared out count whole."""
