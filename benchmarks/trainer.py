@@ -13,6 +13,7 @@ from cases import Case, Options, Result
 
 from cdrmix.config.load import load_config
 from cdrmix.config.schema import Config, Train
+from cdrmix.data import loader as loader_module
 from cdrmix.data.loader import Batch, EvalLoader, TrainLoader
 from cdrmix.data.prepare import prepare
 from cdrmix.errors import ConfigError
@@ -58,7 +59,7 @@ def overhead(options: Options) -> Result:
                     self.started = now
             return super().micro_batches(step)
 
-    with run_folder(config) as run, mock.patch.object(stage_a, "TrainLoader", Turns):
+    with run_folder(config) as run, mock.patch.object(loader_module, "TrainLoader", Turns):
         stage_a.train(config, run, shards, console=False)
     return Result(
         unit="steps/s",

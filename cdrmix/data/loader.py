@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cdrmix.data.curriculum import Mixture
+from cdrmix.config.schema import Config
+from cdrmix.data.curriculum import Mixture, make_mixture
 from cdrmix.data.permutation import permute
 from cdrmix.data.shards import Array, Split
 from cdrmix.errors import ConfigError, ShardError
@@ -108,6 +109,20 @@ class TrainLoader:
         token_count = self.split.weight_in_rows(rows) or 1.0  # of weights that are all 0 the loss is 0, not 0 / 0
         dealt = rows.reshape(-1, self.world, self.micro_batch_rows)[:, self.rank]
         return [make_batch(self.split, micro, step=step, token_count=token_count) for micro in dealt]
+
+
+def train_loader(config: Config, split: Split, rank: int = 0, world: int = 1) -> TrainLoader:
+    """The batches of a configured training, in its curriculum's order; ConfigError as Mixture and TrainLoader do."""
+    return TrainLoader(
+        split,
+        row_length=config.data.row_length,
+        batch_rows=config.train.batch_rows,
+        micro_batch_rows=config.train.micro_batch_rows,
+        seed=config.run.seed,
+        rank=rank,
+        world=world,
+        mixture=make_mixture(config, split),
+    )
 
 
 class EvalLoader:

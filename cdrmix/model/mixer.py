@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ class Mixed(NamedTuple):
     routed: Routed | None = None
 
 
-class Mixer(nn.Module):
+class Mixer(nn.Module, ABC):
     """A mixer is made from the configuration and its layer's number, and called by its block alone.
 
     part: what its parameters count as in a plan. attends: whether it reads the angles and the mask of the places.
@@ -30,6 +31,7 @@ class Mixer(nn.Module):
     part: ClassVar[str]
     attends: ClassVar[bool] = False
 
+    @abstractmethod
     def forward(
         self,
         x: Tensor,
@@ -41,7 +43,6 @@ class Mixer(nn.Module):
     ) -> Mixed:
         """x [B, T, D] (normed). state: what it gave for the tokens before these rows, or None. writes: what its
         projections go through, where it has plastic adapters."""
-        raise NotImplementedError
 
     def adapted(self, name: str, x: Tensor, writes: Writes | None) -> Tensor:
         """The projection `name`, with what its plastic adapter adds where it has one."""

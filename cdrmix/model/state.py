@@ -1,25 +1,43 @@
-"""What can be done with a model's recurrent state: take rows, forget mixers, keep or drop what was written."""
+"""What is done with a recurrent state: taking and joining rows, beginning anew, choosing among what was written."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cdrmix.model.attention import AttentionState
 from cdrmix.model.backbone import ModelState
 from cdrmix.model.blocks import BlockState
 
 
 def select(state: ModelState, rows: Tensor) -> ModelState:
     """The rows of a batch, by their numbers (a row may come more than once) or by a mask."""
-    return tuple(BlockState(*(_mapped(part, lambda tensor: tensor[rows]) for part in block)) for block in state)
+    selected: ModelState = _merged(lambda tensor: tensor[rows], state)
+    return selected
 
 
-def detached(state: ModelState) -> ModelState:
-    """The same values, through which no gradient goes."""
-    return tuple(BlockState(*(_mapped(part, Tensor.detach) for part in block)) for block in state)
+def concatenated(*states: ModelState) -> ModelState:
+    """All rows of states that are alike but for their rows' number."""
+    whole: ModelState = _merged(lambda *tensors: torch.cat(tensors), *states)
+    return whole
+
+
+def unread(state: ModelState, rows: int) -> ModelState:
+    """A state like `state`, of `rows` rows that have read nothing: zeros, places 0, and caches of no tokens."""
+
+    def begun(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            return part.new_zeros(rows, *part.shape[1:])
+        if isinstance(part, AttentionState):
+            return AttentionState(*(cache.new_zeros(rows, cache.shape[1], 0, cache.shape[3]) for cache in part))
+        if isinstance(part, tuple):
+            return _tuple_like(part, map(begun, part))
+        return part if part is None else type(part)()
+
+    return tuple(map(begun, state))
 
 
 def plastic_only(state: ModelState) -> ModelState:
@@ -28,28 +46,6 @@ def plastic_only(state: ModelState) -> ModelState:
     The same as where `cu_seqlens` has a start within one of `episodes`.
     """
     return tuple(BlockState(None, None, block.plastic) for block in state)
-
-
-def roll_back(after: ModelState, before: ModelState | None) -> ModelState:
-    """The mixers of `after` with the fast weights of `before`: what was read stays read, what was written is not."""
-    if before is None:
-        return tuple(block._replace(plastic=None) for block in after)
-    return tuple(mixed._replace(plastic=written.plastic) for mixed, written in zip(after, before, strict=True))
-
-
-def choose(mask_B: Tensor, state: ModelState, other: ModelState) -> ModelState:
-    """Row by row one of two states of the same tokens' count: where the mask is True `state`, else `other`."""
-
-    def chosen(one: Any, two: Any) -> Any:
-        if isinstance(one, Tensor):
-            return torch.where(mask_B.view(-1, *[1] * (one.ndim - 1)), one, two)
-        if isinstance(one, tuple):
-            parts = [chosen(a, b) for a, b in zip(one, two, strict=True)]
-            return type(one)(*parts) if hasattr(one, "_fields") else tuple(parts)
-        assert one == two, "states of two moments"
-        return one
-
-    return tuple(chosen(one, two) for one, two in zip(state, other, strict=True))
 
 
 def branch(state: ModelState, choice_B: Tensor) -> ModelState:
@@ -116,9 +112,7 @@ def filled(template: ModelState, tensors: Mapping[str, Tensor]) -> ModelState:
             parts = [
                 walk(each, f"{name}.{field}" if name else str(field)) for field, each in zip(fields, part, strict=True)
             ]
-            if all(each is None for each in parts):
-                return None
-            return type(part)(*parts) if hasattr(part, "_fields") else tuple(parts)
+            return None if all(each is None for each in parts) else _tuple_like(part, parts)
         found = tensors.get(name)
         if found is None or isinstance(part, Tensor):
             return found
@@ -127,11 +121,17 @@ def filled(template: ModelState, tensors: Mapping[str, Tensor]) -> ModelState:
     return tuple(walk(block, str(number)) for number, block in enumerate(template))
 
 
-def _mapped(part: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A nested tuple with every tensor changed."""
-    if isinstance(part, Tensor):
-        return change(part)
-    if isinstance(part, tuple):
-        parts = [_mapped(each, change) for each in part]
-        return type(part)(*parts) if hasattr(part, "_fields") else tuple(parts)
-    return part
+def _merged(merge: Callable[..., Tensor], *parts: Any) -> Any:
+    """One nest of tuples of several of the same form: where they have tensors, what `merge` makes of those."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return merge(*parts)
+    if isinstance(first, tuple):
+        return _tuple_like(first, (_merged(merge, *each) for each in zip(*parts, strict=True)))
+    assert all(part == first for part in parts), "states of two moments"
+    return first
+
+
+def _tuple_like(kind: Any, parts: Iterable[Any]) -> Any:
+    """A tuple of the same kind, a NamedTuple or a plain one, with other contents."""
+    return type(kind)(*parts) if hasattr(kind, "_fields") else tuple(parts)

@@ -35,7 +35,7 @@ from cdrmix.reason.controller import (
 )
 from cdrmix.reason.episodes import FIRST_HELD_OUT, EpisodeSource, Probe, source_of
 from cdrmix.reason.grpo import Advantages, Totals, entropy, group_advantages, policy_loss
-from cdrmix.reason.phase import Loss, PhaseLoss, generator_of, run_phase
+from cdrmix.reason.phase import Loss, PhaseLoss, generator_of, run_phase, train_section
 from cdrmix.reason.plasticity import PlasticityPhase, small_model
 from cdrmix.reason.policy import objective_of
 from cdrmix.reason.stage_b_model import StageBModel
@@ -307,15 +307,7 @@ def experiment(config: Config, seed: int, say: Callable[[str], None]) -> dict[st
         (PlasticityPhase(config, seeded(reasoning.plasticity), seed), reasoning.phases.plasticity),
         (AcceptancePhase(config, poisoned, seed), reasoning.phases.acceptance),
     ):
-        every = max(1, run.steps // 6)
-
-        def told(step: int, record: dict[str, float], name: str = phase.name, every: int = every) -> None:
-            if (step + 1) % every == 0:
-                figures = ", ".join(f"{key} {value:.3f}" for key, value in record.items())
-                say(f"  {name}, step {step + 1}: {figures}")
-
-        rate, warm_up = run.learning_rate, run.warmup_steps
-        run_phase(model, phase, steps=run.steps, learning_rate=rate, warmup_steps=warm_up, say=told)
+        run_phase(model, phase, train_section(config.train, run), say)
     model.eval()
     controller, heads = Controller(model.language_model, reasoning), _heads(model)
     threshold = reasoning.controller.accept_threshold

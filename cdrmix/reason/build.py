@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from cdrmix.config.schema import Config, Model
 from cdrmix.config.schema_reasoning import EpisodesOfTask, Reasoning
-from cdrmix.data.curriculum import make_mixture
-from cdrmix.data.loader import TrainLoader
+from cdrmix.data.loader import train_loader
 from cdrmix.data.shards import ShardSet
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import CheckpointError
@@ -87,20 +86,10 @@ def make_phase(
         return OperationsPhase(config, source(reasoning.operations))
     assert name == "joint", name
     assert shards is not None
-    train = config.train
-    loader = TrainLoader(
-        shards.train,
-        row_length=config.data.row_length,
-        batch_rows=train.batch_rows,
-        micro_batch_rows=train.micro_batch_rows,
-        seed=config.run.seed,
-        rank=world.rank,
-        world=world.size,
-        mixture=make_mixture(config, shards.train),
-    )
+    loader = train_loader(config, shards.train, world.rank, world.size)
     inner = [
         make_phase(other, config, tokenizer, shards, world)
         for other, section in reasoning.phases
         if other in ("plasticity", "policy") and section.steps
     ]
-    return JointPhase(config, inner, loader, train.batch_rows // train.micro_batch_rows)
+    return JointPhase(config, inner, loader, config.train.batch_rows // config.train.micro_batch_rows)

@@ -11,7 +11,7 @@ Shapes: B rows (episodes, rollouts), C tokens of a chunk, S branches, D model.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch.nn import functional
 from cdrmix.config.schema_reasoning import Reasoning
 from cdrmix.model.attention import AttentionState
 from cdrmix.model.backbone import LanguageModel, ModelState
-from cdrmix.model.state import branch, plastic_only, select
+from cdrmix.model.state import branch, concatenated, plastic_only, select, unread
 from cdrmix.reason.episodic_index import EpisodicIndex, Staged
 
 # Strengths of writing that a step tries, the first max_branches of them. The delta rule leaves 1 - s beta of the error
@@ -310,32 +310,5 @@ def _joined(groups: list[Group]) -> Group:
     made = next((group.state for group in groups if group.state is not None), None)
     if made is None:
         return Group(rows_R[order], None)
-    states = [_fresh(made, len(rows)) if state is None else state for rows, state in groups]
-    return Group(rows_R[order], select(_concatenated(*states), order))
-
-
-def _fresh(state: Any, rows: int) -> Any:
-    """A state like `state`, but of `rows` rows that have read nothing: zeros, and caches of no tokens."""
-    if isinstance(state, Tensor):
-        return state.new_zeros(rows, *state.shape[1:])
-    if isinstance(state, AttentionState):
-        return AttentionState(*(x.new_zeros(rows, x.shape[1], 0, x.shape[3]) for x in state))
-    if isinstance(state, tuple):
-        return _like(state, [_fresh(part, rows) for part in state])
-    return state if state is None else type(state)()
-
-
-def _concatenated(*states: Any) -> Any:
-    """One state of all rows of the states, which are alike but for their rows' number."""
-    first = states[0]
-    if isinstance(first, Tensor):
-        return torch.cat(states)
-    if isinstance(first, tuple):
-        return _like(first, [_concatenated(*parts) for parts in zip(*states, strict=True)])
-    assert all(state == first for state in states), "rows stand at one place of their chunks"
-    return first
-
-
-def _like(state: Any, parts: list[Any]) -> Any:
-    """A tuple of the kind of `state` (a NamedTuple or a plain one) with other contents."""
-    return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
+    states = [unread(made, len(rows)) if state is None else state for rows, state in groups]
+    return Group(rows_R[order], select(concatenated(*states), order))

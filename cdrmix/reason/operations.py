@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from cdrmix.config.schema import Config
-from cdrmix.config.schema_reasoning import Phase as PhaseSettings
 from cdrmix.errors import ConfigError
 from cdrmix.model.backbone import LanguageModel
 from cdrmix.reason.episodes import FIRST_HELD_OUT, Episodes, EpisodeSource, source_of
@@ -37,7 +36,7 @@ from cdrmix.reason.operation_rollout import (
     Rollouts,
 )
 from cdrmix.reason.operation_windows import Read, Windows
-from cdrmix.reason.phase import Loss, Phase, PhaseLoss, generator_of, run_phase
+from cdrmix.reason.phase import Loss, PhaseLoss, generator_of, run_phase, train_section
 from cdrmix.reason.policy import objective_of
 from cdrmix.reason.stage_b_model import StageBModel
 
@@ -439,21 +438,6 @@ def experiment(config: Config, seed: int, say: Callable[[str], None]) -> dict[st
     source = source_of(task, reasoning.chunk)
     measured: dict[str, float] = {}
 
-    def train(phase: Phase, settings: PhaseSettings) -> None:
-        def tell(step: int, record: dict[str, float]) -> None:
-            if step % max(settings.steps // 10, 1) == 0 or step == settings.steps - 1:
-                say(f"{phase.name} {step}: {', '.join(f'{name} {value:.3g}' for name, value in record.items())}")
-
-        run_phase(
-            model,
-            phase,
-            steps=settings.steps,
-            learning_rate=settings.learning_rate,
-            warmup_steps=settings.warmup_steps,
-            weight_decay=settings.weight_decay,
-            say=tell,
-        )
-
     def measure(prefix: str) -> None:
         model.eval()
         for chunks in ablation.chunks:
@@ -464,9 +448,14 @@ def experiment(config: Config, seed: int, say: Callable[[str], None]) -> dict[st
 
     phases = reasoning.phases
     if phases.operations_imitation.steps:
-        train(OperationsImitationPhase(config, source), phases.operations_imitation)
+        run_phase(
+            model,
+            OperationsImitationPhase(config, source),
+            train_section(config.train, phases.operations_imitation),
+            say,
+        )
     measure("imitated_" if phases.operations.steps else "")
     if phases.operations.steps:
-        train(OperationsPhase(config, source), phases.operations)
+        run_phase(model, OperationsPhase(config, source), train_section(config.train, phases.operations), say)
         measure("")
     return measured

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from cdrmix.config.schema import Train
+from cdrmix.config.schema_reasoning import Phase as PhaseSection
 from cdrmix.reason.stage_b_model import StageBModel
+from cdrmix.train.optim import make_optimizer, parameter_groups
+from cdrmix.train.schedule import learning_rate
 
 
 class PhaseLoss(NamedTuple):
@@ -55,41 +58,38 @@ def generator_of(seed: int, name: str, step: int, rank: int = 0) -> torch.Genera
     return torch.Generator().manual_seed(mixed % 2**63)
 
 
-def run_phase(
-    model: StageBModel,
-    phase: Phase,
-    *,
-    steps: int,
-    learning_rate: float,
-    warmup_steps: int = 10,
-    weight_decay: float = 0.0,
-    gradient_clip: float = 1.0,
-    say: Callable[[int, dict[str, float]], None] | None = None,
-) -> dict[str, float]:
-    """Trains a small model in this process by plain PyTorch: AdamW, cosine to a tenth, norm clipping.
+def train_section(train: Train, section: PhaseSection) -> Train:
+    """What an optimizer and its schedule read, with a phase's own steps and rates in the place of stage A's."""
+    own = {"steps", "learning_rate", "warmup_steps", "weight_decay"}
+    return train.model_copy(update={name: getattr(section, name) for name in own} | {"ema_decay": None})
 
-    say: hears a step's record. Returns the last step's. Parameters that the phase does not train get no gradient.
+
+def run_phase(
+    model: StageBModel, phase: Phase, train: Train, say: Callable[[str], None] | None = None
+) -> list[dict[str, float]]:
+    """Trains a small model in this process without an engine, by its optimizer, schedule and clipping.
+
+    say: hears of a tenth of the steps. Returns every step's record. What the phase does not train gets no gradient.
     """
     trained = _trained(model, phase)
-    optimizer = torch.optim.AdamW(trained, lr=learning_rate, betas=(0.9, 0.95), weight_decay=weight_decay, fused=True)
-    record: dict[str, float] = {}
-    for step in range(steps):
-        share = min(1.0, (step + 1) / max(warmup_steps, 1))
-        rate = learning_rate * share * (0.55 + 0.45 * math.cos(math.pi * step / steps))
+    optimizer = make_optimizer(parameter_groups(model, train), train)
+    records = []
+    for step in range(train.steps):
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = learning_rate(train, step) * group["multiplier"]
         sums = torch.zeros(len(phase.measures), dtype=torch.float64)
         for loss in phase.losses(model, step, 0, 1):
             outcome = model(loss)
             outcome.total.backward()
             sums += outcome.sums.double().cpu()
-        nn.utils.clip_grad_norm_(trained, gradient_clip, error_if_nonfinite=True)
+        nn.utils.clip_grad_norm_(trained, train.gradient_clip, error_if_nonfinite=True)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        record = phase.record(dict(zip(phase.measures, sums.tolist(), strict=True)))
-        if say is not None:
-            say(step, record)
-    return record
+        records.append(phase.record(dict(zip(phase.measures, sums.tolist(), strict=True))))
+        if say is not None and (step + 1) % max(train.steps // 10, 1) == 0:
+            figures = ", ".join(f"{name} {value:.3f}" for name, value in records[-1].items())
+            say(f"  {phase.name}, step {step + 1}: {figures}")
+    return records
 
 
 def _trained(model: nn.Module, phase: Phase) -> list[nn.Parameter]:

@@ -25,7 +25,7 @@ from cdrmix.data.tasks import IGNORED
 from cdrmix.model.backbone import LanguageModel, ModelState
 from cdrmix.model.state import plastic_only, with_fast_weights
 from cdrmix.reason.episodes import FIRST_HELD_OUT, Episodes, EpisodeSource, source_of
-from cdrmix.reason.phase import Loss, PhaseLoss, generator_of, run_phase
+from cdrmix.reason.phase import Loss, PhaseLoss, generator_of, run_phase, train_section
 from cdrmix.reason.stage_b_model import StageBModel
 
 EVALUATION_ROWS = 64  # episodes of one forward pass
@@ -227,12 +227,7 @@ def experiment(config: Config, seed: int, say: Callable[[str], None]) -> dict[st
     source = source_of(section, reasoning.chunk)
     model = small_model(config, seed)
     phase, run = PlasticityPhase(config, source, seed), reasoning.phases.plasticity
-
-    def told(step: int, record: dict[str, float]) -> None:
-        if (step + 1) % 100 == 0:
-            say(f"  step {step + 1}: " + ", ".join(f"{name} {value:.3f}" for name, value in record.items()))
-
-    run_phase(model, phase, steps=run.steps, learning_rate=run.learning_rate, warmup_steps=run.warmup_steps, say=told)
+    run_phase(model, phase, train_section(config.train, run), say)
     language_model = model.language_model
     changes = {"zeroed": zeroed, "swapped": swapped} if language_model.adapters else {}
     numbers = range(FIRST_HELD_OUT, FIRST_HELD_OUT + ablation.episodes)

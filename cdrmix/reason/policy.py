@@ -24,7 +24,7 @@ from cdrmix.reason.agent import Reading, Turn, Window, evaluate, read_episodes, 
 from cdrmix.reason.episodes import FIRST_HELD_OUT, EpisodeSource, source_of
 from cdrmix.reason.grpo import OBJECTIVES, Objective, Totals, entropy, group_advantages, policy_loss
 from cdrmix.reason.imitation import ImitationPhase
-from cdrmix.reason.phase import Loss, Phase, PhaseLoss, generator_of, run_phase
+from cdrmix.reason.phase import Loss, PhaseLoss, generator_of, run_phase, train_section
 from cdrmix.reason.rollout import micro_batches, taken
 from cdrmix.reason.stage_b_model import StageBModel
 
@@ -215,7 +215,8 @@ def experiment(config: Config, seed: int, say: Callable[[str], None]) -> dict[st
     section = reasoning.agent.model_copy(update={"seed": reasoning.agent.seed + 1000 * seed})
     source = source_of(section, reasoning.chunk)
     model = _imitated(config, source, say)
-    _run(model, PolicyPhase(config, source), reasoning.phases.policy, say)
+    if reasoning.phases.policy.steps:
+        run_phase(model, PolicyPhase(config, source), train_section(config.train, reasoning.phases.policy), say)
     asked = source_of(
         section.model_copy(update={"difficulty": {**section.difficulty, **ablation.difficulty}}), reasoning.chunk
     )
@@ -244,21 +245,10 @@ def _imitated(config: Config, source: EpisodeSource, say: Callable[[str], None])
     decisive = (config.run.seed, config.model, phase, reasoning.agent, reasoning.memory, reasoning.chunk)
     key = repr((*decisive, reasoning.plastic_lora))
     if key not in _IMITATED:
-        _run(model, ImitationPhase(config, source), phase, say)
+        run_phase(model, ImitationPhase(config, source), train_section(config.train, phase), say)
         _IMITATED[key] = copy.deepcopy(model.state_dict())
     model.load_state_dict(_IMITATED[key])
     return model
-
-
-def _run(model: StageBModel, phase: Phase, settings: schema.Phase, say: Callable[[str], None]) -> None:
-    def told(step: int, record: dict[str, float]) -> None:
-        if (step + 1) % 50 == 0:
-            figures = ", ".join(f"{name} {value:.3f}" for name, value in record.items())
-            say(f"  {phase.name}, step {step + 1}: {figures}")
-
-    if settings.steps:
-        rate, warmup = settings.learning_rate, settings.warmup_steps
-        run_phase(model, phase, steps=settings.steps, learning_rate=rate, warmup_steps=warmup, say=told)
 
 
 class _PolicyLoss:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from cdrmix.errors import NonFiniteLogitsError
 from cdrmix.model.backbone import LanguageModel, ModelState
+from cdrmix.model.state import select
 
 
 class Generated(NamedTuple):
@@ -47,17 +48,7 @@ def read(model: LanguageModel, prompts_BL: Tensor, state: ModelState | None = No
 def repeat(prefix: Prefix, times: int) -> Prefix:
     """Every row `times` times, one behind the other: the starts of groups."""
     rows_R = torch.arange(len(prefix.logits_BV), device=prefix.logits_BV.device).repeat_interleave(times)
-    return Prefix(prefix.logits_BV[rows_R], rows_of(prefix.state, rows_R))
-
-
-def rows_of(state: Any, rows_R: Tensor) -> Any:
-    """Rows of a state, or of any nest of tuples: of its tensors, whose first dimension is the batch."""
-    if isinstance(state, Tensor):
-        return state[rows_R]
-    if not isinstance(state, tuple):
-        return state
-    parts = [rows_of(part, rows_R) for part in state]
-    return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
+    return Prefix(prefix.logits_BV[rows_R], select(prefix.state, rows_R))
 
 
 def proceed(

@@ -23,7 +23,7 @@ from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import CheckpointError, Preempted
 from cdrmix.hf.export import HEADS, backbone_weights
 from cdrmix.reason.build import build_model, make_phase
-from cdrmix.reason.phase import Loss, Phase, PhaseLoss
+from cdrmix.reason.phase import Loss, Phase, PhaseLoss, train_section
 from cdrmix.reason.stage_b_model import StageBModel
 from cdrmix.train.checkpoint import (
     MODEL,
@@ -221,19 +221,10 @@ def _evened(losses: list[Loss], world: World) -> list[Loss]:
 
 def phase_config(config: Config, span: Span) -> Config:
     """The configuration that a phase's engine sees: its own rates and steps in the place of stage A's."""
-    section = span.section
-    train = config.train.model_copy(
-        update={
-            "steps": section.steps,
-            "learning_rate": section.learning_rate,
-            "warmup_steps": min(section.warmup_steps, section.steps - 1),
-            "weight_decay": section.weight_decay,
-            "ema_decay": None,
-            # A phase makes its micro-batches itself; DeepSpeed wants numbers that go together.
-            "batch_rows": max(1, config.train.batch_rows // config.train.micro_batch_rows),
-            "micro_batch_rows": 1,
-        }
-    )
+    train = train_section(config.train, span.section)
+    # A phase makes its micro-batches itself; DeepSpeed wants numbers that go together.
+    rows = max(1, config.train.batch_rows // config.train.micro_batch_rows)
+    train = train.model_copy(update={"batch_rows": rows, "micro_batch_rows": 1})
     return config.model_copy(update={"train": train})
 
 

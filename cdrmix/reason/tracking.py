@@ -103,21 +103,7 @@ def experiment(config: Config, seed: int, say: Callable[[str], None]) -> dict[st
     tracking, train = config.ablation.tracking, config.train
     words = Words(tracking.task, seed)
     model = small_model(config, seed)
-
-    def told(step: int, record: dict[str, float]) -> None:
-        if (step + 1) % 200 == 0:
-            say(f"  step {step + 1}: " + ", ".join(f"{name} {value:.3f}" for name, value in record.items()))
-
-    run_phase(
-        model,
-        TrackingPhase(words, tracking.tokens, train.batch_rows, seed),
-        steps=train.steps,
-        learning_rate=train.learning_rate,
-        warmup_steps=train.warmup_steps,
-        weight_decay=train.weight_decay,
-        gradient_clip=train.gradient_clip,
-        say=told,
-    )
+    run_phase(model, TrackingPhase(words, tracking.tokens, train.batch_rows, seed), train, say)
     return {
         f"last{tracking.last}@{length}": last_accuracy(
             model.language_model.eval(), words, length, config.ablation.episodes, tracking.last

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from cdrmix.config.schema import Config, Model
-from cdrmix.data.curriculum import make_mixture
-from cdrmix.data.loader import EvalLoader, TrainLoader
+from cdrmix.data.loader import EvalLoader, train_loader
 from cdrmix.data.shards import ShardSet
 from cdrmix.errors import CheckpointError, Preempted, VocabularyError
 from cdrmix.eval.perplexity import evaluate
@@ -70,20 +69,10 @@ def train(
     with memory_guard(config):
         seed_everything(config.run.seed)  # the same in every process: all build the same weights
         _check_vocabulary(config, shards)
-        mixture = make_mixture(config, shards.train)
+        loader = train_loader(config, shards.train, world.rank, world.size)
         engine = make_engine(config, build_loss_model(config), world)
         seed_everything(config.run.seed + world.rank)
-        loader = TrainLoader(
-            shards.train,
-            row_length=config.data.row_length,
-            batch_rows=settings.batch_rows,
-            micro_batch_rows=settings.micro_batch_rows,
-            seed=config.run.seed,
-            rank=world.rank,
-            world=world.size,
-            mixture=mixture,
-        )
-        for line in mixture.lines() if mixture else []:
+        for line in loader.mixture.lines() if loader.mixture else []:
             run.say(line)
         validation = Validation(config, shards, world)
         progress, checkpoint = Progress(), None

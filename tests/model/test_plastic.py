@@ -15,11 +15,12 @@ from cdrmix.model.places import Places
 from cdrmix.model.plastic import PlasticState
 from cdrmix.model.state import (
     branch,
-    choose,
+    concatenated,
     fast_weights,
+    flattened,
     plastic_only,
-    roll_back,
     select,
+    unread,
     with_fast_weights,
 )
 
@@ -139,21 +140,17 @@ def test_fast_weights_alone_carry_over() -> None:
     assert (none - second.hidden_BTD).abs().max() > 1e-6
 
 
-def test_a_roll_back_has_the_bits_of_what_was_before() -> None:
-    model, tokens = make(), ids(2, 18)
-    before = model(tokens[:, :6], return_state=True).state
-    after = model(tokens[:, 6:12], state=before, return_state=True).state
-    kept = [(each.a.clone(), each.pending.clone()) for block in before for each in block.plastic]
-    rolled = roll_back(after, before)
-    for (a, pending), each in zip(kept, (each for block in rolled for each in block.plastic), strict=True):
-        assert torch.equal(a, each.a)
-        assert torch.equal(pending, each.pending)
-    chosen = choose(torch.tensor([True, False]), after, rolled)
-    for one, two, three in zip(fast_weights(chosen), fast_weights(after), fast_weights(before), strict=True):
-        assert torch.equal(one[0], two[0])
-        assert torch.equal(one[1], three[1])
-    again = select(after, torch.tensor([1, 1]))
-    assert all(torch.equal(one[0], two[1]) for one, two in zip(fast_weights(again), fast_weights(after), strict=True))
+def test_rows_are_taken_and_joined_bit_for_bit() -> None:
+    model, tokens = make(), ids(2, 12)
+    state = model(tokens, return_state=True).state
+    order = torch.tensor([1, 0])
+    parts = [select(state, order[:1]), select(state, torch.tensor([True, False]))]
+    whole, back = flattened(select(concatenated(*parts), order)), flattened(state)
+    assert whole.keys() == back.keys()
+    assert all(torch.equal(whole[name], back[name]) for name in back)
+    begun = unread(state, 3)
+    after = model(torch.cat([tokens, tokens[:1]]), state=begun).hidden_BTD
+    assert (after[:2] - model(tokens).hidden_BTD).abs().max() < BOUND
 
 
 def test_branches_of_writes_are_passes_of_their_own() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -171,11 +172,11 @@ def test_the_same_step_is_the_same_whatever_came_before() -> None:
 
 
 @pytest.mark.usefixtures("varied")
-def test_two_trainings_are_the_same_bit_for_bit() -> None:
+def test_two_trainings_are_the_same_bit_for_bit(training: Callable[[int, float], Train]) -> None:
     weights = []
     for _ in range(2):
         model = model_of()
-        run_phase(model, phase_of(kl_weight=0.1), steps=3, learning_rate=1e-2)
+        run_phase(model, phase_of(kl_weight=0.1), training(3, 1e-2))
         weights.append(model.state_dict())
     for name, x in weights[0].items():
         assert torch.equal(x, weights[1][name]), name
@@ -274,9 +275,9 @@ def test_imitation_is_shared_out_over_processes() -> None:
     torch.testing.assert_close(gradient(model, [*shares[0], *shares[1]]), gradient(model, whole), rtol=1e-3, atol=1e-6)
 
 
-def test_imitation_learns() -> None:
+def test_imitation_learns(training: Callable[[int, float], Train]) -> None:
     config, model = config_of(), model_of()
     phase = ImitationPhase(config, source_for(config))
     first = sum(one.total.item() for one in outcomes(phase, model))
-    last = run_phase(model, phase, steps=60, learning_rate=1e-2)
+    *_, last = run_phase(model, phase, training(60, 1e-2))
     assert last["loss"] < 0.7 * first

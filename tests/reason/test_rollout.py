@@ -9,7 +9,8 @@ from torch import Tensor
 from cdrmix.config.schema import Attention, FeedForward, Mamba, MixerLayers, Model, Rwkv
 from cdrmix.errors import NonFiniteLogitsError
 from cdrmix.model.backbone import LanguageModel
-from cdrmix.reason.rollout import generate, micro_batches, proceed, read, repeat, rows_of, taken
+from cdrmix.model.state import select
+from cdrmix.reason.rollout import generate, micro_batches, proceed, read, repeat, taken
 
 VOCABULARY = 24
 
@@ -113,7 +114,7 @@ def test_a_row_draws_for_itself() -> None:
 def test_a_prefix_serves_many_and_stays_as_it_is() -> None:
     model = model_of()
     begun = read(model, prompts(2))
-    copy = rows_of(begun.state, torch.arange(2))
+    copy = select(begun.state, torch.arange(2))
     group = proceed(model, repeat(begun, 3), 5, temperature=0.0, generator=seeded())
     assert torch.equal(group.tokens_BN[0::3], group.tokens_BN[2::3])
     more = read(model, prompts(2, 4), begun.state)

@@ -24,10 +24,10 @@ from cdrmix.data.tasks.exercise import (
     TASKS,
     THINK_BEGIN,
     THINK_END,
-    Difficulty,
     Episode,
     Exercise,
     Task,
+    TextDifficulty,
     TokenExercise,
     score,
     score_tokens,
@@ -40,7 +40,6 @@ __all__ = [
     "TASKS",
     "THINK_BEGIN",
     "THINK_END",
-    "Difficulty",
     "Episode",
     "Exercise",
     "Filler",
@@ -66,7 +65,7 @@ def known_task(task: str) -> Task[Any]:
     return TASKS[task]
 
 
-def difficulty_of(task: Task[Any], asked: int | Difficulty | None) -> Difficulty:
+def difficulty_of(task: Task[Any], asked: int | TextDifficulty | None) -> TextDifficulty:
     """The difficulty asked for: itself, the published one at a number of characters or, for None, as it is."""
     if asked is None:
         return task.standard
@@ -80,7 +79,7 @@ def difficulty_of(task: Task[Any], asked: int | Difficulty | None) -> Difficulty
 
 
 def exercise(
-    task: str, seed: int, number: int, difficulty: int | Difficulty | None = None, *, filler: Filler | None = None
+    task: str, seed: int, number: int, difficulty: int | TextDifficulty | None = None, *, filler: Filler | None = None
 ) -> Exercise:
     """Exercise `number` of a task.
 
@@ -94,7 +93,7 @@ def exercise(
     return known.make(Draws(seed, task, number, filler), difficulty_of(known, difficulty))
 
 
-def token_exercise(task: str, seed: int, number: int, difficulty: int | Difficulty | None = None) -> TokenExercise:
+def token_exercise(task: str, seed: int, number: int, difficulty: int | TextDifficulty | None = None) -> TokenExercise:
     """As `exercise`, in token ids of the task's own vocabulary; ConfigError for a task that is text alone."""
     known = known_task(task)
     if known.tokens is None:
@@ -104,7 +103,7 @@ def token_exercise(task: str, seed: int, number: int, difficulty: int | Difficul
 
 
 def episode(
-    task: str, seed: int, number: int, difficulty: int | Difficulty | None = None, *, filler: Filler | None = None
+    task: str, seed: int, number: int, difficulty: int | TextDifficulty | None = None, *, filler: Filler | None = None
 ) -> Episode:
     """As `exercise`, the same one in chunks; ConfigError for a task that has none."""
     known = known_task(task)
@@ -114,7 +113,7 @@ def episode(
     return known.episode(Draws(seed, task, number, filler), difficulty_of(known, difficulty))
 
 
-def difficulties(section: schema.TasksSource) -> dict[str, Difficulty]:
+def difficulties(section: schema.TasksSource) -> dict[str, TextDifficulty]:
     """The difficulty of each task of a source: the published one, of section.characters, with section.difficulty.
 
     A key of section.difficulty counts for every task that has it. Raises ConfigError for a task that there is not, a

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
 from cdrmix.data.tasks.draws import Draws
-from cdrmix.data.tasks.exercise import ANSWER, THINK_BEGIN, THINK_END, Difficulty, Exercise, Length, register
+from cdrmix.data.tasks.exercise import ANSWER, THINK_BEGIN, THINK_END, Exercise, Length, TextDifficulty, register
 
 
 @register("arithmetic", Length())
@@ -35,7 +35,7 @@ def arithmetic(draws: Draws, difficulty: Length) -> Exercise:
 
 
 @dataclass(frozen=True)
-class Expression(Difficulty):
+class Expression(TextDifficulty):
     """Nested brackets: harder with more operators and larger numbers; 7 as in BIG-Bench Hard (arXiv 2210.09261)."""
 
     operators: int = 7

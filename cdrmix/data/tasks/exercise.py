@@ -7,6 +7,7 @@ is published with. `at_length` gives the same difficulty in a text of another le
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Generic, NamedTuple, Self, TypeVar
@@ -83,10 +84,6 @@ class Difficulty:
             if type(value) is int and value < 1:
                 raise ConfigError(f"difficulty: {field.name} = {value}; it must be at least 1")
 
-    def at_length(self, characters: int) -> Self:
-        """As hard, in a text of about so many characters."""
-        raise NotImplementedError
-
     def changed(self, changes: Mapping[str, Value]) -> Self:
         """With other values of the fields named; ConfigError for a field that there is not or another type."""
         for name, value in changes.items():
@@ -106,7 +103,16 @@ class Difficulty:
 
 
 @dataclass(frozen=True)
-class Length(Difficulty):
+class TextDifficulty(Difficulty, ABC):
+    """Of a task that is text, which can be made longer without being made harder."""
+
+    @abstractmethod
+    def at_length(self, characters: int) -> Self:
+        """As hard, in a text of about so many characters."""
+
+
+@dataclass(frozen=True)
+class Length(TextDifficulty):
     """About how long the text is; exercises that need more take more."""
 
     characters: int = 4000
@@ -115,7 +121,7 @@ class Length(Difficulty):
         return replace(self, characters=characters)
 
 
-Level = TypeVar("Level", bound=Difficulty)
+Level = TypeVar("Level", bound=TextDifficulty)
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from itertools import permutations
 from typing import ClassVar, Self
 
 from cdrmix.data.tasks.draws import Draws
-from cdrmix.data.tasks.exercise import ANSWER, Difficulty, Exercise, TokenExercise, register
+from cdrmix.data.tasks.exercise import ANSWER, Exercise, TextDifficulty, TokenExercise, register
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 @dataclass(frozen=True)
-class Word(Difficulty):
+class Word(TextDifficulty):
     """Harder with more elements."""
 
     size: ClassVar[int]  # of the set that the group permutes

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from cdrmix.data.tasks.draws import SYLLABLES, Draws
-from cdrmix.data.tasks.exercise import ANSWER, IGNORED, Difficulty, Exercise, TokenExercise, register
+from cdrmix.data.tasks.exercise import ANSWER, IGNORED, Exercise, TextDifficulty, TokenExercise, register
 from cdrmix.errors import ConfigError
 
 RUNGS = [(64, 4), (128, 8), (256, 16), (512, 64)]  # tokens and pairs
@@ -25,7 +25,7 @@ BLANK = 0
 
 
 @dataclass(frozen=True)
-class Mqar(Difficulty):
+class Mqar(TextDifficulty):
     """Harder with more pairs, in more tokens.
 
     noise: what is no pair and no query is a random id instead of 0 (zoology's random_non_queries), never one of the
