@@ -116,6 +116,12 @@ def _expert_parallel(processes: int, experts: int, kind: str) -> str | None:
     return f"must divide model.feed_forward.experts={experts}" if experts % processes else None
 
 
+def _rollouts(processes: int, *steps: int) -> str | None:
+    if processes > 1 and any(steps):
+        return "1 where a phase of reasoning.phases makes rollouts: processes end theirs at different tokens"
+    return None
+
+
 def _warmup_steps(warmup: int, steps: int) -> str | None:
     return f"below train.steps={steps}" if warmup >= steps else None
 
@@ -233,6 +239,13 @@ RULES = (
     Rule(("model.feed_forward.activation", "model.feed_forward.kind"), _activation),
     Rule(("train.batch_rows", "train.micro_batch_rows"), _batch_rows),
     Rule(("train.expert_parallel", "model.feed_forward.experts", "model.feed_forward.kind"), _expert_parallel),
+    Rule(
+        (
+            "train.expert_parallel",
+            *(f"reasoning.phases.{name}.steps" for name in ("acceptance", "policy", "operations")),
+        ),
+        _rollouts,
+    ),
     Rule(("train.warmup_steps", "train.steps"), _warmup_steps),
     Rule(("model.vocab_size", "data.tokenizer.path", "data.objectives.fim"), _vocab_size),
     Rule(("data.domains", "data.source"), _domains),

@@ -87,6 +87,12 @@ class Phase(Section):
     train: Literal["own", "all"] = "own"  # the phase's own parts, or the whole model
 
 
+class Plasticity(Phase):
+    """Episodes may grow: what has nothing but its states to carry a fact learns long ones through short ones alone."""
+
+    growth_steps: NonNegativeInt = 0  # until episodes have all their chunks, evenly from the fewest; 0: from the start
+
+
 class Imitation(Phase):
     """Demonstrations of the memory agent; an ablation makes them worse than they could be."""
 
@@ -108,7 +114,7 @@ class OperationsImitation(Phase):
 class Phases(Section):
     """In this order."""
 
-    plasticity: Phase = Field(default_factory=Phase)  # B1: adapters, by cross-entropy through their writes
+    plasticity: Plasticity = Field(default_factory=Plasticity)  # B1: adapters, by cross-entropy through their writes
     acceptance: Phase = Field(default_factory=Phase)  # B2: the accept head, by groups of rollouts; all else is frozen
     imitation: Imitation = Field(default_factory=Imitation)  # B3: the memory agent, by demonstrations
     policy: Policy = Field(default_factory=Policy)  # B3: the memory agent, by groups of rollouts

@@ -79,9 +79,14 @@ class PlasticityPhase:
         return parameter.startswith("language_model.") and ".plastic." in parameter
 
     def chunks(self, step: int) -> int:
-        """Of a step's episodes: from 2 (or as many as hold the facts) to the configured number, all equally likely."""
+        """Of a step's episodes: from 2 (or as many as hold the facts) to the configured number, all equally likely.
+
+        With `growth_steps` at first only the fewest.
+        """
         most = self._reasoning.plasticity.chunks
         least = min(most, max(2, self._source.least_chunks))
+        if step < self._section.growth_steps:
+            most = least + (most - least) * step // self._section.growth_steps
         generator = generator_of(self._seed, f"{self.name} chunks", step)
         return least + int(torch.randint(most - least + 1, (), generator=generator))
 

@@ -261,6 +261,15 @@ BROKEN = {
         run.yaml:8: train.warmup_steps: found 500 (an integer)
             allowed: below train.steps=500""",
     ),
+    "rollouts of experts that are shared out": (
+        "train:",
+        "reasoning: {plastic_lora: {rank: 4, alpha: 0.2, decay: 0.9}, memory: {dim: 8, top_k: 1, max_tokens: 8}, "
+        "controller: {step_budget: 4, max_branches: 1}, rl: {horizon: 8, latency_weight: 0, stability_weight: 0}, "
+        "phases: {policy: {steps: 3}}}\ntrain:\n  expert_parallel: 2",
+        """\
+        run.yaml:8: train.expert_parallel: found 2 (an integer)
+            allowed: 1 where a phase of reasoning.phases makes rollouts: processes end theirs at different tokens""",
+    ),
     "fp16 on a CPU": (
         "train:",
         "run: {device: cpu}\ntrain:\n  precision: fp16",

@@ -69,6 +69,9 @@ def test_sizes(kind: str, size: str) -> None:
         found = (lora.rank, lora.alpha, lora.decay, controller.step_budget, controller.max_branches)
         found += (memory.dim, memory.top_k, memory.max_tokens, rl.horizon, rl.latency_weight, rl.stability_weight)
         assert found == REASONING[size]
+        assert all(section.steps for _, section in reasoning.phases)
+        # the original's bound on stage B: at most twice the backbone's steps
+        assert sum(section.steps for _, section in reasoning.phases) <= 2 * train.steps
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -139,6 +139,10 @@ def test_training_rows_have_two_chunks_to_the_configured_number() -> None:
     assert seen == {2, 3, 4}
     many = cell("reasoning.plasticity.difficulty={pairs: 20}")
     assert {PlasticityPhase(many, source_for(many)).chunks(step) for step in range(50)} == {3, 4}
+    growing = cell("reasoning.phases.plasticity.growth_steps=60")
+    phase = PlasticityPhase(growing, source_for(growing))
+    for steps, chunks in ((range(30), {2}), (range(30, 60), {2, 3}), (range(60, 160), {2, 3, 4})):
+        assert {phase.chunks(step) for step in steps} == chunks
 
 
 def test_swapping_takes_another_episodes_weights() -> None:
