@@ -20,6 +20,7 @@ from cdrmix.config.schema import Config
 from cdrmix.config.schema_data import Tokenizer
 from cdrmix.data.prepare import prepare
 from cdrmix.data.shards import ShardSet, open_shards
+from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.durable import sha256_file
 from cdrmix.errors import CdrmixError, CheckpointError, ExportMismatchError
 from cdrmix.eval.perplexity import HeldOut, held_out
@@ -30,6 +31,7 @@ from cdrmix.hf.rwkv_names import export_official_rwkv7
 from cdrmix.plan import count_parameters
 from cdrmix.reason.build import load_stage_b
 from cdrmix.reason.demo import demonstrate
+from cdrmix.reason.episodes import check_episodes
 from cdrmix.reason.evaluation import evaluate_stage_b
 from cdrmix.reason.session import Session
 from cdrmix.reason.stage_b import spans, train_stage_b
@@ -56,16 +58,21 @@ def run_all(config: Config, resume: str | None = None) -> Path:
     world = join(config)
     check_processes(config, world.size)
     check_trackers(config)
+    stage_b = config.kind == "reasoning" and bool(spans(config))
+    if stage_b:
+        check_episodes(config)
     run = _run_folder(config, resume, world)
     with contextlib.ExitStack() as stack:
         _first_process(world, lambda: stack.enter_context(run.held()))
-        if config.kind == "reasoning" and not spans(config):
+        if config.kind == "reasoning" and not stage_b:
             run.say(STAGE_A_ONLY)
             run.update_summary({"not_trained": STAGE_A_ONLY})
         shards = _prepare(config, run, world)
+        if stage_b:
+            check_episodes(config, TextTokenizer.load(shards.tokenizer_path, config.data.tokenizer.end_of_text))
         if config.reasoning is None or config.reasoning.backbone is None:
             _train(config, run, shards, world, resume)
-        if config.kind == "reasoning" and spans(config):
+        if stage_b:
             _train_stage_b(config, run, shards, world)
         if world.writes:
             _after_training(run, shards, world.device)

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from cdrmix.config.schema import Config
 from cdrmix.config.schema_reasoning import EpisodesOfTask
 from cdrmix.data.tasks import IGNORED, Filler, known_task
 from cdrmix.data.tasks import episode as text_episode
@@ -119,7 +120,8 @@ class TokenSource:
 class TextSource:
     """Episodes of text by a tokenizer. Marks are bytes that UTF-8 never has, so that no text holds them.
 
-    Chunks are padded to their width; sentences that tell nothing are left out where they would not fit.
+    Chunks are padded to their width; sentences that tell nothing are left out where they would not fit. chunks: of the
+    episodes whose widths are measured, which those of others have too.
     """
 
     def __init__(
@@ -130,6 +132,7 @@ class TextSource:
         difficulty: Mapping[str, bool | int | float | str],
         tokenizer: TextTokenizer,
         filler: Filler | None = None,
+        chunks: int = 4,
     ) -> None:
         known = known_task(task)
         if known.episode is None:
@@ -141,7 +144,7 @@ class TextSource:
         byte_ids = _ids_of_bytes(tokenizer, range(0xF8, 0x100))
         self.pad, self.marks = byte_ids[0xFF], Marks(*(byte_ids[byte] for byte in range(0xF8, 0xFE)))
         self._encoded = lru_cache(maxsize=1 << 17)(tokenizer.encode)
-        sample = [self._texts(number, 4) for number in range(SAMPLE)]
+        sample = [self._texts(number, chunks) for number in range(SAMPLE)]
         self.question = ROOM + max(len(self._encoded(f" {one.question}")) for one in sample)
         self.answer = ROOM + max(len(self._encoded(f" {one.answer}")) for one in sample)
         self.fact = ROOM + max(len(self._fact(*fact[:2])) for one in sample for fact in one.facts)
@@ -211,7 +214,48 @@ def source_of(
         return TokenSource(section.task, section.seed, chunk, section.difficulty)
     if tokenizer is None:
         raise ConfigError(f"reasoning: {section.task} is text, and there is no tokenizer; set its tokens: true")
-    return TextSource(section.task, section.seed, chunk, section.difficulty, tokenizer, filler)
+    return TextSource(section.task, section.seed, chunk, section.difficulty, tokenizer, filler, section.chunks)
+
+
+def check_episodes(config: Config, tokenizer: TextTokenizer | None = None) -> None:
+    """Makes an episode of every task that a phase trains, of each number of chunks: mistakes show before the training.
+
+    tokenizer: None: whether text fits the chunks is not looked at. Raises ConfigError naming the section.
+    """
+    reasoning = config.reasoning
+    assert reasoning is not None
+    phases = reasoning.phases
+    # plasticity's episodes are of 2 chunks and more (those of token ids of as many as hold the facts)
+    fewest = [] if reasoning.plasticity.tokens else [min(2, reasoning.plasticity.chunks)]
+    policy = [phases.policy.chunks] if phases.policy.chunks else []
+    used = {
+        "plasticity": (reasoning.plasticity, fewest, phases.plasticity.steps),
+        "acceptance": (reasoning.acceptance or reasoning.plasticity, [], phases.acceptance.steps),
+        "agent": (reasoning.agent, policy, phases.imitation.steps + phases.policy.steps),
+        "operations": (reasoning.operations, [], phases.operations_imitation.steps + phases.operations.steps),
+    }
+    for name, (section, others, steps) in used.items():
+        for chunks in sorted({section.chunks, *others, *reasoning.evaluation.chunks}) if steps else ():
+            try:
+                _check_one(section, reasoning.chunk, chunks, config.model.vocab_size, tokenizer)
+            except ConfigError as error:
+                raise ConfigError(f"reasoning.{name}, an episode of {chunks} chunks: {error}") from error
+
+
+def _check_one(
+    section: EpisodesOfTask, chunk: int, chunks: int, vocabulary: int, tokenizer: TextTokenizer | None
+) -> None:
+    if tokenizer is None and not section.tokens:
+        known = known_task(section.task)
+        if known.episode is not None:
+            text_episode(
+                section.task, section.seed, 0, known.standard.changed({**section.difficulty, "chunks": chunks})
+            )
+            return
+    source = source_of(section, chunk, tokenizer)
+    if source.vocab_size > vocabulary:
+        raise ConfigError(f"{section.task} has {source.vocab_size} ids; model.vocab_size is {vocabulary}")
+    source.batch([0], chunks)
 
 
 def _probe(episodes: Episodes, pad: int, marks: Marks, *, end: bool) -> Probe:

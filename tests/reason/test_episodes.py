@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from cdrmix.config.load import load_config
 from cdrmix.config.schema_reasoning import EpisodesOfTask
 from cdrmix.data.tasks import IGNORED, exercise
 from cdrmix.data.tasks import episodes as tokens
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import ConfigError
-from cdrmix.reason.episodes import FIRST_HELD_OUT, TextSource, TokenSource, source_of
+from cdrmix.reason.episodes import FIRST_HELD_OUT, TextSource, TokenSource, check_episodes, source_of
 
 KINDS = ["recall", "poisoned", "agent", "hops"]
 
@@ -162,3 +163,27 @@ def test_a_source_is_made_of_its_section() -> None:
     assert source_of(section, 16).batch([0], 2).facts_BFW.shape == (1, 3, 2)
     with pytest.raises(ConfigError, match="no tokenizer"):
         source_of(EpisodesOfTask(task="chunk_recall"), 16)
+
+
+MISTAKES = {
+    "no such task": ("reasoning.agent.task=riddles", "reasoning.agent, an episode of 3 chunks: .*riddles"),
+    "text without chunks": ("reasoning.operations.task=sorting", "reasoning.operations, .*no chunks"),
+    "only lies": ("reasoning.agent={task: poisoned_recall, difficulty: {bad: 4}}", "of 3 chunks: .*bad = 4"),
+    "too few chunks to evaluate": ("reasoning.evaluation.chunks=[1]", "reasoning.acceptance, an episode of 1 chunks"),
+    "a vocabulary of its own that is too large": ("model.vocab_size=260", "has .* ids; model.vocab_size is 260"),
+    "chunks too short": ("reasoning.agent.difficulty={pairs: 90}", "do not fit chunks of 64 tokens"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_episodes_that_cannot_be_made_are_found_at_once(name: str, tokenizer: TextTokenizer) -> None:
+    override, message = MISTAKES[name]
+    difficulty = "reasoning.plasticity.difficulty={keys: 128}"
+    with pytest.raises(ConfigError, match=message):
+        check_episodes(load_config("configs/cdrmix-reason-tiny.yaml", [difficulty, override]), tokenizer)
+
+
+def test_shipped_episodes_can_be_made(tokenizer: TextTokenizer) -> None:
+    check_episodes(load_config("configs/cdrmix-reason-tiny.yaml"), tokenizer)
+    for size in ("1b", "4b", "40b", "200b"):
+        check_episodes(load_config(f"configs/cdrmix-reason-{size}.yaml"))
