@@ -8,6 +8,7 @@ elsewhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
@@ -120,6 +121,10 @@ def _rollouts(processes: int, *steps: int) -> str | None:
     if processes > 1 and any(steps):
         return "1 where a phase of reasoning.phases makes rollouts: processes end theirs at different tokens"
     return None
+
+
+def _beside(name: str, beside: list[str]) -> Inside | None:
+    return Inside((beside.index(name),), "another phase than the one it stands beside") if name in beside else None
 
 
 def _warmup_steps(warmup: int, steps: int) -> str | None:
@@ -245,6 +250,10 @@ RULES = (
             *(f"reasoning.phases.{name}.steps" for name in ("acceptance", "policy", "operations")),
         ),
         _rollouts,
+    ),
+    *(
+        Rule((f"reasoning.phases.{name}.beside",), partial(_beside, name))
+        for name in ("plasticity", "imitation", "operations_imitation")
     ),
     Rule(("train.warmup_steps", "train.steps"), _warmup_steps),
     Rule(("model.vocab_size", "data.tokenizer.path", "data.objectives.fim"), _vocab_size),

@@ -85,6 +85,9 @@ class Phase(Section):
     warmup_steps: NonNegativeInt = 10
     weight_decay: NonNegativeFloat = 0.0
     train: Literal["own", "all"] = "own"  # the phase's own parts, or the whole model
+    # What every step learns too, lest it be forgotten: stage A's text, episodes of other phases. `joint` has the text,
+    # and plasticity and policy where they have steps, in any case. Not in ablations.
+    beside: list[Literal["text", "plasticity", "imitation", "operations_imitation"]] = []
 
 
 class Plasticity(Phase):

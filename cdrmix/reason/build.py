@@ -65,7 +65,26 @@ def with_heads(language_model: LanguageModel, config: Model, reasoning: Reasonin
 def make_phase(
     name: str, config: Config, tokenizer: TextTokenizer | None, shards: ShardSet | None, world: World
 ) -> Phase:
-    """A phase by its name in `reasoning.phases`."""
+    """A phase by its name in `reasoning.phases`, with what it has beside it."""
+    reasoning = config.reasoning
+    assert reasoning is not None
+    phases = reasoning.phases
+    beside: list[str] = list(getattr(phases, name).beside)
+    if name == "joint":
+        trained = [other for other in ("plasticity", "policy") if getattr(phases, other).steps]
+        beside = list(dict.fromkeys(["text", *trained, *beside]))
+    own = None if name == "joint" else _single_phase(name, config, tokenizer)
+    if own is not None and not beside:
+        return own
+    loader = None
+    if "text" in beside:
+        assert shards is not None
+        loader = train_loader(config, shards.train, world.rank, world.size)
+    others = [_single_phase(other, config, tokenizer) for other in beside if other != "text"]
+    return JointPhase(config, name, own, others, loader)
+
+
+def _single_phase(name: str, config: Config, tokenizer: TextTokenizer | None) -> Phase:
     reasoning = config.reasoning
     assert reasoning is not None
 
@@ -82,14 +101,5 @@ def make_phase(
         return PolicyPhase(config, source(reasoning.agent))
     if name == "operations_imitation":
         return OperationsImitationPhase(config, source(reasoning.operations))
-    if name == "operations":
-        return OperationsPhase(config, source(reasoning.operations))
-    assert name == "joint", name
-    assert shards is not None
-    loader = train_loader(config, shards.train, world.rank, world.size)
-    inner = [
-        make_phase(other, config, tokenizer, shards, world)
-        for other, section in reasoning.phases
-        if other in ("plasticity", "policy") and section.steps
-    ]
-    return JointPhase(config, inner, loader, config.train.batch_rows // config.train.micro_batch_rows)
+    assert name == "operations", name
+    return OperationsPhase(config, source(reasoning.operations))

@@ -1,4 +1,5 @@
-"""Phase B4: text, writes and memory in one step, so that what one of them learns is not at another's cost."""
+"""Several losses in one step, so that what one of them learns is not at another's cost: phase B4, and any other phase
+that learns beside the text or beside what phases before it have taught."""
 
 from __future__ import annotations
 
@@ -12,65 +13,75 @@ from cdrmix.model.loss import LossModel
 from cdrmix.reason.phase import Loss, Phase, PhaseLoss
 from cdrmix.reason.stage_b_model import StageBModel
 
-OWN = ("text", "tokens")
+TEXT = ("text/loss", "text/tokens")
 
 
 class JointPhase:
-    """Every step takes one of each inner phase and a global batch of stage A's text: CE + J + the routers' losses.
+    """Every step takes one of each phase and, with a loader, a global batch of stage A's text with its routers' losses.
 
-    The whole model learns. loader: of the text, by this process's rank; its batches go on behind stage A's. Losses are
-    added up, each a mean over its own tokens; measures carry their phase's name.
+    own: the phase that the others stand beside, whose measures keep their names, and which says what is trained; None
+    in B4, where the whole model is. beside: measures carry these phases' names. loader: of the text, by this process's
+    rank; its batches go on behind stage A's. Losses are added up, each a mean over its own tokens.
     """
 
-    name = "joint"
-
-    def __init__(self, config: Config, inner: Sequence[Phase], loader: TrainLoader, micro_batches: int) -> None:
-        self.inner, self._loader, self._first = tuple(inner), loader, config.train.steps
-        self._share = 1.0 / micro_batches  # of one micro-batch, over all processes
-        names = [f"{phase.name}/{measure}" for phase in self.inner for measure in phase.measures]
-        self.measures: tuple[str, ...] = (*OWN, *names)
+    def __init__(
+        self, config: Config, name: str, own: Phase | None, beside: Sequence[Phase], loader: TrainLoader | None
+    ) -> None:
+        self.name, self.own, self.beside = name, own, tuple(beside)
+        self._loader, self._first = loader, config.train.steps
+        self._share = config.train.micro_batch_rows / config.train.batch_rows  # of one micro-batch, over all processes
+        self.measures: tuple[str, ...] = () if own is None else tuple(own.measures)
+        self._text = len(self.measures)
+        self.measures += TEXT if loader is not None else ()
+        self._places = []
+        for phase in self.beside:
+            self._places.append(len(self.measures))
+            self.measures += tuple(f"{phase.name}/{measure}" for measure in phase.measures)
 
     def trains(self, parameter: str) -> bool:
-        """The whole model."""
-        return True
+        """What the own phase does; without one the whole model."""
+        return self.own is None or self.own.trains(parameter)
 
     def losses(self, model: StageBModel, step: int, rank: int, processes: int) -> list[Loss]:
-        """The text's micro-batches, then each inner phase's."""
-        batches = self._loader.micro_batches(self._first + step)
-        losses: list[Loss] = [_Text(batch, self._share, len(self.measures)) for batch in batches]
-        place = len(OWN)
-        for phase in self.inner:
-            losses += [_Placed(loss, place, len(self.measures)) for loss in phase.losses(model, step, rank, processes)]
-            place += len(phase.measures)
+        """The own phase's micro-batches, the text's, then those of each phase beside it."""
+        count = len(self.measures)
+        losses: list[Loss] = []
+        if self.own is not None:
+            losses += [_Placed(loss, 0, count) for loss in self.own.losses(model, step, rank, processes)]
+        if self._loader is not None:
+            batches = self._loader.micro_batches(self._first + step)
+            losses += [_Placed(_Text(batch, self._share), self._text, count) for batch in batches]
+        for phase, place in zip(self.beside, self._places, strict=True):
+            losses += [_Placed(loss, place, count) for loss in phase.losses(model, step, rank, processes)]
         return losses
 
     def record(self, sums: dict[str, float]) -> dict[str, float]:
-        """Nats a token of the text, and what the inner phases show."""
-        shown = {"text_loss": sums["text"] / sums["tokens"]}
-        for phase in self.inner:
-            own = {measure: sums[f"{phase.name}/{measure}"] for measure in phase.measures}
-            shown |= {f"{phase.name}/{name}": value for name, value in phase.record(own).items()}
+        """What the phases show, and the text's nats a token."""
+        shown = {} if self.own is None else self.own.record({name: sums[name] for name in self.own.measures})
+        if self._loader is not None:
+            shown["text_loss"] = sums["text/loss"] / sums["text/tokens"]
+        for phase in self.beside:
+            measured = {measure: sums[f"{phase.name}/{measure}"] for measure in phase.measures}
+            shown |= {f"{phase.name}/{name}": value for name, value in phase.record(measured).items()}
         return shown
 
 
 class _Text:
     """Stage A's loss of one micro-batch."""
 
-    def __init__(self, batch: Batch, share: float, measures: int) -> None:
-        self._batch, self._share, self._measures = batch, share, measures
+    def __init__(self, batch: Batch, share: float) -> None:
+        self._batch, self._share = batch, share
 
     def __call__(self, model: StageBModel) -> PhaseLoss:
         batch = self._batch.to(model.language_model.embedding.weight.device)
         losses = LossModel(model.language_model)(
             batch.ids_BT, batch.targets_BT, batch.weights_BT, batch.cu_seqlens_N, batch.token_count, self._share
         )
-        sums = torch.zeros(self._measures, device=losses.total.device)
-        sums[0], sums[1] = losses.next_token_sum.detach(), batch.weights_BT.sum()
-        return PhaseLoss(losses.total, sums)
+        return PhaseLoss(losses.total, torch.stack([losses.next_token_sum.detach(), batch.weights_BT.sum()]))
 
 
 class _Placed:
-    """An inner phase's loss, its sums at their place among all measures."""
+    """A loss with its sums at their place among all measures."""
 
     def __init__(self, loss: Loss, place: int, measures: int) -> None:
         self._loss, self._place, self._measures = loss, place, measures

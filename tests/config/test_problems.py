@@ -270,6 +270,15 @@ BROKEN = {
         run.yaml:8: train.expert_parallel: found 2 (an integer)
             allowed: 1 where a phase of reasoning.phases makes rollouts: processes end theirs at different tokens""",
     ),
+    "a phase beside itself": (
+        "train:",
+        "reasoning: {plastic_lora: {rank: 4, alpha: 0.2, decay: 0.9}, memory: {dim: 8, top_k: 1, max_tokens: 8}, "
+        "controller: {step_budget: 4, max_branches: 1}, rl: {horizon: 8, latency_weight: 0, stability_weight: 0}, "
+        "phases: {imitation: {beside: [text, imitation]}}}\ntrain:",
+        """\
+        run.yaml:6: reasoning.phases.imitation.beside[1]: found "imitation" (a string)
+            allowed: another phase than the one it stands beside""",
+    ),
     "fp16 on a CPU": (
         "train:",
         "run: {device: cpu}\ntrain:\n  precision: fp16",
