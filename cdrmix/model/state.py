@@ -118,7 +118,8 @@ def filled(template: ModelState, tensors: Mapping[str, Tensor]) -> ModelState:
             return found
         return type(part)(found.item())
 
-    return tuple(walk(block, str(number)) for number, block in enumerate(template))
+    nothing = BlockState(None, None, None)  # of a block that carries nothing, such as attention from chunk to chunk
+    return tuple(walk(block, str(number)) or nothing for number, block in enumerate(template))
 
 
 def _merged(merge: Callable[..., Tensor], *parts: Any) -> Any:

@@ -17,6 +17,7 @@ from cdrmix.model.state import (
     branch,
     concatenated,
     fast_weights,
+    filled,
     flattened,
     plastic_only,
     select,
@@ -151,6 +152,16 @@ def test_rows_are_taken_and_joined_bit_for_bit() -> None:
     begun = unread(state, 3)
     after = model(torch.cat([tokens, tokens[:1]]), state=begun).hidden_BTD
     assert (after[:2] - model(tokens).hidden_BTD).abs().max() < BOUND
+
+
+def test_a_state_goes_through_its_tensors_unchanged() -> None:
+    model, tokens = make(attention=[]), ids(2, 12)
+    state = model(tokens, return_state=True).state
+    for kept in (state, plastic_only(state)):  # of the second the attention layer keeps nothing
+        tensors = flattened(kept)
+        again = filled(state, tensors)
+        assert flattened(again).keys() == tensors.keys()
+        assert torch.equal(model(tokens, state=again).hidden_BTD, model(tokens, state=kept).hidden_BTD)
 
 
 def test_branches_of_writes_are_passes_of_their_own() -> None:
