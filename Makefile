@@ -13,12 +13,12 @@ INSTALLED := .venv/.installed
 UNFINISHED := .venv/.unfinished
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 
-.PHONY: help install train test lint format fuzz clean
+.PHONY: help install train test lint gate format fuzz clean
 
 help:
 	@echo 'make install   a virtual environment in .venv with PyTorch, the pinned dependencies and the C++ extension'
 	@echo 'make train     prepare, train, evaluate and export CONFIG ($(CONFIG)); ARGS="key.path=value ..." overrides'
-	@echo 'make test      lint, types and tests'
+	@echo 'make test      lint, types and tests;  make gate  of the tests what stage B stands on, in five minutes'
 	@echo 'make lint      ruff and mypy alone;  make format  rewrites what ruff can;  make clean  forgets .venv and builds'
 	@echo 'make fuzz      the C++ of csrc/ against any input, under sanitizers, SECONDS ($(SECONDS)) for each target'
 
@@ -59,6 +59,10 @@ lint: install
 # Files of tests are shared out over two processes.
 test: lint
 	$(BIN)/pytest --numprocesses 2 --dist loadfile
+
+# Of these, in five minutes, what stage B stands on.
+gate: install
+	$(BIN)/pytest --numprocesses 2 --dist loadfile -m gate
 
 format: install
 	$(BIN)/ruff check --fix --exit-zero .

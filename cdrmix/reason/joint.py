@@ -1,5 +1,7 @@
-"""Several losses in one step, so that what one of them learns is not at another's cost: phase B4, and any other phase
-that learns beside the text or beside what phases before it have taught."""
+"""Several losses in one step, so that what one of them learns is not at another's cost.
+
+Phase B4 is that; and any other phase may learn beside the text, or beside what phases before it have taught.
+"""
 
 from __future__ import annotations
 

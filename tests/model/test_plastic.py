@@ -79,6 +79,7 @@ def test_a_new_adapter_changes_nothing_and_nothing_else_is_drawn_differently() -
     }
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_later_token_cannot_change_an_earlier_one_and_is_read_from_the_next_chunk_on(variant: dict) -> None:
     model, tokens = make(**variant), ids(2, 30)
@@ -95,6 +96,7 @@ def test_a_later_token_cannot_change_an_earlier_one_and_is_read_from_the_next_ch
     assert (near[0] - near[1]).abs().amax((0, 2))[18:].max() < BOUND
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_streaming_in_any_pieces_equals_the_full_forward(variant: dict) -> None:
     model, tokens = make(**variant), ids(2, 29)

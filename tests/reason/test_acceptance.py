@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
 from cdrmix.model.state import select
 from cdrmix.reason import acceptance
-from cdrmix.reason.ablation import run
 from cdrmix.reason.acceptance import AcceptancePhase, answer, measure, read
 from cdrmix.reason.controller import Controller, ControllerHeads, EpisodeState, always, by_head, by_value, never
 from cdrmix.reason.episodes import FIRST_HELD_OUT, Probe, TokenSource, source_of
@@ -235,22 +232,3 @@ def test_measures_of_a_rule() -> None:
     every, none = (measure(controller, source, rule, numbers, 6) for rule in (always, never))
     assert (every["accept_good"], every["accept_bad"]) == (1.0, 1.0)
     assert (none["accept_good"], none["accept_bad"]) == (0.0, 0.0)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def test_row_9_at_one_seed(tmp_path: Path) -> None:
-    """Lies are rolled back and the truth is committed, which is what the answers need: trained as in the table."""
-    measured = ["ablation.chunks=[6]", "ablation.episodes=64", "ablation.demands=[]"]
-    found = run(FILE, measured, seeds=[1], out=tmp_path, say=lambda _: None).measured["accept"][1]
-    assert found["learned@6"] >= 0.95
-    assert found["always@6"] <= 0.3
-    assert found["never@6"] <= 0.046
-    assert found["accept_good@6"] >= 0.95
-    assert found["accept_bad@6"] <= 0.05

@@ -108,6 +108,7 @@ def no_gradients() -> Iterator[None]:
         yield
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("carry", ["all", "fast"])
 @pytest.mark.parametrize("mixers", MIXERS)
@@ -151,6 +152,7 @@ def test_rows_decide_apart(mixers: dict[str, Any], carry: str) -> None:
         assert (controller.ask(alone, probe[row : row + 1])[0] - together[row]).abs().max() < BOUND
 
 
+@pytest.mark.gate
 def test_the_rows_of_an_unlike_decision_keep_their_bits() -> None:
     """Beside rows that commit, a row that rolls back has its old state, and next logits, to the bit; and vice versa."""
     controller, ids = make(dtype=torch.float32), chunks(4, 3)
@@ -199,6 +201,7 @@ def test_branches_equal_passes_apart(carry: str) -> None:
         assert torch.equal(leaf[[0, 1, 3]], old[[0, 1, 3]])
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("mixers", MIXERS)
 def test_committing_everything_is_the_full_forward(mixers: dict[str, Any]) -> None:
     controller, ids = make(**mixers), chunks(2, 5)
@@ -229,6 +232,7 @@ def test_fast_weights_alone_are_carried_as_in_one_pass() -> None:
         assert all(block.mixer is None and block.feed_forward_BD is None for block in state)
 
 
+@pytest.mark.gate
 def test_a_later_chunk_changes_nothing_before_it() -> None:
     controller, ids = make(carry="fast"), chunks(3, 4)
     changed = ids.clone()
@@ -251,6 +255,7 @@ def test_a_later_chunk_changes_nothing_before_it() -> None:
     assert reached.abs().max() > 1e-6, "what was written in between is read"
 
 
+@pytest.mark.gate
 def test_only_commits_reach_the_index(tmp_path: Path) -> None:
     """Of three rows' transactions two are committed: the log grows by them; rolled back ones leave its every byte."""
     controller, ids = make(), chunks(3, 2)

@@ -37,6 +37,7 @@ def totals() -> Totals:
     return Totals(sum(LENGTHS), len(LENGTHS), LONGEST)
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("name", [*OBJECTIVES, "dapo with a reference"])
 def test_equals_trl(name: str) -> None:
     trainer = importlib.import_module("trl.trainer.grpo_trainer")  # a second, and transformers

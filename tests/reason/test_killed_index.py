@@ -38,6 +38,7 @@ def all_of(index: EpisodicIndex) -> list[tuple[int, list[int]]]:
     return [(hit.id, hit.tokens.tolist()) for hit in hits]
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(("scenario", "least"), [("new", 50), ("torn", 12), ("cached", 80)])
 def test_killed_at_every_call_that_touches_the_disk(tmp_path: Path, scenario: str, least: int) -> None:
     """Real processes and SIGKILL: no acknowledged commit is lost, nothing rejected is seen, all bytes are the same."""
