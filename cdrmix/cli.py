@@ -195,7 +195,9 @@ def _add_reason(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     _device(demo)
     demo.add_argument("--document", type=Path, metavar="FILE", help="UTF-8 text (default: one of generated facts)")
     demo.add_argument("--question", metavar="TEXT", help="what to answer; goes with --document")
-    demo.add_argument("--chunks", type=_positive, default=8, metavar="N", help="of the generated one (default 8)")
+    demo.add_argument(
+        "--chunks", type=_positive, default=8, metavar="N", help="of the generated one, about (default 8)"
+    )
     demo.add_argument("--number", type=_positive, default=1, metavar="N", help="which generated one (default 1)")
     demo.add_argument("--session", type=Path, metavar="FILE", help="go on from this file where it is there; save there")
 
@@ -270,6 +272,10 @@ def _validate(options: argparse.Namespace) -> int:
 
     config = load_config(options.config, options.overrides)
     check_names(config)
+    if config.reasoning is not None:
+        from cdrmix.reason.stage_b import check_stage_b
+
+        check_stage_b(config)
     print(dump_config(config), end="")
     return 0
 

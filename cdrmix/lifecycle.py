@@ -34,7 +34,7 @@ from cdrmix.reason.demo import demonstrate
 from cdrmix.reason.episodes import check_episodes
 from cdrmix.reason.evaluation import evaluate_stage_b
 from cdrmix.reason.session import Session
-from cdrmix.reason.stage_b import spans, train_stage_b
+from cdrmix.reason.stage_b import check_stage_b, spans, train_stage_b
 from cdrmix.report import write_report
 from cdrmix.train.checkpoint import list_checkpoints, newest_whole_checkpoint
 from cdrmix.train.launch import check_processes
@@ -59,8 +59,8 @@ def run_all(config: Config, resume: str | None = None) -> Path:
     check_processes(config, world.size)
     check_trackers(config)
     stage_b = config.kind == "reasoning" and bool(spans(config))
-    if stage_b:
-        check_episodes(config)
+    if stage_b and resume is None:
+        check_stage_b(config)
     run = _run_folder(config, resume, world)
     with contextlib.ExitStack() as stack:
         _first_process(world, lambda: stack.enter_context(run.held()))

@@ -31,6 +31,10 @@ def demonstrate(
     chunks. session: goes on from that file where it is there (its question is kept), and saves to it.
     Raises ConfigError for a document that cannot be read or is empty, CheckpointError for another model's session.
     """
+    if session is not None and (session.is_dir() or not session.parent.is_dir()):
+        raise ConfigError(f"--session {session}: name a file in a folder that is there")
+    if question is not None and not question.strip():
+        raise ConfigError("--question is empty")
     expected = None
     if document is None or question is None:
         text, question, expected = generated(loaded, chunks, number)
@@ -70,6 +74,8 @@ def generated(loaded: Loaded, chunks: int, number: int) -> tuple[str, str, str]:
 def _text_of(path: Path) -> str:
     try:
         text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--document {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"--document {path}: byte {error.start} is not UTF-8 text") from error
     if not text.strip():

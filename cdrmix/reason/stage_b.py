@@ -20,9 +20,10 @@ from cdrmix.config.schema import Config
 from cdrmix.config.schema_reasoning import Phase as PhaseSection
 from cdrmix.data.shards import ShardSet
 from cdrmix.data.tokenizer import TextTokenizer
-from cdrmix.errors import CheckpointError, Preempted
+from cdrmix.errors import CheckpointError, ConfigError, Preempted
 from cdrmix.hf.export import HEADS, backbone_weights
 from cdrmix.reason.build import build_model, make_phase
+from cdrmix.reason.episodes import check_episodes
 from cdrmix.reason.phase import Loss, Phase, PhaseLoss, train_section
 from cdrmix.reason.stage_b_model import StageBModel
 from cdrmix.train.checkpoint import (
@@ -69,6 +70,15 @@ def spans(config: Config) -> list[Span]:
             found.append(Span(name, section, step, step + section.steps))
             step += section.steps
     return found
+
+
+def check_stage_b(config: Config) -> None:
+    """Raises ConfigError, before anything is done, for a backbone that is not there and impossible episodes."""
+    assert config.reasoning is not None
+    backbone = config.reasoning.backbone
+    if backbone and not Path(backbone).exists():
+        raise ConfigError(f"reasoning.backbone={backbone} does not exist; name a run, a checkpoint or an export")
+    check_episodes(config)
 
 
 def train_stage_b(config: Config, run: RunFolder, shards: ShardSet, *, console: bool = True) -> StageBResult:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 
 from cdrmix.cli import main
-from cdrmix.hf.export import load_model
+from cdrmix.errors import ConfigError
+from cdrmix.hf.export import Loaded, load_model
 from cdrmix.reason.build import load_stage_b
+from cdrmix.reason.demo import demonstrate
 from cdrmix.train.run import read_metrics
 
 Arguments = Callable[..., list[str]]
@@ -125,3 +129,44 @@ def test_a_model_without_stage_b_cannot_show_it(finished: Path, capsys: pytest.C
     assert main(["reason", "demo", "--model", str(finished)]) == 2
     assert "ids of a vocabulary of its own" in capsys.readouterr().err
     assert first.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("reasoning.backbone=/no/where", "reasoning.backbone=/no/where does not exist"),
+        ("reasoning.plasticity.task=foo", "reasoning.plasticity, an episode of 2 chunks: "),
+    ],
+)
+@pytest.mark.parametrize("command", ["validate", "train"])
+def test_what_stage_b_could_not_have_is_said_at_once(
+    command: str, override: str, message: str, arguments: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, *arguments(*REASON, f"run.root={tmp_path / 'runs'}", override)]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--document", "{}/absent.txt", "--question", "what?"], "absent.txt cannot be read: No such file"),
+        (["--document", "{}", "--question", "what?"], "cannot be read: Is a directory"),
+        (["--document", "{}/some.txt", "--question", " "], "--question is empty"),
+        (["--session", "{}"], "name a file in a folder that is there"),
+        (["--session", "{}/absent/one.safetensors"], "name a file in a folder that is there"),
+    ],
+)
+def test_what_a_demonstration_cannot_read_or_write(words: list[str], message: str, tmp_path: Path) -> None:
+    (tmp_path / "some.txt").write_text("The code of Bukeba is 1705.")
+    document, question, session = (
+        words[words.index(name) + 1].format(tmp_path) if name in words else None
+        for name in ("--document", "--question", "--session")
+    )
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        demonstrate(
+            cast(Loaded, None),  # refused before the model is looked at
+            document=Path(document) if document else None,
+            question=question,
+            session=Path(session) if session else None,
+        )
