@@ -24,8 +24,8 @@ def stage_b_sections(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, An
             + picture(light_dark, "Share of right answers over chunks read, each mechanism on and off")
             + "".join(_table(name, found[name]) for name in TITLES if name in found)
             + '<p class="soft">Episodes that no phase trained on, answered greedily. Swapped: with the fast weights of '
-            "another episode. Never: nothing committed. Accept good, accept bad: of the chunks that tell the truth, and of "
-            "those that lie, the share committed. Captured: of the facts asked for, those that were in memory after the "
+            "another episode. Never: nothing committed. Accept good, accept bad: of the chunks that tell the truth "
+            "and of those that lie, the share committed. Captured: of the facts asked for, those in memory behind the "
             "chunk that tells them; retained: of those, the ones that are still there at the end.</p>"
         )
     sections.append(_text(summary))
