@@ -171,7 +171,7 @@ MISTAKES = {
     "only lies": ("reasoning.agent={task: poisoned_recall, difficulty: {bad: 4}}", "of 3 chunks: .*bad = 4"),
     "too few chunks to evaluate": ("reasoning.evaluation.chunks=[1]", "reasoning.acceptance, an episode of 1 chunks"),
     "a vocabulary of its own that is too large": ("model.vocab_size=260", "has .* ids; model.vocab_size is 260"),
-    "chunks too short": ("reasoning.agent.difficulty={pairs: 90}", "do not fit chunks of 64 tokens"),
+    "chunks too short": ("reasoning.agent.difficulty={pairs: 90}", "do not fit chunks of 32 tokens"),
 }
 
 
