@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 # Before the first `import triton`: set later, the interpreter fails inside the kernels.
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -12,6 +13,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ["PYTHONSAFEPATH"] = "1"  # child processes must not find our kernels/ under the PyPI package's name
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored behind a script's &, here and by what tests start
 
 from collections.abc import Iterator
 

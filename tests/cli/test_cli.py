@@ -18,6 +18,7 @@ import torch
 from cdrmix import lifecycle
 from cdrmix.cli import main
 from cdrmix.config.load import load_config
+from cdrmix.config.schema_reasoning import Phases
 from cdrmix.errors import CheckpointError
 from cdrmix.eval.perplexity import Baselines, HeldOut, Score
 from cdrmix.hf.card import STAGE_A_ONLY
@@ -306,9 +307,10 @@ def test_a_reasoning_run_says_that_the_backbone_alone_is_trained(
 ) -> None:
     for step in ("_prepare", "_train", "_after_training"):
         monkeypatch.setattr(lifecycle, step, lambda *_: None)
-    for kind in ("reason", "core"):
+    without_phases = [f"reasoning.phases.{name}.steps=0" for name, _ in Phases()]
+    for kind, words in (("reason", without_phases), ("core", [])):
         config = ROOT / "configs" / f"cdrmix-{kind}-1b.yaml"
-        assert main(["train", "--config", str(config), f"run.root={tmp_path / kind}"]) == 0
+        assert main(["train", "--config", str(config), f"run.root={tmp_path / kind}", *words]) == 0
         (path,) = (tmp_path / kind).iterdir()
         assert (STAGE_A_ONLY in capsys.readouterr().out) == (kind == "reason")
         assert RunFolder.open(path).summary().get("not_trained") == (STAGE_A_ONLY if kind == "reason" else None)

@@ -20,6 +20,7 @@ from cdrmix.cli import main
 from cdrmix.compare import compare
 from cdrmix.config.load import load_config
 from cdrmix.config.schema import Config
+from cdrmix.config.schema_reasoning import Phases
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import CheckpointError, ConfigError, ExportMismatchError, VocabularyError
 from cdrmix.generate import Sampling, draw, generate, generate_ids
@@ -229,8 +230,10 @@ def test_commands_run_where_and_as_the_configuration_says(
 
 
 def test_the_card_of_a_reasoning_model_says_what_was_trained(config: Config) -> None:
-    reasoning = load_config(TINY.with_name("cdrmix-reason-1b.yaml"))
-    assert STAGE_A_ONLY in model_card(reasoning, 1, 1, {})
+    reasoning = TINY.with_name("cdrmix-reason-1b.yaml")
+    without_phases = load_config(reasoning, [f"reasoning.phases.{name}.steps=0" for name, _ in Phases()])
+    assert STAGE_A_ONLY in model_card(without_phases, 1, 1, {})
+    assert STAGE_A_ONLY not in model_card(load_config(reasoning), 1, 1, {})
     assert STAGE_A_ONLY not in model_card(config, 1, 1, {})
 
 
