@@ -67,6 +67,13 @@ class _Writer(yaml.SafeDumper):
     def ignore_aliases(self, data: object) -> bool:
         return True
 
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        # Between single quotes PyYAML writes U+0085, a line break, as it is, and reads it as a line feed.
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style='"' if "\x85" in data else None)
+
+
+_Writer.add_representer(str, _Writer.represent_str)
+
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read, inherit, override, autosize and validate.

@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -74,6 +75,13 @@ def test_dump_and_load_give_the_same(config: Config) -> None:
     assert again == config
     assert config_hash(again) == config_hash(config)
     assert dump_config(again) == dump_config(config)
+
+
+@pytest.mark.parametrize("name", ["\x85", "a \x85 b", "\u2028 a", "a\u2029"])
+def test_a_line_break_of_unicode_stays_what_it_was(name: str) -> None:
+    config = load_text(TINY.encode())
+    renamed = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+    assert load_text(dump_config(renamed).encode()).run.name == name
 
 
 @given(st.integers(1, 10**6), positive)
