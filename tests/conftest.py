@@ -15,17 +15,25 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored behind a script's &, here and by what tests start
 
+import importlib
+import pkgutil
 from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+import cdrmix.kernels
+
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 # The machine may be slow and shared, so no deadline; the same examples every time, so that a failure is a fact.
 settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("repeatable")
+# Examples are drawn from the constants of the project's modules that are loaded: all are, whichever tests ran before.
+for package in (cdrmix, cdrmix.kernels):
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        importlib.import_module(module.name)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
