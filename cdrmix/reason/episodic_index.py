@@ -76,13 +76,14 @@ class EpisodicIndex:
         wanted, keys, parameters = min(count + 1, len(self)), unit(queries), self._parameters(step)
         while True:
             scores, ids = self._vectors.search(keys, wanted, params=parameters)
+            found = list(zip(ids.tolist(), scores.tolist(), strict=True))
             # Of equal scores FAISS keeps the later: where the last one to be given equals the first one not to be, all
             # that equal it are needed.
-            tied = wanted > count and ((scores[:, count - 1] == scores[:, -1]) & (ids[:, -1] >= 0)).any()
+            tied = wanted > count and any(of[count - 1] == of[-1] and row[-1] >= 0 for row, of in found)
             if not tied or wanted == len(self):
                 break
             wanted = min(2 * wanted, len(self))
-        return [self._kept.hits(*found)[:count] for found in zip(ids.tolist(), scores.tolist(), strict=True)]
+        return [self._kept.hits(*row)[:count] for row in found]
 
     def commit(self, staged: Staged, step: int) -> list[int]:
         """Makes a step's changes durable, then visible; returns the new episodes' ids.
