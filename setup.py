@@ -33,6 +33,7 @@ setup(
         "cdrmix.kernels",
         "cdrmix.model",
         "cdrmix.ops",
+        "cdrmix.plan",
         "cdrmix.reason",
         "cdrmix.train",
     ],

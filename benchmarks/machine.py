@@ -15,19 +15,13 @@ from typing import Any
 
 import torch
 
+from cdrmix.gpus import gpu_named
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = (
     *("torch", "triton", "numba", "numpy", "deepspeed", "tokenizers", "safetensors", "pydantic", "transformers"),
     *("fla-core", "tilelang", "rwkv", "rwkv-ops", "liger-kernel", "scattermoe", "axolotl", "sonic-moe"),
 )
-
-# Bytes a second of the memory and dense bfloat16 operations a second, by a part of the device's name, from NVIDIA's
-# datasheets of the H200 SXM, the H100 SXM and the A100 SXM 80 GB.
-DATASHEET = {
-    "H200": (4.8e12, 989e12),
-    "H100 80GB HBM3": (3.35e12, 989e12),
-    "A100-SXM4-80GB": (2.039e12, 312e12),
-}
 
 
 def facts() -> dict[str, Any]:
@@ -79,14 +73,9 @@ def cpu_model() -> str:
 
 
 def datasheet(device: torch.device) -> dict[str, float] | None:
-    """Rates that the vendor states, None where the table has none."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    for part, (moved, computed) in DATASHEET.items():
-        if part in name:
-            return {"bytes_per_second": moved, "flops_per_second": computed}
-    return None
+    """Rates that the vendor states, None where the table of GPUs has none of the device's name."""
+    gpu = gpu_named(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return None if gpu is None else {"bytes_per_second": gpu.bytes_per_second, "flops_per_second": gpu.flops_per_second}
 
 
 def measured_rates(device: torch.device) -> dict[str, float]:

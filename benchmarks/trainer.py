@@ -19,7 +19,7 @@ from cdrmix.data.prepare import prepare
 from cdrmix.errors import ConfigError
 from cdrmix.eval.perplexity import evaluate, held_out
 from cdrmix.model.backbone import LanguageModel
-from cdrmix.plan import count_parameters
+from cdrmix.plan.parameters import count_parameters
 from cdrmix.train import stage_a
 from cdrmix.train.checkpoint import read_weights
 from cdrmix.train.parallel import join

@@ -282,7 +282,7 @@ def _validate(options: argparse.Namespace) -> int:
 
 def _params(options: argparse.Namespace) -> int:
     from cdrmix.config.load import load_config
-    from cdrmix.plan import count_parameters, parameter_table
+    from cdrmix.plan.parameters import count_parameters, parameter_table
 
     config = load_config(options.config, options.overrides)
     print(parameter_table(config, count_parameters(config.model, config.reasoning)))

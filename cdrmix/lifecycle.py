@@ -28,7 +28,7 @@ from cdrmix.generate import Sampling, generate
 from cdrmix.hf.card import STAGE_A_ONLY
 from cdrmix.hf.export import SUMS, Loaded, export_model, exported_step, load_model, run_of, step_of, verify
 from cdrmix.hf.rwkv_names import export_official_rwkv7
-from cdrmix.plan import count_parameters
+from cdrmix.plan.parameters import count_parameters
 from cdrmix.reason.build import load_stage_b
 from cdrmix.reason.demo import demonstrate
 from cdrmix.reason.episodes import check_episodes

@@ -8,7 +8,7 @@ import pytest
 
 from cdrmix.config.load import load_config
 from cdrmix.config.schema import Attention, FeedForward, Mamba, MixerLayers, Model, Rwkv
-from cdrmix.plan import count_parameters, parameter_table
+from cdrmix.plan.parameters import count_parameters, parameter_table
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 # (stored, active): with 3 d^2 for a time-mix block, 2 d h for an expert, and two of eight experts active.

@@ -1,4 +1,4 @@
-"""What a configuration amounts to before it runs: its parameters by part, stored and active."""
+"""The parameters of a configuration by part, stored and active, counted without building the model."""
 
 from __future__ import annotations
 

@@ -1,0 +1,60 @@
+"""Floating-point operations a token: against counts by hand, and against what PyTorch counts of a real step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from cdrmix.config.load import load_config
+from cdrmix.model.backbone import LanguageModel
+from cdrmix.plan.flops import training_flops_per_token
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def test_the_1b_models_operations_are_those_counted_by_hand() -> None:
+    flops = training_flops_per_token(load_config(CONFIGS / "cdrmix-core-1b.yaml"))
+    assert flops.parameters == 6 * flops.active_parameters == pytest.approx(8.70e9, rel=0.001)
+    assert flops.attention == 3 * 6 * 2 * 2048 * 2049  # six layers; 2,049 / 2 keys a token, scores and values
+    assert flops.rwkv7 == 18 * 28 * 32 * 64 * 64  # 18 layers of 32 heads with states of 64 x 64
+    assert flops.mamba2 == flops.recomputed == 0
+    assert flops.total == flops.executed == flops.parameters + flops.attention + flops.rwkv7
+
+
+def test_checkpointing_runs_the_blocks_forward_pass_again() -> None:
+    plain = training_flops_per_token(load_config(CONFIGS / "cdrmix-hybrid-tiny.yaml"))
+    again = training_flops_per_token(
+        load_config(CONFIGS / "cdrmix-hybrid-tiny.yaml", ["train.activation_checkpointing=true"])
+    )
+    assert again.total == plain.total == plain.executed
+    matrices = 2 * (plain.active_parameters - 4096 * 128)
+    attention = 2 * 128 * 257
+    rwkv7 = 9 * 128 * 32
+    mamba2 = 2 * (5 * 256 * 64 + 2 * 4 * (256 + 2 * 64))
+    assert again.recomputed == matrices + attention + rwkv7 + mamba2
+
+
+def test_an_embedding_that_is_not_the_head_is_a_look_up() -> None:
+    tied = training_flops_per_token(load_config(CONFIGS / "cdrmix-core-tiny.yaml"))
+    own = training_flops_per_token(load_config(CONFIGS / "cdrmix-core-tiny.yaml", ["model.tie_embeddings=false"]))
+    assert own == tied
+
+
+@pytest.mark.parametrize("overrides", [[], ["model.feed_forward.kind=channel_mix"]])
+def test_pytorch_counts_as_many_in_the_matrices(overrides: list[str]) -> None:
+    """Of a dense attention model every matrix product is PyTorch's own, and its counter sees each."""
+    words = ["model.attention_fraction=1.0", "model.feed_forward.experts=1", "model.feed_forward.top_k=1", *overrides]
+    config = load_config(CONFIGS / "cdrmix-core-tiny.yaml", words)
+    model, rows, length = LanguageModel(config.model), 2, config.data.row_length
+    counter = FlopCounterMode(display=False)
+    with counter:
+        ids = torch.zeros(rows, length, dtype=torch.long)
+        model.logits(model(ids).hidden_BTD).sum().backward()
+    counts = counter.get_flop_counts()["Global"]
+    counted = (counts[torch.ops.aten.mm] + counts.get(torch.ops.aten.addmm, 0)) / (rows * length)
+    experts = 0 if config.model.feed_forward.kind == "channel_mix" else 6 * 4 * 2 * 128 * 256  # an operator of ours
+    # The vectors' share is no product: norms and mixes, 0.3 % here.
+    assert counted + experts == pytest.approx(training_flops_per_token(config).parameters, rel=0.005)
