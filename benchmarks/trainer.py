@@ -14,13 +14,15 @@ from cases import Case, Options, Result
 from cdrmix.config.load import load_config
 from cdrmix.config.schema import Config, Train
 from cdrmix.data import loader as loader_module
-from cdrmix.data.loader import Batch, EvalLoader, TrainLoader
+from cdrmix.data.batch import Batch
+from cdrmix.data.loader import EvalLoader, TrainLoader
 from cdrmix.data.prepare import prepare
 from cdrmix.errors import ConfigError
 from cdrmix.eval.perplexity import evaluate, held_out
 from cdrmix.model.backbone import LanguageModel
 from cdrmix.plan.parameters import count_parameters
 from cdrmix.train import stage_a
+from cdrmix.train.build import build_loss_model
 from cdrmix.train.checkpoint import read_weights
 from cdrmix.train.parallel import join
 from cdrmix.train.run import RunFolder
@@ -39,7 +41,7 @@ def overhead(options: Options) -> Result:
     device = join(config).device
     shards = prepare(config)
     torch.manual_seed(config.run.seed)
-    bare = peers.BareLoop(stage_a.build_loss_model(config), config.train, device)
+    bare = peers.BareLoop(build_loss_model(config), config.train, device)
     ours: list[float] = []
     theirs: list[float] = []
 

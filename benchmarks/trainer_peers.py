@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cdrmix.config.schema import Train
-from cdrmix.data.loader import Batch
+from cdrmix.data.batch import Batch
 from cdrmix.eval.perplexity import logits_nats
 from cdrmix.model.loss import LossModel
 from cdrmix.train.engine import AUTOCAST

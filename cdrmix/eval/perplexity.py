@@ -20,7 +20,8 @@ import torch.distributed as dist
 import zstandard
 from torch import Tensor, nn
 
-from cdrmix.data.loader import Batch, EvalLoader
+from cdrmix.data.batch import Batch
+from cdrmix.data.loader import EvalLoader
 from cdrmix.data.shards import Split
 from cdrmix.model.backbone import LanguageModel
 from cdrmix.model.loss import LossModel

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 
 from cdrmix.config.schema import Config
-from cdrmix.data.loader import Batch, TrainLoader
+from cdrmix.data.batch import Batch
+from cdrmix.data.loader import TrainLoader
 from cdrmix.model.loss import LossModel
 from cdrmix.reason.phase import Loss, Phase, PhaseLoss
 from cdrmix.reason.stage_b_model import StageBModel

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cdrmix.config.schema import Config
-from cdrmix.data.loader import Batch
+from cdrmix.data.batch import Batch
 from cdrmix.model.loss import Losses
 from cdrmix.train.expert_parallel import expert_groups, is_shared_out, total_norm
 from cdrmix.train.optim import LossScale, WeightAverage, make_optimizer, parameter_groups

@@ -18,9 +18,9 @@ from cdrmix.data.shards import ShardSet
 from cdrmix.errors import CheckpointError, Preempted, VocabularyError
 from cdrmix.eval.perplexity import evaluate
 from cdrmix.eval.routing import expert_load, routing_metrics
-from cdrmix.model.backbone import LanguageModel
-from cdrmix.model.loss import Losses, LossModel
+from cdrmix.model.loss import Losses
 from cdrmix.model.router import balance_routers
+from cdrmix.train.build import build_loss_model
 from cdrmix.train.checkpoint import (
     Fingerprints,
     Progress,
@@ -33,7 +33,6 @@ from cdrmix.train.checkpoint import (
     save_checkpoint,
 )
 from cdrmix.train.engine import Engine, make_engine
-from cdrmix.train.expert_parallel import expert_layer
 from cdrmix.train.faults import Skips, StopRequest, check_finite, memory_guard
 from cdrmix.train.metrics import Console, StepRecord, Trackers
 from cdrmix.train.parallel import World, join, seed_everything
@@ -168,12 +167,6 @@ def train(
     assert final is not None, "the last step saves a checkpoint"
     speed = progress.tokens / progress.seconds if progress.seconds else 0.0
     return TrainResult(progress.step, progress.loss, progress.valid_bits_per_byte, speed, progress.seconds, final)
-
-
-def build_loss_model(config: Config) -> LossModel:
-    """The model of a configuration with its loss, drawn from torch's generator as it stands; this process's experts."""
-    checkpointing = config.train.activation_checkpointing
-    return LossModel(LanguageModel(config.model, activation_checkpointing=checkpointing, experts=expert_layer(config)))
 
 
 class Figures(NamedTuple):

@@ -12,8 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cdrmix.data.batch import Batch
 from cdrmix.data.hashed_files import write_file
-from cdrmix.data.loader import Batch, EvalLoader, TrainLoader
+from cdrmix.data.loader import EvalLoader, TrainLoader
 from cdrmix.data.permutation import permute, permute_each
 from cdrmix.data.shards import (
     FORMAT,

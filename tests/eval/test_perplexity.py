@@ -14,7 +14,7 @@ import torch
 import zstandard
 from torch import Tensor, nn
 
-from cdrmix.data.loader import Batch
+from cdrmix.data.batch import Batch
 from cdrmix.eval.perplexity import (
     Baselines,
     HeldOut,
@@ -118,7 +118,7 @@ def test_held_out_puts_score_and_baselines_side_by_side() -> None:
 
 RANKS = """
 import sys, torch, torch.distributed as dist
-from cdrmix.data.loader import Batch
+from cdrmix.data.batch import Batch
 from cdrmix.eval.perplexity import evaluate
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)

@@ -10,7 +10,8 @@ import torch
 
 from cdrmix.config.load import load_config
 from cdrmix.config.schema import Config
-from cdrmix.data.loader import Batch, TrainLoader
+from cdrmix.data.batch import Batch
+from cdrmix.data.loader import TrainLoader
 from cdrmix.model.loss import LossModel
 from cdrmix.reason.joint import JointPhase
 from cdrmix.reason.phase import Loss, PhaseLoss

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from cdrmix.config.schema import Config
 from cdrmix.errors import CheckpointError, ConfigError, DiskFullError, ShardError, VocabularyError
 from cdrmix.train import checkpoint as checkpoints
+from cdrmix.train.build import build_loss_model
 from cdrmix.train.checkpoint import (
     Fingerprints,
     Progress,
@@ -30,7 +31,6 @@ from cdrmix.train.checkpoint import (
 )
 from cdrmix.train.engine import Engine, make_engine
 from cdrmix.train.parallel import join, seed_everything
-from cdrmix.train.stage_a import build_loss_model
 
 FINGERPRINTS = Fingerprints("tokenizer", "text")
 

@@ -27,6 +27,7 @@ from cdrmix.model.experts import MoeFeedForward
 from cdrmix.model.loss import LossModel
 from cdrmix.train import engine as engine_module
 from cdrmix.train import stage_a
+from cdrmix.train.build import build_loss_model
 from cdrmix.train.checkpoint import (
     Fingerprints,
     Progress,
@@ -141,7 +142,7 @@ def compare_scaled(order: dict[str, Any], stage: int, parallel: int = 1) -> dict
     norms = []
     for scale in (1.0, 2.0**10, 2.0**200):
         seed_everything(3)
-        engine = make_engine(config, stage_a.build_loss_model(config), world)
+        engine = make_engine(config, build_loss_model(config), world)
         engine.loss_scale = LossScale(scale > 1, initial=scale)
         before = {name: weight.clone() for name, weight in engine.weights().items()}
         engine.backward(engine.forward(batch, last=True).total)
@@ -176,7 +177,7 @@ def compare(order: dict[str, Any], overrides: list[str], accumulation: int) -> d
     rows = {"row_length": config.data.row_length, "batch_rows": 8, "seed": 5}
 
     seed_everything(3)
-    plain = stage_a.build_loss_model(load_config(order["config"], order["overrides"]))
+    plain = build_loss_model(load_config(order["config"], order["overrides"]))
     # The routers' losses are means over a micro-batch, so plain PyTorch sees the same micro-batches, of all ranks.
     for batch in TrainLoader(split, micro_batch_rows=8 // accumulation // size, **rows).micro_batches(0):
         plain(
@@ -195,7 +196,7 @@ def compare(order: dict[str, Any], overrides: list[str], accumulation: int) -> d
     adamw.step()
 
     seed_everything(3)
-    model = stage_a.build_loss_model(config)
+    model = build_loss_model(config)
     engine = make_engine(config, model, world)
     mine = TrainLoader(split, micro_batch_rows=8 // accumulation // size, rank=rank, world=size, **rows)
     batches = mine.micro_batches(0)
@@ -267,10 +268,10 @@ def expert_steps(order: dict[str, Any], stage: int, save: Path) -> dict[str, flo
     everyone = TrainLoader(split, **rows)
     mine = TrainLoader(split, rank=rank, world=size, **rows)
     seed_everything(3)
-    plain = stage_a.build_loss_model(expert_config(order, 0, 1))
+    plain = build_loss_model(expert_config(order, 0, 1))
     adamw = make_optimizer(parameter_groups(plain, config.train), config.train)
     seed_everything(3)
-    model = stage_a.build_loss_model(config)
+    model = build_loss_model(config)
     engine = make_engine(config, model, world)
     worst = dict.fromkeys(("loss", "gradient", "expert gradient", "norm", "weights"), 0.0)
 
@@ -321,7 +322,7 @@ def expert_load(order: dict[str, Any], saved: Path, stage: int, parallel: int) -
     world = join(config)
     checkpoint = newest_whole_checkpoint(saved)
     seed_everything(4)
-    engine = make_engine(config, stage_a.build_loss_model(config), world)
+    engine = make_engine(config, build_loss_model(config), world)
     weights, average = read_weights(checkpoint), read_weights(checkpoint, average=True)
     same: dict[str, bool] = {}
     if stage == 0 and (checkpoint / "optimizer.safetensors").exists():

@@ -1,0 +1,14 @@
+"""The model that a configuration trains, with its loss: apart from the loop, which needs text and checkpoints too."""
+
+from __future__ import annotations
+
+from cdrmix.config.schema import Config
+from cdrmix.model.backbone import LanguageModel
+from cdrmix.model.loss import LossModel
+from cdrmix.train.expert_parallel import expert_layer
+
+
+def build_loss_model(config: Config) -> LossModel:
+    """The model of a configuration with its loss, drawn from torch's generator as it stands; this process's experts."""
+    checkpointing = config.train.activation_checkpointing
+    return LossModel(LanguageModel(config.model, activation_checkpointing=checkpointing, experts=expert_layer(config)))
