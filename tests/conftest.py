@@ -16,24 +16,84 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored behind a script's &, here and by what tests start
 
 import importlib
+import importlib.metadata
+import importlib.util
 import pkgutil
-from collections.abc import Iterator
+import re
+import sys
+import tomllib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 import cdrmix.kernels
+import cdrmix.ops
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 # The machine may be slow and shared, so no deadline; the same examples every time, so that a failure is a fact.
 settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("repeatable")
+
+
+def absent(dependency: str) -> bool:
+    try:
+        importlib.metadata.version(dependency)
+    except importlib.metadata.PackageNotFoundError:
+        return True
+    return False
+
+
+# A bare GPU machine has PyTorch, Triton and NumPy: there the kernels are tested, and whatever else can be imported.
+DEPENDENCIES = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["dependencies"]
+ABSENT = sorted(name for name in (re.split(r"[^\w.-]", text)[0] for text in DEPENDENCIES) if absent(name))
+
+
+def missing_package(error: BaseException | None) -> str | None:
+    """The package for want of which an import failed, unless it is installed, of Python or ours."""
+    if not isinstance(error, ModuleNotFoundError) or error.name is None:
+        return None
+    name = error.name.partition(".")[0]
+    known = name == "cdrmix" or name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None
+    return None if known else name
+
+
+def load_modules(packages: tuple[ModuleType, ...]) -> None:
+    """Imports all modules of packages; passes over those that need a dependency which is absent."""
+    for package in packages:
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            try:
+                importlib.import_module(module.name)
+            except ModuleNotFoundError as error:
+                if not (ABSENT and missing_package(error)):
+                    raise
+
+
 # Examples are drawn from the constants of the project's modules that are loaded: all are, whichever tests ran before.
-for package in (cdrmix, cdrmix.kernels):
-    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        importlib.import_module(module.name)
+load_modules((cdrmix.ops, cdrmix.kernels) if ABSENT else (cdrmix, cdrmix.kernels))
+
+
+class TestFile(pytest.Module):
+    """A file of tests that is skipped, naming the package, where it imports a dependency which is absent."""
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        try:
+            return super().collect()
+        except self.CollectError as error:
+            if name := missing_package(error.__cause__):
+                pytest.skip(f"needs {name}, which is not installed", allow_module_level=True)
+            raise
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    if not ABSENT:
+        return None
+    file: TestFile = TestFile.from_parent(parent, path=module_path)
+    return file
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("pydantic", reason="needs pydantic, which is not installed")
+
 from cdrmix.config.schema import Config
 
 MODEL = {

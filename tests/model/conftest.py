@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+
+pytest.importorskip("pydantic", reason="needs pydantic, which is not installed")
 import torch
 
 from cdrmix.config.schema import Attention, FeedForward, Mamba, MixerLayers, Model, Rwkv

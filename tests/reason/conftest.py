@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+pytest.importorskip("pydantic", reason="needs pydantic, which is not installed")
+
 from cdrmix.config.schema import Train
 
 Training = Callable[[int, float], Train]

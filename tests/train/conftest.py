@@ -15,6 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
+for name in ("pydantic", "zstandard", "tokenizers", "publicsuffixlist", "resiliparse"):
+    pytest.importorskip(name, reason=f"needs {name}, which is not installed")
+
 from cdrmix.config.load import load_config
 from cdrmix.config.schema import Config
 from cdrmix.data.prepare import prepare

@@ -1,0 +1,105 @@
+"""GPU tests on a machine that has PyTorch, Triton, NumPy and the test runner, and nothing else of what cdrmix needs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import tomllib
+import venv
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("torch", "triton", "numpy", "pytest", "pytest-timeout", "hypothesis", "pyyaml", "rich")
+# Fewer would mean that a file was passed over: the kernels' own tests alone are as many.
+LEAST_GPU_TESTS = 160
+QUICK = (  # seconds in the interpreter
+    "tests/kernels/test_moe_product.py::test_triton_equals_float64[counts3-0-1-3]",
+    "tests/kernels/test_moe.py::test_the_routing_of_known_logits[triton]",
+    "tests/kernels/test_moe.py::test_no_tokens_give_nothing_and_gradients_of_zero[triton]",
+)
+
+
+def with_requirements(names: tuple[str, ...]) -> set[str]:
+    """Distributions of these names and, of what they require, those that are installed."""
+    found: set[str] = set()
+    waiting = list(names)
+    while waiting:
+        name = re.sub(r"[-_.]+", "-", waiting.pop()).lower()
+        if name in found:
+            continue
+        try:
+            requirements = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        found.add(name)
+        needed = [one for one in map(Requirement, requirements) if not one.marker or one.marker.evaluate({"extra": ""})]
+        waiting += [requirement.name for requirement in needed]
+    return found
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment with PACKAGES alone, as links, and cdrmix as gpu.sh links it."""
+    folder = tmp_path_factory.mktemp("bare")
+    venv.create(folder, symlinks=True, with_pip=False)
+    (site,) = folder.glob("lib/python*/site-packages")
+    for name in with_requirements(PACKAGES):
+        distribution = importlib.metadata.distribution(name)
+        for entry in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+            if not (site / entry).exists():
+                (site / entry).symlink_to(Path(str(distribution.locate_file(entry))))
+    (site / "cdrmix").symlink_to(ROOT / "cdrmix")
+    return folder / "bin" / "python"
+
+
+def run(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTEST_ADDOPTS")}
+    environment = {key: value for key, value in environment.items() if not key.startswith("PYTEST_XDIST")}
+    return subprocess.run([python, *arguments], cwd=ROOT, env=environment, check=False, capture_output=True, text=True)
+
+
+def test_the_operators_are_imported(python: Path) -> None:
+    code = """
+import importlib.util, cdrmix.kernels, cdrmix.ops
+for name in ("pydantic", "deepspeed", "zstandard", "numba", "tokenizers", "transformers", "pyarrow"):
+    assert importlib.util.find_spec(name) is None, name
+"""
+    done = run(python, "-c", code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_all_gpu_tests_are_collected(python: Path) -> None:
+    """Of every folder; what needs more than the machine has is passed over by name."""
+    done = run(python, "-m", "pytest", "-m", "gpu", "--collect-only", "-q", "-p", "no:cacheprovider")
+    assert done.returncode == 0, done.stdout + done.stderr
+    collected = [line for line in done.stdout.splitlines() if "::" in line and not line.startswith("SKIPPED")]
+    assert len(collected) >= LEAST_GPU_TESTS
+    marked = {
+        str(path.relative_to(ROOT)) for path in ROOT.glob("tests/kernels/test_*.py") if "mark.gpu" in path.read_text()
+    }
+    assert marked == {line.partition("::")[0] for line in collected}
+    assert "needs pydantic, which is not installed" in done.stdout
+    assert "needs cdrmix" not in done.stdout
+
+
+def test_the_interpreter_runs_kernels(python: Path) -> None:
+    done = run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *QUICK)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(QUICK)} passed" in done.stdout
+
+
+def test_all_dependencies_are_installed_where_the_whole_suite_runs() -> None:
+    """Else files would be passed over in silence: tests/conftest.py does so where a dependency is absent."""
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    absent = []
+    for name in (Requirement(text).name for text in dependencies):
+        try:
+            importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            absent.append(name)
+    assert absent == []
