@@ -45,17 +45,19 @@ class Result:
     figures: further numbers of the measurement. settings: what would have to be equal to compare another row.
     peers: what was measured of each implementation, ours among them. absent: which were not, and why.
     roofline: the least that has to be moved and computed, the machine's rates, and the share of them reached.
+    profile: where the time goes.
     """
 
     unit: str
     peer_name: str | None
     ours: list[float]
     peer: list[float]
-    figures: dict[str, float] = field(default_factory=dict)
+    figures: dict[str, float | None] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     peers: dict[str, dict[str, Any]] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
     roofline: dict[str, Any] = field(default_factory=dict)
+    profile: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -123,6 +123,7 @@ def to_row(
         "peers": result.peers,
         "absent": result.absent,
         "roofline": result.roofline,
+        "profile": result.profile,
         "targets": {name: check(figures.get(name), bound, where["machine"]["gpu"]) for name, bound in targets.items()},
     }
 

