@@ -142,14 +142,17 @@ def experts_backward(
     order_R: Tensor,
     counts_E: Tensor,
     z: Tensor,
+    up_sum: Tensor | None = None,
+    down_sum: Tensor | None = None,
     *,
     activation: str,
     save: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As in `reference_moe`."""
     if x_TD.dtype != torch.float32:
+        sums = up_sum, down_sum
         return reference_moe.experts_backward(
-            dy_TD, x_TD, w_up, w_down, weights_TK, order_R, counts_E, z, activation=activation, save=save
+            dy_TD, x_TD, w_up, w_down, weights_TK, order_R, counts_E, z, *sums, activation=activation, save=save
         )
     k = weights_TK.shape[1]
     token_R = order_R.div(k, rounding_mode="floor")
@@ -161,11 +164,13 @@ def experts_backward(
     hidden, dhidden = x_TD.new_empty(longest, w_down.shape[1]), x_TD.new_empty(longest, w_down.shape[1])
     dz, z_again = x_TD.new_empty(longest, columns), x_TD.new_empty(0 if save == "fast" else longest, columns)
     dx, dx_TD = torch.empty_like(x), torch.zeros_like(x_TD)
-    dw_up, dw_down = torch.empty_like(w_up), torch.empty_like(w_down)
+    dw_up, dw_down = reference_moe.gradient_like(w_up, up_sum), reference_moe.gradient_like(w_down, down_sum)
     for expert, span in enumerate(spans):
         rows = span.stop - span.start
         if not rows:
-            dw_up[expert], dw_down[expert] = 0, 0
+            for dw, total in ((dw_up, up_sum), (dw_down, down_sum)):
+                if total is None:
+                    dw[expert] = 0
             continue
         x_here, dy_here, z_here = x[:rows], dy[:rows], z[span] if save == "fast" else z_again[:rows]
         hidden_here, dhidden_here, dz_here = hidden[:rows], dhidden[:rows], dz[:rows]
@@ -176,8 +181,8 @@ def experts_backward(
         torch.mm(dy_here, w_down[expert].mT, out=dhidden_here)
         weights, dweights = weights_R[span], dweights_R[span]
         _run(KERNELS[activation][1], z_here, weights, dhidden_here, hidden_here, dz_here, dweights)
-        torch.mm(hidden_here.mT, dy_here, out=dw_down[expert])
-        torch.mm(x_here.mT, dz_here, out=dw_up[expert])
+        reference_moe.weight_product(hidden_here, dy_here, expert, dw_down, down_sum)
+        reference_moe.weight_product(x_here, dz_here, expert, dw_up, up_sum)
         torch.mm(dz_here, w_up[expert].mT, out=dx[:rows])
         _run(_add_rows, dx[:rows], token_R[span], dx_TD)
     dweights_TK = torch.empty_like(weights_TK)

@@ -63,8 +63,8 @@ _SM90_16 = {
     "rows_transposed": Launch(128, 256, 64, 8, 4),
     "gradient_swiglu": Launch(128, 128, 64, 8, 3, group=8, parts=4),
     "gradient_relu2": Launch(128, 128, 64, 8, 3, group=8, parts=8),
-    "weights_left": Launch(128, 256, 64, 8, 6),
-    "weights_right": Launch(128, 256, 64, 8, 7),
+    "weights_left": Launch(128, 256, 64, 8, 6, parts=2),
+    "weights_right": Launch(128, 256, 64, 8, 6, parts=2),
 }
 _SM80_16 = {
     "up": Launch(128, 128, 64, 8, 4),
@@ -72,8 +72,8 @@ _SM80_16 = {
     "rows_transposed": Launch(128, 128, 64, 8, 4),
     "gradient_swiglu": Launch(128, 128, 64, 8, 4, parts=4),
     "gradient_relu2": Launch(128, 128, 64, 8, 4, parts=4),
-    "weights_left": Launch(128, 128, 64, 8, 6),
-    "weights_right": Launch(128, 128, 64, 8, 6),
+    "weights_left": Launch(128, 128, 64, 8, 6, parts=2),
+    "weights_right": Launch(128, 128, 64, 8, 6, parts=2),
 }
 _SM100_16 = _SM90_16 | {"up": Launch(128, 128, 64, 8, 4)}
 # 64 KiB of shared memory.
@@ -83,8 +83,8 @@ _GFX942_16 = {
     "rows_transposed": Launch(128, 128, 64, 8, 2),
     "gradient_swiglu": Launch(128, 128, 64, 8, 2, parts=2),
     "gradient_relu2": Launch(128, 128, 64, 8, 2, parts=2),
-    "weights_left": Launch(128, 128, 64, 8, 2),
-    "weights_right": Launch(128, 128, 64, 8, 2),
+    "weights_left": Launch(128, 128, 64, 8, 2, parts=2),
+    "weights_right": Launch(128, 128, 64, 8, 2, parts=2),
 }
 _SM90_32 = {
     "up": Launch(128, 128, 32, 8, 3),
@@ -92,8 +92,8 @@ _SM90_32 = {
     "rows_transposed": Launch(128, 128, 32, 8, 3),
     "gradient_swiglu": Launch(128, 64, 32, 8, 3, parts=4),
     "gradient_relu2": Launch(128, 64, 32, 8, 3, parts=4),
-    "weights_left": Launch(128, 128, 32, 8, 5),
-    "weights_right": Launch(128, 128, 32, 8, 5),
+    "weights_left": Launch(128, 128, 32, 8, 5, parts=2),
+    "weights_right": Launch(128, 128, 32, 8, 5, parts=2),
 }
 _SM80_32 = _SM90_32 | {
     "up": Launch(128, 64, 32, 8, 3),
@@ -107,8 +107,8 @@ _GFX942_32 = {
     "rows_transposed": Launch(64, 64, 32, 4, 2),
     "gradient_swiglu": Launch(64, 64, 32, 4, 2, parts=2),
     "gradient_relu2": Launch(64, 64, 32, 4, 2, parts=2),
-    "weights_left": Launch(64, 64, 32, 4, 2),
-    "weights_right": Launch(64, 64, 32, 4, 2),
+    "weights_left": Launch(64, 64, 32, 4, 2, parts=2),
+    "weights_right": Launch(64, 64, 32, 4, 2, parts=2),
 }
 LAUNCHES: dict[tuple[str, int], dict[str, Launch]] = {
     ("sm_80", 2): _SM80_16,
@@ -219,14 +219,17 @@ class Problem:
                 )
         return dweights_TK
 
-    def weights(self, left: Tensor, right: Tensor, out: Tensor, *, gather_left: bool) -> None:
+    def weights(self, left: Tensor, right: Tensor, like: Tensor, total: Tensor | None, *, gather_left: bool) -> Tensor:
+        """The gradient of a weight in its dtype; or no elements, added to the float32 total that there is."""
         name = "weights_left" if gather_left else "weights_right"
-        _, M, N = out.shape
+        _, M, N = like.shape
         launch = self.launches[name]
         programs = self.E * -(-M // launch.block_m) * -(-N // launch.block_n)
-        sizes = {"M": M, "N": N, "GATHER_LEFT": gather_left} | expert_constants(self.E)
+        sizes = {"M": M, "N": N, "GATHER_LEFT": gather_left, "ADD": total is not None, "PARTS": launch.parts}
+        out = torch.empty_like(like) if total is None else total
         arguments = left, right, self.plan.tokens_R, self.counts_E, out
-        self.launch(name, moe_weight_product, programs, arguments, sizes)
+        self.launch(name, moe_weight_product, programs, arguments, sizes | expert_constants(self.E))
+        return out if total is None else like.new_empty(0)
 
 
 def expert_constants(experts: int) -> dict[str, Any]:
@@ -264,11 +267,16 @@ def experts_backward(
     order_R: Tensor,
     counts_E: Tensor,
     z: Tensor,
+    up_sum: Tensor | None = None,
+    down_sum: Tensor | None = None,
     *,
     activation: str,
     save: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dx_TD, dw_up, dw_down in their tensors' dtype, and dweights_TK float32; z as experts_forward gave it."""
+    """dx_TD, dw_up, dw_down in their tensors' dtype, and dweights_TK float32; z as experts_forward gave it.
+
+    Where there is a sum, float32 and contiguous, a weight's gradient is added to it, unrounded, and comes back as [0].
+    """
     dy_TD, x_TD, w_up, w_down, weights_TK = (tensor.contiguous() for tensor in (dy_TD, x_TD, w_up, w_down, weights_TK))
     p = Problem(x_TD, w_up, w_down, weights_TK.shape[1], order_R, counts_E, activation)
     if save != "fast":
@@ -276,11 +284,9 @@ def experts_backward(
         p.up(x_TD, w_up, z, z, save_z=True, save_a=False)
     dz, weighted = p.empty(p.R, p.Z), p.empty(p.R, p.F)
     dweights_TK = p.gradient(dy_TD, w_down, weights_TK, z, dz, weighted)
-    dw_down = torch.empty_like(w_down)
-    p.weights(weighted, dy_TD, dw_down, gather_left=False)
+    dw_down = p.weights(weighted, dy_TD, w_down, down_sum, gather_left=False)
     del weighted, z
-    dw_up = torch.empty_like(w_up)
-    p.weights(x_TD, dz, dw_up, gather_left=True)
+    dw_up = p.weights(x_TD, dz, w_up, up_sum, gather_left=True)
     dx_RD = p.empty(p.R, p.D)
     p.rows(dz, w_up, dx_RD, transposed=True)
     return combine_rows(dx_RD, p.plan.inverse_R, None, p.k), dw_up, dw_down, dweights_TK
@@ -294,13 +300,14 @@ def product_forward(x_RD: Tensor, w_EDF: Tensor, counts_E: Tensor) -> Tensor:
     return y_RF
 
 
-def product_backward(dy_RF: Tensor, x_RD: Tensor, w_EDF: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor]:
-    """dX_r = dY_r W_e^T, zeros from row counts_E.sum() on, and dW_e = sum_r X_r^T dY_r."""
+def product_backward(
+    dy_RF: Tensor, x_RD: Tensor, w_EDF: Tensor, counts_E: Tensor, w_sum: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """dX_r = dY_r W_e^T, zeros from row counts_E.sum() on, and dW_e = sum_r X_r^T dY_r; sums as in experts_backward."""
     p = _rows_alone(x_RD, w_EDF, counts_E)
-    dx_RD, dw_EDF = torch.zeros_like(x_RD), torch.empty_like(w_EDF)
+    dx_RD = torch.zeros_like(x_RD)
     p.rows(dy_RF, w_EDF, dx_RD, transposed=True)
-    p.weights(x_RD, dy_RF, dw_EDF, gather_left=False)
-    return dx_RD, dw_EDF
+    return dx_RD, p.weights(x_RD, dy_RF, w_EDF, w_sum, gather_left=False)
 
 
 def _rows_alone(x_RD: Tensor, w_EDF: Tensor, counts_E: Tensor) -> Problem:
@@ -371,13 +378,18 @@ def _products(arch: str, dtype: torch.dtype, gated: bool, T: int, D: int, F: int
     expert = expert_constants(E)
     rows = R // E
     if gated:  # with relu2 these differ in sizes alone
-        sizes = {"M": D, "N": Z, "GATHER_LEFT": True} | expert
-        moved = T * D + R * Z + E * D * Z
-        yield made("weights_left", "moe_weight_product_up", moe_weight_product, sizes, Z, rows, moved)
+        for add in (False, True):
+            parts = {"ADD": add, "PARTS": launches["weights_left"].parts} | expert
+            known["out"] = "*fp32" if add else f"*{own}"
+            total = 8 // size if add else 1  # numbers moved for each of the gradient's, in widths of an operand
+            sizes = {"M": D, "N": Z, "GATHER_LEFT": True} | parts
+            moved = T * D + R * Z + E * D * Z * total
+            yield made("weights_left", "moe_weight_product_up", moe_weight_product, sizes, Z, rows, moved)
+            sizes = {"M": F, "N": D, "GATHER_LEFT": False} | parts
+            moved = R * F + T * D + E * D * F * total
+            yield made("weights_right", "moe_weight_product_down", moe_weight_product, sizes, D, rows, moved)
+        known["out"] = f"*{own}"
         sizes = {"DEPTH": Z, "WIDTH": D, "TRANSPOSED": True}
         yield made("rows_transposed", "moe_rows_gemm_dx", moe_rows_gemm, sizes, D, Z, R * (Z + D) + E * D * Z)
         sizes = {"DEPTH": F, "WIDTH": D, "TRANSPOSED": False}
         yield made("rows", "moe_rows_gemm", moe_rows_gemm, sizes, D, F, R * (F + D) + E * D * F)
-        sizes = {"M": F, "N": D, "GATHER_LEFT": False} | expert
-        moved = R * F + T * D + E * D * F
-        yield made("weights_right", "moe_weight_product_down", moe_weight_product, sizes, D, rows, moved)

@@ -87,6 +87,24 @@ def store_rows(out, rows, inside, columns, x, WIDTH: tl.constexpr, BLOCK_N: tl.c
 
 
 @triton.jit
+def add_to_rows(
+    out, rows, inside, column, x,
+    WIDTH: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Adds x [BLOCK_M, BLOCK_N] to float32 rows of WIDTH, from `column` on, in PARTS pieces by columns."""
+    if PARTS > 1:
+        HALF: tl.constexpr = BLOCK_N // 2
+        left, right = halves(x, BLOCK_M, HALF)
+        add_to_rows(out, rows, inside, column, left, WIDTH, PARTS // 2, BLOCK_M, HALF)
+        add_to_rows(out, rows, inside, column + HALF, right, WIDTH, PARTS // 2, BLOCK_M, HALF)
+    else:
+        columns = column + tl.arange(0, BLOCK_N)
+        mask = inside[:, None] & (columns < WIDTH)[None, :]
+        place = out + rows[:, None] * WIDTH + columns[None, :]
+        tl.store(place, tl.load(place, mask=mask, other=0.0) + x, mask=mask)
+
+
+@triton.jit
 def pairs(x, M: tl.constexpr, N: tl.constexpr):
     """Even and odd columns of x [M, 2 N]."""
     return tl.split(tl.reshape(x, [M, N, 2]))
@@ -268,14 +286,50 @@ def moe_weight_gradient(
 
 
 @triton.jit
+def add_weight_product(
+    total, left, right, tokens, first, end, columns_m, columns_n,
+    M: tl.constexpr, N: tl.constexpr, GATHER_LEFT: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """total and the product of BLOCK_K rows from `first` on; WHOLE: none of them is at `end` or after it."""
+    rows = first + tl.arange(0, BLOCK_K)
+    inside = rows < end
+    if WHOLE:
+        token = tl.load(tokens + rows).to(tl.int64)
+    else:
+        token = tl.load(tokens + rows, mask=inside, other=0).to(tl.int64)
+    rows = rows.to(tl.int64)
+    left_rows = token if GATHER_LEFT else rows
+    right_rows = rows if GATHER_LEFT else token
+    left_place = left + left_rows[None, :] * M + columns_m[:, None]
+    right_place = right + right_rows[:, None] * N + columns_n[None, :]
+    if WHOLE:
+        if M % BLOCK_M == 0:
+            a = tl.load(left_place)
+        else:
+            a = tl.load(left_place, mask=(columns_m < M)[:, None], other=0.0)
+        if N % BLOCK_N == 0:
+            b = tl.load(right_place)
+        else:
+            b = tl.load(right_place, mask=(columns_n < N)[None, :], other=0.0)
+    else:  # missing rows have to be zero in both: what lies there may be NaN
+        a = tl.load(left_place, mask=inside[None, :] & (columns_m < M)[:, None], other=0.0)
+        b = tl.load(right_place, mask=inside[:, None] & (columns_n < N)[None, :], other=0.0)
+    return dot_add(a, b, total, PRECISION)
+
+
+@triton.jit
 def moe_weight_product(
     left, right, tokens, counts, out,
     M: tl.constexpr, N: tl.constexpr, GATHER_LEFT: tl.constexpr, E: tl.constexpr, PADDED_E: tl.constexpr,
+    ADD: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out [E, M, N]: each expert's rows of left [., M], transposed, times those of right [., N]; zeros without rows.
 
     One of the two is gathered by token: left if GATHER_LEFT, else right; the other one has sorted rows.
+    With ADD the product is added to what out, float32, holds, a tile in PARTS pieces by columns; an expert without
+    rows is left as it is. Each element is read and written by one program, so the sum has the same bits every time.
     """
     ROW_TILES: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     COLUMN_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -289,19 +343,21 @@ def moe_weight_product(
     columns_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     columns_n = column * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for first in range(start, end, BLOCK_K):
-        rows = first + tl.arange(0, BLOCK_K)
-        inside = rows < end
-        token = tl.load(tokens + rows, mask=inside, other=0).to(tl.int64)
-        rows = rows.to(tl.int64)
-        left_rows = token if GATHER_LEFT else rows
-        right_rows = rows if GATHER_LEFT else token
-        # Missing rows have to be zero in both: what lies there may be NaN.
-        left_mask = inside[None, :] if M % BLOCK_M == 0 else inside[None, :] & (columns_m < M)[:, None]
-        right_mask = inside[:, None] if N % BLOCK_N == 0 else inside[:, None] & (columns_n < N)[None, :]
-        a = tl.load(left + left_rows[None, :] * M + columns_m[:, None], mask=left_mask, other=0.0)
-        b = tl.load(right + right_rows[:, None] * N + columns_n[None, :], mask=right_mask, other=0.0)
-        total = dot_add(a, b, total, PRECISION)
+    whole = start + (end - start) // BLOCK_K * BLOCK_K
+    for first in range(start, whole, BLOCK_K):
+        total = add_weight_product(
+            total, left, right, tokens, first, end, columns_m, columns_n, M, N, GATHER_LEFT, True,
+            BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
+        )  # fmt: skip
+    if whole < end:
+        total = add_weight_product(
+            total, left, right, tokens, whole, end, columns_m, columns_n, M, N, GATHER_LEFT, False,
+            BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
+        )  # fmt: skip
     inside = columns_m < M
     out += expert.to(tl.int64) * (M * N)
-    store_rows(out, columns_m.to(tl.int64), inside, columns_n, total, N, BLOCK_N)
+    if ADD:
+        if start < end:
+            add_to_rows(out, columns_m.to(tl.int64), inside, column * BLOCK_N, total, N, PARTS, BLOCK_M, BLOCK_N)
+    else:
+        store_rows(out, columns_m.to(tl.int64), inside, columns_n, total, N, BLOCK_N)

@@ -147,11 +147,15 @@ def experts_backward(
     order_R: Tensor,
     counts_E: Tensor,
     z: Tensor,
+    up_sum: Tensor | None = None,
+    down_sum: Tensor | None = None,
     *,
     activation: str,
     save: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dx_TD, dw_up, dw_down in their dtypes, dweights_TK in that of the weights; z as `experts_forward` gave it.
+
+    Where there is a sum, float32 (or float64 beside it), a weight's gradient is added to it, and comes back as [0].
 
     With A = act(Z) made again and dA' = dY w_down^T, for the rows r of expert e:
         dweights_r = <dA'_r, A_r>;  dZ_r = weights_r dA'_r act'(Z_r);  dw_down = (weights A)^T dY;  dw_up = X^T dZ;
@@ -173,11 +177,11 @@ def experts_backward(
         dz = _activate_backward(z, dhidden, activation).mul_(scale)
         dw_down = _zero_empty(torch._grouped_mm(hidden.mul_(scale).mT, dy, offs=offsets), counts_E)
         dw_up = _zero_empty(torch._grouped_mm(x.mT, dz, offs=offsets), counts_E)
+        dw_down, dw_up = add_gradient(dw_down, down_sum), add_gradient(dw_up, up_sum)
         dx_RD = torch._grouped_mm(dz, w_up.mT, offs=offsets)
     else:
         dx_RD = x_TD.new_empty(len(order_R), x_TD.shape[1])
-        # An expert without rows gets a gradient of zero: the product over no rows writes it.
-        dw_up, dw_down = torch.empty_like(w_up), torch.empty_like(w_down)
+        dw_up, dw_down = gradient_like(w_up, up_sum), gradient_like(w_down, down_sum)
         for expert, span in enumerate(row_spans(counts_E)[0]):
             rows = token_R[span]
             x, dy = x_TD.index_select(0, rows), dy_TD.index_select(0, rows)
@@ -187,8 +191,8 @@ def experts_backward(
             dweights_R[span] = (hidden * dhidden).sum(-1, dtype=weights_R.dtype)
             scale = weights_R[span].unsqueeze(1).to(x.dtype)
             dz = _activate_backward(z_here, dhidden, activation).mul_(scale)
-            torch.mm(hidden.mul_(scale).mT, dy, out=dw_down[expert])
-            torch.mm(x.mT, dz, out=dw_up[expert])
+            weight_product(hidden.mul_(scale), dy, expert, dw_down, down_sum)
+            weight_product(x, dz, expert, dw_up, up_sum)
             torch.mm(dz, w_up[expert].mT, out=dx_RD[span])
     dweights = torch.empty_like(weights_R)
     dweights[order_R] = dweights_R
@@ -206,17 +210,47 @@ def product_forward(x_RD: Tensor, w_EDF: Tensor, counts_E: Tensor) -> Tensor:
     return y_RF
 
 
-def product_backward(dy_RF: Tensor, x_RD: Tensor, w_EDF: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor]:
-    """dx_r = dy_r w_e^T, zeros as above, and dw_e = sum_r x_r^T dy_r, zero for an expert without rows."""
+def product_backward(
+    dy_RF: Tensor, x_RD: Tensor, w_EDF: Tensor, counts_E: Tensor, w_sum: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """dx_r = dy_r w_e^T, zeros as above, and dw_e = sum_r x_r^T dy_r, zero for an expert without rows.
+
+    Where there is a sum, dw is added to it as in `experts_backward`, and comes back as [0].
+    """
     if _has_grouped_product(x_RD, w_EDF):
         offsets = counts_E.cumsum(0).to(torch.int32)
         dx_RD = _zero_tail(torch._grouped_mm(dy_RF, w_EDF.mT, offs=offsets), counts_E)
-        return dx_RD, _zero_empty(torch._grouped_mm(x_RD.mT, dy_RF, offs=offsets), counts_E)
-    dx_RD, dw_EDF = torch.zeros_like(x_RD), torch.empty_like(w_EDF)
+        dw_EDF = _zero_empty(torch._grouped_mm(x_RD.mT, dy_RF, offs=offsets), counts_E)
+        return dx_RD, add_gradient(dw_EDF, w_sum)
+    dx_RD, dw_EDF = torch.zeros_like(x_RD), gradient_like(w_EDF, w_sum)
     for expert, span in enumerate(row_spans(counts_E)[0]):
         torch.mm(dy_RF[span], w_EDF[expert].mT, out=dx_RD[span])
-        torch.mm(x_RD[span].mT, dy_RF[span], out=dw_EDF[expert])
+        weight_product(x_RD[span], dy_RF[span], expert, dw_EDF, w_sum)
     return dx_RD, dw_EDF
+
+
+def gradient_like(weight: Tensor, total: Tensor | None) -> Tensor:
+    """Memory for a weight's gradient; of no elements where there is a sum to add it to."""
+    return torch.empty_like(weight) if total is None else weight.new_empty(0)
+
+
+def weight_product(left: Tensor, right: Tensor, expert: int, dw: Tensor, total: Tensor | None) -> None:
+    """left^T right of an expert's rows: written to its part of dw, or added to that of the sum in the sum's dtype.
+
+    The product over no rows writes zeros, and adds nothing.
+    """
+    if total is None:
+        torch.mm(left.mT, right, out=dw[expert])
+    elif len(left):
+        total[expert].addmm_(left.mT.to(total.dtype), right.to(total.dtype))
+
+
+def add_gradient(dw: Tensor, total: Tensor | None) -> Tensor:
+    """dw; or, where there is a sum, nothing, after it was added there."""
+    if total is None:
+        return dw
+    total += dw
+    return dw.new_empty(0)
 
 
 def dispatch(x_TD: Tensor, order_R: Tensor, counts_E: Tensor, k: int) -> Tensor:

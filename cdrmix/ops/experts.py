@@ -13,6 +13,7 @@ from cdrmix.kernels import reference_moe
 from cdrmix.kernels.reference_moe import ACTIVATIONS, Routing
 from cdrmix.ops.backend import backend, compute_dtype, debugging
 from cdrmix.ops.routing import DTYPES
+from cdrmix.ops.weights import compute_weight, gradient_sum, is_attached
 
 
 def moe_experts(
@@ -39,9 +40,12 @@ def moe_experts(
         save = "none"
     dtype = compute_dtype(x_TD)
     weights_TK = routing.weights_TK if dtype == torch.float64 else routing.weights_TK.float()
-    dense = [x.to(dtype).contiguous() for x in tensors[:3]]
     indices = (routing.experts_TK, routing.order_R.contiguous(), routing.counts_E.contiguous())
-    y_TD, _ = _moe_experts(*dense, weights_TK.contiguous(), *indices, activation, save)
+    others = (weights_TK.contiguous(), *indices, activation, save)
+    if is_attached(w_up) or is_attached(w_down):
+        attached: Tensor = _AttachedExperts.apply(w_up, w_down, x_TD.to(dtype).contiguous(), *others)
+        return attached
+    y_TD, _ = _moe_experts(*(x.to(dtype).contiguous() for x in tensors[:3]), *others)
     return y_TD
 
 
@@ -86,7 +90,11 @@ def moe_product(x_RD: Tensor, w_EDF: Tensor, routing: Routing) -> Tensor:
     if compute_dtype(w_EDF) != dtype or w_EDF.device != x_RD.device:
         found = f"w_EDF is {w_EDF.dtype} on {w_EDF.device}, x {x_RD.dtype} on {x_RD.device}"
         raise ValueError(f"moe_product: {found}: one device and one dtype, or autocast")
-    return _moe_product(x_RD.to(dtype).contiguous(), w_EDF.to(dtype).contiguous(), routing.counts_E.contiguous())
+    rows, counts_E = x_RD.to(dtype).contiguous(), routing.counts_E.contiguous()
+    if is_attached(w_EDF):
+        attached: Tensor = _AttachedProduct.apply(w_EDF, rows, counts_E)
+        return attached
+    return _moe_product(rows, w_EDF.to(dtype).contiguous(), counts_E)
 
 
 def _check_routing(op: str, routing: Routing) -> None:
@@ -218,7 +226,7 @@ def _(
     return torch.empty_like(x_TD), saved
 
 
-@torch.library.custom_op("cdrmix::moe_experts_backward", mutates_args=())
+@torch.library.custom_op("cdrmix::moe_experts_backward", mutates_args=("up_sum", "down_sum"))
 def _moe_experts_backward(
     dy_TD: Tensor,
     x_TD: Tensor,
@@ -230,11 +238,15 @@ def _moe_experts_backward(
     z: Tensor,
     activation: str,
     save: str,
+    up_sum: Tensor | None,
+    down_sum: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, w_up, w_down and weights_TK."""
+    """The gradients of x, w_up, w_down and weights_TK; of a weight with a sum [0], after it was added there."""
     with torch.autocast(x_TD.device.type, enabled=False):
         found: tuple[Tensor, Tensor, Tensor, Tensor] = _kernels(x_TD).experts_backward(
-            dy_TD, x_TD, w_up, w_down, weights_TK, order_R, counts_E, z, activation=activation, save=save
+            *(dy_TD, x_TD, w_up, w_down, weights_TK, order_R, counts_E, z, up_sum, down_sum),
+            activation=activation,
+            save=save,
         )
     return found
 
@@ -251,8 +263,15 @@ def _(
     z: Tensor,
     activation: str,
     save: str,
+    up_sum: Tensor | None,
+    down_sum: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return torch.empty_like(x_TD), torch.empty_like(w_up), torch.empty_like(w_down), torch.empty_like(weights_TK)
+    dw_up, dw_down = _gradient_like(w_up, up_sum), _gradient_like(w_down, down_sum)
+    return torch.empty_like(x_TD), dw_up, dw_down, torch.empty_like(weights_TK)
+
+
+def _gradient_like(weight: Tensor, total: Tensor | None) -> Tensor:
+    return torch.empty_like(weight) if total is None else weight.new_empty(0)
 
 
 def _keep_experts(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -264,12 +283,41 @@ def _keep_experts(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 def _differentiate_experts(ctx: Any, dy_TD: Tensor | None, _: object) -> tuple[Tensor | None, ...]:
     if dy_TD is None:
         return (None,) * 9
-    gradients = _moe_experts_backward(dy_TD.contiguous(), *ctx.saved_tensors, ctx.activation, ctx.save)
+    gradients = _moe_experts_backward(dy_TD.contiguous(), *ctx.saved_tensors, ctx.activation, ctx.save, None, None)
     wanted = [dx if needed else None for dx, needed in zip(gradients, ctx.needs_input_grad, strict=False)]
     return *wanted, None, None, None, None, None
 
 
 _moe_experts.register_autograd(_differentiate_experts, setup_context=_keep_experts)
+
+
+class _AttachedExperts(torch.autograd.Function):
+    """`_moe_experts` of weights with something attached (weights.py): their copies, and sums for their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, w_up: Tensor, w_down: Tensor, x_TD: Tensor, *others: Any) -> Tensor:
+        """w_up, w_down: the weights themselves; x_TD in the compute dtype; others: as `_moe_experts` takes them."""
+        copies = compute_weight(w_up, x_TD.dtype), compute_weight(w_down, x_TD.dtype)
+        y_TD, z = _moe_experts(x_TD, *copies, *others)
+        weights_TK, _, order_R, counts_E, ctx.activation, ctx.save = others
+        ctx.weights = w_up, w_down
+        ctx.save_for_backward(x_TD, *copies, weights_TK, order_R, counts_E, z)
+        return y_TD
+
+    @staticmethod
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
+        sums = [gradient_sum(weight) for weight in ctx.weights]
+        dx_TD, dw_up, dw_down, dweights_TK = _moe_experts_backward(
+            dy_TD.contiguous(), *ctx.saved_tensors, ctx.activation, ctx.save, *sums
+        )
+        found = (
+            dw_up if sums[0] is None else None,
+            dw_down if sums[1] is None else None,
+            dx_TD,
+            dweights_TK,
+            *(None,) * 5,
+        )
+        return tuple(dx if needed else None for dx, needed in zip(found, ctx.needs_input_grad, strict=True))
 
 
 @torch.library.custom_op("cdrmix::moe_dispatch", mutates_args=())
@@ -324,16 +372,20 @@ def _(x_RD: Tensor, w_EDF: Tensor, counts_E: Tensor) -> Tensor:
     return x_RD.new_empty(len(x_RD), w_EDF.shape[2])
 
 
-@torch.library.custom_op("cdrmix::moe_product_backward", mutates_args=())
-def _moe_product_backward(dy_RF: Tensor, x_RD: Tensor, w_EDF: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op("cdrmix::moe_product_backward", mutates_args=("w_sum",))
+def _moe_product_backward(
+    dy_RF: Tensor, x_RD: Tensor, w_EDF: Tensor, counts_E: Tensor, w_sum: Tensor | None
+) -> tuple[Tensor, Tensor]:
     with torch.autocast(x_RD.device.type, enabled=False):
-        found: tuple[Tensor, Tensor] = _kernels(x_RD).product_backward(dy_RF, x_RD, w_EDF, counts_E)
+        found: tuple[Tensor, Tensor] = _kernels(x_RD).product_backward(dy_RF, x_RD, w_EDF, counts_E, w_sum)
     return found
 
 
 @_moe_product_backward.register_fake
-def _(dy_RF: Tensor, x_RD: Tensor, w_EDF: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x_RD), torch.empty_like(w_EDF)
+def _(
+    dy_RF: Tensor, x_RD: Tensor, w_EDF: Tensor, counts_E: Tensor, w_sum: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x_RD), _gradient_like(w_EDF, w_sum)
 
 
 def _keep_product(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -341,8 +393,27 @@ def _keep_product(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate_product(ctx: Any, dy_RF: Tensor) -> tuple[Tensor | None, ...]:
-    dx_RD, dw_EDF = _moe_product_backward(dy_RF.contiguous(), *ctx.saved_tensors)
+    dx_RD, dw_EDF = _moe_product_backward(dy_RF.contiguous(), *ctx.saved_tensors, None)
     return dx_RD if ctx.needs_input_grad[0] else None, dw_EDF if ctx.needs_input_grad[1] else None, None
 
 
 _moe_product.register_autograd(_differentiate_product, setup_context=_keep_product)
+
+
+class _AttachedProduct(torch.autograd.Function):
+    """`_moe_product` of a weight with something attached, as in `_AttachedExperts`."""
+
+    @staticmethod
+    def forward(ctx: Any, w_EDF: Tensor, x_RD: Tensor, counts_E: Tensor) -> Tensor:
+        copy = compute_weight(w_EDF, x_RD.dtype)
+        ctx.weight = w_EDF
+        ctx.save_for_backward(x_RD, copy, counts_E)
+        y_RF: Tensor = _moe_product(x_RD, copy, counts_E)
+        return y_RF
+
+    @staticmethod
+    def backward(ctx: Any, dy_RF: Tensor) -> tuple[Tensor | None, ...]:
+        total = gradient_sum(ctx.weight)
+        dx_RD, dw_EDF = _moe_product_backward(dy_RF.contiguous(), *ctx.saved_tensors, total)
+        found = (dw_EDF if total is None else None, dx_RD, None)
+        return tuple(dx if needed else None for dx, needed in zip(found, ctx.needs_input_grad, strict=True))

@@ -49,6 +49,20 @@ def check(kernels: Any, counts: list[int], dropped: int, D: int, F: int) -> None
         assert one.shape == (other.shape if other is not None else one.shape)
     again = [kernels.product_forward(x, w, counts_E), *kernels.product_backward(dy, x, w, counts_E)]
     assert all(map(torch.equal, found, again))
+    check_sum(kernels, x, w, dy, counts_E, found[2])
+
+
+def check_sum(kernels: Any, x: Tensor, w: Tensor, dy: Tensor, counts_E: Tensor, dw: Tensor) -> None:
+    """The gradient is added to a sum, with the same bits every time; an expert without rows leaves its part alone."""
+    start = torch.randn_like(w)
+    sums = [start.clone() for _ in range(2)]
+    for total in sums:
+        dx, empty = kernels.product_backward(dy, x, w, counts_E, total)
+        assert empty.numel() == 0
+        assert torch.equal(dx, kernels.product_backward(dy, x, w, counts_E)[0])
+    assert torch.equal(*sums)
+    assert ratio(sums[0], start.double() + dw) < FLOAT32
+    assert torch.equal(sums[0][counts_E == 0], start[counts_E == 0])
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.integers(0, 4), st.integers(1, 20), st.integers(1, 20))

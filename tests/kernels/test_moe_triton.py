@@ -34,20 +34,33 @@ class Case:
     dy: Tensor
     activation: str
 
-    def run(self, save: str = "fast", kernels: Any = moe_experts) -> list[Tensor]:
-        """y, dx, dw_up, dw_down, dweights."""
+    def run(self, save: str = "fast", kernels: Any = moe_experts, sums: bool = False) -> list[Tensor]:
+        """y, dx, dw_up, dw_down, dweights; with sums, what is in `self.sums()` after the weights' were added."""
         inputs = self.x, self.w_up, self.w_down, self.weights, self.order, self.counts
         y, z = kernels.experts_forward(*inputs, activation=self.activation, save=save)
         assert z.shape == ((len(self.order), self.w_up.shape[2]) if save == "fast" else (0,))
-        return [y, *kernels.experts_backward(self.dy, *inputs, z, activation=self.activation, save=save)]
+        totals = self.sums() if sums else []
+        found = [y, *kernels.experts_backward(self.dy, *inputs, z, *totals, activation=self.activation, save=save)]
+        if sums:
+            assert found[2].numel() == found[3].numel() == 0
+            found[2:4] = totals
+        return found
 
-    def exact(self) -> list[Tensor]:
+    def sums(self) -> list[Tensor]:
+        """Gradients of earlier micro-batches of w_up and w_down, normal numbers of float32 at least."""
+        generator = torch.Generator().manual_seed(1)
+        wide = torch.promote_types(self.x.dtype, torch.float32)
+        return [
+            torch.randn(w.shape, generator=generator).to(w.device, wide).contiguous() for w in (self.w_up, self.w_down)
+        ]
+
+    def exact(self, sums: bool = False) -> list[Tensor]:
         floats = {
             field.name: value.double()
             for field in dataclasses.fields(self)
             if isinstance(value := getattr(self, field.name), Tensor) and value.is_floating_point()
         }
-        return dataclasses.replace(self, **floats).run("min", reference_moe)
+        return dataclasses.replace(self, **floats).run("min", reference_moe, sums)
 
 
 def make(
@@ -92,8 +105,8 @@ def worse(found: list[Tensor], wanted: list[Tensor], bar: float) -> dict[str, fl
     return {name: ratio for name, ratio in ratios.items() if not ratio < bar}
 
 
-def assert_same(left: list[Tensor], right: list[Tensor]) -> None:
-    for name, x, y in zip(NAMES, left, right, strict=True):
+def assert_same(left: list[Tensor], right: list[Tensor], names: tuple[str, ...] = NAMES) -> None:
+    for name, x, y in zip(names, left, right, strict=True):
         assert torch.equal(x, y), name
 
 
@@ -134,6 +147,11 @@ def test_experts_equal_float64(T: int, D: int, F: int, E: int, k: int, how: dict
     for gradient in found[2:4]:
         for expert in (case.counts == 0).nonzero():
             assert (gradient[expert] == 0).all()
+    added = case.run(sums=True)
+    assert_same([*added[:2], added[4]], [*found[:2], found[4]], ("y", "dx", "dweights"))
+    assert worse(added, case.exact(sums=True), FLOAT32) == {}
+    for start, total in zip(case.sums(), added[2:4], strict=True):
+        assert torch.equal(total[case.counts == 0], start[case.counts == 0])
 
 
 @interpreted
@@ -142,6 +160,7 @@ def test_shipped_tiles_equal_float64(activation: str) -> None:
     """The interpreter takes sm_90's launches: several tiles of rows and of columns, and sizes of no whole tile."""
     case = make(70, 72, 140, 2, 2, activation)
     assert worse(case.run("min"), case.exact(), FLOAT32) == {}
+    assert worse(case.run(sums=True), case.exact(sums=True), FLOAT32) == {}
 
 
 @interpreted
@@ -155,6 +174,9 @@ def test_bfloat16_is_near_float64(monkeypatch: pytest.MonkeyPatch, activation: s
     found = case.run()
     assert [x.dtype for x in found] == [torch.bfloat16] * 4 + [torch.float32]
     assert worse(found, case.exact(), BFLOAT16) == {}
+    added = case.run(sums=True)
+    assert [x.dtype for x in added[2:4]] == [torch.float32] * 2
+    assert worse(added, case.exact(sums=True), BFLOAT16) == {}
 
 
 @interpreted
@@ -208,6 +230,7 @@ def test_nothing_is_written_beside_the_results(monkeypatch: pytest.MonkeyPatch) 
     chosen = torch.arange(42).view(21, 2) % 3
     calls = (
         case.run,
+        lambda: case.run(sums=True),
         lambda: [*moe_route.route_forward(logits, 2, None, 13)],
         lambda: [moe_route.route_backward(case.weights, None, None, logits, chosen, case.counts, 2)],
         lambda: [moe_rows.dispatch(case.x, case.order, case.counts, 2)],
@@ -431,8 +454,11 @@ def test_experts_on_a_gpu(
     bar = {torch.bfloat16: BFLOAT16, torch.float16: BFLOAT16 / 8, torch.float32: 8 * FLOAT32}[dtype]
     assert worse(found, case.exact(), bar) == {}
     assert_same(case.run("min"), found)
+    added = case.run(sums=True)
+    assert worse(added, case.exact(sums=True), bar) == {}
     for _ in range(5):
         assert_same(case.run(), found)
+        assert_same(case.run(sums=True), added)
 
 
 @pytest.mark.gpu
