@@ -5,7 +5,8 @@ Sorted rows r (moe_rows.py) of expert e, Z = F (relu2) or 2 F (swiglu, interleav
     moe_rows_gemm   Y_r = A_r W_down[e];  in the backward pass dX_r = dZ_r W_up[e]^T
     moe_gradient    dA'_r = dy[token_r] W_down[e]^T,  dZ_r = w_r dA'_r act'(Z_r),  w_r A_r,  and the row's
                     <dA'_r, A_r> over the columns of a tile: w_r's gradient is their sum (moe_weight_gradient)
-    moe_weight_product   dW_down[e] = (w A)^T dy[token],  dW_up[e] = x[token]^T dZ: sums over the rows of an expert
+    moe_weight_product   dW_down[e] = (w A)^T dy[token],  dW_up[e] = x[token]^T dZ: sums over the rows of an expert,
+                         written, or added in float32 to what earlier micro-batches left
 Row tiles belong to one expert (the table of moe_plan); a tile's missing rows repeat its last one and are not stored.
 Products are summed in float32. One sum, one tl.dot: none are interleaved, and none takes a transposed result.
 
@@ -294,24 +295,15 @@ def add_weight_product(
     """total and the product of BLOCK_K rows from `first` on; WHOLE: none of them is at `end` or after it."""
     rows = first + tl.arange(0, BLOCK_K)
     inside = rows < end
-    if WHOLE:
-        token = tl.load(tokens + rows).to(tl.int64)
-    else:
-        token = tl.load(tokens + rows, mask=inside, other=0).to(tl.int64)
-    rows = rows.to(tl.int64)
+    token = tl.load(tokens + rows) if WHOLE else tl.load(tokens + rows, mask=inside, other=0)
+    token, rows = token.to(tl.int64), rows.to(tl.int64)
     left_rows = token if GATHER_LEFT else rows
     right_rows = rows if GATHER_LEFT else token
     left_place = left + left_rows[None, :] * M + columns_m[:, None]
     right_place = right + right_rows[:, None] * N + columns_n[None, :]
     if WHOLE:
-        if M % BLOCK_M == 0:
-            a = tl.load(left_place)
-        else:
-            a = tl.load(left_place, mask=(columns_m < M)[:, None], other=0.0)
-        if N % BLOCK_N == 0:
-            b = tl.load(right_place)
-        else:
-            b = tl.load(right_place, mask=(columns_n < N)[None, :], other=0.0)
+        a = tl.load(left_place) if M % BLOCK_M == 0 else tl.load(left_place, mask=(columns_m < M)[:, None], other=0.0)
+        b = tl.load(right_place) if N % BLOCK_N == 0 else tl.load(right_place, mask=(columns_n < N)[None, :], other=0.0)
     else:  # missing rows have to be zero in both: what lies there may be NaN
         a = tl.load(left_place, mask=inside[None, :] & (columns_m < M)[:, None], other=0.0)
         b = tl.load(right_place, mask=inside[:, None] & (columns_n < N)[None, :], other=0.0)
@@ -327,6 +319,7 @@ def moe_weight_product(
 ):  # fmt: skip
     """out [E, M, N]: each expert's rows of left [., M], transposed, times those of right [., N]; zeros without rows.
 
+    The rows that fill no block are summed after the loop: it has no masks, a quarter of its instructions otherwise.
     One of the two is gathered by token: left if GATHER_LEFT, else right; the other one has sorted rows.
     With ADD the product is added to what out, float32, holds, a tile in PARTS pieces by columns; an expert without
     rows is left as it is. Each element is read and written by one program, so the sum has the same bits every time.

@@ -382,9 +382,7 @@ def _moe_product_backward(
 
 
 @_moe_product_backward.register_fake
-def _(
-    dy_RF: Tensor, x_RD: Tensor, w_EDF: Tensor, counts_E: Tensor, w_sum: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _(dy_RF: Tensor, x_RD: Tensor, w_EDF: Tensor, counts_E: Tensor, w_sum: Tensor | None) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x_RD), _gradient_like(w_EDF, w_sum)
 
 
