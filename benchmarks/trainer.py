@@ -13,9 +13,8 @@ from cases import Case, Options, Result
 
 from cdrmix.config.load import load_config
 from cdrmix.config.schema import Config, Train
-from cdrmix.data import loader as loader_module
 from cdrmix.data.batch import Batch
-from cdrmix.data.loader import EvalLoader, TrainLoader
+from cdrmix.data.loader import EvalLoader, Prefetcher, TrainLoader
 from cdrmix.data.prepare import prepare
 from cdrmix.errors import ConfigError
 from cdrmix.eval.perplexity import evaluate, held_out
@@ -45,7 +44,7 @@ def overhead(options: Options) -> Result:
     ours: list[float] = []
     theirs: list[float] = []
 
-    class Turns(TrainLoader):
+    class Turns(Prefetcher):
         started = 0.0
 
         def micro_batches(self, step: int) -> list[Batch]:
@@ -54,14 +53,14 @@ def overhead(options: Options) -> Result:
                 if step > 0:
                     ours.append(BLOCK / (now - self.started))
                     for number in range(step - BLOCK, step):
-                        bare.step(number, super().micro_batches(number))
+                        bare.step(number, self.loader.micro_batches(number))
                     self.started = peers.clock(device)
                     theirs.append(BLOCK / (self.started - now))
                 else:
                     self.started = now
             return super().micro_batches(step)
 
-    with run_folder(config) as run, mock.patch.object(loader_module, "TrainLoader", Turns):
+    with run_folder(config) as run, mock.patch.object(stage_a, "Prefetcher", Turns):
         stage_a.train(config, run, shards, console=False)
     return Result(
         unit="steps/s",

@@ -36,7 +36,7 @@ LARGEST_COUNT = 20_000  # values, counted after aliases are followed
 NOT_HASHED: dict[str, Any] = {
     "run": {"root", "name"},
     "data": {"cache", "engine", "workers", "memory_mb"},  # the shards are the same
-    "train": {"keep_last", "log_every", "expert_parallel"},
+    "train": {"keep_last", "log_every", "expert_parallel", "profile"},
     "logging": True,
 }
 DEEPEST = 50  # mappings and lists inside each other

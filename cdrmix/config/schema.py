@@ -151,6 +151,13 @@ def attention_layers(layers: int, fraction: float, schedule: str) -> frozenset[i
     return frozenset(i for i in range(layers) if steps[i + 1] > steps[i])
 
 
+class Profile(Section):
+    """Steps that are traced, counted from where this process begins; written to profile/ in the run folder."""
+
+    first: PositiveInt = 10
+    steps: PositiveInt = 3
+
+
 class Train(Section):
     """Stage A: next-token training."""
 
@@ -169,12 +176,14 @@ class Train(Section):
     # processes that share out the feed-forwards' experts; divides their number and the processes'
     expert_parallel: PositiveInt = 1
     activation_checkpointing: bool = False
+    compile: bool = False  # torch.compile fuses a block's element-wise operations; other bits than without
     ema_decay: Between0And1 | None = None
     log_every: PositiveInt = 10
     evaluate_every: PositiveInt = 500
     evaluate_rows: PositiveInt = 64  # of the periodic validation; the final one reads all
     checkpoint_every: PositiveInt = 1000
     keep_last: PositiveInt = 2  # periodic checkpoints kept, besides the best
+    profile: Profile | None = None
 
 
 class Logging(Section):

@@ -63,7 +63,9 @@ class Router(nn.Module):
 
     def route(self, x_TD: Tensor) -> ops.Routing:
         """Which experts each token of x [T, D] goes to. T may be 0, in expert parallelism."""
-        return ops.route_topk(self(x_TD), self.top_k, bias=self.bias, capacity=self.capacity(len(x_TD)), name=self.name)
+        # torch.compile would make code of its own for every name.
+        name = "" if torch.compiler.is_compiling() else self.name
+        return ops.route_topk(self(x_TD), self.top_k, bias=self.bias, capacity=self.capacity(len(x_TD)), name=name)
 
     def capacity(self, tokens: int) -> int | None:
         """Rows an expert takes at most of that many tokens; None outside training, and where nothing is dropped."""

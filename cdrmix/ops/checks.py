@@ -16,7 +16,7 @@ def check_cu_seqlens(op: str, cu_seqlens: Tensor | None, beside: str, like: Tens
     """Raises ValueError for what shape, dtype and device tell; like: the argument named `beside`."""
     if cu_seqlens is None:
         return
-    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"{op}: cu_seqlens must be int32 or int64 [N + 1]; found {cu_seqlens.dtype} {list(cu_seqlens.shape)}"
         )

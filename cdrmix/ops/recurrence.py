@@ -115,7 +115,7 @@ def _check(op: str, inputs: Inputs, state: Tensor | None, cu_seqlens: Tensor | N
         )
     check_cu_seqlens(op, cu_seqlens, "r", r)
     if state is not None:
-        documents = v.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+        documents = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         shape, dtype = (documents, v.shape[-2], value_width, key_width), state_dtype(r)
         if state.shape != shape or state.dtype != dtype or state.device != r.device:
             raise ValueError(
@@ -159,7 +159,8 @@ def _cast(inputs: Inputs) -> Inputs:
 
 
 def _state_shape(v: Tensor, r: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int, int, int]:
-    documents = v.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    # Not len(), which would have torch.compile make new code for every number of documents.
+    documents = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return documents, v.shape[2], v.shape[3], r.shape[3]
 
 

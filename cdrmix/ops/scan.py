@@ -155,7 +155,7 @@ def _cast(inputs: Inputs) -> Inputs:
 
 
 def _state_shape(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int, int, int]:
-    documents = v.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    documents = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return documents, v.shape[-2], v.shape[-1], q.shape[-1]
 
 

@@ -154,6 +154,7 @@ class Engine:
         self._experts = expert_groups(config)
         self.share = 1.0 / (accumulation(config, world) * world.size)
         self.gradient_norm = 0.0  # of the last step, before clipping
+        self._norm = torch.zeros(())  # the same where it was made, of gradients that were clipped and not yet applied
         self.loss_scale = LossScale(config.train.precision == "fp16")
         self.module = Autocast(loss_model, world.device.type, AUTOCAST[config.train.precision])
         self.adamw = make_optimizer(parameter_groups(loss_model, config.train), config.train)
@@ -197,24 +198,28 @@ class Engine:
             self._engine.optimizer.override_loss_scale(self.loss_scale.value)
         self._engine.backward(total * factor, scale_wrt_gas=False)
 
-    def clip(self) -> None:
-        """Scales the gradients down to the norm `train.gradient_clip`.
+    def clip(self) -> Tensor | None:
+        """Scales the gradients down to the norm `train.gradient_clip`. Returns what it was, a scalar on the device.
 
-        With ZeRO they lie in partitions that DeepSpeed's own step clips, so there this does nothing.
+        With ZeRO they lie in partitions that DeepSpeed's own step clips, so there this does nothing: None.
         """
         if self.stage > 0:
-            return
+            return None
         found = [(parameter.grad, is_shared_out(parameter)) for parameter in self.parameters.values()]
         gradients = [(gradient, shared) for gradient, shared in found if gradient is not None]
         if self.loss_scale.enabled:
             torch._foreach_mul_([gradient for gradient, _ in gradients], 1.0 / self.loss_scale.value)
-        norm = total_norm(gradients, self._experts)
-        torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), self.gradient_clip, norm, foreach=True)
-        self.gradient_norm = norm.item()
+        self._norm = total_norm(gradients, self._experts)
+        torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), self.gradient_clip, self._norm, foreach=True)
+        return self._norm
 
-    def step(self) -> bool:
-        """One AdamW update, unless the gradient norm is not finite. Returns whether it was applied."""
+    def step(self, gradient_norm: float | None = None) -> bool:
+        """One AdamW update, unless the gradient norm is not finite. Returns whether it was applied.
+
+        gradient_norm: what `clip` returned, where the caller has read it: reading it here waits for the device.
+        """
         if self.stage == 0:
+            self.gradient_norm = self._norm.item() if gradient_norm is None else gradient_norm
             applied = math.isfinite(self.gradient_norm)
             if applied:
                 self._engine.step()

@@ -166,6 +166,10 @@ class RunFolder:
         return self.path / "load.png"
 
     @property
+    def profile(self) -> Path:
+        return self.path / "profile"
+
+    @property
     def export(self) -> Path:
         return self.path / "export"
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cdrmix.config.schema import Config, Model
-from cdrmix.data.loader import EvalLoader, train_loader
+from cdrmix.data.loader import EvalLoader, Prefetcher, train_loader
 from cdrmix.data.shards import ShardSet
 from cdrmix.errors import CheckpointError, Preempted, VocabularyError
 from cdrmix.eval.perplexity import evaluate
@@ -36,6 +36,7 @@ from cdrmix.train.engine import Engine, make_engine
 from cdrmix.train.faults import Skips, StopRequest, check_finite, memory_guard
 from cdrmix.train.metrics import Console, StepRecord, Trackers
 from cdrmix.train.parallel import World, join, seed_everything
+from cdrmix.train.profiling import make_profiler
 from cdrmix.train.run import RunFolder
 from cdrmix.train.schedule import learning_rate
 
@@ -85,6 +86,8 @@ def train(
             StopRequest() as stop,
             Trackers(run, config) as trackers,
             Console(run, settings.steps, start_step=progress.step, stream=None if console else _Nowhere()) as screen,
+            Prefetcher(loader, settings.steps, pinned=world.device.type == "cuda") as ahead,
+            make_profiler(config, run, world) as profiler,
         ):
             if progress.unvalidated is not None:  # a signal came first
                 record, progress = validation.complete(engine, StepRecord(**progress.unvalidated), progress)
@@ -100,19 +103,19 @@ def train(
                 evaluates = number % settings.evaluate_every == 0 or number == settings.steps
 
                 tally = Tally(world, engine.share, counts_routing=shown or evaluates or bias_rate > 0)
-                batches = loader.micro_batches(step)
+                batches = ahead.micro_batches(step)
                 for batch in batches:
                     losses = engine.forward(batch, last=batch is batches[-1])  # forward pass and loss
                     engine.backward(losses.total)
                     tally.add(losses)
-                figures = tally.agree(stop.requested, batches[0].token_count)
+                figures = tally.agree(stop.requested, batches[0].token_count, engine.clip())
                 check_finite(figures.loss, number)
-                engine.clip()
-                applied = engine.step()
+                applied = engine.step(figures.gradient_norm)
                 engine.zero()
                 if applied and bias_rate > 0:
                     balance_routers(engine.module, tally.routing().demand_LE, bias_rate)
                 skips.record(applied, number)
+                profiler.step()
 
                 progress = dataclasses.replace(
                     progress,
@@ -170,12 +173,14 @@ def train(
 
 
 class Figures(NamedTuple):
-    """A step's losses over the global batch, in nats, and whether any process was told to stop."""
+    """A step's losses over the global batch, in nats; the norm of its gradients before clipping, None where DeepSpeed
+    finds it; whether any process was told to stop."""
 
     loss: float
     next_token_loss: float
     load_balance: float
     z_loss: float
+    gradient_norm: float | None
     stop: bool
 
 
@@ -197,10 +202,10 @@ class RoutingCounts(NamedTuple):
 
 
 class Tally:
-    """Sums the losses of a step's micro-batches over all processes, in one small all-reduce.
+    """Sums the losses of a step's micro-batches over all processes, in one all-reduce and one read of the device.
 
-    counts_routing: the experts' loads too, in another one. They are results of the forward pass, so activation
-    checkpointing, which runs it twice, counts them once.
+    counts_routing: the experts' loads too. They are results of the forward pass, so activation checkpointing, which
+    runs it twice, counts them once.
     """
 
     def __init__(self, world: World, share: float, *, counts_routing: bool) -> None:
@@ -209,7 +214,7 @@ class Tally:
         self._counts_routing = counts_routing
         self._sums = torch.zeros(5, dtype=torch.float64, device=world.device)
         self._counts_2LE: Tensor | None = None  # demand, rows computed
-        self._routing: RoutingCounts | None = None
+        self._routing = RoutingCounts(*torch.zeros(2, 0, 0))
 
     def add(self, losses: Losses) -> None:
         """Takes in a micro-batch."""
@@ -219,18 +224,26 @@ class Tally:
             counts_2LE = torch.stack([losses.router.demand_LE, losses.router.counts_LE]).double()
             self._counts_2LE = counts_2LE if self._counts_2LE is None else self._counts_2LE + counts_2LE
 
-    def agree(self, stop: bool, token_count: float) -> Figures:
-        """The global batch's figures, the same in every process. `stop`: this process was told to stop."""
+    def agree(self, stop: bool, token_count: float, gradient_norm: Tensor | None) -> Figures:
+        """The global batch's figures, the same in every process. Waits for the device: the step's only wait.
+
+        stop: this process was told to stop. gradient_norm: a scalar on the device, the same in every process.
+        """
         self._sums[4] = float(stop)
-        total, next_token, load_balance, z_loss, stops = self._world.total(self._sums).tolist()
-        return Figures(total, next_token / token_count, load_balance * self._share, z_loss * self._share, stops > 0)
+        counts = self._sums.new_zeros(2, 0, 0) if self._counts_2LE is None else self._counts_2LE
+        parts = [self._world.total(torch.cat([self._sums, counts.flatten()]))]
+        if gradient_norm is not None:
+            parts.append(gradient_norm.double().reshape(1))
+        read = torch.cat(parts).cpu()
+        self._routing = RoutingCounts(*read[5 : 5 + counts.numel()].view(counts.shape))
+        total, next_token, load_balance, z_loss, stops, *rest = read.tolist()
+        norm = None if gradient_norm is None else rest[-1]
+        return Figures(
+            total, next_token / token_count, load_balance * self._share, z_loss * self._share, norm, stops > 0
+        )
 
     def routing(self) -> RoutingCounts:
-        """The global batch's loads, the same in every process; of no layers without a mixture of experts."""
-        if self._routing is None:
-            none = torch.zeros(2, 0, 0)
-            demand_LE, counts_LE = none if self._counts_2LE is None else self._world.total(self._counts_2LE)
-            self._routing = RoutingCounts(demand_LE, counts_LE)
+        """The global batch's loads that `agree` read, on the CPU; of no layers without a mixture of experts."""
         return self._routing
 
 

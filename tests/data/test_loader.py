@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from cdrmix.data.batch import Batch
 from cdrmix.data.hashed_files import write_file
-from cdrmix.data.loader import EvalLoader, TrainLoader
+from cdrmix.data.loader import EvalLoader, Prefetcher, TrainLoader
 from cdrmix.data.permutation import permute, permute_each
 from cdrmix.data.shards import (
     FORMAT,
@@ -311,3 +311,37 @@ def test_ranks_that_come_and_go_in_mid_epoch_leave_the_sequence_alone(tmp_path: 
         number for step in range(steps) for number in global_batch(step, 1 if step < 300 else 3 if step < 571 else 2)
     ]
     assert changing == alone
+
+
+class _Counting(TrainLoader):
+    """Notes the steps that it was asked for, and has no batch of step 5."""
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        self.asked = [*getattr(self, "asked", []), step]
+        if step == 5:
+            raise ShardError("row 7 is damaged")
+        return super().micro_batches(step)
+
+
+def test_what_is_made_ahead_is_what_the_loader_makes(tmp_path: Path) -> None:
+    split = write_shards(tmp_path / "shards", [f"text number {number} of some" for number in range(60)]).train
+    sizes = {"row_length": ROW, "batch_rows": 4, "micro_batch_rows": 2, "seed": 3}
+    plain, counting = TrainLoader(split, **sizes), _Counting(split, **sizes)
+    with Prefetcher(counting, 5) as ahead:
+        for step in (2, 3, 4):  # as a resumed run begins
+            for made, wanted in zip(ahead.micro_batches(step), plain.micro_batches(step), strict=True):
+                assert made.step == wanted.step == step
+                for name in ("ids_BT", "targets_BT", "weights_BT", "cu_seqlens_N"):
+                    assert torch.equal(getattr(made, name), getattr(wanted, name))
+    assert counting.asked == [2, 3, 4]  # none twice, none behind the end
+
+
+def test_an_error_made_ahead_is_raised_by_the_call_for_its_step(tmp_path: Path) -> None:
+    split = write_shards(tmp_path / "shards", [f"text number {number} of some" for number in range(60)]).train
+    counting = _Counting(split, row_length=ROW, batch_rows=4, micro_batch_rows=4, seed=3)
+    with Prefetcher(counting, 9) as ahead:
+        assert ahead.micro_batches(4)[0].step == 4
+        with pytest.raises(ShardError, match="row 7"):
+            ahead.micro_batches(5)
+    with Prefetcher(counting, 9) as ahead:  # and one that nobody asks for is not raised
+        ahead.micro_batches(4)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import gzip
+import itertools
 import json
 import math
 import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cdrmix.config.schema import Config
+from cdrmix.data.batch import Batch
+from cdrmix.data.loader import Prefetcher
 from cdrmix.data.shards import ShardSet
 from cdrmix.errors import CheckpointError, NonFiniteLossError, Preempted
 from cdrmix.model.loss import Losses, LossModel
@@ -216,7 +222,7 @@ def test_tokens_of_a_refused_step_are_not_counted(trainer: Trainer, monkeypatch:
     straight, _ = trainer("train.steps=3", "train.log_every=1")
     monkeypatch.setattr(stage_a, "Skips", lambda may_skip, total: Skips(may_skip=True, total=total))  # as fp16 may
     step, calls = Engine.step, []
-    monkeypatch.setattr(Engine, "step", lambda self: calls.append(1) or (len(calls) != 2 and step(self)))
+    monkeypatch.setattr(Engine, "step", lambda self, norm=None: calls.append(1) or (len(calls) != 2 and step(self)))
     skipping, _ = trainer("train.steps=3", "train.log_every=1")
     first, second, third = (row["tokens"] for row in read_metrics(straight.metrics_jsonl))
     assert [row["tokens"] for row in read_metrics(skipping.metrics_jsonl)] == [first, first, first + third - second]
@@ -311,3 +317,36 @@ def test_two_processes_broken_off_killed_and_signalled(work, tmp_path: Path) -> 
     finished = work("train", runs / "killed", *overrides, processes=2, resume="auto")
     assert [process.returncode for process in finished] == [0, 0], finished[0].stdout
     assert_same_state(runs / "straight0", runs / "killed", 1)
+
+
+def test_a_step_reads_the_device_once(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[str] = []
+
+    class Reads(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+            if func is torch.ops.aten._local_scalar_dense.default:
+                reads.append(str(func))
+            return func(*arguments, **(options or {}))
+
+    micro_batches, counted = Prefetcher.micro_batches, []
+
+    def counting(self: Prefetcher, step: int) -> list[Batch]:
+        counted.append(len(reads))
+        return micro_batches(self, step)
+
+    monkeypatch.setattr(Prefetcher, "micro_batches", counting)
+    with Reads():
+        trainer("train.steps=6", "train.log_every=6", "train.evaluate_every=6", "train.checkpoint_every=6")
+    between = [after - before for before, after in itertools.pairwise(counted[1:])]
+    assert between == [0] * len(between), "a step waits for the device elsewhere than in Tally.agree"
+
+
+def test_a_profile_is_written_and_changes_no_weight(trainer: Trainer) -> None:
+    plain, _ = trainer("train.steps=4")
+    profiled, _ = trainer("train.steps=4", "train.profile={first: 2, steps: 2}")
+    assert_same_bits(weights(plain), weights(profiled))
+    events = json.loads(gzip.decompress((profiled.profile / "trace.json.gz").read_bytes()))["traceEvents"]
+    assert sum(str(event.get("name")).startswith("ProfilerStep#") for event in events) >= 2
+    assert "cdrmix::wkv7" in (profiled.profile / "operations.txt").read_text()
+    assert f"Profile of steps 2 to 3 of this process: {profiled.profile}" in profiled.log.read_text()
+    assert not plain.profile.exists()
