@@ -48,7 +48,7 @@ from torch.utils.flop_counter import flop_registry
 from cdrmix.config.load import load_config
 from cdrmix.config.schema import Config
 from cdrmix.model.loss import LossModel
-from cdrmix.train.stage_a import build_loss_model
+from cdrmix.train.build import build_loss_model
 
 AOT = Path(__file__).parent / "results" / "aot.jsonl"
 REFERENCE_TOKENS, REFERENCE_WIDTH = 32_768, 2_048  # of the launches that results/aot.jsonl tells of

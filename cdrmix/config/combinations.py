@@ -218,6 +218,12 @@ def _stage_lengths(stages: list[Mapping[str, Any]], bounds: list[int]) -> Inside
     return None
 
 
+def _compile(compiled: bool, zero_stage: int, expert_parallel: int) -> str | None:
+    # Both gather or exchange in hooks of modules, which compiled code does not call.
+    refused = compiled and (zero_stage == 3 or expert_parallel > 1)
+    return "false, or train.zero_stage below 3 and train.expert_parallel 1" if refused else None
+
+
 def _precision(precision: str, device: str) -> str | None:
     return "bf16 or fp32 with run.device=cpu; fp16 needs a GPU" if precision == "fp16" and device == "cpu" else None
 
@@ -269,4 +275,5 @@ RULES = (
     Rule(("data.curriculum", "data.domains"), _stage_domains),
     Rule(("data.curriculum", "data.length_classes"), _stage_lengths),
     Rule(("train.precision", "run.device"), _precision),
+    Rule(("train.compile", "train.zero_stage", "train.expert_parallel"), _compile),
 )

@@ -5,10 +5,14 @@ from __future__ import annotations
 from cdrmix.config.schema import Config
 from cdrmix.model.backbone import LanguageModel
 from cdrmix.model.loss import LossModel
+from cdrmix.train.compiling import compile_blocks
 from cdrmix.train.expert_parallel import expert_layer
 
 
 def build_loss_model(config: Config) -> LossModel:
     """The model of a configuration with its loss, drawn from torch's generator as it stands; this process's experts."""
     checkpointing = config.train.activation_checkpointing
-    return LossModel(LanguageModel(config.model, activation_checkpointing=checkpointing, experts=expert_layer(config)))
+    model = LanguageModel(config.model, activation_checkpointing=checkpointing, experts=expert_layer(config))
+    if config.train.compile:
+        compile_blocks(model)
+    return LossModel(model)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from cdrmix.config.schema import Config
 from cdrmix.data.batch import Batch
 from cdrmix.model.loss import Losses
+from cdrmix.train.compiling import mark_documents
 from cdrmix.train.expert_parallel import expert_groups, is_shared_out, total_norm
 from cdrmix.train.optim import LossScale, WeightAverage, make_optimizer, parameter_groups
 from cdrmix.train.parallel import World
@@ -151,6 +152,7 @@ class Engine:
         self.stage = config.train.zero_stage
         self.gradient_clip = config.train.gradient_clip
         self.expert_parallel = config.train.expert_parallel
+        self._compiled = config.train.compile
         self._experts = expert_groups(config)
         self.share = 1.0 / (accumulation(config, world) * world.size)
         self.gradient_norm = 0.0  # of the last step, before clipping
@@ -179,6 +181,8 @@ class Engine:
     def forward(self, batch: Batch, *, last: bool) -> Losses:
         """The losses of a micro-batch. `last` says that the step ends with it, so that its backward pass reduces."""
         here = batch.to(self.world.device)
+        if self._compiled:
+            here = mark_documents(here)
         losses: Losses = self.evaluate(
             here.ids_BT, here.targets_BT, here.weights_BT, here.cu_seqlens_N, here.token_count, self.share, last=last
         )

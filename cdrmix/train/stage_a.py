@@ -32,6 +32,7 @@ from cdrmix.train.checkpoint import (
     restore_best,
     save_checkpoint,
 )
+from cdrmix.train.compiling import uncompiled
 from cdrmix.train.engine import Engine, make_engine
 from cdrmix.train.faults import Skips, StopRequest, check_finite, memory_guard
 from cdrmix.train.metrics import Console, StepRecord, Trackers
@@ -274,7 +275,7 @@ class Validation:
     """The periodic look at `train.evaluate_rows` held-out rows."""
 
     def __init__(self, config: Config, shards: ShardSet, world: World) -> None:
-        train = config.train
+        train, self._config = config.train, config
         self._batches = EvalLoader(
             shards.valid, config.data.row_length, train.micro_batch_rows, train.evaluate_rows, world.rank, world.size
         )
@@ -282,7 +283,8 @@ class Validation:
 
     def complete(self, engine: Engine, record: StepRecord, progress: Progress) -> tuple[StepRecord, Progress]:
         """A step's record and progress with the validation figures of the weights as they are after it."""
-        score = evaluate(engine.module, self._batches, self._text_bytes)
+        with uncompiled(self._config):
+            score = evaluate(engine.module, self._batches, self._text_bytes)
         bits = score.bits_per_byte
         record = dataclasses.replace(record, valid_loss=score.loss_nats_per_token, valid_bits_per_byte=bits)
         progress = dataclasses.replace(progress, valid_bits_per_byte=bits, unvalidated=None)
