@@ -188,7 +188,7 @@ def _wkv7(
         y, last, saved = kernels.wkv7_forward(
             *_cast((r, log_w, k, v, a, b)), state, cu_seqlens, chunk=chunk, save=save, return_state=return_state
         )
-    return y.to(v.dtype), last, saved
+    return y.to(v.dtype).contiguous(), last, saved  # the reference cuts its rows out of longer ones
 
 
 @_wkv7.register_fake
@@ -234,7 +234,7 @@ def _wkv7_backward(
         *gradients, dstate = _kernels(r, v).wkv7_backward(
             *_cast((dy,)), dlast, *_cast(inputs), state, cu_seqlens, saved, chunk=chunk, save=save
         )
-    return [*(dx.to(x.dtype) for dx, x in zip(gradients, inputs, strict=True)), dstate]
+    return [*(dx.to(x.dtype).contiguous() for dx, x in zip(gradients, inputs, strict=True)), dstate]
 
 
 @_wkv7_backward.register_fake

@@ -42,6 +42,13 @@ def test_the_file_that_the_others_are_broken_from_is_good(tmp_path: Path) -> Non
 
 # (what is replaced, by what, the whole message after the headline)
 BROKEN = {
+    "compiled and gathered": (
+        "  steps: 500",
+        "  steps: 500\n  compile: true\n  zero_stage: 3",
+        """\
+        run.yaml:8: train.compile: found true
+            allowed: false, or train.zero_stage below 3 and train.expert_parallel 1""",
+    ),
     "unknown key": (
         "  steps: 500",
         "  steps: 500\n  warmup_stesp: 5",

@@ -350,3 +350,27 @@ def test_a_profile_is_written_and_changes_no_weight(trainer: Trainer) -> None:
     assert "cdrmix::wkv7" in (profiled.profile / "operations.txt").read_text()
     assert f"Profile of steps 2 to 3 of this process: {profiled.profile}" in profiled.log.read_text()
     assert not plain.profile.exists()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # PyTorch's compiler looks, and hides it where none is raised
+def test_compiled_blocks_keep_the_bits_of_a_run_and_share_their_code(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Three RWKV-7 layers and attention, with a smaller last batch of the validation before the kill.
+    compiled = ("train.compile=true", "train.steps=5", "model.layers=4", "model.attention_fraction=0.25")
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    straight, result = trainer(*compiled, "train.checkpoint_every=3", "train.evaluate_rows=3")
+    assert counters["stats"]["unique_graphs"] == 3, "one for attention, two for RWKV-7: its first layer, the others"
+    assert not counters["graph_break"]
+    stop_at(monkeypatch, 3, killed)
+    folders: list[RunFolder] = []
+    create = RunFolder.create
+    monkeypatch.setattr(RunFolder, "create", lambda config: folders.append(create(config)) or folders[-1])
+    with pytest.raises(Killed):
+        trainer(*compiled, "train.checkpoint_every=3", "train.evaluate_rows=3")
+    torch._dynamo.reset()  # as in a new process
+    resumed, _ = trainer(*compiled, "train.checkpoint_every=3", "train.evaluate_rows=3", folder=folders[-1])
+    assert_same_bits(weights(straight), weights(resumed))
+    eager, expected = trainer(*compiled, "train.compile=false")
+    assert result.final_loss == pytest.approx(expected.final_loss, rel=1e-3)  # five steps at a rate of 1e-2
