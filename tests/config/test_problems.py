@@ -46,7 +46,7 @@ BROKEN = {
         "  steps: 500",
         "  steps: 500\n  compile: true\n  zero_stage: 3",
         """\
-        run.yaml:8: train.compile: found true
+        run.yaml:8: train.compile: found true (true/false)
             allowed: false, or train.zero_stage below 3 and train.expert_parallel 1""",
     ),
     "unknown key": (
