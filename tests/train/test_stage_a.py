@@ -372,5 +372,5 @@ def test_compiled_blocks_keep_the_bits_of_a_run_and_share_their_code(
     torch._dynamo.reset()  # as in a new process
     resumed, _ = trainer(*compiled, "train.checkpoint_every=3", "train.evaluate_rows=3", folder=folders[-1])
     assert_same_bits(weights(straight), weights(resumed))
-    eager, expected = trainer(*compiled, "train.compile=false")
+    _, expected = trainer(*compiled, "train.compile=false")
     assert result.final_loss == pytest.approx(expected.final_loss, rel=1e-3)  # five steps at a rate of 1e-2
