@@ -1,10 +1,14 @@
 #!/usr/bin/env bash
-# Tests, memory checks and benchmarks of the kernels on a bare GPU machine, most valuable first, within a time.
+# Tests, memory checks and benchmarks on a bare GPU machine, most valuable first, within a time.
 #
 #   gpu.sh [--dry] MINUTES [OUT_FOLDER [STEP ...]]
 #
-# The machine needs PyTorch, Triton, PyYAML, Rich and pytest; it needs no network and no installation of cdrmix.
-# STEP: names out of the plan, default all; --dry prints the plan and stops. Variables:
+# The machine needs PyTorch, Triton, PyYAML, Rich, pytest and hypothesis; it needs no network and no installation of
+# cdrmix. The steps on the trainer also need what `make gpu-wheels` collects.
+# STEP: names out of the plan, default all. A step begins while half of its limit is left of MINUTES; what was left over
+# is named at the end, to be asked for in the next call. --dry prints the plan, every step with its limit, the minutes
+# until it ends and the call of MINUTES that it falls in, and stops; exit code 1 where what is to be done before all else
+# takes more than 45 minutes, or does not fit calls of MINUTES. Variables:
 #   WHEELS          folder of wheels to use beside what is installed (default .whl in the repository's root)
 #   SITE            folder to unpack them to (default a new one, removed at the end)
 #   PYTHON          interpreter (default python3)
@@ -35,48 +39,61 @@ out=${2:-$ROOT/experiments/gpu}
 wanted=("${@:3}")
 
 # The plan: name, most seconds, command. A name suite/case is a case of run.py, whose peers get half of its time to
-# be compiled and tuned in; it is repeated without them when it leaves no row.
+# be compiled and tuned in; it is repeated without them when it leaves no row. What stands before `later` comes first.
 names=() limits=() commands=()
 plan() {
     names+=("$1") limits+=("$2") commands+=("${3:-}")
 }
-plan facts 60 'nvidia-smi; "$PYTHON" -VV; "$PYTHON" benchmarks/gpu_facts.py'
+# Collected by path: what cannot be imported for want of a package is skipped by name.
+tests='CUBLAS_WORKSPACE_CONFIG=:4096:8 "$PYTHON" -m pytest -m gpu -q -p no:cacheprovider -W default --continue-on-collection-errors'
+check='PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --suite'
+race='compute-sanitizer --tool racecheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --suite'
+# A process a family compiles what the rows will need, on all cores, while the machine's facts are taken.
+plan smoke 60 '"$PYTHON" benchmarks/smoke.py & smoke=$!; nvidia-smi; "$PYTHON" -VV; "$PYTHON" benchmarks/gpu_facts.py; facts=$?; wait $smoke && exit $facts'
+plan wkv7/h32_k64_training 200
+plan moe/swiglu_training 270
+plan moe/relu2_training 150
+# Exit code 8: out of memory, as on a card of 80 GB.
+plan core_1b 270 '"$PYTHON" benchmarks/train_gpu.py --case core-1b --results "$OUT"; status=$?; if [ $status = 8 ]; then "$PYTHON" benchmarks/train_gpu.py --case core-1b-12 --results "$OUT"; else exit $status; fi'
+plan core_tiny 100 '"$PYTHON" benchmarks/train_gpu.py --case core-tiny --results "$OUT"'
+plan dense_1b 180 '"$PYTHON" benchmarks/train_gpu.py --case dense-1b --results "$OUT"'
+plan tests 350 "$tests tests/kernels"
+plan trainer_tests 210 "$tests --ignore tests/kernels tests"
+plan ce/v50k_training 160
+plan scan/h32_k64_training 160
+plan memcheck 150 "$check wkv7 --shapes 1 --dtype bfloat16"
+plan moe_memcheck 150 "$check moe --shapes 2 --dtype bfloat16"
+later=${#names[@]}
+plan reference_1b 300 'CDRMIX_BACKEND=reference "$PYTHON" benchmarks/train_gpu.py --case core-1b-12 --micro-batch-rows 1 --updates 1 --results "$OUT"'
+plan core_1b_loose 240 '"$PYTHON" benchmarks/train_gpu.py --case core-1b --no-determinism --results "$OUT"'
 plan smallest 150 '"$PYTHON" benchmarks/smallest.py --suite wkv7'
 plan moe_smallest 200 '"$PYTHON" benchmarks/smallest.py --suite moe'
-plan tests 300 'files=$(grep -rl --include="test_*.py" "mark\.gpu" tests) && CUBLAS_WORKSPACE_CONFIG=:4096:8 "$PYTHON" -m pytest -m gpu -q -p no:cacheprovider -W default --continue-on-collection-errors $files'
-plan moe/swiglu_training 360
 plan ce_smallest 100 '"$PYTHON" benchmarks/smallest.py --suite ce'
-plan ce/v50k_training 200
 plan plastic_smallest 100 '"$PYTHON" benchmarks/smallest.py --suite plastic'
 plan plastic/narrow_training 150
 plan plastic/wide_training 150
 plan scan_smallest 100 '"$PYTHON" benchmarks/smallest.py --suite scan'
-plan scan/h32_k64_training 200
 plan scan/h32_k16_training 150
 plan scan/mamba_training 150
-plan wkv7/h32_k64_training 300
 plan ce/v128k_training 240
 plan moe/swiglu_forward 240
-plan moe/relu2_training 300
 plan moe/d4096_training 400
 plan wkv7/packed_training 240
 plan moe/e16_training 300
 plan moe/skewed_training 300
 plan moe/empty_training 300
 plan wkv7/h32_k64_forward 180
-plan moe_memcheck 300 'PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --suite moe'
-plan memcheck 240 'PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --suite wkv7 --shapes 2'
-plan ce_memcheck 200 'PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --suite ce'
-plan ce_racecheck 200 'compute-sanitizer --tool racecheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --suite ce --shapes 2'
-plan plastic_memcheck 200 'PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --suite plastic'
-plan plastic_racecheck 200 'compute-sanitizer --tool racecheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --suite plastic --shapes 2'
+plan ce_memcheck 200 "$check ce"
+plan ce_racecheck 200 "$race ce --shapes 2"
+plan plastic_memcheck 200 "$check plastic"
+plan plastic_racecheck 200 "$race plastic --shapes 2"
 plan plastic/branches_training 150
 plan plastic/long_training 200
 plan plastic/narrow_layer_training 150
 plan plastic/narrow_hebb_training 150
-plan moe_racecheck 300 'compute-sanitizer --tool racecheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --suite moe --shapes 1'
-plan racecheck 240 'compute-sanitizer --tool racecheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --suite wkv7 --shapes 1'
-plan scan_memcheck 200 'PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --suite scan'
+plan moe_racecheck 300 "$race moe --shapes 1"
+plan racecheck 240 "$race wkv7 --shapes 1"
+plan scan_memcheck 200 "$check scan"
 plan scan/packed_training 150
 plan scan/retention_training 150
 plan scan/long_training 150
@@ -130,14 +147,28 @@ for name in "${wanted[@]}"; do
 done
 cd "$ROOT" || exit 2
 if $dry; then
+    budget=$((45 * 60)) call=1 used=0 sum=0 must=0 wrong=()
+    capacity=$(($1 * 60 - 5))
     for i in "${!names[@]}"; do
-        chosen "${names[i]}" && printf '%-26s at most %3d s  %s\n' "${names[i]}" "${limits[i]}" \
+        chosen "${names[i]}" || continue
+        if [ "$i" -eq $later ] && [ $sum -gt 0 ]; then echo 'if time is left:'; fi
+        if [ "${limits[i]}" -gt $capacity ]; then wrong+=("${names[i]} takes more than a call of $1 minutes"); fi
+        if [ $used -gt 0 ] && [ $((used + limits[i])) -gt $capacity ]; then call=$((call + 1)) used=0; fi
+        used=$((used + limits[i])) sum=$((sum + limits[i]))
+        if [ "$i" -lt $later ]; then must=$(((call - 1) * $1 * 60 + used)); fi
+        printf '%-26s at most %3d s  until %3d min  call %2d  %s\n' "${names[i]}" "${limits[i]}" $(((sum + 59) / 60)) $call \
             "${commands[i]:-run.py --suite ${names[i]%/*} --case ${names[i]#*/} --device cuda}"
     done
+    if [ $must -gt $budget ]; then wrong+=("what comes first takes $must s in calls of $1 minutes, more than $budget"); fi
+    if [ ${#wrong[@]} -gt 0 ]; then
+        printf 'gpu.sh: %s\n' "${wrong[@]}" >&2
+        exit 1
+    fi
     exit 0
 fi
 
 mkdir -p "$out" || exit 2
+out=$(cd "$out" && pwd) || exit 2
 log=$out/log.txt
 temporary=$(mktemp -d) || exit 2
 trap 'rm -rf "$temporary"' EXIT
@@ -157,7 +188,7 @@ fi
 # The link and not the root, where a folder kernels/ would be taken for the package of that name.
 ln -sfn "$ROOT/cdrmix" "$SITE/cdrmix"
 # The second folder is what the CUTLASS DSL's own .pth file would name, which counts in site-packages alone.
-export PYTHON PYTHONPATH="$SITE:$SITE/nvidia_cutlass_dsl/python_packages" PYTHONUNBUFFERED=1 TRITON_INTERPRET=0 TRITON_CACHE_AUTOTUNING=1
+export OUT=$out PYTHON PYTHONPATH="$SITE:$SITE/nvidia_cutlass_dsl/python_packages" PYTHONUNBUFFERED=1 TRITON_INTERPRET=0 TRITON_CACHE_AUTOTUNING=1
 unset CDRMIX_BACKEND
 if [ -z "${CDRMIX_COMMIT:-}" ] && [ -f "$WHEELS/commit" ]; then
     CDRMIX_COMMIT=$(cat "$WHEELS/commit")
@@ -192,13 +223,15 @@ step() {
     [ "$outcome" = passed ]
 }
 
+left_over=()
 for i in "${!names[@]}"; do
     name=${names[i]} limit=${limits[i]} command=${commands[i]}
     chosen "$name" || continue
     left=$((end - SECONDS - 5))
-    if [ $left -lt 20 ]; then
+    if [ $left -lt 20 ] || [ $left -lt $((limit / 2)) ]; then
         printf '%-26s no time left\n' "$name"
         printf '{"step": "%s", "outcome": "no time left"}\n' "$name" >>"$out/steps.jsonl"
+        left_over+=("$name")
         continue
     fi
     if [ "$limit" -gt $left ]; then limit=$left; fi
@@ -224,5 +257,6 @@ for i in "${!names[@]}"; do
 done
 
 echo "Log, steps and rows: $out"
+if [ ${#left_over[@]} -gt 0 ]; then echo "Left over, the first of them for the next call: gpu.sh $1 $out ${left_over[*]:0:8}"; fi
 if [ $failures -ne 0 ]; then tail -n 40 "$log"; fi
 exit $failures

@@ -12,6 +12,7 @@ import datetime
 import json
 import math
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ def main() -> int:
     targets = yaml.safe_load((HERE / "targets.yaml").read_text())
     suites = arguments.suite or sorted(SUITES)
     if arguments.list:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `run.py --list | head` is no error
         for suite in suites:
             for name, case in cases(suite).items():
                 print(f"{suite}/{name} ({', '.join(case.devices)}): {case.about}; targets: {targets[suite][name]}")

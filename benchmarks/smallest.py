@@ -1,6 +1,8 @@
 """Runs the Triton kernels, both passes, on the smallest shapes that reach all branches: for memory checkers.
 
-compute-sanitizer --tool memcheck --error-exitcode 9 python benchmarks/smallest.py [--suite NAME] [--device cuda]
+Every dtype, width and kind of saving is a kernel of its own to compile; smoke.py says in seconds whether all is well.
+
+compute-sanitizer --tool memcheck --error-exitcode 9 python benchmarks/smallest.py [--suite NAME] [--dtype NAME]
 
 The recurrence: two chunks and a remainder, packed documents with an empty one, states in and out, unequal widths, both
 kinds of saving. The operators around it: with and without documents, and with and without the value residual.
@@ -25,7 +27,7 @@ from cdrmix import ops
 
 WIDTHS = ((64, 64), (32, 32), (128, 128), (32, 64), (128, 64))  # of keys and values
 EQUAL = [pair for pair in WIDTHS if pair[0] == pair[1]]
-DTYPES = (torch.bfloat16, torch.float32)
+DTYPES = [torch.bfloat16, torch.float32]
 SPLITS = ([0, 33, 33, 70], None)  # an empty document among three; one document a row
 
 # Tokens, inputs, outputs, rank, width of keys, branches: odd sizes; whole tiles; wide keys; one token.
@@ -64,7 +66,10 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--suite", choices=("wkv7", "moe", "ce", "plastic", "scan"), help="default: all")
     parser.add_argument("--shapes", type=int, help="how many of a suite's widths or shapes, the first ones")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: both, which compiles twice as much")
     arguments = parser.parse_args()
+    if arguments.dtype:
+        DTYPES[:] = [getattr(torch, arguments.dtype)]
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("no GPU found: PyTorch sees no CUDA device")
     os.environ["CDRMIX_BACKEND"] = "triton"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -103,7 +104,7 @@ class Refuse:
             raise ModuleNotFoundError(name, name=name)
 sys.meta_path.insert(0, Refuse())
 sys.path.insert(0, {str(BENCHMARKS)!r})
-import run, smallest
+import run, smallest, smoke
 sys.exit(run.main())
 """
 
@@ -183,9 +184,9 @@ def gpu_sh(*arguments: object, **variables: str) -> subprocess.CompletedProcess[
 
 def test_the_plan_for_a_gpu_names_every_gpu_case(tmp_path: Path) -> None:
     plan = gpu_sh("--dry", 9, tmp_path)
-    assert plan.returncode == 0
+    assert plan.returncode == 0, plan.stderr
     steps = [line.split()[0] for line in plan.stdout.splitlines()]
-    assert steps[:4] == ["facts", "smallest", "moe_smallest", "tests"]
+    assert steps[:4] == ["smoke", "wkv7/h32_k64_training", "moe/swiglu_training", "moe/relu2_training"]
     suites = {name: load(module) for name, module in cases.SUITES.items() if name not in ("trainer", "aot", "data")}
     on_gpu = {
         f"{suite}/{name}" for suite in suites for name, case in suites[suite].CASES.items() if "cuda" in case.devices
@@ -194,6 +195,47 @@ def test_the_plan_for_a_gpu_names_every_gpu_case(tmp_path: Path) -> None:
     assert gpu_sh("--dry", 9, tmp_path, "tests").stdout.split()[0] == "tests"
     assert gpu_sh(9, tmp_path, "nonsense").returncode == 2
     assert not list(tmp_path.iterdir())
+
+
+def test_what_comes_first_on_a_gpu_takes_45_minutes_in_calls_of_nine(tmp_path: Path) -> None:
+    plan = gpu_sh("--dry", 9, tmp_path)
+    first, _, rest = plan.stdout.partition("if time is left:\n")
+    steps = [
+        re.fullmatch(r"(\S+) +at most +(\d+) s +until +(\d+) min +call +(\d+)  .*", line) for line in first.splitlines()
+    ]
+    found = [(step[1], *map(int, step.groups()[1:])) for step in steps if step]
+    assert len(found) == len(steps)
+    assert len(rest.splitlines()) > 50
+    wanted = ["core_1b", "core_tiny", "dense_1b", "tests", "trainer_tests", "ce/v50k_training", "scan/h32_k64_training"]
+    assert [name for name, *_ in found][4:] == [*wanted, "memcheck", "moe_memcheck"]
+    assert gpu_sh("--dry", 10, tmp_path).returncode == 0
+    assert found[-1][2] <= 45
+    assert found[-1][3] <= 5
+    for call in range(1, 6):
+        assert sum(limit for _, limit, _, at in found if at == call) <= 9 * 60 - 5
+    # Calls in which too little fits take more than 45 minutes, or cannot hold a step at all.
+    for minutes, complaint in ((6, "more than 2700"), (3, "more than a call of 3 minutes")):
+        refused = gpu_sh("--dry", minutes, tmp_path)
+        assert refused.returncode == 1
+        assert complaint in refused.stderr
+
+
+def test_the_smoke_of_a_family_is_close_to_float64_and_says_when_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    smoke = load("smoke")
+    monkeypatch.setenv("CDRMIX_BACKEND", "triton")  # which it changes
+    make = smoke.FAMILIES["plastic"]
+    assert smoke.check("plastic", torch.device("cpu"))
+    for factor, verdict in ((1.001, "NOT CLOSE"), (float("nan"), "NOT FINITE")):
+
+        def broken(sizes: Any, normal: Any, factor: float = factor) -> Any:
+            leaves, outputs = make(sizes, normal)
+            return leaves, lambda x: [y * (factor if y.dtype == torch.float32 else 1) for y in outputs(x)]
+
+        monkeypatch.setitem(smoke.FAMILIES, "plastic", broken)
+        assert not smoke.check("plastic", torch.device("cpu"))
+        assert verdict in capsys.readouterr().out
 
 
 def test_steps_that_fail_or_take_too_long_do_not_stop_the_others(tmp_path: Path) -> None:
@@ -210,17 +252,20 @@ esac
 """)
     python.chmod(0o755)
     out = tmp_path / "out"
-    steps = ("smallest", "tests", "wkv7/h32_k64_training", "wkv7/packed_training", "wkv7/long_forward")
-    done = gpu_sh(1, out, *steps, PYTHON=str(python), WHEELS=str(tmp_path / "none"))
+    steps = ("tests", "wkv7/h32_k64_training", "smallest", "wkv7/packed_training", "wkv7/long_forward")
+    done = gpu_sh(9, out, *steps, PYTHON=str(python), WHEELS=str(tmp_path / "none"))
     assert done.returncode == 1, done.stderr
     found = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
     assert [(step["step"], step["outcome"]) for step in found] == [
-        ("smallest", "failed with 7"),
-        ("tests", "passed"),
         ("wkv7/h32_k64_training", "target missed"),
+        ("tests", "passed"),
+        ("smallest", "failed with 7"),
         ("wkv7/packed_training", "failed with 1"),
         ("wkv7/packed_training", "passed"),
         ("wkv7/long_forward", "passed"),
     ]
     assert (out / "wkv7.jsonl").read_text() == '{"a": 1}\n{"b": 2}\n'
-    assert gpu_sh(0, out, "facts", PYTHON=str(python)).stdout.split()[:4] == ["facts", "no", "time", "left"]
+    for minutes in (0, 1):  # a step of 270 s is not begun in one
+        done = gpu_sh(minutes, out, "core_1b", PYTHON=str(python))
+        assert done.stdout.split()[:4] == ["core_1b", "no", "time", "left"]
+        assert f"gpu.sh {minutes} {out} core_1b" in done.stdout
