@@ -129,6 +129,7 @@ class LanguageModel(nn.Module):
             attends=self.attends,
             episodes=episodes,
             prefix=prefix,
+            dtype=torch.promote_types(self.embedding.weight.dtype, torch.float32),
         )
         x = self.embedding_norm(self.embedding(ids_BT))
         if prefix_BPD is not None:

@@ -25,7 +25,7 @@ class Mixed(NamedTuple):
 class Mixer(nn.Module, ABC):
     """A mixer is made from the configuration and its layer's number, and called by its block alone.
 
-    part: what its parameters count as in a plan. attends: whether it reads the angles and the mask of the places.
+    part: what its parameters count as in a plan. attends: whether it reads the angles of the places.
     """
 
     part: ClassVar[str]

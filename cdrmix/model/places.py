@@ -1,4 +1,4 @@
-"""Where the tokens of a batch stand: documents, positions, rotary angles, masks; made once for all blocks."""
+"""Where the tokens of a batch stand: documents, positions, rotary angles; made once for all blocks."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ from cdrmix.config.schema import Model
 
 
 class Angles(NamedTuple):
-    """Cosine and sine of the rotary angles at every token, float64 [B, 1, T, N/2], N the head width."""
+    """Cosine and sine of the rotary angles at every token, [B or 1, T, 1, N/2], N the head width."""
 
     cosine: Tensor
     sine: Tensor
 
 
-def rotary_angles(positions_BT: Tensor, head_width: int, theta: float) -> Angles:
-    """Rotary position embedding (arXiv 2104.09864): the pair (i, i + N/2) turns by position * theta^(-2i/N)."""
+def rotary_angles(positions_T: Tensor, head_width: int, theta: float, dtype: torch.dtype) -> Angles:
+    """Rotary position embedding (arXiv 2104.09864): the pair (i, i + N/2) turns by position * theta^(-2i/N).
+
+    positions_T: int64 [T]. Computed in float64, rounded to `dtype`; [1, T, 1, N/2].
+    """
     half = head_width // 2
-    frequencies = theta ** (-torch.arange(half, device=positions_BT.device, dtype=torch.float64) / half)
-    angles = (positions_BT.double().unsqueeze(-1) * frequencies).unsqueeze(1)
-    return Angles(angles.cos(), angles.sin())
+    frequencies = theta ** (-torch.arange(half, device=positions_T.device, dtype=torch.float64) / half)
+    angles = (positions_T.double().unsqueeze(-1) * frequencies)[None, :, None]
+    return Angles(angles.cos().to(dtype), angles.sin().to(dtype))
 
 
 class Places(NamedTuple):
@@ -31,8 +34,7 @@ class Places(NamedTuple):
 
     cu_seqlens: as given to the model. starts_BT1: bool, where documents start inside rows (not at their first
     token). before_BT1: int64, how many tokens of its document and row stand before each. angles: rotary angles of the
-    positions, counted from the document's start. mask: bool [B, 1, T, T], True where a query may see a key. None: one
-    document a row, or no block that would read it.
+    positions, counted from the document's start. None: one document a row, or no block that would read it.
     episodes_BT: bool, where fast weights begin anew inside rows. prefix: vectors in front of every row's tokens.
     """
 
@@ -40,7 +42,6 @@ class Places(NamedTuple):
     starts_BT1: Tensor | None
     before_BT1: Tensor | None
     angles: Angles | None
-    mask: Tensor | None
     episodes_BT: Tensor | None = None
     prefix: int = 0
 
@@ -56,24 +57,25 @@ def place_tokens(
     attends: bool,
     episodes: Tensor | None = None,
     prefix: int = 0,
+    dtype: torch.dtype = torch.float32,
 ) -> Places:
     """The places of a batch; `past` tokens came before its rows; `attends`: some block is attention.
 
-    episodes: as cu_seqlens, where fast weights begin anew; None: where documents do.
+    episodes: as cu_seqlens, where fast weights begin anew; None: where documents do. dtype: of the angles.
     """
     time = torch.arange(length, device=device).expand(batch, -1)
-    starts, document, before = None, None, time
+    starts, before = None, time
     if cu_seqlens is not None:
         starts = ops.document_starts(cu_seqlens, batch, length)
-        document = starts.cumsum(1)
         before = time - torch.where(starts, time, 0).cummax(1).values
-    angles = mask = None
+    angles = None
     if attends and config.attention.rope:
         head_width = config.d_model // config.attention.heads
-        angles = rotary_angles(before + past, head_width, config.attention.rope_theta)
-    if attends and document is not None:
-        mask = (document.unsqueeze(-1) == document.unsqueeze(-2)).tril().unsqueeze(1)
+        positions = torch.arange(past, past + length, device=device)
+        angles = rotary_angles(positions, head_width, config.attention.rope_theta, dtype)
+        if starts is not None:  # no position is beyond a row's length
+            angles = Angles(*(x[0, before] for x in angles))
     begun = starts if episodes is None else ops.document_starts(episodes, batch, length)
     if starts is None:
-        return Places(None, None, None, angles, mask, begun, prefix)
-    return Places(cu_seqlens, starts.unsqueeze(-1), before.unsqueeze(-1), angles, mask, begun, prefix)
+        return Places(None, None, None, angles, begun, prefix)
+    return Places(cu_seqlens, starts.unsqueeze(-1), before.unsqueeze(-1), angles, begun, prefix)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cdrmix.model.attention import AttentionState
+from cdrmix.model.attention import AttentionState, KeyValueBuffer
 from cdrmix.model.backbone import ModelState
 from cdrmix.model.blocks import BlockState
 
@@ -32,7 +32,9 @@ def unread(state: ModelState, rows: int) -> ModelState:
         if isinstance(part, Tensor):
             return part.new_zeros(rows, *part.shape[1:])
         if isinstance(part, AttentionState):
-            return AttentionState(*(cache.new_zeros(rows, cache.shape[1], 0, cache.shape[3]) for cache in part))
+            _, heads, _, width = part.keys.shape
+            nothing = (rows, heads, 0, width)
+            return AttentionState(part.keys.new_zeros(nothing), part.values.new_zeros(nothing))
         if isinstance(part, tuple):
             return _tuple_like(part, map(begun, part))
         return part if part is None else type(part)()
@@ -96,7 +98,7 @@ def flattened(state: ModelState) -> dict[str, Tensor]:
                 walk(each, f"{name}.{field}" if name else str(field))
         elif isinstance(part, Tensor):
             found[name] = part
-        elif part is not None:
+        elif part is not None and not isinstance(part, KeyValueBuffer):  # which holds what its state shows
             found[name] = torch.tensor(part)
 
     walk(state, "")
@@ -129,6 +131,8 @@ def _merged(merge: Callable[..., Tensor], *parts: Any) -> Any:
         return merge(*parts)
     if isinstance(first, tuple):
         return _tuple_like(first, (_merged(merge, *each) for each in zip(*parts, strict=True)))
+    if any(isinstance(part, KeyValueBuffer) for part in parts):
+        return None  # of which other rows are a copy
     assert all(part == first for part in parts), "states of two moments"
     return first
 

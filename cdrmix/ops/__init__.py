@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from cdrmix.kernels.reference import document_starts, token_shift
 from cdrmix.kernels.reference_moe import Routing
+from cdrmix.ops.attention import attention
 from cdrmix.ops.backend import backend
 from cdrmix.ops.experts import moe_combine, moe_dispatch, moe_experts, moe_product
 from cdrmix.ops.loss import linear_cross_entropy
@@ -26,6 +27,7 @@ __all__ = [
     "GROUP_NORM_EPS",
     "OPS",
     "Routing",
+    "attention",
     "backend",
     "decay_scan",
     "decay_scan_step",
@@ -49,6 +51,7 @@ __all__ = [
 
 # Every op by name: tests and benchmarks run over this table, so that none is left out.
 OPS: dict[str, Callable[..., object]] = {
+    "attention": attention,
     "wkv7": wkv7,
     "wkv7_step": wkv7_step,
     "decay_scan": decay_scan,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 
@@ -33,7 +34,13 @@ def backend(x: Tensor) -> str:
         return forced
     if x.device.type == "cuda":
         return "triton"
-    return "cpu" if x.device.type == "cpu" and importlib.util.find_spec("numba") else "reference"
+    return "cpu" if x.device.type == "cpu" and _has_numba() else "reference"
+
+
+@functools.cache
+def _has_numba() -> bool:
+    """Whether numba is installed; looking for it takes 100 us, every time."""
+    return importlib.util.find_spec("numba") is not None
 
 
 def debugging() -> bool:

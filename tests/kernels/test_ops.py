@@ -18,6 +18,11 @@ Arguments = dict[str, Tensor]
 ROOT = Path(__file__).parents[2]
 
 
+def attention(x: Arguments) -> tuple[Tensor, ...]:
+    cu_seqlens = torch.tensor([0, 11, 50, 100], dtype=torch.int32, device=x["q"].device)
+    return (ops.attention(x["q"], x["k"], x["v"], cu_seqlens=cu_seqlens),)
+
+
 def wkv7(x: Arguments) -> tuple[Tensor, ...]:
     cu_seqlens = torch.tensor([0, 11, 50, 100], dtype=torch.int32, device=x["r"].device)
     k = functional.normalize(x["a"], dim=-1)
@@ -162,6 +167,7 @@ CASES: dict[str, tuple[Callable[[Arguments], tuple[Tensor, ...]], dict[str, tupl
             "a": (3, 4, 4),
         },
     ),
+    "attention": (attention, {"q": (2, 50, 4, 16), "k": (2, 50, 2, 16), "v": (2, 50, 2, 16)}),
     "plastic_commit": (commit, {"a": (3, 12, 4)}),
     "token_shift": (shift, {"x": (2, 15, 8)}),
 }

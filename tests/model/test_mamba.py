@@ -24,7 +24,7 @@ from cdrmix.model.router import balance_routers
 from cdrmix.model.routing_mamba import RoutingMamba
 
 MakeModel = Callable[..., LanguageModel]
-ALONE = Places(None, None, None, None, None)  # one document a row
+ALONE = Places(None, None, None, None)  # one document a row
 
 
 def config(*, groups: int = 2, conv_width: int = 4, d_model: int = 24, **feed_forward: object) -> Model:

@@ -213,7 +213,7 @@ def test_the_objective_of_the_writes_is_what_one_token_is_off_by() -> None:
     adapter = model.blocks[0].plastic["key"]
     adapter.chunk = 1
     x = torch.randn(1, 9, 16, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    places = Places(None, None, None, None, None)
+    places = Places(None, None, None, None)
     weight = model.blocks[0].mixer.key.weight
     written = [adapter(x[:, :n], weight, places, None, None) for n in (8, 9)]
     a = written[0].a.clone().requires_grad_()

@@ -1,0 +1,35 @@
+"""Causal softmax attention over documents in plain PyTorch: specification and oracle, quadratic in memory."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Each query's softmax average of the values of its document up to its own token (arXiv 1706.03762, equation 1).
+
+        y_t = sum_s softmax_s(q_t . k_s / sqrt(N)) v_s over the tokens s of t's document that are not behind t
+
+    q: [B, T, H, N]; k, v: [B, S, G, N], S at least T: the queries are of the last T tokens; head h reads the keys and
+    values of head h // (H / G). cu_seqlens: int [D + 1], document starts over the flattened tokens, T = S; None: one
+    document a row. Returns [B, T, H, N].
+    """
+    batch, length, heads, width = q.shape
+    k, v = (x.repeat_interleave(heads // x.shape[2], 2) for x in (k, v))
+    visible_BTS = visible(batch, length, k.shape[1], cu_seqlens, q.device)
+    scores = torch.einsum("bthn,bshn->bhts", q, k) / math.sqrt(width)
+    weights = scores.masked_fill(~visible_BTS.unsqueeze(1), float("-inf")).softmax(-1)
+    return torch.einsum("bhts,bshn->bthn", weights, v)
+
+
+def visible(batch: int, queries: int, keys: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
+    """Which keys each query sees: bool [B, T, S], its first dimension 1 where every row is one document."""
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries).unsqueeze(0)
+    if cu_seqlens is None:
+        return seen
+    tokens = torch.arange(batch * keys, device=device)
+    document = torch.searchsorted(cu_seqlens.long(), tokens, right=True).view(batch, keys)
+    return seen & (document.unsqueeze(2) == document.unsqueeze(1))
