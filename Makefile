@@ -1,4 +1,4 @@
-# make install | train | test | lint | format | fuzz | clean: each does everything it needs from nothing, and is quick the second time.
+# make install | train | test | lint | format | fuzz | gpu-wheels | clean: each does everything it needs from nothing, and is quick the second time.
 
 PYTHON ?= python3
 CONFIG ?= configs/cdrmix-core-tiny.yaml
@@ -13,13 +13,14 @@ INSTALLED := .venv/.installed
 UNFINISHED := .venv/.unfinished
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 
-.PHONY: help install train test lint gate format fuzz clean
+.PHONY: help install train test lint gate format fuzz gpu-wheels clean
 
 help:
 	@echo 'make install   a virtual environment in .venv with PyTorch, the pinned dependencies and the C++ extension'
 	@echo 'make train     prepare, train, evaluate and export CONFIG ($(CONFIG)); ARGS="key.path=value ..." overrides'
 	@echo 'make test      lint, types and tests;  make gate  of the tests what stage B stands on, in five minutes'
 	@echo 'make lint      ruff and mypy alone;  make format  rewrites what ruff can;  make clean  forgets .venv and builds'
+	@echo 'make gpu-wheels  what a bare GPU machine lacks for benchmarks/gpu.sh, in .whl: at most 64 MiB'
 	@echo 'make fuzz      the C++ of csrc/ against any input, under sanitizers, SECONDS ($(SECONDS)) for each target'
 
 install: $(INSTALLED)
@@ -85,6 +86,10 @@ fuzz:
 	    fi; \
 	    echo "$$source: no finding in $(SECONDS) s"; \
 	done
+
+# CDRMIX_PYTHON: an interpreter of the machine's version with headers, to build the C++ extension for it too.
+gpu-wheels: install
+	PYTHON=$(BIN)/python benchmarks/gpu_wheels.sh
 
 clean:
 	rm -rf .venv build *.egg-info cdrmix/_dedup*.so cdrmix/_text*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis

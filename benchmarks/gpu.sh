@@ -9,7 +9,8 @@
 # is named at the end, to be asked for in the next call. --dry prints the plan, every step with its limit, the minutes
 # until it ends and the call of MINUTES that it falls in, and stops; exit code 1 where what is to be done before all else
 # takes more than 45 minutes, or does not fit calls of MINUTES. Variables:
-#   WHEELS          folder of wheels to use beside what is installed (default .whl in the repository's root)
+#   WHEELS          folder of wheels to use beside what is installed (default .whl in the repository's root), and of
+#                   cdrmix's compiled extensions, which are copied to cdrmix/
 #   SITE            folder to unpack them to (default a new one, removed at the end)
 #   PYTHON          interpreter (default python3)
 #   CDRMIX_COMMIT   what rows name as their commit where git cannot tell (default: the file WHEELS/commit)
@@ -175,8 +176,9 @@ trap 'rm -rf "$temporary"' EXIT
 SITE=${SITE:-$temporary/site}
 mkdir -p "$SITE" || exit 2
 shopt -s nullglob
-wheels=("$WHEELS"/*.whl)
+wheels=("$WHEELS"/*.whl) extensions=("$WHEELS"/*.so)
 shopt -u nullglob
+if [ ${#extensions[@]} -gt 0 ]; then cp "${extensions[@]}" "$ROOT/cdrmix/" || exit 2; fi
 failures=0
 if [ ${#wheels[@]} -gt 0 ]; then
     "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-compile --no-cache-dir \

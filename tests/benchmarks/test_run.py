@@ -269,3 +269,32 @@ esac
         done = gpu_sh(minutes, out, "core_1b", PYTHON=str(python))
         assert done.stdout.split()[:4] == ["core_1b", "no", "time", "left"]
         assert f"gpu.sh {minutes} {out} core_1b" in done.stdout
+
+
+@pytest.mark.parametrize(("megabytes", "code"), [(1, 0), (70, 1)])
+def test_the_wheels_for_a_gpu_are_named_and_refused_beyond_64_mib(tmp_path: Path, megabytes: int, code: int) -> None:
+    """With a stand-in for pip, which notes how it was called."""
+    python = tmp_path / "python"
+    python.write_text(f"""#!/usr/bin/env bash
+echo "$DS_ACCELERATOR $*" >>{tmp_path}/calls
+folder=$(sed -n 's/.*--\\(dest\\|wheel-dir\\) \\([^ ]*\\).*/\\2/p' <<<"$*")
+case "$*" in
+    *download*) truncate -s {megabytes}M "$folder/pydantic-9.whl" ;;
+    *) truncate -s 1M "$folder/deepspeed-9.whl" ;;
+esac
+""")
+    python.chmod(0o755)
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    (folder / "left-over.whl").touch()
+    command = ["bash", str(BENCHMARKS / "gpu_wheels.sh"), str(folder)]
+    variables = {"PYTHON": str(python), "CDRMIX_PYTHON": ""}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=ENVIRONMENT | variables)
+    assert done.returncode == code, done.stderr
+    assert {path.name for path in folder.iterdir()} == {"commit", "pydantic-9.whl", "deepspeed-9.whl"}
+    assert f"{megabytes + 1:8.2f} MiB in {folder}, of 64" in done.stdout
+    assert "1.00 MiB  deepspeed-9.whl" in done.stdout
+    download, build = (tmp_path / "calls").read_text().splitlines()
+    for wanted in ("--python-version 3.12", "--only-binary=:all:", "zstandard", "pytest-timeout", "fla-core"):
+        assert wanted in download
+    assert build.startswith("cpu ")  # DeepSpeed's setup would else look for nvcc
