@@ -23,6 +23,7 @@ from torch import Tensor
 
 from cdrmix.kernels import reference_loss
 from cdrmix.kernels._common import Build, narrow
+from cdrmix.kernels._products import add_product
 from cdrmix.kernels.moe_rows import on
 
 BLOCK = 4096  # logits of a row that a program holds at a time: 16 a thread
@@ -104,15 +105,6 @@ def chunk_rows(rows: int, D: int, V: int, itemsize: int, *, rounded: bool) -> in
     wanted = D * 3 // 4 if rounded else D // 4
     least = LEAST_CHUNK_BYTES // (V * itemsize)
     return min(rows, triton.cdiv(max(wanted, least, 1), ALIGNED) * ALIGNED)
-
-
-def add_product(sum_VD: Tensor, dlogits_NV: Tensor, hidden_ND: Tensor) -> None:
-    """sum += dlogits^T hidden, in place; CUDA since PyTorch 2.8 adds narrow factors into float32 within the product."""
-    wide = sum_VD.dtype != dlogits_NV.dtype
-    if wide and dlogits_NV.is_cuda and torch.version.hip is None and torch.__version__ >= "2.8":
-        torch.addmm(sum_VD, dlogits_NV.mT, hidden_ND, out_dtype=sum_VD.dtype, out=sum_VD)
-    else:
-        reference_loss.add_product(sum_VD, dlogits_NV, hidden_ND)
 
 
 def cross_entropy_forward(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from cdrmix import ops
 from cdrmix.config.schema import Model
 
 ParameterKind = Literal["matrix", "embedding", "vector", "decay_bias"]
@@ -38,9 +39,19 @@ def uniform_(weight: Tensor, scale: float) -> None:
     nn.init.uniform_(weight, -bound, bound)
 
 
-def linear(inputs: int, outputs: int, scale: float) -> nn.Linear:
+class Projection(nn.Linear):
+    """A linear map without bias, through `ops.linear`; a module, since ZeRO-3 gathers weights for the module's call."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, input: Tensor) -> Tensor:  # nn.Linear's name
+        return ops.linear(input, self.weight)
+
+
+def linear(inputs: int, outputs: int, scale: float) -> Projection:
     """A projection without bias, uniform in +-scale / sqrt(inputs); scale 0 gives zeros."""
-    layer = nn.Linear(inputs, outputs, bias=False)
+    layer = Projection(inputs, outputs)
     uniform_(layer.weight, scale)
     return layer
 

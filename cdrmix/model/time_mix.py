@@ -93,12 +93,12 @@ class TimeMix(Mixer):
         r = self.adapted("receptance", x_r, writes).view(batch, length, self.heads, self.head_size)
         k = self.adapted("key", x_k, writes)
         value = self.adapted("value", x_v, writes)
-        decay = torch.tanh(x_w @ self.w1) @ self.w2
-        rate = x_a @ self.a1 @ self.a2
-        gate = torch.sigmoid(x_g @ self.g1) @ self.g2
+        decay = _product(torch.tanh(_product(x_w, self.w1)), self.w2)
+        rate = _product(_product(x_a, self.a1), self.a2)
+        gate = _product(torch.sigmoid(_product(x_g, self.g1)), self.g2)
         v_gate = v0 = None
         if v_first is not None:
-            v_gate, v0 = x_v @ self.v1 @ self.v2, self.v0
+            v_gate, v0 = _product(_product(x_v, self.v1), self.v2), self.v0
         log_w, k, a, b, v = ops.time_mix_keys(
             k, decay, rate, value, v_first, v_gate, self.w0, self.a0, v0, self.k_k, self.k_a, self.head_size
         )
@@ -115,3 +115,7 @@ class TimeMix(Mixer):
         mixed = ops.time_mix_output(y, r, k, v, gate, self.r_k, self.ln_x.weight, self.ln_x.bias, self.ln_x.eps)
         after = TimeMixState(x[:, -1], last) if return_state and last is not None else None
         return Mixed(self.adapted("output", mixed, writes), value if v_first is None else v_first, after)
+
+
+def _product(x: Tensor, weight_IO: Tensor) -> Tensor:
+    return ops.linear(x, weight_IO, inputs_first=True)

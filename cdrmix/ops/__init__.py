@@ -15,6 +15,7 @@ from cdrmix.kernels.reference_moe import Routing
 from cdrmix.ops.attention import attention
 from cdrmix.ops.backend import backend
 from cdrmix.ops.experts import moe_combine, moe_dispatch, moe_experts, moe_product
+from cdrmix.ops.linear import linear
 from cdrmix.ops.loss import linear_cross_entropy
 from cdrmix.ops.plastic import plastic_commit, plastic_lora
 from cdrmix.ops.plastic_chunks import plastic_chunks
@@ -32,6 +33,7 @@ __all__ = [
     "decay_scan",
     "decay_scan_step",
     "document_starts",
+    "linear",
     "linear_cross_entropy",
     "moe_combine",
     "moe_dispatch",
@@ -67,6 +69,7 @@ OPS: dict[str, Callable[..., object]] = {
     "plastic_lora": plastic_lora,
     "plastic_commit": plastic_commit,
     "plastic_chunks": plastic_chunks,
+    "linear": linear,
     "linear_cross_entropy": linear_cross_entropy,
     "token_shift": token_shift,
 }

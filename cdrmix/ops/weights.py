@@ -52,9 +52,10 @@ def refresh(weights: Iterable[Tensor]) -> None:
             attached.version = weight._version
 
 
-def is_attached(weight: Tensor) -> bool:
-    """Whether `attach` was called for a weight."""
-    return _attached(weight) is not None
+def is_attached(weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether `attach` was called for a weight and products in this dtype."""
+    attached = _attached(weight)
+    return attached is not None and attached.dtype == dtype
 
 
 @torch.no_grad()
@@ -75,9 +76,12 @@ def compute_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
 def gradient_sum(weight: Tensor) -> Tensor | None:
     """Where a backward pass shall ADD the weight's gradient by itself, and return None for it: float32, of its shape.
 
-    None where it shall return the gradient as usual. The sum is `.grad`, and zeros where that was None: ask at the
-    place that adds, so that a weight which a step does not use has no gradient. Adding zeros costs two more passes over
-    the weights in an update of many micro-batches; it keeps one meaning for every operator.
+    None where the gradient is to be returned as usual.
+    weight: the parameter itself, kept on autograd's ctx and not in its saved tensors, of which activation checkpointing
+        gives back others with nothing attached.
+    The sum is `.grad`, and zeros where that was None: ask at the place that adds, so that a weight which a step does
+    not use has no gradient. Zeros cost two more passes over the weights in an update of many micro-batches, and keep
+    one meaning for every operator.
     """
     attached = _attached(weight)
     if attached is None or not attached.adds or not weight.requires_grad or torch.is_grad_enabled():

@@ -5,7 +5,8 @@ How a gradient comes about, as read in DeepSpeed 0.19 and held against plain PyT
 - `backward(..., scale_wrt_gas=False)` keeps DeepSpeed from dividing by the accumulation steps; the division by
   the number of processes in its all-reduce is undone by multiplying the loss.
 - Weights, gradients and optimizer state are fp32. Lower precision is torch.autocast around the forward pass,
-  so that ZeRO never sees it and reduces in fp32 whatever the stage.
+  so that ZeRO never sees it and reduces in fp32 whatever the stage. Products read 16-bit copies of the weights, which
+  `step` and `load_weights` refresh, and add weight gradients to `.grad` by themselves (`ops/weights.py`).
 - ZeRO-3 gathers a parameter for the module that owns it. The head's weight is read outside of its module;
   DeepSpeed's parameter dictionary notices that and gathers it for the module that reads (the loss model).
 - With expert parallelism (`expert_parallel.py`) a process has its own experts and shares all else as before.
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from cdrmix.config.schema import Config
 from cdrmix.data.batch import Batch
 from cdrmix.model.loss import Losses
+from cdrmix.ops import weights as compute_weights
 from cdrmix.train.compiling import mark_documents
 from cdrmix.train.expert_parallel import expert_groups, is_shared_out, total_norm
 from cdrmix.train.optim import LossScale, WeightAverage, make_optimizer, parameter_groups
@@ -168,6 +170,10 @@ class Engine:
         self.parameters: dict[str, Any] = {  # Any: ZeRO-3 gives parameters ds_tensor, ds_numel and ds_shape
             name.removeprefix("language_model."): parameter for name, parameter in loss_model.named_parameters()
         }
+        dtype = self.module.dtype
+        if dtype is not None and self.stage < 3:  # under ZeRO-3 a weight is whole for one module's call alone
+            # ZeRO-2's hooks take each gradient as it comes; ZeRO-1 reads what `.grad` holds after the last one.
+            compute_weights.attach(self.parameters.values(), dtype, add_gradients=self.stage < 2)
         # Weights that no gradient changes, the routers' biases: whole and the same in every process.
         self.buffers = {name.removeprefix("language_model."): buffer for name, buffer in loss_model.named_buffers()}
         decay = config.train.ema_decay
@@ -232,8 +238,10 @@ class Engine:
             applied = self._engine.was_step_applied()
             self.gradient_norm = float(self._engine.get_global_grad_norm()) if applied else math.inf
         self.loss_scale.update(applied)
-        if applied and self.average is not None:
-            self.average.update(self._local_weights())
+        if applied:
+            compute_weights.refresh(self.parameters.values())
+            if self.average is not None:
+                self.average.update(self._local_weights())
         return applied
 
     def zero(self) -> None:
@@ -292,6 +300,7 @@ class Engine:
                 dist.broadcast(buffer, 0)
         if self.stage > 0:
             self._engine.optimizer.refresh_fp32_params()
+        compute_weights.refresh(self.parameters.values())
 
     def load_average_weights(self, weights: dict[str, Tensor]) -> None:
         """Takes over what `average_weights` gave: the same full weights in every rank."""

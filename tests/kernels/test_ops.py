@@ -97,6 +97,10 @@ def chunks(x: Arguments) -> tuple[Tensor, ...]:
     return made.y, made.reads_A, made.a, made.pending
 
 
+def linear(x: Arguments) -> tuple[Tensor, ...]:
+    return ops.linear(x["x"], x["w"]), ops.linear(x["x"], x["w"].mT, inputs_first=True)
+
+
 def commit(x: Arguments) -> tuple[Tensor, ...]:
     return (ops.plastic_commit(x["a"]),)
 
@@ -147,6 +151,7 @@ CASES: dict[str, tuple[Callable[[Arguments], tuple[Tensor, ...]], dict[str, tupl
     "moe_dispatch": (dispatch, {"x": (20, 16), "logits": (20, 4)}),
     "moe_combine": (combine, {"y": (40, 16), "logits": (20, 4)}),
     "moe_product": (product, {"rows": (40, 16), "w": (4, 16, 24), "logits": (20, 4)}),
+    "linear": (linear, {"x": (2, 15, 16), "w": (24, 16)}),
     "linear_cross_entropy": (cross_entropy, {"hidden": (700, 16), "weight": (50, 16)}),
     "plastic_lora": (
         plastic,

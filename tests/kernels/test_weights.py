@@ -20,7 +20,7 @@ def make_weight() -> nn.Parameter:
 
 def test_without_anything_attached_a_weight_is_cast_and_has_no_sum() -> None:
     weight = make_weight()
-    assert not is_attached(weight)
+    assert not is_attached(weight, BF16)
     found = compute_weight(weight, BF16)
     assert torch.equal(found, weight.detach().to(BF16))
     assert not found.requires_grad
@@ -70,5 +70,6 @@ def test_nothing_of_it_is_saved_or_copied() -> None:
     attach(layer.parameters(), BF16, add_gradients=True)
     compute_weight(layer.weight, BF16)
     assert list(layer.state_dict()) == ["weight"]
-    assert not is_attached(copy.deepcopy(layer).weight)
-    assert is_attached(layer.weight)
+    assert not is_attached(copy.deepcopy(layer).weight, BF16)
+    assert is_attached(layer.weight, BF16)
+    assert not is_attached(layer.weight, torch.float32)

@@ -1,0 +1,64 @@
+"""The projections' product: a linear map whose weight an engine may hold a 16-bit copy and a gradient sum for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from cdrmix.kernels._products import add_product
+from cdrmix.ops.backend import compute_dtype
+from cdrmix.ops.weights import compute_weight, gradient_sum, is_attached
+
+
+def linear(x: Tensor, weight: Tensor, *, inputs_first: bool = False) -> Tensor:
+    """x weight^T, or with inputs_first x weight, over the last dimension of x.
+
+    x: [..., I]; weight: [O, I], or with inputs_first [I, O]; of one dtype, or under autocast, whose dtype is used.
+    Returns [..., O] in the compute dtype. Differentiable in both; the same bits every time.
+    What `ops.weights.attach` has given the weight is used where products run in that dtype: the product reads the
+    copy, and the backward pass adds the weight's gradient to its `.grad` in float32 by itself (and is then
+    differentiable once); nothing of the weight's size is cast, rounded or added besides. Else PyTorch's own product.
+    Raises RuntimeError, PyTorch's, for shapes and dtypes that do not go together.
+    """
+    dtype = compute_dtype(x)
+    if not is_attached(weight, dtype):
+        return x @ weight if inputs_first else functional.linear(x, weight)
+    y: Tensor = _Linear.apply(x.to(dtype), weight, inputs_first)
+    return y
+
+
+class _Linear(torch.autograd.Function):
+    """`linear` with the weight's attached copy. An autograd Function, not a custom operator: it costs a tenth a call,
+    and a model calls it hundreds of times a micro-batch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, inputs_first: bool) -> Tensor:
+        copy = compute_weight(weight, x.dtype)
+        ctx.save_for_backward(x)
+        # Not saved tensors: activation checkpointing would give others back, with nothing attached.
+        ctx.weight, ctx.copy, ctx.inputs_first = weight, copy, inputs_first
+        return x @ copy if inputs_first else functional.linear(x, copy)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        weight, copy = ctx.weight, ctx.copy
+        wants_x, wants_weight, _ = ctx.needs_input_grad
+        dx = dweight = None
+        with torch.autocast(dy.device.type, enabled=False):
+            if wants_x:
+                dx = dy @ (copy.mT if ctx.inputs_first else copy)
+            if wants_weight:
+                sides = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+                left, right = sides[::-1] if ctx.inputs_first else sides
+                total = gradient_sum(weight)
+                if total is None:
+                    dweight = torch.mm(left.mT, right).to(weight.dtype)
+                else:
+                    add_product(total, left, right)
+        return dx, dweight, None
