@@ -172,7 +172,11 @@ class Train(Section):
     weight_decay: NonNegativeFloat = 0.1
     gradient_clip: PositiveFloat = 1.0
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    # What processes share out: nothing, optimizer state (1), gradients too (2), weights too (3). Stages 0 and 1 reduce
+    # gradients once a step, 2 and 3 once a micro-batch.
     zero_stage: Literal[0, 1, 2, 3] = 0
+    # Of gradients while they are summed over processes. bf16 halves what is sent and rounds each term and partial sum.
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     # processes that share out the feed-forwards' experts; divides their number and the processes'
     expert_parallel: PositiveInt = 1
     activation_checkpointing: bool = False

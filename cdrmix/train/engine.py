@@ -75,7 +75,8 @@ def deepspeed_config(config: Config, world: World) -> dict[str, Any]:
         "gradient_predivide_factor": 1.0,
         "gradient_allreduce_op": "mean",  # the one that every ZeRO stage has; Engine.backward undoes it
         "use_data_before_expert_parallelism": False,  # ranks that exchange rows are neighbours
-        "communication_data_type": "fp32",
+        # DeepSpeed converts whatever it reduces, also for a sum of one process.
+        "communication_data_type": train.reduce_dtype if world.size > 1 else "fp32",
         "seq_parallel_communication_data_type": "fp32",
         "disable_allgather": False,
         "bf16": {"enabled": False},
@@ -85,11 +86,13 @@ def deepspeed_config(config: Config, world: World) -> dict[str, Any]:
         "zero_optimization": {
             "stage": train.zero_stage,
             "legacy_stage1": False,
-            "overlap_comm": False,
+            # ZeRO-1's one reduction a step reads finished sums, and ZeRO-2 would wait for the whole device before each
+            # message. ZeRO-3 reduces on a stream of its own, in an order that the model alone decides.
+            "overlap_comm": train.zero_stage == 3,
             "contiguous_gradients": True,
             "reduce_scatter": True,
             "reduce_bucket_size": BUCKET,
-            "use_multi_rank_bucket_allreduce": True,
+            "use_multi_rank_bucket_allreduce": False,  # each owner gets its sum, at half of an all-reduce's traffic
             "allgather_partitions": True,
             "allgather_bucket_size": BUCKET,
             "compute_grad_norm": True,
