@@ -23,7 +23,6 @@ from cdrmix.config.schema import Config
 from cdrmix.data.prepare import prepare
 from cdrmix.data.shards import ShardSet, open_shards
 
-WORKER = Path(__file__).with_name("worker.py")
 WORDS = ("the", "loop", "reads", "rows", "adds", "gradients", "clips", "steps", "and", "forgets", "them", "again")
 
 TINY: dict[str, Any] = {
@@ -96,10 +95,12 @@ Work = Callable[..., list[subprocess.CompletedProcess[str]]]
 
 @pytest.fixture
 def work(config_file: Path, shards: ShardSet) -> Work:
-    """Runs a job of worker.py: work("train", run, "train.steps=3", processes=2, at="3:SIGTERM")."""
+    """Runs a job of worker.py: work("train", run, "train.steps=3", processes=2, at="3:SIGTERM"); or another script."""
     assert open_shards(shards.path).path == shards.path
 
-    def run(job: str, where: Path, *overrides: str, processes: int = 1, **options: str) -> list[Any]:
+    def run(
+        job: str, where: Path, *overrides: str, processes: int = 1, script: str = "worker.py", **options: str
+    ) -> list[Any]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
@@ -119,7 +120,7 @@ def work(config_file: Path, shards: ShardSet) -> Work:
             place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             workers.append(
                 subprocess.Popen(
-                    [sys.executable, str(WORKER), order],
+                    [sys.executable, str(Path(__file__).with_name(script)), order],
                     # DeepSpeed's ZeRO imports its Muon optimizer, which would load the compiler, for some seconds.
                     env=os.environ | {"TORCHDYNAMO_DISABLE": "1"} | (place if processes > 1 else {}),
                     stdout=subprocess.PIPE,

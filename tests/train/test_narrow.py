@@ -1,0 +1,39 @@
+"""Training in bf16: 16-bit copies of the weights, gradients added up in float32, reduced in either dtype."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+BF16 = 2.0**-9  # its unit roundoff
+
+
+@pytest.mark.parametrize(("processes", "stack"), [(1, "tiny"), (2, "hybrid")])
+def test_bf16_training_is_autocasts_but_for_the_rounding_of_gradients(
+    work, tmp_path: Path, hybrid: tuple[str, ...], processes: int, stack: str
+) -> None:
+    where = tmp_path / "errors.json"
+    overrides = hybrid if stack == "hybrid" else ()
+    finished = work("narrow", where, *overrides, processes=processes, script="narrow_worker.py")
+    assert [process.returncode for process in finished] == [0] * processes, finished[0].stdout
+    results = json.loads(where.read_text())
+    assert len(results) == 4 * 2
+    for combination, found in results.items():
+        stage, reduced = combination.split()
+        assert found["same"], f"{combination}: two runs differ"
+        # The same products of the same numbers; the float64 sum over micro-batches in another order.
+        assert found["first loss"] < 1e-12, combination
+        # Relative to the largest sum of absolute values: autocast rounds every micro-batch's gradient; a reduction in
+        # bf16 rounds every process's share and each partial sum. Doubled for float32's own roundings, far below.
+        roundings = 1 + (processes if reduced == "bf16" and processes > 1 else 0)
+        assert found["gradient"] < 2 * roundings * BF16, combination
+        # Three updates move these losses by some 3 %; weights that were one update late would show as 1 %.
+        assert found["loss"] < 1e-3, combination
+        assert found["stale"] == 0.0, combination
+        assert bool(found["attached"]) == (stage != "3"), combination
+        if int(stage) < 2:  # there the sums are added to by the products themselves
+            assert found["moved"] == [], combination
+        elif stage == "2":
+            assert not any("_to_copy" in each for each in found["moved"]), combination
