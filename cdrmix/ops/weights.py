@@ -52,10 +52,10 @@ def refresh(weights: Iterable[Tensor]) -> None:
             attached.version = weight._version
 
 
-def is_attached(weight: Tensor, dtype: torch.dtype) -> bool:
-    """Whether `attach` was called for a weight and products in this dtype."""
+def is_attached(weight: Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Whether `attach` was called for a weight, and for products in this dtype if one is given."""
     attached = _attached(weight)
-    return attached is not None and attached.dtype == dtype
+    return attached is not None and dtype in (None, attached.dtype)
 
 
 @torch.no_grad()
