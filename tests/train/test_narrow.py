@@ -25,9 +25,9 @@ def test_bf16_training_is_autocasts_but_for_the_rounding_of_gradients(
         assert found["same"], f"{combination}: two runs differ"
         # The same products of the same numbers; the float64 sum over micro-batches in another order.
         assert found["first loss"] < 1e-12, combination
-        # Relative to the largest sum of absolute values. Autocast rounds every micro-batch's gradient, on a CPU by up to
-        # 1.8 units: PyTorch's product of such small bf16 matrices against float64, over random ones of these shapes. A
-        # reduction in bf16 rounds every process's share once and each partial sum once.
+        # Relative to the largest sum of absolute values. Autocast rounds every micro-batch's gradient, on a CPU by up
+        # to 1.8 units: PyTorch's product of such small bf16 matrices against float64, over random ones of these
+        # shapes. A reduction in bf16 rounds every process's share once and each partial sum once.
         roundings = 1 + (processes if reduced == "bf16" and processes > 1 else 0)
         assert found["gradient"] < 2 * roundings * BF16, combination
         # Three updates move these losses by some 3 %; weights that were one update late would show as 1 %.
