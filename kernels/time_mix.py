@@ -21,6 +21,7 @@ import triton
 from torch import Tensor
 
 from cdrmix.kernels._common import ARCHITECTURES, Build, architecture
+from cdrmix.kernels.moe_rows import on
 from cdrmix.kernels.time_mix_kernels import (
     time_mix_keys_backward_kernel,
     time_mix_keys_forward_kernel,
@@ -93,9 +94,10 @@ def time_mix_streams_forward(
     last = x_BTD if last_BD is None else last_BD
     starts = x_BTD if starts_BT is None else starts_BT.view(torch.int8)
     grid = (_count(batch * length, constants) * triton.cdiv(width, STREAM_WIDTH),)
-    time_mix_streams_forward_kernel[grid](
-        x_BTD, mixes_6D, last, starts, *streams, batch * length, length, width // UNIT, **constants, **options
-    )
+    with on(x_BTD.device):
+        time_mix_streams_forward_kernel[grid](
+            x_BTD, mixes_6D, last, starts, *streams, batch * length, length, width // UNIT, **constants, **options
+        )
     return streams
 
 
@@ -112,10 +114,11 @@ def time_mix_streams_backward(
     starts = x_BTD if starts_BT is None else starts_BT.view(torch.int8)
     programs = _count(batch * length, constants)
     partial = x_BTD.new_empty(programs, 6, width, dtype=torch.float32)
-    time_mix_streams_backward_kernel[(programs * triton.cdiv(width, STREAM_WIDTH),)](
-        *dstreams, x_BTD, mixes_6D, last, starts, dx, dlast, partial, batch * length, length, width // UNIT,
-        **constants, **options,
-    )  # fmt: skip
+    with on(x_BTD.device):
+        time_mix_streams_backward_kernel[(programs * triton.cdiv(width, STREAM_WIDTH),)](
+            *dstreams, x_BTD, mixes_6D, last, starts, dx, dlast, partial, batch * length, length, width // UNIT,
+            **constants, **options,
+        )  # fmt: skip
     return dx, partial.sum(0), dlast
 
 
@@ -141,10 +144,11 @@ def time_mix_keys_forward(
     heads = k.shape[-1] // head_size
     tokens = k.numel() // k.shape[-1]
     inputs = (k, decay, rate, v, v_first, v_gate, w0, a0, v0, k_k, k_a)
-    time_mix_keys_forward_kernel[(_count(tokens, constants) * heads,)](
-        *(k if x is None else x for x in inputs), *results, *(new_v or [k]), tokens, heads,
-        K=head_size, HAS_V=has_v, **constants, **options,
-    )  # fmt: skip
+    with on(k.device):
+        time_mix_keys_forward_kernel[(_count(tokens, constants) * heads,)](
+            *(k if x is None else x for x in inputs), *results, *(new_v or [k]), tokens, heads,
+            K=head_size, HAS_V=has_v, **constants, **options,
+        )  # fmt: skip
     return results + new_v
 
 
@@ -173,10 +177,11 @@ def time_mix_keys_backward(
     programs = _count(tokens, constants)
     partial = k.new_empty(programs, 4, k.shape[-1], dtype=torch.float32)
     results = [torch.empty_like(x) for x in (k, decay, rate)]
-    time_mix_keys_backward_kernel[(programs * heads,)](
-        *gradients[:4], k, decay, rate, w0, a0, k_k, k_a, *results, partial, tokens, heads,
-        K=head_size, **constants, **options,
-    )  # fmt: skip
+    with on(k.device):
+        time_mix_keys_backward_kernel[(programs * heads,)](
+            *gradients[:4], k, decay, rate, w0, a0, k_k, k_a, *results, partial, tokens, heads,
+            K=head_size, **constants, **options,
+        )  # fmt: skip
     results.append(partial.sum(0))
     if v_first is None or v_gate is None or v0 is None:
         return results
@@ -184,9 +189,10 @@ def time_mix_keys_backward(
     programs = _count(tokens, constants)
     partial = k.new_empty(programs, 1, k.shape[-1], dtype=torch.float32)
     changes = [torch.empty_like(x) for x in (v, v_first, v_gate)]
-    time_mix_values_backward_kernel[(programs * heads,)](
-        gradients[4], v, v_first, v_gate, v0, *changes, partial, tokens, heads, K=head_size, **constants, **options
-    )
+    with on(k.device):
+        time_mix_values_backward_kernel[(programs * heads,)](
+            gradients[4], v, v_first, v_gate, v0, *changes, partial, tokens, heads, K=head_size, **constants, **options
+        )
     return [*results, *changes, partial.sum(0)]
 
 
@@ -197,9 +203,10 @@ def time_mix_output_forward(
     batch, length, heads, head_size = y.shape
     constants, options = _plan("output_forward", architecture(y.device), head_size)
     out = torch.empty_like(gate)
-    time_mix_output_forward_kernel[(_count(batch * length, constants) * heads,)](
-        y, r, k, v, gate, r_k, weight, bias, out, batch * length, heads, eps, K=head_size, **constants, **options
-    )
+    with on(y.device):
+        time_mix_output_forward_kernel[(_count(batch * length, constants) * heads,)](
+            y, r, k, v, gate, r_k, weight, bias, out, batch * length, heads, eps, K=head_size, **constants, **options
+        )
     return out
 
 
@@ -221,10 +228,11 @@ def time_mix_output_backward(
     results = [torch.empty_like(x) for x in (y, r, k, v, gate)]
     programs = _count(batch * length, constants)
     partial = y.new_empty(programs, 3, heads * head_size, dtype=torch.float32)
-    time_mix_output_backward_kernel[(programs * heads,)](
-        dout, y, r, k, v, gate, r_k, weight, bias, *results, partial, batch * length, heads, eps,
-        K=head_size, **constants, **options,
-    )  # fmt: skip
+    with on(y.device):
+        time_mix_output_backward_kernel[(programs * heads,)](
+            dout, y, r, k, v, gate, r_k, weight, bias, *results, partial, batch * length, heads, eps,
+            K=head_size, **constants, **options,
+        )  # fmt: skip
     return [*results, partial.sum(0)]
 
 

@@ -17,6 +17,7 @@ from cdrmix.ops.backend import backend
 from cdrmix.ops.experts import moe_combine, moe_dispatch, moe_experts, moe_product
 from cdrmix.ops.linear import linear
 from cdrmix.ops.loss import linear_cross_entropy
+from cdrmix.ops.norm import add_norm
 from cdrmix.ops.plastic import plastic_commit, plastic_lora
 from cdrmix.ops.plastic_chunks import plastic_chunks
 from cdrmix.ops.recurrence import wkv7, wkv7_step
@@ -28,6 +29,7 @@ __all__ = [
     "GROUP_NORM_EPS",
     "OPS",
     "Routing",
+    "add_norm",
     "attention",
     "backend",
     "decay_scan",
@@ -71,5 +73,6 @@ OPS: dict[str, Callable[..., object]] = {
     "plastic_chunks": plastic_chunks,
     "linear": linear,
     "linear_cross_entropy": linear_cross_entropy,
+    "add_norm": add_norm,
     "token_shift": token_shift,
 }

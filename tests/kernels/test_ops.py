@@ -123,6 +123,15 @@ def output(x: Arguments) -> tuple[Tensor, ...]:
     return (ops.time_mix_output(**x),)
 
 
+def norm(x: Arguments) -> tuple[Tensor, ...]:
+    total, normed = ops.add_norm(x["x"], x["y"], x["weight"], x["bias"], kind="layernorm")
+    return (
+        total,
+        *ops.add_norm(total, normed, x["weight"], kind="rmsnorm"),
+        *ops.add_norm(normed, None, x["weight"], kind="rmsnorm"),
+    )
+
+
 TOKENS, HEADS, CHANNELS = (2, 15, 64), (2, 15, 2, 32), (64,)
 WKV = dict.fromkeys("rwkvab", (2, 50, 2, 32))
 CASES: dict[str, tuple[Callable[[Arguments], tuple[Tensor, ...]], dict[str, tuple[int, ...]]]] = {
@@ -174,6 +183,7 @@ CASES: dict[str, tuple[Callable[[Arguments], tuple[Tensor, ...]], dict[str, tupl
     ),
     "attention": (attention, {"q": (2, 50, 4, 16), "k": (2, 50, 2, 16), "v": (2, 50, 2, 16)}),
     "plastic_commit": (commit, {"a": (3, 12, 4)}),
+    "add_norm": (norm, {"x": TOKENS, "y": TOKENS, "weight": CHANNELS, "bias": CHANNELS}),
     "token_shift": (shift, {"x": (2, 15, 8)}),
 }
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -7,8 +7,9 @@ difference of large terms (of y, through its norm) is held to the same bar, sinc
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cdrmix import ops
 from cdrmix.kernels import reference_time_mix as reference
-from cdrmix.kernels import time_mix_cpu
+from cdrmix.kernels import time_mix, time_mix_cpu
 
 BAR = 2e-6
 IMPLEMENTATIONS = ["triton", "cpu"]
@@ -280,6 +281,31 @@ def test_exp_of_the_cpu_kernels() -> None:
     time_mix_cpu._values_forward(0, 1, *(t.numpy() for t in (zeros, zeros + 1, x, ones * 0, out)))
     exact = torch.sigmoid(x.double())
     assert float(((out.double() - exact).abs() / exact).max()) < 3 * 2**-23
+
+
+def test_launches_go_to_the_tensors_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current device, which of several need not be the tensors': every launch is guarded."""
+    inside, launched = [], []
+
+    @contextlib.contextmanager
+    def guard(device: torch.device) -> Iterator[None]:
+        inside.append(device)
+        yield
+        inside.pop()
+
+    class Launched:
+        def __getitem__(self, grid: object) -> Callable[..., None]:
+            return lambda *_, **__: launched.append(list(inside))
+
+    monkeypatch.setenv("CDRMIX_BACKEND", "triton")
+    monkeypatch.setattr(time_mix, "on", guard)
+    kernels = [name for name in vars(time_mix) if name.startswith("time_mix_") and name.endswith("_kernel")]
+    for name in kernels:
+        monkeypatch.setattr(time_mix, name, Launched())
+    for name, tensors in (*every(1, 5, 1, 32)[:1], *every(1, 5, 1, 32)[5:]):
+        run(ops, name, tensors, 32, torch.float32)
+    assert len(kernels) == 7
+    assert launched == [[torch.device("cpu")]] * 7
 
 
 def test_first_block_hands_v_through() -> None:
