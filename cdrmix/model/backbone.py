@@ -15,7 +15,7 @@ from cdrmix.config.schema_reasoning import Reasoning
 from cdrmix.model.attention import AttentionState
 from cdrmix.model.blocks import Block, BlockState
 from cdrmix.model.experts import MoeFeedForward
-from cdrmix.model.layers import TokenEmbedding, make_norm
+from cdrmix.model.layers import AddNorm, TokenEmbedding
 from cdrmix.model.places import place_tokens
 from cdrmix.model.plastic import make_adapters
 from cdrmix.model.router import Routed, Router
@@ -65,11 +65,11 @@ class LanguageModel(nn.Module):
         self.config = config
         self.activation_checkpointing = activation_checkpointing
         self.embedding = TokenEmbedding(config.vocab_size, config.d_model, std=0.02 * config.init_std_scale)
-        self.embedding_norm = make_norm(config) if config.embedding_norm else nn.Identity()
+        self.embedding_norm = AddNorm(config) if config.embedding_norm else None
         blocks = [Block(config, layer, mixer, experts) for layer, mixer in enumerate(config.mixers)]
         self.blocks = nn.ModuleList(blocks)
         self.attends = any(block.mixer.attends for block in blocks)
-        self.final_norm = make_norm(config)
+        self.final_norm = AddNorm(config)
         self.head = (
             None
             if config.tie_embeddings
@@ -131,9 +131,13 @@ class LanguageModel(nn.Module):
             prefix=prefix,
             dtype=torch.promote_types(self.embedding.weight.dtype, torch.float32),
         )
-        x = self.embedding_norm(self.embedding(ids_BT))
+        x = self.embedding(ids_BT)
+        if self.embedding_norm is not None:
+            with torch.autocast(x.device.type, enabled=False):  # the residual stream keeps its float32
+                _, x = self.embedding_norm(x)
         if prefix_BPD is not None:
             x = torch.cat([prefix_BPD.to(x), x], 1)
+        y: Tensor | None = None  # a branch's output, which the next norm adds to the stream x
         v_first: Tensor | None = None
         states: list[BlockState] = []
         reports: list[Routed] = []
@@ -141,10 +145,12 @@ class LanguageModel(nn.Module):
         for layer, block in enumerate(self.blocks):
             carried = state[layer] if state else None
             if self.activation_checkpointing and torch.is_grad_enabled():
-                arguments = (x, v_first, places, carried, return_state, write_scale)
-                x, v_first, after, routed, correlation = checkpoint(block, *arguments, use_reentrant=False)
+                arguments = (x, y, v_first, places, carried, return_state, write_scale)
+                x, y, v_first, after, routed, correlation = checkpoint(block, *arguments, use_reentrant=False)
             else:
-                x, v_first, after, routed, correlation = block(x, v_first, places, carried, return_state, write_scale)
+                x, y, v_first, after, routed, correlation = block(
+                    x, y, v_first, places, carried, return_state, write_scale
+                )
             if after is not None:
                 states.append(after)
             if correlation is not None:
@@ -152,7 +158,10 @@ class LanguageModel(nn.Module):
             reports += routed
         router = RouterStats(*(torch.stack(column) for column in zip(*reports, strict=True))) if reports else None
         objective = torch.stack(correlations).sum() / self.adapters if correlations else None
-        return Output(self.final_norm(x[:, prefix:]), router, tuple(states) if return_state else None, objective)
+        if prefix:
+            x, y = x[:, prefix:], None if y is None else y[:, prefix:]
+        _, hidden_BTD = self.final_norm(x, y)
+        return Output(hidden_BTD, router, tuple(states) if return_state else None, objective)
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """Hidden states [..., D] -> logits [..., V] in float32 at least."""

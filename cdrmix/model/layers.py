@@ -15,10 +15,22 @@ from cdrmix.config.schema import Model
 ParameterKind = Literal["matrix", "embedding", "vector", "decay_bias"]
 
 
-def make_norm(config: Model) -> nn.Module:
-    """The configured norm over D, in its own float32 parameters."""
-    kind = nn.LayerNorm if config.norm == "layernorm" else nn.RMSNorm
-    return kind(config.d_model, eps=config.norm_eps)
+class AddNorm(nn.Module):
+    """The configured norm over D, in its own float32 parameters, after the residual sum that it reads.
+
+    One module for both, so that under ZeRO-3 the weight is gathered for the module that reads it.
+    """
+
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        self.kind, self.eps = config.norm, config.norm_eps
+        self.weight = nn.Parameter(torch.ones(config.d_model))
+        self.bias = nn.Parameter(torch.zeros(config.d_model)) if config.norm == "layernorm" else None
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The residual stream x and a branch's output y, both [B, T, D] (y None: nothing to add) -> their sum, and the
+        norm of it that the next branch reads."""
+        return ops.add_norm(x, y, self.weight, self.bias, eps=self.eps, kind=self.kind)
 
 
 class TokenEmbedding(nn.Module):

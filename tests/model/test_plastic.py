@@ -186,7 +186,7 @@ def test_a_prefix_is_read_and_writes_nothing() -> None:
     assert output.hidden_BTD.shape == (2, 6, 16)
     assert (output.hidden_BTD - model(tokens).hidden_BTD).abs().max() > 1e-6
     assert all(each.position == 0 for block in output.state for each in block.plastic)
-    embedded = model.embedding_norm(model.embedding(tokens))
+    _, embedded = model.embedding_norm(model.embedding(tokens))
     as_tokens = model(tokens[:, 3:], prefix_BPD=embedded[:, :3], return_state=True)
     assert (as_tokens.hidden_BTD - model(tokens).hidden_BTD[:, 3:]).abs().max() < BOUND  # within a chunk none is read
     with pytest.raises(ValueError, match="one document a row"):
