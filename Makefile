@@ -5,8 +5,12 @@ CONFIG ?= configs/cdrmix-core-tiny.yaml
 ARGS ?=
 # Of fuzzing, for each target.
 SECONDS ?= 300
-# Address of a package index that has PyTorch's CPU builds, where your own has only the CUDA ones.
+# Address of a package index that has PyTorch's CPU or ROCm builds, where your own has only the CUDA ones.
 TORCH_INDEX ?=
+# Which build of PyTorch: cuda, rocm or cpu; by default what the machine's driver says.
+GPU ?= $(shell if command -v nvidia-smi >/dev/null; then echo cuda; \
+    elif command -v rocm-smi >/dev/null || command -v amd-smi >/dev/null || [ -d $(ROCM) ]; then echo rocm; else echo cpu; fi)
+ROCM ?= /opt/rocm
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
@@ -25,6 +29,8 @@ help:
 
 install: $(INSTALLED)
 
+# DeepSpeed is built without compiled operators, for training uses none: its setup would else look for nvcc where there is
+# a driver, and stop without it.
 # An installation that was killed may have left packages half copied, which pip takes for whole: it is begun again.
 $(INSTALLED): pyproject.toml setup.py constraints.txt Makefile $(wildcard csrc/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
@@ -35,17 +41,25 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt Makefile $(wildcard csrc/*
 	    echo 'A C++17 compiler is needed. On Debian and Ubuntu: apt install g++; or name one: make install CXX=clang++' >&2; exit 1; }
 	@if [ -e $(UNFINISHED) ] || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then rm -rf .venv; $(PYTHON) -m venv .venv; fi
 	@touch $(UNFINISHED); trap 'exit 130' INT TERM; set -e; \
-	{ if command -v nvidia-smi >/dev/null; then \
-	    echo 'Installing PyTorch for the GPU ...' && $(PIP) torch==2.13.0; \
-	  else \
+	{ case $(GPU) in cuda) \
+	    echo 'Installing PyTorch for the GPU ...' && $(PIP) torch==2.13.0;; \
+	  rocm) \
+	    echo 'Installing PyTorch for AMD GPUs ...' && [ -n '$(TORCH_INDEX)' ] && \
+	    PIP_EXTRA_INDEX_URL='$(TORCH_INDEX)' $(PIP) --upgrade torch==2.13.0 && \
+	    $(BIN)/python -c 'import sys, torch; sys.exit(not torch.version.hip)' || { \
+	      echo 'This machine has an AMD GPU, but no ROCm build of PyTorch 2.13.0 was had: the default index has none. Name one' \
+	           'that has them for your ROCm: make install TORCH_INDEX=... ; or do without the GPU: make install GPU=cpu' >&2; \
+	      false; };; \
+	  cpu) \
 	    echo 'Installing PyTorch for the CPU ...' && \
-	    { PIP_EXTRA_INDEX_URL='$(TORCH_INDEX)' $(PIP) torch==2.13.0+cpu || { \
+	    PIP_EXTRA_INDEX_URL='$(TORCH_INDEX)' $(PIP) torch==2.13.0+cpu || { \
 	      echo 'Not had: your index may lack CPU builds (make install TORCH_INDEX=... names one that has them).' \
-	           'Installing the default build, which may bring several GB of CUDA.' >&2; $(PIP) torch==2.13.0; }; }; \
-	  fi && \
+	           'Installing the default build, which may bring several GB of CUDA.' >&2; $(PIP) torch==2.13.0; };; \
+	  *) echo 'GPU=$(GPU): it is cuda, rocm or cpu' >&2; false;; \
+	  esac && \
 	  echo 'Installing the other dependencies and building the extension ...' && \
 	  $(PIP) setuptools pybind11 && \
-	  $(PIP) --no-build-isolation --editable '.[test,dev]' && \
+	  DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(PIP) --no-build-isolation --editable '.[test,dev]' && \
 	  $(BIN)/python -c 'import torch, cdrmix._dedup, cdrmix._text'; } || { status=$$?; rm -f $(UNFINISHED); exit $$status; }
 	@rm -f $(UNFINISHED); touch $@
 
