@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from cdrmix.errors import ConfigError
 
 BACKENDS = ("triton", "cpu", "reference")
+HAS_NUMBA = importlib.util.find_spec("numba") is not None  # looked for once: it takes 100 us every time
 
 
 def backend(x: Tensor) -> str:
@@ -34,13 +34,7 @@ def backend(x: Tensor) -> str:
         return forced
     if x.device.type == "cuda":
         return "triton"
-    return "cpu" if x.device.type == "cpu" and _has_numba() else "reference"
-
-
-@functools.cache
-def _has_numba() -> bool:
-    """Whether numba is installed; looking for it takes 100 us, every time."""
-    return importlib.util.find_spec("numba") is not None
+    return "cpu" if x.device.type == "cpu" and HAS_NUMBA else "reference"
 
 
 def debugging() -> bool:
