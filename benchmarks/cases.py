@@ -12,6 +12,7 @@ from typing import Any
 # Suite -> its module, which holds CASES. Modules are imported when their suite is asked for: the trainer's needs every
 # dependency of the package, the kernels' PyTorch and Triton alone.
 SUITES = {
+    "train": "train",
     "trainer": "trainer",
     "wkv7": "wkv7",
     "scan": "scan",
@@ -60,13 +61,21 @@ class Result:
     profile: dict[str, Any] = field(default_factory=dict)
 
 
+class NotMeasured(Exception):
+    """Raised by a case that this machine is too small for; says why."""
+
+
 @dataclass(frozen=True)
 class Case:
-    """One measurement, and the devices that it is meant for."""
+    """One measurement, and the devices that it is meant for.
+
+    told_of: whether it is named as not measured, with its targets, where another device is measured.
+    """
 
     measure: Callable[[Options], Result]
     about: str
     devices: tuple[str, ...] = ("cpu", "cuda")
+    told_of: bool = False
 
 
 def cases(suite: str) -> dict[str, Case]:

@@ -20,7 +20,7 @@ from typing import Any
 import machine
 import torch
 import yaml
-from cases import SUITES, Case, Options, Result, cases, quantiles
+from cases import SUITES, Case, NotMeasured, Options, Result, cases, quantiles
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -32,7 +32,10 @@ ROOT = HERE.parent
 
 
 def main() -> int:
-    """Runs what the arguments name; exit code 0: every target was met; 1: one was missed or not measured; 2: usage."""
+    """Runs what the arguments name; exit code 0: every target was met; 1: one was missed or not measured; 2: usage.
+
+    A case that this machine cannot run is told of and fails nothing, unless a target of it names the machine's GPU.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", action="append", choices=sorted(SUITES), help="default: all")
     parser.add_argument("--case", action="append", help="one case of the suites; default: all for the device")
@@ -70,7 +73,7 @@ def main() -> int:
         chosen += [
             (suite, name, case)
             for name, case in found.items()
-            if arguments.device in case.devices and name in (arguments.case or [name])
+            if (arguments.device in case.devices or case.told_of) and name in (arguments.case or [name])
         ]
     unknown = set(arguments.case or []) - {name for _, name, _ in chosen}
     if unknown or not chosen:
@@ -86,10 +89,18 @@ def main() -> int:
     )
     where = machine.facts()
     rows = []
+    unmeasured = False
     for suite, name, case in chosen:
         load = os.getloadavg()[0]
         try:
+            if arguments.device not in case.devices:
+                raise NotMeasured(f"it is for {' and '.join(case.devices)}, this is {arguments.device}")
             result = case.measure(options)
+        except NotMeasured as reason:
+            wanted = arguments.device in case.devices and names_this_gpu(targets[suite][name], where["machine"]["gpu"])
+            unmeasured = unmeasured or wanted
+            print(f"{suite}/{name}: not measured here: {reason}; targets: {listed(targets[suite][name])}")
+            continue
         except CdrmixError as error:
             print(f"{suite}/{name}: {error}", file=sys.stderr)
             return error.exit_code
@@ -100,7 +111,12 @@ def main() -> int:
             with (arguments.results / f"{suite}.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
         show(row)
-    return 0 if all(check["met"] in (True, "elsewhere") for row in rows for check in row["targets"].values()) else 1
+    return 1 if unmeasured or not all_met(rows) else 0
+
+
+def all_met(rows: list[dict[str, Any]]) -> bool:
+    """Whether no target of the rows that counts here was missed or not measured."""
+    return all(check["met"] in (True, "elsewhere") for row in rows for check in row["targets"].values())
 
 
 def to_row(
@@ -133,16 +149,51 @@ def to_row(
 def check(found: float | None, bound: dict[str, Any], gpu: str | None) -> dict[str, Any]:
     """A target beside what was found. met: true, false, null where nothing was measured, or "elsewhere".
 
-    A bound with `gpu` counts on GPUs of that name alone, and is "elsewhere" on others.
+    A bound with `gpu` counts on GPUs of that name alone, and is "elsewhere" on others. `by_gpu` holds bounds by the
+    name of a GPU, which stand there in place of this one. Beside `least`, under which a figure fails, `goals` are what
+    it should come to; reached: those that it came to.
     """
+    bound = bound_for(bound, gpu)
     met: bool | str | None
-    if "gpu" in bound and bound["gpu"] not in (gpu or ""):
+    if ("gpu" in bound and bound["gpu"] not in (gpu or "")) or not {"least", "most"} & set(bound):
         met = "elsewhere"
     elif found is None:
         met = None
     else:
         met = found >= bound.get("least", -math.inf) and found <= bound.get("most", math.inf)
-    return {**bound, "found": found, "met": met}
+    answer = {**bound, "found": found, "met": met}
+    if "goals" in bound:
+        answer["reached"] = [goal for goal in bound["goals"] if found is not None and found >= goal]
+    return answer
+
+
+def bound_for(bound: dict[str, Any], gpu: str | None) -> dict[str, Any]:
+    """The bound that counts on a GPU of this name (None: there is none), with that part of the name as its `gpu`."""
+    for name, its_own in bound.get("by_gpu", {}).items():
+        if name in (gpu or ""):
+            return {**its_own, "gpu": name}
+    return bound
+
+
+def names_this_gpu(bounds: dict[str, dict[str, Any]], gpu: str | None) -> bool:
+    """Whether one of a case's bounds is for GPUs of this name; gpu: None where there is none."""
+    names = [bound_for(bound, gpu).get("gpu") for bound in bounds.values()]
+    return any(name in (gpu or "") for name in names if name is not None)
+
+
+def listed(bounds: dict[str, dict[str, Any]]) -> str:
+    """A case's targets in words."""
+    return "; ".join(f"{name.replace('_', ' ')} {in_words(bound)}" for name, bound in bounds.items()) or "none"
+
+
+def in_words(bound: dict[str, Any]) -> str:
+    """A target: its bound with its goals, and the GPUs that it is for."""
+    parts = []
+    if {"least", "most"} & set(bound):
+        parts.append(f"at least {bound['least']}" if "least" in bound else f"at most {bound['most']}")
+        parts[0] += f" (goals {', '.join(map(str, bound['goals']))})" if "goals" in bound else ""
+        parts[0] += f" on {bound['gpu']}" if "gpu" in bound else ""
+    return ", ".join(parts + [in_words({**its_own, "gpu": name}) for name, its_own in bound.get("by_gpu", {}).items()])
 
 
 def finite(value: Any) -> Any:
@@ -192,12 +243,14 @@ def verdict(check: dict[str, Any] | None) -> str:
     """A target and whether it was met."""
     if check is None:
         return ""
-    bound = f"at least {check['least']}" if "least" in check else f"at most {check['most']}"
+    bound = in_words(check)
     if check["met"] == "elsewhere":
-        return f"{bound} on {check['gpu']}"
+        return bound
     if check["met"] is None:
         return f"[red]{bound}: not measured[/]"
-    return f"[green]{bound}: met[/]" if check["met"] else f"[red]{bound}: missed[/]"
+    missed = [goal for goal in check.get("goals", ()) if goal not in check["reached"]]
+    short = f", short of {missed[0]}" if missed and check["met"] else ""
+    return f"[green]{bound}: met{short}[/]" if check["met"] else f"[red]{bound}: missed[/]"
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ updates of --micro-batches micro-batches each are timed. No text, no checkpoint,
 measures the same model without the kernels. Under torchrun every process takes a GPU; figures are rank 0's, of one GPU.
 
 It needs PyTorch, Triton, NumPy, PyYAML, Rich, Pydantic, safetensors and DeepSpeed, no text pipeline and no compiled
-extension. Exit codes: 0 measured, 2 a bad argument or configuration, 8 out of memory.
+extension. Exit codes: 0 measured, 1 short of the case's targets (targets.yaml), 2 a bad argument or configuration, 8
+out of memory.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import numpy as np
 import run
 import torch
 import train_profile
+import yaml
 from cases import Result, quantiles
 
 from cdrmix import ops
@@ -46,6 +48,8 @@ from cdrmix.train.schedule import learning_rate
 CONFIGS = Path(__file__).parents[1] / "configs"
 MEDIAN_DOCUMENT, SIGMA = 400, 1.0  # tokens, and of the logarithm: as the kernels' packed cases have them
 ZIPF_EXPONENT = 1.1  # of token ids: about that of a tokenizer's pieces in English text
+TARGETS = Path(__file__).with_name("targets.yaml")
+DEFAULT = "core-1b"
 PROFILED = 2  # micro-batches; with the update that ends them
 
 
@@ -94,7 +98,7 @@ def main() -> int:
     parser.add_argument("--no-determinism", action="store_true", help="let PyTorch take operations that do not repeat")
     parser.add_argument("--no-profile", action="store_true", help="leave out where the time goes")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="keep the profile of a GPU for a trace viewer")
-    parser.add_argument("--results", type=Path, metavar="FOLDER", help="append the row to FOLDER/train_gpu.jsonl")
+    parser.add_argument("--results", type=Path, metavar="FOLDER", help="append the row to FOLDER/train.jsonl")
     parser.add_argument("--json", action="store_true", help="print the measurement as one line of JSON and no table")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of the configuration, as `cdrmix train` has")
     arguments = parser.parse_intermixed_args()
@@ -116,15 +120,28 @@ def main() -> int:
     if arguments.json:
         print(json.dumps(run.finite(dataclasses.asdict(result))))
         return 0
-    name = arguments.case or ("core-1b" if arguments.config is None else arguments.config.stem)
-    row = run.finite(run.to_row("train_gpu", name, result, {}, machine.facts(), load))
+    row = run.finite(run.to_row("train", case_name(arguments), result, targets(arguments), machine.facts(), load))
     run.show(row)
     show_profile(result.profile)
     if arguments.results is not None:
         arguments.results.mkdir(parents=True, exist_ok=True)
-        with (arguments.results / "train_gpu.jsonl").open("a", encoding="utf-8") as file:
+        with (arguments.results / "train.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
-    return 0
+    return 0 if run.all_met([row]) else 1
+
+
+def case_name(arguments: argparse.Namespace) -> str:
+    """The case as targets.yaml and the rows name it; of a configuration of one's own, its file."""
+    return (arguments.config.stem if arguments.config else arguments.case or DEFAULT).replace("-", "_")
+
+
+def targets(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The targets of a case on a GPU; none of one that is changed, or measured without determinism or the kernels."""
+    changed = arguments.overrides or arguments.checkpointing or arguments.zero_stage is not None
+    other = arguments.config or arguments.no_determinism or os.environ.get("CDRMIX_BACKEND", "triton") != "triton"
+    if changed or other or arguments.device != "cuda":
+        return {}
+    return yaml.safe_load(TARGETS.read_text())["train"][case_name(arguments)]
 
 
 def positive(text: str) -> int:
@@ -136,7 +153,7 @@ def positive(text: str) -> int:
 
 def configured(arguments: argparse.Namespace) -> Config:
     """The configuration of a case with what the command line changes. Raises ConfigError."""
-    case = CASES[arguments.case or "core-1b"]
+    case = CASES[arguments.case or DEFAULT]
     path = arguments.config or CONFIGS / case.config
     changes = [] if arguments.config else list(case.overrides)
     # Synthetic batches: no domains, no curriculum, nothing of the text is read.
@@ -169,9 +186,10 @@ def measure(arguments: argparse.Namespace) -> Result:
     trainer = Trainer(config, make_engine(config, loss_model, world), world)
     del loss_model
     built = time.perf_counter() - begun
-    batches = [
-        synthetic_batch(config, number * world.size + world.rank) for number in range(accumulation(config, world))
-    ]
+    numbers = [number * world.size + world.rank for number in range(accumulation(config, world))]
+    batches = [synthetic_batch(config, number) for number in numbers]
+    if world.device.type == "cuda":
+        batches = [batch.pinned() for batch in batches]  # as the loop of training has them
     begun = time.perf_counter()
     for _ in range(arguments.warmup):
         trainer.update(batches)
@@ -207,8 +225,8 @@ def measure(arguments: argparse.Namespace) -> Result:
             "warmup_seconds": warmed,
         },
         settings={
-            "config": Path(arguments.config or CASES[arguments.case or "core-1b"].config).name,
-            "overrides": [] if arguments.config else list(CASES[arguments.case or "core-1b"].overrides),
+            "config": Path(arguments.config or CASES[arguments.case or DEFAULT].config).name,
+            "overrides": [] if arguments.config else list(CASES[arguments.case or DEFAULT].overrides),
             "arguments": arguments.overrides,
             "device": world.device.type,
             "processes": world.size,
@@ -326,19 +344,23 @@ class Trainer:
                 demand = losses.router.demand_LE.double()
                 demand_LE = demand if demand_LE is None else demand_LE + demand
             marks.add()
-        loss = float(world.total(next_token)) / (sum(batch.ids_BT.numel() for batch in batches) * world.size)
+        # As the loop of training does: sums of all processes, and one read of the device.
+        counts_LE = next_token.new_zeros(0, 0) if demand_LE is None else demand_LE
+        norm = engine.clip()
+        parts = [world.total(torch.cat([next_token.reshape(1), counts_LE.flatten()]))]
+        parts += [] if norm is None else [norm.double().reshape(1)]
+        read = torch.cat(parts).cpu()
+        loss = read[0].item() / (sum(batch.ids_BT.numel() for batch in batches) * world.size)
         check_finite(loss, len(self.losses) + 1)
         self.losses.append(loss)
-        engine.clip()
-        applied = engine.step()
+        applied = engine.step(None if norm is None else read[-1].item())
         engine.zero()
-        if demand_LE is not None:
-            world.total(demand_LE)
-            if applied and self._bias_rate > 0:
-                balance_routers(engine.module, demand_LE, self._bias_rate)
+        counts_LE = read[1 : 1 + counts_LE.numel()].view(counts_LE.shape)
+        if applied and self._bias_rate > 0:
+            balance_routers(engine.module, counts_LE, self._bias_rate)
         marks.add()
-        if demand_LE is not None:
-            self.load_over_even = (demand_LE / demand_LE.mean(1, keepdim=True)).max().item()
+        if counts_LE.numel():
+            self.load_over_even = (counts_LE / counts_LE.mean(1, keepdim=True)).max().item()
         return marks
 
     def synchronize(self) -> None:

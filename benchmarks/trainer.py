@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from unittest import mock
+from pathlib import Path
 
 import torch
 import trainer_peers as peers
+import turns
 from cases import Case, Options, Result
 
 from cdrmix.config.load import load_config
 from cdrmix.config.schema import Config, Train
-from cdrmix.data.batch import Batch
-from cdrmix.data.loader import EvalLoader, Prefetcher, TrainLoader
+from cdrmix.data.loader import EvalLoader, TrainLoader
 from cdrmix.data.prepare import prepare
 from cdrmix.errors import ConfigError
 from cdrmix.eval.perplexity import evaluate, held_out
@@ -24,49 +21,23 @@ from cdrmix.train import stage_a
 from cdrmix.train.build import build_loss_model
 from cdrmix.train.checkpoint import read_weights
 from cdrmix.train.parallel import join
-from cdrmix.train.run import RunFolder
 
-WARMUP_BLOCKS = 1  # first blocks of a timing, thrown away: memory is being allocated
 BLOCK = 10  # steps of one timing: as often as core-tiny logs a step
 
 
 def overhead(options: Options) -> Result:
-    """Steps per second of stage A's loop, and of the same model in bare PyTorch, in turns of ten steps.
-
-    The loop is stage_a.train itself. Its batch loader stops it before every tenth step while the bare loop takes its
-    turn, so both see the same machine; evaluation and checkpoints fall on the last step, which is not counted.
-    """
-    config = at_most_one_evaluation(options, (WARMUP_BLOCKS + options.blocks) * BLOCK + 1)
+    """Steps per second of stage A's loop, and of the same model in bare PyTorch, in turns of ten steps."""
+    config = at_most_one_evaluation(options.config, options.device, turns.steps_of(options.blocks, BLOCK))
     device = join(config).device
     shards = prepare(config)
     torch.manual_seed(config.run.seed)
     bare = peers.BareLoop(build_loss_model(config), config.train, device)
-    ours: list[float] = []
-    theirs: list[float] = []
-
-    class Turns(Prefetcher):
-        started = 0.0
-
-        def micro_batches(self, step: int) -> list[Batch]:
-            if step % BLOCK == 0:
-                now = peers.clock(device)
-                if step > 0:
-                    ours.append(BLOCK / (now - self.started))
-                    for number in range(step - BLOCK, step):
-                        bare.step(number, self.loader.micro_batches(number))
-                    self.started = peers.clock(device)
-                    theirs.append(BLOCK / (self.started - now))
-                else:
-                    self.started = now
-            return super().micro_batches(step)
-
-    with run_folder(config) as run, mock.patch.object(stage_a, "Prefetcher", Turns):
-        stage_a.train(config, run, shards, console=False)
+    samples = turns.in_turns(config, shards, {"bare PyTorch loop": bare.step}, BLOCK)
     return Result(
         unit="steps/s",
         peer_name="bare PyTorch loop",
-        ours=ours[WARMUP_BLOCKS:],
-        peer=theirs[WARMUP_BLOCKS:],
+        ours=samples[turns.OURS],
+        peer=samples["bare PyTorch loop"],
         settings={
             "config": options.config.name,
             "blocks": options.blocks,
@@ -79,13 +50,15 @@ def overhead(options: Options) -> Result:
 
 def quality(options: Options) -> Result:
     """Held-out bits per byte after equal seconds of training, with equal active parameters, on the same shards."""
-    probe = at_most_one_evaluation(options, max(4, round(options.seconds / 10)))
+    probe = at_most_one_evaluation(options.config, options.device, max(4, round(options.seconds / 10)))
     device = join(probe).device
     shards = prepare(probe)
-    with run_folder(probe) as run:
+    with turns.run_folder(probe) as run:
         speed = stage_a.train(probe, run, shards, console=False)
-    config = at_most_one_evaluation(options, max(4, round(options.seconds * speed.step / speed.seconds)))
-    with run_folder(config) as run:
+    config = at_most_one_evaluation(
+        options.config, options.device, max(4, round(options.seconds * speed.step / speed.seconds))
+    )
+    with turns.run_folder(config) as run:
         trained = stage_a.train(config, run, shards)
         ours = LanguageModel(config.model)
         ours.load_state_dict(read_weights(trained.checkpoint))
@@ -148,12 +121,11 @@ CASES = {
 }
 
 
-def at_most_one_evaluation(options: Options, steps: int) -> Config:
+def at_most_one_evaluation(path: Path, device: str, steps: int, *overrides: str) -> Config:
     """The configuration cut to `steps`, its warmup in proportion, evaluating and saving after the last step only.
 
     Raises ConfigError for fp16, whose loss scale the peers do not have.
     """
-    path = options.config
     full = load_config(path)
     if full.train.precision == "fp16":
         raise ConfigError(f"{path}: the peers train without a loss scale; set train.precision: bf16 or fp32")
@@ -162,17 +134,11 @@ def at_most_one_evaluation(options: Options, steps: int) -> Config:
     return load_config(
         path,
         [
-            f"run.device={options.device}",
+            f"run.device={device}",
             f"train.steps={steps}",
             f"train.warmup_steps={warmup}",
             f"train.evaluate_every={only_last}",
             f"train.checkpoint_every={only_last}",
+            *overrides,
         ],
     )
-
-
-@contextmanager
-def run_folder(config: Config) -> Iterator[RunFolder]:
-    """A run folder for the time of a measurement."""
-    with tempfile.TemporaryDirectory(prefix="cdrmix-benchmark-") as root:
-        yield RunFolder.create(config.model_copy(update={"run": config.run.model_copy(update={"root": root})}))

@@ -103,36 +103,52 @@ def llama_nats(model: nn.Module, batch: Batch) -> Tensor:
     return logits_nats(model(input_ids=batch.ids_BT).logits, batch)
 
 
+class LlamaLoop:
+    """A Llama trained with AdamW on the rows that a loss model takes, read whole, on one process."""
+
+    def __init__(self, model: LlamaForCausalLM, train: Train, device: torch.device) -> None:
+        self.model, self.train, self.device = model.to(device), train, device
+        matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+        others = [parameter for parameter in model.parameters() if parameter.ndim != 2]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": train.weight_decay}, {"params": others, "weight_decay": 0.0}],
+            lr=train.learning_rate,
+            betas=train.betas,
+            eps=train.epsilon,
+            fused=True,
+        )
+        model.train()
+
+    def step(self, number: int, batches: list[Batch]) -> None:
+        """One optimizer step at the rate of the schedule."""
+        self.update(learning_rate(self.train, number), batches)
+
+    def update(self, rate: float, batches: list[Batch]) -> None:
+        """One optimizer step at this rate."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        for batch in batches:
+            here = batch.to(self.device)
+            with precision(self.train, self.device):
+                logits = self.model(input_ids=here.ids_BT).logits
+                nats = nn.functional.cross_entropy(logits.flatten(0, 1), here.targets_BT.flatten(), reduction="none")
+                total = (nats * here.weights_BT.flatten()).sum() / here.token_count
+            total.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.train.gradient_clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
 def train_llama(model: LlamaForCausalLM, train: Train, rows: Rows, seconds: float, device: torch.device) -> Trained:
     """Trains with AdamW until `seconds` are over; warmup and cosine follow the clock, so both end as configured."""
-    model.to(device)
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
-    others = [parameter for parameter in model.parameters() if parameter.ndim != 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": train.weight_decay}, {"params": others, "weight_decay": 0.0}],
-        lr=train.learning_rate,
-        betas=train.betas,
-        eps=train.epsilon,
-        fused=True,
-    )
-    model.train()
+    loop = LlamaLoop(model, train, device)
     warmup, ratio = train.warmup_steps / train.steps, train.final_learning_rate_ratio
     start, step, tokens = clock(device), 0, 0
     while (elapsed := clock(device) - start) < seconds:
         done = elapsed / seconds
         cosine = ratio + (1 - ratio) * 0.5 * (1 + math.cos(math.pi * max(0.0, done - warmup) / (1 - warmup)))
-        for group in optimizer.param_groups:
-            group["lr"] = train.learning_rate * (min(1.0, done / warmup) if warmup else 1.0) * cosine
-        for batch in rows(step):
-            here = batch.to(device)
-            with precision(train, device):
-                logits = model(input_ids=here.ids_BT).logits
-                nats = nn.functional.cross_entropy(logits.flatten(0, 1), here.targets_BT.flatten(), reduction="none")
-                total = (nats * here.weights_BT.flatten()).sum() / here.token_count
-            total.backward()
-            tokens += int(batch.weights_BT.sum())
-        nn.utils.clip_grad_norm_(model.parameters(), train.gradient_clip)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        batches = rows(step)
+        loop.update(train.learning_rate * (min(1.0, done / warmup) if warmup else 1.0) * cosine, batches)
+        tokens += sum(int(batch.weights_BT.sum()) for batch in batches)
         step += 1
     return Trained(step, tokens, clock(device) - start)

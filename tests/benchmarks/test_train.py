@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from cdrmix.config.load import load_config
 from cdrmix.plan.flops import training_flops_per_token
@@ -37,7 +38,8 @@ def load(name: str) -> Any:
         sys.path.remove(str(BENCHMARKS))
 
 
-train_gpu, train_profile = load("train_gpu"), load("train_profile")
+run, train_gpu, train_profile = load("run"), load("train_gpu"), load("train_profile")
+TARGETS = yaml.safe_load((BENCHMARKS / "targets.yaml").read_text())["train"]
 
 
 def measure(*arguments: str, **variables: str) -> dict[str, Any]:
@@ -54,6 +56,7 @@ class Refuse:
             raise ModuleNotFoundError(name, name=name)
 sys.meta_path.insert(0, Refuse())
 sys.path.insert(0, {str(BENCHMARKS)!r})
+import train  # the suite of run.py, too
 sys.argv[0] = "train_gpu.py"
 runpy.run_path({str(BENCHMARKS / "train_gpu.py")!r}, run_name="__main__")
 """
@@ -70,9 +73,9 @@ runpy.run_path({str(BENCHMARKS / "train_gpu.py")!r}, run_name="__main__")
 
 def test_a_toy_on_a_cpu_from_the_command_line_to_its_row(tmp_path: Path) -> None:
     measure("--results", str(tmp_path))
-    (line,) = (tmp_path / "train_gpu.jsonl").read_text().splitlines()
+    (line,) = (tmp_path / "train.jsonl").read_text().splitlines()
     row = json.loads(line)
-    assert (row["suite"], row["case"], row["samples"]) == ("train_gpu", "core-tiny", 2)
+    assert (row["suite"], row["case"], row["samples"]) == ("train", "core_tiny", 2)
     assert {"commit", "machine", "versions", "load", "settings", "ours"} <= set(row)
     figures = row["figures"]
     assert figures["mfu"] is None  # nobody stated a CPU's peak
@@ -202,3 +205,124 @@ def test_a_trace_of_a_gpu_becomes_families() -> None:
         "moe": {"milliseconds": pytest.approx(1.0), "launches": 1.0},
         "copy": {"milliseconds": pytest.approx(0.05), "launches": 0.5, "copied_bytes": 2048.0},
     }
+
+
+def run_py(*arguments: object, before: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    """run.py's main in a process of its own, after the code `before`."""
+    code = f"""
+import sys
+sys.path.insert(0, {str(BENCHMARKS)!r})
+import cases, machine, run, train
+{before}
+sys.exit(run.main())
+"""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, check=False, capture_output=True, text=True, env=ENVIRONMENT | variables)
+
+
+def test_the_gate_knows_the_product_s_floors_and_ours_for_one_card() -> None:
+    floors = {"core_1b": 1000, "core_4b": 500, "core_40b": 100, "core_200b": 50}
+    for name, least in floors.items():
+        assert TARGETS[name]["tokens_per_second"]["least"] == least
+        assert run.check(least - 1, TARGETS[name]["tokens_per_second"], "NVIDIA A100-SXM4-80GB")["met"] is False
+    bound = TARGETS["core_1b"]["tokens_per_second"]
+    for found, met, reached in (
+        (13_999.0, False, []),
+        (14_000.0, True, []),
+        (45_000.0, True, [45_000]),
+        (51_000.0, True, [45_000, 51_000]),
+        (None, None, []),
+    ):
+        check = run.check(found, bound, "NVIDIA H200")
+        assert (check["met"], check["reached"], check["gpu"]) == (met, reached, "H200")
+        assert run.all_met([{"targets": {"tokens_per_second": check}}]) is (met is True)
+    on_another = run.check(13_999.0, bound, "NVIDIA H100 80GB HBM3")
+    assert on_another["met"] is True
+    assert "reached" not in on_another
+    assert run.check(0.2, TARGETS["dense_1b"]["mfu"], "NVIDIA A100-SXM4-80GB")["met"] == "elsewhere"
+    assert "short of 45000" in run.verdict(run.check(14_000.0, bound, "NVIDIA H200"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is not measured where there is no GPU")
+def test_without_a_gpu_the_gate_says_what_was_not_measured_and_passes(tmp_path: Path) -> None:
+    done = run_py("--suite", "train", "--case", "core_1b", "--case", "core_200b", "--results", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "train/core_1b: not measured here: it is for cuda, this is cpu; targets: tokens per second at least 1000, "
+        "at least 14000 (goals 45000, 51000) on H200",
+        "train/core_200b: not measured here: it is for cuda, this is cpu; targets: tokens per second at least 50",
+    ]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("gpu", "code"), [("NVIDIA H200", 1), ("NVIDIA H100 80GB HBM3", 0)])
+def test_a_case_that_a_machine_cannot_run_fails_where_a_target_names_its_gpu(
+    tmp_path: Path, gpu: str, code: int
+) -> None:
+    before = f"""
+def too_small(options): raise cases.NotMeasured("the GPU's memory does not hold the step")
+train.CASES["core_1b"] = cases.Case(too_small, "", ("cpu",))
+facts = machine.facts()
+machine.facts = lambda: facts | {{"machine": facts["machine"] | {{"gpu": {gpu!r}}}}}
+"""
+    done = run_py("--suite", "train", "--case", "core_1b", "--results", tmp_path, before=before)
+    assert done.returncode == code, done.stderr
+    assert "not measured here: the GPU's memory does not hold the step" in done.stdout
+
+
+def test_a_changed_case_has_no_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = {"case": "core-1b", "config": None, "device": "cuda", "overrides": [], "checkpointing": False}
+    plain |= {"zero_stage": None, "no_determinism": False}
+
+    def targets(**changes: object) -> dict[str, Any]:
+        return train_gpu.targets(train_gpu.argparse.Namespace(**plain | changes))
+
+    monkeypatch.delenv("CDRMIX_BACKEND", raising=False)
+    assert targets() == TARGETS["core_1b"]
+    assert targets(device="cpu") == targets(no_determinism=True) == targets(overrides=["model.layers=1"]) == {}
+    monkeypatch.setenv("CDRMIX_BACKEND", "reference")
+    assert targets() == {}
+
+
+def test_a_toy_in_turns_with_its_peers(tmp_path: Path) -> None:
+    """All but the compiled peer, whose compilation takes a minute."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(60):
+        words = [f"word{(number * 7 + place * place) % 23}" for place in range(10 + number % 23)]
+        (texts / f"{number:03d}.txt").write_text(" ".join(words) + "\n", encoding="utf-8")
+    config = {
+        "model": {
+            "vocab_size": 300,
+            "d_model": 32,
+            "layers": 2,
+            "attention_fraction": 0.5,
+            "attention": {"heads": 2, "kv_heads": 2},
+            "rwkv": {"head_size": 16, "gate_rank": 8},
+            "feed_forward": {"hidden": 32},
+        },
+        "data": {
+            "row_length": 24,
+            "valid_fraction": 0.2,
+            "cache": str(tmp_path / "cache"),
+            "source": {"kind": "text", "paths": [str(texts)]},
+        },
+        "train": {"steps": 100, "batch_rows": 4, "micro_batch_rows": 4, "learning_rate": 1e-3, "precision": "fp32"},
+    }
+    path = tmp_path / "toy.yaml"
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    arguments = ("--suite", "train", "--case", "tiny", "--config", path, "--blocks", 2, "--without", "compiled")
+    done = run_py(*arguments, "--results", tmp_path)
+    assert done.returncode == 1, done.stderr  # the compiled peer was not measured
+    (line,) = (tmp_path / "train.jsonl").read_text().splitlines()
+    row = json.loads(line)
+    assert row["settings"]["threads"] == 1
+    assert row["absent"] == {"PyTorch, compiled": "left out by --without"}
+    assert row["targets"]["speed_over_compiled"]["met"] is None
+    assert set(row["peers"]) == {"cdrmix", "PyTorch, eager", "transformers Llama"}
+    figures = row["figures"]
+    for name in ("eager", "llama"):
+        cuts = [figures[f"speed_over_{name}{cut}"] for cut in ("_p20", "", "_p80")]
+        assert 0 < cuts[0] <= cuts[1] <= cuts[2]
+    # Both count a tied embedding once; the Llama's feed-forwards bring it within one column of them.
+    assert figures["peer_parameters"] == pytest.approx(figures["active_parameters"], abs=2 * 3 * 32)
