@@ -50,6 +50,7 @@ from cdrmix.config.schema import Config
 from cdrmix.kernels import cross_entropy
 from cdrmix.model.loss import LossModel
 from cdrmix.ops import weights
+from cdrmix.plan.flops import training_flops_per_token
 from cdrmix.train.build import build_loss_model
 
 AOT = Path(__file__).parent / "results" / "aot.jsonl"
@@ -322,7 +323,7 @@ def row_of(counter: Counter, options: argparse.Namespace, overrides: list[str]) 
     """The figures as a line of results/step_model.jsonl."""
     total = total_of(counter)
     tokens = tokens_of(counter.config)
-    flops = sum(cost.flops for cost in counter.parts.values())
+    useful = training_flops_per_token(counter.config).total * tokens
     return {
         "suite": "step_model",
         "case": counter.config.run.name,
@@ -334,10 +335,10 @@ def row_of(counter: Counter, options: argparse.Namespace, overrides: list[str]) 
         "tokens": tokens,
         "milliseconds": round(total.seconds * 1e3, 2),
         "tokens_per_second": round(tokens / total.seconds),
-        "mfu": round(flops / total.seconds / counter.peak, 4),
+        "mfu": round(useful / total.seconds / counter.peak, 4),
         "launches": total.launches,
         "bytes": total.bytes,
-        "flops": flops,
+        "flops": total.flops,
         "parts": {
             part: {
                 "milliseconds": round(cost.seconds * 1e3, 2),
