@@ -42,19 +42,36 @@ def with_requirements(names: tuple[str, ...]) -> set[str]:
     return found
 
 
-@pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment with PACKAGES alone, as links, and cdrmix as gpu.sh links it."""
-    folder = tmp_path_factory.mktemp("bare")
+def environment(folder: Path, distributions: set[str]) -> Path:
+    """The interpreter of an environment in folder that has these distributions alone, as links, and cdrmix so too."""
     venv.create(folder, symlinks=True, with_pip=False)
     (site,) = folder.glob("lib/python*/site-packages")
-    for name in with_requirements(PACKAGES):
+    for name in distributions:
         distribution = importlib.metadata.distribution(name)
         for entry in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
             if not (site / entry).exists():
                 (site / entry).symlink_to(Path(str(distribution.locate_file(entry))))
-    (site / "cdrmix").symlink_to(ROOT / "cdrmix")
+    (site / "cdrmix").symlink_to(ROOT / "cdrmix")  # as gpu.sh links it
     return folder / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with PACKAGES and what they require."""
+    return environment(tmp_path_factory.mktemp("bare"), with_requirements(PACKAGES))
+
+
+@pytest.fixture(scope="module")
+def python_with_wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """PyTorch, Triton, NumPy and Numba with what they require; beside them no more than gpu_wheels.sh carries."""
+    script = (ROOT / "benchmarks" / "gpu_wheels.sh").read_text()
+    carried = {"deepspeed"}
+    for group in ("TRAINER", "TESTS"):
+        (names,) = re.findall(rf"^{group}=\(([^)]*)\)", script, re.MULTILINE)
+        carried |= set(names.split())
+    assert {"pydantic", "zstandard", "pytest-timeout"} <= carried
+    machine = with_requirements(("torch", "triton", "numpy", "numba"))
+    return environment(tmp_path_factory.mktemp("carried"), machine | carried)
 
 
 def run(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -85,6 +102,19 @@ def test_all_gpu_tests_are_collected(python: Path) -> None:
     assert marked == {line.partition("::")[0] for line in collected}
     assert "needs pydantic, which is not installed" in done.stdout
     assert "needs cdrmix" not in done.stdout
+
+
+def test_the_trainer_runs_with_what_is_carried(python_with_wheels: Path) -> None:
+    """The test that a GPU runs in bfloat16, on the CPU: the engine under every ZeRO stage."""
+    found = run(python_with_wheels, "-m", "pytest", "-m", "gpu", "--collect-only", "-q", "-p", "no:cacheprovider")
+    assert found.returncode == 0, found.stdout + found.stderr
+    collected = {line for line in found.stdout.splitlines() if line.startswith("tests/train/test_devices.py::")}
+    assert len(collected) == 2
+    assert all(line.endswith("[cuda]") for line in collected)
+    chosen = "tests/train/test_devices.py::test_zero_has_the_gradients_of_one_process[cpu]"
+    done = run(python_with_wheels, "-m", "pytest", "-q", "-p", "no:cacheprovider", chosen)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed" in done.stdout
 
 
 def test_the_interpreter_runs_kernels(python: Path) -> None:

@@ -71,6 +71,13 @@ def train_in(where: Path, order: dict[str, Any], overrides: list[str], *, resume
     return 0
 
 
+def twice(order: dict[str, Any]) -> int:
+    """Trains in the folders `one` and `other` of `where`."""
+    where = Path(order["where"])
+    where.mkdir(exist_ok=True)
+    return max(train_in(where / name, order, order["overrides"]) for name in ("one", "other"))
+
+
 class BrokenOff(Exception):
     """Ends a training in the middle, in a process that lives on."""
 
@@ -449,4 +456,5 @@ def expert_layers(order: dict[str, Any]) -> dict[str, float]:
 
 if __name__ == "__main__":
     order = json.loads(sys.argv[1])
-    sys.exit({"train": train, "repeat": repeat, "gradients": gradients, "experts": experts}[order["job"]](order))
+    jobs = {"train": train, "twice": twice, "repeat": repeat, "gradients": gradients, "experts": experts}
+    sys.exit(jobs[order["job"]](order))
