@@ -49,15 +49,19 @@ plan() {
 tests='CUBLAS_WORKSPACE_CONFIG=:4096:8 "$PYTHON" -m pytest -m gpu -q -p no:cacheprovider -W default --continue-on-collection-errors'
 check='PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --suite'
 race='compute-sanitizer --tool racecheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --suite'
+# A step of training end to end with these flags; after exit code 8, out of memory as on a card of 80 GB, half the model.
+end_to_end() {
+    local run="\"\$PYTHON\" benchmarks/train_gpu.py $1 --results \"\$OUT\""
+    echo "$run --case core-1b; status=\$?; if [ \$status = 8 ]; then $run --case core-1b-12; else exit \$status; fi"
+}
 # A process a family compiles what the rows will need, on all cores, while the machine's facts are taken.
 plan smoke 60 '"$PYTHON" benchmarks/smoke.py & smoke=$!; nvidia-smi; "$PYTHON" -VV; "$PYTHON" benchmarks/gpu_facts.py; facts=$?; wait $smoke && exit $facts'
 plan wkv7/h32_k64_training 200
 plan moe/swiglu_training 270
 plan moe/relu2_training 150
-# Exit code 8: out of memory, as on a card of 80 GB.
-plan core_1b 270 '"$PYTHON" benchmarks/train_gpu.py --case core-1b --results "$OUT"; status=$?; if [ $status = 8 ]; then "$PYTHON" benchmarks/train_gpu.py --case core-1b-12 --results "$OUT"; else exit $status; fi'
+plan core_1b 270 "$(end_to_end '')"
 plan core_tiny 100 '"$PYTHON" benchmarks/train_gpu.py --case core-tiny --results "$OUT"'
-plan dense_1b 180 '"$PYTHON" benchmarks/train_gpu.py --case dense-1b --results "$OUT"'
+plan dense_1b 180 '"$PYTHON" benchmarks/train_gpu.py --case dense-1b --results "$OUT"; status=$?; if [ $status = 8 ]; then "$PYTHON" benchmarks/train_gpu.py --case dense-1b --micro-batch-rows 4 --results "$OUT"; else exit $status; fi'
 plan tests 350 "$tests tests/kernels"
 plan trainer_tests 210 "$tests --ignore tests/kernels tests"
 plan ce/v50k_training 160
@@ -66,7 +70,8 @@ plan memcheck 150 "$check wkv7 --shapes 1 --dtype bfloat16"
 plan moe_memcheck 150 "$check moe --shapes 2 --dtype bfloat16"
 later=${#names[@]}
 plan reference_1b 300 'CDRMIX_BACKEND=reference "$PYTHON" benchmarks/train_gpu.py --case core-1b-12 --micro-batch-rows 1 --updates 1 --results "$OUT"'
-plan core_1b_loose 240 '"$PYTHON" benchmarks/train_gpu.py --case core-1b --no-determinism --results "$OUT"'
+plan core_1b_compiled 300 "$(end_to_end train.compile=true)"
+plan core_1b_loose 240 "$(end_to_end --no-determinism)"
 plan smallest 150 '"$PYTHON" benchmarks/smallest.py --suite wkv7'
 plan moe_smallest 200 '"$PYTHON" benchmarks/smallest.py --suite moe'
 plan ce_smallest 100 '"$PYTHON" benchmarks/smallest.py --suite ce'

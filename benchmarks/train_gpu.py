@@ -205,9 +205,12 @@ def measure(arguments: argparse.Namespace) -> Result:
     profiled = None
     if not arguments.no_profile:
         few = batches[:PROFILED]
-        profiled = train_profile.by_family(
-            train_profile.traced(lambda: trainer.update(few), world.device, arguments.trace), len(few)
-        )
+        kernels = train_profile.traced(lambda: trainer.update(few), world.device, arguments.trace)
+        counter = train_profile.OperatorBytes()
+        if not config.train.compile:  # what is fused is no operator
+            with counter:
+                trainer.update(few)
+        profiled = train_profile.by_family(kernels, counter.found, len(few))
     tokens = sum(batch.ids_BT.numel() for batch in batches)
     return Result(
         unit="tokens/s a process",
@@ -232,7 +235,7 @@ def measure(arguments: argparse.Namespace) -> Result:
             "processes": world.size,
             "backend": ops.backend(torch.empty(0, device=world.device)),
             "precision": config.train.precision,
-            "zero_stage": config.train.zero_stage,
+            "zero_stage": trainer.engine.stage,
             "activation_checkpointing": config.train.activation_checkpointing,
             "deterministic": not arguments.no_determinism,
             "threads": torch.get_num_threads(),
@@ -416,10 +419,14 @@ def show_profile(profile: dict[str, Any]) -> None:
     if not profile:
         return
     total = profile["milliseconds"]
+    moved = profile["operator_bytes_by_family"]
     print(f"a micro-batch, update shared out: {total:.2f} ms in {profile['launches']:.0f} launches")
+    if moved:
+        print(f"operators read and write {profile['operator_bytes'] / 1e9:,.2f} GB")
     for name, found in profile["families"].items():
         share, launches = found["milliseconds"] / total, found["launches"]
-        print(f"  {name:<14}{found['milliseconds']:>9.3f} ms {share:>6.1%} {launches:>7.0f} launches")
+        line = f"  {name:<14}{found['milliseconds']:>9.3f} ms {share:>6.1%} {launches:>7.0f} launches"
+        print(line + (f" {moved[name] / 1e9:>9.3f} GB" if name in moved else ""))
     for name, found in profile["kernels"].items():
         print(f"  {found['milliseconds']:>9.3f} ms {found['launches']:>6.0f} x  {name[:96]}")
 

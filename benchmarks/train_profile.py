@@ -1,7 +1,7 @@
 """Where the time of a training step goes: kernels of a profile, by family.
 
 On a GPU the kernels, copies and fills that PyTorch's profiler traced, with their launches and the bytes of copies; on a
-CPU the operators by the time spent in themselves.
+CPU the operators by the time spent in themselves. Beside it the bytes of what operators read and write.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 # Family -> parts of the names of its kernels on a GPU and of its operators on a CPU. The first family with a part in a
 # name takes it: a product inside attention is attention's, one inside the experts' kernels the experts'.
 FAMILIES: dict[str, tuple[str, ...]] = {
     "communication": ("nccl", "allreduce", "all_reduce", "reduce_scatter", "allgather", "c10d"),
+    "compiled": ("triton_poi_", "triton_red_", "triton_per_", "compiledfxgraph"),
     "wkv7": ("wkv7",),
     "scan": ("decay_scan",),
     "moe": ("moe_", "grouped_mm", "groupproblemshape"),
@@ -35,6 +38,8 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "copy": ("copy", "memcpy", "memset", "cast", "fill", "zero_", "aten::cat", "catarray"),
     "elementwise": ("elementwise", "aten::add", "aten::mul", "aten::div", "aten::sub"),
 }
+# Operators that touch no memory; views besides.
+FREE = {"aten::detach", "aten::alias", "aten::empty", "aten::empty_like", "aten::new_empty", "aten::_unsafe_view"}
 KERNELS_TOLD = 25  # the longest, by name; the families hold the rest
 
 
@@ -72,6 +77,26 @@ def traced(call: Callable[[], object], device: torch.device, keep: Path | None =
         return kernels_of_trace(json.loads(path.read_text())["traceEvents"])
 
 
+class OperatorBytes(TorchDispatchMode):
+    """Counts, while it is entered, the bytes of tensors that operators are given and make, by family: `found`.
+
+    Of an operator of ours that is the least that its kernels move. Operators are told by their own names: the products
+    inside the linear cross-entropy are its own here, and "gemm" among kernels. What one reads and writes counts twice.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, int] = defaultdict(int)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.name().partition(".")[0]
+        if not func.is_view and name not in FREE:
+            tensors = (leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor))
+            self.found[family_of(name)] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return result
+
+
 def kernels_of_trace(events: Iterable[dict[str, Any]]) -> dict[str, Kernel]:
     """A GPU's kernels, copies and fills among the events of a trace, by name; durations are in microseconds there."""
     found: dict[str, Kernel] = defaultdict(Kernel)
@@ -84,8 +109,10 @@ def kernels_of_trace(events: Iterable[dict[str, Any]]) -> dict[str, Kernel]:
     return found
 
 
-def by_family(kernels: dict[str, Kernel], micro_batches: int) -> dict[str, Any]:
+def by_family(kernels: dict[str, Kernel], moved: dict[str, int], micro_batches: int) -> dict[str, Any]:
     """Milliseconds, launches and bytes of copies a micro-batch, by family, the longest first; and the longest kernels.
+
+    moved: bytes by family of operators, see OperatorBytes; empty where they were not counted.
 
     The profiled work is shared out over its micro-batches, an update that is among it too.
     """
@@ -107,6 +134,8 @@ def by_family(kernels: dict[str, Kernel], micro_batches: int) -> dict[str, Any]:
         "micro_batches": micro_batches,
         "milliseconds": sum(kernel.seconds for kernel in kernels.values()) * 1e3 / micro_batches,
         "launches": sum(kernel.launches for kernel in kernels.values()) / micro_batches,
+        "operator_bytes": sum(moved.values()) / micro_batches if moved else None,
         "families": {name: told(kernel) for name, kernel in longest(families)},
+        "operator_bytes_by_family": {name: count / micro_batches for name, count in sorted(moved.items())},
         "kernels": {name[:160]: told(kernel) for name, kernel in longest(kernels)[:KERNELS_TOLD]},
     }

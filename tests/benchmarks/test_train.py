@@ -87,7 +87,8 @@ def test_a_toy_on_a_cpu_from_the_command_line_to_its_row(tmp_path: Path) -> None
     assert figures["last_loss"] < figures["first_loss"]
     assert figures["load_over_even"] >= 1
     profile = row["profile"]
-    assert {"wkv7", "moe", "time_mix", "attention", "ce", "optimizer", "gemm"} <= set(profile["families"])
+    for families in (profile["families"], profile["operator_bytes_by_family"]):
+        assert {"wkv7", "moe", "time_mix", "attention", "ce", "optimizer", "gemm"} <= set(families)
     assert sum(family["launches"] for family in profile["families"].values()) == pytest.approx(profile["launches"])
     assert sum(family["milliseconds"] for family in profile["families"].values()) == pytest.approx(
         profile["milliseconds"]
@@ -181,6 +182,7 @@ def test_an_mfu_of_one_or_more_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         ("void at::native::elementwise_kernel<128, 4, direct_copy_kernel_cuda(...)>", "copy"),
         ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, ...>>", "reduce"),
         ("void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<float>>", "elementwise"),
+        ("triton_poi_fused_add_mul_native_layer_norm_3", "compiled"),
         ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", "communication"),
         ("some_kernel", "other"),
     ],
@@ -198,7 +200,9 @@ def test_a_trace_of_a_gpu_becomes_families() -> None:
         {"cat": "gpu_user_annotation", "name": "an annotation", "dur": 9000.0},
         {"name": "process_name", "ph": "M"},
     ]
-    told = train_profile.by_family(train_profile.kernels_of_trace(events), micro_batches=2)
+    told = train_profile.by_family(train_profile.kernels_of_trace(events), {"moe": 600, "gemm": 400}, micro_batches=2)
+    assert told["operator_bytes"] == 500
+    assert told["operator_bytes_by_family"] == {"gemm": 200, "moe": 300}
     assert told["milliseconds"] == pytest.approx(1.05)
     assert told["launches"] == 1.5
     assert told["families"] == {
@@ -326,3 +330,12 @@ def test_a_toy_in_turns_with_its_peers(tmp_path: Path) -> None:
         assert 0 < cuts[0] <= cuts[1] <= cuts[2]
     # Both count a tied embedding once; the Llama's feed-forwards bring it within one column of them.
     assert figures["peer_parameters"] == pytest.approx(figures["active_parameters"], abs=2 * 3 * 32)
+
+
+def test_bytes_of_operators_count_what_is_read_and_written_forward_and_backward() -> None:
+    x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, 5, requires_grad=True)
+    with train_profile.OperatorBytes() as counted:
+        y = x @ w  # 3 x 4, 4 x 5 -> 3 x 5
+        y.view(15).detach()  # nothing
+        torch.autograd.grad(y, (x, w), torch.ones(3, 5))  # each gradient: y's and the other input -> its own shape
+    assert counted.found["gemm"] == 4 * 3 * (12 + 20 + 15)
