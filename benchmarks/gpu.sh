@@ -39,8 +39,8 @@ end=$((SECONDS + $1 * 60))
 out=${2:-$ROOT/experiments/gpu}
 wanted=("${@:3}")
 
-# The plan: name, most seconds, command. A name suite/case is a case of run.py, whose peers get half of its time to
-# be compiled and tuned in; it is repeated without them when it leaves no row. What stands before `later` comes first.
+# The plan: name, most seconds, command. A name suite/case without a command is a case of run.py, whose peers get
+# half of its time to be compiled and tuned in; it is repeated without them when it leaves no row. What stands before `later` comes first.
 names=() limits=() commands=()
 plan() {
     names+=("$1") limits+=("$2") commands+=("${3:-}")
@@ -59,9 +59,9 @@ plan smoke 60 '"$PYTHON" benchmarks/smoke.py & smoke=$!; nvidia-smi; "$PYTHON" -
 plan wkv7/h32_k64_training 200
 plan moe/swiglu_training 270
 plan moe/relu2_training 150
-plan core_1b 270 "$(end_to_end '')"
-plan core_tiny 100 '"$PYTHON" benchmarks/train_gpu.py --case core-tiny --results "$OUT"'
-plan dense_1b 180 '"$PYTHON" benchmarks/train_gpu.py --case dense-1b --results "$OUT"; status=$?; if [ $status = 8 ]; then "$PYTHON" benchmarks/train_gpu.py --case dense-1b --micro-batch-rows 4 --results "$OUT"; else exit $status; fi'
+plan train/core_1b 270 "$(end_to_end '')"
+plan train/core_tiny 100 '"$PYTHON" benchmarks/train_gpu.py --case core-tiny --results "$OUT"'
+plan train/dense_1b 180 '"$PYTHON" benchmarks/train_gpu.py --case dense-1b --results "$OUT"; status=$?; if [ $status = 8 ]; then "$PYTHON" benchmarks/train_gpu.py --case dense-1b --micro-batch-rows 4 --results "$OUT"; else exit $status; fi'
 plan tests 350 "$tests tests/kernels"
 plan trainer_tests 210 "$tests --ignore tests/kernels tests"
 plan ce/v50k_training 160
@@ -69,9 +69,9 @@ plan scan/h32_k64_training 160
 plan memcheck 150 "$check wkv7 --shapes 1 --dtype bfloat16"
 plan moe_memcheck 150 "$check moe --shapes 2 --dtype bfloat16"
 later=${#names[@]}
-plan reference_1b 300 'CDRMIX_BACKEND=reference "$PYTHON" benchmarks/train_gpu.py --case core-1b-12 --micro-batch-rows 1 --updates 1 --results "$OUT"'
-plan core_1b_compiled 300 "$(end_to_end train.compile=true)"
-plan core_1b_loose 240 "$(end_to_end --no-determinism)"
+plan train/reference_1b 300 'CDRMIX_BACKEND=reference "$PYTHON" benchmarks/train_gpu.py --case core-1b-12 --micro-batch-rows 1 --updates 1 --results "$OUT"'
+plan train/compiled_1b 300 "$(end_to_end train.compile=true)"
+plan train/loose_1b 240 "$(end_to_end --no-determinism)"
 plan smallest 150 '"$PYTHON" benchmarks/smallest.py --suite wkv7'
 plan moe_smallest 200 '"$PYTHON" benchmarks/smallest.py --suite moe'
 plan ce_smallest 100 '"$PYTHON" benchmarks/smallest.py --suite ce'
@@ -242,7 +242,7 @@ for i in "${!names[@]}"; do
         continue
     fi
     if [ "$limit" -gt $left ]; then limit=$left; fi
-    if [[ $name != */* ]]; then
+    if [ -n "$command" ]; then
         if [[ $name = *check ]] && ! command -v compute-sanitizer >/dev/null; then
             printf '%-26s compute-sanitizer is not installed\n' "$name"
             printf '{"step": "%s", "outcome": "compute-sanitizer is not installed"}\n' "$name" >>"$out/steps.jsonl"

@@ -196,6 +196,8 @@ def test_the_plan_for_a_gpu_names_every_gpu_case(tmp_path: Path) -> None:
     on_gpu = {
         f"{suite}/{name}" for suite in suites for name, case in suites[suite].CASES.items() if "cuda" in case.devices
     }
+    on_gpu |= {f"train/{name}" for name in ("compiled_1b", "loose_1b")}
+    on_gpu |= {f"train/{name}" for name in ("core_1b", "core_tiny", "dense_1b", "reference_1b")}
     assert {step for step in steps if "/" in step} == on_gpu
     assert gpu_sh("--dry", 9, tmp_path, "tests").stdout.split()[0] == "tests"
     assert gpu_sh(9, tmp_path, "nonsense").returncode == 2
@@ -211,8 +213,8 @@ def test_what_comes_first_on_a_gpu_takes_45_minutes_in_calls_of_nine(tmp_path: P
     found = [(step[1], *map(int, step.groups()[1:])) for step in steps if step]
     assert len(found) == len(steps)
     assert len(rest.splitlines()) > 50
-    wanted = ["core_1b", "core_tiny", "dense_1b", "tests", "trainer_tests", "ce/v50k_training", "scan/h32_k64_training"]
-    assert [name for name, *_ in found][4:] == [*wanted, "memcheck", "moe_memcheck"]
+    wanted = ["train/core_1b", "train/core_tiny", "train/dense_1b", "tests", "trainer_tests", "ce/v50k_training"]
+    assert [name for name, *_ in found][4:] == [*wanted, "scan/h32_k64_training", "memcheck", "moe_memcheck"]
     assert gpu_sh("--dry", 10, tmp_path).returncode == 0
     assert found[-1][2] <= 45
     assert found[-1][3] <= 5
@@ -253,16 +255,19 @@ case "$*" in
     *h32_k64_training*) echo '{"a": 1}' >>"$results/wkv7.jsonl"; exit 1 ;;
     *packed_training*--without*) echo '{"b": 2}' >>"$results/wkv7.jsonl" ;;
     *packed_training*) exit 1 ;;
+    *core-1b-12*) echo '{"c": 3}' >>"$results/train.jsonl"; exit 1 ;;
+    *core-1b*) exit 8 ;;
 esac
 """)
     python.chmod(0o755)
     out = tmp_path / "out"
-    steps = ("tests", "wkv7/h32_k64_training", "smallest", "wkv7/packed_training", "wkv7/long_forward")
+    steps = ("train/core_1b", "tests", "wkv7/h32_k64_training", "smallest", "wkv7/packed_training", "wkv7/long_forward")
     done = gpu_sh(9, out, *steps, PYTHON=str(python), WHEELS=str(tmp_path / "none"))
     assert done.returncode == 1, done.stderr
     found = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
     assert [(step["step"], step["outcome"]) for step in found] == [
         ("wkv7/h32_k64_training", "target missed"),
+        ("train/core_1b", "target missed"),  # of half of the model, since the whole one did not fit
         ("tests", "passed"),
         ("smallest", "failed with 7"),
         ("wkv7/packed_training", "failed with 1"),
@@ -271,9 +276,9 @@ esac
     ]
     assert (out / "wkv7.jsonl").read_text() == '{"a": 1}\n{"b": 2}\n'
     for minutes in (0, 1):  # a step of 270 s is not begun in one
-        done = gpu_sh(minutes, out, "core_1b", PYTHON=str(python))
-        assert done.stdout.split()[:4] == ["core_1b", "no", "time", "left"]
-        assert f"gpu.sh {minutes} {out} core_1b" in done.stdout
+        done = gpu_sh(minutes, out, "train/core_1b", PYTHON=str(python))
+        assert done.stdout.split()[:4] == ["train/core_1b", "no", "time", "left"]
+        assert f"gpu.sh {minutes} {out} train/core_1b" in done.stdout
 
 
 @pytest.mark.parametrize(("megabytes", "code"), [(1, 0), (70, 1)])
