@@ -10,16 +10,19 @@ import pytest
 BF16 = 2.0**-9  # its unit roundoff
 
 
-@pytest.mark.parametrize(("processes", "stack"), [(1, "tiny"), (2, "hybrid")])
+@pytest.mark.parametrize(
+    ("processes", "stack", "stages"), [(1, "tiny", (0, 1, 2, 3)), (2, "hybrid", (0, 1, 2, 3)), (4, "tiny", (1, 3))]
+)
 def test_bf16_training_is_autocasts_but_for_the_rounding_of_gradients(
-    work, tmp_path: Path, hybrid: tuple[str, ...], processes: int, stack: str
+    work, tmp_path: Path, hybrid: tuple[str, ...], processes: int, stack: str, stages: tuple[int, ...]
 ) -> None:
     where = tmp_path / "errors.json"
     overrides = hybrid if stack == "hybrid" else ()
-    finished = work("narrow", where, *overrides, processes=processes, script="narrow_worker.py")
+    order = {"script": "narrow_worker.py", "stages": json.dumps(stages)}
+    finished = work("narrow", where, *overrides, processes=processes, **order)
     assert [process.returncode for process in finished] == [0] * processes, finished[0].stdout
     results = json.loads(where.read_text())
-    assert len(results) == 4 * 2
+    assert len(results) == len(stages) * 2
     for combination, found in results.items():
         stage, reduced = combination.split()
         assert found["same"], f"{combination}: two runs differ"
@@ -30,8 +33,8 @@ def test_bf16_training_is_autocasts_but_for_the_rounding_of_gradients(
         # shapes. A reduction in bf16 rounds every process's share once and each partial sum once.
         roundings = 1 + (processes if reduced == "bf16" and processes > 1 else 0)
         assert found["gradient"] < 2 * roundings * BF16, combination
-        # Three updates move these losses by some 3 %; weights that were one update late would show as 1 %.
-        assert found["loss"] < 1e-3, combination
+        # After three updates. Copies that are never refreshed give 5e-3 with one process (tried).
+        assert found["loss"] < 5e-4, combination
         assert found["stale"] == 0.0, combination
         assert bool(found["attached"]) == (stage != "3"), combination
         if int(stage) < 2:  # there the sums are added to by the products themselves
