@@ -5,14 +5,15 @@ memory traffic a weight and micro-batch. A copy in the products' dtype, made ane
 adds its float32 accumulators to `.grad` by itself, leave the 8 bytes of that sum.
 
 The float32 weight stays the truth: it alone is trained, saved and averaged. What is attached lies in a Python attribute
-of the parameter, so it is in no state_dict, and a deepcopy of the parameter has none of it. Graphs of torch.compile do
-without: the compiler fuses casts by itself. An operator uses both functions below where the weight's own gradient
-formula is at hand, since what `compute_weight` gives has no gradient.
+of the parameter, so it is in no state_dict, and a deepcopy of the parameter has none of it. A graph of torch.compile
+does not see it either, so products that may use it run between graphs (`outside_graphs`). An operator uses
+`compute_weight` and `gradient_sum` where the weight's own gradient formula is at hand, since what the former gives has
+no gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -89,6 +90,15 @@ def gradient_sum(weight: Tensor) -> Tensor | None:
     if weight.grad is None:
         weight.grad = torch.zeros_like(weight)
     return weight.grad
+
+
+@torch.compiler.disable(reason="a weight's copy and the sum of its gradients are not in a graph")
+def outside_graphs(operator: Callable[..., Tensor], *arguments: object) -> Tensor:
+    """The operator's result, which torch.compile does not look into: it ends a graph here and begins another.
+
+    With fullgraph=True, torch.compile raises its Unsupported with the reason.
+    """
+    return operator(*arguments)
 
 
 def _attached(weight: Tensor) -> _Attached | None:

@@ -144,17 +144,30 @@ def test_what_needs_no_gradient_gets_none() -> None:
     assert torch.equal(ops.linear(x, weight), functional.linear(x, weight))
 
 
-def test_a_compiled_graph_takes_weights_as_they_are() -> None:
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks for it
+def test_torch_compile_leaves_the_product_as_it_is() -> None:
     x, dy = draw(20, 24, seed=2), draw(20, 40, seed=3)
-    weight = make_weight(40, 24, False)
-    attach([weight], BF16, add_gradients=True)
-    compiled = torch.compile(lambda x: ops.linear(x, weight), fullgraph=True, backend="aot_eager")
-    leaf = x.clone().requires_grad_()
-    with torch.autocast("cpu", BF16):
-        y = compiled(leaf)
-    y.backward(dy.to(BF16))
-    plain = run(make_weight(40, 24, False), x, dy, False)
-    assert all(torch.equal(one, other) for one, other in zip((y, leaf.grad, weight.grad), plain, strict=True))
+
+    def block(x: Tensor, weight: Tensor) -> Tensor:
+        return ops.linear(x.sin(), weight).cos()
+
+    found = []
+    for compiled in (False, True):
+        weight, leaf = make_weight(40, 24, False), x.clone().requires_grad_()
+        attach([weight], BF16, add_gradients=True)
+        function = torch.compile(block, backend="aot_eager") if compiled else block
+        with torch.autocast("cpu", BF16):
+            y = function(leaf, weight)
+        with Sizes(40 * 24) as sizes:
+            y.backward(dy.to(BF16))
+        assert sizes.found == ["aten.zeros_like.default"], "of the first micro-batch's sum"
+        found.append((y, leaf.grad, weight.grad))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    with torch.autocast("cpu", BF16), pytest.raises(torch._dynamo.exc.Unsupported, match="not in a graph"):
+        torch.compile(block, fullgraph=True, backend="aot_eager")(x, weight)
+    # In float32 there is nothing to use, and the product is part of the graph.
+    y = torch.compile(block, fullgraph=True, backend="aot_eager")(x, weight)
+    assert torch.equal(y, block(x, weight))
 
 
 class Sizes(TorchDispatchMode):
