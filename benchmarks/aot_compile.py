@@ -1,7 +1,8 @@
 """Compiles kernels for GPUs that are not there, and reads their use of the machine off the compiled object.
 
-As a program: python aot_compile.py ARCHITECTURES PART PARTS MODULE ... prints a JSON line for every PARTS-th Build that
-the modules' builds(architecture) give. It must not run under TRITON_INTERPRET, where kernels are not compiled.
+As a program: python aot_compile.py ARCHITECTURES PART PARTS ONLY LIST MODULE ... prints a JSON line for every PARTS-th
+Build that the modules' LIST(architecture) give, which is "builds" or "alternatives". It must not run under
+TRITON_INTERPRET, where kernels are not compiled.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from types import ModuleType
 from typing import Any
 
 import aot_code
+import aot_ir
 import aot_time
 import triton
 from triton.backends.compiler import GPUTarget
@@ -66,6 +68,8 @@ class Compiled:
 
     counts: instructions of one warp by class, loops weighed by the Build's trips; widths: loads and stores by the bits
     of a lane. loops: those found in the code. tensor_flops: of the launch, as the code does them (0: not in the code).
+    rival: the estimate that one that spills must better (0: not asked, or no other launches).
+    transposed: products with an operand that some versions of Triton compile wrongly on Hopper (aot_ir.py).
     bounds: estimated microseconds on an H200 by what limits them (sm_90 alone).
     """
 
@@ -92,6 +96,8 @@ class Compiled:
     bounds: dict[str, float]
     triton: str
     seconds: float
+    transposed: int = 0
+    rival: float = 0.0
     error: str = ""
 
     @property
@@ -204,6 +210,7 @@ def compile_build(build: Build, architecture: str) -> Compiled:
         bounds={name: round(value, 2) for name, value in bounds.items()},
         triton=triton.__version__,
         seconds=round(seconds, 2),
+        transposed=len(aot_ir.transposed_operands(kernel.asm["ttgir"])) if architecture == "sm_90" else 0,
     )
 
 
@@ -278,10 +285,11 @@ def load(module: str) -> ModuleType:
 
 
 def compile_all(
-    modules: list[str], architectures: tuple[str, ...], *, only: str = "", processes: int = 2
+    modules: list[str], architectures: tuple[str, ...], *, only: str = "", processes: int = 2, builds: str = "builds"
 ) -> Iterator[Compiled]:
     """Every build of the modules on every architecture, as they are done; compiled in processes of their own.
 
+    builds: "builds", what ships, or "alternatives", other launches of it where a module has them.
     only: a regular expression that the build's name and configuration must match somewhere. A build that does not
     compile comes with `error`.
     """
@@ -289,7 +297,8 @@ def compile_all(
     lines: queue.Queue[str | int] = queue.Queue()
 
     def run(part: int) -> None:
-        command = [sys.executable, __file__, ",".join(architectures), str(part), str(processes), only, *modules]
+        command = [sys.executable, __file__, ",".join(architectures), str(part), str(processes), only]
+        command += [builds, *modules]
         with tempfile.TemporaryFile("w+") as complaints:
             with subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=complaints, text=True, env=environment
@@ -324,13 +333,13 @@ def compile_all(
 
 def main() -> None:
     """Compiles this process's share; see the module."""
-    architectures, part, parts, only, *modules = sys.argv[1:]
+    architectures, part, parts, only, builds, *modules = sys.argv[1:]
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     number = 0
     for module in modules:
         loaded = load(module)
         for architecture in architectures.split(","):
-            for build in loaded.builds(architecture):
+            for build in getattr(loaded, builds, lambda _: [])(architecture):
                 if not re.search(only, f"{build.name} {configuration(build)}"):
                     continue
                 number += 1

@@ -1,18 +1,21 @@
 """Estimated time of a launch on an H200, from its machine code: the largest of six lower bounds.
 
-    hbm      bytes that it has to move / 4.3 TB/s (of 4.8; what large copies reach)
+    hbm      bytes that it has to move, and what it spills, / 4.3 TB/s (of 4.8; what large copies reach)
     issue    instructions x warps / 4 schedulers, on the busiest of 132 multiprocessors
     tensor   tensor-core operations there, 4096 a cycle (bf16 wgmma; half for TF32; mma.sync at 0.62 of it)
     mufu     exp2, reciprocal: 16 lanes a cycle there
-    shared   bytes between registers and shared memory, 128 a cycle there; bank conflicts and wgmma's reads left out
+    shared   bytes between registers and shared or local memory, 128 a cycle there; bank conflicts and wgmma's reads
+             left out
     latency  waves of programs x the cycles of one warp that has the multiprocessor to itself
 
 The clock is 1.83 GHz, at which 132 x 4096 a cycle is the 989 TFLOP/s that NVIDIA states. The busiest multiprocessor has
 ceil(programs / 132) programs. A warp alone issues in order: each instruction holds the next one for the cycles in its
 scheduling bits and waits for the scoreboards they name (fields: Jia et al., arXiv:1804.06826, section 2.1); loads from
 global memory take 600 cycles, from shared memory 30, MUFU 20, a barrier 20 (of the order of Luo et al.,
-arXiv:2501.12084), wgmma its throughput and 30. A loop runs twice and then as often again as it has trips left. What
-overlaps badly is not modelled, so the truth is later: compare estimates with estimates.
+arXiv:2501.12084), wgmma its throughput and 30. Spilled registers count as traffic of the cache that local memory shares
+with shared memory, and as if all of it went to HBM and came from there, of which little does: a spill costs less than
+the estimate has it. A loop runs twice and then as often again as it has trips left. What overlaps badly is not
+modelled, so the truth is later: compare estimates with estimates.
 """
 
 from __future__ import annotations
@@ -79,7 +82,7 @@ class _Warp:
 
 def _latency(opcode: str) -> int:
     kind = class_of(opcode)
-    return {"global_load": GLOBAL, "shared_load": SHARED, "mufu": MUFU}.get(kind or "", OTHER)
+    return {"global_load": GLOBAL, "shared_load": SHARED, "local": SHARED, "mufu": MUFU}.get(kind or "", OTHER)
 
 
 @functools.cache
@@ -128,17 +131,23 @@ def estimate(
     moved: int,
     resident: int,
 ) -> dict[str, float]:
-    """The bounds in microseconds. moved: bytes from and to HBM; resident: programs a multiprocessor holds at once."""
+    """The bounds in microseconds.
+
+    moved: bytes from and to HBM but for spilled ones; resident: programs a multiprocessor holds at once.
+    """
     warps = math.ceil(programs / PROCESSORS) * num_warps
     tensor = mufu = shared = 0.0
+    spilled = 0  # bytes of one warp
     for one, times in zip(code, weight, strict=True):
         kind = class_of(one.opcode)
         if kind == "tensor":
             tensor += times * _tensor_cycles(one.opcode)
         elif kind == "mufu":
             mufu += times * 32 / 16
-        elif kind in ("shared_load", "shared_store") or one.opcode.startswith("LDGSTS"):
+        elif kind in ("shared_load", "shared_store", "local") or one.opcode.startswith("LDGSTS"):
             shared += times * bits_of(one.opcode) * 32 / 8 / 128
+        if kind == "local":
+            spilled += times * bits_of(one.opcode) * 32 // 8
     waves = math.ceil(programs / (PROCESSORS * resident))
     cycles = {
         "issue": warps * sum(weight) / 4,
@@ -147,4 +156,5 @@ def estimate(
         "shared": warps * shared,
         "latency": waves * chain_cycles(code, trips),
     }
+    moved += spilled * num_warps * programs
     return {"hbm": moved / BANDWIDTH * 1e6} | {name: count / CLOCK * 1e6 for name, count in cycles.items()}

@@ -82,3 +82,16 @@ def sums(signs, x, operand: tl.constexpr, SUMS: tl.constexpr):
     else:
         total = dot(signs, x, SUMS)
     return total
+
+
+@triton.jit
+def sums_t(x, signs, operand: tl.constexpr, SUMS: tl.constexpr):
+    """x @ signs: the transpose of `sums` of what x and signs are the transposes of."""
+    if operand == tl.bfloat16:
+        high = narrow(x, operand)
+        low = narrow(x - high.to(tl.float32), operand)
+        signs = signs.to(operand)
+        total = dot_add(high, signs, dot(low, signs, SUMS), SUMS)
+    else:
+        total = dot(x, signs, SUMS)
+    return total

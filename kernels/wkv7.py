@@ -73,8 +73,11 @@ def chunk_sizes(dtype: torch.dtype, K: int, V: int, arch: str = "sm_90") -> tupl
 
 
 # By operand dtype and chunk: warps a program, and at most so many columns of K and of V at a time; by K, or by K and V,
-# where one does not serve all. The widest tiles of those tried that spill no register on sm_90; NARROWER has what
-# spills elsewhere. On sm_100 some float16 and float32 kernels spill 4 to 72 bytes in every tile tried, and ship so.
+# where one does not serve all. The widest tiles of those tried that spill no register; BY_ARCHITECTURE has what spills
+# elsewhere. On sm_90 a spill of some bytes is taken where the kernel is estimated faster with it than in any launch
+# without, and two warps where four would multiply by wgmma with a first operand that is transposed in registers
+# (benchmarks/aot.py judges both). On sm_100 some float16 and float32 kernels spill 4 to 72 bytes in every tile tried,
+# and ship so.
 Blocks = tuple[int, int, int]
 Tiles = dict[str, Blocks | dict[int | tuple[int, int], Blocks]]
 _BF16_32: Tiles = {
@@ -122,7 +125,15 @@ BLOCKS = {
     (torch.float32, 32): _FP32,
     (torch.float32, 64): _FP32,
 }
-NARROWER: dict[str, dict[tuple[torch.dtype, int], Tiles]] = {
+BY_ARCHITECTURE: dict[str, dict[tuple[torch.dtype, int], Tiles]] = {
+    "sm_90": {
+        (torch.bfloat16, 32): {
+            "map": {32: (4, 32, 32), 64: (2, 64, 64), 128: (4, 32, 64)},
+            "map_keys": {32: (4, 32, 32), 64: (2, 64, 64), 128: (4, 32, 64)},
+            "gradient_keys": {32: (2, 32, 64), 64: (4, 64, 64), 128: (4, 64, 64)},
+        },
+        (torch.bfloat16, 64): {"map_values": (4, 32, 64), "gradient_keys": (8, 32, 32)},
+    },
     "sm_80": {
         (torch.bfloat16, 32): {
             "map": {32: (4, 32, 32), 64: (4, 32, 32), 128: (4, 32, 64)},
@@ -168,8 +179,8 @@ def launch_of(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int
             return Launch(4, 1, min(K, 64), 16)
         # gfx942 has 64 KiB for a program: R and P of one chunk at a time, in halves.
         return Launch(4, 1, min(K, 64), 32) if arch == "gfx942" else Launch(4, 2, K, 32)
-    narrower = NARROWER.get(arch, {}).get((dtype, C), {})
-    blocks = narrower[kernel] if kernel in narrower else BLOCKS[dtype, C][kernel]
+    special = BY_ARCHITECTURE.get(arch, {}).get((dtype, C), {})
+    blocks = special[kernel] if kernel in special else BLOCKS[dtype, C][kernel]
     if isinstance(blocks, dict):
         blocks = blocks[K, V] if (K, V) in blocks else blocks[K]
     warps, block_k, block_v = blocks
@@ -405,7 +416,7 @@ def build(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int, la
             "forward": (0, 0, 1, 0, 1, 0),
             "backward": (0, 0, 1, 0, 1, 0),
             "gradient_values": (3 * blocks_v, 6, 3, 0, 0, 0),
-            "gradient_keys": (8, 4 * blocks_k, 4, 0, 0, 0),
+            "gradient_keys": (8, 8 * blocks_k, 4, 0, 0, 0),
         }[kernel]
         units = (C * C * K, C * C * V, C * K * V, C * K * K, K * K * V, C**3)
         flops = 2 * sum(count * unit for count, unit in zip(counts, units, strict=True))
@@ -449,14 +460,30 @@ def builds(arch: str) -> list[Build]:
     return list(_builds(arch))
 
 
+def alternatives(arch: str) -> list[Build]:
+    """The chunks' kernels in bfloat16 in other launches than theirs: what a spill is held against."""
+    found = []
+    for K, V, C in itertools.product(WIDTHS, WIDTHS, chunk_sizes(torch.bfloat16, 64, 64, arch)):
+        if C not in chunk_sizes(torch.bfloat16, K, V, arch):
+            continue
+        for kernel in chunk_kernels(torch.bfloat16, C):
+            tiles = itertools.product((4, 8), {32, min(K, 64)}, {32, min(V, 64)})
+            launches = {Launch(warps, 1, block_k, block_v) for warps, block_k, block_v in tiles}
+            launches.discard(launch_of(kernel, arch, torch.bfloat16, K, V, C))
+            found += [build(kernel, arch, torch.bfloat16, K, V, C, one) for one in sorted(launches, key=repr)]
+    return found
+
+
+def chunk_kernels(dtype: torch.dtype, C: int) -> list[str]:
+    """Those of KERNELS with a program a chunk that are launched for a dtype and chunk length."""
+    absent = (*SCANS, "token", "map_values" if fused_map(dtype, C) else "map")
+    return [kernel for kernel in KERNELS if kernel not in absent]
+
+
 def _builds(arch: str) -> Iterator[Build]:
     for dtype, K, V, C in itertools.product(NAMES, WIDTHS, WIDTHS, (32, 64)):
         if C not in chunk_sizes(dtype, K, V, arch):
             continue
-        kernels = [kernel for kernel in KERNELS if kernel != "token" or C == 32]  # it has no chunks
-        if fused_map(dtype, C):
-            kernels.remove("map_values")
-        else:
-            kernels.remove("map")
-        for kernel in kernels:
+        once = ("token",) if C == 32 else ()  # it has no chunks
+        for kernel in (*chunk_kernels(dtype, C), *SCANS, *once):
             yield build(kernel, arch, dtype, K, V, C, launch_of(kernel, arch, dtype, K, V, C))

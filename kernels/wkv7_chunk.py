@@ -12,9 +12,10 @@ so that only h' = e^G h + R h + Q is sequential (wkv7_scan.py). e^G stays outsid
 Operands are bfloat16 or float32 (the stored maps' dtype). Exponents are within half a chunk of the middle: both hold
 |log_w| C / 2 < 80, which leaves e^8 for the values themselves. RWKV-7 has |log_w| < 0.6066: 20 at C = 64.
 
-No dot takes the transpose of a dot's result, which Triton 3.4 to 3.7.0 miscompiled on Hopper
-(flash-linear-attention, issue 640): transposed operands are loaded or element-wise, and the backward pass works with
-U, Z^T and dA^T, which come out of their products as the next ones take them.
+No dot takes the transpose of a dot's result, and no wgmma of Hopper one of what was computed in registers, which
+Triton 3.4 to 3.7.0 miscompiled there (flash-linear-attention, issue 640; benchmarks/aot_ir.py finds them): the map has
+two warps, which have no wgmma, or tiles of fewer than 64 rows; the gradients of keys are worked out transposed, from
+tiles that are loaded so.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -24,7 +25,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from cdrmix.kernels._chunks import span, sums
+from cdrmix.kernels._chunks import span, sums, sums_t
 from cdrmix.kernels._common import dot, dot_add, narrow
 
 
@@ -42,6 +43,19 @@ def store_tokens(tensor, rows, columns, stride, inside, x):
 
 
 @triton.jit
+def load_tokens_t(tensor, rows, columns, stride, inside):
+    """The transpose [D, C] of what load_tokens gives."""
+    return tl.load(tensor + columns[:, None] + rows[None, :] * stride, mask=inside[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_tokens_t(tensor, rows, columns, stride, inside, x):
+    """The inverse of load_tokens_t, in the tensor's own dtype."""
+    x = narrow(x, tensor.dtype.element_ty)
+    tl.store(tensor + columns[:, None] + rows[None, :] * stride, x, mask=inside[None, :])
+
+
+@triton.jit
 def decays(log_w, rows, keys, stride, inside, C: tl.constexpr, operand: tl.constexpr, SUMS: tl.constexpr):
     """log_w [C, K] in float32 of the chunk that log_w points to, and its inclusive sums g - m from the middle.
 
@@ -50,6 +64,14 @@ def decays(log_w, rows, keys, stride, inside, C: tl.constexpr, operand: tl.const
     w = load_tokens(log_w, rows, keys, stride, inside)
     before, middle = rows[None, :] <= rows[:, None], rows[None, :] < C // 2
     return w, sums(tl.where(before & ~middle, 1.0, tl.where(~before & middle, -1.0, 0.0)), w, operand, SUMS)
+
+
+@triton.jit
+def decays_t(log_w, rows, keys, stride, inside, C: tl.constexpr, operand: tl.constexpr, SUMS: tl.constexpr):
+    """The transposes [K, C] of what decays gives."""
+    w = load_tokens_t(log_w, rows, keys, stride, inside)
+    before, middle = rows[:, None] <= rows[None, :], rows[:, None] < C // 2
+    return w, sums_t(w, tl.where(before & ~middle, 1.0, tl.where(~before & middle, -1.0, 0.0)), operand, SUMS)
 
 
 @triton.jit

@@ -7,7 +7,8 @@ With h^ for e^m h and dh^ for e^(G - m) dh:
     dA_qk, dA_qb, dA_ak, dA_ab = dy v^T, dy U^T, Z v^T, Z U^T, masked as the A are
     dr~ = dA_qk k~ + dA_qb b~ + dy h^^T              da~ = dA_ak k~ + dA_ab b~ + Z h^^T
     dk~ = dA_qk^T r~ + dA_ak^T a~ + v dh^^T          db~ = dA_qb^T r~ + dA_ab^T a~ + U dh^^T
-One kernel makes U, Z and dv, whose columns do not depend on each other; one the others, by columns of K.
+One kernel makes U, Z and dv, whose columns do not depend on each other; one the others, by columns of K, transposed
+throughout ([K, C], see wkv7_chunk.py): the first operands of its products are then as they are loaded or computed.
 
 A query counts with +g in the exponent of its decay, a key with -g, and where it leaves the chunk with G - g, which is
 summed over the tokens before and not as a total minus the tokens after: it would cancel where the decay is strong.
@@ -21,9 +22,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from cdrmix.kernels._chunks import span, sums
+from cdrmix.kernels._chunks import span, sums_t
 from cdrmix.kernels._common import dot, dot_add, narrow
-from cdrmix.kernels.wkv7_chunk import decays, load_tokens, store_tokens
+from cdrmix.kernels.wkv7_chunk import decays, decays_t, load_tokens, load_tokens_t, store_tokens, store_tokens_t
 
 
 @triton.jit(do_not_specialize=["length", "per_row", "heads"])
@@ -106,82 +107,94 @@ def wkv7_chunk_gradient_keys(
     token, token_v = (start * heads + head) * K, (start * heads + head) * V
     chunk = slot.to(tl.int64) * heads + head
 
-    dA_qk = tl.zeros([C, C], tl.float32)  # all four transposed
+    dA_qk = tl.zeros([C, C], tl.float32)
     dA_qb = tl.zeros([C, C], tl.float32)
     dA_ak = tl.zeros([C, C], tl.float32)
     dA_ab = tl.zeros([C, C], tl.float32)
+    dA_qk_t = tl.zeros([C, C], tl.float32)
+    dA_qb_t = tl.zeros([C, C], tl.float32)
+    dA_ak_t = tl.zeros([C, C], tl.float32)
+    dA_ab_t = tl.zeros([C, C], tl.float32)
     for first in range(0, V, BLOCK_V):
         values = first + tl.arange(0, BLOCK_V)
-        here, transposed = rows[:, None] * stride_v + values[None, :], values[:, None] + rows[None, :] * stride_v
+        here = rows[:, None] * stride_v + values[None, :]
+        dy_tile = narrow(load_tokens(dy + token_v, rows, values, stride_v, inside), operand)
         v_tile = narrow(load_tokens(v + token_v, rows, values, stride_v, inside), operand)
         U_tile = tl.load(U + token_v + here, mask=inside[:, None], other=0.0)
-        x = tl.trans(narrow(load_tokens(dy + token_v, rows, values, stride_v, inside), operand))
-        dA_qk = dot_add(v_tile, x, dA_qk, PRECISION)
-        dA_qb = dot_add(U_tile, x, dA_qb, PRECISION)
-        x = tl.load(Z + token_v + transposed, mask=inside[None, :], other=0.0)
-        dA_ak = dot_add(v_tile, x, dA_ak, PRECISION)
-        dA_ab = dot_add(U_tile, x, dA_ab, PRECISION)
-    dA_qk = narrow(tl.where(rows[:, None] <= rows[None, :], dA_qk, 0.0), operand)
-    dA_qb = narrow(tl.where(rows[:, None] <= rows[None, :], dA_qb, 0.0), operand)
-    dA_ak = narrow(tl.where(rows[:, None] < rows[None, :], dA_ak, 0.0), operand)
-    dA_ab = narrow(tl.where(rows[:, None] < rows[None, :], dA_ab, 0.0), operand)
+        Z_tile = tl.load(Z + token_v + here, mask=inside[:, None], other=0.0)
+        x = tl.trans(dy_tile)
+        dA_qk_t = dot_add(v_tile, x, dA_qk_t, PRECISION)
+        dA_qb_t = dot_add(U_tile, x, dA_qb_t, PRECISION)
+        x = tl.trans(Z_tile)
+        dA_ak_t = dot_add(v_tile, x, dA_ak_t, PRECISION)
+        dA_ab_t = dot_add(U_tile, x, dA_ab_t, PRECISION)
+        x = tl.trans(v_tile)
+        dA_qk = dot_add(dy_tile, x, dA_qk, PRECISION)
+        dA_ak = dot_add(Z_tile, x, dA_ak, PRECISION)
+        x = tl.trans(U_tile)
+        dA_qb = dot_add(dy_tile, x, dA_qb, PRECISION)
+        dA_ab = dot_add(Z_tile, x, dA_ab, PRECISION)
+    upper, strict = rows[:, None] <= rows[None, :], rows[:, None] < rows[None, :]
+    dA_qk_t = narrow(tl.where(upper, dA_qk_t, 0.0), operand)
+    dA_qb_t = narrow(tl.where(upper, dA_qb_t, 0.0), operand)
+    dA_ak_t = narrow(tl.where(strict, dA_ak_t, 0.0), operand)
+    dA_ab_t = narrow(tl.where(strict, dA_ab_t, 0.0), operand)
+    dA_qk = narrow(tl.where(strict, 0.0, dA_qk), operand)
+    dA_qb = narrow(tl.where(strict, 0.0, dA_qb), operand)
+    dA_ak = narrow(tl.where(upper, 0.0, dA_ak), operand)
+    dA_ab = narrow(tl.where(upper, 0.0, dA_ab), operand)
 
-    # Tiles are read twice, at places that the compiler cannot know to be the same: else it keeps them in registers.
-    zero = (heads < 0).to(tl.int32)
-    rows, start = rows + zero, start + zero
-    token, token_v, inside = (start * heads + head) * K, (start * heads + head) * V, start + rows < end
+    # A second time over V: where it is one block, the compiler reads it once.
     dr_t = tl.zeros([BLOCK_K, C], tl.float32)
     da_t = tl.zeros([BLOCK_K, C], tl.float32)
-    dk_leaving = tl.zeros([C, BLOCK_K], tl.float32)
-    db_leaving = tl.zeros([C, BLOCK_K], tl.float32)
+    dk_leaving = tl.zeros([BLOCK_K, C], tl.float32)
+    db_leaving = tl.zeros([BLOCK_K, C], tl.float32)
     through = tl.zeros([BLOCK_K], tl.float32)
     for first in range(0, V, BLOCK_V):
         values = first + tl.arange(0, BLOCK_V)
-        here, transposed = rows[:, None] * stride_v + values[None, :], values[:, None] + rows[None, :] * stride_v
+        here = rows[:, None] * stride_v + values[None, :]
         square = chunk * K * V + keys[:, None] * V + values[None, :]
         h_tile, dh_tile = tl.load(h + square), tl.load(dh + square)
         through += tl.sum(h_tile.to(tl.float32) * dh_tile.to(tl.float32), 1)
-        x = narrow(load_tokens(dy + token_v, rows, values, stride_v, inside), operand)
-        dr_t = dot_add(h_tile, tl.trans(x), dr_t, PRECISION)
-        da_t = dot_add(h_tile, tl.load(Z + token_v + transposed, mask=inside[None, :], other=0.0), da_t, PRECISION)
-        dh_tile = tl.trans(dh_tile)
-        x = narrow(load_tokens(v + token_v, rows, values, stride_v, inside), operand)
-        dk_leaving = dot_add(x, dh_tile, dk_leaving, PRECISION)
-        x = tl.load(U + token_v + here, mask=inside[:, None], other=0.0)
-        db_leaving = dot_add(x, dh_tile, db_leaving, PRECISION)
+        x = tl.trans(narrow(load_tokens(dy + token_v, rows, values, stride_v, inside), operand))
+        dr_t = dot_add(h_tile, x, dr_t, PRECISION)
+        x = tl.trans(tl.load(Z + token_v + here, mask=inside[:, None], other=0.0))
+        da_t = dot_add(h_tile, x, da_t, PRECISION)
+        x = tl.trans(narrow(load_tokens(v + token_v, rows, values, stride_v, inside), operand))
+        dk_leaving = dot_add(dh_tile, x, dk_leaving, PRECISION)
+        x = tl.trans(tl.load(U + token_v + here, mask=inside[:, None], other=0.0))
+        db_leaving = dot_add(dh_tile, x, db_leaving, PRECISION)
 
-    enter, leave = tl.load(edges + chunk * 2 * K + keys), tl.load(edges + chunk * 2 * K + K + keys)
-    w, g = decays(log_w + token, rows, keys, stride, inside, C, operand, SUMS)
+    enter = tl.load(edges + chunk * 2 * K + keys)[:, None]
+    leave = tl.load(edges + chunk * 2 * K + K + keys)[:, None]
+    w, g = decays_t(log_w + token, rows, keys, stride, inside, C, operand, SUMS)
     away = tl.exp(-g)
-    kk = narrow(load_tokens(k + token, rows, keys, stride, inside) * away, operand)
-    bk = narrow(load_tokens(b + token, rows, keys, stride, inside) * away, operand)
-    dr_t = dot_add(tl.trans(kk), dA_qk, dr_t * enter[:, None], PRECISION)
-    dr_t = dot_add(tl.trans(bk), dA_qb, dr_t, PRECISION)
-    da_t = dot_add(tl.trans(kk), dA_ak, da_t * enter[:, None], PRECISION)
-    da_t = dot_add(tl.trans(bk), dA_ab, da_t, PRECISION)
-
+    kk = narrow(load_tokens_t(k + token, rows, keys, stride, inside) * away, operand)
+    bk = narrow(load_tokens_t(b + token, rows, keys, stride, inside) * away, operand)
+    dr_t = dot_add(kk, dA_qk_t, dr_t * enter, PRECISION)
+    dr_t = dot_add(bk, dA_qb_t, dr_t, PRECISION)
+    da_t = dot_add(kk, dA_ak_t, da_t * enter, PRECISION)
+    da_t = dot_add(bk, dA_ab_t, da_t, PRECISION)
     decay = tl.exp(g - w)
-    aq = narrow(load_tokens(a + token, rows, keys, stride, inside) * decay, operand)
-    x = tl.trans(da_t)  # to be stored: no dot follows
-    store_tokens(da + token, rows, keys, stride, inside, x * decay)
-    later = x * aq.to(tl.float32)
-    dw = (through * enter * leave)[None, :] - later  # a_t reads before w_t
+    aq = narrow(load_tokens_t(a + token, rows, keys, stride, inside) * decay, operand)
+    store_tokens_t(da + token, rows, keys, stride, inside, da_t * decay)
+    later = da_t * aq.to(tl.float32)
+    dw = through[:, None] * enter * leave - later  # a_t reads before w_t
     decay = tl.exp(g)
-    rq = narrow(load_tokens(r + token, rows, keys, stride, inside) * decay, operand)
-    x = tl.trans(dr_t)
-    store_tokens(dr + token, rows, keys, stride, inside, x * decay)
-    later += x * rq.to(tl.float32)
+    rq = narrow(load_tokens_t(r + token, rows, keys, stride, inside) * decay, operand)
+    store_tokens_t(dr + token, rows, keys, stride, inside, dr_t * decay)
+    later += dr_t * rq.to(tl.float32)
 
-    x = dot_add(dA_ak, aq, dot(dA_qk, rq, PRECISION), PRECISION)
-    dk_leaving *= leave[None, :]
-    store_tokens(dk + token, rows, keys, stride, inside, (x + dk_leaving) * away)
+    x = dot_add(aq, dA_ak, dot(rq, dA_qk, PRECISION), PRECISION)
+    dk_leaving *= leave
+    store_tokens_t(dk + token, rows, keys, stride, inside, (x + dk_leaving) * away)
     later -= x * kk.to(tl.float32)
     before = dk_leaving * kk.to(tl.float32)
-    x = dot_add(dA_ab, aq, dot(dA_qb, rq, PRECISION), PRECISION)
-    db_leaving *= leave[None, :]
-    store_tokens(db + token, rows, keys, stride, inside, (x + db_leaving) * away)
+    x = dot_add(aq, dA_ab, dot(rq, dA_qb, PRECISION), PRECISION)
+    db_leaving *= leave
+    store_tokens_t(db + token, rows, keys, stride, inside, (x + db_leaving) * away)
     later -= x * bk.to(tl.float32)
     before += db_leaving * bk.to(tl.float32)
-    dw += sums(tl.where(rows[:, None] <= rows[None, :], 1.0, 0.0), later, operand, SUMS)
-    dw += sums(tl.where(rows[:, None] > rows[None, :], 1.0, 0.0), before, operand, SUMS)
-    store_tokens(dlog_w + token, rows, keys, stride, inside, dw)
+    dw += sums_t(later, tl.where(rows[:, None] >= rows[None, :], 1.0, 0.0), operand, SUMS)
+    dw += sums_t(before, tl.where(rows[:, None] < rows[None, :], 1.0, 0.0), operand, SUMS)
+    store_tokens_t(dlog_w + token, rows, keys, stride, inside, dw)
