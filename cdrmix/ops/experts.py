@@ -13,7 +13,7 @@ from cdrmix.kernels import reference_moe
 from cdrmix.kernels.reference_moe import ACTIVATIONS, Routing
 from cdrmix.ops.backend import backend, compute_dtype, debugging
 from cdrmix.ops.routing import DTYPES
-from cdrmix.ops.weights import compute_weight, gradient_sum, is_attached
+from cdrmix.ops.weights import compute_weight, gradient_sum, is_attached, outside_graphs
 
 
 def moe_experts(
@@ -34,6 +34,12 @@ def moe_experts(
     Raises ValueError naming the argument, before anything runs; a Routing's indices out of range are found on a CPU
     always, on a GPU under CDRMIX_DEBUG=1 alone.
     """
+    if torch.compiler.is_compiling() and compute_dtype(x_TD) != w_up.dtype:
+        return outside_graphs(_experts, x_TD, w_up, w_down, routing, activation, save)
+    return _experts(x_TD, w_up, w_down, routing, activation, save)
+
+
+def _experts(x_TD: Tensor, w_up: Tensor, w_down: Tensor, routing: Routing, activation: str, save: str) -> Tensor:
     _check_experts(x_TD, w_up, w_down, routing, activation, save)
     tensors = (x_TD, w_up, w_down, routing.weights_TK)
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
@@ -78,6 +84,12 @@ def moe_product(x_RD: Tensor, w_EDF: Tensor, routing: Routing) -> Tensor:
     Returns [R, F] in the compute dtype. Differentiable once, in x and w; an expert without rows has a gradient of zero.
     The same bits every time. Raises ValueError naming the argument, before anything runs.
     """
+    if torch.compiler.is_compiling() and compute_dtype(x_RD) != w_EDF.dtype:
+        return outside_graphs(_product, x_RD, w_EDF, routing)
+    return _product(x_RD, w_EDF, routing)
+
+
+def _product(x_RD: Tensor, w_EDF: Tensor, routing: Routing) -> Tensor:
     _check_routing("moe_product", routing)
     _check_rows("moe_product", x_RD, routing, len(routing.order_R), "R = T * k")
     experts, width = len(routing.counts_E), x_RD.shape[1]
