@@ -222,7 +222,7 @@ def show(row: dict[str, Any]) -> None:
     lines |= {name: {"p50": None} for name in row["targets"] if name not in lines}
     for name, peer in row["peers"].items():
         if name not in ("cdrmix", row["peer"]["name"]):
-            lines[name] = peer.get("milliseconds", {})
+            lines[name if row["unit"] == "ms" else f"{name}, ms"] = peer.get("milliseconds", {})
     for name, values in lines.items():
         cells = [number(values[key]) if key in values else "" for key in ("p20", "p50", "p80")]
         table.add_row(name.replace("_", " "), *cells, verdict(row["targets"].get(name)))

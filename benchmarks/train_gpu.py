@@ -93,7 +93,9 @@ def main() -> int:
     parser.add_argument("--micro-batches", type=positive, default=8, metavar="N", help="of an update (8)")
     parser.add_argument("--warmup", type=positive, default=2, metavar="N", help="updates before the clock runs (2)")
     parser.add_argument("--updates", type=positive, default=4, metavar="N", help="updates that are timed (4)")
-    parser.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3), help="default: the configuration's")
+    parser.add_argument(
+        "--zero-stage", type=int, choices=(0, 1, 2, 3), help="default: 0 in one process, else as configured"
+    )
     parser.add_argument("--checkpointing", action="store_true", help="activation checkpointing")
     parser.add_argument("--no-determinism", action="store_true", help="let PyTorch take operations that do not repeat")
     parser.add_argument("--no-profile", action="store_true", help="leave out where the time goes")
@@ -160,6 +162,8 @@ def configured(arguments: argparse.Namespace) -> Config:
     changes += ["data.domains=null", "data.curriculum=[]", "data.objectives.fim=null", f"run.device={arguments.device}"]
     if arguments.zero_stage is not None:
         changes.append(f"train.zero_stage={arguments.zero_stage}")
+    elif arguments.config is None and rank_size_local_rank()[1] == 1:
+        changes.append("train.zero_stage=0")  # one process has nobody to share anything out with
     if arguments.checkpointing:
         changes.append("train.activation_checkpointing=true")
     if arguments.micro_batch_rows is not None:

@@ -116,6 +116,19 @@ def test_a_gpu_is_asked_for_where_there_is_none() -> None:
     assert "no GPU found" in done.stderr
 
 
+def test_one_process_shares_nothing_out_unless_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stage(*overrides: str, **changes: Any) -> object:
+        plain = {"case": "core-4b", "config": None, "device": "cpu", "zero_stage": None, "checkpointing": False}
+        plain |= {"micro_batch_rows": None, "overrides": list(overrides)}
+        return train_gpu.configured(train_gpu.argparse.Namespace(**plain | changes)).train.zero_stage
+
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert stage() == 0
+    assert stage("train.zero_stage=1") == stage(zero_stage=1) == 1
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert stage() == load_config(ROOT / "configs" / "cdrmix-core-4b.yaml").train.zero_stage
+
+
 def test_the_dense_model_has_as_many_active_parameters() -> None:
     active = {}
     for name in ("core-1b", "dense-1b"):
