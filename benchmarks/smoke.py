@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cdrmix import ops
+from cdrmix.ops import weights
 
 # Relative error in the 2-norm. The rows' own targets are 7e-3 for outputs and 1e-2 for gradients in bfloat16, 2^-9 an
 # operand; float32 loses 2^-24 an operand. A wrong tile, chunk or gradient is an error near 1.
@@ -58,6 +60,17 @@ def documents(sizes: Sizes, device: torch.device) -> Tensor:
 
 def unit(x: Tensor) -> Tensor:
     return functional.normalize(x.float(), dim=-1).to(x.dtype)
+
+
+def as_in_training(*trained: Tensor) -> AbstractContextManager[object]:
+    """Autocast around products of float32 weights, with copies and sums of gradients attached, as the engine has them.
+
+    Nothing on a CPU, and nothing in float64.
+    """
+    if trained[0].device.type != "cuda" or trained[0].dtype != torch.float32:
+        return nullcontext()
+    weights.attach(trained, torch.bfloat16, add_gradients=True)
+    return torch.autocast("cuda", torch.bfloat16)
 
 
 def recurrence(sizes: Sizes, normal: Normal) -> tuple[Leaves, Outputs]:
@@ -101,8 +114,41 @@ def time_mix(sizes: Sizes, normal: Normal) -> tuple[Leaves, Outputs]:
     return leaves, outputs
 
 
-def mixture(activation: str) -> Callable[[Sizes, Normal], tuple[Leaves, Outputs]]:
-    """Routing, experts, dispatch and combine, with this activation."""
+def attention(sizes: Sizes, normal: Normal) -> tuple[Leaves, Outputs]:
+    """Packed documents, two queries to a key."""
+    width = (sizes.tokens, 2 * sizes.heads, sizes.head)
+    leaves = {"q": normal(1, *width), "k": normal(1, sizes.tokens, sizes.heads, sizes.head)}
+    leaves["v"] = normal(1, sizes.tokens, sizes.heads, sizes.head)
+    cu_seqlens = documents(sizes, leaves["q"].device)
+    return leaves, lambda x: [ops.attention(x["q"], x["k"], x["v"], cu_seqlens=cu_seqlens)]
+
+
+def norm(sizes: Sizes, normal: Normal) -> tuple[Leaves, Outputs]:
+    """The residual sum and both norms of it."""
+    leaves = {name: normal(sizes.tokens, sizes.d_model) for name in "xy"}
+    leaves |= {name: normal(sizes.d_model).float() for name in ("weight", "bias")}
+
+    def outputs(x: Leaves) -> list[Tensor]:
+        total, normed = ops.add_norm(x["x"], x["y"], x["weight"], x["bias"], kind="layernorm")
+        return [total, normed, ops.add_norm(total, None, x["weight"], kind="rmsnorm")[1]]
+
+    return leaves, outputs
+
+
+def projection(sizes: Sizes, normal: Normal) -> tuple[Leaves, Outputs]:
+    """A product by a trained weight, whose gradient is added up in float32."""
+    leaves = {"x": normal(sizes.tokens, sizes.d_model)}
+    leaves["weight"] = normal(sizes.d_model, sizes.d_model).float() * sizes.d_model**-0.5
+
+    def outputs(x: Leaves) -> list[Tensor]:
+        with as_in_training(x["weight"]):
+            return [ops.linear(x["x"], x["weight"])]
+
+    return leaves, outputs
+
+
+def mixture(activation: str, *, trained: bool) -> Callable[[Sizes, Normal], tuple[Leaves, Outputs]]:
+    """Routing, experts, dispatch and combine, with this activation; trained: the experts' weights as the engine's."""
 
     def make(sizes: Sizes, normal: Normal) -> tuple[Leaves, Outputs]:
         wide = sizes.hidden * (2 if activation == "swiglu" else 1)
@@ -112,11 +158,14 @@ def mixture(activation: str) -> Callable[[Sizes, Normal], tuple[Leaves, Outputs]
             "w_up": normal(sizes.experts, sizes.d_model, wide) * sizes.d_model**-0.5,
             "w_down": normal(sizes.experts, sizes.hidden, sizes.d_model) * sizes.hidden**-0.5,
         }
+        if trained:
+            leaves |= {name: leaves[name].float() for name in ("w_up", "w_down")}
 
         def outputs(x: Leaves) -> list[Tensor]:
-            routing = ops.route_topk(x["logits"], 2)
-            y = ops.moe_experts(x["x"], x["w_up"], x["w_down"], routing, activation=activation)
-            back = ops.moe_combine(ops.moe_dispatch(x["x"], routing), routing)
+            with as_in_training(x["w_up"], x["w_down"]):
+                routing = ops.route_topk(x["logits"], 2)
+                y = ops.moe_experts(x["x"], x["w_up"], x["w_down"], routing, activation=activation)
+                back = ops.moe_combine(ops.moe_dispatch(x["x"], routing), routing)
             return [y, back, routing.load_balance, routing.z_loss]
 
         return leaves, outputs
@@ -171,8 +220,11 @@ def plastic(sizes: Sizes, normal: Normal) -> tuple[Leaves, Outputs]:
 FAMILIES: dict[str, Callable[[Sizes, Normal], tuple[Leaves, Outputs]]] = {
     "wkv7": recurrence,
     "time_mix": time_mix,
-    "moe_relu2": mixture("relu2"),
-    "moe_swiglu": mixture("swiglu"),
+    "moe_relu2": mixture("relu2", trained=True),
+    "moe_swiglu": mixture("swiglu", trained=False),
+    "attention": attention,
+    "norm": norm,
+    "projection": projection,
     "ce": loss,
     "scan": scan,
     "plastic": plastic,
@@ -189,18 +241,20 @@ def errors(name: str, device: torch.device) -> dict[str, float]:
         return torch.randn(shape, generator=generator, device=device).to(dtype)
 
     leaves, outputs = FAMILIES[name](GPU if on_gpu else TOY, normal)
-    weights: list[Tensor] = []
+    factors: list[Tensor] = []
 
     def run(backend: str, inputs: Leaves) -> dict[str, Tensor]:
         os.environ["CDRMIX_BACKEND"] = backend
         inputs = {key: x.detach().requires_grad_() for key, x in inputs.items()}
         found = outputs(inputs)
-        if not weights:  # of the sum that is differentiated: the same for both
-            weights.extend(torch.randn(y.shape, generator=generator, device=device) for y in found)
-        total = torch.stack([(y.double() * weight).sum() for y, weight in zip(found, weights, strict=True)]).sum()
-        gradients = torch.autograd.grad(total, list(inputs.values()))
+        if not factors:  # in the sum that is differentiated: the same for both
+            factors.extend(torch.randn(y.shape, generator=generator, device=device) for y in found)
+        total = torch.stack([(y.double() * factor).sum() for y, factor in zip(found, factors, strict=True)]).sum()
+        torch.autograd.backward(total)
         values = {f"output {i}": y.detach() for i, y in enumerate(found)}
-        return values | {f"d{key}": x for key, x in zip(inputs, gradients, strict=True)}
+        gradients = {f"d{key}": x.grad for key, x in inputs.items() if x.grad is not None}
+        assert len(gradients) == len(inputs), "an input has no gradient"
+        return values | gradients
 
     found = run("triton", leaves)
     exact = run("reference", {key: x.double() for key, x in leaves.items()})

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 
-# Before the first `import triton`: set later, the interpreter fails inside the kernels.
-os.environ.setdefault("TRITON_INTERPRET", "1")
+# Before the first `import triton`: set later, the interpreter fails inside the kernels. `pytest -m gpu` compiles them.
+os.environ.setdefault("TRITON_INTERPRET", "0" if "gpu" in sys.argv else "1")
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
     os.environ.setdefault(name, "1")  # also for the processes that tests start
 os.environ.setdefault("MPLBACKEND", "Agg")
@@ -20,7 +21,6 @@ import importlib.metadata
 import importlib.util
 import pkgutil
 import re
-import sys
 import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
