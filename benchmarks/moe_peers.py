@@ -111,9 +111,13 @@ def compiled_later(call: Call, dynamic: bool | None = None) -> Call:
     return run
 
 
-def ours(layer: Layer, save: str = "fast") -> Implementation:
+def ours(layer: Layer, save: str = "fast", products: str | None = None) -> Implementation:
+    """cdrmix; products: who multiplies on a GPU instead of what the committed table chooses (moe_grouped.py)."""
+
     def call(x: Tensor, logits: Tensor, weights: list[Tensor]) -> Tensor:
         w_up, w_down = weights
+        if x.is_cuda:
+            importlib.import_module("cdrmix.kernels.moe_grouped").force(products)
         routing = ops.route_topk(logits, layer.k)
         return ops.moe_experts(x, w_up, w_down, routing, activation=layer.activation, save=save)
 
@@ -326,6 +330,8 @@ def liger(layer: Layer) -> Iterator[tuple[str, Implementation]]:
 def implementations(device: str, layer: Layer) -> tuple[dict[str, Implementation], dict[str, str]]:
     """What there is to measure, ours first and then by interest, and what there is not, with the reason."""
     found = {OURS: ours(layer), f"{OURS}, save='min'": ours(layer, "min")}
+    if device == "cuda":
+        found |= {f"{OURS}, products by {who}": ours(layer, products=who) for who in ("grouped_mm", "triton")}
     absent = {"MegaBlocks": "has source distributions alone, to be compiled against the machine's CUDA"}
     found[GROUPED] = grouped_mm(layer)
     only_gated = {} if layer.gated else dict.fromkeys((SONICMOE, LIGER), "has gated activations alone")

@@ -14,6 +14,12 @@ Rows from counts_E.sum() on are of dropped routes: never read, and no buffer's r
 without rows gets gradients of zero. Products are summed in float32; no atomics, no tuning at run time and nothing read
 back by the host: the same bits every time.
 
+A table says which products torch._grouped_mm serves instead of the kernels of moe_gemm.py: see moe_grouped.py.
+
+A persistent product runs one program a multiprocessor over all tiles. Its loop over tiles is not flattened into the
+one over depth: that makes Triton wait for each product of a tile before it issues the next (2,260 cycles a step of
+128 x 256 x 64 for 1,330, by estimate under Triton 3.6.0 and 3.7.1).
+
 Weights are read through pointers, as the gathered rows have to be. Tensor descriptors (TMA) for them, compiled for
 sm_90 in the same tiles, gave moe_up as many registers (255) and 0.95 of the instructions, but moe_gradient 1.7 times
 the instructions, and all three times the barriers; and they do not serve rows that are no multiple of 16 bytes.
@@ -21,6 +27,7 @@ the instructions, and all three times the barriers; and they do not serve rows t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -31,17 +38,33 @@ from torch import Tensor
 
 from cdrmix.kernels._common import Build, architecture
 from cdrmix.kernels.moe_gemm import moe_gradient, moe_rows_gemm, moe_up, moe_weight_gradient, moe_weight_product
-from cdrmix.kernels.moe_rows import NAMES, REFERENCE_SHAPE, Plan, combine, combine_rows, dispatch, on, plan, tile_bound
+from cdrmix.kernels.moe_grouped import GROUPED, activate, activate_gradient, choice, ends
+from cdrmix.kernels.moe_rows import (
+    NAMES,
+    REFERENCE_SHAPE,
+    Plan,
+    combine,
+    combine_rows,
+    dispatch,
+    on,
+    plan,
+    processors,
+    tile_bound,
+)
 
 __all__ = ["combine", "dispatch", "experts_backward", "experts_forward", "product_backward", "product_forward"]
 
 ACTIVATIONS = ("relu2", "swiglu")
+REFERENCE_PROCESSORS = 132  # multiprocessors of an H100 or H200, for which Builds are stated
 FINISH_BLOCK = 256  # rows of a program of moe_weight_gradient
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A product's tile, warps a program, stages of its loads, row tiles a group, and pieces of its epilogue."""
+    """A product's tile, warps a program, stages of its loads, row tiles a group, and pieces of its epilogue.
+
+    persistent: as many programs as there are multiprocessors, each of which takes one tile after another.
+    """
 
     block_m: int
     block_n: int
@@ -50,6 +73,7 @@ class Launch:
     num_stages: int
     group: int = 16
     parts: int = 1
+    persistent: bool = False
 
 
 # By architecture and operand width in bytes: the kernels' launches. Within one entry all products over sorted rows
@@ -58,9 +82,9 @@ class Launch:
 # are smaller: at 128 registers a thread, which they have at the reference shape and exceed by 10 at some others, two
 # programs share a multiprocessor, one in its products while the other is in its epilogue.
 _SM90_16 = {
-    "up": Launch(128, 256, 64, 8, 4),
-    "rows": Launch(128, 256, 64, 8, 4),
-    "rows_transposed": Launch(128, 256, 64, 8, 4),
+    "up": Launch(128, 256, 64, 8, 4, parts=4, persistent=True),
+    "rows": Launch(128, 256, 64, 8, 4, persistent=True),
+    "rows_transposed": Launch(128, 256, 64, 8, 4, persistent=True),
     "gradient_swiglu": Launch(128, 128, 64, 8, 3, group=8, parts=4),
     "gradient_relu2": Launch(128, 128, 64, 8, 3, group=8, parts=8),
     "weights_left": Launch(128, 256, 64, 8, 6, parts=2),
@@ -183,38 +207,75 @@ class Problem:
             )
 
     def row_programs(self, name: str, width: int) -> int:
-        return self.plan.tiles * -(-width // self.launches[name].block_n)
+        tiles = self.plan.tiles * -(-width // self.launches[name].block_n)
+        return min(tiles, processors(self.device)) if self.launches[name].persistent else tiles
 
-    def up(self, x_TD: Tensor, w_up: Tensor, z: Tensor, hidden: Tensor, *, save_z: bool, save_a: bool) -> None:
+    @functools.cached_property
+    def ends_E(self) -> Tensor:
+        return ends(self.counts_E)
+
+    def grouped(self, product: str, left: Tensor, w: Tensor) -> bool:
+        return choice(product, self.arch, self.F, left, w) == GROUPED
+
+    def sorted_rows(self, x_TD: Tensor) -> Tensor:
+        return dispatch(x_TD, self.order_R, self.counts_E, self.k)
+
+    def up(self, x_TD: Tensor, w_up: Tensor, *, save_z: bool, save_a: bool) -> tuple[Tensor, Tensor]:
+        """z [R, Z] and hidden = act(z) [R, F]; one that is not to be saved may have no elements."""
+        if self.grouped("up", x_TD, w_up):
+            z = torch._grouped_mm(self.sorted_rows(x_TD), w_up, offs=self.ends_E)
+            hidden = self.empty(self.R if save_a else 0, self.F)
+            if save_a:
+                activate(z, self.counts_E, hidden, gated=self.gated)
+            return z, hidden
+        z, hidden = self.empty(self.R if save_z else 0, self.Z), self.empty(self.R if save_a else 0, self.F)
         arguments = x_TD, w_up, self.plan.tokens_R, self.plan.table, z, hidden, self.plan.tiles
+        launch = self.launches["up"]
         sizes = {"D": self.D, "F": self.F, "GATED": self.gated, "SAVE_Z": save_z, "SAVE_A": save_a}
+        sizes |= {"PARTS": launch.parts, "PERSISTENT": launch.persistent}
         self.launch("up", moe_up, self.row_programs("up", self.Z), arguments, sizes)
+        return z, hidden
 
-    def rows(self, left: Tensor, w: Tensor, out: Tensor, *, transposed: bool) -> None:
+    def rows(self, left: Tensor, w: Tensor, *, transposed: bool, zeros: bool = False) -> Tensor:
+        """Sorted rows times their expert's matrix; with zeros, zeros in the rows that no expert has."""
+        width = w.shape[1] if transposed else w.shape[2]
+        if not zeros and self.grouped("rows", left, w):
+            return torch._grouped_mm(left, w.mT if transposed else w, offs=self.ends_E)
+        out = torch.zeros((self.R, width), dtype=self.dtype, device=self.device) if zeros else self.empty(self.R, width)
         name = "rows_transposed" if transposed else "rows"
         arguments = left, w, self.plan.table, out, self.plan.tiles
-        sizes = {"DEPTH": left.shape[1], "WIDTH": out.shape[1], "TRANSPOSED": transposed}
-        self.launch(name, moe_rows_gemm, self.row_programs(name, out.shape[1]), arguments, sizes)
+        sizes = {"DEPTH": left.shape[1], "WIDTH": width, "TRANSPOSED": transposed}
+        sizes |= {"PERSISTENT": self.launches[name].persistent}
+        self.launch(name, moe_rows_gemm, self.row_programs(name, width), arguments, sizes)
+        return out
 
     def gradient(
         self, dy_TD: Tensor, w_down: Tensor, weights_TK: Tensor, z: Tensor, dz: Tensor, weighted: Tensor
     ) -> Tensor:
         """Writes dz and weighted; returns dweights_TK."""
+        if self.grouped("gradient", dy_TD, w_down):
+            dhidden = torch._grouped_mm(self.sorted_rows(dy_TD), w_down.mT, offs=self.ends_E)
+            order = self.counts_E, self.order_R
+            return self.weight_gradient(activate_gradient(dhidden, z, *order, weights_TK, dz, weighted))
         name = "gradient_swiglu" if self.gated else "gradient_relu2"
         columns = -(-self.F // self.launches[name].block_n)
         partial = self.empty(columns, self.R, dtype=torch.float32)
-        dweights_TK = self.empty(self.T, self.k, dtype=torch.float32)
         arguments = (
             *(dy_TD, w_down, self.plan.tokens_R, self.plan.table, self.order_R, weights_TK, z, dz, weighted, partial),
             *(self.plan.tiles, self.R),
         )
         sizes = {"D": self.D, "F": self.F, "GATED": self.gated, "PARTS": self.launches[name].parts}
         self.launch(name, moe_gradient, self.plan.tiles * columns, arguments, sizes)
+        return self.weight_gradient(partial)
+
+    def weight_gradient(self, partial: Tensor) -> Tensor:
+        """dweights_TK, of the rows' partial sums."""
+        dweights_TK = self.empty(self.T, self.k, dtype=torch.float32)
         if self.R:
             with on(self.device):
                 moe_weight_gradient[(-(-self.R // FINISH_BLOCK),)](
                     *(partial, self.order_R, self.counts_E, dweights_TK, self.R),
-                    **(expert_constants(self.E) | {"PARTIALS": columns, "BLOCK": FINISH_BLOCK}),
+                    **(expert_constants(self.E) | {"PARTIALS": len(partial), "BLOCK": FINISH_BLOCK}),
                     num_warps=4,
                 )
         return dweights_TK
@@ -250,12 +311,9 @@ def experts_forward(
     """y_TD in x's dtype, and z: [R, Z] for save="fast", else [0]. Shapes and dtypes: see the module."""
     x_TD, w_up, w_down, weights_TK = (tensor.contiguous() for tensor in (x_TD, w_up, w_down, weights_TK))
     p = Problem(x_TD, w_up, w_down, weights_TK.shape[1], order_R, counts_E, activation)
-    fast = save == "fast"
-    z, hidden = p.empty(p.R, p.Z) if fast else p.empty(0), p.empty(p.R, p.F)
-    p.up(x_TD, w_up, z, hidden, save_z=fast, save_a=True)
-    y_RD = p.empty(p.R, p.D)
-    p.rows(hidden, w_down, y_RD, transposed=False)
-    return combine_rows(y_RD, p.plan.inverse_R, weights_TK, p.k), z
+    z, hidden = p.up(x_TD, w_up, save_z=save == "fast", save_a=True)
+    y_RD = p.rows(hidden, w_down, transposed=False)
+    return combine_rows(y_RD, p.plan.inverse_R, weights_TK, p.k), z if save == "fast" else p.empty(0)
 
 
 def experts_backward(
@@ -280,24 +338,20 @@ def experts_backward(
     dy_TD, x_TD, w_up, w_down, weights_TK = (tensor.contiguous() for tensor in (dy_TD, x_TD, w_up, w_down, weights_TK))
     p = Problem(x_TD, w_up, w_down, weights_TK.shape[1], order_R, counts_E, activation)
     if save != "fast":
-        z = p.empty(p.R, p.Z)
-        p.up(x_TD, w_up, z, z, save_z=True, save_a=False)
+        z, _ = p.up(x_TD, w_up, save_z=True, save_a=False)
     dz, weighted = p.empty(p.R, p.Z), p.empty(p.R, p.F)
     dweights_TK = p.gradient(dy_TD, w_down, weights_TK, z, dz, weighted)
     dw_down = p.weights(weighted, dy_TD, w_down, down_sum, gather_left=False)
     del weighted, z
     dw_up = p.weights(x_TD, dz, w_up, up_sum, gather_left=True)
-    dx_RD = p.empty(p.R, p.D)
-    p.rows(dz, w_up, dx_RD, transposed=True)
+    dx_RD = p.rows(dz, w_up, transposed=True)
     return combine_rows(dx_RD, p.plan.inverse_R, None, p.k), dw_up, dw_down, dweights_TK
 
 
 def product_forward(x_RD: Tensor, w_EDF: Tensor, counts_E: Tensor) -> Tensor:
     """Y_r = X_r W_e of sorted rows, [R, F]; zeros from row counts_E.sum() on."""
     p = _rows_alone(x_RD, w_EDF, counts_E)
-    y_RF = torch.zeros((p.R, w_EDF.shape[2]), dtype=p.dtype, device=p.device)
-    p.rows(x_RD, w_EDF, y_RF, transposed=False)
-    return y_RF
+    return p.rows(x_RD, w_EDF, transposed=False, zeros=True)
 
 
 def product_backward(
@@ -305,8 +359,7 @@ def product_backward(
 ) -> tuple[Tensor, Tensor]:
     """dX_r = dY_r W_e^T, zeros from row counts_E.sum() on, and dW_e = sum_r X_r^T dY_r; sums as in experts_backward."""
     p = _rows_alone(x_RD, w_EDF, counts_E)
-    dx_RD = torch.zeros_like(x_RD)
-    p.rows(dy_RF, w_EDF, dx_RD, transposed=True)
+    dx_RD = p.rows(dy_RF, w_EDF, transposed=True, zeros=True)
     return dx_RD, p.weights(x_RD, dy_RF, w_EDF, w_sum, gather_left=False)
 
 
@@ -354,7 +407,9 @@ def _products(arch: str, dtype: torch.dtype, gated: bool, T: int, D: int, F: int
     def made(name: str, label: str, kernel: Any, sizes: dict[str, Any], columns: int, depth: int, moved: int) -> Build:
         launch = launches[name]
         M = sizes.get("M", 0)
-        tiles = E * -(-M // launch.block_m) if M else tile_bound(R, E, launch.block_m)
+        tiles = (E * -(-M // launch.block_m) if M else tile_bound(R, E, launch.block_m)) * -(-columns // launch.block_n)
+        programs = min(tiles, REFERENCE_PROCESSORS) if launch.persistent else tiles
+        steps = -(-depth // launch.block_k)
         return Build(
             name=label,
             kernel=kernel,
@@ -362,15 +417,16 @@ def _products(arch: str, dtype: torch.dtype, gated: bool, T: int, D: int, F: int
             constants=sizes | tile_constants(launch, arch, dtype),
             num_warps=launch.num_warps,
             num_stages=launch.num_stages,
-            programs=tiles * -(-columns // launch.block_n),
+            programs=programs,
             flops=2 * (E * M if M else R) * columns * depth,
             bytes=moved * size,
-            trips=(-(-depth // launch.block_k),),
+            trips=(-(-tiles // programs), steps) if launch.persistent else (steps,),
         )
 
     common = {"D": D, "F": F, "GATED": gated}
     for save_z, save_a in ((True, True), (False, True), (True, False)) if gated else ((True, True),):
         sizes = common | {"SAVE_Z": save_z, "SAVE_A": save_a}
+        sizes |= {"PARTS": launches["up"].parts, "PERSISTENT": launches["up"].persistent}
         yield made("up", "moe_up", moe_up, sizes, Z, D, T * D + E * D * Z + R * (Z * save_z + F * save_a))
     name = "gradient_swiglu" if gated else "gradient_relu2"
     sizes = common | {"PARTS": launches[name].parts}
@@ -389,7 +445,7 @@ def _products(arch: str, dtype: torch.dtype, gated: bool, T: int, D: int, F: int
             moved = R * F + T * D + E * D * F * total
             yield made("weights_right", "moe_weight_product_down", moe_weight_product, sizes, D, rows, moved)
         known["out"] = f"*{own}"
-        sizes = {"DEPTH": Z, "WIDTH": D, "TRANSPOSED": True}
+        sizes = {"DEPTH": Z, "WIDTH": D, "TRANSPOSED": True, "PERSISTENT": launches["rows_transposed"].persistent}
         yield made("rows_transposed", "moe_rows_gemm_dx", moe_rows_gemm, sizes, D, Z, R * (Z + D) + E * D * Z)
-        sizes = {"DEPTH": F, "WIDTH": D, "TRANSPOSED": False}
+        sizes = {"DEPTH": F, "WIDTH": D, "TRANSPOSED": False, "PERSISTENT": launches["rows"].persistent}
         yield made("rows", "moe_rows_gemm", moe_rows_gemm, sizes, D, F, R * (F + D) + E * D * F)

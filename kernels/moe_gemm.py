@@ -79,10 +79,10 @@ def add_gathered_product(
 
 
 @triton.jit
-def store_rows(out, rows, inside, columns, x, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr):
-    """x into rows of WIDTH, in the tensor's own dtype; BLOCK_N columns start at a multiple of it."""
+def store_rows(out, rows, inside, columns, x, WIDTH: tl.constexpr, WHOLE: tl.constexpr):
+    """x into rows of WIDTH, in the tensor's own dtype; WHOLE: no column is past the end."""
     mask = inside[:, None]
-    if WIDTH % BLOCK_N != 0:
+    if not WHOLE:
         mask = mask & (columns < WIDTH)[None, :]
     tl.store(out + rows[:, None] * WIDTH + columns[None, :], narrow(x, out.dtype.element_ty), mask=mask)
 
@@ -117,58 +117,124 @@ def halves(x, M: tl.constexpr, N: tl.constexpr):
     return tl.split(tl.permute(tl.reshape(x, [M, 2, N]), [0, 2, 1]))
 
 
-@triton.jit(do_not_specialize=["row_tiles"])
-def moe_up(
-    x, w_up, tokens, table, z, hidden, row_tiles,
+@triton.jit
+def up_columns(
+    total, z, hidden, rows, inside, column,
+    F: tl.constexpr, GATED: tl.constexpr, SAVE_Z: tl.constexpr, SAVE_A: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """moe_up's epilogue for BLOCK_N columns, in PARTS pieces; WHOLE: no column is past the end."""
+    if PARTS > 1:
+        HALF: tl.constexpr = BLOCK_N // 2
+        left, right = halves(total, BLOCK_M, HALF)
+        up_columns(left, z, hidden, rows, inside, column, F, GATED, SAVE_Z, SAVE_A, PARTS // 2, BLOCK_M, HALF, WHOLE)
+        up_columns(
+            right, z, hidden, rows, inside, column + HALF, F, GATED, SAVE_Z, SAVE_A, PARTS // 2, BLOCK_M, HALF, WHOLE
+        )
+    else:
+        columns = column + tl.arange(0, BLOCK_N)
+        if SAVE_Z:
+            store_rows(z, rows, inside, columns, total, 2 * F if GATED else F, WHOLE)
+        if SAVE_A:
+            if GATED:
+                gate, up = pairs(total, BLOCK_M, BLOCK_N // 2)
+                A = gate * tl.sigmoid(gate) * up
+                store_rows(hidden, rows, inside, column // 2 + tl.arange(0, BLOCK_N // 2), A, F, WHOLE)
+            else:
+                A = positive(total)
+                store_rows(hidden, rows, inside, columns, A * A, F, WHOLE)
+
+
+@triton.jit
+def up_tile(
+    place, x, w_up, tokens, table, z, hidden, row_tiles,
     D: tl.constexpr, F: tl.constexpr, GATED: tl.constexpr, SAVE_Z: tl.constexpr, SAVE_A: tl.constexpr,
+    PARTS: tl.constexpr, USED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """z [R, Z] and hidden = act(z) [R, F], of which SAVE_Z and SAVE_A say what is stored."""
+    """One tile of moe_up; USED: it has rows."""
     Z: tl.constexpr = 2 * F if GATED else F
-    tile, column = place_of(tl.program_id(0), row_tiles, tl.cdiv(Z, BLOCK_N), GROUP)
+    tile, column = place_of(place, row_tiles, tl.cdiv(Z, BLOCK_N), GROUP)
     expert = tl.load(table + tile * 3).to(tl.int64)
     first, end = tl.load(table + tile * 3 + 1), tl.load(table + tile * 3 + 2)
-    if first >= end:
-        return
+    if not USED:  # noqa: SIM102 - constants are decided before anything else is compiled
+        if first >= end:
+            return
     column = column * BLOCK_N
     rows = first + tl.arange(0, BLOCK_M)
     token = tl.load(tokens + tl.minimum(rows, end - 1)).to(tl.int64)
     total = gathered_product(
         x, token, w_up + expert * (D * Z), column, D, Z, Z, 1, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION
     )
-    inside = rows < end
-    rows = rows.to(tl.int64)
-    if SAVE_Z:
-        store_rows(z, rows, inside, column + tl.arange(0, BLOCK_N), total, Z, BLOCK_N)
-    if SAVE_A:
-        if GATED:
-            gate, up = pairs(total, BLOCK_M, BLOCK_N // 2)
-            A = gate * tl.sigmoid(gate) * up
-            store_rows(hidden, rows, inside, column // 2 + tl.arange(0, BLOCK_N // 2), A, F, BLOCK_N // 2)
-        else:
-            A = positive(total)
-            store_rows(hidden, rows, inside, column + tl.arange(0, BLOCK_N), A * A, F, BLOCK_N)
+    up_columns(
+        total, z, hidden, rows.to(tl.int64), rows < end, column,
+        F, GATED, SAVE_Z, SAVE_A, PARTS, BLOCK_M, BLOCK_N, Z % BLOCK_N == 0,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["row_tiles"])
-def moe_rows_gemm(
-    left, w, table, out, row_tiles,
-    DEPTH: tl.constexpr, WIDTH: tl.constexpr, TRANSPOSED: tl.constexpr,
+def moe_up(
+    x, w_up, tokens, table, z, hidden, row_tiles,
+    D: tl.constexpr, F: tl.constexpr, GATED: tl.constexpr, SAVE_Z: tl.constexpr, SAVE_A: tl.constexpr,
+    PARTS: tl.constexpr, PERSISTENT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out [R, WIDTH] = left [R, DEPTH] times the expert's matrix [DEPTH, WIDTH], or its [WIDTH, DEPTH] transposed."""
-    tile, column = place_of(tl.program_id(0), row_tiles, tl.cdiv(WIDTH, BLOCK_N), GROUP)
+    """z [R, Z] and hidden = act(z) [R, F], of which SAVE_Z and SAVE_A say what is stored."""
+    if PERSISTENT:
+        used = tl.load(table + row_tiles * 3)
+        for place in range(tl.program_id(0), used * tl.cdiv(2 * F if GATED else F, BLOCK_N), tl.num_programs(0)):
+            up_tile(
+                place, x, w_up, tokens, table, z, hidden, used,
+                D, F, GATED, SAVE_Z, SAVE_A, PARTS, True, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, PRECISION,
+            )  # fmt: skip
+    else:
+        up_tile(
+            tl.program_id(0), x, w_up, tokens, table, z, hidden, row_tiles,
+            D, F, GATED, SAVE_Z, SAVE_A, PARTS, False, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def rows_tile(
+    place, left, w, table, out, row_tiles,
+    DEPTH: tl.constexpr, WIDTH: tl.constexpr, TRANSPOSED: tl.constexpr, USED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of moe_rows_gemm; USED: it has rows."""
+    tile, column = place_of(place, row_tiles, tl.cdiv(WIDTH, BLOCK_N), GROUP)
     expert = tl.load(table + tile * 3).to(tl.int64)
     first, end = tl.load(table + tile * 3 + 1), tl.load(table + tile * 3 + 2)
-    if first >= end:
-        return
+    if not USED:  # noqa: SIM102 - constants are decided before anything else is compiled
+        if first >= end:
+            return
     column = column * BLOCK_N
     rows = first + tl.arange(0, BLOCK_M)
     total = gathered_product(
         left, tl.minimum(rows, end - 1).to(tl.int64), w + expert * (DEPTH * WIDTH), column,
         DEPTH, WIDTH, 1 if TRANSPOSED else WIDTH, DEPTH if TRANSPOSED else 1, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
     )  # fmt: skip
-    store_rows(out, rows.to(tl.int64), rows < end, column + tl.arange(0, BLOCK_N), total, WIDTH, BLOCK_N)
+    store_rows(out, rows.to(tl.int64), rows < end, column + tl.arange(0, BLOCK_N), total, WIDTH, WIDTH % BLOCK_N == 0)
+
+
+@triton.jit(do_not_specialize=["row_tiles"])
+def moe_rows_gemm(
+    left, w, table, out, row_tiles,
+    DEPTH: tl.constexpr, WIDTH: tl.constexpr, TRANSPOSED: tl.constexpr, PERSISTENT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out [R, WIDTH] = left [R, DEPTH] times the expert's matrix [DEPTH, WIDTH], or its [WIDTH, DEPTH] transposed."""
+    if PERSISTENT:
+        used = tl.load(table + row_tiles * 3)
+        for place in range(tl.program_id(0), used * tl.cdiv(WIDTH, BLOCK_N), tl.num_programs(0)):
+            rows_tile(
+                place, left, w, table, out, used,
+                DEPTH, WIDTH, TRANSPOSED, True, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, PRECISION,
+            )  # fmt: skip
+    else:
+        rows_tile(
+            tl.program_id(0), left, w, table, out, row_tiles,
+            DEPTH, WIDTH, TRANSPOSED, False, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, PRECISION,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -353,4 +419,4 @@ def moe_weight_product(
         if start < end:
             add_to_rows(out, columns_m.to(tl.int64), inside, column * BLOCK_N, total, N, PARTS, BLOCK_M, BLOCK_N)
     else:
-        store_rows(out, columns_m.to(tl.int64), inside, columns_n, total, N, BLOCK_N)
+        store_rows(out, columns_m.to(tl.int64), inside, columns_n, total, N, N % BLOCK_N == 0)

@@ -13,6 +13,7 @@ Offsets are int64, and nothing is read back by the host: tiles are laid out for 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -34,9 +35,10 @@ def moe_plan(
     order, counts, tokens, inverse, table, routes, tiles,
     E: tl.constexpr, PADDED_E: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Token of each sorted row [R], sorted row of each route [R] (-1: dropped), and the table of row tiles [tiles, 3].
+    """Token of each sorted row [R], sorted row of each route [R] (-1: dropped), and the table of row tiles.
 
-    A tile is expert, first row, end row: at most BLOCK_M rows of one expert. Unused entries have no rows.
+    The table is [tiles + 1, 3]. A tile is expert, first row, end row: at most BLOCK_M rows of one expert. Entries
+    without rows follow those with; the last entry begins with the number of tiles that have rows.
     """
     program = tl.program_id(0)
     experts = tl.arange(0, PADDED_E)
@@ -58,6 +60,8 @@ def moe_plan(
         tl.store(table + rows * 3, tl.sum(tl.where(mine, experts[None, :], 0), 1), mask=rows < tiles)
         tl.store(table + rows * 3 + 1, tl.sum(tl.where(mine, first, 0), 1), mask=rows < tiles)
         tl.store(table + rows * 3 + 2, tl.sum(tl.where(mine, last, 0), 1), mask=rows < tiles)
+        if program == 0:
+            tl.store(table + tiles * 3, tl.sum(own))
 
 
 @triton.jit(do_not_specialize=["routes"])
@@ -104,7 +108,8 @@ def moe_combine(
 class Plan:
     """What the kernels over sorted rows share.
 
-    tokens_R, inverse_R: int32 [R], see moe_plan. table: int32 [tiles, 3]: expert, first row, end row of a row tile.
+    tokens_R, inverse_R: int32 [R], see moe_plan. table: int32 [tiles + 1, 3]: expert, first row, end row of a row tile;
+    at last the number of tiles that have rows.
     """
 
     tokens_R: Tensor
@@ -113,12 +118,18 @@ class Plan:
 
     @property
     def tiles(self) -> int:
-        return self.table.shape[0]
+        return self.table.shape[0] - 1
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Triton launches on the current device: makes this one current."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Programs that a persistent kernel runs: one a multiprocessor; 3 under the interpreter, so that each has tiles."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 def tile_bound(routes: int, experts: int, block_m: int) -> int:
@@ -135,7 +146,7 @@ def plan(order_R: Tensor, counts_E: Tensor, k: int, block_m: int) -> Plan:
     made = Plan(
         torch.empty((routes,), dtype=torch.int32, device=order_R.device),
         torch.empty((routes,), dtype=torch.int32, device=order_R.device),
-        torch.empty((tiles, 3), dtype=torch.int32, device=order_R.device),
+        torch.empty((tiles + 1, 3), dtype=torch.int32, device=order_R.device),
     )
     with on(order_R.device):
         moe_plan[(-(-max(routes, tiles) // PLAN_BLOCK),)](

@@ -1,0 +1,82 @@
+"""Routing, dispatch, experts, products and combine never read a value on the host, so that nothing waits for a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cdrmix.kernels import _common, moe_experts, moe_grouped, moe_route, moe_rows, reference_moe
+
+interpreted = pytest.mark.skipif(not _common.INTERPRETED, reason="TRITON_INTERPRET=0: the kernels need a GPU")
+
+
+class NoReads(TorchDispatchMode):
+    """Refuses operators that hand a value, or a size that depends on values, to the host."""
+
+    READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::unique", "aten::_unique2")
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.name().split(".")[0]
+        assert name not in self.READS, name
+        assert not (name == "aten::index" and any(x is not None and x.dtype == torch.bool for x in args[1])), name
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture(autouse=True)
+def no_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU's tensor gives its list without an operator; a GPU's would be copied for it."""
+
+    def refuse(x: Tensor) -> None:
+        raise AssertionError("Tensor.tolist")
+
+    monkeypatch.setattr(Tensor, "tolist", refuse)
+
+
+@interpreted
+@pytest.mark.parametrize("who", [None, "grouped_mm"])
+@pytest.mark.parametrize("capacity", [None, 9])
+def test_a_layer_on_triton_reads_nothing(
+    capacity: int | None, who: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that the operators call on a GPU, forward and backward, in Triton's interpreter."""
+    monkeypatch.setattr(torch, "_grouped_mm", lambda left, w, *, offs: product_of_every_row(left, w, offs))
+    generator = torch.Generator().manual_seed(0)
+    logits, x, dy = (torch.randn(21, size, generator=generator) for size in (3, 16, 16))
+    w_up, w_down = torch.randn(3, 16, 32, generator=generator), torch.randn(3, 16, 16, generator=generator)
+    sums = [torch.zeros_like(w_up), torch.zeros_like(w_down)]
+    moe_grouped.force(who)
+    try:
+        with NoReads():
+            weights, chosen, counts, demand, order, balance, z_loss = moe_route.route_forward(logits, 2, None, capacity)
+            moe_route.route_backward(weights, balance, z_loss, logits, chosen, demand, 2)
+            tensors = x, w_up, w_down, weights, order, counts
+            for save in ("fast", "min"):
+                _, z = moe_experts.experts_forward(*tensors, activation="swiglu", save=save)
+                for given in ([], sums):
+                    moe_experts.experts_backward(dy, *tensors, z, *given, activation="swiglu", save=save)
+            rows = moe_rows.dispatch(x, order, counts, 2)
+            moe_rows.combine(rows, order, counts, 2)
+            y = moe_experts.product_forward(rows, w_down, counts)
+            moe_experts.product_backward(y, rows, w_down, counts, sums[1])
+    finally:
+        moe_grouped.force(None)
+
+
+def product_of_every_row(left: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+    """What torch._grouped_mm does, as its CPU's way reads the offsets: each row by its own expert's matrix."""
+    expert = torch.searchsorted(offs, torch.arange(len(left), dtype=torch.int32), right=True).clamp(max=len(w) - 1)
+    return torch.einsum("rd,rdf->rf", left, w.index_select(0, expert))
+
+
+def test_a_read_is_found() -> None:
+    """The check can fail: the way of CPUs reads counts."""
+    generator = torch.Generator().manual_seed(0)
+    rows, w = torch.randn(6, 4, generator=generator), torch.randn(2, 4, 4, generator=generator)
+    with NoReads(), pytest.raises(AssertionError, match=r"Tensor\.tolist"):
+        reference_moe.product_forward(rows, w, torch.tensor([3, 3]))
+    with NoReads(), pytest.raises(AssertionError, match="_local_scalar_dense"):
+        reference_moe.dispatch(rows, torch.arange(6), torch.tensor([3, 2]), 1)
