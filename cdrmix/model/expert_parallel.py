@@ -1,7 +1,7 @@
 """Expert parallelism: the ranks of a group share out each layer's experts and send each other the rows routed to them.
 
 Shapes: T tokens, D model, E experts, R = T * k routed rows, S ranks of the group, L = E / S experts of each rank,
-N rows that arrive at a rank.
+N rows that arrive at a rank, C rows that an expert keeps at most of one rank's.
 """
 
 from __future__ import annotations
@@ -33,13 +33,20 @@ class ExpertGroup:
         return whole.chunk(self.size)[self.rank]
 
 
-class Plan(NamedTuple):
-    """Who sends how many rows in one layer: to each rank of the group, and from each, of which experts here [S, L]."""
+MOST_PADDING = 2  # slots of a padded exchange over rows, from which on it is not worth the wait that it saves
 
-    sent: list[int]
-    received: list[int]
-    received_SL: Tensor
+
+class Plan(NamedTuple):
+    """Who sends how many rows in one layer: to each rank of the group, and from each; None: as many to all."""
+
+    sent: list[int] | None
+    received: list[int] | None
     group: dist.ProcessGroup
+
+
+def host_knows(x: Tensor) -> bool:
+    """Whether the host may read counts that lie beside x without waiting for anything."""
+    return x.device.type == "cpu"
 
 
 class ExpertParallelFeedForward(MoeFeedForward):
@@ -47,7 +54,8 @@ class ExpertParallelFeedForward(MoeFeedForward):
 
     Every rank routes its own tokens over all experts, so a rank's output is that of the whole layer for its tokens.
     The parameters are drawn as the whole layer's are, and then cut. All ranks of the group call `forward` together,
-    also one that has no tokens: it computes the rows of others.
+    also one that has no tokens: it computes the rows of others. Where a capacity drops rows, in training, all ranks
+    have as many tokens: GPUs then exchange as many rows as the capacity allows, and no rank waits for counts.
     """
 
     def __init__(self, config: Model, experts: ExpertGroup) -> None:
@@ -58,7 +66,43 @@ class ExpertParallelFeedForward(MoeFeedForward):
             setattr(self, name, nn.Parameter(experts.share(whole.detach()).clone()))
 
     def mix(self, x_TD: Tensor, routing: ops.Routing) -> Tensor:
-        """The routed experts' weighted sum a token, wherever the experts are; [T, D] in the compute dtype.
+        """The routed experts' weighted sum a token, wherever the experts are; [T, D] in the compute dtype."""
+        capacity = self.router.capacity(len(x_TD))
+        if capacity is not None and not host_knows(x_TD):
+            capacity = min(capacity, len(x_TD))  # a token has an expert once
+            if 0 < len(routing.counts_E) * capacity <= MOST_PADDING * len(routing.order_R):
+                return self._mix_padded(x_TD, routing, capacity)
+        return self._mix_counted(x_TD, routing)
+
+    def _mix_padded(self, x_TD: Tensor, routing: ops.Routing, capacity: int) -> Tensor:
+        """With C slots for every expert and rank, rows in the first of them: the host needs no counts.
+
+        Slots without rows are sent as zeros, and are dropped rows to the experts.
+        """
+        experts, group = self.experts, self.experts.group
+        counts_SL = routing.counts_E.view(experts.size, -1)
+        received_SL = torch.empty_like(counts_SL)
+        counting = dist.all_to_all_single(received_SL, counts_SL.contiguous(), group=group, async_op=True)
+        x_RD = ops.moe_dispatch(x_TD.to(compute_dtype(x_TD)), routing)
+        sorted_R = routing.weights_TK.flatten().index_select(0, routing.order_R)
+        slots = Slots.of(routing.counts_E, capacity, len(routing.order_R))
+        plan = Plan(None, None, group)
+        moving: list[Any] = []
+        packed = _Moved.apply(x_RD, *slots), _Moved.apply(sorted_R, *slots)
+        x_ND, weights_N = _Exchange.apply(moving, plan, len(slots.row_N), *packed)
+        counting.wait()
+        expert_N, order_N = arrived_slots(received_SL, capacity)
+        for message in moving:
+            message.wait()
+        y_ND = super().mix(x_ND, local_routing(weights_N, expert_N, received_SL, order_N))
+        moving = []
+        (back_ND,) = _Exchange.apply(moving, plan, len(slots.row_N), y_ND)
+        for message in moving:
+            message.wait()
+        return ops.moe_combine(_Moved.apply(back_ND, *slots.inverse()), routing)
+
+    def _mix_counted(self, x_TD: Tensor, routing: ops.Routing) -> Tensor:
+        """With messages as long as there are rows, of which the host has to know the counts.
 
         Dropped rows are not sent. The counts travel while the rows are gathered, and the rows while the weights
         travel and the order of the arrived rows is made; the products need the rows, so no more can overlap.
@@ -71,7 +115,7 @@ class ExpertParallelFeedForward(MoeFeedForward):
         counting.wait()
         # The one copy to the host: how long the messages are.
         sent, received = torch.stack([counts_SL.sum(1), received_SL.sum(1)]).tolist()
-        plan = Plan(sent, received, received_SL, group)
+        plan = Plan(sent, received, group)
 
         sorted_R = routing.weights_TK.flatten().index_select(0, routing.order_R)
         arriving = sum(received)
@@ -81,23 +125,67 @@ class ExpertParallelFeedForward(MoeFeedForward):
         for message in moving:
             message.wait()
 
-        zero = weights_N.new_zeros(())
-        counts_L = received_SL.sum(0)
-        here = ops.Routing(
-            weights_TK=weights_N.unsqueeze(1),
-            experts_TK=expert_N.unsqueeze(1),
-            counts_E=counts_L,
-            demand_E=counts_L,
-            order_R=order_N,
-            load_balance=zero,
-            z_loss=zero,
-        )
-        y_ND = super().mix(x_ND, here)
+        y_ND = super().mix(x_ND, local_routing(weights_N, expert_N, received_SL, order_N))
         moving = []
         (y_RD,) = _Exchange.apply(moving, _reverse(plan), tokens * self.router.top_k, y_ND)
         for message in moving:
             message.wait()
         return ops.moe_combine(y_RD, routing)
+
+
+def local_routing(weights_N: Tensor, expert_N: Tensor, received_SL: Tensor, order_N: Tensor) -> ops.Routing:
+    """The arrived rows as tokens of one choice each."""
+    zero, counts_L = weights_N.new_zeros(()), received_SL.sum(0)
+    return ops.Routing(
+        weights_TK=weights_N.unsqueeze(1),
+        experts_TK=expert_N.unsqueeze(1),
+        counts_E=counts_L,
+        demand_E=counts_L,
+        order_R=order_N,
+        load_balance=zero,
+        z_loss=zero,
+    )
+
+
+class Slots(NamedTuple):
+    """Where rows sorted by expert go among C slots an expert. row_N: the row of each slot, and whether there is one;
+    slot_R: the slot of each row, and whether it was kept."""
+
+    row_N: Tensor
+    filled_N: Tensor
+    slot_R: Tensor
+    kept_R: Tensor
+
+    @classmethod
+    def of(cls, counts_E: Tensor, capacity: int, rows: int) -> Slots:
+        """counts_E: int64, at most `capacity` each; rows: with those after the last expert's, which were dropped."""
+        ends_E = counts_E.cumsum(0)
+        starts_E = ends_E - counts_E
+        place_N = torch.arange(len(counts_E) * capacity, device=counts_E.device)
+        expert_N, nth_N = place_N // capacity, place_N % capacity
+        filled_N = nth_N < counts_E[expert_N]
+        row_R = torch.arange(rows, device=counts_E.device)
+        expert_R = torch.searchsorted(ends_E, row_R, right=True).clamp(max=len(counts_E) - 1)
+        kept_R = row_R < ends_E[-1]
+        slot_R = torch.where(kept_R, expert_R * capacity + row_R - starts_E[expert_R], 0)
+        return cls(torch.where(filled_N, starts_E[expert_N] + nth_N, 0), filled_N, slot_R, kept_R)
+
+    def inverse(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The same for the way back."""
+        return self.slot_R, self.kept_R, self.row_N, self.filled_N
+
+
+def arrived_slots(received_SL: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    """The expert of each slot that arrived, sender by sender; and the order of their rows by expert, then sender.
+
+    received_SL: int64, rows of each expert here from each rank, in the first of C slots each. Returns int64 [S L C]
+    both; in the order, slots without rows are last.
+    """
+    senders, experts = received_SL.shape
+    place_N = torch.arange(senders * experts * capacity, device=received_SL.device)
+    expert_N = place_N // capacity % experts
+    filled_N = place_N % capacity < received_SL.flatten()[place_N // capacity]
+    return expert_N, torch.where(filled_N, expert_N, experts).argsort(stable=True)
 
 
 def arrived_order(received_SL: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -118,11 +206,28 @@ def arrived_order(received_SL: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     return order_N, expert_N
 
 
+class _Moved(torch.autograd.Function):
+    """Rows at other places: result i is row source[i] where there is one, else zero; gradients go back by target."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source: Tensor, there: Tensor, target: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(target, back)
+        return _taken(x, source, there)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _taken(gradient, *ctx.saved_tensors), None, None, None, None
+
+
+def _taken(x: Tensor, source: Tensor, there: Tensor) -> Tensor:
+    return x.index_select(0, source).masked_fill_(~there.view(-1, *[1] * (x.dim() - 1)), 0)
+
+
 class _Exchange(torch.autograd.Function):
     """Rows of several tensors to the ranks of a group and from them, as a plan says; the gradients go the way back.
 
     moving: takes up the messages under way, which the caller waits for before it reads. length: rows of the results,
-    at least those that arrive; the rest is zero. Of the tensors the first sum(plan.sent) rows are sent.
+    at least those that arrive; the rest is zero. Of the tensors the first sum(plan.sent) rows are sent, or all.
     """
 
     @staticmethod
@@ -144,9 +249,10 @@ def _reverse(plan: Plan) -> Plan:
 
 
 def _start(moving: list[Any], plan: Plan, lengths: Sequence[int], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    leaving, arriving = sum(plan.sent), sum(plan.received)
     results = []
     for tensor, length in zip(tensors, lengths, strict=True):
+        leaving = len(tensor) if plan.sent is None else sum(plan.sent)
+        arriving = length if plan.received is None else sum(plan.received)
         result = tensor.new_empty(length, *tensor.shape[1:])
         if arriving < length:  # as many as were dropped
             result[arriving:] = 0
