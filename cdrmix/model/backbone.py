@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from cdrmix import ops
 from cdrmix.config.schema import Model
 from cdrmix.config.schema_reasoning import Reasoning
 from cdrmix.model.attention import AttentionState
@@ -51,6 +52,8 @@ class LanguageModel(nn.Module):
     experts: makes each block's mixture of experts; by default a whole one, of which nothing is in other processes.
     reasoning: gives mixers plastic adapters, where it enables them. They are drawn last, so that the rest of the model
     is the one without them.
+    narrow_residual: under autocast the residual stream between blocks has its dtype, instead of the embedding's float32.
+    Sums and norms are still computed in float32, and rounded once.
     """
 
     def __init__(
@@ -60,10 +63,12 @@ class LanguageModel(nn.Module):
         activation_checkpointing: bool = False,
         experts: Callable[[Model], MoeFeedForward] = MoeFeedForward,
         reasoning: Reasoning | None = None,
+        narrow_residual: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
         self.activation_checkpointing = activation_checkpointing
+        self.narrow_residual = narrow_residual
         self.embedding = TokenEmbedding(config.vocab_size, config.d_model, std=0.02 * config.init_std_scale)
         self.embedding_norm = AddNorm(config) if config.embedding_norm else None
         blocks = [Block(config, layer, mixer, experts) for layer, mixer in enumerate(config.mixers)]
@@ -133,8 +138,10 @@ class LanguageModel(nn.Module):
         )
         x = self.embedding(ids_BT)
         if self.embedding_norm is not None:
-            with torch.autocast(x.device.type, enabled=False):  # the residual stream keeps its float32
+            with torch.autocast(x.device.type, enabled=False):
                 _, x = self.embedding_norm(x)
+        if self.narrow_residual:
+            x = x.to(ops.compute_dtype(x))
         if prefix_BPD is not None:
             x = torch.cat([prefix_BPD.to(x), x], 1)
         y: Tensor | None = None  # a branch's output, which the next norm adds to the stream x

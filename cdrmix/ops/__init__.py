@@ -13,7 +13,7 @@ from collections.abc import Callable
 from cdrmix.kernels.reference import document_starts, token_shift
 from cdrmix.kernels.reference_moe import Routing
 from cdrmix.ops.attention import attention
-from cdrmix.ops.backend import backend
+from cdrmix.ops.backend import backend, compute_dtype
 from cdrmix.ops.experts import moe_combine, moe_dispatch, moe_experts, moe_product
 from cdrmix.ops.linear import linear
 from cdrmix.ops.loss import linear_cross_entropy
@@ -32,6 +32,7 @@ __all__ = [
     "add_norm",
     "attention",
     "backend",
+    "compute_dtype",
     "decay_scan",
     "decay_scan_step",
     "document_starts",
