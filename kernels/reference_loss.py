@@ -45,10 +45,12 @@ def cross_entropy_forward(
     ignore_index: int,
     wants_hidden: bool,
     wants_weight: bool,
+    rounded: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """losses [K, N], and the gradients of their sum: dhidden [N, D], dweight [V, D], of no elements unless wanted.
 
     hidden: in the dtype of the products and of dhidden, to which weight is cast; losses, dweight in float32 at least.
+    rounded: whether dweight will be rounded to 16 bits; it is for the GPU's chunks, and changes nothing here.
     Gradients are made by chunks of rows while a chunk's logits exist; the chunks' dweight is added in order.
     """
     accumulate = torch.promote_types(hidden_ND.dtype, torch.float32)

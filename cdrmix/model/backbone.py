@@ -52,7 +52,7 @@ class LanguageModel(nn.Module):
     experts: makes each block's mixture of experts; by default a whole one, of which nothing is in other processes.
     reasoning: gives mixers plastic adapters, where it enables them. They are drawn last, so that the rest of the model
     is the one without them.
-    narrow_residual: under autocast the residual stream between blocks has its dtype, instead of the embedding's float32.
+    narrow_residual: under autocast the residual stream between blocks has its dtype instead of the embedding's float32.
     Sums and norms are still computed in float32, and rounded once.
     """
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cdrmix.kernels import reference_loss
 from cdrmix.ops.backend import backend, compute_dtype, debugging
+from cdrmix.ops.weights import compute_weight, gradient_sum
 
 OP = "linear_cross_entropy"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -154,7 +155,7 @@ def _loss(
         unit = _unit(weights, wide) if weights is not None else hidden.new_ones((), dtype=wide)
         losses, dhidden, dweight = _kernels(hidden).cross_entropy_forward(
             hidden.reshape(rows, hidden.shape[-1]).to(dtype).contiguous(),
-            weight.contiguous(),
+            compute_weight(weight, dtype).contiguous(),
             targets.reshape(sets, rows).contiguous(),
             None if weights is None else (weights.to(wide) / unit).reshape(sets, rows).contiguous(),
             z_loss=z_loss,
@@ -162,6 +163,7 @@ def _loss(
             ignore_index=ignore_index,
             wants_hidden=wants_hidden,
             wants_weight=wants_weight,
+            rounded=weight.dtype.itemsize == 2,
         )
         loss = losses.view(targets.shape).sum(-1) * unit
         return loss, dhidden.view(hidden.shape if wants_hidden else 0), dweight, unit
@@ -236,6 +238,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(hidden, weight, targets, weights)
+    ctx.weight = weight  # itself: a saved tensor may be another with nothing attached (`ops.weights`)
     ctx.made = output[1:]  # no cycle: what is not differentiable does not refer to ctx
 
 
@@ -254,8 +257,12 @@ def _differentiate(ctx: Any, dloss: Tensor | None, *_: object) -> tuple[Tensor |
         made = _gradients(hidden, weight, targets, weights, *ctx.options)
     *gradients, unit = made
     factor = unit if factor is None else factor * unit
+    total = gradient_sum(ctx.weight) if ctx.needs_input_grad[1] else None
+    if total is not None:
+        total.addcmul_(gradients[1], factor)
+        gradients[1] = None
     dhidden, dweight = (
-        _scaled(gradient, factor, x.dtype) if needed else None
+        _scaled(gradient, factor, x.dtype) if needed and gradient is not None else None
         for gradient, x, needed in zip(gradients, (hidden, weight), ctx.needs_input_grad, strict=False)
     )
     return dhidden, dweight, *(None,) * 8

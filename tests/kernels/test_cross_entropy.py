@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from cdrmix import ops
 from cdrmix.kernels import reference_loss
+from cdrmix.ops import weights
 
 IGNORED = -100
 EPS = torch.finfo(torch.float64).eps
@@ -293,6 +294,35 @@ def test_autocast_multiplies_in_bfloat16_and_adds_in_float32(wide_weight: bool) 
     assert [x.dtype for x in found] == [torch.float32, torch.float32, case.weight.dtype]
     for x, y, bar in zip(found, exact, (2e-3, 6e-3, 6e-3), strict=True):
         assert (x.double() - y).norm() <= bar * y.norm()
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_an_attached_weight_is_read_as_its_copy_and_its_gradient_added_to_the_sum(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same loss and dhidden, and dweight up to the rounding of a product that is now fused with the sum, added up
+    over micro-batches."""
+    monkeypatch.setenv("CDRMIX_BACKEND", backend)
+    case = make(40, 16, 30, weighted=True, dtype=torch.float32)
+    assert case.weights is not None
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, dhidden, dweight = case.gradients()
+        weights.attach([case.weight], torch.bfloat16, add_gradients=True)
+        returned = []
+        case.weight.register_hook(returned.append)
+        for count in (1, 2):
+            found = case.run()
+            found.backward()
+            assert case.hidden.grad is not None
+            assert case.weight.grad is not None
+            assert torch.equal(found, loss)
+            assert torch.equal(case.hidden.grad, count * dhidden)
+            torch.testing.assert_close(case.weight.grad, count * dweight, rtol=2**-22, atol=1e-9)
+        with torch.no_grad():
+            weights.compute_weight(case.weight, torch.bfloat16).zero_()  # what the loss reads
+        flat = case.run().detach() / case.weights.sum()
+    torch.testing.assert_close(flat, torch.tensor(30.0).log())
+    assert all(gradient is None for gradient in returned)
 
 
 def test_strided_inputs() -> None:

@@ -232,10 +232,15 @@ def test_the_door_sends_it_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_chunk_has_no_more_bytes_than_it_may() -> None:
-    """At 8,192 rows, D 2,048, V 50,272: beside the float32 sum, what rounding it takes, or a quarter of that."""
+    """At 8,192 rows, V 50,272: three quarters of what rounding the float32 sum takes, else half that sum's bytes, and
+    never more than 2,048 rows."""
     N, D, V = cross_entropy.REFERENCE_SHAPE
     assert cross_entropy.chunk_rows(N, D, V, 2, rounded=True) * V * 2 <= 0.75 * V * D * 2
-    assert cross_entropy.chunk_rows(N, D, V, 2, rounded=False) == 512
+    assert cross_entropy.chunk_rows(N, D, V, 2, rounded=False) == 2048
+    assert cross_entropy.chunk_rows(N, D, V, 4, rounded=False) == 1024
+    assert cross_entropy.chunk_rows(N, 1024, V, 2, rounded=False) == 1024
+    assert cross_entropy.chunk_rows(N, 12_288, V, 2, rounded=False) == 2048
+    assert cross_entropy.chunk_rows(N, 12_288, V, 2, rounded=True) == 2048
     assert cross_entropy.chunk_rows(100, D, V, 2, rounded=True) == 100
     assert cross_entropy.chunk_rows(N, 128, 4096, 2, rounded=True) == 4096
 
