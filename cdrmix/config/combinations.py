@@ -228,6 +228,11 @@ def _precision(precision: str, device: str) -> str | None:
     return "bf16 or fp32 with run.device=cpu; fp16 needs a GPU" if precision == "fp16" and device == "cpu" else None
 
 
+def _residual_dtype(residual_dtype: str | None, precision: str) -> str | None:
+    refused = residual_dtype == "bf16" and precision != "bf16"
+    return "fp32 or null, or train.precision: bf16" if refused else None
+
+
 MIXER_LAYERS = tuple(f"model.mixer_layers.{kind}" for kind in ("attention", "rwkv7", "mamba2", "routing_mamba"))
 ATTENTION = ("model.attention_fraction", MIXER_LAYERS[0])  # whether there is any
 MAMBA = MIXER_LAYERS[2:]
@@ -275,5 +280,6 @@ RULES = (
     Rule(("data.curriculum", "data.domains"), _stage_domains),
     Rule(("data.curriculum", "data.length_classes"), _stage_lengths),
     Rule(("train.precision", "run.device"), _precision),
+    Rule(("train.residual_dtype", "train.precision"), _residual_dtype),
     Rule(("train.compile", "train.zero_stage", "train.expert_parallel"), _compile),
 )

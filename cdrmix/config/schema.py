@@ -172,6 +172,9 @@ class Train(Section):
     weight_decay: NonNegativeFloat = 0.1
     gradient_clip: PositiveFloat = 1.0
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    # Of the residual stream between blocks; null: bf16 with precision bf16, else fp32. Norms and sums are computed in
+    # float32 either way.
+    residual_dtype: Literal["fp32", "bf16"] | None = None
     # What processes share out: nothing, optimizer state (1), gradients too (2), weights too (3). Stages 0 and 1 reduce
     # gradients once a step, 2 and 3 once a micro-batch.
     zero_stage: Literal[0, 1, 2, 3] = 0

@@ -70,11 +70,11 @@ class LanguageModel(nn.Module):
         self.activation_checkpointing = activation_checkpointing
         self.narrow_residual = narrow_residual
         self.embedding = TokenEmbedding(config.vocab_size, config.d_model, std=0.02 * config.init_std_scale)
-        self.embedding_norm = AddNorm(config) if config.embedding_norm else None
+        self.embedding_norm = AddNorm(config, wide=True) if config.embedding_norm else None
         blocks = [Block(config, layer, mixer, experts) for layer, mixer in enumerate(config.mixers)]
         self.blocks = nn.ModuleList(blocks)
         self.attends = any(block.mixer.attends for block in blocks)
-        self.final_norm = AddNorm(config)
+        self.final_norm = AddNorm(config, wide=True)  # heads of stage B read it in float32
         self.head = (
             None
             if config.tie_embeddings
@@ -138,8 +138,7 @@ class LanguageModel(nn.Module):
         )
         x = self.embedding(ids_BT)
         if self.embedding_norm is not None:
-            with torch.autocast(x.device.type, enabled=False):
-                _, x = self.embedding_norm(x)
+            _, x = self.embedding_norm(x)
         if self.narrow_residual:
             x = x.to(ops.compute_dtype(x))
         if prefix_BPD is not None:

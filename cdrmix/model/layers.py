@@ -19,10 +19,12 @@ class AddNorm(nn.Module):
     """The configured norm over D, in its own float32 parameters, after the residual sum that it reads.
 
     One module for both, so that under ZeRO-3 the weight is gathered for the module that reads it.
+    wide: the norm has its weight's dtype, float32 in training, also under autocast: for what is not a matrix product.
     """
 
-    def __init__(self, config: Model) -> None:
+    def __init__(self, config: Model, *, wide: bool = False) -> None:
         super().__init__()
+        self.wide = wide
         self.kind, self.eps = config.norm, config.norm_eps
         self.weight = nn.Parameter(torch.ones(config.d_model))
         self.bias = nn.Parameter(torch.zeros(config.d_model)) if config.norm == "layernorm" else None
@@ -30,7 +32,8 @@ class AddNorm(nn.Module):
     def forward(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The residual stream x and a branch's output y, both [B, T, D] (y None: nothing to add) -> their sum, and the
         norm of it that the next branch reads."""
-        return ops.add_norm(x, y, self.weight, self.bias, eps=self.eps, kind=self.kind)
+        dtype = self.weight.dtype if self.wide else None
+        return ops.add_norm(x, y, self.weight, self.bias, eps=self.eps, kind=self.kind, dtype=dtype)
 
 
 class TokenEmbedding(nn.Module):

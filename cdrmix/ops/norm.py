@@ -23,7 +23,14 @@ WIDEST = 16384  # channels of the GPU's kernels, which hold a row in registers; 
 
 
 def add_norm(
-    x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None = None, *, eps: float = 1e-5, kind: str
+    x: Tensor,
+    y: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    kind: str,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The residual stream after a branch, x + y, and its norm, which the next branch reads; both [..., D].
 
@@ -31,14 +38,15 @@ def add_norm(
         1910.07467), t / sqrt(mean of squares + eps) weight, over t = x + y's last dimension.
     x: [..., D], bfloat16, float16, float32 or float64; no rows are allowed. y: of x's shape, any of these dtypes, or
         None: the sum is x itself. weight, bias: [D]; a rmsnorm has no bias.
+    dtype: of the norm; None: x's, under autocast autocast's, since it goes into matrix products.
     Sum and statistics are computed in float32 at least. Returns the sum in x's dtype, and the norm of that (rounded)
-    sum in x's dtype, under autocast in autocast's: it goes into matrix products.
+    sum in `dtype`.
     Differentiable once, in x, y, weight and bias. The gradients of weight and bias are summed in an order that shapes
     alone decide, the same for every number of threads. Saved: the sum, and 8 bytes a row.
     Raises ValueError naming the argument whose shape, dtype or device does not fit, before anything runs.
     """
-    _check(x, y, weight, bias, eps, kind)
-    dtype = compute_dtype(x)
+    _check(x, y, weight, bias, eps, kind, dtype)
+    dtype = dtype or compute_dtype(x)
     if _plain(x):
         with torch.autocast(x.device.type, enabled=False):
             return reference_norm.add_norm(x, y, weight, bias, eps=eps, kind=kind, dtype=dtype)
@@ -47,10 +55,20 @@ def add_norm(
     return x if y is None else total, normed
 
 
-def _check(x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, kind: str) -> None:
+def _check(
+    x: Tensor,
+    y: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    kind: str,
+    dtype: torch.dtype | None,
+) -> None:
     """Raises ValueError for what shapes, dtypes and devices tell; reads no value."""
     if kind not in KINDS:
         raise ValueError(f"{OP}: kind={kind!r}; choose 'layernorm' or 'rmsnorm'")
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"{OP}: dtype={dtype}; choose bfloat16, float16, float32 or float64, or None")
     if not eps >= 0:
         raise ValueError(f"{OP}: eps must be at least 0; found {eps}")
     if kind == "rmsnorm" and bias is not None:

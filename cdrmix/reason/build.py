@@ -21,6 +21,7 @@ from cdrmix.reason.phase import Phase
 from cdrmix.reason.plasticity import PlasticityPhase
 from cdrmix.reason.policy import PolicyPhase
 from cdrmix.reason.stage_b_model import StageBModel
+from cdrmix.train.build import narrow_residual
 from cdrmix.train.checkpoint import misfit
 from cdrmix.train.expert_parallel import expert_layer
 from cdrmix.train.parallel import World
@@ -35,6 +36,7 @@ def build_model(config: Config) -> StageBModel:
         activation_checkpointing=config.train.activation_checkpointing,
         experts=expert_layer(config),
         reasoning=reasoning,
+        narrow_residual=narrow_residual(config),
     )
     return with_heads(language_model, config.model, reasoning)
 

@@ -9,10 +9,19 @@ from cdrmix.train.compiling import compile_blocks
 from cdrmix.train.expert_parallel import expert_layer
 
 
+def narrow_residual(config: Config) -> bool:
+    """Whether the residual stream is bfloat16; float16's range is too small for one."""
+    return config.train.precision == "bf16" and config.train.residual_dtype != "fp32"
+
+
 def build_loss_model(config: Config) -> LossModel:
     """The model of a configuration with its loss, drawn from torch's generator as it stands; this process's experts."""
-    checkpointing = config.train.activation_checkpointing
-    model = LanguageModel(config.model, activation_checkpointing=checkpointing, experts=expert_layer(config))
+    model = LanguageModel(
+        config.model,
+        activation_checkpointing=config.train.activation_checkpointing,
+        experts=expert_layer(config),
+        narrow_residual=narrow_residual(config),
+    )
     if config.train.compile:
         compile_blocks(model)
     return LossModel(model)

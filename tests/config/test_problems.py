@@ -293,6 +293,13 @@ BROKEN = {
         run.yaml:8: train.precision: found "fp16" (a string)
             allowed: bf16 or fp32 with run.device=cpu; fp16 needs a GPU""",
     ),
+    "a bfloat16 stream beside other products": (
+        "train:",
+        "train:\n  precision: fp32\n  residual_dtype: bf16",
+        """\
+        run.yaml:8: train.residual_dtype: found "bf16" (a string)
+            allowed: fp32 or null, or train.precision: bf16""",
+    ),
     "small vocabulary": (
         "layers: 4",
         "layers: 4\n  vocab_size: 256",

@@ -193,6 +193,8 @@ def test_a_float32_stream_beside_narrow_branches(implementation: str, monkeypatc
         assert torch.equal(total, wide["total"])
         assert torch.equal(normed, wide["normed"].bfloat16())
         found = run(tensors, "layernorm")
+        _, unrounded = ops.add_norm(**tensors, kind="layernorm", dtype=torch.float32)  # type: ignore[arg-type]
+        assert torch.equal(unrounded, wide["normed"])
     assert (found["dx"].dtype, found["dy"].dtype, found["dweight"].dtype) == (
         torch.float32,
         torch.bfloat16,
@@ -340,6 +342,7 @@ def test_second_derivatives_are_refused() -> None:
         ({"y": torch.zeros(2, 3, device="meta")}, "y is on meta, not on cpu"),
         ({"kind": "batchnorm"}, "kind='batchnorm'; choose 'layernorm' or 'rmsnorm'"),
         ({"kind": "rmsnorm"}, "a rmsnorm has no bias"),
+        ({"dtype": torch.int64}, "dtype=torch.int64; choose bfloat16, float16, float32 or float64, or None"),
         ({"eps": float("nan")}, "eps must be at least 0; found nan"),
     ],
 )
