@@ -15,8 +15,10 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from cdrmix.config.schema import Config
 from cdrmix.data.visible import visible
 from cdrmix.errors import CdrmixError, ConfigError, DiskFullError, Preempted
+from cdrmix.gpus import GPUS
 from cdrmix.train import launch
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -124,8 +126,19 @@ def parser() -> argparse.ArgumentParser:
     train = add("train", _train, "prepare text, train, evaluate, export and report: one run", config=True)
     train.add_argument("--nproc", type=_positive, default=1, metavar="N", help="processes on this machine (torchrun)")
     train.add_argument("--resume", metavar="auto|PATH", help="go on with an unfinished run of this configuration")
+    text = "print what the run takes on this machine and stop: exit 0 where it fits, 2 where not"
+    train.add_argument("--dry-run", action="store_true", help=text)
     _add_data(commands)
     add("validate", _validate, "check a configuration and print it with every key resolved", config=True)
+    text = "what training takes: memory by component, operations, time, disk; and what would fit where it does not"
+    plan = add("plan", _plan, text, config=True)
+    plan.add_argument(
+        "--gpu",
+        choices=[*(gpu.key for gpu in GPUS), "cpu"],
+        help="for this card (default: what run.device means on this machine)",
+    )
+    plan.add_argument("--gpus", type=_positive, default=1, metavar="N", help="devices, one a process (default 1)")
+    plan.add_argument("--json", action="store_true", help="print JSON instead of a table; unknown figures are null")
     add("params", _params, "count parameters, stored and active, without building the model", config=True)
 
     evaluate = add(
@@ -226,6 +239,8 @@ def _train(options: argparse.Namespace) -> int:
     from cdrmix.config.load import load_config
 
     config = load_config(options.config, options.overrides)
+    if options.dry_run:
+        return _print_plan(config, None, options.nproc, False)
     if options.nproc > 1:
         launch.check_processes(config, options.nproc)
         arguments = ["train", "--config", str(options.config), *options.overrides]
@@ -278,6 +293,23 @@ def _validate(options: argparse.Namespace) -> int:
         check_stage_b(config)
     print(dump_config(config), end="")
     return 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from cdrmix.config.load import load_config
+
+    return _print_plan(load_config(options.config, options.overrides), options.gpu, options.gpus, options.json)
+
+
+def _print_plan(config: Config, gpu: str | None, processes: int, as_json: bool) -> int:
+    """Exit code 0 where the configuration fits, or nobody knows; 2 where not."""
+    from cdrmix.plan.machine import machine_for
+    from cdrmix.plan.plan import make_plan, plan_table
+
+    launch.check_processes(config, processes)
+    plan = make_plan(config, machine_for(config, gpu, processes), processes)
+    print(json.dumps(plan.as_json(), indent=2, allow_nan=False) if as_json else plan_table(plan))
+    return ConfigError.exit_code if plan.fit.fits is False else 0
 
 
 def _params(options: argparse.Namespace) -> int:

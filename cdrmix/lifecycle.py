@@ -28,6 +28,8 @@ from cdrmix.generate import Sampling, generate
 from cdrmix.hf.card import STAGE_A_ONLY
 from cdrmix.hf.export import SUMS, Loaded, export_model, exported_step, load_model, run_of, step_of, verify
 from cdrmix.hf.rwkv_names import export_official_rwkv7
+from cdrmix.plan.fit import check_memory
+from cdrmix.plan.machine import machine_for
 from cdrmix.plan.parameters import count_parameters
 from cdrmix.reason.build import load_stage_b
 from cdrmix.reason.demo import demonstrate
@@ -58,6 +60,8 @@ def run_all(config: Config, resume: str | None = None) -> Path:
     world = join(config)
     check_processes(config, world.size)
     check_trackers(config)
+    if config.reasoning is None or config.reasoning.backbone is None:
+        _first_process(world, lambda: check_memory(config, machine_for(config, None, world.size), world.size))
     stage_b = config.kind == "reasoning" and bool(spans(config))
     if stage_b and resume is None:
         check_stage_b(config)

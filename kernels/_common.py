@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from cdrmix.errors import ConfigError
+
 INTERPRETED = triton.knobs.runtime.interpret  # on CPU tensors, as numpy: TRITON_INTERPRET=1 before this import
 EMULATED = tl.constexpr(INTERPRETED)  # the same, as kernels see it
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
@@ -17,11 +19,21 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 @functools.cache
 def architecture(device: torch.device) -> str:
-    """The newest of ARCHITECTURES whose configurations serve this device; sm_90's under the interpreter."""
+    """The newest of ARCHITECTURES whose configurations serve this device; sm_90's under the interpreter.
+
+    Raises ConfigError for an AMD GPU that none of them serves: their code and tiles are for one architecture each.
+    """
     if device.type != "cuda":
         return "sm_90"
     if torch.version.hip is not None:
-        return "gfx942"
+        name = torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]  # "gfx942:sramecc+:xnack-"
+        if name not in ARCHITECTURES:
+            served = ", ".join(known for known in ARCHITECTURES if known.startswith("gfx"))
+            raise ConfigError(
+                f"this GPU, {torch.cuda.get_device_name(device)}, is of AMD's architecture {name}; the kernels serve "
+                f"{served} (MI300 series) alone. Set CDRMIX_BACKEND=reference for plain PyTorch, or run on a CPU"
+            )
+        return name
     major, _ = torch.cuda.get_device_capability(device)
     return "sm_100" if major >= 10 else "sm_90" if major == 9 else "sm_80"
 

@@ -176,8 +176,8 @@ class Train(Section):
     # float32 either way.
     residual_dtype: Literal["fp32", "bf16"] | None = None
     # What processes share out: nothing, optimizer state (1), gradients too (2), weights too (3). Stages 0 and 1 reduce
-    # gradients once a step, 2 and 3 once a micro-batch.
-    zero_stage: Literal[0, 1, 2, 3] = 0
+    # gradients once a step, 2 and 3 once a micro-batch. auto: 0 in one process, 1 in several.
+    zero_stage: Literal["auto", 0, 1, 2, 3] = 0
     # Of gradients while they are summed over processes. bf16 halves what is sent and rounds each term and partial sum.
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     # processes that share out the feed-forwards' experts; divides their number and the processes'

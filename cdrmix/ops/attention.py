@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cdrmix.kernels import reference_attention
-from cdrmix.ops.backend import backend, compute_dtype
+from cdrmix.ops.backend import backend, compute_dtype, platform_of
 from cdrmix.ops.checks import DTYPES, check_cu_seqlens, check_document_starts
 
 OP = "attention"
@@ -59,7 +59,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor | None = No
         return reference_attention.attention(q, k, v, cu_seqlens)
     if _flash_serves(q):
         return _flash(q, k, v, cu_seqlens)
-    if q.device.type == "cpu" and cu_seqlens is not None:
+    if platform_of(q) == "cpu" and cu_seqlens is not None:
         return _documents(q, k, v, cu_seqlens)[0]
     return _scaled_dot_product(q, k, v, cu_seqlens)
 
@@ -107,7 +107,9 @@ def _has_flash(device: torch.device) -> bool:
 def _flash_serves(q: Tensor) -> bool:
     narrow = q.dtype in (torch.bfloat16, torch.float16)
     width = q.shape[3]
-    return narrow and width <= FLASH_WIDEST and width % FLASH_MULTIPLE == 0 and _has_flash(q.device)
+    fits = narrow and width <= FLASH_WIDEST and width % FLASH_MULTIPLE == 0
+    # A plan's tensors are on a CPU, and assumed on a GPU that has it.
+    return fits and platform_of(q) == "cuda" and (q.device.type == "cpu" or _has_flash(q.device))
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -135,7 +137,7 @@ def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | No
     mask = None
     if cu_seqlens is not None or 1 < length < keys:
         mask = reference_attention.visible(batch, length, keys, cu_seqlens, q.device).unsqueeze(1)
-    with _deterministic_kernels(q.device):
+    with _deterministic_kernels(q):
         y = functional.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
@@ -147,9 +149,9 @@ def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | No
     return y.transpose(1, 2)
 
 
-def _deterministic_kernels(device: torch.device) -> AbstractContextManager[None]:
-    """Restricts ROCm to the mathematical path where determinism is demanded."""
-    if device.type == "cuda" and torch.version.hip is not None and torch.are_deterministic_algorithms_enabled():
+def _deterministic_kernels(q: Tensor) -> AbstractContextManager[None]:
+    """Restricts ROCm to the mathematical path where determinism is demanded, as it is in every run that is planned."""
+    if platform_of(q) == "hip" and (q.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()):
         return sdpa_kernel(SDPBackend.MATH)
     return nullcontext()
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +16,30 @@ from cdrmix.errors import ConfigError
 
 BACKENDS = ("triton", "cpu", "reference")
 HAS_NUMBA = importlib.util.find_spec("numba") is not None  # looked for once: it takes 100 us every time
+Platform = Literal["cpu", "cuda", "hip"]
+
+_assumed: list[Platform] = []  # the innermost last
+
+
+@contextmanager
+def assume_platform(platform: Platform) -> Iterator[None]:
+    """Within it, operators choose their implementation as if CPU tensors were on a device of that platform.
+
+    For plans, which send fake tensors through a model: these have shapes and no numbers, so no kernel runs. PyTorch's
+    CPU builds have fake tensors on a CPU alone.
+    """
+    _assumed.append(platform)
+    try:
+        yield
+    finally:
+        _assumed.pop()
+
+
+def platform_of(x: Tensor) -> str:
+    """ "cuda" (NVIDIA), "hip" (AMD), "cpu" or another type of device: where x is, or is assumed to be."""
+    if _assumed:
+        return _assumed[-1]
+    return "hip" if x.device.type == "cuda" and torch.version.hip is not None else x.device.type
 
 
 def backend(x: Tensor) -> str:
@@ -26,15 +54,22 @@ def backend(x: Tensor) -> str:
         )
     if x.dtype == torch.float64:
         return "reference"
-    if forced == "triton" and x.device.type == "cpu" and os.environ.get("TRITON_INTERPRET", "") in ("", "0"):
+    platform = platform_of(x)
+    if forced == "triton" and platform == "cpu" and os.environ.get("TRITON_INTERPRET", "") in ("", "0"):
         raise ConfigError(
             "CDRMIX_BACKEND=triton, but the tensors are on a CPU: unset it, use a GPU, or set TRITON_INTERPRET=1 too"
         )
     if forced:
         return forced
-    if x.device.type == "cuda":
+    if platform in ("cuda", "hip"):
         return "triton"
-    return "cpu" if x.device.type == "cpu" and HAS_NUMBA else "reference"
+    return "cpu" if platform == "cpu" and HAS_NUMBA else "reference"
+
+
+def check_served(device: torch.device) -> None:
+    """Raises ConfigError for a GPU that the kernels do not serve, where these would be used."""
+    if device.type == "cuda" and os.environ.get("CDRMIX_BACKEND", "") in ("", "triton"):
+        importlib.import_module("cdrmix.kernels._common").architecture(device)
 
 
 def debugging() -> bool:

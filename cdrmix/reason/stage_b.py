@@ -42,6 +42,7 @@ from cdrmix.train.parallel import World, join, seed_everything
 from cdrmix.train.run import RunFolder
 from cdrmix.train.schedule import learning_rate
 from cdrmix.train.stage_a import Saver, fingerprints, memory_gib
+from cdrmix.train.zero import zero_stage
 
 
 class Span(NamedTuple):
@@ -136,7 +137,7 @@ def _train_phase(
         parameter.requires_grad_(phase.trains(name))
     fresh = {name.removeprefix("language_model."): tensor.clone() for name, tensor in model.state_dict().items()}
     # Under ZeRO-3 rollouts are made by a copy, in which every process has all weights.
-    rolled = copy.deepcopy(model).to(world.device) if config.train.zero_stage == 3 else model
+    rolled = copy.deepcopy(model).to(world.device) if zero_stage(config.train, world.size) == 3 else model
     engine = make_engine(of_phase, model, world)
     if progress.step > span.first:
         assert newest is not None

@@ -159,6 +159,11 @@ def load_checkpoint(engine: Engine, checkpoint: Path, config: Config, fingerprin
             f"{checkpoint} was made by configuration {state['config_hash'][:8]}, this one is "
             f"{config_hash(config)[:8]}; resume with --config {checkpoint / 'config_snapshot.yaml'}"
         )
+    if state["zero_stage"] != engine.stage:  # train.zero_stage: auto, and another number of processes
+        raise CheckpointError(
+            f"{checkpoint} was written at ZeRO stage {state['zero_stage']} by {state['processes']} processes, and this "
+            f"run has stage {engine.stage}; resume with --nproc {state['processes']}"
+        )
     if engine.stage > 0 and state["processes"] != world.size:
         raise CheckpointError(
             f"{checkpoint} holds optimizer state in {state['processes']} ZeRO partitions, and this run has "

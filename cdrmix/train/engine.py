@@ -31,9 +31,11 @@ from cdrmix.train.compiling import mark_documents
 from cdrmix.train.expert_parallel import expert_groups, is_shared_out, total_norm
 from cdrmix.train.optim import LossScale, WeightAverage, make_optimizer, parameter_groups
 from cdrmix.train.parallel import World
+from cdrmix.train.zero import zero_stage
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 BUCKET = 50_000_000  # elements of one communication; 200 MB of fp32
+MOST_LIVE = 1_000_000_000  # parameters that ZeRO-3 holds whole at once, where a module's own are no more
 PERSISTENCE_THRESHOLD = 100_000  # elements; ZeRO-3 keeps parameters up to this size whole: 400 KB, not worth a message
 
 
@@ -63,14 +65,14 @@ def accumulation(config: Config, world: World) -> int:
 
 def deepspeed_config(config: Config, world: World) -> dict[str, Any]:
     """Every DeepSpeed key that bears on training, written out: no default of its version decides anything."""
-    train = config.train
+    train, stage = config.train, zero_stage(config.train, world.size)
     return {
         "train_batch_size": train.batch_rows,
         "train_micro_batch_size_per_gpu": train.micro_batch_rows,
         "gradient_accumulation_steps": accumulation(config, world),
         "managed_gradient_accumulation": True,  # with the boundary set by Engine.forward
         # Without ZeRO, DeepSpeed clips but forgets the norm, so Engine.clip does it; with ZeRO its step clips.
-        "gradient_clipping": train.gradient_clip if train.zero_stage > 0 else 0.0,
+        "gradient_clipping": train.gradient_clip if stage > 0 else 0.0,
         "prescale_gradients": False,
         "gradient_predivide_factor": 1.0,
         "gradient_allreduce_op": "mean",  # the one that every ZeRO stage has; Engine.backward undoes it
@@ -84,7 +86,7 @@ def deepspeed_config(config: Config, world: World) -> dict[str, Any]:
         "torch_autocast": {"enabled": False},
         "data_types": {"grad_accum_dtype": "fp32", "keep_in_fp32_modules": []},
         "zero_optimization": {
-            "stage": train.zero_stage,
+            "stage": stage,
             "legacy_stage1": False,
             # ZeRO-1's one reduction a step reads finished sums, and ZeRO-2 would wait for the whole device before each
             # message. ZeRO-3 reduces on a stream of its own, in an order that the model alone decides.
@@ -110,7 +112,7 @@ def deepspeed_config(config: Config, world: World) -> dict[str, Any]:
             "stage3_prefetch_bucket_size": BUCKET,
             "stage3_param_persistence_threshold": PERSISTENCE_THRESHOLD,
             "stage3_model_persistence_threshold": sys.maxsize,
-            "stage3_max_live_parameters": 1_000_000_000,
+            "stage3_max_live_parameters": MOST_LIVE,
             "stage3_max_reuse_distance": 1_000_000_000,
             "stage3_module_granularity_threshold": 0,
             "stage3_use_all_reduce_for_fetch_params": False,
@@ -154,7 +156,7 @@ class Engine:
         import deepspeed  # after parallel.join has settled the accelerator
 
         self.world = world
-        self.stage = config.train.zero_stage
+        self.stage = zero_stage(config.train, world.size)
         self.gradient_clip = config.train.gradient_clip
         self.expert_parallel = config.train.expert_parallel
         self._compiled = config.train.compile

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
+from cdrmix.train.zero import check_zero_stage
 
 FOLDER = "CDRMIX_LAUNCH"  # set for workers: where they leave their process ids and their failure
 PR_SET_PDEATHSIG = 1
@@ -99,7 +100,8 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def check_processes(config: Config, processes: int) -> None:
-    """Raises ConfigError unless the rows of a step, and the experts, can be dealt evenly to that many processes."""
+    """Raises ConfigError unless the rows of a step, and the experts, can be dealt evenly to that many processes, and
+    ZeRO has somebody to share out with."""
     train = config.train
     together = train.micro_batch_rows * processes
     if train.batch_rows % together:
@@ -112,6 +114,7 @@ def check_processes(config: Config, processes: int) -> None:
             f"train.expert_parallel: must divide the number of processes (--nproc), {processes}; "
             f"found {train.expert_parallel}"
         )
+    check_zero_stage(train, processes)
 
 
 def is_worker() -> bool:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
+from cdrmix.train.device import check_gpu, device_type
 
 Item = TypeVar("Item")
 
@@ -120,7 +121,7 @@ def work_alone(config: Config, wanted: str | None = None) -> torch.device:
     wanted: auto, cpu or cuda, in place of the configuration's run.device.
     Raises ConfigError when the device asked for is missing.
     """
-    device = _present(wanted or config.run.device)
+    device = device_type(wanted or config.run.device)
     torch.set_num_threads(threads(config, 1))
     be_deterministic()
     return torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
@@ -171,7 +172,7 @@ def seed_everything(seed: int) -> None:
 
 
 def _device(config: Config, local_rank: int) -> torch.device:
-    if _present(config.run.device) == "cpu":
+    if device_type(config.run.device) == "cpu":
         if config.train.precision == "fp16":
             raise ConfigError("train.precision: fp16 needs a GPU, and this run is on a CPU; set bf16 or fp32")
         return torch.device("cpu")
@@ -179,18 +180,10 @@ def _device(config: Config, local_rank: int) -> torch.device:
         raise ConfigError(
             f"--nproc asks for more processes than the {torch.cuda.device_count()} GPUs of this machine; one each"
         )
+    device = torch.device("cuda", local_rank)
+    check_gpu(device, config.train.precision)
     torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
-
-
-def _present(wanted: str) -> str:
-    """cpu or cuda: what auto, cpu or cuda means on this machine."""
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "run.device: cuda, but PyTorch sees no GPU on this machine; set run.device (where there is one, --device) "
-            "to auto or cpu"
-        )
-    return "cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu"
+    return device
 
 
 def _join_process_group(rank: int, size: int, local_rank: int, device: torch.device) -> None:

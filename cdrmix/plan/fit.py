@@ -1,0 +1,150 @@
+"""Whether a configuration fits its machine, what would fit where it does not, and the refusal that says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from cdrmix.config.schema import Config
+from cdrmix.errors import ConfigError
+from cdrmix.plan.machine import Machine
+from cdrmix.plan.memory import GPU_RUNTIME, MemoryPlan, memory_of
+from cdrmix.plan.parameters import count_parameters
+from cdrmix.train.engine import BUCKET
+from cdrmix.train.zero import zero_stage
+
+GB = 1e9
+MOST_USED = 0.9  # of a device's memory: what fragments, and what others hold, is not known to the byte
+MOST_PROCESSES = 1024  # that a remedy proposes
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Settings with which a configuration would fit, as words of the command line, and what it would take then."""
+
+    settings: tuple[str, ...]
+    processes: int
+    bytes: int
+
+    def __str__(self) -> str:
+        words = [*self.settings, *([f"{self.processes} processes"] if self.processes > 1 else [])]
+        return f"{' '.join(words)} ({self.bytes / GB:,.1f} GB each)"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A memory plan held against a machine. fits: None where the machine's memory is unknown."""
+
+    memory: MemoryPlan
+    limit: int | None
+    fits: bool | None
+    remedies: tuple[Remedy, ...]
+
+
+def fit(config: Config, machine: Machine, processes: int, *, remedies: bool = True) -> Fit:
+    """Whether the configuration fits, and where not, what would: fewer rows, checkpointing, ZeRO on more processes.
+
+    remedies: whether they are looked for, each of which takes another trace.
+    """
+    memory = memory_of(config, machine.platform, processes)
+    limit = None if machine.memory_bytes is None else int(MOST_USED * machine.memory_bytes)
+    fits = None if limit is None else memory.total <= limit
+    wanted = remedies and limit is not None and not fits
+    return Fit(memory, limit, fits, tuple(_remedies(config, machine, processes, limit)) if wanted and limit else ())
+
+
+def check_memory(config: Config, machine: Machine, processes: int) -> None:
+    """Raises ConfigError, with what would fit, where the machine's memory is known and too small; before any is used.
+
+    What obviously fits is not traced, which takes seconds.
+    """
+    if machine.memory_bytes is None or at_most(config, processes) <= MOST_USED * machine.memory_bytes:
+        return
+    found = fit(config, machine, processes)
+    if found.fits is False:
+        raise ConfigError(refusal(config, found, machine, processes))
+
+
+def at_most(config: Config, processes: int) -> int:
+    """Bytes that a process takes less than, by a count so coarse that it is some five times what a small model takes.
+
+    Of activations it has, a token and block: 120 numbers a width of the model (twelve streams, their gradients and
+    products are some 60), 12 a hidden one of the experts, 40 an inner one of Mamba-2, 8 a key of attention's heads.
+    """
+    model, train, ffn = config.model, config.train, config.model.feed_forward
+    tokens = train.micro_batch_rows * config.data.row_length
+    hidden = 12 * ffn.hidden * (ffn.top_k if ffn.kind == "moe" else 1)
+    inner = 40 * model.mamba.expand * model.d_model if any(model.mixer_layers.model_dump().values()) else 0
+    attention = 8 * model.attention.heads * config.data.row_length if "attention" in model.mixers else 0
+    widest = 120 * model.d_model + hidden + inner * (ffn.top_k if "routing_mamba" in model.mixers else 1) + attention
+    activations = 4 * tokens * (model.layers * widest + 12 * model.d_model)
+    logits = 16 * min(tokens, 8192) * model.vocab_size
+    state = 32 * count_parameters(model).total_stored
+    return activations + logits + state + 8 * min(BUCKET, state) + 4 * GPU_RUNTIME
+
+
+def refusal(config: Config, found: Fit, machine: Machine, processes: int) -> str:
+    """Why the configuration does not fit, and what would, in a sentence each."""
+    assert found.limit is not None
+    assert machine.memory_bytes is not None
+    largest = sorted(found.memory.components, key=lambda part: -part.bytes)[:3]
+    each = "each of the processes' shares" if machine.platform == "cpu" and processes > 1 else machine.name
+    text = (
+        f"training {config.run.name} takes {found.memory.total / GB:,.1f} GB a process and {each} has "
+        f"{machine.memory_bytes / GB:,.1f} GB, of which {MOST_USED:.0%}, {found.limit / GB:,.1f} GB, may be planned "
+        f"with; most take {', '.join(f'{part.name} {part.bytes / GB:,.1f} GB' for part in largest)}."
+    )
+    if found.remedies:
+        return f"{text} What would fit: {'; or '.join(str(remedy) for remedy in found.remedies)}."
+    return f"{text} No setting of this configuration fits on up to {MOST_PROCESSES} such devices; it needs larger ones."
+
+
+def _remedies(config: Config, machine: Machine, processes: int, limit: int) -> Iterator[Remedy]:
+    """The mildest change of each kind, then of all together, that fits on as many processes; then on more."""
+
+    def found(changes: dict[str, Any], count: int) -> Remedy | None:
+        changed = config.model_copy(update={"train": config.train.model_copy(update=changes)})
+        # On a CPU the processes share one memory.
+        room = limit if machine.platform != "cpu" else limit * processes // count
+        taken = memory_of(changed, machine.platform, count).total
+        settings = tuple(f"train.{name}={str(value).lower()}" for name, value in changes.items())
+        return Remedy(settings, count, taken) if taken <= room else None
+
+    rows = config.train.micro_batch_rows
+    halves = [rows >> shift for shift in range(1, rows.bit_length()) if rows % (1 << shift) == 0]
+    checkpointing: dict[str, Any] = {} if config.train.activation_checkpointing else {"activation_checkpointing": True}
+    fewer = [{"micro_batch_rows": less} for less in halves]
+    mild = [
+        next((fitting for changes in choices if (fitting := found(changes, processes))), None)
+        for choices in (fewer, [checkpointing] if checkpointing else [])
+    ]
+    if not any(mild) and checkpointing:
+        both = (checkpointing | changes for changes in fewer)
+        mild.append(next((fitting for changes in both if (fitting := found(changes, processes))), None))
+    yield from (remedy for remedy in mild if remedy is not None)
+    if machine.platform != "cpu":
+        yield from _on_more(config, processes, found, checkpointing, halves)
+
+
+def _on_more(
+    config: Config, processes: int, found: Any, checkpointing: dict[str, Any], halves: list[int]
+) -> Iterator[Remedy]:
+    """The fewest processes, a power of two times those of now, on which a higher ZeRO stage fits."""
+    smallest = {"micro_batch_rows": halves[-1]} if halves else {}
+    now = zero_stage(config.train, processes)
+    for changes in ({}, checkpointing | smallest):
+        count = processes
+        while count <= MOST_PROCESSES:
+            rows = changes.get("micro_batch_rows", config.train.micro_batch_rows)
+            if config.train.batch_rows % (rows * count):
+                break
+            for stage in range(max(now, 1), 4) if count > 1 else ():
+                if count == processes and stage == now and not changes:
+                    continue
+                same = stage == zero_stage(config.train, count)
+                remedy = found(changes if same else {**changes, "zero_stage": stage}, count)
+                if remedy is not None:
+                    yield remedy
+                    return
+            count *= 2

@@ -1,0 +1,127 @@
+"""The memory that training takes on each device, by component, and whether it fits.
+
+State is counted as DeepSpeed 0.19 keeps it with float32 parameters; activations are traced (`trace`). A gigabyte is
+10^9 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cdrmix.config.schema import Config
+from cdrmix.ops.backend import Platform
+from cdrmix.plan.parameters import count_parameters
+from cdrmix.plan.trace import trace
+from cdrmix.train.engine import BUCKET, MOST_LIVE
+from cdrmix.train.zero import zero_stage
+
+FP32 = 4
+GPU_RUNTIME = int(0.9e9)  # context, loaded kernels, cuBLAS workspaces; an assumption, to be measured on each card
+NCCL_BUFFERS = int(0.6e9)  # of a process among several; likewise
+FRAGMENTED = 0.03  # of what comes and goes in a micro-batch, as the caching allocator cuts its blocks; likewise
+CPU_RUNTIME = int(
+    0.8e9
+)  # resident: Python, PyTorch, DeepSpeed, compiled kernels; measured with PyTorch 2.13's CPU build
+
+
+@dataclass(frozen=True)
+class Component:
+    """A part of the memory: bytes at the moment when most is in use."""
+
+    name: str
+    bytes: int
+    why: str
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Memory of one process. tensors: without what the runtime takes beside tensors. host_bytes: of main memory that a
+    process of a GPU run needs to build the model and, in the first one, to gather a checkpoint; 0 on a CPU, where it
+    is the device's memory."""
+
+    components: tuple[Component, ...]
+    saved_by_operator: dict[str, int]
+    tensors: int
+    host_bytes: int
+
+    @property
+    def total(self) -> int:
+        return sum(component.bytes for component in self.components)
+
+
+def memory_of(config: Config, platform: Platform, processes: int) -> MemoryPlan:
+    """The memory of each of so many processes in stage A. Takes seconds; nothing is allocated."""
+    train = config.train
+    stage = zero_stage(train, processes)
+    stored = count_parameters(config.model)
+    experts = stored.stored["experts"] if "routing_mamba" not in config.model.mixers else 0
+    here = stored.total_stored - experts + experts // train.expert_parallel
+    everywhere = stored.total_stored
+    shared = -(-everywhere // processes)  # a process's part of what ZeRO shares out
+    held = shared if stage == 3 else here
+    accumulation = max(1, train.batch_rows // (train.micro_batch_rows * processes))
+    step = trace(config, platform, zero_stage=stage, accumulation=accumulation)
+
+    parts = [Component("weights", FP32 * held, "float32" + (f", 1/{processes} (ZeRO 3)" if stage == 3 else ""))]
+    if stage > 0:
+        parts.append(Component("masters", FP32 * shared, f"ZeRO's own float32 copy, 1/{processes}"))
+    moments = shared if stage > 0 else here
+    parts.append(
+        Component("optimizer", 2 * FP32 * moments, "AdamW's two moments" + (f", 1/{processes}" if stage else ""))
+    )
+    parts += _gradients(stage, here, shared, accumulation, processes)
+    if train.ema_decay is not None:
+        parts.append(Component("average", FP32 * held, "the running average of the weights"))
+    if step.copies:
+        parts.append(Component("copies", step.copies, f"of weights in {train.precision}, from update to update"))
+    saved = step.total_saved
+    rows = f"{train.micro_batch_rows} x {config.data.row_length} tokens"
+    how = ", inputs of blocks alone" if train.activation_checkpointing else ""
+    parts.append(Component("activations", saved, f"saved by the forward pass of {rows}{how}"))
+    parts.append(Component("working", max(0, step.peak - saved), "what the passes take on top at their highest"))
+    parts += _buffers(stage, config, here, processes)
+    tensors = sum(part.bytes for part in parts)
+    if platform == "cpu":
+        parts.append(Component("runtime", CPU_RUNTIME, "Python, PyTorch, DeepSpeed and compiled kernels, resident"))
+        return MemoryPlan(tuple(parts), step.saved, tensors, 0)
+    runtime = GPU_RUNTIME + (NCCL_BUFFERS if processes > 1 else 0)
+    parts.append(Component("runtime", runtime, "context and libraries: assumed, not measured"))
+    parts.append(
+        Component("fragments", int(FRAGMENTED * step.peak), "of the allocator's blocks: assumed, not measured")
+    )
+    building = FP32 * here
+    gathered = FP32 * everywhere * (1 + (2 if stage == 0 else 0) + (train.ema_decay is not None))
+    return MemoryPlan(tuple(parts), step.saved, tensors, max(building, gathered))
+
+
+def _gradients(stage: int, here: int, shared: int, accumulation: int, processes: int) -> Iterator[Component]:
+    if stage < 2:
+        if accumulation > 1:
+            yield Component("gradients", FP32 * here, "float32, added up over the micro-batches")
+        # Else they come into being while the activations go: the trace has them.
+    elif stage == 2:
+        copies, why = (2, "added up, and the micro-batch's own") if accumulation > 1 else (1, "of the micro-batch")
+        yield Component("gradients", copies * FP32 * shared, f"float32, 1/{processes}, {why}")
+    else:
+        yield Component("gradients", FP32 * shared, f"float32, 1/{processes}")
+
+
+def _buffers(stage: int, config: Config, here: int, processes: int) -> Iterator[Component]:
+    if processes == 1 and stage == 0:
+        return
+    if stage < 3:
+        # Without ZeRO gradients are flattened for the all-reduce after the backward pass, when activations are gone.
+        if stage > 0:
+            yield Component("buffers", FP32 * min(BUCKET, here), "a bucket of gradients to be reduced")
+        return
+    model, ffn = config.model, config.model.feed_forward
+    widening = 3 if ffn.activation == "swiglu" else 2
+    largest = widening * model.d_model * ffn.hidden
+    if ffn.kind == "moe":
+        largest *= ffn.experts // config.train.expert_parallel
+    largest = max(largest, model.vocab_size * model.d_model)
+    live = min(here, max(MOST_LIVE, largest))
+    why = "weights gathered for the modules at work, and the largest module's gradients"
+    yield Component("gathered", FP32 * (live + largest), why)
+    yield Component("buffers", 2 * FP32 * min(BUCKET, here), "buckets of weights to come and of gradients to go")

@@ -1,0 +1,202 @@
+"""The plan of a run: memory held against the machine, operations, time and disk, as data for a table and for JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from cdrmix.config.schema import Config
+from cdrmix.plan.fit import MOST_USED, Fit, fit
+from cdrmix.plan.flops import TokenFlops, training_flops_per_token
+from cdrmix.plan.machine import Machine
+from cdrmix.plan.memory import FP32
+from cdrmix.plan.parameters import count_parameters
+from cdrmix.train.zero import zero_stage
+
+PROCESSES_OF_A_HOST = 8
+ASSUMED_SHARE = 0.35  # of a card's bfloat16 peak
+ASSUMPTION = (
+    f"assumed, not measured: {ASSUMED_SHARE:.0%} of the cards' bf16 peak, as others publish of mixtures of experts of "
+    "these sizes on eight H100 (30 to 40 %), communication included"
+)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Tokens a second of all processes and hours of stage A, with where they come from; None where nobody knows."""
+
+    tokens_per_second: float | None
+    hours: float | None
+    source: str
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Bytes on disk. shards: of as much text as stage A reads, if none were read twice. checkpoint: one of them;
+    checkpoints: all that are there at a time, with the one being written."""
+
+    shards: int
+    checkpoint: int
+    checkpoints: int
+    export: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What stage A of a configuration takes on a machine. tokens: in all. zero_stage: as it comes out."""
+
+    name: str
+    machine: Machine
+    processes: int
+    zero_stage: int
+    fit: Fit
+    flops: TokenFlops
+    tokens: int
+    speed: Speed
+    disk: Disk
+    notes: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything as plain data; sizes in bytes, rates a second, unknown figures null."""
+        machine = dataclasses.asdict(self.machine)
+        return {
+            "name": self.name,
+            "machine": machine,
+            "processes": self.processes,
+            "zero_stage": self.zero_stage,
+            "memory": {
+                "components": [dataclasses.asdict(part) for part in self.fit.memory.components],
+                "total": self.fit.memory.total,
+                "limit": self.fit.limit,
+                "fits": self.fit.fits,
+                "would_fit": [
+                    {"settings": list(remedy.settings), "processes": remedy.processes, "bytes": remedy.bytes}
+                    for remedy in self.fit.remedies
+                ],
+                "activations_by_operator": self.fit.memory.saved_by_operator,
+                "host_bytes": self.fit.memory.host_bytes,
+            },
+            "flops_per_token": dataclasses.asdict(self.flops)
+            | {"total": self.flops.total, "executed": self.flops.executed},
+            "tokens": self.tokens,
+            "speed": dataclasses.asdict(self.speed),
+            "disk": dataclasses.asdict(self.disk),
+            "notes": list(self.notes),
+        }
+
+
+def make_plan(config: Config, machine: Machine, processes: int) -> Plan:
+    """The plan of stage A on so many processes, each with such a device."""
+    train = config.train
+    flops = training_flops_per_token(config)
+    tokens = train.steps * train.batch_rows * config.data.row_length
+    notes = []
+    found = fit(config, machine, processes)
+    if max(processes, *(remedy.processes for remedy in found.remedies), 0) > PROCESSES_OF_A_HOST:
+        notes.append(
+            f"cdrmix train --nproc starts the processes of one machine: more than the {PROCESSES_OF_A_HOST} GPUs that "
+            "machines have need torchrun on each of them, which has not been tried."
+        )
+    if config.reasoning is not None:
+        notes.append(
+            "Stage A alone: the phases of stage B are not planned; they are shorter, and need more for rollouts."
+        )
+    return Plan(
+        config.run.name,
+        machine,
+        processes,
+        zero_stage(train, processes),
+        found,
+        flops,
+        tokens,
+        _speed(flops, tokens, machine, processes),
+        _disk(config, tokens),
+        tuple(notes),
+    )
+
+
+def _speed(flops: TokenFlops, tokens: int, machine: Machine, processes: int) -> Speed:
+    peak = machine.flops_per_second
+    if peak is None:
+        return Speed(None, None, f"unknown: no rates of {machine.name} are known, and none are guessed")
+    rate = ASSUMED_SHARE * peak * processes / flops.executed
+    return Speed(rate, tokens / rate / 3600, ASSUMPTION)
+
+
+def _disk(config: Config, tokens: int) -> Disk:
+    train, stored = config.train, count_parameters(config.model).total_stored
+    average = train.ema_decay is not None
+    checkpoint = FP32 * stored * (3 + average)  # weights, two moments
+    kept = train.keep_last + 2  # the best one, and the one being written
+    return Disk(tokens * (2 if config.model.vocab_size <= 2**16 else 4), checkpoint, kept * checkpoint, FP32 * stored)
+
+
+def plan_table(plan: Plan) -> str:
+    """The plan for a person, 100 columns wide at most."""
+    memory, machine = plan.fit.memory, plan.machine
+    lines = [f"{plan.name} on {plan.processes} x {machine.name}, ZeRO stage {plan.zero_stage}", f"  {machine.source}"]
+    lines += ["", "Memory of a process, GB (10^9 bytes)"]
+    lines += [f"  {part.name:<14}{_gb(part.bytes)}   {part.why}" for part in memory.components]
+    lines.append(f"  {'total':<14}{_gb(memory.total)}   {_verdict(plan)}")
+    if plan.fit.remedies:
+        lines.append("  what would fit:")
+        for remedy in plan.fit.remedies:
+            words = [*remedy.settings, *([f"--gpus {remedy.processes}"] if remedy.processes != plan.processes else [])]
+            lines.append(f"    {' '.join(words):<72}{_gb(remedy.bytes)}")
+    elif plan.fit.fits is False:
+        lines.append("  no setting of this configuration fits on such devices, however many: it needs larger ones")
+    if memory.host_bytes:
+        lines.append(
+            f"  {'main memory':<14}{_gb(memory.host_bytes)}   of the host, a process: built there, saved from there"
+        )
+    lines += ["", "Saved for the backward pass, GB, by the operator that made it"]
+    lines += [
+        f"  {name:<44}{_gb(size)}" for name, size in memory.saved_by_operator.items() if size >= 0.01 * memory.total
+    ]
+    flops = plan.flops
+    unit, scale = ("GFLOP", 1e9) if flops.total >= 1e8 else ("MFLOP", 1e6)
+    lines += ["", f"Operations a token, {unit}"]
+    parts = {
+        "parameters": (flops.parameters, f"6 x {flops.active_parameters:,} active"),
+        "attention": (flops.attention, "scores and values over the causal half of a row"),
+        "rwkv7": (flops.rwkv7, "the recurrence"),
+        "mamba2": (flops.mamba2, "the recurrence and its convolution"),
+        "total": (flops.total, "of the model: what MFU counts"),
+        "recomputed": (flops.recomputed, "by activation checkpointing, on top"),
+    }
+    lines += [f"  {name:<14}{number / scale:>11,.3f}   {why}" for name, (number, why) in parts.items() if number]
+    speed = plan.speed
+    lines += ["", f"Time, for {plan.tokens:,} tokens"]
+    if speed.tokens_per_second is not None and speed.hours is not None:
+        if_so = ", if it fitted" if plan.fit.fits is False else ""
+        lines.append(f"  {'tokens/s':<14}{speed.tokens_per_second:>11,.0f}   {speed.hours:,.0f} hours{if_so}")
+    lines += _wrapped(speed.source)
+    disk = plan.disk
+    lines += ["", "Disk, GB", f"  {'shards':<14}{_gb(disk.shards)}   at most: if no text were read twice"]
+    lines.append(f"  {'checkpoints':<14}{_gb(disk.checkpoints)}   {disk.checkpoint / 1e9:,.2f} each")
+    lines.append(f"  {'export':<14}{_gb(disk.export)}")
+    for note in plan.notes:
+        lines += ["", *(line.strip() for line in _wrapped(note))]
+    return "\n".join(lines)
+
+
+def _verdict(plan: Plan) -> str:
+    if plan.fit.limit is None:
+        return "whether it fits is unknown: so is the machine's memory"
+    assert plan.machine.memory_bytes is not None
+    room = f"{plan.fit.limit / 1e9:,.2f}, {MOST_USED:.0%} of {plan.machine.memory_bytes / 1e9:,.2f}"
+    return f"fits into {room}" if plan.fit.fits else f"DOES NOT FIT into {room}"
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:>11,.3f}"
+
+
+def _wrapped(text: str, width: int = 98) -> list[str]:
+    lines = [""]
+    for word in text.split():
+        if len(lines[-1]) + 1 + len(word) > width - 2:
+            lines.append("")
+        lines[-1] += (" " if lines[-1] else "") + word
+    return [f"  {line}" for line in lines]

@@ -1,0 +1,205 @@
+"""The memory of one micro-batch, found by sending fake tensors through the real model, forward and backward.
+
+Fake tensors (torch._subclasses.fake_tensor) have shapes, dtypes and lifetimes, and neither memory nor numbers, so every
+operator of the model and of autograd counts as the code has it: what is saved for the backward pass, what lives on, and
+what is freed when. Operators of `cdrmix.ops` give their results as registered for fake tensors, which are those of the
+kernels of the platform that is planned for; what a kernel allocates while it runs is added by `workspace`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from cdrmix.config.schema import Config, Model
+from cdrmix.model.backbone import LanguageModel
+from cdrmix.model.loss import LossModel
+from cdrmix.ops.backend import Platform, assume_platform
+from cdrmix.plan.workspace import workspace
+from cdrmix.train.engine import AUTOCAST, Autocast
+
+LONGEST_PERIOD = 8  # blocks after which the mixers may repeat for a model to be traced by two shorter ones
+DOCUMENT_TOKENS = 512  # of a packed document on average: kernels keep a state for each; web text has some 500 to 1,000
+WHOLE_LAYERS = 12  # up to so many a model is traced as it is
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Bytes of a micro-batch, beside weights, optimizer state and gradients that were there before.
+
+    saved: alive between the forward and the backward pass, by the operator that made them. copies: of the weights in
+    the products' dtype, kept from update to update, which `saved` and `peak` leave out. peak: the most alive at once.
+    """
+
+    saved: dict[str, int]
+    copies: int
+    peak: int
+
+    @property
+    def total_saved(self) -> int:
+        return sum(self.saved.values())
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of every storage that an operator makes, for as long as it lives.
+
+    made: of the storages alive now, bytes and the operator that made them. peak: the most bytes alive at once,
+    with what a kernel takes while it runs.
+    """
+
+    def __init__(self, platform: Platform) -> None:
+        super().__init__()
+        self.platform = platform
+        self.made: dict[int, tuple[int, str]] = {}
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        results = operator(*args, **(kwargs or {}))
+        for tensor in tree_leaves(results):
+            if isinstance(tensor, Tensor):
+                self._see(tensor, operator)
+        self.peak = max(self.peak, self.now + workspace(operator, args, results, self.platform))
+        return results
+
+    def _see(self, tensor: Tensor, operator: Any) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self.made:
+            self.made[key] = (storage.nbytes(), operator.namespace + "." + operator._opname)
+            self.now += storage.nbytes()
+            weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self.now -= self.made.pop(key, (0, ""))[0]
+
+    def by_operator(self) -> dict[str, int]:
+        """Bytes alive now by the operator that made them, the most first."""
+        found: Counter[str] = Counter()
+        for size, operator in self.made.values():
+            found[operator] += size
+        return dict(found.most_common())
+
+
+def trace(config: Config, platform: Platform, *, zero_stage: int, accumulation: int) -> MicroBatch:
+    """What a micro-batch of stage A takes on one process. accumulation: micro-batches of a process in a step.
+
+    A model whose mixers repeat every few blocks is traced with two smaller numbers of blocks: every block adds the same
+    to what is saved and to the peak, which is at the top of the model, where all others wait. Not so where a step has
+    one micro-batch, whose gradients come into being while the activations go: then the whole model is traced.
+    """
+    train = config.train
+    # The rest of the configuration has no part in it, and must not make equal questions look different.
+    asked = _Question(
+        config.model,
+        config.data.row_length,
+        train.micro_batch_rows,
+        train.precision,
+        train.activation_checkpointing,
+        platform,
+        zero_stage >= 2 or accumulation > 1,
+        zero_stage,
+    )
+    period = _period(config.model)
+    if config.model.layers <= WHOLE_LAYERS or period is None or not asked.gradients_pass:
+        return _trace(asked.key(config.model.layers), asked)
+    fewer, more = period * max(1, 4 // period), 2 * period * max(1, 4 // period)
+    steps = (config.model.layers - fewer) / (more - fewer)
+    return _extended(_trace(asked.key(fewer), asked), _trace(asked.key(more), asked), steps)
+
+
+@dataclass(frozen=True)
+class _Question:
+    model: Model
+    row_length: int
+    rows: int
+    precision: str
+    checkpointing: bool
+    platform: Platform
+    gradients_pass: bool  # each is added to the one that is there, or shared out: in either case it does not stay
+    zero_stage: int
+
+    def key(self, layers: int) -> str:
+        """The same for equal questions."""
+        return f"{layers} {self}"
+
+    def of_layers(self, layers: int) -> Model:
+        listed = {kind: [i for i in chosen if i < layers] for kind, chosen in self.model.mixer_layers}
+        kept = self.model.mixer_layers.model_copy(update=listed)
+        return self.model.model_copy(update={"layers": layers, "mixer_layers": kept})
+
+
+def _extended(fewer: MicroBatch, more: MicroBatch, steps: float) -> MicroBatch:
+    def line(first: int, second: int) -> int:
+        return round(first + steps * (second - first))
+
+    operators = {**more.saved, **fewer.saved}
+    saved = {name: line(fewer.saved.get(name, 0), more.saved.get(name, 0)) for name in operators}
+    saved = dict(sorted(saved.items(), key=lambda pair: -pair[1]))
+    return MicroBatch(saved, line(fewer.copies, more.copies), line(fewer.peak, more.peak))
+
+
+def _period(model: Model) -> int | None:
+    """After how many blocks the mixers repeat up to the last; None where they do not within LONGEST_PERIOD."""
+    mixers = model.mixers
+    for period in range(1, LONGEST_PERIOD + 1):
+        repeats = all(mixer == mixers[layer % period] for layer, mixer in enumerate(mixers))
+        if repeats and model.layers % period == 0:
+            return period
+    return None
+
+
+_results: dict[str, MicroBatch] = {}
+
+
+def _trace(key: str, asked: _Question) -> MicroBatch:
+    if key not in _results:
+        _results[key] = _run(asked, int(key.split()[0]))
+    return _results[key]
+
+
+def _run(asked: _Question, layers: int) -> MicroBatch:
+    rows, length = asked.rows, asked.row_length
+    with torch.device("meta"):
+        model = LossModel(LanguageModel(asked.of_layers(layers), activation_checkpointing=asked.checkpointing))
+    dtype = AUTOCAST[asked.precision]
+    with assume_platform(asked.platform), FakeTensorMode():
+        _make_fake(model)
+        parameters = list(model.parameters())
+        live = LiveBytes(asked.platform)
+        if asked.gradients_pass:
+            for parameter in parameters:
+                parameter.register_post_accumulate_grad_hook(_drop)
+        ids = torch.zeros(rows, length, dtype=torch.long)
+        weights = torch.ones(rows, length)
+        documents = torch.zeros(rows * max(1, length // DOCUMENT_TOKENS) + 1, dtype=torch.int32)
+        with live:
+            losses = Autocast(model, "cpu", dtype)(ids, ids, weights, documents, float(rows * length))
+            saved = live.by_operator()
+            losses.total.backward()
+    del losses
+    return MicroBatch(saved, 0, live.peak)
+
+
+def _drop(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def _make_fake(module: nn.Module) -> None:
+    """Gives every parameter and buffer a fake tensor of its shape on the CPU; call it in a FakeTensorMode."""
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                part._parameters[name] = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu"))
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")

@@ -1,0 +1,56 @@
+"""What an operator's kernels allocate while they run, beyond the results they give: of those that take most.
+
+Read off the functions that launch the kernels: routed experts keep the hidden rows between their two products; the
+loss has a chunk of logits; CPU kernels compute in float32 and so copy narrower tensors. The others take less than the
+routed experts of the same model, and never at the same time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from cdrmix.kernels import reference_loss
+from cdrmix.ops.backend import Platform
+
+
+def workspace(operator: Any, args: tuple[Any, ...], results: Any, platform: Platform) -> int:
+    """Bytes that an operator takes while it runs, beside its arguments and results; 0 for PyTorch's own."""
+    if operator.namespace != "cdrmix":
+        return 0
+    size = 0
+    if operator._opname == "linear_cross_entropy":
+        size = _loss(args[0], args[1], args[7], platform)
+    elif platform != "cpu" and operator._opname == "moe_experts":
+        x_TD, _, w_down, weights_TK = args[:4]
+        size = weights_TK.numel() * sum(w_down.shape[1:]) * x_TD.itemsize
+    elif platform != "cpu" and operator._opname == "moe_experts_backward":
+        x_TD, w_up, w_down, weights_TK = args[1:5]
+        again = w_up.shape[2] if args[9] == "min" else 0
+        size = weights_TK.numel() * (again + w_up.shape[2] + sum(w_down.shape[1:])) * x_TD.itemsize
+    if platform == "cpu":
+        size += sum(4 * x.numel() for x in tree_leaves((args, results)) if isinstance(x, Tensor) and _narrow(x.dtype))
+    return size
+
+
+def _narrow(dtype: torch.dtype) -> bool:
+    return dtype in (torch.bfloat16, torch.float16)
+
+
+def _loss(hidden: Tensor, weight: Tensor, dtype: torch.dtype, platform: Platform) -> int:
+    """A chunk's logits, and the weight in the products' dtype where it has another."""
+    rows, (vocabulary, width) = hidden.numel() // hidden.shape[-1], weight.shape
+    cast = weight.numel() * dtype.itemsize if weight.dtype != dtype else 0
+    if platform == "cpu":
+        wide = max(dtype.itemsize, 4)
+        most = max(1, reference_loss.CHUNK_BYTES // (vocabulary * wide * reference_loss.LEAST_ROWS))
+        chunk = min(rows, reference_loss.MOST_ROWS, most * reference_loss.LEAST_ROWS)
+        # The chunk's hidden states; its logits, once more in float32 where they are narrower, and as gradients.
+        return cast + chunk * (width * dtype.itemsize + vocabulary * (wide if not _narrow(dtype) else 8))
+    from cdrmix.kernels import cross_entropy  # needs Triton
+
+    chunk = cross_entropy.chunk_rows(rows, width, vocabulary, dtype.itemsize, rounded=weight.dtype != torch.float32)
+    return cast + chunk * vocabulary * dtype.itemsize

@@ -1,0 +1,170 @@
+"""The memory model: against measured peaks, against itself, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cdrmix.config.load import load_config
+from cdrmix.config.schema import Config
+from cdrmix.errors import ConfigError
+from cdrmix.gpus import gpu_of_key
+from cdrmix.plan import trace as tracing
+from cdrmix.plan.fit import MOST_USED, at_most, check_memory, fit
+from cdrmix.plan.machine import Machine, host_memory, machine_for
+from cdrmix.plan.memory import memory_of
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+WORKER = Path(__file__).with_name("measure_worker.py")
+RELEASED = [f"{kind}-{size}" for size in ("1b", "4b", "40b", "200b") for kind in ("core", "reason")]
+PROCESSES = {"1b": 8, "4b": 8, "40b": 64, "200b": 512}
+TINY = {
+    "core-tiny": [],
+    "hybrid-tiny": [],
+    "reason-tiny": [],
+    # Gradients that are there before, and inputs of blocks alone: other moments are the highest.
+    "core-tiny, checkpointed": ["train.activation_checkpointing=true", "train.batch_rows=16"],
+}
+
+
+def config_of(name: str, *overrides: str) -> Config:
+    return load_config(CONFIGS / f"cdrmix-{name}.yaml", list(overrides))
+
+
+def card(memory_bytes: int | None, flops: float | None = 1e15) -> Machine:
+    return Machine("a card", "cuda", memory_bytes, flops, "a test", False, None)
+
+
+@pytest.mark.parametrize("case", TINY)
+def test_the_estimate_is_within_a_tenth_of_what_tensors_take(case: str) -> None:
+    name = case.partition(",")[0]
+    command = [sys.executable, str(WORKER), str(CONFIGS / f"cdrmix-{name}.yaml"), *TINY[case]]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    measured = int(done.stdout.split("measured ")[1])
+    assert memory_of(config_of(name, *TINY[case]), "cpu", 1).tensors == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize("checkpointing", ["false", "true"])
+def test_two_short_models_say_what_a_long_one_takes(checkpointing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every period of blocks adds the same, so the line through two of them is exact."""
+    words = ["model.layers=24", "model.d_model=32", "model.rwkv.head_size=16", "model.feed_forward.hidden=32"]
+    words += ["train.batch_rows=16", f"train.activation_checkpointing={checkpointing}", "model.vocab_size=512"]
+    config = config_of("core-tiny", *words, "train.micro_batch_rows=2")
+    short = tracing.trace(config, "cuda", zero_stage=0, accumulation=8)
+    monkeypatch.setattr(tracing, "WHOLE_LAYERS", 24)
+    whole = tracing.trace(config, "cuda", zero_stage=0, accumulation=8)
+    assert short == whole
+
+
+def test_every_platform_saves_what_its_own_kernels_need() -> None:
+    config = config_of("core-tiny", "model.layers=4", "train.precision=bf16", "model.rwkv.head_size=64")
+    saved = {
+        platform: memory_of(config, platform, 1).saved_by_operator  # type: ignore[arg-type]
+        for platform in ("cpu", "cuda", "hip")
+    }
+    assert saved["cuda"]["cdrmix.wkv7"] != saved["cpu"]["cdrmix.wkv7"]
+    assert "aten._flash_attention_forward" in saved["cuda"]
+    assert "aten._flash_attention_forward" not in saved["hip"].keys() | saved["cpu"].keys()
+
+
+def test_what_is_saved_grows_with_rows_and_shrinks_with_checkpointing() -> None:
+    def saved(*words: str) -> int:
+        found = memory_of(config_of("core-tiny", "train.batch_rows=64", *words), "cuda", 1)
+        return next(part.bytes for part in found.components if part.name == "activations")
+
+    one, two, four = (saved(f"train.micro_batch_rows={rows}") for rows in (2, 4, 8))
+    assert one < two < four
+    assert four - two == pytest.approx(2 * (two - one), rel=0.05)
+    assert saved("train.activation_checkpointing=true") < four / 4
+
+
+def test_state_is_shared_out_as_zero_has_it() -> None:
+    config = config_of("core-tiny", "train.batch_rows=64", "train.micro_batch_rows=4", "train.zero_stage=auto")
+    stored = sum(part.bytes for part in memory_of(config, "cuda", 1).components if part.name == "weights")
+
+    def state(stage: object, processes: int = 4) -> int:
+        changed = config.model_copy(update={"train": config.train.model_copy(update={"zero_stage": stage})})
+        kept = ("weights", "masters", "optimizer", "gradients")
+        return sum(part.bytes for part in memory_of(changed, "cuda", processes).components if part.name in kept)
+
+    # A weight is 1, in float32; of four processes each has a quarter of what is shared out.
+    assert state("auto", 1) == 4 * stored  # weight, gradient, two moments
+    assert state(0) == 4 * stored
+    assert state("auto") == state(1) == pytest.approx((1 + 0.25 + 0.5 + 1) * stored, rel=1e-5)
+    assert state(2) == pytest.approx((1 + 0.25 + 0.5 + 2 * 0.25) * stored, rel=1e-5)
+    assert state(3) == pytest.approx(5 / 4 * stored, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_a_released_configuration_is_refused_on_half_of_what_it_needs(name: str) -> None:
+    config = config_of(name)
+    processes = PROCESSES[name.split("-")[1]]
+    needed = memory_of(config, "cuda", processes).total
+    check_memory(config, card(int(needed / MOST_USED) + 1), processes)
+    half = card(int(needed / MOST_USED) // 2)
+    if name.startswith("reason"):  # whose remedies would be those of the core model
+        assert fit(config, half, processes, remedies=False).fits is False
+        return
+    with pytest.raises(ConfigError, match=r"takes [\d,.]+ GB a process and a card has .*(What would fit|larger ones)"):
+        check_memory(config, half, processes)
+
+
+def test_the_1b_model_fits_as_it_is_released() -> None:
+    """On one H200 without ZeRO, and on eight cards of 80 GB with its stage 1."""
+    config = config_of("core-1b")
+    for key, processes in (("h200", 1), ("h100", 8), ("a100", 8)):
+        found = fit(config, machine_for(config, key, processes), processes)
+        assert found.fits, (key, found.memory.total)
+
+
+def test_a_refusal_names_what_would_fit_and_that_does_fit() -> None:
+    config = config_of("core-tiny", "train.batch_rows=64", "train.micro_batch_rows=16", "run.name=big")
+    needed = memory_of(config, "cpu", 1).total
+    small = Machine("a small machine", "cpu", int(0.95 * needed / MOST_USED), None, "a test", True, None)
+    with pytest.raises(
+        ConfigError, match=r"training big takes .* What would fit: train\.micro_batch_rows=8"
+    ) as refused:
+        check_memory(config, small, 1)
+    assert "train.activation_checkpointing=true" in str(refused.value)
+    for words in (["train.micro_batch_rows=8"], ["train.activation_checkpointing=true"]):
+        assert fit(config_of("core-tiny", "train.batch_rows=64", *words), small, 1).fits
+
+
+def test_what_is_unknown_is_never_refused() -> None:
+    config = config_of("core-tiny")
+    found = fit(config, card(None), 1)
+    assert found.fits is None
+    assert found.remedies == ()
+    check_memory(config, card(None), 1)
+
+
+@pytest.mark.parametrize("name", ["core-tiny", "hybrid-tiny", "reason-tiny", "core-1b"])
+def test_what_obviously_fits_really_takes_less(name: str) -> None:
+    for words in ([], ["train.precision=bf16"], ["model.feed_forward.kind=channel_mix"]):
+        config = config_of(name, *words)
+        assert at_most(config, 1) > 1.5 * memory_of(config, "cuda", 1).total
+
+
+def test_main_memory_is_that_of_the_control_group(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:       1000 kB\nMemFree:        10 kB\n")
+    assert host_memory(tmp_path, meminfo) == 1000 * 1024
+    (tmp_path / "memory.max").write_text("max\n")
+    assert host_memory(tmp_path, meminfo) == 1000 * 1024
+    (tmp_path / "memory.max").write_text("4096\n")
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("4096\n")
+    assert host_memory(tmp_path, meminfo) == 4096
+    assert host_memory(tmp_path / "nothing", tmp_path / "nothing") is None
+
+
+def test_a_card_of_the_table_has_its_memory() -> None:
+    config = config_of("core-tiny")
+    gpu = gpu_of_key("mi300x")
+    assert gpu is not None
+    machine = machine_for(config, "mi300x", 1)
+    assert (machine.platform, machine.memory_bytes) == ("hip", gpu.memory_bytes)
