@@ -59,6 +59,12 @@ def is_attached(weight: Tensor, dtype: torch.dtype | None = None) -> bool:
     return attached is not None and dtype in (None, attached.dtype)
 
 
+def copies(weights: Iterable[Tensor]) -> list[Tensor]:
+    """The attached copies that there are."""
+    attached = (_attached(weight) for weight in weights)
+    return [found.copy for found in attached if found is not None and found.copy is not None]
+
+
 @torch.no_grad()
 def compute_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight in `dtype`, without a gradient: the attached copy where there is one, else the weight cast.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +21,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cdrmix.config.schema import Config, Model
+from cdrmix.errors import ConfigError
 from cdrmix.model.backbone import LanguageModel
 from cdrmix.model.loss import LossModel
+from cdrmix.ops import weights as compute_weights
 from cdrmix.ops.backend import Platform, assume_platform
 from cdrmix.plan.workspace import workspace
-from cdrmix.train.engine import AUTOCAST, Autocast
+from cdrmix.train.engine import AUTOCAST, Autocast, attach_copies
 
 LONGEST_PERIOD = 8  # blocks after which the mixers may repeat for a model to be traced by two shorter ones
+NAMES: dict[Platform, str] = {"cpu": "a CPU", "cuda": "an NVIDIA GPU", "hip": "an AMD GPU"}
 DOCUMENT_TOKENS = 512  # of a packed document on average: kernels keep a state for each; web text has some 500 to 1,000
 WHOLE_LAYERS = 12  # up to so many a model is traced as it is
 
@@ -59,6 +63,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.platform = platform
         self.made: dict[int, tuple[int, str]] = {}
+        self.there: set[int] = set()
         self.now = self.peak = 0
 
     def __torch_dispatch__(
@@ -74,13 +79,26 @@ class LiveBytes(TorchDispatchMode):
     def _see(self, tensor: Tensor, operator: Any) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key not in self.made:
+        if key not in self.made and key not in self.there:
             self.made[key] = (storage.nbytes(), operator.namespace + "." + operator._opname)
             self.now += storage.nbytes()
             weakref.finalize(storage, self._forget, key)
 
     def _forget(self, key: int) -> None:
         self.now -= self.made.pop(key, (0, ""))[0]
+
+    def leave_out(self, tensors: Iterable[Tensor | None]) -> None:
+        """Does not count what was there before and stays: an operator may give it back, or a view of it."""
+        self.there.update(tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None)
+
+    def set_aside(self, tensor: Tensor) -> int:
+        """Leaves a tensor that stays out of `by_operator`, though not out of `now` and `peak`. Returns its bytes."""
+        return self.made.pop(tensor.untyped_storage()._cdata, (0, ""))[0]
+
+    def pass_gradient(self, parameter: Tensor) -> None:
+        """Forgets a sum of gradients: PyTorch adds to it in place, but with fake tensors makes a new one."""
+        assert parameter.grad is not None
+        self._forget(parameter.grad.untyped_storage()._cdata)
 
     def by_operator(self) -> dict[str, int]:
         """Bytes alive now by the operator that made them, the most first."""
@@ -163,7 +181,10 @@ _results: dict[str, MicroBatch] = {}
 
 def _trace(key: str, asked: _Question) -> MicroBatch:
     if key not in _results:
-        _results[key] = _run(asked, int(key.split()[0]))
+        try:
+            _results[key] = _run(asked, int(key.split()[0]))
+        except ValueError as error:  # an operator's: it has no kernel for such a shape there
+            raise ConfigError(f"this model cannot be trained on {NAMES[asked.platform]}: {error}") from error
     return _results[key]
 
 
@@ -178,19 +199,27 @@ def _run(asked: _Question, layers: int) -> MicroBatch:
         live = LiveBytes(asked.platform)
         if asked.gradients_pass:
             for parameter in parameters:
-                parameter.register_post_accumulate_grad_hook(_drop)
+                if asked.zero_stage < 2:
+                    parameter.grad = torch.zeros_like(parameter)
+                    parameter.register_post_accumulate_grad_hook(live.pass_gradient)
+                else:
+                    parameter.register_post_accumulate_grad_hook(_drop_gradient)
+        attach_copies(parameters, dtype, asked.zero_stage)
         ids = torch.zeros(rows, length, dtype=torch.long)
         weights = torch.ones(rows, length)
         documents = torch.zeros(rows * max(1, length // DOCUMENT_TOKENS) + 1, dtype=torch.int32)
+        live.leave_out([*parameters, *model.buffers(), ids, weights, documents])
+        live.leave_out(parameter.grad for parameter in parameters)
         with live:
             losses = Autocast(model, "cpu", dtype)(ids, ids, weights, documents, float(rows * length))
+            copies = sum(live.set_aside(copy) for copy in compute_weights.copies(parameters))
             saved = live.by_operator()
             losses.total.backward()
-    del losses
-    return MicroBatch(saved, 0, live.peak)
+    return MicroBatch(saved, copies, live.peak - copies)
 
 
-def _drop(parameter: Tensor) -> None:
+def _drop_gradient(parameter: Tensor) -> None:
+    """What ZeRO does that shares gradients out: none is kept whole."""
     parameter.grad = None
 
 

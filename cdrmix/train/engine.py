@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -90,7 +91,7 @@ def deepspeed_config(config: Config, world: World) -> dict[str, Any]:
             "legacy_stage1": False,
             # ZeRO-1's one reduction a step reads finished sums, and ZeRO-2 would wait for the whole device before each
             # message. ZeRO-3 reduces on a stream of its own, in an order that the model alone decides.
-            "overlap_comm": train.zero_stage == 3,
+            "overlap_comm": stage == 3,
             "contiguous_gradients": True,
             "reduce_scatter": True,
             "reduce_bucket_size": BUCKET,
@@ -146,6 +147,16 @@ def deepspeed_config(config: Config, world: World) -> dict[str, Any]:
     }
 
 
+def attach_copies(parameters: Iterable[Tensor], dtype: torch.dtype | None, stage: int) -> None:
+    """Lets products keep copies of the weights in their dtype, and add up weight gradients, where the stage allows.
+
+    dtype: of autocast; None: the products are float32, and need none.
+    """
+    if dtype is not None and stage < 3:  # under ZeRO-3 a weight is whole for one module's call alone
+        # ZeRO-2's hooks take each gradient as it comes; ZeRO-1 reads what `.grad` holds after the last one.
+        compute_weights.attach(parameters, dtype, add_gradients=stage < 2)
+
+
 class Engine:
     """Trains a loss model on a DeepSpeed engine, whatever the ZeRO stage and the number of processes.
 
@@ -175,10 +186,7 @@ class Engine:
         self.parameters: dict[str, Any] = {  # Any: ZeRO-3 gives parameters ds_tensor, ds_numel and ds_shape
             name.removeprefix("language_model."): parameter for name, parameter in loss_model.named_parameters()
         }
-        dtype = self.module.dtype
-        if dtype is not None and self.stage < 3:  # under ZeRO-3 a weight is whole for one module's call alone
-            # ZeRO-2's hooks take each gradient as it comes; ZeRO-1 reads what `.grad` holds after the last one.
-            compute_weights.attach(self.parameters.values(), dtype, add_gradients=self.stage < 2)
+        attach_copies(self.parameters.values(), self.module.dtype, self.stage)
         # Weights that no gradient changes, the routers' biases: whole and the same in every process.
         self.buffers = {name.removeprefix("language_model."): buffer for name, buffer in loss_model.named_buffers()}
         decay = config.train.ema_decay

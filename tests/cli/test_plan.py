@@ -1,0 +1,82 @@
+"""`cdrmix plan`, `cdrmix train --dry-run`, and training that is refused before anything is made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cdrmix.cli import main
+from cdrmix.plan import machine
+
+Arguments = Callable[..., list[str]]
+
+
+def test_the_plan_of_a_card_as_json(arguments: Arguments, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *arguments("train.zero_stage=auto"), "--gpu", "h100", "--gpus", "2", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["processes"], plan["zero_stage"], plan["machine"]["name"]) == (2, 1, "NVIDIA H100 80GB HBM3")
+    memory = plan["memory"]
+    assert memory["total"] == sum(part["bytes"] for part in memory["components"]) < memory["limit"]
+    assert memory["fits"] is True
+    flops, speed = plan["flops_per_token"], plan["speed"]
+    assert flops["total"] == sum(flops[part] for part in ("parameters", "attention", "rwkv7", "mamba2"))
+    assert plan["tokens"] == 4 * 2 * 32
+    assert speed["tokens_per_second"] == pytest.approx(0.35 * 2 * 989.4e12 / flops["total"])
+    assert "assumed" in speed["source"]
+
+
+def test_a_cpus_speed_is_unknown_and_not_guessed(arguments: Arguments, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *arguments(), "--gpu", "cpu", "--json"]) == 0
+    speed = json.loads(capsys.readouterr().out)["speed"]
+    assert speed["tokens_per_second"] is speed["hours"] is None
+
+
+def test_a_dry_run_prints_the_table_and_makes_nothing(
+    arguments: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = arguments(f"run.root={tmp_path / 'runs'}", f"data.cache={tmp_path / 'cache'}")
+    assert main(["train", *words, "--dry-run"]) == 0
+    table = capsys.readouterr().out
+    for heading in ("Memory of a process", "Saved for the backward pass", "Operations a token", "Time", "Disk"):
+        assert f"\n{heading}" in table
+    assert max(len(line) for line in table.splitlines()) <= 100
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_training_that_cannot_fit_is_refused_before_anything_is_made(
+    arguments: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = arguments(f"run.root={tmp_path / 'runs'}", f"data.cache={tmp_path / 'cache'}")
+    monkeypatch.setattr(machine, "host_memory", lambda: 10**8)
+    assert main(["train", *words]) == 2
+    assert "has 0.1 GB, of which 90%, 0.1 GB, may be planned with; most take runtime" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    assert main(["train", *words, "--dry-run"]) == 2
+    assert "DOES NOT FIT" in capsys.readouterr().out
+
+
+def test_a_card_without_a_name_in_the_table_has_no_rates(
+    arguments: Arguments, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+
+    class Properties:
+        total_memory = 10**10
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA GeForce 1")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: Properties)
+    assert main(["plan", *arguments(), "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["machine"]["memory_bytes"] == 10**10
+    assert plan["machine"]["flops_per_second"] is plan["speed"]["tokens_per_second"] is None
+    assert "none are guessed" in plan["speed"]["source"]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_in_one_process_is_refused(stage: int, arguments: Arguments, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *arguments(f"train.zero_stage={stage}")]) == 2
+    assert f"train.zero_stage: {stage} shares nothing out in one process" in capsys.readouterr().err
