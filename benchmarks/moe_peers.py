@@ -111,13 +111,18 @@ def compiled_later(call: Call, dynamic: bool | None = None) -> Call:
     return run
 
 
+def serve_by(products: str | None, device: torch.device) -> None:
+    """Who serves our products from here on, forward and backward; None: whom the committed table chooses."""
+    if device.type == "cuda":
+        importlib.import_module("cdrmix.kernels.moe_grouped").force(products)
+
+
 def ours(layer: Layer, save: str = "fast", products: str | None = None) -> Implementation:
     """cdrmix; products: who multiplies on a GPU instead of what the committed table chooses (moe_grouped.py)."""
 
     def call(x: Tensor, logits: Tensor, weights: list[Tensor]) -> Tensor:
         w_up, w_down = weights
-        if x.is_cuda:
-            importlib.import_module("cdrmix.kernels.moe_grouped").force(products)
+        serve_by(products, x.device)
         routing = ops.route_topk(logits, layer.k)
         return ops.moe_experts(x, w_up, w_down, routing, activation=layer.activation, save=save)
 
