@@ -385,12 +385,15 @@ def show(counter: Counter, row: dict[str, Any], operations: int) -> None:
 def main() -> int:
     """Prints the table; appends the row where a file is named. Returns 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, default=machine.ROOT / "configs" / "cdrmix-core-1b.yaml")
+    parser.add_argument("--config", type=Path, help="default: the released 1b model with 8 rows a micro-batch")
     parser.add_argument("--card", choices=CARDS, default="h200")
     parser.add_argument("--operations", type=int, default=0, metavar="N", help="list the N dearest operations as well")
     parser.add_argument("--label", default="", help="what this version of the code has, for the row")
     parser.add_argument("--append", type=Path, metavar="FILE", help="append the figures to this file of JSON lines")
     options, overrides = parser.parse_known_args()
+    if options.config is None:
+        options.config = machine.ROOT / "configs" / "cdrmix-core-1b.yaml"
+        overrides = ["train.micro_batch_rows=8", *overrides]
     counter = count(load_config(options.config, overrides), options.card)
     row = row_of(counter, options, overrides)
     show(counter, row, options.operations)

@@ -63,16 +63,17 @@ class Measured(NamedTuple):
 
 # RWKV-7's channel-mix has two matrices, as a relu^2 expert has: at the hidden width of top_k = 2 experts together its
 # model has the active parameters of the mixture, less the router's and with a token shift.
+ROWS = "train.micro_batch_rows=8"  # what one GPU of 141 GB has room for; the released file is for eight of 80 GB too
 CASES = {
-    "core-1b": Measured("cdrmix-core-1b.yaml", (), "the released 1b model"),
+    "core-1b": Measured("cdrmix-core-1b.yaml", (ROWS,), "the released 1b model"),
     "core-1b-12": Measured(
         "cdrmix-core-1b.yaml",
-        ("model.layers=12",),
+        ("model.layers=12", ROWS),
         "the 1b model with half of its layers, every kernel at its size: fits a GPU of 80 GB",
     ),
     "dense-1b": Measured(
         "cdrmix-core-1b.yaml",
-        ("model.feed_forward.kind=channel_mix", "model.feed_forward.hidden=9216"),
+        ("model.feed_forward.kind=channel_mix", "model.feed_forward.hidden=9216", ROWS),
         "the 1b model with dense feed-forwards of as many active parameters",
     ),
     "core-4b": Measured("cdrmix-core-4b.yaml", (), "the released 4b model"),
