@@ -26,6 +26,7 @@ from torch import Tensor
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
 from cdrmix.train.device import check_gpu, device_type
+from cdrmix.train.threads import candidates
 
 Item = TypeVar("Item")
 
@@ -134,8 +135,19 @@ def rank_size_local_rank() -> tuple[int, int, int]:
 
 
 def threads(config: Config, processes: int) -> int:
-    """CPU threads of one process: `run.threads`, or the cores this process may use divided by the processes."""
+    """CPU threads of one process at most: `run.threads`, or the cores it may use divided by the processes."""
     return config.run.threads or max(1, len(os.sched_getaffinity(0)) // processes)
+
+
+def thread_numbers(config: Config, world: World) -> list[int]:
+    """The numbers of CPU threads to choose from by measurement; one where there is nothing to choose.
+
+    That is so with a number in `run.threads`, on a GPU, and with several processes, which would slow one another.
+    """
+    most = threads(config, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
+    if config.run.threads or world.size > 1 or world.device.type != "cpu":
+        return [most]
+    return candidates(most)
 
 
 def be_deterministic() -> None:
