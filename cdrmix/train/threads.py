@@ -68,8 +68,9 @@ class ThreadChoice:
             self._queue = []
         if self._queue:
             return
-        hopeful = [number for number, least in found.items() if least <= limit]
-        if self._round < ROUNDS and len(hopeful) > 1:
+        # What is chosen is given up for more than one slow step.
+        hopeful = [number for number, least in found.items() if least <= limit or number == self.chosen]
+        if self._round < ROUNDS:
             self._queue, self._round = hopeful, self._round + 1
         else:
             self._decide(found)
