@@ -64,6 +64,16 @@ class Projection(nn.Linear):
         return ops.linear(input, self.weight)
 
 
+def orthogonal_(weight: Tensor, gain: float) -> None:
+    """Orthogonal rows or columns times `gain`, by one thread: LAPACK's QR has other bits with two."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        nn.init.orthogonal_(weight, gain)
+    finally:
+        torch.set_num_threads(threads)
+
+
 def linear(inputs: int, outputs: int, scale: float) -> Projection:
     """A projection without bias, uniform in +-scale / sqrt(inputs); scale 0 gives zeros."""
     layer = Projection(inputs, outputs)

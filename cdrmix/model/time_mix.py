@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from cdrmix import ops
 from cdrmix.config.schema import Model
-from cdrmix.model.layers import linear
+from cdrmix.model.layers import linear, orthogonal_
 from cdrmix.model.mixer import Mixed, Mixer
 from cdrmix.model.places import Places
 from cdrmix.model.plastic import Writes
@@ -49,7 +49,7 @@ class TimeMix(Mixer):
         def low_rank(rank: int) -> tuple[nn.Parameter, nn.Parameter]:
             up = torch.empty(rank, width)
             gain = 0.1 * (math.sqrt(rank / width) if rank > width else 1.0)
-            nn.init.orthogonal_(up, gain)
+            orthogonal_(up, gain)
             return nn.Parameter(torch.zeros(width, rank)), nn.Parameter(up)
 
         ramp = torch.arange(width) / max(width - 1, 1)
