@@ -27,6 +27,7 @@ from cdrmix.model.loss import LossModel
 from cdrmix.ops import weights as compute_weights
 from cdrmix.ops.backend import Platform, assume_platform
 from cdrmix.plan.workspace import workspace
+from cdrmix.train.build import narrow_residual
 from cdrmix.train.engine import AUTOCAST, Autocast, attach_copies
 
 LONGEST_PERIOD = 8  # blocks after which the mixers may repeat for a model to be traced by two shorter ones
@@ -123,6 +124,7 @@ def trace(config: Config, platform: Platform, *, zero_stage: int, accumulation: 
         train.micro_batch_rows,
         train.precision,
         train.activation_checkpointing,
+        narrow_residual(config),
         platform,
         zero_stage >= 2 or accumulation > 1,
         zero_stage,
@@ -142,6 +144,7 @@ class _Question:
     rows: int
     precision: str
     checkpointing: bool
+    narrow_residual: bool
     platform: Platform
     gradients_pass: bool  # each is added to the one that is there, or shared out: in either case it does not stay
     zero_stage: int
@@ -191,7 +194,13 @@ def _trace(key: str, asked: _Question) -> MicroBatch:
 def _run(asked: _Question, layers: int) -> MicroBatch:
     rows, length = asked.rows, asked.row_length
     with torch.device("meta"):
-        model = LossModel(LanguageModel(asked.of_layers(layers), activation_checkpointing=asked.checkpointing))
+        model = LossModel(
+            LanguageModel(
+                asked.of_layers(layers),
+                activation_checkpointing=asked.checkpointing,
+                narrow_residual=asked.narrow_residual,
+            )
+        )
     dtype = AUTOCAST[asked.precision]
     with assume_platform(asked.platform), FakeTensorMode():
         _make_fake(model)
