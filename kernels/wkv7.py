@@ -388,7 +388,10 @@ def wkv7_step(
 
 
 def build(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int, launch: Launch) -> Build:
-    """A kernel as it ships, with what it costs at B 8, T 4096, H K = 2048 (log_w in float32, every row a document)."""
+    """A kernel as it ships, with what it costs at B 8, T 4096, H K = 2048, every row a document.
+
+    log_w is as the element-wise work before gives it: bfloat16 beside bfloat16, else float32.
+    """
     own, operand = NAMES[dtype], NAMES[operand_dtype(dtype)]
     arguments = KERNELS[kernel].arg_names
     tensors = dict.fromkeys(("r", "k", "v", "a", "b", "y", "dy", "dr", "dk", "dv", "da", "db"), own)
@@ -396,16 +399,18 @@ def build(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int, la
         "table": "i64",
         "cu_seqlens": "i64",
     }
-    tensors |= dict.fromkeys(("log_w", "dlog_w", "edges", "state", "new", "last", "dlast", "dstate"), "fp32")
+    tensors |= dict.fromkeys(("edges", "state", "new", "last", "dlast", "dstate"), "fp32")
+    tensors |= dict.fromkeys(("log_w", "dlog_w"), own if dtype == torch.bfloat16 else "fp32")
     numbers = ("length", "per_row", "heads", "has_state", "save_h", "want_last", "has_dlast", "save_T")
     known = {name: f"*{kind}" for name, kind in tensors.items()} | dict.fromkeys(numbers, "i32")
     B, T, H = 8, 4096, 2048 // K
     size, wide = dtype.itemsize, operand_dtype(dtype).itemsize
+    decay = 2 if dtype == torch.bfloat16 else 4
     blocks_k, blocks_v = K // launch.block_k, V // launch.block_v
     heads = B * H
     loops: tuple[int, ...] = ()
     if kernel == "token":
-        flops, moved = 7 * K * V, 8 * K * V + (4 * K + 2 * V) * size + 4 * K
+        flops, moved = 7 * K * V, 8 * K * V + (4 * K + 2 * V) * size + decay * K
     else:
         heads *= T // C
         # Multiply-adds of a chunk in units of C C K, C C V, C K V, C K K, K K V, C C C.
@@ -423,13 +428,13 @@ def build(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int, la
         maps = (K * K + C * K) * wide + 8 * K
         states = (2 * K * V + 2 * C * V) * wide + 8 * K
         moved = {
-            "map": C * (4 * K + V) * size + 4 * C * K + maps + (K * V + C * V + C * C) * wide,
-            "map_keys": C * 3 * K * size + 4 * C * K + maps + C * C * wide,
-            "map_values": C * (4 * K + V) * size + 4 * C * K + (K * V + C * V + C * C) * wide,
+            "map": C * (4 * K + V) * size + decay * C * K + maps + (K * V + C * V + C * C) * wide,
+            "map_keys": C * 3 * K * size + decay * C * K + maps + C * C * wide,
+            "map_values": C * (4 * K + V) * size + decay * C * K + (K * V + C * V + C * C) * wide,
             "forward": maps + (2 * K * V + C * V) * wide + C * V * size,
             "backward": maps + K * V * wide + C * V * size,
-            "gradient_values": C * (4 * K + 3 * V) * size + 4 * C * K + states + C * C * wide,
-            "gradient_keys": C * (8 * K + 2 * V) * size + 8 * C * K + states,
+            "gradient_values": C * (4 * K + 3 * V) * size + decay * C * K + states + C * C * wide,
+            "gradient_keys": C * (8 * K + 2 * V) * size + 2 * decay * C * K + states,
         }[kernel]
         loops = {
             "map": (blocks_k, blocks_k, blocks_v, blocks_k),

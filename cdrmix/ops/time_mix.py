@@ -65,7 +65,7 @@ def time_mix_keys(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What the recurrence reads beside r, from the projections: log_w, k', a, b, v', each [B, T, H, K].
 
-        log_w = -exp(-1/2) sigmoid(w0 + decay)                  in float32 at least
+        log_w = -exp(-1/2) sigmoid(w0 + decay)                  in float32 at least; beside bfloat16 on a GPU, bfloat16
         rate' = sigmoid(a0 + rate)
         kk = normalise(k k_k) over each head, a = -kk, b = kk rate'
         k' = k (1 + (rate' - 1) k_a)
@@ -274,7 +274,11 @@ def _(
     head_size: int,
 ) -> list[Tensor]:
     others = 3 if v_first is None else 4
-    return [torch.empty_like(k, dtype=torch.float32), *(torch.empty_like(k) for _ in range(others))]
+    narrow = k.dtype == torch.bfloat16 and backend(k) == "triton"
+    return [
+        torch.empty_like(k, dtype=torch.bfloat16 if narrow else torch.float32),
+        *(torch.empty_like(k) for _ in range(others)),
+    ]
 
 
 @torch.library.custom_op("cdrmix::time_mix_keys_backward", mutates_args=())

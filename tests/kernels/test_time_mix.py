@@ -126,10 +126,12 @@ def test_values_and_gradients_are_near_float64(implementation: str, seed: int, s
 def test_half_precision_is_computed_in_float32(
     implementation: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One rounding of the result (at most 2^-9 or 2^-12, its RMS 0.58 of that), nothing more; log_w stays float32."""
+    """One rounding of the result (at most 2^-9 or 2^-12, its RMS 0.58 of that), nothing more; log_w stays float32 but
+    beside bfloat16 on a GPU."""
     monkeypatch.setenv("CDRMIX_BACKEND", implementation)
     torch.manual_seed(0)
     bar = {torch.bfloat16: 2**-9, torch.float16: 2**-12}[dtype]
+    wide = torch.bfloat16 if (implementation, dtype) == ("triton", torch.bfloat16) else torch.float32
     if implementation == "triton" and dtype == torch.bfloat16 and not torch.cuda.is_available():
         bar *= 2  # Triton's interpreter cuts bfloat16 off instead of rounding
     for name, tensors in every(2, 9, 2, 32):
@@ -137,10 +139,10 @@ def test_half_precision_is_computed_in_float32(
         exact = call(reference, name, widened, 32)
         found = call(ops, name, rounded, 32)
         for i, (y, wanted) in enumerate(zip(found, exact, strict=True)):
-            assert y.dtype == (torch.float32 if (name, i) == ("keys", 0) else dtype)
+            assert y.dtype == (wide if (name, i) == ("keys", 0) else dtype)
             assert error(y, wanted) < (BAR if y.dtype == torch.float32 else bar), f"{name} {i}"
         for key, dx in run(ops, name, tensors, 32, dtype).items():
-            assert dx.dtype == (torch.float32 if (name, key) == ("keys", "0") else dtype)
+            assert dx.dtype == (wide if (name, key) == ("keys", "0") else dtype)
             assert dx.isfinite().all()
 
 
