@@ -234,16 +234,16 @@ def test_the_smoke_of_a_family_is_close_to_float64_and_says_when_not(
 ) -> None:
     smoke = load("smoke")
     monkeypatch.setenv("CDRMIX_BACKEND", "triton")  # which it changes
-    make = smoke.FAMILIES["plastic"]
-    assert smoke.check("plastic", torch.device("cpu"))
+    make = smoke.FAMILIES["projection"]
+    assert smoke.check("projection", torch.device("cpu"))
     for factor, verdict in ((1.001, "NOT CLOSE"), (float("nan"), "NOT FINITE")):
 
         def broken(sizes: Any, normal: Any, factor: float = factor) -> Any:
             leaves, outputs = make(sizes, normal)
             return leaves, lambda x: [y * (factor if y.dtype == torch.float32 else 1) for y in outputs(x)]
 
-        monkeypatch.setitem(smoke.FAMILIES, "plastic", broken)
-        assert not smoke.check("plastic", torch.device("cpu"))
+        monkeypatch.setitem(smoke.FAMILIES, "projection", broken)
+        assert not smoke.check("projection", torch.device("cpu"))
         assert verdict in capsys.readouterr().out
 
 
