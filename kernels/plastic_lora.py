@@ -49,14 +49,14 @@ def plastic_project(
                 base, reads, place, b_up, column,
                 RANK, OUTPUTS, 1, RANK, BLOCK_M, BLOCK_N, BLOCK_RANK, PRECISION,
             )  # fmt: skip
-            store_rows(y, place, inside, columns, total, OUTPUTS, BLOCK_N)
+            store_rows(y, place, inside, columns, total, OUTPUTS, OUTPUTS % BLOCK_N == 0)
             place += rows
     else:
         total = add_gathered_product(
             base, reads, own, b_up, column,
             RANK, OUTPUTS, 1, RANK, BLOCK_M, BLOCK_N, BLOCK_RANK, PRECISION,
         )  # fmt: skip
-        store_rows(y, own, inside, columns, total, OUTPUTS, BLOCK_N)
+        store_rows(y, own, inside, columns, total, OUTPUTS, OUTPUTS % BLOCK_N == 0)
 
 
 # By architecture and operand width in bytes: the launch of one branch, and of several. The widest tiles that spill no
