@@ -149,8 +149,6 @@ class Counter(TorchDispatchMode):
         name = func._schema.name.partition("::")[2]
         ours = func.namespace == "cdrmix"
         moved = sum(bytes_of(x) for x in [*given, *made])
-        if not ours and func._schema.is_mutable:
-            moved += bytes_of(made[0]) if made else 0  # read and written
         if name.startswith("_scaled_dot_product"):
             return "attention", self.attention(given[0], moved, "dense", name.endswith("backward"))
         if ours and "attention" in name:
