@@ -104,10 +104,10 @@ class Mamba2(Mixer):
             x_B_C, self.conv_weight_WC, self.conv_bias, state.convolved_BWC if state else None, places.before_BT1
         )
         selecting = self.groups * self.d_state
-        x, k, q = functional.silu(x_B_C).split([self.inner, selecting, selecting], -1)
+        x, k, q = _silu(x_B_C).split([self.inner, selecting, selecting], -1)
         x = x.view(batch, length, self.heads, self.head_dim)
         k, q = (side.view(batch, length, self.groups, self.d_state) for side in (k, q))
-        dt = functional.softplus(_wide(step) + self.dt_bias)
+        dt = -functional.logsigmoid(-_wide(step) - self.dt_bias)  # softplus
         log_decay = -self.A_log.exp() * dt
         v = (x * dt.unsqueeze(-1)).to(x.dtype)
         last: Tensor | None
@@ -132,7 +132,7 @@ class Mamba2(Mixer):
 
     def gated_norm(self, y: Tensor, gate: Tensor) -> Tensor:
         """rms_norm(y silu(gate)) over the channels of a group of heads, [B, T, I] in gate's dtype."""
-        gated = (_wide(y) * functional.silu(_wide(gate))).unflatten(-1, (self.groups, -1))
+        gated = (_wide(y) * _silu(_wide(gate))).unflatten(-1, (self.groups, -1))
         normed = functional.rms_norm(gated, gated.shape[-1:], None, self.norm_eps).flatten(-2)
         return (normed * self.norm_weight).to(gate.dtype)
 
@@ -158,6 +158,16 @@ def causal_convolution(
         term = padded[:, first : first + length] * weight_WC[first]
         y = y + (term if before_BT1 is None else torch.where(before_BT1 >= lag, term, 0.0))
     return y, padded[:, length:]
+
+
+def _silu(x: Tensor) -> Tensor:
+    """x sigmoid(x), the same bits wherever an element stands.
+
+    On CPUs PyTorch's silu, sigmoid and softplus compute the last elements of a tensor one by one and with other bits
+    than a vector's (seen with AVX-512: up to 31 elements), so that a document would round by what is packed with it.
+    tanh and logsigmoid do not.
+    """
+    return x * (0.5 + 0.5 * torch.tanh(0.5 * x)) if x.device.type == "cpu" else functional.silu(x)
 
 
 def _wide(x: Tensor) -> Tensor:
