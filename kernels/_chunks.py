@@ -8,12 +8,16 @@ cu_seqlens [N + 1] cuts out of the B * T tokens. A slot is a place for a chunk; 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from cdrmix.kernels._common import dot, dot_add, narrow
+
+_KEPT = "_cdrmix_chunk_tables"  # attribute of a tensor of document starts
 
 
 def operand_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -29,7 +33,33 @@ def slot_count(B: int, T: int, N: int, C: int, *, packed: bool) -> int:
 def chunk_table(cu_seqlens: Tensor, slots: int, C: int) -> Tensor:
     """First token and document's end of every chunk slot: int64 [slots, 2], the first -1 where it is unused.
 
-    Document n has its slots from cu_seqlens[n] // C + n on: there are enough, as floor(x + y) - floor(x) + 1 is at
+    cu_seqlens: as the operator was given them, so that the layers of a batch share the table.
+    """
+    return _kept(cu_seqlens, ("table", slots, C), lambda: _make_table(cu_seqlens.long(), slots, C))
+
+
+def long_starts(cu_seqlens: Tensor) -> Tensor:
+    """The document starts as int64, which kernels read."""
+    if cu_seqlens.dtype == torch.int64:
+        return cu_seqlens
+    return _kept(cu_seqlens, ("long",), cu_seqlens.long)
+
+
+def _kept(cu_seqlens: Tensor, key: tuple[object, ...], make: Callable[[], Tensor]) -> Tensor:
+    """What `make` gives, made once: a tensor of document starts keeps it until it is changed or dropped."""
+    if cu_seqlens.is_inference():  # such tensors have no version to notice a change by
+        return make()
+    version, kept = getattr(cu_seqlens, _KEPT, (-1, {}))
+    if version != cu_seqlens._version:
+        version, kept = cu_seqlens._version, {}
+        setattr(cu_seqlens, _KEPT, (version, kept))
+    if key not in kept:
+        kept[key] = make()
+    return kept[key]
+
+
+def _make_table(cu_seqlens: Tensor, slots: int, C: int) -> Tensor:
+    """Document n has its slots from cu_seqlens[n] // C + n on: there are enough, as floor(x + y) - floor(x) + 1 is at
     least ceil(y), they are increasing, and known without a sum over the documents before. Made on the device.
     """
     starts = cu_seqlens[:-1]

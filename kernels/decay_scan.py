@@ -25,7 +25,7 @@ import torch
 import triton
 from torch import Tensor
 
-from cdrmix.kernels._chunks import chunk_table, operand_dtype, slot_count
+from cdrmix.kernels._chunks import chunk_table, long_starts, operand_dtype, slot_count
 from cdrmix.kernels._common import INTERPRETED, Build, architecture
 from cdrmix.kernels.decay_scan_chunk import (
     decay_scan_gradient_keys,
@@ -171,7 +171,8 @@ class Problem:
         self.N = self.B if cu_seqlens is None else cu_seqlens.shape[0] - 1
         self.slots = slot_count(self.B, self.T, self.N, self.C, packed=self.packed)
         self.per_row = 0 if self.packed else -(-self.T // self.C)
-        self.cu_seqlens = self.empty(0, dtype=torch.int64) if cu_seqlens is None else cu_seqlens.long()
+        self.given = cu_seqlens
+        self.cu_seqlens = self.empty(0, dtype=torch.int64) if cu_seqlens is None else long_starts(cu_seqlens)
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
@@ -181,7 +182,7 @@ class Problem:
 
     def table(self) -> Tensor:
         """See `chunk_table`; without packed documents, which need none, anything."""
-        return chunk_table(self.cu_seqlens, self.slots, self.C) if self.packed else self.cu_seqlens
+        return self.cu_seqlens if self.given is None else chunk_table(self.given, self.slots, self.C)
 
     def launch(self, kernel: str, tensors: tuple[Tensor, ...], *flags: bool) -> None:
         arch = architecture(self.device)
@@ -219,7 +220,7 @@ def decay_scan_saved_shapes(
     (B, T, H, V), K = v, q[3]
     slots = slot_count(B, T, documents, pick_chunk(chunk, dtype), packed=packed)
     shapes: list[tuple[tuple[int, ...], torch.dtype]] = [((slots, H, K, V), operand_dtype(dtype))]
-    return [*shapes, ((slots, 2), torch.int64)] if packed else shapes
+    return shapes
 
 
 def decay_scan_forward(
@@ -235,14 +236,14 @@ def decay_scan_forward(
     save: bool,
     return_state: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """y, the last states ([0] unless wanted), and what the backward pass needs: h and the chunk table."""
+    """y, the last states ([0] unless wanted), and what the backward pass needs: h."""
     x = Problem(q, v, cu_seqlens, chunk, exclusive)
     table, y, h = x.table(), torch.empty_like(v), x.empty_states()
     last = x.empty(*((x.N, x.H, x.V, x.K) if return_state else (0,)))
     start = last if state is None else state
     x.launch("states", (k, v, log_decay, start, x.cu_seqlens, h, last), state is not None, return_state)
     x.launch("read", (q, k, v, log_decay, table, h, y))
-    return y, last, ([h, table] if x.packed else [h]) if save else []
+    return y, last, [h] if save else []
 
 
 def decay_scan_backward(
@@ -261,7 +262,7 @@ def decay_scan_backward(
 ) -> tuple[Tensor, ...]:
     """The gradients of q, k, v, log_decay in their dtypes, and of the state ([0] if there was none)."""
     x = Problem(q, v, cu_seqlens, chunk, exclusive)
-    h, table = saved[0], saved[1] if x.packed else x.cu_seqlens
+    h, table = saved[0], x.table()
     dh, nothing = torch.empty_like(h), x.empty(0)
     dstate = nothing if state is None else torch.empty_like(state)
     end = nothing if dlast is None else dlast

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cdrmix.kernels._chunks import chunk_table, operand_dtype, slot_count
+from cdrmix.kernels._chunks import chunk_table, long_starts, operand_dtype, slot_count
 from cdrmix.kernels._common import INTERPRETED, Build, architecture
 from cdrmix.kernels.wkv7_chunk import wkv7_chunk_map
 from cdrmix.kernels.wkv7_chunk_backward import wkv7_chunk_gradient_keys, wkv7_chunk_gradient_values
@@ -226,7 +226,8 @@ class Problem:
         self.N = self.B if cu_seqlens is None else cu_seqlens.shape[0] - 1
         self.slots = slot_count(self.B, self.T, self.N, self.C, packed=self.packed)
         self.per_row = 0 if self.packed else -(-self.T // self.C)
-        self.cu_seqlens = self.empty(0, dtype=torch.int64) if cu_seqlens is None else cu_seqlens.long()
+        self.given = cu_seqlens
+        self.cu_seqlens = self.empty(0, dtype=torch.int64) if cu_seqlens is None else long_starts(cu_seqlens)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.operand, device=self.device)
@@ -236,7 +237,7 @@ class Problem:
 
     def table(self) -> Tensor:
         """See `chunk_table`; without packed documents, which need none, anything."""
-        return chunk_table(self.cu_seqlens, self.slots, self.C) if self.packed else self.cu_seqlens
+        return self.cu_seqlens if self.given is None else chunk_table(self.given, self.slots, self.C)
 
     def launch(self, kernel: str, tensors: tuple[Tensor, ...], *flags: bool) -> None:
         arch = architecture(self.device)
@@ -290,7 +291,7 @@ def wkv7_saved_shapes(
     if save == "fast":
         shapes += [((slots, H, *size), operand) for size in ((K, K), (C, K), (C, C))]
         shapes.append(((slots, H, 2, K), torch.float32))
-    return [*shapes, ((slots, 2), torch.int64)] if packed else shapes
+    return shapes
 
 
 def wkv7_forward(
@@ -307,7 +308,7 @@ def wkv7_forward(
     save: str,
     return_state: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """y, the last states ([0] unless wanted), and what the backward pass needs: h, R, P, T, edges, the chunk table."""
+    """y, the last states ([0] unless wanted), and what the backward pass needs: h, R, P, T, edges."""
     x = Problem(r, v, cu_seqlens, chunk)
     table = x.table()
     y = torch.empty_like(v)
@@ -327,7 +328,7 @@ def wkv7_forward(
     flags = state is not None, save != "none", return_state
     x.launch("forward", (R, Q, P, Y, edges, start, x.cu_seqlens, h, y, last), *flags)
     saved = {"none": [], "min": [h], "fast": [h, R, P, T, edges]}[save]
-    return y, last, [*saved, table] if x.packed and saved else saved
+    return y, last, saved
 
 
 def wkv7_backward(
@@ -348,7 +349,7 @@ def wkv7_backward(
 ) -> tuple[Tensor, ...]:
     """The gradients of r, log_w, k, v, a, b in their dtypes, and of the state ([0] if there was none)."""
     x = Problem(r, v, cu_seqlens, chunk)
-    h, table = saved[0], saved[-1] if x.packed else x.cu_seqlens
+    h, table = saved[0], x.table()
     if save == "fast":
         R, P, T, edges = saved[1:5]
     else:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cdrmix import ops
 from cdrmix.errors import ConfigError
+from cdrmix.kernels import _chunks
 from cdrmix.ops import recurrence
 
 
@@ -188,3 +189,26 @@ def test_second_derivatives_are_refused_and_not_wrong() -> None:
     (gradient,) = torch.autograd.grad(ops.wkv7(**inputs)[0].square().sum(), inputs["r"], create_graph=True)
     with pytest.raises(RuntimeError, match=r"no autograd formula|does not require grad"):
         gradient.sum().backward()
+
+
+def test_layers_of_a_batch_share_one_table_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CDRMIX_BACKEND", "triton")
+    made: list[int] = []
+    make = _chunks._make_table
+    monkeypatch.setattr(_chunks, "_make_table", lambda starts, slots, C: made.append(C) or make(starts, slots, C))
+    starts = torch.tensor([0, 3, 8], dtype=torch.int32)
+    generator = torch.Generator().manual_seed(0)
+    r, k, v, a, b = (torch.randn(1, 8, 1, 32, generator=generator).requires_grad_() for _ in range(5))
+    log_w = torch.full((1, 8, 1, 32), -0.3)
+
+    def both_passes() -> torch.Tensor:
+        y, _ = ops.wkv7(r, log_w, k, v, a * 0.1, b * 0.1, cu_seqlens=starts)
+        torch.autograd.grad(y.sum(), r)
+        return y.detach()
+
+    first, second = both_passes(), both_passes()
+    assert torch.equal(first, second)
+    assert made == [32], "made once for two layers, forward and backward"
+    starts[1] = 5
+    assert not torch.equal(both_passes(), first)
+    assert made == [32, 32], "the starts have changed"
