@@ -31,9 +31,20 @@ def workspace(operator: Any, args: tuple[Any, ...], results: Any, platform: Plat
         x_TD, w_up, w_down, weights_TK = args[1:5]
         again = w_up.shape[2] if args[9] == "min" else 0
         size = weights_TK.numel() * (again + w_up.shape[2] + sum(w_down.shape[1:])) * x_TD.itemsize
+    elif operator._opname.startswith("moe_experts"):
+        size = _experts_on_cpu(args, operator._opname == "moe_experts_backward")
     if platform == "cpu":
         size += sum(4 * x.numel() for x in tree_leaves((args, results)) if isinstance(x, Tensor) and _narrow(x.dtype))
     return size
+
+
+def _experts_on_cpu(args: tuple[Any, ...], backward: bool) -> int:
+    """Rows of one expert at a time, of the one that has most: taken for twice the even share."""
+    w_up, w_down, weights_TK = args[2:5] if backward else args[1:4]
+    experts, hidden, width = w_down.shape
+    columns = w_up.shape[2]
+    rows = min(weights_TK.numel(), 2 * weights_TK.numel() // experts)
+    return 4 * rows * (3 * width + 2 * hidden + columns if backward else 2 * width + hidden)
 
 
 def _narrow(dtype: torch.dtype) -> bool:
