@@ -49,10 +49,11 @@ def _kept(cu_seqlens: Tensor, key: tuple[object, ...], make: Callable[[], Tensor
     """What `make` gives, made once: a tensor of document starts keeps it until it is changed or dropped."""
     if cu_seqlens.is_inference():  # such tensors have no version to notice a change by
         return make()
+    kept: dict[tuple[object, ...], Tensor]
     version, kept = getattr(cu_seqlens, _KEPT, (-1, {}))
     if version != cu_seqlens._version:
-        version, kept = cu_seqlens._version, {}
-        setattr(cu_seqlens, _KEPT, (version, kept))
+        kept = {}
+        setattr(cu_seqlens, _KEPT, (cu_seqlens._version, kept))
     if key not in kept:
         kept[key] = make()
     return kept[key]
