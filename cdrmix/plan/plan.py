@@ -147,9 +147,9 @@ def plan_table(plan: Plan) -> str:
     elif plan.fit.fits is False:
         lines.append("  no setting of this configuration fits on such devices, however many: it needs larger ones")
     if memory.host_bytes:
-        lines.append(
-            f"  {'main memory':<14}{_gb(memory.host_bytes)}   of the host, a process: built there, saved from there"
-        )
+        together = min(plan.processes, PROCESSES_OF_A_HOST)
+        several = f"; {together} on a machine: {memory.host_bytes * together / 1e9:,.0f}" if together > 1 else ""
+        lines.append(f"  {'main memory':<14}{_gb(memory.host_bytes)}   to build the model in and save it from{several}")
     lines += ["", "Saved for the backward pass, GB, by the operator that made it"]
     lines += [
         f"  {name:<44}{_gb(size)}" for name, size in memory.saved_by_operator.items() if size >= 0.01 * memory.total
