@@ -47,6 +47,7 @@ from torch.utils.flop_counter import flop_registry
 
 from cdrmix.config.load import load_config
 from cdrmix.config.schema import Config
+from cdrmix.errors import CdrmixError
 from cdrmix.kernels import cross_entropy
 from cdrmix.model.loss import LossModel
 from cdrmix.ops import weights
@@ -381,9 +382,9 @@ def show(counter: Counter, row: dict[str, Any], operations: int) -> None:
 
 
 def main() -> int:
-    """Prints the table; appends the row where a file is named. Returns 0."""
+    """Prints the table; appends the row where a file is named. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, help="default: the released 1b model with 8 rows a micro-batch")
+    parser.add_argument("--config", type=Path, help="default: the shipped 1b configuration with 8 rows a micro-batch")
     parser.add_argument("--card", choices=CARDS, default="h200")
     parser.add_argument("--operations", type=int, default=0, metavar="N", help="list the N dearest operations as well")
     parser.add_argument("--label", default="", help="what this version of the code has, for the row")
@@ -392,7 +393,12 @@ def main() -> int:
     if options.config is None:
         options.config = machine.ROOT / "configs" / "cdrmix-core-1b.yaml"
         overrides = ["train.micro_batch_rows=8", *overrides]
-    counter = count(load_config(options.config, overrides), options.card)
+    try:
+        config = load_config(options.config, overrides)
+    except CdrmixError as error:
+        print(f"step_model.py: {error}", file=sys.stderr)
+        return error.exit_code
+    counter = count(config, options.card)
     row = row_of(counter, options, overrides)
     show(counter, row, options.operations)
     if options.append:

@@ -63,9 +63,9 @@ class Measured(NamedTuple):
 
 # RWKV-7's channel-mix has two matrices, as a relu^2 expert has: at the hidden width of top_k = 2 experts together its
 # model has the active parameters of the mixture, less the router's and with a token shift.
-ROWS = "train.micro_batch_rows=8"  # what one GPU of 141 GB has room for; the released file is for eight of 80 GB too
+ROWS = "train.micro_batch_rows=8"  # what one GPU of 141 GB has room for; the shipped file is for eight of 80 GB too
 CASES = {
-    "core-1b": Measured("cdrmix-core-1b.yaml", (ROWS,), "the released 1b model"),
+    "core-1b": Measured("cdrmix-core-1b.yaml", (ROWS,), "the shipped 1b configuration"),
     "core-1b-12": Measured(
         "cdrmix-core-1b.yaml",
         ("model.layers=12", ROWS),
@@ -76,9 +76,9 @@ CASES = {
         ("model.feed_forward.kind=channel_mix", "model.feed_forward.hidden=9216", ROWS),
         "the 1b model with dense feed-forwards of as many active parameters",
     ),
-    "core-4b": Measured("cdrmix-core-4b.yaml", (), "the released 4b model"),
-    "core-40b": Measured("cdrmix-core-40b.yaml", (), "the released 40b model"),
-    "core-200b": Measured("cdrmix-core-200b.yaml", (), "the released 200b model"),
+    "core-4b": Measured("cdrmix-core-4b.yaml", (), "the shipped 4b configuration"),
+    "core-40b": Measured("cdrmix-core-40b.yaml", (), "the shipped 40b configuration"),
+    "core-200b": Measured("cdrmix-core-200b.yaml", (), "the shipped 200b configuration"),
     "core-tiny": Measured("cdrmix-core-tiny.yaml", (), "the tiny model: what launches and the host cost"),
 }
 

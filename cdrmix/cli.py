@@ -240,6 +240,8 @@ def _train(options: argparse.Namespace) -> int:
 
     config = load_config(options.config, options.overrides)
     if options.dry_run:
+        if options.resume:
+            raise ConfigError("--dry-run plans a run from its start: leave out --resume")
         return _print_plan(config, None, options.nproc, False)
     if options.nproc > 1:
         launch.check_processes(config, options.nproc)
@@ -303,11 +305,19 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _print_plan(config: Config, gpu: str | None, processes: int, as_json: bool) -> int:
     """Exit code 0 where the configuration fits, or nobody knows; 2 where not."""
+    import torch
+
     from cdrmix.plan.machine import machine_for
     from cdrmix.plan.plan import make_plan, plan_table
+    from cdrmix.train.device import check_cpu, check_gpu
 
     launch.check_processes(config, processes)
-    plan = make_plan(config, machine_for(config, gpu, processes), processes)
+    machine = machine_for(config, gpu, processes)
+    if machine.platform == "cpu":
+        check_cpu(config.train.precision)
+    elif machine.at_hand:
+        check_gpu(torch.device("cuda", 0), config.train.precision)
+    plan = make_plan(config, machine, processes)
     print(json.dumps(plan.as_json(), indent=2, allow_nan=False) if as_json else plan_table(plan))
     return ConfigError.exit_code if plan.fit.fits is False else 0
 

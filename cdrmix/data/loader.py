@@ -8,6 +8,7 @@ order nor the batches depend on W.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -101,12 +102,14 @@ class Prefetcher:
 
     Batches are a function of the step, so that there is nothing to save: a resumed run asks for the step it goes on
     with. An error of the loader is raised by the call that asks for its step. end: the step behind the last one.
+    device: of the training.
     A context manager: leaving it ends the thread.
     """
 
-    def __init__(self, loader: TrainLoader, end: int, *, pinned: bool = False) -> None:
-        self.loader, self._end, self._pinned = loader, end, pinned
-        self._pool = ThreadPoolExecutor(1, "cdrmix-loader")
+    def __init__(self, loader: TrainLoader, end: int, device: torch.device) -> None:
+        self.loader, self._end, self._pinned = loader, end, device.type == "cuda"
+        begin = functools.partial(torch.cuda.set_device, device) if self._pinned else None  # a thread begins on GPU 0
+        self._pool = ThreadPoolExecutor(1, "cdrmix-loader", begin)
         self._ahead: dict[int, Future[list[Batch]]] = {}
 
     def __enter__(self) -> Prefetcher:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from cdrmix.kernels import reference_moe
 from cdrmix.kernels.reference_moe import ACTIVATIONS, Routing
@@ -317,6 +318,7 @@ class _AttachedExperts(torch.autograd.Function):
         return y_TD
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
         sums = [gradient_sum(weight) for weight in ctx.weights]
         dx_TD, dw_up, dw_down, dweights_TK = _moe_experts_backward(
@@ -422,6 +424,7 @@ class _AttachedProduct(torch.autograd.Function):
         return y_RF
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy_RF: Tensor) -> tuple[Tensor | None, ...]:
         total = gradient_sum(ctx.weight)
         dx_RD, dw_EDF = _moe_product_backward(dy_RF.contiguous(), *ctx.saved_tensors, total)

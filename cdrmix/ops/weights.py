@@ -36,7 +36,9 @@ def attach(weights: Iterable[Tensor], dtype: torch.dtype, *, add_gradients: bool
     """Lets products of these float32 weights in `dtype` keep a copy of them, and with add_gradients add up `.grad`.
 
     Copies come into being at a weight's first product, so weights without any cost nothing. Call `refresh` whenever
-    the weights have changed. add_gradients: not where hooks wait for a weight's gradient, as those of DeepSpeed's ZeRO.
+    the weights have changed, also through `.data`, which their versions do not tell. add_gradients: not where hooks
+    wait for a weight's gradient, as those of DeepSpeed's ZeRO; and `.backward()` alone gives gradients then, not
+    `torch.autograd.grad`.
     """
     for weight in weights:
         assert weight.dtype == torch.float32

@@ -17,6 +17,7 @@ from cdrmix.train.engine import BUCKET, MOST_LIVE
 from cdrmix.train.zero import zero_stage
 
 FP32 = 4
+NARROW = 2  # bytes of an attached copy's element, bf16 or fp16
 GPU_RUNTIME = int(0.9e9)  # context, loaded kernels, cuBLAS workspaces; an assumption, to be measured on each card
 NCCL_BUFFERS = int(0.6e9)  # of a process among several; likewise
 FRAGMENTED = 0.03  # of what comes and goes in a micro-batch, as the caching allocator cuts its blocks; likewise
@@ -73,13 +74,18 @@ def memory_of(config: Config, platform: Platform, processes: int) -> MemoryPlan:
     parts += _gradients(stage, here, shared, accumulation, processes)
     if train.ema_decay is not None:
         parts.append(Component("average", FP32 * held, "the running average of the weights"))
+    elsewhere = experts - experts // train.expert_parallel  # parameters that the trace has, and this process has not
     if step.copies:
-        parts.append(Component("copies", step.copies, f"of weights in {train.precision}, from update to update"))
+        copies = step.copies - NARROW * elsewhere
+        parts.append(Component("copies", copies, f"of weights in {train.precision}, from update to update"))
     saved = step.total_saved
     rows = f"{train.micro_batch_rows} x {config.data.row_length} tokens"
     how = ", inputs of blocks alone" if train.activation_checkpointing else ""
     parts.append(Component("activations", saved, f"saved by the forward pass of {rows}{how}"))
-    parts.append(Component("working", max(0, step.peak - saved), "what the passes take on top at their highest"))
+    # Gradients of a step with one micro-batch come into being while the activations go: the trace has them.
+    traced_gradients = FP32 * elsewhere if stage < 2 and accumulation == 1 else 0
+    working = max(0, step.peak - saved - traced_gradients)
+    parts.append(Component("working", working, "what the passes take on top at their highest"))
     parts += _buffers(stage, config, here, processes)
     tensors = sum(part.bytes for part in parts)
     if platform == "cpu":

@@ -47,6 +47,12 @@ def _reason() -> str:
     return ": a driver is there, and no GPU that this process may use (CUDA_VISIBLE_DEVICES)"
 
 
+def check_cpu(precision: str) -> None:
+    """Raises ConfigError for a precision that CPUs have no products in."""
+    if precision == "fp16":
+        raise ConfigError("train.precision: fp16 needs a GPU, and this run is on a CPU; set bf16 or fp32")
+
+
 def check_gpu(device: torch.device, precision: str) -> None:
     """Raises ConfigError for a GPU without kernels, or on which bf16 would only be imitated."""
     check_served(device)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
-from cdrmix.train.device import check_gpu, device_type
+from cdrmix.train.device import check_cpu, check_gpu, device_type
 from cdrmix.train.threads import candidates
 
 Item = TypeVar("Item")
@@ -187,8 +187,7 @@ def seed_everything(seed: int) -> None:
 
 def _device(config: Config, local_rank: int) -> torch.device:
     if device_type(config.run.device) == "cpu":
-        if config.train.precision == "fp16":
-            raise ConfigError("train.precision: fp16 needs a GPU, and this run is on a CPU; set bf16 or fp32")
+        check_cpu(config.train.precision)
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(

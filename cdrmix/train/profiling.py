@@ -38,7 +38,6 @@ class Profiler:
         )
 
     def __enter__(self) -> Profiler:
-        self._run.profile.mkdir(exist_ok=True)
         self._profile.__enter__()
         self._record_memory()
         return self
@@ -47,6 +46,8 @@ class Profiler:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._profile.__exit__(kind, error, traceback)
+        if self._step < self._first:
+            self._run.say(f"train.profile: this process ended before step {self._first}, the first to be profiled")
 
     def step(self) -> None:
         """Takes note that a step is over."""
@@ -61,6 +62,7 @@ class Profiler:
 
     def _write(self, traced: profile) -> None:
         folder, on_gpu = self._run.profile, self._device.type == "cuda"
+        folder.mkdir(exist_ok=True)
         traced.export_chrome_trace(str(folder / "trace.json.gz"))
         order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
         table = traced.key_averages().table(sort_by=order, row_limit=ROWS, max_name_column_width=80)

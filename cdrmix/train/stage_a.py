@@ -88,7 +88,7 @@ def train(
             StopRequest() as stop,
             Trackers(run, config) as trackers,
             Console(run, settings.steps, start_step=progress.step, stream=None if console else _Nowhere()) as screen,
-            Prefetcher(loader, settings.steps, pinned=world.device.type == "cuda") as ahead,
+            Prefetcher(loader, settings.steps, world.device) as ahead,
             make_profiler(config, run, world) as profiler,
         ):
             if progress.unvalidated is not None:  # a signal came first

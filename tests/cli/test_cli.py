@@ -309,7 +309,7 @@ def test_a_reasoning_run_says_that_the_backbone_alone_is_trained(
         monkeypatch.setattr(lifecycle, step, lambda *_: None)
     without_phases = [f"reasoning.phases.{name}.steps=0" for name, _ in Phases()]
     for kind, words in (("reason", without_phases), ("core", [])):
-        config = ROOT / "configs" / f"cdrmix-{kind}-1b.yaml"
+        config = ROOT / "configs" / f"cdrmix-{kind}-tiny.yaml"
         assert main(["train", "--config", str(config), f"run.root={tmp_path / kind}", *words]) == 0
         (path,) = (tmp_path / kind).iterdir()
         assert (STAGE_A_ONLY in capsys.readouterr().out) == (kind == "reason")

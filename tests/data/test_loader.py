@@ -327,7 +327,7 @@ def test_what_is_made_ahead_is_what_the_loader_makes(tmp_path: Path) -> None:
     split = write_shards(tmp_path / "shards", [f"text number {number} of some" for number in range(60)]).train
     sizes = {"row_length": ROW, "batch_rows": 4, "micro_batch_rows": 2, "seed": 3}
     plain, counting = TrainLoader(split, **sizes), _Counting(split, **sizes)
-    with Prefetcher(counting, 5) as ahead:
+    with Prefetcher(counting, 5, torch.device("cpu")) as ahead:
         for step in (2, 3, 4):  # as a resumed run begins
             for made, wanted in zip(ahead.micro_batches(step), plain.micro_batches(step), strict=True):
                 assert made.step == wanted.step == step
@@ -339,9 +339,9 @@ def test_what_is_made_ahead_is_what_the_loader_makes(tmp_path: Path) -> None:
 def test_an_error_made_ahead_is_raised_by_the_call_for_its_step(tmp_path: Path) -> None:
     split = write_shards(tmp_path / "shards", [f"text number {number} of some" for number in range(60)]).train
     counting = _Counting(split, row_length=ROW, batch_rows=4, micro_batch_rows=4, seed=3)
-    with Prefetcher(counting, 9) as ahead:
+    with Prefetcher(counting, 9, torch.device("cpu")) as ahead:
         assert ahead.micro_batches(4)[0].step == 4
         with pytest.raises(ShardError, match="row 7"):
             ahead.micro_batches(5)
-    with Prefetcher(counting, 9) as ahead:  # and one that nobody asks for is not raised
+    with Prefetcher(counting, 9, torch.device("cpu")) as ahead:  # and one that nobody asks for is not raised
         ahead.micro_batches(4)
