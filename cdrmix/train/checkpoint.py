@@ -223,6 +223,7 @@ def differences(checkpoint: Path, engine: Engine) -> list[str]:
 def _layout(engine: Engine) -> dict[str, int]:
     return {
         "processes": engine.world.size,
+        "threads": torch.get_num_threads(),
         "expert_parallel": engine.expert_parallel,
     }
 

@@ -26,7 +26,6 @@ from torch import Tensor
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
 from cdrmix.train.device import check_cpu, check_gpu, device_type
-from cdrmix.train.threads import candidates
 
 Item = TypeVar("Item")
 
@@ -135,26 +134,16 @@ def rank_size_local_rank() -> tuple[int, int, int]:
 
 
 def threads(config: Config, processes: int) -> int:
-    """CPU threads of one process at most: `run.threads`, or the cores it may use divided by the processes."""
+    """CPU threads of one process: `run.threads`, or the cores this process may use divided by the processes."""
     return config.run.threads or max(1, len(os.sched_getaffinity(0)) // processes)
-
-
-def thread_numbers(config: Config, world: World) -> list[int]:
-    """The numbers of CPU threads to choose from by measurement; one where there is nothing to choose.
-
-    That is so with a number in `run.threads`, on a GPU, and with several processes, which would slow one another.
-    """
-    most = threads(config, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
-    if config.run.threads or world.size > 1 or world.device.type != "cpu":
-        return [most]
-    return candidates(most)
 
 
 def be_deterministic() -> None:
     """Makes PyTorch refuse operations whose result depends on timing, on every device."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     os.environ.setdefault("NCCL_ALGO", "Ring")  # one order of summation
-    # Read at the first product on a CPU. Without it, products of 5 to 11 rows have other bits on 2 threads than on 1.
+    # Read at the first product on a CPU. Without it, products of 5 to 11 rows have other bits on 2 threads than on 1;
+    # with it, those of 4 to 15 rows and 16 columns still have, so that the number of threads is part of a run.
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
     torch.use_deterministic_algorithms(True)
     # That also fills every torch.empty, which costs a pass over memory; our code never reads what it did not write.

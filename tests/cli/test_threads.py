@@ -1,4 +1,4 @@
-"""The number of CPU threads decides no bit of a run, so that a run may be gone on with by another number."""
+"""At the shipped widths one CPU thread and two train the same weights; narrower products may round differently."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from cdrmix.cli import main
-from cdrmix.train.run import RunFolder
 
 Arguments = Callable[..., list[str]]
 # The widths of the shipped configurations: below 32,768 elements an operation of PyTorch's uses one thread anyway.
@@ -35,5 +34,3 @@ def test_one_thread_and_two_train_the_same_weights(
     capsys.readouterr()
     assert main(["compare", *map(str, runs)]) == 0
     assert "identical" in capsys.readouterr().out
-    hashes = {RunFolder.open(run).summary()["config_hash"] for run in runs}
-    assert len(hashes) == 1
