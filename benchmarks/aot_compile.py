@@ -112,7 +112,7 @@ class Compiled:
 
 
 def configuration(build: Build) -> str:
-    """The narrowest element type and the constants of a build, in short: `bf16 K64 V64 VARLEN`."""
+    """The narrowest element type, the constants and the variant of a build, in short: `bf16 K64 V64 VARLEN`."""
     pointers = {kind.removeprefix("*") for kind in build.signature.values() if kind.startswith("*")}
     parts = [kind for kind in ("bf16", "fp16", "fp32") if kind in pointers][:1]
     for name, value in build.constants.items():
@@ -120,7 +120,7 @@ def configuration(build: Build) -> str:
             parts.append(name)
         elif value is not False and value is not None:
             parts.append(f"{name}{value}" if isinstance(value, int) else f"{name}={value}")
-    return " ".join(parts)
+    return " ".join([*parts, *([build.variant] if build.variant else [])])
 
 
 def check_arguments(build: Build) -> None:

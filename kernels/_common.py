@@ -46,7 +46,8 @@ class Build:
     constants: every constexpr argument by name. programs, flops, bytes: of one launch at the reference shape
     (B 8, T 4096, H K = 2048), flops counting what the kernel does and bytes the least it has to move. trips: how often
     each of its loops goes round at that shape, in the order in which the loops begin (one inside another: per round of
-    the outer one); loops with one round, and loops that the compiler unrolls (tl.static_range), are left out.
+    the outer one); loops with one round, and loops that the compiler unrolls (tl.static_range), are left out. variant:
+    what tells it from a build with the same constants, for whoever reads a table.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Build:
     flops: int
     bytes: int
     trips: tuple[int, ...] = ()
+    variant: str = ""
 
 
 @triton.jit

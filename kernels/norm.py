@@ -255,6 +255,7 @@ def _build(kernel: str, width: int, stream: str, branch: str, *, centred: bool, 
         flops=flops * rows * width,
         bytes=rows * width * sum(sizes[known[name]] for name in moved),
         trips=(trips,) if trips > 1 else (),
+        variant="" if stream == branch else f"stream={stream}",
     )
 
 
