@@ -7,6 +7,9 @@ log-normal length packed into rows, token ids by Zipf's law, the same batches fo
 updates of --micro-batches micro-batches each are timed. No text, no checkpoint, no export. CDRMIX_BACKEND=reference
 measures the same model without the kernels. Under torchrun every process takes a GPU; figures are rank 0's, of one GPU.
 
+Before anything is built the memory of a step is planned, as `cdrmix plan` does; what does not fit is refused, unless
+--despite-plan is given. The row has the planned peak beside the measured one.
+
 It needs PyTorch, Triton, NumPy, PyYAML, Rich, Pydantic, safetensors and DeepSpeed, no text pipeline and no compiled
 extension. Exit codes: 0 measured, 1 short of the case's targets (targets.yaml), 2 a bad argument or configuration, 8
 out of memory.
@@ -38,7 +41,10 @@ from cdrmix.config.schema import Config
 from cdrmix.data.batch import Batch
 from cdrmix.errors import CdrmixError, OutOfMemoryError
 from cdrmix.model.router import balance_routers
+from cdrmix.plan.fit import GB, fit, shortfall
 from cdrmix.plan.flops import training_flops_per_token
+from cdrmix.plan.machine import machine_for
+from cdrmix.plan.memory import MemoryPlan
 from cdrmix.train.build import build_loss_model
 from cdrmix.train.engine import Engine, accumulation, make_engine
 from cdrmix.train.faults import check_finite
@@ -98,6 +104,7 @@ def main() -> int:
         "--zero-stage", type=int, choices=(0, 1, 2, 3), help="default: 0 in one process, else as configured"
     )
     parser.add_argument("--checkpointing", action="store_true", help="activation checkpointing")
+    parser.add_argument("--despite-plan", action="store_true", help="try also what the memory plan says does not fit")
     parser.add_argument("--no-determinism", action="store_true", help="let PyTorch take operations that do not repeat")
     parser.add_argument("--no-profile", action="store_true", help="leave out where the time goes")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="keep the profile of a GPU for a trace viewer")
@@ -178,11 +185,29 @@ def with_micro_batches(full: Config, micro_batches: int) -> Config:
     return full.model_copy(update={"train": full.train.model_copy(update={"batch_rows": rows})})
 
 
+def planned(config: Config, world: World, despite: bool) -> MemoryPlan | None:
+    """The memory plan of a process on the device at hand; None of CDRMIX_BACKEND=reference, which is not planned for.
+
+    Raises OutOfMemoryError where it does not fit, unless `despite` that it shall be tried.
+    """
+    if ops.backend(torch.empty(0, device=world.device)) == "reference":
+        return None
+    machine_here = machine_for(config, None, world.size)
+    found = fit(config, machine_here, world.size, remedies=False)
+    if world.rank == 0:
+        print(f"train_gpu.py: planned peak {found.memory.total / GB:,.2f} GB a process", file=sys.stderr)
+    if found.fits is False and not despite:
+        short = shortfall(config, found, machine_here, world.size)
+        raise OutOfMemoryError(f"{short} --despite-plan tries it nevertheless.")
+    return found.memory
+
+
 def measure(arguments: argparse.Namespace) -> Result:
-    """Trains as the arguments say and tells what it took. Raises ConfigError, torch.cuda.OutOfMemoryError."""
+    """Trains as the arguments say and tells what it took. Raises CdrmixError, torch.cuda.OutOfMemoryError."""
     full = configured(arguments)
     config = with_micro_batches(full, arguments.micro_batches)
     world = join(config)
+    plan = planned(config, world, arguments.despite_plan)
     torch.use_deterministic_algorithms(not arguments.no_determinism)
     seed_everything(config.run.seed)
     begun = time.perf_counter()
@@ -225,6 +250,8 @@ def measure(arguments: argparse.Namespace) -> Result:
         figures=figures_of(config, world, batches, micro, updates, max(1, accumulation(full, world)))
         | {
             **memory,
+            "predicted_peak_bytes": None if plan is None else plan.total,
+            "predicted_tensor_bytes": None if plan is None else plan.tensors,
             "first_loss": trainer.losses[0],
             "last_loss": trainer.losses[-1],
             "gradient_norm": trainer.engine.gradient_norm,
@@ -249,6 +276,7 @@ def measure(arguments: argparse.Namespace) -> Result:
             "micro_batches": len(batches),
             "warmup": arguments.warmup,
             "updates": arguments.updates,
+            "predicted_bytes": {} if plan is None else {part.name: part.bytes for part in plan.components},
         },
         profile=profiled or {},
     )

@@ -84,17 +84,22 @@ def at_most(config: Config, processes: int) -> int:
     return activations + logits + state + 8 * min(BUCKET, state) + 4 * GPU_RUNTIME
 
 
-def refusal(config: Config, found: Fit, machine: Machine, processes: int) -> str:
-    """Why the configuration does not fit, and what would, in a sentence each."""
+def shortfall(config: Config, found: Fit, machine: Machine, processes: int) -> str:
+    """Why the configuration does not fit, in one sentence."""
     assert found.limit is not None
     assert machine.memory_bytes is not None
     largest = sorted(found.memory.components, key=lambda part: -part.bytes)[:3]
     each = "each of the processes' shares" if machine.platform == "cpu" and processes > 1 else machine.name
-    text = (
+    return (
         f"training {config.run.name} takes {found.memory.total / GB:,.1f} GB a process and {each} has "
         f"{machine.memory_bytes / GB:,.1f} GB, of which {MOST_USED:.0%}, {found.limit / GB:,.1f} GB, may be planned "
         f"with; most take {', '.join(f'{part.name} {part.bytes / GB:,.1f} GB' for part in largest)}."
     )
+
+
+def refusal(config: Config, found: Fit, machine: Machine, processes: int) -> str:
+    """Why the configuration does not fit, and what would, in a sentence each."""
+    text = shortfall(config, found, machine, processes)
     if found.remedies:
         return f"{text} What would fit: {'; or '.join(str(remedy) for remedy in found.remedies)}."
     return f"{text} No setting of this configuration fits on up to {MOST_PROCESSES} such devices; it needs larger ones."

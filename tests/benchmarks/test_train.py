@@ -83,6 +83,10 @@ def test_a_toy_on_a_cpu_from_the_command_line_to_its_row(tmp_path: Path) -> None
     assert figures["tokens_per_second"] > 0
     assert figures["tokens_per_second_in_run"] >= 0.99 * figures["tokens_per_second"]
     assert figures["peak_resident_bytes"] > 1e8
+    # So small a model is mostly what the runtime takes: the planned peak has it, as the measured one.
+    assert figures["predicted_peak_bytes"] == pytest.approx(figures["peak_resident_bytes"], rel=0.5)
+    assert sum(row["settings"]["predicted_bytes"].values()) == figures["predicted_peak_bytes"]
+    assert 0 < figures["predicted_tensor_bytes"] < figures["predicted_peak_bytes"]
     # Untrained, every token of 300 is as likely as another; three updates later the model fits the same batches better.
     assert figures["first_loss"] == pytest.approx(math.log(300), rel=0.02)
     assert figures["last_loss"] < figures["first_loss"]
@@ -105,6 +109,19 @@ def test_flags_reach_the_training_and_the_mathematics_stays(tmp_path: Path) -> N
     assert settings.items() <= other["settings"].items()
     for loss in ("first_loss", "last_loss"):  # float32 sums in another order, and two updates
         assert other["figures"][loss] == pytest.approx(plain["figures"][loss], rel=1e-4)
+
+
+def test_what_does_not_fit_is_refused_before_it_is_built() -> None:
+    """Experts of terabytes: to build them would end the process in another way, and takes minutes where it does not."""
+    command = [sys.executable, BENCHMARKS / "train_gpu.py", *TOY, f"model.feed_forward.hidden={2**32}"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
+    assert done.returncode == 8, done.stderr
+    assert "takes" in done.stderr
+    assert "--despite-plan tries it nevertheless" in done.stderr
+    built = subprocess.run([*command, "--despite-plan"], check=False, capture_output=True, text=True, env=ENVIRONMENT)
+    assert built.returncode != 0
+    assert "--despite-plan tries" not in built.stderr
+    assert "alloc" in built.stderr  # PyTorch's allocator was asked for it
 
 
 def test_a_gpu_is_asked_for_where_there_is_none() -> None:
