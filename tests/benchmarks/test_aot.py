@@ -344,9 +344,7 @@ def test_passes_are_added_up(compiled: dict[tuple[str, str], Any]) -> None:
 def test_builds_name_the_kernels_arguments(module: str, architecture: str) -> None:
     builds = importlib.import_module(module).builds(architecture)
     # torch._grouped_mm serves sm_90 and above alone: elsewhere nothing is launched beside it.
-    assert builds or (module, architecture) in {
-        ("cdrmix.kernels.moe_grouped", other) for other in ("sm_80", "gfx942")
-    }
+    assert builds or (module, architecture) in {("cdrmix.kernels.moe_grouped", other) for other in ("sm_80", "gfx942")}
     for build in builds:
         aot_compile.check_arguments(build)
         assert build.programs > 0
