@@ -35,6 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 KERNELS = Path(__file__).parents[1] / "kernels"
+SCANNED = "wkv7_group_scan"  # is launched forward and backward
 
 
 def modules() -> list[str]:
@@ -196,6 +197,14 @@ def passes(ours: list[Compiled]) -> dict[str, float]:
     }
 
 
+def long_row() -> dict[str, float]:
+    """Estimated microseconds of both scans of one row of 65,536 tokens: over all its chunks, and in groups of them."""
+    found = {"whole": 0.0, "grouped": 0.0}
+    for one in aot_compile.compile_all(["cdrmix.kernels.wkv7"], ("sm_90",), builds="long_rows"):
+        found["whole" if one.configuration.endswith("whole") else "grouped"] += one.time * (1 + (one.name == SCANNED))
+    return {f"long_row_{name}": round(time, 2) for name, time in found.items()}
+
+
 def peer_passes(theirs: list[Compiled]) -> dict[str, float]:
     """The same of fla-core, whose backward pass repeats most of the forward one, elementwise work between included."""
     times: dict[str, float] = {"forward": 0.0, "backward": aot_fla.ELEMENTWISE_BYTES / aot_time.BANDWIDTH * 1e6}
@@ -247,6 +256,7 @@ def kernels(options: Options) -> Result:
             "refused": sum(bool(refusals(one)) for one in ours),
             "compiled": len(ours),
             **own,
+            **long_row(),
             **({f"peer_{name}": time for name, time in peer.items()} if theirs else {}),
         },
         settings={"shape": "B8 T4096 H32 K64 V64 bf16", "gpu": "H200, estimated", "triton": ours[0].triton},

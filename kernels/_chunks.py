@@ -45,6 +45,12 @@ def long_starts(cu_seqlens: Tensor) -> Tensor:
     return _kept(cu_seqlens, ("long",), cu_seqlens.long)
 
 
+def slot_documents(cu_seqlens: Tensor, slots: int, C: int) -> Tensor:
+    """The document of every chunk slot, also where it is unused: int64 [slots]. An empty document has a slot too."""
+
+    return _kept(cu_seqlens, ("documents", slots, C), lambda: _members(cu_seqlens.long(), slots, C)[1])
+
+
 def _kept(cu_seqlens: Tensor, key: tuple[object, ...], make: Callable[[], Tensor]) -> Tensor:
     """What `make` gives, made once: a tensor of document starts keeps it until it is changed or dropped."""
     if cu_seqlens.is_inference():  # such tensors have no version to notice a change by
@@ -63,13 +69,19 @@ def _make_table(cu_seqlens: Tensor, slots: int, C: int) -> Tensor:
     """Document n has its slots from cu_seqlens[n] // C + n on: there are enough, as floor(x + y) - floor(x) + 1 is at
     least ceil(y), they are increasing, and known without a sum over the documents before. Made on the device.
     """
+    first, document = _members(cu_seqlens, slots, C)
+    slot = torch.arange(slots, device=cu_seqlens.device)
+    start = cu_seqlens[document] + (slot - first[document]) * C
+    end = cu_seqlens[1:][document]
+    return torch.stack([torch.where(start < end, start, -1), end], 1)
+
+
+def _members(cu_seqlens: Tensor, slots: int, C: int) -> tuple[Tensor, Tensor]:
+    """The first slot of every document, and the document of every slot."""
     starts = cu_seqlens[:-1]
     first = starts // C + torch.arange(len(starts), device=cu_seqlens.device)
     slot = torch.arange(slots, device=cu_seqlens.device)
-    document = torch.searchsorted(first, slot, right=True) - 1
-    start = starts[document] + (slot - first[document]) * C
-    end = cu_seqlens[1:][document]
-    return torch.stack([torch.where(start < end, start, -1), end], 1)
+    return first, torch.searchsorted(first, slot, right=True) - 1
 
 
 @triton.jit

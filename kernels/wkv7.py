@@ -6,6 +6,11 @@ r, log_w, k, a, b [B, T, H, K]; v, y [B, T, H, V]; states float32 [N, H, V, K], 
 what cu_seqlens [N + 1] cuts out of the B * T tokens. Chunks start anew at each document, so that a document has the
 same bits packed or alone. No atomics, and no tuning at run time: the same bits every time.
 
+A document of more than LONGEST chunks (8,192 tokens) whose heads have programs for at most PROCESSORS multiprocessors
+is scanned in groups of GROUP chunks (wkv7_groups.py). That is decided document by document, by its own length and the
+shapes of a head, so that it has the same bits packed or alone; a batch of many long ones pays for it, by an estimated
+eighth. Keys of 128 beside float16, and on gfx942, are never in groups.
+
 Products take bfloat16 operands for bfloat16 tensors, and float32 ones otherwise: for float16, whose range the decays
 leave, as TF32, which has its 10 bits of mantissa; for float32 as three TF32 products, good to 2e-6 (gfx942 has
 float32 products). Operands hold |log_w| C / 2 < 80 (wkv7_chunk.py).
@@ -19,21 +24,33 @@ at K = V = C = 64 in bfloat16 1 and 4.03 inputs. Both give the same bits. save="
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cdrmix.kernels._chunks import chunk_table, long_starts, operand_dtype, slot_count
-from cdrmix.kernels._common import INTERPRETED, Build, architecture
+from cdrmix.kernels._chunks import chunk_table, long_starts, operand_dtype, slot_count, slot_documents
+from cdrmix.kernels._common import Build, architecture
 from cdrmix.kernels.wkv7_chunk import wkv7_chunk_map
 from cdrmix.kernels.wkv7_chunk_backward import wkv7_chunk_gradient_keys, wkv7_chunk_gradient_values
+from cdrmix.kernels.wkv7_groups import wkv7_group_backward, wkv7_group_forward, wkv7_group_scan
+from cdrmix.kernels.wkv7_launch import (
+    ALL_CHUNKS,
+    GROUPS,
+    OVER_GROUPS,
+    SCANS,
+    WIDTHS,
+    Launch,
+    chunk_sizes,
+    has_groups,
+    launch_of,
+    precision_of,
+)
 from cdrmix.kernels.wkv7_scan import wkv7_state_backward, wkv7_state_forward, wkv7_token
 
-WIDTHS = (32, 64, 128)  # of keys and of values
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 KERNELS: dict[str, Any] = {
     "map": wkv7_chunk_map,  # all of it
@@ -43,161 +60,16 @@ KERNELS: dict[str, Any] = {
     "backward": wkv7_state_backward,
     "gradient_values": wkv7_chunk_gradient_values,
     "gradient_keys": wkv7_chunk_gradient_keys,
+    "group_forward": wkv7_group_forward,
+    "group_backward": wkv7_group_backward,
+    "group_scan": wkv7_group_scan,
     "token": wkv7_token,
 }
-SCANS = ("forward", "backward")  # a program a document, head and block of V; the others have one a chunk and head
-
-
-@dataclass(frozen=True)
-class Launch:
-    """How a kernel is launched: warps a program, stages of its loads, and the columns of K and V it has at a time."""
-
-    num_warps: int
-    num_stages: int
-    block_k: int
-    block_v: int
-
-
-def chunk_sizes(dtype: torch.dtype, K: int, V: int, arch: str = "sm_90") -> tuple[int, ...]:
-    """The chunk lengths that there are for a dtype and widths, the default first.
-
-    32, whose products are the smaller half of the time by the estimates of benchmarks/aot.py. 64 keeps fewer bytes for
-    the backward pass; in float32 operands, and on architectures other than sm_90, it spills registers. There are none
-    for float32 keys of 128: both scans and the map spill, 16 to 400 bytes a thread in all tiles tried, and plain
-    PyTorch serves. The interpreter has them all, as a test.
-    """
-    if K == 128 and dtype == torch.float32 and not INTERPRETED:
-        return ()
-    longer = INTERPRETED or (dtype == torch.bfloat16 and arch == "sm_90")
-    return (32, 64) if longer and max(K, V) <= 64 else (32,)
-
-
-# By operand dtype and chunk: warps a program, and at most so many columns of K and of V at a time; by K, or by K and V,
-# where one does not serve all. The widest tiles of those tried that spill no register; BY_ARCHITECTURE has what spills
-# elsewhere. On sm_90 a spill of some bytes is taken where the kernel is estimated faster with it than in any launch
-# without, and two warps where four would multiply by wgmma with a first operand that is transposed in registers
-# (benchmarks/aot.py judges both). On sm_100 some float16 and float32 kernels spill 4 to 72 bytes in every tile tried,
-# and ship so.
-Blocks = tuple[int, int, int]
-Tiles = dict[str, Blocks | dict[int | tuple[int, int], Blocks]]
-_BF16_32: Tiles = {
-    "map": {32: (4, 32, 32), 64: (4, 64, 64), (64, 32): (4, 32, 32), 128: (4, 32, 64)},
-    "map_keys": {32: (4, 32, 32), 64: (4, 64, 64), 128: (4, 32, 64)},
-    "map_values": {32: (4, 32, 32), 64: (4, 64, 64), 128: (4, 32, 64)},
-    "gradient_values": {
-        32: (4, 32, 64),
-        64: (4, 64, 64),
-        128: (4, 32, 64),
-        (128, 32): (4, 16, 32),
-        (128, 64): (4, 16, 64),
-    },
-    "gradient_keys": {
-        32: (2, 16, 64),
-        64: (4, 64, 32),
-        128: (4, 64, 64),
-        (32, 128): (4, 16, 64),
-        (128, 64): (4, 64, 32),
-    },
-}
-_BF16_64: Tiles = {
-    "map_keys": (4, 32, 64),
-    "map_values": (4, 64, 64),
-    "gradient_values": (4, 64, 32),
-    "gradient_keys": {32: (4, 16, 64), (32, 64): (8, 16, 64), 64: (4, 16, 64)},
-}
-_FP16: Tiles = {
-    "map_keys": (8, 16, 16),
-    "map_values": {32: (4, 16, 32), 64: (4, 16, 32), 128: (4, 16, 32), (128, 32): (4, 16, 16)},
-    "gradient_values": (4, 16, 32),
-    "gradient_keys": dict.fromkeys(WIDTHS, (4, 16, 32)) | {(K, 32): (8, 16, 16) for K in WIDTHS},
-}
-_FP32: Tiles = {
-    "map_keys": {32: (8, 32, 32), 64: (8, 32, 32), 128: (8, 16, 32)},
-    "map_values": (8, 16, 32),
-    "gradient_values": (8, 16, 32),
-    "gradient_keys": {32: (8, 32, 32), (32, 32): (8, 16, 32), 64: (8, 32, 32), (64, 32): (8, 16, 32), 128: (8, 32, 32)},
-}
-BLOCKS = {
-    (torch.bfloat16, 32): _BF16_32,
-    (torch.bfloat16, 64): _BF16_64,
-    (torch.float16, 32): _FP16,
-    (torch.float16, 64): _FP16,
-    (torch.float32, 32): _FP32,
-    (torch.float32, 64): _FP32,
-}
-BY_ARCHITECTURE: dict[str, dict[tuple[torch.dtype, int], Tiles]] = {
-    "sm_90": {
-        (torch.bfloat16, 32): {
-            "map": {32: (4, 32, 32), 64: (2, 64, 64), 128: (4, 32, 64)},
-            "map_keys": {32: (4, 32, 32), 64: (2, 64, 64), 128: (4, 32, 64)},
-            "gradient_keys": {32: (2, 32, 64), 64: (4, 64, 64), 128: (4, 64, 64)},
-        },
-        (torch.bfloat16, 64): {"map_values": (4, 32, 64), "gradient_keys": (8, 32, 32)},
-    },
-    "sm_80": {
-        (torch.bfloat16, 32): {
-            "map": {32: (4, 32, 32), 64: (4, 32, 32), 128: (4, 32, 64)},
-            "map_keys": {32: (4, 32, 32), 64: (4, 32, 64), 128: (4, 32, 64)},
-            "gradient_values": (4, 32, 64),
-            "gradient_keys": {32: (4, 16, 64), 64: (4, 64, 32), 128: (4, 64, 32)},
-        },
-        (torch.float16, 32): {"map_values": (4, 16, 16), "gradient_keys": (8, 16, 16)},
-        (torch.float32, 32): {"map_values": {32: (8, 16, 16), 64: (8, 16, 32), 128: (8, 16, 32)}},
-    },
-    "sm_100": {
-        (torch.bfloat16, 32): {
-            "map": {32: (4, 32, 32), 64: (4, 64, 64), (64, 32): (4, 32, 32), 128: (4, 16, 64)},
-            "gradient_values": {32: (4, 32, 64), 64: (4, 64, 64), (64, 32): (4, 32, 32), 128: (4, 16, 64)},
-            "gradient_keys": {
-                32: (2, 16, 64),
-                64: (4, 16, 32),
-                128: (4, 16, 32),
-                (32, 128): (4, 16, 64),
-                (128, 128): (4, 16, 64),
-            },
-        },
-        (torch.float32, 32): {
-            "map_values": {32: (8, 16, 16), 64: (8, 16, 32), 128: (8, 16, 32)},
-            "gradient_keys": {32: (8, 32, 32), (32, 32): (8, 16, 16), 64: (8, 32, 32), 128: (8, 32, 32)},
-        },
-    },
-    "gfx942": {
-        (torch.bfloat16, 32): {"gradient_keys": {32: (2, 16, 64), 64: (4, 32, 32), 128: (4, 32, 32)}},
-        (torch.float32, 32): {"gradient_keys": (8, 16, 32)},
-    },
-}
-
-
-def launch_of(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int) -> Launch:
-    """The launch that ships."""
-    if kernel == "token":
-        return Launch(4, 1, K, 32)
-    if kernel in SCANS:
-        if dtype == torch.float32:  # one stage, and from K = 128 on the state in two tiles
-            return Launch(4, 1, min(K, 64), 16)
-        if dtype == torch.float16 and (arch == "sm_80" or K == 128):
-            return Launch(4, 1, min(K, 64), 16)
-        # gfx942 has 64 KiB for a program: R and P of one chunk at a time, in halves.
-        return Launch(4, 1, min(K, 64), 32) if arch == "gfx942" else Launch(4, 2, K, 32)
-    special = BY_ARCHITECTURE.get(arch, {}).get((dtype, C), {})
-    blocks = special[kernel] if kernel in special else BLOCKS[dtype, C][kernel]
-    if isinstance(blocks, dict):
-        blocks = blocks[K, V] if (K, V) in blocks else blocks[K]
-    warps, block_k, block_v = blocks
-    return Launch(warps, 1, min(block_k, K), min(block_v, V))
-
-
-def precision_of(kernel: str, arch: str, dtype: torch.dtype) -> str:
-    """How float32 operands are multiplied.
-
-    gfx942 has float32 products. Float32 on NVIDIA: by FMA within a chunk, where three TF32 products spill registers;
-    in the scans, whose tiles are the widest, it is FMA that spills.
-    """
-    if arch == "gfx942":
-        return "ieee"
-    if dtype == torch.float32:
-        return "tf32x3" if kernel in SCANS else "ieee"
-    return "tf32"
+GROUP = 32  # chunks of a group: of n chunks about sqrt(n / 2) would wait least, 11 to 45 for 256 to 4,096
+LONGEST = (
+    256  # chunks at most of a document that is not in groups: from there on groups take half the time, by estimate
+)
+PROCESSORS = 132  # of an H200; programs of a document that are fewer leave some of them idle
 
 
 def constants(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int, launch: Launch) -> dict[str, Any]:
@@ -205,8 +77,11 @@ def constants(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int
     found: dict[str, Any] = {"K": K, "V": V, "BLOCK_V": launch.block_v}
     if kernel == "token":
         return found
-    found |= {"C": C, "BLOCK_K": launch.block_k, "PRECISION": precision_of(kernel, arch, dtype)}
-    if kernel not in SCANS:
+    found["C"] = C
+    if kernel not in OVER_GROUPS:
+        found["BLOCK_K"] = launch.block_k
+    found["PRECISION"] = precision_of(kernel, arch, dtype)
+    if kernel not in ALL_CHUNKS:
         found["SUMS"] = "ieee"
     if kernel.startswith("map"):
         found |= {"KEYS": kernel != "map_values", "VALUES": kernel != "map_keys"}
@@ -228,6 +103,27 @@ class Problem:
         self.per_row = 0 if self.packed else -(-self.T // self.C)
         self.given = cu_seqlens
         self.cu_seqlens = self.empty(0, dtype=torch.int64) if cu_seqlens is None else long_starts(cu_seqlens)
+        self.group = self.pick_group()
+        if self.group:
+            size = self.C * self.group
+            self.items = slot_count(self.B, self.T, self.N, size, packed=self.packed)
+            self.members = self.cu_seqlens if cu_seqlens is None else slot_documents(cu_seqlens, self.items, size)
+
+    def pick_group(self) -> int:
+        """Chunks of a group, or 0 where no document can be long enough for groups, or has programs enough without.
+
+        From shapes alone. Which documents are in groups is told by their own lengths, on the device, and never by
+        what else is in the batch: so each has the bits that it has alone.
+        """
+        arch = architecture(self.device)
+        if not has_groups(arch, self.dtype, self.K, self.V):
+            return 0
+        longest = -(-(self.B * self.T if self.packed else self.T) // self.C)
+        alone = self.H * blocks_of("forward", self.K, self.V, self.launch_of("forward"))
+        return GROUP if longest > LONGEST and alone <= PROCESSORS else 0
+
+    def launch_of(self, kernel: str) -> Launch:
+        return launch_of(kernel, architecture(self.device), self.dtype, self.K, self.V, self.C)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.operand, device=self.device)
@@ -239,11 +135,14 @@ class Problem:
         """See `chunk_table`; without packed documents, which need none, anything."""
         return self.cu_seqlens if self.given is None else chunk_table(self.given, self.slots, self.C)
 
-    def launch(self, kernel: str, tensors: tuple[Tensor, ...], *flags: bool) -> None:
-        arch = architecture(self.device)
-        launch = launch_of(kernel, arch, self.dtype, self.K, self.V, self.C)
-        items = self.N if kernel in SCANS else self.slots
+    def launch(self, kernel: str, tensors: tuple[Tensor, ...], *numbers: int) -> None:
+        launch = self.launch_of(kernel)
+        items = self.slots
+        if kernel in ALL_CHUNKS:
+            items = self.items if self.group and kernel != "group_scan" else self.N
+            numbers = (self.group, LONGEST, *numbers)
         programs = items * self.H * blocks_of(kernel, self.K, self.V, launch)
+        arch = architecture(self.device)
         # A launch goes to the current device.
         with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
             KERNELS[kernel][(programs,)](
@@ -251,11 +150,28 @@ class Problem:
                 self.T,
                 self.per_row,
                 self.H,
-                *map(int, flags),
+                *map(int, numbers),
                 **constants(kernel, arch, self.dtype, self.K, self.V, self.C, launch),
                 num_warps=launch.num_warps,
                 num_stages=launch.num_stages,
             )
+
+    def scan(
+        self, kernel: str, maps: tuple[Tensor, ...], start: Tensor, rest: tuple[Tensor, ...], *flags: bool
+    ) -> None:
+        """A scan over all chunks from the states or gradients `start`, long documents in groups (wkv7_groups.py).
+
+        maps: the tensors of the scan before `start`. flags: the first says whether `start` is there.
+        """
+        members, carried = self.cu_seqlens, start
+        if self.group:
+            members = self.members
+            carried = self.empty(self.items, self.H, self.V, self.K, dtype=torch.float32)
+            sums = self.empty(self.items, self.H, self.K, self.K + self.V, dtype=torch.float32)
+            own = (maps[0], maps[1], maps[4]) if kernel == "forward" else maps  # R, Q and edges of R, Q, P, Y, edges
+            self.launch(f"group_{kernel}", (*own, self.cu_seqlens, members, sums))
+            self.launch("group_scan", (sums, start, self.cu_seqlens, carried), flags[0], kernel == "backward")
+        self.launch(kernel, (*maps, start, self.cu_seqlens, *rest, members, carried), *flags)
 
 
 def fused_map(dtype: torch.dtype, C: int) -> bool:
@@ -265,7 +181,9 @@ def fused_map(dtype: torch.dtype, C: int) -> bool:
 
 def blocks_of(kernel: str, K: int, V: int, launch: Launch) -> int:
     """Programs of one kernel for a head of a document or chunk."""
-    if kernel in (*SCANS, "gradient_values", "token"):
+    if kernel in GROUPS:
+        return (K + V) // launch.block_v
+    if kernel in (*SCANS, "group_scan", "gradient_values", "token"):
         return V // launch.block_v
     return K // launch.block_k if kernel == "gradient_keys" else 1
 
@@ -326,7 +244,7 @@ def wkv7_forward(
     last = x.empty(*((x.N, x.H, x.V, x.K) if return_state else (0,)), dtype=torch.float32)
     start = last if state is None else state
     flags = state is not None, save != "none", return_state
-    x.launch("forward", (R, Q, P, Y, edges, start, x.cu_seqlens, h, y, last), *flags)
+    x.scan("forward", (R, Q, P, Y, edges), start, (h, y, last), *flags)
     saved = {"none": [], "min": [h], "fast": [h, R, P, T, edges]}[save]
     return y, last, saved
 
@@ -360,7 +278,7 @@ def wkv7_backward(
     nothing = x.empty(0, dtype=torch.float32)
     dstate = nothing if state is None else torch.empty_like(state)
     flags = dlast is not None, state is not None
-    x.launch("backward", (R, P, edges, dy, nothing if dlast is None else dlast, x.cu_seqlens, dh, dstate), *flags)
+    x.scan("backward", (R, P, edges, dy), nothing if dlast is None else dlast, (dh, dstate), *flags)
     dr, dlog_w, dk, dv, da, db = gradients = tuple(torch.empty_like(z) for z in (r, log_w, k, v, a, b))
     U, Z = torch.empty_like(v, dtype=x.operand), torch.empty_like(v, dtype=x.operand)
     inputs = dy, r, log_w, k, v, a, b, table, h, dh
@@ -388,23 +306,36 @@ def wkv7_step(
     return y, new
 
 
-def build(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int, launch: Launch) -> Build:
-    """A kernel as it ships, with what it costs at B 8, T 4096, H K = 2048, every row a document.
+def build(
+    kernel: str,
+    arch: str,
+    dtype: torch.dtype,
+    K: int,
+    V: int,
+    C: int,
+    launch: Launch,
+    *,
+    shape: tuple[int, int] = (8, 4096),
+    group: int = 0,
+) -> Build:
+    """A kernel as it ships, with what it costs at B 8, T 4096, H K = 2048, or another B and T; every row a document.
 
-    log_w is as the element-wise work before gives it: bfloat16 beside bfloat16, else float32.
+    log_w is as the element-wise work before gives it: bfloat16 beside bfloat16, else float32. group: chunks of a group
+    where a scan's documents are in groups; the kernels over groups tell of one row of all tokens, in groups of GROUP.
     """
     own, operand = NAMES[dtype], NAMES[operand_dtype(dtype)]
     arguments = KERNELS[kernel].arg_names
     tensors = dict.fromkeys(("r", "k", "v", "a", "b", "y", "dy", "dr", "dk", "dv", "da", "db"), own)
-    tensors |= dict.fromkeys(("R", "Q", "P", "Y", "T", "h", "dh", "U", "Z"), operand) | {
-        "table": "i64",
-        "cu_seqlens": "i64",
-    }
-    tensors |= dict.fromkeys(("edges", "state", "new", "last", "dlast", "dstate"), "fp32")
+    tensors |= dict.fromkeys(("R", "Q", "P", "Y", "T", "h", "dh", "U", "Z"), operand)
+    tensors |= dict.fromkeys(("table", "cu_seqlens", "members"), "i64")
+    tensors |= dict.fromkeys(("edges", "state", "new", "last", "dlast", "dstate", "maps", "carried"), "fp32")
     tensors |= dict.fromkeys(("log_w", "dlog_w"), own if dtype == torch.bfloat16 else "fp32")
-    numbers = ("length", "per_row", "heads", "has_state", "save_h", "want_last", "has_dlast", "save_T")
-    known = {name: f"*{kind}" for name, kind in tensors.items()} | dict.fromkeys(numbers, "i32")
-    B, T, H = 8, 4096, 2048 // K
+    numbers = ("length", "per_row", "heads", "group", "limit", "reverse")
+    flags = ("has_state", "save_h", "want_last", "has_dlast", "save_T")
+    known = {name: f"*{kind}" for name, kind in tensors.items()} | dict.fromkeys((*numbers, *flags), "i32")
+    (B, T), H = shape, 2048 // K
+    if kernel in OVER_GROUPS:
+        B, T, group = 1, B * T, GROUP
     size, wide = dtype.itemsize, operand_dtype(dtype).itemsize
     decay = 2 if dtype == torch.bfloat16 else 4
     blocks_k, blocks_v = K // launch.block_k, V // launch.block_v
@@ -412,6 +343,17 @@ def build(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int, la
     loops: tuple[int, ...] = ()
     if kernel == "token":
         flops, moved = 7 * K * V, 8 * K * V + (4 * K + 2 * V) * size + decay * K
+    elif kernel in OVER_GROUPS:
+        heads *= T // C // group
+        flops, moved = 2 * K * K * V, 4 * K * (K + V)  # of a group
+        if kernel == "group_scan":
+            loops = (T // C // group - 1,)
+            moved += 4 * K * V
+        else:
+            loops = (group,)
+            reverse = kernel == "group_backward"
+            flops = 2 * group * (K * K * (K + V) + reverse * C * K * V)
+            moved += group * ((K * K + (C * K if reverse else K * V)) * wide + 8 * K + reverse * C * V * size)
     else:
         heads *= T // C
         # Multiply-adds of a chunk in units of C C K, C C V, C K V, C K K, K K V, C C C.
@@ -441,12 +383,14 @@ def build(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int, la
             "map": (blocks_k, blocks_k, blocks_v, blocks_k),
             "map_keys": (blocks_k, blocks_k),
             "map_values": (blocks_v, blocks_k),
-            "forward": (T // C,),
-            "backward": (T // C,),
+            "forward": (group or T // C,),
+            "backward": (group or T // C,),
             "gradient_values": (blocks_k,),
             "gradient_keys": (blocks_v, blocks_v),
         }[kernel]
-    documents = B * H if kernel in SCANS else heads
+    items = heads
+    if kernel in (*SCANS, "group_scan"):
+        items = B * H * (T // C // group if group and kernel in SCANS else 1)
     return Build(
         name=f"wkv7_{kernel}",
         kernel=KERNELS[kernel],
@@ -454,7 +398,7 @@ def build(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int, la
         constants=constants(kernel, arch, dtype, K, V, C, launch),
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
-        programs=documents * blocks_of(kernel, K, V, launch),
+        programs=items * blocks_of(kernel, K, V, launch),
         flops=flops * heads,
         bytes=moved * heads,
         trips=tuple(rounds for rounds in loops if rounds > 1),
@@ -480,10 +424,24 @@ def alternatives(arch: str) -> list[Build]:
     return found
 
 
+def long_rows(arch: str) -> list[Build]:
+    """A row of 65,536 tokens in bfloat16, K = V = 64: the scans over all its chunks, and in groups."""
+    found = []
+    for kernel in SCANS:
+        launch = launch_of(kernel, arch, torch.bfloat16, 64, 64, 32)
+        for group in (0, GROUP):
+            one = build(kernel, arch, torch.bfloat16, 64, 64, 32, launch, shape=(1, 65536), group=group)
+            found.append(dataclasses.replace(one, variant="grouped" if group else "whole"))
+    for kernel in OVER_GROUPS:
+        launch = launch_of(kernel, arch, torch.bfloat16, 64, 64, 32)
+        found.append(build(kernel, arch, torch.bfloat16, 64, 64, 32, launch, shape=(1, 65536)))
+    return found
+
+
 def chunk_kernels(dtype: torch.dtype, C: int) -> list[str]:
     """Those of KERNELS with a program a chunk that are launched for a dtype and chunk length."""
-    absent = (*SCANS, "token", "map_values" if fused_map(dtype, C) else "map")
-    return [kernel for kernel in KERNELS if kernel not in absent]
+    absent = "map_values" if fused_map(dtype, C) else "map"
+    return [kernel for kernel in KERNELS if kernel not in (*ALL_CHUNKS, absent)]
 
 
 def _builds(arch: str) -> Iterator[Build]:
@@ -491,5 +449,8 @@ def _builds(arch: str) -> Iterator[Build]:
         if C not in chunk_sizes(dtype, K, V, arch):
             continue
         once = ("token",) if C == 32 else ()  # it has no chunks
-        for kernel in (*chunk_kernels(dtype, C), *SCANS, *once):
+        # The scan over groups is float32 for all dtypes: once.
+        groups = [one for one in OVER_GROUPS if dtype == torch.bfloat16 or one != "group_scan"]
+        groups = groups if has_groups(arch, dtype, K, V) else []
+        for kernel in (*chunk_kernels(dtype, C), *SCANS, *groups, *once):
             yield build(kernel, arch, dtype, K, V, C, launch_of(kernel, arch, dtype, K, V, C))

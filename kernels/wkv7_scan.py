@@ -1,7 +1,8 @@
 """RWKV-7 over the chunks of a document, in Triton: the states forward, their gradients in reverse, and one token.
 
 The scan has h' = e^G h + R h + Q and y = P h + Y, with the maps of wkv7_chunk.py: one dependent product a chunk.
-A program has one document, one head and BLOCK_V columns of the state, which do not depend on each other.
+A program has one document, one head and BLOCK_V columns of the state, which do not depend on each other; of a long
+document one group of its chunks, from the state that wkv7_groups.py has brought there.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -33,9 +34,46 @@ def load_decay(edges, chunk, keys, K: tl.constexpr):
     return (tl.load(edges + keys) * tl.load(edges + keys + K))[:, None]
 
 
-@triton.jit(do_not_specialize=["length", "per_row", "heads", "has_state", "save_h", "want_last"])
+@triton.jit
+def scan_part(cu_seqlens, members, item, length, per_row, group, limit, C: tl.constexpr):
+    """What a program goes over: document; first token, document's end, first chunk's slot; chunks before, and chunks.
+
+    Then whether the document is in groups. group: 0, items are documents; else chunks of a group, and items are slots
+    for groups, laid out as those of chunks are (`chunk_table`), with the document of each in `members` where packed.
+    Documents of more than `limit` chunks are in groups; another is all its first slot's. -1 chunks: nothing to do.
+    """
+    per = tl.maximum(group, 1)
+    if per_row == 0:
+        document = tl.load(members + item, mask=group > 0, other=item.to(tl.int64))
+        start, end, slot = document_span(cu_seqlens, document, length, C, per_row)
+        first_item = start // (per * C) + document
+    else:
+        slots = tl.where(group > 0, (per_row + per - 1) // per, 1)
+        document = (item // slots).to(tl.int64)
+        start, end, slot = document_span(cu_seqlens, document, length, C, per_row)
+        first_item = document * slots
+    chunks = ((end - start + C - 1) // C).to(tl.int32)
+    before = ((item - first_item) * group).to(tl.int32)
+    grouped = (group > 0) & (chunks > limit)
+    some = tl.where(before < chunks, tl.minimum(chunks - before, group), -1)
+    count = tl.where(grouped, some, tl.where(before == 0, chunks, -1))
+    return document, start + before.to(tl.int64) * C, end, slot + before, before, count, grouped
+
+
+@triton.jit
+def first_state(
+    state, carried, document, item, heads, head, keys, values, wanted, grouped, K: tl.constexpr, V: tl.constexpr
+):
+    """The [K, BLOCK_V] tile that a scan starts from: the document's, or its group's from `carried` [slots, H, V, K]."""
+    own = load_state(state, (document * heads + head) * V * K, keys, values, wanted & (grouped == 0), K)
+    inner = load_state(carried, (item.to(tl.int64) * heads + head) * V * K, keys, values, grouped, K)
+    return tl.where(grouped, inner, own)
+
+
+@triton.jit(do_not_specialize=["length", "per_row", "heads", "group", "limit", "has_state", "save_h", "want_last"])
 def wkv7_state_forward(
-    R, Q, P, Y, edges, state, cu_seqlens, h, y, last, length, per_row, heads, has_state, save_h, want_last,
+    R, Q, P, Y, edges, state, cu_seqlens, h, y, last, members, carried, length, per_row, heads, group, limit,
+    has_state, save_h, want_last,
     C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -45,15 +83,19 @@ def wkv7_state_forward(
     Y and y may be the same memory: a program reads its own columns before it writes them.
     """
     block, pair = tl.program_id(0) % (V // BLOCK_V), tl.program_id(0) // (V // BLOCK_V)
-    head, document = pair % heads, pair // heads
-    start, end, slot = document_span(cu_seqlens, document, length, C, per_row)
+    head, item = pair % heads, pair // heads
+    document, start, end, slot, _, count, grouped = scan_part(
+        cu_seqlens, members, item, length, per_row, group, limit, C
+    )
+    if count < 0:
+        return
     operand: tl.constexpr = R.dtype.element_ty
     rows, keys, values = tl.arange(0, C), tl.arange(0, BLOCK_K), block * BLOCK_V + tl.arange(0, BLOCK_V)
-    corner = pair.to(tl.int64) * V * K
-    upper = load_state(state, corner, keys, values, has_state != 0, K)
+    wanted = has_state != 0
+    upper = first_state(state, carried, document, item, heads, head, keys, values, wanted, grouped, K, V)
     if BLOCK_K != K:
-        lower = load_state(state, corner, keys + BLOCK_K, values, has_state != 0, K)
-    count = ((end - start + C - 1) // C).to(tl.int32)
+        keys_low = keys + BLOCK_K
+        lower = first_state(state, carried, document, item, heads, head, keys_low, values, wanted, grouped, K, V)
     chunk = slot * heads + head
     square, across = keys[:, None] * V + values[None, :], rows[:, None] * K + keys[None, :]
     for i in range(count):
@@ -89,14 +131,16 @@ def wkv7_state_forward(
             lower = dot_add(tl.load(maps + BLOCK_K * K + BLOCK_K), low_tile, lower, PRECISION)
         tl.store(y + here, narrow(y_tile, y.dtype.element_ty), mask=inside)
         chunk += heads
-    store_state(last, corner, keys, values, want_last != 0, upper, K)
+    corner, wanted = (document * heads + head) * V * K, (want_last != 0) & (start + count * C >= end)
+    store_state(last, corner, keys, values, wanted, upper, K)
     if BLOCK_K != K:
-        store_state(last, corner, keys + BLOCK_K, values, want_last != 0, lower, K)
+        store_state(last, corner, keys + BLOCK_K, values, wanted, lower, K)
 
 
-@triton.jit(do_not_specialize=["length", "per_row", "heads", "has_dlast", "has_state"])
+@triton.jit(do_not_specialize=["length", "per_row", "heads", "group", "limit", "has_dlast", "has_state"])
 def wkv7_state_backward(
-    R, P, edges, dy, dlast, cu_seqlens, dh, dstate, length, per_row, heads, has_dlast, has_state,
+    R, P, edges, dy, dlast, cu_seqlens, dh, dstate, members, carried, length, per_row, heads, group, limit,
+    has_dlast, has_state,
     C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -105,15 +149,19 @@ def wkv7_state_backward(
     dh of the chunk before is e^G dh + R^T dh + P^T dy. BLOCK_K as in the forward pass.
     """
     block, pair = tl.program_id(0) % (V // BLOCK_V), tl.program_id(0) // (V // BLOCK_V)
-    head, document = pair % heads, pair // heads
-    start, end, slot = document_span(cu_seqlens, document, length, C, per_row)
+    head, item = pair % heads, pair // heads
+    document, start, end, slot, before, count, grouped = scan_part(
+        cu_seqlens, members, item, length, per_row, group, limit, C
+    )
+    if count < 0:
+        return
     operand: tl.constexpr = R.dtype.element_ty
     rows, keys, values = tl.arange(0, C), tl.arange(0, BLOCK_K), block * BLOCK_V + tl.arange(0, BLOCK_V)
-    corner = pair.to(tl.int64) * V * K
-    upper = load_state(dlast, corner, keys, values, has_dlast != 0, K)
+    wanted = has_dlast != 0
+    upper = first_state(dlast, carried, document, item, heads, head, keys, values, wanted, grouped, K, V)
     if BLOCK_K != K:
-        lower = load_state(dlast, corner, keys + BLOCK_K, values, has_dlast != 0, K)
-    count = ((end - start + C - 1) // C).to(tl.int32)
+        keys_low = keys + BLOCK_K
+        lower = first_state(dlast, carried, document, item, heads, head, keys_low, values, wanted, grouped, K, V)
     chunk = (slot + count - 1) * heads + head
     square, across = keys[:, None] * V + values[None, :], keys[:, None] + rows[None, :] * K
     for i in range(count):
@@ -137,9 +185,10 @@ def wkv7_state_backward(
             lower = dot_add(tl.load(maps + BLOCK_K), dh_tile, lower, PRECISION)
             lower = dot_add(tl.load(maps + BLOCK_K * K + BLOCK_K), low_tile, lower, PRECISION)
         chunk -= heads
-    store_state(dstate, corner, keys, values, has_state != 0, upper, K)
+    corner, wanted = (document * heads + head) * V * K, (has_state != 0) & (before == 0)
+    store_state(dstate, corner, keys, values, wanted, upper, K)
     if BLOCK_K != K:
-        store_state(dstate, corner, keys + BLOCK_K, values, has_state != 0, lower, K)
+        store_state(dstate, corner, keys + BLOCK_K, values, wanted, lower, K)
 
 
 @triton.jit

@@ -360,7 +360,7 @@ def test_the_default_kernels_are_in_order_on_hopper() -> None:
     """
     wkv7 = importlib.import_module("cdrmix.kernels.wkv7")
     chunk = wkv7.chunk_sizes(torch.bfloat16, 64, 64)[0]
-    only = rf"bf16 (?=.*\bK64\b)(?!.*\bV(32|128)\b)(?!.*\bC(?!{chunk}\b)\d+\b)"
+    only = rf"(bf16|group_scan fp32) (?=.*\bK64\b)(?!.*\bV(32|128)\b)(?!.*\bC(?!{chunk}\b)\d+\b)"
     compiled = list(aot_compile.compile_all(aot.modules(), ("sm_90",), only=only, processes=1))
     assert {one.name for one in compiled} >= {f"wkv7_{kernel}" for kernel in wkv7.KERNELS if kernel != "map_values"}
     lines = (BENCHMARKS / "results" / "aot.jsonl").read_text("utf-8").splitlines()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -170,6 +171,17 @@ def test_long_rows_stay_exact(where: str, pinned: bool) -> None:
     """Eight chunks of 64 and a rest; every decay at its bound is the worst case of log_w's gradient."""
     case = Case(2, 1, 530, 1, (64, 64), pinned=pinned)
     assert_near(case.found(where), case.exact(), bar_of(where))
+
+
+@pytest.mark.gpu
+def test_documents_in_groups_of_chunks_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scan of long documents (kernels/wkv7_groups.py), asked for at lengths that the definition takes."""
+    kernels = importlib.import_module("cdrmix.kernels.wkv7")
+    monkeypatch.setenv("CDRMIX_BACKEND", "triton")
+    monkeypatch.setattr(kernels, "GROUP", 2)
+    monkeypatch.setattr(kernels, "LONGEST", 3)
+    case = Case(3, 1, 600, 2, (64, 64), [0, 40, 40, 430, 600])
+    assert_near(case.found("cuda"), case.exact(), BARS["triton"])
 
 
 @settings(max_examples=5)

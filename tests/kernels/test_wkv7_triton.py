@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cdrmix.kernels import _common, reference, wkv7
+from cdrmix import ops
+from cdrmix.kernels import _chunks, _common, reference, wkv7
 
 pytestmark = pytest.mark.skipif(not _common.INTERPRETED, reason="TRITON_INTERPRET=0: the kernels need a GPU")
 
@@ -205,8 +206,11 @@ def test_thirty_repeats_have_the_same_bits() -> None:
         assert_same(case.run(32), wanted)
 
 
-def test_nothing_is_written_beside_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("longest", [1, 256])
+def test_nothing_is_written_beside_the_results(monkeypatch: pytest.MonkeyPatch, longest: int) -> None:
     """Every tensor that the kernels write lies between guards of 256 bytes, which stay as they were."""
+    monkeypatch.setattr(wkv7, "GROUP", 1)
+    monkeypatch.setattr(wkv7, "LONGEST", longest)  # chunks without groups
     guarded: list[tuple[Tensor, int]] = []
 
     def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -295,3 +299,154 @@ def test_builds_name_every_argument_once(arch: str) -> None:
         assert build.programs > 0
         assert build.flops > 0
         assert build.bytes > 0
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Groups of two chunks in documents of four or more; the names of the kernels that are launched."""
+    names: list[str] = []
+    launch = wkv7.Problem.launch
+
+    def note(self: wkv7.Problem, kernel: str, tensors: tuple[Tensor, ...], *numbers: int) -> None:
+        names.append(kernel)
+        launch(self, kernel, tensors, *numbers)
+
+    monkeypatch.setattr(wkv7.Problem, "launch", note)
+    monkeypatch.setattr(wkv7, "GROUP", 2)
+    monkeypatch.setattr(wkv7, "LONGEST", 3)
+    return names
+
+
+GROUPED = ["group_forward", "group_scan", "group_backward", "group_scan"]
+
+
+@pytest.mark.parametrize(
+    ("chunk", "case"),
+    [
+        (32, make(2, 200, 2, 32, 64)),  # seven chunks: three groups of two, and one
+        (32, make(1, 128, 1, 64, 32)),  # four whole chunks
+        (64, make(1, 300, 1, 32, 32, pinned=True)),
+        (32, make(1, 340, 2, 32, 32, cu_seqlens=[0, 0, 1, 130, 130, 194, 330, 340, 340])),  # long, short and empty ones
+        (32, make(2, 150, 1, 32, 32, cu_seqlens=[0, 20, 150, 151, 300])),
+    ],
+)
+def test_groups_in_float32_equal_the_definition(launched: list[str], chunk: int, case: Case) -> None:
+    found = case.run(chunk)
+    assert [name for name in launched if name.startswith("group")] == GROUPED
+    assert all(x.isfinite().all() for x in found)
+    assert {name: value for name, value in ratios(found, case.exact()).items() if not value < FLOAT32} == {}
+    assert_same(case.run(chunk, "min"), found)
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_groups_in_bfloat16_are_near_the_definition(launched: list[str], pinned: bool) -> None:
+    """The bars of the scan over chunks: what groups add is float32."""
+    case = make(1, 290, 1, 64, 64, dtype=torch.bfloat16, pinned=pinned)
+    found = ratios(case.run(32), case.exact())
+    assert "group_backward" in launched
+    assert found["y"] < BFLOAT16_Y
+    assert {name: value for name, value in found.items() if not value < BFLOAT16_GRADIENTS} == {}
+
+
+def test_slow_decay_over_many_groups_is_as_near_in_bfloat16_as_without_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state that is kept over all groups: their maps, near 1, are not rounded to bfloat16."""
+    case = make(1, 768, 1, 32, 32, dtype=torch.bfloat16)
+    case.inputs[1] = (case.inputs[1] * 1e-3).to(torch.float32)
+    exact = case.exact()
+    without = ratios(case.run(32), exact)
+    monkeypatch.setattr(wkv7, "GROUP", 2)
+    monkeypatch.setattr(wkv7, "LONGEST", 3)
+    grouped = ratios(case.run(32), exact)
+    assert {name for name in NAMES if not grouped[name] < 1.1 * without[name]} == set()
+
+
+def test_packed_documents_in_groups_have_the_bits_of_documents_apart(launched: list[str]) -> None:
+    """In one batch with long ones, short ones too; alone, a short one is not in groups and a long one is."""
+    cu_seqlens = [0, 1, 130, 130, 163, 310]
+    case = make(1, 310, 2, 32, 32, cu_seqlens=cu_seqlens)
+    together = case.run(32)
+    assert "group_scan" in launched
+    for document, (start, end) in enumerate(itertools.pairwise(cu_seqlens)):
+        if end == start:
+            assert torch.equal(together[1][document], case.state[document])
+            assert torch.equal(together[-1][document], case.dlast[document])
+            continue
+        launched.clear()
+        one = slice(document, document + 1)
+        parts = [x[:, start:end].contiguous() for x in (*case.inputs, case.dy)]
+        alone = Case(parts[:-1], case.state[one], parts[-1], case.dlast[one], [0, end - start], packed=False)
+        apart = alone.run(32)
+        assert ("group_scan" in launched) == (end - start > 96)
+        for name, x, y in zip(NAMES, together, apart, strict=True):
+            assert torch.equal(x[one] if name in ("last", "dstate") else x[:, start:end], y), (name, start)
+
+
+def test_rows_in_groups_have_the_bits_of_rows_alone(launched: list[str]) -> None:
+    case = make(3, 140, 1, 32, 32)
+    together = case.run(32)
+    for row in range(3):
+        one = slice(row, row + 1)
+        alone = Case([x[one] for x in case.inputs], case.state[one], case.dy[one], case.dlast[one], [0, 140], False)
+        assert_same(alone.run(32), [x[one] for x in together])
+    assert "group_scan" in launched
+
+
+def test_a_group_of_all_chunks_is_the_scan_over_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make(1, 140, 1, 32, 32)
+    wanted = case.run(32)
+    monkeypatch.setattr(wkv7, "GROUP", 8)
+    monkeypatch.setattr(wkv7, "LONGEST", 3)
+    assert_same(case.run(32), wanted)
+
+
+def test_groups_are_reached_from_the_door(monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> None:
+    monkeypatch.setenv("CDRMIX_BACKEND", "triton")
+    case = make(1, 140, 1, 32, 32)
+    inputs = [x.clone().requires_grad_() for x in case.inputs]
+    state = case.state.clone().requires_grad_()
+    y, last = ops.wkv7(*inputs, state=state, return_state=True, chunk=32)
+    assert last is not None
+    gradients = torch.autograd.grad([y, last], [*inputs, state], [case.dy, case.dlast])
+    assert [name for name in launched if name.startswith("group")] == GROUPED
+    assert_same([y.detach(), last.detach(), *gradients], case.run(32))
+
+
+@pytest.mark.parametrize(
+    ("B", "T", "H", "documents", "dtype", "group"),
+    [
+        (1, 65536, 32, None, torch.bfloat16, 32),
+        (8, 65536, 32, None, torch.bfloat16, 32),  # a row is in groups or not whatever is beside it
+        (1, 8193, 32, None, torch.bfloat16, 32),
+        (1, 8192, 32, None, torch.bfloat16, 0),  # 256 chunks
+        (8, 4096, 32, None, torch.bfloat16, 0),
+        (4, 4096, 32, 5, torch.bfloat16, 32),  # one of five documents may have more than 8,192 tokens
+        (4, 2048, 32, 5, torch.bfloat16, 0),
+        (1, 65536, 66, None, torch.bfloat16, 32),
+        (1, 65536, 67, None, torch.bfloat16, 0),  # two programs a head: more than an H200 has multiprocessors
+        (1, 65536, 32, None, torch.float32, 32),
+        (1, 65536, 34, None, torch.float32, 0),  # four programs a head
+    ],
+)
+def test_groups_are_chosen_by_shapes(
+    B: int, T: int, H: int, documents: int | None, dtype: torch.dtype, group: int
+) -> None:
+    r = torch.empty(1, dtype=dtype).expand(B, T, H, 64)
+    cu_seqlens = None if documents is None else torch.linspace(0, B * T, documents + 1, dtype=torch.int64)
+    assert wkv7.Problem(r, r, cu_seqlens, None).group == group
+
+
+def test_keys_whose_scan_has_two_tiles_have_no_groups() -> None:
+    r = torch.empty(1).expand(1, 65536, 1, 128)
+    assert wkv7.Problem(r, r, None, None).group == 0
+
+
+def test_every_slot_has_the_document_that_it_lies_in() -> None:
+    for starts in ([0, 7], [0, 0, 32, 33, 33, 100, 164], [0, 64, 64]):
+        cu_seqlens = torch.tensor(starts)
+        slots = _chunks.slot_count(1, starts[-1], len(starts) - 1, 32, packed=True)
+        found = _chunks.slot_documents(cu_seqlens, slots, 32).tolist()
+        for document, (start, end) in enumerate(itertools.pairwise(starts)):
+            first = start // 32 + document
+            assert found[first : first + max(1, -(-(end - start) // 32))] == [document] * max(
+                1, -(-(end - start) // 32)
+            )
