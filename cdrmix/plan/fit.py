@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -129,27 +130,34 @@ def _remedies(config: Config, machine: Machine, processes: int, limit: int) -> I
         mild.append(next((fitting for changes in both if (fitting := found(changes, processes))), None))
     yield from (remedy for remedy in mild if remedy is not None)
     if machine.platform != "cpu":
-        yield from _on_more(config, processes, found, checkpointing, halves)
+        yield from _on_more(config, processes, found, checkpointing)
 
 
-def _on_more(
-    config: Config, processes: int, found: Any, checkpointing: dict[str, Any], halves: list[int]
-) -> Iterator[Remedy]:
-    """The fewest processes, a power of two times those of now, on which a higher ZeRO stage fits."""
-    smallest = {"micro_batch_rows": halves[-1]} if halves else {}
-    now = zero_stage(config.train, processes)
-    for changes in ({}, checkpointing | smallest):
-        count = processes
-        while count <= MOST_PROCESSES:
-            rows = changes.get("micro_batch_rows", config.train.micro_batch_rows)
-            if config.train.batch_rows % (rows * count):
-                break
-            for stage in range(max(now, 1), 4) if count > 1 else ():
-                if count == processes and stage == now and not changes:
-                    continue
-                same = stage == zero_stage(config.train, count)
-                remedy = found(changes if same else {**changes, "zero_stage": stage}, count)
-                if remedy is not None:
-                    yield remedy
-                    return
-            count *= 2
+def _on_more(config: Config, processes: int, found: Any, checkpointing: dict[str, Any]) -> Iterator[Remedy]:
+    """The fewest processes, a power of two times those of now, on which it fits: with nothing else changed, where that
+    suffices; else with a higher ZeRO stage; else with checkpointing and single rows as well.
+
+    Where a step has no rows for twice the processes, those of a micro-batch go down with their number.
+    """
+    train = config.train
+    counts = [
+        processes << shift for shift in range(MOST_PROCESSES.bit_length()) if processes << shift <= MOST_PROCESSES
+    ]
+    unchanged = [(count, int(zero_stage(train, count))) for count in counts[1:] if zero_stage(train, count) > 0]
+    least = max(zero_stage(train, processes), 1)
+    higher = [(count, stage) for count in counts if count > 1 for stage in range(least, 4)]
+    too_few = train.batch_rows % (train.micro_batch_rows * 2 * processes) > 0
+    single = checkpointing | {"micro_batch_rows": 1}
+    for changes, tried in (({}, unchanged), ({}, higher), (single, higher)):
+        for count, stage in tried:
+            settings: dict[str, Any] = {"micro_batch_rows": train.micro_batch_rows} | changes
+            if too_few:
+                settings["micro_batch_rows"] = math.gcd(train.batch_rows // count, settings["micro_batch_rows"])
+            if settings["micro_batch_rows"] == 0 or train.batch_rows % (settings["micro_batch_rows"] * count):
+                continue
+            settings["zero_stage"] = stage
+            kept = {"micro_batch_rows": train.micro_batch_rows, "zero_stage": zero_stage(train, count)}
+            settings = {name: value for name, value in settings.items() if kept.get(name) != value}
+            if (settings or count > processes) and (remedy := found(settings, count)) is not None:
+                yield remedy
+                return

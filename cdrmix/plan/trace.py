@@ -33,7 +33,7 @@ from cdrmix.train.engine import AUTOCAST, Autocast, attach_copies
 LONGEST_PERIOD = 8  # blocks after which the mixers may repeat for a model to be traced by two shorter ones
 NAMES: dict[Platform, str] = {"cpu": "a CPU", "cuda": "an NVIDIA GPU", "hip": "an AMD GPU"}
 DOCUMENT_TOKENS = 512  # of a packed document on average: kernels keep a state for each; web text has some 500 to 1,000
-WHOLE_LAYERS = 12  # up to so many a model is traced as it is
+WHOLE_LAYERS = 20  # up to so many a model is traced as it is
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class MicroBatch:
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of every storage that an operator makes, for as long as it lives.
 
-    made: of the storages alive now, bytes and the operator that made them. peak: the most bytes alive at once,
-    with what a kernel takes while it runs.
+    made: of the storages alive now, bytes and the operator that made them. levels: after each operator the bytes alive,
+    with what its kernel takes while it runs.
     """
 
     def __init__(self, platform: Platform) -> None:
@@ -65,7 +65,8 @@ class LiveBytes(TorchDispatchMode):
         self.platform = platform
         self.made: dict[int, tuple[int, str]] = {}
         self.there: set[int] = set()
-        self.now = self.peak = 0
+        self.now = 0
+        self.levels: list[int] = []
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -74,7 +75,7 @@ class LiveBytes(TorchDispatchMode):
         for tensor in tree_leaves(results):
             if isinstance(tensor, Tensor):
                 self._see(tensor, operator)
-        self.peak = max(self.peak, self.now + workspace(operator, args, results, self.platform))
+        self.levels.append(self.now + workspace(operator, args, results, self.platform))
         return results
 
     def _see(self, tensor: Tensor, operator: Any) -> None:
@@ -93,7 +94,7 @@ class LiveBytes(TorchDispatchMode):
         self.there.update(tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None)
 
     def set_aside(self, tensor: Tensor) -> int:
-        """Leaves a tensor that stays out of `by_operator`, though not out of `now` and `peak`. Returns its bytes."""
+        """Leaves a tensor that stays out of `by_operator`, though not out of `now`. Returns its bytes."""
         return self.made.pop(tensor.untyped_storage()._cdata, (0, ""))[0]
 
     def pass_gradient(self, parameter: Tensor) -> None:
@@ -113,8 +114,9 @@ def trace(config: Config, platform: Platform, *, zero_stage: int, accumulation: 
     """What a micro-batch of stage A takes on one process. accumulation: micro-batches of a process in a step.
 
     A model whose mixers repeat every few blocks is traced with two smaller numbers of blocks: every block adds the same
-    to what is saved and to the peak, which is at the top of the model, where all others wait. Not so where a step has
-    one micro-batch, whose gradients come into being while the activations go: then the whole model is traced.
+    to what is saved, and to what is alive at the same place of the model. Going down through the blocks, the backward
+    pass frees the same of every one; in a step with one micro-batch gradients of the same size come into being beside
+    it. So what is alive changes evenly between the top of the model and its bottom, and is the most at one of them.
     """
     train = config.train
     # The rest of the configuration has no part in it, and must not make equal questions look different.
@@ -130,11 +132,25 @@ def trace(config: Config, platform: Platform, *, zero_stage: int, accumulation: 
         zero_stage,
     )
     period = _period(config.model)
-    if config.model.layers <= WHOLE_LAYERS or period is None or not asked.gradients_pass:
-        return _trace(asked.key(config.model.layers), asked)
-    fewer, more = period * max(1, 4 // period), 2 * period * max(1, 4 // period)
+    if config.model.layers <= WHOLE_LAYERS or period is None:
+        return _trace(asked.key(config.model.layers), asked).micro_batch()
+    fewer = period * max(2, 8 // period)  # the upper half of it is a whole period, and the lower one another
+    more = fewer + period * max(1, 4 // period)
     steps = (config.model.layers - fewer) / (more - fewer)
-    return _extended(_trace(asked.key(fewer), asked), _trace(asked.key(more), asked), steps)
+    return _extended(_trace(asked.key(fewer), asked), _trace(asked.key(more), asked), steps).micro_batch()
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """A MicroBatch with two peaks: until half of the backward pass is done, and from there to its end."""
+
+    saved: dict[str, int]
+    copies: int
+    early: int
+    late: int
+
+    def micro_batch(self) -> MicroBatch:
+        return MicroBatch(self.saved, self.copies, max(self.early, self.late))
 
 
 @dataclass(frozen=True)
@@ -159,14 +175,15 @@ class _Question:
         return self.model.model_copy(update={"layers": layers, "mixer_layers": kept})
 
 
-def _extended(fewer: MicroBatch, more: MicroBatch, steps: float) -> MicroBatch:
+def _extended(fewer: _Traced, more: _Traced, steps: float) -> _Traced:
     def line(first: int, second: int) -> int:
         return round(first + steps * (second - first))
 
     operators = {**more.saved, **fewer.saved}
     saved = {name: line(fewer.saved.get(name, 0), more.saved.get(name, 0)) for name in operators}
     saved = dict(sorted(saved.items(), key=lambda pair: -pair[1]))
-    return MicroBatch(saved, line(fewer.copies, more.copies), line(fewer.peak, more.peak))
+    peaks = line(fewer.early, more.early), line(fewer.late, more.late)
+    return _Traced(saved, line(fewer.copies, more.copies), *peaks)
 
 
 def _period(model: Model) -> int | None:
@@ -179,10 +196,10 @@ def _period(model: Model) -> int | None:
     return None
 
 
-_results: dict[str, MicroBatch] = {}
+_results: dict[str, _Traced] = {}
 
 
-def _trace(key: str, asked: _Question) -> MicroBatch:
+def _trace(key: str, asked: _Question) -> _Traced:
     if key not in _results:
         try:
             _results[key] = _run(asked, int(key.split()[0]))
@@ -191,7 +208,7 @@ def _trace(key: str, asked: _Question) -> MicroBatch:
     return _results[key]
 
 
-def _run(asked: _Question, layers: int) -> MicroBatch:
+def _run(asked: _Question, layers: int) -> _Traced:
     rows, length = asked.rows, asked.row_length
     with torch.device("meta"):
         model = LossModel(
@@ -223,8 +240,10 @@ def _run(asked: _Question, layers: int) -> MicroBatch:
             losses = Autocast(model, "cpu", dtype)(ids, ids, weights, documents, float(rows * length))
             copies = sum(live.set_aside(copy) for copy in compute_weights.copies(parameters))
             saved = live.by_operator()
+            forward = len(live.levels)
             losses.total.backward()
-    return MicroBatch(saved, copies, live.peak - copies)
+    half = (forward + len(live.levels)) // 2
+    return _Traced(saved, copies, max(live.levels[:half]) - copies, max(live.levels[half:]) - copies)
 
 
 def _drop_gradient(parameter: Tensor) -> None:

@@ -14,9 +14,10 @@ from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
 from cdrmix.gpus import gpu_of_key
 from cdrmix.plan import trace as tracing
-from cdrmix.plan.fit import MOST_USED, at_most, check_memory, fit
+from cdrmix.plan.fit import MOST_USED, Remedy, at_most, check_memory, fit
 from cdrmix.plan.machine import Machine, host_memory, machine_for
 from cdrmix.plan.memory import memory_of
+from cdrmix.plan.parameters import count_parameters
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 WORKER = Path(__file__).with_name("measure_worker.py")
@@ -50,16 +51,26 @@ def test_the_estimate_is_within_a_tenth_of_the_measured_peak(case: str) -> None:
     assert memory_of(config_of(name, *TINY[case]), "cpu", 1).tensors == pytest.approx(measured, rel=0.1)
 
 
-@pytest.mark.parametrize("checkpointing", ["false", "true"])
-def test_two_short_models_say_what_a_long_one_takes(checkpointing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("accumulation", "checkpointing", "hidden", "row_length"),
+    # Of one micro-batch, activations outweigh the gradients in the first case; gradients in the others.
+    [(8, "false", 32, 256), (8, "true", 32, 256), (1, "false", 32, 256), (1, "false", 1024, 64), (1, "true", 32, 256)],
+)
+def test_two_short_models_say_what_a_long_one_takes(
+    accumulation: int, checkpointing: str, hidden: int, row_length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every period of blocks adds the same, so the line through two of them is exact."""
-    words = ["model.layers=24", "model.d_model=32", "model.rwkv.head_size=32", "model.feed_forward.hidden=32"]
+    words = ["model.layers=24", "model.d_model=32", "model.rwkv.head_size=32", f"model.feed_forward.hidden={hidden}"]
     words += ["train.batch_rows=16", f"train.activation_checkpointing={checkpointing}", "model.vocab_size=512"]
-    config = config_of("core-tiny", *words, "train.micro_batch_rows=2")
-    short = tracing.trace(config, "cuda", zero_stage=0, accumulation=8)
+    config = config_of("core-tiny", *words, "train.micro_batch_rows=2", f"data.row_length={row_length}")
+    short = tracing.trace(config, "cuda", zero_stage=0, accumulation=accumulation)
     monkeypatch.setattr(tracing, "WHOLE_LAYERS", 24)
-    whole = tracing.trace(config, "cuda", zero_stage=0, accumulation=8)
+    whole = tracing.trace(config, "cuda", zero_stage=0, accumulation=accumulation)
     assert short == whole
+    if accumulation == 1:
+        gradients = 4 * count_parameters(config.model).total_stored
+        assert whole.peak > gradients
+        assert hidden != 1024 or whole.total_saved < gradients
 
 
 def test_every_platform_saves_what_its_own_kernels_need() -> None:
@@ -134,6 +145,19 @@ def test_a_refusal_names_what_would_fit_and_that_does_fit() -> None:
     assert "train.activation_checkpointing=true" in str(refused.value)
     for words in (["train.micro_batch_rows=8"], ["train.activation_checkpointing=true"]):
         assert fit(config_of("core-tiny", "train.batch_rows=64", *words), small, 1).fits
+
+
+def test_more_devices_are_proposed_with_nothing_else_changed() -> None:
+    config = config_of("core-1b", "model.layers=4", "train.zero_stage=auto", "train.batch_rows=64")
+    at_four = memory_of(config, "cuda", 4).total
+    assert memory_of(config, "cuda", 2).total > at_four
+    room = card(int(at_four / MOST_USED) + 1)
+    assert fit(config, room, 1).remedies[-1] == Remedy((), 4, at_four)
+    # A step of as many rows as a micro-batch has none for a second process: its rows go down with the number.
+    small = config_of("core-1b", "model.layers=4", "train.zero_stage=auto", "train.batch_rows=8")
+    small = small.model_copy(update={"train": small.train.model_copy(update={"micro_batch_rows": 8})})
+    remedy = fit(small, room, 1).remedies[-1]
+    assert remedy.settings == (f"train.micro_batch_rows={8 // remedy.processes}",)
 
 
 def test_what_is_unknown_is_never_refused() -> None:
