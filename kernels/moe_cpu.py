@@ -4,7 +4,7 @@ The formulas are in `reference_moe.py`, which also serves what is not float32. A
 element-wise around it reads each row once and writes it once. The rows of one expert pass through buffers that the
 next one uses again, and are added to their tokens at once: memory fresh from the system costs more than the sums
 (32 MB of it 25 ms, written again 3 ms). A token's rows are added in the order of the experts, and each row is one
-thread's: what is written here has the same bits with any number of threads, while PyTorch's products have not.
+thread's, so that the bits are the same with any number of threads.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from cdrmix.kernels import reference_moe
 from cdrmix.kernels._numba import ZERO, array, compiled, run, sigmoid, with_sums
+from cdrmix.kernels._products import mm
 
 ROWS = 16  # rows that a thread takes at a time
 TWO = np.float32(2)
@@ -124,9 +125,9 @@ def experts_forward(
         if rows:
             z_here, hidden_here = z[span] if save == "fast" else z[:rows], hidden[:rows]
             torch.index_select(x_TD, 0, token_R[span], out=x[:rows])
-            torch.mm(x[:rows], w_up[expert], out=z_here)
+            mm(x[:rows], w_up[expert], out=z_here)
             _run(KERNELS[activation][0], z_here, weights_R[span], hidden_here)
-            torch.mm(hidden_here, w_down[expert], out=y[:rows])
+            mm(hidden_here, w_down[expert], out=y[:rows])
             _run(_add_rows, y[:rows], token_R[span], y_TD)
     if save == "fast":
         z[spans[-1].stop :] = 0
@@ -177,13 +178,13 @@ def experts_backward(
         torch.index_select(x_TD, 0, token_R[span], out=x_here)
         torch.index_select(dy_TD, 0, token_R[span], out=dy_here)
         if save != "fast":
-            torch.mm(x_here, w_up[expert], out=z_here)
-        torch.mm(dy_here, w_down[expert].mT, out=dhidden_here)
+            mm(x_here, w_up[expert], out=z_here)
+        mm(dy_here, w_down[expert].mT, out=dhidden_here)
         weights, dweights = weights_R[span], dweights_R[span]
         _run(KERNELS[activation][1], z_here, weights, dhidden_here, hidden_here, dz_here, dweights)
         reference_moe.weight_product(hidden_here, dy_here, expert, dw_down, down_sum)
         reference_moe.weight_product(x_here, dz_here, expert, dw_up, up_sum)
-        torch.mm(dz_here, w_up[expert].mT, out=dx[:rows])
+        mm(dz_here, w_up[expert].mT, out=dx[:rows])
         _run(_add_rows, dx[:rows], token_R[span], dx_TD)
     dweights_TK = torch.empty_like(weights_TK)
     dweights_TK.view(-1)[order_R] = dweights_R

@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cdrmix.kernels import _products
+
 MOST_ROWS = 512  # of a chunk: its product with the weight runs at full speed from some 256 rows on
 LEAST_ROWS = 32  # and what larger chunks are multiples of
 CHUNK_BYTES = 1 << 26  # of its logits at most: 320 rows at V 50,272; with 512, peak memory was 0.130 of plain PyTorch's
@@ -27,7 +29,7 @@ def counted(targets_KN: Tensor, weights_KN: Tensor | None, ignore_index: int) ->
 def add_product(sum_VD: Tensor, dlogits_NV: Tensor, hidden_ND: Tensor) -> None:
     """sum += dlogits^T hidden, in place; sum may be float32 beside narrower factors."""
     if sum_VD.dtype == dlogits_NV.dtype:
-        sum_VD.addmm_(dlogits_NV.mT, hidden_ND)
+        _products.add_product(sum_VD, dlogits_NV, hidden_ND)
         return
     for first in range(0, len(sum_VD), BLOCK_V):  # not all at once: a second [V, D]
         block = slice(first, first + BLOCK_V)
@@ -70,7 +72,7 @@ def cross_entropy_forward(
     memory = hidden_ND.new_empty(min(size, len(rows)), V)
     for chunk in rows.split(size) if len(rows) else ():
         hidden, target, scale = hidden_ND[chunk], allowed_KN[:, chunk].mT, scales_KN[:, chunk].mT
-        logits = torch.mm(hidden, weight_VD.mT, out=memory[: len(chunk)]).to(accumulate)
+        logits = _products.mm(hidden, weight_VD.mT, out=memory[: len(chunk)]).to(accumulate)
         top = logits.amax(-1, keepdim=True)
         logits -= top
         score = logits.gather(-1, target) * (1 - label_smoothing)
@@ -91,7 +93,7 @@ def cross_entropy_forward(
             dlogits.scatter_(-1, at, dlogits.gather(-1, at) - share)  # set by set: two may have the same target
         dlogits = dlogits.to(hidden.dtype)
         if wants_hidden:
-            dhidden_ND[chunk] = dlogits @ weight_VD
+            dhidden_ND[chunk] = _products.mm(dlogits, weight_VD)
         if wants_weight:
             add_product(dweight_VD, dlogits, hidden)
     return losses_KN, dhidden_ND, dweight_VD

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cdrmix.kernels._products import mm
+
 ACTIVATIONS = ("relu2", "swiglu")
 
 
@@ -193,7 +195,7 @@ def experts_backward(
             dz = _activate_backward(z_here, dhidden, activation).mul_(scale)
             weight_product(hidden.mul_(scale), dy, expert, dw_down, down_sum)
             weight_product(x, dz, expert, dw_up, up_sum)
-            torch.mm(dz, w_up[expert].mT, out=dx_RD[span])
+            mm(dz, w_up[expert].mT, out=dx_RD[span])
     dweights = torch.empty_like(weights_R)
     dweights[order_R] = dweights_R
     return combine(dx_RD, order_R, counts_E, k), dw_up, dw_down, dweights.view_as(weights_TK)
@@ -206,7 +208,7 @@ def product_forward(x_RD: Tensor, w_EDF: Tensor, counts_E: Tensor) -> Tensor:
         return _zero_tail(torch._grouped_mm(x_RD, w_EDF, offs=offsets), counts_E)
     y_RF = x_RD.new_zeros(len(x_RD), w_EDF.shape[2])
     for expert, span in enumerate(row_spans(counts_E)[0]):
-        torch.mm(x_RD[span], w_EDF[expert], out=y_RF[span])
+        mm(x_RD[span], w_EDF[expert], out=y_RF[span])
     return y_RF
 
 
@@ -224,7 +226,7 @@ def product_backward(
         return dx_RD, add_gradient(dw_EDF, w_sum)
     dx_RD, dw_EDF = torch.zeros_like(x_RD), gradient_like(w_EDF, w_sum)
     for expert, span in enumerate(row_spans(counts_E)[0]):
-        torch.mm(dy_RF[span], w_EDF[expert].mT, out=dx_RD[span])
+        mm(dy_RF[span], w_EDF[expert].mT, out=dx_RD[span])
         weight_product(x_RD[span], dy_RF[span], expert, dw_EDF, w_sum)
     return dx_RD, dw_EDF
 
@@ -240,7 +242,7 @@ def weight_product(left: Tensor, right: Tensor, expert: int, dw: Tensor, total: 
     The product over no rows writes zeros, and adds nothing.
     """
     if total is None:
-        torch.mm(left.mT, right, out=dw[expert])
+        mm(left.mT, right, out=dw[expert])
     elif len(left):
         total[expert].addmm_(left.mT.to(total.dtype), right.to(total.dtype))
 

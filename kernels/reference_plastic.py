@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from cdrmix.kernels._products import mm
 from cdrmix.kernels.reference import unit_lower_inverse
 
 RULES = ("hebb", "delta", "oja")
@@ -59,7 +59,7 @@ def plastic_lora_loop(
 
 def project_forward(x: Tensor, w: Tensor, b_up: Tensor, reads: Tensor) -> Tensor:
     """y [S, R, O] = x w^T + reads b_up^T of x [R, I], w [O, I], b_up [O, r], reads [S, R, r]; x w^T is made once."""
-    base = functional.linear(x, w)
+    base = mm(x, w.mT)
     if len(reads) == 1:
         return base.addmm_(reads[0], b_up.mT).unsqueeze(0)
     y = base.new_empty(len(reads), *base.shape)
@@ -78,8 +78,8 @@ def project_backward(
     rows, none = dy.flatten(0, 1), dy.new_empty(0)
     base = dy[0] if len(dy) == 1 else dy.sum(0)
     return (
-        base @ w if wanted[0] else none,
-        base.mT @ x if wanted[1] else none.clone(),
+        mm(base, w) if wanted[0] else none,
+        mm(base.mT, x) if wanted[1] else none.clone(),
         (reads.flatten(0, 1).mT @ rows).mT.contiguous() if wanted[2] else none.clone(),
         (rows @ b_up).view(reads.shape) if wanted[3] else none.clone(),
     )

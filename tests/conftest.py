@@ -10,7 +10,6 @@ import sys
 os.environ.setdefault("TRITON_INTERPRET", "0" if "gpu" in sys.argv else "1")
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
     os.environ.setdefault(name, "1")  # also for the processes that tests start
-os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")  # as be_deterministic() does, but before any test's first product
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ["PYTHONSAFEPATH"] = "1"  # child processes must not find our kernels/ under the PyPI package's name
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -31,10 +31,10 @@ from cdrmix.registry import nearest
 
 LARGEST_FILE = 1 << 20  # bytes; a configuration is a few thousand
 LARGEST_COUNT = 20_000  # values, counted after aliases are followed
-# Keys that change no weight and no measurement, only where things are kept and what is told of them. The
-# device and the threads are not among them: they decide the order in which sums are rounded.
+# Keys that change no weight and no measurement, only where things are kept, what is told of them and how long it
+# takes. The device is not among them: it decides the order in which sums are rounded.
 NOT_HASHED: dict[str, Any] = {
-    "run": {"root", "name"},
+    "run": {"root", "name", "threads"},
     "data": {"cache", "engine", "workers", "memory_mb"},  # the shards are the same
     "train": {"keep_last", "log_every", "expert_parallel", "profile"},
     "logging": True,

@@ -36,7 +36,7 @@ class Run(Section):
     seed: NonNegativeInt = 1
     root: Text = "experiments"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: NonNegativeInt = 0  # CPU threads a process; 0: all cores divided by the processes
+    threads: NonNegativeInt = 0  # CPU threads a process; 0: chosen by the time of steps; never decides a bit
 
 
 class Attention(Section):

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from cdrmix import ops
 from cdrmix.config.schema import Model
+from cdrmix.kernels._products import set_num_threads
 
 ParameterKind = Literal["matrix", "embedding", "vector", "decay_bias"]
 
@@ -67,11 +68,11 @@ class Projection(nn.Linear):
 def orthogonal_(weight: Tensor, gain: float) -> None:
     """Orthogonal rows or columns times `gain`, by one thread: LAPACK's QR has other bits with two."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    set_num_threads(1)
     try:
         nn.init.orthogonal_(weight, gain)
     finally:
-        torch.set_num_threads(threads)
+        set_num_threads(threads)
 
 
 def linear(inputs: int, outputs: int, scale: float) -> Projection:

@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from cdrmix import ops
 from cdrmix.config.schema_reasoning import PlasticLora
@@ -78,7 +77,7 @@ class Adapter(nn.Module):
         slow: list[Tensor] = [self.keys, self.values]
         if self.gate is not None:
             slow.append(self.gate)
-        own = functional.linear(x, torch.cat(slow))
+        own = ops.linear(x, torch.cat(slow))
         own = own if own.dtype == torch.float64 else own.float()
         keys, values, before, here = own.split([width, self.rank, gates, gates], -1)
         carried = torch.cat([keys, before], -1)[:, prefix:]

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from cdrmix.kernels._products import add_product
+from cdrmix.kernels._products import add_product, is_wide, mm, multiplies_on_one_thread
 from cdrmix.ops.backend import compute_dtype
 from cdrmix.ops.weights import compute_weight, gradient_sum, is_attached, outside_graphs
 
@@ -21,7 +21,8 @@ def linear(x: Tensor, weight: Tensor, *, inputs_first: bool = False) -> Tensor:
     Returns [..., O] in the compute dtype. Differentiable in both; the same bits every time.
     What `ops.weights.attach` has given the weight is used where products run in that dtype: the product reads the
     copy, and the backward pass adds the weight's gradient to its `.grad` in float32 by itself (and is then
-    differentiable once); nothing of the weight's size is cast, rounded or added besides. Else PyTorch's own product.
+    differentiable once); nothing of the weight's size is cast, rounded or added besides. Else PyTorch's own product,
+    or on a CPU, where it may take no more than one thread (`kernels/_products.py`), one that may take several.
     Raises RuntimeError, PyTorch's, for shapes and dtypes that do not go together.
     """
     if torch.compiler.is_compiling() and compute_dtype(x) != weight.dtype:
@@ -31,10 +32,49 @@ def linear(x: Tensor, weight: Tensor, *, inputs_first: bool = False) -> Tensor:
 
 def _linear(x: Tensor, weight: Tensor, inputs_first: bool) -> Tensor:
     dtype = compute_dtype(x)
-    if not is_attached(weight, dtype):
-        return x @ weight if inputs_first else functional.linear(x, weight)
-    y: Tensor = _Linear.apply(x.to(dtype), weight, inputs_first)
+    y: Tensor
+    if is_attached(weight, dtype):
+        y = _Linear.apply(x.to(dtype), weight, inputs_first)
+    elif _is_shared_out(x, weight):
+        y = (_SharedOut.apply if torch.is_grad_enabled() else _shared_out)(x, weight, inputs_first)
+    else:
+        y = x @ weight if inputs_first else functional.linear(x, weight)
     return y
+
+
+def _is_shared_out(x: Tensor, weight: Tensor) -> bool:
+    """Whether the product is one of those that take several threads where every other product takes one."""
+    if torch.compiler.is_compiling() or not multiplies_on_one_thread() or x.device.type != "cpu" or x.dim() < 2:
+        return False
+    same = x.dtype == weight.dtype == compute_dtype(x) == torch.float32
+    return same and is_wide(x.numel() // max(1, x.shape[-1]), min(weight.shape))
+
+
+def _shared_out(x: Tensor, weight: Tensor, inputs_first: bool) -> Tensor:
+    y = mm(x.reshape(-1, x.shape[-1]), weight if inputs_first else weight.mT)
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+class _SharedOut(torch.autograd.Function):
+    """`linear` in float32 on a CPU, by products with the same bits for any number of threads."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, inputs_first: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.inputs_first = inputs_first
+        return _shared_out(x, weight, inputs_first)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        wants_x, wants_weight, _ = ctx.needs_input_grad
+        dx = _linear(dy, weight, not ctx.inputs_first) if wants_x else None
+        dweight = None
+        if wants_weight:
+            sides = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+            left, right = sides[::-1] if ctx.inputs_first else sides
+            dweight = _linear(left.mT, right, True)
+        return dx, dweight, None
 
 
 class _Linear(torch.autograd.Function):

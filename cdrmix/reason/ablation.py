@@ -22,6 +22,7 @@ from cdrmix.config.load import config_hash, load_config
 from cdrmix.config.schema import Config
 from cdrmix.durable import write_atomically
 from cdrmix.errors import ConfigError
+from cdrmix.kernels._products import set_num_threads
 from cdrmix.reason.ablation_table import Verdict, check, judge, markdown
 
 RESULTS = "results.jsonl"
@@ -130,11 +131,11 @@ def _experiment(name: str) -> Experiment:
 def _run_one(experiment: Experiment, config: Config, seed: int, mark: str, what: str, say: Say) -> dict[str, object]:
     """One arm at one seed, on so many threads as the configuration says (0: one, the fastest for small models)."""
     threads, begun = torch.get_num_threads(), time.perf_counter()
-    torch.set_num_threads(config.run.threads or 1)
+    set_num_threads(config.run.threads or 1)
     try:
         measured = experiment(config, seed, say)
     finally:
-        torch.set_num_threads(threads)
+        set_num_threads(threads)
     seconds = round(time.perf_counter() - begun, 1)
     return {"mark": mark, "what": what, "seed": seed, "seconds": seconds, "measured": measured}
 

@@ -217,15 +217,14 @@ def differences(checkpoint: Path, engine: Engine) -> list[str]:
     """What of this run's processes differs from those that made a checkpoint, and changes the rounding."""
     state = {"expert_parallel": 1} | json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
     now = _layout(engine)
-    return [f"{state[name]} {name} before, {count} now" for name, count in now.items() if state[name] != count]
+    return [
+        f"{state[name]} {name} before, {count} now" for name, count in now.items() if state.get(name, count) != count
+    ]
 
 
 def _layout(engine: Engine) -> dict[str, int]:
-    return {
-        "processes": engine.world.size,
-        "threads": torch.get_num_threads(),
-        "expert_parallel": engine.expert_parallel,
-    }
+    layout = {"processes": engine.world.size, "expert_parallel": engine.expert_parallel}
+    return layout if engine.any_threads else layout | {"threads": torch.get_num_threads()}
 
 
 def read_weights(checkpoint: Path, *, average: bool = False) -> dict[str, Tensor]:

@@ -31,7 +31,7 @@ from cdrmix.ops import weights as compute_weights
 from cdrmix.train.compiling import mark_documents
 from cdrmix.train.expert_parallel import expert_groups, is_shared_out, total_norm
 from cdrmix.train.optim import LossScale, WeightAverage, make_optimizer, parameter_groups
-from cdrmix.train.parallel import World
+from cdrmix.train.parallel import World, any_threads
 from cdrmix.train.zero import zero_stage
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -177,6 +177,7 @@ class Engine:
         self._norm = torch.zeros(())  # the same where it was made, of gradients that were clipped and not yet applied
         self.loss_scale = LossScale(config.train.precision == "fp16")
         self.module = Autocast(loss_model, world.device.type, AUTOCAST[config.train.precision])
+        self.any_threads = any_threads(config, world.device)  # whether no bit depends on the number of CPU threads
         self.adamw = make_optimizer(parameter_groups(loss_model, config.train), config.train)
         self._engine, *_ = deepspeed.initialize(
             model=self.module, optimizer=self.adamw, config=deepspeed_config(config, world)

@@ -25,7 +25,9 @@ from torch import Tensor
 
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
+from cdrmix.kernels._products import multiplies_on_one_thread, multiply_on_one_thread, set_num_threads
 from cdrmix.train.device import check_cpu, check_gpu, device_type
+from cdrmix.train.threads import candidates
 
 Item = TypeVar("Item")
 
@@ -94,7 +96,7 @@ def join(config: Config) -> World:
     """
     rank, size, local_rank = rank_size_local_rank()
     device = _device(config, local_rank)
-    torch.set_num_threads(threads(config, int(os.environ.get("LOCAL_WORLD_SIZE", size))))
+    set_num_threads(threads(config, int(os.environ.get("LOCAL_WORLD_SIZE", size))))
     be_deterministic()
     keep_freed_memory()
     _join_process_group(rank, size, local_rank, device)
@@ -122,7 +124,7 @@ def work_alone(config: Config, wanted: str | None = None) -> torch.device:
     Raises ConfigError when the device asked for is missing.
     """
     device = device_type(wanted or config.run.device)
-    torch.set_num_threads(threads(config, 1))
+    set_num_threads(threads(config, 1))
     be_deterministic()
     return torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
 
@@ -134,21 +136,36 @@ def rank_size_local_rank() -> tuple[int, int, int]:
 
 
 def threads(config: Config, processes: int) -> int:
-    """CPU threads of one process: `run.threads`, or the cores this process may use divided by the processes."""
+    """CPU threads of one process at most: `run.threads`, or the cores it may use divided by the processes."""
     return config.run.threads or max(1, len(os.sched_getaffinity(0)) // processes)
 
 
+def any_threads(config: Config, device: torch.device) -> bool:
+    """Whether any number of CPU threads trains the same bits: on a GPU, and in float32 where the products see to it."""
+    return device.type != "cpu" or (config.train.precision == "fp32" and multiplies_on_one_thread())
+
+
+def thread_numbers(config: Config, world: World) -> list[int]:
+    """The numbers of CPU threads to choose from by measurement; one where there is nothing to choose.
+
+    That is so with a number in `run.threads`, on a GPU, with several processes, which would slow one another, and where
+    bits depend on the number.
+    """
+    most = threads(config, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
+    if config.run.threads or world.size > 1 or world.device.type != "cpu" or not any_threads(config, world.device):
+        return [most]
+    return candidates(most)
+
+
 def be_deterministic() -> None:
-    """Makes PyTorch refuse operations whose result depends on timing, on every device."""
+    """Makes PyTorch refuse operations whose result depends on timing, on every device, or on a CPU on its threads."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     os.environ.setdefault("NCCL_ALGO", "Ring")  # one order of summation
-    # Read at the first product on a CPU. Without it, products of 5 to 11 rows have other bits on 2 threads than on 1;
-    # with it, those of 4 to 15 rows and 16 columns still have, so that the number of threads is part of a run.
-    os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
     torch.use_deterministic_algorithms(True)
     # That also fills every torch.empty, which costs a pass over memory; our code never reads what it did not write.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
+    multiply_on_one_thread()
 
 
 def keep_freed_memory() -> None:

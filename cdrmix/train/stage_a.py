@@ -36,10 +36,11 @@ from cdrmix.train.compiling import uncompiled
 from cdrmix.train.engine import Engine, make_engine
 from cdrmix.train.faults import Skips, StopRequest, check_finite, memory_guard
 from cdrmix.train.metrics import Console, StepRecord, Trackers
-from cdrmix.train.parallel import World, join, seed_everything
+from cdrmix.train.parallel import World, join, seed_everything, thread_numbers
 from cdrmix.train.profiling import make_profiler
 from cdrmix.train.run import RunFolder
 from cdrmix.train.schedule import learning_rate
+from cdrmix.train.threads import ThreadChoice
 
 
 class TrainResult(NamedTuple):
@@ -81,7 +82,7 @@ def train(
             progress, checkpoint = _continue(engine, config, run, shards)
         skips = Skips(may_skip=settings.precision == "fp16", total=progress.skipped_steps)
         saver = Saver(engine, config, run, fingerprints(shards), latest=checkpoint)
-        meter = Meter(progress)
+        meter, threads = Meter(progress), ThreadChoice(thread_numbers(config, world), run.say)
 
         with (
             StopRequest() as stop,
@@ -97,6 +98,7 @@ def train(
                 saver.point_best(progress)
             for step in range(progress.step, settings.steps):
                 number = step + 1
+                threads.begin()
                 meter.start()
                 rate = learning_rate(settings, step)
                 engine.set_learning_rate(rate)
@@ -118,11 +120,13 @@ def train(
                 skips.record(applied, number)
                 profiler.step()
 
+                seconds = meter.stop()
+                threads.end(seconds - progress.seconds)
                 progress = dataclasses.replace(
                     progress,
                     step=number,
                     tokens=progress.tokens + (round(batches[0].token_count) if applied else 0),
-                    seconds=meter.stop(),
+                    seconds=seconds,
                     loss=figures.next_token_loss,
                     skipped_steps=skips.total,
                 )

@@ -1,4 +1,4 @@
-"""At the shipped widths one CPU thread and two train the same weights; narrower products may round differently."""
+"""The number of CPU threads decides no bit of a run, so that a run may be gone on with by another number."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from cdrmix.cli import main
+from cdrmix.train.run import RunFolder
 
 Arguments = Callable[..., list[str]]
 # The widths of the shipped configurations: below 32,768 elements an operation of PyTorch's uses one thread anyway.
@@ -18,19 +19,37 @@ WIDE = (
 )
 
 
-@pytest.mark.parametrize(
-    "mixers", ["model.mixer_layers={}", "model.mixer_layers={mamba2: [0, 2]}"], ids=["core", "hybrid"]
+# Widths, experts and rows that MKL's threads would round otherwise: no multiples of 16, and few.
+ODD = (
+    *("model.d_model=48", "model.rwkv.head_size=16", "model.attention.heads=2", "model.attention.kv_heads=1"),
+    *("model.feed_forward.hidden=27", "model.feed_forward.experts=6", "data.row_length=48"),
+    *("train.batch_rows=4", "train.micro_batch_rows=1", "train.steps=3"),
 )
-def test_one_thread_and_two_train_the_same_weights(
-    arguments: Arguments, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], mixers: str
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (*WIDE, "model.mixer_layers={}"),
+        (*WIDE, "model.mixer_layers={mamba2: [0, 2]}"),
+        ODD,
+        (*ODD, "model.mixer_layers={mamba2: [0]}", "model.mamba={d_state: 12, head_dim: 24}"),
+    ],
+    ids=["core", "hybrid", "odd", "odd hybrid"],
+)
+def test_any_number_of_threads_trains_the_same_weights(
+    arguments: Arguments, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], shape: tuple[str, ...]
 ) -> None:
     runs = []
-    for number in (1, 2):
+    for number in (1, 2, 3):
         root = tmp_path / str(number)
-        more = (*WIDE, mixers, f"run.threads={number}", f"run.root={root}")
+        more = (*shape, f"run.threads={number}", f"run.root={root}")
         assert main(["train", *arguments(*more)]) == 0
         (run,) = root.iterdir()
         runs.append(run)
     capsys.readouterr()
-    assert main(["compare", *map(str, runs)]) == 0
-    assert "identical" in capsys.readouterr().out
+    for other in runs[1:]:
+        assert main(["compare", str(runs[0]), str(other)]) == 0
+        assert "identical" in capsys.readouterr().out
+    hashes = {RunFolder.open(run).summary()["config_hash"] for run in runs}
+    assert len(hashes) == 1
