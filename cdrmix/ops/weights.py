@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 _ATTRIBUTE = "_cdrmix_compute_weight"
+_REASON = "a weight's copy and the sum of its gradients are not in a graph"
+_between_graphs: list[Callable[..., Tensor]] = []  # `_call` as torch.compile leaves it alone; none before `attach`
 
 
 class _Attached:
@@ -40,6 +42,8 @@ def attach(weights: Iterable[Tensor], dtype: torch.dtype, *, add_gradients: bool
     wait for a weight's gradient, as those of DeepSpeed's ZeRO; and `.backward()` alone gives gradients then, not
     `torch.autograd.grad`.
     """
+    if not _between_graphs:  # not before: it loads torch.compile, which takes 1.5 s
+        _between_graphs.append(torch.compiler.disable(_call, reason=_REASON))
     for weight in weights:
         assert weight.dtype == torch.float32
         setattr(weight, _ATTRIBUTE, _Attached(dtype, add_gradients))
@@ -100,12 +104,15 @@ def gradient_sum(weight: Tensor) -> Tensor | None:
     return weight.grad
 
 
-@torch.compiler.disable(reason="a weight's copy and the sum of its gradients are not in a graph")
 def outside_graphs(operator: Callable[..., Tensor], *arguments: object) -> Tensor:
-    """The operator's result, which torch.compile does not look into: it ends a graph here and begins another.
+    """The operator's result, which torch.compile does not look into once `attach` was called.
 
-    With fullgraph=True, torch.compile raises its Unsupported with the reason.
+    It ends a graph here and begins another. With fullgraph=True, torch.compile raises its Unsupported with the reason.
     """
+    return (_between_graphs[0] if _between_graphs else _call)(operator, *arguments)
+
+
+def _call(operator: Callable[..., Tensor], *arguments: object) -> Tensor:
     return operator(*arguments)
 
 
