@@ -14,6 +14,7 @@ from cdrmix.ops.backend import Platform
 from cdrmix.plan.parameters import count_parameters
 from cdrmix.plan.trace import trace
 from cdrmix.train.engine import BUCKET, MOST_LIVE
+from cdrmix.train.reduction import IN_FLIGHT
 from cdrmix.train.zero import zero_stage
 
 FP32 = 4
@@ -117,9 +118,8 @@ def _buffers(stage: int, config: Config, here: int, processes: int) -> Iterator[
     if processes == 1 and stage == 0:
         return
     if stage < 3:
-        # Without ZeRO gradients are flattened for the all-reduce after the backward pass, when activations are gone.
-        if stage > 0:
-            yield Component("buffers", FP32 * min(BUCKET, here), "a bucket of gradients to be reduced")
+        held = IN_FLIGHT if stage < 2 else 1
+        yield Component("buffers", held * FP32 * min(BUCKET, here), "buckets of gradients to be reduced")
         return
     model, ffn = config.model, config.model.feed_forward
     widening = 3 if ffn.activation == "swiglu" else 2

@@ -2,8 +2,10 @@
 
 How a gradient comes about, as read in DeepSpeed 0.19 and held against plain PyTorch in the tests:
 - LossModel divides by the token count of the global batch, so micro-batches and processes are to be summed.
-- `backward(..., scale_wrt_gas=False)` keeps DeepSpeed from dividing by the accumulation steps; the division by
-  the number of processes in its all-reduce is undone by multiplying the loss.
+- `backward(..., scale_wrt_gas=False)` keeps DeepSpeed from dividing by the accumulation steps; where it reduces, under
+  ZeRO-2 and 3, its division by the number of processes is undone by multiplying the loss.
+- Without ZeRO and under ZeRO-1 gradients are added up here (`reduction.py`), beside an update's last backward pass;
+  ZeRO-1's optimizer then takes the sums of its own weights from `.grad`.
 - Weights, gradients and optimizer state are fp32. Lower precision is torch.autocast around the forward pass,
   so that ZeRO never sees it and reduces in fp32 whatever the stage. Products read 16-bit copies of the weights, which
   `step` and `load_weights` refresh, and add weight gradients to `.grad` by themselves (`ops/weights.py`).
@@ -32,8 +34,10 @@ from cdrmix.train.compiling import mark_documents
 from cdrmix.train.expert_parallel import expert_groups, is_shared_out, total_norm
 from cdrmix.train.optim import LossScale, WeightAverage, make_optimizer, parameter_groups
 from cdrmix.train.parallel import World, any_threads
+from cdrmix.train.reduction import GradientReduction, Shared
 from cdrmix.train.zero import zero_stage
 
+REDUCED = {"fp32": torch.float32, "bf16": torch.bfloat16}
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 BUCKET = 50_000_000  # elements of one communication; 200 MB of fp32
 MOST_LIVE = 1_000_000_000  # parameters that ZeRO-3 holds whole at once, where a module's own are no more
@@ -89,8 +93,8 @@ def deepspeed_config(config: Config, world: World) -> dict[str, Any]:
         "zero_optimization": {
             "stage": stage,
             "legacy_stage1": False,
-            # ZeRO-1's one reduction a step reads finished sums, and ZeRO-2 would wait for the whole device before each
-            # message. ZeRO-3 reduces on a stream of its own, in an order that the model alone decides.
+            # ZeRO-2 would wait for the whole device before each message. ZeRO-3 reduces on a stream of its own, in an
+            # order that the model alone decides.
             "overlap_comm": stage == 3,
             "contiguous_gradients": True,
             "reduce_scatter": True,
@@ -182,12 +186,20 @@ class Engine:
         self._engine, *_ = deepspeed.initialize(
             model=self.module, optimizer=self.adamw, config=deepspeed_config(config, world)
         )
-        if world.size == 1 and self.stage == 0:
-            self._engine.enable_backward_allreduce = False  # a copy of every gradient, for a sum of one
+        self._last = False  # whether the micro-batch at hand ends the update
         self.parameters: dict[str, Any] = {  # Any: ZeRO-3 gives parameters ds_tensor, ds_numel and ds_shape
             name.removeprefix("language_model."): parameter for name, parameter in loss_model.named_parameters()
         }
         attach_copies(self.parameters.values(), self.module.dtype, self.stage)
+        self._reduction: GradientReduction | None = None
+        if self.stage < 2:
+            self._engine.enable_backward_allreduce = False
+            if self.stage == 1:
+                for hook in self._engine.optimizer._grad_acc_hooks:
+                    hook.remove()  # they would make buckets that nobody fills
+            self._reduction = GradientReduction(
+                self.parameters.values(), self._shared(), REDUCED[config.train.reduce_dtype], most=BUCKET
+            )
         # Weights that no gradient changes, the routers' biases: whole and the same in every process.
         self.buffers = {name.removeprefix("language_model."): buffer for name, buffer in loss_model.named_buffers()}
         decay = config.train.ema_decay
@@ -210,17 +222,25 @@ class Engine:
 
     def evaluate(self, *arguments: Any, last: bool) -> Any:
         """The loss model's forward pass on a micro-batch of its own kind; `last` as for `forward`."""
+        self._last = last
         self._engine.set_gradient_accumulation_boundary(last)
         return self._engine(*arguments)
 
     def backward(self, total: Tensor) -> None:
         """Adds the gradients of a micro-batch's total loss; after the last one they are summed over the processes."""
-        factor: float = self.world.size
+        factor: float = self.world.size if self.stage >= 2 else 1
         if self.stage == 0:
             factor *= self.loss_scale.value
         elif self.loss_scale.enabled:
             self._engine.optimizer.override_loss_scale(self.loss_scale.value)
+        reduction = self._reduction if self._last else None
+        if reduction is not None:
+            reduction.begin()
         self._engine.backward(total * factor, scale_wrt_gas=False)
+        if reduction is not None:
+            reduction.end()
+            if self.stage == 1:
+                self._hand_over_gradients()
 
     def clip(self) -> Tensor | None:
         """Scales the gradients down to the norm `train.gradient_clip`. Returns what it was, a scalar on the device.
@@ -352,6 +372,32 @@ class Engine:
             if value.dim() == parameter.dim():  # else the step count
                 value = self._share(parameter, value)
             self.adamw.state[parameter][slot] = value.to(parameter.device, copy=True)
+
+    def _shared(self) -> list[Shared]:
+        # Which processes hold the same parameters, and under ZeRO-1 who updates which of them.
+        if self.world.size == 1:
+            return []
+        if self.stage == 1:
+            zero = self._engine.optimizer
+            assert not any(any(padding) for padding in zero.round_robin_bit16_padding), "gaps between parameters"
+            layout = zip(zero.round_robin_bit16_groups, zero.real_dp_process_group, zero.partition_size, strict=True)
+            return [Shared(parameters, group, int(part)) for parameters, group, part in layout]
+        parameters = list(self.parameters.values())
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        found = [Shared([each for each in parameters if not is_shared_out(each)], everyone)]
+        if self._experts is not None:
+            found.append(Shared([each for each in parameters if is_shared_out(each)], self._experts.copies))
+        return found
+
+    def _hand_over_gradients(self) -> None:
+        # What DeepSpeed's ZeRO-1 does after its own reduction: its step reads the sums of this process's partitions.
+        zero = self._engine.optimizer
+        for number, mine in enumerate(zero.params_in_partition):
+            zero.all_grad_tensors[number] = zero.get_all_grad_tensors(mine, dtype=torch.float32)
+        zero.finalize_gradient_accumulation_boundary()
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
     def _optimized(self) -> dict[str, Tensor]:
         # What AdamW really updates: the parameters, or with ZeRO the flat fp32 partitions of this process.

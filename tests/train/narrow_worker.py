@@ -124,8 +124,9 @@ class Moves(TorchDispatchMode):
         if func in (torch.ops.aten._to_copy.default, torch.ops.aten.add_.Tensor):
             where = args[0].data_ptr()
             for name, weight in self.weights.items():
-                owners = (weight, weight.grad) if weight.numel() else ()
-                if any(owner is not None and owner.data_ptr() == where for owner in owners):
+                # A gradient's cast makes a message of it, while the backward pass goes on.
+                moved = weight if func is torch.ops.aten._to_copy.default else weight.grad
+                if weight.numel() and moved is not None and moved.data_ptr() == where:
                     self.found.append(f"{func} {name}")
         return func(*args, **(kwargs or {}))
 
