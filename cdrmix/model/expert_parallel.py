@@ -6,6 +6,7 @@ N rows that arrive at a rank, C rows that an expert keeps at most of one rank's.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -104,20 +105,17 @@ class ExpertParallelFeedForward(MoeFeedForward):
     def _mix_counted(self, x_TD: Tensor, routing: ops.Routing) -> Tensor:
         """With messages as long as there are rows, of which the host has to know the counts.
 
-        Dropped rows are not sent. The counts travel while the rows are gathered, and the rows while the weights
-        travel and the order of the arrived rows is made; the products need the rows, so no more can overlap.
+        Dropped rows are not sent. The counts travel, also to the host, while the rows are gathered, and the rows while
+        the weights travel and the order of the arrived rows is made; the products need the rows, so no more can
+        overlap.
         """
         group, tokens = self.experts.group, x_TD.shape[0]
-        counts_SL = routing.counts_E.view(self.experts.size, -1)
-        received_SL = torch.empty_like(counts_SL)
-        counting = dist.all_to_all_single(received_SL, counts_SL.contiguous(), group=group, async_op=True)
+        counting = _Counting(routing.counts_E.view(self.experts.size, -1), group)
+        received_SL = counting.received_SL
         x_RD = ops.moe_dispatch(x_TD.to(compute_dtype(x_TD)), routing)
-        counting.wait()
-        # The one copy to the host: how long the messages are.
-        sent, received = torch.stack([counts_SL.sum(1), received_SL.sum(1)]).tolist()
-        plan = Plan(sent, received, group)
-
         sorted_R = routing.weights_TK.flatten().index_select(0, routing.order_R)
+        sent, received = counting.wait()
+        plan = Plan(sent, received, group)
         arriving = sum(received)
         moving: list[Any] = []
         x_ND, weights_N = _Exchange.apply(moving, plan, arriving, x_RD, sorted_R)
@@ -131,6 +129,49 @@ class ExpertParallelFeedForward(MoeFeedForward):
         for message in moving:
             message.wait()
         return ops.moe_combine(y_RD, routing)
+
+
+class _Counting:
+    """Counts of rows under way from the other ranks and to the host, on a stream of their own where there are streams.
+
+    The host then waits for the router alone, and not for what the device was asked to do after it, which goes on while
+    the host prepares what comes next. sent_SL: int64, rows for each rank's experts. received_SL: those from each rank,
+    to be read after `wait`.
+    """
+
+    def __init__(self, sent_SL: Tensor, group: dist.ProcessGroup) -> None:
+        self.received_SL = torch.empty_like(sent_SL)
+        self._sent_SL = sent_SL
+        self._on_host: tuple[Tensor, torch.cuda.Event] | None = None
+        if sent_SL.device.type != "cuda":
+            self._message = dist.all_to_all_single(self.received_SL, sent_SL, group=group, async_op=True)
+            return
+        beside = _stream_of_counts(sent_SL.device)
+        beside.wait_stream(torch.cuda.current_stream(sent_SL.device))
+        with torch.cuda.stream(beside):
+            dist.all_to_all_single(self.received_SL, sent_SL, group=group)
+            # To pinned memory, as every copy to the host that does not block.
+            self._on_host = self._sums().to("cpu", non_blocking=True), beside.record_event()
+
+    def wait(self) -> tuple[list[int], list[int]]:
+        """Rows for each rank and from each; the one time that the host waits in a layer."""
+        if self._on_host is None:
+            self._message.wait()
+            sums = self._sums()
+        else:
+            sums, done = self._on_host
+            torch.cuda.current_stream(self.received_SL.device).wait_event(done)
+            done.synchronize()
+        sent, received = sums.tolist()
+        return sent, received
+
+    def _sums(self) -> Tensor:
+        return torch.stack([self._sent_SL.sum(1), self.received_SL.sum(1)])
+
+
+@functools.cache
+def _stream_of_counts(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def local_routing(weights_N: Tensor, expert_N: Tensor, received_SL: Tensor, order_N: Tensor) -> ops.Routing:
