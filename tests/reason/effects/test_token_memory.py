@@ -13,11 +13,14 @@ FILE = Path(__file__).parents[3] / "configs" / "ablations" / "token-memory-rl.ya
 
 @pytest.mark.gate
 def test_a_memory_holds_far_beyond_the_length_it_was_trained_on(tmp_path: Path) -> None:
-    """In less than half of the steps: 64 chunks, 34 times the window, trained on 4.
+    """In less than three quarters of the steps: 64 chunks, 34 times the window, trained on 4.
+
+    1.00 and .99 at seeds 1 and 2. With 600 and 80 steps it is .39 to .97 by seed and rounding: not every seed has
+    learned by then.
 
     By the last chunk alone one knows its own pairs and guesses one value in 64: .06 is what the table allows.
     """
-    shorter = ["reasoning.phases.imitation.steps=600", "reasoning.phases.policy.steps=80"]
+    shorter = ["reasoning.phases.imitation.steps=1000", "reasoning.phases.policy.steps=150"]
     measured = ["ablation.chunks=[64]", "ablation.episodes=64", "ablation.demands=[]"]
     found = run(FILE, [*shorter, *measured], seeds=[1], out=tmp_path, arms=["policy"], say=lambda _: None)
     policy = found.measured["policy"][1]
