@@ -116,8 +116,13 @@ def document_span(cu_seqlens, document, length, C: tl.constexpr, per_row):
 
 @triton.jit
 def sums(signs, x, operand: tl.constexpr, SUMS: tl.constexpr):
-    """signs @ x for signs of 0, 1 and -1, to 16 bits beside bfloat16 operands (two products), else to 22 or more."""
-    if operand == tl.bfloat16:
+    """signs @ x for signs of 0, 1 and -1, to 16 bits beside bfloat16 operands (two products), else to 22 or more.
+
+    x in bfloat16 is exact in one product; otherwise it is float32.
+    """
+    if operand == tl.bfloat16 and x.dtype == tl.bfloat16:
+        total = dot(signs.to(operand), x, SUMS)
+    elif operand == tl.bfloat16:
         high = narrow(x, operand)
         low = narrow(x - high.to(tl.float32), operand)
         signs = signs.to(operand)
@@ -130,7 +135,9 @@ def sums(signs, x, operand: tl.constexpr, SUMS: tl.constexpr):
 @triton.jit
 def sums_t(x, signs, operand: tl.constexpr, SUMS: tl.constexpr):
     """x @ signs: the transpose of `sums` of what x and signs are the transposes of."""
-    if operand == tl.bfloat16:
+    if operand == tl.bfloat16 and x.dtype == tl.bfloat16:
+        total = dot(x, signs.to(operand), SUMS)
+    elif operand == tl.bfloat16:
         high = narrow(x, operand)
         low = narrow(x - high.to(tl.float32), operand)
         signs = signs.to(operand)

@@ -67,11 +67,10 @@ def decays(log_w, rows, keys, stride, inside, C: tl.constexpr, operand: tl.const
 
 
 @triton.jit
-def decays_t(log_w, rows, keys, stride, inside, C: tl.constexpr, operand: tl.constexpr, SUMS: tl.constexpr):
+def middle_sums_t(w, rows, C: tl.constexpr, operand: tl.constexpr, SUMS: tl.constexpr):
     """The transposes [K, C] of what decays gives."""
-    w = load_tokens_t(log_w, rows, keys, stride, inside)
     before, middle = rows[:, None] <= rows[None, :], rows[:, None] < C // 2
-    return w, sums_t(w, tl.where(before & ~middle, 1.0, tl.where(~before & middle, -1.0, 0.0)), operand, SUMS)
+    return sums_t(w, tl.where(before & ~middle, 1.0, tl.where(~before & middle, -1.0, 0.0)), operand, SUMS)
 
 
 @triton.jit

@@ -24,7 +24,19 @@ import triton.language as tl
 
 from cdrmix.kernels._chunks import span, sums_t
 from cdrmix.kernels._common import dot, dot_add, narrow
-from cdrmix.kernels.wkv7_chunk import decays, decays_t, load_tokens, load_tokens_t, store_tokens, store_tokens_t
+from cdrmix.kernels.wkv7_chunk import decays, load_tokens, middle_sums_t, store_tokens, store_tokens_t
+
+
+@triton.jit
+def operand_of(x, inside, operand: tl.constexpr):
+    """Loaded tokens [C, D] as operands, zero after the document's end.
+
+    The loads are masked as well. But what is loaded and then goes to shared memory as it is would be waited for there
+    and then by the code that Triton makes; with a selection between, loads that stand together wait together.
+    """
+    if operand == tl.bfloat16:
+        x = tl.where(inside[:, None], x, 0.0)
+    return narrow(x.to(tl.float32), operand)
 
 
 @triton.jit(do_not_specialize=["length", "per_row", "heads"])
@@ -106,6 +118,7 @@ def wkv7_chunk_gradient_keys(
     stride, stride_v = heads * K, heads * V
     token, token_v = (start * heads + head) * K, (start * heads + head) * V
     chunk = slot.to(tl.int64) * heads + head
+    here_t, inside_t = rows[None, :] * stride + keys[:, None], inside[None, :]
 
     dA_qk = tl.zeros([C, C], tl.float32)
     dA_qb = tl.zeros([C, C], tl.float32)
@@ -118,10 +131,12 @@ def wkv7_chunk_gradient_keys(
     for first in range(0, V, BLOCK_V):
         values = first + tl.arange(0, BLOCK_V)
         here = rows[:, None] * stride_v + values[None, :]
-        dy_tile = narrow(load_tokens(dy + token_v, rows, values, stride_v, inside), operand)
-        v_tile = narrow(load_tokens(v + token_v, rows, values, stride_v, inside), operand)
+        dy_tile = tl.load(dy + token_v + here, mask=inside[:, None], other=0.0)
+        v_tile = tl.load(v + token_v + here, mask=inside[:, None], other=0.0)
         U_tile = tl.load(U + token_v + here, mask=inside[:, None], other=0.0)
         Z_tile = tl.load(Z + token_v + here, mask=inside[:, None], other=0.0)
+        dy_tile, v_tile = operand_of(dy_tile, inside, operand), operand_of(v_tile, inside, operand)
+        U_tile, Z_tile = operand_of(U_tile, inside, operand), operand_of(Z_tile, inside, operand)
         x = tl.trans(dy_tile)
         dA_qk_t = dot_add(v_tile, x, dA_qk_t, PRECISION)
         dA_qb_t = dot_add(U_tile, x, dA_qb_t, PRECISION)
@@ -144,6 +159,13 @@ def wkv7_chunk_gradient_keys(
     dA_ak = narrow(tl.where(upper, 0.0, dA_ak), operand)
     dA_ab = narrow(tl.where(upper, 0.0, dA_ab), operand)
 
+    if operand == tl.bfloat16:  # all at once, ahead of what needs them; float32 would not fit the registers
+        w_raw = tl.load(log_w + token + here_t, mask=inside_t, other=0.0)
+        k_raw = tl.load(k + token + here_t, mask=inside_t, other=0.0)
+        b_raw = tl.load(b + token + here_t, mask=inside_t, other=0.0)
+        a_raw = tl.load(a + token + here_t, mask=inside_t, other=0.0)
+        r_raw = tl.load(r + token + here_t, mask=inside_t, other=0.0)
+
     # A second time over V: where it is one block, the compiler reads it once.
     dr_t = tl.zeros([BLOCK_K, C], tl.float32)
     da_t = tl.zeros([BLOCK_K, C], tl.float32)
@@ -156,32 +178,49 @@ def wkv7_chunk_gradient_keys(
         square = chunk * K * V + keys[:, None] * V + values[None, :]
         h_tile, dh_tile = tl.load(h + square), tl.load(dh + square)
         through += tl.sum(h_tile.to(tl.float32) * dh_tile.to(tl.float32), 1)
-        x = tl.trans(narrow(load_tokens(dy + token_v, rows, values, stride_v, inside), operand))
+        x = tl.load(dy + token_v + here, mask=inside[:, None], other=0.0)
+        x = tl.trans(operand_of(x, inside, operand))
         dr_t = dot_add(h_tile, x, dr_t, PRECISION)
-        x = tl.trans(tl.load(Z + token_v + here, mask=inside[:, None], other=0.0))
+        x = tl.load(Z + token_v + here, mask=inside[:, None], other=0.0)
+        x = tl.trans(operand_of(x, inside, operand))
         da_t = dot_add(h_tile, x, da_t, PRECISION)
-        x = tl.trans(narrow(load_tokens(v + token_v, rows, values, stride_v, inside), operand))
+        x = tl.load(v + token_v + here, mask=inside[:, None], other=0.0)
+        x = tl.trans(operand_of(x, inside, operand))
         dk_leaving = dot_add(dh_tile, x, dk_leaving, PRECISION)
-        x = tl.trans(tl.load(U + token_v + here, mask=inside[:, None], other=0.0))
+        x = tl.load(U + token_v + here, mask=inside[:, None], other=0.0)
+        x = tl.trans(operand_of(x, inside, operand))
         db_leaving = dot_add(dh_tile, x, db_leaving, PRECISION)
 
     enter = tl.load(edges + chunk * 2 * K + keys)[:, None]
     leave = tl.load(edges + chunk * 2 * K + K + keys)[:, None]
-    w, g = decays_t(log_w + token, rows, keys, stride, inside, C, operand, SUMS)
+    if operand == tl.bfloat16:
+        w_raw = tl.where(inside_t, w_raw, 0.0)  # see operand_of
+    else:
+        w_raw = tl.load(log_w + token + here_t, mask=inside_t, other=0.0)
+    w = w_raw.to(tl.float32)
+    g = middle_sums_t(w_raw, rows, C, operand, SUMS)
     away = tl.exp(-g)
-    kk = narrow(load_tokens_t(k + token, rows, keys, stride, inside) * away, operand)
-    bk = narrow(load_tokens_t(b + token, rows, keys, stride, inside) * away, operand)
+    if operand != tl.bfloat16:
+        k_raw = tl.load(k + token + here_t, mask=inside_t, other=0.0)
+    kk = narrow(k_raw.to(tl.float32) * away, operand)
+    if operand != tl.bfloat16:
+        b_raw = tl.load(b + token + here_t, mask=inside_t, other=0.0)
+    bk = narrow(b_raw.to(tl.float32) * away, operand)
     dr_t = dot_add(kk, dA_qk_t, dr_t * enter, PRECISION)
     dr_t = dot_add(bk, dA_qb_t, dr_t, PRECISION)
     da_t = dot_add(kk, dA_ak_t, da_t * enter, PRECISION)
     da_t = dot_add(bk, dA_ab_t, da_t, PRECISION)
     decay = tl.exp(g - w)
-    aq = narrow(load_tokens_t(a + token, rows, keys, stride, inside) * decay, operand)
+    if operand != tl.bfloat16:
+        a_raw = tl.load(a + token + here_t, mask=inside_t, other=0.0)
+    aq = narrow(a_raw.to(tl.float32) * decay, operand)
     store_tokens_t(da + token, rows, keys, stride, inside, da_t * decay)
     later = da_t * aq.to(tl.float32)
     dw = through[:, None] * enter * leave - later  # a_t reads before w_t
     decay = tl.exp(g)
-    rq = narrow(load_tokens_t(r + token, rows, keys, stride, inside) * decay, operand)
+    if operand != tl.bfloat16:
+        r_raw = tl.load(r + token + here_t, mask=inside_t, other=0.0)
+    rq = narrow(r_raw.to(tl.float32) * decay, operand)
     store_tokens_t(dr + token, rows, keys, stride, inside, dr_t * decay)
     later += dr_t * rq.to(tl.float32)
 
