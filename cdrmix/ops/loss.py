@@ -15,6 +15,7 @@ from cdrmix.ops.weights import compute_weight, gradient_sum
 
 OP = "linear_cross_entropy"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+SERIAL_SUM = 1 << 15  # elements that PyTorch sums by one thread at most: ATen's GRAIN_SIZE
 
 
 def linear_cross_entropy(
@@ -165,8 +166,16 @@ def _loss(
             wants_weight=wants_weight,
             rounded=weight.dtype.itemsize == 2,
         )
-        loss = losses.view(targets.shape).sum(-1) * unit
+        loss = _sum(losses.view(targets.shape)) * unit
         return loss, dhidden.view(hidden.shape if wants_hidden else 0), dweight, unit
+
+
+def _sum(losses: Tensor) -> Tensor:
+    """Over the last dimension; on a CPU by pieces too small for PyTorch to share out over threads, which rounds."""
+    size = max(1, SERIAL_SUM // (losses.numel() // max(1, losses.shape[-1]) or 1))
+    if losses.device.type != "cpu" or losses.shape[-1] <= size:
+        return losses.sum(-1)
+    return torch.stack([piece.sum(-1) for piece in losses.split(size, -1)], -1).sum(-1)
 
 
 def _unit(weights: Tensor, dtype: torch.dtype) -> Tensor:

@@ -145,7 +145,10 @@ def plan_table(plan: Plan) -> str:
             words = [*remedy.settings, *([f"--gpus {remedy.processes}"] if remedy.processes != plan.processes else [])]
             lines.append(f"    {' '.join(words):<72}{_gb(remedy.bytes)}")
     elif plan.fit.fits is False:
-        lines.append("  no setting of this configuration fits on such devices, however many: it needs larger ones")
+        lines.append(
+            "  no rows, checkpointing, ZeRO stage or number of GPUs fits: a shorter data.row_length, bf16 or a"
+        )
+        lines.append("  larger device may")
     if memory.host_bytes:
         together = min(plan.processes, PROCESSES_OF_A_HOST)
         several = f"; {together} on a machine: {memory.host_bytes * together / 1e9:,.0f}" if together > 1 else ""

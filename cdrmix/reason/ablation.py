@@ -22,7 +22,7 @@ from cdrmix.config.load import config_hash, load_config
 from cdrmix.config.schema import Config
 from cdrmix.durable import write_atomically
 from cdrmix.errors import ConfigError
-from cdrmix.kernels._products import set_num_threads
+from cdrmix.kernels._products import multiply_on_one_thread, set_num_threads
 from cdrmix.reason.ablation_table import Verdict, check, judge, markdown
 
 RESULTS = "results.jsonl"
@@ -131,6 +131,7 @@ def _experiment(name: str) -> Experiment:
 def _run_one(experiment: Experiment, config: Config, seed: int, mark: str, what: str, say: Say) -> dict[str, object]:
     """One arm at one seed, on so many threads as the configuration says (0: one, the fastest for small models)."""
     threads, begun = torch.get_num_threads(), time.perf_counter()
+    multiply_on_one_thread()  # as a command does that trains
     set_num_threads(config.run.threads or 1)
     try:
         measured = experiment(config, seed, say)

@@ -382,7 +382,7 @@ class Engine:
             assert not any(any(padding) for padding in zero.round_robin_bit16_padding), "gaps between parameters"
             layout = zip(zero.round_robin_bit16_groups, zero.real_dp_process_group, zero.partition_size, strict=True)
             return [Shared(parameters, group, int(part)) for parameters, group, part in layout]
-        parameters = list(self.parameters.values())
+        parameters = [each for each in self.parameters.values() if each.requires_grad]
         everyone = dist.group.WORLD
         assert everyone is not None
         found = [Shared([each for each in parameters if not is_shared_out(each)], everyone)]

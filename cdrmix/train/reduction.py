@@ -77,6 +77,7 @@ class GradientReduction:
 
     def begin(self) -> None:
         """Says that the next backward pass is the last one of the update. All processes call."""
+        self._running.clear()  # of a backward pass that raised
         self._pending = [{parameter for parameter, _, _ in bucket.pieces} for bucket in self._buckets]
         self._next, self._active = 0, True
 

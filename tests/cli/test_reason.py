@@ -100,7 +100,7 @@ def test_killed_in_a_phase_and_resumed(finished: Path, arguments: Arguments, pha
     assert main(["compare", str(finished), str(killed)]) == 0
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_processes_share_a_phase_out(arguments: Arguments, stage: int, tmp_path: Path) -> None:
     words = arguments(*REASON, f"run.root={tmp_path}", f"train.zero_stage={stage}")
     assert main(["train", "--nproc", "2", *words]) == 0

@@ -143,6 +143,14 @@ def made(threads, rows, inputs, outputs, inputs_first):
     orthogonal_(first := torch.empty(32, 128), 0.1)
     return y, x.grad, weight.grad, first
 
+def loss(threads):  # of more rows than PyTorch sums by one thread
+    set_num_threads(threads)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(65536, 8, generator=generator), torch.randn(32, 8, generator=generator)
+    return ops.linear_cross_entropy(hidden, weight, torch.randint(32, (65536,), generator=generator))
+
+assert all(torch.equal(loss(1), loss(threads)) for threads in (2, 3))
+
 for _ in range(100):
     case = size(1000), size(300), size(300), draw.random() < 0.5
     alone = made(1, *case)

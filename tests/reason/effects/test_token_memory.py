@@ -15,8 +15,8 @@ FILE = Path(__file__).parents[3] / "configs" / "ablations" / "token-memory-rl.ya
 def test_a_memory_holds_far_beyond_the_length_it_was_trained_on(tmp_path: Path) -> None:
     """In less than three quarters of the steps: 64 chunks, 34 times the window, trained on 4.
 
-    1.00, .99 and .98 at seeds 1, 2 and 3. With 600 and 80 steps it is .39 to .97 by seed and rounding: not every seed has
-    learned by then.
+    1.00, .99 and .98 at seeds 1, 2 and 3. With 600 and 80 steps it is .39 to .97 by seed and rounding: by then not
+    every seed has learned.
 
     By the last chunk alone one knows its own pairs and guesses one value in 64: .06 is what the table allows.
     """
