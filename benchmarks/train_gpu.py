@@ -12,7 +12,7 @@ Before anything is built the memory of a step is planned, as `cdrmix plan` does;
 
 It needs PyTorch, Triton, NumPy, PyYAML, Rich, Pydantic, safetensors and DeepSpeed, no text pipeline and no compiled
 extension. Exit codes: 0 measured, 1 short of the case's targets (targets.yaml), 2 a bad argument or configuration, 8
-out of memory.
+out of memory, or too little of it by the plan.
 """
 
 from __future__ import annotations

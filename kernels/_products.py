@@ -99,6 +99,7 @@ def mm(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     rows, columns = left.shape[0], right.shape[1]
     if not _is_ours(left) or not is_wide(rows, columns):
         return torch.mm(left, right) if out is None else torch.mm(left, right, out=out)
+    assert out is None or out.shape == (rows, columns)
     whole = columns - columns % COLUMNS
     if whole == columns:
         with _Shared(rows):

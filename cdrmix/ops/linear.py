@@ -59,10 +59,13 @@ class _SharedOut(torch.autograd.Function):
     """`linear` in float32 on a CPU, by products with the same bits for any number of threads."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, inputs_first: bool) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.inputs_first = inputs_first
+    def forward(x: Tensor, weight: Tensor, inputs_first: bool) -> Tensor:
         return _shared_out(x, weight, inputs_first)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, bool], output: Tensor) -> None:
+        x, weight, ctx.inputs_first = inputs
+        ctx.save_for_backward(x, weight)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

@@ -103,7 +103,15 @@ def refusal(config: Config, found: Fit, machine: Machine, processes: int) -> str
     text = shortfall(config, found, machine, processes)
     if found.remedies:
         return f"{text} What would fit: {'; or '.join(str(remedy) for remedy in found.remedies)}."
-    return f"{text} No setting of this configuration fits on up to {MOST_PROCESSES} such devices; it needs larger ones."
+    return f"{text} {nothing_fits()}"
+
+
+def nothing_fits() -> str:
+    """What to do where no remedy was found, in a sentence."""
+    return (
+        f"No number of rows, checkpointing, ZeRO stage or number of such devices up to {MOST_PROCESSES} suffices; "
+        "shorter rows (data.row_length), 16-bit precision (train.precision) or a larger device may."
+    )
 
 
 def _remedies(config: Config, machine: Machine, processes: int, limit: int) -> Iterator[Remedy]:

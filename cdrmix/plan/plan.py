@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from dataclasses import dataclass
 from typing import Any
 
 from cdrmix.config.schema import Config
-from cdrmix.plan.fit import MOST_USED, Fit, fit
+from cdrmix.plan.fit import MOST_USED, Fit, fit, nothing_fits
 from cdrmix.plan.flops import TokenFlops, training_flops_per_token
 from cdrmix.plan.machine import Machine
 from cdrmix.plan.memory import FP32
@@ -145,10 +146,7 @@ def plan_table(plan: Plan) -> str:
             words = [*remedy.settings, *([f"--gpus {remedy.processes}"] if remedy.processes != plan.processes else [])]
             lines.append(f"    {' '.join(words):<72}{_gb(remedy.bytes)}")
     elif plan.fit.fits is False:
-        lines.append(
-            "  no rows, checkpointing, ZeRO stage or number of GPUs fits: a shorter data.row_length, bf16 or a"
-        )
-        lines.append("  larger device may")
+        lines += textwrap.wrap(nothing_fits(), 98, initial_indent="  ", subsequent_indent="  ")
     if memory.host_bytes:
         together = min(plan.processes, PROCESSES_OF_A_HOST)
         several = f"; {together} on a machine: {memory.host_bytes * together / 1e9:,.0f}" if together > 1 else ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -65,6 +67,21 @@ def test_without_an_engine_it_is_pytorchs_own_to_the_bit(sizes: tuple[int, int, 
         y.backward(dy.to(y.dtype))
         for one, other in zip(found, (y.detach(), leaf.grad, weight.grad), strict=True):
             assert torch.equal(one, other)
+
+
+def test_functional_gradients_of_products_with_the_same_bits_for_any_number_of_threads() -> None:
+    """torch.func, also twice over, in a thread of the test's own: what a thread multiplies with stays its own."""
+    x, weight = draw(40, 24, seed=1), draw(20, 24, seed=2)
+
+    def curvature(linear: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        slope = torch.func.grad(lambda weight: linear(x, weight).square().sum())
+        return torch.func.grad(lambda weight: slope(weight).square().sum())(weight)
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(_products.multiply_on_one_thread).result()
+        found, expected = (thread.submit(curvature, linear).result() for linear in (ops.linear, functional.linear))
+    # Three products in a row, of sums of up to 40: each errs by 40 roundings of its absolute sum at most.
+    torch.testing.assert_close(found, expected, rtol=3 * 40 * EPS, atol=3 * 40 * EPS * expected.abs().max().item())
 
 
 def check_against_float64(
