@@ -61,7 +61,10 @@ def run_all(config: Config, resume: str | None = None) -> Path:
     check_processes(config, world.size)
     check_trackers(config)
     if config.reasoning is None or config.reasoning.backbone is None:
-        _first_process(world, lambda: check_memory(config, machine_for(config, None, world.size), world.size))
+        _first_process(
+            world,
+            lambda: check_memory(config, machine_for(config, None, world.size), world.size, say=_to_standard_error),
+        )
     stage_b = config.kind == "reasoning" and bool(spans(config))
     if stage_b and resume is None:
         check_stage_b(config)

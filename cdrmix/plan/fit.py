@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,26 +43,34 @@ class Fit:
     remedies: tuple[Remedy, ...]
 
 
-def fit(config: Config, machine: Machine, processes: int, *, remedies: bool = True) -> Fit:
+def _to_nobody(_: str) -> None:
+    """What the search for remedies is told to where nobody waits for it."""
+
+
+def fit(
+    config: Config, machine: Machine, processes: int, *, remedies: bool = True, say: Callable[[str], None] = _to_nobody
+) -> Fit:
     """Whether the configuration fits, and where not, what would: fewer rows, checkpointing, ZeRO on more processes.
 
-    remedies: whether they are looked for, each of which takes another trace.
+    remedies: whether they are looked for, each of which takes another trace. say: hears of it, as it takes a minute.
     """
     memory = memory_of(config, machine.platform, processes)
     limit = None if machine.memory_bytes is None else int(MOST_USED * machine.memory_bytes)
     fits = None if limit is None else memory.total <= limit
-    wanted = remedies and limit is not None and not fits
-    return Fit(memory, limit, fits, tuple(_remedies(config, machine, processes, limit)) if wanted and limit else ())
+    if limit is None or fits or not remedies:
+        return Fit(memory, limit, fits, ())
+    say("It does not fit; looking for settings with which it would ...")
+    return Fit(memory, limit, fits, tuple(_remedies(config, machine, processes, limit)))
 
 
-def check_memory(config: Config, machine: Machine, processes: int) -> None:
+def check_memory(config: Config, machine: Machine, processes: int, say: Callable[[str], None] = _to_nobody) -> None:
     """Raises ConfigError, with what would fit, where the machine's memory is known and too small; before any is used.
 
     What obviously fits is not traced, which takes seconds.
     """
     if machine.memory_bytes is None or at_most(config, processes) <= MOST_USED * machine.memory_bytes:
         return
-    found = fit(config, machine, processes)
+    found = fit(config, machine, processes, say=say)
     if found.fits is False:
         raise ConfigError(refusal(config, found, machine, processes))
 

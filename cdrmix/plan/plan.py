@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,13 +88,13 @@ class Plan:
         }
 
 
-def make_plan(config: Config, machine: Machine, processes: int) -> Plan:
-    """The plan of stage A on so many processes, each with such a device."""
+def make_plan(config: Config, machine: Machine, processes: int, say: Callable[[str], None]) -> Plan:
+    """The plan of stage A on so many processes, each with such a device. say: hears of what takes long."""
     train = config.train
     flops = training_flops_per_token(config)
     tokens = train.steps * train.batch_rows * config.data.row_length
     notes = []
-    found = fit(config, machine, processes)
+    found = fit(config, machine, processes, say=say)
     if max(processes, *(remedy.processes for remedy in found.remedies), 0) > PROCESSES_OF_A_HOST:
         notes.append(
             f"cdrmix train --nproc starts the processes of one machine: more than the {PROCESSES_OF_A_HOST} GPUs that "

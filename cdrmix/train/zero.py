@@ -27,5 +27,5 @@ def check_zero_stage(train: Train, processes: int) -> None:
     if processes == 1 and zero_stage(train, processes) > 0:
         raise ConfigError(
             f"train.zero_stage: {train.zero_stage} shares nothing out in one process, and keeps a second copy of all "
-            "weights and of the gradients; set it to auto or 0, or start several processes (--nproc)"
+            "weights and of the gradients; set it to auto or 0, or start several processes (--nproc; plan: --gpus)"
         )
