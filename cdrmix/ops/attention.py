@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from cdrmix.kernels import reference_attention
 from cdrmix.ops.backend import backend, compute_dtype, platform_of
 from cdrmix.ops.checks import DTYPES, check_cu_seqlens, check_document_starts
+from cdrmix.ops.operator import operator
 
 OP = "attention"
 FLASH_WIDEST, FLASH_MULTIPLE = 256, 8  # of the width of a head: FlashAttention-2 as PyTorch builds it
@@ -174,7 +175,7 @@ def _spans(cu_seqlens: Tensor, length: int) -> list[tuple[slice, slice]]:
     return spans
 
 
-@torch.library.custom_op("cdrmix::attention_documents", mutates_args=())
+@operator("cdrmix::attention_documents")
 def _documents(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     """y [B, T, H, N], and for the backward pass the logarithms of the softmaxes' sums [B, H, T], float32."""
     check_document_starts(OP, cu_seqlens, *q.shape[:2])
@@ -198,7 +199,7 @@ def _empty_sums(q: Tensor) -> Tensor:
     return q.new_empty(batch, heads, length, dtype=torch.promote_types(q.dtype, torch.float32))
 
 
-@torch.library.custom_op("cdrmix::attention_documents_backward", mutates_args=())
+@operator("cdrmix::attention_documents_backward")
 def _documents_backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, sums: Tensor, cu_seqlens: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -35,6 +35,11 @@ def assume_platform(platform: Platform) -> Iterator[None]:
         _assumed.pop()
 
 
+def platform_is_assumed() -> bool:
+    """Whether `assume_platform` is in force."""
+    return bool(_assumed)
+
+
 def platform_of(x: Tensor) -> str:
     """ "cuda" (NVIDIA), "hip" (AMD), "cpu" or another type of device: where x is, or is assumed to be."""
     if _assumed:

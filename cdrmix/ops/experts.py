@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from cdrmix.kernels import reference_moe
 from cdrmix.kernels.reference_moe import ACTIVATIONS, Routing
 from cdrmix.ops.backend import backend, compute_dtype, debugging
+from cdrmix.ops.operator import operator
 from cdrmix.ops.routing import DTYPES
 from cdrmix.ops.weights import compute_weight, gradient_sum, is_attached, outside_graphs
 
@@ -202,7 +203,7 @@ def _kernels(x: Tensor) -> ModuleType:
     return importlib.import_module("cdrmix.kernels.moe_experts" if chosen == "triton" else "cdrmix.kernels.moe_cpu")
 
 
-@torch.library.custom_op("cdrmix::moe_experts", mutates_args=())
+@operator("cdrmix::moe_experts")
 def _moe_experts(
     x_TD: Tensor,
     w_up: Tensor,
@@ -334,7 +335,7 @@ class _AttachedExperts(torch.autograd.Function):
         return tuple(dx if needed else None for dx, needed in zip(found, ctx.needs_input_grad, strict=True))
 
 
-@torch.library.custom_op("cdrmix::moe_dispatch", mutates_args=())
+@operator("cdrmix::moe_dispatch")
 def _moe_dispatch(x_TD: Tensor, order_R: Tensor, counts_E: Tensor, k: int) -> Tensor:
     x_RD: Tensor = _kernels(x_TD).dispatch(x_TD, order_R, counts_E, k)
     return x_RD
@@ -345,7 +346,7 @@ def _(x_TD: Tensor, order_R: Tensor, counts_E: Tensor, k: int) -> Tensor:
     return x_TD.new_empty(len(order_R), x_TD.shape[1])
 
 
-@torch.library.custom_op("cdrmix::moe_combine", mutates_args=())
+@operator("cdrmix::moe_combine")
 def _moe_combine(y_RD: Tensor, order_R: Tensor, counts_E: Tensor, k: int) -> Tensor:
     y_TD: Tensor = _kernels(y_RD).combine(y_RD, order_R, counts_E, k)
     return y_TD
@@ -373,7 +374,7 @@ _moe_dispatch.register_autograd(_differentiate_dispatch, setup_context=_keep_ord
 _moe_combine.register_autograd(_differentiate_combine, setup_context=_keep_order)
 
 
-@torch.library.custom_op("cdrmix::moe_product", mutates_args=())
+@operator("cdrmix::moe_product")
 def _moe_product(x_RD: Tensor, w_EDF: Tensor, counts_E: Tensor) -> Tensor:
     _check_counts("moe_product", counts_E, len(x_RD))
     with torch.autocast(x_RD.device.type, enabled=False):

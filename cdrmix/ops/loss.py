@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cdrmix.kernels import reference_loss
 from cdrmix.ops.backend import backend, compute_dtype, debugging
+from cdrmix.ops.operator import operator
 from cdrmix.ops.weights import compute_weight, gradient_sum
 
 OP = "linear_cross_entropy"
@@ -133,7 +134,7 @@ def _kernels(hidden: Tensor) -> ModuleType:
     return importlib.import_module("cdrmix.kernels.cross_entropy") if backend(hidden) == "triton" else reference_loss
 
 
-@torch.library.custom_op("cdrmix::linear_cross_entropy", mutates_args=())
+@operator("cdrmix::linear_cross_entropy")
 def _loss(
     hidden: Tensor,
     weight: Tensor,
@@ -207,7 +208,7 @@ def _(
     )
 
 
-@torch.library.custom_op("cdrmix::linear_cross_entropy_gradients", mutates_args=())
+@operator("cdrmix::linear_cross_entropy_gradients")
 def _gradients(
     hidden: Tensor,
     weight: Tensor,

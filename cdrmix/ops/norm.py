@@ -17,6 +17,7 @@ from cdrmix.kernels import reference_norm
 from cdrmix.kernels.reference_norm import KINDS
 from cdrmix.ops.backend import backend, compute_dtype
 from cdrmix.ops.checks import DTYPES
+from cdrmix.ops.operator import operator
 
 OP = "add_norm"
 WIDEST = 16384  # channels of the GPU's kernels, which hold a row in registers; the others take any
@@ -107,7 +108,7 @@ def _kernels(x: Tensor) -> ModuleType:
     return importlib.import_module(f"cdrmix.kernels.{name}")
 
 
-@torch.library.custom_op("cdrmix::add_norm", mutates_args=())
+@operator("cdrmix::add_norm")
 def _add_norm(
     x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -136,7 +137,7 @@ def _(
     return total, torch.empty_like(x, dtype=dtype), statistics
 
 
-@torch.library.custom_op("cdrmix::add_norm_backward", mutates_args=())
+@operator("cdrmix::add_norm_backward")
 def _add_norm_backward(
     dnormed: Tensor,
     dtotal: Tensor | None,

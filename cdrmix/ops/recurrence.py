@@ -15,6 +15,7 @@ from torch import Tensor
 from cdrmix.kernels import reference
 from cdrmix.ops.backend import backend, debugging
 from cdrmix.ops.checks import DTYPES, check_cu_seqlens, check_document_starts, state_dtype
+from cdrmix.ops.operator import operator
 
 KERNEL_WIDTHS = (32, 64, 128)  # of keys and of values; the reference takes any
 ARGUMENTS = ("r", "log_w", "k", "v", "a", "b")
@@ -212,7 +213,7 @@ def _(
     return torch.empty_like(v), last, [r.new_empty(size, dtype=dtype) for size, dtype in saved]
 
 
-@torch.library.custom_op("cdrmix::wkv7_backward", mutates_args=())
+@operator("cdrmix::wkv7_backward")
 def _wkv7_backward(
     dy: Tensor,
     dlast: Tensor | None,

@@ -13,6 +13,7 @@ from cdrmix.errors import NonFiniteLogitsError
 from cdrmix.kernels import reference_moe
 from cdrmix.kernels.reference_moe import Routing
 from cdrmix.ops.backend import backend, debugging
+from cdrmix.ops.operator import operator
 
 MAX_EXPERTS = 256  # of the GPU's kernels; the reference takes any number
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -87,7 +88,7 @@ def _kernels(logits_TE: Tensor) -> ModuleType:
     return importlib.import_module("cdrmix.kernels.moe_route") if backend(logits_TE) == "triton" else reference_moe
 
 
-@torch.library.custom_op("cdrmix::moe_route", mutates_args=())
+@operator("cdrmix::moe_route")
 def _moe_route(logits_TE: Tensor, k: int, bias: Tensor | None, capacity: int | None, name: str) -> RoutingTensors:
     _check_logits(logits_TE, name)
     with torch.autocast(logits_TE.device.type, enabled=False):  # which an operator inherits from its caller
@@ -113,7 +114,7 @@ def _(logits_TE: Tensor, k: int, bias: Tensor | None, capacity: int | None, name
     )
 
 
-@torch.library.custom_op("cdrmix::moe_route_backward", mutates_args=())
+@operator("cdrmix::moe_route_backward")
 def _moe_route_backward(
     dweights_TK: Tensor | None,
     dload_balance: Tensor | None,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cdrmix.ops.backend import backend, debugging
 from cdrmix.ops.checks import DTYPES, check_cu_seqlens, check_document_starts, state_dtype
+from cdrmix.ops.operator import operator
 
 ARGUMENTS = ("q", "k", "v", "log_decay")
 SHAPES = ("[B, T, G, K]", "[B, T, G, K]", "[B, T, H, V]", "[B, T, H]")
@@ -201,7 +202,7 @@ def _(
     return torch.empty_like(v), last, [q.new_empty(size, dtype=dtype) for size, dtype in saved]
 
 
-@torch.library.custom_op("cdrmix::decay_scan_backward", mutates_args=())
+@operator("cdrmix::decay_scan_backward")
 def _decay_scan_backward(
     dy: Tensor,
     dlast: Tensor | None,

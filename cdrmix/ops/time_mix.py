@@ -17,6 +17,7 @@ from torch import Tensor
 from cdrmix.kernels import reference_time_mix as reference
 from cdrmix.kernels.reference_time_mix import GROUP_NORM_EPS, Streams
 from cdrmix.ops.backend import backend, compute_dtype
+from cdrmix.ops.operator import operator
 
 HEAD_SIZES = (32, 64, 128)  # of the GPU's kernels; the others take any
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -205,7 +206,7 @@ def _(x: Tensor, mixes: Tensor, last: Tensor | None, starts: Tensor | None, dtyp
     return [torch.empty_like(x, dtype=dtype) for _ in range(6)]
 
 
-@torch.library.custom_op("cdrmix::time_mix_streams_backward", mutates_args=())
+@operator("cdrmix::time_mix_streams_backward")
 def _streams_backward(
     dstreams: list[Tensor], x: Tensor, mixes: Tensor, last: Tensor | None, starts: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -281,7 +282,7 @@ def _(
     ]
 
 
-@torch.library.custom_op("cdrmix::time_mix_keys_backward", mutates_args=())
+@operator("cdrmix::time_mix_keys_backward")
 def _keys_backward(
     gradients: list[Tensor],
     k: Tensor,
@@ -359,7 +360,7 @@ def _(
     return torch.empty_like(gate)
 
 
-@torch.library.custom_op("cdrmix::time_mix_output_backward", mutates_args=())
+@operator("cdrmix::time_mix_output_backward")
 def _output_backward(
     dout: Tensor,
     y: Tensor,
