@@ -172,8 +172,9 @@ def _loss(
 
 
 def _sum(losses: Tensor) -> Tensor:
-    """Over the last dimension; on a CPU by pieces too small for PyTorch to share out over threads, which rounds."""
-    size = max(1, SERIAL_SUM // (losses.numel() // max(1, losses.shape[-1]) or 1))
+    """Sums over the last dimension; on a CPU in pieces that PyTorch sums on one thread: threads would change bits."""
+    sums = max(1, losses[..., :1].numel())
+    size = max(1, SERIAL_SUM // sums)  # elements of a sum in a piece
     if losses.device.type != "cpu" or losses.shape[-1] <= size:
         return losses.sum(-1)
     return torch.stack([piece.sum(-1) for piece in losses.split(size, -1)], -1).sum(-1)

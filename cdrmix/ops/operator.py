@@ -1,8 +1,10 @@
-"""Our operators: PyTorch's custom ones, which eager calls on a CPU reach without the dispatcher.
+"""Custom operators of PyTorch that eager calls on a CPU run without PyTorch's dispatcher.
 
 A call through `torch.library` takes 130 to 220 us of the host's time beside the operator's own, forward and backward
-each (core-tiny's norms, PyTorch 2.13: as long as the norm itself). Nothing but tracing, profiling and transformations
-needs that way, so an eager call takes a plain autograd function instead, with the same formulas.
+each (core-tiny's norms, PyTorch 2.13: as long as the norm itself). Only tracing, profiling and function transforms need
+it, so an eager call runs the same formulas in a `torch.autograd.Function`. Such a function cannot differentiate lists
+of tensors, and does not record writes to its arguments: operators that return lists and have gradients, and those that
+write to an argument, are `torch.library.custom_op` alone.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class Operator:
-    """A custom operator: call it as the function it was made of."""
+    """A custom operator that writes to no argument: call it as the function it was made of, with every argument."""
 
-    def __init__(self, name: str, function: Callable[..., Any], mutates_args: tuple[str, ...]) -> None:
-        self._custom = torch.library.custom_op(name, function, mutates_args=mutates_args)
-        self._function, self._mutates = function, bool(mutates_args)
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self._custom = torch.library.custom_op(name, function, mutates_args=())
+        self._function = function
         self._differentiable: type[torch.autograd.Function] | None = None
         self.register_fake = self._custom.register_fake
 
@@ -38,7 +40,7 @@ class Operator:
         self._differentiable = type(self._function.__name__, (torch.autograd.Function,), members)
 
     def __call__(self, *inputs: Any) -> Any:
-        if self._mutates or torch.compiler.is_compiling() or not _is_eager(inputs):
+        if torch.compiler.is_compiling() or not _is_eager(inputs):
             return self._custom(*inputs)
         if not torch.is_grad_enabled():
             return self._function(*inputs)
@@ -47,18 +49,20 @@ class Operator:
         return self._custom(*inputs)  # refuses to be differentiated
 
 
-def operator(name: str, *, mutates_args: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Operator]:
+def operator(name: str) -> Callable[[Callable[..., Any]], Operator]:
     """Makes a function a custom operator of this name."""
-    return lambda function: Operator(name, function, mutates_args)
+    return lambda function: Operator(name, function)
 
 
 def _is_eager(inputs: tuple[Any, ...]) -> bool:
-    """Whether nobody but autograd follows the call: tensors are plain ones on a CPU, and no mode sees operators."""
-    if platform_is_assumed() or torch.autograd._profiler_enabled() or torch._C._are_functorch_transforms_active():
-        return False
-    if torch._C._len_torch_dispatch_stack() > 0:
-        return False
-    return all(_is_plain(value) for value in inputs)
+    """Whether only autograd observes the call: plain tensors on a CPU, no profiler, transform or dispatch mode."""
+    observed = (
+        platform_is_assumed()
+        or torch.autograd._profiler_enabled()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack() > 0
+    )
+    return not observed and all(_is_plain(value) for value in inputs)
 
 
 def _is_plain(value: Any) -> bool:

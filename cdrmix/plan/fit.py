@@ -43,16 +43,16 @@ class Fit:
     remedies: tuple[Remedy, ...]
 
 
-def _to_nobody(_: str) -> None:
-    """What the search for remedies is told to where nobody waits for it."""
+def _discard(_: str) -> None:
+    """Ignores a message."""
 
 
 def fit(
-    config: Config, machine: Machine, processes: int, *, remedies: bool = True, say: Callable[[str], None] = _to_nobody
+    config: Config, machine: Machine, processes: int, *, remedies: bool = True, say: Callable[[str], None] = _discard
 ) -> Fit:
     """Whether the configuration fits, and where not, what would: fewer rows, checkpointing, ZeRO on more processes.
 
-    remedies: whether they are looked for, each of which takes another trace. say: hears of it, as it takes a minute.
+    remedies: whether they are looked for, each by another trace. say: is told so first; it may take a minute.
     """
     memory = memory_of(config, machine.platform, processes)
     limit = None if machine.memory_bytes is None else int(MOST_USED * machine.memory_bytes)
@@ -63,7 +63,7 @@ def fit(
     return Fit(memory, limit, fits, tuple(_remedies(config, machine, processes, limit)))
 
 
-def check_memory(config: Config, machine: Machine, processes: int, say: Callable[[str], None] = _to_nobody) -> None:
+def check_memory(config: Config, machine: Machine, processes: int, say: Callable[[str], None] = _discard) -> None:
     """Raises ConfigError, with what would fit, where the machine's memory is known and too small; before any is used.
 
     What obviously fits is not traced, which takes seconds.

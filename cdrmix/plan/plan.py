@@ -89,7 +89,7 @@ class Plan:
 
 
 def make_plan(config: Config, machine: Machine, processes: int, say: Callable[[str], None]) -> Plan:
-    """The plan of stage A on so many processes, each with such a device. say: hears of what takes long."""
+    """The plan of stage A on so many processes, each with such a device. say: is told of what takes long."""
     train = config.train
     flops = training_flops_per_token(config)
     tokens = train.steps * train.batch_rows * config.data.row_length

@@ -55,7 +55,7 @@ def run(weight: nn.Parameter, x: Tensor, dy: Tensor, inputs_first: bool, dtype: 
 
 @given(shapes, st.booleans())
 def test_without_an_engine_it_is_pytorchs_own_to_the_bit(sizes: tuple[int, int, int], inputs_first: bool) -> None:
-    """Where no command in this process has made its products the same for any number of threads."""
+    """With `multiply_on_one_thread` off, whatever other tests of this process have set."""
     tokens, inputs, outputs = sizes
     x, dy = draw(tokens, inputs, seed=2), draw(tokens, outputs, seed=3)
     for dtype in (None, BF16):
@@ -70,7 +70,7 @@ def test_without_an_engine_it_is_pytorchs_own_to_the_bit(sizes: tuple[int, int, 
 
 
 def test_functional_gradients_of_products_with_the_same_bits_for_any_number_of_threads() -> None:
-    """torch.func, also twice over, in a thread of the test's own: what a thread multiplies with stays its own."""
+    """torch.func, first and second derivatives. In a thread of its own, since `multiply_on_one_thread` lasts."""
     x, weight = draw(40, 24, seed=1), draw(20, 24, seed=2)
 
     def curvature(linear: Callable[[Tensor, Tensor], Tensor]) -> Tensor:

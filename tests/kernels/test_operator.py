@@ -1,4 +1,4 @@
-"""Our operators: eager calls on a CPU go past the dispatcher, all others go through it, and both have the same bits."""
+"""Custom operators: eager calls on a CPU do not use the dispatcher, all others do, and both give the same bits."""
 
 from __future__ import annotations
 
