@@ -13,36 +13,19 @@ float32 beside narrower factors (read in its source: _addmm_dtype_out_cuda).
 from __future__ import annotations
 
 import ctypes
-import os
-import sys
 import threading
-from collections.abc import Callable
-from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor
+
+from cdrmix.kernels._library import torch_function
 
 BLOCK = 8192  # rows of a product that is rounded before it is added: not all at once, which may be a second [V, D]
 ROWS = 16  # of a product's for each thread that shares in it
 COLUMNS = 16  # what its columns are a multiple of
 _here = threading.local()
-
-
-def _mkl_function() -> Callable[[int], int] | None:
-    """What sets MKL's number of threads for the products of the calling thread; None without MKL."""
-    if sys.platform != "linux" or not torch.backends.mkl.is_available():
-        return None
-    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    try:
-        found = ctypes.CDLL(str(library), mode=os.RTLD_NOW | os.RTLD_NOLOAD).MKL_Set_Num_Threads_Local
-    except (OSError, AttributeError):  # a PyTorch that is built otherwise
-        return None
-    found.argtypes, found.restype = [ctypes.c_int], ctypes.c_int
-    return cast("Callable[[int], int]", found)
-
-
-_set_mkl_threads = _mkl_function()
+# What sets MKL's number of threads for the products of the calling thread; None without MKL.
+_set_mkl_threads = torch_function("MKL_Set_Num_Threads_Local", [ctypes.c_int], ctypes.c_int)
 
 
 def multiply_on_one_thread() -> bool:

@@ -11,33 +11,18 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import torch
 
+from cdrmix.kernels._library import torch_function
+
 _pools: dict[int, ThreadPoolExecutor] = {}  # by process: a forked child inherits the entry but not the threads
-_Part = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-
-
-def _openmp_function() -> Callable[..., None] | None:
-    """GNU OpenMP's entry to a parallel region, of the library that PyTorch is linked with."""
-    if sys.platform != "linux":
-        return None
-    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    try:
-        found = ctypes.CDLL(str(library), mode=os.RTLD_NOW | os.RTLD_NOLOAD).GOMP_parallel
-    except (OSError, AttributeError):
-        return None
-    found.argtypes, found.restype = [_Part, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
-    return found  # type: ignore[no-any-return]
-
-
-_parallel = _openmp_function()
-_process = os.getpid()  # a forked child has the library's memory of its threads, but not the threads
+_process = os.getpid()  # a forked child has the library's record of its threads, but not the threads
+_Region = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+# GNU OpenMP's entry to a parallel region: what each thread runs, its argument, the threads, flags.
+_parallel = torch_function("GOMP_parallel", [_Region, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None)
 
 
 def run_parts(part: Callable[[int], None], count: int) -> None:
@@ -45,23 +30,22 @@ def run_parts(part: Callable[[int], None], count: int) -> None:
     if count == 1:
         part(0)
     elif _parallel is not None and os.getpid() == _process:
-        _run_in_openmp(_parallel, part, count)
+        _run_in_openmp(part, count)
     else:
         _run_in_pool(part, count)
 
 
-def _run_in_openmp(parallel: Callable[..., None], part: Callable[[int], None], count: int) -> None:
-    left: Iterator[int] = iter(range(count))
-    errors: list[BaseException] = []
+def _run_in_openmp(part: Callable[[int], None], count: int) -> None:
+    left, errors = iter(range(count)), []
 
-    def run(_: Any) -> None:
+    def region(_: object) -> None:
         try:
             for number in left:
                 part(number)
-        except BaseException as error:  # raised again below: it cannot leave a foreign function
+        except BaseException as error:  # noqa: BLE001  it cannot pass through the library: raised again below
             errors.append(error)
 
-    parallel(_Part(run), None, torch.get_num_threads(), 0)
+    _parallel(_Region(region), None, torch.get_num_threads(), 0)
     if errors:
         raise errors[0]
 

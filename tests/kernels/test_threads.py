@@ -1,0 +1,89 @@
+"""Kernels' work shared out over PyTorch's threads: all of it, once, at the same time, with its errors."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from cdrmix.kernels import _threads
+from cdrmix.kernels._threads import run_parts
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=["openmp", "python"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "python":
+        monkeypatch.setattr(_threads, "_parallel", None)
+    elif _threads._parallel is None:
+        pytest.skip("PyTorch is linked with another OpenMP than GNU's")
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_every_part_runs_once(way: str, count: int) -> None:
+    done: list[int] = []
+    run_parts(done.append, count)
+    assert sorted(done) == list(range(count))
+
+
+def test_two_parts_run_at_the_same_time(way: str) -> None:
+    both, threads = threading.Barrier(2, timeout=60), set()
+
+    def part(_: int) -> None:
+        threads.add(threading.get_ident())
+        both.wait()  # which raises if only one thread ever comes
+
+    run_parts(part, 2)
+    assert len(threads) == 2
+    assert threading.get_ident() in threads
+
+
+def test_the_threads_are_those_of_pytorch() -> None:
+    """A further pool's threads would share the cores with PyTorch's, which spin while they wait."""
+    if _threads._parallel is None:
+        pytest.skip("PyTorch is linked with another OpenMP than GNU's")
+
+    def number() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    torch.ones(1 << 20).exp_()  # PyTorch has its threads now
+    before, both = number(), threading.Barrier(2, timeout=60)
+    for _ in range(5):
+        run_parts(lambda _: both.wait() and None, 2)
+        torch.ones(1 << 20).exp_()
+    assert number() == before
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_an_error_of_any_part_is_raised_here(way: str, wrong: int, error: type[BaseException]) -> None:
+    def part(number: int) -> None:
+        if number == wrong:
+            raise error("this part")
+
+    for _ in range(3):
+        with pytest.raises(error, match="this part"):
+            run_parts(part, 2)
+    test_every_part_runs_once(way, 2)
+
+
+def test_parts_that_share_out_work_themselves(way: str) -> None:
+    done: list[tuple[int, int]] = []
+
+    def part(outer: int) -> None:
+        torch.set_num_threads(2)  # a new thread starts from the environment's number
+        run_parts(lambda inner: done.append((outer, inner)), 2)
+
+    run_parts(part, 2)
+    assert sorted(done) == [(0, 0), (0, 1), (1, 0), (1, 1)]
