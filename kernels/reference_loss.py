@@ -9,6 +9,8 @@ A row is counted if a set has a target other than ignore_index, of a weight othe
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -36,6 +38,32 @@ def add_product(sum_VD: Tensor, dlogits_NV: Tensor, hidden_ND: Tensor) -> None:
         sum_VD[block] += dlogits_NV[:, block].mT @ hidden_ND
 
 
+def softmax_rows(
+    logits_NV: Tensor, targets_NK: Tensor, scales_NK: Tensor, *, z_loss: float, label_smoothing: float, wanted: bool
+) -> Tensor:
+    """losses [N, K] of rows of logits, which become the losses' gradients where these are wanted.
+
+    targets: in [0, V); scales: their weights, 0 where a target is not counted.
+    """
+    top = logits_NV.amax(-1, keepdim=True)
+    logits_NV -= top
+    score = logits_NV.gather(-1, targets_NK) * (1 - label_smoothing)
+    if label_smoothing:
+        score += logits_NV.mean(-1, keepdim=True) * label_smoothing
+    exponentials = logits_NV.exp_()
+    total = exponentials.sum(-1, keepdim=True)
+    log_total = total.log()
+    lse = top + log_total
+    if wanted:
+        both = scales_NK.sum(-1, keepdim=True)
+        dlogits = exponentials.mul_(both * (1 + 2 * z_loss * lse) / total)
+        if label_smoothing:
+            dlogits -= both * (label_smoothing / logits_NV.shape[1])
+        for at, share in zip(targets_NK.split(1, -1), (scales_NK * (1 - label_smoothing)).split(1, -1), strict=True):
+            dlogits.scatter_(-1, at, dlogits.gather(-1, at) - share)  # set by set: two may have the same target
+    return scales_NK * (log_total - score + z_loss * lse.square())
+
+
 def cross_entropy_forward(
     hidden_ND: Tensor,
     weight_VD: Tensor,
@@ -48,11 +76,13 @@ def cross_entropy_forward(
     wants_hidden: bool,
     wants_weight: bool,
     rounded: bool = False,
+    softmax_rows: Callable[..., Tensor] = softmax_rows,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """losses [K, N], and the gradients of their sum: dhidden [N, D], dweight [V, D], of no elements unless wanted.
 
     hidden: in the dtype of the products and of dhidden, to which weight is cast; losses, dweight in float32 at least.
     rounded: whether dweight will be rounded to 16 bits; it is for the GPU's chunks, and changes nothing here.
+    softmax_rows: what makes losses and gradients of a chunk's logits.
     Gradients are made by chunks of rows while a chunk's logits exist; the chunks' dweight is added in order.
     """
     accumulate = torch.promote_types(hidden_ND.dtype, torch.float32)
@@ -73,25 +103,11 @@ def cross_entropy_forward(
     for chunk in rows.split(size) if len(rows) else ():
         hidden, target, scale = hidden_ND[chunk], allowed_KN[:, chunk].mT, scales_KN[:, chunk].mT
         logits = _products.mm(hidden, weight_VD.mT, out=memory[: len(chunk)]).to(accumulate)
-        top = logits.amax(-1, keepdim=True)
-        logits -= top
-        score = logits.gather(-1, target) * (1 - label_smoothing)
-        if label_smoothing:
-            score += logits.mean(-1, keepdim=True) * label_smoothing
-        exponentials = logits.exp_()
-        total = exponentials.sum(-1, keepdim=True)
-        log_total = total.log()
-        lse = top + log_total
-        losses_KN[:, chunk] = (scale * (log_total - score + z_loss * lse.square())).mT
+        options = {"z_loss": z_loss, "label_smoothing": label_smoothing, "wanted": wants_hidden or wants_weight}
+        losses_KN[:, chunk] = softmax_rows(logits, target, scale, **options).mT
         if not (wants_hidden or wants_weight):
             continue
-        both = scale.sum(-1, keepdim=True)
-        dlogits = exponentials.mul_(both * (1 + 2 * z_loss * lse) / total)
-        if label_smoothing:
-            dlogits -= both * (label_smoothing / V)
-        for at, share in zip(target.split(1, -1), (scale * (1 - label_smoothing)).split(1, -1), strict=True):
-            dlogits.scatter_(-1, at, dlogits.gather(-1, at) - share)  # set by set: two may have the same target
-        dlogits = dlogits.to(hidden.dtype)
+        dlogits = logits.to(hidden.dtype)
         if wants_hidden:
             dhidden_ND[chunk] = _products.mm(dlogits, weight_VD)
         if wants_weight:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cdrmix.kernels import reference_loss
 from cdrmix.ops.backend import backend, compute_dtype, debugging
 from cdrmix.ops.operator import operator
 from cdrmix.ops.weights import compute_weight, gradient_sum
@@ -131,7 +130,8 @@ def _check_targets(targets: Tensor, vocabulary: int, ignore_index: int) -> None:
 
 def _kernels(hidden: Tensor) -> ModuleType:
     """The module whose `cross_entropy_forward` serves these hidden states."""
-    return importlib.import_module("cdrmix.kernels.cross_entropy") if backend(hidden) == "triton" else reference_loss
+    name = {"triton": "cross_entropy", "cpu": "cross_entropy_cpu", "reference": "reference_loss"}[backend(hidden)]
+    return importlib.import_module(f"cdrmix.kernels.{name}")
 
 
 @operator("cdrmix::linear_cross_entropy")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.nn import functional
 
 from cdrmix import ops
 from cdrmix.kernels import reference_loss
-from cdrmix.ops import weights
+from cdrmix.ops import loss, weights
 
 IGNORED = -100
 EPS = torch.finfo(torch.float64).eps
@@ -29,6 +30,13 @@ class Case:
     targets: Tensor
     weights: Tensor | None
     options: dict[str, float]
+
+    def wide(self) -> Case:
+        """The same values in float64."""
+        hidden, weight = (x.detach().double().requires_grad_() for x in (self.hidden, self.weight))
+        return dataclasses.replace(
+            self, hidden=hidden, weight=weight, weights=None if self.weights is None else self.weights.double()
+        )
 
     def run(self) -> Tensor:
         return ops.linear_cross_entropy(self.hidden, self.weight, self.targets, weights=self.weights, **self.options)
@@ -82,9 +90,9 @@ def make(
     return Case(*leaves, targets, weights if weights is None else weights.to(dtype), options)
 
 
-def assert_near(found: list[Tensor], wanted: list[Tensor], terms: int) -> None:
+def assert_near(found: list[Tensor], wanted: list[Tensor], terms: int, eps: float = EPS) -> None:
     """Within 16 eps of the largest value for each level of a sum of `terms` rounded terms, in pairs."""
-    bar = 16 * EPS * max(terms, 2) ** 0.5
+    bar = 16 * eps * max(terms, 2) ** 0.5
     for name, x, y in zip(("loss", "dhidden", "dweight"), found, wanted, strict=True):
         assert x.shape == y.shape, name
         assert not y.numel() or (x - y).abs().max() <= bar * max(y.abs().max().item(), 1.0), name
@@ -93,13 +101,18 @@ def assert_near(found: list[Tensor], wanted: list[Tensor], terms: int) -> None:
 def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether dhidden was made, for every call of the implementation from now on."""
     calls: list[bool] = []
-    forward = reference_loss.cross_entropy_forward
 
-    def counting(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-        calls.append(options["wants_hidden"])
-        return forward(*arguments, **options)
+    def count(module: ModuleType) -> None:
+        forward = module.cross_entropy_forward
 
-    monkeypatch.setattr(reference_loss, "cross_entropy_forward", counting)
+        def counting(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+            calls.append(options["wants_hidden"])
+            return forward(*arguments, **options)  # type: ignore[no-any-return]
+
+        monkeypatch.setattr(module, "cross_entropy_forward", counting)
+
+    for dtype in (torch.float32, torch.float64):
+        count(loss._kernels(torch.empty(0, dtype=dtype)))
     return calls
 
 
@@ -115,13 +128,14 @@ def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> i
 @given(
     R=st.integers(0, 70),
     D=st.integers(1, 12),
-    V=st.integers(1, 40),
+    V=st.one_of(st.integers(1, 40), st.integers(500, 1100)),
     sets=st.integers(0, 3),
     own=st.booleans(),
     weighted=st.booleans(),
     ignored=st.booleans(),
     label_smoothing=st.sampled_from([0.0, 0.1]),
     z_loss=st.sampled_from([0.0, 0.01]),
+    dtype=st.sampled_from([torch.float64, torch.float32]),
 )
 def test_equals_pytorch(
     R: int,
@@ -133,10 +147,25 @@ def test_equals_pytorch(
     ignored: bool,
     label_smoothing: float,
     z_loss: float,
+    dtype: torch.dtype,
 ) -> None:
+    """Float32 too is held against float64, of the same values."""
     options = {"label_smoothing": label_smoothing, "z_loss": z_loss}
-    case = make(R, D, V, sets=sets, own=own and sets > 0, weighted=weighted, ignored=ignored, **options)
-    assert_near(case.gradients(), case.exact(), R * max(sets, 1) + V)
+    case = make(R, D, V, sets=sets, own=own and sets > 0, weighted=weighted, ignored=ignored, dtype=dtype, **options)
+    assert_near(case.gradients(), case.wide().exact(), R * max(sets, 1) + V, torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_logits_that_are_not_finite_reach_their_rows_alone(label_smoothing: float) -> None:
+    """Logits of infinity and minus infinity, from products that overflow, and NaN."""
+    case = make(5, 3, 600, dtype=torch.float32, label_smoothing=label_smoothing)
+    with torch.no_grad():
+        case.hidden[:, 2] = torch.tensor([0, 0, 1e30, 0, torch.nan])
+        case.weight[:, 2] = 0
+        case.weight[7, 2], case.weight[9, 2] = 1e30, -1e30
+    losses, dhidden, _ = case.gradients()
+    assert losses.isnan()
+    assert dhidden.isfinite().all(-1).tolist() == [True, True, False, True, False]
 
 
 @pytest.mark.usefixtures("chunks")

@@ -1,0 +1,75 @@
+"""Cross-entropy of a linear map on a CPU: `reference_loss`, its logits read and written once by a fused kernel."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cdrmix.kernels import reference_loss
+from cdrmix.kernels._numba import ONE, ZERO, array, exp, run, with_sums
+
+ROWS = 8  # that a thread takes at a time
+LANES = 512  # logits whose exponentials are summed in a row, before the sum is added to that of the row
+
+
+@with_sums
+def _softmax_rows(first, stride, logits, targets, scales, z_loss, smoothing, wants_gradient, losses):  # type: ignore[no-untyped-def]
+    rows, V = logits.shape
+    chosen, even = ONE - smoothing, smoothing / np.float32(V)
+    for piece in range(first * ROWS, rows, stride * ROWS):
+        for row in range(piece, min(piece + ROWS, rows)):
+            top = logits[row, 0]
+            for v in range(V):
+                top = max(top, logits[row, v])
+            total, mean = ZERO, ZERO
+            for target_set in range(targets.shape[1]):
+                losses[row, target_set] = (logits[row, targets[row, target_set]] - top) * chosen
+            for start in range(0, V, LANES):
+                end = min(start + LANES, V)
+                some, shifted = ZERO, ZERO
+                for v in range(start, end):
+                    shift = logits[row, v] - top
+                    shifted += shift
+                    exponential = exp(shift)
+                    some += exponential
+                    logits[row, v] = exponential
+                total += some
+                mean += shifted
+            log_total = np.float32(math.log(total))
+            lse, both = top + log_total, ZERO
+            for target_set in range(targets.shape[1]):
+                score = losses[row, target_set]
+                if smoothing > ZERO:  # else 0 times the infinity of a logit that is -inf
+                    score += even * mean
+                scale = scales[row, target_set]
+                losses[row, target_set] = scale * (log_total - score + z_loss * lse * lse)
+                both += scale
+            if wants_gradient:
+                factor, away = both * (ONE + np.float32(2) * z_loss * lse) / total, both * even
+                for v in range(V):
+                    logits[row, v] = logits[row, v] * factor - away
+                for target_set in range(targets.shape[1]):
+                    logits[row, targets[row, target_set]] -= scales[row, target_set] * chosen
+
+
+def softmax_rows(
+    logits_NV: Tensor, targets_NK: Tensor, scales_NK: Tensor, *, z_loss: float, label_smoothing: float, wanted: bool
+) -> Tensor:
+    """As `reference_loss.softmax_rows`."""
+    if logits_NV.dtype != torch.float32:
+        return reference_loss.softmax_rows(
+            logits_NV, targets_NK, scales_NK, z_loss=z_loss, label_smoothing=label_smoothing, wanted=wanted
+        )
+    losses_NK = torch.empty_like(scales_NK, memory_format=torch.contiguous_format)
+    tensors = logits_NV, targets_NK.contiguous(), scales_NK.contiguous()
+    numbers = np.float32(z_loss), np.float32(label_smoothing)
+    arrays = (array(x, *x.shape) for x in tensors)
+    run(_softmax_rows, logits_NV.numel(), *arrays, *numbers, wanted, array(losses_NK, *losses_NK.shape))
+    return losses_NK
+
+
+cross_entropy_forward = functools.partial(reference_loss.cross_entropy_forward, softmax_rows=softmax_rows)
