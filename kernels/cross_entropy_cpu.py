@@ -17,26 +17,23 @@ LANES = 512  # logits whose exponentials are summed in a row, before the sum is 
 
 
 @with_sums
-def _softmax_rows(first, stride, logits, targets, scales, z_loss, smoothing, wants_gradient, losses):  # type: ignore[no-untyped-def]
+def _softmax_rows(first, stride, logits, tops, targets, scales, z_loss, smoothing, wants_gradient, losses):  # type: ignore[no-untyped-def]
     rows, V = logits.shape
     chosen, even = ONE - smoothing, smoothing / np.float32(V)
     for piece in range(first * ROWS, rows, stride * ROWS):
         for row in range(piece, min(piece + ROWS, rows)):
-            top = logits[row, 0]
-            for v in range(V):
-                top = max(top, logits[row, v])
+            top = tops[row]
             total, mean = ZERO, ZERO
             for target_set in range(targets.shape[1]):
                 losses[row, target_set] = (logits[row, targets[row, target_set]] - top) * chosen
             for start in range(0, V, LANES):
-                end = min(start + LANES, V)
-                some, shifted = ZERO, ZERO
-                for v in range(start, end):
-                    shift = logits[row, v] - top
+                some, shifted, values = ZERO, ZERO, logits[row, start : start + LANES]
+                for v in range(len(values)):
+                    shift = values[v] - top
                     shifted += shift
                     exponential = exp(shift)
                     some += exponential
-                    logits[row, v] = exponential
+                    values[v] = exponential
                 total += some
                 mean += shifted
             log_total = np.float32(math.log(total))
@@ -65,7 +62,7 @@ def softmax_rows(
             logits_NV, targets_NK, scales_NK, z_loss=z_loss, label_smoothing=label_smoothing, wanted=wanted
         )
     losses_NK = torch.empty_like(scales_NK, memory_format=torch.contiguous_format)
-    tensors = logits_NV, targets_NK.contiguous(), scales_NK.contiguous()
+    tensors = logits_NV, logits_NV.amax(-1), targets_NK.contiguous(), scales_NK.contiguous()
     numbers = np.float32(z_loss), np.float32(label_smoothing)
     arrays = (array(x, *x.shape) for x in tensors)
     run(_softmax_rows, logits_NV.numel(), *arrays, *numbers, wanted, array(losses_NK, *losses_NK.shape))
