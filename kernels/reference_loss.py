@@ -1,4 +1,4 @@
-"""The loss in plain PyTorch: the specification, the oracle, and the CPU path; a linear map and its cross-entropy.
+"""A linear map and its cross-entropy in plain PyTorch: the specification, the oracle, and what has no kernel.
 
 Shapes: N rows (tokens), K target sets that share their rows' logits, D model, V vocabulary. With l = W h of a row,
 lse = logsumexp(l), a weight w and a target t of each set, smoothing eps and factor z:
@@ -39,7 +39,13 @@ def add_product(sum_VD: Tensor, dlogits_NV: Tensor, hidden_ND: Tensor) -> None:
 
 
 def softmax_rows(
-    logits_NV: Tensor, targets_NK: Tensor, scales_NK: Tensor, *, z_loss: float, label_smoothing: float, wanted: bool
+    logits_NV: Tensor,
+    targets_NK: Tensor,
+    scales_NK: Tensor,
+    *,
+    z_loss: float,
+    label_smoothing: float,
+    wants_gradient: bool,
 ) -> Tensor:
     """losses [N, K] of rows of logits, which become the losses' gradients where these are wanted.
 
@@ -54,7 +60,7 @@ def softmax_rows(
     total = exponentials.sum(-1, keepdim=True)
     log_total = total.log()
     lse = top + log_total
-    if wanted:
+    if wants_gradient:
         both = scales_NK.sum(-1, keepdim=True)
         dlogits = exponentials.mul_(both * (1 + 2 * z_loss * lse) / total)
         if label_smoothing:
@@ -82,7 +88,7 @@ def cross_entropy_forward(
 
     hidden: in the dtype of the products and of dhidden, to which weight is cast; losses, dweight in float32 at least.
     rounded: whether dweight will be rounded to 16 bits; it is for the GPU's chunks, and changes nothing here.
-    softmax_rows: what makes losses and gradients of a chunk's logits.
+    softmax_rows: what makes losses and gradients of a chunk's logits, as the function of this name does.
     Gradients are made by chunks of rows while a chunk's logits exist; the chunks' dweight is added in order.
     """
     accumulate = torch.promote_types(hidden_ND.dtype, torch.float32)
@@ -103,9 +109,11 @@ def cross_entropy_forward(
     for chunk in rows.split(size) if len(rows) else ():
         hidden, target, scale = hidden_ND[chunk], allowed_KN[:, chunk].mT, scales_KN[:, chunk].mT
         logits = _products.mm(hidden, weight_VD.mT, out=memory[: len(chunk)]).to(accumulate)
-        options = {"z_loss": z_loss, "label_smoothing": label_smoothing, "wanted": wants_hidden or wants_weight}
-        losses_KN[:, chunk] = softmax_rows(logits, target, scale, **options).mT
-        if not (wants_hidden or wants_weight):
+        wants_gradient = wants_hidden or wants_weight
+        losses_KN[:, chunk] = softmax_rows(
+            logits, target, scale, z_loss=z_loss, label_smoothing=label_smoothing, wants_gradient=wants_gradient
+        ).mT
+        if not wants_gradient:
             continue
         dlogits = logits.to(hidden.dtype)
         if wants_hidden:
