@@ -21,15 +21,18 @@ from cdrmix.kernels._library import torch_function
 _pools: dict[int, ThreadPoolExecutor] = {}  # by process: a forked child inherits the entry but not the threads
 _process = os.getpid()  # a forked child has the library's record of its threads, but not the threads
 _Region = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-# GNU OpenMP's entry to a parallel region: what each thread runs, its argument, the threads, flags.
-_parallel = torch_function("GOMP_parallel", [_Region, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None)
+# GNU OpenMP's entry to a parallel region, which returns to this thread at once (what the others run, its argument, the
+# number of threads, this one too), and its end, which waits for the others. GOMP_parallel would call back into Python
+# in this thread as well, where a signal's handler may raise before any `try` is reached: the exception is then lost.
+_start = torch_function("GOMP_parallel_start", [_Region, ctypes.c_void_p, ctypes.c_uint], None)
+_end = torch_function("GOMP_parallel_end", [], None)
 
 
 def run_parts(part: Callable[[int], None], count: int) -> None:
     """part(0), ..., part(count - 1), shared out over PyTorch's number of threads, of which this is one."""
     if count == 1:
         part(0)
-    elif _parallel is not None and os.getpid() == _process:
+    elif _start is not None and os.getpid() == _process:
         _run_in_openmp(part, count)
     else:
         _run_in_pool(part, count)
@@ -38,14 +41,20 @@ def run_parts(part: Callable[[int], None], count: int) -> None:
 def _run_in_openmp(part: Callable[[int], None], count: int) -> None:
     left, errors = iter(range(count)), []
 
-    def region(_: object) -> None:
+    def others(_: object) -> None:
         try:
             for number in left:
                 part(number)
         except BaseException as error:  # noqa: BLE001  it cannot pass through the library: raised again below
             errors.append(error)
 
-    _parallel(_Region(region), None, torch.get_num_threads(), 0)
+    region, threads = _Region(others), torch.get_num_threads()
+    try:  # Python looks for signals behind a call, not between `try` and it: the end always follows the start
+        _start(region, None, threads)
+        for number in left:
+            part(number)
+    finally:
+        _end()
     if errors:
         raise errors[0]
 

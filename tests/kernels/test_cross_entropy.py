@@ -111,8 +111,8 @@ def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
         monkeypatch.setattr(module, "cross_entropy_forward", counting)
 
-    for dtype in (torch.float32, torch.float64):
-        count(loss._kernels(torch.empty(0, dtype=dtype)))
+    for module in {loss._kernels(torch.empty(0, dtype=dtype)) for dtype in (torch.float32, torch.float64)}:
+        count(module)
     return calls
 
 
@@ -153,19 +153,6 @@ def test_equals_pytorch(
     options = {"label_smoothing": label_smoothing, "z_loss": z_loss}
     case = make(R, D, V, sets=sets, own=own and sets > 0, weighted=weighted, ignored=ignored, dtype=dtype, **options)
     assert_near(case.gradients(), case.wide().exact(), R * max(sets, 1) + V, torch.finfo(dtype).eps)
-
-
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-def test_logits_that_are_not_finite_reach_their_rows_alone(label_smoothing: float) -> None:
-    """Logits of infinity and minus infinity, from products that overflow, and NaN."""
-    case = make(5, 3, 600, dtype=torch.float32, label_smoothing=label_smoothing)
-    with torch.no_grad():
-        case.hidden[:, 2] = torch.tensor([0, 0, 1e30, 0, torch.nan])
-        case.weight[:, 2] = 0
-        case.weight[7, 2], case.weight[9, 2] = 1e30, -1e30
-    losses, dhidden, _ = case.gradients()
-    assert losses.isnan()
-    assert dhidden.isfinite().all(-1).tolist() == [True, True, False, True, False]
 
 
 @pytest.mark.usefixtures("chunks")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -24,8 +26,8 @@ def two_threads() -> Iterator[None]:
 @pytest.fixture(params=["openmp", "python"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "python":
-        monkeypatch.setattr(_threads, "_parallel", None)
-    elif _threads._parallel is None:
+        monkeypatch.setattr(_threads, "_start", None)
+    elif _threads._start is None:
         pytest.skip("PyTorch is linked with another OpenMP than GNU's")
     return request.param  # type: ignore[no-any-return]
 
@@ -51,18 +53,59 @@ def test_two_parts_run_at_the_same_time(way: str) -> None:
 
 def test_the_threads_are_those_of_pytorch() -> None:
     """A further pool's threads would share the cores with PyTorch's, which spin while they wait."""
-    if _threads._parallel is None:
+    if _threads._start is None:
         pytest.skip("PyTorch is linked with another OpenMP than GNU's")
+
+    both, foreign = threading.Barrier(2, timeout=60), []
+
+    def part(_: int) -> None:
+        both.wait()
+        foreign.append(isinstance(threading.current_thread(), threading._DummyThread))  # Python did not start it
 
     def number() -> int:
         return len(os.listdir("/proc/self/task"))
 
     torch.ones(1 << 20).exp_()  # PyTorch has its threads now
-    before, both = number(), threading.Barrier(2, timeout=60)
+    before = number()
     for _ in range(5):
-        run_parts(lambda _: both.wait() and None, 2)
+        run_parts(part, 2)
         torch.ones(1 << 20).exp_()
     assert number() == before
+    assert foreign.count(True) == 5
+
+
+def test_no_exception_of_a_signal_is_lost_and_no_part_is_left_out() -> None:
+    """Not of Python's pool: its locks stay taken when a handler raises between one's taking and its `with` block."""
+    if _threads._start is None:
+        pytest.skip("PyTorch is linked with another OpenMP than GNU's")
+
+    class Alarm(Exception):
+        pass
+
+    raised, caught = 0, 0
+
+    def alarm(*_: object) -> None:
+        nonlocal raised
+        raised += 1
+        raise Alarm
+
+    before = signal.signal(signal.SIGALRM, alarm)
+    try:
+        while raised < 30:
+            done: list[int] = []
+            finished = False
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 1e-4)
+                run_parts(done.append, 4)
+                finished = True
+                time.sleep(1e-2)  # for a signal that comes later
+            except Alarm:
+                caught += 1
+            assert not finished or sorted(done) == [0, 1, 2, 3]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert caught == raised
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
