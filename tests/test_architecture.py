@@ -157,8 +157,8 @@ def test_a_file_is_short_and_says_what_it_is(path: Path) -> None:
 
 @pytest.mark.parametrize("path", PACKAGE_FILES, ids=name_of)
 def test_nothing_is_swallowed(path: Path) -> None:
-    """No handler for every exception, unless it ends by raising a better one, or by keeping it for the thread that raises
-    it; no parameter that takes any keyword."""
+    """No handler for every exception, unless it ends by raising a better one or keeps it for the thread that raises it;
+    no parameter that takes any keyword."""
     wrong, source = [], path.read_text()
     kept = "errors.append(error)" if "raise errors[0]" in source else ""
     for node in ast.walk(ast.parse(source)):
