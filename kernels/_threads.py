@@ -1,10 +1,10 @@
 """Work shared out over as many threads as PyTorch may use, for code that releases Python's lock.
 
 The threads are those of PyTorch's own OpenMP library where it is GNU's. They wait for work by spinning for some
-milliseconds, so threads of another pool share their cores with them: on two cores Python's threads made the kernels
-of a training step 1.1 times as fast as one thread does, these N times (benchmarks/LOG.md). Numba's own pools are not
-used: `workqueue` ends the process when two threads enter it at once, `omp` when a forked child does and it is a second
-OpenMP library, and `tbb` is a package of its own.
+milliseconds, so threads of another pool would share the cores with them: beside Python's threads, two cores made the
+kernels of a training step 1.03 to 1.2 times as fast as one, and PyTorch's operations twice (benchmarks/LOG.md). Numba's
+own pools are not used: `workqueue` ends the process when two threads enter it at once, `omp` when a forked child does,
+and it is a second OpenMP library, and `tbb` is a package of its own.
 """
 
 from __future__ import annotations

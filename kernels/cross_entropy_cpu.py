@@ -66,16 +66,8 @@ def softmax_rows(
     label_smoothing: float,
     wants_gradient: bool,
 ) -> Tensor:
-    """As `reference_loss.softmax_rows`."""
-    if logits_NV.dtype != torch.float32:
-        return reference_loss.softmax_rows(
-            logits_NV,
-            targets_NK,
-            scales_NK,
-            z_loss=z_loss,
-            label_smoothing=label_smoothing,
-            wants_gradient=wants_gradient,
-        )
+    """As `reference_loss.softmax_rows`; float32, in which logits of narrower products are accumulated too."""
+    assert logits_NV.dtype == torch.float32
     losses_NK = torch.empty_like(scales_NK, memory_format=torch.contiguous_format)
     tensors = logits_NV, logits_NV.amax(-1), targets_NK.contiguous(), scales_NK.contiguous()
     numbers = np.float32(z_loss), np.float32(label_smoothing)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cdrmix.kernels._numba import ONE, ZERO, array, run, with_sums
 
-LIGHT = 8  # an element takes an eighth of other kernels' time: a second thread, woken, pays for that many more
+LIGHT = 8  # an element takes an eighth of other kernels' time: a second thread pays from that many more on
 ROWS = 128  # of a piece: its partial sums are 1/128 of a tensor, and 128 terms in a row keep float32's accuracy
 
 

@@ -103,13 +103,13 @@ def cross_entropy_forward(
         scales_KN = torch.where(counted_KN, weights_KN.to(accumulate), 0.0)
     allowed_KN = torch.where(counted_KN, targets_KN, 0)
 
+    wants_gradient = wants_hidden or wants_weight
     rows = counted_KN.any(0).nonzero().flatten()
     size = min(MOST_ROWS, max(1, CHUNK_BYTES // (V * accumulate.itemsize * LEAST_ROWS)) * LEAST_ROWS)
     memory = hidden_ND.new_empty(min(size, len(rows)), V)
     for chunk in rows.split(size) if len(rows) else ():
         hidden, target, scale = hidden_ND[chunk], allowed_KN[:, chunk].mT, scales_KN[:, chunk].mT
         logits = _products.mm(hidden, weight_VD.mT, out=memory[: len(chunk)]).to(accumulate)
-        wants_gradient = wants_hidden or wants_weight
         losses_KN[:, chunk] = softmax_rows(
             logits, target, scale, z_loss=z_loss, label_smoothing=label_smoothing, wants_gradient=wants_gradient
         ).mT
