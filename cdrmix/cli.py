@@ -126,7 +126,9 @@ def parser() -> argparse.ArgumentParser:
     train = add("train", _train, "prepare text, train, evaluate, export and report: one run", config=True)
     train.add_argument("--nproc", type=_positive, default=1, metavar="N", help="processes on this machine (torchrun)")
     train.add_argument("--resume", metavar="auto|PATH", help="go on with an unfinished run of this configuration")
-    text = "print what the run takes on this machine and stop: exit 0 where it fits, 2 where not"
+    text = (
+        "print what the run takes on this machine and stop: exit 2 where it does not fit, 3 where its text is not there"
+    )
     train.add_argument("--dry-run", action="store_true", help=text)
     _add_data(commands)
     add("validate", _validate, "check a configuration and print it with every key resolved", config=True)
@@ -242,7 +244,11 @@ def _train(options: argparse.Namespace) -> int:
     if options.dry_run:
         if options.resume:
             raise ConfigError("--dry-run plans a run from its start: leave out --resume")
-        return _print_plan(config, None, options.nproc, False)
+        from cdrmix.data.prepare import open_inputs
+
+        status = _print_plan(config, None, options.nproc, False)
+        open_inputs(config)  # what is missing of them would stop the run too
+        return status
     if options.nproc > 1:
         launch.check_processes(config, options.nproc)
         arguments = ["train", "--config", str(options.config), *options.overrides]

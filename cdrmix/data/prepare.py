@@ -61,9 +61,7 @@ def prepare(config: Config, *, say: Say = print) -> ShardSet:
     ShardError (damaged shards), DiskFullError, OutOfMemoryError.
     """
     data = config.data
-    sources = {name: make_source(domain.source, data.max_expansion) for name, domain in data.all_domains().items()}
-    check_names(config)
-    tokenizer = load_tokenizer(config)
+    sources, tokenizer = open_inputs(config)
     key = content_key(config, sources, tokenizer)
     cache = Path(data.cache).expanduser()
     folder = cache / key[:20]
@@ -84,6 +82,18 @@ def prepare(config: Config, *, say: Say = print) -> ShardSet:
     shutil.rmtree(folder.parent / f".{folder.name}.work", ignore_errors=True)  # killed between its last two moves
     say(f"Reusing prepared text in {folder}: {summary(prepared.report)}")
     return prepared
+
+
+def open_inputs(config: Config) -> tuple[dict[str, Source], TextTokenizer | None]:
+    """The source of each domain and the tokenizer, where one is given; no text is read.
+
+    Raises CorpusError (no files at a path), VocabularyError, ConfigError (a tokenizer file that is not there, a rule
+    that is not known).
+    """
+    data = config.data
+    sources = {name: make_source(domain.source, data.max_expansion) for name, domain in data.all_domains().items()}
+    check_names(config)
+    return sources, load_tokenizer(config)
 
 
 def check_names(config: Config) -> None:

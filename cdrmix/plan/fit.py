@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from cdrmix.train.zero import zero_stage
 GB = 1e9
 MOST_USED = 0.9  # of a device's memory: what fragments, and what others hold, is not known to the byte
 MOST_PROCESSES = 1024  # that a remedy proposes
+SHORTEST_ROW = 256  # tokens, that a remedy proposes
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ def fit(
 ) -> Fit:
     """Whether the configuration fits, and where not, what would: fewer rows, checkpointing, ZeRO on more processes.
 
+    Where none of them suffices: narrower precision, then shorter rows.
+
     remedies: whether they are looked for, each by another trace. say: is told so first; it may take a minute.
     """
     memory = memory_of(config, machine.platform, processes)
@@ -60,7 +63,7 @@ def fit(
     if limit is None or fits or not remedies:
         return Fit(memory, limit, fits, ())
     say("It does not fit; looking for settings with which it would ...")
-    return Fit(memory, limit, fits, tuple(_remedies(config, machine, processes, limit)))
+    return Fit(memory, limit, fits, tuple(_Search(config, machine, processes, limit).remedies()))
 
 
 def check_memory(config: Config, machine: Machine, processes: int, say: Callable[[str], None] = _discard) -> None:
@@ -117,63 +120,109 @@ def refusal(config: Config, found: Fit, machine: Machine, processes: int) -> str
 def nothing_fits() -> str:
     """What to do where no remedy was found, in a sentence."""
     return (
-        f"No number of rows, checkpointing, ZeRO stage or number of such devices up to {MOST_PROCESSES} suffices; "
-        "shorter rows (data.row_length), 16-bit precision (train.precision) or a larger device may."
+        f"No number of rows, checkpointing, ZeRO stage, number of such devices up to {MOST_PROCESSES}, 16-bit "
+        f"precision or rows of down to {SHORTEST_ROW} tokens suffices; a larger device or a smaller model may."
     )
 
 
-def _remedies(config: Config, machine: Machine, processes: int, limit: int) -> Iterator[Remedy]:
-    """The mildest change of each kind, then of all together, that fits on as many processes; then on more."""
+@dataclass(frozen=True)
+class _Search:
+    """Changes of a configuration, by their keys, tried on a machine whose devices may use `limit` bytes each."""
 
-    def found(changes: dict[str, Any], count: int) -> Remedy | None:
-        changed = config.model_copy(update={"train": config.train.model_copy(update=changes)})
+    config: Config
+    machine: Machine
+    processes: int
+    limit: int
+
+    def remedies(self) -> Iterator[Remedy]:
+        """The mildest change of each kind that fits; where none does, narrower precision and shorter rows."""
+        found = False
+        for remedy in self._same_batch():
+            found = True
+            yield remedy
+        if not found:
+            yield from filter(None, [self._narrower_or_shorter()])
+
+    def _tried(self, changes: dict[str, Any], count: int) -> Remedy | None:
+        taken = memory_of(_changed(self.config, changes), self.machine.platform, count).total
         # On a CPU the processes share one memory.
-        room = limit if machine.platform != "cpu" else limit * processes // count
-        taken = memory_of(changed, machine.platform, count).total
-        settings = tuple(f"train.{name}={str(value).lower()}" for name, value in changes.items())
+        room = self.limit if self.machine.platform != "cpu" else self.limit * self.processes // count
+        settings = tuple(f"{key}={str(value).lower()}" for key, value in changes.items())
         return Remedy(settings, count, taken) if taken <= room else None
 
-    rows = config.train.micro_batch_rows
-    halves = [rows >> shift for shift in range(1, rows.bit_length()) if rows % (1 << shift) == 0]
-    checkpointing: dict[str, Any] = {} if config.train.activation_checkpointing else {"activation_checkpointing": True}
-    fewer = [{"micro_batch_rows": less} for less in halves]
-    mild = [
-        next((fitting for changes in choices if (fitting := found(changes, processes))), None)
-        for choices in (fewer, [checkpointing] if checkpointing else [])
-    ]
-    if not any(mild) and checkpointing:
-        both = (checkpointing | changes for changes in fewer)
-        mild.append(next((fitting for changes in both if (fitting := found(changes, processes))), None))
-    yield from (remedy for remedy in mild if remedy is not None)
-    if machine.platform != "cpu":
-        yield from _on_more(config, processes, found, checkpointing)
+    def _first(self, choices: Iterable[dict[str, Any]]) -> Remedy | None:
+        return next((fitting for changes in choices if (fitting := self._tried(changes, self.processes))), None)
+
+    def _checkpointing(self) -> dict[str, Any]:
+        return {} if self.config.train.activation_checkpointing else {"train.activation_checkpointing": True}
+
+    def _same_batch(self) -> Iterator[Remedy]:
+        """The mildest of fewer rows, of checkpointing, then of both, that fits on as many processes; then on more."""
+        rows = self.config.train.micro_batch_rows
+        halves = [rows >> shift for shift in range(1, rows.bit_length()) if rows % (1 << shift) == 0]
+        fewer = [{"train.micro_batch_rows": less} for less in halves]
+        checkpointing = self._checkpointing()
+        mild = [self._first(fewer), self._first([checkpointing] if checkpointing else [])]
+        if not any(mild) and checkpointing:
+            mild.append(self._first(checkpointing | changes for changes in fewer))
+        yield from filter(None, mild)
+        if self.machine.platform != "cpu" and (more := self._on_more()) is not None:
+            yield more
+
+    def _on_more(self) -> Remedy | None:
+        """The fewest processes, a power of two times those of now, on which it fits: with nothing else changed, where
+        that suffices; else with a higher ZeRO stage; else with checkpointing and single rows as well.
+
+        Where a step has no rows for twice the processes, those of a micro-batch go down with their number.
+        """
+        train, processes = self.config.train, self.processes
+        counts = [
+            processes << shift for shift in range(MOST_PROCESSES.bit_length()) if processes << shift <= MOST_PROCESSES
+        ]
+        unchanged = [(count, int(zero_stage(train, count))) for count in counts[1:] if zero_stage(train, count) > 0]
+        least = max(zero_stage(train, processes), 1)
+        higher = [(count, stage) for count in counts if count > 1 for stage in range(least, 4)]
+        too_few = train.batch_rows % (train.micro_batch_rows * 2 * processes) > 0
+        single = self._checkpointing() | {"train.micro_batch_rows": 1}
+        for changes, tried in (({}, unchanged), ({}, higher), (single, higher)):
+            for count, stage in tried:
+                rows = changes.get("train.micro_batch_rows", train.micro_batch_rows)
+                if too_few:
+                    rows = math.gcd(train.batch_rows // count, rows)
+                if rows == 0 or train.batch_rows % (rows * count):
+                    continue
+                settings = changes | {"train.micro_batch_rows": rows, "train.zero_stage": stage}
+                kept = {"train.micro_batch_rows": train.micro_batch_rows, "train.zero_stage": zero_stage(train, count)}
+                settings = {key: value for key, value in settings.items() if kept.get(key) != value}
+                if (settings or count > processes) and (remedy := self._tried(settings, count)) is not None:
+                    return remedy
+        return None
+
+    def _narrower_or_shorter(self) -> Remedy | None:
+        """bf16 instead of float32; where it does not suffice, also the longest rows that fit, halved some times.
+
+        On as many processes, with checkpointing and single rows. Other results are to be expected of both.
+        """
+        narrower: dict[str, Any] = {"train.precision": "bf16"} if self.config.train.precision == "fp32" else {}
+        if narrower and (remedy := self._tried(narrower, self.processes)) is not None:
+            return remedy
+        single = {} if self.config.train.micro_batch_rows == 1 else {"train.micro_batch_rows": 1}
+        least = narrower | single | self._checkpointing()
+        if narrower and (remedy := self._tried(least, self.processes)) is not None:
+            return remedy
+        length = self.config.data.row_length
+        lengths = [length >> shift for shift in range(1, length.bit_length()) if length >> shift >= SHORTEST_ROW]
+        shorter = [least | {"data.row_length": less} for less in lengths]
+        if not shorter or self._tried(shorter[-1], self.processes) is None:
+            return None  # found out first: a trace of shorter rows takes less time
+        return self._first(shorter)
 
 
-def _on_more(config: Config, processes: int, found: Any, checkpointing: dict[str, Any]) -> Iterator[Remedy]:
-    """The fewest processes, a power of two times those of now, on which it fits: with nothing else changed, where that
-    suffices; else with a higher ZeRO stage; else with checkpointing and single rows as well.
-
-    Where a step has no rows for twice the processes, those of a micro-batch go down with their number.
-    """
-    train = config.train
-    counts = [
-        processes << shift for shift in range(MOST_PROCESSES.bit_length()) if processes << shift <= MOST_PROCESSES
-    ]
-    unchanged = [(count, int(zero_stage(train, count))) for count in counts[1:] if zero_stage(train, count) > 0]
-    least = max(zero_stage(train, processes), 1)
-    higher = [(count, stage) for count in counts if count > 1 for stage in range(least, 4)]
-    too_few = train.batch_rows % (train.micro_batch_rows * 2 * processes) > 0
-    single = checkpointing | {"micro_batch_rows": 1}
-    for changes, tried in (({}, unchanged), ({}, higher), (single, higher)):
-        for count, stage in tried:
-            settings: dict[str, Any] = {"micro_batch_rows": train.micro_batch_rows} | changes
-            if too_few:
-                settings["micro_batch_rows"] = math.gcd(train.batch_rows // count, settings["micro_batch_rows"])
-            if settings["micro_batch_rows"] == 0 or train.batch_rows % (settings["micro_batch_rows"] * count):
-                continue
-            settings["zero_stage"] = stage
-            kept = {"micro_batch_rows": train.micro_batch_rows, "zero_stage": zero_stage(train, count)}
-            settings = {name: value for name, value in settings.items() if kept.get(name) != value}
-            if (settings or count > processes) and (remedy := found(settings, count)) is not None:
-                yield remedy
-                return
+def _changed(config: Config, changes: dict[str, Any]) -> Config:
+    """The configuration with other values of some keys, such as train.micro_batch_rows."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in changes.items():
+        section, name = key.split(".")
+        sections.setdefault(section, {})[name] = value
+    updated = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    return config.model_copy(update=updated)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cdrmix.cli import main
+from cdrmix.errors import CorpusError
 from cdrmix.plan import machine
 
 Arguments = Callable[..., list[str]]
@@ -44,6 +45,13 @@ def test_a_dry_run_prints_the_table_and_makes_nothing(
         assert f"\n{heading}" in table
     assert max(len(line) for line in table.splitlines()) <= 100
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_tells_of_text_that_is_not_there(arguments: Arguments, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *arguments("data.source.paths=[nowhere]"), "--dry-run"]) == CorpusError.exit_code
+    printed = capsys.readouterr()
+    assert "Memory of a process" in printed.out
+    assert "nothing is at 'nowhere'" in printed.err
 
 
 def test_training_that_cannot_fit_is_refused_before_anything_is_made(

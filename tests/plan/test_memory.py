@@ -122,7 +122,7 @@ def test_a_released_configuration_is_refused_on_half_of_what_it_needs(name: str)
     if name != "core-200b":  # which has the fewest remedies, each of which takes a trace
         assert fit(config, half, processes, remedies=False).fits is False
         return
-    with pytest.raises(ConfigError, match=r"takes [\d,.]+ GB a process and a card has .*(What would fit|device may)"):
+    with pytest.raises(ConfigError, match=r"takes [\d,.]+ GB a process and a card has .*(What would fit|model may)"):
         check_memory(config, half, processes)
 
 
@@ -158,6 +158,20 @@ def test_more_devices_are_proposed_with_nothing_else_changed() -> None:
     small = small.model_copy(update={"train": small.train.model_copy(update={"micro_batch_rows": 8})})
     remedy = fit(small, room, 1).remedies[-1]
     assert remedy.settings == (f"train.micro_batch_rows={8 // remedy.processes}",)
+
+
+@pytest.mark.parametrize("least", [["train.precision=bf16"], ["train.precision=bf16", "data.row_length=1024"]])
+def test_narrower_precision_and_shorter_rows_are_proposed_where_nothing_else_suffices(least: list[str]) -> None:
+    words = ["train.batch_rows=1", "train.micro_batch_rows=1", "train.activation_checkpointing=true"]
+    words += ["train.precision=fp32", "data.row_length=4096"]
+    needed = memory_of(config_of("core-tiny", *words, *least), "cuda", 1).total
+    room = card(int(needed / MOST_USED) + 1)
+    assert fit(config_of("core-tiny", *words), room, 1).remedies == (Remedy(tuple(least), 1, needed),)
+
+
+def test_where_nothing_suffices_it_is_said() -> None:
+    with pytest.raises(ConfigError, match=r"No number of rows, .* or rows of down to 256 tokens suffices"):
+        check_memory(config_of("core-tiny", "train.batch_rows=1", "train.micro_batch_rows=1"), card(10**7), 1)
 
 
 def test_what_is_unknown_is_never_refused() -> None:
