@@ -175,7 +175,8 @@ def configured(arguments: argparse.Namespace) -> Config:
     if arguments.checkpointing:
         changes.append("train.activation_checkpointing=true")
     if arguments.micro_batch_rows is not None:
-        changes.append(f"train.micro_batch_rows={arguments.micro_batch_rows}")
+        # A step's rows, of which a configuration's need not be a multiple of these, are set by `with_micro_batches`.
+        changes += [f"train.{key}={arguments.micro_batch_rows}" for key in ("micro_batch_rows", "batch_rows")]
     return load_config(path, [*changes, *arguments.overrides])
 
 

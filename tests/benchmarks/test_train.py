@@ -16,6 +16,7 @@ import torch
 import yaml
 
 from cdrmix.config.load import load_config
+from cdrmix.config.schema import Config
 from cdrmix.plan.flops import training_flops_per_token
 
 ROOT = Path(__file__).parents[2]
@@ -133,11 +134,22 @@ def test_a_gpu_is_asked_for_where_there_is_none() -> None:
     assert "no GPU found" in done.stderr
 
 
+def configured(*overrides: str, **changes: Any) -> Config:
+    """core-4b as it is measured with these flags."""
+    plain = {"case": "core-4b", "config": None, "device": "cpu", "zero_stage": None, "checkpointing": False}
+    plain |= {"micro_batch_rows": None, "overrides": list(overrides)}
+    return train_gpu.configured(train_gpu.argparse.Namespace(**plain | changes))
+
+
+def test_a_micro_batch_has_any_number_of_rows() -> None:
+    assert load_config(ROOT / "configs" / "cdrmix-core-4b.yaml").train.batch_rows % 3 > 0
+    train = train_gpu.with_micro_batches(configured(micro_batch_rows=3), 5).train
+    assert (train.micro_batch_rows, train.batch_rows) == (3, 15)
+
+
 def test_one_process_shares_nothing_out_unless_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
     def stage(*overrides: str, **changes: Any) -> object:
-        plain = {"case": "core-4b", "config": None, "device": "cpu", "zero_stage": None, "checkpointing": False}
-        plain |= {"micro_batch_rows": None, "overrides": list(overrides)}
-        return train_gpu.configured(train_gpu.argparse.Namespace(**plain | changes)).train.zero_stage
+        return configured(*overrides, **changes).train.zero_stage
 
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert stage() == 0
