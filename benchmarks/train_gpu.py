@@ -174,10 +174,13 @@ def configured(arguments: argparse.Namespace) -> Config:
         changes.append("train.zero_stage=0")  # one process has nobody to share anything out with
     if arguments.checkpointing:
         changes.append("train.activation_checkpointing=true")
-    if arguments.micro_batch_rows is not None:
-        # A step's rows, of which a configuration's need not be a multiple of these, are set by `with_micro_batches`.
-        changes += [f"train.{key}={arguments.micro_batch_rows}" for key in ("micro_batch_rows", "batch_rows")]
-    return load_config(path, [*changes, *arguments.overrides])
+    changes += arguments.overrides
+    config = load_config(path, changes)
+    if (rows := arguments.micro_batch_rows) is None:
+        return config
+    # The step that a run would have: as many rows as before, to the next lower multiple of the micro-batch's.
+    step = max(config.train.batch_rows // rows, 1) * rows
+    return load_config(path, [*changes, f"train.micro_batch_rows={rows}", f"train.batch_rows={step}"])
 
 
 def with_micro_batches(full: Config, micro_batches: int) -> Config:

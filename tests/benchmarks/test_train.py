@@ -142,9 +142,11 @@ def configured(*overrides: str, **changes: Any) -> Config:
 
 
 def test_a_micro_batch_has_any_number_of_rows() -> None:
-    assert load_config(ROOT / "configs" / "cdrmix-core-4b.yaml").train.batch_rows % 3 > 0
-    train = train_gpu.with_micro_batches(configured(micro_batch_rows=3), 5).train
-    assert (train.micro_batch_rows, train.batch_rows) == (3, 15)
+    released = load_config(ROOT / "configs" / "cdrmix-core-4b.yaml").train.batch_rows
+    assert released % 3 > 0
+    full = configured(micro_batch_rows=3)
+    assert (full.train.micro_batch_rows, full.train.batch_rows) == (3, released // 3 * 3)
+    assert configured("train.batch_rows=2", "train.micro_batch_rows=2", micro_batch_rows=3).train.batch_rows == 3
 
 
 def test_one_process_shares_nothing_out_unless_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
