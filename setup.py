@@ -3,7 +3,7 @@
 from glob import glob
 
 from pybind11.setup_helpers import Pybind11Extension, build_ext
-from setuptools import setup
+from setuptools import find_packages, setup
 
 HEADERS = sorted(glob("csrc/*.hpp"))
 
@@ -23,19 +23,9 @@ def extension(name: str, source: str) -> Pybind11Extension:
 
 setup(
     packages=[
-        "cdrmix",
-        "cdrmix.config",
-        "cdrmix.data",
-        "cdrmix.data.pipeline",
-        "cdrmix.data.tasks",
-        "cdrmix.eval",
-        "cdrmix.hf",
+        *find_packages(include=["cdrmix", "cdrmix.*"]),
         "cdrmix.kernels",
-        "cdrmix.model",
-        "cdrmix.ops",
-        "cdrmix.plan",
-        "cdrmix.reason",
-        "cdrmix.train",
+        *(f"cdrmix.kernels.{name}" for name in find_packages("kernels")),
     ],
     # kernels/ has no __init__.py, so that it can never be taken for the PyPI package of that name. The symlink
     # cdrmix/kernels serves editors, type checkers and editable installs; wheels need only this mapping.

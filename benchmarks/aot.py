@@ -41,8 +41,8 @@ SCANNED = "wkv7_group_scan"  # is launched forward and backward
 def modules() -> list[str]:
     """The Triton modules: those of the package that define builds(architecture)."""
     return [
-        f"cdrmix.kernels.{path.stem}"
-        for path in sorted(KERNELS.glob("*.py"))
+        ".".join(("cdrmix.kernels", *path.relative_to(KERNELS).with_suffix("").parts))
+        for path in sorted(KERNELS.rglob("*.py"))
         if re.search(r"^def builds\(", path.read_text(), re.MULTILINE)
     ]
 
@@ -184,7 +184,7 @@ def prove(architectures: tuple[str, ...], only: str = "") -> tuple[list[Compiled
 
 def passes(ours: list[Compiled]) -> dict[str, float]:
     """Estimated microseconds of the recurrence's passes in bfloat16, K = V = 64, at the chunk length that ships."""
-    wkv7 = importlib.import_module("cdrmix.kernels.wkv7")
+    wkv7 = importlib.import_module("cdrmix.kernels.rwkv7.triton")
     shape = {"bf16", "K64", "V64", f"C{wkv7.chunk_sizes(torch.bfloat16, 64, 64)[0]}"}
     times = {
         one.name: one.time for one in ours if one.architecture == "sm_90" and shape <= set(one.configuration.split())
@@ -200,7 +200,7 @@ def passes(ours: list[Compiled]) -> dict[str, float]:
 def long_row() -> dict[str, float]:
     """Estimated microseconds of both scans of one row of 65,536 tokens: over all its chunks, and in groups of them."""
     found = {"whole": 0.0, "grouped": 0.0}
-    for one in aot_compile.compile_all(["cdrmix.kernels.wkv7"], ("sm_90",), builds="long_rows"):
+    for one in aot_compile.compile_all(["cdrmix.kernels.rwkv7.triton"], ("sm_90",), builds="long_rows"):
         found["whole" if one.configuration.endswith("whole") else "grouped"] += one.time * (1 + (one.name == SCANNED))
     return {f"long_row_{name}": round(time, 2) for name, time in found.items()}
 

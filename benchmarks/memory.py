@@ -20,8 +20,8 @@ import faiss
 import numpy as np
 from cases import Case, Options, Result, quantiles
 
-from cdrmix.reason.episodic_index import EpisodicIndex
-from cdrmix.reason.kept_episodes import Staged
+from cdrmix.reason.memory.episodic_index import EpisodicIndex
+from cdrmix.reason.memory.kept_episodes import Staged
 
 DIM, TOKENS, TOP_K = 512, 64, 8
 STORED, REBUILT = 10_000, 50_000

@@ -114,11 +114,11 @@ def compiled_later(call: Call, dynamic: bool | None = None) -> Call:
 def serve_by(products: str | None, device: torch.device) -> None:
     """Who serves our products from here on, forward and backward; None: whom the committed table chooses."""
     if device.type == "cuda":
-        importlib.import_module("cdrmix.kernels.moe_grouped").force(products)
+        importlib.import_module("cdrmix.kernels.moe.grouped").force(products)
 
 
 def ours(layer: Layer, save: str = "fast", products: str | None = None) -> Implementation:
-    """cdrmix; products: who multiplies on a GPU instead of what the committed table chooses (moe_grouped.py)."""
+    """cdrmix; products: who multiplies on a GPU instead of the committed choice (kernels/moe/grouped.py)."""
 
     def call(x: Tensor, logits: Tensor, weights: list[Tensor]) -> Tensor:
         w_up, w_down = weights

@@ -21,8 +21,8 @@ from measure import peak_of_process, relative_error
 from plastic_peers import LOOP, LORA, OURS, PROJECTION, Implementation, implementations
 from torch import Tensor
 
-from cdrmix.kernels import reference_plastic
-from cdrmix.ops import plastic
+from cdrmix.kernels.fast_weights import reference as reference_plastic
+from cdrmix.ops import fast_weights as plastic
 
 EPILOGUE = "the projection with its low-rank product"
 TWO_CALLS = "the same in two products"

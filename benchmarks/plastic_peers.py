@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cdrmix import ops
-from cdrmix.kernels import reference_plastic
+from cdrmix.kernels.fast_weights import reference as reference_plastic
 
 OURS = "cdrmix"
 LOOP = "PyTorch, token by token"

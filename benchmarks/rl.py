@@ -21,10 +21,10 @@ from comparison import one_thread, peak_in_fresh_process
 from measure import peak_of_process
 
 from cdrmix.config.schema import Attention, FeedForward, Model, Rwkv
-from cdrmix.model.backbone import LanguageModel
-from cdrmix.reason.agent import Window, read_episodes
+from cdrmix.model.language_model import LanguageModel
+from cdrmix.reason.agent.agent import Window, read_episodes
 from cdrmix.reason.episodes import Episodes, TokenSource
-from cdrmix.reason.rollout import generate
+from cdrmix.reason.rl.rollout import generate
 
 CPU = torch.device("cpu")
 PROMPTS, GROUP = 16, 8

@@ -22,7 +22,7 @@ from scan_peers import CHUNKED, FLA, FLA_NAIVE, NAIVE, OURS, RETENTION, Implemen
 from torch import Tensor
 from wkv7 import document_lengths
 
-from cdrmix.kernels import reference_scan
+from cdrmix.kernels.ssd import reference as reference_scan
 
 NAMES = ("q", "k", "v", "log_decay")
 

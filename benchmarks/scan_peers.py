@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cdrmix import ops
-from cdrmix.kernels import reference_scan
+from cdrmix.kernels.ssd import reference as reference_scan
 
 OURS = "cdrmix"
 NAIVE = "PyTorch, token by token"

@@ -48,7 +48,7 @@ from torch.utils.flop_counter import flop_registry
 from cdrmix.config.load import load_config
 from cdrmix.config.schema import Config
 from cdrmix.errors import CdrmixError
-from cdrmix.kernels import cross_entropy
+from cdrmix.kernels.cross_entropy import triton as cross_entropy
 from cdrmix.model.loss import LossModel
 from cdrmix.ops import weights
 from cdrmix.plan.flops import training_flops_per_token
@@ -267,7 +267,7 @@ def linear_flops(given: list[Tensor]) -> int:
 
 def loss_chunks(rows: int, width: int, vocabulary: int) -> int:
     """Chunks that the linear cross-entropy goes by on a GPU, as its kernels choose them."""
-    from cdrmix.kernels import cross_entropy
+    from cdrmix.kernels.cross_entropy import triton as cross_entropy
 
     return -(-rows // cross_entropy.chunk_rows(rows, width, vocabulary, 2, rounded=False))
 

@@ -40,15 +40,15 @@ from cdrmix.config.load import load_config
 from cdrmix.config.schema import Config
 from cdrmix.data.batch import Batch
 from cdrmix.errors import CdrmixError, OutOfMemoryError
-from cdrmix.model.router import balance_routers
+from cdrmix.model.feed_forward.router import balance_routers
 from cdrmix.plan.fit import GB, fit, shortfall
 from cdrmix.plan.flops import training_flops_per_token
 from cdrmix.plan.machine import machine_for
 from cdrmix.plan.memory import MemoryPlan
 from cdrmix.train.build import build_loss_model
+from cdrmix.train.distributed import World, join, rank_size_local_rank, seed_everything
 from cdrmix.train.engine import Engine, accumulation, make_engine
 from cdrmix.train.faults import check_finite
-from cdrmix.train.parallel import World, join, rank_size_local_rank, seed_everything
 from cdrmix.train.schedule import learning_rate
 
 CONFIGS = Path(__file__).parents[1] / "configs"

@@ -14,8 +14,8 @@ from cdrmix.data.batch import Batch
 from cdrmix.data.loader import Prefetcher
 from cdrmix.data.shards import ShardSet
 from cdrmix.train import stage_a
-from cdrmix.train.parallel import join
-from cdrmix.train.run import RunFolder
+from cdrmix.train.distributed import join
+from cdrmix.train.run_folder import RunFolder
 
 OURS = "cdrmix"
 WARMUP_BLOCKS = 1  # first blocks of a timing, thrown away: memory is being allocated

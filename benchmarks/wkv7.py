@@ -21,7 +21,7 @@ from measure import peak_of_process, relative_error
 from torch import Tensor
 from wkv7_peers import CHUNKED, DECAY_BOUND, FLA, FLA_LAYER, NAIVE, OURS, Implementation, implementations
 
-from cdrmix.kernels import reference
+from cdrmix.kernels.rwkv7 import reference
 
 NAMES = ("r", "log_w", "k", "v", "a", "b")
 

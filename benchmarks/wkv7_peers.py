@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cdrmix import ops
-from cdrmix.kernels import reference
+from cdrmix.kernels.rwkv7 import reference
 
 OURS = "cdrmix"
 NAIVE = "PyTorch, token by token"

@@ -258,7 +258,7 @@ def _train(options: argparse.Namespace) -> int:
         if message:
             print(message, file=sys.stderr)
         return status
-    from cdrmix.lifecycle import run_all
+    from cdrmix.workflow import run_all
 
     run_all(config, options.resume)
     return 0
@@ -338,8 +338,8 @@ def _params(options: argparse.Namespace) -> int:
 
 
 def _eval(options: argparse.Namespace) -> int:
-    from cdrmix.lifecycle import evaluate_model, held_out_table
-    from cdrmix.train.run import finite
+    from cdrmix.train.run_folder import finite
+    from cdrmix.workflow import evaluate_model, held_out_table
 
     held_out = evaluate_model(options.model, options.config, options.overrides, device=options.device)
     print(json.dumps(finite(vars(held_out)), indent=2, allow_nan=False) if options.json else held_out_table(held_out))
@@ -347,8 +347,8 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    from cdrmix.generate import Sampling, generate
-    from cdrmix.lifecycle import load_alone
+    from cdrmix.inference.generate import Sampling, generate
+    from cdrmix.workflow import load_alone
 
     sampling = Sampling(
         options.temperature, options.top_p, options.top_k, seed=options.seed, max_new_tokens=options.max_new_tokens
@@ -368,8 +368,8 @@ def _show_every_character() -> None:
 
 
 def _reason_demo(options: argparse.Namespace) -> int:
-    from cdrmix.lifecycle import load_alone
     from cdrmix.reason.demo import demonstrate
+    from cdrmix.workflow import load_alone
 
     if (options.document is None) != (options.question is None):
         raise ConfigError("--document and --question go together: a text of your own, and what to answer about it")
@@ -386,7 +386,7 @@ def _reason_demo(options: argparse.Namespace) -> int:
 
 
 def _ablate(options: argparse.Namespace) -> int:
-    from cdrmix.reason.ablation import run
+    from cdrmix.reason.experiments.ablation import run
 
     outcome = run(options.config, options.overrides, options.seeds, options.out, arms=options.arms)
     return 0 if outcome.holds else 1
@@ -397,7 +397,7 @@ def _seeds(text: str) -> list[int]:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from cdrmix.lifecycle import export_rwkv, export_to
+    from cdrmix.workflow import export_rwkv, export_to
 
     print(export_rwkv(options.model, options.rwkv) if options.rwkv else export_to(options.model, options.out))
     return 0
@@ -412,8 +412,8 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from cdrmix.report import write_report
-    from cdrmix.train.run import RunFolder
+    from cdrmix.report.report import write_report
+    from cdrmix.train.run_folder import RunFolder
 
     print(write_report(RunFolder.open(options.run)))
     return 0

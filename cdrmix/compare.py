@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cdrmix.hf.export import SUMS, final_weights, load_exported, step_of
 from cdrmix.train.checkpoint import AVERAGE, read_weights
-from cdrmix.train.run import read_metrics
+from cdrmix.train.run_folder import read_metrics
 
 
 @dataclass(frozen=True)

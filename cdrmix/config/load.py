@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from cdrmix.config import words
+from cdrmix.config import schema_types as words
 from cdrmix.config.check import check
 from cdrmix.config.problems import Problem, failure, found
 from cdrmix.config.schema import Config

@@ -1,7 +1,7 @@
 """The schema of a run: every key a YAML may hold, its type, its range and its default.
 
 Sections are frozen and refuse unknown keys. What concerns one key is said by its type; what
-concerns several is checked in combinations.py. A key without a default must be written, unless
+concerns several is checked in validators.py. A key without a default must be written, unless
 the autosizers derive it from `model.size`, `model.d_model` or `model.attention.heads`.
 """
 

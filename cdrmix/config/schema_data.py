@@ -94,7 +94,7 @@ Source = Annotated[
 class Filters(Section):
     """What a document must pass to be kept. Scores of all rules are recorded, of dropped documents too."""
 
-    rules: list[Text] = []  # names of rules or groups of data/filters.py
+    rules: list[Text] = []  # names of rules or groups of data/cleaning/filters.py
     bounds: dict[Text, float] = {}  # a rule's name -> its bound, where it shall not be the published one
     languages: list[Text] = ["en"]  # for the rule `language`: ISO 639 codes
     language_score: Fraction = 0.65  # the least probability of that language

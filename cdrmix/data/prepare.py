@@ -21,8 +21,9 @@ from typing import Any
 
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_data import TasksSource
-from cdrmix.data import shards, urls
-from cdrmix.data.filters import FilterChain
+from cdrmix.data import shards
+from cdrmix.data.cleaning import urls
+from cdrmix.data.cleaning.filters import FilterChain
 from cdrmix.data.objectives import special_tokens
 from cdrmix.data.pipeline import drop_report
 from cdrmix.data.pipeline.columns import read_report
@@ -35,13 +36,13 @@ from cdrmix.data.pipeline.encoding import (
     held_out_threshold,
     training_texts,
 )
-from cdrmix.data.pipeline.engine import make_engine
+from cdrmix.data.pipeline.executor import make_engine
 from cdrmix.data.pipeline.reading import Cleaning, Part, Quota, Unit, grouped, read_unit, units
-from cdrmix.data.pipeline.tally import Tally
+from cdrmix.data.pipeline.stats import Tally
 from cdrmix.data.pipeline.work import Progress, Say, Work, alone, forget_left_behind
 from cdrmix.data.shards import ShardSet, open_shards, write_index
-from cdrmix.data.source import BAD_RECORDS_SHOWN, BadRecords, Source
 from cdrmix.data.sources import make_source
+from cdrmix.data.sources.base import BAD_RECORDS_SHOWN, BadRecords, Source
 from cdrmix.data.tasks import difficulties
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.durable import disk_guard, sync_folder, write_atomically

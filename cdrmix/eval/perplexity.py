@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from cdrmix.data.batch import Batch
 from cdrmix.data.loader import EvalLoader
 from cdrmix.data.shards import Split
-from cdrmix.model.backbone import LanguageModel
+from cdrmix.model.language_model import LanguageModel
 from cdrmix.model.loss import LossModel
 
 

@@ -26,9 +26,9 @@ from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.durable import disk_guard, sha256_file, sync_file, sync_folder
 from cdrmix.errors import CheckpointError, ConfigError, ExportMismatchError, VocabularyError
 from cdrmix.hf.card import model_card
-from cdrmix.model.backbone import LanguageModel
+from cdrmix.model.language_model import LanguageModel
 from cdrmix.train.checkpoint import list_checkpoints, misfit, read_weights
-from cdrmix.train.run import RunFolder, environment
+from cdrmix.train.run_folder import RunFolder, environment
 
 SHARD_BYTES = 5_000_000_000
 SUMS = "SHA256SUMS"

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from cdrmix import ops
 from cdrmix.config.schema import Model
-from cdrmix.kernels._products import set_num_threads
+from cdrmix.kernels.common.products import set_num_threads
 
 ParameterKind = Literal["matrix", "embedding", "vector", "decay_bias"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cdrmix import ops
-from cdrmix.model.backbone import LanguageModel, RouterStats
+from cdrmix.model.language_model import LanguageModel, RouterStats
 
 
 class Losses(NamedTuple):

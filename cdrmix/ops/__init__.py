@@ -1,7 +1,7 @@
 """The one door to the kernels: each op by its public name, checked and sent to the implementation for its device.
 
 CUDA tensors go to Triton, CPU tensors to numba, float64 and what neither serves to plain PyTorch
-(`kernels/reference.py`). The environment variable CDRMIX_BACKEND (triton, cpu or reference) forces one;
+(`kernels/rwkv7/reference.py`). The environment variable CDRMIX_BACKEND (triton, cpu or reference) forces one;
 CDRMIX_DEBUG=1 turns on the checks that read values, for which a GPU has to be waited for. Importing this needs
 PyTorch alone: Triton and numba are imported on first use.
 """
@@ -10,19 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cdrmix.kernels.reference import document_starts, token_shift
-from cdrmix.kernels.reference_moe import Routing
+from cdrmix.kernels.moe.reference import Routing
+from cdrmix.kernels.rwkv7.reference import document_starts, token_shift
 from cdrmix.ops.attention import attention
 from cdrmix.ops.backend import backend, compute_dtype
-from cdrmix.ops.experts import moe_combine, moe_dispatch, moe_experts, moe_product
+from cdrmix.ops.cross_entropy import linear_cross_entropy
+from cdrmix.ops.fast_weight_chunks import plastic_chunks
+from cdrmix.ops.fast_weights import plastic_commit, plastic_lora
 from cdrmix.ops.linear import linear
-from cdrmix.ops.loss import linear_cross_entropy
+from cdrmix.ops.moe import moe_combine, moe_dispatch, moe_experts, moe_product
 from cdrmix.ops.norm import add_norm
-from cdrmix.ops.plastic import plastic_commit, plastic_lora
-from cdrmix.ops.plastic_chunks import plastic_chunks
-from cdrmix.ops.recurrence import wkv7, wkv7_step
 from cdrmix.ops.routing import route_topk
-from cdrmix.ops.scan import decay_scan, decay_scan_step
+from cdrmix.ops.rwkv7 import wkv7, wkv7_step
+from cdrmix.ops.ssd import decay_scan, decay_scan_step
 from cdrmix.ops.time_mix import GROUP_NORM_EPS, time_mix_keys, time_mix_output, time_mix_streams
 
 __all__ = [

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cdrmix.kernels import reference_attention
+from cdrmix.kernels.attention import reference as reference_attention
 from cdrmix.ops.backend import backend, compute_dtype, platform_of
 from cdrmix.ops.checks import DTYPES, check_cu_seqlens, check_document_starts
 from cdrmix.ops.operator import operator

@@ -74,7 +74,7 @@ def backend(x: Tensor) -> str:
 def check_served(device: torch.device) -> None:
     """Raises ConfigError for a GPU that the kernels do not serve, where these would be used."""
     if device.type == "cuda" and os.environ.get("CDRMIX_BACKEND", "") in ("", "triton"):
-        importlib.import_module("cdrmix.kernels._common").architecture(device)
+        importlib.import_module("cdrmix.kernels.common.triton_helpers").architecture(device)
 
 
 def debugging() -> bool:

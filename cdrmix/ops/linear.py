@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from cdrmix.kernels._products import add_product, is_wide, mm, multiplies_on_one_thread
+from cdrmix.kernels.common.products import add_product, is_wide, mm, multiplies_on_one_thread
 from cdrmix.ops.backend import compute_dtype
 from cdrmix.ops.weights import compute_weight, gradient_sum, is_attached, outside_graphs
 
@@ -22,7 +22,7 @@ def linear(x: Tensor, weight: Tensor, *, inputs_first: bool = False) -> Tensor:
     What `ops.weights.attach` has given the weight is used where products run in that dtype: the product reads the
     copy, and the backward pass adds the weight's gradient to its `.grad` in float32 by itself (and is then
     differentiable once); nothing of the weight's size is cast, rounded or added besides. Else PyTorch's own product,
-    or on a CPU, where it may take no more than one thread (`kernels/_products.py`), one that may take several.
+    or on a CPU, where it may take no more than one thread (`kernels/common/products.py`), one that may take several.
     Raises RuntimeError, PyTorch's, for shapes and dtypes that do not go together.
     """
     if torch.compiler.is_compiling() and compute_dtype(x) != weight.dtype:

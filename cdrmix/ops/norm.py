@@ -1,7 +1,7 @@
 """The residual sum and the norm that follows it as one PyTorch operator: checks, registration, gradients.
 
 Triton and numba serve float32 and below in one pass over the tensors forward and one backward; float64, and machines
-without either, get `kernels/reference_norm.py` with autograd's gradients.
+without either, get `kernels/norm/reference.py` with autograd's gradients.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cdrmix.kernels import reference_norm
-from cdrmix.kernels.reference_norm import KINDS
+from cdrmix.kernels.norm import reference as reference_norm
+from cdrmix.kernels.norm.reference import KINDS
 from cdrmix.ops.backend import backend, compute_dtype
 from cdrmix.ops.checks import DTYPES
 from cdrmix.ops.operator import operator

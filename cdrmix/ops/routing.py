@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from cdrmix.errors import NonFiniteLogitsError
-from cdrmix.kernels import reference_moe
-from cdrmix.kernels.reference_moe import Routing
+from cdrmix.kernels.moe import reference as reference_moe
+from cdrmix.kernels.moe.reference import Routing
 from cdrmix.ops.backend import backend, debugging
 from cdrmix.ops.operator import operator
 
@@ -85,7 +85,9 @@ def _check_logits(logits_TE: Tensor, name: str) -> None:
 
 def _kernels(logits_TE: Tensor) -> ModuleType:
     """The module whose `route_forward` and `route_backward` serve these logits."""
-    return importlib.import_module("cdrmix.kernels.moe_route") if backend(logits_TE) == "triton" else reference_moe
+    return (
+        importlib.import_module("cdrmix.kernels.moe.triton_route") if backend(logits_TE) == "triton" else reference_moe
+    )
 
 
 @operator("cdrmix::moe_route")

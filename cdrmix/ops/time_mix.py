@@ -1,7 +1,7 @@
 """The element-wise work around the RWKV-7 recurrence as PyTorch operators: checks and the choice of implementation.
 
 Triton and numba serve float32 and below, each op in one pass over its tensors; float64, and machines without either,
-get `kernels/reference_time_mix.py` with autograd's gradients. The backward passes save the inputs alone.
+get `kernels/time_mix/reference.py` with autograd's gradients. The backward passes save the inputs alone.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cdrmix.kernels import reference_time_mix as reference
-from cdrmix.kernels.reference_time_mix import GROUP_NORM_EPS, Streams
+from cdrmix.kernels.time_mix import reference
+from cdrmix.kernels.time_mix.reference import GROUP_NORM_EPS, Streams
 from cdrmix.ops.backend import backend, compute_dtype
 from cdrmix.ops.operator import operator
 

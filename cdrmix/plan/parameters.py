@@ -9,9 +9,9 @@ import torch
 
 from cdrmix.config.schema import Config, Model
 from cdrmix.config.schema_reasoning import Reasoning
-from cdrmix.model.backbone import LanguageModel
-from cdrmix.model.blocks import Block
-from cdrmix.model.experts import EXPERT_PARAMETERS
+from cdrmix.model.block import Block
+from cdrmix.model.feed_forward.moe import EXPERT_PARAMETERS
+from cdrmix.model.language_model import LanguageModel
 from cdrmix.train.metrics import amount
 
 PARTS = (

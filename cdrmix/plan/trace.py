@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from cdrmix.config.schema import Config, Model
 from cdrmix.errors import ConfigError
-from cdrmix.model.backbone import LanguageModel
+from cdrmix.model.language_model import LanguageModel
 from cdrmix.model.loss import LossModel
 from cdrmix.ops import weights as compute_weights
 from cdrmix.ops.backend import Platform, assume_platform

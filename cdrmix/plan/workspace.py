@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from cdrmix.kernels import reference_loss
+from cdrmix.kernels.cross_entropy import reference as reference_loss
 from cdrmix.ops.backend import Platform
 
 
@@ -61,7 +61,7 @@ def _loss(hidden: Tensor, weight: Tensor, dtype: torch.dtype, platform: Platform
         chunk = min(rows, reference_loss.MOST_ROWS, most * reference_loss.LEAST_ROWS)
         # The chunk's hidden states; its logits, once more in float32 where they are narrower, and as gradients.
         return cast + chunk * (width * dtype.itemsize + vocabulary * (wide if not _narrow(dtype) else 8))
-    from cdrmix.kernels import cross_entropy  # needs Triton
+    from cdrmix.kernels.cross_entropy import triton as cross_entropy
 
     chunk = cross_entropy.chunk_rows(rows, width, vocabulary, dtype.itemsize, rounded=weight.dtype != torch.float32)
     return cast + chunk * vocabulary * dtype.itemsize

@@ -9,22 +9,21 @@ from cdrmix.data.shards import ShardSet
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import CheckpointError
 from cdrmix.hf.export import HEADS, Loaded
-from cdrmix.model.backbone import LanguageModel
-from cdrmix.reason.acceptance import AcceptancePhase
-from cdrmix.reason.controller import ControllerHeads
+from cdrmix.model.language_model import LanguageModel
+from cdrmix.reason.agent.imitation import ImitationPhase
+from cdrmix.reason.agent.policy import PolicyPhase
+from cdrmix.reason.controller.acceptance import AcceptancePhase
 from cdrmix.reason.episodes import EpisodeSource, source_of
-from cdrmix.reason.imitation import ImitationPhase
+from cdrmix.reason.heads import ControllerHeads, OperationHeads, Summariser
 from cdrmix.reason.joint import JointPhase
-from cdrmix.reason.memory import Summariser
-from cdrmix.reason.operations import OperationHeads, OperationsImitationPhase, OperationsPhase
+from cdrmix.reason.model import StageBModel
+from cdrmix.reason.operations.phase import OperationsImitationPhase, OperationsPhase
 from cdrmix.reason.phase import Phase
-from cdrmix.reason.plasticity import PlasticityPhase
-from cdrmix.reason.policy import PolicyPhase
-from cdrmix.reason.stage_b_model import StageBModel
+from cdrmix.reason.plasticity.phase import PlasticityPhase
 from cdrmix.train.build import narrow_residual
 from cdrmix.train.checkpoint import misfit
+from cdrmix.train.distributed import World
 from cdrmix.train.expert_parallel import expert_layer
-from cdrmix.train.parallel import World
 
 
 def build_model(config: Config) -> StageBModel:

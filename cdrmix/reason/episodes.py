@@ -18,8 +18,8 @@ from cdrmix.config.schema_reasoning import EpisodesOfTask
 from cdrmix.data.tasks import IGNORED, Filler, known_task
 from cdrmix.data.tasks import episode as text_episode
 from cdrmix.data.tasks import episodes as tokens
-from cdrmix.data.tasks.draws import sentences_of
-from cdrmix.data.tasks.exercise import Episode
+from cdrmix.data.tasks.example import Episode
+from cdrmix.data.tasks.rng import sentences_of
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import ConfigError
 

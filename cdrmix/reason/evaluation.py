@@ -10,11 +10,14 @@ import torch
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_reasoning import EpisodesOfTask
 from cdrmix.data.tokenizer import TextTokenizer
-from cdrmix.reason import acceptance, agent, operations, plasticity
-from cdrmix.reason.controller import Controller, always, by_head, never
+from cdrmix.reason.agent import agent
+from cdrmix.reason.controller import acceptance
+from cdrmix.reason.controller.controller import Controller, always, by_head, never
 from cdrmix.reason.episodes import FIRST_HELD_OUT, EpisodeSource, source_of
-from cdrmix.reason.operation_rollout import Reader
-from cdrmix.reason.stage_b_model import StageBModel
+from cdrmix.reason.model import StageBModel
+from cdrmix.reason.operations import phase as operations
+from cdrmix.reason.operations.rollout import Reader
+from cdrmix.reason.plasticity import phase as plasticity
 
 
 @torch.no_grad()

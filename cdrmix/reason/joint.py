@@ -13,8 +13,8 @@ from cdrmix.config.schema import Config
 from cdrmix.data.batch import Batch
 from cdrmix.data.loader import TrainLoader
 from cdrmix.model.loss import LossModel
-from cdrmix.reason.phase import Loss, Phase, PhaseLoss
-from cdrmix.reason.stage_b_model import StageBModel
+from cdrmix.reason.model import Loss, PhaseLoss, StageBModel
+from cdrmix.reason.phase import Phase
 
 TEXT = ("text/loss", "text/tokens")
 

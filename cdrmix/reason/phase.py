@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from cdrmix.config.schema import Train
 from cdrmix.config.schema_reasoning import Phase as PhaseSection
-from cdrmix.reason.stage_b_model import StageBModel
+from cdrmix.reason.model import Loss, StageBModel
 from cdrmix.train.optim import make_optimizer, parameter_groups
 from cdrmix.train.schedule import learning_rate
-
-
-class PhaseLoss(NamedTuple):
-    """What one micro-batch gives: its part of the step's loss, and float32 [K] sums of what the phase measures.
-
-    Both are summed over a step's micro-batches and processes.
-    """
-
-    total: Tensor
-    sums: Tensor
-
-
-Loss = Callable[[StageBModel], PhaseLoss]
 
 
 class Phase(Protocol):

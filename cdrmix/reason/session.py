@@ -23,12 +23,12 @@ from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.durable import disk_guard
 from cdrmix.errors import CheckpointError, ConfigError
 from cdrmix.hf.export import Loaded
-from cdrmix.model.state import filled, flattened
-from cdrmix.reason.agent import TokenMemory, Window
+from cdrmix.model.cache import filled, flattened
+from cdrmix.reason.agent.agent import TokenMemory, Window
 from cdrmix.reason.build import load_stage_b
-from cdrmix.reason.controller import Controller, Group, configured
+from cdrmix.reason.controller.controller import Controller, Group, configured
 from cdrmix.reason.episodes import EpisodeSource, source_of
-from cdrmix.reason.rollout import proceed, read
+from cdrmix.reason.rl.rollout import proceed, read
 
 FORMAT = "cdrmix session 1"
 

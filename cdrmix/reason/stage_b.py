@@ -24,8 +24,8 @@ from cdrmix.errors import CheckpointError, ConfigError, Preempted
 from cdrmix.hf.export import HEADS, backbone_weights
 from cdrmix.reason.build import build_model, make_phase
 from cdrmix.reason.episodes import check_episodes
-from cdrmix.reason.phase import Loss, Phase, PhaseLoss, train_section
-from cdrmix.reason.stage_b_model import StageBModel
+from cdrmix.reason.model import Loss, PhaseLoss, StageBModel
+from cdrmix.reason.phase import Phase, train_section
 from cdrmix.train.checkpoint import (
     MODEL,
     Progress,
@@ -35,11 +35,11 @@ from cdrmix.train.checkpoint import (
     read_progress,
     read_weights,
 )
+from cdrmix.train.distributed import World, join, seed_everything
 from cdrmix.train.engine import Engine, make_engine
 from cdrmix.train.faults import StopRequest, check_finite, memory_guard
 from cdrmix.train.metrics import PhaseConsole, PhaseRecord, Trackers
-from cdrmix.train.parallel import World, join, seed_everything
-from cdrmix.train.run import RunFolder
+from cdrmix.train.run_folder import RunFolder
 from cdrmix.train.schedule import learning_rate
 from cdrmix.train.stage_a import Saver, fingerprints, memory_gib
 from cdrmix.train.zero import zero_stage

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cdrmix.config.schema import Config
-from cdrmix.model.backbone import LanguageModel
+from cdrmix.model.language_model import LanguageModel
 from cdrmix.model.loss import LossModel
 from cdrmix.train.compiling import compile_blocks
 from cdrmix.train.expert_parallel import expert_layer

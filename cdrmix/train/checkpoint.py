@@ -36,9 +36,9 @@ from cdrmix.config.load import config_hash, dump_config
 from cdrmix.config.schema import Config
 from cdrmix.durable import disk_full, disk_guard, is_disk_full, sha256_file, sync_file, sync_folder, write_atomically
 from cdrmix.errors import CheckpointError, ConfigError, VocabularyError
+from cdrmix.train.distributed import World
 from cdrmix.train.engine import Engine
-from cdrmix.train.parallel import World
-from cdrmix.train.run import check_text
+from cdrmix.train.run_folder import check_text
 
 FORMAT = 2  # 2: state.json has the fingerprints of text and tokenizer, and the step of the best checkpoint
 MANIFEST = "manifest.json"

@@ -8,7 +8,7 @@ import torch
 
 from cdrmix.config.schema import Config
 from cdrmix.data.batch import Batch
-from cdrmix.model.backbone import LanguageModel
+from cdrmix.model.language_model import LanguageModel
 
 # Code that blocks of one model may need: every mixer, before and after the first values, with and without gradients.
 VARIANTS = 32

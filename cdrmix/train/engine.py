@@ -31,9 +31,9 @@ from cdrmix.data.batch import Batch
 from cdrmix.model.loss import Losses
 from cdrmix.ops import weights as compute_weights
 from cdrmix.train.compiling import mark_documents
+from cdrmix.train.distributed import World, any_threads
 from cdrmix.train.expert_parallel import expert_groups, is_shared_out, total_norm
 from cdrmix.train.optim import LossScale, WeightAverage, make_optimizer, parameter_groups
-from cdrmix.train.parallel import World, any_threads
 from cdrmix.train.reduction import GradientReduction, Shared
 from cdrmix.train.zero import zero_stage
 

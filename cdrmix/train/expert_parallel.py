@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cdrmix.config.schema import Config, Model
-from cdrmix.model.expert_parallel import ExpertGroup, ExpertParallelFeedForward
-from cdrmix.model.experts import EXPERT_PARAMETERS, MoeFeedForward
+from cdrmix.model.feed_forward.expert_parallel import ExpertGroup, ExpertParallelFeedForward
+from cdrmix.model.feed_forward.moe import EXPERT_PARAMETERS, MoeFeedForward
 
 
 @dataclass(frozen=True)

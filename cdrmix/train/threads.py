@@ -11,7 +11,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from cdrmix.kernels._products import set_num_threads
+from cdrmix.kernels.common.products import set_num_threads
 
 WARM_UP = 3  # steps that are not timed: kernels are compiled and memory is first touched
 ROUNDS = 2  # steps with every number in a trial; the faster counts, since what comes between only delays

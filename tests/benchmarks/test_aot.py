@@ -24,7 +24,7 @@ sys.path.remove(str(BENCHMARKS))
 KERNELS = '''"""Kernels whose use of the machine is known."""
 import triton
 import triton.language as tl
-from cdrmix.kernels._common import Build
+from cdrmix.kernels.common.triton_helpers import Build
 
 
 @triton.jit
@@ -344,7 +344,7 @@ def test_passes_are_added_up(compiled: dict[tuple[str, str], Any]) -> None:
 def test_builds_name_the_kernels_arguments(module: str, architecture: str) -> None:
     builds = importlib.import_module(module).builds(architecture)
     # torch._grouped_mm serves sm_90 and above alone: elsewhere nothing is launched beside it.
-    assert builds or (module, architecture) in {("cdrmix.kernels.moe_grouped", other) for other in ("sm_80", "gfx942")}
+    assert builds or (module, architecture) in {("cdrmix.kernels.moe.grouped", other) for other in ("sm_80", "gfx942")}
     for build in builds:
         aot_compile.check_arguments(build)
         assert build.programs > 0
@@ -358,7 +358,7 @@ def test_the_default_kernels_are_in_order_on_hopper() -> None:
 
     Those that spill must be faster, by estimate, than without: than the best that results/aot.jsonl has found.
     """
-    wkv7 = importlib.import_module("cdrmix.kernels.wkv7")
+    wkv7 = importlib.import_module("cdrmix.kernels.rwkv7.triton")
     chunk = wkv7.chunk_sizes(torch.bfloat16, 64, 64)[0]
     only = rf"(bf16|group_scan fp32) (?=.*\bK64\b)(?!.*\bV(32|128)\b)(?!.*\bC(?!{chunk}\b)\d+\b)"
     compiled = list(aot_compile.compile_all(aot.modules(), ("sm_90",), only=only, processes=1))

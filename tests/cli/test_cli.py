@@ -15,16 +15,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from cdrmix import lifecycle
+from cdrmix import workflow as lifecycle
 from cdrmix.cli import main
 from cdrmix.config.load import load_config
 from cdrmix.config.schema_reasoning import Phases
 from cdrmix.errors import CheckpointError
 from cdrmix.eval.perplexity import Baselines, HeldOut, Score
 from cdrmix.hf.card import STAGE_A_ONLY
-from cdrmix.report import write_report
-from cdrmix.train.parallel import World
-from cdrmix.train.run import RunFolder, read_metrics
+from cdrmix.report.report import write_report
+from cdrmix.train.distributed import World
+from cdrmix.train.run_folder import RunFolder, read_metrics
 
 Arguments = Callable[..., list[str]]
 ROOT = Path(__file__).parents[2]

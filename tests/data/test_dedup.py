@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from cdrmix import _dedup
 from cdrmix.config.schema import Config
-from cdrmix.data.dedup import contaminated, near_duplicates, simhash
+from cdrmix.data.dedup.minhash import contaminated, near_duplicates, simhash
 from cdrmix.data.prepare import prepare
 
 BITS = 2**64 - 1

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from cdrmix.data.cleaning.rules import GROUPS, RULES
 from cdrmix.data.pipeline.drop_page import drop_page
 from cdrmix.data.pipeline.drop_report import gather
-from cdrmix.data.pipeline.tally import SAMPLES, Amount, Dropped, Sample, Tally
+from cdrmix.data.pipeline.stats import SAMPLES, Amount, Dropped, Sample, Tally
 from cdrmix.data.prepare import prepare
-from cdrmix.data.rules import GROUPS, RULES
 from cdrmix.data.shards import Stratum
 from cdrmix.data.visible import visible
 

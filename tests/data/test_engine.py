@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from cdrmix.data.pipeline.engine import LocalEngine, make_engine
+from cdrmix.data.pipeline.executor import LocalEngine, make_engine
 from cdrmix.data.prepare import prepare
 from cdrmix.errors import ConfigError, CorpusError, OutOfMemoryError
 
@@ -70,7 +70,7 @@ def test_a_killed_process_is_told_of(tasks: Any) -> None:
 PARENT = """
 import os, signal
 from pids import pid_of
-from cdrmix.data.pipeline.engine import LocalEngine
+from cdrmix.data.pipeline.executor import LocalEngine
 if __name__ == "__main__":
     with LocalEngine(2) as engine:
         print(*set(engine.run(pid_of, range(8))), flush=True)

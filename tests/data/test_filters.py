@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cdrmix.config.schema_data import Filters
-from cdrmix.data.filters import FilterChain
-from cdrmix.data.rules import GROUPS, RULES
+from cdrmix.data.cleaning.filters import FilterChain
+from cdrmix.data.cleaning.rules import GROUPS, RULES
 from cdrmix.errors import ConfigError
 
 ALL = [*GROUPS]

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cdrmix import _text
-from cdrmix.data import language
+from cdrmix.data.cleaning import language
 
 SENTENCES = {
     "en": "The quick brown fox jumps over the lazy dog, and then it sleeps until the evening.",

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cdrmix import _dedup
-from cdrmix.data.dedup import (
+from cdrmix.data.dedup.minhash import (
     EMPTY,
     NEIGHBOURS,
     NO_BUCKET,

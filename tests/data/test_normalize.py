@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cdrmix import _text
-from cdrmix.data.normalize import DEEPEST, html_text, nesting, normalize
+from cdrmix.data.cleaning.normalize import DEEPEST, html_text, nesting, normalize
 
 texts = st.text() | st.text("ab\r\n\t\v\f\x00\x1b\x7f\x85\x9f\u0301\u2028\ufeffe\ud800 ")
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cdrmix import _text
-from cdrmix.data.pii import IBAN_LENGTHS, PLACEHOLDERS, scrub
+from cdrmix.data.cleaning.pii import IBAN_LENGTHS, PLACEHOLDERS, scrub
 
 KINDS = list(PLACEHOLDERS)
 RANDOM_KEY = "q8Zk2LxP0vR7tYb3WnD5mHc9JfGs1AeU4iOoX6Tz"  # 40 characters

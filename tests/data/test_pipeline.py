@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 from cdrmix import _text
 from cdrmix.config.schema_data import Dedup
-from cdrmix.data import dedup
+from cdrmix.data.dedup import minhash as dedup
 from cdrmix.data.pipeline.near import CROWDED
 from cdrmix.data.prepare import prepare
 from cdrmix.data.shards import ShardSet
-from cdrmix.data.source import Document
+from cdrmix.data.sources.base import Document
 from cdrmix.errors import CorpusError, VocabularyError
 
 WORDS = [f"{first}{second}" for first in ("ba", "du", "ki", "lo", "me", "sa", "ti", "vo") for second in "abcdefghijkl"]

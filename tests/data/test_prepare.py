@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from cdrmix.config.schema import Config
-from cdrmix.data import dedup
-from cdrmix.data.normalize import normalize
+from cdrmix.data.cleaning.normalize import normalize
+from cdrmix.data.dedup import minhash as dedup
 from cdrmix.data.pipeline import drop_report
 from cdrmix.data.pipeline.reading import side
 from cdrmix.data.prepare import prepare

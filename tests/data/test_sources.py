@@ -21,9 +21,8 @@ import zstandard
 from pydantic import TypeAdapter
 
 from cdrmix.config import schema_data as schema
-from cdrmix.data import files
-from cdrmix.data.source import BadRecords, Document
-from cdrmix.data.sources import SOURCES, make_source
+from cdrmix.data.sources import SOURCES, files, make_source
+from cdrmix.data.sources.base import BadRecords, Document
 from cdrmix.errors import CorpusError, DiskFullError
 
 ADAPTER: TypeAdapter[schema.Source] = TypeAdapter(schema.Source)

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from cdrmix.config.schema_data import TasksSource
-from cdrmix.data.tasks import TASKS, Exercise, Filler, difficulties, episode, exercise, generate, score
+from cdrmix.data.tasks import TASKS, Exercise, Filler, difficulties, episode, generate, score
+from cdrmix.data.tasks import example as exercise
 from cdrmix.data.tasks.arithmetic import Expression
 from cdrmix.data.tasks.babilong import PEOPLE, THINGS, Story
-from cdrmix.data.tasks.draws import LONGEST_SENTENCE, Draws, sentences_of
-from cdrmix.data.tasks.exercise import Length, Value
+from cdrmix.data.tasks.example import Length, Value
 from cdrmix.data.tasks.recall import ChunkRecall
+from cdrmix.data.tasks.rng import LONGEST_SENTENCE, Draws, sentences_of
 from cdrmix.errors import ConfigError
 
 STORIES = {"babilong_qa1": 1, "babilong_qa2": 2, "babilong_qa3": 3, "babilong_qa5": 2}  # and the fewest facts

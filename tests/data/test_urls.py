@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cdrmix.data.urls import canonical_url, is_known_domain, registrable_domain
+from cdrmix.data.cleaning.urls import canonical_url, is_known_domain, registrable_domain
 
 
 @pytest.mark.parametrize(

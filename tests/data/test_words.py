@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cdrmix import _dedup
-from cdrmix.data.dedup import simhash
+from cdrmix.data.dedup.minhash import simhash
 
 WORD = re.compile(r"\w+")
 BITS = 2**64 - 1

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from cdrmix import lifecycle
+from cdrmix import workflow as lifecycle
 from cdrmix.cli import main
 from cdrmix.compare import compare
 from cdrmix.config.load import load_config
@@ -23,13 +23,13 @@ from cdrmix.config.schema import Config
 from cdrmix.config.schema_reasoning import Phases
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import CheckpointError, ConfigError, ExportMismatchError, VocabularyError
-from cdrmix.generate import Sampling, draw, generate, generate_ids
 from cdrmix.hf import export
 from cdrmix.hf.card import STAGE_A_ONLY, model_card
 from cdrmix.hf.export import export_model, exported_step, load_exported, load_model, verify
-from cdrmix.model.backbone import LanguageModel
+from cdrmix.inference.generate import Sampling, draw, generate, generate_ids
+from cdrmix.model.language_model import LanguageModel
 from cdrmix.train.checkpoint import FORMAT
-from cdrmix.train.run import RunFolder
+from cdrmix.train.run_folder import RunFolder
 
 TINY = Path(__file__).parents[2] / "configs" / "cdrmix-core-tiny.yaml"
 TOY = (
@@ -390,7 +390,7 @@ def test_characters_that_span_tokens_arrive_whole(monkeypatch: pytest.MonkeyPatc
         seen.append(ids)
         return [*"é🐍".encode(), 0xC3, ord("x"), 0xE2, 256, ord("n")]
 
-    monkeypatch.setattr("cdrmix.generate.generate_ids", scripted)
+    monkeypatch.setattr("cdrmix.inference.generate.generate_ids", scripted)
     pieces = list(generate(None, Scripted(), "", Sampling()))  # type: ignore[arg-type]
     assert pieces == ["é", "🐍", "\ufffdx", "\ufffd"]  # it stops at end of text, and closes the cut character
     assert seen == [[256]]  # an empty prompt begins a new document
@@ -407,7 +407,7 @@ def test_the_prompt_s_last_space_is_left_to_the_first_token(run: RunFolder, monk
         seen.append((bytes(ids[1:]), first))
         return [ord(" "), ord("f"), 256]
 
-    monkeypatch.setattr("cdrmix.generate.generate_ids", scripted)
+    monkeypatch.setattr("cdrmix.inference.generate.generate_ids", scripted)
     pieces = {text: "".join(generate(None, Scripted(), text, Sampling())) for text in ("def ", "def", " ")}  # type: ignore[arg-type]
     assert pieces == {"def ": "f", "def": " f", " ": " f"}  # the prompt itself is printed with its space
     assert seen == [(b"def", [ord(" ")]), (b"def", []), (b" ", [])]

@@ -13,7 +13,7 @@ import torch
 from cdrmix.config.schema import Attention, FeedForward, MixerLayers, Model, Rwkv
 from cdrmix.errors import ConfigError
 from cdrmix.hf.rwkv_names import export_official_rwkv7, official_rwkv7_weights
-from cdrmix.model.backbone import LanguageModel
+from cdrmix.model.language_model import LanguageModel
 
 
 def pure_rwkv7(**changes: object) -> LanguageModel:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cdrmix import ops
-from cdrmix.kernels import reference_attention
+from cdrmix.kernels.attention import reference as reference_attention
 
 NAMES = ("y", "dq", "dk", "dv")
 F32 = torch.finfo(torch.float32).eps

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from cdrmix import ops
-from cdrmix.kernels import reference_loss
-from cdrmix.ops import loss, weights
+from cdrmix.kernels.cross_entropy import reference as reference_loss
+from cdrmix.ops import cross_entropy as loss
+from cdrmix.ops import weights
 
 IGNORED = -100
 EPS = torch.finfo(torch.float64).eps

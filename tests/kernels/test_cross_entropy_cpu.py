@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from cdrmix import ops
-from cdrmix.kernels import reference_loss
+from cdrmix.kernels.cross_entropy import reference as reference_loss
 
 pytest.importorskip("numba", reason="needs numba, which is not installed")
-from cdrmix.kernels import _numba, cross_entropy_cpu
+from cdrmix.kernels.common import elementwise
+from cdrmix.kernels.cross_entropy import cpu as cross_entropy_cpu
 
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
@@ -36,7 +37,7 @@ def test_logits_that_are_not_finite_reach_their_rows_alone(label_smoothing: floa
 
 def test_the_number_of_threads_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The weight's gradient is a product: tests/kernels/test_linear.py."""
-    monkeypatch.setattr(_numba, "SERIAL_WORK", 0)
+    monkeypatch.setattr(elementwise, "SERIAL_WORK", 0)
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(rows, 8, generator=generator) for rows in (70, 600))
     targets = torch.randint(0, 600, (2, 70), generator=generator)

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from cdrmix import ops
-from cdrmix.kernels import _common, cross_entropy, reference_loss
+from cdrmix.kernels.common import triton_helpers
+from cdrmix.kernels.cross_entropy import reference as reference_loss
+from cdrmix.kernels.cross_entropy import triton as cross_entropy
 
-interpreted = pytest.mark.skipif(not _common.INTERPRETED, reason="TRITON_INTERPRET=0: the kernels need a GPU")
+interpreted = pytest.mark.skipif(not triton_helpers.INTERPRETED, reason="TRITON_INTERPRET=0: the kernels need a GPU")
 
 NAMES = ("losses", "dhidden", "dweight")
 IGNORED = -100
@@ -245,7 +247,7 @@ def test_a_chunk_has_no_more_bytes_than_it_may() -> None:
     assert cross_entropy.chunk_rows(N, 128, 4096, 2, rounded=True) == 4096
 
 
-@pytest.mark.parametrize("arch", _common.ARCHITECTURES)
+@pytest.mark.parametrize("arch", triton_helpers.ARCHITECTURES)
 def test_builds_name_every_argument_once(arch: str) -> None:
     for build in cross_entropy.builds(arch):
         assert sorted([*build.signature, *build.constants]) == sorted(build.kernel.arg_names)

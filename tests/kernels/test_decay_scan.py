@@ -13,7 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cdrmix.kernels import _common, decay_scan, decay_scan_cpu, reference_scan
+from cdrmix.kernels.common import triton_helpers
+from cdrmix.kernels.ssd import cpu as decay_scan_cpu
+from cdrmix.kernels.ssd import reference as reference_scan
+from cdrmix.kernels.ssd import triton as decay_scan
 
 NAMES = ("y", "last", "dq", "dk", "dv", "dlog_decay", "dstate")
 # RMS ratio to float64 in float32: sums of up to 128 rounded products through at most three products in a row. Rounding
@@ -25,7 +28,7 @@ EDGES = [0, 0, 1, 34, 34, 45, 60, 90, 90]  # empty documents, one token, longer 
 
 @pytest.fixture(params=MODULES)
 def kernels(request: pytest.FixtureRequest) -> ModuleType:
-    if request.param == "decay_scan" and not _common.INTERPRETED:
+    if request.param == "decay_scan" and not triton_helpers.INTERPRETED:
         pytest.skip("TRITON_INTERPRET=0: the kernels need a GPU")
     return importlib.import_module(f"cdrmix.kernels.{request.param}")
 
@@ -315,7 +318,7 @@ def test_nothing_is_written_beside_the_results(kernels: ModuleType, monkeypatch:
         assert (whole[len(whole) - guard :] == 77).all()
 
 
-@pytest.mark.skipif(not _common.INTERPRETED, reason="TRITON_INTERPRET=0: the kernels need a GPU")
+@pytest.mark.skipif(not triton_helpers.INTERPRETED, reason="TRITON_INTERPRET=0: the kernels need a GPU")
 def test_bfloat16_is_as_exact_as_its_rounding() -> None:
     """Rounding y alone is 1.7e-3 by RMS: two to four rounded operands on the way to y and to the gradients."""
     case = make(1, 100, 1, 1, 32, 32)
@@ -323,7 +326,7 @@ def test_bfloat16_is_as_exact_as_its_rounding() -> None:
     assert_near(case.run(decay_scan), case.exact(), 6e-3)
 
 
-@pytest.mark.parametrize("arch", _common.ARCHITECTURES)
+@pytest.mark.parametrize("arch", triton_helpers.ARCHITECTURES)
 def test_builds_name_every_argument_once(arch: str) -> None:
     builds = decay_scan.builds(arch)
     assert {build.name for build in builds} == {f"decay_scan_{kernel}" for kernel in decay_scan.KERNELS}

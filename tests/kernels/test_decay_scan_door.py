@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from cdrmix import ops
-from cdrmix.kernels import reference_scan
-from cdrmix.ops import scan
+from cdrmix.kernels.ssd import reference as reference_scan
+from cdrmix.ops import ssd as scan
 
 BACKENDS = ["cpu", "triton", "reference"]
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from cdrmix import ops
-from cdrmix.kernels import _products
+from cdrmix.kernels.common import products
 from cdrmix.ops.weights import attach
 
 BF16 = torch.bfloat16
@@ -59,7 +59,7 @@ def test_without_an_engine_it_is_pytorchs_own_to_the_bit(sizes: tuple[int, int, 
     tokens, inputs, outputs = sizes
     x, dy = draw(tokens, inputs, seed=2), draw(tokens, outputs, seed=3)
     for dtype in (None, BF16):
-        with patch.object(_products._here, "one_thread", False, create=True):
+        with patch.object(products._here, "one_thread", False, create=True):
             found = run(make_weight(outputs, inputs, inputs_first), x, dy, inputs_first, dtype)
         weight, leaf = make_weight(outputs, inputs, inputs_first), x.clone().requires_grad_()
         with torch.autocast("cpu", dtype, enabled=dtype is not None):
@@ -78,7 +78,7 @@ def test_functional_gradients_of_products_with_the_same_bits_for_any_number_of_t
         return torch.func.grad(lambda weight: slope(weight).square().sum())(weight)
 
     with ThreadPoolExecutor(1) as thread:
-        thread.submit(_products.multiply_on_one_thread).result()
+        thread.submit(products.multiply_on_one_thread).result()
         found, expected = (thread.submit(curvature, linear).result() for linear in (ops.linear, functional.linear))
     # Three products in a row, of sums of up to 40: each errs by 40 roundings of its absolute sum at most.
     torch.testing.assert_close(found, expected, rtol=3 * 40 * EPS, atol=3 * 40 * EPS * expected.abs().max().item())

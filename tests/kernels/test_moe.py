@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from cdrmix import ops
 from cdrmix.errors import NonFiniteLossError
-from cdrmix.kernels import reference_moe
+from cdrmix.kernels.moe import reference as reference_moe
 
 # Root-mean-square error over the root-mean-square value, against float64. float32 carries 6e-8 an operation; sums of
 # up to 90 products go through four products in a row. The logits' gradients are differences of a token's weights'

@@ -10,9 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from cdrmix.kernels import _common, moe_experts, moe_grouped, reference_moe
+from cdrmix.kernels.common import triton_helpers
+from cdrmix.kernels.moe import grouped as moe_grouped
+from cdrmix.kernels.moe import reference as reference_moe
+from cdrmix.kernels.moe import triton as moe_experts
 
-interpreted = pytest.mark.skipif(not _common.INTERPRETED, reason="TRITON_INTERPRET=0: the kernels need a GPU")
+interpreted = pytest.mark.skipif(not triton_helpers.INTERPRETED, reason="TRITON_INTERPRET=0: the kernels need a GPU")
 # RMS ratios to float64, as in test_moe_triton.py: float32 sums of at most 300 products, through four products in a row.
 FLOAT32, BFLOAT16 = 2e-6, 6e-3
 NAMES = ("y", "dx", "dw_up", "dw_down", "dweights")
@@ -112,7 +115,7 @@ def test_the_table_chooses(arch: str, hidden: int, monkeypatch: pytest.MonkeyPat
 
 def test_choices_name_implementations_and_their_source() -> None:
     for (arch, width), found in moe_grouped.CHOICES.items():
-        assert arch in _common.ARCHITECTURES
+        assert arch in triton_helpers.ARCHITECTURES
         assert width in ("wide", "narrow")
         assert {found.up, found.gradient, found.rows} <= {moe_grouped.OURS, moe_grouped.GROUPED}
         assert found.source

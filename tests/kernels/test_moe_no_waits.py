@@ -9,9 +9,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cdrmix.kernels import _common, moe_experts, moe_grouped, moe_route, moe_rows, reference_moe
+from cdrmix.kernels.common import triton_helpers
+from cdrmix.kernels.moe import grouped as moe_grouped
+from cdrmix.kernels.moe import reference as reference_moe
+from cdrmix.kernels.moe import triton as moe_experts
+from cdrmix.kernels.moe import triton_route as moe_route
+from cdrmix.kernels.moe import triton_rows as moe_rows
 
-interpreted = pytest.mark.skipif(not _common.INTERPRETED, reason="TRITON_INTERPRET=0: the kernels need a GPU")
+interpreted = pytest.mark.skipif(not triton_helpers.INTERPRETED, reason="TRITON_INTERPRET=0: the kernels need a GPU")
 
 
 class NoReads(TorchDispatchMode):

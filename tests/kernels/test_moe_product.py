@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cdrmix import ops
-from cdrmix.kernels import _common, moe_experts, reference_moe
+from cdrmix.kernels.common import triton_helpers
+from cdrmix.kernels.moe import reference as reference_moe
+from cdrmix.kernels.moe import triton as moe_experts
 
 # RMS ratio to float64 of sums of at most 300 products of float32: 2^-24 sqrt(300) = 1e-6, twice that for luck.
 FLOAT32 = 2e-6
@@ -70,7 +72,7 @@ def test_the_reference_equals_the_loop(counts: list[int], dropped: int, D: int, 
     check(reference_moe, counts, dropped, D, F)
 
 
-@pytest.mark.skipif(not _common.INTERPRETED, reason="TRITON_INTERPRET=0: the kernels need a GPU")
+@pytest.mark.skipif(not triton_helpers.INTERPRETED, reason="TRITON_INTERPRET=0: the kernels need a GPU")
 @pytest.mark.parametrize(
     ("counts", "dropped", "D", "F"),
     [([3, 0, 150, 1], 5, 40, 24), ([0, 0], 3, 8, 8), ([130], 0, 136, 130), ([1, 1, 1], 0, 1, 3)],

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cdrmix.kernels import _common, moe_route, reference_moe
+from cdrmix.kernels.common import triton_helpers
+from cdrmix.kernels.moe import reference as reference_moe
+from cdrmix.kernels.moe import triton_route as moe_route
 
-interpreted = pytest.mark.skipif(not _common.INTERPRETED, reason="TRITON_INTERPRET=0: the kernels need a GPU")
+interpreted = pytest.mark.skipif(not triton_helpers.INTERPRETED, reason="TRITON_INTERPRET=0: the kernels need a GPU")
 
 ROUTES = [
     (300, 8, 2, None, True),

@@ -11,9 +11,13 @@ import torch
 from torch import Tensor
 
 from cdrmix import ops
-from cdrmix.kernels import _common, moe_experts, moe_route, moe_rows, reference_moe
+from cdrmix.kernels.common import triton_helpers
+from cdrmix.kernels.moe import reference as reference_moe
+from cdrmix.kernels.moe import triton as moe_experts
+from cdrmix.kernels.moe import triton_route as moe_route
+from cdrmix.kernels.moe import triton_rows as moe_rows
 
-interpreted = pytest.mark.skipif(not _common.INTERPRETED, reason="TRITON_INTERPRET=0: the kernels need a GPU")
+interpreted = pytest.mark.skipif(not triton_helpers.INTERPRETED, reason="TRITON_INTERPRET=0: the kernels need a GPU")
 
 NAMES = ("y", "dx", "dw_up", "dw_down", "dweights")
 # RMS ratios to float64. Float32: sums of at most 300 products, each through at most four products in a row. Bfloat16:
@@ -337,7 +341,7 @@ def test_the_table_of_tiles_against_a_loop(block_m: int) -> None:
         assert torch.equal(plan.inverse_R[order], torch.cat([torch.arange(rows), torch.full((3,), -1)]).int())
 
 
-@pytest.mark.parametrize("arch", _common.ARCHITECTURES)
+@pytest.mark.parametrize("arch", triton_helpers.ARCHITECTURES)
 def test_builds_name_every_argument_once(arch: str) -> None:
     for module in (moe_route, moe_rows, moe_experts):
         builds = module.builds(arch)

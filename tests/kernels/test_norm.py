@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from cdrmix import ops
-from cdrmix.kernels import norm, reference_norm
+from cdrmix.kernels.norm import reference as reference_norm
+from cdrmix.kernels.norm import triton as norm
 
 IMPLEMENTATIONS = ["triton", "cpu"]
 NARROW = [torch.bfloat16, torch.float16]

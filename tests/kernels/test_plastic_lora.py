@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from cdrmix import ops
-from cdrmix.kernels import reference_plastic
-from cdrmix.ops import plastic
+from cdrmix.kernels.fast_weights import reference as reference_plastic
+from cdrmix.ops import fast_weights as plastic
 
 RULES = reference_plastic.RULES
 NAMES = ("x", "w", "b_up", "q", "k", "v", "beta", "a_state")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cdrmix import ops
-from cdrmix.ops import plastic
+from cdrmix.ops import fast_weights as plastic
 
 STEP: dict[str, Any] = {"alpha": 0.5, "decay": 1.0}
 

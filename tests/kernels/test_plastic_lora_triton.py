@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from cdrmix import ops
-from cdrmix.kernels import _common, plastic_lora, reference_plastic
+from cdrmix.kernels.common import triton_helpers
+from cdrmix.kernels.fast_weights import reference as reference_plastic
+from cdrmix.kernels.fast_weights import triton as plastic_lora
 
-interpreted = pytest.mark.skipif(not _common.INTERPRETED, reason="TRITON_INTERPRET=0: the kernel needs a GPU")
+interpreted = pytest.mark.skipif(not triton_helpers.INTERPRETED, reason="TRITON_INTERPRET=0: the kernel needs a GPU")
 
 # RMS ratios to float64. Float32: a sum of at most 400 products, 2^-24 each. Bfloat16: y is rounded once, from a sum in
 # float32 of exact products, 2^-9 / sqrt(3) = 1.1e-3 at most and 1.7e-3 with the interpreter's inputs of few values.
@@ -175,7 +177,7 @@ def compare(rule: str, width: int, device: str, dtype: torch.dtype, bar: float) 
         assert (left.double() - right).abs().max().item() <= bar * right.abs().max().item(), name
 
 
-@pytest.mark.parametrize("arch", _common.ARCHITECTURES)
+@pytest.mark.parametrize("arch", triton_helpers.ARCHITECTURES)
 def test_builds_name_every_argument_once(arch: str) -> None:
     builds = plastic_lora.builds(arch)
     assert len(builds) == 3 * len(plastic_lora.RANKS) * 2

@@ -20,8 +20,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from cdrmix import ops
-from cdrmix.kernels import reference_time_mix as reference
-from cdrmix.kernels import time_mix, time_mix_cpu
+from cdrmix.kernels.time_mix import cpu as time_mix_cpu
+from cdrmix.kernels.time_mix import reference
+from cdrmix.kernels.time_mix import triton as time_mix
 
 BAR = 2e-6
 IMPLEMENTATIONS = ["triton", "cpu"]

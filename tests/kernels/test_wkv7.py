@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cdrmix import ops
-from cdrmix.kernels import reference
-from cdrmix.ops import recurrence
+from cdrmix.kernels.rwkv7 import reference
+from cdrmix.ops import rwkv7 as recurrence
 
 # Root-mean-square error over the root-mean-square value, against float64. float32 carries 6e-8 an operation, sums of
 # 128 products and states of 90 tokens gather some 10 to 20 of them; the GPU's kernels go through an inverse as well.
@@ -175,8 +175,8 @@ def test_long_rows_stay_exact(where: str, pinned: bool) -> None:
 
 @pytest.mark.gpu
 def test_documents_in_groups_of_chunks_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scan of long documents (kernels/wkv7_groups.py), asked for at lengths that the definition takes."""
-    kernels = importlib.import_module("cdrmix.kernels.wkv7")
+    """The scan of long documents (kernels/rwkv7/triton_groups.py), asked for at lengths that the definition takes."""
+    kernels = importlib.import_module("cdrmix.kernels.rwkv7.triton")
     monkeypatch.setenv("CDRMIX_BACKEND", "triton")
     monkeypatch.setattr(kernels, "GROUP", 2)
     monkeypatch.setattr(kernels, "LONGEST", 3)

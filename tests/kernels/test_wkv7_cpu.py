@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cdrmix.kernels import reference, wkv7_cpu
+from cdrmix.kernels.rwkv7 import cpu as wkv7_cpu
+from cdrmix.kernels.rwkv7 import reference
 
 BAR = 2e-6  # RMS ratio to float64; rounding inputs of this kind to float32 alone costs 3e-8
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from cdrmix import ops
 from cdrmix.errors import ConfigError
-from cdrmix.kernels import _chunks
-from cdrmix.ops import recurrence
+from cdrmix.kernels.common import chunks
+from cdrmix.ops import rwkv7 as recurrence
 
 
 def arguments(dtype: torch.dtype = torch.float32, width: int = 32) -> dict[str, Any]:
@@ -194,8 +194,8 @@ def test_second_derivatives_are_refused_and_not_wrong() -> None:
 def test_layers_of_a_batch_share_one_table_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CDRMIX_BACKEND", "triton")
     made: list[int] = []
-    make = _chunks._make_table
-    monkeypatch.setattr(_chunks, "_make_table", lambda starts, slots, C: made.append(C) or make(starts, slots, C))
+    make = chunks._make_table
+    monkeypatch.setattr(chunks, "_make_table", lambda starts, slots, C: made.append(C) or make(starts, slots, C))
     starts = torch.tensor([0, 3, 8], dtype=torch.int32)
     generator = torch.Generator().manual_seed(0)
     r, k, v, a, b = (torch.randn(1, 8, 1, 32, generator=generator).requires_grad_() for _ in range(5))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cdrmix.kernels import reference
+from cdrmix.kernels.rwkv7 import reference
 
 
 def inputs(seed: int) -> list[Tensor]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cdrmix import ops
-from cdrmix.kernels import reference
+from cdrmix.kernels.rwkv7 import reference
 
 # Both sides are float64 sums over at most 70 tokens of products near 1: 1e-11 is 5e4 eps, room for the
 # triangular inverse and the exp(g) exp(-g) factors (at most e^10 apart in a chunk of 32), and 1e-9 of any real error.

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from cdrmix import ops
-from cdrmix.kernels import _chunks, _common, reference, wkv7
+from cdrmix.kernels.common import chunks, triton_helpers
+from cdrmix.kernels.rwkv7 import reference
+from cdrmix.kernels.rwkv7 import triton as wkv7
 
-pytestmark = pytest.mark.skipif(not _common.INTERPRETED, reason="TRITON_INTERPRET=0: the kernels need a GPU")
+pytestmark = pytest.mark.skipif(not triton_helpers.INTERPRETED, reason="TRITON_INTERPRET=0: the kernels need a GPU")
 
 NAMES = ("y", "last", "dr", "dlog_w", "dk", "dv", "da", "db", "dstate")
 # RMS ratios to float64. Float32: sums of at most 64 rounded products through at most six products in a row come to
@@ -290,7 +292,7 @@ def test_the_chunk_table_against_a_loop() -> None:
         assert {slot: entry for slot, entry in enumerate(table) if entry[0] >= 0} == wanted
 
 
-@pytest.mark.parametrize("arch", _common.ARCHITECTURES)
+@pytest.mark.parametrize("arch", triton_helpers.ARCHITECTURES)
 def test_builds_name_every_argument_once(arch: str) -> None:
     builds = wkv7.builds(arch)
     assert {build.name for build in builds} == {f"wkv7_{kernel}" for kernel in wkv7.KERNELS}
@@ -443,8 +445,8 @@ def test_keys_whose_scan_has_two_tiles_have_no_groups() -> None:
 def test_every_slot_has_the_document_that_it_lies_in() -> None:
     for starts in ([0, 7], [0, 0, 32, 33, 33, 100, 164], [0, 64, 64]):
         cu_seqlens = torch.tensor(starts)
-        slots = _chunks.slot_count(1, starts[-1], len(starts) - 1, 32, packed=True)
-        found = _chunks.slot_documents(cu_seqlens, slots, 32).tolist()
+        slots = chunks.slot_count(1, starts[-1], len(starts) - 1, 32, packed=True)
+        found = chunks.slot_documents(cu_seqlens, slots, 32).tolist()
         for document, (start, end) in enumerate(itertools.pairwise(starts)):
             first = start // 32 + document
             assert found[first : first + max(1, -(-(end - start) // 32))] == [document] * max(

@@ -10,7 +10,7 @@ pytest.importorskip("pydantic", reason="needs pydantic, which is not installed")
 import torch
 
 from cdrmix.config.schema import Attention, FeedForward, Mamba, MixerLayers, Model, Rwkv
-from cdrmix.model.backbone import LanguageModel
+from cdrmix.model.language_model import LanguageModel
 
 MakeModel = Callable[..., LanguageModel]
 

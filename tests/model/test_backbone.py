@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cdrmix.config.schema import attention_layers
-from cdrmix.model.backbone import LanguageModel
+from cdrmix.model.language_model import LanguageModel
 from cdrmix.model.loss import LossModel
 
 MakeModel = Callable[..., LanguageModel]

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cdrmix.model.attention import AttentionState, extended
-from cdrmix.model.backbone import LanguageModel
-from cdrmix.model.state import concatenated, filled, flattened, select, unread
+from cdrmix.model.cache import concatenated, filled, flattened, select, unread
+from cdrmix.model.language_model import LanguageModel
+from cdrmix.model.mixers.attention import AttentionState, extended
 
 MakeModel = Callable[..., LanguageModel]
 BOUND = 1e-10  # two float64 evaluations of one function in different orders

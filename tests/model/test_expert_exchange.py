@@ -22,9 +22,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cdrmix import ops
 from cdrmix.config.schema import Attention, FeedForward, Model, Rwkv
-from cdrmix.model import expert_parallel
-from cdrmix.model.expert_parallel import ExpertGroup, ExpertParallelFeedForward, Slots, arrived_order, arrived_slots
-from cdrmix.model.experts import MoeFeedForward
+from cdrmix.model.feed_forward import expert_parallel
+from cdrmix.model.feed_forward.expert_parallel import (
+    ExpertGroup,
+    ExpertParallelFeedForward,
+    Slots,
+    arrived_order,
+    arrived_slots,
+)
+from cdrmix.model.feed_forward.moe import MoeFeedForward
 
 
 class Ranks:

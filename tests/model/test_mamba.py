@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from cdrmix.config.schema import Attention, FeedForward, Mamba, MixerLayers, Model, Rwkv
-from cdrmix.model.backbone import LanguageModel
+from cdrmix.model.context import Places, place_tokens
+from cdrmix.model.feed_forward.router import balance_routers
+from cdrmix.model.language_model import LanguageModel
 from cdrmix.model.layers import parameter_kind
 from cdrmix.model.loss import LossModel
-from cdrmix.model.mamba import Mamba2, MambaState, Projected, causal_convolution
 from cdrmix.model.mixers import MIXERS
-from cdrmix.model.places import Places, place_tokens
-from cdrmix.model.router import balance_routers
-from cdrmix.model.routing_mamba import RoutingMamba
+from cdrmix.model.mixers.mamba2 import Mamba2, MambaState, Projected, causal_convolution
+from cdrmix.model.mixers.routing_mamba import RoutingMamba
 
 MakeModel = Callable[..., LanguageModel]
 ALONE = Places(None, None, None, None)  # one document a row

@@ -9,10 +9,10 @@ import torch
 
 from cdrmix.config.schema import Attention as AttentionConfig
 from cdrmix.config.schema import FeedForward, Model, Rwkv
-from cdrmix.model.attention import Attention, rotate
-from cdrmix.model.backbone import LanguageModel
+from cdrmix.model.context import place_tokens, rotary_angles
+from cdrmix.model.language_model import LanguageModel
 from cdrmix.model.layers import parameter_kind
-from cdrmix.model.places import place_tokens, rotary_angles
+from cdrmix.model.mixers.attention import Attention, rotate
 
 MakeModel = Callable[..., LanguageModel]
 

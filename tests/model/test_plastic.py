@@ -10,10 +10,7 @@ from torch import Tensor
 
 from cdrmix.config.schema import Attention, FeedForward, Model, Rwkv
 from cdrmix.config.schema_reasoning import Controller, Memory, PlasticLora, Reasoning, Rl
-from cdrmix.model.backbone import LanguageModel
-from cdrmix.model.places import Places
-from cdrmix.model.plastic import PlasticState
-from cdrmix.model.state import (
+from cdrmix.model.cache import (
     branch,
     concatenated,
     fast_weights,
@@ -24,6 +21,9 @@ from cdrmix.model.state import (
     unread,
     with_fast_weights,
 )
+from cdrmix.model.context import Places
+from cdrmix.model.fast_weights import PlasticState
+from cdrmix.model.language_model import LanguageModel
 
 CHUNK = 6
 # Two float64 evaluations of one function in different orders, through at most 4 blocks and 8 chunks.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cdrmix.config.load import load_config
-from cdrmix.model.backbone import LanguageModel
+from cdrmix.model.language_model import LanguageModel
 from cdrmix.train.build import build_loss_model
 
 TINY = Path(__file__).parents[2] / "configs" / "cdrmix-core-tiny.yaml"

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from cdrmix.config.schema import FeedForward
-from cdrmix.model.backbone import LanguageModel
-from cdrmix.model.router import Router, balance_routers
+from cdrmix.model.feed_forward.router import Router, balance_routers
+from cdrmix.model.language_model import LanguageModel
 
 
 def router(**options: object) -> Router:

@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from cdrmix.config.load import load_config
-from cdrmix.model.backbone import LanguageModel
+from cdrmix.model.language_model import LanguageModel
 from cdrmix.plan.flops import training_flops_per_token
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -20,9 +20,9 @@ from typing import Any
 import faiss
 import numpy as np
 
-from cdrmix.reason import episodic_index
-from cdrmix.reason.episodic_index import EpisodicIndex
-from cdrmix.reason.kept_episodes import Staged
+from cdrmix.reason.memory import episodic_index
+from cdrmix.reason.memory.episodic_index import EpisodicIndex
+from cdrmix.reason.memory.kept_episodes import Staged
 
 DIM, COMMITS = 8, 13
 MAX_TOKENS = 60

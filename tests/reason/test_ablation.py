@@ -10,8 +10,8 @@ import pytest
 from cdrmix.config.load import load_config
 from cdrmix.config.schema_ablation import Demand
 from cdrmix.errors import ConfigError
-from cdrmix.reason import ablation
-from cdrmix.reason.ablation_table import check, estimate, in_words, judge, student_quantile
+from cdrmix.reason.experiments import ablation
+from cdrmix.reason.experiments.table import check, estimate, in_words, judge, student_quantile
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "configs" / "ablations").glob("*.yaml"))

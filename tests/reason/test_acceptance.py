@@ -11,14 +11,15 @@ from torch import Tensor
 from cdrmix.config.load import load_config
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
-from cdrmix.model.state import select
-from cdrmix.reason import acceptance
-from cdrmix.reason.acceptance import AcceptancePhase, answer, measure, read
-from cdrmix.reason.controller import Controller, ControllerHeads, EpisodeState, always, by_head, by_value, never
+from cdrmix.model.cache import select
+from cdrmix.reason.controller import acceptance
+from cdrmix.reason.controller.acceptance import AcceptancePhase, answer, measure, read
+from cdrmix.reason.controller.controller import Controller, EpisodeState, always, by_head, by_value, never
 from cdrmix.reason.episodes import FIRST_HELD_OUT, Probe, TokenSource, source_of
+from cdrmix.reason.heads import ControllerHeads
+from cdrmix.reason.model import StageBModel
 from cdrmix.reason.phase import run_phase, train_section
-from cdrmix.reason.plasticity import small_model
-from cdrmix.reason.stage_b_model import StageBModel
+from cdrmix.reason.plasticity.phase import small_model
 
 FILE = "configs/ablations/accept-head.yaml"
 SMALL = (

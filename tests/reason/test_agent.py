@@ -11,12 +11,12 @@ from torch import Tensor
 from cdrmix.config.schema import Attention, FeedForward, Model, Rwkv
 from cdrmix.config.schema_reasoning import Controller, Memory, PlasticLora, Reasoning, Rl
 from cdrmix.errors import ConfigError
-from cdrmix.model.backbone import LanguageModel
-from cdrmix.reason import agent
-from cdrmix.reason.agent import Reading, TokenMemory, Window, evaluate, holds, read_episodes, rewards_of
+from cdrmix.model.language_model import LanguageModel
+from cdrmix.reason.agent import agent
+from cdrmix.reason.agent.agent import Reading, TokenMemory, Window, evaluate, holds, read_episodes, rewards_of
+from cdrmix.reason.agent.imitation import demonstrate
 from cdrmix.reason.episodes import Episodes, Marks, TokenSource
-from cdrmix.reason.imitation import demonstrate
-from cdrmix.reason.rollout import Generated, taken
+from cdrmix.reason.rl.rollout import Generated, taken
 
 PAD = 0
 MARKS = Marks(1, 2, 3, 4, 5, 6)

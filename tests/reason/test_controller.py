@@ -14,12 +14,11 @@ from torch import Tensor
 from cdrmix.config.schema import Attention, FeedForward, Mamba, MixerLayers, Model, Rwkv
 from cdrmix.config.schema_reasoning import Controller as ControllerSection
 from cdrmix.config.schema_reasoning import Memory, PlasticLora, Reasoning, Rl
-from cdrmix.model.backbone import LanguageModel
-from cdrmix.model.state import fast_weights
-from cdrmix.reason.controller import (
+from cdrmix.model.cache import fast_weights
+from cdrmix.model.language_model import LanguageModel
+from cdrmix.reason.controller.controller import (
     SCALES,
     Controller,
-    ControllerHeads,
     EpisodeState,
     action_of,
     always,
@@ -29,7 +28,8 @@ from cdrmix.reason.controller import (
     never,
     sampled,
 )
-from cdrmix.reason.episodic_index import EpisodicIndex, Staged
+from cdrmix.reason.heads import ControllerHeads
+from cdrmix.reason.memory.episodic_index import EpisodicIndex, Staged
 
 CHUNK, WIDTH, VOCABULARY = 4, 16, 23
 # Two float64 evaluations of one function in different orders, through 3 blocks of order 1.

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cdrmix.errors import MemoryLogError
-from cdrmix.reason import episodic_index
-from cdrmix.reason.episode_log import NEVER, EpisodeLog
-from cdrmix.reason.episodic_index import EpisodicIndex
-from cdrmix.reason.kept_episodes import Hit, Staged
+from cdrmix.reason.memory import episodic_index
+from cdrmix.reason.memory.episode_log import NEVER, EpisodeLog
+from cdrmix.reason.memory.episodic_index import EpisodicIndex
+from cdrmix.reason.memory.kept_episodes import Hit, Staged
 
 DIM = 8
 
@@ -235,8 +235,8 @@ CHILD = """
 import sys
 from pathlib import Path
 import numpy as np
-from cdrmix.reason.episodic_index import EpisodicIndex
-from cdrmix.reason.kept_episodes import Staged
+from cdrmix.reason.memory.episodic_index import EpisodicIndex
+from cdrmix.reason.memory.kept_episodes import Staged
 index = EpisodicIndex(Path(sys.argv[1]), 8, 10**6)
 print("open", len(index), flush=True)
 for number in range(10**6):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cdrmix.reason.grpo import OBJECTIVES, Objective, Totals, entropy, group_advantages, policy_loss
+from cdrmix.reason.rl.grpo import OBJECTIVES, Objective, Totals, entropy, group_advantages, policy_loss
 
 LENGTHS = (5, 3, 7, 1, 4, 7)
 LONGEST = 7

@@ -14,9 +14,8 @@ from cdrmix.data.batch import Batch
 from cdrmix.data.loader import TrainLoader
 from cdrmix.model.loss import LossModel
 from cdrmix.reason.joint import JointPhase
-from cdrmix.reason.phase import Loss, PhaseLoss
-from cdrmix.reason.plasticity import small_model
-from cdrmix.reason.stage_b_model import StageBModel
+from cdrmix.reason.model import Loss, PhaseLoss, StageBModel
+from cdrmix.reason.plasticity.phase import small_model
 
 
 class Pull:

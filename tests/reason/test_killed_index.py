@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from cdrmix.errors import MemoryLogError
-from cdrmix.reason import episodic_index
-from cdrmix.reason.episodic_index import EpisodicIndex
-from cdrmix.reason.kept_episodes import Staged
+from cdrmix.reason.memory import episodic_index
+from cdrmix.reason.memory.episodic_index import EpisodicIndex
+from cdrmix.reason.memory.kept_episodes import Staged
 
 DRIVER = Path(__file__).with_name("killed_index_driver.py")
 DIM = 8
@@ -102,7 +102,7 @@ def test_a_disk_that_does_not_take_a_rejection_back_gets_no_further_commit(
 WRITER = """
 import sys
 from pathlib import Path
-from cdrmix.reason.episodic_index import EpisodicIndex
+from cdrmix.reason.memory.episodic_index import EpisodicIndex
 index = EpisodicIndex(Path(sys.argv[1]), 8, 1000)
 print("open", flush=True)
 sys.stdin.read()

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from cdrmix.reason.episode_log import NEVER
-from cdrmix.reason.episodic_index import EpisodicIndex
-from cdrmix.reason.kept_episodes import EpisodesInMemory, EpisodicMemory, Staged
-from cdrmix.reason.memory import Summariser
+from cdrmix.reason.heads import Summariser
+from cdrmix.reason.memory.episode_log import NEVER
+from cdrmix.reason.memory.episodic_index import EpisodicIndex
+from cdrmix.reason.memory.kept_episodes import EpisodesInMemory, EpisodicMemory, Staged
 
 DIM = 8
 

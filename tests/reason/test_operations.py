@@ -12,33 +12,16 @@ import torch
 from cdrmix.config.load import load_config
 from cdrmix.config.schema import Config, Train
 from cdrmix.errors import ConfigError
-from cdrmix.model.backbone import LanguageModel
+from cdrmix.model.language_model import LanguageModel
 from cdrmix.reason.episodes import Episodes, TokenSource, source_of
-from cdrmix.reason.episodic_index import EpisodicIndex
-from cdrmix.reason.kept_episodes import EpisodesInMemory
-from cdrmix.reason.memory import Summariser
-from cdrmix.reason.operation_rollout import (
-    COSTS,
-    NOOP,
-    OPERATIONS,
-    RETRIEVE,
-    SPLICE,
-    SUMMARIZE,
-    WRITE,
-    OperationHeads,
-    Reader,
-    Row,
-)
-from cdrmix.reason.operation_windows import Window, Windows
-from cdrmix.reason.operations import (
-    OperationsImitationPhase,
-    OperationsPhase,
-    answers_of,
-    memory_of,
-    rewards_of,
-)
+from cdrmix.reason.heads import COSTS, NOOP, OPERATIONS, RETRIEVE, SPLICE, SUMMARIZE, WRITE, OperationHeads, Summariser
+from cdrmix.reason.memory.episodic_index import EpisodicIndex
+from cdrmix.reason.memory.kept_episodes import EpisodesInMemory
+from cdrmix.reason.model import StageBModel
+from cdrmix.reason.operations.phase import OperationsImitationPhase, OperationsPhase, answers_of, memory_of, rewards_of
+from cdrmix.reason.operations.rollout import Reader, Row
+from cdrmix.reason.operations.windows import Window, Windows
 from cdrmix.reason.phase import run_phase
-from cdrmix.reason.stage_b_model import StageBModel
 
 FILE = Path(__file__).parents[2] / "configs" / "ablations" / "operations-index.yaml"
 SMALL = (

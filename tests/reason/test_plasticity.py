@@ -10,11 +10,12 @@ import torch
 from cdrmix.config.load import load_config
 from cdrmix.config.schema import Config
 from cdrmix.data.tasks import IGNORED
-from cdrmix.model.state import fast_weights, with_fast_weights
-from cdrmix.reason import plasticity, tracking
+from cdrmix.model.cache import fast_weights, with_fast_weights
 from cdrmix.reason.episodes import TokenSource, source_of
-from cdrmix.reason.plasticity import PlasticityPhase, answers, read, rows_of, small_model
-from cdrmix.reason.stage_b_model import StageBModel
+from cdrmix.reason.experiments import state_tracking as tracking
+from cdrmix.reason.model import StageBModel
+from cdrmix.reason.plasticity import phase as plasticity
+from cdrmix.reason.plasticity.phase import PlasticityPhase, answers, read, rows_of, small_model
 
 ABLATIONS = Path(__file__).parents[2] / "configs" / "ablations"
 

@@ -23,15 +23,15 @@ from cdrmix.config.schema_reasoning import (
     Rl,
 )
 from cdrmix.errors import ConfigError
-from cdrmix.model.backbone import LanguageModel
-from cdrmix.reason import policy
-from cdrmix.reason.agent import Reading, Rewards, read_episodes
+from cdrmix.model.language_model import LanguageModel
+from cdrmix.reason.agent import policy
+from cdrmix.reason.agent.agent import Reading, Rewards, read_episodes
+from cdrmix.reason.agent.imitation import ImitationPhase
+from cdrmix.reason.agent.policy import PATIENCE, PolicyPhase, message_of_idleness, objective_of
 from cdrmix.reason.episodes import EpisodeSource, source_of
-from cdrmix.reason.grpo import OBJECTIVES
-from cdrmix.reason.imitation import ImitationPhase
-from cdrmix.reason.phase import PhaseLoss, run_phase
-from cdrmix.reason.policy import PATIENCE, PolicyPhase, message_of_idleness, objective_of
-from cdrmix.reason.stage_b_model import StageBModel
+from cdrmix.reason.model import PhaseLoss, StageBModel
+from cdrmix.reason.phase import run_phase
+from cdrmix.reason.rl.grpo import OBJECTIVES
 
 
 def config_of(*, leak: float = 0.0, **rl: Any) -> Config:

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from cdrmix.config.schema import Attention, FeedForward, Mamba, MixerLayers, Model, Rwkv
 from cdrmix.errors import NonFiniteLogitsError
-from cdrmix.model.backbone import LanguageModel
-from cdrmix.model.state import flattened, select
-from cdrmix.reason.rollout import generate, micro_batches, proceed, read, repeat, taken
+from cdrmix.model.cache import flattened, select
+from cdrmix.model.language_model import LanguageModel
+from cdrmix.reason.rl.rollout import generate, micro_batches, proceed, read, repeat, taken
 
 VOCABULARY = 24
 

@@ -19,9 +19,9 @@ from cdrmix.data.shards import open_shards
 from cdrmix.ops.weights import compute_weight, is_attached
 from cdrmix.train import engine as engine_module
 from cdrmix.train import stage_a
+from cdrmix.train.distributed import World, join, rank_size_local_rank, seed_everything
 from cdrmix.train.engine import Engine, make_engine
 from cdrmix.train.optim import make_optimizer, parameter_groups
-from cdrmix.train.parallel import World, join, rank_size_local_rank, seed_everything
 
 engine_module.PERSISTENCE_THRESHOLD = 0  # so small a model would be kept whole by ZeRO-3
 STEPS, ROWS, MICRO = 4, 8, 2

@@ -20,8 +20,8 @@ from cdrmix.data.shards import open_shards
 from cdrmix.ops import weights as compute_weights
 from cdrmix.train import engine as engine_module
 from cdrmix.train.build import build_loss_model
+from cdrmix.train.distributed import join, rank_size_local_rank, seed_everything
 from cdrmix.train.engine import Engine, make_engine
-from cdrmix.train.parallel import join, rank_size_local_rank, seed_everything
 from cdrmix.train.reduction import GradientReduction, Shared
 
 

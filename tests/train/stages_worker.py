@@ -15,8 +15,8 @@ from cdrmix.data.loader import train_loader
 from cdrmix.data.shards import open_shards
 from cdrmix.train import engine as engine_module
 from cdrmix.train.build import build_loss_model
+from cdrmix.train.distributed import join, seed_everything
 from cdrmix.train.engine import make_engine
-from cdrmix.train.parallel import join, seed_everything
 
 # The model here is so small that ZeRO-3 would keep every parameter whole, and prove nothing about released ones.
 engine_module.PERSISTENCE_THRESHOLD = 0

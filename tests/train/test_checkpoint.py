@@ -29,8 +29,8 @@ from cdrmix.train.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
+from cdrmix.train.distributed import join, seed_everything
 from cdrmix.train.engine import Engine, make_engine
-from cdrmix.train.parallel import join, seed_everything
 
 FINGERPRINTS = Fingerprints("tokenizer", "text")
 

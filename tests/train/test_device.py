@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cdrmix.errors import ConfigError
-from cdrmix.kernels import _common
+from cdrmix.kernels.common import triton_helpers
 from cdrmix.train import device
 from cdrmix.train.device import check_gpu, device_type
 
@@ -18,7 +18,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture(autouse=True)
 def forgets() -> None:
-    _common.architecture.cache_clear()
+    triton_helpers.architecture.cache_clear()
 
 
 def without_gpu(monkeypatch: pytest.MonkeyPatch, cuda: str | None, hip: str | None = None) -> None:
@@ -71,7 +71,7 @@ def test_an_amd_gpu_that_the_kernels_do_not_serve(monkeypatch: pytest.MonkeyPatc
     check_gpu(GPU, "bf16")
     monkeypatch.delenv("CDRMIX_BACKEND")
     check_gpu(GPU, "bf16")  # gfx942
-    assert _common.architecture(GPU) == "gfx942"
+    assert triton_helpers.architecture(GPU) == "gfx942"
 
 
 def test_bf16_on_a_gpu_without_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cdrmix.errors import ConfigError
-from cdrmix.model.expert_parallel import arrived_order
+from cdrmix.model.feed_forward.expert_parallel import arrived_order
 from cdrmix.train.launch import check_processes
 
 # As in test_engine.py: both sides add the same fp32 terms in another order; here the last of three steps has the

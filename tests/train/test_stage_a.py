@@ -28,7 +28,7 @@ from cdrmix.train.checkpoint import list_checkpoints, newest_whole_checkpoint, r
 from cdrmix.train.engine import Engine
 from cdrmix.train.faults import Skips
 from cdrmix.train.metrics import Console
-from cdrmix.train.run import RunFolder, read_metrics
+from cdrmix.train.run_folder import RunFolder, read_metrics
 from cdrmix.train.stage_a import TrainResult, train
 
 Trainer = Callable[..., tuple[RunFolder, TrainResult]]

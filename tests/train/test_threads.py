@@ -122,9 +122,9 @@ def test_products_and_first_weights_have_the_same_bits_with_any_number_of_thread
 import random
 import torch
 from cdrmix import ops
-from cdrmix.kernels._products import set_num_threads
+from cdrmix.kernels.common.products import set_num_threads
 from cdrmix.model.layers import orthogonal_
-from cdrmix.train.parallel import be_deterministic
+from cdrmix.train.distributed import be_deterministic
 
 be_deterministic()
 draw = random.Random(0)

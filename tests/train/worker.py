@@ -22,8 +22,8 @@ from cdrmix.config.schema import Config, Train
 from cdrmix.data.loader import TrainLoader
 from cdrmix.data.shards import open_shards
 from cdrmix.errors import CdrmixError
-from cdrmix.model.backbone import LanguageModel
-from cdrmix.model.experts import MoeFeedForward
+from cdrmix.model.feed_forward.moe import MoeFeedForward
+from cdrmix.model.language_model import LanguageModel
 from cdrmix.model.loss import LossModel
 from cdrmix.train import engine as engine_module
 from cdrmix.train import stage_a
@@ -37,11 +37,11 @@ from cdrmix.train.checkpoint import (
     read_weights,
     save_checkpoint,
 )
+from cdrmix.train.distributed import World, join, rank_size_local_rank, seed_everything
 from cdrmix.train.engine import make_engine
 from cdrmix.train.expert_parallel import expert_layer, is_shared_out
 from cdrmix.train.optim import LossScale, make_optimizer, parameter_groups
-from cdrmix.train.parallel import World, join, rank_size_local_rank, seed_everything
-from cdrmix.train.run import RunFolder
+from cdrmix.train.run_folder import RunFolder
 from cdrmix.train.schedule import learning_rate
 
 # The model here is so small that ZeRO-3 would keep every parameter whole, and prove nothing about released ones.

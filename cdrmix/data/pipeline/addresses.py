@@ -14,7 +14,7 @@ import numpy as np
 
 from cdrmix.data.pipeline.columns import Array, bounds, column, read_range, read_table, texts_of, write_run
 from cdrmix.data.pipeline.merging import Documents, drop
-from cdrmix.data.pipeline.tally import Tally
+from cdrmix.data.pipeline.stats import Tally
 from cdrmix.data.pipeline.work import Work
 
 ENTRY = np.dtype(

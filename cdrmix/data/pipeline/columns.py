@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from cdrmix.data.dedup import PackedTexts
+from cdrmix.data.dedup.minhash import PackedTexts
 from cdrmix.durable import sync_file
 
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -35,12 +35,12 @@ from typing import Any
 from cdrmix.config.load import dump_config
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_data import Dedup
-from cdrmix.data.filters import FilterChain
+from cdrmix.data.cleaning.filters import FilterChain
+from cdrmix.data.cleaning.rules import RULES
 from cdrmix.data.pipeline.drop_page import drop_page
-from cdrmix.data.pipeline.tally import Amount, Sample, Tally
-from cdrmix.data.rules import RULES
+from cdrmix.data.pipeline.stats import Amount, Sample, Tally
 from cdrmix.data.shards import Stratum, open_shards
-from cdrmix.data.source import BAD_RECORDS_SHOWN
+from cdrmix.data.sources.base import BAD_RECORDS_SHOWN
 from cdrmix.durable import write_atomically
 
 FORMAT = 1

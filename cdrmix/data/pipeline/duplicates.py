@@ -14,7 +14,7 @@ import pyarrow as pa
 from cdrmix.config.schema_data import Dedup, Filters
 from cdrmix.data.pipeline.addresses import cap, dropped_rows
 from cdrmix.data.pipeline.columns import Array, bounds, read_table
-from cdrmix.data.pipeline.engine import make_engine
+from cdrmix.data.pipeline.executor import make_engine
 from cdrmix.data.pipeline.merging import Documents, Merge, merge
 from cdrmix.data.pipeline.near import near_duplicates
 from cdrmix.data.pipeline.reading import (
@@ -26,9 +26,9 @@ from cdrmix.data.pipeline.reading import (
     metadata_bytes,
     write_rows,
 )
-from cdrmix.data.pipeline.tally import Tally
+from cdrmix.data.pipeline.stats import Tally
 from cdrmix.data.pipeline.work import Work
-from cdrmix.data.source import Document, utf8_size
+from cdrmix.data.sources.base import Document, utf8_size
 
 SHARE_OF_MEMORY = 16  # of data.memory_mb, that the texts of one task take: tokens and Python objects take the rest
 BYTES_BESIDE_TEXT = 1024  # of a document: its signature, band entries and columns
@@ -103,9 +103,22 @@ def remove_duplicates(work: Work, tally: Tally, section: Dedup, task_bytes: int)
 
 
 def deduplicate(
-    documents: Iterable[Document], section: Dedup, fields: Fields, workers: int, memory_mb: int, folder: Path | None
+    documents: Iterable[Document],
+    section: Dedup,
+    *,
+    url_field: str | None = "url",
+    quality_field: str | None = None,
+    workers: int = 1,
+    memory_mb: int = 256,
+    folder: Path | None = None,
 ) -> Iterator[Document]:
-    """See cdrmix.data.dedup.deduplicate, the door to this."""
+    """The documents that stay, in the order of their content hashes: exact, address and near-duplicates removed.
+
+    Streams through sorted files in a temporary folder below `folder`, of about twice the size of the texts, so that
+    memory is bounded by `memory_mb` for each of `workers` processes, and not by the corpus (near-duplicates take some
+    50 bytes each on top). Which documents stay depends on the documents alone, not on their order: of duplicates the
+    one of the highest quality (a number in the metadata field `quality_field`), then of the smallest content hash.
+    """
     sources: list[str] = []
     with tempfile.TemporaryDirectory(dir=folder) as place, make_engine("local", workers) as engine:
         work = Work(Path(place), engine, lambda line: None)
@@ -117,9 +130,9 @@ def deduplicate(
             batch.append(document)
             size += len(document.text)
             if size >= task_bytes or len(batch) >= UNIT_RECORDS:
-                _write_unit(work, batch, sources, tally, fields)
+                _write_unit(work, batch, sources, tally, Fields(url_field, quality_field))
                 batch, size = [], 0
-        _write_unit(work, batch, sources, tally, fields)
+        _write_unit(work, batch, sources, tally, Fields(url_field, quality_field))
         survivors, _ = remove_duplicates(work, tally, section, task_bytes)
         for partition in range(len(survivors)):
             table = survivors.table(partition, ["text", "domain", "where", "meta"])

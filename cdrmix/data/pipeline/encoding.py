@@ -17,7 +17,7 @@ import pyarrow.parquet
 
 from cdrmix.config.schema_data import Objectives
 from cdrmix.data import shards
-from cdrmix.data.dedup import FingerprintFile, count_contaminated, simhash
+from cdrmix.data.dedup.minhash import FingerprintFile, count_contaminated, simhash
 from cdrmix.data.objectives import encode_documents
 from cdrmix.data.pipeline.columns import Array, column, read_table, texts_of, whole, write_table
 from cdrmix.data.pipeline.duplicates import Survivors

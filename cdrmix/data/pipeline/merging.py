@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from cdrmix.data.dedup import PackedTexts
+from cdrmix.data.dedup.minhash import PackedTexts
 from cdrmix.data.pipeline.columns import Array, column, hashes_of, read_table, rows_between, texts_of, write_table
 from cdrmix.data.pipeline.reading import COLUMNS
-from cdrmix.data.pipeline.tally import Sample, Tally, excerpt
+from cdrmix.data.pipeline.stats import Sample, Tally, excerpt
 
 
 @dataclass(frozen=True)

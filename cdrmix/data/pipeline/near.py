@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from cdrmix.config.schema_data import Dedup
-from cdrmix.data import dedup
+from cdrmix.data.dedup import minhash as dedup
 from cdrmix.data.pipeline.addresses import NUMBER, dropped_rows
 from cdrmix.data.pipeline.columns import (
     Array,
@@ -31,7 +31,7 @@ from cdrmix.data.pipeline.columns import (
     write_run,
 )
 from cdrmix.data.pipeline.merging import Documents
-from cdrmix.data.pipeline.tally import EXCERPT_CHARACTERS, Dropped, Sample, Tally, excerpt
+from cdrmix.data.pipeline.stats import EXCERPT_CHARACTERS, Dropped, Sample, Tally, excerpt
 from cdrmix.data.pipeline.work import Work
 
 BAND = np.dtype([("hash", "<u8"), ("number", "<i8")])

@@ -22,13 +22,13 @@ import pyarrow.parquet
 
 from cdrmix import _text
 from cdrmix.config.schema_data import Filters
-from cdrmix.data.filters import FilterChain
-from cdrmix.data.normalize import html_text, normalize
-from cdrmix.data.pii import scrub
+from cdrmix.data.cleaning.filters import FilterChain
+from cdrmix.data.cleaning.normalize import html_text, normalize
+from cdrmix.data.cleaning.pii import scrub
+from cdrmix.data.cleaning.urls import canonical_url, registrable_domain
 from cdrmix.data.pipeline.columns import appearing, read_report, write_table
-from cdrmix.data.pipeline.tally import Amount, Sample, Tally, excerpt
-from cdrmix.data.source import BAD_RECORDS_SHOWN, BadRecord, Meta, Record, Source, parse_record, place, utf8_size
-from cdrmix.data.urls import canonical_url, registrable_domain
+from cdrmix.data.pipeline.stats import Amount, Sample, Tally, excerpt
+from cdrmix.data.sources.base import BAD_RECORDS_SHOWN, BadRecord, Meta, Record, Source, parse_record, place, utf8_size
 
 UNIT_RECORDS = 50_000
 META_CHARACTERS = 4096  # of one field of metadata: longer ones, such as the page that a text is from, are left out

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cdrmix.data.pipeline.engine import Engine
+from cdrmix.data.pipeline.executor import Engine
 from cdrmix.durable import write_atomically
 
 Task = TypeVar("Task")

@@ -17,9 +17,9 @@ from typing import Any
 from cdrmix.config import schema_data as schema
 
 # each family adds its tasks to TASKS
-from cdrmix.data.tasks import arithmetic, babilong, chunked, groups, lists, mqar, recall, ruler, tracking
-from cdrmix.data.tasks.draws import Draws, Filler
-from cdrmix.data.tasks.exercise import (
+from cdrmix.data.tasks import arithmetic, babilong, chunked, groups, lists, mqar, recall, ruler
+from cdrmix.data.tasks import state_tracking as tracking
+from cdrmix.data.tasks.example import (
     IGNORED,
     TASKS,
     THINK_BEGIN,
@@ -32,6 +32,7 @@ from cdrmix.data.tasks.exercise import (
     score,
     score_tokens,
 )
+from cdrmix.data.tasks.rng import Draws, Filler
 from cdrmix.errors import ConfigError
 from cdrmix.registry import nearest
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
-from cdrmix.data.tasks.draws import Draws
-from cdrmix.data.tasks.exercise import ANSWER, THINK_BEGIN, THINK_END, Exercise, Length, TextDifficulty, register
+from cdrmix.data.tasks.example import ANSWER, THINK_BEGIN, THINK_END, Exercise, Length, TextDifficulty, register
+from cdrmix.data.tasks.rng import Draws
 
 
 @register("arithmetic", Length())

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from cdrmix.data.tasks.draws import Draws
-from cdrmix.data.tasks.exercise import ANSWER, Exercise, Length, register
+from cdrmix.data.tasks.example import ANSWER, Exercise, Length, register
+from cdrmix.data.tasks.rng import Draws
 from cdrmix.errors import ConfigError
 
 PEOPLE = ("Agnes", "Bruno", "Clara", "Edgar")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from cdrmix.data.tasks.draws import Draws
-from cdrmix.data.tasks.exercise import ANSWER, Episode, Exercise, Fact, Length, listed, register
+from cdrmix.data.tasks.example import ANSWER, Episode, Exercise, Fact, Length, listed, register
 from cdrmix.data.tasks.recall import ChunkRecall
+from cdrmix.data.tasks.rng import Draws
 from cdrmix.errors import ConfigError
 
 LIE = "None of this is true."  # the last sentence of a chunk that lies: known only when it has been read

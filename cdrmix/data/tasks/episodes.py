@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cdrmix.data.tasks.exercise import Difficulty
+from cdrmix.data.tasks.example import Difficulty
 from cdrmix.errors import ConfigError
 from cdrmix.registry import Registry
 

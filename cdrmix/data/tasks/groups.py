@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import ClassVar, Self
 
-from cdrmix.data.tasks.draws import Draws
-from cdrmix.data.tasks.exercise import ANSWER, Exercise, TextDifficulty, TokenExercise, register
+from cdrmix.data.tasks.example import ANSWER, Exercise, TextDifficulty, TokenExercise, register
+from cdrmix.data.tasks.rng import Draws
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 

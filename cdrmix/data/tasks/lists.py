@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cdrmix.data.tasks.draws import SYLLABLES, Draws
-from cdrmix.data.tasks.exercise import ANSWER, Exercise, Length, register
+from cdrmix.data.tasks.example import ANSWER, Exercise, Length, register
+from cdrmix.data.tasks.rng import SYLLABLES, Draws
 
 
 @register("sorting", Length())

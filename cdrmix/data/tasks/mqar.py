@@ -15,8 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Self
 
-from cdrmix.data.tasks.draws import SYLLABLES, Draws
-from cdrmix.data.tasks.exercise import ANSWER, IGNORED, Exercise, TextDifficulty, TokenExercise, register
+from cdrmix.data.tasks.example import ANSWER, IGNORED, Exercise, TextDifficulty, TokenExercise, register
+from cdrmix.data.tasks.rng import SYLLABLES, Draws
 from cdrmix.errors import ConfigError
 
 RUNGS = [(64, 4), (128, 8), (256, 16), (512, 64)]  # tokens and pairs

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cdrmix.data.tasks.draws import Draws
-from cdrmix.data.tasks.exercise import ANSWER, Episode, Exercise, Fact, Length, listed, register
+from cdrmix.data.tasks.example import ANSWER, Episode, Exercise, Fact, Length, listed, register
+from cdrmix.data.tasks.rng import Draws
 from cdrmix.errors import ConfigError
 
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from string import ascii_lowercase, ascii_uppercase
 
-from cdrmix.data.tasks.draws import Draws
-from cdrmix.data.tasks.exercise import ANSWER, Exercise, Length, listed, register
+from cdrmix.data.tasks.example import ANSWER, Exercise, Length, listed, register
+from cdrmix.data.tasks.rng import Draws
 from cdrmix.errors import ConfigError
 
 REPEATED = 5  # sentences of the passage that a haystack of one passage repeats

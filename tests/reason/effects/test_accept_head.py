@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cdrmix.reason.ablation import run
+from cdrmix.reason.experiments.ablation import run
 
 FILE = Path(__file__).parents[3] / "configs" / "ablations" / "accept-head.yaml"
 

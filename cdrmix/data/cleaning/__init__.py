@@ -1,0 +1,1 @@
+"""From raw text to clean text: normalisation, filter rules, languages, personal data, addresses."""

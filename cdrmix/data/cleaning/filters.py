@@ -1,0 +1,96 @@
+"""Judging documents: which of the configured rules each breaks first, and its score by all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cdrmix import _text
+from cdrmix.config.schema_data import Filters
+from cdrmix.data.cleaning import language
+from cdrmix.data.cleaning.rules import GROUPS, RULES, Facts, Rule
+from cdrmix.errors import ConfigError
+from cdrmix.registry import nearest
+
+
+class Judgement(NamedTuple):
+    """What a chain of rules says of n documents.
+
+    first_failed: int16 [n], the number of the first rule that the document breaks, -1 when it is kept.
+    scores: float32 [n, rules], of dropped documents too; NaN where a rule does not apply.
+    languages: the detected ISO 639 code of each document, "und" of one without text.
+    """
+
+    first_failed: NDArray[np.int16]
+    scores: NDArray[np.float32]
+    languages: list[str]
+
+
+class FilterChain:
+    """The rules of a configuration in their order, groups replaced by their rules, each rule once.
+
+    Raises ConfigError for an unknown name, and for a bound of a rule that is unknown or not in use.
+    """
+
+    def __init__(self, section: Filters, key: str = "data.filters") -> None:
+        self.names = _expanded(section.rules, key)
+        for name in section.bounds:
+            if name not in RULES.names():
+                raise ConfigError(_unknown(f"{key}.bounds", name, RULES.names(), self.names))
+            if name not in self.names:
+                raise ConfigError(f"{key}.bounds: {name!r} is not among {key}.rules; add it there or drop its bound")
+        if "language" in self.names and (unknown := set(section.languages) - set(language.model().labels)):
+            raise ConfigError(
+                f"{key}.languages: {', '.join(sorted(unknown))}: not among the ISO 639 codes that can be recognised: "
+                f"{', '.join(sorted(language.model().labels))}"
+            )
+        self._rules: list[Rule] = [RULES[name] for name in self.names]
+        self._languages = sorted(set(section.languages))
+        self._language_score = section.language_score
+        configured = {"language": section.language_score, **section.bounds}
+        self._bounds = [configured.get(rule.name, rule.bound) for rule in self._rules]
+
+    def judge(self, texts: Sequence[str]) -> Judgement:
+        """Judge normalised texts; each one's result depends on it alone. UnicodeEncodeError for lone surrogates."""
+        languages, probabilities = language.detect(texts)
+        if not self._rules:
+            return Judgement(np.full(len(texts), -1, np.int16), np.empty((len(texts), 0), np.float32), languages)
+        counts = _text.statistics(texts)
+        codes = np.array(languages, dtype=np.str_)
+        facts = Facts(counts, np.where(np.isin(codes, self._languages), probabilities, 0.0).astype(np.float64))
+        foreign = (codes != "en") & (probabilities >= self._language_score)
+        unspaced = 2 * facts["unspaced_characters"] > facts["alphabetic_characters"]
+
+        scores = np.empty((len(texts), len(self._rules)), dtype=np.float32)
+        first_failed = np.full(len(texts), -1, dtype=np.int16)
+        for number, (rule, bound) in enumerate(zip(self._rules, self._bounds, strict=True)):
+            column = rule.score(facts)
+            if rule.of_words:
+                column = np.where(unspaced, np.nan, column)
+            if rule.of_english:
+                column = np.where(foreign, np.nan, column)
+            scores[:, number] = column
+            failed = ~rule.passes(scores[:, number], bound)
+            first_failed[failed & (first_failed < 0)] = number
+        return Judgement(first_failed, scores, languages)
+
+
+def _expanded(names: Iterable[str], key: str) -> list[str]:
+    expanded: dict[str, None] = {}
+    for name in names:
+        if name in GROUPS:
+            expanded.update(dict.fromkeys(GROUPS[name]))
+        elif name in RULES.names():
+            expanded[name] = None
+        else:
+            raise ConfigError(_unknown(f"{key}.rules", name, [*GROUPS, *RULES.names()], sorted(GROUPS)))
+    return list(expanded)
+
+
+def _unknown(key: str, name: str, known: Iterable[str], listed: Sequence[str]) -> str:
+    close = nearest(name, known) or next((other for other in sorted(known) if name in other), None)
+    hint = f" Did you mean {close!r}?" if close else ""
+    return f"{key}: unknown rule {name!r}; known here: {', '.join(listed) or '(no rules)'}.{hint}"

@@ -1,0 +1,1 @@
+"""Near-duplicate detection: MinHash and SimHash."""

@@ -1,0 +1,141 @@
+"""Sources without files: Hugging Face datasets, streamed unshuffled and resumed where they stood; generated tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from cdrmix.config import schema_data
+from cdrmix.data.sources.base import BadRecord, Meta, Record, Source, missing_column
+from cdrmix.data.sources.files import walk
+from cdrmix.durable import disk_full, is_disk_full
+from cdrmix.errors import CdrmixError, CorpusError
+
+
+class HuggingFace(Source):
+    """A Hugging Face dataset, streamed unshuffled.
+
+    Its identity is its name, so shards are reused offline; give a revision where the dataset may change.
+    """
+
+    kind = "huggingface"
+
+    def __init__(self, section: schema_data.HuggingFaceSource, max_expansion: int = 1) -> None:
+        self.section = section
+        self.parse = partial(parse_row, text_field=section.text_field)
+        self._dataset: Any = None
+        self._number = 0
+
+    def identity(self) -> list[Any]:
+        identity: list[Any] = [
+            self.section.name,
+            self.section.config_name,
+            self.section.revision,
+            self.section.split,
+        ]
+        if (folder := Path(self.section.name)).is_dir():  # changes without a revision
+            for path in walk(folder, (), frozenset()):
+                status = path.stat()
+                identity.append([str(path), status.st_size, status.st_mtime_ns])
+        return identity
+
+    def describe(self) -> str:
+        revision = f", revision {self.section.revision!r}" if self.section.revision else ""
+        return f"Hugging Face dataset {self.section.name!r}, split {self.section.split!r}{revision}"
+
+    def parts(self) -> list[str]:
+        return [f"{self.section.name}/{self.section.split}"]
+
+    def checkpoint(self) -> Any:
+        return {"rows": self._number, "stream": self._dataset.state_dict()}
+
+    def records(self, part: str, checkpoint: Any = None) -> Iterator[Record]:
+        try:
+            import datasets
+            from huggingface_hub.errors import HfHubHTTPError
+        except ImportError as error:
+            raise CorpusError(
+                f"data.source.kind=huggingface needs the package {error.name}: pip install datasets"
+            ) from error
+        section = self.section
+        # HfHubHTTPError's bases hold the error of the HTTP library that the hub client uses, whichever it is
+        failures = (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError, *HfHubHTTPError.__bases__)
+        try:
+            self._dataset = datasets.load_dataset(
+                section.name, section.config_name, split=section.split, revision=section.revision, streaming=True
+            )
+            self._number = 0
+            if checkpoint is not None:
+                self._dataset.load_state_dict(checkpoint["stream"])
+                self._number = checkpoint["rows"]
+            rows = iter(self._dataset)
+        except failures as error:
+            raise self._unreadable(error) from error
+        while True:
+            try:
+                row = next(rows, None)
+            except failures as error:
+                raise self._unreadable(error) from error
+            if row is None:
+                return
+            self._number += 1
+            if section.text_field not in row:
+                raise missing_column(section.text_field, self.describe(), list(row))
+            yield Record(self._number, row, sum(len(cell) for cell in row.values() if isinstance(cell, str)))
+
+    def _unreadable(self, error: BaseException) -> CdrmixError:
+        cause: BaseException | None = error
+        while cause is not None:  # libraries wrap what the system said
+            if is_disk_full(cause):
+                return disk_full(
+                    f"what the {self.describe()} keeps beside its stream",
+                    "Free some space, or set HF_HOME to a folder on another disk. What was prepared is kept.",
+                )
+            cause = cause.__cause__ or cause.__context__
+        return CorpusError(
+            f"data.source: cannot stream the {self.describe()}: {error}. Check data.source.name, config_name, "
+            "revision and split, and that this machine reaches huggingface.co (HF_HUB_OFFLINE unset; HF_TOKEN set if "
+            "it is gated); the preparation then goes on where it stood. Where the line is bad, download the dataset "
+            "and use kind: parquet or jsonl with paths."
+        )
+
+
+def parse_row(raw: dict[str, Any], text_field: str) -> tuple[str, Meta]:
+    """The text and the other scalar fields of a row."""
+    text = raw[text_field]
+    if not isinstance(text, str):
+        raise BadRecord(f"field {text_field!r} is not a string")
+    scalars = (str, int, float, bool, type(None))
+    return text, {name: value for name, value in raw.items() if name != text_field and isinstance(value, scalars)}
+
+
+class Tasks(Source):
+    """Exercises of the tasks in tasks/; a function of the section alone."""
+
+    kind = "tasks"
+
+    def __init__(self, section: schema_data.TasksSource, max_expansion: int = 1) -> None:
+        self.section = section
+        self.parse = parse_exercise
+
+    def identity(self) -> list[Any]:
+        return [self.section.model_dump()]
+
+    def describe(self) -> str:
+        return f"{self.section.documents:,} generated exercises ({', '.join(self.section.tasks)})"
+
+    def parts(self) -> list[str]:
+        return ["tasks"]
+
+    def records(self, part: str, checkpoint: Any = None) -> Iterator[Record]:
+        from cdrmix.data.tasks import generate
+
+        for number, (where, text, meta) in enumerate(generate(self.section), 1):
+            yield Record(number, (text, {**meta, "exercise": where}), len(text))
+
+
+def parse_exercise(raw: tuple[str, Meta]) -> tuple[str, Meta]:
+    """An exercise is a document as it is."""
+    return raw

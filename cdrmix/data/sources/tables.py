@@ -1,0 +1,222 @@
+"""Sources whose files hold many documents: JSON lines, CSV, Parquet. Fields beside the text become metadata."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from cdrmix.config import schema_data
+from cdrmix.data.sources import files
+from cdrmix.data.sources.base import (
+    BadRecord,
+    FileSource,
+    Meta,
+    Record,
+    damage,
+    invalid_utf8,
+    missing_column,
+    over_long,
+)
+from cdrmix.data.sources.files import DAMAGED_STREAM, OverLongRecord, RecordLines, open_bytes, reading
+from cdrmix.errors import CorpusError
+
+
+class JsonLines(FileSource):
+    """One JSON object a line, with the text in one of its fields."""
+
+    kind = "jsonl"
+    suffixes = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst")
+
+    def __init__(self, section: schema_data.JsonlSource, max_expansion: int) -> None:
+        self.parse = partial(parse_json, text_field=section.text_field)
+        super().__init__(section.paths, max_expansion)
+
+    def read(self, path: Path) -> Iterator[Record]:
+        number = 0
+        with reading(path), open_bytes(path, self.max_expansion) as stream:
+            while True:
+                try:
+                    line = stream.readline(files.MAX_RECORD_BYTES + 1)
+                    number += bool(line)
+                    too_long = len(line) > files.MAX_RECORD_BYTES
+                    rest = line
+                    while too_long and rest and not rest.endswith(b"\n"):
+                        rest = stream.readline(2**20)
+                except DAMAGED_STREAM as error:
+                    yield Record(number + 1, error=damage(error))
+                    return
+                if not line:
+                    return
+                if too_long:
+                    yield Record(number, error=over_long())
+                elif not line.isspace():
+                    yield Record(number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line, len(line))
+
+
+def parse_json(raw: bytes, text_field: str) -> tuple[str, Meta]:
+    """The text and the other fields of a JSON object."""
+    try:
+        record = json.loads(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise BadRecord(invalid_utf8(error)) from error
+    except json.JSONDecodeError as error:
+        raise BadRecord(f"is not JSON: {error.msg} (column {error.colno})") from error
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits; nesting without end
+        raise BadRecord(f"is not usable JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise BadRecord(f"is a JSON {type(record).__name__}, not an object")
+    if text_field not in record:
+        raise BadRecord(f"has no field {text_field!r}")
+    text = record.pop(text_field)
+    if not isinstance(text, str):
+        raise BadRecord(f"field {text_field!r} is not a string")
+    return text, record
+
+
+class CommaSeparated(FileSource):
+    """Rows of CSV files whose header line names the text column."""
+
+    kind = "csv"
+    suffixes = (".csv", ".csv.gz", ".csv.zst")
+
+    def __init__(self, section: schema_data.CsvSource, max_expansion: int) -> None:
+        self.text_field = section.text_field
+        self.parse = partial(parse_row, text_field=section.text_field)
+        super().__init__(section.paths, max_expansion)
+
+    def read(self, path: Path) -> Iterator[Record]:
+        csv.field_size_limit(files.MAX_RECORD_BYTES)  # the module's own limit, 128 KiB, is too short for documents
+        with reading(path), open_bytes(path, self.max_expansion) as stream:
+            # surrogateescape keeps one bad byte from ending the file; parsing then refuses that one row
+            text_stream = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
+            record_lines = RecordLines(text_stream)
+            reader = csv.reader(record_lines, strict=True)  # else a stray quote takes the rest of the file as its text
+            header: list[str] | None = None
+            while True:
+                record_lines.begin_record()
+                first = record_lines.number + 1
+                try:
+                    row = next(reader, None)
+                except csv.Error as error:
+                    rows = f"; passed over to line {record_lines.number}" if record_lines.number > first else ""
+                    yield Record(first, error=f"is not CSV: {error}{rows}")
+                    continue
+                except OverLongRecord:
+                    yield Record(first, error=over_long())
+                    continue
+                except DAMAGED_STREAM as error:
+                    yield Record(first, error=damage(error))
+                    return
+                if row is None:
+                    return
+                if not row:
+                    continue
+                if header is not None:
+                    yield Record(first, (header, row), sum(map(len, row)))
+                elif self.text_field in row:
+                    header = row
+                else:
+                    raise missing_column(self.text_field, str(path), row)
+
+
+def parse_row(raw: tuple[list[str], list[str]], text_field: str) -> tuple[str, Meta]:
+    """The text and the other columns of a row, given with its header."""
+    header, row = raw
+    column = header.index(text_field)
+    if len(row) <= column:
+        raise BadRecord(f"has {len(row)} columns; {text_field!r} is column {column + 1}")
+    return row[column], {name: value for name, value in zip(header, row, strict=False) if name != text_field}
+
+
+class Parquet(FileSource):
+    """Rows of Parquet files with a string column."""
+
+    kind = "parquet"
+    suffixes = (".parquet", ".pq")
+    batch_bytes = 2**22  # held as Python objects at a time, about
+
+    def __init__(self, section: schema_data.ParquetSource, max_expansion: int) -> None:
+        self.text_field = section.text_field
+        self.parse = partial(parse_cells, text_field=section.text_field)
+        super().__init__(section.paths, max_expansion)
+
+    def read(self, path: Path) -> Iterator[Record]:
+        import pyarrow
+        import pyarrow.parquet
+
+        row = 0
+        with reading(path):
+            stream = path.open("rb")
+        try:
+            # pre_buffer would hold whole row groups; a bounded buffer streams them
+            with stream, pyarrow.parquet.ParquetFile(stream, pre_buffer=False, buffer_size=2**20) as table:
+                self._check_column(path, table.schema_arrow)
+                names = [field.name for field in table.schema_arrow if is_scalar(field.type)]
+                columns = [self.text_field, *(name for name in names if name != self.text_field)]
+                for batch in table.iter_batches(self._batch_rows(table.metadata), columns=columns, use_threads=False):
+                    # as bytes, so that one row of invalid UTF-8 spoils no other
+                    texts = batch.column(self.text_field).cast(pyarrow.large_binary()).to_pylist()
+                    others = {name: cells(batch.column(name)) for name in columns if name != self.text_field}
+                    for place, text in enumerate(texts):
+                        row += 1
+                        meta = {name: values[place] for name, values in others.items()}
+                        size = len(text or b"") + sum(len(cell) for cell in meta.values() if isinstance(cell, str))
+                        yield Record(row, (text, meta), size)
+        except (pyarrow.ArrowException, OSError) as error:  # OSError: what pyarrow raises at a damaged page
+            yield Record(row + 1, error=f"is not readable Parquet: {error}")
+
+    def _batch_rows(self, metadata: Any) -> int:
+        """Rows of a batch of `batch_bytes`, by the file's own word for its size."""
+        size = sum(metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups))
+        return max(1, min(256, self.batch_bytes * metadata.num_rows // max(size, 1)))
+
+    def _check_column(self, path: Path, columns: Any) -> None:
+        if self.text_field not in columns.names:
+            raise missing_column(self.text_field, str(path), columns.names)
+        found = columns.field(self.text_field).type
+        if not is_text(found):
+            raise CorpusError(
+                f"data.source.text_field={self.text_field!r}: column of {path} holds {found}, not strings; "
+                f"its columns are: {', '.join(columns.names)}"
+            )
+
+
+def is_text(found: Any) -> bool:
+    """Whether an Arrow type holds strings."""
+    from pyarrow import types
+
+    value = found.value_type if types.is_dictionary(found) else found
+    return types.is_string(value) or types.is_large_string(value) or types.is_string_view(value)
+
+
+def is_scalar(found: Any) -> bool:
+    """Whether an Arrow type's values can be metadata: text, numbers, truth values."""
+    from pyarrow import types
+
+    return is_text(found) or types.is_integer(found) or types.is_floating(found) or types.is_boolean(found)
+
+
+def cells(column: Any) -> list[Any]:
+    """A column as Python values; text that is not UTF-8 with replacement characters."""
+    import pyarrow
+
+    if not is_text(column.type):
+        return list(column.to_pylist())
+    values = column.cast(pyarrow.large_binary()).to_pylist()
+    return [None if value is None else value.decode("utf-8", errors="replace") for value in values]
+
+
+def parse_cells(raw: tuple[bytes | None, Meta], text_field: str) -> tuple[str, Meta]:
+    """The text and the other columns of a row."""
+    value, meta = raw
+    if value is None:
+        raise BadRecord(f"column {text_field!r} is null")
+    try:
+        return value.decode("utf-8"), meta
+    except UnicodeDecodeError as error:
+        raise BadRecord(invalid_utf8(error)) from error

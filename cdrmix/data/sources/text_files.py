@@ -1,0 +1,103 @@
+"""Sources whose files are one document each: the Python standard library, plain text, HTML."""
+
+from __future__ import annotations
+
+import io
+import platform
+import sysconfig
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+from cdrmix.config import schema_data
+from cdrmix.data.sources import files
+from cdrmix.data.sources.base import BadRecord, FileSource, Meta, Record, damage, invalid_utf8, over_long
+from cdrmix.data.sources.files import DAMAGED_STREAM, open_bytes, read_at_most, reading, walk
+from cdrmix.errors import CorpusError
+
+
+class StandardLibrary(FileSource):
+    """The .py files of the running Python's standard library, without its tests and installed packages."""
+
+    kind = "stdlib"
+    suffixes = (".py",)
+    left_out = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+
+    def __init__(self, section: schema_data.StdlibSource, max_expansion: int = 1) -> None:
+        self.root = Path(sysconfig.get_path("stdlib"))
+        self.files = list(walk(self.root, self.suffixes, self.left_out))
+        self.parse = parse_python
+        if not self.files:
+            raise CorpusError(
+                f"data.source.kind=stdlib: no .py files under {self.root}; this Python comes without its library's "
+                "source. Name other text, as in data.source={kind: text, paths: [folder]}"
+            )
+
+    def identity(self) -> list[Any]:
+        sizes = []
+        for path in self.files:
+            with reading(path):
+                sizes.append([path.relative_to(self.root).as_posix(), path.stat().st_size])
+        return [platform.python_version(), sizes]
+
+    def describe(self) -> str:
+        return f"the standard library of Python {platform.python_version()} ({len(self.files)} files)"
+
+    def parts(self) -> list[str]:
+        return [path.relative_to(self.root).as_posix() for path in self.files]
+
+    def size(self, part: str) -> int | None:
+        return super().size(str(self.root / part))
+
+    def read(self, path: Path) -> Iterator[Record]:
+        with reading(self.root / path):
+            raw = (self.root / path).read_bytes()
+        yield Record(0, raw, len(raw))
+
+
+def parse_python(raw: bytes) -> tuple[str, Meta]:
+    """A Python file's text in the encoding that it declares for itself (PEP 263); line ends stay as they are."""
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
+        return raw.decode(encoding), {}
+    except (SyntaxError, LookupError, UnicodeDecodeError) as error:
+        raise BadRecord(f"cannot be decoded: {error}") from error
+
+
+class PlainText(FileSource):
+    """UTF-8 files, each one document; a folder gives all its files that are not hidden."""
+
+    kind = "text"
+    suffixes: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, section: schema_data.TextSource | schema_data.HtmlSource, max_expansion: int) -> None:
+        self.parse = parse_text
+        super().__init__(section.paths, max_expansion)
+
+    def read(self, path: Path) -> Iterator[Record]:
+        with reading(path), open_bytes(path, self.max_expansion) as stream:
+            try:
+                raw = read_at_most(stream, files.MAX_RECORD_BYTES + 1)
+            except DAMAGED_STREAM as error:
+                yield Record(0, error=damage(error))
+                return
+        yield Record(0, raw, len(raw))
+
+
+class Html(PlainText):
+    """HTML files in UTF-8; a folder gives those whose name ends as such files' names do."""
+
+    kind = "html"
+    suffixes = (".html", ".htm", ".xhtml", ".html.gz", ".htm.gz", ".html.zst", ".htm.zst")
+
+
+def parse_text(raw: bytes) -> tuple[str, Meta]:
+    """The text of a UTF-8 file."""
+    if len(raw) > files.MAX_RECORD_BYTES:
+        raise BadRecord(over_long())
+    try:
+        return raw.decode("utf-8-sig"), {}
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise BadRecord(f"line {line}: {invalid_utf8(error)}") from error

@@ -1,0 +1,1 @@
+"""Trained models at work: text from prompts. It never imports the trainer."""

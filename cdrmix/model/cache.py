@@ -1,0 +1,142 @@
+"""What is done with a recurrent state: taking and joining rows, beginning anew, choosing among what was written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cdrmix.model.block import BlockState
+from cdrmix.model.language_model import ModelState
+from cdrmix.model.mixers.attention import AttentionState, KeyValueBuffer
+
+
+def select(state: ModelState, rows: Tensor) -> ModelState:
+    """The rows of a batch, by their numbers (a row may come more than once) or by a mask."""
+    selected: ModelState = _merged(lambda tensor: tensor[rows], state)
+    return selected
+
+
+def concatenated(*states: ModelState) -> ModelState:
+    """All rows of states that are alike but for their rows' number."""
+    whole: ModelState = _merged(lambda *tensors: torch.cat(tensors), *states)
+    return whole
+
+
+def unread(state: ModelState, rows: int) -> ModelState:
+    """A state like `state`, of `rows` rows that have read nothing: zeros, places 0, and caches of no tokens."""
+
+    def begun(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            return part.new_zeros(rows, *part.shape[1:])
+        if isinstance(part, AttentionState):
+            _, heads, _, width = part.keys.shape
+            nothing = (rows, heads, 0, width)
+            return AttentionState(part.keys.new_zeros(nothing), part.values.new_zeros(nothing))
+        if isinstance(part, tuple):
+            return _tuple_like(part, map(begun, part))
+        return part if part is None else type(part)()
+
+    return tuple(map(begun, state))
+
+
+def plastic_only(state: ModelState) -> ModelState:
+    """The fast weights, and the key that the last token left for the next: mixers and feed-forwards begin anew.
+
+    The same as where `cu_seqlens` has a start within one of `episodes`.
+    """
+    return tuple(BlockState(None, None, block.plastic) for block in state)
+
+
+def branch(state: ModelState, choice_B: Tensor) -> ModelState:
+    """Of a state with branches of writes (fast weights [S, B, r, d]) each row's branch: numbers [B] below S."""
+    rows = torch.arange(len(choice_B), device=choice_B.device)
+    return tuple(
+        block
+        if block.plastic is None
+        else block._replace(
+            plastic=tuple(
+                each._replace(a=each.a[choice_B, rows], pending=each.pending[choice_B, rows])
+                if each.a.ndim == 4
+                else each._replace(pending=each.pending[choice_B, rows])
+                if each.pending.ndim == 4
+                else each
+                for each in block.plastic
+            )
+        )
+        for block in state
+    )
+
+
+def fast_weights(state: ModelState) -> list[Tensor]:
+    """The committed fast weights A of every adapter, in the model's order: [B, r, d] each."""
+    return [each.a for block in state for each in block.plastic or ()]
+
+
+def with_fast_weights(state: ModelState, change: Callable[[Tensor], Tensor]) -> ModelState:
+    """Every A (and what the open chunk has made of it) changed by a function: zeroed, exchanged between rows."""
+    return tuple(
+        block
+        if block.plastic is None
+        else block._replace(
+            plastic=tuple(each._replace(a=change(each.a), pending=change(each.pending)) for each in block.plastic)
+        )
+        for block in state
+    )
+
+
+def flattened(state: ModelState) -> dict[str, Tensor]:
+    """Every tensor of a state by its place in it, "block.part.field"; whole numbers as tensors of no dimensions."""
+    found: dict[str, Tensor] = {}
+
+    def walk(part: Any, name: str) -> None:
+        if isinstance(part, tuple):
+            fields = getattr(part, "_fields", range(len(part)))
+            for field, each in zip(fields, part, strict=True):
+                walk(each, f"{name}.{field}" if name else str(field))
+        elif isinstance(part, Tensor):
+            found[name] = part
+        elif part is not None and not isinstance(part, KeyValueBuffer):  # which holds what its state shows
+            found[name] = torch.tensor(part)
+
+    walk(state, "")
+    return found
+
+
+def filled(template: ModelState, tensors: Mapping[str, Tensor]) -> ModelState:
+    """The state of which `flattened` gave the tensors; what is absent is None. template: any state of the model."""
+
+    def walk(part: Any, name: str) -> Any:
+        if isinstance(part, tuple):
+            fields = getattr(part, "_fields", range(len(part)))
+            parts = [
+                walk(each, f"{name}.{field}" if name else str(field)) for field, each in zip(fields, part, strict=True)
+            ]
+            return None if all(each is None for each in parts) else _tuple_like(part, parts)
+        found = tensors.get(name)
+        if found is None or isinstance(part, Tensor):
+            return found
+        return type(part)(found.item())
+
+    nothing = BlockState(None, None, None)  # of a block that carries nothing, such as attention from chunk to chunk
+    return tuple(walk(block, str(number)) or nothing for number, block in enumerate(template))
+
+
+def _merged(merge: Callable[..., Tensor], *parts: Any) -> Any:
+    """One nest of tuples of several of the same form: where they have tensors, what `merge` makes of those."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return merge(*parts)
+    if isinstance(first, tuple):
+        return _tuple_like(first, (_merged(merge, *each) for each in zip(*parts, strict=True)))
+    if any(isinstance(part, KeyValueBuffer) for part in parts):
+        return None  # of which other rows are a copy
+    assert all(part == first for part in parts), "states of two moments"
+    return first
+
+
+def _tuple_like(kind: Any, parts: Iterable[Any]) -> Any:
+    """A tuple of the same kind, a NamedTuple or a plain one, with other contents."""
+    return type(kind)(*parts) if hasattr(kind, "_fields") else tuple(parts)

@@ -1,0 +1,178 @@
+"""Plastic adapters: fast weights beside a block's projections, written by the tokens that pass (fast A, slow B).
+
+For a projection W with input x, within a controller step c (a chunk of tokens):
+
+    q_t = norm(K x_t), k_t = norm(K x_{t-1}), v_t = P x_t, beta_t = 2 sigmoid(eta) sigmoid(g . [x_{t-1}; x_t])
+    y_t = W x_t + alpha B A_{c-1} q_t          what earlier steps wrote is read, what this one writes is not
+
+and behind its last token A_c = clamp(decay A_{c-1} written by the rule with k, v, beta): see `ops.plastic_chunks`.
+A key is of the token before (what was there before what came), so that a value that follows its key is found by it.
+K, P, B, g and eta are slow: they learn by gradients that go through the writes. A is fast: zeros at a document's start,
+float32, and the same for no two rows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from cdrmix import ops
+from cdrmix.config.schema_reasoning import PlasticLora
+from cdrmix.model.context import Places
+from cdrmix.model.layers import uniform_
+
+NORM_FLOOR = 1e-6  # added to a key's squared length: the key of a document's first token, which has none, stays 0
+
+
+class PlasticState(NamedTuple):
+    """What one adapter carries from token to token.
+
+    a: float32 [B, r, d], committed. pending: what the chunk that is not over has made of it; decay * a at its start.
+    last: [B, d + 1], of the last token, what makes the next one's key and rate. position: tokens of the chunk so far.
+    """
+
+    a: Tensor
+    pending: Tensor
+    last: Tensor
+    position: int
+
+
+class Adapted(NamedTuple):
+    """What an adapter gives: y [B, P + T, O], its new state's tensors, and the mean of beta 1/2 |v - A k|^2."""
+
+    y: Tensor
+    a: Tensor
+    pending: Tensor
+    last: Tensor
+    correlation: Tensor
+
+
+class Adapter(nn.Module):
+    """The slow weights of one adapted projection [O, I], and its forward pass.
+
+    keys K: [d, I]; values P: [r, I]; up B: [O, r], zeros, so that a new adapter changes nothing; gate g: [2, I], of the
+    token before and of this one; rate eta: [1].
+    """
+
+    def __init__(self, inputs: int, outputs: int, config: PlasticLora, chunk: int) -> None:
+        super().__init__()
+        self.config, self.chunk = config, chunk
+        self.rank, self.width = config.rank, config.key_width or config.rank
+        self.keys = nn.Parameter(torch.empty(self.width, inputs))
+        self.values = nn.Parameter(torch.empty(self.rank, inputs))
+        uniform_(self.keys, 3**0.5)  # of variance 1 / inputs: keys and values of inputs of variance 1 have it too
+        uniform_(self.values, 3**0.5)
+        self.up = nn.Parameter(torch.zeros(outputs, self.rank))
+        self.gate = nn.Parameter(torch.zeros(2, inputs)) if config.gated else None
+        self.rate = nn.Parameter(torch.zeros(1))  # not of no dimensions, which DeepSpeed cannot send
+
+    def forward(
+        self, x: Tensor, weight: Tensor, places: Places, state: PlasticState | None, write_scale: Tensor | None
+    ) -> Adapted:
+        """x [B, P + T, I], the projection's input; weight [O, I]; write_scale [S]: of branches."""
+        prefix, width = places.prefix, self.width
+        gates = 0 if self.gate is None else 1
+        slow: list[Tensor] = [self.keys, self.values]
+        if self.gate is not None:
+            slow.append(self.gate)
+        own = ops.linear(x, torch.cat(slow))
+        own = own if own.dtype == torch.float64 else own.float()
+        keys, values, before, here = own.split([width, self.rank, gates, gates], -1)
+        carried = torch.cat([keys, before], -1)[:, prefix:]
+        previous = _shifted(carried, None if state is None else state.last, places.episodes_BT)
+        rate = 2 * torch.sigmoid(self.rate)
+        if self.gate is None:
+            beta = rate.expand(carried.shape[:2]).to(own.dtype)
+        else:
+            beta = rate * torch.sigmoid(previous[..., width] + here[:, prefix:, 0])
+        k, v = _unit(previous[..., :width]), values[:, prefix:]
+        if state is None:
+            zeros = own.new_zeros(x.shape[0], self.rank, width)
+            state = PlasticState(zeros, zeros, zeros, 0)
+        scaled = beta if write_scale is None else (write_scale.to(beta)[:, None, None] * beta).clamp(max=2.0)
+        made = ops.plastic_chunks(
+            x,
+            weight,
+            self.up,
+            _unit(keys),
+            k,
+            v,
+            scaled,
+            state.a,
+            state.pending,
+            chunk=self.chunk,
+            position=state.position,
+            alpha=self.config.alpha,
+            decay=self.config.decay,
+            limit=self.config.clamp,
+            rule=self.config.rule,
+            starts=places.episodes_BT,
+            prefix=prefix,
+        )
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.config.correlation_weight > 0):
+            correlation = self._correlation(k, v, beta, made.reads_A, state.position)
+        return Adapted(made.y, made.a, made.pending, carried[:, -1], correlation)
+
+    def _correlation(self, k: Tensor, v: Tensor, beta: Tensor, reads_A: Tensor, position: int) -> Tensor:
+        """The mean over tokens of beta 1/2 |v - A k|^2, A as the token's chunk read it.
+
+        With the A that a token finds, its negative gradient in A is the delta rule's write.
+        """
+        number = torch.arange(position, position + k.shape[1], device=k.device) // self.chunk
+        found = (reads_A[:, number] @ k.unsqueeze(-1)).squeeze(-1)
+        return (beta * (v - found).square().sum(-1)).mean() / 2
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_FLOOR)
+
+
+def _shifted(x: Tensor, last: Tensor | None, starts_BT: Tensor | None) -> Tensor:
+    """Of every token the one before it: at a row's start `last`, at a document's start zeros."""
+    first = torch.zeros_like(x[:, :1]) if last is None else last.unsqueeze(1).to(x.dtype)
+    before = torch.cat([first, x[:, :-1]], 1)
+    return before if starts_BT is None else torch.where(starts_BT.unsqueeze(-1), 0.0, before)
+
+
+class Writes:
+    """One forward pass of one block's adapters: what its projections go through, and what comes of it."""
+
+    def __init__(
+        self,
+        adapters: nn.ModuleDict,
+        places: Places,
+        state: tuple[PlasticState, ...] | None,
+        write_scale: Tensor | None,
+    ) -> None:
+        self._adapters, self._places, self._write_scale = adapters, places, write_scale
+        self._chunk = next(each.chunk for each in adapters.values() if isinstance(each, Adapter))
+        self._before = dict(zip(adapters, state, strict=True)) if state is not None else {}
+        self._after: dict[str, PlasticState] = {}
+        self.correlation: Tensor | None = None  # summed over the projections
+
+    def project(self, name: str, layer: nn.Linear, x: Tensor) -> Tensor:
+        """The projection `name` of its block's mixer."""
+        if name not in self._adapters:
+            return layer(x)
+        adapter, state = self._adapters[name], self._before.get(name)
+        y, a, pending, last, correlation = adapter(x, layer.weight, self._places, state, self._write_scale)
+        passed = (0 if state is None else state.position) + x.shape[1] - self._places.prefix
+        self._after[name] = PlasticState(a, pending, last, passed % self._chunk)
+        self.correlation = correlation if self.correlation is None else self.correlation + correlation
+        return y
+
+    def state(self) -> tuple[PlasticState, ...]:
+        """The adapters' states, in their order."""
+        return tuple(self._after[name] for name in self._adapters)
+
+
+def make_adapters(kind: str, mixer: nn.Module, config: PlasticLora, chunk: int) -> nn.ModuleDict | None:
+    """An adapter for each configured projection of a mixer of that kind, in the order of their names; None for none."""
+    targets: dict[str, set[str]] = {"attention": set(config.attention), "rwkv7": set(config.rwkv7)}
+    layers = {name: getattr(mixer, name) for name in sorted(targets.get(kind, set()))}
+    adapters: dict[str, nn.Module] = {
+        name: Adapter(layer.in_features, layer.out_features, config, chunk) for name, layer in layers.items()
+    }
+    return nn.ModuleDict(adapters) if adapters else None

@@ -1,0 +1,56 @@
+"""The feed-forward halves of a block: a mixture of experts, and RWKV-7's dense channel-mix."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from cdrmix import ops
+from cdrmix.config.schema import Model
+from cdrmix.model.feed_forward.router import Routed, Router
+from cdrmix.model.layers import linear
+
+EXPERT_PARAMETERS = ("w_up", "w_down")  # names of those with a first dimension of experts, wherever they are
+
+
+class MoeFeedForward(nn.Module):
+    """Top-k of E experts a token, each two matrices around relu^2 (or three around SwiGLU)."""
+
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        ffn = config.feed_forward
+        self.activation = ffn.activation
+        self.router = Router(config.d_model, ffn)
+        widening = 2 if ffn.activation == "swiglu" else 1
+        self.w_up = nn.Parameter(torch.empty(ffn.experts, config.d_model, widening * ffn.hidden))
+        self.w_down = nn.Parameter(torch.zeros(ffn.experts, ffn.hidden, config.d_model))
+        bound = 0.5 * config.init_std_scale * config.d_model**-0.5
+        nn.init.uniform_(self.w_up, -bound, bound)
+
+    def forward(self, x: Tensor, starts: Tensor | None, last_BD: Tensor | None) -> tuple[Tensor, None, Routed]:
+        """x [B, T, D] (normed) -> output [B, T, D], no state, the router's report. Each token stands for itself."""
+        flat_TD = x.reshape(-1, x.shape[-1])
+        routing = self.router.route(flat_TD)
+        y_TD = self.mix(flat_TD, routing)
+        return y_TD.view(x.shape), None, Routed.of(routing)
+
+    def mix(self, x_TD: Tensor, routing: ops.Routing) -> Tensor:
+        """The routed experts' weighted sum a token, [T, D]."""
+        return ops.moe_experts(x_TD, self.w_up, self.w_down, routing, activation=self.activation)
+
+
+class ChannelMix(nn.Module):
+    """RWKV-7's own feed-forward: token shift, then relu(x_k W_key)^2 W_value."""
+
+    def __init__(self, config: Model, layer: int) -> None:
+        super().__init__()
+        channel = torch.arange(config.d_model) / config.d_model
+        self.x_k = nn.Parameter(1 - channel.pow((1 - layer / config.layers) ** 4))
+        self.key = linear(config.d_model, config.feed_forward.hidden, 0.5 * config.init_std_scale)
+        self.value = linear(config.feed_forward.hidden, config.d_model, 0.0)
+
+    def forward(self, x: Tensor, starts: Tensor | None, last_BD: Tensor | None) -> tuple[Tensor, Tensor, None]:
+        """x [B, T, D] (normed) -> output [B, T, D], the state (the last token's input), no router report."""
+        shift = ops.token_shift(x, last_BD, starts) - x
+        hidden = self.key(torch.addcmul(x, shift, self.x_k)).relu().square()
+        return self.value(hidden), x[:, -1], None

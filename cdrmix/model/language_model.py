@@ -1,0 +1,183 @@
+"""The language model: embedding, the scheduled stack of blocks, the final norm, the head, and its recurrent state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from cdrmix import ops
+from cdrmix.config.schema import Model
+from cdrmix.config.schema_reasoning import Reasoning
+from cdrmix.model.block import Block, BlockState
+from cdrmix.model.context import place_tokens
+from cdrmix.model.fast_weights import make_adapters
+from cdrmix.model.feed_forward.moe import MoeFeedForward
+from cdrmix.model.feed_forward.router import Routed, Router
+from cdrmix.model.layers import AddNorm, TokenEmbedding
+from cdrmix.model.mixers.attention import AttentionState
+
+ModelState = tuple[BlockState, ...]
+
+
+class RouterStats(NamedTuple):
+    """The routers' reports, one after another as in the model (a block may have one in its mixer and one in its
+    feed-forward): rows computed and routes wanting by expert [L, E] (int64), losses [L]."""
+
+    counts_LE: Tensor
+    demand_LE: Tensor
+    load_balance_L: Tensor
+    z_loss_L: Tensor
+
+
+class Output(NamedTuple):
+    """What a forward pass gives: hidden states after the final norm [B, T, D], router reports, recurrent state, the
+    mean of the plastic adapters' own objective (a scalar; None without adapters)."""
+
+    hidden_BTD: Tensor
+    router: RouterStats | None
+    state: ModelState | None
+    correlation: Tensor | None
+
+
+class LanguageModel(nn.Module):
+    """Token ids to hidden states; `logits` reads them through the head.
+
+    Parameters are drawn from torch's global generator: seed it first. Under `torch.device("meta")` none is
+    allocated.
+    experts: makes each block's mixture of experts; by default a whole one, of which nothing is in other processes.
+    reasoning: gives mixers plastic adapters, where it enables them. They are drawn last, so that the rest of the model
+    is the one without them.
+    narrow_residual: under autocast the residual stream between blocks has its dtype instead of the embedding's float32.
+    Sums and norms are still computed in float32, and rounded once.
+    """
+
+    def __init__(
+        self,
+        config: Model,
+        *,
+        activation_checkpointing: bool = False,
+        experts: Callable[[Model], MoeFeedForward] = MoeFeedForward,
+        reasoning: Reasoning | None = None,
+        narrow_residual: bool = False,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.activation_checkpointing = activation_checkpointing
+        self.narrow_residual = narrow_residual
+        self.embedding = TokenEmbedding(config.vocab_size, config.d_model, std=0.02 * config.init_std_scale)
+        self.embedding_norm = AddNorm(config, wide=True) if config.embedding_norm else None
+        blocks = [Block(config, layer, mixer, experts) for layer, mixer in enumerate(config.mixers)]
+        self.blocks = nn.ModuleList(blocks)
+        self.attends = any(block.mixer.attends for block in blocks)
+        self.final_norm = AddNorm(config, wide=True)  # heads of stage B read it in float32
+        self.head = (
+            None
+            if config.tie_embeddings
+            else TokenEmbedding(config.vocab_size, config.d_model, std=0.02 * config.init_std_scale)
+        )
+        for name, module in self.named_modules():
+            if isinstance(module, Router):
+                module.name = name
+        if reasoning is not None and reasoning.plastic_lora.enabled:
+            for kind, block in zip(config.mixers, blocks, strict=True):
+                block.plastic = make_adapters(kind, block.mixer, reasoning.plastic_lora, reasoning.chunk)
+        self.adapters = sum(len(block.plastic) for block in blocks if block.plastic is not None)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The output head, [V, D]: the embedding itself where they are tied."""
+        return self.embedding.weight if self.head is None else self.head.weight
+
+    def forward(
+        self,
+        ids_BT: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        state: ModelState | None = None,
+        return_state: bool = False,
+        episodes: Tensor | None = None,
+        write_scale: Tensor | None = None,
+        prefix_BPD: Tensor | None = None,
+    ) -> Output:
+        """ids int64 [B, T]; cu_seqlens int [D + 1] over the flattened tokens: the model forgets at each start.
+
+        `state` continues an earlier call's rows (one document a row, so not together with cu_seqlens).
+        episodes: as cu_seqlens, where the plastic adapters' fast weights begin anew; None: where documents do.
+        write_scale: float [S], factors of the adapters' writes: branches, of which nothing but the fast weights in the
+        state differs, which have S in front; the tokens must be of one chunk. See `plastic.branch`.
+        prefix_BPD: vectors in front of each row's tokens, read like embeddings; nothing is given or written for them.
+        """
+        if state is not None and cu_seqlens is not None:
+            raise ValueError("pass either cu_seqlens (packed documents) or state (one continued document a row)")
+        if return_state and cu_seqlens is not None:
+            raise ValueError(
+                "return_state is for one document a row; of packed documents (cu_seqlens) none is continued"
+            )
+        batch, length = ids_BT.shape
+        if not ids_BT.numel():
+            raise ValueError(f"ids are {batch} rows of {length} tokens: give at least one token, in every process")
+        prefix = 0 if prefix_BPD is None else prefix_BPD.shape[1]
+        if prefix and (cu_seqlens is not None or episodes is not None):
+            raise ValueError("prefix_BPD is for one document a row: pass no cu_seqlens and no episodes beside it")
+        places = place_tokens(
+            self.config,
+            batch,
+            prefix + length,
+            cu_seqlens,
+            _past(state),
+            ids_BT.device,
+            attends=self.attends,
+            episodes=episodes,
+            prefix=prefix,
+            dtype=torch.promote_types(self.embedding.weight.dtype, torch.float32),
+        )
+        x = self.embedding(ids_BT)
+        if self.embedding_norm is not None:
+            _, x = self.embedding_norm(x)
+        if self.narrow_residual:
+            x = x.to(ops.compute_dtype(x))
+        if prefix_BPD is not None:
+            x = torch.cat([prefix_BPD.to(x), x], 1)
+        y: Tensor | None = None  # a branch's output, which the next norm adds to the stream x
+        v_first: Tensor | None = None
+        states: list[BlockState] = []
+        reports: list[Routed] = []
+        correlations: list[Tensor] = []
+        for layer, block in enumerate(self.blocks):
+            carried = state[layer] if state else None
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                arguments = (x, y, v_first, places, carried, return_state, write_scale)
+                x, y, v_first, after, routed, correlation = checkpoint(block, *arguments, use_reentrant=False)
+            else:
+                x, y, v_first, after, routed, correlation = block(
+                    x, y, v_first, places, carried, return_state, write_scale
+                )
+            if after is not None:
+                states.append(after)
+            if correlation is not None:
+                correlations.append(correlation)
+            reports += routed
+        router = RouterStats(*(torch.stack(column) for column in zip(*reports, strict=True))) if reports else None
+        objective = torch.stack(correlations).sum() / self.adapters if correlations else None
+        if prefix:
+            x, y = x[:, prefix:], None if y is None else y[:, prefix:]
+        _, hidden_BTD = self.final_norm(x, y)
+        return Output(hidden_BTD, router, tuple(states) if return_state else None, objective)
+
+    def logits(self, hidden_BTD: Tensor) -> Tensor:
+        """Hidden states [..., D] -> logits [..., V] in float32 at least."""
+        logits = functional.linear(hidden_BTD, self.head_weight)
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _past(state: ModelState | None) -> int:
+    """How many tokens the state has seen, by its first attention block; 0 where there is none."""
+    for block in state or ():
+        if isinstance(block.mixer, AttentionState):
+            return block.mixer.keys.shape[2]
+    return 0

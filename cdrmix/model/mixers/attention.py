@@ -1,0 +1,117 @@
+"""Causal softmax attention with rotary positions and grouped queries, closed at document borders."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from cdrmix import ops
+from cdrmix.config.schema import Model
+from cdrmix.model.context import Angles, Places
+from cdrmix.model.fast_weights import Writes
+from cdrmix.model.layers import linear
+from cdrmix.model.mixers.base import Mixed, Mixer
+
+
+class KeyValueBuffer:
+    """Keys and values of a growing sequence, [B, kv_heads, capacity, head width], of which `used` tokens are written.
+
+    States of several moments may share one: a state's tokens are never written again, and only the state that ends at
+    `used` may write behind them, so that an older state stays as it is and is continued in a buffer of its own.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, used: int) -> None:
+        self.keys, self.values, self.used = keys, values, used
+
+    @property
+    def capacity(self) -> int:
+        """Tokens a row that it has memory for."""
+        return self.keys.shape[2]
+
+
+class AttentionState(NamedTuple):
+    """Keys and values of the tokens so far, [B, kv_heads, T, head width], rotated.
+
+    buffer: where they lie, and where the next ones will; None: they lie by themselves, as in a copy of the state.
+    """
+
+    keys: Tensor
+    values: Tensor
+    buffer: KeyValueBuffer | None = None
+
+
+def extended(state: AttentionState | None, k: Tensor, v: Tensor, *, keep: bool) -> AttentionState:
+    """The state with the keys and values [B, T, kv_heads, head width] of the tokens behind it.
+
+    keep: whether the new state outlives the forward pass; otherwise its place in the buffer is given back at once.
+    A buffer is twice as long as what it is made for: n tokens one by one cost 2 n copies, not n^2 / 2. With gradients
+    the tensors are concatenated, since what a backward pass has saved must not be written to.
+    """
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    if state is None:
+        return AttentionState(k, v)
+    if torch.is_grad_enabled():
+        return AttentionState(torch.cat([state.keys, k], 2), torch.cat([state.values, v], 2))
+    past, length = state.keys.shape[2], state.keys.shape[2] + k.shape[2]
+    buffer = state.buffer
+    if buffer is None or buffer.used != past or buffer.capacity < length or buffer.keys.dtype != k.dtype:
+        batch, heads, _, width = k.shape
+        keys, values = (x.new_empty(batch, heads, 2 * length, width) for x in (k, v))
+        keys[:, :, :past], values[:, :, :past] = state.keys, state.values
+        buffer = KeyValueBuffer(keys, values, past)
+    keys, values = buffer.keys[:, :, :length], buffer.values[:, :, :length]
+    keys[:, :, past:], values[:, :, past:] = k, v
+    if keep:
+        buffer.used = length
+    return AttentionState(keys, values, buffer)
+
+
+def rotate(x_BTHN: Tensor, angles: Angles) -> Tensor:
+    """x with each pair (i, i + N/2) turned by its token's angle."""
+    cosine, sine = angles.cosine.to(x_BTHN.dtype), angles.sine.to(x_BTHN.dtype)
+    left, right = x_BTHN.chunk(2, -1)
+    return torch.cat([left * cosine - right * sine, right * cosine + left * sine], -1)
+
+
+class Attention(Mixer):
+    """Multi-head attention, `kv_heads` key/value heads serving `heads` query heads."""
+
+    part = "attention"
+    attends = True
+
+    def __init__(self, config: Model, layer: int) -> None:
+        super().__init__()
+        attention, width = config.attention, config.d_model
+        self.heads, self.kv_heads, self.head_width = attention.heads, attention.kv_heads, width // attention.heads
+        scale = config.init_std_scale
+        self.query = linear(width, width, 0.5 * scale)
+        self.key = linear(width, self.kv_heads * self.head_width, 0.5 * scale)
+        self.value = linear(width, self.kv_heads * self.head_width, 0.5 * scale)
+        self.output = linear(width, width, 0.0)
+        self.query_norm = nn.RMSNorm(self.head_width, eps=config.norm_eps) if attention.qk_norm else None
+        self.key_norm = nn.RMSNorm(self.head_width, eps=config.norm_eps) if attention.qk_norm else None
+
+    def forward(
+        self,
+        x: Tensor,
+        places: Places,
+        v_first: Tensor | None,
+        state: AttentionState | None,
+        return_state: bool = True,
+        writes: Writes | None = None,
+    ) -> Mixed:
+        """x [B, T, D] (normed) -> its output, and the state after the last token."""
+        batch, length, width = x.shape
+        q = self.adapted("query", x, writes).view(batch, length, self.heads, self.head_width)
+        k = self.adapted("key", x, writes).view(batch, length, self.kv_heads, self.head_width)
+        v = self.adapted("value", x, writes).view(batch, length, self.kv_heads, self.head_width)
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        if places.angles is not None:
+            q, k = rotate(q, places.angles), rotate(k, places.angles)
+        after = extended(state, k, v, keep=return_state)
+        y = ops.attention(q, after.keys.transpose(1, 2), after.values.transpose(1, 2), cu_seqlens=places.cu_seqlens)
+        y = self.adapted("output", y.reshape(batch, length, width), writes)
+        return Mixed(y, v_first, after if return_state else None)

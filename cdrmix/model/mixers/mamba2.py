@@ -1,0 +1,177 @@
+"""The Mamba-2 mixer (arXiv 2405.21060, section 7): short convolution, decaying scan, gated norm.
+
+Shapes: B batch, T time, D model, I = expand * D inner channels, H heads of V = head_dim channels (I = H V), G groups of
+heads, K = d_state, W convolution width, C = I + 2 G K convolved channels.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from cdrmix import ops
+from cdrmix.config.schema import Model
+from cdrmix.model.context import Places
+from cdrmix.model.fast_weights import Writes
+from cdrmix.model.feed_forward.router import Routed
+from cdrmix.model.layers import linear
+from cdrmix.model.mixers.base import Mixed, Mixer
+
+DECAY_RANGE = (1.0, 16.0)  # of -A at the start, uniform
+STEP_RANGE = (1e-3, 1e-1)  # of dt without the token's part at the start, log-uniform
+
+
+class MambaState(NamedTuple):
+    """What generation carries: the convolution's last W - 1 inputs [B, W - 1, C], the scan's state [B, H, V, K]."""
+
+    convolved_BWC: Tensor
+    scan_BHVK: Tensor
+
+
+class Projected(NamedTuple):
+    """A token's projections: the gate [B, T, I]; x, B and C side by side [B, T, C]; the step's part [B, T, H]; and, of
+    experts, how the tokens were routed."""
+
+    gate: Tensor
+    x_B_C: Tensor
+    step: Tensor
+    routing: ops.Routing | None = None
+
+
+class Mamba2(Mixer):
+    """Mamba-2's mixer.
+
+        gate, x, B, C, step = projections of the token
+        x, B, C = silu(convolution over each channel's last W tokens)
+        dt = softplus(step + dt_bias)
+        S_t = exp(-exp(A_log) dt) S_{t-1} + dt x_t B_t^T;  y_t = S_t C_t + D x_t     for each head
+        output of rms_norm(y silu(gate)), normed over the channels of a group
+
+    Drawn as published: -A uniform in DECAY_RANGE, softplus(dt_bias) log-uniform in STEP_RANGE, D = 1, the others
+    uniform in +-1 / sqrt(fan_in); but the output projection is zero, as of every mixer here.
+    """
+
+    part = "mamba"
+
+    def __init__(self, config: Model, layer: int) -> None:
+        super().__init__()
+        mamba = config.mamba
+        self.inner, self.groups, self.d_state = mamba.expand * config.d_model, mamba.groups, mamba.d_state
+        self.head_dim, self.heads = mamba.head_dim, mamba.expand * config.d_model // mamba.head_dim
+        self.norm_eps = config.norm_eps
+        self.channels = channels = self.inner + 2 * self.groups * self.d_state
+        self.add_projections(config)
+        bound = mamba.conv_width**-0.5
+        self.conv_weight_WC = nn.Parameter(torch.empty(mamba.conv_width, channels).uniform_(-bound, bound))
+        self.conv_bias = nn.Parameter(torch.empty(channels).uniform_(-bound, bound))
+        low, high = (math.log(bound) for bound in STEP_RANGE)
+        step = torch.empty(self.heads).uniform_(low, high).exp()
+        self.dt_bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))  # softplus's inverse
+        self.A_log = nn.Parameter(torch.empty(self.heads).uniform_(*DECAY_RANGE).log())
+        self.D = nn.Parameter(torch.ones(self.heads))
+        self.norm_weight = nn.Parameter(torch.ones(self.inner))
+
+    def add_projections(self, config: Model) -> None:
+        """The parameters of `project` and `emit`."""
+        self.input = linear(config.d_model, self.inner + self.channels + self.heads, config.init_std_scale)
+        self.output = linear(self.inner, config.d_model, 0.0)
+
+    def project(self, x: Tensor) -> Projected:
+        """The token's own part: x [B, T, D] (normed) to all that the convolution, the scan and the gate read."""
+        return Projected(*self.input(x).split([self.inner, self.channels, self.heads], -1))
+
+    def emit(self, y: Tensor, routing: ops.Routing | None) -> Tensor:
+        """y [B, T, I] to the output [B, T, D]."""
+        return self.output(y)
+
+    def forward(
+        self,
+        x: Tensor,
+        places: Places,
+        v_first: Tensor | None,
+        state: MambaState | None,
+        return_state: bool = True,
+        writes: Writes | None = None,
+    ) -> Mixed:
+        """x [B, T, D] (normed) -> its output, and the state after the last token if wanted."""
+        batch, length, _ = x.shape
+        gate, x_B_C, step, routing = self.project(x)
+        x_B_C, convolved = causal_convolution(
+            x_B_C, self.conv_weight_WC, self.conv_bias, state.convolved_BWC if state else None, places.before_BT1
+        )
+        selecting = self.groups * self.d_state
+        x, k, q = _silu(x_B_C).split([self.inner, selecting, selecting], -1)
+        x = x.view(batch, length, self.heads, self.head_dim)
+        k, q = (side.view(batch, length, self.groups, self.d_state) for side in (k, q))
+        dt = -functional.logsigmoid(-_wide(step) - self.dt_bias)  # softplus
+        log_decay = -self.A_log.exp() * dt
+        v = (x * dt.unsqueeze(-1)).to(x.dtype)
+        last: Tensor | None
+        if length == 1 and state is not None and places.cu_seqlens is None and not torch.is_grad_enabled():
+            q_t, k_t, v_t, log_decay_t = (side.squeeze(1) for side in (q, k, v, log_decay))
+            token, last = ops.decay_scan_step(q_t, k_t, v_t, log_decay_t, state.scan_BHVK)
+            y = token.unsqueeze(1)
+        else:
+            y, last = ops.decay_scan(
+                q,
+                k,
+                v,
+                log_decay,
+                state=state.scan_BHVK if state else None,
+                cu_seqlens=places.cu_seqlens,
+                return_state=return_state,
+            )
+        y = (y + self.D.unsqueeze(-1) * x).view(batch, length, self.inner)
+        after = MambaState(convolved.clone(), last) if return_state and last is not None else None
+        output = self.emit(self.gated_norm(y, gate), routing)
+        return Mixed(output, v_first, after, None if routing is None else Routed.of(routing))
+
+    def gated_norm(self, y: Tensor, gate: Tensor) -> Tensor:
+        """rms_norm(y silu(gate)) over the channels of a group of heads, [B, T, I] in gate's dtype."""
+        gated = (_wide(y) * _silu(_wide(gate))).unflatten(-1, (self.groups, -1))
+        normed = functional.rms_norm(gated, gated.shape[-1:], None, self.norm_eps).flatten(-2)
+        return (normed * self.norm_weight).to(gate.dtype)
+
+
+def causal_convolution(
+    x_BTC: Tensor, weight_WC: Tensor, bias_C: Tensor, last_BWC: Tensor | None, before_BT1: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """y_t = bias + sum_i weight_{W-1-i} x_{t-i}, i from 0 to W - 1, each channel by itself; in x's dtype.
+
+    last_BWC: the W - 1 tokens before the rows, [B, W - 1, C], or None: zeros. before_BT1: how many tokens of its
+    document stand before each, where rows hold several: earlier ones are not read. Terms are added one after another,
+    each rounded by itself, so that a document has the same bits packed and alone.
+    Returns y [B, T, C], and a view of the last W - 1 tokens [B, W - 1, C].
+    """
+    width, length = len(weight_WC), x_BTC.shape[1]
+    weight_WC, bias_C = weight_WC.to(x_BTC.dtype), bias_C.to(x_BTC.dtype)
+    if last_BWC is None:
+        last_BWC = x_BTC.new_zeros(len(x_BTC), width - 1, x_BTC.shape[2])
+    padded = torch.cat([last_BWC, x_BTC], 1)
+    y = x_BTC * weight_WC[-1] + bias_C
+    for lag in range(1, width):
+        first = width - 1 - lag
+        term = padded[:, first : first + length] * weight_WC[first]
+        y = y + (term if before_BT1 is None else torch.where(before_BT1 >= lag, term, 0.0))
+    return y, padded[:, length:]
+
+
+def _silu(x: Tensor) -> Tensor:
+    """x sigmoid(x), the same bits wherever an element stands.
+
+    On CPUs PyTorch's silu, sigmoid and softplus compute the last elements of a tensor one by one and with other bits
+    than a vector's (seen with AVX-512: up to 31 elements), so that a document would round by what is packed with it.
+    logsigmoid and exp do not. In float32 at least, rounded once.
+    """
+    if x.device.type != "cpu":
+        return functional.silu(x)
+    wide = _wide(x)
+    return (wide * functional.logsigmoid(wide).exp()).to(x.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()

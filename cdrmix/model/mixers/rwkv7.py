@@ -1,0 +1,121 @@
+"""The RWKV-7 time-mix block (arXiv 2503.14456), with the parameters, names and initialisation of the release."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from cdrmix import ops
+from cdrmix.config.schema import Model
+from cdrmix.model.context import Places
+from cdrmix.model.fast_weights import Writes
+from cdrmix.model.layers import linear, orthogonal_
+from cdrmix.model.mixers.base import Mixed, Mixer
+
+
+class TimeMixState(NamedTuple):
+    """What generation carries: the last token's normed input [B, D] and the recurrence's state [B, H, V, K]."""
+
+    last_BD: Tensor
+    wkv_BHVK: Tensor
+
+
+class TimeMix(Mixer):
+    """RWKV-7's mixer: token shift, six data-dependent streams, the generalised delta rule, norm, bonus and gate."""
+
+    part = "time-mix"
+
+    def __init__(self, config: Model, layer: int) -> None:
+        super().__init__()
+        width, rwkv = config.d_model, config.rwkv
+        self.head_size, self.heads = rwkv.head_size, width // rwkv.head_size
+        self.removal = rwkv.removal
+        depth = layer / max(config.layers - 1, 1)  # 0 in the first block, 1 in the last
+        fade = 1 - layer / config.layers
+        linear_ramp = torch.arange(width) / max(width - 1, 1) - 0.5
+        within_head = (torch.arange(width) % self.head_size) / max(self.head_size - 1, 1) * 2 - 1
+        zigzag = within_head * within_head.abs()
+        channel = torch.arange(width) / width
+
+        def mix(power: float) -> nn.Parameter:
+            return nn.Parameter(1 - channel.pow(power * fade))
+
+        self.x_r, self.x_w, self.x_k = mix(0.2), mix(0.9), mix(0.7)
+        self.x_v, self.x_a, self.x_g = mix(0.7), mix(0.9), mix(0.2)
+
+        def low_rank(rank: int) -> tuple[nn.Parameter, nn.Parameter]:
+            up = torch.empty(rank, width)
+            gain = 0.1 * (math.sqrt(rank / width) if rank > width else 1.0)
+            orthogonal_(up, gain)
+            return nn.Parameter(torch.zeros(width, rank)), nn.Parameter(up)
+
+        ramp = torch.arange(width) / max(width - 1, 1)
+        self.w0 = nn.Parameter(-6 + 6 * ramp.pow(1 + depth**0.3) + 0.5 + 2.5 * zigzag)
+        self.w1, self.w2 = low_rank(rwkv.decay_rank)
+        self.a0 = nn.Parameter(-0.19 + 0.3 * zigzag + 0.4 * linear_ramp)
+        self.a1, self.a2 = low_rank(rwkv.iclr_rank)
+        if "rwkv7" in config.mixers[:layer]:  # there are first values to go back to
+            self.v0 = nn.Parameter(0.73 - 0.4 * linear_ramp)
+            self.v1, self.v2 = low_rank(rwkv.value_rank)
+        self.g1, self.g2 = low_rank(rwkv.gate_rank)
+        self.k_k = nn.Parameter(0.71 - 0.1 * linear_ramp)
+        self.k_a = nn.Parameter(torch.full((width,), 1.02))
+        self.r_k = nn.Parameter(torch.full((self.heads, self.head_size), -0.04))
+        scale = config.init_std_scale
+        self.receptance = linear(width, width, 0.5 * scale)
+        self.key = linear(width, width, 0.05 * scale)
+        self.value = linear(width, width, 0.5 * scale)
+        self.output = linear(width, width, 0.0)
+        self.ln_x = nn.GroupNorm(self.heads, width, eps=ops.GROUP_NORM_EPS)
+        nn.init.constant_(self.ln_x.weight, ((1 + layer) / config.layers) ** 0.7)
+
+    def forward(
+        self,
+        x: Tensor,
+        places: Places,
+        v_first: Tensor | None,
+        state: TimeMixState | None,
+        return_state: bool = True,
+        writes: Writes | None = None,
+    ) -> Mixed:
+        """x [B, T, D] (normed) -> its output, the first time-mix block's values [B, T, D], the state if wanted."""
+        starts, cu_seqlens = places.starts_BT1, places.cu_seqlens
+        batch, length, _ = x.shape
+        x_r, x_w, x_k, x_v, x_a, x_g = ops.time_mix_streams(
+            x,
+            torch.stack([self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g]),
+            state.last_BD if state else None,
+            None if starts is None else starts.squeeze(-1),
+        )
+        r = self.adapted("receptance", x_r, writes).view(batch, length, self.heads, self.head_size)
+        k = self.adapted("key", x_k, writes)
+        value = self.adapted("value", x_v, writes)
+        decay = _product(torch.tanh(_product(x_w, self.w1)), self.w2)
+        rate = _product(_product(x_a, self.a1), self.a2)
+        gate = _product(torch.sigmoid(_product(x_g, self.g1)), self.g2)
+        v_gate = v0 = None
+        if v_first is not None:
+            v_gate, v0 = _product(_product(x_v, self.v1), self.v2), self.v0
+        log_w, k, a, b, v = ops.time_mix_keys(
+            k, decay, rate, value, v_first, v_gate, self.w0, self.a0, v0, self.k_k, self.k_a, self.head_size
+        )
+        if self.removal != 1:  # of what a key holds c rate, not rate, is taken away: arXiv 2503.14456, appendix D
+            b = self.removal * b
+        last: Tensor | None
+        if length == 1 and state is not None and cu_seqlens is None and not torch.is_grad_enabled():
+            r_t, log_w_t, k_t, v_t, a_t, b_t = (t.squeeze(1) for t in (r, log_w, k, v, a, b))
+            token, last = ops.wkv7_step(r_t, log_w_t, k_t, v_t, a_t, b_t, state.wkv_BHVK)
+            y = token.unsqueeze(1)
+        else:
+            carried = state.wkv_BHVK if state else None
+            y, last = ops.wkv7(r, log_w, k, v, a, b, state=carried, cu_seqlens=cu_seqlens, return_state=return_state)
+        mixed = ops.time_mix_output(y, r, k, v, gate, self.r_k, self.ln_x.weight, self.ln_x.bias, self.ln_x.eps)
+        after = TimeMixState(x[:, -1], last) if return_state and last is not None else None
+        return Mixed(self.adapted("output", mixed, writes), value if v_first is None else v_first, after)
+
+
+def _product(x: Tensor, weight_IO: Tensor) -> Tensor:
+    return ops.linear(x, weight_IO, inputs_first=True)

@@ -1,0 +1,1 @@
+"""The token memory agent: windows, demonstrations and its policy."""

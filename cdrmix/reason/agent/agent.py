@@ -1,0 +1,289 @@
+"""The token memory agent: reads a document window by window, keeps some in a memory of tokens, answers from it.
+
+After MemAgent (arXiv 2507.02259). Every turn is a sequence of its own and of fixed width, so that neither the time nor
+the memory of a token depends on how long the document is:
+
+    turn     [QUESTION | question | MEMORY | memory | CHUNK | chunk | UPDATE]  ->  the memory, written anew
+    last     [QUESTION | question | MEMORY | memory | ANSWER]                  ->  the answer
+
+With several heads (arXiv 2607.01523) the memory has parts, and a turn writes one of them: the one that has not changed
+for longest. A part that a turn writes as it was has not changed, so it is the next turn's too: parts that hold nothing
+are filled before one that holds something is written over. In the window the part to be written stands last.
+
+Shapes: B episodes (or rollouts), N chunks, C tokens of a chunk, Q of a question, M of the memory, H heads, P = M / H
+tokens of a part, A tokens of an answer, F facts, W tokens of a fact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cdrmix.config.schema_reasoning import Reasoning, Rl
+from cdrmix.errors import ConfigError
+from cdrmix.model.language_model import LanguageModel
+from cdrmix.reason.episodes import Episodes, EpisodeSource, Marks
+from cdrmix.reason.rl.rollout import Generated, Prefix, proceed, read, repeat
+
+
+@dataclass(frozen=True)
+class Window:
+    """What stands where: the widths of question, memory, chunk and answer in tokens, heads, pad and marks."""
+
+    question: int
+    memory: int
+    heads: int
+    chunk: int
+    answer: int
+    pad: int
+    marks: Marks
+
+    @classmethod
+    def of(cls, reasoning: Reasoning, source: EpisodeSource) -> Window:
+        """As configured. Raises ConfigError for heads that do not divide the memory's tokens."""
+        memory, heads = reasoning.memory.tokens, reasoning.memory.heads
+        if memory % heads:
+            raise ConfigError(
+                f"reasoning.memory: tokens {memory} are not a multiple of heads {heads}; every head holds as many"
+            )
+        return cls(source.question, memory, heads, source.chunk, source.answer, source.pad, source.marks)
+
+    @property
+    def part(self) -> int:
+        """Tokens that a turn writes."""
+        return self.memory // self.heads
+
+    @property
+    def length(self) -> int:
+        """Tokens of a turn, what it writes included."""
+        return self.question + self.memory + self.chunk + 4 + self.part
+
+    def begin(self, question_BQ: Tensor) -> Tensor:
+        """What every window of an episode begins with."""
+        return torch.cat([self._mark(question_BQ, self.marks.question), question_BQ], 1)
+
+    def turn(self, memory_BM: Tensor, chunk_BC: Tensor) -> Tensor:
+        """What follows in a turn."""
+        memory, chunk, update = (self._mark(chunk_BC, mark) for mark in self.marks[1:4])
+        return torch.cat([memory, memory_BM, chunk, chunk_BC, update], 1)
+
+    def last(self, memory_BM: Tensor) -> Tensor:
+        """What follows in the last turn."""
+        memory, answer = (self._mark(memory_BM, mark) for mark in (self.marks.memory, self.marks.answer))
+        return torch.cat([memory, memory_BM, answer], 1)
+
+    def written(self, generated: Generated) -> Tensor:
+        """What was generated before its end, padded."""
+        tokens = generated.tokens_BN
+        return torch.where(generated.mask_BN & (tokens != self.marks.end), tokens, self.pad)
+
+    def _mark(self, like: Tensor, mark: int) -> Tensor:
+        return like.new_full((len(like), 1), mark)
+
+
+class TokenMemory(NamedTuple):
+    """The parts, and for each of them the turn, counted from 1, that changed it last (0: none)."""
+
+    parts_BHP: Tensor
+    changed_BH: Tensor
+
+    @classmethod
+    def empty(cls, window: Window, batch: int, device: torch.device) -> TokenMemory:
+        parts = torch.full((batch, window.heads, window.part), window.pad, device=device)
+        return cls(parts, torch.zeros(batch, window.heads, dtype=torch.int64, device=device))
+
+    def shown(self) -> Tensor:
+        """As it stands in a window, [B, M]: what changed last stands first."""
+        return self.parts_BHP.gather(1, self._order().unsqueeze(2).expand_as(self.parts_BHP)).flatten(1)
+
+    def oldest(self) -> Tensor:
+        """Which part, [B], the next turn writes."""
+        return self._order()[:, -1]
+
+    def write(self, part_BP: Tensor, turn: int) -> TokenMemory:
+        """The memory after turn `turn` has written."""
+        rows = torch.arange(len(part_BP), device=part_BP.device)
+        oldest = self.oldest()
+        changes_B = (part_BP != self.parts_BHP[rows, oldest]).any(1)
+        parts, changed = self.parts_BHP.clone(), self.changed_BH.clone()
+        parts[rows, oldest] = part_BP
+        changed[rows, oldest] = torch.where(changes_B, turn, changed[rows, oldest])
+        return TokenMemory(parts, changed)
+
+    def _order(self) -> Tensor:
+        return self.changed_BH.argsort(dim=1, descending=True, stable=True)
+
+
+def holds(parts_BHP: Tensor, facts_BFW: Tensor, pad: int) -> Tensor:
+    """Whether the tokens of a fact stand in a part, one behind another: bool [B, F]. A fact of padding alone does not.
+
+    Padding behind a fact's tokens stands for nothing.
+    """
+    width = facts_BFW.shape[2]
+    room = torch.nn.functional.pad(parts_BHP, (0, width - 1), value=pad)
+    places = room.unfold(2, width, 1).flatten(1, 2).unsqueeze(1)  # [B, 1, H P, W]
+    facts = facts_BFW.unsqueeze(2)
+    found_BF = ((places == facts) | (facts == pad)).all(3).any(2)
+    return found_BF & (facts_BFW != pad).any(2)
+
+
+class Turn(NamedTuple):
+    """One sequence: what was read and what was written behind it."""
+
+    prompt_BL: Tensor
+    generated: Generated
+
+
+class Reading(NamedTuple):
+    """What became of a batch of episodes.
+
+    turns: one a chunk, then the one that answers; empty where they were not wanted.
+    answer_BA: padded. matched_B: share of the answer's tokens that are right, float64. exact_B: whether all are, with
+    nothing behind them. asked_BF, captured_BF: facts that the answer needs; of those, which were in the memory after
+    the chunk that tells them. held_BF: of those captured, which still are at the end. changes_B: turns that changed the
+    memory.
+    """
+
+    turns: tuple[Turn, ...]
+    memory: TokenMemory
+    answer_BA: Tensor
+    matched_B: Tensor
+    exact_B: Tensor
+    asked_BF: Tensor
+    captured_BF: Tensor
+    held_BF: Tensor
+    changes_B: Tensor
+
+
+def read_episodes(
+    model: LanguageModel,
+    window: Window,
+    episodes: Episodes,
+    *,
+    temperature: float,
+    generator: torch.Generator,
+    group: int = 1,
+    keep_turns: bool = False,
+) -> Reading:
+    """Rolls the agent out, `group` times for each episode (neighbouring rows); temperature 0 is greedy.
+
+    The question is read once an episode. With keep_turns every turn's tokens stay, for a policy to learn from; without,
+    nothing that is kept grows with the chunks.
+    """
+    device = next(model.parameters()).device
+    chunks_BNC = episodes.chunks_BNC  # where it is, and a chunk at a time: all else is small
+    rows_R = torch.arange(len(chunks_BNC), device=device).repeat_interleave(group)
+    parts = (episodes.answer_BA, episodes.facts_BFW, episodes.fact_chunk_BF, episodes.asked_BF)
+    begin_BL = window.begin(episodes.question_BQ.to(device))
+    answer, facts, told, asked = (part.to(device)[rows_R] for part in parts)
+    begun = read(model, begin_BL)
+    whole = repeat(begun, group)
+    begin_RL = begin_BL[rows_R]
+    memory = TokenMemory.empty(window, len(rows_R), device)
+    captured_BF = torch.zeros_like(asked)
+    changes_B = torch.zeros(len(rows_R), dtype=torch.int64, device=device)
+    turns: list[Turn] = []
+
+    def go_on(prefix: Prefix, prompt_BL: Tensor, new_tokens: int) -> Generated:
+        generated = proceed(
+            model, prefix, new_tokens, temperature=temperature, generator=generator, end=window.marks.end
+        )
+        if keep_turns:
+            turns.append(Turn(torch.cat([begin_RL, prompt_BL], 1), generated))
+        return generated
+
+    for number in range(chunks_BNC.shape[1]):
+        prompt = window.turn(memory.shown(), chunks_BNC[:, number].to(device)[rows_R])
+        if number == 0:  # the same in all rows of a group
+            prefix = repeat(read(model, prompt[::group], begun.state), group)
+        else:
+            prefix = read(model, prompt, whole.state)
+        memory = memory.write(window.written(go_on(prefix, prompt, window.part)), number + 1)
+        changes_B += (memory.changed_BH == number + 1).any(1)
+        now = told == number
+        captured_BF |= now & asked & holds(memory.parts_BHP, facts, window.pad)
+    prompt = window.last(memory.shown())
+    said = window.written(go_on(read(model, prompt, whole.state), prompt, window.answer))
+    right = said == answer
+    wanted = answer != window.pad
+    return Reading(
+        tuple(turns),
+        memory,
+        said,
+        (right & wanted).sum(1).double() / wanted.sum(1).clamp(min=1),
+        right.all(1),
+        asked,
+        captured_BF,
+        captured_BF & holds(memory.parts_BHP, facts, window.pad),
+        changes_B,
+    )
+
+
+class Rewards(NamedTuple):
+    """total = task_weight task - latency_weight latency + stability_weight stability; float64 [B].
+
+    task: 1 where the answer is right in all. latency: turns that changed the memory, over the step budget.
+    stability: of the facts captured, the share still held at the end, but 0 where no part of the answer is right:
+    keeping what does not serve the answer is worth nothing.
+    """
+
+    total_B: Tensor
+    task_B: Tensor
+    latency_B: Tensor
+    stability_B: Tensor
+
+
+def rewards_of(reading: Reading, settings: Rl, step_budget: int) -> Rewards:
+    """What rollouts are worth."""
+    task = reading.exact_B.double()
+    latency = reading.changes_B.double() / step_budget
+    captured = reading.captured_BF.sum(1)
+    kept = reading.held_BF.sum(1).double() / captured.clamp(min=1)
+    stability = torch.where(reading.matched_B > 0, kept, 0.0)
+    total = settings.task_weight * task - settings.latency_weight * latency + settings.stability_weight * stability
+    return Rewards(total, task, latency, stability)
+
+
+class Score(NamedTuple):
+    """Means over episodes: of the answer's tokens right, of answers right in all; of the facts asked for, captured; of
+    those captured, still held at the end; of turns, those that changed the memory."""
+
+    matched: float
+    exact: float
+    capture: float
+    retention: float
+    changes: float
+
+
+def evaluate(
+    model: LanguageModel,
+    window: Window,
+    source: EpisodeSource,
+    numbers: range,
+    chunks: int,
+    *,
+    last_only: bool = False,
+    rows: int = 256,
+) -> Score:
+    """The greedy agent on episodes `numbers`; last_only: it is shown the last chunk alone, as a window without memory.
+
+    rows: episodes at a time.
+    """
+    sums = torch.zeros(6, dtype=torch.float64)
+    for start in range(0, len(numbers), rows):
+        episodes = source.batch(numbers[start : start + rows], chunks)
+        if last_only:
+            episodes = episodes._replace(
+                chunks_BNC=episodes.chunks_BNC[:, -1:], fact_chunk_BF=episodes.fact_chunk_BF - chunks + 1
+            )
+        reading = read_episodes(model, window, episodes, temperature=0.0, generator=torch.Generator())
+        parts = (reading.matched_B, reading.exact_B, reading.asked_BF, reading.captured_BF, reading.held_BF)
+        sums += torch.stack([part.sum().double().cpu() for part in (*parts, reading.changes_B)])
+    matched, exact, asked, captured, held, changes = sums.tolist()
+    turns = len(numbers) * (1 if last_only else chunks)
+    return Score(
+        matched / len(numbers), exact / len(numbers), captured / asked, held / max(captured, 1.0), changes / turns
+    )

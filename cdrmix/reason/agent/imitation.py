@@ -1,0 +1,159 @@
+"""The memory agent's first phase: demonstrations of capturing what a question asks for, and of keeping it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from cdrmix.config.schema import Config
+from cdrmix.errors import ConfigError
+from cdrmix.reason.agent.agent import TokenMemory, Window
+from cdrmix.reason.episodes import Episodes, EpisodeSource
+from cdrmix.reason.model import Loss, PhaseLoss, StageBModel
+from cdrmix.reason.phase import generator_of
+from cdrmix.reason.rl.rollout import micro_batches, taken
+
+
+class Demonstrations(NamedTuple):
+    """Sequences of one kind: prompts [S, L], what is to be written behind them [S, N], and which tokens count."""
+
+    prompts_SL: Tensor
+    targets_SN: Tensor
+    mask_SN: Tensor
+
+
+def demonstrate(window: Window, episodes: Episodes, leak: float, generator: torch.Generator) -> list[Demonstrations]:
+    """Every turn of a teacher, who captures the facts asked for and keeps them; then every answer.
+
+    leak: the share of turns with something in the part to be written where the demonstration loses one fact of it. The
+    teacher's own memory does not lose it. Facts that do not fit the part are not captured. Those of one chunk stand in
+    its order, where it has them word for word: so that each can be copied as it is read, whatever was asked first.
+    """
+    question, chunks, answer, facts, told, asked, _ = episodes
+    batch, count = chunks.shape[:2]
+    slots = window.part // facts.shape[2]
+    if not slots:
+        raise ConfigError(
+            f"reasoning.memory: a part of {window.part} tokens (tokens / heads) does not hold a fact of"
+            f" {facts.shape[2]}; make reasoning.memory.tokens larger, or heads fewer"
+        )
+    begin = window.begin(question)
+    held_BHS = torch.full((batch, window.heads, slots), -1)  # facts in the slots of the parts, -1: none
+    memory = TokenMemory.empty(window, batch, chunks.device)
+    turns: list[Demonstrations] = []
+    numbers = torch.arange(facts.shape[1])
+    rows = torch.arange(batch)
+    for number in range(count):
+        oldest = memory.oldest()
+        kept_BS = held_BHS[rows, oldest]
+        news_BF = torch.where(asked & (told == number), numbers, -1)
+        news_BF = news_BF.gather(1, _places(chunks[:, number], facts, window.pad).argsort(dim=1, stable=True))
+        prompt = torch.cat([begin, window.turn(memory.shown(), chunks[:, number])], 1)
+        lost_BS = _without_one(kept_BS, leak, generator)
+        turns.append(_sequence(window, prompt, _spell(facts, _compact(lost_BS, news_BF), window)))
+        after_BS = _compact(kept_BS, news_BF)
+        held_BHS[rows, oldest] = after_BS
+        memory = memory.write(_spell(facts, after_BS, window), number + 1)
+    prompt = torch.cat([begin, window.last(memory.shown())], 1)
+    told_all_B = (~asked | (held_BHS.flatten(1).unsqueeze(2) == numbers).any(1)).all(1)
+    last = _sequence(window, prompt, answer)
+    last = last._replace(mask_SN=last.mask_SN & told_all_B.unsqueeze(1))  # nobody can answer what is not there
+    return [Demonstrations(*(torch.cat(column) for column in zip(*turns, strict=True))), last]
+
+
+def _places(chunk_BC: Tensor, facts_BFW: Tensor, pad: int) -> Tensor:
+    """Where the tokens of each fact begin in a chunk, [B, F]; the chunk's width where they do not stand there."""
+    width = facts_BFW.shape[2]
+    windows = functional.pad(chunk_BC, (0, width - 1), value=pad).unfold(1, width, 1).unsqueeze(1)  # [B, 1, C, W]
+    facts = facts_BFW.unsqueeze(2)
+    found_BFC = ((windows == facts) | (facts == pad)).all(3)
+    places_C = torch.arange(chunk_BC.shape[1], device=chunk_BC.device)
+    return torch.where(found_BFC, places_C, chunk_BC.shape[1]).amin(2)
+
+
+def _without_one(kept_BS: Tensor, share: float, generator: torch.Generator) -> Tensor:
+    """In a share of the rows, one of what is kept is not."""
+    draws = torch.rand(len(kept_BS), 2, generator=generator, dtype=torch.float64)
+    count_B = (kept_BS >= 0).sum(1)
+    loses_B = draws[:, 0] < share
+    which_B = (draws[:, 1] * count_B).long()
+    slot_S = torch.arange(kept_BS.shape[1])
+    return torch.where(loses_B.unsqueeze(1) & (slot_S == which_B.unsqueeze(1)), -1, kept_BS)
+
+
+def _compact(kept_BS: Tensor, news_BF: Tensor) -> Tensor:
+    """What was kept, then what is new, without gaps, as far as it fits."""
+    both = torch.cat([kept_BS, news_BF], 1)
+    order = (both < 0).long().argsort(dim=1, stable=True)
+    return both.gather(1, order)[:, : kept_BS.shape[1]]
+
+
+def _spell(facts_BFW: Tensor, slots_BS: Tensor, window: Window) -> Tensor:
+    """The tokens of facts by number, without gaps, padded to a part."""
+    width = facts_BFW.shape[2]
+    spelled = facts_BFW.gather(1, slots_BS.clamp(min=0).unsqueeze(2).expand(-1, -1, width))
+    spelled = torch.where(slots_BS.unsqueeze(2) >= 0, spelled, window.pad).flatten(1)
+    order = (spelled == window.pad).long().argsort(dim=1, stable=True)
+    return functional.pad(spelled.gather(1, order), (0, window.part - spelled.shape[1]), value=window.pad)
+
+
+def _sequence(window: Window, prompt_SL: Tensor, text_SN: Tensor) -> Demonstrations:
+    """Text to be written, closed by the end mark where there is room for it."""
+    lengths_S1 = (text_SN != window.pad).sum(1, keepdim=True)
+    places_N = torch.arange(text_SN.shape[1])
+    targets = torch.where(places_N == lengths_S1, window.marks.end, text_SN)
+    return Demonstrations(prompt_SL, targets, places_N <= lengths_S1)
+
+
+class ImitationPhase:
+    """Cross-entropy of the teacher's tokens, the mean over those of a step."""
+
+    name = "imitation"
+    measures = ("loss", "right", "tokens")
+
+    def __init__(self, config: Config, source: EpisodeSource) -> None:
+        assert config.reasoning is not None
+        self.settings, self.chunks = config.reasoning.phases.imitation, config.reasoning.agent.chunks
+        self.seed = config.run.seed
+        self.source, self.window = source, Window.of(config.reasoning, source)
+
+    def trains(self, parameter: str) -> bool:
+        """The language model but for its plastic adapters: a window of the agent has nothing to remember by them."""
+        return parameter.startswith("language_model.") and ".plastic." not in parameter
+
+    def losses(self, model: StageBModel, step: int, rank: int, processes: int) -> list[Loss]:
+        """Every process makes the whole step's demonstrations, which costs little, and takes its share of them."""
+        generator = generator_of(self.seed, self.name, step)
+        first = step * self.settings.episodes
+        episodes = self.source.batch(range(first, first + self.settings.episodes), self.chunks)
+        made = demonstrate(self.window, episodes, self.settings.leak, generator)
+        tokens, sequences = (sum(float(part.mask_SN.sum()) for part in made), sum(len(part.mask_SN) for part in made))
+        return [
+            _ImitationLoss(Demonstrations(*batch), tokens, sequences)
+            for part in made
+            for batch in micro_batches(part, self.settings.micro_batch, rank, processes)
+        ]
+
+    def record(self, sums: dict[str, float]) -> dict[str, float]:
+        """Of a step: the loss, and the share of tokens of which the teacher's was the likeliest."""
+        return {"loss": sums["loss"], "accuracy": sums["right"] / max(sums["tokens"], 1.0)}
+
+
+class _ImitationLoss:
+    """One micro-batch. tokens, sequences: of the whole step."""
+
+    def __init__(self, part: Demonstrations, tokens: float, sequences: int) -> None:
+        self.part, self.tokens, self.sequences = part, tokens, sequences
+
+    def __call__(self, model: StageBModel) -> PhaseLoss:
+        device = next(model.parameters()).device
+        prompts, targets, mask = (x.to(device) for x in self.part)
+        logits, balance = taken(model.language_model, prompts, targets)
+        costs = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(mask.shape)
+        total = torch.where(mask, costs, 0.0).sum() / self.tokens
+        right = ((logits.detach().argmax(-1) == targets) & mask).sum()
+        sums = torch.stack([total.detach().float(), right.float(), mask.sum().float()])
+        return PhaseLoss(total + balance * (len(mask) / self.sequences), sums)

@@ -1,0 +1,303 @@
+"""The memory agent's second phase: groups of rollouts of the same question, and more of what was better than the rest.
+
+A rollout's advantage over its group teaches every turn of it, though the reward comes at the end alone: each turn is a
+sequence of its own, and a memory that was kept at the right time is known by the answer only.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cdrmix.config import schema_reasoning as schema
+from cdrmix.config.schema import Config
+from cdrmix.errors import ConfigError
+from cdrmix.model.language_model import LanguageModel
+from cdrmix.reason.agent.agent import Reading, Turn, Window, evaluate, read_episodes, rewards_of
+from cdrmix.reason.agent.imitation import ImitationPhase
+from cdrmix.reason.episodes import FIRST_HELD_OUT, EpisodeSource, source_of
+from cdrmix.reason.model import Loss, PhaseLoss, StageBModel
+from cdrmix.reason.phase import generator_of, run_phase, train_section
+from cdrmix.reason.rl.grpo import OBJECTIVES, Objective, Totals, entropy, group_advantages, policy_loss
+from cdrmix.reason.rl.rollout import micro_batches, taken
+
+PATIENCE = 20  # steps on end that teach nothing, after which it is said why
+LOGGER = logging.getLogger(__name__)
+
+ROLLED_OUT = (
+    *("rollouts", "groups", "dropped_groups", "reward", "task", "latency", "stability"),
+    *("matched", "asked", "captured", "held", "changes"),
+)
+OF_TOKENS = ("loss", "tokens", "clipped_low", "clipped_high", "divergence", "ratio", "entropy")
+
+
+def objective_of(settings: schema.Rl) -> Objective:
+    """The objective by its name, with what the configuration says differently."""
+    base = OBJECTIVES[settings.objective]
+    changes = {name: getattr(settings, name) for name in ("clip_low", "clip_high", "deviation", "kl_weight")}
+    return dataclasses.replace(base, **{name: value for name, value in changes.items() if value is not None})
+
+
+class Lesson(NamedTuple):
+    """Sequences of one kind to be learnt from: prompts [S, L], tokens written [S, N], their log probabilities then, the
+    advantages of their rollouts [S], and which tokens count."""
+
+    prompts_SL: Tensor
+    tokens_SN: Tensor
+    log_probs_SN: Tensor
+    advantages_S: Tensor
+    mask_SN: Tensor
+
+    @classmethod
+    def of(cls, turns: tuple[Turn, ...], advantages_B: Tensor, kept_B: Tensor) -> Lesson:
+        """Turns of one width. Rollouts that are not kept are left out; but one stays, masked, where none is kept."""
+        if not kept_B.any():
+            kept_B = torch.arange(len(kept_B), device=kept_B.device) == 0
+            advantages_B = torch.zeros_like(advantages_B)
+            turns = tuple(
+                Turn(turn.prompt_BL, turn.generated._replace(mask_BN=torch.zeros_like(turn.generated.mask_BN)))
+                for turn in turns[:1]
+            )
+        columns = [
+            (turn.prompt_BL[kept_B], *(x[kept_B] for x in turn.generated[:2]), advantages_B[kept_B]) for turn in turns
+        ]
+        masks = [turn.generated.mask_BN[kept_B] for turn in turns]
+        prompts, tokens, log_probs, advantages = (torch.cat(column) for column in zip(*columns, strict=True))
+        return cls(prompts, tokens, log_probs, advantages, torch.cat(masks))
+
+
+class PolicyPhase:
+    """One rollout of every group, and one update from it.
+
+    reference: the model as it was before the phase, copied in step 0 where the objective weighs the divergence from it.
+    """
+
+    name = "policy"
+    measures = (*ROLLED_OUT, *OF_TOKENS)
+
+    def __init__(self, config: Config, source: EpisodeSource) -> None:
+        assert config.reasoning is not None
+        reasoning = config.reasoning
+        self.settings, self.rl = reasoning.phases.policy, reasoning.rl
+        self.chunks = self.settings.chunks or reasoning.agent.chunks
+        self.step_budget, self.seed = reasoning.controller.step_budget, config.run.seed
+        self.source, self.window = source, Window.of(reasoning, source)
+        self.objective = objective_of(self.rl)
+        self.reference: StageBModel | None = None
+        self._idle = 0  # steps on end whose groups were all dropped
+        if self.chunks + 1 > self.rl.horizon:
+            raise ConfigError(
+                f"an episode of {self.chunks} chunks and an answer: that is more than the"
+                f" {self.rl.horizon} actions of reasoning.rl.horizon"
+            )
+
+    def trains(self, parameter: str) -> bool:
+        """As imitation: the language model but for its plastic adapters."""
+        return parameter.startswith("language_model.") and ".plastic." not in parameter
+
+    def losses(self, model: StageBModel, step: int, rank: int, processes: int) -> list[Loss]:
+        """Rolls out this process's questions. Raises ValueError for a reward that is not finite."""
+        if self.settings.episodes % processes:
+            raise ConfigError(
+                f"reasoning.phases.policy.episodes {self.settings.episodes} is no multiple of {processes} processes"
+            )
+        self._keep_reference(model, step)
+        share = self.settings.episodes // processes
+        first = step * self.settings.episodes + rank * share
+        reading = read_episodes(
+            model.language_model,
+            self.window,
+            self.source.batch(range(first, first + share), self.chunks),
+            temperature=self.rl.temperature,
+            generator=generator_of(self.seed, self.name, step, rank),
+            group=self.rl.group_size,
+            keep_turns=True,
+        )
+        rewards = rewards_of(reading, self.rl, self.step_budget)
+        group = group_advantages(rewards.total_B, self.rl.group_size, deviation=self.objective.deviation)
+        sums = _sums(reading, group.groups, group.dropped_groups, *rewards)
+        taught = reading.turns[-1:] if self.rl.credit == "final_turn" else reading.turns
+        lessons = [Lesson.of(taught[-1:], group.advantages_N, group.kept_N)]
+        if len(taught) > 1:
+            lessons.insert(0, Lesson.of(taught[:-1], group.advantages_N, group.kept_N))
+        rows = self.settings.micro_batch
+        wanted = [-(-len(lesson.prompts_SL) // rows) for lesson in lessons]
+        counts = torch.tensor(
+            [
+                sum(float(lesson.mask_SN.sum()) for lesson in lessons),
+                sum(float(lesson.mask_SN.any(1).sum()) for lesson in lessons),
+                group.groups,
+                group.dropped_groups,
+                float(reading.exact_B.double().mean()) / processes,
+            ],
+            dtype=torch.float64,
+        )
+        tokens, sequences, groups, dropped, solved = _over_processes(counts, processes, "sum").tolist()
+        least = _over_processes(torch.tensor(wanted), processes, "most").tolist()
+        self._watch(groups == dropped, solved)
+        totals = Totals(max(tokens, 1.0), max(sequences, 1.0), max(self.window.part, self.window.answer))
+        losses: list[Loss] = [
+            _PolicyLoss(Lesson(*batch), self, totals)
+            for lesson, most in zip(lessons, least, strict=True)
+            for batch in micro_batches(lesson, rows, least=most)
+        ]
+        losses[0].rolled_out = sums  # type: ignore[attr-defined]
+        return losses
+
+    def record(self, sums: dict[str, float]) -> dict[str, float]:
+        """Rewards and their parts a rollout, capture and retention, dropped groups, and of tokens the entropy (nats),
+        the share clipped and the divergence."""
+        rollouts, tokens = max(sums["rollouts"], 1.0), max(sums["tokens"], 1.0)
+        means = {name: sums[name] / rollouts for name in ("reward", "task", "latency", "stability", "matched")}
+        return {
+            "loss": sums["loss"],
+            **means,
+            "capture": sums["captured"] / max(sums["asked"], 1.0),
+            "retention": sums["held"] / max(sums["captured"], 1.0),
+            "changes": sums["changes"] / rollouts / self.chunks,
+            "dropped_groups": sums["dropped_groups"] / max(sums["groups"], 1.0),
+            "entropy": sums["entropy"] / tokens,
+            "clip_fraction": (sums["clipped_low"] + sums["clipped_high"]) / tokens,
+            "divergence": sums["divergence"] / tokens,
+            "ratio": sums["ratio"] / tokens,
+        }
+
+    def _keep_reference(self, model: StageBModel, step: int) -> None:
+        if not self.objective.kl_weight or self.reference is not None:
+            return
+        if step:
+            raise ConfigError(
+                f"reasoning.rl.kl_weight is {self.objective.kl_weight}: the divergence is from the model as it was"
+                " before this phase, which is not there where the phase goes on in the middle; set kl_weight: 0, or"
+                " start the phase anew"
+            )
+        self.reference = copy.deepcopy(model).requires_grad_(False)
+
+    def _watch(self, idle: bool, solved: float) -> None:
+        """Says, once every PATIENCE steps, that nothing is learnt, and what to do about it."""
+        self._idle = self._idle + 1 if idle else 0
+        if self._idle and self._idle % PATIENCE == 0:
+            LOGGER.warning(message_of_idleness(self._idle, solved, self.rl.group_size))
+
+
+def message_of_idleness(steps: int, solved: float, group_size: int) -> str:
+    """What to say after so many steps in which every group's rewards were equal. solved: share of right answers."""
+    found = (
+        f"policy: for {steps} steps every rollout of a group had the same reward as the others, so nothing is learnt"
+    )
+    if solved > 0.5:
+        return f"{found}. {solved:.0%} of the answers are right: make reasoning.agent harder, or end the phase"
+    return (
+        f"{found}. {solved:.0%} of the answers are right, so the task is too hard to be found out by trying: give"
+        " reasoning.phases.imitation more steps, make reasoning.agent easier (fewer chunks, fewer queries), or raise"
+        f" reasoning.rl.group_size ({group_size}) or reasoning.rl.temperature"
+    )
+
+
+def experiment(config: Config, seed: int, say: Callable[[str], None]) -> dict[str, float]:
+    """Imitation, then policy where it has steps, then the greedy agent at every number of chunks of the ablation.
+
+    Gives accuracy@N (the share of the answers' tokens that are right), exact@N (of answers right in all), capture@N,
+    retention@N, changes@N; and window@N: the accuracy where the agent is shown the last chunk alone. Arms that imitate
+    alike share the model that comes of it.
+    """
+    reasoning, ablation = config.reasoning, config.ablation
+    assert reasoning is not None
+    assert ablation is not None
+    config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
+    section = reasoning.agent.model_copy(update={"seed": reasoning.agent.seed + 1000 * seed})
+    source = source_of(section, reasoning.chunk)
+    model = _imitated(config, source, say)
+    if reasoning.phases.policy.steps:
+        run_phase(model, PolicyPhase(config, source), train_section(config.train, reasoning.phases.policy), say)
+    asked = source_of(
+        section.model_copy(update={"difficulty": {**section.difficulty, **ablation.difficulty}}), reasoning.chunk
+    )
+    window, numbers = Window.of(reasoning, source), range(FIRST_HELD_OUT, FIRST_HELD_OUT + ablation.episodes)
+    measured: dict[str, float] = {}
+    for chunks in ablation.chunks:
+        score = evaluate(model.language_model, window, asked, numbers, chunks)
+        last = evaluate(model.language_model, window, asked, numbers, chunks, last_only=True)
+        found = {"accuracy": score.matched, "exact": score.exact, "capture": score.capture}
+        found |= {"retention": score.retention, "changes": score.changes, "window": last.matched}
+        measured |= {f"{name}@{chunks}": value for name, value in found.items()}
+    return measured
+
+
+_IMITATED: dict[str, dict[str, Tensor]] = {}  # weights after imitation, by all that decides them
+
+
+def _imitated(config: Config, source: EpisodeSource, say: Callable[[str], None]) -> StageBModel:
+    """A small model of the configuration after imitation, which is done once a process for arms that share it."""
+    reasoning = config.reasoning
+    assert reasoning is not None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.run.seed)
+        model = StageBModel(LanguageModel(config.model, reasoning=reasoning))
+    phase = reasoning.phases.imitation
+    decisive = (config.run.seed, config.model, phase, reasoning.agent, reasoning.memory, reasoning.chunk)
+    key = repr((*decisive, reasoning.plastic_lora))
+    if key not in _IMITATED:
+        run_phase(model, ImitationPhase(config, source), train_section(config.train, phase), say)
+        _IMITATED[key] = copy.deepcopy(model.state_dict())
+    model.load_state_dict(_IMITATED[key])
+    return model
+
+
+class _PolicyLoss:
+    """One micro-batch. rolled_out: the sums of the step's rollouts, which its first micro-batch reports."""
+
+    def __init__(self, lesson: Lesson, phase: PolicyPhase, totals: Totals) -> None:
+        self.lesson, self.totals = lesson, totals
+        self.share = float(lesson.mask_SN.any(1).sum()) / totals.sequences
+        self.objective, self.reference, self.temperature = phase.objective, phase.reference, phase.rl.temperature
+        self.rolled_out = torch.zeros(len(ROLLED_OUT))
+
+    def __call__(self, model: StageBModel) -> PhaseLoss:
+        prompts, tokens, old_log_probs, advantages, mask = self.lesson
+        logits, balance = taken(model.language_model, prompts, tokens)
+        logits = logits / self.temperature
+        reference = None
+        if self.objective.kl_weight:
+            assert self.reference is not None
+            with torch.no_grad():
+                reference = _log_probs(
+                    taken(self.reference.language_model, prompts, tokens).logits_SNV / self.temperature, tokens
+                )
+        found = policy_loss(
+            _log_probs(logits, tokens), old_log_probs, advantages, mask, self.objective, self.totals, reference
+        )
+        uncertainty = torch.where(mask, entropy(logits.detach()), 0.0).sum()
+        of_tokens = [found.loss.detach(), *found[1:], uncertainty]
+        sums = torch.stack([x.float() for x in of_tokens])
+        return PhaseLoss(found.loss + balance * self.share, torch.cat([self.rolled_out.to(sums), sums]))
+
+
+def _log_probs(logits_SNV: Tensor, tokens_SN: Tensor) -> Tensor:
+    return logits_SNV.log_softmax(-1).gather(-1, tokens_SN.unsqueeze(-1)).squeeze(-1)
+
+
+def _sums(
+    reading: Reading, groups: int, dropped: int, total: Tensor, task: Tensor, latency: Tensor, stability: Tensor
+) -> Tensor:
+    """ROLLED_OUT, in its order."""
+    parts = (total, task, latency, stability, reading.matched_B)
+    facts = (reading.asked_BF, reading.captured_BF, reading.held_BF, reading.changes_B)
+    counted = [float(part.sum()) for part in (*parts, *facts)]
+    return torch.tensor([len(total), groups, dropped, *counted])
+
+
+def _over_processes(values: Tensor, processes: int, how: str) -> Tensor:
+    """The sum, or the most, over the processes of a run."""
+    if processes > 1:
+        device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+        values = values.to(device)
+        dist.all_reduce(values, dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX)
+    return values.cpu()

@@ -1,0 +1,333 @@
+"""Phase B2: the accept head learns, by groups of rollouts, which chunks an episode is better off without.
+
+A rollout reads an episode chunk by chunk and draws at every chunk whether to commit it (controller.py); its reward is
+the share of the question that is answered right afterwards. Rollouts of one episode are one another's baseline
+(rl/grpo.py). Trunk and adapters are frozen, so a rollout's hidden states at the chunks' ends are all that the update
+needs. The value head is fitted to the rewards by squares; it takes no part in the advantages.
+
+Shapes: R rollouts (G of each episode), N chunks, D model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cdrmix.config.schema import Config
+from cdrmix.config.schema_reasoning import EpisodesOfTask
+from cdrmix.data.tasks import IGNORED
+from cdrmix.errors import ConfigError, NonFiniteLossError
+from cdrmix.reason.agent.policy import objective_of
+from cdrmix.reason.controller.controller import (
+    Controller,
+    Decide,
+    EpisodeState,
+    action_of,
+    always,
+    by_head,
+    by_value,
+    never,
+    sampled,
+)
+from cdrmix.reason.episodes import FIRST_HELD_OUT, EpisodeSource, Probe, source_of
+from cdrmix.reason.heads import ControllerHeads
+from cdrmix.reason.model import Loss, PhaseLoss, StageBModel
+from cdrmix.reason.phase import generator_of, run_phase, train_section
+from cdrmix.reason.plasticity.phase import PlasticityPhase, small_model
+from cdrmix.reason.rl.grpo import Advantages, Totals, entropy, group_advantages, policy_loss
+
+PATIENCE = 20  # steps in a row in which no group of rollouts differs, before training is given up
+EVALUATION_ROWS = 256  # episodes of one forward pass
+SOLVED = 0.95  # mean reward from which that means that there is nothing left to learn
+
+
+class Reading(NamedTuple):
+    """What reading a batch of episodes gave: E, every decision int64 [B, N] (0: rolled back, 1 + s: branch s), and the
+    hidden states [B, N, D] that they were made of."""
+
+    episode: EpisodeState
+    actions_BN: Tensor
+    ends_BND: Tensor
+
+
+@torch.no_grad()
+def read(controller: Controller, chunks_BNC: Tensor, decide: Decide) -> Reading:
+    """Episodes from their first chunk to their last, each decided by `decide`."""
+    episode = controller.begin(len(chunks_BNC))
+    actions, ends = [], []
+    for ids_BC in chunks_BNC.unbind(1):
+        episode, decision, hidden_BCD = controller.step(episode, ids_BC, decide)
+        actions.append(action_of(decision))
+        ends.append(hidden_BCD[:, -1])
+    return Reading(episode, torch.stack(actions, 1), torch.stack(ends, 1))
+
+
+@torch.no_grad()
+def answer(controller: Controller, episode: EpisodeState, probe: Probe) -> Tensor:
+    """float32 [B]: the share of the answer's tokens that are the likeliest at their places, after what was read.
+
+    1 means that greedy generation gives the answer, since each token is likeliest behind the right ones before it.
+    """
+    device = episode.commits_B.device
+    targets_BT = probe.targets_BT.to(device)
+    asked_BT = targets_BT != IGNORED
+    hidden_BTD = controller.ask(episode, probe.ids_BT.to(device))
+    right_BT = torch.zeros_like(asked_BT)
+    right_BT[asked_BT] = controller.model.logits(hidden_BTD[asked_BT]).argmax(-1) == targets_BT[asked_BT]
+    return right_BT.sum(1).float() / asked_BT.sum(1).clamp(min=1)
+
+
+class _Rollouts(NamedTuple):
+    """One step's rollouts of this process, as the update reads them."""
+
+    ends_RND: Tensor
+    actions_RN: Tensor
+    good_RN: Tensor
+    rewards_R: Tensor
+
+
+class AcceptancePhase:
+    """Phase B2. A step takes `phases.acceptance.episodes` episodes, each rolled out `rl.group_size` times.
+
+    The loss is a mean over all decisions, those of dropped groups among them: so no process has to ask the others. Its
+    reference policy, where the objective weighs the divergence from one, is the heads' start, which prefers nothing.
+    Raises ConfigError where the configuration does not fit, and after PATIENCE steps that taught nothing.
+    seed: of the draws; None: the configuration's.
+    """
+
+    name = "acceptance"
+    measures = (
+        "loss",
+        "reward",
+        "solved",
+        "rollouts",
+        "committed_good",
+        "good",
+        "committed_bad",
+        "bad",
+        "dropped_groups",
+        "groups",
+        "entropy",
+        "clipped",
+        "value_error",
+        "decisions",
+    )
+
+    def __init__(self, config: Config, source: EpisodeSource, seed: int | None = None) -> None:
+        assert config.reasoning is not None
+        reasoning = config.reasoning
+        self.reasoning, self.source, self.seed = reasoning, source, config.run.seed if seed is None else seed
+        self.phase, self.rl = reasoning.phases.acceptance, reasoning.rl
+        self.episodes = reasoning.acceptance or reasoning.plasticity
+        self.objective = objective_of(self.rl)
+        self._idle = 0  # steps in a row in which all groups were dropped; begins anew when a run is resumed
+        if self.phase.train != "own":
+            raise ConfigError("reasoning.phases.acceptance.train must be own: this phase trains the controller's heads")
+        if not (reasoning.controller.enabled and reasoning.plastic_lora.enabled):
+            raise ConfigError(
+                "reasoning.phases.acceptance: without a controller or without plastic adapters there is nothing to "
+                "accept; set controller.enabled and plastic_lora.enabled, or phases.acceptance.steps: 0"
+            )
+
+    def trains(self, parameter: str) -> bool:
+        """The two heads."""
+        return parameter.startswith("controller.")
+
+    def losses(self, model: StageBModel, step: int, rank: int, processes: int) -> list[Loss]:
+        """Rolls this process's episodes out, and returns the one micro-batch of their update."""
+        count, group = self.phase.episodes, self.rl.group_size
+        if count % processes:
+            raise ConfigError(
+                f"reasoning.phases.acceptance.episodes is {count}; it must be a multiple of the {processes} processes"
+            )
+        if step == 0:
+            self._calibrate(model)
+        numbers = range(step * count + rank, (step + 1) * count, processes)
+        rollouts = self._roll_out(model, numbers, generator_of(self.seed, self.name, step, rank), group)
+        try:
+            advantages = group_advantages(rollouts.rewards_R, group, deviation=self.objective.deviation)
+        except ValueError as error:
+            raise NonFiniteLossError(f"phase acceptance, step {step}: {error}") from error
+        self._watch(model, rollouts, advantages)
+        decisions = count * group * self.episodes.chunks
+        return [lambda trained: self._loss(trained, rollouts, advantages, decisions)]
+
+    def record(self, sums: dict[str, float]) -> dict[str, float]:
+        """Means and rates; what there was none of (bad chunks, as a rule) is left out."""
+        rates = {
+            "loss": (sums["loss"], 1.0),
+            "reward": (sums["reward"], sums["rollouts"]),
+            "solved": (sums["solved"], sums["rollouts"]),
+            "accept_good": (sums["committed_good"], sums["good"]),
+            "accept_bad": (sums["committed_bad"], sums["bad"]),
+            "dropped_groups": (sums["dropped_groups"], sums["groups"]),
+            "entropy": (sums["entropy"], sums["decisions"]),
+            "clip_fraction": (sums["clipped"], sums["decisions"]),
+            "value_error": (sums["value_error"], sums["decisions"]),
+        }
+        return {name: part / whole for name, (part, whole) in rates.items() if whole}
+
+    def _calibrate(self, model: StageBModel) -> None:
+        """Centre and spread of what the heads read, by the first step's episodes: in every process the same."""
+        rollouts = self._roll_out(model, range(self.phase.episodes), generator_of(self.seed, "centre", 0), group=1)
+        _heads(model).calibrate(rollouts.ends_RND)
+
+    @torch.no_grad()
+    def _roll_out(
+        self, model: StageBModel, numbers: Sequence[int], generator: torch.Generator, group: int
+    ) -> _Rollouts:
+        """Every episode `group` times, one behind the other, at most micro_batch rows in a pass."""
+        heads = _heads(model)
+        controller = Controller(model.language_model, self.reasoning)
+        decide = sampled(heads, generator, self.rl.temperature)
+        batch = self.source.batch(list(numbers), self.episodes.chunks)
+        probe = self.source.probe(batch)
+        rows_R = torch.arange(len(numbers)).repeat_interleave(group)
+        device = next(model.language_model.parameters()).device
+        parts = []
+        training = model.training
+        model.eval()  # experts drop nothing, routers do not jitter
+        for rows in rows_R.split(self.phase.micro_batch):
+            reading = read(controller, batch.chunks_BNC[rows].to(device), decide)
+            rewards = answer(controller, reading.episode, Probe(probe.ids_BT[rows], probe.targets_BT[rows]))
+            good = batch.good_BN[rows].to(device)
+            parts.append(_Rollouts(reading.ends_BND, reading.actions_BN, good, rewards))
+        model.train(training)
+        return _Rollouts(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+    def _loss(self, model: StageBModel, rollouts: _Rollouts, advantages: Advantages, decisions: int) -> PhaseLoss:
+        heads = _heads(model)
+        ends, actions_RN, good_RN, rewards_R = rollouts
+        of_all = heads.log_probs(ends, self.rl.temperature)
+        taken_RN1 = actions_RN.unsqueeze(-1)
+        log_probs_RN = of_all.gather(-1, taken_RN1).squeeze(-1)
+        chunks = self.episodes.chunks
+        policy = policy_loss(
+            log_probs_RN,
+            log_probs_RN.detach(),  # one update a rollout: the policy that drew is the one in training
+            advantages.advantages_N.to(ends.device),
+            torch.ones_like(actions_RN, dtype=torch.bool),
+            self.objective,
+            Totals(decisions, decisions / chunks, chunks),
+            torch.full_like(log_probs_RN, -math.log(1 + heads.branches)),
+        )
+        value_RN = heads.values(ends).gather(-1, taken_RN1).squeeze(-1)
+        error_RN = (value_RN - rewards_R.unsqueeze(1)).square()
+        total = policy.loss + error_RN.sum() / decisions
+        committed_RN = actions_RN > 0
+        sums: list[Tensor | int] = [
+            total.detach(),
+            rewards_R.sum(),
+            (rewards_R == 1).sum(),
+            len(rewards_R),
+            (committed_RN & good_RN).sum(),
+            good_RN.sum(),
+            (committed_RN & ~good_RN).sum(),
+            (~good_RN).sum(),
+            advantages.dropped_groups,
+            advantages.groups,
+            entropy(of_all.detach()).sum(),
+            policy.clipped_low + policy.clipped_high,
+            error_RN.detach().sum(),
+            actions_RN.numel(),
+        ]
+        return PhaseLoss(total, torch.tensor([float(x) for x in sums], device=ends.device))
+
+    def _watch(self, model: StageBModel, rollouts: _Rollouts, advantages: Advantages) -> None:
+        """Counts steps that teach nothing, and gives up after many: unless that is because all is learnt."""
+        reward = float(rollouts.rewards_R.mean())
+        idle = advantages.dropped_groups == advantages.groups and reward < SOLVED
+        self._idle = self._idle + 1 if idle else 0
+        if self._idle < PATIENCE:
+            return
+        with torch.no_grad():
+            undecided = float(entropy(_heads(model).log_probs(rollouts.ends_RND)).mean())
+        if undecided < 0.01:
+            why = (
+                f"the accept head decides every chunk for certain (entropy {undecided:.4f} nats): lower "
+                "phases.acceptance.learning_rate, or set rl.kl_weight above 0"
+            )
+        else:
+            why = (
+                "the model answers no better whatever it accepts: give phases.plasticity more steps, or make the "
+                f"episodes easier (fewer than {self.episodes.chunks} chunks, fewer pairs), or rl.group_size larger "
+                f"than {self.rl.group_size}"
+            )
+        raise ConfigError(
+            f"reasoning.phases.acceptance: in {PATIENCE} steps in a row all {advantages.groups} groups of rollouts "
+            f"were dropped, since the rollouts of each had one reward (on average {reward:.3f}), so nothing is learnt: "
+            f"{why}"
+        )
+
+
+def measure(
+    controller: Controller, source: EpisodeSource, decide: Decide, numbers: Sequence[int], chunks: int
+) -> dict[str, float]:
+    """What deciding so comes to: "answered", the mean share of answers that are right; of good and bad chunks, as far
+    as there are any, the share committed: "accept_good", "accept_bad"."""
+    device = next(controller.model.parameters()).device
+    rewards, committed, good = [], [], []
+    for first in range(0, len(numbers), EVALUATION_ROWS):
+        batch = source.batch(numbers[first : first + EVALUATION_ROWS], chunks)
+        reading = read(controller, batch.chunks_BNC.to(device), decide)
+        rewards.append(answer(controller, reading.episode, source.probe(batch)))
+        committed.append(reading.actions_BN > 0)
+        good.append(batch.good_BN.to(device))
+    committed_BN, good_BN = torch.cat(committed), torch.cat(good)
+    found = {"answered": float(torch.cat(rewards).mean())}
+    for name, kind_BN in (("accept_good", good_BN), ("accept_bad", ~good_BN)):
+        if kind_BN.any():
+            found[name] = float(committed_BN[kind_BN].float().mean())
+    return found
+
+
+def experiment(config: Config, seed: int, say: Callable[[str], None]) -> dict[str, float]:
+    """Trains a small model by phase B1 (its adapters learn to write) and B2 (its head, what not to), and measures it.
+
+    Gives at every number of chunks N of the ablation always@N, never@N, learned@N, by_value@N: the share of answers
+    that are right when all, nothing, or what the heads say is committed; and accept_good@N, accept_bad@N of the head.
+    """
+    reasoning, ablation = config.reasoning, config.ablation
+    assert reasoning is not None
+    assert ablation is not None
+    model = small_model(config, seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # the heads begin as zeros, but are drawn
+        model.controller = ControllerHeads(config.model.d_model, reasoning.controller.max_branches)
+
+    def seeded(section: EpisodesOfTask) -> EpisodeSource:
+        return source_of(section.model_copy(update={"seed": section.seed + 1000 * seed}), reasoning.chunk)
+
+    poisoned = seeded(reasoning.acceptance or reasoning.plasticity)
+    for phase, run in (
+        (PlasticityPhase(config, seeded(reasoning.plasticity), seed), reasoning.phases.plasticity),
+        (AcceptancePhase(config, poisoned, seed), reasoning.phases.acceptance),
+    ):
+        run_phase(model, phase, train_section(config.train, run), say)
+    model.eval()
+    controller, heads = Controller(model.language_model, reasoning), _heads(model)
+    threshold = reasoning.controller.accept_threshold
+    rules = {
+        "always": always,
+        "never": never,
+        "learned": by_head(heads, threshold),
+        "by_value": by_value(heads, threshold),
+    }
+    measured: dict[str, float] = {}
+    for chunks in ablation.chunks:
+        numbers = range(FIRST_HELD_OUT, FIRST_HELD_OUT + ablation.episodes)
+        for name, decide in rules.items():
+            found = measure(controller, poisoned, decide, numbers, chunks)
+            measured[f"{name}@{chunks}"] = found.pop("answered")
+            if name == "learned":
+                measured |= {f"{key}@{chunks}": value for key, value in found.items()}
+    return measured
+
+
+def _heads(model: StageBModel) -> ControllerHeads:
+    assert model.controller is not None, "phase acceptance needs the controller's heads"
+    return model.controller

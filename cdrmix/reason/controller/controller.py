@@ -1,0 +1,252 @@
+"""The controller: what a chunk of tokens would change is a proposal, which is committed or rolled back as a whole.
+
+One controller step reads one chunk by one forward pass from the episode's state E. What comes out is another E. To
+commit is to go on from that one, to roll back is to go on from the old one: nothing is copied where all rows decide
+alike, nothing is computed again, and a row that is rolled back keeps every bit of its state. Only a commit reaches the
+episodic index's log.
+
+Shapes: B rows (episodes, rollouts), C tokens of a chunk, S branches, D model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cdrmix.config.schema_reasoning import Reasoning
+from cdrmix.model.cache import branch, concatenated, plastic_only, select, unread
+from cdrmix.model.language_model import LanguageModel, ModelState
+from cdrmix.model.mixers.attention import AttentionState
+from cdrmix.reason.heads import ControllerHeads
+from cdrmix.reason.memory.episodic_index import EpisodicIndex, Staged
+
+# Strengths of writing that a step tries, the first max_branches of them. The delta rule leaves 1 - s beta of the error
+# to a key's old value: as trained; half; twice (beta is kept at 2 at most); and a quarter, an average of four tellings.
+SCALES = (1.0, 0.5, 2.0, 0.25)
+
+
+class Decision(NamedTuple):
+    """Of every row, bool [B] whether its proposal is committed, and int64 [B] which branch (0 where it is not)."""
+
+    commit_B: Tensor
+    branch_B: Tensor
+
+
+Decide = Callable[[Tensor], Decision]  # of the hidden states at the chunk's last token, [B, D]
+
+
+def action_of(decision: Decision) -> Tensor:
+    """int64 [B]: 0 for rolling back, 1 + s for branch s; the order of log_probs and values."""
+    return torch.where(decision.commit_B, decision.branch_B + 1, 0)
+
+
+def decision_of(action_B: Tensor) -> Decision:
+    """The inverse of action_of."""
+    return Decision(action_B > 0, (action_B - 1).clamp(min=0))
+
+
+def always(end_BD: Tensor) -> Decision:
+    """Commits everything, as written."""
+    return decision_of(torch.ones(len(end_BD), dtype=torch.int64, device=end_BD.device))
+
+
+def never(end_BD: Tensor) -> Decision:
+    """Rolls everything back."""
+    return decision_of(torch.zeros(len(end_BD), dtype=torch.int64, device=end_BD.device))
+
+
+def by_head(heads: ControllerHeads, threshold: float = 0.0) -> Decide:
+    """Commits the branch of the largest logit, if that is at least `threshold`."""
+    return lambda end_BD: _best(heads.accept_logits(end_BD), threshold)
+
+
+def by_value(heads: ControllerHeads, threshold: float = 0.0) -> Decide:
+    """Commits the branch of the largest value, if that is above rolling back's by at least `threshold`."""
+
+    def decide(end_BD: Tensor) -> Decision:
+        values = heads.values(end_BD)
+        return _best(values[:, 1:] - values[:, :1], threshold)
+
+    return decide
+
+
+def sampled(heads: ControllerHeads, generator: torch.Generator, temperature: float = 1.0) -> Decide:
+    """Draws decisions from log_probs, by one number of the generator (of the CPU) for each row."""
+
+    def decide(end_BD: Tensor) -> Decision:
+        cumulative = heads.log_probs(end_BD, temperature).double().cpu().exp().cumsum(-1)
+        point = torch.rand(len(end_BD), 1, generator=generator, dtype=torch.float64) * cumulative[:, -1:]
+        action_B = torch.searchsorted(cumulative, point, right=True).squeeze(-1).clamp(max=heads.branches)
+        return decision_of(action_B.to(end_BD.device))
+
+    return decide
+
+
+def configured(reasoning: Reasoning, heads: ControllerHeads | None) -> Decide:
+    """How `reasoning.controller` decides when nothing is sampled; without heads everything is committed."""
+    if heads is None:
+        return always
+    by = by_head if reasoning.controller.decide_by == "head" else by_value
+    return by(heads, reasoning.controller.accept_threshold)
+
+
+class Group(NamedTuple):
+    """Rows int64 [R], ascending, whose states are of one shape, and their state; None before the first commit.
+
+    Rows that have committed unlike numbers of tokens have attention caches of unlike lengths. Otherwise all are one.
+    """
+
+    rows_R: Tensor
+    state: ModelState | None
+
+
+class EpisodeState(NamedTuple):
+    """E of B episodes: model state with fast weights, memory tokens, transactions with the index; and what was spent.
+
+    memory_BM, transactions: None where there is no such memory. A transaction (one of each row, or None) is what a
+    proposal would write to the index: after a step there is none. steps: controller steps so far. commits_B: int64,
+    how many of them were committed.
+    """
+
+    groups: tuple[Group, ...]
+    memory_BM: Tensor | None
+    transactions: tuple[Staged | None, ...] | None
+    steps: int
+    commits_B: Tensor
+
+
+class Proposal(NamedTuple):
+    """What a chunk would make of an episode, undecided: `after`, whose states have all branches, and what was read."""
+
+    after: EpisodeState
+    hidden_BCD: Tensor
+
+    def end_BD(self) -> Tensor:
+        """What decisions are made of."""
+        return self.hidden_BCD[:, -1]
+
+
+class Controller:
+    """Reads episodes chunk by chunk, with `reasoning`'s write strengths and what it carries from step to step.
+
+    Of B episodes each decides for itself; that they are read together changes no decision (but for rounding).
+    """
+
+    def __init__(self, model: LanguageModel, reasoning: Reasoning) -> None:
+        self.model, self.reasoning = model, reasoning
+        self.scales = SCALES[: reasoning.controller.max_branches]
+        self._grows = model.attends and reasoning.carry == "all"  # states, with the tokens committed
+
+    def begin(self, rows: int, memory_BM: Tensor | None = None) -> EpisodeState:
+        """E of `rows` episodes that have read nothing."""
+        device = next(self.model.parameters()).device
+        every = torch.arange(rows, device=device)
+        return EpisodeState((Group(every, None),), memory_BM, None, 0, torch.zeros_like(every))
+
+    def budget_spent(self, episode: EpisodeState) -> float:
+        """Steps over `controller.step_budget`: what a task's latency cost is a multiple of."""
+        return episode.steps / self.reasoning.controller.step_budget
+
+    def propose(self, episode: EpisodeState, ids_BC: Tensor, prefix_BPD: Tensor | None = None) -> Proposal:
+        """One forward pass over a chunk, from E, with every branch. E is not changed."""
+        assert ids_BC.shape[1] == self.reasoning.chunk, "a controller step reads a whole chunk"
+        scale_S = None
+        if len(self.scales) > 1:
+            scale_S = torch.tensor(self.scales, device=ids_BC.device)
+        groups, hidden = [], []
+        for rows_R, state in episode.groups:
+            prefix = None if prefix_BPD is None else prefix_BPD[rows_R]
+            output = self.model(ids_BC[rows_R], state=state, return_state=True, write_scale=scale_S, prefix_BPD=prefix)
+            assert output.state is not None
+            groups.append(Group(rows_R, output.state if self.reasoning.carry == "all" else plastic_only(output.state)))
+            hidden.append(output.hidden_BTD)
+        after = episode._replace(groups=tuple(groups), steps=episode.steps + 1, commits_B=episode.commits_B + 1)
+        return Proposal(after, _gathered(groups, hidden))
+
+    def settle(
+        self, episode: EpisodeState, proposal: Proposal, decision: Decision, index: EpisodicIndex | None = None
+    ) -> EpisodeState:
+        """E after the decision: for rows that commit the proposal's, of the branch chosen; for the others the old one.
+
+        index: takes the transactions of rows that commit, in the order of rows; durable when this returns.
+        """
+        commit_B, after = decision.commit_B, proposal.after
+        parts: list[Group] = []
+        for (rows_R, before), (_, proposed) in zip(episode.groups, after.groups, strict=True):
+            assert proposed is not None
+            commit_R = commit_B[rows_R]
+            if commit_R.any():
+                if len(self.scales) > 1:
+                    proposed = branch(proposed, decision.branch_B[rows_R])
+                parts.append(_part(Group(rows_R, proposed), commit_R))
+            if not commit_R.all():
+                parts.append(_part(Group(rows_R, before), ~commit_R))
+        if index is not None and after.transactions is not None:
+            for commit, staged in zip(commit_B.tolist(), after.transactions, strict=True):
+                if commit and staged is not None:
+                    index.commit(staged, after.steps)
+        memory_BM = after.memory_BM
+        if memory_BM is not None and episode.memory_BM is not None:
+            memory_BM = torch.where(commit_B.unsqueeze(1), memory_BM, episode.memory_BM)
+        commits_B = torch.where(commit_B, after.commits_B, episode.commits_B)
+        return EpisodeState(self._together(parts), memory_BM, None, after.steps, commits_B)
+
+    def step(self, episode: EpisodeState, ids_BC: Tensor, decide: Decide) -> tuple[EpisodeState, Decision, Tensor]:
+        """Proposal, decision, commit or rollback: E after it, the decision, and what was read [B, C, D]."""
+        proposal = self.propose(episode, ids_BC)
+        decision = decide(proposal.end_BD())
+        return self.settle(episode, proposal, decision), decision, proposal.hidden_BCD
+
+    def ask(self, episode: EpisodeState, ids_BT: Tensor) -> Tensor:
+        """Hidden states [B, T, D] of tokens that are read on from E, as one document; E stays as it is."""
+        hidden = [self.model(ids_BT[rows_R], state=state).hidden_BTD for rows_R, state in episode.groups]
+        return _gathered(episode.groups, hidden)
+
+    def _together(self, parts: Sequence[Group]) -> tuple[Group, ...]:
+        """The parts, those whose states are of one shape joined."""
+        alike: dict[int, list[Group]] = {}
+        for part in parts:
+            alike.setdefault(_length(part.state) if self._grows else 0, []).append(part)
+        return tuple(_joined(alike[length]) for length in sorted(alike))
+
+
+def _best(score_BS: Tensor, threshold: float) -> Decision:
+    best_B, branch_B = score_BS.max(-1)
+    commit_B = best_B >= threshold
+    return Decision(commit_B, torch.where(commit_B, branch_B, 0))
+
+
+def _gathered(groups: Sequence[Group], parts: Sequence[Tensor]) -> Tensor:
+    """The groups' rows in the order of the batch."""
+    if len(groups) == 1:
+        return parts[0]
+    return torch.cat(list(parts))[torch.cat([rows_R for rows_R, _ in groups]).argsort()]
+
+
+def _part(group: Group, mask_R: Tensor) -> Group:
+    """The group's rows that the mask keeps; itself where that is all of them."""
+    if mask_R.all():
+        return group
+    kept = mask_R.nonzero().squeeze(1)
+    return Group(group.rows_R[kept], None if group.state is None else select(group.state, kept))
+
+
+def _length(state: ModelState | None) -> int:
+    """Tokens in the attention caches."""
+    mixers = [block.mixer for block in state or ()]
+    return next((mixer.keys.shape[2] for mixer in mixers if isinstance(mixer, AttentionState)), 0)
+
+
+def _joined(groups: list[Group]) -> Group:
+    if len(groups) == 1:
+        return groups[0]
+    rows_R = torch.cat([group.rows_R for group in groups])
+    order = rows_R.argsort()
+    made = next((group.state for group in groups if group.state is not None), None)
+    if made is None:
+        return Group(rows_R[order], None)
+    states = [unread(made, len(rows)) if state is None else state for rows, state in groups]
+    return Group(rows_R[order], select(concatenated(*states), order))

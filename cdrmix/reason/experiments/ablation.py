@@ -1,0 +1,170 @@
+"""Runs an ablation: every arm of a file at every seed, one line of results each, and the table that they make.
+
+Results are kept in the out folder, one JSON object a line, under a hash of what decides them; a table that was
+interrupted goes on where it stopped, and arms that several files share are run once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import torch
+
+import cdrmix
+from cdrmix.config.load import config_hash, load_config
+from cdrmix.config.schema import Config
+from cdrmix.durable import write_atomically
+from cdrmix.errors import ConfigError
+from cdrmix.kernels.common.products import multiply_on_one_thread, set_num_threads
+from cdrmix.reason.experiments.table import Verdict, check, judge, markdown
+
+RESULTS = "results.jsonl"
+Say = Callable[[str], None]
+Experiment = Callable[[Config, int, Say], dict[str, float]]
+
+# What trains and measures one arm at one seed: module and function, imported when asked for.
+EXPERIMENTS = {
+    "plasticity": ("cdrmix.reason.plasticity.phase", "experiment"),
+    "acceptance": ("cdrmix.reason.controller.acceptance", "experiment"),
+    "token_memory": ("cdrmix.reason.agent.policy", "experiment"),
+    "operations": ("cdrmix.reason.operations.phase", "experiment"),
+    "tracking": ("cdrmix.reason.experiments.state_tracking", "experiment"),
+}
+
+
+class Outcome(NamedTuple):
+    """What an ablation showed. table: markdown. measured: arm -> seed -> measurement -> value."""
+
+    name: str
+    table: str
+    measured: dict[str, dict[int, dict[str, float]]]
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def holds(self) -> bool:
+        """Whether every demand does."""
+        return all(verdict.holds for verdict in self.verdicts)
+
+
+def run(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    seeds: Sequence[int] | None = None,
+    out: str | Path | None = None,
+    *,
+    arms: Sequence[str] | None = None,
+    say: Say = print,
+) -> Outcome:
+    """Run the ablation of a file (what is still missing of it), write its table, and return it.
+
+    overrides: laid over every arm. seeds, arms: those alone; None: the file's. out: a folder, by default
+        experiments/ablations; its NAME.md is the table.
+    Raises ConfigError for a file without an ablation and for demands about what there is not.
+    """
+    path, folder = Path(path), Path("experiments/ablations" if out is None else out)
+    config = load_config(path, overrides)
+    ablation = config.ablation
+    if ablation is None:
+        raise ConfigError(f"{path} has no section `ablation:`; configs/ablations/ has files that do")
+    check(ablation)
+    wanted = list(ablation.arms) if arms is None else list(arms)
+    for arm in wanted:
+        if arm not in ablation.arms:
+            raise ConfigError(f"{path}: there is no arm {arm!r}; there are {', '.join(ablation.arms)}")
+    folder.mkdir(parents=True, exist_ok=True)
+    # every arm is read before the first is run: a mistake in the last shall not show after an hour
+    cells = {arm: _arm(path, ablation.arms[arm].set, overrides) for arm in wanted}
+    experiment = _experiment(ablation.experiment)
+    known = _read(folder / RESULTS, say)
+    measured: dict[str, dict[int, dict[str, float]]] = {arm: {} for arm in wanted}
+    seconds = 0.0
+    for seed in ablation.seeds if seeds is None else seeds:
+        for arm, cell in cells.items():
+            mark = fingerprint(cell, seed)
+            if mark not in known:
+                say(f"{path.stem}, {arm}, seed {seed} ...")
+                known[mark] = line = _run_one(experiment, cell, seed, mark, f"{path.stem}, {arm}", say)
+                _append(folder / RESULTS, line)
+            line = known[mark]
+            measured[arm][seed] = {
+                name: float(cast(float, value)) for name, value in _mapping(line["measured"]).items()
+            }
+            seconds += float(cast(float, line["seconds"]))
+            figures = ", ".join(f"{name} {value:.3f}" for name, value in measured[arm][seed].items())
+            say(f"{path.stem}, {arm}, seed {seed}: {figures} ({line['seconds']} s)")
+    table = markdown(path.stem, ablation, measured, seconds)
+    write_atomically(folder / f"{path.stem}.md", table)
+    say(table)
+    return Outcome(path.stem, table, measured, tuple(judge(demand, measured) for demand in ablation.demands))
+
+
+def fingerprint(config: Config, seed: int) -> str:
+    """A hash of all that decides an arm's result: its configuration but for names, claims and other arms; the seed."""
+    assert config.ablation is not None
+    decisive = config.ablation.model_dump(
+        mode="json", include={"experiment", "chunks", "episodes", "difficulty", "harder_chunks", "tracking"}
+    )
+    words = [cdrmix.__version__, config_hash(config.model_copy(update={"run": _run_of(config, seed)})), decisive]
+    return hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def _run_of(config: Config, seed: int) -> object:
+    return config.run.model_copy(update={"seed": seed})
+
+
+def _arm(path: Path, changes: Sequence[str], overrides: Sequence[str]) -> Config:
+    return load_config(path, [*changes, *overrides])
+
+
+def _experiment(name: str) -> Experiment:
+    module, function = EXPERIMENTS[name]
+    return cast(Experiment, getattr(importlib.import_module(module), function))
+
+
+def _run_one(experiment: Experiment, config: Config, seed: int, mark: str, what: str, say: Say) -> dict[str, object]:
+    """One arm at one seed, on so many threads as the configuration says (0: one, the fastest for small models)."""
+    threads, begun = torch.get_num_threads(), time.perf_counter()
+    multiply_on_one_thread()  # as a command does that trains
+    set_num_threads(config.run.threads or 1)
+    try:
+        measured = experiment(config, seed, say)
+    finally:
+        set_num_threads(threads)
+    seconds = round(time.perf_counter() - begun, 1)
+    return {"mark": mark, "what": what, "seed": seed, "seconds": seconds, "measured": measured}
+
+
+def _append(path: Path, line: Mapping[str, object]) -> None:
+    """One line in one write, on the disk before the next arm begins; behind a line that was cut off, a new one."""
+    cut = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
+    with path.open("ab") as file:
+        file.write(("\n" * cut + json.dumps(line) + "\n").encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read(path: Path, say: Say) -> dict[str, dict[str, object]]:
+    """The results so far, by their marks. A line that was cut off is left out, and its arm run again."""
+    known: dict[str, dict[str, object]] = {}
+    if not path.exists():
+        return known
+    for number, text in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        try:
+            line = json.loads(text)
+            known[line["mark"]] = {"measured": _mapping(line["measured"]), "seconds": line["seconds"]}
+        except (json.JSONDecodeError, KeyError, TypeError):
+            say(f"{path}:{number} is no result; its arm is run again")
+    return known
+
+
+def _mapping(value: object) -> dict[str, object]:
+    if not isinstance(value, dict):
+        raise TypeError("not a mapping")
+    return value

@@ -1,0 +1,113 @@
+"""The ablation of state tracking: one small model on words of a group, trained on short ones and read at long ones.
+
+A word is a sequence of elements; at every place the product of what has come is asked for (data/tasks/groups.py).
+RWKV-7 with the removal factor 1 has transitions of eigenvalues from 0 to 1 and cannot even count modulo two in one
+layer; with 2 they reach -1 (arXiv 2411.12537).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from cdrmix.config.schema import Config
+from cdrmix.data.tasks import TASKS
+from cdrmix.data.tasks.episodes import Hashed
+from cdrmix.data.tasks.groups import elements_of, product
+from cdrmix.model.language_model import LanguageModel
+from cdrmix.reason.episodes import FIRST_HELD_OUT
+from cdrmix.reason.phase import generator_of, run_phase
+from cdrmix.reason.model import Loss, PhaseLoss
+from cdrmix.reason.plasticity.phase import small_model
+from cdrmix.reason.model import StageBModel
+
+ROWS = 64  # words of one forward pass
+
+
+class Words:
+    """Words of a group, batches at a time: word n is a function of (seed, n, length)."""
+
+    def __init__(self, task: str, seed: int) -> None:
+        elements = elements_of(TASKS[task].standard.size)
+        number_of = {element: number for number, element in enumerate(elements)}
+        self._products = np.array([[number_of[product(one, other)] for other in elements] for one in elements])
+        self._task, self._seed = task, seed
+
+    def batch(self, numbers: range, length: int) -> tuple[Tensor, Tensor]:
+        """A token that begins the word and its elements, int64 [B, 1 + T]; at each element the product so far [B, T].
+
+        The first token says nothing; without it a state of zeros would have nothing to turn.
+        """
+        elements = Hashed(self._seed, self._task, numbers).below(f"word {length}", len(self._products), length)
+        values = np.empty_like(elements)
+        value = np.zeros(len(elements), dtype=np.int64)  # the identity
+        for place in range(length):
+            value = self._products[value, elements[:, place]]
+            values[:, place] = value
+        begun = np.concatenate([np.full((len(elements), 1), len(self._products)), elements], axis=1)
+        return torch.from_numpy(begun), torch.from_numpy(values)
+
+
+class TrackingPhase:
+    """Cross-entropy of every prefix's product, on words of the training's lengths: from 2 on, all equally likely."""
+
+    name = "tracking"
+    measures = ("loss", "correct", "places")
+
+    def __init__(self, words: Words, tokens: int, rows: int, seed: int) -> None:
+        self._words, self._tokens, self._rows, self._seed = words, tokens, rows, seed
+
+    def trains(self, parameter: str) -> bool:
+        """The language model."""
+        return parameter.startswith("language_model.")
+
+    def losses(self, model: StageBModel, step: int, rank: int, processes: int) -> list[Loss]:
+        """One micro-batch."""
+        generator = generator_of(self._seed, self.name, step)
+        length = 2 + int(torch.randint(self._tokens - 1, (), generator=generator))
+        elements, values = self._words.batch(range(step * self._rows, (step + 1) * self._rows), length)
+
+        def loss(model: StageBModel) -> PhaseLoss:
+            language_model = model.language_model
+            logits = language_model.logits(language_model(elements).hidden_BTD[:, 1:]).flatten(0, 1)
+            mean = functional.cross_entropy(logits, values.flatten())
+            right = (logits.argmax(-1) == values.flatten()).sum()
+            sums = [mean.detach() * values.numel(), right.float(), torch.tensor(float(values.numel()))]
+            return PhaseLoss(mean, torch.stack(sums))
+
+        return [loss]
+
+    def record(self, sums: dict[str, float]) -> dict[str, float]:
+        """Mean loss and accuracy of a place."""
+        return {"loss": sums["loss"] / sums["places"], "accuracy": sums["correct"] / sums["places"]}
+
+
+@torch.no_grad()
+def last_accuracy(model: LanguageModel, words: Words, length: int, count: int, last: int) -> float:
+    """The share of right products at the last places of `count` words that no training has seen."""
+    right = 0
+    for first in range(FIRST_HELD_OUT, FIRST_HELD_OUT + count, ROWS):
+        numbers = range(first, min(first + ROWS, FIRST_HELD_OUT + count))
+        elements, values = words.batch(numbers, length)
+        chosen = model.logits(model(elements).hidden_BTD[:, -last:]).argmax(-1)
+        right += int((chosen == values[:, -last:]).sum())
+    return right / (count * min(last, length))
+
+
+def experiment(config: Config, seed: int, say: Callable[[str], None]) -> dict[str, float]:
+    """Trains by the configuration's `train` (steps, batch_rows, learning_rate) and measures every length."""
+    assert config.ablation is not None
+    tracking, train = config.ablation.tracking, config.train
+    words = Words(tracking.task, seed)
+    model = small_model(config, seed)
+    run_phase(model, TrackingPhase(words, tracking.tokens, train.batch_rows, seed), train, say)
+    return {
+        f"last{tracking.last}@{length}": last_accuracy(
+            model.language_model.eval(), words, length, config.ablation.episodes, tracking.last
+        )
+        for length in tracking.lengths
+    }

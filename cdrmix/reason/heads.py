@@ -1,0 +1,143 @@
+"""The heads of stage B: what reads the language model's hidden states, and what is made of them.
+
+ControllerHeads decide whether a chunk's proposal is committed. Summariser makes small vectors of hidden states: s_j =
+D mean(h_8j .. h_8j+7) are a chunk's summaries; U s_j stand in front of the next window, like embeddings. An episode's
+key is norm(K mean_j s_j), and its query is norm(Q mean_j s_j). OperationHeads choose an operation on memories.
+
+Shapes: B windows, T tokens, D model, S branches or the summaries' width, P summaries of a window, K decisions,
+O operations.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from cdrmix.model.layers import uniform_
+
+OPERATIONS = ("noop", "summarize", "retrieve", "splice_window", "cache_write")
+COSTS = (0, 1, 1, 2, 1)
+NOOP, SUMMARIZE, RETRIEVE, SPLICE, WRITE = range(5)
+FACTS = 4  # what the heads are told beside the hidden state: see Row.facts
+
+
+class WideLinear(nn.Linear):
+    """A linear map in float32 at least, whatever the trunk computes in: decisions are near their threshold at times.
+
+    A module that is called, not weights that are read: so ZeRO-3 gathers them.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x float32 or float64 [..., D]."""
+        with torch.autocast(x.device.type, enabled=False):
+            return functional.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
+
+
+class ControllerHeads(nn.Module):
+    """Two linear maps of the hidden state at a chunk's last token, less `centre` and over `spread`.
+
+    accept: a logit for each branch; rolling back has the logit 0. value: the return that is expected after rolling
+    back, and after committing each branch. Both begin as zeros: every decision is as likely as every other.
+    centre, spread: what hidden states have in common is most of them (in the cell of the ablation 11.0 of a length of
+    11.8, where good and bad chunks are 1.2 apart), and steps along it would move every decision alike.
+    """
+
+    centre: Tensor
+    spread: Tensor
+
+    def __init__(self, d_model: int, branches: int) -> None:
+        super().__init__()
+        self.branches = branches
+        self.accept = WideLinear(d_model, branches)
+        self.value = WideLinear(d_model, 1 + branches)
+        for head in (self.accept, self.value):
+            nn.init.zeros_(head.weight)
+            nn.init.zeros_(head.bias)
+        self.register_buffer("centre", torch.zeros(d_model))
+        self.register_buffer("spread", torch.ones(d_model))
+
+    @torch.no_grad()
+    def calibrate(self, end_XD: Tensor) -> None:
+        """Takes centre and spread from a sample of hidden states, [..., D]; for heads that have learnt nothing yet."""
+        sample_XD = end_XD.double().flatten(0, -2)
+        spread_D = sample_XD.std(0, correction=0)
+        self.centre.copy_(sample_XD.mean(0))
+        self.spread.copy_(spread_D.clamp(min=max(1e-3 * float(spread_D.max()), 1e-6)))
+
+    def accept_logits(self, end_XD: Tensor) -> Tensor:
+        """[..., S]: the logit of each branch against rolling back; float32 at least."""
+        return self._read(self.accept, end_XD)
+
+    def values(self, end_XD: Tensor) -> Tensor:
+        """[..., 1 + S]: the return expected of rolling back, and of each branch."""
+        return self._read(self.value, end_XD)
+
+    def log_probs(self, end_XD: Tensor, temperature: float = 1.0) -> Tensor:
+        """[..., 1 + S]: log probabilities of rolling back, and of each branch."""
+        logits = self.accept_logits(end_XD) / temperature
+        return torch.cat([torch.zeros_like(logits[..., :1]), logits], -1).log_softmax(-1)
+
+    def _read(self, head: WideLinear, end_XD: Tensor) -> Tensor:
+        wide = torch.promote_types(end_XD.dtype, torch.float32)
+        logits: Tensor = head((end_XD.to(wide) - self.centre.to(wide)) / self.spread.to(wide))
+        return logits
+
+
+class Summariser(nn.Module):
+    """Summaries of width `dim` of every `stride` tokens; prefix, keys and queries made of them."""
+
+    def __init__(self, d_model: int, dim: int, stride: int) -> None:
+        super().__init__()
+        self.stride = stride
+        self.down = nn.Linear(d_model, dim, bias=False)
+        self.up = nn.Linear(dim, d_model, bias=False)
+        self.key = nn.Linear(dim, dim, bias=False)
+        self.query = nn.Linear(dim, dim, bias=False)
+        for linear in (self.down, self.up, self.key, self.query):
+            uniform_(linear.weight, math.sqrt(3))  # of variance 1 / fan-in: lengths stay as they are
+
+    def count(self, tokens: int) -> int:
+        """P of a window of so many tokens."""
+        return -(-tokens // self.stride)
+
+    def forward(self, hidden_BTD: Tensor) -> Tensor:
+        """Hidden states to summaries [B, P, S]; the last one is of the tokens that are left."""
+        batch, length, _ = hidden_BTD.shape
+        count = self.count(length)
+        padded = functional.pad(hidden_BTD, (0, 0, 0, count * self.stride - length))
+        sums_BPD = padded.view(batch, count, self.stride, -1).sum(2)
+        tokens_P = torch.full((count,), float(self.stride), device=hidden_BTD.device)
+        tokens_P[-1] = length - (count - 1) * self.stride
+        return self.down(sums_BPD / tokens_P[:, None].to(sums_BPD))
+
+    def prefix(self, summaries_BPS: Tensor) -> Tensor:
+        """Vectors [B, P, D] to put in front of the next window."""
+        return self.up(summaries_BPS)
+
+    def keys(self, summaries_BPS: Tensor) -> Tensor:
+        """Under what an episode is kept, [B, S] of length 1, float32."""
+        return functional.normalize(self.key(summaries_BPS.mean(1)).float(), dim=-1)
+
+    def queries(self, summaries_BPS: Tensor) -> Tensor:
+        """What is searched for, [B, S] of length 1, float32."""
+        return functional.normalize(self.query(summaries_BPS.mean(1)).float(), dim=-1)
+
+
+class OperationHeads(nn.Module):
+    """The policy over OPERATIONS, and the value: what reward is still to be expected."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        self.policy = nn.Linear(d_model + FACTS, len(OPERATIONS))
+        self.value = nn.Linear(d_model + FACTS, 1)
+        for linear in (self.policy, self.value):  # all alike at first
+            nn.init.zeros_(linear.weight)
+            nn.init.zeros_(linear.bias)
+
+    def log_probs(self, features_KD: Tensor, allowed_KO: Tensor) -> Tensor:
+        """Of every operation, [K, O] float32; -inf where it is not allowed."""
+        logits_KO = self.policy(features_KD).float().masked_fill(~allowed_KO, -torch.inf)
+        return logits_KO.log_softmax(-1)

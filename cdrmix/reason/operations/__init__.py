@@ -1,0 +1,1 @@
+"""Operations on memories: windows, rollouts and the phases that train them."""

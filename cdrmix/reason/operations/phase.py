@@ -1,0 +1,454 @@
+"""Phase B3 for operations on memories: an expert is imitated, then groups of rollouts are compared; and the experiment.
+
+Imitation teaches what to do in each window, keys and queries (a query is nearest to the key of the chunk that tells
+what is missing, among all chunks of its episode), and to answer from the window that is left. The policy phase rewards
+
+    task [all right] - latency sum(cost) / step_budget + stability [something right] held / captured
+
+of which the last is the share of the asked facts' chunks written that are still in the index at the end: nothing is
+gained by keeping what does not serve an answer.
+
+Shapes as in rollout.py; W windows, L decisions of the longest rollout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from cdrmix.config.schema import Config
+from cdrmix.errors import ConfigError
+from cdrmix.model.language_model import LanguageModel
+from cdrmix.reason.agent.policy import objective_of
+from cdrmix.reason.episodes import FIRST_HELD_OUT, Episodes, EpisodeSource, source_of
+from cdrmix.reason.heads import OPERATIONS, RETRIEVE, OperationHeads, Summariser
+from cdrmix.reason.model import Loss, PhaseLoss, StageBModel
+from cdrmix.reason.operations.rollout import Decisions, Reader, Rollouts
+from cdrmix.reason.operations.windows import Read, Windows
+from cdrmix.reason.phase import generator_of, run_phase, train_section
+from cdrmix.reason.rl.grpo import Totals, entropy, group_advantages, policy_loss
+
+__all__ = ["OperationHeads", "OperationsImitationPhase", "OperationsPhase", "experiment"]
+
+TEMPERATURE = 0.03  # cosines are divided by it in the loss of the keys; at 0.1 they are learnt half as fast
+VALUE_WEIGHT = 0.5
+
+
+class Rewards(NamedTuple):
+    """Of every rollout, float64. matched_R: share of the answer's tokens that are right; the others are what is added
+    up in total_R, before their weights."""
+
+    total_R: Tensor
+    task_R: Tensor
+    latency_R: Tensor
+    stability_R: Tensor
+    matched_R: Tensor
+
+
+def answers_of(model: StageBModel, rollouts: Rollouts, answer_BA: Tensor) -> Tensor:
+    """The likeliest tokens [R, A] behind every rollout's last window; each of those is read once."""
+    assert rollouts.read is not None
+    read = rollouts.read
+    different, back_R = rollouts.final_R.unique(return_inverse=True)
+    with torch.no_grad():
+        tokens_WA = torch.empty(len(different), 0, dtype=torch.long)
+        last_WD = read.last_WD[different]
+        for place in range(answer_BA.shape[1]):
+            if place:
+                last_WD = _behind(model, rollouts.windows, different.tolist(), tokens_WA, read)[:, -1]
+            likeliest_W = model.language_model.logits(last_WD).argmax(-1).cpu()
+            tokens_WA = torch.cat([tokens_WA, likeliest_W[:, None]], 1)
+    return tokens_WA[back_R]
+
+
+def rewards_of(rollouts: Rollouts, answers_RA: Tensor, episodes: Episodes, reader: Reader) -> Rewards:
+    """See the module."""
+    rl, budget = reader.reasoning.rl, reader.reasoning.controller.step_budget
+    episode_R = torch.tensor([row.episode for row in rollouts.rows])
+    wanted_RA = episodes.answer_BA[episode_R]
+    there_RA = wanted_RA != reader.source.pad
+    right_RA = (answers_RA == wanted_RA) & there_RA
+    matched = right_RA.sum(1).double() / there_RA.sum(1).clamp(min=1)
+    task = (matched == 1).double()
+    latency = torch.tensor([row.cost for row in rollouts.rows], dtype=torch.float64) / budget
+    captured, held = memory_of(rollouts, episodes)
+    stability = torch.where((matched > 0) & (captured > 0), held / captured.clamp(min=1), 0.0)
+    total = rl.task_weight * task - rl.latency_weight * latency + rl.stability_weight * stability
+    return Rewards(total, task, latency, stability, matched)
+
+
+def memory_of(rollouts: Rollouts, episodes: Episodes) -> tuple[Tensor, Tensor]:
+    """Of the asked facts, how many a rollout wrote the chunk of, and of those how many are in the index at the end."""
+    captured, held = [], []
+    for row in rollouts.rows:
+        told = episodes.fact_chunk_BF[row.episode][episodes.asked_BF[row.episode]].tolist()
+        ids = [row.written[chunk] for chunk in told if chunk in row.written]
+        captured.append(len(ids))
+        held.append(sum(row.memory is not None and id in row.memory for id in ids))
+    return torch.tensor(captured, dtype=torch.float64), torch.tensor(held, dtype=torch.float64)
+
+
+class OperationsImitationPhase:
+    """Demonstrations: what to do, keys, answers. `train: all` trains the language model too, as it must to learn keys
+    that tell one variable from another; else the heads and the summariser alone."""
+
+    name = "operations_imitation"
+    measures: tuple[str, ...] = (*("loss", "decisions", "agreed", "searches", "found", "answers", "right", "episodes"),)
+
+    def __init__(self, config: Config, source: EpisodeSource) -> None:
+        assert config.reasoning is not None
+        self.settings, self.chunks = config.reasoning.phases.operations_imitation, config.reasoning.operations.chunks
+        self.source, self.seed = source, config.run.seed
+        self.reader = Reader(config.reasoning, source)
+
+    def trains(self, parameter: str) -> bool:
+        """The operations' heads and the summariser; with `train: all` the language model but for its adapters."""
+        return _trains(parameter, self.settings.train)
+
+    def losses(self, model: StageBModel, step: int, rank: int, processes: int) -> list[Loss]:
+        """Makes this process's demonstrations."""
+        episodes, micro = self.settings.episodes, self.settings.micro_batch
+        numbers = range(step * episodes, (step + 1) * episodes)[rank::processes]
+        generator = generator_of(self.seed, self.name, step, rank)
+        losses = []
+        for first in range(0, len(numbers), micro):
+            made = self.source.batch(numbers[first : first + micro], self.chunks)
+            losses.append(self._loss(made, self.reader.demonstrate(made, self.settings.waste, generator)))
+        return losses
+
+    def _loss(self, episodes: Episodes, shown: Rollouts) -> Loss:
+        decisions, windows = shown.decisions, shown.windows
+        searches = decisions.taken_K == RETRIEVE
+        reading_BN, wanted_S, there_SN = self._keys_wanted(episodes, shown, searches)
+
+        def loss(model: StageBModel) -> PhaseLoss:
+            assert model.operations is not None
+            read = windows.read(model)
+            device = read.last_WD.device
+            features = _features(read, decisions)
+            log_probs = model.operations.log_probs(features, decisions.allowed_KO.to(device))
+            taken = decisions.taken_K.to(device)
+            policy = functional.nll_loss(log_probs, taken)
+            cosines = torch.einsum(
+                "sd,snd->sn",
+                read.queries_WS[decisions.window_K[searches].to(device)],
+                read.keys_WS[reading_BN[decisions.row_K[searches]].to(device)],
+            )
+            # what is in the window already is not searched for
+            cosines, wanted = cosines.masked_fill(there_SN.to(device), -1.0), wanted_S.to(device)
+            keys = functional.cross_entropy(cosines / TEMPERATURE, wanted) if len(wanted) else policy * 0
+            answers = episodes.answer_BA.to(device)
+            hidden = _behind(model, windows, shown.final_R.tolist(), episodes.answer_BA[:, :-1], read)
+            logits = model.language_model.logits(hidden[:, -answers.shape[1] :])
+            targets = answers.masked_fill(answers == self.source.pad, -100)
+            answer = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+            share = len(answers) / self.settings.episodes
+            total = share * (policy + keys + answer)
+            there = targets != -100
+            sums = [
+                total.detach() * self.settings.episodes,
+                torch.tensor(len(taken)),
+                (log_probs.argmax(1) == taken).sum(),
+                torch.tensor(len(wanted)),
+                (cosines.argmax(1) == wanted).sum(),
+                there.sum(),
+                ((logits.argmax(-1) == targets) & there).sum(),
+                torch.tensor(len(answers)),
+            ]
+            return PhaseLoss(total, torch.stack([value.to(device).float() for value in sums]))
+
+        return loss
+
+    def _keys_wanted(self, episodes: Episodes, shown: Rollouts, searches: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The windows [B, N] in which chunks are read; of each search S the chunk that it should find, and which chunks
+        [S, N] are in its window."""
+        decisions, chunks = shown.decisions, episodes.chunks_BNC.shape[1]
+        reading = torch.zeros(len(shown.rows), chunks, dtype=torch.long)
+        seen, turns = [0] * len(shown.rows), [0] * len(shown.rows)
+        wanted, there = [], []
+        for row, window, searched in zip(
+            decisions.row_K.tolist(), decisions.window_K.tolist(), searches.tolist(), strict=True
+        ):
+            if seen[row] < chunks:  # an expert decides once a chunk
+                reading[row, seen[row]] = window
+                seen[row] += 1
+            elif searched:
+                path = [hit.id for hit in reversed(shown.rows[row].spliced)]  # the last one to come is in front
+                wanted.append(path[turns[row]])
+                there.append([chunk in path[: turns[row]] for chunk in range(chunks)])
+                turns[row] += 1
+        there_SN = torch.tensor(there, dtype=torch.bool).view(len(wanted), chunks)
+        return reading, torch.tensor(wanted, dtype=torch.long), there_SN
+
+    def record(self, sums: dict[str, float]) -> dict[str, float]:
+        """Mean loss; shares of the expert's decisions, of its searches and of the answers' tokens that are met."""
+        return {
+            "loss": sums["loss"] / max(sums["episodes"], 1),
+            "agreed": sums["agreed"] / max(sums["decisions"], 1),
+            "found": sums["found"] / max(sums["searches"], 1),
+            "accuracy": sums["right"] / max(sums["answers"], 1),
+        }
+
+
+class OperationsPhase:
+    """Groups of rollouts of one question: operations that did better than the others' become likelier."""
+
+    name = "operations"
+    measures: tuple[str, ...] = (
+        *(
+            "rollouts",
+            "groups",
+            "dropped_groups",
+            "reward",
+            "task",
+            "latency",
+            "stability",
+            "captured",
+            "held",
+            "asked",
+        ),
+        *(f"count_{operation}" for operation in OPERATIONS),
+        *("loss", "decisions", "clipped_low", "clipped_high", "ratio", "entropy", "value_error"),
+    )
+
+    def __init__(self, config: Config, source: EpisodeSource) -> None:
+        assert config.reasoning is not None
+        self.settings, self.rl = config.reasoning.phases.operations, config.reasoning.rl
+        self.chunks, self.source, self.seed = config.reasoning.operations.chunks, source, config.run.seed
+        self.reader, self.objective = Reader(config.reasoning, source), objective_of(self.rl)
+        if self.objective.kl_weight:
+            raise ConfigError("reasoning.rl.kl_weight is for the token memory; operations have none: set it to 0")
+        if self.chunks + 1 > self.rl.horizon:
+            raise ConfigError(
+                f"reasoning.operations.chunks is {self.chunks}: with the answer that is more than the"
+                f" {self.rl.horizon} actions of reasoning.rl.horizon"
+            )
+
+    def trains(self, parameter: str) -> bool:
+        """The operations' heads; with `train: all` the summariser and the language model but for its adapters."""
+        return parameter.startswith("operations.") if self.settings.train == "own" else _trains(parameter, "all")
+
+    def losses(self, model: StageBModel, step: int, rank: int, processes: int) -> list[Loss]:
+        """Rolls out this process's questions."""
+        if self.settings.episodes % processes:
+            raise ConfigError(
+                f"reasoning.phases.operations.episodes {self.settings.episodes} is no multiple of {processes} processes"
+            )
+        share, size = self.settings.episodes // processes, self.rl.group_size
+        first = step * self.settings.episodes + rank * share
+        generator = generator_of(self.seed, self.name, step, rank)
+        per_micro = max(1, self.settings.micro_batch // size)
+        made = []
+        for begin in range(first, first + share, per_micro):
+            episodes = self.source.batch(range(begin, min(begin + per_micro, first + share)), self.chunks)
+            rollouts = self.reader.roll_out(model, episodes, size, generator, temperature=self.rl.temperature)
+            rewards = rewards_of(rollouts, answers_of(model, rollouts, episodes.answer_BA), episodes, self.reader)
+            made.append(
+                (
+                    episodes,
+                    rollouts,
+                    rewards,
+                    group_advantages(rewards.total_R, size, deviation=self.objective.deviation),
+                )
+            )
+        decided = torch.tensor(
+            float(sum(group.kept_N[rollouts.decisions.row_K].sum() for _, rollouts, _, group in made))
+        )
+        if processes > 1:
+            dist.all_reduce(decided)
+        totals = Totals(max(decided.item(), 1.0), self.settings.episodes * size, self.rl.horizon)
+        return [
+            self._loss(rollouts, rewards, group.advantages_N * group.kept_N, group.kept_N, totals, sums)
+            for episodes, rollouts, rewards, group in made
+            for sums in [_measured(episodes, rollouts, rewards, group.groups, group.dropped_groups)]
+        ]
+
+    def _loss(
+        self,
+        rollouts: Rollouts,
+        rewards: Rewards,
+        advantages_R: Tensor,
+        kept_R: Tensor,
+        totals: Totals,
+        measured: list[float],
+    ) -> Loss:
+        decisions = rollouts.decisions
+        place_K, longest = _places(decisions.row_K, len(rollouts.rows))
+        all_rollouts = self.settings.episodes * self.rl.group_size
+
+        def loss(model: StageBModel) -> PhaseLoss:
+            heads = model.operations
+            assert heads is not None
+            read = rollouts.read if self.settings.train == "own" else rollouts.windows.read(model)
+            assert read is not None
+            device = read.last_WD.device
+            features = _features(read, decisions)
+            log_probs_KO = heads.log_probs(features, decisions.allowed_KO.to(device)) / self.rl.temperature
+            log_probs_KO = log_probs_KO.log_softmax(-1)
+            taken_K = log_probs_KO.gather(1, decisions.taken_K.to(device)[:, None]).squeeze(1)
+
+            def table(values_K: Tensor) -> Tensor:
+                empty = values_K.new_zeros(len(rollouts.rows), longest)
+                return empty.index_put((decisions.row_K.to(device), place_K.to(device)), values_K)
+
+            mask_RL = table(kept_R.to(device)[decisions.row_K.to(device)])
+            outcome = policy_loss(
+                table(taken_K),
+                table(decisions.log_probs_K.to(device)),
+                advantages_R.to(device),
+                mask_RL,
+                self.objective,
+                totals,
+            )
+            value_K = heads.value(features.detach()).squeeze(1).float()
+            error_K = (value_K - rewards.total_R.to(value_K)[decisions.row_K.to(device)]).square()
+            errors = (table(error_K).sum(1) / table(torch.ones_like(error_K)).sum(1)).sum() / all_rollouts
+            total = outcome.loss + VALUE_WEIGHT * errors
+            extra = [
+                outcome.loss.detach(),
+                torch.tensor(float(len(decisions.row_K))),
+                outcome.clipped_low,
+                outcome.clipped_high,
+                outcome.ratio,
+                entropy(log_probs_KO.detach()).sum(),
+                errors.detach() * all_rollouts,
+            ]
+            return PhaseLoss(
+                total, torch.stack([torch.as_tensor(value).float().cpu() for value in [*measured, *extra]]).to(device)
+            )
+
+        return loss
+
+    def record(self, sums: dict[str, float]) -> dict[str, float]:
+        """Means of a rollout, of a group, of a decision."""
+        rollouts, decisions = max(sums["rollouts"], 1), max(sums["decisions"], 1)
+        shown = {name: sums[name] / rollouts for name in ("reward", "task", "latency", "stability", "value_error")}
+        shown |= {operation: sums[f"count_{operation}"] / rollouts for operation in OPERATIONS}
+        shown |= {"entropy": sums["entropy"] / decisions}
+        shown |= {"clip_fraction": (sums["clipped_low"] + sums["clipped_high"]) / decisions}
+        return shown | {
+            "loss": sums["loss"],
+            "capture": sums["captured"] / max(sums["asked"], 1),
+            "retention": sums["held"] / max(sums["captured"], 1),
+            "dropped_groups": sums["dropped_groups"] / max(sums["groups"], 1),
+        }
+
+
+def evaluate(model: StageBModel, reader: Reader, numbers: Sequence[int], chunks: int) -> dict[str, float]:
+    """Greedy rollouts: accuracy, operations other than noop and their cost an episode, capture and retention."""
+    episodes = reader.source.batch(numbers, chunks)
+    rollouts = reader.roll_out(model, episodes, 1, None)
+    rewards = rewards_of(rollouts, answers_of(model, rollouts, episodes.answer_BA), episodes, reader)
+    captured, held = memory_of(rollouts, episodes)
+    rows = len(rollouts.rows)
+    found = {
+        "accuracy": rewards.task_R.mean().item(),
+        "operations": sum(sum(row.counts[1:]) for row in rollouts.rows) / rows,
+        "cost": sum(row.cost for row in rollouts.rows) / rows,
+        "capture": captured.sum().item() / max(int(episodes.asked_BF.sum()), 1),
+        "retention": held.sum().item() / max(captured.sum().item(), 1),
+    }
+    return found | {
+        name: sum(row.counts[operation] for row in rollouts.rows) / rows for operation, name in enumerate(OPERATIONS)
+    }
+
+
+def _trains(parameter: str, train: str) -> bool:
+    if train == "all" and parameter.startswith("language_model."):
+        return ".plastic." not in parameter
+    return parameter.startswith(("operations.", "summary."))
+
+
+def _features(read: Read, decisions: Decisions) -> Tensor:
+    """What the heads see at every decision, [K, D + FACTS]."""
+    windows = decisions.window_K.to(read.last_WD.device)
+    return torch.cat([read.last_WD[windows], decisions.facts_KF.to(read.last_WD)], 1)
+
+
+def _behind(model: StageBModel, windows: Windows, chosen: Sequence[int], tokens_WA: Tensor, read: Read) -> Tensor:
+    """Hidden states [W, A + 1, D] from the last token of the chosen windows on, with tokens behind each."""
+    assert model.summary is not None
+    device = read.last_WD.device
+    if not tokens_WA.shape[1]:
+        return read.last_WD[torch.tensor(chosen, device=device)][:, None]
+    shapes: dict[tuple[int, int], list[int]] = {}
+    for place, number in enumerate(chosen):
+        window = windows.all[number]
+        summaries = read.places[window.memory][1] if window.memory >= 0 else 0
+        shapes.setdefault((len(window.tokens), summaries), []).append(place)
+    parts, order = [], []
+    for (length, summaries), places in shapes.items():
+        ids = torch.tensor([windows.all[chosen[place]].tokens for place in places])
+        ids = torch.cat([ids, tokens_WA[places]], 1).to(device)
+        prefix = None
+        if summaries:
+            prefix = model.summary.prefix(read.summaries_of([windows.all[chosen[place]].memory for place in places]))
+        parts.append(model.language_model(ids, prefix_BPD=prefix).hidden_BTD[:, length - 1 :])
+        order += places
+    return torch.cat(parts)[torch.tensor(order, device=device).argsort()]
+
+
+def _places(row_K: Tensor, rows: int) -> tuple[Tensor, int]:
+    """Of every decision, how many its rollout had made before; and the most that one made."""
+    order = row_K.argsort(stable=True)
+    counts = torch.bincount(row_K, minlength=rows)
+    within = torch.arange(len(row_K)) - (counts.cumsum(0) - counts)[row_K[order]]
+    places = torch.empty_like(row_K)
+    places[order] = within
+    return places, int(counts.max())
+
+
+def _measured(episodes: Episodes, rollouts: Rollouts, rewards: Rewards, groups: int, dropped: int) -> list[float]:
+    captured, held = memory_of(rollouts, episodes)
+    asked = episodes.asked_BF.sum(1)[torch.tensor([row.episode for row in rollouts.rows])]
+    counts = torch.tensor([row.counts for row in rollouts.rows], dtype=torch.float64).sum(0)
+    sums = (rewards.total_R, rewards.task_R, rewards.latency_R, rewards.stability_R, captured, held, asked)
+    return [float(len(rollouts.rows)), float(groups), float(dropped), *(float(x.sum()) for x in sums), *counts.tolist()]
+
+
+def experiment(config: Config, seed: int, say: Callable[[str], None]) -> dict[str, float]:
+    """One arm: a small model imitates and then, where the phase has steps, compares groups; measured held out.
+
+    `NAME@N` is of episodes of N chunks after all phases, `imitated_NAME@N` before the policy phase.
+    """
+    assert config.reasoning is not None
+    assert config.ablation is not None
+    reasoning, ablation = config.reasoning, config.ablation
+    config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
+    torch.manual_seed(seed)
+    width = config.model.d_model
+    model = StageBModel(
+        LanguageModel(config.model, reasoning=reasoning),
+        operations=OperationHeads(width),
+        summary=Summariser(width, reasoning.memory.dim, reasoning.memory.summary_stride),
+    )
+    task = reasoning.operations.model_copy(update={"seed": seed})
+    source = source_of(task, reasoning.chunk)
+    measured: dict[str, float] = {}
+
+    def measure(prefix: str) -> None:
+        model.eval()
+        for chunks in ablation.chunks:
+            numbers = range(FIRST_HELD_OUT, FIRST_HELD_OUT + ablation.episodes)
+            found = evaluate(model, Reader(reasoning, source), numbers, chunks)
+            measured.update({f"{prefix}{name}@{chunks}": value for name, value in found.items()})
+        model.train()
+
+    phases = reasoning.phases
+    if phases.operations_imitation.steps:
+        run_phase(
+            model,
+            OperationsImitationPhase(config, source),
+            train_section(config.train, phases.operations_imitation),
+            say,
+        )
+    measure("imitated_" if phases.operations.steps else "")
+    if phases.operations.steps:
+        run_phase(model, OperationsPhase(config, source), train_section(config.train, phases.operations), say)
+        measure("")
+    return measured

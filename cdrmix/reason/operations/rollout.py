@@ -1,0 +1,293 @@
+"""Episodes read with operations on memories: what the operations do, rollouts of a policy over them, demonstrations.
+
+A controller step reads a chunk; the head chooses, on the window's last hidden state:
+
+    noop           on to the next chunk
+    summarize      the window's summaries stand in front of the next one; on
+    cache_write    the chunk is staged under its key; on
+    retrieve       the episodes nearest to the window's query are found; the chunk stays
+    splice_window  the best one found that is not in the window is put in front of it, which is read again
+
+Going on commits what was staged; before that no search sees it. The question is read last, as one more chunk, and going
+on from it is answering. Costs: 0 for noop, 2 for splice_window, 1 for the others.
+
+Shapes: R rollouts, K decisions of all of them, O operations, B episodes, N chunks, A tokens of an answer, D model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cdrmix.config.schema_reasoning import Reasoning
+from cdrmix.reason.episodes import Episodes, EpisodeSource
+from cdrmix.reason.heads import COSTS, NOOP, OPERATIONS, RETRIEVE, SPLICE, SUMMARIZE, WRITE
+from cdrmix.reason.memory.episode_log import NEVER
+from cdrmix.reason.memory.kept_episodes import EpisodesInMemory, EpisodicMemory, Hit, Staged
+from cdrmix.reason.model import StageBModel
+from cdrmix.reason.operations.windows import Read, Window, Windows
+
+MOST_SPLICED = 4  # chunks in front of another: what a window may be wider
+
+
+@dataclass
+class Row:
+    """A rollout: where it is, and what it has done."""
+
+    episode: int
+    memory: EpisodicMemory | None
+    chunk: int = 0
+    carried: int = -1  # the window whose summaries stand in front of this one
+    window: int = -1
+    spliced: list[Hit] = field(default_factory=list)
+    found: list[Hit] = field(default_factory=list)
+    searched: bool = False  # since the window was last read
+    staged: Staged = field(default_factory=Staged)
+    written: dict[int, int] = field(default_factory=dict)  # chunk -> id of its episode
+    counts: list[int] = field(default_factory=lambda: [0] * len(OPERATIONS))
+    taken: int = 0  # operations
+    done: bool = False
+
+    def next_found(self) -> Hit | None:
+        """The best hit that is not in the window."""
+        there = {hit.id for hit in self.spliced}
+        return next((hit for hit in self.found if hit.id not in there), None)
+
+    def allowed(self, chunks: int, horizon: int) -> list[bool]:
+        """By operation: searching the same window twice finds the same; at the horizon there is only going on."""
+        going_on = chunks - self.chunk + 1  # operations without which there is no answer
+        room = len(self.spliced) < MOST_SPLICED and self.taken + 1 + going_on <= horizon
+        return [True, True, room and not self.searched, room and self.next_found() is not None, True]
+
+    def facts(self, chunks: int) -> list[float]:
+        """Whether there is something to splice, whether this is the question, how full the window is, whether the
+        search was done."""
+        full = len(self.spliced) / MOST_SPLICED
+        return [float(self.next_found() is not None), float(self.chunk == chunks), full, float(self.searched)]
+
+    @property
+    def cost(self) -> int:
+        return sum(cost * count for cost, count in zip(COSTS, self.counts, strict=True))
+
+
+class Decisions(NamedTuple):
+    """In the order in which they were made. log_probs_K: of what was taken, then."""
+
+    row_K: Tensor
+    window_K: Tensor
+    facts_KF: Tensor
+    allowed_KO: Tensor
+    taken_K: Tensor
+    log_probs_K: Tensor
+
+
+class Rollouts(NamedTuple):
+    """What a batch of rollouts did. read: of its windows, without gradient; None for demonstrations."""
+
+    windows: Windows
+    read: Read | None
+    rows: list[Row]
+    decisions: Decisions
+    final_R: Tensor  # the window that each answers from
+
+
+class Reader:
+    """Reads episodes of a source as the configuration says."""
+
+    def __init__(self, reasoning: Reasoning, source: EpisodeSource) -> None:
+        self.reasoning, self.source, self.marks = reasoning, source, source.marks
+        self.memory, self.horizon = reasoning.memory, reasoning.rl.horizon
+
+    def new_memory(self) -> EpisodicMemory | None:
+        """An empty one for a rollout, where the configuration has episodic memory."""
+        return EpisodesInMemory(self.memory.dim, self.memory.max_tokens) if self.memory.episodic else None
+
+    def window(
+        self, row: Row, chunks_BNC: Sequence[Sequence[Sequence[int]]], questions: Sequence[Sequence[int]]
+    ) -> Window:
+        """What a rollout reads now."""
+        spliced = [token for hit in row.spliced for token in hit.tokens.tolist()]
+        chunks = chunks_BNC[row.episode]
+        if row.chunk < len(chunks):
+            chunk = chunks[row.chunk]
+            return Window((*spliced, *chunk, self.marks.update), len(chunk), 1, row.carried)
+        question = (self.marks.question, *questions[row.episode], self.marks.answer)
+        return Window((*spliced, *question), len(question), 0, row.carried)
+
+    @torch.no_grad()
+    def roll_out(
+        self,
+        model: StageBModel,
+        episodes: Episodes,
+        group: int,
+        generator: torch.Generator | None,
+        *,
+        temperature: float = 1.0,
+        memories: Sequence[EpisodicMemory] | None = None,
+    ) -> Rollouts:
+        """Every episode `group` times; rollouts of one are neighbours. generator None: the likeliest operations.
+
+        memories: one for each rollout; None: new ones. Each draws its own numbers, whatever the others do.
+        """
+        heads = model.operations
+        assert heads is not None
+        device = next(model.parameters()).device
+        count = len(episodes.question_BQ) * group
+        read: Read | None = None
+
+        def choose(windows: Windows, rows: list[Row], facts_KF: Tensor, allowed_KO: Tensor) -> tuple[Tensor, Tensor]:
+            nonlocal read
+            read = windows.read(model, read)
+            numbers_K = torch.tensor([row.window for row in rows], device=device)
+            features_KD = torch.cat([read.last_WD[numbers_K], facts_KF.to(read.last_WD)], 1)
+            log_probs_KO = heads.log_probs(features_KD, allowed_KO.to(device)).cpu()
+            if generator is None:
+                taken_K = log_probs_KO.argmax(1)
+            else:
+                points_R = torch.rand(count, generator=generator, dtype=torch.float64)
+                points_K = points_R[[order[id(row)] for row in rows]]
+                probs_KO = (log_probs_KO.double() / temperature).softmax(-1)
+                sums_KO = probs_KO.cumsum(-1)
+                taken_K = (sums_KO <= (points_K * sums_KO[:, -1])[:, None]).sum(1)
+            return taken_K, log_probs_KO.gather(1, taken_K[:, None]).squeeze(1)
+
+        def keys_of(row: Row, wanted: str) -> np.ndarray:
+            assert read is not None
+            return (read.keys_WS if wanted == "key" else read.queries_WS)[row.window].float().cpu().numpy()
+
+        all_rows = [
+            Row(place // group, self.new_memory() if memories is None else memories[place]) for place in range(count)
+        ]
+        order = {id(row): place for place, row in enumerate(all_rows)}
+        windows, decisions = self._run(episodes, all_rows, choose, keys_of)
+        read = windows.read(model, read)
+        return Rollouts(windows, read, all_rows, decisions, torch.tensor([row.window for row in all_rows]))
+
+    def _run(
+        self,
+        episodes: Episodes,
+        rows: list[Row],
+        choose: Callable[[Windows, list[Row], Tensor, Tensor], tuple[Tensor, Tensor]],
+        keys_of: Callable[[Row, str], np.ndarray],
+    ) -> tuple[Windows, Decisions]:
+        """Lets every row take operations, all at once, until each has answered."""
+        chunks_BNC, questions = episodes.chunks_BNC.tolist(), episodes.question_BQ.tolist()
+        chunks = episodes.chunks_BNC.shape[1]
+        windows = Windows()
+        columns: list[tuple[Tensor, ...]] = []
+        order = {id(row): place for place, row in enumerate(rows)}
+        while going := [row for row in rows if not row.done]:
+            for row in going:
+                row.window = windows.add(self.window(row, chunks_BNC, questions))
+            facts_KF = torch.tensor([row.facts(chunks) for row in going])
+            allowed_KO = torch.tensor([row.allowed(chunks, self.horizon) for row in going])
+            taken_K, log_probs_K = choose(windows, going, facts_KF, allowed_KO)
+            numbers_K = torch.tensor([order[id(row)] for row in going])
+            windows_K = torch.tensor([row.window for row in going])
+            columns.append((numbers_K, windows_K, facts_KF, allowed_KO, taken_K, log_probs_K))
+            for row, operation in zip(going, taken_K.tolist(), strict=True):
+                self._apply(row, operation, chunks_BNC, keys_of)
+        return windows, Decisions(*(torch.cat(column) for column in zip(*columns, strict=True)))
+
+    def _apply(
+        self,
+        row: Row,
+        operation: int,
+        chunks_BNC: Sequence[Sequence[Sequence[int]]],
+        keys_of: Callable[[Row, str], np.ndarray],
+    ) -> None:
+        row.counts[operation] += 1
+        row.taken += 1
+        if operation == RETRIEVE:
+            row.searched = True
+            if row.memory is not None:
+                query = keys_of(row, "query")
+                (row.found,) = row.memory.search(query[None], self.memory.top_k, row.chunk)
+            return
+        if operation == SPLICE:
+            hit = row.next_found()
+            assert hit is not None
+            row.spliced.insert(0, hit)
+            row.staged.use([hit])
+            row.searched = False
+            return
+        chunks = chunks_BNC[row.episode]
+        if operation == WRITE and row.chunk < len(chunks):
+            lives = self.memory.time_to_live
+            expires = NEVER if lives is None else row.chunk + lives
+            row.staged.add(keys_of(row, "key"), np.array(chunks[row.chunk], np.uint32), expires)
+        if row.memory is not None:
+            added = row.memory.commit(row.staged, row.chunk)
+            row.written |= dict.fromkeys([row.chunk] if added else [], added[0] if added else 0)
+        row.staged = Staged()
+        row.carried = row.window if operation == SUMMARIZE else -1
+        row.done = row.chunk == len(chunks)
+        if not row.done:  # else the window is what the answer is read off
+            row.chunk += 1
+            row.spliced, row.found, row.searched = [], [], False
+
+    def demonstrate(self, episodes: Episodes, waste: float, generator: torch.Generator) -> Rollouts:
+        """What an expert would do that knows which chunks tell facts, and of which the answer follows: the last first.
+
+        waste: the share of the other chunks that it writes all the same. In one batch of four many of those are
+        summarised instead, so that prefixes are known; in all, it would be as many more passes a batch. Without
+        episodic memory it only reads on, and answers.
+        """
+        count, chunks = episodes.chunks_BNC.shape[:2]
+        tells_BN = torch.zeros(count, chunks, dtype=torch.bool).scatter_(1, episodes.fact_chunk_BF, True)
+        draws_BN = torch.rand(count, chunks, generator=generator)
+        share = 0.4 * float(torch.rand((), generator=generator) < 0.25)
+        summarised_BN = torch.rand(count, chunks, generator=generator) < share
+        path = [_path(told, asked) for told, asked in zip(episodes.fact_chunk_BF, episodes.asked_BF, strict=True)]
+        tokens = episodes.chunks_BNC.numpy().astype(np.uint32)
+
+        def operation_of(row: Row) -> int:
+            if row.chunk < chunks:
+                if tells_BN[row.episode, row.chunk]:
+                    return WRITE if self.memory.episodic else NOOP
+                if summarised_BN[row.episode, row.chunk]:
+                    return SUMMARIZE
+                return WRITE if self.memory.episodic and draws_BN[row.episode, row.chunk] < waste else NOOP
+            left = path[row.episode][len(row.spliced) :]
+            if not left or not self.memory.episodic or len(row.spliced) == MOST_SPLICED:
+                return NOOP
+            if not row.searched:
+                return RETRIEVE
+            return SPLICE
+
+        def choose(windows: Windows, rows: list[Row], facts_KF: Tensor, allowed_KO: Tensor) -> tuple[Tensor, Tensor]:
+            return torch.tensor([operation_of(row) for row in rows]), torch.zeros(len(rows))
+
+        rows = [Row(episode, _Oracle(path[episode], tokens[episode])) for episode in range(count)]
+        windows, decisions = self._run(episodes, rows, choose, lambda row, wanted: np.ones(self.memory.dim, np.float32))
+        return Rollouts(windows, None, rows, decisions, torch.tensor([row.window for row in rows]))
+
+
+class _Oracle:
+    """A memory that has every chunk, and finds those on the path to the answer."""
+
+    def __init__(self, path: list[int], chunks: np.ndarray) -> None:
+        self._hits = [Hit(chunk, 1.0, chunks[chunk]) for chunk in path]
+
+    def __len__(self) -> int:
+        return len(self._hits)
+
+    def __contains__(self, id: object) -> bool:
+        return True
+
+    def search(self, queries: np.ndarray, count: int, step: int) -> list[list[Hit]]:
+        return [self._hits]
+
+    def commit(self, staged: Staged, step: int) -> list[int]:
+        return []
+
+
+def _path(told_F: Tensor, asked_F: Tensor) -> list[int]:
+    """Chunks that the answer follows from, the last fact's first, none twice: a chain is walked from its end."""
+    chunks = told_F[asked_F].flip(0).tolist()
+    return list(dict.fromkeys(chunks))

@@ -1,0 +1,109 @@
+"""The windows that the operations agent reads: each distinct one once, all of one shape in one pass.
+
+A window is [spliced chunks | chunk | UPDATE] or [spliced chunks | QUESTION | question | ANSWER], in front of it maybe
+the summaries of the window before. Rollouts of one question read the same windows again and again.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cdrmix.reason.model import StageBModel
+
+
+class Window(NamedTuple):
+    """tokens: all of it. end: how many of them, from the end, are the part that is summarised, with `marks` behind it
+    that are not. memory: the window whose summaries are in front, -1: none."""
+
+    tokens: tuple[int, ...]
+    end: int
+    marks: int
+    memory: int = -1
+
+
+class Read(NamedTuple):
+    """Of windows W: hidden states of the last token [W, D], keys and queries [W, S]; the summaries of all, one behind
+    another [N, S], and where each window's begin and how many they are."""
+
+    last_WD: Tensor
+    keys_WS: Tensor
+    queries_WS: Tensor
+    summaries_NS: Tensor
+    places: tuple[tuple[int, int], ...]
+
+    def summaries_of(self, windows: Sequence[int]) -> Tensor:
+        """[W, P, S] of windows that have equally many."""
+        count = self.places[windows[0]][1]
+        begins = torch.tensor([self.places[window][0] for window in windows], device=self.summaries_NS.device)
+        return self.summaries_NS[begins[:, None] + torch.arange(count, device=begins.device)]
+
+
+class Windows:
+    """Windows by number."""
+
+    def __init__(self) -> None:
+        self.all: list[Window] = []
+        self._numbers: dict[Window, int] = {}
+
+    def add(self, window: Window) -> int:
+        """The number of a window, new or not."""
+        assert window.memory < len(self.all)
+        number = self._numbers.setdefault(window, len(self.all))
+        if number == len(self.all):
+            self.all.append(window)
+        return number
+
+    def read(self, model: StageBModel, done: Read | None = None) -> Read:
+        """Reads all windows, but not those that `done` has already, whose results come first."""
+        if done is not None and len(done.last_WD) == len(self.all):
+            return done
+        summary = model.summary
+        assert summary is not None
+        begin = 0 if done is None else len(done.last_WD)
+        device = next(model.parameters()).device
+        order: list[int] = []
+        places = dict(enumerate(done.places)) if done is not None else {}
+        columns: list[tuple[Tensor, ...]] = []
+        flat = [] if done is None else [done.summaries_NS]
+        size = 0 if done is None else len(done.summaries_NS)
+        for group in self._groups(begin):
+            first = self.all[group[0]]
+            ids_BT = torch.tensor([self.all[number].tokens for number in group], device=device)
+            prefix_BPD = None
+            if first.memory >= 0:
+                flat = [torch.cat(flat)]
+                memories = [self.all[number].memory for number in group]
+                begins = torch.tensor([places[memory][0] for memory in memories], device=device)
+                count = torch.arange(places[memories[0]][1], device=device)
+                prefix_BPD = summary.prefix(flat[0][begins[:, None] + count])
+            hidden_BTD = model.language_model(ids_BT, prefix_BPD=prefix_BPD).hidden_BTD
+            until = hidden_BTD.shape[1] - first.marks
+            summaries_BPS = summary(hidden_BTD[:, until - first.end : until])
+            columns.append((hidden_BTD[:, -1], summary.keys(summaries_BPS), summary.queries(summaries_BPS)))
+            flat.append(summaries_BPS.flatten(0, 1))
+            for number in group:
+                places[number] = size, summaries_BPS.shape[1]
+                size += summaries_BPS.shape[1]
+            order += group
+        back = torch.tensor(order, device=device).argsort()
+        last, keys, queries = (torch.cat(column)[back] for column in zip(*columns, strict=True))
+        if done is not None:
+            last, keys = torch.cat([done.last_WD, last]), torch.cat([done.keys_WS, keys])
+            queries = torch.cat([done.queries_WS, queries])
+        return Read(last, keys, queries, torch.cat(flat), tuple(places[number] for number in range(len(self.all))))
+
+    def _groups(self, begin: int) -> list[list[int]]:
+        """Numbers from `begin` on, those of one shape together, none before the window whose summaries it reads."""
+        depths: dict[int, int] = {}
+        groups: dict[tuple[int, int, int, int, int], list[int]] = defaultdict(list)
+        for number in range(begin, len(self.all)):
+            window = self.all[number]
+            depths[number] = 0 if window.memory < begin else depths[window.memory] + 1
+            before = self.all[window.memory].end if window.memory >= 0 else 0
+            groups[depths[number], len(window.tokens), window.end, window.marks, before].append(number)
+        return [groups[shape] for shape in sorted(groups)]

@@ -1,0 +1,1 @@
+"""Phase B1: plastic adapters learn to write."""

@@ -1,0 +1,247 @@
+"""Phase B1: plastic adapters learn to write, by next-token cross-entropy on answers that only their writes can give.
+
+A row is an episode's chunks and, behind them, its question as a probe; the loss is on the answers alone, and its
+gradient goes through every write between a fact and its answer. With `carry: fast` the mixers forget at each chunk, so
+that nothing but the fast weights leads from one to the next; with `carry: all` they go on. The same phase trains whole
+small models from scratch (`train: all`), adapters or none: what the ablations compare.
+
+Reading is chunk by chunk in memory that does not grow with their number: `read`, then `answers` of the state.
+
+Shapes: B episodes, N chunks, C tokens of a chunk, P tokens of a probe, T = N C + P.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from cdrmix.config.schema import Config
+from cdrmix.config.schema_reasoning import Reasoning
+from cdrmix.data.tasks import IGNORED
+from cdrmix.model.cache import plastic_only, with_fast_weights
+from cdrmix.model.language_model import LanguageModel, ModelState
+from cdrmix.reason.episodes import FIRST_HELD_OUT, Episodes, EpisodeSource, source_of
+from cdrmix.reason.model import Loss, PhaseLoss, StageBModel
+from cdrmix.reason.phase import generator_of, run_phase, train_section
+
+EVALUATION_ROWS = 64  # episodes of one forward pass
+
+
+class Row(NamedTuple):
+    """Episodes as sequences: ids and targets int64 [B, T] (IGNORED but at answers), where the mixers forget and where
+    the fast weights begin anew, int32 over the flattened tokens; None: at rows alone."""
+
+    ids_BT: Tensor
+    targets_BT: Tensor
+    cu_seqlens: Tensor | None
+    episodes: Tensor | None
+
+
+def rows_of(source: EpisodeSource, episodes: Episodes, carry: str, device: torch.device) -> Row:
+    """Chunks and probe of every episode, one behind another."""
+    chunks_BNC, probe = episodes.chunks_BNC, source.probe(episodes)
+    batch, number, chunk = chunks_BNC.shape
+    ids = torch.cat([chunks_BNC.flatten(1), probe.ids_BT], 1)
+    targets = torch.cat([torch.full((batch, number * chunk), IGNORED), probe.targets_BT], 1)
+    ids, targets = ids.to(device), targets.to(device)
+    if carry == "all":
+        return Row(ids, targets, None, None)
+    length = ids.shape[1]
+    rows = torch.arange(batch) * length
+    starts = (rows[:, None] + torch.arange(number + 1) * chunk).flatten()
+    end = torch.tensor([batch * length])
+    cu_seqlens, borders = torch.cat([starts, end]), torch.cat([rows, end])
+    return Row(ids, targets, cu_seqlens.int().to(device), borders.int().to(device))
+
+
+class PlasticityPhase:
+    """Phase B1; see the module. seed: of the order of the numbers of chunks; None: the configuration's."""
+
+    name = "plasticity"
+    measures = ("loss", "correct", "answers", "episodes", "correlation")
+
+    def __init__(self, config: Config, source: EpisodeSource, seed: int | None = None) -> None:
+        assert config.reasoning is not None
+        self._reasoning: Reasoning = config.reasoning
+        self._section = config.reasoning.phases.plasticity
+        self._model = config.model
+        self._source = source
+        self._seed = config.run.seed if seed is None else seed
+
+    def trains(self, parameter: str) -> bool:
+        """The adapters, or with `train: all` the language model."""
+        if self._section.train == "all":
+            return parameter.startswith("language_model.")
+        return parameter.startswith("language_model.") and ".plastic." in parameter
+
+    def chunks(self, step: int) -> int:
+        """Of a step's episodes: from 2 (or as many as hold the facts) to the configured number, all equally likely.
+
+        With `growth_steps` at first only the fewest.
+        """
+        most = self._reasoning.plasticity.chunks
+        least = min(most, max(2, self._source.least_chunks))
+        if step < self._section.growth_steps:
+            most = least + (most - least) * step // self._section.growth_steps
+        generator = generator_of(self._seed, f"{self.name} chunks", step)
+        return least + int(torch.randint(most - least + 1, (), generator=generator))
+
+    def losses(self, model: StageBModel, step: int, rank: int, processes: int) -> list[Loss]:
+        """The micro-batches of this process."""
+        episodes, micro = self._section.episodes, self._section.micro_batch
+        numbers = range(step * episodes, (step + 1) * episodes)[rank::processes]
+        device = next(model.parameters()).device
+        losses: list[Loss] = []
+        for first in range(0, len(numbers), micro):
+            made = self._source.batch(numbers[first : first + micro], self.chunks(step))
+            losses.append(self._loss(rows_of(self._source, made, self._reasoning.carry, device)))
+        return losses
+
+    def _loss(self, row: Row) -> Loss:
+        share = len(row.ids_BT) / self._section.episodes
+
+        def loss(model: StageBModel) -> PhaseLoss:
+            language_model = model.language_model
+            output = language_model(row.ids_BT, cu_seqlens=row.cu_seqlens, episodes=row.episodes)
+            asked_BT = row.targets_BT != IGNORED
+            # an episode counts as one, however many tokens its answer has: so the step's divisor is known beforehand
+            weights = (asked_BT / asked_BT.sum(1, keepdim=True).clamp(min=1))[asked_BT]
+            targets = row.targets_BT[asked_BT]
+            logits = language_model.logits(output.hidden_BTD[asked_BT])
+            summed = (weights * functional.cross_entropy(logits, targets, reduction="none")).sum()
+            total = summed / self._section.episodes
+            correlation = torch.zeros((), device=total.device)
+            if output.correlation is not None:
+                correlation = output.correlation
+                total = total + self._reasoning.plastic_lora.correlation_weight * share * correlation
+            if output.router is not None:
+                feed_forward = self._model.feed_forward
+                balance = feed_forward.load_balance_weight * output.router.load_balance_L.mean()
+                total = total + share * (balance + feed_forward.z_loss_weight * output.router.z_loss_L.mean())
+            rows = len(row.ids_BT)
+            sums = torch.stack(
+                [
+                    summed.detach().float(),
+                    (logits.argmax(-1) == targets).sum().float(),
+                    asked_BT.sum().float(),
+                    torch.tensor(float(rows), device=total.device),
+                    rows * correlation.detach().float(),
+                ]
+            )
+            return PhaseLoss(total, sums)
+
+        return loss
+
+    def record(self, sums: dict[str, float]) -> dict[str, float]:
+        """Mean loss of an episode, the share of the answers' tokens that are likeliest, the writes' own objective."""
+        return {
+            "loss": sums["loss"] / max(sums["episodes"], 1),
+            "accuracy": sums["correct"] / max(sums["answers"], 1),
+            "correlation": sums["correlation"] / max(sums["episodes"], 1),
+        }
+
+
+@torch.no_grad()
+def read(model: LanguageModel, chunks_BNC: Tensor, carry: str) -> ModelState | None:
+    """The state behind the last chunk: a state at a time, whatever their number. chunks may be on any device."""
+    device = model.embedding.weight.device
+    state: ModelState | None = None
+    for ids_BC in chunks_BNC.unbind(1):
+        state = model(ids_BC.to(device), state=state, return_state=True).state
+        assert state is not None
+        if carry == "fast":
+            state = plastic_only(state)
+    return state
+
+
+@torch.no_grad()
+def answers(
+    model: LanguageModel, source: EpisodeSource, episodes: Episodes, state: ModelState | None
+) -> tuple[Tensor, Tensor]:
+    """(right, asked) bool [B, P]: which of the probe's tokens are answers, and which of those are the likeliest."""
+    device = model.embedding.weight.device
+    probe = source.probe(episodes)
+    targets = probe.targets_BT.to(device)
+    asked = targets != IGNORED
+    hidden = model(probe.ids_BT.to(device), state=state).hidden_BTD
+    right = torch.zeros_like(asked)
+    right[asked] = model.logits(hidden[asked]).argmax(-1) == targets[asked]
+    return right, asked
+
+
+def zeroed(a: Tensor) -> Tensor:
+    """Fast weights that hold nothing."""
+    return torch.zeros_like(a)
+
+
+def swapped(a: Tensor) -> Tensor:
+    """Every row with the fast weights of the row before it."""
+    return a.roll(1, 0)
+
+
+def accuracy(
+    model: LanguageModel,
+    source: EpisodeSource,
+    carry: str,
+    chunks: int,
+    numbers: Sequence[int],
+    changes: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
+) -> dict[str, float]:
+    """The share of the answers' tokens that are the likeliest: "accuracy", and by name with fast weights changed.
+
+    changes: of the fast weights between the last chunk and the question.
+    """
+    was_training = model.training
+    model.eval()
+    names = ["accuracy", *(changes or {})]
+    right, asked = dict.fromkeys(names, 0), 0
+    for first in range(0, len(numbers), EVALUATION_ROWS):
+        episodes = source.batch(numbers[first : first + EVALUATION_ROWS], chunks)
+        state = read(model, episodes.chunks_BNC, carry)
+        found, wanted = answers(model, source, episodes, state)
+        right["accuracy"] += int(found.sum())
+        asked += int(wanted.sum())
+        for name, change in (changes or {}).items():
+            assert state is not None
+            right[name] += int(answers(model, source, episodes, with_fast_weights(state, change))[0].sum())
+    model.train(was_training)
+    return {name: count / max(asked, 1) for name, count in right.items()}
+
+
+def small_model(config: Config, seed: int) -> StageBModel:
+    """A model of the configuration with its adapters, drawn from a seed; the global generator is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return StageBModel(LanguageModel(config.model, reasoning=config.reasoning))
+
+
+def experiment(config: Config, seed: int, say: Callable[[str], None]) -> dict[str, float]:
+    """Trains a small model by phase B1 and measures it at every number of chunks of the ablation.
+
+    Gives accuracy@N, and harder@N of episodes of the ablation's difficulty; with adapters also zeroed@N and swapped@N:
+    its fast weights emptied, or another episode's.
+    """
+    reasoning, ablation = config.reasoning, config.ablation
+    assert reasoning is not None
+    assert ablation is not None
+    section = reasoning.plasticity.model_copy(update={"seed": reasoning.plasticity.seed + 1000 * seed})
+    source = source_of(section, reasoning.chunk)
+    model = small_model(config, seed)
+    phase, run = PlasticityPhase(config, source, seed), reasoning.phases.plasticity
+    run_phase(model, phase, train_section(config.train, run), say)
+    language_model = model.language_model
+    changes = {"zeroed": zeroed, "swapped": swapped} if language_model.adapters else {}
+    numbers = range(FIRST_HELD_OUT, FIRST_HELD_OUT + ablation.episodes)
+    measured: dict[str, float] = {}
+    for chunks in ablation.chunks:
+        found = accuracy(language_model, source, reasoning.carry, chunks, numbers, changes)
+        measured |= {f"{name}@{chunks}": value for name, value in found.items()}
+    other = section.model_copy(update={"difficulty": {**section.difficulty, **ablation.difficulty}})
+    for chunks in ablation.harder_chunks:
+        found = accuracy(language_model, source_of(other, reasoning.chunk), reasoning.carry, chunks, numbers)
+        measured[f"harder@{chunks}"] = found["accuracy"]
+    return measured

@@ -1,0 +1,1 @@
+"""Reinforcement learning: rollouts and group-relative policy optimisation."""

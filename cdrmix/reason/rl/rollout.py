@@ -1,0 +1,183 @@
+"""Rollouts: many rows at once, token by token, on the model's own recurrent state; with the probability of each token.
+
+A prompt is read once, in one pass; what it leaves behind can be continued by as many rows as wanted. From there each
+token costs one pass of one token on a state that does not grow where the mixers' does not.
+
+Shapes: B rows, L tokens of a prompt, N new tokens, V the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from cdrmix.errors import NonFiniteLogitsError
+from cdrmix.model.cache import select
+from cdrmix.model.language_model import LanguageModel, ModelState
+
+
+class Generated(NamedTuple):
+    """What was taken. log_probs_BN: float32, of the distribution drawn from, or greedily of the model's own.
+
+    mask_BN: bool, False behind a row's end; there tokens are the end token, and log_probs 0.
+    """
+
+    tokens_BN: Tensor
+    log_probs_BN: Tensor
+    mask_BN: Tensor
+
+
+class Prefix(NamedTuple):
+    """What reading a prompt leaves: the state, and the logits [B, V] of the token after it."""
+
+    logits_BV: Tensor
+    state: ModelState
+
+
+def read(model: LanguageModel, prompts_BL: Tensor, state: ModelState | None = None) -> Prefix:
+    """Reads prompts of one length, on from `state` where it is given (which stays as it is)."""
+    with _inference(model):
+        output = model(prompts_BL, state=state, return_state=True)
+        return Prefix(model.logits(output.hidden_BTD[:, -1]), output.state)
+
+
+def repeat(prefix: Prefix, times: int) -> Prefix:
+    """Every row `times` times, one behind the other: the starts of groups."""
+    rows_R = torch.arange(len(prefix.logits_BV), device=prefix.logits_BV.device).repeat_interleave(times)
+    return Prefix(prefix.logits_BV[rows_R], select(prefix.state, rows_R))
+
+
+def proceed(
+    model: LanguageModel,
+    prefix: Prefix,
+    new_tokens: int,
+    *,
+    temperature: float,
+    generator: torch.Generator,
+    end: int | None = None,
+) -> Generated:
+    """Up to new_tokens behind a prefix, for every row; temperature 0 takes the likeliest token.
+
+    generator: of the CPU. It gives one number a row and token, all of them at once and in this order, so that what a
+    row draws depends neither on the other rows nor on where they end. end: a token behind which a row takes no more.
+    Raises NonFiniteLogitsError where the model's logits are not numbers.
+    """
+    assert new_tokens > 0
+    assert temperature >= 0
+    logits_BV, state = prefix
+    batch, device = len(logits_BV), logits_BV.device
+    points_BN = torch.empty(0)
+    if temperature:
+        points_BN = torch.rand(batch, new_tokens, generator=generator, dtype=torch.float64).to(device)
+    tokens_BN = torch.full((batch, new_tokens), 0 if end is None else end, device=device)
+    log_probs_BN = torch.zeros(batch, new_tokens, device=device)
+    mask_BN = torch.zeros(batch, new_tokens, dtype=torch.bool, device=device)
+    going_B = torch.ones(batch, dtype=torch.bool, device=device)
+    with _inference(model):
+        for number in range(new_tokens):
+            if number:
+                output = model(tokens_BN[:, number - 1 : number], state=state, return_state=True)
+                logits_BV, state = model.logits(output.hidden_BTD[:, -1]), output.state
+            token_B, log_prob_B = _take(logits_BV, temperature, points_BN[:, number] if temperature else None)
+            mask_BN[:, number] = going_B
+            if end is None:
+                tokens_BN[:, number], log_probs_BN[:, number] = token_B, log_prob_B
+                continue
+            tokens_BN[:, number] = torch.where(going_B, token_B, end)
+            log_probs_BN[:, number] = torch.where(going_B, log_prob_B, 0.0)
+            going_B = going_B & (token_B != end)
+            if not going_B.any():
+                break
+    if not log_probs_BN.isfinite().all():
+        raise NonFiniteLogitsError("the logits of a rollout are not finite: the model is broken, and taught nothing")
+    return Generated(tokens_BN, log_probs_BN, mask_BN)
+
+
+def generate(
+    model: LanguageModel,
+    prompts_BL: Tensor,
+    new_tokens: int,
+    *,
+    temperature: float,
+    generator: torch.Generator,
+    end: int | None = None,
+    state: ModelState | None = None,
+    group: int = 1,
+) -> Generated:
+    """Reads prompts of one length and goes on behind each of them `group` times: rows of a group are neighbours."""
+    prefix = read(model, prompts_BL, state)
+    prefix = repeat(prefix, group) if group > 1 else prefix
+    return proceed(model, prefix, new_tokens, temperature=temperature, generator=generator, end=end)
+
+
+class Taken(NamedTuple):
+    """logits_SNV: those from which each token was taken. balance: the routers' weighted losses, 0 without routers."""
+
+    logits_SNV: Tensor
+    balance: Tensor
+
+
+def taken(model: LanguageModel, prompts_SL: Tensor, tokens_SN: Tensor) -> Taken:
+    """One differentiable pass over prompts and the tokens that were taken behind them."""
+    output = model(torch.cat([prompts_SL, tokens_SN[:, :-1]], 1))
+    logits = model.logits(output.hidden_BTD[:, prompts_SL.shape[1] - 1 :])
+    balance = logits.new_zeros(())
+    if output.router is not None:
+        weights = model.config.feed_forward
+        balance = weights.load_balance_weight * output.router.load_balance_L.mean()
+        balance = balance + weights.z_loss_weight * output.router.z_loss_L.mean()
+    return Taken(logits, balance)
+
+
+def micro_batches(
+    columns: Sequence[Tensor], rows: int, rank: int = 0, processes: int = 1, least: int = 0
+) -> list[list[Tensor]]:
+    """Columns of sequences, the last of which is their mask, cut into `rows` a process; of each cut, process `rank`'s.
+
+    Every process gets as many, `least` at least, and none is empty: one without a row of its own gets one that is
+    masked out, since collectives wait for every process.
+    """
+    stride = rows * processes
+    starts = range(0, max(len(columns[0]), least * stride), stride)
+    cuts = []
+    for start in starts:
+        cut = [column[start + rank : start + stride : processes] for column in columns]
+        if not len(cut[0]):
+            cut = [*(column[:1] for column in columns[:-1]), torch.zeros_like(columns[-1][:1])]
+        cuts.append(cut)
+    return cuts
+
+
+def _take(logits_BV: Tensor, temperature: float, points_B: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A token of each row and its log probability."""
+    if points_B is None:
+        log_probs_BV = logits_BV.log_softmax(-1)
+        token_B1 = logits_BV.argmax(-1, keepdim=True)
+    else:
+        log_probs_BV = (logits_BV / temperature).log_softmax(-1)
+        # Token i where the point lies from the sum of all before i up to the sum with i: it never has probability 0.
+        cumulative_BV = log_probs_BV.exp().cumsum(-1, dtype=torch.float64)
+        total_B = cumulative_BV[:, -1]
+        points_B = torch.minimum(points_B * total_B, total_B.nextafter(torch.zeros_like(total_B)))
+        token_B1 = torch.searchsorted(cumulative_BV, points_B.unsqueeze(1), right=True).clamp_(
+            max=logits_BV.shape[1] - 1
+        )
+    return token_B1.squeeze(1), log_probs_BV.gather(1, token_B1).squeeze(1).float()
+
+
+@contextmanager
+def _inference(model: nn.Module) -> Iterator[None]:
+    """Without gradients, and without what the model does in training alone (jitter, capacities)."""
+    training = model.training
+    if training:
+        model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        if training:
+            model.train()

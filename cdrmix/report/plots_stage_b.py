@@ -1,0 +1,126 @@
+"""The pictures of stage B: every mechanism on and off over numbers of chunks, and the phases' measures by step."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from cdrmix.report.plots import LIGHT, Palette, Row, label, plain, smooth
+
+Mechanisms = Mapping[str, Mapping[str, Mapping[str, float]]]
+
+TITLES = {
+    "plasticity": "fast weights",
+    "acceptance": "accept head",
+    "agent": "token memory",
+    "operations": "operations on an index",
+}
+LINES = {  # of each mechanism: what is drawn beside on and off, and how it is called
+    "plasticity": {"on": "written", "off": "zeroed", "swapped": "another row's"},
+    "acceptance": {"on": "by the head", "off": "all committed", "never": "none committed"},
+    "agent": {"on": "with memory", "off": "last chunk alone", "capture": "captured", "retention": "retained"},
+    "operations": {"on": "with the index", "off": "without"},
+}
+# Of each phase's measures these, in one panel each; several are lines of one panel.
+PANELS: dict[str, list[tuple[str, ...]]] = {
+    "plasticity": [("accuracy",), ("loss",)],
+    "acceptance": [("accept_good", "accept_bad"), ("reward", "entropy"), ("clip_fraction", "dropped_groups")],
+    "imitation": [("loss",), ("accuracy",)],
+    "policy": [("reward", "task", "stability", "latency"), ("entropy",), ("clip_fraction", "dropped_groups")],
+    "operations_imitation": [("loss",), ("accuracy", "agreed", "found")],
+    "operations": [("reward", "task", "stability", "latency"), ("entropy",), ("clip_fraction", "dropped_groups")],
+    "joint": [("text_loss",), ("policy/reward", "plasticity/accuracy")],
+}
+
+
+def draw_mechanisms(found: Mechanisms, *, title: str, palette: Palette = LIGHT) -> bytes | None:
+    """A PNG, a panel a mechanism: shares of right answers over numbers of chunks. None where none was measured."""
+    names = [name for name in TITLES if name in found]
+    if not names:
+        return None
+    figure = Figure(
+        figsize=(8.0, 3.3 * -(-len(names) // 2) + 0.4),
+        dpi=160,
+        facecolor=palette.paper,
+        layout=ConstrainedLayoutEngine(h_pad=0.09, w_pad=0.07),
+    )
+    grid = figure.subplots(-(-len(names) // 2), min(2, len(names)), squeeze=False)
+    for axes in grid.flat[len(names) :]:
+        axes.set_visible(False)
+    colours = (palette.train, palette.valid, palette.ink, palette.ink)
+    for name, axes in zip(names, grid.flat, strict=False):
+        plain(axes, palette)
+        chunks = [int(number) for number in found[name]]
+        for place, (measure, words) in enumerate(LINES[name].items()):
+            values = [figures.get(measure) for figures in found[name].values()]
+            if all(value is None for value in values):
+                continue
+            axes.plot(
+                chunks,
+                values,
+                color=colours[place],
+                linewidth=2.0 if place < 2 else 1.0,
+                linestyle=("-", "-", (0, (4, 3)), (0, (1, 2)))[place],
+                marker="o" if place < 2 else None,
+                markersize=5,
+                markeredgecolor=palette.paper,
+                alpha=1.0 if place < 2 else 0.7,
+                label=words,
+                zorder=4 - place,
+            )
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_locator(FixedLocator(chunks))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.set_ylim(-0.04, 1.04)
+        axes.set_title(TITLES[name], loc="left", color=palette.ink, fontsize=10.5, fontweight="bold")
+        label(axes, "chunks read", "answers that are right", palette)
+        axes.legend(loc="best", frameon=False, fontsize=8.5, labelcolor=palette.ink)
+    return _png(figure, title, palette)
+
+
+def draw_phases(rows: Sequence[Row], *, title: str, palette: Palette = LIGHT) -> bytes | None:
+    """A PNG, a line of panels a phase: what it measured by step. None where no phase has begun."""
+    phases = [name for name in PANELS if any(row["phase"] == name for row in rows)]
+    if not phases:
+        return None
+    columns = max(len(PANELS[name]) for name in phases)
+    figure = Figure(
+        figsize=(8.0, 2.0 * len(phases) + 0.4),
+        dpi=160,
+        facecolor=palette.paper,
+        layout=ConstrainedLayoutEngine(h_pad=0.07, w_pad=0.06),
+    )
+    grid = figure.subplots(len(phases), columns, squeeze=False)
+    colours = (palette.train, palette.valid, palette.ink, palette.faint)
+    for name, line in zip(phases, grid, strict=True):
+        own = [row for row in rows if row["phase"] == name]
+        steps = [row["phase_step"] for row in own]
+        for place, axes in enumerate(line):
+            if place >= len(PANELS[name]):
+                axes.set_visible(False)
+                continue
+            plain(axes, palette)
+            for colour, measure in zip(colours, PANELS[name][place], strict=False):
+                values = [row["measures"].get(measure) for row in own]
+                if all(value is None for value in values):
+                    continue
+                axes.plot(steps, values, color=colour, linewidth=0.7, alpha=0.3)
+                axes.plot(steps, smooth(values), color=colour, linewidth=1.5, label=measure.replace("_", " "))
+            if axes.get_legend_handles_labels()[0]:
+                axes.legend(loc="best", frameon=False, fontsize=7.5, labelcolor=palette.ink)
+            label(axes, "step", "", palette)
+            if place == 0:
+                axes.set_title(name.replace("_", " "), loc="left", color=palette.ink, fontsize=9.5, fontweight="bold")
+    return _png(figure, title, palette)
+
+
+def _png(figure: Figure, title: str, palette: Palette) -> bytes:
+    figure.suptitle(title, x=0.02, ha="left", color=palette.ink, fontsize=12, fontweight="bold")
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", facecolor=palette.paper, metadata={"Software": None})
+    return picture.getvalue()

@@ -1,0 +1,206 @@
+"""The report of a run: loss.png, load.png and one report.html that needs no network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cdrmix.durable import write_atomically
+from cdrmix.page import escaped, html_page, picture, tiles
+from cdrmix.report.plots import DARK, LAST_ROWS, LIGHT, draw, draw_load
+from cdrmix.report.stage_b import stage_b_sections
+from cdrmix.train.metrics import amount, clock, router_names
+from cdrmix.train.run_folder import RunFolder, read_metrics
+
+CURVES = "Loss, load entropy of the experts, learning rate and gradient norm by step"
+UNHEALTHY: dict[str, Callable[[float], bool]] = {
+    "entropy_normalised": lambda value: value < 0.95,
+    "fullest": lambda value: value > 1.3,
+    "overflow": lambda value: value >= 0.05,
+    "dead_experts": lambda value: value > 0,
+}
+
+
+def write_report(run: RunFolder) -> Path:
+    """Draws loss.png, of routed blocks load.png, and writes report.html, all from the run folder; returns its path.
+
+    Works for a run at any point of its life: what has not happened yet is left out.
+    """
+    every, summary = read_metrics(run.metrics_jsonl), run.summary()
+    rows, of_phases = ([row for row in every if ("phase" in row) == is_phase] for is_phase in (False, True))
+    title = f"{summary.get('name', 'run')}, {run.path.name}"
+    curves = [draw(rows, summary.get("held_out"), title=title, palette=palette) for palette in (LIGHT, DARK)]
+    loads = [drawn for palette in (LIGHT, DARK) if (drawn := draw_load(rows, title=title, palette=palette))]
+    write_atomically(run.plot, curves[0])
+    if loads:
+        write_atomically(run.load_plot, loads[0])
+    stage_b = stage_b_sections(of_phases, summary, title)
+    write_atomically(run.report, page(run, rows, summary, curves, loads, stage_b))
+    return run.report
+
+
+def page(
+    run: RunFolder,
+    rows: Sequence[Mapping[str, Any]],
+    summary: Mapping[str, Any],
+    curves: Sequence[bytes],
+    loads: Sequence[bytes],
+    stage_b: Sequence[str] = (),
+) -> str:
+    """The HTML text: pictures embedded, style inline, every value escaped.
+
+    curves, loads: the pictures of the run, light and dark; no loads where nothing was routed. stage_b: its sections.
+    """
+    config = run.config_snapshot.read_text(encoding="utf-8")
+    sections = [
+        f"<header><h1>{escaped(summary.get('name', 'run'))}</h1><p class=soft>{escaped(run.path.name)}</p>"
+        + (f"<p>{escaped(summary['not_trained'])}</p>" if summary.get("not_trained") else "")
+        + "</header>",
+        _tiles(rows, summary),
+        _held_out(summary.get("held_out")),
+        *stage_b,
+        f"<h2>Curves</h2>{picture(curves, CURVES)}",
+        _router(rows),
+        picture(loads, "Load of every expert by step, a heat map a block") if loads else "",
+        _sample(summary.get("sample")),
+        _demonstration(summary.get("demonstration")),
+        _facts("Text", summary.get("corpus")),
+        _checkpoints(run.checkpoints),
+        _facts("Export", summary.get("export")),
+        f"<h2>Configuration</h2><details><summary>config_snapshot.yaml: reproduces this run by itself</summary>"
+        f"<pre>{escaped(config)}</pre></details>",
+        _facts("Environment", summary.get("environment")),
+    ]
+    return html_page(f"{summary.get('name', 'run')}: {run.path.name}", sections)
+
+
+def _tiles(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str:
+    held_out, parameters = summary.get("held_out"), summary.get("parameters")
+    facts: list[tuple[str, str]] = []
+    if held_out:
+        facts += [
+            (f"{held_out['bits_per_byte']:.3f}", "bits per byte of held-out text"),
+            (f"{held_out['bits_per_byte'] / held_out['unigram_bits_per_byte']:.3f}", "of the unigram's bits"),
+            (f"{held_out['perplexity']:.2f}" if held_out["perplexity"] else "-", "perplexity per token"),
+        ]
+    if parameters:
+        facts.append((amount(parameters["active"]), f"active parameters of {amount(parameters['stored'])}"))
+    if rows:
+        last = rows[-1]
+        rates = sorted(row["tokens_per_second"] for row in rows if row["tokens_per_second"])
+        facts += [
+            (f"{last['step']:,}", f"steps, {last['epoch']:.2f} epochs"),
+            (amount(last["tokens"]), f"tokens in {clock(last['seconds'])}"),
+        ]
+        if rates:
+            facts.append((amount(rates[len(rates) // 2]), "tokens a second, median"))
+    else:
+        facts.append(("0", "steps so far"))
+    return tiles(facts, stress_first=bool(held_out))
+
+
+def _held_out(held_out: Mapping[str, Any] | None) -> str:
+    if not held_out:
+        return ""
+    bars = [("this model", "bits_per_byte"), ("zstd -19", "zstd19_bits_per_byte")]
+    bars += [("gzip -9", "gzip9_bits_per_byte"), ("unigram", "unigram_bits_per_byte")]
+    longest = max(held_out[key] for _, key in bars)
+    lines = "".join(
+        f'<span>{name}</span><div><i class="{"own" if key == "bits_per_byte" else ""}" '
+        f'style="width:{78 * held_out[key] / longest:.1f}%"></i>{held_out[key]:.3f}</div>'
+        for name, key in bars
+    )
+    return (
+        f'<h2>Held-out text, bits per byte</h2><div class="bars">{lines}</div>'
+        f'<p class="soft">{held_out["tokens"]:,} predicted tokens, {held_out["text_bytes"]:,} bytes; less is better. '
+        "The unigram figure is the entropy of the held-out tokens' own distribution; gzip and zstd compress the whole "
+        "held-out text as one stream.</p>"
+    )
+
+
+def _router(rows: Sequence[Mapping[str, Any]]) -> str:
+    last = [row for row in rows if row.get("router", {}).get("entropy_bits")][-LAST_ROWS:]
+    if not last:
+        return ""
+    names = router_names(last[-1])
+    layers = range(len(names))
+    means = {
+        name: [sum(row["router"][name][layer] for row in last) / len(last) for layer in layers]
+        for name in last[-1]["router"]
+        if all(name in row["router"] for row in last)
+    }
+    if all(row.get("load") for row in last):
+        loads = [[row["load"][layer] for row in last] for layer in layers]
+        means["fullest"] = [max(map(sum, zip(*each, strict=True))) * len(each[0]) / len(last) for each in loads]
+    columns = [
+        ("entropy_bits", "load entropy, bits", "{:.3f}"),
+        ("entropy_normalised", "normalised", "{:.3f}"),
+        ("max_over_mean", "fullest / mean", "{:.2f}"),
+        ("fullest", "of the summed load", "{:.2f}"),
+        ("overflow", "overflow at capacity", "{:.1%}"),
+        ("dropped", "dropped", "{:.1%}"),
+        ("dead_experts", "idle experts", "{:.1f}"),
+    ]
+    columns = [column for column in columns if column[0] in means]
+    head = "".join(f"<th>{label}</th>" for _, label, _ in columns)
+    body = ""
+    for layer in layers:
+        cells = ""
+        for name, _, form in columns:
+            value = means[name][layer]
+            bad = name in UNHEALTHY and UNHEALTHY[name](value)
+            cells += f"<td{' class=bad' if bad else ''}>{form.format(value)}</td>"
+        body += f"<tr><td>{names[layer]}</td>{cells}</tr>"
+    return (
+        f'<h2>Routers, mean of the last {len(last)} logged steps</h2><div class="scroll">'
+        f"<table><tr><th>block</th>{head}</tr>{body}</table></div>"
+        '<p class="soft">Each step is a global batch; the fullest expert is also that of their summed load. Overflow '
+        "says what share of routed tokens is above the capacity, dropped what share was dropped for it: none, unless "
+        "the configuration asks to. Coloured: normalised entropy below 0.95, the fullest expert of the summed load "
+        "above 1.3 times the mean, overflow of 5% and more, idle experts.</p>"
+    )
+
+
+def _sample(sample: Mapping[str, str] | None) -> str:
+    if not sample:
+        return ""
+    return f"<h2>It writes</h2><pre><em>{escaped(sample['prompt'])}</em>{escaped(sample['text'])}</pre>"
+
+
+def _demonstration(found: Mapping[str, Any] | None) -> str:
+    if not found:
+        return ""
+    return f"<h2>It reads, chunk by chunk</h2><pre>{escaped(chr(10).join(found['lines']))}</pre>"
+
+
+def _facts(title: str, facts: Mapping[str, Any] | None) -> str:
+    if not facts:
+        return ""
+    lines = "".join(
+        f'<tr><td>{escaped(name.replace("_", " "))}</td><td class="text">{escaped(value)}</td></tr>'
+        for name, value in _flat(facts)
+    )
+    return f'<h2>{escaped(title)}</h2><div class="scroll"><table>{lines}</table></div>'
+
+
+def _flat(facts: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    for name, value in facts.items():
+        if isinstance(value, Mapping):
+            yield name, ", ".join(f"{key} {item}" for key, item in value.items())
+        elif isinstance(value, int) and not isinstance(value, bool):
+            yield name, f"{value:,}"
+        else:
+            yield name, value if isinstance(value, str) else json.dumps(value)
+
+
+def _checkpoints(folder: Path) -> str:
+    found = sorted(path for path in folder.glob("*") if path.is_dir() and (path / "manifest.json").is_file())
+    if not found:
+        return ""
+    lines = ""
+    for path in found:
+        size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file() and not file.is_symlink())
+        lines += f"<tr><td>{escaped(path.name)}</td><td>{size / 2**20:,.1f} MiB</td></tr>"
+    return f'<h2>Checkpoints</h2><div class="scroll"><table>{lines}</table></div>'

@@ -1,0 +1,237 @@
+"""The processes of a run seen from inside one of them: rank, device, threads, seeds, and what they agree on."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import datetime
+import functools
+import logging
+import os
+import pickle
+import platform
+import random
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cdrmix.config.schema import Config
+from cdrmix.errors import ConfigError
+from cdrmix.kernels.common.products import multiplies_on_one_thread, multiply_on_one_thread, set_num_threads
+from cdrmix.train.device import check_cpu, check_gpu, device_type
+from cdrmix.train.threads import candidates
+
+Item = TypeVar("Item")
+
+# Of a collective over tensors, in which the processes are as far apart as their work on one step, and of the start.
+TIMEOUT = datetime.timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class World:
+    """One process among `size`. Every method is called by all of them together."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process writes what the run has only one of."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Waits until every process is here."""
+        if self.size > 1:
+            dist.barrier()
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum of `values` over the processes, the same bits in each of them; in place."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set in any process."""
+        return bool(self.total(torch.tensor([float(flag)], device=self.device)).item())
+
+    def gather(self, item: Item) -> list[Item]:
+        """Every process's item, by rank.
+
+        Waits however long the others take, while the first one prepares text or writes a checkpoint. Unlike a
+        collective, which lasts until its timeout, the wait ends at a signal; torchrun ends it when a process dies.
+        """
+        if self.size == 1:
+            return [item]
+        store = meeting_point(self.rank, self.size)
+        turn = store.add(f"turns of {self.rank}", 1)
+        keys = [f"item {turn} of {rank}" for rank in range(self.size)]
+        store.set(keys[self.rank], pickle.dumps(item))  # type: ignore[arg-type]  # its stub has forgotten bytes
+        _wait(lambda: store.check(keys))
+        items: list[Item] = [pickle.loads(store.get(key)) for key in keys]
+        readers = f"readers of {turn}"
+        store.add(readers, 1)
+        if self.rank == 0:  # which may hold the store: it goes on, and perhaps ends, when all have read
+            _wait(lambda: store.add(readers, 0) == self.size)
+            for key in (*keys, readers):
+                store.delete_key(key)
+        return items
+
+
+def join(config: Config) -> World:
+    """This process's place among the run's processes, with device, threads and determinism settled.
+
+    Reads RANK, WORLD_SIZE and LOCAL_RANK as torchrun sets them; without them this is the only process,
+    and no port is opened. May be called again: the process group is made once and ended at exit.
+    Raises ConfigError when the device asked for is missing, or cannot run the precision.
+    """
+    rank, size, local_rank = rank_size_local_rank()
+    device = _device(config, local_rank)
+    set_num_threads(threads(config, int(os.environ.get("LOCAL_WORLD_SIZE", size))))
+    be_deterministic()
+    keep_freed_memory()
+    _join_process_group(rank, size, local_rank, device)
+    return World(rank, size, local_rank, device)
+
+
+@functools.cache
+def meeting_point(rank: int, size: int) -> dist.Store:
+    """The key-value store by which this process finds the others; torchrun's, or one in the process of rank 0."""
+    store, *_ = next(dist.rendezvous("env://", rank, size, timeout=TIMEOUT))
+    return dist.PrefixStore("cdrmix", store)
+
+
+def _wait(done: Callable[[], bool]) -> None:
+    pause = 0.001
+    while not done():
+        time.sleep(pause)
+        pause = min(1.0, pause * 1.5)
+
+
+def work_alone(config: Config, wanted: str | None = None) -> torch.device:
+    """The device of a command that runs a trained model in this process alone; threads and determinism are settled.
+
+    wanted: auto, cpu or cuda, in place of the configuration's run.device.
+    Raises ConfigError when the device asked for is missing.
+    """
+    device = device_type(wanted or config.run.device)
+    set_num_threads(threads(config, 1))
+    be_deterministic()
+    return torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
+
+
+def rank_size_local_rank() -> tuple[int, int, int]:
+    """This process's rank, the number of processes, and the rank within the machine, from the environment."""
+    environment = os.environ
+    return int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1)), int(environment.get("LOCAL_RANK", 0))
+
+
+def threads(config: Config, processes: int) -> int:
+    """CPU threads of one process at most: `run.threads`, or the cores it may use divided by the processes."""
+    return config.run.threads or max(1, len(os.sched_getaffinity(0)) // processes)
+
+
+def any_threads(config: Config, device: torch.device) -> bool:
+    """Whether any number of CPU threads trains the same bits: on a GPU, and in float32 where the products see to it."""
+    return device.type != "cpu" or (config.train.precision == "fp32" and multiplies_on_one_thread())
+
+
+def thread_numbers(config: Config, world: World) -> list[int]:
+    """The numbers of CPU threads to choose from by measurement; one where there is nothing to choose.
+
+    That is so with a number in `run.threads`, on a GPU, with several processes, which would slow one another, and where
+    bits depend on the number.
+    """
+    most = threads(config, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
+    if config.run.threads or world.size > 1 or world.device.type != "cpu" or not any_threads(config, world.device):
+        return [most]
+    return candidates(most)
+
+
+def be_deterministic() -> None:
+    """Makes PyTorch refuse operations whose result depends on timing, on every device, or on a CPU on its threads."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+    os.environ.setdefault("NCCL_ALGO", "Ring")  # one order of summation
+    torch.use_deterministic_algorithms(True)
+    # That also fills every torch.empty, which costs a pass over memory; our code never reads what it did not write.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = False
+    multiply_on_one_thread()
+
+
+def keep_freed_memory() -> None:
+    """Lets glibc keep what PyTorch frees, instead of giving every tensor's pages back and faulting them in again.
+
+    Measured on core-tiny, one CPU thread: 10,000 page faults a step become none, 5 % of its time. Settings that
+    the environment makes (MALLOC_ARENA_MAX and its kin) win; another C library is left alone.
+    """
+    if platform.libc_ver()[0] != "glibc" or any(name.startswith("MALLOC_") for name in os.environ):
+        return
+    libc = ctypes.CDLL(None)
+    arena_max, mmap_threshold, top_pad, trim_threshold = -8, -3, -2, -1  # malloc.h
+    libc.mallopt(arena_max, 1)  # the backward pass runs in a thread of its own; one heap serves both
+    libc.mallopt(mmap_threshold, 32 * 2**20)  # the largest that glibc allows
+    libc.mallopt(top_pad, 256 * 2**20)
+    libc.mallopt(trim_threshold, 2**31 - 1)
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds Python, NumPy and PyTorch (all devices)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002  the global generator that libraries draw from
+    torch.manual_seed(seed)
+
+
+def _device(config: Config, local_rank: int) -> torch.device:
+    if device_type(config.run.device) == "cpu":
+        check_cpu(config.train.precision)
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"--nproc asks for more processes than the {torch.cuda.device_count()} GPUs of this machine; one each"
+        )
+    device = torch.device("cuda", local_rank)
+    check_gpu(device, config.train.precision)
+    torch.cuda.set_device(local_rank)
+    return device
+
+
+def _join_process_group(rank: int, size: int, local_rank: int, device: torch.device) -> None:
+    # Said at every step by the DeepSpeed and PyTorch of today about each other; nothing that a user could change.
+    warnings.filterwarnings("ignore", message=r"`torch\.(distributed|jit)\.\w+` is deprecated")
+    os.environ.setdefault("DS_ACCELERATOR", device.type)  # read when deepspeed is first imported
+    os.environ.setdefault("LOCAL_RANK", str(local_rank))  # deepspeed insists on it
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if dist.is_initialized():
+        if dist.get_backend() != backend:
+            raise ConfigError(f"run.device: {device.type}, but this process already runs over {dist.get_backend()}")
+        return
+    import deepspeed  # here and not above: it reads DS_ACCELERATOR, and takes a second
+    from deepspeed.utils import logger
+
+    logger.setLevel(logging.WARNING)
+    # Otherwise DeepSpeed compiles a shared-memory operator at the first start, for 40 s; gloo serves.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        store = meeting_point(rank, size)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    deepspeed.init_distributed(dist_backend=backend, verbose=False)
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    # A peer may be gone already, and the process is ending: nothing is left to be done about it.
+    with contextlib.suppress(RuntimeError, ValueError):
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,342 @@
+"""A run from raw text to an exported model: prepare, stage A, stage B, evaluate, export, sample, report.
+
+Every step leaves its result in the run folder or the data cache and is passed over when that is there, so a
+run that was stopped anywhere goes on with what is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from cdrmix.config.load import config_hash, load_config
+from cdrmix.config.schema import Config
+from cdrmix.config.schema_data import Tokenizer
+from cdrmix.data.prepare import prepare
+from cdrmix.data.shards import ShardSet, open_shards
+from cdrmix.data.tokenizer import TextTokenizer
+from cdrmix.durable import sha256_file
+from cdrmix.errors import CdrmixError, CheckpointError, ExportMismatchError
+from cdrmix.eval.perplexity import HeldOut, held_out
+from cdrmix.hf.card import STAGE_A_ONLY
+from cdrmix.hf.export import SUMS, Loaded, export_model, exported_step, load_model, run_of, step_of, verify
+from cdrmix.hf.rwkv_names import export_official_rwkv7
+from cdrmix.inference.generate import Sampling, generate
+from cdrmix.plan.fit import check_memory
+from cdrmix.plan.machine import machine_for
+from cdrmix.plan.parameters import count_parameters
+from cdrmix.reason.build import load_stage_b
+from cdrmix.reason.demo import demonstrate
+from cdrmix.reason.episodes import check_episodes
+from cdrmix.reason.evaluation import evaluate_stage_b
+from cdrmix.reason.session import Session
+from cdrmix.reason.stage_b import check_stage_b, spans, train_stage_b
+from cdrmix.report.report import write_report
+from cdrmix.train.checkpoint import list_checkpoints, newest_whole_checkpoint
+from cdrmix.train.distributed import World, join, work_alone
+from cdrmix.train.launch import check_processes
+from cdrmix.train.metrics import amount, check_trackers
+from cdrmix.train.run_folder import RunFolder
+from cdrmix.train.stage_a import train
+
+Item = TypeVar("Item")
+
+SAMPLE_PROMPT = "def "
+SAMPLE = Sampling(temperature=0.6, top_p=0.9, max_new_tokens=160)
+
+
+def run_all(config: Config, resume: str | None = None) -> Path:
+    """Does whatever is not done yet; every process of the run calls it. Returns the run folder's path.
+
+    resume: None starts a new run; 'auto' goes on with the newest unfinished one of this configuration, if
+    there is one; a path goes on with that one. The last line printed is the run folder's path.
+    """
+    world = join(config)
+    check_processes(config, world.size)
+    check_trackers(config)
+    if config.reasoning is None or config.reasoning.backbone is None:
+        _first_process(
+            world,
+            lambda: check_memory(config, machine_for(config, None, world.size), world.size, say=_to_standard_error),
+        )
+    stage_b = config.kind == "reasoning" and bool(spans(config))
+    if stage_b and resume is None:
+        check_stage_b(config)
+    run = _run_folder(config, resume, world)
+    with contextlib.ExitStack() as stack:
+        _first_process(world, lambda: stack.enter_context(run.held()))
+        if config.kind == "reasoning" and not stage_b:
+            run.say(STAGE_A_ONLY)
+            run.update_summary({"not_trained": STAGE_A_ONLY})
+        shards = _prepare(config, run, world)
+        if stage_b:
+            check_episodes(config, TextTokenizer.load(shards.tokenizer_path, config.data.tokenizer.end_of_text))
+        if config.reasoning is None or config.reasoning.backbone is None:
+            _train(config, run, shards, world, resume)
+        if stage_b:
+            _train_stage_b(config, run, shards, world)
+        if world.writes:
+            _after_training(run, shards, world.device)
+            print(run.path, flush=True)
+    return run.path
+
+
+def _first_process(world: World, action: Callable[[], Item]) -> Item:
+    """What the action returns in the first process, in all of them; a CdrmixError of it is raised in all of them."""
+    outcome: tuple[Item | None, CdrmixError | None] = (None, None)
+    if world.writes:
+        try:
+            outcome = (action(), None)
+        except CdrmixError as error:
+            outcome = (None, error)
+    item, problem = world.gather(outcome)[0]
+    if problem is not None:
+        raise problem
+    return item  # type: ignore[return-value]
+
+
+def _run_folder(config: Config, resume: str | None, world: World) -> RunFolder:
+    def choose() -> Path:
+        run = RunFolder.resume(config, resume) if resume else None
+        if run is not None:
+            run.say(f"Going on with {run.path} ({config.run.name}, seed {config.run.seed})")
+            return run.path
+        run = RunFolder.create(config)
+        run.say(f"Run {run.path} ({config.run.name}, seed {config.run.seed})")
+        if resume:
+            run.say(f"No unfinished run of this configuration ({config_hash(config)[:8]}) in {config.run.root}")
+        return run.path
+
+    return RunFolder.open(_first_process(world, choose), writes=world.writes)
+
+
+def _prepare(config: Config, run: RunFolder, world: World) -> ShardSet:
+    made: list[ShardSet] = []
+
+    def make() -> Path:
+        made.append(prepare(config, say=run.say))
+        run.keep_text(made[0].fingerprint)
+        return made[0].path
+
+    path = _first_process(world, make)
+    shards = made[0] if made else open_shards(path, verify=False)  # the first process has just hashed every file
+    run.keep_tokenizer(shards.tokenizer_path)
+    run.update_summary(
+        {
+            "corpus": {
+                "source": config.data.source_kinds(),
+                "shards": str(shards.path),
+                "index_sha256": sha256_file(shards.path / "index.json"),
+                "tokenizer_sha256": shards.tokenizer_fingerprint,
+                **shards.report,
+            }
+        }
+    )
+    return shards
+
+
+def _train(config: Config, run: RunFolder, shards: ShardSet, world: World, resume: str | None) -> None:
+    if world.gather(world.writes and _finished(config, run))[0]:
+        run.say(f"Stage A is finished: {config.train.steps} steps")
+        return
+    count = count_parameters(config.model, config.reasoning)
+    run.update_summary({"parameters": {"stored": count.total_stored, "active": count.total_active, **count.stored}})
+    run.say(
+        f"Stage A: {config.train.steps} steps of {config.train.batch_rows} rows, {world.size} process(es) on "
+        f"{world.device.type}; {amount(count.total_stored)} parameters, {amount(count.total_active)} active"
+    )
+    result = train(config, run, shards, resume=resume)
+    run.update_summary(
+        {"stage_a": {name: value for name, value in result._asdict().items() if not isinstance(value, Path)}}
+    )
+
+
+def _train_stage_b(config: Config, run: RunFolder, shards: ShardSet, world: World) -> None:
+    last = spans(config)[-1]
+    if world.gather(world.writes and _reached(run, "stage_b", last.last))[0]:
+        run.say(f"Stage B is finished: {last.last} steps")
+        return
+    if world.writes and "held_out_before" not in run.summary() and run.checkpoints.joinpath("latest").is_file():
+        loaded = load_model(run.path, world.device)
+        if loaded.step == config.train.steps:  # what stage B must not lose
+            run.update_summary({"held_out_before": dataclasses.asdict(_held_out(loaded, shards, config))})
+    phases = ", ".join(f"{span.name} {span.section.steps}" for span in spans(config))
+    run.say(f"Stage B, steps by phase: {phases}")
+    result = train_stage_b(config, run, shards)
+    run.update_summary({"stage_b": {"step": result.step, "seconds": result.seconds}})
+
+
+def _finished(config: Config, run: RunFolder) -> bool:
+    """Whether the last step's checkpoint is there and whole; nothing is hashed for an earlier one."""
+    # After a signal in the last step its checkpoint is there, but neither its validation nor the summary.
+    return _reached(run, "stage_a", config.train.steps)
+
+
+def _reached(run: RunFolder, stage: str, step: int) -> bool:
+    if stage not in run.summary():
+        return False
+    last = [path for path in list_checkpoints(run.checkpoints) if step_of(path) >= step]
+    return bool(last) and newest_whole_checkpoint(run.checkpoints) in last
+
+
+def _after_training(run: RunFolder, shards: ShardSet, device: torch.device) -> None:
+    loaded = load_model(run.path, device)
+    if run.summary().get("held_out_step") != loaded.step:
+        figures = _held_out(loaded, shards, loaded.config)
+        run.update_summary({"held_out": dataclasses.asdict(figures), "held_out_step": loaded.step})
+        run.say(held_out_table(figures))
+    if (
+        loaded.config.reasoning is not None
+        and spans(loaded.config)
+        and run.summary().get("mechanisms_step") != loaded.step
+    ):
+        found = evaluate_stage_b(load_stage_b(loaded), loaded.config, loaded.tokenizer, run.say)
+        run.update_summary({"mechanisms": found, "mechanisms_step": loaded.step})
+    if not _is_exported(run, loaded.step):
+        row = shards.valid.read(0, min(loaded.config.data.row_length, shards.valid.tokens)).tolist()
+        sessions = _demonstrate(loaded, run)
+        export_model(loaded, run.export, summary=run.summary(), held_out_row=row, replace=True, attachments=sessions)
+        run.say(f"Exported to {run.export}: read back, the same logits bit for bit")
+        if sessions:
+            _answers_the_same(run)
+    sizes = [path.stat().st_size for path in run.export.iterdir()]
+    run.update_summary({"export": {"path": run.export.name, "files": len(sizes), "bytes": sum(sizes)}})
+    text = "".join(generate(loaded.model, loaded.tokenizer, SAMPLE_PROMPT, SAMPLE))
+    run.update_summary({"sample": {"prompt": SAMPLE_PROMPT, "text": text}})
+    run.say(f"It writes:\n{SAMPLE_PROMPT}{text}\n")
+    write_report(run)
+    run.update_summary({"finished": True})
+    run.say(f"Report: {run.report}")
+
+
+def _demonstrate(loaded: Loaded, run: RunFolder) -> list[Path]:
+    """Of a model that has been through stage B on text: a document read before one's eyes, and what is remembered."""
+    reasoning = loaded.config.reasoning
+    if reasoning is None or not spans(loaded.config) or reasoning.agent.tokens:
+        return []
+    run.session.unlink(missing_ok=True)
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        lines.append(line)
+        run.say(line)
+
+    answers = demonstrate(loaded, session=run.session, say=say)
+    run.update_summary({"demonstration": {"lines": lines, "answers": list(answers)}})
+    return [run.session]
+
+
+def _answers_the_same(run: RunFolder) -> None:
+    """Raises ExportMismatchError where the exported model, with the exported memory, answers otherwise than before."""
+    loaded = load_model(run.export)
+    answers = Session.load(loaded, run.export / run.session.name).answer()
+    before = run.summary()["demonstration"]["answers"]
+    if list(answers) != before:
+        raise ExportMismatchError(
+            f"the exported model, read back with its memory, answers {list(answers)}, not {before}"
+        )
+    run.say("Read back with its memory, it answers the same")
+
+
+def _is_exported(run: RunFolder, step: int) -> bool:
+    """Whether the run's export/ holds the model of that step, whole; it does not if training went on after it.
+
+    Says why an export that is there is made anew.
+    """
+    if not run.export.exists():
+        return False
+    exported = exported_step(run.export)
+    if exported != step:
+        run.say(f"{run.export} holds the model of step {exported}, not of {step}: it is made anew")
+        return False
+    try:
+        verify(run.export)
+    except CheckpointError as error:
+        run.say(f"{error}: it is made anew")
+        return False
+    return True
+
+
+def _held_out(loaded: Loaded, shards: ShardSet, config: Config) -> HeldOut:
+    rows = {"row_length": config.data.row_length, "micro_batch_rows": config.train.micro_batch_rows}
+    return held_out(loaded.model, shards.valid, **rows)
+
+
+def evaluate_model(
+    model: Path, config_path: Path | None = None, overrides: Sequence[str] = (), *, device: str | None = None
+) -> HeldOut:
+    """The held-out figures of the model in a run, checkpoint or export folder.
+
+    The text is that of the model's own configuration, or of another one, or of overridden keys; it is cut into
+    tokens by the model's tokenizer. device: auto, cpu or cuda, in place of the configuration's run.device.
+    Progress of a preparation goes to standard error, where it does not mix with the figures.
+    """
+    loaded = load_alone(model, device)
+    folder = model if (model / "tokenizer.json").is_file() else run_of(model).path
+    config = load_config(config_path or folder / "config_snapshot.yaml", overrides)
+    if config.data == loaded.config.data and not (config_path or overrides):
+        shards = prepare(config, say=_to_standard_error)
+        if shards.tokenizer_fingerprint == loaded.tokenizer.fingerprint:
+            return _held_out(loaded, shards, config)
+    tokenizer = Tokenizer(
+        path=str((folder / "tokenizer.json").resolve()), end_of_text=loaded.config.data.tokenizer.end_of_text
+    )
+    data = config.data.model_copy(update={"tokenizer": tokenizer})
+    config = config.model_copy(update={"data": data, "model": loaded.config.model})
+    return _held_out(loaded, prepare(config, say=_to_standard_error), config)
+
+
+def load_alone(model: Path, device: str | None = None) -> Loaded:
+    """The model on the device that it is to run on, in this process alone, with the threads its configuration says.
+
+    device: auto, cpu or cuda, in place of the configuration's run.device.
+    """
+    loaded = load_model(model)
+    return loaded._replace(model=loaded.model.to(work_alone(loaded.config, device)))
+
+
+def _to_standard_error(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def export_to(model: Path, out: Path | None) -> Path:
+    """Exports the model of a run or checkpoint folder to `out`, or to export/ in its run folder.
+
+    Raises ConfigError when another process works on the run whose export/ is to be written.
+    """
+    if (model / SUMS).is_file():
+        raise CheckpointError(f"{model} is an exported model already")
+    run = RunFolder.open(run_of(model).path)
+    with contextlib.nullcontext() if out else run.held():
+        return export_model(load_model(model), out or run.export, summary=run.summary())
+
+
+def export_rwkv(model: Path, out: Path) -> Path:
+    """Writes the model of a run, checkpoint or export folder as a .pth file that the `rwkv` package reads.
+
+    Raises ConfigError, with every reason, for a model that is not a pure RWKV-7.
+    """
+    loaded = load_model(model)
+    return export_official_rwkv7(loaded.config.model, loaded.model.state_dict(), out)
+
+
+def held_out_table(figures: HeldOut) -> str:
+    """The figures as aligned lines."""
+    ratio = figures.bits_per_byte / figures.unigram_bits_per_byte
+    return "\n".join(
+        [
+            f"Held-out text: {figures.tokens:,} tokens, {figures.text_bytes:,} bytes",
+            f"  {'':<12}{'bits per byte':>14}",
+            f"  {'model':<12}{figures.bits_per_byte:>14.4f}   {ratio:.3f} of the unigram's; "
+            f"perplexity {figures.perplexity:.3f} a token",
+            f"  {'unigram':<12}{figures.unigram_bits_per_byte:>14.4f}",
+            f"  {'gzip -9':<12}{figures.gzip9_bits_per_byte:>14.4f}",
+            f"  {'zstd -19':<12}{figures.zstd19_bits_per_byte:>14.4f}",
+        ]
+    )

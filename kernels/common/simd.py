@@ -1,0 +1,277 @@
+"""Vectors of 8 float32 for loops that numba compiles, where LLVM does not find the register blocking by itself.
+
+Accumulators that numba keeps in arrays stay in memory. Everything is passed as an address and counted in floats; the
+caller keeps the tensors alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic, models, register_model
+
+from cdrmix.kernels.common.numba_cache import compiled
+
+LANES = 8  # one AVX register, two of NEON's
+LINE = 16  # floats of a cache line
+
+_FLOAT = ir.FloatType()
+_VECTOR = ir.VectorType(_FLOAT, LANES)
+
+
+class _Lanes(types.Type):
+    """Numba's name for 8 float32 in one register."""
+
+    def __init__(self) -> None:
+        super().__init__(name="float32x8")
+
+
+_lanes = _Lanes()
+
+
+@register_model(_Lanes)
+class _LanesModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, kind: Any) -> None:
+        super().__init__(manager, kind, _VECTOR)
+
+
+def _pointer(builder: Any, base: Any, index: Any, kind: Any) -> Any:
+    element = builder.gep(builder.inttoptr(base, _FLOAT.as_pointer()), [index])
+    return builder.bitcast(element, kind.as_pointer())
+
+
+def _constant(value: float) -> Any:
+    return ir.Constant(_VECTOR, [value] * LANES)
+
+
+def _shuffle(builder: Any, x: Any, y: Any, indices: list[int]) -> Any:
+    return builder.shuffle_vector(x, y, ir.Constant(ir.VectorType(ir.IntType(32), len(indices)), indices))
+
+
+def _splat(builder: Any, scalar: Any) -> Any:
+    vector = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), scalar, ir.Constant(ir.IntType(32), 0))
+    return _shuffle(builder, vector, vector, [0] * LANES)
+
+
+def _fused(builder: Any, x: Any, y: Any, z: Any) -> Any:
+    """x y + z, in one rounding where the machine has the instruction."""
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fmuladd.v{LANES}f32"
+    )
+    return builder.call(function, [x, y, z])
+
+
+def _load8(builder: Any, base: Any, index: Any) -> Any:
+    return builder.load(_pointer(builder, base, index, _VECTOR), align=4)
+
+
+def _store8(builder: Any, base: Any, index: Any, x: Any) -> None:
+    builder.store(x, _pointer(builder, base, index, _VECTOR), align=4)
+
+
+@intrinsic
+def load(_context: Any, base: Any, index: Any) -> Any:
+    """Floats [index, index + 8) from an address."""
+    return _lanes(types.int64, types.int64), lambda context, builder, signature, at: _load8(builder, *at)
+
+
+@intrinsic
+def store(_context: Any, base: Any, index: Any, x: Any) -> Any:
+    """Floats [index, index + 8) from an address become x."""
+
+    def generate(context: Any, builder: Any, signature: Any, at: Any) -> Any:
+        _store8(builder, *at)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, _lanes), generate
+
+
+@intrinsic
+def prefetch(_context: Any, base: Any, index: Any) -> Any:
+    """Ask for the cache line of the float at index; the address may be anything."""
+
+    def generate(context: Any, builder: Any, signature: Any, at: Any) -> Any:
+        base, index = at
+        pointer = _pointer(builder, base, index, ir.IntType(8))
+        flags = [ir.Constant(ir.IntType(32), flag) for flag in (0, 3, 1)]  # to read, into the nearest cache, data
+        kind = ir.FunctionType(ir.VoidType(), [pointer.type, *[flag.type for flag in flags]])
+        builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0"), [pointer, *flags])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def spread(_context: Any, base: Any, index: Any) -> Any:
+    """The float at index in every lane."""
+
+    def generate(context: Any, builder: Any, signature: Any, at: Any) -> Any:
+        base, index = at
+        return _splat(builder, builder.load(_pointer(builder, base, index, _FLOAT), align=4))
+
+    return _lanes(types.int64, types.int64), generate
+
+
+@intrinsic
+def number(_context: Any, base: Any, index: Any) -> Any:
+    """The float at index."""
+
+    def generate(context: Any, builder: Any, signature: Any, at: Any) -> Any:
+        base, index = at
+        return builder.load(_pointer(builder, base, index, _FLOAT), align=4)
+
+    return types.float32(types.int64, types.int64), generate
+
+
+@intrinsic
+def put(_context: Any, base: Any, index: Any, x: Any) -> Any:
+    """The float at index becomes x."""
+
+    def generate(context: Any, builder: Any, signature: Any, at: Any) -> Any:
+        base, index, x = at
+        builder.store(x, _pointer(builder, base, index, _FLOAT), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32), generate
+
+
+@intrinsic
+def integer(_context: Any, base: Any, index: Any) -> Any:
+    """The int64 at index."""
+
+    def generate(context: Any, builder: Any, signature: Any, at: Any) -> Any:
+        base, index = at
+        return builder.load(builder.gep(builder.inttoptr(base, index.type.as_pointer()), [index]))
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def zero(_context: Any) -> Any:
+    return _lanes(), lambda context, builder, signature, none: _constant(0.0)
+
+
+@intrinsic
+def times(_context: Any, x: Any, y: Any) -> Any:
+    return _lanes(_lanes, _lanes), lambda context, builder, signature, xy: builder.fmul(*xy)
+
+
+@intrinsic
+def plus(_context: Any, x: Any, y: Any) -> Any:
+    return _lanes(_lanes, _lanes), lambda context, builder, signature, xy: builder.fadd(*xy)
+
+
+@intrinsic
+def fused(_context: Any, x: Any, y: Any, z: Any) -> Any:
+    """x y + z."""
+    return _lanes(_lanes, _lanes, _lanes), lambda context, builder, signature, xyz: _fused(builder, *xyz)
+
+
+@intrinsic
+def exponential(_context: Any, x: Any) -> Any:
+    """e^x to 2 units in the last place: 2^n times a polynomial on |f| <= ln(2) / 2; e^-87 below -87.
+
+    Ours, so that its bits do not depend on where in a tensor an element stands. The C library's has one lane.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        (x,) = arguments
+        for bound, beyond in ((-87.0, "<"), (88.0, ">")):  # NaN compares false and stays
+            x = builder.select(builder.fcmp_ordered(beyond, x, _constant(bound)), _constant(bound), x)
+        shift = _constant(1.5 * 2**23)  # adding it rounds to an integer, in the low bits
+        shifted = _fused(builder, x, _constant(1.4426950408889634), shift)
+        n = builder.fsub(shifted, shift)
+        f = _fused(builder, n, _constant(-0.693359375), x)  # ln 2 in two parts, n times the first is exact
+        f = _fused(builder, n, _constant(2.12194440e-4), f)
+        p = _constant(1 / 5040)
+        for divisor in (720, 120, 24, 6, 2, 1, 1):  # Taylor: the first term left out is f^8 / 8! < 6e-9
+            p = _fused(builder, p, f, _constant(1 / divisor))
+        integers = ir.VectorType(ir.IntType(32), LANES)
+        exponent = builder.shl(builder.bitcast(shifted, integers), ir.Constant(integers, [23] * LANES))
+        power = builder.add(exponent, ir.Constant(integers, [127 << 23] * LANES))
+        return builder.fmul(p, builder.bitcast(power, _VECTOR))
+
+    return _lanes(_lanes), generate
+
+
+@intrinsic
+def zero_below(_context: Any, x: Any, y: Any) -> Any:
+    """y, but 0 where x < -87, from where on `exponential` stands still."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        x, y = arguments
+        return builder.select(builder.fcmp_ordered("<", x, _constant(-87.0)), _constant(0.0), y)
+
+    return _lanes(_lanes, _lanes), generate
+
+
+@intrinsic
+def row_sums(_context: Any, base: Any, index: Any) -> Any:
+    """The sums of 8 rows of 8 floats, by halving: 14 shuffles and 7 additions."""
+
+    def generate(context: Any, builder: Any, signature: Any, at: Any) -> Any:
+        base, index = at
+        rows = [_load8(builder, base, builder.add(index, index.type(8 * i))) for i in range(8)]
+        for _ in range(2):
+            rows = [
+                builder.fadd(
+                    _shuffle(builder, x, y, [0, 2, 8, 10, 4, 6, 12, 14]),
+                    _shuffle(builder, x, y, [1, 3, 9, 11, 5, 7, 13, 15]),
+                )
+                for x, y in zip(rows[::2], rows[1::2], strict=True)
+            ]
+        low, high = [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]
+        return builder.fadd(_shuffle(builder, rows[0], rows[1], low), _shuffle(builder, rows[0], rows[1], high))
+
+    return _lanes(types.int64, types.int64), generate
+
+
+@intrinsic
+def transpose(_context: Any, source: Any, at: Any, stride: Any, target: Any, to: Any, step: Any) -> Any:
+    """An 8 x 8 block, rows `stride` floats apart, into one with rows `step` floats apart."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        source, at, stride, target, to, step = arguments
+        rows = [_load8(builder, source, builder.add(at, builder.mul(stride, at.type(i)))) for i in range(8)]
+        for distance in (4, 2, 1):  # swap the off-diagonal blocks of 4, then of 2, then of 1
+            for i in range(8):
+                if i & distance:
+                    continue
+                x, y = rows[i], rows[i + distance]
+                low = [lane if not lane & distance else 8 + lane - distance for lane in range(8)]
+                high = [lane + distance if not lane & distance else 8 + lane for lane in range(8)]
+                rows[i], rows[i + distance] = _shuffle(builder, x, y, low), _shuffle(builder, x, y, high)
+        for i, row in enumerate(rows):
+            _store8(builder, target, builder.add(to, builder.mul(step, to.type(i))), row)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6), generate
+
+
+def loop(function: Callable[..., None]) -> Any:
+    """A loop that Python calls: compiled on first use and kept on disk, without the interpreter's lock."""
+    return compiled(function, {"nogil": True})
+
+
+@njit(nogil=True)
+def copy(source, at, target, to, count):  # type: ignore[no-untyped-def]
+    """`count` floats, a multiple of 8."""
+    for i in range(0, count, LANES):
+        store(target, to + i, load(source, at + i))
+
+
+@njit(nogil=True)
+def fill(source, target, to, count):  # type: ignore[no-untyped-def]
+    """`count` floats, a multiple of 8, all equal to the first of `source`."""
+    for i in range(0, count, LANES):
+        store(target, to + i, spread(source, 0))
+
+
+@njit(nogil=True)
+def prefetch_span(address, at, count):  # type: ignore[no-untyped-def]
+    for i in range(0, count, LINE):
+        prefetch(address, at + i)

@@ -1,0 +1,1 @@
+"""Cross-entropy of a linear head, fused over chunks of rows."""

@@ -1,0 +1,1 @@
+"""The residual sum and its norm, as one operator."""

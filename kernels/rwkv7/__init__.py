@@ -1,0 +1,1 @@
+"""RWKV-7's recurrence: the generalised delta rule over documents."""
