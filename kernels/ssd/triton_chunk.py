@@ -13,7 +13,8 @@ and backward, with dh the gradient of the state at the chunk's end:
 No term of dl is the difference of two sums, which would cancel where the decay is strong.
 
 Widths are gone through by blocks, the last masked. No dot takes the transpose of a dot's result (see
-kernels/rwkv7/triton_chunk.py): A^T and P^T come out of their products as the next ones take them, and dq as its transpose, which is stored.
+kernels/rwkv7/triton_chunk.py): A^T and P^T come out of their products as the next ones take them, and dq as its
+transpose, which is stored.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
