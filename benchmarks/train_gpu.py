@@ -45,8 +45,9 @@ from cdrmix.plan.fit import GB, fit, shortfall
 from cdrmix.plan.flops import training_flops_per_token
 from cdrmix.plan.machine import machine_for
 from cdrmix.plan.memory import MemoryPlan
+from cdrmix.runtime import seed_everything
 from cdrmix.train.build import build_loss_model
-from cdrmix.train.distributed import World, join, rank_size_local_rank, seed_everything
+from cdrmix.train.distributed import World, join, rank_size_local_rank
 from cdrmix.train.engine import Engine, accumulation, make_engine
 from cdrmix.train.faults import check_finite
 from cdrmix.train.schedule import learning_rate

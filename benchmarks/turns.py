@@ -13,9 +13,9 @@ from cdrmix.config.schema import Config
 from cdrmix.data.batch import Batch
 from cdrmix.data.loader import Prefetcher
 from cdrmix.data.shards import ShardSet
+from cdrmix.run_folder import RunFolder
 from cdrmix.train import stage_a
 from cdrmix.train.distributed import join
-from cdrmix.train.run_folder import RunFolder
 
 OURS = "cdrmix"
 WARMUP_BLOCKS = 1  # first blocks of a timing, thrown away: memory is being allocated

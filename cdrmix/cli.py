@@ -315,7 +315,7 @@ def _print_plan(config: Config, gpu: str | None, processes: int, as_json: bool) 
 
     from cdrmix.plan.machine import machine_for
     from cdrmix.plan.plan import make_plan, plan_table
-    from cdrmix.train.device import check_cpu, check_gpu
+    from cdrmix.runtime import check_cpu, check_gpu
 
     launch.check_processes(config, processes)
     machine = machine_for(config, gpu, processes)
@@ -338,7 +338,7 @@ def _params(options: argparse.Namespace) -> int:
 
 
 def _eval(options: argparse.Namespace) -> int:
-    from cdrmix.train.run_folder import finite
+    from cdrmix.run_folder import finite
     from cdrmix.workflow import evaluate_model, held_out_table
 
     held_out = evaluate_model(options.model, options.config, options.overrides, device=options.device)
@@ -413,7 +413,7 @@ def _compare(options: argparse.Namespace) -> int:
 
 def _report(options: argparse.Namespace) -> int:
     from cdrmix.report.report import write_report
-    from cdrmix.train.run_folder import RunFolder
+    from cdrmix.run_folder import RunFolder
 
     print(write_report(RunFolder.open(options.run)))
     return 0

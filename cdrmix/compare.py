@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cdrmix.hf.export import SUMS, final_weights, load_exported, step_of
-from cdrmix.train.checkpoint import AVERAGE, read_weights
-from cdrmix.train.run_folder import read_metrics
+from cdrmix.inference.checkpoints import AVERAGE, read_weights, step_of
+from cdrmix.inference.load import SUMS, final_weights, load_exported
+from cdrmix.run_folder import read_metrics
 
 
 @dataclass(frozen=True)

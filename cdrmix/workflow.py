@@ -25,9 +25,11 @@ from cdrmix.durable import sha256_file
 from cdrmix.errors import CdrmixError, CheckpointError, ExportMismatchError
 from cdrmix.eval.perplexity import HeldOut, held_out
 from cdrmix.hf.card import STAGE_A_ONLY
-from cdrmix.hf.export import SUMS, Loaded, export_model, exported_step, load_model, run_of, step_of, verify
+from cdrmix.hf.export import export_model, exported_step
 from cdrmix.hf.rwkv_names import export_official_rwkv7
+from cdrmix.inference.checkpoints import list_checkpoints, newest_whole_checkpoint, step_of
 from cdrmix.inference.generate import Sampling, generate
+from cdrmix.inference.load import SUMS, Loaded, load_model, run_of, verify
 from cdrmix.plan.fit import check_memory
 from cdrmix.plan.machine import machine_for
 from cdrmix.plan.parameters import count_parameters
@@ -38,11 +40,11 @@ from cdrmix.reason.evaluation import evaluate_stage_b
 from cdrmix.reason.session import Session
 from cdrmix.reason.stage_b import check_stage_b, spans, train_stage_b
 from cdrmix.report.report import write_report
-from cdrmix.train.checkpoint import list_checkpoints, newest_whole_checkpoint
-from cdrmix.train.distributed import World, join, work_alone
+from cdrmix.run_folder import RunFolder
+from cdrmix.runtime import work_alone
+from cdrmix.train.distributed import World, join
 from cdrmix.train.launch import check_processes
 from cdrmix.train.metrics import amount, check_trackers
-from cdrmix.train.run_folder import RunFolder
 from cdrmix.train.stage_a import train
 
 Item = TypeVar("Item")

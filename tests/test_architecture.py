@@ -26,6 +26,7 @@ LAYERS = [
     {"__init__", "errors", "registry", "page", "gpus"},
     {"durable", "kernels", "_dedup", "_text"},
     {"config", "ops"},
+    {"run_folder", "runtime"},
     {"data", "model"},  # these two never meet: a Batch passes between them
     {"eval", "inference"},
     {"train"},
@@ -68,7 +69,8 @@ OWNERS = {
     ](),  # its model alone is read, by cdrmix/data/cleaning/language.py; importing it takes 0.2 s
     "safetensors": {
         "cdrmix/durable.py",  # knows a full disk by its error
-        "cdrmix/train/checkpoint.py",
+        "cdrmix/train/checkpoint.py",  # writes what the next one reads
+        "cdrmix/inference",
         "cdrmix/hf",  # the format is the same, but an export is cut into shards and read by others
         "cdrmix/reason/session.py",  # what is remembered of one document: no model's weights
         "cdrmix/compare.py",  # two files bit for bit, whichever of the two packages wrote them

@@ -10,7 +10,7 @@ import torch
 from cdrmix.config.schema import Config
 from cdrmix.gpus import GPUS, Gpu, gpu_named, gpu_of_key
 from cdrmix.ops.backend import Platform
-from cdrmix.train.device import device_type
+from cdrmix.runtime import device_type
 
 CGROUPS = Path("/sys/fs/cgroup")
 UNLIMITED = 1 << 60  # cgroup v1 says "no limit" by a number about as large as an address

@@ -8,7 +8,8 @@ from cdrmix.data.loader import train_loader
 from cdrmix.data.shards import ShardSet
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import CheckpointError
-from cdrmix.hf.export import HEADS, Loaded
+from cdrmix.inference.checkpoints import state_dict_mismatch
+from cdrmix.inference.load import HEADS, Loaded
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.reason.agent.imitation import ImitationPhase
 from cdrmix.reason.agent.policy import PolicyPhase
@@ -21,7 +22,6 @@ from cdrmix.reason.operations.phase import OperationsImitationPhase, OperationsP
 from cdrmix.reason.phase import Phase
 from cdrmix.reason.plasticity.phase import PlasticityPhase
 from cdrmix.train.build import narrow_residual
-from cdrmix.train.checkpoint import misfit
 from cdrmix.train.distributed import World
 from cdrmix.train.expert_parallel import expert_layer
 
@@ -45,7 +45,7 @@ def load_stage_b(loaded: Loaded) -> StageBModel:
     assert loaded.config.reasoning is not None
     model = with_heads(loaded.model, loaded.config.model, loaded.config.reasoning)
     wanted = {name: tensor.shape for name, tensor in model.state_dict().items() if name.split(".")[0] in HEADS}
-    problem = misfit(loaded.heads, wanted)
+    problem = state_dict_mismatch(loaded.heads, wanted)
     if problem is not None:
         raise CheckpointError(f"the model of step {loaded.step} has not the heads of its configuration: it {problem}")
     model.load_state_dict(dict(loaded.heads), strict=False)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cdrmix.data.tasks import TASKS, episode
 from cdrmix.errors import ConfigError
-from cdrmix.hf.export import Loaded
+from cdrmix.inference.load import Loaded
 from cdrmix.reason.episodes import FIRST_HELD_OUT
 from cdrmix.reason.session import Answers, Session, describe, reader_of_text
 

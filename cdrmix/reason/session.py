@@ -22,7 +22,7 @@ from cdrmix.config.schema_reasoning import Reasoning
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.durable import disk_guard
 from cdrmix.errors import CheckpointError, ConfigError
-from cdrmix.hf.export import Loaded
+from cdrmix.inference.load import Loaded
 from cdrmix.model.cache import filled, flattened
 from cdrmix.reason.agent.agent import TokenMemory, Window
 from cdrmix.reason.build import load_stage_b

@@ -21,25 +21,19 @@ from cdrmix.config.schema_reasoning import Phase as PhaseSection
 from cdrmix.data.shards import ShardSet
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import CheckpointError, ConfigError, Preempted
-from cdrmix.hf.export import HEADS, backbone_weights
+from cdrmix.inference.checkpoints import MODEL, newest_whole_checkpoint, read_weights, state_dict_mismatch
+from cdrmix.inference.load import HEADS, backbone_weights
 from cdrmix.reason.build import build_model, make_phase
 from cdrmix.reason.episodes import check_episodes
 from cdrmix.reason.model import Loss, PhaseLoss, StageBModel
 from cdrmix.reason.phase import Phase, train_section
-from cdrmix.train.checkpoint import (
-    MODEL,
-    Progress,
-    load_checkpoint,
-    misfit,
-    newest_whole_checkpoint,
-    read_progress,
-    read_weights,
-)
-from cdrmix.train.distributed import World, join, seed_everything
+from cdrmix.run_folder import RunFolder
+from cdrmix.runtime import seed_everything
+from cdrmix.train.checkpoint import Progress, load_checkpoint, read_progress
+from cdrmix.train.distributed import World, join
 from cdrmix.train.engine import Engine, make_engine
 from cdrmix.train.faults import StopRequest, check_finite, memory_guard
 from cdrmix.train.metrics import PhaseConsole, PhaseRecord, Trackers
-from cdrmix.train.run_folder import RunFolder
 from cdrmix.train.schedule import learning_rate
 from cdrmix.train.stage_a import Saver, fingerprints, memory_gib
 from cdrmix.train.zero import zero_stage
@@ -248,7 +242,7 @@ def _begin(
         new = {name: tensor for name, tensor in fresh.items() if is_new(name) and name not in weights}
         other = {name for name in weights if is_new(name) and name not in fresh}  # heads that no phase here wants
         weights = {name: tensor for name, tensor in (weights | new).items() if name not in other}
-        problem = misfit(weights, engine.shapes())
+        problem = state_dict_mismatch(weights, engine.shapes())
     problem = world.gather(problem)[0]
     if problem is not None:
         where = origin / MODEL if origin is not None else "reasoning.backbone"

@@ -21,7 +21,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,21 +29,27 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from cdrmix.config.load import config_hash, dump_config
 from cdrmix.config.schema import Config
 from cdrmix.durable import disk_full, disk_guard, is_disk_full, sha256_file, sync_file, sync_folder, write_atomically
 from cdrmix.errors import CheckpointError, ConfigError, VocabularyError
+from cdrmix.inference.checkpoints import (
+    AVERAGE,
+    FORMAT,
+    MANIFEST,
+    MODEL,
+    list_checkpoints,
+    read_manifest,
+    read_tensors,
+    state_dict_mismatch,
+)
+from cdrmix.run_folder import check_text
 from cdrmix.train.distributed import World
 from cdrmix.train.engine import Engine
-from cdrmix.train.run_folder import check_text
 
-FORMAT = 2  # 2: state.json has the fingerprints of text and tokenizer, and the step of the best checkpoint
-MANIFEST = "manifest.json"
-MODEL = "model.safetensors"
-AVERAGE = "ema.safetensors"
 WHEN_FULL = (
     "The checkpoints already there are whole. Free some space or lower train.keep_last, then continue with "
     "--resume auto."
@@ -175,14 +181,14 @@ def load_checkpoint(engine: Engine, checkpoint: Path, config: Config, fingerprin
             f"{checkpoint} holds optimizer state in ZeRO partitions of train.expert_parallel={held}, and this run has "
             f"{engine.expert_parallel}; resume with train.expert_parallel={held}"
         )
-    weights = _read(checkpoint / MODEL) if world.writes else {}
-    problem = world.gather(misfit(weights, engine.shapes()) if world.writes else None)[0]
+    weights = read_tensors(checkpoint / MODEL) if world.writes else {}
+    problem = world.gather(state_dict_mismatch(weights, engine.shapes()) if world.writes else None)[0]
     if problem is not None:
         raise CheckpointError(f"{checkpoint} does not fit the model: it {problem}")
     engine.load_weights(weights)
     if engine.average is not None:
-        engine.load_average_weights(_read(checkpoint / AVERAGE))
-    engine.load_optimizer_state(_read(checkpoint / _optimizer_file(engine.stage, world.rank)))
+        engine.load_average_weights(read_tensors(checkpoint / AVERAGE))
+    engine.load_optimizer_state(read_tensors(checkpoint / _optimizer_file(engine.stage, world.rank)))
     engine.loss_scale.load(state["loss_scale"])
     generators = checkpoint / f"rng-rank{world.rank}.json"
     if generators.exists():  # a process that was not there before keeps its fresh generators
@@ -194,23 +200,6 @@ def read_progress(checkpoint: Path) -> Progress:
     """How far the run had come at a whole checkpoint."""
     state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
     return Progress(**state["progress"])
-
-
-def misfit(weights: Mapping[str, Tensor], wanted: Mapping[str, Sequence[int]]) -> str | None:
-    """What of some weights does not fit a model that wants those names and shapes, in words; None when all does."""
-    lacking, more = sorted(wanted.keys() - weights.keys()), sorted(weights.keys() - wanted.keys())
-    for what, names in (("lacks", lacking), ("has, beside those of the model,", more)):
-        if names:
-            without = " (it was written by a model without plastic adapters)" if _all_plastic(lacking) else ""
-            return f"{what} {len(names)} tensors, the first is {names[0]}{without}"
-    for name, shape in wanted.items():
-        if list(weights[name].shape) != list(shape):
-            return f"{name} is {list(weights[name].shape)}, but the configuration makes it {list(shape)}"
-    return None
-
-
-def _all_plastic(names: Sequence[str]) -> bool:
-    return bool(names) and all(".plastic." in name for name in names)
 
 
 def differences(checkpoint: Path, engine: Engine) -> list[str]:
@@ -225,47 +214,6 @@ def differences(checkpoint: Path, engine: Engine) -> list[str]:
 def _layout(engine: Engine) -> dict[str, int]:
     layout = {"processes": engine.world.size, "expert_parallel": engine.expert_parallel}
     return layout if engine.any_threads else layout | {"threads": torch.get_num_threads()}
-
-
-def read_weights(checkpoint: Path, *, average: bool = False) -> dict[str, Tensor]:
-    """The fp32 weights of a checkpoint on the CPU, by LanguageModel parameter name; verified before they are read.
-
-    average: the running average (train.ema_decay) in place of the last weights.
-    Raises CheckpointError when the file is missing or differs from its manifest.
-    """
-    name = AVERAGE if average else MODEL
-    files = _manifest(checkpoint)["files"]
-    if name not in files:
-        raise CheckpointError(f"{checkpoint} has no {name}")
-    _verify_file(checkpoint / name, files[name])
-    return _read(checkpoint / name)
-
-
-def newest_whole_checkpoint(folder: Path, say: Callable[[str], None] | None = None) -> Path | None:
-    """The checkpoint of the highest step whose every file has the hash of its manifest; None when there is none.
-
-    say: hears about each newer one that was passed over, and why.
-    """
-    for checkpoint in reversed(list_checkpoints(folder)):
-        try:
-            verify_checkpoint(checkpoint)
-        except CheckpointError as error:
-            if say is not None:
-                say(f"passed over {checkpoint.name}: {error}")
-            continue
-        return checkpoint
-    return None
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Every committed checkpoint folder, whole or not, in order of step."""
-    return sorted(path for path in folder.glob("step-*") if path.is_dir() and path.name[5:].isdigit())
-
-
-def verify_checkpoint(checkpoint: Path) -> None:
-    """Raises CheckpointError when a file is missing, or its size or hash is not that of the manifest."""
-    for name, entry in _manifest(checkpoint)["files"].items():
-        _verify_file(checkpoint / name, entry)
 
 
 def prune(folder: Path, keep_last: int, current: Path) -> None:
@@ -355,38 +303,9 @@ def _entry(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
 
 
-def _manifest(checkpoint: Path) -> dict[str, Any]:
-    path = checkpoint / MANIFEST
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        known = manifest["format"] == FORMAT and isinstance(manifest["files"], dict)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: this is not a whole checkpoint") from None
-    except (ValueError, KeyError, TypeError):
-        raise CheckpointError(f"{path} is corrupt: it is not a checkpoint's manifest") from None
-    if not known:
-        raise CheckpointError(f"{path} has format {manifest['format']!r}; this version reads format {FORMAT}")
-    return manifest
-
-
-def _verify_file(path: Path, entry: dict[str, Any]) -> None:
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing")
-    size = path.stat().st_size
-    if size != entry["bytes"]:
-        raise CheckpointError(f"{path} is corrupt: it has {size} bytes, its manifest says {entry['bytes']}")
-    digest = sha256_file(path)
-    if digest != entry["sha256"]:
-        raise CheckpointError(f"{path} is corrupt: its SHA-256 is {digest}, its manifest says {entry['sha256']}")
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    return load_file(path) if path.stat().st_size else {}
-
-
 def _is_periodic(checkpoint: Path) -> bool:
     try:
-        return bool(_manifest(checkpoint)["periodic"])
+        return bool(read_manifest(checkpoint)["periodic"])
     except (CheckpointError, KeyError):
         return False
 

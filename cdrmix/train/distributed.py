@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import datetime
 import functools
 import logging
 import os
 import pickle
-import platform
-import random
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
-from cdrmix.kernels.common.products import multiplies_on_one_thread, multiply_on_one_thread, set_num_threads
-from cdrmix.train.device import check_cpu, check_gpu, device_type
+from cdrmix.kernels.common.products import multiplies_on_one_thread, set_num_threads
+from cdrmix.runtime import be_deterministic, check_cpu, check_gpu, device_type, keep_freed_memory, threads
 from cdrmix.train.threads import candidates
 
 Item = TypeVar("Item")
@@ -117,27 +113,10 @@ def _wait(done: Callable[[], bool]) -> None:
         pause = min(1.0, pause * 1.5)
 
 
-def work_alone(config: Config, wanted: str | None = None) -> torch.device:
-    """The device of a command that runs a trained model in this process alone; threads and determinism are settled.
-
-    wanted: auto, cpu or cuda, in place of the configuration's run.device.
-    Raises ConfigError when the device asked for is missing.
-    """
-    device = device_type(wanted or config.run.device)
-    set_num_threads(threads(config, 1))
-    be_deterministic()
-    return torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
-
-
 def rank_size_local_rank() -> tuple[int, int, int]:
     """This process's rank, the number of processes, and the rank within the machine, from the environment."""
     environment = os.environ
     return int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1)), int(environment.get("LOCAL_RANK", 0))
-
-
-def threads(config: Config, processes: int) -> int:
-    """CPU threads of one process at most: `run.threads`, or the cores it may use divided by the processes."""
-    return config.run.threads or max(1, len(os.sched_getaffinity(0)) // processes)
 
 
 def any_threads(config: Config, device: torch.device) -> bool:
@@ -155,40 +134,6 @@ def thread_numbers(config: Config, world: World) -> list[int]:
     if config.run.threads or world.size > 1 or world.device.type != "cpu" or not any_threads(config, world.device):
         return [most]
     return candidates(most)
-
-
-def be_deterministic() -> None:
-    """Makes PyTorch refuse operations whose result depends on timing, on every device, or on a CPU on its threads."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
-    os.environ.setdefault("NCCL_ALGO", "Ring")  # one order of summation
-    torch.use_deterministic_algorithms(True)
-    # That also fills every torch.empty, which costs a pass over memory; our code never reads what it did not write.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.backends.cudnn.benchmark = False
-    multiply_on_one_thread()
-
-
-def keep_freed_memory() -> None:
-    """Lets glibc keep what PyTorch frees, instead of giving every tensor's pages back and faulting them in again.
-
-    Measured on core-tiny, one CPU thread: 10,000 page faults a step become none, 5 % of its time. Settings that
-    the environment makes (MALLOC_ARENA_MAX and its kin) win; another C library is left alone.
-    """
-    if platform.libc_ver()[0] != "glibc" or any(name.startswith("MALLOC_") for name in os.environ):
-        return
-    libc = ctypes.CDLL(None)
-    arena_max, mmap_threshold, top_pad, trim_threshold = -8, -3, -2, -1  # malloc.h
-    libc.mallopt(arena_max, 1)  # the backward pass runs in a thread of its own; one heap serves both
-    libc.mallopt(mmap_threshold, 32 * 2**20)  # the largest that glibc allows
-    libc.mallopt(top_pad, 256 * 2**20)
-    libc.mallopt(trim_threshold, 2**31 - 1)
-
-
-def seed_everything(seed: int) -> None:
-    """Seeds Python, NumPy and PyTorch (all devices)."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002  the global generator that libraries draw from
-    torch.manual_seed(seed)
 
 
 def _device(config: Config, local_rank: int) -> torch.device:

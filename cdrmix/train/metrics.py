@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
-from cdrmix.train.run_folder import RunFolder, finite
+from cdrmix.run_folder import RunFolder, finite
 
 
 @dataclass(frozen=True)

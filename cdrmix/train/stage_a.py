@@ -18,27 +18,27 @@ from cdrmix.data.shards import ShardSet
 from cdrmix.errors import CheckpointError, Preempted, VocabularyError
 from cdrmix.eval.perplexity import evaluate
 from cdrmix.eval.routing import expert_load, routing_metrics
+from cdrmix.inference.checkpoints import list_checkpoints, newest_whole_checkpoint
 from cdrmix.model.feed_forward.router import balance_routers
 from cdrmix.model.loss import Losses
+from cdrmix.run_folder import RunFolder
+from cdrmix.runtime import seed_everything
 from cdrmix.train.build import build_loss_model
 from cdrmix.train.checkpoint import (
     Fingerprints,
     Progress,
     differences,
-    list_checkpoints,
     load_checkpoint,
-    newest_whole_checkpoint,
     prune,
     restore_best,
     save_checkpoint,
 )
 from cdrmix.train.compiling import uncompiled
-from cdrmix.train.distributed import World, join, seed_everything, thread_numbers
+from cdrmix.train.distributed import World, join, thread_numbers
 from cdrmix.train.engine import Engine, make_engine
 from cdrmix.train.faults import Skips, StopRequest, check_finite, memory_guard
 from cdrmix.train.metrics import Console, StepRecord, Trackers
 from cdrmix.train.profiling import make_profiler
-from cdrmix.train.run_folder import RunFolder
 from cdrmix.train.schedule import learning_rate
 from cdrmix.train.threads import ThreadChoice
 

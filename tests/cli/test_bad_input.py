@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cdrmix.cli import main
-from cdrmix.train.run_folder import RunFolder
+from cdrmix.run_folder import RunFolder
 
 Arguments = Callable[..., list[str]]
 GOOD = [json.dumps({"text": f"Line {number} of a small corpus, which says {number * number}."}) for number in range(40)]

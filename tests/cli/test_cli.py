@@ -23,8 +23,8 @@ from cdrmix.errors import CheckpointError
 from cdrmix.eval.perplexity import Baselines, HeldOut, Score
 from cdrmix.hf.card import STAGE_A_ONLY
 from cdrmix.report.report import write_report
+from cdrmix.run_folder import RunFolder, read_metrics
 from cdrmix.train.distributed import World
-from cdrmix.train.run_folder import RunFolder, read_metrics
 
 Arguments = Callable[..., list[str]]
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cdrmix.cli import main
-from cdrmix.train.run_folder import read_metrics
+from cdrmix.run_folder import read_metrics
 
 STEPS = 12
 CHECKPOINT_EVERY = 3

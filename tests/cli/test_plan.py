@@ -77,7 +77,7 @@ def test_a_card_without_a_name_in_the_table_has_no_rates(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA GeForce 1")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: Properties)
-    monkeypatch.setattr("cdrmix.train.device.check_gpu", lambda device, precision: None)
+    monkeypatch.setattr("cdrmix.runtime.check_gpu", lambda device, precision: None)
     assert main(["plan", *arguments(), "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["machine"]["memory_bytes"] == 10**10

@@ -17,10 +17,10 @@ import torch
 
 from cdrmix.cli import main
 from cdrmix.errors import ConfigError
-from cdrmix.hf.export import Loaded, load_model
+from cdrmix.inference.load import Loaded, load_model
 from cdrmix.reason.build import load_stage_b
 from cdrmix.reason.demo import demonstrate
-from cdrmix.train.run_folder import read_metrics
+from cdrmix.run_folder import read_metrics
 
 Arguments = Callable[..., list[str]]
 PHASES = ("plasticity", "acceptance", "imitation", "policy", "operations_imitation", "operations", "joint")

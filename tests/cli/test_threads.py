@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cdrmix.cli import main
-from cdrmix.train.run_folder import RunFolder
+from cdrmix.run_folder import RunFolder
 
 Arguments = Callable[..., list[str]]
 # The widths of the shipped configurations: below 32,768 elements an operation of PyTorch's uses one thread anyway.

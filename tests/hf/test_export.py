@@ -25,11 +25,12 @@ from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import CheckpointError, ConfigError, ExportMismatchError, VocabularyError
 from cdrmix.hf import export
 from cdrmix.hf.card import STAGE_A_ONLY, model_card
-from cdrmix.hf.export import export_model, exported_step, load_exported, load_model, verify
+from cdrmix.hf.export import export_model, exported_step
+from cdrmix.inference.checkpoints import FORMAT
 from cdrmix.inference.generate import Sampling, draw, generate, generate_ids
+from cdrmix.inference.load import load_exported, load_model, verify
 from cdrmix.model.language_model import LanguageModel
-from cdrmix.train.checkpoint import FORMAT
-from cdrmix.train.run_folder import RunFolder
+from cdrmix.run_folder import RunFolder
 
 TINY = Path(__file__).parents[2] / "configs" / "cdrmix-core-tiny.yaml"
 TOY = (

@@ -16,8 +16,8 @@ from cdrmix import workflow as lifecycle
 from cdrmix.config.load import config_hash, load_config
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError, DiskFullError
+from cdrmix.run_folder import RunFolder, finite, read_metrics
 from cdrmix.train.metrics import Console, StepRecord, Trackers, amount, check_trackers, clock, scalars
-from cdrmix.train.run_folder import RunFolder, finite, read_metrics
 
 TINY = Path(__file__).parents[2] / "configs" / "cdrmix-core-tiny.yaml"
 

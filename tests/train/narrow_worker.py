@@ -17,9 +17,10 @@ from cdrmix.config.schema import Config
 from cdrmix.data.loader import Batch, TrainLoader
 from cdrmix.data.shards import open_shards
 from cdrmix.ops.weights import compute_weight, is_attached
+from cdrmix.runtime import seed_everything
 from cdrmix.train import engine as engine_module
 from cdrmix.train import stage_a
-from cdrmix.train.distributed import World, join, rank_size_local_rank, seed_everything
+from cdrmix.train.distributed import World, join, rank_size_local_rank
 from cdrmix.train.engine import Engine, make_engine
 from cdrmix.train.optim import make_optimizer, parameter_groups
 

@@ -18,9 +18,10 @@ from cdrmix.config.load import load_config
 from cdrmix.data.loader import TrainLoader
 from cdrmix.data.shards import open_shards
 from cdrmix.ops import weights as compute_weights
+from cdrmix.runtime import seed_everything
 from cdrmix.train import engine as engine_module
 from cdrmix.train.build import build_loss_model
-from cdrmix.train.distributed import join, rank_size_local_rank, seed_everything
+from cdrmix.train.distributed import join, rank_size_local_rank
 from cdrmix.train.engine import Engine, make_engine
 from cdrmix.train.reduction import GradientReduction, Shared
 

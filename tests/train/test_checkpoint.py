@@ -14,22 +14,20 @@ from safetensors import SafetensorError
 
 from cdrmix.config.schema import Config
 from cdrmix.errors import CheckpointError, ConfigError, DiskFullError, ShardError, VocabularyError
+from cdrmix.inference.checkpoints import list_checkpoints, newest_whole_checkpoint, read_weights, verify_checkpoint
+from cdrmix.runtime import seed_everything
 from cdrmix.train import checkpoint as checkpoints
 from cdrmix.train.build import build_loss_model
 from cdrmix.train.checkpoint import (
     Fingerprints,
     Progress,
     differences,
-    list_checkpoints,
     load_checkpoint,
-    newest_whole_checkpoint,
     prune,
-    read_weights,
     restore_best,
     save_checkpoint,
-    verify_checkpoint,
 )
-from cdrmix.train.distributed import join, seed_everything
+from cdrmix.train.distributed import join
 from cdrmix.train.engine import Engine, make_engine
 
 FINGERPRINTS = Fingerprints("tokenizer", "text")

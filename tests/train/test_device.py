@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from cdrmix import runtime as device
 from cdrmix.errors import ConfigError
 from cdrmix.kernels.common import triton_helpers
-from cdrmix.train import device
-from cdrmix.train.device import check_gpu, device_type
+from cdrmix.runtime import check_gpu, device_type
 
 GPU = torch.device("cuda", 0)
 

@@ -20,9 +20,10 @@ from cdrmix.config.load import load_config
 from cdrmix.data.hashed_files import write_file
 from cdrmix.data.shards import FORMAT, SPLITS, SplitWriter, token_dtype, write_index
 from cdrmix.data.tokenizer import TextTokenizer
-from cdrmix.hf.export import export_model, load_model
+from cdrmix.hf.export import export_model
+from cdrmix.inference.checkpoints import newest_whole_checkpoint
 from cdrmix.inference.generate import Sampling, generate
-from cdrmix.train.checkpoint import newest_whole_checkpoint
+from cdrmix.inference.load import load_model
 
 pytest.importorskip("deepspeed", reason="needs deepspeed, which is not installed")
 

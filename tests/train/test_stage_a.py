@@ -22,13 +22,13 @@ from cdrmix.data.batch import Batch
 from cdrmix.data.loader import Prefetcher
 from cdrmix.data.shards import ShardSet
 from cdrmix.errors import CheckpointError, NonFiniteLossError, Preempted
+from cdrmix.inference.checkpoints import list_checkpoints, newest_whole_checkpoint, read_weights
 from cdrmix.model.loss import Losses, LossModel
+from cdrmix.run_folder import RunFolder, read_metrics
 from cdrmix.train import stage_a
-from cdrmix.train.checkpoint import list_checkpoints, newest_whole_checkpoint, read_weights
 from cdrmix.train.engine import Engine
 from cdrmix.train.faults import Skips
 from cdrmix.train.metrics import Console
-from cdrmix.train.run_folder import RunFolder, read_metrics
 from cdrmix.train.stage_a import TrainResult, train
 
 Trainer = Callable[..., tuple[RunFolder, TrainResult]]

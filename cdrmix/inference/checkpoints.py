@@ -1,0 +1,117 @@
+"""Checkpoints as they are read: the folders of a run, their manifests of hashes, and the weights in them.
+
+train/checkpoint.py writes them, and says what is in a folder. Nothing is pickled: reading one cannot run code from it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from cdrmix.durable import sha256_file
+from cdrmix.errors import CheckpointError
+
+FORMAT = 2  # 2: state.json has the fingerprints of text and tokenizer, and the step of the best checkpoint
+MANIFEST = "manifest.json"
+MODEL = "model.safetensors"
+AVERAGE = "ema.safetensors"
+
+
+def read_weights(checkpoint: Path, *, average: bool = False) -> dict[str, Tensor]:
+    """The fp32 weights of a checkpoint on the CPU, by LanguageModel parameter name; verified before they are read.
+
+    average: the running average (train.ema_decay) in place of the last weights.
+    Raises CheckpointError when the file is missing or differs from its manifest.
+    """
+    name = AVERAGE if average else MODEL
+    files = read_manifest(checkpoint)["files"]
+    if name not in files:
+        raise CheckpointError(f"{checkpoint} has no {name}")
+    _verify_file(checkpoint / name, files[name])
+    return read_tensors(checkpoint / name)
+
+
+def newest_whole_checkpoint(folder: Path, say: Callable[[str], None] | None = None) -> Path | None:
+    """The checkpoint of the highest step whose every file has the hash of its manifest; None when there is none.
+
+    say: hears about each newer one that was passed over, and why.
+    """
+    for checkpoint in reversed(list_checkpoints(folder)):
+        try:
+            verify_checkpoint(checkpoint)
+        except CheckpointError as error:
+            if say is not None:
+                say(f"passed over {checkpoint.name}: {error}")
+            continue
+        return checkpoint
+    return None
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Every committed checkpoint folder, whole or not, in order of step."""
+    return sorted(path for path in folder.glob("step-*") if path.is_dir() and path.name[5:].isdigit())
+
+
+def verify_checkpoint(checkpoint: Path) -> None:
+    """Raises CheckpointError when a file is missing, or its size or hash is not that of the manifest."""
+    for name, entry in read_manifest(checkpoint)["files"].items():
+        _verify_file(checkpoint / name, entry)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step in a checkpoint's name, step-00000500."""
+    number = checkpoint.name.rpartition("-")[2]
+    if not number.isdigit():
+        raise CheckpointError(f"{checkpoint}: expected a folder named step-NNNNNNNN")
+    return int(number)
+
+
+def state_dict_mismatch(weights: Mapping[str, Tensor], wanted: Mapping[str, Sequence[int]]) -> str | None:
+    """What of some weights does not fit a model that wants those names and shapes, in words; None when all does."""
+    lacking, more = sorted(wanted.keys() - weights.keys()), sorted(weights.keys() - wanted.keys())
+    for what, names in (("lacks", lacking), ("has, beside those of the model,", more)):
+        if names:
+            without = " (it was written by a model without plastic adapters)" if _all_plastic(lacking) else ""
+            return f"{what} {len(names)} tensors, the first is {names[0]}{without}"
+    for name, shape in wanted.items():
+        if list(weights[name].shape) != list(shape):
+            return f"{name} is {list(weights[name].shape)}, but the configuration makes it {list(shape)}"
+    return None
+
+
+def _all_plastic(names: Sequence[str]) -> bool:
+    return bool(names) and all(".plastic." in name for name in names)
+
+
+def read_manifest(checkpoint: Path) -> dict[str, Any]:
+    path = checkpoint / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        known = manifest["format"] == FORMAT and isinstance(manifest["files"], dict)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing: this is not a whole checkpoint") from None
+    except (ValueError, KeyError, TypeError):
+        raise CheckpointError(f"{path} is corrupt: it is not a checkpoint's manifest") from None
+    if not known:
+        raise CheckpointError(f"{path} has format {manifest['format']!r}; this version reads format {FORMAT}")
+    return manifest
+
+
+def _verify_file(path: Path, entry: dict[str, Any]) -> None:
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing")
+    size = path.stat().st_size
+    if size != entry["bytes"]:
+        raise CheckpointError(f"{path} is corrupt: it has {size} bytes, its manifest says {entry['bytes']}")
+    digest = sha256_file(path)
+    if digest != entry["sha256"]:
+        raise CheckpointError(f"{path} is corrupt: its SHA-256 is {digest}, its manifest says {entry['sha256']}")
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    return load_file(path) if path.stat().st_size else {}
