@@ -1,6 +1,6 @@
-"""Text from a model, token by token: each costs one forward pass of one token on the state of what came before.
+"""Text from a model, token by token: each costs one forward pass of one token on the cache of what came before.
 
-That state has a constant size in the RWKV-7 and Mamba-2 blocks; the attention blocks keep their keys and values.
+That cache has a constant size in the RWKV-7 and Mamba-2 blocks; the attention blocks keep their keys and values.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ def generate_ids(model: LanguageModel, ids: list[int], sampling: Sampling, first
     """Yields up to max_new_tokens token ids that follow `ids` (not empty); the first is one of `first`, if any."""
     device = next(model.parameters()).device
     random = torch.Generator().manual_seed(sampling.seed)
-    step_B1, state = torch.tensor([ids], device=device), None
+    step_B1, cache = torch.tensor([ids], device=device), None
     for _ in range(sampling.max_new_tokens):
-        output = model(step_B1, state=state, return_state=True)
-        state = output.state
+        output = model(step_B1, cache=cache, return_cache=True)
+        cache = output.cache
         logits_V = model.logits(output.hidden_BTD[:, -1]).flatten()
         if first:
             kept = torch.full_like(logits_V, float("-inf"))

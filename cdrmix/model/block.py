@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from cdrmix.config.schema import Model
-from cdrmix.model.context import Places
-from cdrmix.model.fast_weights import PlasticState, Writes
+from cdrmix.model.context import Context
+from cdrmix.model.fast_weights import FastWeightSpan, FastWeightUpdate, PlasticState
 from cdrmix.model.feed_forward.moe import ChannelMix, MoeFeedForward
 from cdrmix.model.feed_forward.router import Routed
 from cdrmix.model.layers import AddNorm
@@ -21,13 +21,29 @@ from cdrmix.model.mixers import MIXERS
 from cdrmix.model.mixers.base import Mixer
 
 
-class BlockState(NamedTuple):
-    """What one block carries from token to token: its mixer's state; a channel-mix's last token; its plastic adapters'
+class BlockCache(NamedTuple):
+    """What one block carries from token to token: its mixer's cache; a channel-mix's last token; its plastic adapters'
     states, in the order of their names. None: nothing yet, or never any."""
 
-    mixer: Any
-    feed_forward_BD: Tensor | None
+    mixer: Any = None
+    feed_forward_BD: Tensor | None = None
     plastic: tuple[PlasticState, ...] | None = None
+
+
+class BlockOutput(NamedTuple):
+    """What one block gives.
+
+    x: [B, T, D], the residual stream before its feed-forward. y: [B, T, D], that one's output, still to be added.
+    v_first: [B, T, D], the values of the first RWKV-7 block so far. cache: if wanted. routed: the routers' reports.
+    correlation: the plastic adapters' own objective, summed over them, where there are any.
+    """
+
+    x: Tensor
+    y: Tensor
+    v_first: Tensor | None
+    cache: BlockCache | None
+    routed: tuple[Routed, ...]
+    correlation: Tensor | None
 
 
 class Block(nn.Module):
@@ -49,31 +65,21 @@ class Block(nn.Module):
         self.plastic: nn.ModuleDict | None = None  # adapters of the mixer's projections: LanguageModel sets them
 
     def forward(
-        self,
-        x: Tensor,
-        y: Tensor | None,
-        v_first: Tensor | None,
-        places: Places,
-        state: BlockState | None,
-        return_state: bool,
-        write_scale: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor | None, BlockState | None, tuple[Routed, ...], Tensor | None]:
-        """The residual stream x [B, T, D] and what is to be added to it, the last block's y (None: nothing) -> the
-        stream before this block's feed-forward and the output of that, still to be added; the first time-mix block's
-        values, the state if wanted, the reports, the adapters' correlation objective (summed over them) where there are
-        any. write_scale [S]: branches of writes."""
-        writes = None
+        self, x: Tensor, y: Tensor | None, context: Context, span: FastWeightSpan, cache: BlockCache | None
+    ) -> BlockOutput:
+        """The residual stream x [B, T, D], to which the last block's y is still to be added (None: nothing)."""
+        cache = BlockCache() if cache is None else cache
+        update = None
         if self.plastic is not None:
-            writes = Writes(self.plastic, places, state.plastic if state else None, write_scale)
+            update = FastWeightUpdate(self.plastic, span, cache.plastic)
+            context = context._replace(fast_weights=update)
         x, normed = self.mixer_norm(x, y)
-        y, v_first, carried, mixer_routed = self.mixer(
-            normed, places, v_first, state.mixer if state else None, return_state, writes
-        )
-        x, normed = self.feed_forward_norm(x, y)
-        last_BD = state.feed_forward_BD if state else None
-        y, last_BD, routed = self.feed_forward(normed, places.starts_BT1, last_BD)
+        mixed = self.mixer(normed, context, cache.mixer)
+        x, normed = self.feed_forward_norm(x, mixed.y)
+        fed = self.feed_forward(normed, context, cache.feed_forward_BD)
         after = None
-        if return_state:
-            after = BlockState(carried, last_BD, None if writes is None else writes.state())
-        reports = tuple(report for report in (mixer_routed, routed) if report is not None)
-        return x, y, v_first, after, reports, None if writes is None else writes.correlation
+        if context.keep_cache:
+            after = BlockCache(mixed.cache, fed.cache_BD, None if update is None else update.state())
+        routed = tuple(report for report in (mixed.routed, fed.routed) if report is not None)
+        v_first = mixed.values if context.v_first is None else context.v_first
+        return BlockOutput(x, fed.y, v_first, after, routed, None if update is None else update.correlation)

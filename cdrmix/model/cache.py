@@ -1,4 +1,4 @@
-"""What is done with a recurrent state: taking and joining rows, beginning anew, choosing among what was written."""
+"""What is done with a model's cache: taking and joining rows, beginning anew, choosing among fast weights."""
 
 from __future__ import annotations
 
@@ -8,50 +8,50 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cdrmix.model.block import BlockState
-from cdrmix.model.language_model import ModelState
-from cdrmix.model.mixers.attention import AttentionState, KeyValueBuffer
+from cdrmix.model.block import BlockCache
+from cdrmix.model.language_model import Cache
+from cdrmix.model.mixers.attention import AttentionCache, KeyValueBuffer
 
 
-def select(state: ModelState, rows: Tensor) -> ModelState:
+def select(cache: Cache, rows: Tensor) -> Cache:
     """The rows of a batch, by their numbers (a row may come more than once) or by a mask."""
-    selected: ModelState = _merged(lambda tensor: tensor[rows], state)
+    selected: Cache = _merged(lambda tensor: tensor[rows], cache)
     return selected
 
 
-def concatenated(*states: ModelState) -> ModelState:
-    """All rows of states that are alike but for their rows' number."""
-    whole: ModelState = _merged(lambda *tensors: torch.cat(tensors), *states)
+def concatenated(*caches: Cache) -> Cache:
+    """All rows of caches that are alike but for their rows' number."""
+    whole: Cache = _merged(lambda *tensors: torch.cat(tensors), *caches)
     return whole
 
 
-def unread(state: ModelState, rows: int) -> ModelState:
-    """A state like `state`, of `rows` rows that have read nothing: zeros, places 0, and caches of no tokens."""
+def unread(cache: Cache, rows: int) -> Cache:
+    """A cache like `cache`, of `rows` rows that have read nothing: zeros, places 0, and caches of no tokens."""
 
     def begun(part: Any) -> Any:
         if isinstance(part, Tensor):
             return part.new_zeros(rows, *part.shape[1:])
-        if isinstance(part, AttentionState):
+        if isinstance(part, AttentionCache):
             _, heads, _, width = part.keys.shape
             nothing = (rows, heads, 0, width)
-            return AttentionState(part.keys.new_zeros(nothing), part.values.new_zeros(nothing))
+            return AttentionCache(part.keys.new_zeros(nothing), part.values.new_zeros(nothing))
         if isinstance(part, tuple):
             return _tuple_like(part, map(begun, part))
         return part if part is None else type(part)()
 
-    return tuple(map(begun, state))
+    return tuple(map(begun, cache))
 
 
-def plastic_only(state: ModelState) -> ModelState:
+def plastic_only(cache: Cache) -> Cache:
     """The fast weights, and the key that the last token left for the next: mixers and feed-forwards begin anew.
 
     The same as where `cu_seqlens` has a start within one of `episodes`.
     """
-    return tuple(BlockState(None, None, block.plastic) for block in state)
+    return tuple(BlockCache(None, None, block.plastic) for block in cache)
 
 
-def branch(state: ModelState, choice_B: Tensor) -> ModelState:
-    """Of a state with branches of writes (fast weights [S, B, r, d]) each row's branch: numbers [B] below S."""
+def branch(cache: Cache, choice_B: Tensor) -> Cache:
+    """Of a cache with branches of writes (fast weights [S, B, r, d]) each row's branch: numbers [B] below S."""
     rows = torch.arange(len(choice_B), device=choice_B.device)
     return tuple(
         block
@@ -66,16 +66,16 @@ def branch(state: ModelState, choice_B: Tensor) -> ModelState:
                 for each in block.plastic
             )
         )
-        for block in state
+        for block in cache
     )
 
 
-def fast_weights(state: ModelState) -> list[Tensor]:
+def fast_weights(cache: Cache) -> list[Tensor]:
     """The committed fast weights A of every adapter, in the model's order: [B, r, d] each."""
-    return [each.a for block in state for each in block.plastic or ()]
+    return [each.a for block in cache for each in block.plastic or ()]
 
 
-def with_fast_weights(state: ModelState, change: Callable[[Tensor], Tensor]) -> ModelState:
+def with_fast_weights(cache: Cache, change: Callable[[Tensor], Tensor]) -> Cache:
     """Every A (and what the open chunk has made of it) changed by a function: zeroed, exchanged between rows."""
     return tuple(
         block
@@ -83,12 +83,12 @@ def with_fast_weights(state: ModelState, change: Callable[[Tensor], Tensor]) -> 
         else block._replace(
             plastic=tuple(each._replace(a=change(each.a), pending=change(each.pending)) for each in block.plastic)
         )
-        for block in state
+        for block in cache
     )
 
 
-def flattened(state: ModelState) -> dict[str, Tensor]:
-    """Every tensor of a state by its place in it, "block.part.field"; whole numbers as tensors of no dimensions."""
+def flattened(cache: Cache) -> dict[str, Tensor]:
+    """Every tensor of a cache by its place in it, "block.part.field"; whole numbers as tensors of no dimensions."""
     found: dict[str, Tensor] = {}
 
     def walk(part: Any, name: str) -> None:
@@ -98,15 +98,15 @@ def flattened(state: ModelState) -> dict[str, Tensor]:
                 walk(each, f"{name}.{field}" if name else str(field))
         elif isinstance(part, Tensor):
             found[name] = part
-        elif part is not None and not isinstance(part, KeyValueBuffer):  # which holds what its state shows
+        elif part is not None and not isinstance(part, KeyValueBuffer):  # which holds what its cache shows
             found[name] = torch.tensor(part)
 
-    walk(state, "")
+    walk(cache, "")
     return found
 
 
-def filled(template: ModelState, tensors: Mapping[str, Tensor]) -> ModelState:
-    """The state of which `flattened` gave the tensors; what is absent is None. template: any state of the model."""
+def filled(template: Cache, tensors: Mapping[str, Tensor]) -> Cache:
+    """The cache of which `flattened` gave the tensors; what is absent is None. template: any cache of the model."""
 
     def walk(part: Any, name: str) -> Any:
         if isinstance(part, tuple):
@@ -120,7 +120,7 @@ def filled(template: ModelState, tensors: Mapping[str, Tensor]) -> ModelState:
             return found
         return type(part)(found.item())
 
-    nothing = BlockState(None, None, None)  # of a block that carries nothing, such as attention from chunk to chunk
+    nothing = BlockCache(None, None, None)  # of a block that carries nothing, such as attention from chunk to chunk
     return tuple(walk(block, str(number)) or nothing for number, block in enumerate(template))
 
 
@@ -133,7 +133,7 @@ def _merged(merge: Callable[..., Tensor], *parts: Any) -> Any:
         return _tuple_like(first, (_merged(merge, *each) for each in zip(*parts, strict=True)))
     if any(isinstance(part, KeyValueBuffer) for part in parts):
         return None  # of which other rows are a copy
-    assert all(part == first for part in parts), "states of two moments"
+    assert all(part == first for part in parts), "caches of two moments"
     return first
 
 

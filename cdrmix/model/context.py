@@ -1,11 +1,11 @@
-"""Where the tokens of a batch stand: documents, positions, rotary angles; made once for all blocks."""
+"""What a block may know of a batch besides its tokens: documents, positions, rotary angles; made once a batch."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cdrmix import ops
 from cdrmix.config.schema import Model
@@ -29,24 +29,35 @@ def rotary_angles(positions_T: Tensor, head_width: int, theta: float, dtype: tor
     return Angles(angles.cos().to(dtype), angles.sin().to(dtype))
 
 
-class Places(NamedTuple):
-    """Where the tokens of a batch stand; made once for all blocks.
+class FastWeights(Protocol):
+    """What the projections of one block's mixer go through where the block has fast weights."""
+
+    def project(self, name: str, layer: nn.Linear, x: Tensor) -> Tensor:
+        """The projection `name`, [B, T, O], of its input x [B, T, I]."""
+
+
+class Context(NamedTuple):
+    """What a block may know of the batch besides its tokens and its cache.
 
     cu_seqlens: as given to the model. starts_BT1: bool, where documents start inside rows (not at their first
     token). before_BT1: int64, how many tokens of its document and row stand before each. angles: rotary angles of the
     positions, counted from the document's start. None: one document a row, or no block that would read it.
-    episodes_BT: bool, where fast weights begin anew inside rows. prefix: vectors in front of every row's tokens.
+    prefix: vectors in front of every row's tokens. keep_cache: whether a cache of these tokens is wanted.
+    v_first: [B, T, D], the values of the first RWKV-7 block, which later ones mix into their own; None before it.
+    fast_weights: of the block at hand; None where it has none.
     """
 
-    cu_seqlens: Tensor | None
-    starts_BT1: Tensor | None
-    before_BT1: Tensor | None
-    angles: Angles | None
-    episodes_BT: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    starts_BT1: Tensor | None = None
+    before_BT1: Tensor | None = None
+    angles: Angles | None = None
     prefix: int = 0
+    keep_cache: bool = True
+    v_first: Tensor | None = None
+    fast_weights: FastWeights | None = None
 
 
-def place_tokens(
+def make_context(
     config: Model,
     batch: int,
     length: int,
@@ -55,13 +66,13 @@ def place_tokens(
     device: torch.device,
     *,
     attends: bool,
-    episodes: Tensor | None = None,
     prefix: int = 0,
+    keep_cache: bool = True,
     dtype: torch.dtype = torch.float32,
-) -> Places:
-    """The places of a batch; `past` tokens came before its rows; `attends`: some block is attention.
+) -> Context:
+    """The context of a batch; `past` tokens came before its rows; `attends`: some block is attention.
 
-    episodes: as cu_seqlens, where fast weights begin anew; None: where documents do. dtype: of the angles.
+    dtype: of the angles.
     """
     time = torch.arange(length, device=device).expand(batch, -1)
     starts, before = None, time
@@ -75,7 +86,6 @@ def place_tokens(
         angles = rotary_angles(positions, head_width, config.attention.rope_theta, dtype)
         if starts is not None:  # no position is beyond a row's length
             angles = Angles(*(x[0, before] for x in angles))
-    begun = starts if episodes is None else ops.document_starts(episodes, batch, length)
     if starts is None:
-        return Places(None, None, None, angles, begun, prefix)
-    return Places(cu_seqlens, starts.unsqueeze(-1), before.unsqueeze(-1), angles, begun, prefix)
+        return Context(angles=angles, prefix=prefix, keep_cache=keep_cache)
+    return Context(cu_seqlens, starts.unsqueeze(-1), before.unsqueeze(-1), angles, prefix, keep_cache)

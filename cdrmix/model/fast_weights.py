@@ -20,10 +20,33 @@ from torch import Tensor, nn
 
 from cdrmix import ops
 from cdrmix.config.schema_reasoning import PlasticLora
-from cdrmix.model.context import Places
 from cdrmix.model.layers import uniform_
 
 NORM_FLOOR = 1e-6  # added to a key's squared length: the key of a document's first token, which has none, stays 0
+
+
+class FastWeightOptions(NamedTuple):
+    """What a caller may say of the fast weights of a batch.
+
+    cu_seqlens: int [E + 1] over the flattened tokens, where they begin anew; None: where documents do. scale_S: float
+    [S], factors of the updates: branches, of which nothing but the fast weights in the cache differs, which have S in
+    front; the tokens must be of one chunk. See `cache.branch`.
+    """
+
+    cu_seqlens: Tensor | None = None
+    scale_S: Tensor | None = None
+
+
+class FastWeightSpan(NamedTuple):
+    """How the fast weights of all blocks are to be updated by a batch.
+
+    starts_BT: bool, where they begin anew inside rows; None: nowhere. prefix: vectors in front of every row's tokens,
+    which update nothing. scale_S: factors of the updates: branches, of which nothing but the fast weights differs.
+    """
+
+    starts_BT: Tensor | None = None
+    prefix: int = 0
+    scale_S: Tensor | None = None
 
 
 class PlasticState(NamedTuple):
@@ -68,11 +91,9 @@ class Adapter(nn.Module):
         self.gate = nn.Parameter(torch.zeros(2, inputs)) if config.gated else None
         self.rate = nn.Parameter(torch.zeros(1))  # not of no dimensions, which DeepSpeed cannot send
 
-    def forward(
-        self, x: Tensor, weight: Tensor, places: Places, state: PlasticState | None, write_scale: Tensor | None
-    ) -> Adapted:
-        """x [B, P + T, I], the projection's input; weight [O, I]; write_scale [S]: of branches."""
-        prefix, width = places.prefix, self.width
+    def forward(self, x: Tensor, weight: Tensor, span: FastWeightSpan, state: PlasticState | None) -> Adapted:
+        """x [B, P + T, I], the projection's input; weight [O, I]."""
+        (starts_BT, prefix, scale_S), width = span, self.width
         gates = 0 if self.gate is None else 1
         slow: list[Tensor] = [self.keys, self.values]
         if self.gate is not None:
@@ -81,7 +102,7 @@ class Adapter(nn.Module):
         own = own if own.dtype == torch.float64 else own.float()
         keys, values, before, here = own.split([width, self.rank, gates, gates], -1)
         carried = torch.cat([keys, before], -1)[:, prefix:]
-        previous = _shifted(carried, None if state is None else state.last, places.episodes_BT)
+        previous = _shifted(carried, None if state is None else state.last, starts_BT)
         rate = 2 * torch.sigmoid(self.rate)
         if self.gate is None:
             beta = rate.expand(carried.shape[:2]).to(own.dtype)
@@ -91,7 +112,7 @@ class Adapter(nn.Module):
         if state is None:
             zeros = own.new_zeros(x.shape[0], self.rank, width)
             state = PlasticState(zeros, zeros, zeros, 0)
-        scaled = beta if write_scale is None else (write_scale.to(beta)[:, None, None] * beta).clamp(max=2.0)
+        scaled = beta if scale_S is None else (scale_S.to(beta)[:, None, None] * beta).clamp(max=2.0)
         made = ops.plastic_chunks(
             x,
             weight,
@@ -108,7 +129,7 @@ class Adapter(nn.Module):
             decay=self.config.decay,
             limit=self.config.clamp,
             rule=self.config.rule,
-            starts=places.episodes_BT,
+            starts=starts_BT,
             prefix=prefix,
         )
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.config.correlation_weight > 0):
@@ -136,17 +157,11 @@ def _shifted(x: Tensor, last: Tensor | None, starts_BT: Tensor | None) -> Tensor
     return before if starts_BT is None else torch.where(starts_BT.unsqueeze(-1), 0.0, before)
 
 
-class Writes:
+class FastWeightUpdate:
     """One forward pass of one block's adapters: what its projections go through, and what comes of it."""
 
-    def __init__(
-        self,
-        adapters: nn.ModuleDict,
-        places: Places,
-        state: tuple[PlasticState, ...] | None,
-        write_scale: Tensor | None,
-    ) -> None:
-        self._adapters, self._places, self._write_scale = adapters, places, write_scale
+    def __init__(self, adapters: nn.ModuleDict, span: FastWeightSpan, state: tuple[PlasticState, ...] | None) -> None:
+        self._adapters, self._span = adapters, span
         self._chunk = next(each.chunk for each in adapters.values() if isinstance(each, Adapter))
         self._before = dict(zip(adapters, state, strict=True)) if state is not None else {}
         self._after: dict[str, PlasticState] = {}
@@ -157,8 +172,8 @@ class Writes:
         if name not in self._adapters:
             return layer(x)
         adapter, state = self._adapters[name], self._before.get(name)
-        y, a, pending, last, correlation = adapter(x, layer.weight, self._places, state, self._write_scale)
-        passed = (0 if state is None else state.position) + x.shape[1] - self._places.prefix
+        y, a, pending, last, correlation = adapter(x, layer.weight, self._span, state)
+        passed = (0 if state is None else state.position) + x.shape[1] - self._span.prefix
         self._after[name] = PlasticState(a, pending, last, passed % self._chunk)
         self.correlation = correlation if self.correlation is None else self.correlation + correlation
         return y

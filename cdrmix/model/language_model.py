@@ -13,15 +13,15 @@ from torch.utils.checkpoint import checkpoint
 from cdrmix import ops
 from cdrmix.config.schema import Model
 from cdrmix.config.schema_reasoning import Reasoning
-from cdrmix.model.block import Block, BlockState
-from cdrmix.model.context import place_tokens
-from cdrmix.model.fast_weights import make_adapters
+from cdrmix.model.block import Block, BlockCache
+from cdrmix.model.context import make_context
+from cdrmix.model.fast_weights import FastWeightOptions, FastWeightSpan, make_adapters
 from cdrmix.model.feed_forward.moe import MoeFeedForward
 from cdrmix.model.feed_forward.router import Routed, Router
 from cdrmix.model.layers import AddNorm, TokenEmbedding
-from cdrmix.model.mixers.attention import AttentionState
+from cdrmix.model.mixers.attention import AttentionCache
 
-ModelState = tuple[BlockState, ...]
+Cache = tuple[BlockCache, ...]  # of a model, by layer
 
 
 class RouterStats(NamedTuple):
@@ -35,12 +35,12 @@ class RouterStats(NamedTuple):
 
 
 class Output(NamedTuple):
-    """What a forward pass gives: hidden states after the final norm [B, T, D], router reports, recurrent state, the
+    """What a forward pass gives: hidden states after the final norm [B, T, D], router reports, the cache if wanted, the
     mean of the plastic adapters' own objective (a scalar; None without adapters)."""
 
     hidden_BTD: Tensor
     router: RouterStats | None
-    state: ModelState | None
+    cache: Cache | None
     correlation: Tensor | None
 
 
@@ -98,44 +98,46 @@ class LanguageModel(nn.Module):
         ids_BT: Tensor,
         *,
         cu_seqlens: Tensor | None = None,
-        state: ModelState | None = None,
-        return_state: bool = False,
-        episodes: Tensor | None = None,
-        write_scale: Tensor | None = None,
+        cache: Cache | None = None,
+        return_cache: bool = False,
         prefix_BPD: Tensor | None = None,
+        fast_weights: FastWeightOptions | None = None,
     ) -> Output:
         """ids int64 [B, T]; cu_seqlens int [D + 1] over the flattened tokens: the model forgets at each start.
 
-        `state` continues an earlier call's rows (one document a row, so not together with cu_seqlens).
-        episodes: as cu_seqlens, where the plastic adapters' fast weights begin anew; None: where documents do.
-        write_scale: float [S], factors of the adapters' writes: branches, of which nothing but the fast weights in the
-        state differs, which have S in front; the tokens must be of one chunk. See `plastic.branch`.
+        cache: continues an earlier call's rows (one document a row, so not together with cu_seqlens).
         prefix_BPD: vectors in front of each row's tokens, read like embeddings; nothing is given or written for them.
+        fast_weights: of a model with plastic adapters, what differs from the default.
         """
-        if state is not None and cu_seqlens is not None:
-            raise ValueError("pass either cu_seqlens (packed documents) or state (one continued document a row)")
-        if return_state and cu_seqlens is not None:
+        if cache is not None and cu_seqlens is not None:
+            raise ValueError("pass either cu_seqlens (packed documents) or cache (one continued document a row)")
+        if return_cache and cu_seqlens is not None:
             raise ValueError(
-                "return_state is for one document a row; of packed documents (cu_seqlens) none is continued"
+                "return_cache is for one document a row; of packed documents (cu_seqlens) none is continued"
             )
+        options = FastWeightOptions() if fast_weights is None else fast_weights
         batch, length = ids_BT.shape
         if not ids_BT.numel():
             raise ValueError(f"ids are {batch} rows of {length} tokens: give at least one token, in every process")
         prefix = 0 if prefix_BPD is None else prefix_BPD.shape[1]
-        if prefix and (cu_seqlens is not None or episodes is not None):
-            raise ValueError("prefix_BPD is for one document a row: pass no cu_seqlens and no episodes beside it")
-        places = place_tokens(
+        if prefix and (cu_seqlens is not None or options.cu_seqlens is not None):
+            raise ValueError("prefix_BPD is for one document a row: pass no cu_seqlens with it")
+        context = make_context(
             self.config,
             batch,
             prefix + length,
             cu_seqlens,
-            _past(state),
+            _past(cache),
             ids_BT.device,
             attends=self.attends,
-            episodes=episodes,
             prefix=prefix,
+            keep_cache=return_cache,
             dtype=torch.promote_types(self.embedding.weight.dtype, torch.float32),
         )
+        starts_BT = None if context.starts_BT1 is None else context.starts_BT1.squeeze(-1)
+        if options.cu_seqlens is not None:
+            starts_BT = ops.document_starts(options.cu_seqlens, batch, length)
+        span = FastWeightSpan(starts_BT, prefix, options.scale_S)
         x = self.embedding(ids_BT)
         if self.embedding_norm is not None:
             _, x = self.embedding_norm(x)
@@ -144,21 +146,18 @@ class LanguageModel(nn.Module):
         if prefix_BPD is not None:
             x = torch.cat([prefix_BPD.to(x), x], 1)
         y: Tensor | None = None  # a branch's output, which the next norm adds to the stream x
-        v_first: Tensor | None = None
-        states: list[BlockState] = []
+        caches: list[BlockCache] = []
         reports: list[Routed] = []
         correlations: list[Tensor] = []
         for layer, block in enumerate(self.blocks):
-            carried = state[layer] if state else None
+            arguments = (x, y, context, span, cache[layer] if cache else None)
             if self.activation_checkpointing and torch.is_grad_enabled():
-                arguments = (x, y, v_first, places, carried, return_state, write_scale)
                 x, y, v_first, after, routed, correlation = checkpoint(block, *arguments, use_reentrant=False)
             else:
-                x, y, v_first, after, routed, correlation = block(
-                    x, y, v_first, places, carried, return_state, write_scale
-                )
+                x, y, v_first, after, routed, correlation = block(*arguments)
+            context = context._replace(v_first=v_first)
             if after is not None:
-                states.append(after)
+                caches.append(after)
             if correlation is not None:
                 correlations.append(correlation)
             reports += routed
@@ -167,7 +166,7 @@ class LanguageModel(nn.Module):
         if prefix:
             x, y = x[:, prefix:], None if y is None else y[:, prefix:]
         _, hidden_BTD = self.final_norm(x, y)
-        return Output(hidden_BTD, router, tuple(states) if return_state else None, objective)
+        return Output(hidden_BTD, router, tuple(caches) if return_cache else None, objective)
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """Hidden states [..., D] -> logits [..., V] in float32 at least."""
@@ -175,9 +174,9 @@ class LanguageModel(nn.Module):
         return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def _past(state: ModelState | None) -> int:
-    """How many tokens the state has seen, by its first attention block; 0 where there is none."""
-    for block in state or ():
-        if isinstance(block.mixer, AttentionState):
+def _past(cache: Cache | None) -> int:
+    """How many tokens the cache has seen, by its first attention block; 0 where there is none."""
+    for block in cache or ():
+        if isinstance(block.mixer, AttentionCache):
             return block.mixer.keys.shape[2]
     return 0

@@ -110,7 +110,7 @@ class Session:
             question = self._question_1Q[:, : int((self._question_1Q != self._source.pad).sum())]
             prompt = torch.cat([self._mark(marks.question), question, self._mark(marks.answer)], 1)
             model, generator = self._model.language_model, torch.Generator()
-            begun = read(model, prompt, group.state)
+            begun = read(model, prompt, group.cache)
             said = proceed(model, begun, self._window.answer, temperature=0.0, generator=generator, end=marks.end)
             from_fast_weights = self._text(self._window.written(said)).strip()
         return Answers(from_memory, from_fast_weights)
@@ -121,7 +121,7 @@ class Session:
         if self._episode is not None:
             (group,) = self._episode.groups
             tensors["commits"] = self._episode.commits_B
-            tensors |= {f"state.{name}": each for name, each in flattened(group.state or ()).items()}
+            tensors |= {f"state.{name}": each for name, each in flattened(group.cache or ()).items()}
         words = {"format": FORMAT, "question": self.question, "steps": str(self.steps)}
         with disk_guard(f"the session {path}", "Free some space, or name another place."):
             save_file({name: each.cpu().contiguous() for name, each in tensors.items()}, path, metadata=words)
@@ -156,7 +156,7 @@ class Session:
             return
         of_state = {name.removeprefix("state."): each.to(device) for name, each in tensors.items() if "." in name}
         chunk_1C = self._row([], self._reasoning.chunk)
-        template = self._model.language_model(chunk_1C, return_state=True).state
+        template = self._model.language_model(chunk_1C, return_cache=True).cache
         assert template is not None
         state = None
         if any(name.startswith("state.") for name in tensors):

@@ -76,8 +76,8 @@ def test_logits_agree_with_the_rwkv_package(tmp_path: Path) -> None:
         ours = model.logits(model(tokens).hidden_BTD)[0]
         state, pieces = None, []
         for start, end in [(0, 17), (17, 31), *((t, t + 1) for t in range(31, 40))]:
-            output = model(tokens[:, start:end], state=state, return_state=True)
-            state = output.state
+            output = model(tokens[:, start:end], cache=state, return_cache=True)
+            state = output.cache
             pieces.append(model.logits(output.hidden_BTD)[0])
     scale = whole.abs().max()
     assert (ours - whole).abs().max() / scale < 1e-5

@@ -82,8 +82,8 @@ def test_streaming_equals_the_full_forward(make_model: MakeModel, variant: dict[
     whole = model.logits(model(tokens).hidden_BTD)
     state, pieces = None, []
     for start, end in [(0, 7), (7, 8), (8, 9), (9, 15), (15, 19)]:
-        output = model(tokens[:, start:end], state=state, return_state=True)
-        state = output.state
+        output = model(tokens[:, start:end], cache=state, return_cache=True)
+        state = output.cache
         pieces.append(model.logits(output.hidden_BTD))
     assert (torch.cat(pieces, 1) - whole).abs().max() < BOUND
 
@@ -92,7 +92,7 @@ def test_recurrent_state_does_not_grow_without_attention(make_model: MakeModel) 
     model = make_model(attention_fraction=0.0, kind="channel_mix", mixer_layers={"mamba2": [1], "routing_mamba": [3]})
 
     def size(length: int) -> int:
-        state = model(ids(1, length), return_state=True).state
+        state = model(ids(1, length), return_cache=True).cache
         return sum(leaf.numel() for block in state for leaf in (*block.mixer, block.feed_forward_BD))
 
     assert size(3) == size(40)
@@ -100,9 +100,9 @@ def test_recurrent_state_does_not_grow_without_attention(make_model: MakeModel) 
 
 def test_state_and_packing_together_are_refused(make_model: MakeModel) -> None:
     model = make_model()
-    state = model(ids(1, 3), return_state=True).state
+    state = model(ids(1, 3), return_cache=True).cache
     with pytest.raises(ValueError, match="either cu_seqlens"):
-        model(ids(1, 3), state=state, cu_seqlens=torch.tensor([0, 3]))
+        model(ids(1, 3), cache=state, cu_seqlens=torch.tensor([0, 3]))
 
 
 def parameters_loss(model: LanguageModel, tokens: Tensor, weights: Tensor, cu_seqlens: Tensor) -> Callable[..., Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cdrmix.model.cache import concatenated, filled, flattened, select, unread
 from cdrmix.model.language_model import LanguageModel
-from cdrmix.model.mixers.attention import AttentionState, extended
+from cdrmix.model.mixers.attention import AttentionCache, extended
 
 MakeModel = Callable[..., LanguageModel]
 BOUND = 1e-10  # two float64 evaluations of one function in different orders
@@ -68,12 +68,12 @@ def test_the_model_branches_and_rolls_back_like_one_pass(make_model: MakeModel) 
     model, ids = make_model(attention_fraction=1.0, layers=2, kv_heads=1).eval(), tokens(12)
     with torch.no_grad():
         whole = model(ids).hidden_BTD
-        state, pieces = model(ids[:, :4], return_state=True).state, []
+        state, pieces = model(ids[:, :4], return_cache=True).cache, []
         for start, end in ((4, 5), (5, 6), (6, 9), (9, 12)):
-            model(tokens(3, seed=end), state=state, return_state=True)  # a proposal that is not taken
-            output = model(ids[:, start:end], state=state, return_state=True)
-            model(tokens(2, seed=end), state=state)  # a question
-            state = output.state
+            model(tokens(3, seed=end), cache=state, return_cache=True)  # a proposal that is not taken
+            output = model(ids[:, start:end], cache=state, return_cache=True)
+            model(tokens(2, seed=end), cache=state)  # a question
+            state = output.cache
             pieces.append(output.hidden_BTD)
     assert (torch.cat(pieces, 1) - whole[:, 4:]).abs().max() < BOUND
 
@@ -82,11 +82,11 @@ def test_gradients_go_through_a_state_that_is_continued(make_model: MakeModel) -
     model, ids = make_model(attention_fraction=1.0, layers=2), tokens(8)
     parameters = list(model.parameters())
     whole = torch.autograd.grad(model(ids).hidden_BTD[:, 5:].square().sum(), parameters, allow_unused=True)
-    begun = model(ids[:, :5], return_state=True)
-    then = model(ids[:, 5:], state=begun.state, return_state=True)
+    begun = model(ids[:, :5], return_cache=True)
+    then = model(ids[:, 5:], cache=begun.cache, return_cache=True)
     with torch.no_grad():  # which writes behind neither of what the backward pass needs
-        for state in (begun.state, then.state):
-            model(tokens(1), state=model(tokens(1), state=state, return_state=True).state)
+        for state in (begun.cache, then.cache):
+            model(tokens(1), cache=model(tokens(1), cache=state, return_cache=True).cache)
     parts = torch.autograd.grad(then.hidden_BTD.square().sum(), parameters, allow_unused=True)
     for left, right in zip(whole, parts, strict=True):
         assert (left is None) == (right is None)
@@ -96,17 +96,17 @@ def test_gradients_go_through_a_state_that_is_continued(make_model: MakeModel) -
 @torch.no_grad()
 def test_states_are_saved_and_joined_without_their_buffers(make_model: MakeModel) -> None:
     model = make_model(attention_fraction=1.0, layers=2, kv_heads=1).eval()
-    state = model(tokens(5), return_state=True).state
-    state = model(tokens(1), state=state, return_state=True).state
+    state = model(tokens(5), return_cache=True).cache
+    state = model(tokens(1), cache=state, return_cache=True).cache
     saved = flattened(state)
     assert {name for name in saved if "mixer" in name} == {
         f"{block}.mixer.{part}" for block in (0, 1) for part in ("keys", "values")
     }
     assert saved["0.mixer.keys"].shape == (2, 1, 6, model.config.d_model // model.config.attention.heads)
     again = filled(state, saved)
-    assert isinstance(again[0].mixer, AttentionState)
+    assert isinstance(again[0].mixer, AttentionCache)
     joined = concatenated(select(state, torch.tensor([1])), select(again, torch.tensor([0])))
-    expected = model(tokens(2), state=state).hidden_BTD
+    expected = model(tokens(2), cache=state).hidden_BTD
     assert (model(tokens(2), state=again).hidden_BTD - expected).abs().max() < BOUND
     assert (model(tokens(2)[[1, 0]], state=joined).hidden_BTD[[1, 0]] - expected).abs().max() < BOUND
     assert unread(state, 3)[0].mixer.keys.shape[:3] == (3, 1, 0)

@@ -14,17 +14,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from cdrmix.config.schema import Attention, FeedForward, Mamba, MixerLayers, Model, Rwkv
-from cdrmix.model.context import Places, place_tokens
+from cdrmix.model.context import Context, make_context
 from cdrmix.model.feed_forward.router import balance_routers
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.model.layers import parameter_kind
 from cdrmix.model.loss import LossModel
 from cdrmix.model.mixers import MIXERS
-from cdrmix.model.mixers.mamba2 import Mamba2, MambaState, Projected, causal_convolution
+from cdrmix.model.mixers.mamba2 import Mamba2, MambaCache, Projected, causal_convolution
 from cdrmix.model.mixers.routing_mamba import RoutingMamba
 
 MakeModel = Callable[..., LanguageModel]
-ALONE = Places(None, None, None, None)  # one document a row
+ALONE = Context()  # one document a row
 
 
 def config(*, groups: int = 2, conv_width: int = 4, d_model: int = 24, **feed_forward: object) -> Model:
@@ -97,10 +97,10 @@ def test_agrees_with_transformers(
         expected = theirs(x)
         assert expected.dtype == dtype
         assert expected.abs().max() > 1
-        assert (ours(x, ALONE, None, None).y - expected).abs().max() < bound
+        assert (ours(x, ALONE, None).y - expected).abs().max() < bound
         for place in range(1, 21):
-            first = ours(x[:, :place], ALONE, None, None)
-            second = ours(x[:, place:], ALONE, None, first.state)
+            first = ours(x[:, :place], ALONE, None)
+            second = ours(x[:, place:], ALONE, first.cache)
             assert (torch.cat([first.y, second.y], 1) - expected).abs().max() < bound, place
 
 
@@ -134,7 +134,7 @@ def test_equals_its_definition(mixer: Mamba2) -> None:
     with torch.no_grad():
         projected = mixer.project(x)
         expected = mixer.emit(token_by_token(mixer, projected).unsqueeze(0), projected.routing)
-        found = mixer(x, ALONE, None, None).y
+        found = mixer(x, ALONE, None).y
     assert expected.abs().max() > 0.1
     # Sums of at most 48 terms of order 1, through six operations in a row: 2^-53 * 48 * 6 = 3e-14.
     assert (found - expected).abs().max() < 1e-13
@@ -171,17 +171,17 @@ def test_experts_equal_a_dense_loop() -> None:
 def test_single_tokens_equal_the_whole(mixer: Mamba2) -> None:
     """With the step of generation, and with the scan that training uses; from the state of a prompt."""
     x = torch.randn(2, 9, 24, dtype=torch.float64)
-    whole = mixer(x, ALONE, None, None)
+    whole = mixer(x, ALONE, None)
     for gradients in (False, True):
         with torch.set_grad_enabled(gradients):
             state, tokens = None, []
             for t in range(9):
-                output = mixer(x[:, t : t + 1], ALONE, None, state)
-                state = output.state
+                output = mixer(x[:, t : t + 1], ALONE, state)
+                state = output.cache
                 tokens.append(output.y)
         assert (torch.cat(tokens, 1) - whole.y).abs().max() < 1e-13
-        assert isinstance(state, MambaState)
-        for one, other in zip(state, whole.state, strict=True):
+        assert isinstance(state, MambaCache)
+        for one, other in zip(state, whole.cache, strict=True):
             assert (one - other).abs().max() < 1e-13
             assert one.is_contiguous()  # not a view that keeps the whole prompt
 
@@ -189,8 +189,8 @@ def test_single_tokens_equal_the_whole(mixer: Mamba2) -> None:
 DOCUMENTS = [0, 5, 6, 8, 24, 37, 38, 39, 48]
 
 
-def places(cu_seqlens: list[int]) -> Places:
-    return place_tokens(config(), 2, 24, torch.tensor(cu_seqlens), 0, torch.device("cpu"), attends=False)
+def context(cu_seqlens: list[int]) -> Context:
+    return make_context(config(), 2, 24, torch.tensor(cu_seqlens), 0, torch.device("cpu"), attends=False)
 
 
 @given(st.sets(st.integers(1, 23), max_size=12), st.integers(1, 5), st.integers(2, 5))
@@ -201,7 +201,7 @@ def test_the_convolution_of_packed_documents_has_the_bits_of_each_alone(
     x, weight, bias = (torch.randn(s, generator=generator) for s in ((1, 24, channels), (width, channels), (channels,)))
     bounds = [0, *sorted(starts), 24]
     cu_seqlens = torch.tensor(bounds)
-    before = place_tokens(config(), 1, 24, cu_seqlens, 0, x.device, attends=False).before_BT1
+    before = make_context(config(), 1, 24, cu_seqlens, 0, x.device, attends=False).before_BT1
     packed, last = causal_convolution(x, weight, bias, None, before)
     for low, high in itertools.pairwise(bounds):
         assert torch.equal(packed[:, low:high], causal_convolution(x[:, low:high], weight, bias, None, None)[0])
@@ -216,9 +216,9 @@ def test_packed_documents_have_the_bits_of_each_alone(mixer: Mamba2, monkeypatch
     monkeypatch.setattr(mixer, "emit", lambda y, routing: y)
     x = torch.randn(2, 24, sum(sizes))
     with torch.no_grad():
-        packed = mixer(x, places(DOCUMENTS), None, None, False).y.flatten(0, 1)
+        packed = mixer(x, context(DOCUMENTS), None).y.flatten(0, 1)
         for low, high in itertools.pairwise(DOCUMENTS):
-            alone = mixer(x.flatten(0, 1)[low:high].unsqueeze(0), ALONE, None, None, False).y
+            alone = mixer(x.flatten(0, 1)[low:high].unsqueeze(0), ALONE, None).y
             assert torch.equal(packed[low:high], alone[0]), (low, high)
 
 
@@ -227,7 +227,7 @@ def test_a_document_does_not_touch_the_others(mixer: Mamba2) -> None:
     changed = x.clone()
     changed[0, 8:24] = 100.0
     with torch.no_grad():
-        one, other = (mixer(each, places(DOCUMENTS), None, None, False).y for each in (x, changed))
+        one, other = (mixer(each, context(DOCUMENTS), None).y for each in (x, changed))
     # Experts' products round by how many rows they have, which the other document has changed: 2^-53 * 48 * 6 again.
     bound = 1e-13 if isinstance(mixer, RoutingMamba) else 0
     assert (one - other)[0, :8].abs().max() <= bound
@@ -300,7 +300,7 @@ def test_dropped_routes_add_nothing() -> None:
     mixer = moved(RoutingMamba(config(drop=True, capacity_factor=0.5, top_k=1), 1)).double()
     x = torch.randn(1, 12, 24, dtype=torch.float64)
     with torch.no_grad():
-        report = mixer(x, ALONE, None, None)
+        report = mixer(x, ALONE, None)
         routing = mixer.project(x).routing
         assert report.routed is not None
         assert routing is not None

@@ -9,7 +9,7 @@ import torch
 
 from cdrmix.config.schema import Attention as AttentionConfig
 from cdrmix.config.schema import FeedForward, Model, Rwkv
-from cdrmix.model.context import place_tokens, rotary_angles
+from cdrmix.model.context import make_context, rotary_angles
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.model.layers import parameter_kind
 from cdrmix.model.mixers.attention import Attention, rotate
@@ -44,9 +44,9 @@ def test_grouped_query_attention_equals_its_formula() -> None:
     attention = Attention(config, 0).double()
     torch.nn.init.normal_(attention.output.weight)
     x = torch.randn(2, 7, 16, dtype=torch.float64)
-    places = place_tokens(config, 2, 7, torch.tensor([0, 3, 7, 14]), 0, x.device, attends=True)
-    assert places.angles is None  # rope: false
-    found = attention(x, places, None, None).y
+    context = make_context(config, 2, 7, torch.tensor([0, 3, 7, 14]), 0, x.device, attends=True)
+    assert context.angles is None  # rope: false
+    found = attention(x, context, None).y
     q, k, v = attention.query(x), attention.key(x), attention.value(x)
     expected = torch.zeros(2, 7, 16, dtype=torch.float64)
     document = [[0, 0, 0, 1, 1, 1, 1], [2] * 7]
@@ -65,14 +65,14 @@ def test_grouped_query_attention_equals_its_formula() -> None:
 
 def test_places_of_packed_documents(make_model: MakeModel) -> None:
     config, cu_seqlens = make_model().config, torch.tensor([0, 2, 4, 7, 8], dtype=torch.int32)
-    places = place_tokens(config, 2, 4, cu_seqlens, 0, torch.device("cpu"), attends=True, dtype=torch.float64)
-    assert places.angles is not None
-    assert places.starts_BT1 is not None
+    context = make_context(config, 2, 4, cu_seqlens, 0, torch.device("cpu"), attends=True, dtype=torch.float64)
+    assert context.angles is not None
+    assert context.starts_BT1 is not None
     # The first pair turns by one radian a position.
     positions = torch.tensor([[0.0, 1.0, 0.0, 1.0], [0.0, 1.0, 2.0, 0.0]], dtype=torch.float64)
-    torch.testing.assert_close(places.angles.sine[:, :, 0, 0], positions.sin())
-    assert places.starts_BT1.squeeze(-1).tolist() == [[False, False, True, False], [False, False, False, True]]
-    without = place_tokens(config, 2, 4, cu_seqlens, 0, torch.device("cpu"), attends=False)
+    torch.testing.assert_close(context.angles.sine[:, :, 0, 0], positions.sin())
+    assert context.starts_BT1.squeeze(-1).tolist() == [[False, False, True, False], [False, False, False, True]]
+    without = make_context(config, 2, 4, cu_seqlens, 0, torch.device("cpu"), attends=False)
     assert without.angles is None
 
 

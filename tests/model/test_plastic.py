@@ -21,8 +21,7 @@ from cdrmix.model.cache import (
     unread,
     with_fast_weights,
 )
-from cdrmix.model.context import Places
-from cdrmix.model.fast_weights import PlasticState
+from cdrmix.model.fast_weights import FastWeightOptions, FastWeightSpan, PlasticState
 from cdrmix.model.language_model import LanguageModel
 
 CHUNK = 6
@@ -90,7 +89,9 @@ def test_a_later_token_cannot_change_an_earlier_one_and_is_read_from_the_next_ch
     assert apart[13] > 1e-6
     episodes = torch.arange(0, 61, CHUNK, dtype=torch.int32)  # mixers forget at every chunk, fast weights do not
     whole = torch.tensor([0, 30, 60], dtype=torch.int32)
-    far = [model(row, cu_seqlens=episodes, episodes=whole).hidden_BTD for row in (tokens, changed)]
+    far = [
+        model(row, cu_seqlens=episodes, fast_weights=FastWeightOptions(whole)).hidden_BTD for row in (tokens, changed)
+    ]
     assert (far[0] - far[1]).abs().amax((0, 2))[18:].min() > 1e-9
     near = [model(row, cu_seqlens=episodes).hidden_BTD for row in (tokens, changed)]
     assert (near[0] - near[1]).abs().amax((0, 2))[18:].max() < BOUND
@@ -100,15 +101,15 @@ def test_a_later_token_cannot_change_an_earlier_one_and_is_read_from_the_next_ch
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_streaming_in_any_pieces_equals_the_full_forward(variant: dict) -> None:
     model, tokens = make(**variant), ids(2, 29)
-    whole = model(tokens, return_state=True)
+    whole = model(tokens, return_cache=True)
     for ends in ([5, 6, 7, 29], list(range(1, 30)), [6, 12, 18, 24, 29], [29]):
         state, pieces = None, []
         for start, end in itertools.pairwise([0, *ends]):
-            output = model(tokens[:, start:end], state=state, return_state=True)
-            state = output.state
+            output = model(tokens[:, start:end], cache=state, return_cache=True)
+            state = output.cache
             pieces.append(output.hidden_BTD)
         assert (torch.cat(pieces, 1) - whole.hidden_BTD).abs().max() < BOUND
-        for one, two in zip(fast_weights(state), fast_weights(whole.state), strict=True):
+        for one, two in zip(fast_weights(state), fast_weights(whole.cache), strict=True):
             assert (one - two).abs().max() < BOUND
 
 
@@ -133,9 +134,9 @@ def test_nothing_of_a_document_reaches_the_next_wherever_it_begins() -> None:
 
 def test_fast_weights_alone_carry_over() -> None:
     model, tokens = make(), ids(2, 12)
-    first = model(tokens[:, :6], return_state=True).state
+    first = model(tokens[:, :6], return_cache=True).cache
     cu_seqlens, episodes = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, 6, 12, 18, 24], [0, 12, 24]))
-    row = model(tokens, cu_seqlens=cu_seqlens, episodes=episodes).hidden_BTD[:, 6:]
+    row = model(tokens, cu_seqlens=cu_seqlens, fast_weights=FastWeightOptions(episodes)).hidden_BTD[:, 6:]
     second = model(tokens[:, 6:], state=plastic_only(first))
     assert (second.hidden_BTD - row).abs().max() < BOUND
     none = model(tokens[:, 6:], state=with_fast_weights(plastic_only(first), torch.zeros_like)).hidden_BTD
@@ -145,7 +146,7 @@ def test_fast_weights_alone_carry_over() -> None:
 
 def test_rows_are_taken_and_joined_bit_for_bit() -> None:
     model, tokens = make(), ids(2, 12)
-    state = model(tokens, return_state=True).state
+    state = model(tokens, return_cache=True).cache
     order = torch.tensor([1, 0])
     parts = [select(state, order[:1]), select(state, torch.tensor([True, False]))]
     whole, back = flattened(select(concatenated(*parts), order)), flattened(state)
@@ -158,7 +159,7 @@ def test_rows_are_taken_and_joined_bit_for_bit() -> None:
 
 def test_a_state_goes_through_its_tensors_unchanged() -> None:
     model, tokens = make(attention=[]), ids(2, 12)
-    state = model(tokens, return_state=True).state
+    state = model(tokens, return_cache=True).cache
     for kept in (state, plastic_only(state)):  # of the second the attention layer keeps nothing
         tensors = flattened(kept)
         again = filled(state, tensors)
@@ -168,12 +169,12 @@ def test_a_state_goes_through_its_tensors_unchanged() -> None:
 
 def test_branches_of_writes_are_passes_of_their_own() -> None:
     model, tokens = make(decay=1.0), ids(2, 12)
-    before = model(tokens[:, :6], return_state=True).state
+    before = model(tokens[:, :6], return_cache=True).cache
     scales = torch.tensor([1.0, 0.5, 0.0], dtype=torch.float64)
-    output = model(tokens[:, 6:], state=before, return_state=True, write_scale=scales)
-    plain = model(tokens[:, 6:], state=before, return_state=True)
+    output = model(tokens[:, 6:], cache=before, return_cache=True, fast_weights=FastWeightOptions(scale_S=scales))
+    plain = model(tokens[:, 6:], cache=before, return_cache=True)
     assert torch.equal(output.hidden_BTD, plain.hidden_BTD)
-    chosen = branch(output.state, torch.tensor([0, 2]))
+    chosen = branch(output.cache, torch.tensor([0, 2]))
     for one, two, three in zip(*map(fast_weights, (chosen, plain.state, before)), strict=True):
         assert (one[0] - two[0]).abs().max() < BOUND
         assert (one[1] - three[1]).abs().max() < BOUND  # nothing written, nothing decayed
@@ -182,12 +183,12 @@ def test_branches_of_writes_are_passes_of_their_own() -> None:
 def test_a_prefix_is_read_and_writes_nothing() -> None:
     model, tokens = make(), ids(2, 6)
     prefix = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    output = model(tokens, prefix_BPD=prefix, return_state=True)
+    output = model(tokens, prefix_BPD=prefix, return_cache=True)
     assert output.hidden_BTD.shape == (2, 6, 16)
     assert (output.hidden_BTD - model(tokens).hidden_BTD).abs().max() > 1e-6
-    assert all(each.position == 0 for block in output.state for each in block.plastic)
+    assert all(each.position == 0 for block in output.cache for each in block.plastic)
     _, embedded = model.embedding_norm(model.embedding(tokens))
-    as_tokens = model(tokens[:, 3:], prefix_BPD=embedded[:, :3], return_state=True)
+    as_tokens = model(tokens[:, 3:], prefix_BPD=embedded[:, :3], return_cache=True)
     assert (as_tokens.hidden_BTD - model(tokens).hidden_BTD[:, 3:]).abs().max() < BOUND  # within a chunk none is read
     with pytest.raises(ValueError, match="one document a row"):
         model(tokens, prefix_BPD=prefix, cu_seqlens=torch.tensor([0, 6, 12]))
@@ -213,13 +214,13 @@ def test_the_objective_of_the_writes_is_what_one_token_is_off_by() -> None:
     adapter = model.blocks[0].plastic["key"]
     adapter.chunk = 1
     x = torch.randn(1, 9, 16, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    places = Places(None, None, None, None)
+    span = FastWeightSpan()
     weight = model.blocks[0].mixer.key.weight
-    written = [adapter(x[:, :n], weight, places, None, None) for n in (8, 9)]
+    written = [adapter(x[:, :n], weight, span, None) for n in (8, 9)]
     a = written[0].a.clone().requires_grad_()
     adapter.config = adapter.config.model_copy(update={"correlation_weight": 1.0})
     state = PlasticState(a, a, written[0].last, 0)
-    (gradient,) = torch.autograd.grad(adapter(x[:, 8:], weight, places, state, None).correlation, a)
+    (gradient,) = torch.autograd.grad(adapter(x[:, 8:], weight, span, state).correlation, a)
     assert (written[0].a - gradient - written[1].a).abs().max() < BOUND
 
 

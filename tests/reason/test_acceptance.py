@@ -221,8 +221,8 @@ def test_answers_are_what_greedy_generation_would_give() -> None:
 
 def one_row(episode: EpisodeState, row: int) -> Any:
     (group,) = episode.groups
-    assert group.state is not None
-    return select(group.state, torch.tensor([row]))
+    assert group.cache is not None
+    return select(group.cache, torch.tensor([row]))
 
 
 def test_measures_of_a_rule() -> None:

@@ -15,6 +15,7 @@ from cdrmix.config.schema import Attention, FeedForward, Mamba, MixerLayers, Mod
 from cdrmix.config.schema_reasoning import Controller as ControllerSection
 from cdrmix.config.schema_reasoning import Memory, PlasticLora, Reasoning, Rl
 from cdrmix.model.cache import fast_weights
+from cdrmix.model.fast_weights import FastWeightOptions
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.reason.controller.controller import (
     SCALES,
@@ -162,7 +163,7 @@ def test_the_rows_of_an_unlike_decision_keep_their_bits() -> None:
     after = controller.settle(before, proposal, decision_of(mask.long()))
     (group,) = after.groups
     old, new = before.groups[0].state, proposal.after.groups[0].state
-    for leaf, left, right in zip(leaves(group.state), leaves(old), leaves(new), strict=True):
+    for leaf, left, right in zip(leaves(group.cache), leaves(old), leaves(new), strict=True):
         assert torch.equal(leaf[~mask], left[~mask])
         assert torch.equal(leaf[mask], right[mask])
     rolled_back = controller.settle(before, proposal, never(proposal.end_BD()))
@@ -184,7 +185,10 @@ def test_branches_equal_passes_apart(carry: str) -> None:
     assert state is not None
     for row, scale in enumerate(SCALES):
         apart = one.model(
-            ids[:, 1], state=start_one.groups[0].state, return_state=True, write_scale=torch.tensor([scale])
+            ids[:, 1],
+            state=start_one.groups[0].cache,
+            return_cache=True,
+            fast_weights=FastWeightOptions(scale_S=torch.tensor([scale])),
         )
         assert (apart.hidden_BTD - proposal.hidden_BCD).abs().max() < BOUND
         chosen = [
@@ -222,7 +226,7 @@ def test_fast_weights_alone_are_carried_as_in_one_pass() -> None:
     for number, chunk in enumerate(ids.unbind(1)):
         starts = [20 * row + CHUNK * n for row in range(2) for n in range(number + 1)]
         bounds, rows = torch.tensor([*starts, 40], dtype=torch.int32), torch.arange(0, 41, 20, dtype=torch.int32)
-        whole = controller.model(ids.flatten(1), cu_seqlens=bounds, episodes=rows).hidden_BTD
+        whole = controller.model(ids.flatten(1), cu_seqlens=bounds, fast_weights=FastWeightOptions(rows)).hidden_BTD
         asked = controller.ask(episode, ids[:, number:].flatten(1))
         assert (asked - whole[:, CHUNK * number :]).abs().max() < BOUND
         episode, _, hidden = controller.step(episode, chunk, always)

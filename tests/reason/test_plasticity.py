@@ -11,6 +11,7 @@ from cdrmix.config.load import load_config
 from cdrmix.config.schema import Config
 from cdrmix.data.tasks import IGNORED
 from cdrmix.model.cache import fast_weights, with_fast_weights
+from cdrmix.model.fast_weights import FastWeightOptions
 from cdrmix.reason.episodes import TokenSource, source_of
 from cdrmix.reason.experiments import state_tracking as tracking
 from cdrmix.reason.model import StageBModel
@@ -55,9 +56,11 @@ def test_reading_by_chunks_is_training_on_rows(carry: str, fraction: float) -> N
     assert torch.equal(row.targets_BT[:, -16:], probe.targets_BT)
     assert (row.targets_BT[:, :-16] == IGNORED).all()
     with torch.no_grad():
-        whole = model.language_model(row.ids_BT, cu_seqlens=row.cu_seqlens, episodes=row.episodes).hidden_BTD[:, -16:]
+        whole = model.language_model(
+            row.ids_BT, cu_seqlens=row.cu_seqlens, fast_weights=FastWeightOptions(row.episodes)
+        ).hidden_BTD[:, -16:]
         state = read(model.language_model, made.chunks_BNC, carry)
-        parts = model.language_model(probe.ids_BT, state=state).hidden_BTD
+        parts = model.language_model(probe.ids_BT, cache=state).hidden_BTD
         assert state is not None
         emptied = with_fast_weights(state, plasticity.zeroed)
         without = model.language_model(probe.ids_BT, state=emptied).hidden_BTD

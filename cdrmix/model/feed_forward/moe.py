@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
 from cdrmix import ops
 from cdrmix.config.schema import Model
+from cdrmix.model.context import Context
 from cdrmix.model.feed_forward.router import Routed, Router
 from cdrmix.model.layers import linear
 
 EXPERT_PARAMETERS = ("w_up", "w_down")  # names of those with a first dimension of experts, wherever they are
+
+
+class FedForward(NamedTuple):
+    """What a feed-forward gives: its output [B, T, D]; its cache, the last token's input [B, D], if it has one; the
+    report of its router, if it has one."""
+
+    y: Tensor
+    cache_BD: Tensor | None = None
+    routed: Routed | None = None
 
 
 class MoeFeedForward(nn.Module):
@@ -27,12 +39,12 @@ class MoeFeedForward(nn.Module):
         bound = 0.5 * config.init_std_scale * config.d_model**-0.5
         nn.init.uniform_(self.w_up, -bound, bound)
 
-    def forward(self, x: Tensor, starts: Tensor | None, last_BD: Tensor | None) -> tuple[Tensor, None, Routed]:
-        """x [B, T, D] (normed) -> output [B, T, D], no state, the router's report. Each token stands for itself."""
+    def forward(self, x: Tensor, context: Context, cache_BD: Tensor | None) -> FedForward:
+        """x [B, T, D] (normed) -> output and router's report; each token stands for itself, without a cache."""
         flat_TD = x.reshape(-1, x.shape[-1])
         routing = self.router.route(flat_TD)
         y_TD = self.mix(flat_TD, routing)
-        return y_TD.view(x.shape), None, Routed.of(routing)
+        return FedForward(y_TD.view(x.shape), None, Routed.of(routing))
 
     def mix(self, x_TD: Tensor, routing: ops.Routing) -> Tensor:
         """The routed experts' weighted sum a token, [T, D]."""
@@ -49,8 +61,8 @@ class ChannelMix(nn.Module):
         self.key = linear(config.d_model, config.feed_forward.hidden, 0.5 * config.init_std_scale)
         self.value = linear(config.feed_forward.hidden, config.d_model, 0.0)
 
-    def forward(self, x: Tensor, starts: Tensor | None, last_BD: Tensor | None) -> tuple[Tensor, Tensor, None]:
-        """x [B, T, D] (normed) -> output [B, T, D], the state (the last token's input), no router report."""
-        shift = ops.token_shift(x, last_BD, starts) - x
+    def forward(self, x: Tensor, context: Context, cache_BD: Tensor | None) -> FedForward:
+        """x [B, T, D] (normed) -> output and cache; no router report."""
+        shift = ops.token_shift(x, cache_BD, context.starts_BT1) - x
         hidden = self.key(torch.addcmul(x, shift, self.x_k)).relu().square()
-        return self.value(hidden), x[:, -1], None
+        return FedForward(self.value(hidden), x[:, -1])

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from cdrmix import ops
 from cdrmix.config.schema import Model
-from cdrmix.model.context import Angles, Places
-from cdrmix.model.fast_weights import Writes
+from cdrmix.model.context import Angles, Context
 from cdrmix.model.layers import linear
 from cdrmix.model.mixers.base import Mixed, Mixer
 
@@ -31,7 +30,7 @@ class KeyValueBuffer:
         return self.keys.shape[2]
 
 
-class AttentionState(NamedTuple):
+class AttentionCache(NamedTuple):
     """Keys and values of the tokens so far, [B, kv_heads, T, head width], rotated.
 
     buffer: where they lie, and where the next ones will; None: they lie by themselves, as in a copy of the state.
@@ -42,7 +41,7 @@ class AttentionState(NamedTuple):
     buffer: KeyValueBuffer | None = None
 
 
-def extended(state: AttentionState | None, k: Tensor, v: Tensor, *, keep: bool) -> AttentionState:
+def extended(state: AttentionCache | None, k: Tensor, v: Tensor, *, keep: bool) -> AttentionCache:
     """The state with the keys and values [B, T, kv_heads, head width] of the tokens behind it.
 
     keep: whether the new state outlives the forward pass; otherwise its place in the buffer is given back at once.
@@ -51,9 +50,9 @@ def extended(state: AttentionState | None, k: Tensor, v: Tensor, *, keep: bool) 
     """
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     if state is None:
-        return AttentionState(k, v)
+        return AttentionCache(k, v)
     if torch.is_grad_enabled():
-        return AttentionState(torch.cat([state.keys, k], 2), torch.cat([state.values, v], 2))
+        return AttentionCache(torch.cat([state.keys, k], 2), torch.cat([state.values, v], 2))
     past, length = state.keys.shape[2], state.keys.shape[2] + k.shape[2]
     buffer = state.buffer
     if buffer is None or buffer.used != past or buffer.capacity < length or buffer.keys.dtype != k.dtype:
@@ -65,7 +64,7 @@ def extended(state: AttentionState | None, k: Tensor, v: Tensor, *, keep: bool) 
     keys[:, :, past:], values[:, :, past:] = k, v
     if keep:
         buffer.used = length
-    return AttentionState(keys, values, buffer)
+    return AttentionCache(keys, values, buffer)
 
 
 def rotate(x_BTHN: Tensor, angles: Angles) -> Tensor:
@@ -93,25 +92,17 @@ class Attention(Mixer):
         self.query_norm = nn.RMSNorm(self.head_width, eps=config.norm_eps) if attention.qk_norm else None
         self.key_norm = nn.RMSNorm(self.head_width, eps=config.norm_eps) if attention.qk_norm else None
 
-    def forward(
-        self,
-        x: Tensor,
-        places: Places,
-        v_first: Tensor | None,
-        state: AttentionState | None,
-        return_state: bool = True,
-        writes: Writes | None = None,
-    ) -> Mixed:
-        """x [B, T, D] (normed) -> its output, and the state after the last token."""
+    def forward(self, x: Tensor, context: Context, cache: AttentionCache | None) -> Mixed:
+        """x [B, T, D] (normed) -> its output, and the cache after the last token."""
         batch, length, width = x.shape
-        q = self.adapted("query", x, writes).view(batch, length, self.heads, self.head_width)
-        k = self.adapted("key", x, writes).view(batch, length, self.kv_heads, self.head_width)
-        v = self.adapted("value", x, writes).view(batch, length, self.kv_heads, self.head_width)
+        q = self.projected("query", x, context).view(batch, length, self.heads, self.head_width)
+        k = self.projected("key", x, context).view(batch, length, self.kv_heads, self.head_width)
+        v = self.projected("value", x, context).view(batch, length, self.kv_heads, self.head_width)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
-        if places.angles is not None:
-            q, k = rotate(q, places.angles), rotate(k, places.angles)
-        after = extended(state, k, v, keep=return_state)
-        y = ops.attention(q, after.keys.transpose(1, 2), after.values.transpose(1, 2), cu_seqlens=places.cu_seqlens)
-        y = self.adapted("output", y.reshape(batch, length, width), writes)
-        return Mixed(y, v_first, after if return_state else None)
+        if context.angles is not None:
+            q, k = rotate(q, context.angles), rotate(k, context.angles)
+        after = extended(cache, k, v, keep=context.keep_cache)
+        y = ops.attention(q, after.keys.transpose(1, 2), after.values.transpose(1, 2), cu_seqlens=context.cu_seqlens)
+        y = self.projected("output", y.reshape(batch, length, width), context)
+        return Mixed(y, after if context.keep_cache else None)

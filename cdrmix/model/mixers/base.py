@@ -7,44 +7,34 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
-from cdrmix.model.context import Places
-from cdrmix.model.fast_weights import Writes
+from cdrmix.model.context import Context
 from cdrmix.model.feed_forward.router import Routed
 
 
 class Mixed(NamedTuple):
-    """What a mixer gives: its output [B, T, D]; the first time-mix block's values [B, T, D], if there was one so far;
-    what it carries to the next tokens, a NamedTuple of tensors, if wanted; the report of its router, if it has one."""
+    """What a mixer gives: its output [B, T, D]; its cache after the last token, a NamedTuple of tensors, if wanted; its
+    router's report, if it has one; its values [B, T, D], of an RWKV-7 block, which later ones mix into theirs."""
 
     y: Tensor
-    v_first: Tensor | None
-    state: Any = None
+    cache: Any = None
     routed: Routed | None = None
+    values: Tensor | None = None
 
 
 class Mixer(nn.Module, ABC):
     """A mixer is made from the configuration and its layer's number, and called by its block alone.
 
-    part: what its parameters count as in a plan. attends: whether it reads the angles of the places.
+    part: what its parameters count as in a plan. attends: whether it reads the angles of the context.
     """
 
     part: ClassVar[str]
     attends: ClassVar[bool] = False
 
     @abstractmethod
-    def forward(
-        self,
-        x: Tensor,
-        places: Places,
-        v_first: Tensor | None,
-        state: Any,
-        return_state: bool,
-        writes: Writes | None = None,
-    ) -> Mixed:
-        """x [B, T, D] (normed). state: what it gave for the tokens before these rows, or None. writes: what its
-        projections go through, where it has plastic adapters."""
+    def forward(self, x: Tensor, context: Context, cache: Any) -> Mixed:
+        """x [B, T, D] (normed). cache: what the mixer gave for the tokens before these rows, or None."""
 
-    def adapted(self, name: str, x: Tensor, writes: Writes | None) -> Tensor:
-        """The projection `name`, with what its plastic adapter adds where it has one."""
+    def projected(self, name: str, x: Tensor, context: Context) -> Tensor:
+        """The projection `name` of x, through the block's fast weights where it has some."""
         layer: nn.Linear = getattr(self, name)
-        return layer(x) if writes is None else writes.project(name, layer, x)
+        return layer(x) if context.fast_weights is None else context.fast_weights.project(name, layer, x)

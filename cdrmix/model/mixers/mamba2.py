@@ -15,8 +15,7 @@ from torch.nn import functional
 
 from cdrmix import ops
 from cdrmix.config.schema import Model
-from cdrmix.model.context import Places
-from cdrmix.model.fast_weights import Writes
+from cdrmix.model.context import Context
 from cdrmix.model.feed_forward.router import Routed
 from cdrmix.model.layers import linear
 from cdrmix.model.mixers.base import Mixed, Mixer
@@ -25,7 +24,7 @@ DECAY_RANGE = (1.0, 16.0)  # of -A at the start, uniform
 STEP_RANGE = (1e-3, 1e-1)  # of dt without the token's part at the start, log-uniform
 
 
-class MambaState(NamedTuple):
+class MambaCache(NamedTuple):
     """What generation carries: the convolution's last W - 1 inputs [B, W - 1, C], the scan's state [B, H, V, K]."""
 
     convolved_BWC: Tensor
@@ -88,20 +87,12 @@ class Mamba2(Mixer):
         """y [B, T, I] to the output [B, T, D]."""
         return self.output(y)
 
-    def forward(
-        self,
-        x: Tensor,
-        places: Places,
-        v_first: Tensor | None,
-        state: MambaState | None,
-        return_state: bool = True,
-        writes: Writes | None = None,
-    ) -> Mixed:
-        """x [B, T, D] (normed) -> its output, and the state after the last token if wanted."""
+    def forward(self, x: Tensor, context: Context, cache: MambaCache | None) -> Mixed:
+        """x [B, T, D] (normed) -> its output, and the cache after the last token if wanted."""
         batch, length, _ = x.shape
         gate, x_B_C, step, routing = self.project(x)
         x_B_C, convolved = causal_convolution(
-            x_B_C, self.conv_weight_WC, self.conv_bias, state.convolved_BWC if state else None, places.before_BT1
+            x_B_C, self.conv_weight_WC, self.conv_bias, cache.convolved_BWC if cache else None, context.before_BT1
         )
         selecting = self.groups * self.d_state
         x, k, q = _silu(x_B_C).split([self.inner, selecting, selecting], -1)
@@ -111,9 +102,9 @@ class Mamba2(Mixer):
         log_decay = -self.A_log.exp() * dt
         v = (x * dt.unsqueeze(-1)).to(x.dtype)
         last: Tensor | None
-        if length == 1 and state is not None and places.cu_seqlens is None and not torch.is_grad_enabled():
+        if length == 1 and cache is not None and context.cu_seqlens is None and not torch.is_grad_enabled():
             q_t, k_t, v_t, log_decay_t = (side.squeeze(1) for side in (q, k, v, log_decay))
-            token, last = ops.decay_scan_step(q_t, k_t, v_t, log_decay_t, state.scan_BHVK)
+            token, last = ops.decay_scan_step(q_t, k_t, v_t, log_decay_t, cache.scan_BHVK)
             y = token.unsqueeze(1)
         else:
             y, last = ops.decay_scan(
@@ -121,14 +112,14 @@ class Mamba2(Mixer):
                 k,
                 v,
                 log_decay,
-                state=state.scan_BHVK if state else None,
-                cu_seqlens=places.cu_seqlens,
-                return_state=return_state,
+                state=cache.scan_BHVK if cache else None,
+                cu_seqlens=context.cu_seqlens,
+                return_state=context.keep_cache,
             )
         y = (y + self.D.unsqueeze(-1) * x).view(batch, length, self.inner)
-        after = MambaState(convolved.clone(), last) if return_state and last is not None else None
+        after = MambaCache(convolved.clone(), last) if context.keep_cache and last is not None else None
         output = self.emit(self.gated_norm(y, gate), routing)
-        return Mixed(output, v_first, after, None if routing is None else Routed.of(routing))
+        return Mixed(output, after, None if routing is None else Routed.of(routing))
 
     def gated_norm(self, y: Tensor, gate: Tensor) -> Tensor:
         """rms_norm(y silu(gate)) over the channels of a group of heads, [B, T, I] in gate's dtype."""

@@ -10,13 +10,12 @@ from torch import Tensor, nn
 
 from cdrmix import ops
 from cdrmix.config.schema import Model
-from cdrmix.model.context import Places
-from cdrmix.model.fast_weights import Writes
+from cdrmix.model.context import Context
 from cdrmix.model.layers import linear, orthogonal_
 from cdrmix.model.mixers.base import Mixed, Mixer
 
 
-class TimeMixState(NamedTuple):
+class TimeMixCache(NamedTuple):
     """What generation carries: the last token's normed input [B, D] and the recurrence's state [B, H, V, K]."""
 
     last_BD: Tensor
@@ -72,27 +71,19 @@ class TimeMix(Mixer):
         self.ln_x = nn.GroupNorm(self.heads, width, eps=ops.GROUP_NORM_EPS)
         nn.init.constant_(self.ln_x.weight, ((1 + layer) / config.layers) ** 0.7)
 
-    def forward(
-        self,
-        x: Tensor,
-        places: Places,
-        v_first: Tensor | None,
-        state: TimeMixState | None,
-        return_state: bool = True,
-        writes: Writes | None = None,
-    ) -> Mixed:
-        """x [B, T, D] (normed) -> its output, the first time-mix block's values [B, T, D], the state if wanted."""
-        starts, cu_seqlens = places.starts_BT1, places.cu_seqlens
+    def forward(self, x: Tensor, context: Context, cache: TimeMixCache | None) -> Mixed:
+        """x [B, T, D] (normed) -> its output, its cache if wanted, its values [B, T, D]."""
+        starts, cu_seqlens, v_first = context.starts_BT1, context.cu_seqlens, context.v_first
         batch, length, _ = x.shape
         x_r, x_w, x_k, x_v, x_a, x_g = ops.time_mix_streams(
             x,
             torch.stack([self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g]),
-            state.last_BD if state else None,
+            cache.last_BD if cache else None,
             None if starts is None else starts.squeeze(-1),
         )
-        r = self.adapted("receptance", x_r, writes).view(batch, length, self.heads, self.head_size)
-        k = self.adapted("key", x_k, writes)
-        value = self.adapted("value", x_v, writes)
+        r = self.projected("receptance", x_r, context).view(batch, length, self.heads, self.head_size)
+        k = self.projected("key", x_k, context)
+        value = self.projected("value", x_v, context)
         decay = _product(torch.tanh(_product(x_w, self.w1)), self.w2)
         rate = _product(_product(x_a, self.a1), self.a2)
         gate = _product(torch.sigmoid(_product(x_g, self.g1)), self.g2)
@@ -105,16 +96,18 @@ class TimeMix(Mixer):
         if self.removal != 1:  # of what a key holds c rate, not rate, is taken away: arXiv 2503.14456, appendix D
             b = self.removal * b
         last: Tensor | None
-        if length == 1 and state is not None and cu_seqlens is None and not torch.is_grad_enabled():
+        if length == 1 and cache is not None and cu_seqlens is None and not torch.is_grad_enabled():
             r_t, log_w_t, k_t, v_t, a_t, b_t = (t.squeeze(1) for t in (r, log_w, k, v, a, b))
-            token, last = ops.wkv7_step(r_t, log_w_t, k_t, v_t, a_t, b_t, state.wkv_BHVK)
+            token, last = ops.wkv7_step(r_t, log_w_t, k_t, v_t, a_t, b_t, cache.wkv_BHVK)
             y = token.unsqueeze(1)
         else:
-            carried = state.wkv_BHVK if state else None
-            y, last = ops.wkv7(r, log_w, k, v, a, b, state=carried, cu_seqlens=cu_seqlens, return_state=return_state)
+            carried = cache.wkv_BHVK if cache else None
+            y, last = ops.wkv7(
+                r, log_w, k, v, a, b, state=carried, cu_seqlens=cu_seqlens, return_state=context.keep_cache
+            )
         mixed = ops.time_mix_output(y, r, k, v, gate, self.r_k, self.ln_x.weight, self.ln_x.bias, self.ln_x.eps)
-        after = TimeMixState(x[:, -1], last) if return_state and last is not None else None
-        return Mixed(self.adapted("output", mixed, writes), value if v_first is None else v_first, after)
+        after = TimeMixCache(x[:, -1], last) if context.keep_cache and last is not None else None
+        return Mixed(self.projected("output", mixed, context), after, values=value)
 
 
 def _product(x: Tensor, weight_IO: Tensor) -> Tensor:

@@ -198,15 +198,15 @@ def read_episodes(
     for number in range(chunks_BNC.shape[1]):
         prompt = window.turn(memory.shown(), chunks_BNC[:, number].to(device)[rows_R])
         if number == 0:  # the same in all rows of a group
-            prefix = repeat(read(model, prompt[::group], begun.state), group)
+            prefix = repeat(read(model, prompt[::group], begun.cache), group)
         else:
-            prefix = read(model, prompt, whole.state)
+            prefix = read(model, prompt, whole.cache)
         memory = memory.write(window.written(go_on(prefix, prompt, window.part)), number + 1)
         changes_B += (memory.changed_BH == number + 1).any(1)
         now = told == number
         captured_BF |= now & asked & holds(memory.parts_BHP, facts, window.pad)
     prompt = window.last(memory.shown())
-    said = window.written(go_on(read(model, prompt, whole.state), prompt, window.answer))
+    said = window.written(go_on(read(model, prompt, whole.cache), prompt, window.answer))
     right = said == answer
     wanted = answer != window.pad
     return Reading(

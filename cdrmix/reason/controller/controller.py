@@ -18,8 +18,9 @@ from torch import Tensor
 
 from cdrmix.config.schema_reasoning import Reasoning
 from cdrmix.model.cache import branch, concatenated, plastic_only, select, unread
-from cdrmix.model.language_model import LanguageModel, ModelState
-from cdrmix.model.mixers.attention import AttentionState
+from cdrmix.model.fast_weights import FastWeightOptions
+from cdrmix.model.language_model import Cache, LanguageModel
+from cdrmix.model.mixers.attention import AttentionCache
 from cdrmix.reason.heads import ControllerHeads
 from cdrmix.reason.memory.episodic_index import EpisodicIndex, Staged
 
@@ -94,17 +95,17 @@ def configured(reasoning: Reasoning, heads: ControllerHeads | None) -> Decide:
 
 
 class Group(NamedTuple):
-    """Rows int64 [R], ascending, whose states are of one shape, and their state; None before the first commit.
+    """Rows int64 [R], ascending, whose caches are of one shape, and their cache; None before the first commit.
 
     Rows that have committed unlike numbers of tokens have attention caches of unlike lengths. Otherwise all are one.
     """
 
     rows_R: Tensor
-    state: ModelState | None
+    cache: Cache | None
 
 
 class EpisodeState(NamedTuple):
-    """E of B episodes: model state with fast weights, memory tokens, transactions with the index; and what was spent.
+    """E of B episodes: the model's cache with fast weights, memory tokens, transactions with the index; and what was spent.
 
     memory_BM, transactions: None where there is no such memory. A transaction (one of each row, or None) is what a
     proposal would write to the index: after a step there is none. steps: controller steps so far. commits_B: int64,
@@ -119,7 +120,7 @@ class EpisodeState(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """What a chunk would make of an episode, undecided: `after`, whose states have all branches, and what was read."""
+    """What a chunk would make of an episode, undecided: `after`, whose caches have all branches, and what was read."""
 
     after: EpisodeState
     hidden_BCD: Tensor
@@ -138,7 +139,7 @@ class Controller:
     def __init__(self, model: LanguageModel, reasoning: Reasoning) -> None:
         self.model, self.reasoning = model, reasoning
         self.scales = SCALES[: reasoning.controller.max_branches]
-        self._grows = model.attends and reasoning.carry == "all"  # states, with the tokens committed
+        self._grows = model.attends and reasoning.carry == "all"  # caches, with the tokens committed
 
     def begin(self, rows: int, memory_BM: Tensor | None = None) -> EpisodeState:
         """E of `rows` episodes that have read nothing."""
@@ -157,11 +158,17 @@ class Controller:
         if len(self.scales) > 1:
             scale_S = torch.tensor(self.scales, device=ids_BC.device)
         groups, hidden = [], []
-        for rows_R, state in episode.groups:
+        for rows_R, cache in episode.groups:
             prefix = None if prefix_BPD is None else prefix_BPD[rows_R]
-            output = self.model(ids_BC[rows_R], state=state, return_state=True, write_scale=scale_S, prefix_BPD=prefix)
-            assert output.state is not None
-            groups.append(Group(rows_R, output.state if self.reasoning.carry == "all" else plastic_only(output.state)))
+            output = self.model(
+                ids_BC[rows_R],
+                cache=cache,
+                return_cache=True,
+                fast_weights=FastWeightOptions(scale_S=scale_S),
+                prefix_BPD=prefix,
+            )
+            assert output.cache is not None
+            groups.append(Group(rows_R, output.cache if self.reasoning.carry == "all" else plastic_only(output.cache)))
             hidden.append(output.hidden_BTD)
         after = episode._replace(groups=tuple(groups), steps=episode.steps + 1, commits_B=episode.commits_B + 1)
         return Proposal(after, _gathered(groups, hidden))
@@ -202,14 +209,14 @@ class Controller:
 
     def ask(self, episode: EpisodeState, ids_BT: Tensor) -> Tensor:
         """Hidden states [B, T, D] of tokens that are read on from E, as one document; E stays as it is."""
-        hidden = [self.model(ids_BT[rows_R], state=state).hidden_BTD for rows_R, state in episode.groups]
+        hidden = [self.model(ids_BT[rows_R], cache=cache).hidden_BTD for rows_R, cache in episode.groups]
         return _gathered(episode.groups, hidden)
 
     def _together(self, parts: Sequence[Group]) -> tuple[Group, ...]:
-        """The parts, those whose states are of one shape joined."""
+        """The parts, those whose caches are of one shape joined."""
         alike: dict[int, list[Group]] = {}
         for part in parts:
-            alike.setdefault(_length(part.state) if self._grows else 0, []).append(part)
+            alike.setdefault(_length(part.cache) if self._grows else 0, []).append(part)
         return tuple(_joined(alike[length]) for length in sorted(alike))
 
 
@@ -231,13 +238,13 @@ def _part(group: Group, mask_R: Tensor) -> Group:
     if mask_R.all():
         return group
     kept = mask_R.nonzero().squeeze(1)
-    return Group(group.rows_R[kept], None if group.state is None else select(group.state, kept))
+    return Group(group.rows_R[kept], None if group.cache is None else select(group.cache, kept))
 
 
-def _length(state: ModelState | None) -> int:
+def _length(cache: Cache | None) -> int:
     """Tokens in the attention caches."""
-    mixers = [block.mixer for block in state or ()]
-    return next((mixer.keys.shape[2] for mixer in mixers if isinstance(mixer, AttentionState)), 0)
+    mixers = [block.mixer for block in cache or ()]
+    return next((mixer.keys.shape[2] for mixer in mixers if isinstance(mixer, AttentionCache)), 0)
 
 
 def _joined(groups: list[Group]) -> Group:
@@ -245,8 +252,8 @@ def _joined(groups: list[Group]) -> Group:
         return groups[0]
     rows_R = torch.cat([group.rows_R for group in groups])
     order = rows_R.argsort()
-    made = next((group.state for group in groups if group.state is not None), None)
+    made = next((group.cache for group in groups if group.cache is not None), None)
     if made is None:
         return Group(rows_R[order], None)
-    states = [unread(made, len(rows)) if state is None else state for rows, state in groups]
-    return Group(rows_R[order], select(concatenated(*states), order))
+    caches = [unread(made, len(rows)) if cache is None else cache for rows, cache in groups]
+    return Group(rows_R[order], select(concatenated(*caches), order))

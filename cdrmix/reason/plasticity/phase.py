@@ -5,7 +5,7 @@ gradient goes through every write between a fact and its answer. With `carry: fa
 that nothing but the fast weights leads from one to the next; with `carry: all` they go on. The same phase trains whole
 small models from scratch (`train: all`), adapters or none: what the ablations compare.
 
-Reading is chunk by chunk in memory that does not grow with their number: `read`, then `answers` of the state.
+Reading is chunk by chunk in memory that does not grow with their number: `read`, then `answers` of the cache.
 
 Shapes: B episodes, N chunks, C tokens of a chunk, P tokens of a probe, T = N C + P.
 """
@@ -23,7 +23,8 @@ from cdrmix.config.schema import Config
 from cdrmix.config.schema_reasoning import Reasoning
 from cdrmix.data.tasks import IGNORED
 from cdrmix.model.cache import plastic_only, with_fast_weights
-from cdrmix.model.language_model import LanguageModel, ModelState
+from cdrmix.model.fast_weights import FastWeightOptions
+from cdrmix.model.language_model import Cache, LanguageModel
 from cdrmix.reason.episodes import FIRST_HELD_OUT, Episodes, EpisodeSource, source_of
 from cdrmix.reason.model import Loss, PhaseLoss, StageBModel
 from cdrmix.reason.phase import generator_of, run_phase, train_section
@@ -106,7 +107,7 @@ class PlasticityPhase:
 
         def loss(model: StageBModel) -> PhaseLoss:
             language_model = model.language_model
-            output = language_model(row.ids_BT, cu_seqlens=row.cu_seqlens, episodes=row.episodes)
+            output = language_model(row.ids_BT, cu_seqlens=row.cu_seqlens, fast_weights=FastWeightOptions(row.episodes))
             asked_BT = row.targets_BT != IGNORED
             # an episode counts as one, however many tokens its answer has: so the step's divisor is known beforehand
             weights = (asked_BT / asked_BT.sum(1, keepdim=True).clamp(min=1))[asked_BT]
@@ -146,28 +147,28 @@ class PlasticityPhase:
 
 
 @torch.no_grad()
-def read(model: LanguageModel, chunks_BNC: Tensor, carry: str) -> ModelState | None:
-    """The state behind the last chunk: a state at a time, whatever their number. chunks may be on any device."""
+def read(model: LanguageModel, chunks_BNC: Tensor, carry: str) -> Cache | None:
+    """The cache behind the last chunk: a cache at a time, whatever their number. chunks may be on any device."""
     device = model.embedding.weight.device
-    state: ModelState | None = None
+    cache: Cache | None = None
     for ids_BC in chunks_BNC.unbind(1):
-        state = model(ids_BC.to(device), state=state, return_state=True).state
-        assert state is not None
+        cache = model(ids_BC.to(device), cache=cache, return_cache=True).cache
+        assert cache is not None
         if carry == "fast":
-            state = plastic_only(state)
-    return state
+            cache = plastic_only(cache)
+    return cache
 
 
 @torch.no_grad()
 def answers(
-    model: LanguageModel, source: EpisodeSource, episodes: Episodes, state: ModelState | None
+    model: LanguageModel, source: EpisodeSource, episodes: Episodes, cache: Cache | None
 ) -> tuple[Tensor, Tensor]:
     """(right, asked) bool [B, P]: which of the probe's tokens are answers, and which of those are the likeliest."""
     device = model.embedding.weight.device
     probe = source.probe(episodes)
     targets = probe.targets_BT.to(device)
     asked = targets != IGNORED
-    hidden = model(probe.ids_BT.to(device), state=state).hidden_BTD
+    hidden = model(probe.ids_BT.to(device), cache=cache).hidden_BTD
     right = torch.zeros_like(asked)
     right[asked] = model.logits(hidden[asked]).argmax(-1) == targets[asked]
     return right, asked
@@ -201,13 +202,13 @@ def accuracy(
     right, asked = dict.fromkeys(names, 0), 0
     for first in range(0, len(numbers), EVALUATION_ROWS):
         episodes = source.batch(numbers[first : first + EVALUATION_ROWS], chunks)
-        state = read(model, episodes.chunks_BNC, carry)
-        found, wanted = answers(model, source, episodes, state)
+        cache = read(model, episodes.chunks_BNC, carry)
+        found, wanted = answers(model, source, episodes, cache)
         right["accuracy"] += int(found.sum())
         asked += int(wanted.sum())
         for name, change in (changes or {}).items():
-            assert state is not None
-            right[name] += int(answers(model, source, episodes, with_fast_weights(state, change))[0].sum())
+            assert cache is not None
+            right[name] += int(answers(model, source, episodes, with_fast_weights(cache, change))[0].sum())
     model.train(was_training)
     return {name: count / max(asked, 1) for name, count in right.items()}
 

@@ -1,7 +1,7 @@
-"""Rollouts: many rows at once, token by token, on the model's own recurrent state; with the probability of each token.
+"""Rollouts: many rows at once, token by token, on the model's own recurrent cache; with the probability of each token.
 
 A prompt is read once, in one pass; what it leaves behind can be continued by as many rows as wanted. From there each
-token costs one pass of one token on a state that does not grow where the mixers' does not.
+token costs one pass of one token on a cache that does not grow where the mixers' does not.
 
 Shapes: B rows, L tokens of a prompt, N new tokens, V the vocabulary.
 """
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from cdrmix.errors import NonFiniteLogitsError
 from cdrmix.model.cache import select
-from cdrmix.model.language_model import LanguageModel, ModelState
+from cdrmix.model.language_model import Cache, LanguageModel
 
 
 class Generated(NamedTuple):
@@ -32,23 +32,23 @@ class Generated(NamedTuple):
 
 
 class Prefix(NamedTuple):
-    """What reading a prompt leaves: the state, and the logits [B, V] of the token after it."""
+    """What reading a prompt leaves: the cache, and the logits [B, V] of the token after it."""
 
     logits_BV: Tensor
-    state: ModelState
+    cache: Cache
 
 
-def read(model: LanguageModel, prompts_BL: Tensor, state: ModelState | None = None) -> Prefix:
-    """Reads prompts of one length, on from `state` where it is given (which stays as it is)."""
+def read(model: LanguageModel, prompts_BL: Tensor, cache: Cache | None = None) -> Prefix:
+    """Reads prompts of one length, on from `cache` where it is given (which stays as it is)."""
     with _inference(model):
-        output = model(prompts_BL, state=state, return_state=True)
-        return Prefix(model.logits(output.hidden_BTD[:, -1]), output.state)
+        output = model(prompts_BL, cache=cache, return_cache=True)
+        return Prefix(model.logits(output.hidden_BTD[:, -1]), output.cache)
 
 
 def repeat(prefix: Prefix, times: int) -> Prefix:
     """Every row `times` times, one behind the other: the starts of groups."""
     rows_R = torch.arange(len(prefix.logits_BV), device=prefix.logits_BV.device).repeat_interleave(times)
-    return Prefix(prefix.logits_BV[rows_R], select(prefix.state, rows_R))
+    return Prefix(prefix.logits_BV[rows_R], select(prefix.cache, rows_R))
 
 
 def proceed(
@@ -68,7 +68,7 @@ def proceed(
     """
     assert new_tokens > 0
     assert temperature >= 0
-    logits_BV, state = prefix
+    logits_BV, cache = prefix
     batch, device = len(logits_BV), logits_BV.device
     points_BN = torch.empty(0)
     if temperature:
@@ -80,8 +80,8 @@ def proceed(
     with _inference(model):
         for number in range(new_tokens):
             if number:
-                output = model(tokens_BN[:, number - 1 : number], state=state, return_state=True)
-                logits_BV, state = model.logits(output.hidden_BTD[:, -1]), output.state
+                output = model(tokens_BN[:, number - 1 : number], cache=cache, return_cache=True)
+                logits_BV, cache = model.logits(output.hidden_BTD[:, -1]), output.cache
             token_B, log_prob_B = _take(logits_BV, temperature, points_BN[:, number] if temperature else None)
             mask_BN[:, number] = going_B
             if end is None:
@@ -105,11 +105,11 @@ def generate(
     temperature: float,
     generator: torch.Generator,
     end: int | None = None,
-    state: ModelState | None = None,
+    cache: Cache | None = None,
     group: int = 1,
 ) -> Generated:
     """Reads prompts of one length and goes on behind each of them `group` times: rows of a group are neighbours."""
-    prefix = read(model, prompts_BL, state)
+    prefix = read(model, prompts_BL, cache)
     prefix = repeat(prefix, group) if group > 1 else prefix
     return proceed(model, prefix, new_tokens, temperature=temperature, generator=generator, end=end)
 
