@@ -7,6 +7,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Literal
 
 import torch
@@ -71,10 +72,18 @@ def backend(x: Tensor) -> str:
     return "cpu" if platform == "cpu" and HAS_NUMBA else "reference"
 
 
+def kernels_of(operator: str, implementation: str) -> ModuleType:
+    """The module cdrmix.kernels.<operator>.<implementation>, imported when it is first needed.
+
+    implementation: what `backend` gives, or a part of one, such as triton_route.
+    """
+    return importlib.import_module(f"cdrmix.kernels.{operator}.{implementation}")
+
+
 def check_served(device: torch.device) -> None:
     """Raises ConfigError for a GPU that the kernels do not serve, where these would be used."""
     if device.type == "cuda" and os.environ.get("CDRMIX_BACKEND", "") in ("", "triton"):
-        importlib.import_module("cdrmix.kernels.common.triton_helpers").architecture(device)
+        kernels_of("common", "triton_helpers").architecture(device)
 
 
 def debugging() -> bool:

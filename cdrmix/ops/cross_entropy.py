@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cdrmix.ops.backend import backend, compute_dtype, debugging
+from cdrmix.ops.backend import backend, compute_dtype, debugging, kernels_of
 from cdrmix.ops.operator import operator
 from cdrmix.ops.weights import compute_weight, gradient_sum
 
@@ -130,8 +129,7 @@ def _check_targets(targets: Tensor, vocabulary: int, ignore_index: int) -> None:
 
 def _kernels(hidden: Tensor) -> ModuleType:
     """The module whose `cross_entropy_forward` serves these hidden states."""
-    name = {"triton": "cross_entropy", "cpu": "cross_entropy_cpu", "reference": "reference_loss"}[backend(hidden)]
-    return importlib.import_module(f"cdrmix.kernels.{name}")
+    return kernels_of("cross_entropy", backend(hidden))
 
 
 @operator("cdrmix::linear_cross_entropy")

@@ -6,7 +6,6 @@ rule of wide keys. Narrow ones are `ops.wkv7`'s, and Hebbian writes are one matr
 
 from __future__ import annotations
 
-import importlib
 import math
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cdrmix.kernels.fast_weights import reference
-from cdrmix.ops.backend import backend, compute_dtype
+from cdrmix.ops.backend import backend, compute_dtype, kernels_of
 from cdrmix.ops.checks import DTYPES, state_dtype
 from cdrmix.ops.rwkv7 import KERNEL_WIDTHS, wkv7
 
@@ -229,7 +228,7 @@ def _delta(k: Tensor, v: Tensor, beta: Tensor, state: Tensor) -> Tensor:
 @torch.library.custom_op("cdrmix::plastic_project", mutates_args=())
 def _plastic_project(x: Tensor, w: Tensor, b_up: Tensor, reads: Tensor) -> Tensor:
     """y [S, R, O] = x w^T + reads b_up^T of x [R, I], w [O, I], b_up [O, r], reads [S, R, r]."""
-    kernels = importlib.import_module("cdrmix.kernels.fast_weights.triton") if backend(x) == "triton" else reference
+    kernels = kernels_of("fast_weights", "triton") if backend(x) == "triton" else reference
     with torch.autocast(x.device.type, enabled=False):  # which an operator inherits from its caller
         y: Tensor = kernels.project_forward(x, w, b_up, reads)
     return y

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from types import ModuleType
 from typing import Any
 
@@ -10,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cdrmix.kernels.moe import reference as reference_moe
 from cdrmix.kernels.moe.reference import ACTIVATIONS, Routing
-from cdrmix.ops.backend import backend, compute_dtype, debugging
+from cdrmix.ops.backend import backend, compute_dtype, debugging, kernels_of
 from cdrmix.ops.operator import operator
 from cdrmix.ops.routing import DTYPES
 from cdrmix.ops.weights import compute_weight, gradient_sum, is_attached, outside_graphs
@@ -197,10 +195,7 @@ def _check_counts(op: str, counts_E: Tensor, routes: int) -> None:
 
 def _kernels(x: Tensor) -> ModuleType:
     """The module whose `experts_forward`, `experts_backward`, `dispatch` and `combine` serve these tensors."""
-    chosen = backend(x)
-    if chosen == "reference":
-        return reference_moe
-    return importlib.import_module("cdrmix.kernels.moe.triton" if chosen == "triton" else "cdrmix.kernels.moe.cpu")
+    return kernels_of("moe", backend(x))
 
 
 @operator("cdrmix::moe_experts")

@@ -6,7 +6,6 @@ without either, get `kernels/norm/reference.py` with autograd's gradients.
 
 from __future__ import annotations
 
-import importlib
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from cdrmix.kernels.norm import reference as reference_norm
 from cdrmix.kernels.norm.reference import KINDS
-from cdrmix.ops.backend import backend, compute_dtype
+from cdrmix.ops.backend import backend, compute_dtype, kernels_of
 from cdrmix.ops.checks import DTYPES
 from cdrmix.ops.operator import operator
 
@@ -104,8 +103,7 @@ def _plain(x: Tensor) -> bool:
 
 
 def _kernels(x: Tensor) -> ModuleType:
-    name = {"triton": "norm", "cpu": "norm_cpu"}[backend(x)]
-    return importlib.import_module(f"cdrmix.kernels.{name}")
+    return kernels_of("norm", backend(x))
 
 
 @operator("cdrmix::add_norm")

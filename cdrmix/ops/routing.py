@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from types import ModuleType
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from cdrmix.errors import NonFiniteLogitsError
 from cdrmix.kernels.moe import reference as reference_moe
 from cdrmix.kernels.moe.reference import Routing
-from cdrmix.ops.backend import backend, debugging
+from cdrmix.ops.backend import backend, debugging, kernels_of
 from cdrmix.ops.operator import operator
 
 MAX_EXPERTS = 256  # of the GPU's kernels; the reference takes any number
@@ -85,9 +84,7 @@ def _check_logits(logits_TE: Tensor, name: str) -> None:
 
 def _kernels(logits_TE: Tensor) -> ModuleType:
     """The module whose `route_forward` and `route_backward` serve these logits."""
-    return (
-        importlib.import_module("cdrmix.kernels.moe.triton_route") if backend(logits_TE) == "triton" else reference_moe
-    )
+    return kernels_of("moe", "triton_route") if backend(logits_TE) == "triton" else reference_moe
 
 
 @operator("cdrmix::moe_route")

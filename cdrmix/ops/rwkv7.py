@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib
 from types import ModuleType
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cdrmix.kernels.rwkv7 import reference
-from cdrmix.ops.backend import backend, debugging
+from cdrmix.ops.backend import backend, debugging, kernels_of
 from cdrmix.ops.checks import DTYPES, check_cu_seqlens, check_document_starts, state_dtype
 from cdrmix.ops.operator import operator
 
@@ -145,10 +144,10 @@ def _kernels(r: Tensor, v: Tensor) -> ModuleType:
     """The module whose `wkv7_forward`, `wkv7_backward` and `wkv7_step` serve these tensors."""
     chosen = backend(r)
     if chosen == "triton":
-        triton_kernels = importlib.import_module("cdrmix.kernels.rwkv7.triton")
+        triton_kernels = kernels_of("rwkv7", "triton")
         return triton_kernels if triton_kernels.chunk_sizes(r.dtype, r.shape[-1], v.shape[-1]) else reference
     if chosen == "cpu" and r.shape[-1] in KERNEL_WIDTHS and v.shape[-1] in KERNEL_WIDTHS:
-        return importlib.import_module("cdrmix.kernels.rwkv7.cpu")
+        return kernels_of("rwkv7", "cpu")
     return reference
 
 

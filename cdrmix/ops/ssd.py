@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-import importlib
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cdrmix.ops.backend import backend, debugging
+from cdrmix.ops.backend import backend, debugging, kernels_of
 from cdrmix.ops.checks import DTYPES, check_cu_seqlens, check_document_starts, state_dtype
 from cdrmix.ops.operator import operator
 
@@ -144,8 +143,7 @@ def _check_log_decay(op: str, log_decay: Tensor) -> None:
 
 def _kernels(q: Tensor) -> ModuleType:
     """The module whose `decay_scan_forward`, `decay_scan_backward` and `decay_scan_step` serve these tensors."""
-    modules = {"triton": "decay_scan", "cpu": "decay_scan_cpu", "reference": "reference_scan"}
-    return importlib.import_module(f"cdrmix.kernels.{modules[backend(q)]}")
+    return kernels_of("ssd", backend(q))
 
 
 def _cast(inputs: Inputs) -> Inputs:

@@ -6,7 +6,6 @@ get `kernels/time_mix/reference.py` with autograd's gradients. The backward pass
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from cdrmix.kernels.time_mix import reference
 from cdrmix.kernels.time_mix.reference import GROUP_NORM_EPS, Streams
-from cdrmix.ops.backend import backend, compute_dtype
+from cdrmix.ops.backend import backend, compute_dtype, kernels_of
 from cdrmix.ops.operator import operator
 
 HEAD_SIZES = (32, 64, 128)  # of the GPU's kernels; the others take any
@@ -167,8 +166,7 @@ def _plain(x: Tensor) -> bool:
 
 
 def _kernels(x: Tensor) -> ModuleType:
-    name = {"triton": "time_mix", "cpu": "time_mix_cpu"}[backend(x)]
-    return importlib.import_module(f"cdrmix.kernels.{name}")
+    return kernels_of("time_mix", backend(x))
 
 
 def _dense(*tensors: Tensor | None) -> tuple[Any, ...]:

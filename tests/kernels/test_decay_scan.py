@@ -22,15 +22,15 @@ NAMES = ("y", "last", "dq", "dk", "dv", "dlog_decay", "dstate")
 # RMS ratio to float64 in float32: sums of up to 128 rounded products through at most three products in a row. Rounding
 # the inputs alone costs 3e-8.
 BAR = 1e-6
-MODULES = ["reference_scan", "decay_scan_cpu", "decay_scan"]
+MODULES = ["reference", "cpu", "triton"]
 EDGES = [0, 0, 1, 34, 34, 45, 60, 90, 90]  # empty documents, one token, longer than a chunk, a row's start
 
 
 @pytest.fixture(params=MODULES)
 def kernels(request: pytest.FixtureRequest) -> ModuleType:
-    if request.param == "decay_scan" and not triton_helpers.INTERPRETED:
+    if request.param == "triton" and not triton_helpers.INTERPRETED:
         pytest.skip("TRITON_INTERPRET=0: the kernels need a GPU")
-    return importlib.import_module(f"cdrmix.kernels.{request.param}")
+    return importlib.import_module(f"cdrmix.kernels.ssd.{request.param}")
 
 
 @dataclasses.dataclass
@@ -149,7 +149,7 @@ def test_any_shape_equals_the_definition(
 ) -> None:
     cu_seqlens = [0, *sorted(min(cut, length) for cut in cuts), length]
     case = make(1, length, groups, groups * per_group, *widths, cu_seqlens=cu_seqlens, exclusive=exclusive, seed=seed)
-    assert_near(case.run(importlib.import_module(f"cdrmix.kernels.{module}")), case.exact(), 4 * BAR)  # few terms
+    assert_near(case.run(importlib.import_module(f"cdrmix.kernels.ssd.{module}")), case.exact(), 4 * BAR)  # few terms
 
 
 @pytest.mark.parametrize("log_decay", [0.0, -1.6, -20.0, -1e4, -torch.inf])

@@ -246,8 +246,8 @@ def test_importing_compiles_nothing() -> None:
         "numba.njit(lambda: 0)\n"  # numba itself asks LLVM about the processor, once
         "def refuse(*arguments): raise AssertionError('LLVM was called')\n"
         "binding.parse_assembly = binding.parse_bitcode = refuse\n"
-        "from cdrmix.kernels import wkv7_cpu, _wkv7_lanes\n"
-        "assert not _wkv7_lanes.scan.signatures and not _wkv7_lanes.scan_back.signatures\n"
+        "from cdrmix.kernels.rwkv7 import cpu, cpu_simd\n"
+        "assert not cpu_simd.scan.signatures and not cpu_simd.scan_back.signatures\n"
     )
 
 
@@ -261,7 +261,7 @@ def test_the_environment_sets_the_threads_and_no_folder_for_compiled_code_is_nee
         """
 import hashlib, torch, numba.core.caching
 numba.core.caching.CacheImpl._locator_classes = []
-from cdrmix.kernels import wkv7_cpu
+from cdrmix.kernels.rwkv7 import cpu as wkv7_cpu
 wkv7_cpu.SERIAL_WORK = 0
 assert torch.get_num_threads() == 2
 generator = torch.Generator().manual_seed(5)

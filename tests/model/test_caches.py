@@ -107,6 +107,6 @@ def test_states_are_saved_and_joined_without_their_buffers(make_model: MakeModel
     assert isinstance(again[0].mixer, AttentionCache)
     joined = concatenated(select(state, torch.tensor([1])), select(again, torch.tensor([0])))
     expected = model(tokens(2), cache=state).hidden_BTD
-    assert (model(tokens(2), state=again).hidden_BTD - expected).abs().max() < BOUND
-    assert (model(tokens(2)[[1, 0]], state=joined).hidden_BTD[[1, 0]] - expected).abs().max() < BOUND
+    assert (model(tokens(2), cache=again).hidden_BTD - expected).abs().max() < BOUND
+    assert (model(tokens(2)[[1, 0]], cache=joined).hidden_BTD[[1, 0]] - expected).abs().max() < BOUND
     assert unread(state, 3)[0].mixer.keys.shape[:3] == (3, 1, 0)

@@ -137,9 +137,9 @@ def test_fast_weights_alone_carry_over() -> None:
     first = model(tokens[:, :6], return_cache=True).cache
     cu_seqlens, episodes = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, 6, 12, 18, 24], [0, 12, 24]))
     row = model(tokens, cu_seqlens=cu_seqlens, fast_weights=FastWeightOptions(episodes)).hidden_BTD[:, 6:]
-    second = model(tokens[:, 6:], state=plastic_only(first))
+    second = model(tokens[:, 6:], cache=plastic_only(first))
     assert (second.hidden_BTD - row).abs().max() < BOUND
-    none = model(tokens[:, 6:], state=with_fast_weights(plastic_only(first), torch.zeros_like)).hidden_BTD
+    none = model(tokens[:, 6:], cache=with_fast_weights(plastic_only(first), torch.zeros_like)).hidden_BTD
     assert (none - model(tokens[:, 6:]).hidden_BTD).abs().max() < BOUND
     assert (none - second.hidden_BTD).abs().max() > 1e-6
 
@@ -153,7 +153,7 @@ def test_rows_are_taken_and_joined_bit_for_bit() -> None:
     assert whole.keys() == back.keys()
     assert all(torch.equal(whole[name], back[name]) for name in back)
     begun = unread(state, 3)
-    after = model(torch.cat([tokens, tokens[:1]]), state=begun).hidden_BTD
+    after = model(torch.cat([tokens, tokens[:1]]), cache=begun).hidden_BTD
     assert (after[:2] - model(tokens).hidden_BTD).abs().max() < BOUND
 
 
@@ -164,7 +164,7 @@ def test_a_state_goes_through_its_tensors_unchanged() -> None:
         tensors = flattened(kept)
         again = filled(state, tensors)
         assert flattened(again).keys() == tensors.keys()
-        assert torch.equal(model(tokens, state=again).hidden_BTD, model(tokens, state=kept).hidden_BTD)
+        assert torch.equal(model(tokens, cache=again).hidden_BTD, model(tokens, cache=kept).hidden_BTD)
 
 
 def test_branches_of_writes_are_passes_of_their_own() -> None:
@@ -175,7 +175,7 @@ def test_branches_of_writes_are_passes_of_their_own() -> None:
     plain = model(tokens[:, 6:], cache=before, return_cache=True)
     assert torch.equal(output.hidden_BTD, plain.hidden_BTD)
     chosen = branch(output.cache, torch.tensor([0, 2]))
-    for one, two, three in zip(*map(fast_weights, (chosen, plain.state, before)), strict=True):
+    for one, two, three in zip(*map(fast_weights, (chosen, plain.cache, before)), strict=True):
         assert (one[0] - two[0]).abs().max() < BOUND
         assert (one[1] - three[1]).abs().max() < BOUND  # nothing written, nothing decayed
 

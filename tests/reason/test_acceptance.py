@@ -205,7 +205,7 @@ def test_answers_are_what_greedy_generation_would_give() -> None:
     likeliest = torch.stack(
         [
             model.language_model.logits(
-                model.language_model(row[None, : t + 1], state=one_row(episode, n)).hidden_BTD[0, -1]
+                model.language_model(row[None, : t + 1], cache=one_row(episode, n)).hidden_BTD[0, -1]
             ).argmax()
             for n, row in enumerate(probe.ids_BT)
             for t in range(0, probe.ids_BT.shape[1], 2)

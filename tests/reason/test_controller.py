@@ -120,7 +120,7 @@ def test_a_rollback_leaves_no_bit_of_what_was_read(mixers: dict[str, Any], carry
     kept = [leaf.clone() for leaf in leaves(before.groups)]
     after, _, _ = controller.step(before, ids[:, 2], never)
     assert all(torch.equal(one, other) for one, other in zip(kept, leaves(after.groups), strict=True))
-    assert after.groups[0].state is before.groups[0].state, "a rollback copies nothing"
+    assert after.groups[0].cache is before.groups[0].cache, "a rollback copies nothing"
     direct, undone = (controller.model.logits(controller.ask(e, ids[:, 3])) for e in (before, after))
     assert torch.equal(direct, undone)
     other, _, _ = controller.step(before, ids[:, 2], always)
@@ -139,8 +139,8 @@ def test_rows_decide_apart(mixers: dict[str, Any], carry: str) -> None:
         episode, _, _ = controller.step(episode, chunk, lambda _, action=action: decision_of(action))
         for rows, state in episode.groups:
             rolled = action[rows] == 0
-            if carry == "fast" and state is not None and before.groups[0].state is not None and rolled.any():
-                for a, b in zip(leaves(state), leaves(before.groups[0].state), strict=True):
+            if carry == "fast" and state is not None and before.groups[0].cache is not None and rolled.any():
+                for a, b in zip(leaves(state), leaves(before.groups[0].cache), strict=True):
                     assert torch.equal(a[rolled], b[rolled])
     assert torch.equal(torch.cat([rows for rows, _ in episode.groups]).sort().values, torch.arange(4))
     assert episode.commits_B.tolist() == actions.sum(1).tolist()
@@ -162,7 +162,7 @@ def test_the_rows_of_an_unlike_decision_keep_their_bits() -> None:
     mask = torch.tensor([True, False, False, True])
     after = controller.settle(before, proposal, decision_of(mask.long()))
     (group,) = after.groups
-    old, new = before.groups[0].state, proposal.after.groups[0].state
+    old, new = before.groups[0].cache, proposal.after.groups[0].cache
     for leaf, left, right in zip(leaves(group.cache), leaves(old), leaves(new), strict=True):
         assert torch.equal(leaf[~mask], left[~mask])
         assert torch.equal(leaf[mask], right[mask])
@@ -181,18 +181,18 @@ def test_branches_equal_passes_apart(carry: str) -> None:
     proposal = many.propose(start_many, ids[:, 1])
     actions = torch.tensor([1, 2, 3, 4])
     episode = many.settle(start_many, proposal, decision_of(actions))
-    state = episode.groups[0].state
+    state = episode.groups[0].cache
     assert state is not None
     for row, scale in enumerate(SCALES):
         apart = one.model(
             ids[:, 1],
-            state=start_one.groups[0].cache,
+            cache=start_one.groups[0].cache,
             return_cache=True,
             fast_weights=FastWeightOptions(scale_S=torch.tensor([scale])),
         )
         assert (apart.hidden_BTD - proposal.hidden_BCD).abs().max() < BOUND
         chosen = [
-            each._replace(a=each.a[0], pending=each.pending[0]) for block in apart.state for each in block.plastic
+            each._replace(a=each.a[0], pending=each.pending[0]) for block in apart.cache for each in block.plastic
         ]
         found = [each for block in state for each in block.plastic or ()]
         for left, right in zip(chosen, found, strict=True):
@@ -201,7 +201,7 @@ def test_branches_equal_passes_apart(carry: str) -> None:
     written = torch.stack([a[row] for a in fast_weights(state)[:1] for row in range(4)])
     assert (written[0] - written[1]).abs().max() > 1e-6
     rolled_back = many.settle(start_many, proposal, decision_of(torch.tensor([0, 0, 3, 0])))
-    for leaf, old in zip(leaves(rolled_back.groups[0].state), leaves(start_many.groups[0].state), strict=True):
+    for leaf, old in zip(leaves(rolled_back.groups[0].cache), leaves(start_many.groups[0].cache), strict=True):
         assert torch.equal(leaf[[0, 1, 3]], old[[0, 1, 3]])
 
 
@@ -231,7 +231,7 @@ def test_fast_weights_alone_are_carried_as_in_one_pass() -> None:
         assert (asked - whole[:, CHUNK * number :]).abs().max() < BOUND
         episode, _, hidden = controller.step(episode, chunk, always)
         assert (hidden - whole[:, CHUNK * number : CHUNK * (number + 1)]).abs().max() < BOUND
-        state = episode.groups[0].state
+        state = episode.groups[0].cache
         assert state is not None
         assert all(block.mixer is None and block.feed_forward_BD is None for block in state)
 

@@ -63,7 +63,7 @@ def test_reading_by_chunks_is_training_on_rows(carry: str, fraction: float) -> N
         parts = model.language_model(probe.ids_BT, cache=state).hidden_BTD
         assert state is not None
         emptied = with_fast_weights(state, plasticity.zeroed)
-        without = model.language_model(probe.ids_BT, state=emptied).hidden_BTD
+        without = model.language_model(probe.ids_BT, cache=emptied).hidden_BTD
     assert (whole - parts).abs().max() < 1e-9
     assert (whole - without).abs().max() > 1e-3, "the fast weights have no effect: nothing was tested"
 
@@ -80,7 +80,7 @@ def test_nothing_but_fast_weights_goes_on() -> None:
         state = read(model.language_model, chunks, "fast")
         assert state is not None
         with torch.no_grad():
-            return model.language_model(probe, state=with_fast_weights(state, plasticity.zeroed)).hidden_BTD
+            return model.language_model(probe, cache=with_fast_weights(state, plasticity.zeroed)).hidden_BTD
 
     # the last token of the last chunk leaves a key for the next; what came before leaves nothing
     assert torch.equal(asked(made.chunks_BNC), asked(other))

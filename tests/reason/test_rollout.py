@@ -114,13 +114,13 @@ def test_a_row_draws_for_itself() -> None:
 def test_a_prefix_serves_many_and_stays_as_it_is() -> None:
     model = model_of()
     begun = read(model, prompts(2))
-    copy = select(begun.state, torch.arange(2))
+    copy = select(begun.cache, torch.arange(2))
     group = proceed(model, repeat(begun, 3), 5, temperature=0.0, generator=seeded())
     assert torch.equal(group.tokens_BN[0::3], group.tokens_BN[2::3])
-    more = read(model, prompts(2, 4), begun.state)
+    more = read(model, prompts(2, 4), begun.cache)
     whole = read(model, torch.cat([prompts(2), prompts(2, 4)], 1))
     torch.testing.assert_close(more.logits_BV, whole.logits_BV, rtol=1e-4, atol=1e-4)
-    now, before = flattened(begun.state), flattened(copy)
+    now, before = flattened(begun.cache), flattened(copy)
     assert now.keys() == before.keys()
     assert all(torch.equal(now[name], before[name]) for name in now)
 

@@ -105,7 +105,7 @@ class Group(NamedTuple):
 
 
 class EpisodeState(NamedTuple):
-    """E of B episodes: the model's cache with fast weights, memory tokens, transactions with the index; and what was spent.
+    """E of B episodes: the model's cache, memory tokens, transactions with the index; and what was spent.
 
     memory_BM, transactions: None where there is no such memory. A transaction (one of each row, or None) is what a
     proposal would write to the index: after a step there is none. steps: controller steps so far. commits_B: int64,
