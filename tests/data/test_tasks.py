@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cdrmix.config.schema_data import TasksSource
-from cdrmix.data.tasks import TASKS, THINK_BEGIN, THINK_END, Filler, generate, score
-from cdrmix.data.tasks import example as exercise
+from cdrmix.data.tasks import TASKS, THINK_BEGIN, THINK_END, Filler, exercise, generate, score
 from cdrmix.data.tasks.babilong import World, before_questions, person_questions, story, thing_questions
 from cdrmix.data.tasks.rng import Draws
 from cdrmix.errors import ConfigError

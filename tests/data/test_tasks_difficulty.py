@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from cdrmix.config.schema_data import TasksSource
-from cdrmix.data.tasks import TASKS, Exercise, Filler, difficulties, episode, generate, score
-from cdrmix.data.tasks import example as exercise
+from cdrmix.data.tasks import TASKS, Exercise, Filler, difficulties, episode, exercise, generate, score
 from cdrmix.data.tasks.arithmetic import Expression
 from cdrmix.data.tasks.babilong import PEOPLE, THINGS, Story
 from cdrmix.data.tasks.example import Length, Value

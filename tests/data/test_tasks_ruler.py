@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cdrmix.data.tasks import TASKS, Exercise, Filler, score
-from cdrmix.data.tasks import example as exercise
+from cdrmix.data.tasks import TASKS, Exercise, Filler, exercise, score
 from cdrmix.data.tasks.example import Value
 from cdrmix.data.tasks.ruler import CommonWords, FrequentWords, Needles, Tracking, frequencies, zeta
 from cdrmix.errors import ConfigError

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cdrmix.data.tasks import IGNORED, TASKS, score_tokens, token_exercise
-from cdrmix.data.tasks import example as exercise
+from cdrmix.data.tasks import IGNORED, TASKS, exercise, score_tokens, token_exercise
 from cdrmix.data.tasks.groups import elements_of, product
 from cdrmix.data.tasks.mqar import RUNGS, Mqar, word_of
 from cdrmix.errors import ConfigError

@@ -9,9 +9,8 @@ import torch
 
 from cdrmix.config.load import load_config
 from cdrmix.config.schema_reasoning import EpisodesOfTask
-from cdrmix.data.tasks import IGNORED
+from cdrmix.data.tasks import IGNORED, exercise
 from cdrmix.data.tasks import episodes as tokens
-from cdrmix.data.tasks import example as exercise
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import ConfigError
 from cdrmix.reason.episodes import FIRST_HELD_OUT, TextSource, TokenSource, check_episodes, source_of

@@ -13,7 +13,7 @@ from cdrmix.data.tasks import IGNORED
 from cdrmix.model.cache import fast_weights, with_fast_weights
 from cdrmix.model.fast_weights import FastWeightOptions
 from cdrmix.reason.episodes import TokenSource, source_of
-from cdrmix.reason.experiments import state_tracking as tracking
+from cdrmix.reason.experiments import state_tracking
 from cdrmix.reason.model import StageBModel
 from cdrmix.reason.plasticity import phase as plasticity
 from cdrmix.reason.plasticity.phase import PlasticityPhase, answers, read, rows_of, small_model
@@ -166,11 +166,11 @@ def test_swapping_takes_another_episodes_weights() -> None:
 
 def test_words_are_products() -> None:
     """Parity by counting; S3 by composing the permutations themselves."""
-    ids, values = tracking.Words("parity", 1).batch(range(4), 20)
+    ids, values = state_tracking.Words("parity", 1).batch(range(4), 20)
     assert torch.equal(ids[:, 1:].cumsum(1) % 2, values)
     assert (ids[:, 0] == 2).all()
-    elements = tracking.elements_of(3)
-    ids, values = tracking.Words("s3", 1).batch(range(4), 20)
+    elements = state_tracking.elements_of(3)
+    ids, values = state_tracking.Words("s3", 1).batch(range(4), 20)
     for word, told in zip(ids[:, 1:].tolist(), values.tolist(), strict=True):
         standing = [0, 1, 2]
         for element, value in zip(word, told, strict=True):

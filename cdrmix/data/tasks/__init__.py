@@ -17,8 +17,7 @@ from typing import Any
 from cdrmix.config import schema_data as schema
 
 # each family adds its tasks to TASKS
-from cdrmix.data.tasks import arithmetic, babilong, chunked, groups, lists, mqar, recall, ruler
-from cdrmix.data.tasks import state_tracking as tracking
+from cdrmix.data.tasks import arithmetic, babilong, chunked, groups, lists, mqar, recall, ruler, state_tracking
 from cdrmix.data.tasks.example import (
     IGNORED,
     TASKS,
