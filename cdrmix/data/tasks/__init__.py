@@ -53,7 +53,7 @@ __all__ = [
     "token_exercise",
 ]
 
-FAMILIES = (arithmetic, babilong, chunked, groups, lists, mqar, recall, ruler, tracking)
+FAMILIES = (arithmetic, babilong, chunked, groups, lists, mqar, recall, ruler, state_tracking)
 
 
 def known_task(task: str) -> Task[Any]:
