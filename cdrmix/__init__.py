@@ -1,3 +1,55 @@
-"""cdrmix trains hybrid RWKV-7 / attention mixture-of-experts language models, from raw text to an exported model."""
+"""cdrmix trains hybrid RWKV-7 / attention mixture-of-experts language models, from raw text to an exported model.
+
+From Python (docs/api.md), each loaded when it is first used:
+
+    load(path)            the model in a run, checkpoint or export folder: TextModel, with logits, generate, stream
+    Sampling              how tokens are drawn
+    load_config(path)     a YAML file to a Config
+    LanguageModel(model)  the torch module of a configuration's model section
+    train(config)         a run, from raw text to an exported model, as `cdrmix train` makes it
+    prepare(config)       the text of a configuration to tokenised, packed shards
+    ops                   the operators: attention, wkv7, decay_scan, moe_experts, linear_cross_entropy, ...
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cdrmix import ops as ops
+    from cdrmix.config.load import load_config as load_config
+    from cdrmix.config.schema import Config as Config
+    from cdrmix.data.prepare import prepare as prepare
+    from cdrmix.inference.sampling import Sampling as Sampling
+    from cdrmix.inference.text_model import TextModel as TextModel
+    from cdrmix.inference.text_model import load as load
+    from cdrmix.model.language_model import LanguageModel as LanguageModel
+    from cdrmix.workflow import run_all as train
 
 __version__ = "0.1.0"
+__all__ = ["Config", "LanguageModel", "Sampling", "TextModel", "load", "load_config", "ops", "prepare", "train"]
+
+_WHERE = {  # module and name there; imported when first asked for, so that `import cdrmix` takes no time
+    "Config": ("cdrmix.config.schema", "Config"),
+    "LanguageModel": ("cdrmix.model.language_model", "LanguageModel"),
+    "Sampling": ("cdrmix.inference.sampling", "Sampling"),
+    "TextModel": ("cdrmix.inference.text_model", "TextModel"),
+    "load": ("cdrmix.inference.text_model", "load"),
+    "load_config": ("cdrmix.config.load", "load_config"),
+    "prepare": ("cdrmix.data.prepare", "prepare"),
+    "train": ("cdrmix.workflow", "run_all"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ops":
+        return importlib.import_module("cdrmix.ops")
+    if name not in _WHERE:
+        raise AttributeError(f"module 'cdrmix' has no attribute {name!r}; it has {', '.join(__all__)}")
+    module, attribute = _WHERE[name]
+    return getattr(importlib.import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -157,6 +157,12 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument("--top-p", type=float, default=0.95, help="least probability mass kept (default 0.95)")
     generate.add_argument("--top-k", type=int, default=0, help="tokens kept; 0: all (default)")
     generate.add_argument("--seed", type=int, default=1, help="the same seed gives the same text (default 1)")
+    generate.add_argument("--min-p", type=float, default=0.0, help="least share of the likeliest's (default 0: none)")
+    text = "above 1, tokens that were there become less likely (default 1)"
+    generate.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help=text)
+    generate.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before this; may be repeated"
+    )
     generate.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="stop after N (default 256)")
     export = add("export", _export, "write a run's model as a checksummed, read-only folder")
     _model(export)
@@ -347,16 +353,23 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    from cdrmix.inference.generate import Sampling, generate
-    from cdrmix.workflow import load_alone
+    from cdrmix.inference.sampling import Sampling
+    from cdrmix.inference.text_model import load
 
     sampling = Sampling(
-        options.temperature, options.top_p, options.top_k, seed=options.seed, max_new_tokens=options.max_new_tokens
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+        seed=options.seed,
+        max_new_tokens=options.max_new_tokens,
+        stop=tuple(options.stop),
     )
-    loaded = load_alone(options.model, options.device)
+    model = load(options.model, device=options.device)
     _show_every_character()
     print(options.prompt, end="", flush=True)
-    for piece in generate(loaded.model, loaded.tokenizer, options.prompt, sampling):
+    for _, piece in model.stream(options.prompt, sampling):
         print(piece, end="", flush=True)
     print()
     return 0

@@ -28,8 +28,9 @@ from cdrmix.hf.card import STAGE_A_ONLY
 from cdrmix.hf.export import export_model, exported_step
 from cdrmix.hf.rwkv_names import export_official_rwkv7
 from cdrmix.inference.checkpoints import list_checkpoints, newest_whole_checkpoint, step_of
-from cdrmix.inference.generate import Sampling, generate
+from cdrmix.inference.generate import generate
 from cdrmix.inference.load import SUMS, Loaded, load_model, run_of, verify
+from cdrmix.inference.sampling import Sampling
 from cdrmix.plan.fit import check_memory
 from cdrmix.plan.machine import machine_for
 from cdrmix.plan.parameters import count_parameters
@@ -209,7 +210,7 @@ def _after_training(run: RunFolder, shards: ShardSet, device: torch.device) -> N
             _answers_the_same(run)
     sizes = [path.stat().st_size for path in run.export.iterdir()]
     run.update_summary({"export": {"path": run.export.name, "files": len(sizes), "bytes": sum(sizes)}})
-    text = "".join(generate(loaded.model, loaded.tokenizer, SAMPLE_PROMPT, SAMPLE))
+    text = "".join(piece for _, piece in generate(loaded.model, loaded.tokenizer, [SAMPLE_PROMPT], [SAMPLE]))
     run.update_summary({"sample": {"prompt": SAMPLE_PROMPT, "text": text}})
     run.say(f"It writes:\n{SAMPLE_PROMPT}{text}\n")
     write_report(run)

@@ -1,106 +1,153 @@
 """Text from a model, token by token: each costs one forward pass of one token on the cache of what came before.
 
 That cache has a constant size in the RWKV-7 and Mamba-2 blocks; the attention blocks keep their keys and values.
+Several prompts are continued together: those of one length in one batch, since an attention cache has one length.
 """
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import ConfigError
+from cdrmix.inference.sampling import Sampling, draw
+from cdrmix.model.cache import select
 from cdrmix.model.language_model import LanguageModel
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is drawn. temperature 0 takes the likeliest; top_p 1 and top_k 0 cut nothing off."""
+@dataclass
+class Row:
+    """One sequence that is continued.
 
-    temperature: float = 0.8
-    top_p: float = 0.95
-    top_k: int = 0
-    seed: int = 1
-    max_new_tokens: int = 256
+    ids: token ids, not empty; those that are drawn are appended. first: the first one drawn is one of these, if any.
+    ended: whoever reads the tokens sets it, and no more are drawn.
+    """
+
+    ids: list[int]
+    sampling: Sampling
+    first: Sequence[int] = ()
+    ended: bool = False
+    drawn: int = 0
+    random: torch.Generator = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name, value, allowed, text in (
-            ("temperature", self.temperature, 0 <= self.temperature < float("inf"), "at least 0"),
-            ("top-p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("top-k", self.top_k, self.top_k >= 0, "at least 0"),
-            ("seed", self.seed, 0 <= self.seed < 2**63, "at least 0 and below 2^63"),
-            ("max-new-tokens", self.max_new_tokens, self.max_new_tokens > 0, "at least 1"),
-        ):
-            if not allowed:
-                raise ConfigError(f"--{name} must be {text}; found {value}")
+        self.random = torch.Generator().manual_seed(self.sampling.seed)
 
-
-def generate(model: LanguageModel, tokenizer: TextTokenizer, prompt: str, sampling: Sampling) -> Iterator[str]:
-    """Yields the continuation of `prompt` piece by piece, ending at the end-of-text token or at the limit.
-
-    The prompt begins a document, after an end-of-text, as in training; it may be empty. Pieces are whole
-    characters: bytes of a character that spans tokens are held back until it is complete; bytes that are
-    not UTF-8 become U+FFFD. The same model, prompt and sampling give the same text.
-    Raises ConfigError for a prompt that is not Unicode text.
-    """
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    if any("\ud800" <= character <= "\udfff" for character in prompt):  # how Python hands on bytes that are not UTF-8
-        raise ConfigError("--prompt must be UTF-8 text")
-    # Words carry the space before them: after a lone space token the model has seen next to nothing. So a last
-    # space is left to the first token drawn, which must begin with it.
-    space = prompt.endswith(" ") and bool(prompt.strip())
-    ids = [tokenizer.end_of_text_id, *tokenizer.encode(prompt[:-1] if space else prompt)]
-    every = range(tokenizer.vocab_size if space else 0)
-    first = [token for token in every if tokenizer.decode_bytes([token])[:1] == b" "]
-    for number, token in enumerate(generate_ids(model, ids, sampling, first)):
-        if token == tokenizer.end_of_text_id:
-            break
-        spelled = tokenizer.decode_bytes([token])
-        piece = decoder.decode(spelled[1:] if space and number == 0 else spelled)
-        if piece:
-            yield piece
-    if rest := decoder.decode(b"", final=True):
-        yield rest
+    def draw(self, logits_V: torch.Tensor) -> int:
+        """The next token id, appended to `ids`."""
+        if self.first:
+            kept = torch.full_like(logits_V, float("-inf"))
+            kept[list(self.first)] = logits_V[list(self.first)]
+            logits_V, self.first = kept, ()
+        token = draw(logits_V, self.sampling, self.random, self.ids)
+        self.ids.append(token)
+        self.drawn += 1
+        return token
 
 
 @torch.no_grad()
-def generate_ids(model: LanguageModel, ids: list[int], sampling: Sampling, first: Sequence[int] = ()) -> Iterator[int]:
-    """Yields up to max_new_tokens token ids that follow `ids` (not empty); the first is one of `first`, if any."""
+def decode(model: LanguageModel, rows: Sequence[Row]) -> Iterator[tuple[int, int]]:
+    """Yields (row, token id), row by number, until each has ended or has its max_new_tokens.
+
+    What a row draws depends on its ids and its sampling, and on the other rows only by rounding: matrix products of
+    more rows may round otherwise.
+    """
     device = next(model.parameters()).device
-    random = torch.Generator().manual_seed(sampling.seed)
-    step_B1, cache = torch.tensor([ids], device=device), None
-    for _ in range(sampling.max_new_tokens):
-        output = model(step_B1, cache=cache, return_cache=True)
-        cache = output.cache
-        logits_V = model.logits(output.hidden_BTD[:, -1]).flatten()
-        if first:
-            kept = torch.full_like(logits_V, float("-inf"))
-            kept[list(first)] = logits_V[list(first)]
-            logits_V, first = kept, ()
-        token = draw(logits_V, sampling, random)
-        yield token
-        step_B1 = torch.tensor([[token]], device=device)
+    by_length: dict[int, list[int]] = {}
+    for number, row in enumerate(rows):
+        by_length.setdefault(len(row.ids), []).append(number)
+    batches = []
+    for numbers in by_length.values():
+        ids_BT = torch.tensor([rows[number].ids for number in numbers], device=device)
+        batches.append((numbers, ids_BT, model(ids_BT, return_cache=True)))
+    while batches:
+        going_on = []
+        for numbers, _, output in batches:
+            logits_BV = model.logits(output.hidden_BTD[:, -1])
+            for number, logits_V in zip(numbers, logits_BV, strict=True):
+                yield number, rows[number].draw(logits_V)
+            kept = [
+                place
+                for place, number in enumerate(numbers)
+                if not rows[number].ended and rows[number].drawn < rows[number].sampling.max_new_tokens
+            ]
+            if not kept:
+                continue
+            cache = output.cache
+            if len(kept) < len(numbers):
+                cache = select(cache, torch.tensor(kept, device=device))
+                numbers = [numbers[place] for place in kept]
+            last_B1 = torch.tensor([rows[number].ids[-1:] for number in numbers], device=device)
+            going_on.append((numbers, last_B1, model(last_B1, cache=cache, return_cache=True)))
+        batches = going_on
 
 
-def draw(logits_V: Tensor, sampling: Sampling, random: torch.Generator) -> int:
-    """One token id from logits [vocab_size]: top-k, then temperature, then top-p, then a draw in float64 on the CPU."""
-    logits_V = logits_V.double().cpu()
-    if sampling.temperature == 0:
-        return int(logits_V.argmax())
-    if 0 < sampling.top_k < logits_V.numel():
-        kth = logits_V.topk(sampling.top_k).values[-1]
-        logits_V = logits_V.masked_fill(logits_V < kth, float("-inf"))
-    probability, token = torch.softmax((logits_V - logits_V.max()) / sampling.temperature, dim=0).sort(
-        descending=True, stable=True
-    )
-    cumulative = probability.cumsum(0)
-    # Kept: every token that the more likely ones do not already cover; so always at least one.
-    probability = probability.masked_fill(cumulative - probability >= sampling.top_p, 0.0)
-    cumulative = probability.cumsum(0)
-    point = torch.rand((), generator=random, dtype=torch.float64) * cumulative[-1]
-    position = int(torch.searchsorted(cumulative, point, right=True))
-    return int(token[min(position, int((probability > 0).sum()) - 1)])
+class TextStream:
+    """The text of one row as its tokens come: whole characters, up to a stop string.
+
+    Bytes of a character that spans tokens are held back until it is complete; bytes that are not UTF-8 become U+FFFD.
+    Text that may be the beginning of a stop string is held back until it is told apart.
+    """
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self.stopped = False
+        self._stop = stop
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._held = ""
+
+    def push(self, spelled: bytes, *, last: bool = False) -> str:
+        """The text that is certain after these bytes. last: nothing comes after them."""
+        if self.stopped:
+            return ""
+        text = self._held + self._decoder.decode(spelled, final=last)
+        ends = [place for place in (text.find(stop) for stop in self._stop) if place >= 0]
+        if ends:
+            self.stopped, self._held = True, ""
+            return text[: min(ends)]
+        held = 0 if last else max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest end of the text that is a beginning of `stop`."""
+    longest = min(len(text), len(stop) - 1)
+    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
+
+
+def generate(
+    model: LanguageModel, tokenizer: TextTokenizer, prompts: Sequence[str], samplings: Sequence[Sampling]
+) -> Iterator[tuple[int, str]]:
+    """Yields (prompt, piece): the continuations of the prompts, by number, piece by piece as they are drawn.
+
+    A prompt begins a document, after an end-of-text, as in training; it may be empty. Its continuation ends at the
+    end-of-text token, before a stop string, or at max_new_tokens. The same model, prompts and samplings give the same
+    text. Raises ConfigError for a prompt that is not Unicode text.
+    """
+    rows, streams, spaces = [], [], []
+    for prompt, sampling in zip(prompts, samplings, strict=True):
+        if any("\ud800" <= character <= "\udfff" for character in prompt):  # how Python hands on other bytes than UTF-8
+            raise ConfigError("a prompt must be UTF-8 text; this one has bytes that are not")
+        # Words carry the space before them: after a lone space token the model has seen next to nothing. So a last
+        # space is left to the first token drawn, which must begin with it.
+        space = prompt.endswith(" ") and bool(prompt.strip())
+        ids = [tokenizer.end_of_text_id, *tokenizer.encode(prompt[:-1] if space else prompt)]
+        every = range(tokenizer.vocab_size if space else 0)
+        first = [token for token in every if tokenizer.decode_bytes([token])[:1] == b" "]
+        rows.append(Row(ids, sampling, first))
+        streams.append(TextStream(sampling.stop))
+        spaces.append(space)
+    for number, token in decode(model, rows):
+        row, stream = rows[number], streams[number]
+        row.ended = token == tokenizer.end_of_text_id
+        spelled = b"" if row.ended else tokenizer.decode_bytes([token])
+        if spaces[number] and row.drawn == 1:
+            spelled = spelled[1:]
+        piece = stream.push(spelled, last=row.ended or row.drawn == row.sampling.max_new_tokens)
+        row.ended = row.ended or stream.stopped
+        if piece:
+            yield number, piece

@@ -106,11 +106,11 @@ def test_generate_streams_and_repeats(finished: RunFolder, capsys: pytest.Captur
     assert main(["generate", "--model", str(finished.path), "--max-new-tokens", "3", "--temperature", "0"]) == 0
     assert capsys.readouterr().out
     assert main(["generate", "--model", str(finished.path), "--top-p", "1.5"]) == 2
-    assert "--top-p must be above 0 and at most 1; found 1.5" in capsys.readouterr().err
+    assert "top_p must be above 0 and at most 1; found 1.5" in capsys.readouterr().err
     assert main(["generate", "--model", str(finished.path), "--seed", str(2**70)]) == 2
-    assert "--seed must be at least 0" in capsys.readouterr().err
+    assert "seed must be at least 0" in capsys.readouterr().err
     assert main(["generate", "--model", str(finished.path), "--prompt", "\udcff"]) == 2
-    assert "--prompt must be UTF-8 text" in capsys.readouterr().err
+    assert "a prompt must be UTF-8 text" in capsys.readouterr().err
 
 
 def test_export_and_compare(place: Path, finished: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:

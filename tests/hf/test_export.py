@@ -8,6 +8,7 @@ import json
 import shutil
 import stat
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,8 +28,10 @@ from cdrmix.hf import export
 from cdrmix.hf.card import STAGE_A_ONLY, model_card
 from cdrmix.hf.export import export_model, exported_step
 from cdrmix.inference.checkpoints import FORMAT
-from cdrmix.inference.generate import Sampling, draw, generate, generate_ids
+from cdrmix.inference.generate import Row, decode, generate
 from cdrmix.inference.load import load_exported, load_model, verify
+from cdrmix.inference.sampling import Sampling, draw
+from cdrmix.inference.text_model import TextModel
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.run_folder import RunFolder
 
@@ -357,15 +360,12 @@ def test_generation_repeats_for_a_seed_and_equals_the_full_forward_pass(
     card = (tmp_path / "export" / "README.md").read_text()
     assert ("1 RWKV-7, 1 attention, 1 Mamba-2, 1 Routing-Mamba" in card) == bool(overrides)
     assert ("tags: [rwkv7, attention, mamba2, routing-mamba, mixture-of-experts]" in card) == bool(overrides)
-    sampling = Sampling(temperature=0.9, max_new_tokens=20, seed=3)
-    texts = ["".join(generate(loaded.model, loaded.tokenizer, "def ", sampling)) for _ in range(2)]
-    assert texts[0] == texts[1]
-    assert texts[0] != "".join(
-        generate(loaded.model, loaded.tokenizer, "def ", Sampling(temperature=0.9, max_new_tokens=20, seed=4))
-    )
+    model = TextModel(loaded)
+    texts = [model.generate("def ", temperature=0.9, max_new_tokens=20, seed=seed) for seed in (3, 3, 4)]
+    assert texts[0] == texts[1] != texts[2]
     # Greedy decoding on the carried state takes the tokens that whole forward passes would take.
     ids = loaded.tokenizer.encode("def f")
-    for token in generate_ids(loaded.model, ids, Sampling(temperature=0, max_new_tokens=12)):
+    for _, token in decode(loaded.model, [Row(list(ids), Sampling(temperature=0, max_new_tokens=12))]):
         hidden = loaded.model(torch.tensor([ids])).hidden_BTD
         assert token == int(loaded.model.logits(hidden[:, -1]).argmax())
         ids = [*ids, token]
@@ -387,12 +387,14 @@ class Scripted:
 def test_characters_that_span_tokens_arrive_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[int]] = []
 
-    def scripted(model: object, ids: list[int], sampling: Sampling, first: object = ()) -> list[int]:
-        seen.append(ids)
-        return [*"é🐍".encode(), 0xC3, ord("x"), 0xE2, 256, ord("n")]
+    def scripted(model: object, rows: list[Row]) -> Iterator[tuple[int, int]]:
+        seen.append(rows[0].ids)
+        for token in [*"é🐍".encode(), 0xC3, ord("x"), 0xE2, 256, ord("n")]:
+            if not rows[0].ended:
+                yield 0, token
 
-    monkeypatch.setattr("cdrmix.inference.generate.generate_ids", scripted)
-    pieces = list(generate(None, Scripted(), "", Sampling()))  # type: ignore[arg-type]
+    monkeypatch.setattr("cdrmix.inference.generate.decode", scripted)
+    pieces = [piece for _, piece in generate(None, Scripted(), [""], [Sampling()])]  # type: ignore[arg-type]
     assert pieces == ["é", "🐍", "\ufffdx", "\ufffd"]  # it stops at end of text, and closes the cut character
     assert seen == [[256]]  # an empty prompt begins a new document
 
@@ -401,15 +403,19 @@ def test_the_prompt_s_last_space_is_left_to_the_first_token(run: RunFolder, monk
     """Words are tokens that begin with their space; after a lone space token a model has seen next to nothing."""
     loaded = load_model(run.path)
     for allowed in ([5, 9], [7]):
-        assert next(generate_ids(loaded.model, [1, 2], Sampling(seed=2), allowed)) in allowed
+        assert next(decode(loaded.model, [Row([1, 2], Sampling(seed=2), allowed)]))[1] in allowed
     seen = []
 
-    def scripted(model: object, ids: list[int], sampling: Sampling, first: list[int]) -> list[int]:
-        seen.append((bytes(ids[1:]), first))
-        return [ord(" "), ord("f"), 256]
+    def scripted(model: object, rows: list[Row]) -> Iterator[tuple[int, int]]:
+        seen.append((bytes(rows[0].ids[1:]), rows[0].first))
+        for rows[0].drawn, token in enumerate([ord(" "), ord("f"), 256], 1):
+            yield 0, token
 
-    monkeypatch.setattr("cdrmix.inference.generate.generate_ids", scripted)
-    pieces = {text: "".join(generate(None, Scripted(), text, Sampling())) for text in ("def ", "def", " ")}  # type: ignore[arg-type]
+    monkeypatch.setattr("cdrmix.inference.generate.decode", scripted)
+    pieces = {
+        text: "".join(piece for _, piece in generate(None, Scripted(), [text], [Sampling()]))  # type: ignore[arg-type]
+        for text in ("def ", "def", " ")
+    }
     assert pieces == {"def ": "f", "def": " f", " ": " f"}  # the prompt itself is printed with its space
     assert seen == [(b"def", [ord(" ")]), (b"def", []), (b" ", [])]
 

@@ -22,8 +22,8 @@ from cdrmix.data.shards import FORMAT, SPLITS, SplitWriter, token_dtype, write_i
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.hf.export import export_model
 from cdrmix.inference.checkpoints import newest_whole_checkpoint
-from cdrmix.inference.generate import Sampling, generate
 from cdrmix.inference.load import load_model
+from cdrmix.inference.text_model import TextModel
 
 pytest.importorskip("deepspeed", reason="needs deepspeed, which is not installed")
 
@@ -139,10 +139,7 @@ def test_two_runs_and_a_killed_one_have_the_same_bits_and_the_model_can_be_used(
     export = export_model(loaded, tmp_path / "export", summary={}, held_out_row=[5, 6, 7])
     assert compare(run, export).identical
     again = load_model(export, torch.device(device))
-    texts = [
-        "".join(generate(model, loaded.tokenizer, "word1 =", Sampling(max_new_tokens=20)))
-        for model in (loaded.model, loaded.model, again.model)
-    ]
+    texts = [TextModel(model).generate("word1 =", max_new_tokens=20) for model in (loaded, loaded, again)]
     assert texts[0]
     assert texts[0] == texts[1] == texts[2]
 

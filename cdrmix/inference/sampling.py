@@ -1,0 +1,80 @@
+"""How the next token is drawn from a model's logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cdrmix.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn, and when a text ends.
+
+    temperature: 0 takes the likeliest token. top_k: only the k likeliest; 0: all. top_p: only the likeliest that sum to
+    this probability; 1: all. min_p: only those of at least this share of the likeliest one's probability; 0: all.
+    repetition_penalty: divides positive logits of tokens that were there before, prompt included, and multiplies
+    negative ones (arXiv 1909.05858, section 4.1); 1: none. stop: the text ends before any of these strings.
+    """
+
+    temperature: float = 0.8
+    top_p: float = 0.95
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 1
+    max_new_tokens: int = 256
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, value, allowed, text in (
+            ("temperature", self.temperature, 0 <= self.temperature < float("inf"), "at least 0"),
+            ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("top_k", self.top_k, self.top_k >= 0, "at least 0"),
+            ("min_p", self.min_p, 0 <= self.min_p <= 1, "at least 0 and at most 1"),
+            ("repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty < float("inf"), "above 0"),
+            ("seed", self.seed, 0 <= self.seed < 2**63, "at least 0 and below 2^63"),
+            ("max_new_tokens", self.max_new_tokens, self.max_new_tokens > 0, "at least 1"),
+            (
+                "stop",
+                self.stop,
+                isinstance(self.stop, tuple) and all(self.stop),
+                "a tuple of strings that are not empty",
+            ),
+        ):
+            if not allowed:
+                raise ConfigError(f"{name} must be {text}; found {value}")
+
+
+def draw(logits_V: Tensor, sampling: Sampling, random: torch.Generator, seen: Sequence[int] = ()) -> int:
+    """One token id from logits [vocab_size], in float64 on the CPU.
+
+    seen: token ids so far, for the repetition penalty. In this order: penalty, top-k, temperature, min-p, top-p.
+    """
+    logits_V = logits_V.double().cpu()
+    if sampling.repetition_penalty != 1 and seen:
+        before = torch.tensor(sorted(set(seen)))
+        found, penalty = logits_V[before], sampling.repetition_penalty
+        logits_V = logits_V.index_copy(0, before, torch.where(found > 0, found / penalty, found * penalty))
+    if sampling.temperature == 0:
+        return int(logits_V.argmax())
+    if 0 < sampling.top_k < logits_V.numel():
+        kth = logits_V.topk(sampling.top_k).values[-1]
+        logits_V = logits_V.masked_fill(logits_V < kth, float("-inf"))
+    probability, token = torch.softmax((logits_V - logits_V.max()) / sampling.temperature, dim=0).sort(
+        descending=True, stable=True
+    )
+    if sampling.min_p > 0:
+        probability = probability.masked_fill(probability < sampling.min_p * probability[0], 0.0)
+        probability = probability / probability.sum()
+    cumulative = probability.cumsum(0)
+    # Kept: every token that the more likely ones do not already cover; so always at least one.
+    probability = probability.masked_fill(cumulative - probability >= sampling.top_p, 0.0)
+    cumulative = probability.cumsum(0)
+    point = torch.rand((), generator=random, dtype=torch.float64) * cumulative[-1]
+    position = int(torch.searchsorted(cumulative, point, right=True))
+    return int(token[min(position, int((probability > 0).sum()) - 1)])

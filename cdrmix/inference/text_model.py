@@ -1,0 +1,134 @@
+"""A trained model for use from Python: text in, text and logits out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cdrmix.config.schema import Config
+from cdrmix.data.tokenizer import TextTokenizer
+from cdrmix.inference.generate import generate
+from cdrmix.inference.load import Loaded, load_model
+from cdrmix.inference.sampling import Sampling
+from cdrmix.model.language_model import LanguageModel
+from cdrmix.runtime import work_alone
+
+
+class TextModel:
+    """A language model with its tokenizer, as `cdrmix.load` gives it: in evaluation mode, in float32.
+
+    config: of the run that made it. step: optimizer steps that it was trained for. model: the torch module.
+    """
+
+    def __init__(self, loaded: Loaded) -> None:
+        self.model: LanguageModel = loaded.model
+        self.tokenizer: TextTokenizer = loaded.tokenizer
+        self.config: Config = loaded.config
+        self.step: int = loaded.step
+
+    def __repr__(self) -> str:
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        return f"TextModel({self.config.run.name}, step {self.step}, {parameters:,} parameters, {self.device})"
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.model.embedding.weight.device
+
+    def to(self, device: str | torch.device) -> TextModel:
+        """Moves the weights; returns the model itself."""
+        self.model.to(device)
+        return self
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, without an end-of-text."""
+        return self.tokenizer.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids; bytes that are not UTF-8 become U+FFFD."""
+        return self.tokenizer.decode_bytes(list(ids)).decode("utf-8", errors="replace")
+
+    @torch.no_grad()
+    def logits(self, ids: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+        """Next-token logits, float32 [B, T, vocab_size], of token ids [B, T]; of one row [T], [T, vocab_size].
+
+        Each row begins a document. Raises ValueError for ids that are no rectangle of the vocabulary's integers.
+        """
+        try:
+            ids_BT = torch.as_tensor(ids, device=self.device)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"ids must be integers [T] or [B, T], rows of one length: {error}") from error
+        if ids_BT.ndim not in (1, 2) or ids_BT.dtype.is_floating_point or ids_BT.dtype == torch.bool:
+            raise ValueError(f"ids must be integers [T] or [B, T]; found {ids_BT.dtype} {list(ids_BT.shape)}")
+        vocabulary = self.config.model.vocab_size
+        if ids_BT.numel() and not 0 <= int(ids_BT.min()) <= int(ids_BT.max()) < vocabulary:
+            raise ValueError(f"ids must lie in [0, {vocabulary}); found {int(ids_BT.min())} to {int(ids_BT.max())}")
+        rows_BT = ids_BT.long() if ids_BT.ndim == 2 else ids_BT.long().unsqueeze(0)
+        logits = self.model.logits(self.model(rows_BT).hidden_BTD)
+        return logits if ids_BT.ndim == 2 else logits[0]
+
+    def generate(
+        self,
+        prompts: str | Sequence[str],
+        *,
+        max_new_tokens: int = 256,
+        temperature: float = 0.8,
+        top_k: int = 0,
+        top_p: float = 0.95,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        stop: str | Sequence[str] = (),
+        seed: int | Sequence[int] = 1,
+    ) -> str | list[str]:
+        """The continuations of one prompt or of several, which may be of any lengths; of a list of prompts, a list.
+
+        The other arguments are those of `cdrmix.Sampling`. seed: of all prompts, or one of each.
+        Raises ValueError for arguments out of range.
+        """
+        alone = isinstance(prompts, str)
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        sampling = Sampling(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            max_new_tokens=max_new_tokens,
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        )
+        pieces: list[list[str]] = [[] for _ in texts]
+        for number, piece in self._stream(texts, sampling, seed):
+            pieces[number].append(piece)
+        written = ["".join(each) for each in pieces]
+        return written[0] if alone else written
+
+    def stream(
+        self, prompts: str | Sequence[str], sampling: Sampling | None = None, *, seed: int | Sequence[int] | None = None
+    ) -> Iterator[tuple[int, str]]:
+        """Yields (prompt, piece) as the texts are drawn: the prompt's number, and whole characters that follow.
+
+        seed: of all prompts, or one of each, in place of the sampling's.
+        """
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        sampling = sampling or Sampling()
+        return self._stream(texts, sampling, sampling.seed if seed is None else seed)
+
+    def _stream(self, texts: list[str], sampling: Sampling, seed: int | Sequence[int]) -> Iterator[tuple[int, str]]:
+        seeds = [seed] * len(texts) if isinstance(seed, int) else list(seed)
+        if len(seeds) != len(texts):
+            raise ValueError(f"seed has {len(seeds)} numbers for {len(texts)} prompts: give one, or one of each")
+        return generate(self.model, self.tokenizer, texts, [replace(sampling, seed=each) for each in seeds])
+
+
+def load(path: str | Path, *, device: str | None = None) -> TextModel:
+    """The model in a run folder (of its newest whole checkpoint), a checkpoint or an export folder, verified.
+
+    device: auto, cpu or cuda; by default what the run's configuration says. CPU threads and determinism of this process
+    are set as that configuration says. Raises CheckpointError, ConfigError, VocabularyError.
+    """
+    loaded = load_model(Path(path))
+    return TextModel(loaded).to(work_alone(loaded.config, device))

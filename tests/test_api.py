@@ -1,0 +1,151 @@
+"""The Python API as a notebook uses it: import, load, encode, logits, generate, stream."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import cdrmix
+from cdrmix.inference.generate import Row, TextStream, decode
+from cdrmix.inference.sampling import Sampling, draw
+
+ROOT = Path(__file__).parents[1]
+TOY = [
+    *("data.row_length=64", "train.steps=2", "train.batch_rows=2", "train.micro_batch_rows=2", "run.device=cpu"),
+    *("model.layers=4", "model.d_model=32", "model.attention={heads: 2, kv_heads: 2}", "model.vocab_size=512"),
+    *("model.rwkv={head_size: 16, gate_rank: 8}", "model.feed_forward.hidden=32", "run.threads=1"),
+    *("train.checkpoint_every=2", "train.evaluate_every=2", "train.evaluate_rows=2", "train.warmup_steps=0"),
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of a few steps, by the API alone."""
+    folder = tmp_path_factory.mktemp("api")
+    text = folder / "text.jsonl"
+    lines = [{"text": f"def function_{n}(x):\n    return x + {n}\n" * 3} for n in range(60)]
+    text.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    where = [f"run.root={folder / 'runs'}", f"data.cache={folder / 'cache'}"]
+    source = f"data.source={{kind: jsonl, paths: [{text}]}}"
+    config = cdrmix.load_config(ROOT / "configs" / "cdrmix-core-tiny.yaml", [*TOY, *where, source])
+    assert isinstance(config, cdrmix.Config)
+    assert cdrmix.prepare(config).train.tokens > 0
+    return cdrmix.train(config)
+
+
+def python(code: str) -> str:
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
+    done = subprocess.run([sys.executable, "-c", code], check=False, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_loads_nothing_heavy() -> None:
+    found = python(
+        "import sys, cdrmix; cdrmix.__version__; dir(cdrmix)\n"
+        "print([name for name in ('torch', 'numpy', 'pydantic', 'yaml', 'deepspeed') if name in sys.modules])"
+    )
+    assert found.strip() == "[]"
+
+
+def test_loading_an_export_needs_no_trainer(run: Path) -> None:
+    found = python(
+        f"import sys, cdrmix; model = cdrmix.load({str(run / 'export')!r}, device='cpu')\n"
+        "model.generate('def ', max_new_tokens=2)\n"
+        "print([name for name in sys.modules if name == 'deepspeed' or name.startswith('cdrmix.train')])"
+    )
+    assert found.strip() == "[]"
+
+
+def test_logits_and_text_of_a_loaded_model(run: Path) -> None:
+    model = cdrmix.load(run, device="cpu")
+    assert repr(model).startswith("TextModel(core-tiny")
+    ids = model.encode("def function_1(x):")
+    assert model.decode(ids) == "def function_1(x):"
+    logits = model.logits(ids)
+    assert logits.shape == (len(ids), model.config.model.vocab_size)
+    assert logits.dtype == torch.float32
+    assert torch.equal(model.logits([ids, ids])[1], model.logits(torch.tensor([ids, ids]))[0])
+    # The export and the checkpoint are the same model.
+    assert torch.equal(cdrmix.load(run / "export", device="cpu").logits(ids), logits)
+    with pytest.raises(ValueError, match=r"ids must lie in \[0, 512\); found 0 to 512"):
+        model.logits([0, 512])
+    with pytest.raises(ValueError, match=r"rows of one length"):
+        model.logits([[1, 2], [3]])
+    with pytest.raises(ValueError, match=r"found torch.float32"):
+        model.logits([0.5])
+
+
+def test_prompts_of_any_lengths_are_continued_as_each_alone(run: Path) -> None:
+    model = cdrmix.load(run, device="cpu")
+    prompts = ["def ", "def function", "x", "", "def ", "return x"]
+    alone = [model.generate(prompt, max_new_tokens=12, seed=5 + n) for n, prompt in enumerate(prompts)]
+    together = model.generate(prompts, max_new_tokens=12, seed=range(5, 11))
+    assert together == alone
+    assert len(set(alone)) == len(alone)  # seeds are of each row: two prompts are the same
+    streamed = ["" for _ in prompts]
+    for number, piece in model.stream(prompts, cdrmix.Sampling(max_new_tokens=12), seed=range(5, 11)):
+        streamed[number] += piece
+    assert streamed == alone
+    assert model.generate([]) == []
+    with pytest.raises(ValueError, match="seed has 2 numbers for 6 prompts"):
+        model.generate(prompts, seed=[1, 2])
+
+
+def test_rows_end_one_by_one(run: Path) -> None:
+    """A row that has ended is computed no more, and the others go on as if it had never been."""
+    model = cdrmix.load(run, device="cpu").model
+    wanted = [Row([1, 2, 3], Sampling(seed=n, max_new_tokens=9)) for n in range(3)]
+    found: list[list[int]] = [[], [], []]
+    for number, token in decode(model, wanted):
+        found[number].append(token)
+    rows = [Row([1, 2, 3], Sampling(seed=n, max_new_tokens=(9, 2, 9)[n])) for n in range(3)]
+    got: list[list[int]] = [[], [], []]
+    for number, token in decode(model, rows):
+        got[number].append(token)
+        rows[0].ended = len(got[0]) == 4
+    assert got == [found[0][:4], found[1][:2], found[2]]
+
+
+@pytest.mark.parametrize("cut", range(1, 9))
+def test_text_ends_before_a_stop_string_wherever_tokens_are_cut(cut: int) -> None:
+    text = b"one\n\ntwo\n\n\nthree"
+    stream, pieces = TextStream(("\n\n\n", "never")), []
+    for start in range(0, len(text), cut):
+        pieces.append(stream.push(text[start : start + cut]))
+        if stream.stopped:
+            break
+    assert "".join(pieces) == "one\n\ntwo"
+    assert stream.push(b"more") == ""
+    stream = TextStream(("\n\n\n",))
+    assert [stream.push(b"a\n\n"), stream.push(b"b"), stream.push(b"\n", last=True)] == ["a", "\n\nb", "\n"]
+
+
+def test_stop_strings_of_a_model(run: Path) -> None:
+    model = cdrmix.load(run, device="cpu")
+    text = model.generate("def ", max_new_tokens=30, seed=2)
+    assert isinstance(text, str)
+    stop = text[len(text) // 2 :][:2]
+    assert model.generate("def ", max_new_tokens=30, seed=2, stop=stop) == text[: text.index(stop)]
+    with pytest.raises(ValueError, match="stop must be a tuple of strings, none empty"):
+        model.generate("def ", stop="")
+
+
+def test_drawing_obeys_min_p_and_the_repetition_penalty() -> None:
+    logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
+    random = torch.Generator().manual_seed(0)
+
+    def drawn(sampling: Sampling, seen: list[int]) -> set[int]:
+        return {draw(logits, sampling, random, seen) for _ in range(400)}
+
+    assert drawn(Sampling(temperature=1, top_p=1, min_p=0.5), []) == {0, 1}
+    assert drawn(Sampling(temperature=1, top_p=1, min_p=0.0), []) == {0, 1, 2, 3}
+    # Logits here are negative: tokens that were there are multiplied by the penalty.
+    assert drawn(Sampling(temperature=0, repetition_penalty=5.0), [0, 0]) == {1}
+    assert draw(torch.tensor([2.0, 1.5]), Sampling(temperature=0, repetition_penalty=2.0), random, [0]) == 1
