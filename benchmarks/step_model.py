@@ -52,7 +52,7 @@ from cdrmix.kernels.cross_entropy import triton as cross_entropy
 from cdrmix.model.loss import LossModel
 from cdrmix.ops import weights
 from cdrmix.plan.flops import training_flops_per_token
-from cdrmix.train.build import build_loss_model
+from cdrmix.training.build import build_loss_model
 
 AOT = Path(__file__).parent / "results" / "aot.jsonl"
 REFERENCE_TOKENS, REFERENCE_WIDTH = 32_768, 2_048  # of the launches that results/aot.jsonl tells of

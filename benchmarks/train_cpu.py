@@ -18,8 +18,8 @@ from cdrmix.config.schema import Config
 from cdrmix.data.batch import Batch
 from cdrmix.data.prepare import prepare
 from cdrmix.plan.parameters import count_parameters
-from cdrmix.train.build import build_loss_model
-from cdrmix.train.distributed import join
+from cdrmix.training.build import build_loss_model
+from cdrmix.training.distributed import join
 
 BLOCK = 2  # steps of one timing; the loop is stopped before each
 EAGER, COMPILED, LLAMA = "PyTorch, eager", "PyTorch, compiled", "transformers Llama"

@@ -46,11 +46,11 @@ from cdrmix.plan.flops import training_flops_per_token
 from cdrmix.plan.machine import machine_for
 from cdrmix.plan.memory import MemoryPlan
 from cdrmix.runtime import seed_everything
-from cdrmix.train.build import build_loss_model
-from cdrmix.train.distributed import World, join, rank_size_local_rank
-from cdrmix.train.engine import Engine, accumulation, make_engine
-from cdrmix.train.faults import check_finite
-from cdrmix.train.schedule import learning_rate
+from cdrmix.training.build import build_loss_model
+from cdrmix.training.distributed import World, join, rank_size_local_rank
+from cdrmix.training.engine import Engine, accumulation, make_engine
+from cdrmix.training.faults import check_finite
+from cdrmix.training.schedule import learning_rate
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 MEDIAN_DOCUMENT, SIGMA = 400, 1.0  # tokens, and of the logarithm: as the kernels' packed cases have them

@@ -18,9 +18,9 @@ from cdrmix.eval.perplexity import evaluate, held_out
 from cdrmix.inference.checkpoints import read_weights
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.plan.parameters import count_parameters
-from cdrmix.train import stage_a
-from cdrmix.train.build import build_loss_model
-from cdrmix.train.distributed import join
+from cdrmix.training import stage_a
+from cdrmix.training.build import build_loss_model
+from cdrmix.training.distributed import join
 
 BLOCK = 10  # steps of one timing: as often as core-tiny logs a step
 

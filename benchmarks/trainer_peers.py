@@ -16,9 +16,9 @@ from cdrmix.config.schema import Train
 from cdrmix.data.batch import Batch
 from cdrmix.eval.perplexity import logits_nats
 from cdrmix.model.loss import LossModel
-from cdrmix.train.engine import AUTOCAST
-from cdrmix.train.optim import make_optimizer, parameter_groups
-from cdrmix.train.schedule import learning_rate
+from cdrmix.training.engine import AUTOCAST
+from cdrmix.training.optim import make_optimizer, parameter_groups
+from cdrmix.training.schedule import learning_rate
 
 Rows = Callable[[int], list[Batch]]  # optimizer step -> its micro-batches
 

@@ -14,8 +14,8 @@ from cdrmix.data.batch import Batch
 from cdrmix.data.loader import Prefetcher
 from cdrmix.data.shards import ShardSet
 from cdrmix.run_folder import RunFolder
-from cdrmix.train import stage_a
-from cdrmix.train.distributed import join
+from cdrmix.training import stage_a
+from cdrmix.training.distributed import join
 
 OURS = "cdrmix"
 WARMUP_BLOCKS = 1  # first blocks of a timing, thrown away: memory is being allocated

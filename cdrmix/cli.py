@@ -19,7 +19,7 @@ from cdrmix.config.schema import Config
 from cdrmix.data.visible import visible
 from cdrmix.errors import CdrmixError, ConfigError, DiskFullError, Preempted
 from cdrmix.gpus import GPUS
-from cdrmix.train import launch
+from cdrmix.training import launch
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 BROKEN_PIPE = 141  # 128 + SIGPIPE

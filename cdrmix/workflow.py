@@ -43,10 +43,10 @@ from cdrmix.reason.stage_b import check_stage_b, spans, train_stage_b
 from cdrmix.report.report import write_report
 from cdrmix.run_folder import RunFolder
 from cdrmix.runtime import work_alone
-from cdrmix.train.distributed import World, join
-from cdrmix.train.launch import check_processes
-from cdrmix.train.metrics import amount, check_trackers
-from cdrmix.train.stage_a import train
+from cdrmix.training.distributed import World, join
+from cdrmix.training.launch import check_processes
+from cdrmix.training.metrics import amount, check_trackers
+from cdrmix.training.stage_a import train
 
 Item = TypeVar("Item")
 

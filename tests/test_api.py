@@ -58,14 +58,14 @@ def test_loading_an_export_needs_no_trainer(run: Path) -> None:
     found = python(
         f"import sys, cdrmix; model = cdrmix.load({str(run / 'export')!r}, device='cpu')\n"
         "model.generate('def ', max_new_tokens=2)\n"
-        "print([name for name in sys.modules if name == 'deepspeed' or name.startswith('cdrmix.train')])"
+        "print([name for name in sys.modules if name == 'deepspeed' or name.startswith('cdrmix.training')])"
     )
     assert found.strip() == "[]"
 
 
 def test_logits_and_text_of_a_loaded_model(run: Path) -> None:
     model = cdrmix.load(run, device="cpu")
-    assert repr(model).startswith("TextModel(core-tiny")
+    assert repr(model).startswith("TextModel(cdrmix-core-tiny, step 2")
     ids = model.encode("def function_1(x):")
     assert model.decode(ids) == "def function_1(x):"
     logits = model.logits(ids)
@@ -133,7 +133,7 @@ def test_stop_strings_of_a_model(run: Path) -> None:
     assert isinstance(text, str)
     stop = text[len(text) // 2 :][:2]
     assert model.generate("def ", max_new_tokens=30, seed=2, stop=stop) == text[: text.index(stop)]
-    with pytest.raises(ValueError, match="stop must be a tuple of strings, none empty"):
+    with pytest.raises(ValueError, match="stop must be a tuple of strings that are not empty"):
         model.generate("def ", stop="")
 
 

@@ -29,7 +29,7 @@ LAYERS = [
     {"run_folder", "runtime"},
     {"data", "model"},  # these two never meet: a Batch passes between them
     {"eval", "inference"},
-    {"train"},
+    {"training"},
     {"hf"},
     {"reason"},
     {"report", "plan", "compare"},
@@ -42,9 +42,9 @@ LAYER_OF = {package: height for height, packages in enumerate(LAYERS) for packag
 # One place each; where there are more, the reason stands beside them.
 OWNERS = {
     "deepspeed": {
-        "cdrmix/train/engine.py",
-        "cdrmix/train/distributed.py",
-        "cdrmix/train/expert_parallel.py",  # its process groups, and the class by which it knows a layer
+        "cdrmix/training/engine.py",
+        "cdrmix/training/distributed.py",
+        "cdrmix/training/expert_parallel.py",  # its process groups, and the class by which it knows a layer
     },
     "triton": {"kernels"},
     "numba": {"kernels", "cdrmix/data/packing.py", "cdrmix/data/curriculum.py"},  # one loop each: best fit, fair shares
@@ -69,7 +69,7 @@ OWNERS = {
     ](),  # its model alone is read, by cdrmix/data/cleaning/language.py; importing it takes 0.2 s
     "safetensors": {
         "cdrmix/durable.py",  # knows a full disk by its error
-        "cdrmix/train/checkpoint.py",  # writes what the next one reads
+        "cdrmix/training/checkpoint.py",  # writes what the next one reads
         "cdrmix/inference",
         "cdrmix/hf",  # the format is the same, but an export is cut into shards and read by others
         "cdrmix/reason/session.py",  # what is remembered of one document: no model's weights
@@ -81,10 +81,10 @@ OWNERS = {
     "transformers": {"cdrmix/hf"},
     "yaml": {"cdrmix/config/load.py"},
     "matplotlib": {"cdrmix/report"},
-    "rich": {"cdrmix/train/metrics.py", "cdrmix/cli.py"},
-    "tensorboard": {"cdrmix/train/metrics.py"},
-    "wandb": {"cdrmix/train/metrics.py"},
-    "mlflow": {"cdrmix/train/metrics.py"},
+    "rich": {"cdrmix/training/metrics.py", "cdrmix/cli.py"},
+    "tensorboard": {"cdrmix/training/metrics.py"},
+    "wandb": {"cdrmix/training/metrics.py"},
+    "mlflow": {"cdrmix/training/metrics.py"},
 }
 TORCHLESS = ("cdrmix/config", "cdrmix/data")  # except what follows
 WITH_TENSORS = ("cdrmix/data/batch.py", "cdrmix/data/loader.py")

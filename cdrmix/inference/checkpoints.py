@@ -1,6 +1,6 @@
 """Checkpoints as they are read: the folders of a run, their manifests of hashes, and the weights in them.
 
-train/checkpoint.py writes them, and says what is in a folder. Nothing is pickled: reading one cannot run code from it.
+training/checkpoint.py writes them, and says what is in a folder. Nothing is pickled: reading one cannot run code.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from cdrmix.errors import ConfigError
 from cdrmix.plan.machine import Machine
 from cdrmix.plan.memory import GPU_RUNTIME, MemoryPlan, memory_of
 from cdrmix.plan.parameters import count_parameters
-from cdrmix.train.engine import BUCKET
-from cdrmix.train.zero import zero_stage
+from cdrmix.training.engine import BUCKET
+from cdrmix.training.zero import zero_stage
 
 GB = 1e9
 MOST_USED = 0.9  # of a device's memory: what fragments, and what others hold, is not known to the byte

@@ -13,9 +13,9 @@ from cdrmix.config.schema import Config
 from cdrmix.ops.backend import Platform
 from cdrmix.plan.parameters import count_parameters
 from cdrmix.plan.trace import trace
-from cdrmix.train.engine import BUCKET, MOST_LIVE
-from cdrmix.train.reduction import IN_FLIGHT
-from cdrmix.train.zero import zero_stage
+from cdrmix.training.engine import BUCKET, MOST_LIVE
+from cdrmix.training.reduction import IN_FLIGHT
+from cdrmix.training.zero import zero_stage
 
 FP32 = 4
 NARROW = 2  # bytes of an attached copy's element, bf16 or fp16

@@ -14,7 +14,7 @@ from cdrmix.plan.flops import TokenFlops, training_flops_per_token
 from cdrmix.plan.machine import Machine
 from cdrmix.plan.memory import FP32
 from cdrmix.plan.parameters import count_parameters
-from cdrmix.train.zero import zero_stage
+from cdrmix.training.zero import zero_stage
 
 PROCESSES_OF_A_HOST = 8
 ASSUMED_SHARE = 0.35  # of a card's bfloat16 peak

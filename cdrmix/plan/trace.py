@@ -27,8 +27,8 @@ from cdrmix.model.loss import LossModel
 from cdrmix.ops import weights as compute_weights
 from cdrmix.ops.backend import Platform, assume_platform
 from cdrmix.plan.workspace import workspace
-from cdrmix.train.build import narrow_residual
-from cdrmix.train.engine import AUTOCAST, Autocast, attach_copies
+from cdrmix.training.build import narrow_residual
+from cdrmix.training.engine import AUTOCAST, Autocast, attach_copies
 
 LONGEST_PERIOD = 8  # blocks after which the mixers may repeat for a model to be traced by two shorter ones
 NAMES: dict[Platform, str] = {"cpu": "a CPU", "cuda": "an NVIDIA GPU", "hip": "an AMD GPU"}

@@ -21,9 +21,9 @@ from cdrmix.reason.model import StageBModel
 from cdrmix.reason.operations.phase import OperationsImitationPhase, OperationsPhase
 from cdrmix.reason.phase import Phase
 from cdrmix.reason.plasticity.phase import PlasticityPhase
-from cdrmix.train.build import narrow_residual
-from cdrmix.train.distributed import World
-from cdrmix.train.expert_parallel import expert_layer
+from cdrmix.training.build import narrow_residual
+from cdrmix.training.distributed import World
+from cdrmix.training.expert_parallel import expert_layer
 
 
 def build_model(config: Config) -> StageBModel:

@@ -11,8 +11,8 @@ from torch import nn
 from cdrmix.config.schema import Train
 from cdrmix.config.schema_reasoning import Phase as PhaseSection
 from cdrmix.reason.model import Loss, StageBModel
-from cdrmix.train.optim import make_optimizer, parameter_groups
-from cdrmix.train.schedule import learning_rate
+from cdrmix.training.optim import make_optimizer, parameter_groups
+from cdrmix.training.schedule import learning_rate
 
 
 class Phase(Protocol):

@@ -29,14 +29,14 @@ from cdrmix.reason.model import Loss, PhaseLoss, StageBModel
 from cdrmix.reason.phase import Phase, train_section
 from cdrmix.run_folder import RunFolder
 from cdrmix.runtime import seed_everything
-from cdrmix.train.checkpoint import Progress, load_checkpoint, read_progress
-from cdrmix.train.distributed import World, join
-from cdrmix.train.engine import Engine, make_engine
-from cdrmix.train.faults import StopRequest, check_finite, memory_guard
-from cdrmix.train.metrics import PhaseConsole, PhaseRecord, Trackers
-from cdrmix.train.schedule import learning_rate
-from cdrmix.train.stage_a import Saver, fingerprints, memory_gib
-from cdrmix.train.zero import zero_stage
+from cdrmix.training.checkpoint import Progress, load_checkpoint, read_progress
+from cdrmix.training.distributed import World, join
+from cdrmix.training.engine import Engine, make_engine
+from cdrmix.training.faults import StopRequest, check_finite, memory_guard
+from cdrmix.training.metrics import PhaseConsole, PhaseRecord, Trackers
+from cdrmix.training.schedule import learning_rate
+from cdrmix.training.stage_a import Saver, fingerprints, memory_gib
+from cdrmix.training.zero import zero_stage
 
 
 class Span(NamedTuple):

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from cdrmix.train.metrics import amount, router_names
+from cdrmix.training.metrics import amount, router_names
 
 Row = Mapping[str, Any]
 MOST_BLOCKS = 16  # that the picture of the experts' load has room for
@@ -180,18 +180,25 @@ def _loss(axes: Axes, rows: Sequence[Row], held_out: Mapping[str, float] | None,
             fontsize=9.5,
             fontweight="bold",
         )
-        axes.set_ylim(bottom=max(0.0, min(*train, *(row["valid_loss"] for row in valid)) * 0.84))
+        # Of a model that is still worse than the baselines too: a label outside of the axes leaves these no room.
+        drawn = [*train, *(row["valid_loss"] for row in valid), *_baseline_bits(held_out, 1 / factor)]
+        axes.set_ylim(bottom=max(0.0, min(drawn) * 0.84))
     legend = axes.legend(loc="upper right", frameon=False, fontsize=9.5, labelcolor=palette.ink)
     legend.set_zorder(4)
 
 
+BASELINES = ("unigram", "gzip9", "zstd19")
+
+
+def _baseline_bits(held_out: Mapping[str, float] | None, scale: float) -> list[float]:
+    """The baselines' bits per byte times `scale`, in the order of BASELINES; none before the evaluation."""
+    return [held_out[f"{name}_bits_per_byte"] * scale for name in BASELINES] if held_out else []
+
+
 def _baselines(axes: Axes, held_out: Mapping[str, float] | None, factor: float, palette: Palette) -> None:
-    if not held_out:
-        return
     # zstd's label hangs below its line: its figure is close to gzip's.
-    names = (("unigram", "unigram", 2.5), ("gzip -9", "gzip9", 2.5), ("zstd -19", "zstd19", -10.0))
-    for name, key, above in names:
-        bits = held_out[f"{key}_bits_per_byte"]
+    labels = (("unigram", 2.5), ("gzip -9", 2.5), ("zstd -19", -10.0))
+    for (name, above), bits in zip(labels, _baseline_bits(held_out, 1.0), strict=False):
         axes.axhline(bits / factor, color=palette.ink, linewidth=0.9, linestyle=(0, (4, 3)), alpha=0.55, zorder=1)
         axes.annotate(
             f"{name}  {bits:.2f}",

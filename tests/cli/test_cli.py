@@ -24,7 +24,7 @@ from cdrmix.eval.perplexity import Baselines, HeldOut, Score
 from cdrmix.hf.card import STAGE_A_ONLY
 from cdrmix.report.report import write_report
 from cdrmix.run_folder import RunFolder, read_metrics
-from cdrmix.train.distributed import World
+from cdrmix.training.distributed import World
 
 Arguments = Callable[..., list[str]]
 ROOT = Path(__file__).parents[2]

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from cdrmix.train import launch
+from cdrmix.training import launch
 
 # Counts the signals it gets until 0.3 s after the first, and reports them.
 WORKER = """
 import os, signal, sys, time
 from pathlib import Path
-from cdrmix.train import launch
+from cdrmix.training import launch
 caught = []
 for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, lambda number, frame: caught.append(number))
@@ -35,7 +35,7 @@ launch.end_work()
 # launch() with two processes of the code in argv[1], without torchrun between.
 LAUNCHER = """
 import subprocess, sys
-from cdrmix.train import launch
+from cdrmix.training import launch
 real = subprocess.Popen
 worker = [sys.executable, "-c", sys.argv[1]]
 class Pair(real):

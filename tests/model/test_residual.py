@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from cdrmix.config.load import load_config
 from cdrmix.model.language_model import LanguageModel
-from cdrmix.train.build import build_loss_model
+from cdrmix.training.build import build_loss_model
 
 TINY = Path(__file__).parents[2] / "configs" / "cdrmix-core-tiny.yaml"
 SMALL = ("model.d_model=64", "model.vocab_size=300", "model.feed_forward.hidden=32", "model.attention.heads=2")

@@ -17,7 +17,7 @@ from cdrmix.config.load import config_hash, load_config
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError, DiskFullError
 from cdrmix.run_folder import RunFolder, finite, read_metrics
-from cdrmix.train.metrics import Console, StepRecord, Trackers, amount, check_trackers, clock, scalars
+from cdrmix.training.metrics import Console, StepRecord, Trackers, amount, check_trackers, clock, scalars
 
 TINY = Path(__file__).parents[2] / "configs" / "cdrmix-core-tiny.yaml"
 

@@ -17,9 +17,9 @@ import torch
 from cdrmix.config.load import load_config
 from cdrmix.config.schema import Config
 from cdrmix.data.batch import Batch
-from cdrmix.train.build import build_loss_model
-from cdrmix.train.distributed import World, join
-from cdrmix.train.engine import Engine, accumulation, make_engine
+from cdrmix.training.build import build_loss_model
+from cdrmix.training.distributed import World, join
+from cdrmix.training.engine import Engine, accumulation, make_engine
 
 
 def step(config: Config, world: World, engine: Engine, number: int) -> None:

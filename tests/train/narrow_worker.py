@@ -18,11 +18,11 @@ from cdrmix.data.loader import Batch, TrainLoader
 from cdrmix.data.shards import open_shards
 from cdrmix.ops.weights import compute_weight, is_attached
 from cdrmix.runtime import seed_everything
-from cdrmix.train import engine as engine_module
-from cdrmix.train import stage_a
-from cdrmix.train.distributed import World, join, rank_size_local_rank
-from cdrmix.train.engine import Engine, make_engine
-from cdrmix.train.optim import make_optimizer, parameter_groups
+from cdrmix.training import engine as engine_module
+from cdrmix.training import stage_a
+from cdrmix.training.distributed import World, join, rank_size_local_rank
+from cdrmix.training.engine import Engine, make_engine
+from cdrmix.training.optim import make_optimizer, parameter_groups
 
 engine_module.PERSISTENCE_THRESHOLD = 0  # so small a model would be kept whole by ZeRO-3
 STEPS, ROWS, MICRO = 4, 8, 2

@@ -19,11 +19,11 @@ from cdrmix.data.loader import TrainLoader
 from cdrmix.data.shards import open_shards
 from cdrmix.ops import weights as compute_weights
 from cdrmix.runtime import seed_everything
-from cdrmix.train import engine as engine_module
-from cdrmix.train.build import build_loss_model
-from cdrmix.train.distributed import join, rank_size_local_rank
-from cdrmix.train.engine import Engine, make_engine
-from cdrmix.train.reduction import GradientReduction, Shared
+from cdrmix.training import engine as engine_module
+from cdrmix.training.build import build_loss_model
+from cdrmix.training.distributed import join, rank_size_local_rank
+from cdrmix.training.engine import Engine, make_engine
+from cdrmix.training.reduction import GradientReduction, Shared
 
 
 def toy(order: dict[str, Any]) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from cdrmix.config.load import load_config
 from cdrmix.data.loader import train_loader
 from cdrmix.data.shards import open_shards
 from cdrmix.runtime import seed_everything
-from cdrmix.train import engine as engine_module
-from cdrmix.train.build import build_loss_model
-from cdrmix.train.distributed import join
-from cdrmix.train.engine import make_engine
+from cdrmix.training import engine as engine_module
+from cdrmix.training.build import build_loss_model
+from cdrmix.training.distributed import join
+from cdrmix.training.engine import make_engine
 
 # The model here is so small that ZeRO-3 would keep every parameter whole, and prove nothing about released ones.
 engine_module.PERSISTENCE_THRESHOLD = 0

@@ -16,9 +16,9 @@ from cdrmix.config.schema import Config
 from cdrmix.errors import CheckpointError, ConfigError, DiskFullError, ShardError, VocabularyError
 from cdrmix.inference.checkpoints import list_checkpoints, newest_whole_checkpoint, read_weights, verify_checkpoint
 from cdrmix.runtime import seed_everything
-from cdrmix.train import checkpoint as checkpoints
-from cdrmix.train.build import build_loss_model
-from cdrmix.train.checkpoint import (
+from cdrmix.training import checkpoint as checkpoints
+from cdrmix.training.build import build_loss_model
+from cdrmix.training.checkpoint import (
     Fingerprints,
     Progress,
     differences,
@@ -27,8 +27,8 @@ from cdrmix.train.checkpoint import (
     restore_best,
     save_checkpoint,
 )
-from cdrmix.train.distributed import join
-from cdrmix.train.engine import Engine, make_engine
+from cdrmix.training.distributed import join
+from cdrmix.training.engine import Engine, make_engine
 
 FINGERPRINTS = Fingerprints("tokenizer", "text")
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cdrmix.errors import ConfigError
 from cdrmix.model.feed_forward.expert_parallel import arrived_order
-from cdrmix.train.launch import check_processes
+from cdrmix.training.launch import check_processes
 
 # As in test_engine.py: both sides add the same fp32 terms in another order; here the last of three steps has the
 # rounding of the two before it in its weights. An average left undone would be an error of 0.5 or more.

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cdrmix.errors import NonFiniteLossError, OutOfMemoryError
-from cdrmix.train.faults import MAX_CONSECUTIVE_SKIPS, SAME_INTERRUPT, Skips, StopRequest, check_finite, memory_guard
+from cdrmix.training.faults import MAX_CONSECUTIVE_SKIPS, SAME_INTERRUPT, Skips, StopRequest, check_finite, memory_guard
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
@@ -56,7 +56,7 @@ def test_termination_from_several_sides_still_leaves_time_to_save() -> None:
 def test_a_second_interrupt_ends_the_process_at_once_but_one_that_arrives_twice_does_not() -> None:
     program = (
         "import os, signal, time\n"
-        "from cdrmix.train.faults import SAME_INTERRUPT, StopRequest\n"
+        "from cdrmix.training.faults import SAME_INTERRUPT, StopRequest\n"
         "with StopRequest():\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cdrmix.train import distributed as parallel
-from cdrmix.train.distributed import World
+from cdrmix.training import distributed as parallel
+from cdrmix.training.distributed import World
 
 
 @pytest.fixture

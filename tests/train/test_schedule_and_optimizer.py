@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from cdrmix.config.schema import Train
 from cdrmix.model.layers import parameter_kind
-from cdrmix.train.build import build_loss_model
-from cdrmix.train.optim import LossScale, WeightAverage, make_optimizer, parameter_groups
-from cdrmix.train.schedule import learning_rate
+from cdrmix.training.build import build_loss_model
+from cdrmix.training.optim import LossScale, WeightAverage, make_optimizer, parameter_groups
+from cdrmix.training.schedule import learning_rate
 
 
 def schedule(steps: int, warmup: int, ratio: float) -> Train:

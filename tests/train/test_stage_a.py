@@ -25,11 +25,11 @@ from cdrmix.errors import CheckpointError, NonFiniteLossError, Preempted
 from cdrmix.inference.checkpoints import list_checkpoints, newest_whole_checkpoint, read_weights
 from cdrmix.model.loss import Losses, LossModel
 from cdrmix.run_folder import RunFolder, read_metrics
-from cdrmix.train import stage_a
-from cdrmix.train.engine import Engine
-from cdrmix.train.faults import Skips
-from cdrmix.train.metrics import Console
-from cdrmix.train.stage_a import TrainResult, train
+from cdrmix.training import stage_a
+from cdrmix.training.engine import Engine
+from cdrmix.training.faults import Skips
+from cdrmix.training.metrics import Console
+from cdrmix.training.stage_a import TrainResult, train
 
 Trainer = Callable[..., tuple[RunFolder, TrainResult]]
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cdrmix.train.expert_parallel import total_norm
-from cdrmix.train.threads import PERIOD, WARM_UP, ThreadChoice, candidates
+from cdrmix.training.expert_parallel import total_norm
+from cdrmix.training.threads import PERIOD, WARM_UP, ThreadChoice, candidates
 
 QUIET = {1: 605.0, 2: 340.0}  # milliseconds a step of core-tiny on two cores, by the number of threads
 BUSY = {1: 1180.0, 2: 4180.0}  # beside one other busy process
@@ -124,7 +124,7 @@ import torch
 from cdrmix import ops
 from cdrmix.kernels.common.products import set_num_threads
 from cdrmix.model.layers import orthogonal_
-from cdrmix.train.distributed import be_deterministic
+from cdrmix.training.distributed import be_deterministic
 
 be_deterministic()
 draw = random.Random(0)

@@ -28,15 +28,15 @@ from cdrmix.model.language_model import LanguageModel
 from cdrmix.model.loss import LossModel
 from cdrmix.run_folder import RunFolder
 from cdrmix.runtime import seed_everything
-from cdrmix.train import engine as engine_module
-from cdrmix.train import stage_a
-from cdrmix.train.build import build_loss_model
-from cdrmix.train.checkpoint import Fingerprints, Progress, differences, load_checkpoint, save_checkpoint
-from cdrmix.train.distributed import World, join, rank_size_local_rank
-from cdrmix.train.engine import make_engine
-from cdrmix.train.expert_parallel import expert_layer, is_shared_out
-from cdrmix.train.optim import LossScale, make_optimizer, parameter_groups
-from cdrmix.train.schedule import learning_rate
+from cdrmix.training import engine as engine_module
+from cdrmix.training import stage_a
+from cdrmix.training.build import build_loss_model
+from cdrmix.training.checkpoint import Fingerprints, Progress, differences, load_checkpoint, save_checkpoint
+from cdrmix.training.distributed import World, join, rank_size_local_rank
+from cdrmix.training.engine import make_engine
+from cdrmix.training.expert_parallel import expert_layer, is_shared_out
+from cdrmix.training.optim import LossScale, make_optimizer, parameter_groups
+from cdrmix.training.schedule import learning_rate
 
 # The model here is so small that ZeRO-3 would keep every parameter whole, and prove nothing about released ones.
 engine_module.PERSISTENCE_THRESHOLD = 0

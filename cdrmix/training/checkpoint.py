@@ -47,8 +47,8 @@ from cdrmix.inference.checkpoints import (
     state_dict_mismatch,
 )
 from cdrmix.run_folder import check_text
-from cdrmix.train.distributed import World
-from cdrmix.train.engine import Engine
+from cdrmix.training.distributed import World
+from cdrmix.training.engine import Engine
 
 WHEN_FULL = (
     "The checkpoints already there are whole. Free some space or lower train.keep_last, then continue with "

@@ -23,7 +23,7 @@ from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
 from cdrmix.kernels.common.products import multiplies_on_one_thread, set_num_threads
 from cdrmix.runtime import be_deterministic, check_cpu, check_gpu, device_type, keep_freed_memory, threads
-from cdrmix.train.threads import candidates
+from cdrmix.training.threads import candidates
 
 Item = TypeVar("Item")
 

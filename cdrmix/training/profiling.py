@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from cdrmix.config.schema import Config
 from cdrmix.run_folder import RunFolder
-from cdrmix.train.distributed import World
+from cdrmix.training.distributed import World
 
 ROWS = 60  # of the table of operations
 HISTORY = 200_000  # allocations and frees that a snapshot of the GPU's memory goes back

@@ -30,12 +30,12 @@ from cdrmix.config.schema import Config
 from cdrmix.data.batch import Batch
 from cdrmix.model.loss import Losses
 from cdrmix.ops import weights as compute_weights
-from cdrmix.train.compiling import mark_documents
-from cdrmix.train.distributed import World, any_threads
-from cdrmix.train.expert_parallel import expert_groups, is_shared_out, total_norm
-from cdrmix.train.optim import LossScale, WeightAverage, make_optimizer, parameter_groups
-from cdrmix.train.reduction import GradientReduction, Shared
-from cdrmix.train.zero import zero_stage
+from cdrmix.training.compiling import mark_documents
+from cdrmix.training.distributed import World, any_threads
+from cdrmix.training.expert_parallel import expert_groups, is_shared_out, total_norm
+from cdrmix.training.optim import LossScale, WeightAverage, make_optimizer, parameter_groups
+from cdrmix.training.reduction import GradientReduction, Shared
+from cdrmix.training.zero import zero_stage
 
 REDUCED = {"fp32": torch.float32, "bf16": torch.bfloat16}
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
-from cdrmix.train.zero import check_zero_stage
+from cdrmix.training.zero import check_zero_stage
 
 FOLDER = "CDRMIX_LAUNCH"  # set for workers: where they leave their process ids and their failure
 PR_SET_PDEATHSIG = 1
@@ -39,7 +39,7 @@ def launch(processes: int, arguments: Sequence[str]) -> tuple[int, str]:
             "PYTHONSAFEPATH": "1",
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // processes))),
         }
-        command = [sys.executable, "-m", "cdrmix.train.launch", str(processes), *arguments]
+        command = [sys.executable, "-m", "cdrmix.training.launch", str(processes), *arguments]
 
         received: list[int] = []
         # Before the agent starts: a signal is at no time lost, nor leaves the agent behind.

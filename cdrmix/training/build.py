@@ -5,8 +5,8 @@ from __future__ import annotations
 from cdrmix.config.schema import Config
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.model.loss import LossModel
-from cdrmix.train.compiling import compile_blocks
-from cdrmix.train.expert_parallel import expert_layer
+from cdrmix.training.compiling import compile_blocks
+from cdrmix.training.expert_parallel import expert_layer
 
 
 def narrow_residual(config: Config) -> bool:

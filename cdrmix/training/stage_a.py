@@ -23,8 +23,8 @@ from cdrmix.model.feed_forward.router import balance_routers
 from cdrmix.model.loss import Losses
 from cdrmix.run_folder import RunFolder
 from cdrmix.runtime import seed_everything
-from cdrmix.train.build import build_loss_model
-from cdrmix.train.checkpoint import (
+from cdrmix.training.build import build_loss_model
+from cdrmix.training.checkpoint import (
     Fingerprints,
     Progress,
     differences,
@@ -33,14 +33,14 @@ from cdrmix.train.checkpoint import (
     restore_best,
     save_checkpoint,
 )
-from cdrmix.train.compiling import uncompiled
-from cdrmix.train.distributed import World, join, thread_numbers
-from cdrmix.train.engine import Engine, make_engine
-from cdrmix.train.faults import Skips, StopRequest, check_finite, memory_guard
-from cdrmix.train.metrics import Console, StepRecord, Trackers
-from cdrmix.train.profiling import make_profiler
-from cdrmix.train.schedule import learning_rate
-from cdrmix.train.threads import ThreadChoice
+from cdrmix.training.compiling import uncompiled
+from cdrmix.training.distributed import World, join, thread_numbers
+from cdrmix.training.engine import Engine, make_engine
+from cdrmix.training.faults import Skips, StopRequest, check_finite, memory_guard
+from cdrmix.training.metrics import Console, StepRecord, Trackers
+from cdrmix.training.profiling import make_profiler
+from cdrmix.training.schedule import learning_rate
+from cdrmix.training.threads import ThreadChoice
 
 
 class TrainResult(NamedTuple):
