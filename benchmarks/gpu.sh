@@ -63,7 +63,7 @@ plan train/core_1b 270 "$(end_to_end '')"
 plan train/core_tiny 100 '"$PYTHON" benchmarks/train_gpu.py --case core-tiny --results "$OUT"'
 plan train/dense_1b 180 '"$PYTHON" benchmarks/train_gpu.py --case dense-1b --results "$OUT"; status=$?; if [ $status = 8 ]; then "$PYTHON" benchmarks/train_gpu.py --case dense-1b --micro-batch-rows 4 --results "$OUT"; else exit $status; fi'
 plan tests 350 "$tests tests/kernels"
-plan trainer_tests 210 "$tests tests/train tests/model"
+plan trainer_tests 210 "$tests tests/training tests/model"
 plan ce/v50k_training 160
 plan scan/h32_k64_training 160
 plan memcheck 150 "$check wkv7 --shapes 1 --dtype bfloat16"

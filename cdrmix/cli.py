@@ -1,4 +1,4 @@
-"""The command line: argv to a configuration to one of the rooms.
+"""The command line: argv to a configuration to the package that serves it.
 
 Every error that a person can mend is a CdrmixError: its message goes to standard error, its exit code to the shell.
 Rooms are imported where a command needs them, so that `cdrmix --help` does not wait for PyTorch.

@@ -1,1 +1,1 @@
-"""The data room: raw text to tokenised, packed shards on disk, and from these to batches."""
+"""The data package: raw text to tokenised, packed shards on disk, and from these to batches."""

@@ -1,4 +1,4 @@
-"""The one door to the kernels: each op by its public name, checked and sent to the implementation for its device.
+"""The operators: each by its public name, checked and sent to the implementation for its device.
 
 CUDA tensors go to Triton, CPU tensors to numba, float64 and what neither serves to plain PyTorch
 (`kernels/rwkv7/reference.py`). The environment variable CDRMIX_BACKEND (triton, cpu or reference) forces one;

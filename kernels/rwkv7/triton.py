@@ -191,7 +191,7 @@ def blocks_of(kernel: str, K: int, V: int, launch: Launch) -> int:
 def pick_chunk(chunk: int | None, dtype: torch.dtype, K: int, V: int, arch: str = "sm_90") -> int:
     """The chunk length asked for, or the default; ValueError where it does not ship."""
     sizes = chunk_sizes(dtype, K, V, arch)
-    assert sizes, "the door has sent to the reference what does not ship"
+    assert sizes, "ops sends to the reference what does not ship"
     if chunk is not None and chunk not in sizes:
         raise ValueError(f"wkv7: chunk={chunk} does not ship for {dtype}, K={K}, V={V}; choose one of {sizes}, or None")
     return chunk or sizes[0]

@@ -109,13 +109,13 @@ def test_the_trainer_runs_with_what_is_carried(python_with_wheels: Path) -> None
     found = run(python_with_wheels, "-m", "pytest", "-m", "gpu", "--collect-only", "-q", "-p", "no:cacheprovider")
     assert found.returncode == 0, found.stdout + found.stderr
     lines = [line for line in found.stdout.splitlines() if line.startswith("tests/") and "::" in line]
-    assert all(line.startswith(("tests/kernels/", "tests/train/", "tests/model/")) for line in lines), (
+    assert all(line.startswith(("tests/kernels/", "tests/training/", "tests/model/")) for line in lines), (
         "gpu.sh runs these"
     )
-    collected = {line for line in lines if line.startswith("tests/train/test_devices.py::")}
+    collected = {line for line in lines if line.startswith("tests/training/test_devices.py::")}
     assert len(collected) == 2
     assert all(line.endswith("[cuda]") for line in collected)
-    chosen = "tests/train/test_devices.py::test_zero_has_the_gradients_of_one_process[cpu]"
+    chosen = "tests/training/test_devices.py::test_zero_has_the_gradients_of_one_process[cpu]"
     done = run(python_with_wheels, "-m", "pytest", "-q", "-p", "no:cacheprovider", chosen)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 passed" in done.stdout

@@ -219,7 +219,7 @@ def test_a_target_that_is_no_token_gives_nan_unread() -> None:
 
 @interpreted
 @pytest.mark.usefixtures("small")
-def test_the_door_sends_it_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_operator_sends_it_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CDRMIX_BACKEND", "triton")
     case = make(37, 8, 67, weighted=True)
     assert case.weights is not None

@@ -1,4 +1,4 @@
-"""The mixture of experts through the door, on every implementation: against loops in float64, and to the bit."""
+"""The mixture of experts through cdrmix.ops, on every implementation: against loops in float64, and to the bit."""
 
 from __future__ import annotations
 

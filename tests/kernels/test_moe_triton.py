@@ -300,7 +300,7 @@ def test_dispatch_and_combine_equal_the_reference(D: int, capacity: int | None) 
 
 @interpreted
 @pytest.mark.usefixtures("small_tiles")
-def test_the_door_leads_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_operator_leads_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits to loss and back through the operators, on these kernels in float32 and on the reference in float64."""
     case = make(21, 16, 24, 3, 2, "swiglu")
     logits = torch.randn(21, 3, generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""Every op of the one door, by the table: repeatable to the bit, float32 near float64, on every device there is."""
+"""Every operator of cdrmix.ops, by the table: repeatable to the bit, float32 near float64, on every device there is."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def test_bfloat16_loss_gradients_keep_the_scale_of_the_loss() -> None:
     assert abs(ratio - 1) < 2**-10  # rounding of single elements averages out over 1,024 of them
 
 
-def test_the_door_needs_torch_alone() -> None:
+def test_the_operators_need_torch_alone() -> None:
     """A machine with PyTorch and Triton alone can run the ops: no other package of ours is imported."""
     code = (
         "import sys\n"

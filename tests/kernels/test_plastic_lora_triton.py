@@ -124,10 +124,8 @@ def test_repeats_have_the_same_bits() -> None:
 @interpreted
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize(("rule", "width"), [("delta", 12), ("delta", 70), ("hebb", 12), ("oja", 12)])
-def test_the_door_with_triton_is_near_the_door_in_float64(
-    rule: str, width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Values and all gradients through the door; the writes of narrow keys are wkv7's kernels, padded to 32."""
+def test_the_operator_with_triton_is_near_float64(rule: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values and all gradients through cdrmix.ops; the writes of narrow keys are wkv7's kernels, padded to 32."""
     monkeypatch.setenv("CDRMIX_BACKEND", "triton")
     compare(rule, width, "cpu", torch.float32, 256 * torch.finfo(torch.float32).eps)
 

@@ -1,4 +1,4 @@
-"""The recurrence through the door, on every implementation: properties in float32 against float64, and to the bit."""
+"""The recurrence through cdrmix.ops, on every implementation: properties in float32 against float64, and to the bit."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def test_unit_lower_inverse(size: int) -> None:
     )
 
 
-def test_the_door_refuses_shapes_that_disagree() -> None:
+def test_the_operator_refuses_shapes_that_disagree() -> None:
     r, log_w, k, v, a, b = inputs(8, 1, 5, 1, 4, 4)
     with pytest.raises(ValueError, match="must agree"):
         ops.wkv7(r, log_w, k[..., :3], v, a, b)

@@ -401,7 +401,7 @@ def test_a_group_of_all_chunks_is_the_scan_over_chunks(monkeypatch: pytest.Monke
     assert_same(case.run(32), wanted)
 
 
-def test_groups_are_reached_from_the_door(monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> None:
+def test_groups_are_reached_from_the_operator(monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> None:
     monkeypatch.setenv("CDRMIX_BACKEND", "triton")
     case = make(1, 140, 1, 32, 32)
     inputs = [x.clone().requires_grad_() for x in case.inputs]

@@ -1,4 +1,4 @@
-"""What the plastic update's door refuses, and that its operators are registered as PyTorch wants them."""
+"""What the plastic update refuses, and that its operators are registered as PyTorch wants them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the recurrence's door refuses, how it chooses an implementation, and that torch.compile passes through it."""
+"""What the recurrence refuses, how it chooses an implementation, and that torch.compile passes through it."""
 
 from __future__ import annotations
 
