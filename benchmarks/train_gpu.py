@@ -47,7 +47,7 @@ from cdrmix.plan.machine import machine_for
 from cdrmix.plan.memory import MemoryPlan
 from cdrmix.runtime import seed_everything
 from cdrmix.training.build import build_loss_model
-from cdrmix.training.distributed import World, join, rank_size_local_rank
+from cdrmix.training.distributed import DistributedContext, join, rank_size_local_rank
 from cdrmix.training.engine import Engine, accumulation, make_engine
 from cdrmix.training.faults import check_finite
 from cdrmix.training.schedule import learning_rate
@@ -190,7 +190,7 @@ def with_micro_batches(full: Config, micro_batches: int) -> Config:
     return full.model_copy(update={"train": full.train.model_copy(update={"batch_rows": rows})})
 
 
-def planned(config: Config, world: World, despite: bool) -> MemoryPlan | None:
+def planned(config: Config, world: DistributedContext, despite: bool) -> MemoryPlan | None:
     """The memory plan of a process on the device at hand; None of CDRMIX_BACKEND=reference, which is not planned for.
 
     Raises OutOfMemoryError where it does not fit, unless `despite` that it shall be tried.
@@ -289,7 +289,7 @@ def measure(arguments: argparse.Namespace) -> Result:
 
 def figures_of(
     config: Config,
-    world: World,
+    world: DistributedContext,
     batches: list[Batch],
     micro: list[float],
     updates: list[float],
@@ -364,7 +364,7 @@ class Trainer:
     routes over an even one; 1 is balance, None a model without experts.
     """
 
-    def __init__(self, config: Config, engine: Engine, world: World) -> None:
+    def __init__(self, config: Config, engine: Engine, world: DistributedContext) -> None:
         self.config, self.engine, self.world = config, engine, world
         self.losses: list[float] = []
         self.load_over_even: float | None = None
@@ -442,7 +442,7 @@ def causal_pairs(batch: Batch) -> int:
     return int((lengths * (lengths + 1) // 2).sum())
 
 
-def peak_memory(world: World) -> dict[str, float | None]:
+def peak_memory(world: DistributedContext) -> dict[str, float | None]:
     """Peak bytes: of a GPU as PyTorch allocated and reserved them, on a CPU the process's resident memory."""
     if world.device.type == "cuda":
         return {

@@ -86,12 +86,12 @@ class RunFolder:
         The run goes on under this configuration, whose keys outside the hash may differ from before: see `adopt`.
         """
         if resume == "auto":
-            unfinished = [run for run in cls.all_of(config) if not run.finished and not run.is_held()]
+            unfinished = [run for run in cls.all_of(config) if not run.finished and not run.is_locked()]
             begun = [run for run in unfinished if (run.checkpoints / "latest").is_file()]
             if not unfinished:
                 return None
             run = (begun or unfinished)[-1]
-            run.adopt(config)
+            run.update_config(config)
             return run
         run = cls.open(resume)
         theirs = run.summary().get("config_hash")
@@ -100,7 +100,7 @@ class RunFolder:
                 f"--resume {resume}: that run has config hash {str(theirs)[:8]}, this configuration has "
                 f"{config_hash(config)[:8]}; resume with --config {run.config_snapshot}"
             )
-        run.adopt(config)
+        run.update_config(config)
         return run
 
     @classmethod
@@ -111,7 +111,7 @@ class RunFolder:
         runs = [cls(path) for path in sorted(found, key=_age)]
         return [run for run in runs if run.summary().get("config_hash") == config_hash(config)]
 
-    def adopt(self, config: Config) -> None:
+    def update_config(self, config: Config) -> None:
         """Goes on under a configuration of the same hash: it becomes the snapshot, and train.log says what changed.
 
         So the snapshot names the places of today (run.root, data.cache), and as these keys decide no weight it
@@ -122,7 +122,7 @@ class RunFolder:
         before = self.config_snapshot.read_text(encoding="utf-8")
         if text == before:
             return
-        with self.held():
+        with self.locked():
             # The dump has one key a line, so the lines that are new are the keys that changed.
             new = [line.strip() for line in text.splitlines() if line not in before.splitlines()]
             write_atomically(self.config_snapshot, text)
@@ -183,7 +183,7 @@ class RunFolder:
         return bool(self.summary().get("finished"))
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """Keeps other processes from writing into this run; the lock of a process that dies is free at once.
 
         Raises ConfigError when another process holds it.
@@ -200,10 +200,10 @@ class RunFolder:
                 ) from error
             yield
 
-    def is_held(self) -> bool:
+    def is_locked(self) -> bool:
         """Whether some process holds this run now."""
         try:
-            with self.held():
+            with self.locked():
                 return False
         except ConfigError:
             return True

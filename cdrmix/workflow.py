@@ -43,7 +43,7 @@ from cdrmix.reason.stage_b import check_stage_b, spans, train_stage_b
 from cdrmix.report.report import write_report
 from cdrmix.run_folder import RunFolder
 from cdrmix.runtime import work_alone
-from cdrmix.training.distributed import World, join
+from cdrmix.training.distributed import DistributedContext, join
 from cdrmix.training.launch import check_processes
 from cdrmix.training.metrics import amount, check_trackers
 from cdrmix.training.stage_a import train
@@ -73,7 +73,7 @@ def run_all(config: Config, resume: str | None = None) -> Path:
         check_stage_b(config)
     run = _run_folder(config, resume, world)
     with contextlib.ExitStack() as stack:
-        _first_process(world, lambda: stack.enter_context(run.held()))
+        _first_process(world, lambda: stack.enter_context(run.locked()))
         if config.kind == "reasoning" and not stage_b:
             run.say(STAGE_A_ONLY)
             run.update_summary({"not_trained": STAGE_A_ONLY})
@@ -84,16 +84,16 @@ def run_all(config: Config, resume: str | None = None) -> Path:
             _train(config, run, shards, world, resume)
         if stage_b:
             _train_stage_b(config, run, shards, world)
-        if world.writes:
+        if world.is_main_process:
             _after_training(run, shards, world.device)
             print(run.path, flush=True)
     return run.path
 
 
-def _first_process(world: World, action: Callable[[], Item]) -> Item:
+def _first_process(world: DistributedContext, action: Callable[[], Item]) -> Item:
     """What the action returns in the first process, in all of them; a CdrmixError of it is raised in all of them."""
     outcome: tuple[Item | None, CdrmixError | None] = (None, None)
-    if world.writes:
+    if world.is_main_process:
         try:
             outcome = (action(), None)
         except CdrmixError as error:
@@ -104,7 +104,7 @@ def _first_process(world: World, action: Callable[[], Item]) -> Item:
     return item  # type: ignore[return-value]
 
 
-def _run_folder(config: Config, resume: str | None, world: World) -> RunFolder:
+def _run_folder(config: Config, resume: str | None, world: DistributedContext) -> RunFolder:
     def choose() -> Path:
         run = RunFolder.resume(config, resume) if resume else None
         if run is not None:
@@ -116,10 +116,10 @@ def _run_folder(config: Config, resume: str | None, world: World) -> RunFolder:
             run.say(f"No unfinished run of this configuration ({config_hash(config)[:8]}) in {config.run.root}")
         return run.path
 
-    return RunFolder.open(_first_process(world, choose), writes=world.writes)
+    return RunFolder.open(_first_process(world, choose), writes=world.is_main_process)
 
 
-def _prepare(config: Config, run: RunFolder, world: World) -> ShardSet:
+def _prepare(config: Config, run: RunFolder, world: DistributedContext) -> ShardSet:
     made: list[ShardSet] = []
 
     def make() -> Path:
@@ -144,8 +144,8 @@ def _prepare(config: Config, run: RunFolder, world: World) -> ShardSet:
     return shards
 
 
-def _train(config: Config, run: RunFolder, shards: ShardSet, world: World, resume: str | None) -> None:
-    if world.gather(world.writes and _finished(config, run))[0]:
+def _train(config: Config, run: RunFolder, shards: ShardSet, world: DistributedContext, resume: str | None) -> None:
+    if world.gather(world.is_main_process and _finished(config, run))[0]:
         run.say(f"Stage A is finished: {config.train.steps} steps")
         return
     count = count_parameters(config.model, config.reasoning)
@@ -160,12 +160,16 @@ def _train(config: Config, run: RunFolder, shards: ShardSet, world: World, resum
     )
 
 
-def _train_stage_b(config: Config, run: RunFolder, shards: ShardSet, world: World) -> None:
+def _train_stage_b(config: Config, run: RunFolder, shards: ShardSet, world: DistributedContext) -> None:
     last = spans(config)[-1]
-    if world.gather(world.writes and _reached(run, "stage_b", last.last))[0]:
+    if world.gather(world.is_main_process and _reached(run, "stage_b", last.last))[0]:
         run.say(f"Stage B is finished: {last.last} steps")
         return
-    if world.writes and "held_out_before" not in run.summary() and run.checkpoints.joinpath("latest").is_file():
+    if (
+        world.is_main_process
+        and "held_out_before" not in run.summary()
+        and run.checkpoints.joinpath("latest").is_file()
+    ):
         loaded = load_model(run.path, world.device)
         if loaded.step == config.train.steps:  # what stage B must not lose
             run.update_summary({"held_out_before": dataclasses.asdict(_held_out(loaded, shards, config))})
@@ -316,7 +320,7 @@ def export_to(model: Path, out: Path | None) -> Path:
     if (model / SUMS).is_file():
         raise CheckpointError(f"{model} is an exported model already")
     run = RunFolder.open(run_of(model).path)
-    with contextlib.nullcontext() if out else run.held():
+    with contextlib.nullcontext() if out else run.locked():
         return export_model(load_model(model), out or run.export, summary=run.summary())
 
 

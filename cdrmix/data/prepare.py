@@ -36,9 +36,9 @@ from cdrmix.data.pipeline.encoding import (
     held_out_threshold,
     training_texts,
 )
-from cdrmix.data.pipeline.executor import make_engine
+from cdrmix.data.pipeline.executor import make_executor
 from cdrmix.data.pipeline.reading import Cleaning, Part, Quota, Unit, grouped, read_unit, units
-from cdrmix.data.pipeline.stats import Tally
+from cdrmix.data.pipeline.stats import PipelineStats
 from cdrmix.data.pipeline.work import Progress, Say, Work, alone, forget_left_behind
 from cdrmix.data.shards import ShardSet, open_shards, write_index
 from cdrmix.data.sources import make_source
@@ -150,7 +150,7 @@ def build(
         say(f"Preparing {source.describe()}" + (f" as {name}" if data.domains else ""))
     if place.exists():
         say("Going on with what an earlier preparation of this text has left")
-    with make_engine(data.engine, data.workers) as engine:
+    with make_executor(data.engine, data.workers) as engine:
         work = Work(place, engine, say)
         task_bytes = data.memory_mb * 2**20 // SHARE_OF_MEMORY
         # kept, because the units that are there were cut by it
@@ -168,7 +168,7 @@ def build(
     say(f"Prepared {summary(report)}; {time.monotonic() - started:.1f} s")
 
 
-def read(config: Config, sources: dict[str, Source], work: Work, task_bytes: int) -> Tally:
+def read(config: Config, sources: dict[str, Source], work: Work, task_bytes: int) -> PipelineStats:
     """The first stage over all sources: files of units below `read`, and their tally."""
     folder = work.place("read")
 
@@ -191,7 +191,7 @@ def read(config: Config, sources: dict[str, Source], work: Work, task_bytes: int
         progress = Progress(work.say, "reading")
         bad = BadRecords(config.data.max_bad_records, work.say)
         for path in sorted(folder.glob("*.arrow")):
-            left = Tally.from_json(read_report(path)["tally"])
+            left = PipelineStats.from_json(read_report(path)["tally"])
             bad.add_many(left.bad, left.bad_shown)
         if config.data.max_documents is None:
             results = work.engine.run_parts(read_unit, units, (part for part, _ in parts()))
@@ -201,9 +201,9 @@ def read(config: Config, sources: dict[str, Source], work: Work, task_bytes: int
         for result in results:
             bad.add_many(result.bad, result.bad_shown)
             progress.add(result.read.bytes)
-        total = Tally()
+        total = PipelineStats()
         for path in sorted(folder.glob("*.arrow")):
-            total.merge(Tally.from_json(read_report(path)["tally"]))
+            total.merge(PipelineStats.from_json(read_report(path)["tally"]))
         work.say(
             f"Read {total.read.documents:,} documents, {total.read.bytes / 1e6:,.1f} MB, {progress.rate():,.1f} MB/s; "
             f"kept {total.kept.documents:,}, {total.kept.bytes / 1e6:,.1f} MB"
@@ -215,7 +215,7 @@ def read(config: Config, sources: dict[str, Source], work: Work, task_bytes: int
             "bytes": progress.bytes,
         }
 
-    return Tally.from_json(work.once("read_all", make)["tally"])
+    return PipelineStats.from_json(work.once("read_all", make)["tally"])
 
 
 def train_tokenizer(config: Config, survivors: Survivors, threshold: int, work: Work) -> TextTokenizer:
@@ -288,7 +288,7 @@ def write_folder(
     parts: list[Path],
     survivors: Survivors,
     tokenizer: TextTokenizer,
-    tally: Tally,
+    tally: PipelineStats,
     found: dict[str, Any],
     key: str,
     folder: Path,
@@ -328,7 +328,7 @@ def write_folder(
 
 
 def write_shards(
-    config: Config, folder: Path, assembled: Assembled, tokenizer: TextTokenizer, tally: Tally, key: str
+    config: Config, folder: Path, assembled: Assembled, tokenizer: TextTokenizer, tally: PipelineStats, key: str
 ) -> dict[str, Any]:
     """Write tokenizer and index beside the splits; the report that the index holds."""
     tokenizer_entry = shards.write_file(folder / "tokenizer.json", tokenizer.json_bytes)
@@ -354,7 +354,7 @@ def write_shards(
     return report
 
 
-def make_report(config: Config, assembled: Assembled, tokenizer: TextTokenizer, tally: Tally) -> dict[str, Any]:
+def make_report(config: Config, assembled: Assembled, tokenizer: TextTokenizer, tally: PipelineStats) -> dict[str, Any]:
     """What the preparation found: counts over both splits, and under each split's name its own.
 
     held_out_near_duplicates: held-out documents whose SimHash is within three bits of a training document's: what of
@@ -385,7 +385,7 @@ def make_report(config: Config, assembled: Assembled, tokenizer: TextTokenizer, 
     }
 
 
-def nothing_left(sources: dict[str, Source], tally: Tally, left: int) -> CorpusError:
+def nothing_left(sources: dict[str, Source], tally: PipelineStats, left: int) -> CorpusError:
     """The error when there are not two different texts to train on and to hold out."""
     what = "; ".join(source.describe() for source in sources.values())
     lost = ", ".join(f"{dropped.documents:,} by {rule}" for rule, dropped in sorted(tally.dropped.items()))

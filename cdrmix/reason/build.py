@@ -22,7 +22,7 @@ from cdrmix.reason.operations.phase import OperationsImitationPhase, OperationsP
 from cdrmix.reason.phase import Phase
 from cdrmix.reason.plasticity.phase import PlasticityPhase
 from cdrmix.training.build import narrow_residual
-from cdrmix.training.distributed import World
+from cdrmix.training.distributed import DistributedContext
 from cdrmix.training.expert_parallel import expert_layer
 
 
@@ -64,7 +64,7 @@ def with_heads(language_model: LanguageModel, config: Model, reasoning: Reasonin
 
 
 def make_phase(
-    name: str, config: Config, tokenizer: TextTokenizer | None, shards: ShardSet | None, world: World
+    name: str, config: Config, tokenizer: TextTokenizer | None, shards: ShardSet | None, world: DistributedContext
 ) -> Phase:
     """A phase by its name in `reasoning.phases`, with what it has beside it."""
     reasoning = config.reasoning

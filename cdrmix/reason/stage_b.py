@@ -30,7 +30,7 @@ from cdrmix.reason.phase import Phase, train_section
 from cdrmix.run_folder import RunFolder
 from cdrmix.runtime import seed_everything
 from cdrmix.training.checkpoint import Progress, load_checkpoint, read_progress
-from cdrmix.training.distributed import World, join
+from cdrmix.training.distributed import DistributedContext, join
 from cdrmix.training.engine import Engine, make_engine
 from cdrmix.training.faults import StopRequest, check_finite, memory_guard
 from cdrmix.training.metrics import PhaseConsole, PhaseRecord, Trackers
@@ -94,17 +94,19 @@ def train_stage_b(config: Config, run: RunFolder, shards: ShardSet, *, console: 
     return StageBResult(progress.step, progress.seconds, newest)
 
 
-def _start(config: Config, run: RunFolder, world: World) -> tuple[Progress, dict[str, Tensor], Path | None]:
+def _start(
+    config: Config, run: RunFolder, world: DistributedContext
+) -> tuple[Progress, dict[str, Tensor], Path | None]:
     """Where to go on, and in rank 0 the weights to begin with: stage A's, or those of the newest checkpoint."""
     assert config.reasoning is not None
-    newest = world.gather(newest_whole_checkpoint(run.checkpoints, run.say) if world.writes else None)[0]
+    newest = world.gather(newest_whole_checkpoint(run.checkpoints, run.say) if world.is_main_process else None)[0]
     if newest is not None:
-        weights = read_weights(newest) if world.writes else {}
+        weights = read_weights(newest) if world.is_main_process else {}
         return read_progress(newest), weights, newest
     if not config.reasoning.backbone:
         raise CheckpointError(f"{run.checkpoints} holds no whole checkpoint of stage A to begin stage B with")
     weights = {}
-    if world.writes:
+    if world.is_main_process:
         weights = backbone_weights(Path(config.reasoning.backbone), config, run.tokenizer)
     return Progress(), weights, None
 
@@ -113,7 +115,7 @@ def _train_phase(
     config: Config,
     run: RunFolder,
     shards: ShardSet,
-    world: World,
+    world: DistributedContext,
     span: Span,
     progress: Progress,
     weights: dict[str, Tensor],
@@ -212,7 +214,7 @@ def _step(
     return total, sums
 
 
-def _evened(losses: list[Loss], world: World) -> list[Loss]:
+def _evened(losses: list[Loss], world: DistributedContext) -> list[Loss]:
     """As many micro-batches in every process, since gradients are reduced together: the last one again, for nothing."""
     assert losses, "a phase gives every process at least one micro-batch"
     again, last = max(world.gather(len(losses))) - len(losses), losses[-1]
@@ -234,11 +236,11 @@ def phase_config(config: Config, span: Span) -> Config:
 
 
 def _begin(
-    engine: Engine, weights: dict[str, Tensor], fresh: dict[str, Tensor], origin: Path | None, world: World
+    engine: Engine, weights: dict[str, Tensor], fresh: dict[str, Tensor], origin: Path | None, world: DistributedContext
 ) -> None:
     """Gives an engine the weights that a phase begins with; adapters and heads that are not there yet are new."""
     problem = None
-    if world.writes:
+    if world.is_main_process:
         new = {name: tensor for name, tensor in fresh.items() if is_new(name) and name not in weights}
         other = {name for name in weights if is_new(name) and name not in fresh}  # heads that no phase here wants
         weights = {name: tensor for name, tensor in (weights | new).items() if name not in other}

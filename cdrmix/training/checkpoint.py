@@ -47,7 +47,7 @@ from cdrmix.inference.checkpoints import (
     state_dict_mismatch,
 )
 from cdrmix.run_folder import check_text
-from cdrmix.training.distributed import World
+from cdrmix.training.distributed import DistributedContext
 from cdrmix.training.engine import Engine
 
 WHEN_FULL = (
@@ -110,7 +110,7 @@ def save_checkpoint(
 
     def write() -> None:
         temporary.mkdir(parents=True, exist_ok=True)
-        if world.writes:
+        if world.is_main_process:
             entries[MODEL] = _write_tensors(temporary / MODEL, weights)
             if average:
                 entries[AVERAGE] = _write_tensors(temporary / AVERAGE, average)
@@ -118,13 +118,13 @@ def save_checkpoint(
             entries["state.json"] = _write_text(temporary / "state.json", json.dumps(state, indent=2) + "\n")
             entries["config_snapshot.yaml"] = _write_text(temporary / "config_snapshot.yaml", dump_config(config))
         name = _optimizer_file(engine.stage, world.rank)
-        if world.writes or engine.stage > 0:
+        if world.is_main_process or engine.stage > 0:
             entries[name] = _write_tensors(temporary / name, optimizer)
         name = f"rng-rank{world.rank}.json"
         entries[name] = _write_text(temporary / name, json.dumps(_random_state(world)) + "\n")
 
     def commit() -> None:
-        if not world.writes:
+        if not world.is_main_process:
             return
         manifest = {"format": FORMAT, "step": progress.step, "periodic": periodic, "files": files}
         _write_text(temporary / MANIFEST, json.dumps(manifest, indent=2) + "\n")
@@ -181,8 +181,8 @@ def load_checkpoint(engine: Engine, checkpoint: Path, config: Config, fingerprin
             f"{checkpoint} holds optimizer state in ZeRO partitions of train.expert_parallel={held}, and this run has "
             f"{engine.expert_parallel}; resume with train.expert_parallel={held}"
         )
-    weights = read_tensors(checkpoint / MODEL) if world.writes else {}
-    problem = world.gather(state_dict_mismatch(weights, engine.shapes()) if world.writes else None)[0]
+    weights = read_tensors(checkpoint / MODEL) if world.is_main_process else {}
+    problem = world.gather(state_dict_mismatch(weights, engine.shapes()) if world.is_main_process else None)[0]
     if problem is not None:
         raise CheckpointError(f"{checkpoint} does not fit the model: it {problem}")
     engine.load_weights(weights)
@@ -253,7 +253,7 @@ def point(folder: Path, name: str, checkpoint: Path) -> None:
         write_atomically(folder / name, checkpoint.name + "\n")
 
 
-def _together(world: World, action: Callable[[], None], temporary: Path, folder: Path) -> None:
+def _together(world: DistributedContext, action: Callable[[], None], temporary: Path, folder: Path) -> None:
     # Every rank acts, then all learn whether one failed, so that none waits for ever for one that gave up.
     failure: tuple[bool, str] | None = None
     try:
@@ -263,7 +263,7 @@ def _together(world: World, action: Callable[[], None], temporary: Path, folder:
     failures = [other for other in world.gather(failure) if other is not None]
     if not failures:
         return
-    if world.writes:
+    if world.is_main_process:
         shutil.rmtree(temporary, ignore_errors=True)
     world.barrier()
     full, text = failures[0]
@@ -316,7 +316,7 @@ def _set_aside(checkpoint: Path) -> Path:
     return checkpoint.rename(aside)
 
 
-def _random_state(world: World) -> dict[str, Any]:
+def _random_state(world: DistributedContext) -> dict[str, Any]:
     name, keys, position, has_gauss, cached_gaussian = np.random.get_state(legacy=True)  # noqa: NPY002
     return {
         "python": random.getstate(),
@@ -326,7 +326,7 @@ def _random_state(world: World) -> dict[str, Any]:
     }
 
 
-def _set_random_state(state: dict[str, Any], world: World) -> None:
+def _set_random_state(state: dict[str, Any], world: DistributedContext) -> None:
     version, keys, gauss = state["python"]
     random.setstate((version, tuple(keys), gauss))
     name, numpy_keys, *rest = state["numpy"]

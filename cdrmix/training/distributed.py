@@ -32,7 +32,7 @@ TIMEOUT = datetime.timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
-class World:
+class DistributedContext:
     """One process among `size`. Every method is called by all of them together."""
 
     rank: int
@@ -41,7 +41,7 @@ class World:
     device: torch.device
 
     @property
-    def writes(self) -> bool:
+    def is_main_process(self) -> bool:
         """Whether this process writes what the run has only one of."""
         return self.rank == 0
 
@@ -83,7 +83,7 @@ class World:
         return items
 
 
-def join(config: Config) -> World:
+def join(config: Config) -> DistributedContext:
     """This process's place among the run's processes, with device, threads and determinism settled.
 
     Reads RANK, WORLD_SIZE and LOCAL_RANK as torchrun sets them; without them this is the only process,
@@ -96,7 +96,7 @@ def join(config: Config) -> World:
     be_deterministic()
     keep_freed_memory()
     _join_process_group(rank, size, local_rank, device)
-    return World(rank, size, local_rank, device)
+    return DistributedContext(rank, size, local_rank, device)
 
 
 @functools.cache
@@ -124,7 +124,7 @@ def any_threads(config: Config, device: torch.device) -> bool:
     return device.type != "cpu" or (config.train.precision == "fp32" and multiplies_on_one_thread())
 
 
-def thread_numbers(config: Config, world: World) -> list[int]:
+def thread_numbers(config: Config, world: DistributedContext) -> list[int]:
     """The numbers of CPU threads to choose from by measurement; one where there is nothing to choose.
 
     That is so with a number in `run.threads`, on a GPU, with several processes, which would slow one another, and where

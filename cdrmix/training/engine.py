@@ -31,7 +31,7 @@ from cdrmix.data.batch import Batch
 from cdrmix.model.loss import Losses
 from cdrmix.ops import weights as compute_weights
 from cdrmix.training.compiling import mark_documents
-from cdrmix.training.distributed import World, any_threads
+from cdrmix.training.distributed import DistributedContext, any_threads
 from cdrmix.training.expert_parallel import expert_groups, is_shared_out, total_norm
 from cdrmix.training.optim import LossScale, WeightAverage, make_optimizer, parameter_groups
 from cdrmix.training.reduction import GradientReduction, Shared
@@ -63,12 +63,12 @@ class Autocast(nn.Module):
         return nullcontext() if self.dtype is None else torch.autocast(self.device_type, self.dtype)
 
 
-def accumulation(config: Config, world: World) -> int:
+def accumulation(config: Config, world: DistributedContext) -> int:
     """Micro-batches of one process in one step."""
     return config.train.batch_rows // (config.train.micro_batch_rows * world.size)
 
 
-def deepspeed_config(config: Config, world: World) -> dict[str, Any]:
+def deepspeed_config(config: Config, world: DistributedContext) -> dict[str, Any]:
     """Every DeepSpeed key that bears on training, written out: no default of its version decides anything."""
     train, stage = config.train, zero_stage(config.train, world.size)
     return {
@@ -167,7 +167,7 @@ class Engine:
     One step is: `forward` and `backward` of every micro-batch, `clip`, `step`, `zero`.
     """
 
-    def __init__(self, config: Config, loss_model: nn.Module, world: World) -> None:
+    def __init__(self, config: Config, loss_model: nn.Module, world: DistributedContext) -> None:
         import deepspeed  # after parallel.join has settled the accelerator
 
         self.world = world
@@ -321,7 +321,7 @@ class Engine:
             with self._gathered(parameter), torch.no_grad():
                 if is_shared_out(parameter):
                     assert self._experts is not None
-                    self._experts.share_out(parameter.data, weights[name] if self.world.rank == 0 else None)
+                    self._experts.shard(parameter.data, weights[name] if self.world.rank == 0 else None)
                     continue
                 if self.world.rank == 0:
                     parameter.copy_(weights[name])
@@ -455,6 +455,6 @@ def _joined(mine: Tensor, parameter: Any) -> Tensor:
     return mine[: parameter.ds_numel].view(parameter.ds_shape)
 
 
-def make_engine(config: Config, loss_model: nn.Module, world: World) -> Engine:
+def make_engine(config: Config, loss_model: nn.Module, world: DistributedContext) -> Engine:
     """The engine of a run; takes the loss model over and moves it to the device."""
     return Engine(config, loss_model, world)

@@ -43,7 +43,7 @@ class ExpertGroups:
         dist.gather(mine.contiguous(), parts, group=self.experts.group, group_dst=0)
         return whole
 
-    def share_out(self, mine: Tensor, whole: Tensor | None) -> None:
+    def shard(self, mine: Tensor, whole: Tensor | None) -> None:
         """Fills `mine` with this rank's experts of rank 0's `whole`. All call."""
         if dist.get_rank(self.copies) == 0:
             parts = None if whole is None else list(whole.to(mine.device, mine.dtype).chunk(self.experts.size))

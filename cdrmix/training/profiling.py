@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from cdrmix.config.schema import Config
 from cdrmix.run_folder import RunFolder
-from cdrmix.training.distributed import World
+from cdrmix.training.distributed import DistributedContext
 
 ROWS = 60  # of the table of operations
 HISTORY = 200_000  # allocations and frees that a snapshot of the GPU's memory goes back
@@ -80,9 +80,9 @@ class _Off:
         """Does nothing."""
 
 
-def make_profiler(config: Config, run: RunFolder, world: World) -> AbstractContextManager[Profiler | _Off]:
+def make_profiler(config: Config, run: RunFolder, world: DistributedContext) -> AbstractContextManager[Profiler | _Off]:
     """The profiler of a run, in its first process. In the others and without `train.profile` it does nothing."""
     settings = config.train.profile
-    if settings is None or not world.writes:
+    if settings is None or not world.is_main_process:
         return nullcontext(_Off())
     return Profiler(settings.first, settings.steps, run, world.device)

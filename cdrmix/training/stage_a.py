@@ -34,7 +34,7 @@ from cdrmix.training.checkpoint import (
     save_checkpoint,
 )
 from cdrmix.training.compiling import uncompiled
-from cdrmix.training.distributed import World, join, thread_numbers
+from cdrmix.training.distributed import DistributedContext, join, thread_numbers
 from cdrmix.training.engine import Engine, make_engine
 from cdrmix.training.faults import Skips, StopRequest, check_finite, memory_guard
 from cdrmix.training.metrics import Console, StepRecord, Trackers
@@ -105,7 +105,7 @@ def train(
                 shown = number % settings.log_every == 0 or number in (1, settings.steps)
                 evaluates = number % settings.evaluate_every == 0 or number == settings.steps
 
-                tally = Tally(world, engine.share, counts_routing=shown or evaluates or bias_rate > 0)
+                tally = MetricAccumulator(world, engine.share, counts_routing=shown or evaluates or bias_rate > 0)
                 batches = ahead.micro_batches(step)
                 for batch in batches:
                     losses = engine.forward(batch, last=batch is batches[-1])  # forward pass and loss
@@ -177,7 +177,7 @@ def train(
     return TrainResult(progress.step, progress.loss, progress.valid_bits_per_byte, speed, progress.seconds, final)
 
 
-class Figures(NamedTuple):
+class StepMetrics(NamedTuple):
     """A step's losses over the global batch, in nats; the norm of its gradients before clipping, None where DeepSpeed
     finds it; whether any process was told to stop."""
 
@@ -206,14 +206,14 @@ class RoutingCounts(NamedTuple):
         }
 
 
-class Tally:
+class MetricAccumulator:
     """Sums the losses of a step's micro-batches over all processes, in one all-reduce and one read of the device.
 
     counts_routing: the experts' loads too. They are results of the forward pass, so activation checkpointing, which
     runs it twice, counts them once.
     """
 
-    def __init__(self, world: World, share: float, *, counts_routing: bool) -> None:
+    def __init__(self, world: DistributedContext, share: float, *, counts_routing: bool) -> None:
         self._world = world
         self._share = share
         self._counts_routing = counts_routing
@@ -229,7 +229,7 @@ class Tally:
             counts_2LE = torch.stack([losses.router.demand_LE, losses.router.counts_LE]).double()
             self._counts_2LE = counts_2LE if self._counts_2LE is None else self._counts_2LE + counts_2LE
 
-    def agree(self, stop: bool, token_count: float, gradient_norm: Tensor | None) -> Figures:
+    def agree(self, stop: bool, token_count: float, gradient_norm: Tensor | None) -> StepMetrics:
         """The global batch's figures, the same in every process. Waits for the device: the step's only wait.
 
         stop: this process was told to stop. gradient_norm: a scalar on the device, the same in every process.
@@ -243,7 +243,7 @@ class Tally:
         self._routing = RoutingCounts(*read[5 : 5 + counts.numel()].view(counts.shape))
         total, next_token, load_balance, z_loss, stops, *rest = read.tolist()
         norm = None if gradient_norm is None else rest[-1]
-        return Figures(
+        return StepMetrics(
             total, next_token / token_count, load_balance * self._share, z_loss * self._share, norm, stops > 0
         )
 
@@ -278,7 +278,7 @@ class Meter:
 class Validation:
     """The periodic look at `train.evaluate_rows` held-out rows."""
 
-    def __init__(self, config: Config, shards: ShardSet, world: World) -> None:
+    def __init__(self, config: Config, shards: ShardSet, world: DistributedContext) -> None:
         train, self._config = config.train, config
         self._batches = EvalLoader(
             shards.valid, config.data.row_length, train.micro_batch_rows, train.evaluate_rows, world.rank, world.size
@@ -308,19 +308,19 @@ class Saver:
         """Commits a checkpoint, then removes what need not stay."""
         folder = self._run.checkpoints
         self.latest = save_checkpoint(self._engine, folder, progress, self._config, self._text, periodic=periodic)
-        if self._engine.world.writes:
+        if self._engine.world.is_main_process:
             prune(folder, self._config.train.keep_last, self.latest)
         self._run.note(f"checkpoint {self.latest.name}{' (best)' if progress.best_step == progress.step else ''}")
         self._engine.world.barrier()
 
     def point_best(self, progress: Progress) -> None:
         """Makes the `best` pointer say what the progress says."""
-        if self._engine.world.writes:
+        if self._engine.world.is_main_process:
             restore_best(self._run.checkpoints, progress)
         self._engine.world.barrier()
 
 
-def memory_gib(world: World) -> float:
+def memory_gib(world: DistributedContext) -> float:
     """Peak memory of this process in GiB: of the GPU, or on a CPU its resident memory."""
     if world.device.type == "cuda":
         return torch.cuda.max_memory_allocated(world.device) / 2**30
@@ -344,7 +344,7 @@ def _continue(engine: Engine, config: Config, run: RunFolder, shards: ShardSet) 
     # Rank 0 verifies and chooses, all load the same one.
     world = engine.world
     found: tuple[Path | None, str] = (None, "")
-    if world.writes:
+    if world.is_main_process:
         found = _newest(run)
     checkpoint, problem = world.gather(found)[0]
     if problem:
@@ -355,7 +355,7 @@ def _continue(engine: Engine, config: Config, run: RunFolder, shards: ShardSet) 
         return Progress(), None
     progress = load_checkpoint(engine, checkpoint, config, fingerprints(shards))
     run.drop_metrics_after(progress.step if progress.unvalidated is None else progress.step - 1)
-    if world.writes:
+    if world.is_main_process:
         restore_best(run.checkpoints, progress)
     run.say(f"continuing from {checkpoint.name}")
     for difference in differences(checkpoint, engine):

@@ -192,7 +192,7 @@ def test_synthetic_batches_are_whole_packed_rows_of_log_normal_documents() -> No
 
 def test_an_mfu_of_one_or_more_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(ROOT / "configs" / "cdrmix-core-tiny.yaml")
-    world = train_gpu.World(0, 1, 0, torch.device("cpu"))
+    world = train_gpu.DistributedContext(0, 1, 0, torch.device("cpu"))
     batches = [train_gpu.synthetic_batch(config, 0)]
     flops = training_flops_per_token(config).total
 

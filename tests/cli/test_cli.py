@@ -24,7 +24,7 @@ from cdrmix.eval.perplexity import Baselines, HeldOut, Score
 from cdrmix.hf.card import STAGE_A_ONLY
 from cdrmix.report.report import write_report
 from cdrmix.run_folder import RunFolder, read_metrics
-from cdrmix.training.distributed import World
+from cdrmix.training.distributed import DistributedContext
 
 Arguments = Callable[..., list[str]]
 ROOT = Path(__file__).parents[2]
@@ -135,7 +135,7 @@ def test_an_export_made_before_training_went_on_is_made_anew(
 ) -> None:
     shutil.rmtree(finished.export)
     early = finished.checkpoints / "step-00000002"
-    with finished.held():  # another process works on the run
+    with finished.locked():  # another process works on the run
         assert main(["export", "--model", str(early)]) == 2
     assert "another process" in capsys.readouterr().err
     assert not finished.export.exists()
@@ -158,8 +158,10 @@ def test_only_the_first_process_hashes_the_shards(
     (tokens,) = copy.glob("train.tokens-*.bin")
     whole = tokens.read_bytes()
     tokens.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])  # which hashing would find
-    second = World(rank=1, size=2, local_rank=1, device=torch.device("cpu"))
-    monkeypatch.setattr(World, "gather", lambda world, item: [(copy, None), item])  # as the first process answers
+    second = DistributedContext(rank=1, size=2, local_rank=1, device=torch.device("cpu"))
+    monkeypatch.setattr(
+        DistributedContext, "gather", lambda world, item: [(copy, None), item]
+    )  # as the first process answers
     run = RunFolder.open(finished.path, writes=False)
     assert lifecycle._prepare(load_config(run.config_snapshot), run, second).path == copy
 
@@ -182,7 +184,7 @@ def test_a_finished_training_goes_on_with_what_is_missing(
     shutil.rmtree(finished.export)
     finished.report.unlink()
     finished.update_summary({"finished": False})
-    with finished.held():  # another process works on it: not to be taken for unfinished
+    with finished.locked():  # another process works on it: not to be taken for unfinished
         assert main(["train", *arguments(), "--resume", str(finished.path)]) == 2
     assert "another process" in capsys.readouterr().err
     assert main(["train", *arguments(), "--resume", "auto"]) == 0

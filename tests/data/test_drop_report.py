@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from cdrmix.data.cleaning.rules import GROUPS, RULES
 from cdrmix.data.pipeline.drop_page import drop_page
 from cdrmix.data.pipeline.drop_report import gather
-from cdrmix.data.pipeline.stats import SAMPLES, Amount, Dropped, Sample, Tally
+from cdrmix.data.pipeline.stats import SAMPLES, Amount, Dropped, PipelineStats, Sample
 from cdrmix.data.prepare import prepare
 from cdrmix.data.shards import Stratum
 from cdrmix.data.visible import visible
@@ -128,9 +128,9 @@ class Reader(HTMLParser):
             self.rows[-1][-1] += data
 
 
-def tally_of(**dropped: Dropped) -> Tally:
+def tally_of(**dropped: Dropped) -> PipelineStats:
     """A tally of six documents and 900 bytes kept, beside what was dropped."""
-    tally = Tally(kept=Amount(6, 900), dropped=dropped)
+    tally = PipelineStats(kept=Amount(6, 900), dropped=dropped)
     late = ("exact_duplicate", "same_address", "host_cap", "near_duplicate")
     for name, amount in dropped.items():
         if name in late:
@@ -142,7 +142,7 @@ def tally_of(**dropped: Dropped) -> Tally:
     return tally
 
 
-def contents(make_config: Any, tally: Tally, near: dict[str, Any] | None = None, **data: Any) -> dict[str, Any]:
+def contents(make_config: Any, tally: PipelineStats, near: dict[str, Any] | None = None, **data: Any) -> dict[str, Any]:
     stages = {
         "read_all": {"seconds": 2.0, "cpu_seconds": 3.0, "bytes": 5_000_000},
         "pairs": {"seconds": 0.0, "cpu_seconds": 0.0, "bytes": 0},

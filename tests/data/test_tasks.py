@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from cdrmix.config.schema_data import TasksSource
 from cdrmix.data.tasks import TASKS, THINK_BEGIN, THINK_END, Filler, exercise, generate, score
 from cdrmix.data.tasks.babilong import World, before_questions, person_questions, story, thing_questions
-from cdrmix.data.tasks.rng import Draws
+from cdrmix.data.tasks.rng import Rng
 from cdrmix.errors import ConfigError
 
 ROOMS = "kitchen|cellar|attic|library|pantry|hall"
@@ -341,7 +341,7 @@ def test_stories_of_all_that_people_do(number: int, facts: int) -> None:
     """Things that are given away are where their new holder is, in no task so far."""
     doings = [World.move, World.take, World.drop, World.give]
     for questions in (person_questions, thing_questions, before_questions):
-        told, (question, answer) = story(Draws(1, "test", number), facts, doings, questions)
+        told, (question, answer) = story(Rng(1, "test", number), facts, doings, questions)
         assert solve_story(f"{' '.join(told)}\nQuestion: {question}") == answer
 
 

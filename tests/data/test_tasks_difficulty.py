@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from cdrmix.config.schema_data import TasksSource
-from cdrmix.data.tasks import TASKS, Exercise, Filler, difficulties, episode, exercise, generate, score
+from cdrmix.data.tasks import TASKS, Example, Filler, difficulties, episode, exercise, generate, score
 from cdrmix.data.tasks.arithmetic import Expression
 from cdrmix.data.tasks.babilong import PEOPLE, THINGS, Story
 from cdrmix.data.tasks.example import Length, Value
 from cdrmix.data.tasks.recall import ChunkRecall
-from cdrmix.data.tasks.rng import LONGEST_SENTENCE, Draws, sentences_of
+from cdrmix.data.tasks.rng import LONGEST_SENTENCE, Rng, sentences_of
 from cdrmix.errors import ConfigError
 
 STORIES = {"babilong_qa1": 1, "babilong_qa2": 2, "babilong_qa3": 3, "babilong_qa5": 2}  # and the fewest facts
@@ -238,7 +238,7 @@ def test_exact_match_elsewhere() -> None:
     assert score(stepped, stepped.steps + stepped.answer) == 1
     assert score(stepped, stepped.steps) == 0
     assert score(stepped, stepped.answer + "1") == 0
-    assert score(Exercise("", "", " a b, c"), "a  b, c") == 1
+    assert score(Example("", "", " a b, c"), "a  b, c") == 1
 
 
 @given(st.text(st.sampled_from("ab .!?\n\té"), max_size=3000))
@@ -272,7 +272,7 @@ def test_filler_is_read_as_far_as_it_is_needed() -> None:
 @given(number=st.integers(0, 10**9), characters=st.integers(-5, 3000), size=st.integers(1, 50))
 def test_a_passage_is_at_most_one_sentence_too_long(number: int, characters: int, size: int) -> None:
     filler = Filler([" ".join(f"It was {place} o'clock." for place in range(size))])
-    for draws in (Draws(1, "test", number), Draws(1, "test", number, filler)):
+    for draws in (Rng(1, "test", number), Rng(1, "test", number, filler)):
         passage = draws.passage(characters)
         length = sum(len(sentence) + 1 for sentence in passage)
         assert length >= characters

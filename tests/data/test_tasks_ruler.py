@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cdrmix.data.tasks import TASKS, Exercise, Filler, exercise, score
+from cdrmix.data.tasks import TASKS, Example, Filler, exercise, score
 from cdrmix.data.tasks.example import Value
 from cdrmix.data.tasks.ruler import CommonWords, FrequentWords, Needles, Tracking, frequencies, zeta
 from cdrmix.errors import ConfigError
@@ -196,7 +196,7 @@ def test_the_score_is_the_share_of_references_found() -> None:
     assert score(made, " and ".join(reversed(made.references))) == 1
     assert score(made, f"They are {made.references[2]} and {made.references[0]}.") == 0.5
     assert score(made, "") == 0
-    upper = Exercise("?", "", " abc", ("abc", "DEF"))
+    upper = Example("?", "", " abc", ("abc", "DEF"))
     assert score(upper, "Def, ABC") == 1
 
 

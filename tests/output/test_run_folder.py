@@ -106,7 +106,7 @@ def test_a_run_goes_on_under_other_values_of_what_decides_no_weight(config: Conf
     assert second.endswith("decide no weight: log_every: 3, wandb: true")
     RunFolder.resume(other, "auto")
     assert len(run.log.read_text().splitlines()) == 2  # nothing to say when nothing changed
-    with run.held(), pytest.raises(ConfigError, match="another process"):
+    with run.locked(), pytest.raises(ConfigError, match="another process"):
         RunFolder.resume(config, str(run.path))
     assert load_config(run.config_snapshot) == other
 

@@ -18,11 +18,11 @@ from cdrmix.config.load import load_config
 from cdrmix.config.schema import Config
 from cdrmix.data.batch import Batch
 from cdrmix.training.build import build_loss_model
-from cdrmix.training.distributed import World, join
+from cdrmix.training.distributed import DistributedContext, join
 from cdrmix.training.engine import Engine, accumulation, make_engine
 
 
-def step(config: Config, world: World, engine: Engine, number: int) -> None:
+def step(config: Config, world: DistributedContext, engine: Engine, number: int) -> None:
     rows, length, count = config.train.micro_batch_rows, config.data.row_length, accumulation(config, world)
     documents = torch.arange(0, rows * length + 1, length // 2, dtype=torch.int32)
     for micro_batch in range(count):

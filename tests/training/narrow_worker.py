@@ -20,7 +20,7 @@ from cdrmix.ops.weights import compute_weight, is_attached
 from cdrmix.runtime import seed_everything
 from cdrmix.training import engine as engine_module
 from cdrmix.training import stage_a
-from cdrmix.training.distributed import World, join, rank_size_local_rank
+from cdrmix.training.distributed import DistributedContext, join, rank_size_local_rank
 from cdrmix.training.engine import Engine, make_engine
 from cdrmix.training.optim import make_optimizer, parameter_groups
 
@@ -38,7 +38,7 @@ def main(order: dict[str, Any]) -> None:
         Path(order["where"]).write_text(json.dumps(results))
 
 
-def load(order: dict[str, Any], stage: int, reduced: str) -> tuple[Config, World]:
+def load(order: dict[str, Any], stage: int, reduced: str) -> tuple[Config, DistributedContext]:
     fixed = (
         f"train.zero_stage={stage}",
         f"train.reduce_dtype={reduced}",
@@ -96,7 +96,7 @@ def steps(order: dict[str, Any], stage: int, reduced: str) -> dict[str, Any]:
     }
 
 
-def new_engine(config: Config, world: World) -> Engine:
+def new_engine(config: Config, world: DistributedContext) -> Engine:
     seed_everything(3)
     return make_engine(config, stage_a.build_loss_model(config), world)
 

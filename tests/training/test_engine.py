@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cdrmix.training.distributed import World
+from cdrmix.training.distributed import DistributedContext
 from cdrmix.training.engine import deepspeed_config
 
 # Both sides add the same fp32 terms in another order. A gradient element is a sum over 8 * 24 positions, of products
@@ -51,7 +51,7 @@ WAIVED = {
 
 
 def test_every_zero_key_of_deepspeed_is_written(make_config) -> None:
-    world = World(0, 2, 0, torch.device("cpu"))
+    world = DistributedContext(0, 2, 0, torch.device("cpu"))
     program = (
         "from deepspeed.runtime.zero.config import DeepSpeedZeroConfig as Zero\n"
         "print(*(field.alias or name for name, field in Zero.model_fields.items()))\n"
@@ -67,7 +67,7 @@ def test_every_zero_key_of_deepspeed_is_written(make_config) -> None:
 
 
 def test_gradients_are_clipped_by_one_owner(make_config) -> None:
-    world = World(0, 2, 0, torch.device("cpu"))
+    world = DistributedContext(0, 2, 0, torch.device("cpu"))
     written = deepspeed_config(make_config("train.micro_batch_rows=2", "train.zero_stage=2"), world)
     assert written["train_batch_size"] == 8
     assert written["gradient_accumulation_steps"] == 2

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from cdrmix.training import distributed as parallel
-from cdrmix.training.distributed import World
+from cdrmix.training.distributed import DistributedContext
 
 
 @pytest.fixture
@@ -23,14 +23,14 @@ def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
     return shared
 
 
-def worlds(size: int) -> list[World]:
-    return [World(rank, size, rank, torch.device("cpu")) for rank in range(size)]
+def worlds(size: int) -> list[DistributedContext]:
+    return [DistributedContext(rank, size, rank, torch.device("cpu")) for rank in range(size)]
 
 
 def test_every_rank_gets_every_item_turn_by_turn_and_nothing_is_left_in_the_store(store: dist.Store) -> None:
     found: dict[int, list[list[object]]] = {}
 
-    def body(world: World) -> None:
+    def body(world: DistributedContext) -> None:
         time.sleep(0.02 * world.rank)
         found[world.rank] = [world.gather((turn, world.rank)) for turn in range(3)]
 

@@ -338,7 +338,7 @@ def test_a_step_reads_the_device_once(trainer: Trainer, monkeypatch: pytest.Monk
     with Reads():
         trainer("train.steps=6", "train.log_every=6", "train.evaluate_every=6", "train.checkpoint_every=6")
     between = [after - before for before, after in itertools.pairwise(counted[1:])]
-    assert between == [0] * len(between), "a step waits for the device elsewhere than in Tally.agree"
+    assert between == [0] * len(between), "a step waits for the device elsewhere than in MetricAccumulator.agree"
 
 
 def test_a_profile_is_written_and_changes_no_weight(trainer: Trainer) -> None:

@@ -32,7 +32,7 @@ from cdrmix.training import engine as engine_module
 from cdrmix.training import stage_a
 from cdrmix.training.build import build_loss_model
 from cdrmix.training.checkpoint import Fingerprints, Progress, differences, load_checkpoint, save_checkpoint
-from cdrmix.training.distributed import World, join, rank_size_local_rank
+from cdrmix.training.distributed import DistributedContext, join, rank_size_local_rank
 from cdrmix.training.engine import make_engine
 from cdrmix.training.expert_parallel import expert_layer, is_shared_out
 from cdrmix.training.optim import LossScale, make_optimizer, parameter_groups
@@ -357,7 +357,7 @@ def expert_load(order: dict[str, Any], saved: Path, stage: int, parallel: int) -
     }
 
 
-def same_bits(world: World, expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> bool:
+def same_bits(world: DistributedContext, expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> bool:
     if world.rank > 0:
         return not found
     return expected.keys() == found.keys() and all(torch.equal(value, found[name]) for name, value in expected.items())

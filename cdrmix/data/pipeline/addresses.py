@@ -14,7 +14,7 @@ import numpy as np
 
 from cdrmix.data.pipeline.columns import Array, bounds, column, read_range, read_table, texts_of, write_run
 from cdrmix.data.pipeline.merging import Documents, drop
-from cdrmix.data.pipeline.stats import Tally
+from cdrmix.data.pipeline.stats import PipelineStats
 from cdrmix.data.pipeline.work import Work
 
 ENTRY = np.dtype(
@@ -104,7 +104,7 @@ def drop_beyond(task: Cap) -> dict[str, Any]:
     beyond = np.sort(entries["number"][place >= task.most])
     numbers = np.zeros(len(beyond), NUMBER)
     numbers["number"] = beyond
-    tally = Tally()
+    tally = PipelineStats()
     for chunk in np.array_split(beyond, max(len(beyond) // 1000, 1)):
         table = task.documents.take(chunk, ["hash", "where", "text"])
         drop(tally, task.rule, table, np.arange(len(table)))

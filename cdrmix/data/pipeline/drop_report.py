@@ -38,7 +38,7 @@ from cdrmix.config.schema_data import Dedup
 from cdrmix.data.cleaning.filters import FilterChain
 from cdrmix.data.cleaning.rules import RULES
 from cdrmix.data.pipeline.drop_page import drop_page
-from cdrmix.data.pipeline.stats import Amount, Sample, Tally
+from cdrmix.data.pipeline.stats import Amount, PipelineStats, Sample
 from cdrmix.data.shards import Stratum, open_shards
 from cdrmix.data.sources.base import BAD_RECORDS_SHOWN
 from cdrmix.durable import write_atomically
@@ -55,7 +55,7 @@ UNKNOWN = "No rule of this name is configured."
 def write(
     folder: Path,
     config: Config,
-    tally: Tally,
+    tally: PipelineStats,
     near: dict[str, Any],
     report: dict[str, Any],
     timings: dict[str, dict[str, float]],
@@ -73,7 +73,7 @@ def write(
 
 def gather(
     config: Config,
-    tally: Tally,
+    tally: PipelineStats,
     near: dict[str, Any],
     report: dict[str, Any],
     timings: dict[str, dict[str, float]],

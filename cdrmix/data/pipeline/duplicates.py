@@ -14,7 +14,7 @@ import pyarrow as pa
 from cdrmix.config.schema_data import Dedup, Filters
 from cdrmix.data.pipeline.addresses import cap, dropped_rows
 from cdrmix.data.pipeline.columns import Array, bounds, read_table
-from cdrmix.data.pipeline.executor import make_engine
+from cdrmix.data.pipeline.executor import make_executor
 from cdrmix.data.pipeline.merging import Documents, Merge, merge
 from cdrmix.data.pipeline.near import near_duplicates
 from cdrmix.data.pipeline.reading import (
@@ -26,7 +26,7 @@ from cdrmix.data.pipeline.reading import (
     metadata_bytes,
     write_rows,
 )
-from cdrmix.data.pipeline.stats import Tally
+from cdrmix.data.pipeline.stats import PipelineStats
 from cdrmix.data.pipeline.work import Work
 from cdrmix.data.sources.base import Document, utf8_size
 
@@ -60,7 +60,9 @@ class Survivors:
         return read_table(self.documents.paths[partition]).select(columns).take(pa.array(self.rows(partition)))
 
 
-def remove_duplicates(work: Work, tally: Tally, section: Dedup, task_bytes: int) -> tuple[Survivors, dict[str, Any]]:
+def remove_duplicates(
+    work: Work, tally: PipelineStats, section: Dedup, task_bytes: int
+) -> tuple[Survivors, dict[str, Any]]:
     """The documents that stay of the units in `work`, and what the near-duplicate stage found, for the report.
 
     tally: what the units hold; what is dropped is added to it. task_bytes: of text, that one task works on.
@@ -68,7 +70,7 @@ def remove_duplicates(work: Work, tally: Tally, section: Dedup, task_bytes: int)
 
     def add(results: list[dict[str, Any]]) -> None:
         for result in results:
-            stage = Tally.from_json(result["tally"])
+            stage = PipelineStats.from_json(result["tally"])
             stage.kept.documents = stage.kept.bytes = 0
             tally.merge(stage)
 
@@ -120,10 +122,10 @@ def deduplicate(
     one of the highest quality (a number in the metadata field `quality_field`), then of the smallest content hash.
     """
     sources: list[str] = []
-    with tempfile.TemporaryDirectory(dir=folder) as place, make_engine("local", workers) as engine:
+    with tempfile.TemporaryDirectory(dir=folder) as place, make_executor("local", workers) as engine:
         work = Work(Path(place), engine, lambda line: None)
         task_bytes = memory_mb * 2**20 // SHARE_OF_MEMORY
-        tally = Tally()
+        tally = PipelineStats()
         batch: list[Document] = []
         size = 0
         for document in documents:
@@ -141,7 +143,7 @@ def deduplicate(
                 yield Document(row["text"], sources[row["domain"]], row["where"], meta)
 
 
-def _write_unit(work: Work, batch: list[Document], sources: list[str], tally: Tally, fields: Fields) -> None:
+def _write_unit(work: Work, batch: list[Document], sources: list[str], tally: PipelineStats, fields: Fields) -> None:
     folder = work.place("read")
     rows: dict[str, list[Any]] = {name: [] for name in COLUMNS.names}
     for document in batch:

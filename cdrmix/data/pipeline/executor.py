@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 QUEUED = 2  # tasks that wait for each process: it never idles, and the tasks' contents stay bounded in memory
 
 
-class Engine(ABC):
+class Executor(ABC):
     """Runs a function over tasks; results come in any order."""
 
     workers: int
@@ -46,14 +46,14 @@ class Engine(ABC):
     def close(self) -> None:
         """Let go of processes; tasks that run are given up."""
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> Executor:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-class LocalEngine(Engine):
+class LocalEngine(Executor):
     """Processes of this machine, started when there is more than one task; with one worker, this process alone."""
 
     def __init__(self, workers: int) -> None:
@@ -101,7 +101,7 @@ class LocalEngine(Engine):
             self._pool = None
 
 
-class RayEngine(Engine):
+class RayEngine(Executor):
     """Ray Data: tasks are rows of a dataset, each its own block. A part is read where its tasks run.
 
     Uses the cluster that the environment (RAY_ADDRESS) or an earlier `ray.init` names, else starts one on this machine
@@ -148,7 +148,7 @@ class RayEngine(Engine):
             self._ray.shutdown()
 
 
-def make_engine(name: str, workers: int) -> Engine:
+def make_executor(name: str, workers: int) -> Executor:
     """The engine that `data.engine` names. Raises ConfigError when its package is not installed."""
     return RayEngine(workers) if name == "ray" else LocalEngine(workers)
 

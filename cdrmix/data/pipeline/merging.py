@@ -17,7 +17,7 @@ import pyarrow as pa
 from cdrmix.data.dedup.minhash import PackedTexts
 from cdrmix.data.pipeline.columns import Array, column, hashes_of, read_table, rows_between, texts_of, write_table
 from cdrmix.data.pipeline.reading import COLUMNS
-from cdrmix.data.pipeline.stats import Sample, Tally, excerpt
+from cdrmix.data.pipeline.stats import PipelineStats, Sample, excerpt
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def merge(task: Merge) -> dict[str, Any]:
         ]
     )
     table, halves = table.take(pa.array(order)), halves[order]
-    tally = Tally()
+    tally = PipelineStats()
     if task.exact and len(table):
         first_of_its_kind = np.concatenate([[True], (halves[1:] != halves[:-1]).any(1)])
         drop(tally, "exact_duplicate", table, np.flatnonzero(~first_of_its_kind))
@@ -65,7 +65,7 @@ def merge(task: Merge) -> dict[str, Any]:
     return {"rows": len(table), "bytes": size, "tally": tally.as_json()}
 
 
-def drop(tally: Tally, rule: str, table: pa.Table, rows: Array) -> None:
+def drop(tally: PipelineStats, rule: str, table: pa.Table, rows: Array) -> None:
     """Count rows of a table as dropped by `rule`."""
     if not len(rows):
         return

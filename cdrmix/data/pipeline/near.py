@@ -31,7 +31,7 @@ from cdrmix.data.pipeline.columns import (
     write_run,
 )
 from cdrmix.data.pipeline.merging import Documents
-from cdrmix.data.pipeline.stats import EXCERPT_CHARACTERS, Dropped, Sample, Tally, excerpt
+from cdrmix.data.pipeline.stats import EXCERPT_CHARACTERS, Dropped, PipelineStats, Sample, excerpt
 from cdrmix.data.pipeline.work import Work
 
 BAND = np.dtype([("hash", "<u8"), ("number", "<i8")])
@@ -225,7 +225,7 @@ def cluster(task: Cluster) -> dict[str, Any]:
     survives = np.concatenate([[True], labels[order][1:] != labels[order][:-1]]) if len(order) else np.zeros(0, bool)
     survivor_of = np.repeat(numbers[order[survives]], np.bincount(np.cumsum(survives))[1:])  # in the order of `order`
     lost = np.sort(numbers[order[~survives]])
-    tally = Tally()
+    tally = PipelineStats()
     if len(lost):
         tally.dropped["near_duplicate"] = Dropped(len(lost), int(task.documents.sizes(lost).sum()))
     kept_instead = dict(zip(numbers[order].tolist(), survivor_of.tolist(), strict=True))

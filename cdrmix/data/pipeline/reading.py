@@ -27,7 +27,7 @@ from cdrmix.data.cleaning.normalize import html_text, normalize
 from cdrmix.data.cleaning.pii import scrub
 from cdrmix.data.cleaning.urls import canonical_url, registrable_domain
 from cdrmix.data.pipeline.columns import appearing, read_report, write_table
-from cdrmix.data.pipeline.stats import Amount, Sample, Tally, excerpt
+from cdrmix.data.pipeline.stats import Amount, PipelineStats, Sample, excerpt
 from cdrmix.data.sources.base import BAD_RECORDS_SHOWN, BadRecord, Meta, Record, Source, parse_record, place, utf8_size
 
 UNIT_RECORDS = 50_000
@@ -145,10 +145,10 @@ def _unit(part: Part, number: int, records: list[tuple[str, Record]]) -> Iterato
         yield Unit(path, part.source.parse, part.cleaning, records, part.source.checkpoint())
 
 
-def read_unit(unit: Unit) -> Tally:
+def read_unit(unit: Unit) -> PipelineStats:
     """Parse, clean and judge the records; write what is kept, and the scores of all beside it."""
     started = time.process_time()
-    tally = Tally()
+    tally = PipelineStats()
     documents = list(_parsed(unit, tally))
     chain = _chain(unit.cleaning.filters.model_dump_json())
     texts = [text for _, text, _ in documents]
@@ -184,7 +184,7 @@ def read_unit(unit: Unit) -> Tally:
     return tally
 
 
-def _parsed(unit: Unit, tally: Tally) -> Iterator[tuple[str, str, Meta]]:
+def _parsed(unit: Unit, tally: PipelineStats) -> Iterator[tuple[str, str, Meta]]:
     """(where, normalised text, metadata) of every record with text; the others are counted."""
     for part, record in unit.records:
         where = place(part, record.number)

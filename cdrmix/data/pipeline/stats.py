@@ -50,7 +50,7 @@ class Dropped(Amount):
 
 
 @dataclass
-class Tally:
+class PipelineStats:
     """What went into a stage, what came out, and what each rule dropped, by rule."""
 
     read: Amount = field(default_factory=Amount)
@@ -74,7 +74,7 @@ class Tally:
         for kind, count in pii.items():
             self.pii[kind] = self.pii.get(kind, 0) + count
 
-    def merge(self, other: Tally) -> None:
+    def merge(self, other: PipelineStats) -> None:
         """Add another tally to this one."""
         for mine, theirs in ((self.read, other.read), (self.kept, other.kept)):
             mine.add(theirs.bytes, theirs.documents)
@@ -95,7 +95,7 @@ class Tally:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Tally:
+    def from_json(cls, data: dict[str, Any]) -> PipelineStats:
         """The tally that `as_json` gave."""
         return cls(
             read=Amount(**data["read"]),

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cdrmix.data.pipeline.executor import Engine
+from cdrmix.data.pipeline.executor import Executor
 from cdrmix.durable import write_atomically
 
 Task = TypeVar("Task")
@@ -70,7 +70,7 @@ class Progress:
 class Work:
     """The folder, and the engine that runs tasks. One process at a time holds it."""
 
-    def __init__(self, folder: Path, engine: Engine, say: Say) -> None:
+    def __init__(self, folder: Path, engine: Executor, say: Say) -> None:
         self.folder, self.engine, self.say = folder, engine, say
         folder.mkdir(parents=True, exist_ok=True)
         for left_behind in folder.rglob(".*.tmp"):

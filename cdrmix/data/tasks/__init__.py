@@ -2,7 +2,7 @@
 
 They are of the kinds on which models of long context are compared, written out anew: RULER (arXiv 2404.06654),
 BABILong (arXiv 2406.10149), zoology's associative recall (arXiv 2312.04927), permutation tracking (arXiv 2404.08819).
-Exercise n of a task is a function of (seed, task, n, difficulty, filler) alone, so that an evaluation can make the ones
+Example n of a task is a function of (seed, task, n, difficulty, filler) alone, so that an evaluation can make the ones
 that no training has seen, by a seed of its own.
 
 A document is prompt, steps and answer, one behind the other; steps, where a task has any, stand between THINK_BEGIN
@@ -24,14 +24,14 @@ from cdrmix.data.tasks.example import (
     THINK_BEGIN,
     THINK_END,
     Episode,
-    Exercise,
+    Example,
     Task,
     TextDifficulty,
     TokenExercise,
     score,
     score_tokens,
 )
-from cdrmix.data.tasks.rng import Draws, Filler
+from cdrmix.data.tasks.rng import Filler, Rng
 from cdrmix.errors import ConfigError
 from cdrmix.registry import nearest
 
@@ -41,7 +41,7 @@ __all__ = [
     "THINK_BEGIN",
     "THINK_END",
     "Episode",
-    "Exercise",
+    "Example",
     "Filler",
     "TokenExercise",
     "episode",
@@ -80,8 +80,8 @@ def difficulty_of(task: Task[Any], asked: int | TextDifficulty | None) -> TextDi
 
 def exercise(
     task: str, seed: int, number: int, difficulty: int | TextDifficulty | None = None, *, filler: Filler | None = None
-) -> Exercise:
-    """Exercise `number` of a task.
+) -> Example:
+    """Example `number` of a task.
 
     difficulty: a record of the task's own kind (TASKS[task].standard and what `changed` makes of it), or a number of
         characters, for the published difficulty in a text of about that length (more where the task needs more), or
@@ -90,7 +90,7 @@ def exercise(
     Raises ConfigError for a task that there is not and for a difficulty that cannot be.
     """
     known = known_task(task)
-    return known.make(Draws(seed, task, number, filler), difficulty_of(known, difficulty))
+    return known.make(Rng(seed, task, number, filler), difficulty_of(known, difficulty))
 
 
 def token_exercise(task: str, seed: int, number: int, difficulty: int | TextDifficulty | None = None) -> TokenExercise:
@@ -99,7 +99,7 @@ def token_exercise(task: str, seed: int, number: int, difficulty: int | TextDiff
     if known.tokens is None:
         those = [name for name in TASKS.names() if TASKS[name].tokens]
         raise ConfigError(f"tasks: {task!r} has no token ids; {', '.join(those)} have. Tokenize its text instead")
-    return known.tokens(Draws(seed, task, number), difficulty_of(known, difficulty))
+    return known.tokens(Rng(seed, task, number), difficulty_of(known, difficulty))
 
 
 def episode(
@@ -110,7 +110,7 @@ def episode(
     if known.episode is None:
         those = [name for name in TASKS.names() if TASKS[name].episode]
         raise ConfigError(f"tasks: {task!r} has no chunks; {', '.join(those)} have")
-    return known.episode(Draws(seed, task, number, filler), difficulty_of(known, difficulty))
+    return known.episode(Rng(seed, task, number, filler), difficulty_of(known, difficulty))
 
 
 def difficulties(section: schema.TasksSource) -> dict[str, TextDifficulty]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
-from cdrmix.data.tasks.example import ANSWER, THINK_BEGIN, THINK_END, Exercise, Length, TextDifficulty, register
-from cdrmix.data.tasks.rng import Draws
+from cdrmix.data.tasks.example import ANSWER, THINK_BEGIN, THINK_END, Example, Length, TextDifficulty, register
+from cdrmix.data.tasks.rng import Rng
 
 
 @register("arithmetic", Length())
-def arithmetic(draws: Draws, difficulty: Length) -> Exercise:
+def arithmetic(draws: Rng, difficulty: Length) -> Example:
     """A number changed step by step; the steps give every number in between."""
     value = 1 + draws.below(99)
     orders, steps = [f"Start with {value}."], []
@@ -31,7 +31,7 @@ def arithmetic(draws: Draws, difficulty: Length) -> Exercise:
             orders.append(f"Add {number}.")
             steps.append(f"{before} + {number} = {value}.")
     prompt = f"{' '.join(orders)}\nQuestion: What is the result?\n"
-    return Exercise(prompt, f"{THINK_BEGIN}{' '.join(steps)}{THINK_END}\n", f"{ANSWER} {value}")
+    return Example(prompt, f"{THINK_BEGIN}{' '.join(steps)}{THINK_END}\n", f"{ANSWER} {value}")
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Part(NamedTuple):
     steps: list[str]
 
 
-def joined(draws: Draws, left: Part, right: Part, bound: int) -> Part:
+def joined(draws: Rng, left: Part, right: Part, bound: int) -> Part:
     """Two parts and an operator between them; where the one drawn would leave the bound, one that does not."""
     results = {"+": left.value + right.value, "-": left.value - right.value, "*": left.value * right.value}
     sign = draws.pick("+-*")
@@ -65,7 +65,7 @@ def joined(draws: Draws, left: Part, right: Part, bound: int) -> Part:
 
 
 @register("multi_step_arithmetic", Expression())
-def multi_step_arithmetic(draws: Draws, difficulty: Expression) -> Exercise:
+def multi_step_arithmetic(draws: Rng, difficulty: Expression) -> Example:
     """An expression in brackets, put together from random neighbours; the steps open the brackets one by one."""
     largest = min(difficulty.largest, difficulty.bound)
     numbers = [1 + draws.below(largest) for _ in range(difficulty.operators + 1)]
@@ -75,4 +75,4 @@ def multi_step_arithmetic(draws: Draws, difficulty: Expression) -> Exercise:
         parts[place : place + 2] = [joined(draws, parts[place], parts[place + 1], difficulty.bound)]
     whole = parts[0]
     steps = f"{THINK_BEGIN}{' '.join(whole.steps)}{THINK_END}\n"
-    return Exercise(f"Question: What is {whole.text[1:-1]}?\n", steps, f"{ANSWER} {whole.value}")
+    return Example(f"Question: What is {whole.text[1:-1]}?\n", steps, f"{ANSWER} {whole.value}")

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from cdrmix.data.tasks.example import ANSWER, Exercise, Length, register
-from cdrmix.data.tasks.rng import Draws
+from cdrmix.data.tasks.example import ANSWER, Example, Length, register
+from cdrmix.data.tasks.rng import Rng
 from cdrmix.errors import ConfigError
 
 PEOPLE = ("Agnes", "Bruno", "Clara", "Edgar")
@@ -50,7 +50,7 @@ class Gift(NamedTuple):
 class World:
     """Where everybody and everything is, and what a reader of the sentences so far can know of it."""
 
-    def __init__(self, draws: Draws) -> None:
+    def __init__(self, draws: Rng) -> None:
         self.draws = draws
         self.places = {name: draws.pick(ROOMS) for name in (*PEOPLE, *THINGS)}
         self.holders: dict[str, str] = {}
@@ -153,7 +153,7 @@ def gift_questions(world: World) -> list[Question]:
 
 
 def story(
-    draws: Draws,
+    draws: Rng,
     facts: int,
     doings: Sequence[Callable[[World], str | None]],
     questions: Callable[[World], list[Question]],
@@ -169,20 +169,20 @@ def story(
             return told, draws.pick(possible)
 
 
-def hidden(draws: Draws, difficulty: Story, facts: Sequence[str], question: Question, words: Sequence[str]) -> Exercise:
+def hidden(draws: Rng, difficulty: Story, facts: Sequence[str], question: Question, words: Sequence[str]) -> Example:
     """The facts in their order among filler without the story's words, and the question."""
     asked = f"\nQuestion: {question[0]}\n{ANSWER}"
     text = draws.among_filler(facts, difficulty.characters - len(asked), words)
-    return Exercise(text + asked, "", f" {question[1]}")
+    return Example(text + asked, "", f" {question[1]}")
 
 
 def simulated(
-    draws: Draws,
+    draws: Rng,
     difficulty: Story,
     least: int,
     doings: Sequence[Callable[[World], str | None]],
     questions: Callable[[World], list[Question]],
-) -> Exercise:
+) -> Example:
     """A hidden story; ConfigError for fewer facts than a question of the kind follows from."""
     if difficulty.facts < least:
         raise ConfigError(f"difficulty: facts = {difficulty.facts}; this task needs at least {least}")
@@ -190,25 +190,25 @@ def simulated(
 
 
 @register("babilong_qa1", Story())
-def one_fact(draws: Draws, difficulty: Story) -> Exercise:
+def one_fact(draws: Rng, difficulty: Story) -> Example:
     """Where is a person: one supporting fact, their last move."""
     return simulated(draws, difficulty, 1, [World.move], person_questions)
 
 
 @register("babilong_qa2", Story(facts=16))
-def two_facts(draws: Draws, difficulty: Story) -> Exercise:
+def two_facts(draws: Rng, difficulty: Story) -> Example:
     """Where is a thing: two supporting facts, who took it and where they went."""
     return simulated(draws, difficulty, 2, [World.move, World.take, World.drop], thing_questions)
 
 
 @register("babilong_qa3", Story(facts=24))
-def three_facts(draws: Draws, difficulty: Story) -> Exercise:
+def three_facts(draws: Rng, difficulty: Story) -> Example:
     """Where was a thing before: three supporting facts, who took it and where they went twice."""
     return simulated(draws, difficulty, 3, [World.move, World.take, World.drop], before_questions)
 
 
 @register("babilong_qa4", Story(facts=2))
-def two_arguments(draws: Draws, difficulty: Story) -> Exercise:
+def two_arguments(draws: Rng, difficulty: Story) -> Example:
     """Rooms in a line: which room is on one side of another; the direction of the question matters."""
     if not 2 <= difficulty.facts < len(ROOMS):
         raise ConfigError(f"difficulty: facts = {difficulty.facts}; this task has 2 to {len(ROOMS) - 1}")
@@ -232,6 +232,6 @@ def two_arguments(draws: Draws, difficulty: Story) -> Exercise:
 
 
 @register("babilong_qa5", Story(facts=16))
-def three_arguments(draws: Draws, difficulty: Story) -> Exercise:
+def three_arguments(draws: Rng, difficulty: Story) -> Example:
     """Who gave what to whom: one supporting fact of three arguments."""
     return simulated(draws, difficulty, 2, [World.move, World.take, World.give], gift_questions)

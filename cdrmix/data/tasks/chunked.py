@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from cdrmix.data.tasks.example import ANSWER, Episode, Exercise, Fact, Length, listed, register
+from cdrmix.data.tasks.example import ANSWER, Episode, Example, Fact, Length, listed, register
 from cdrmix.data.tasks.recall import ChunkRecall
-from cdrmix.data.tasks.rng import Draws
+from cdrmix.data.tasks.rng import Rng
 from cdrmix.errors import ConfigError
 
 LIE = "None of this is true."  # the last sentence of a chunk that lies: known only when it has been read
@@ -25,7 +25,7 @@ class Poisoned(ChunkRecall):
             raise ConfigError(f"difficulty: bad = {self.bad} of chunks = {self.chunks}; one must tell the truth")
 
 
-def poisoned_episode(draws: Draws, difficulty: Poisoned) -> Episode:
+def poisoned_episode(draws: Rng, difficulty: Poisoned) -> Episode:
     """As `chunk_recall`, but bad chunks tell other codes of the same names, and say at their end that it is not so.
 
     The bad ones are drawn among all; a fact is told by a good chunk. Of as many keys as a good chunk tells, on average,
@@ -56,11 +56,11 @@ def poisoned_episode(draws: Draws, difficulty: Poisoned) -> Episode:
 
 
 @register("poisoned_recall", Poisoned(), episode=poisoned_episode)
-def poisoned_recall(draws: Draws, difficulty: Poisoned) -> Exercise:
+def poisoned_recall(draws: Rng, difficulty: Poisoned) -> Example:
     """The same episode as one text, a chunk a paragraph: what a paragraph says last of itself counts."""
     made = poisoned_episode(draws, difficulty)
     paragraphs = "\n".join(chunk for chunk in made.chunks if chunk)
-    return Exercise(f"{paragraphs}\nQuestion: {made.question}\n{ANSWER}", "", f" {made.answer}")
+    return Example(f"{paragraphs}\nQuestion: {made.question}\n{ANSWER}", "", f" {made.answer}")
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class ChunkHops(Length):
     chains: int = 2
 
 
-def hops_episode(draws: Draws, difficulty: ChunkHops) -> Episode:
+def hops_episode(draws: Rng, difficulty: ChunkHops) -> Episode:
     """`Let a = 1234.` somewhere, `Let b = a.` in the same chunk or a later one, and so on; the last one's value is
     asked for behind the last chunk: variable tracking as RULER's (arXiv 2404.06654), over chunks."""
     names = draws.names(difficulty.chains * difficulty.hops)
@@ -93,8 +93,8 @@ def hops_episode(draws: Draws, difficulty: ChunkHops) -> Episode:
 
 
 @register("chunk_hops", ChunkHops(), episode=hops_episode)
-def chunk_hops(draws: Draws, difficulty: ChunkHops) -> Exercise:
+def chunk_hops(draws: Rng, difficulty: ChunkHops) -> Example:
     """The same episode as one text, a chunk a paragraph."""
     made = hops_episode(draws, difficulty)
     paragraphs = "\n".join(chunk for chunk in made.chunks if chunk)
-    return Exercise(f"{paragraphs}\nQuestion: {made.question}\n{ANSWER}", "", f" {made.answer}")
+    return Example(f"{paragraphs}\nQuestion: {made.question}\n{ANSWER}", "", f" {made.answer}")

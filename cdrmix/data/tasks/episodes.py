@@ -109,7 +109,7 @@ def token_episodes(
 
 
 class Hashed:
-    """Draws for many episodes at once: every (name of a draw, episode) has a stream of its own."""
+    """Rng for many episodes at once: every (name of a draw, episode) has a stream of its own."""
 
     def __init__(self, seed: int, kind: str, numbers: Sequence[int]) -> None:
         self._seed, self._kind = seed, kind

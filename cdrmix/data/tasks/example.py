@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
-from cdrmix.data.tasks.rng import Draws
+from cdrmix.data.tasks.rng import Rng
 from cdrmix.errors import ConfigError
 from cdrmix.registry import Registry, nearest
 
@@ -22,7 +22,7 @@ IGNORED = -100  # a target that no loss and no score looks at: PyTorch's ignore_
 Value = bool | int | float | str
 
 
-class Exercise(NamedTuple):
+class Example(NamedTuple):
     """A task's text in three parts; `steps` may be empty, `answer` begins with what parts it from the text before.
 
     references: what an answer is searched for, where the score is the share of them that it has; empty: the answer as
@@ -128,10 +128,10 @@ Level = TypeVar("Level", bound=TextDifficulty)
 class Task(Generic[Level]):
     """A generator and the difficulty that it is published with; token ids and chunks where the task has them."""
 
-    make: Callable[[Draws, Level], Exercise]
+    make: Callable[[Rng, Level], Example]
     standard: Level
-    tokens: Callable[[Draws, Level], TokenExercise] | None = None
-    episode: Callable[[Draws, Level], Episode] | None = None
+    tokens: Callable[[Rng, Level], TokenExercise] | None = None
+    episode: Callable[[Rng, Level], Episode] | None = None
 
 
 TASKS: Registry[Task[Any]] = Registry("task")
@@ -141,12 +141,12 @@ def register(
     name: str,
     standard: Level,
     *,
-    tokens: Callable[[Draws, Level], TokenExercise] | None = None,
-    episode: Callable[[Draws, Level], Episode] | None = None,
-) -> Callable[[Callable[[Draws, Level], Exercise]], Callable[[Draws, Level], Exercise]]:
+    tokens: Callable[[Rng, Level], TokenExercise] | None = None,
+    episode: Callable[[Rng, Level], Episode] | None = None,
+) -> Callable[[Callable[[Rng, Level], Example]], Callable[[Rng, Level], Example]]:
     """A decorator that adds a generator to TASKS under `name`; the same one may have several names."""
 
-    def add(make: Callable[[Draws, Level], Exercise]) -> Callable[[Draws, Level], Exercise]:
+    def add(make: Callable[[Rng, Level], Example]) -> Callable[[Rng, Level], Example]:
         TASKS(name)(Task(make, standard, tokens, episode))
         return make
 
@@ -164,7 +164,7 @@ def normalised(answer: str) -> str:
     return " ".join(lines[0].split()) if lines else ""
 
 
-def score(exercise: Exercise, answer: str) -> float:
+def score(exercise: Example, answer: str) -> float:
     """How right an answer is, from 0 to 1; `answer` is what a model wrote behind the prompt, steps and all.
 
     With references, the share of them that stands anywhere in the answer, in capitals or not: RULER's string_match_all

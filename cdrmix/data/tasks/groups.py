@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import ClassVar, Self
 
-from cdrmix.data.tasks.example import ANSWER, Exercise, TextDifficulty, TokenExercise, register
-from cdrmix.data.tasks.rng import Draws
+from cdrmix.data.tasks.example import ANSWER, Example, TextDifficulty, TokenExercise, register
+from cdrmix.data.tasks.rng import Rng
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -58,7 +58,7 @@ def product(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(first[place] for place in second)
 
 
-def word_tokens(draws: Draws, difficulty: Word) -> TokenExercise:
+def word_tokens(draws: Rng, difficulty: Word) -> TokenExercise:
     """Random elements, and the product of every prefix."""
     elements = elements_of(difficulty.size)
     number_of = {element: number for number, element in enumerate(elements)}
@@ -71,7 +71,7 @@ def word_tokens(draws: Draws, difficulty: Word) -> TokenExercise:
 
 
 @register("parity", Parity(), tokens=word_tokens)
-def parity(draws: Draws, difficulty: Parity) -> Exercise:
+def parity(draws: Rng, difficulty: Parity) -> Example:
     """Two words in random order; whether one of them comes an even or an odd number of times is asked for.
 
     The words are other ones in every exercise: of 0 and 1, all would be near-duplicates.
@@ -80,10 +80,10 @@ def parity(draws: Draws, difficulty: Parity) -> Exercise:
     words = [name.lower() for name in draws.names(2)]
     text = " ".join(words[number] for number in made.inputs)
     question = f"Question: Is the number of times that {words[1]} stands there even or odd?\n{ANSWER}"
-    return Exercise(f"Words: {text}\n{question}", "", " odd" if made.targets[-1] else " even")
+    return Example(f"Words: {text}\n{question}", "", " odd" if made.targets[-1] else " even")
 
 
-def symmetric(draws: Draws, difficulty: Word) -> Exercise:
+def symmetric(draws: Rng, difficulty: Word) -> Example:
     """Letters in a row that are put in another order again and again; their last order is asked for."""
     made = word_tokens(draws, difficulty)
     letters = "".join(draws.shuffled(LETTERS)[: difficulty.size])  # others in every exercise, as above
@@ -94,7 +94,7 @@ def symmetric(draws: Draws, difficulty: Word) -> Exercise:
         f"order says of which place each letter is taken.\nOrders: {orders}\n"
         f"Question: How does the row stand at the end?\n{ANSWER}"
     )
-    return Exercise(prompt, "", f" {elements[made.targets[-1]]}")
+    return Example(prompt, "", f" {elements[made.targets[-1]]}")
 
 
 register("s3", S3(), tokens=word_tokens)(symmetric)

@@ -15,8 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Self
 
-from cdrmix.data.tasks.example import ANSWER, IGNORED, Exercise, TextDifficulty, TokenExercise, register
-from cdrmix.data.tasks.rng import SYLLABLES, Draws
+from cdrmix.data.tasks.example import ANSWER, IGNORED, Example, TextDifficulty, TokenExercise, register
+from cdrmix.data.tasks.rng import SYLLABLES, Rng
 from cdrmix.errors import ConfigError
 
 RUNGS = [(64, 4), (128, 8), (256, 16), (512, 64)]  # tokens and pairs
@@ -56,7 +56,7 @@ class Mqar(TextDifficulty):
         return replace(self, tokens=fitting[-1][0], pairs=fitting[-1][1])
 
 
-def mqar_tokens(draws: Draws, difficulty: Mqar) -> TokenExercise:
+def mqar_tokens(draws: Rng, difficulty: Mqar) -> TokenExercise:
     """Inputs and targets of `tokens` ids; a target stands at every key that comes again."""
     half, pairs = difficulty.vocabulary // 2, difficulty.pairs
     keys = draws.different(pairs, 1, half)
@@ -85,7 +85,7 @@ def word_of(token: int) -> str:
 
 
 @register("mqar", Mqar(), tokens=mqar_tokens)
-def mqar(draws: Draws, difficulty: Mqar) -> Exercise:
+def mqar(draws: Rng, difficulty: Mqar) -> Example:
     """The same sequence as words; the value of the last key is asked for."""
     made = mqar_tokens(draws, difficulty)
     tokens, last = list(made.inputs), 0
@@ -95,4 +95,4 @@ def mqar(draws: Draws, difficulty: Mqar) -> Exercise:
             tokens[place + 1] = target  # queries stand at even places, so this one is free
     words = [word_of(token) for token in tokens[: last + 2]]
     prompt = f"Pairs: {' '.join(words[: last + 1])}\nQuestion: What is the next word?\n{ANSWER}"
-    return Exercise(prompt, "", f" {words[-1]}")
+    return Example(prompt, "", f" {words[-1]}")

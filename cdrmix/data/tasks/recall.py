@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cdrmix.data.tasks.example import ANSWER, Episode, Exercise, Fact, Length, listed, register
-from cdrmix.data.tasks.rng import Draws
+from cdrmix.data.tasks.example import ANSWER, Episode, Example, Fact, Length, listed, register
+from cdrmix.data.tasks.rng import Rng
 from cdrmix.errors import ConfigError
 
 
 @register("recall", Length())
-def recall(draws: Draws, difficulty: Length) -> Exercise:
+def recall(draws: Rng, difficulty: Length) -> Example:
     """Key and value pairs among filler; the value of one key is asked for."""
     names = draws.names(max(2, difficulty.characters // 200))
     codes = [1000 + draws.below(9000) for _ in names]
@@ -18,11 +18,11 @@ def recall(draws: Draws, difficulty: Length) -> Exercise:
     asked = draws.below(len(names))
     question = f"\nQuestion: What is the code of {names[asked]}?\n{ANSWER}"
     text = draws.among_filler(facts, difficulty.characters - len(question))
-    return Exercise(text + question, "", f" {codes[asked]}")
+    return Example(text + question, "", f" {codes[asked]}")
 
 
 @register("update", Length())
-def update(draws: Draws, difficulty: Length) -> Exercise:
+def update(draws: Rng, difficulty: Length) -> Example:
     """As recall, but codes change: the latest one counts."""
     names = draws.names(max(2, difficulty.characters // 600))
     codes: dict[str, int] = {}
@@ -34,7 +34,7 @@ def update(draws: Draws, difficulty: Length) -> Exercise:
     asked = draws.pick(names)
     question = f"\nQuestion: What is the code of {asked} now?\n{ANSWER}"
     text = draws.among_filler(facts, difficulty.characters - len(question))
-    return Exercise(text + question, "", f" {codes[asked]}")
+    return Example(text + question, "", f" {codes[asked]}")
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class ChunkRecall(Length):
             raise ConfigError(f"difficulty: queries = {self.queries} of pairs = {self.pairs}; ask for fewer")
 
 
-def chunk_episode(draws: Draws, difficulty: ChunkRecall) -> Episode:
+def chunk_episode(draws: Rng, difficulty: ChunkRecall) -> Episode:
     """Pairs spread at random over chunks, none over two; the values of some keys are asked for behind the last.
 
     The setting of a reader with a memory that is overwritten, as MemAgent's (arXiv 2507.02259): what it must keep is
@@ -73,8 +73,8 @@ def chunk_episode(draws: Draws, difficulty: ChunkRecall) -> Episode:
 
 
 @register("chunk_recall", ChunkRecall(), episode=chunk_episode)
-def chunk_recall(draws: Draws, difficulty: ChunkRecall) -> Exercise:
+def chunk_recall(draws: Rng, difficulty: ChunkRecall) -> Example:
     """The same episode as one text, a chunk a paragraph."""
     made = chunk_episode(draws, difficulty)
     paragraphs = "\n".join(chunk for chunk in made.chunks if chunk)
-    return Exercise(f"{paragraphs}\nQuestion: {made.question}\n{ANSWER}", "", f" {made.answer}")
+    return Example(f"{paragraphs}\nQuestion: {made.question}\n{ANSWER}", "", f" {made.answer}")

@@ -87,7 +87,7 @@ def sentences_of(document: str) -> Iterator[str]:
             yield words
 
 
-class Draws:
+class Rng:
     """Random choices that depend on the seed, the task and the number of the exercise, on any version of Python.
 
     filler: where the text between facts is taken from; None: sentences that are made up.

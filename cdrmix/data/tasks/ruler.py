@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from string import ascii_lowercase, ascii_uppercase
 
-from cdrmix.data.tasks.example import ANSWER, Exercise, Length, listed, register
-from cdrmix.data.tasks.rng import Draws
+from cdrmix.data.tasks.example import ANSWER, Example, Length, listed, register
+from cdrmix.data.tasks.rng import Rng
 from cdrmix.errors import ConfigError
 
 REPEATED = 5  # sentences of the passage that a haystack of one passage repeats
@@ -49,7 +49,7 @@ class Needles(Length):
                 raise ConfigError(f"difficulty: {name} = {getattr(self, name)!r}; it must be {' or '.join(known)}")
 
 
-def passage_repeated(draws: Draws, characters: int) -> list[str]:
+def passage_repeated(draws: Rng, characters: int) -> list[str]:
     """One passage of a few sentences, again and again: at most one sentence too long."""
     source = draws.source()
     passage = [next(source) for _ in range(REPEATED)]
@@ -60,13 +60,13 @@ def passage_repeated(draws: Draws, characters: int) -> list[str]:
     return sentences
 
 
-def uuids(draws: Draws, count: int) -> list[str]:
+def uuids(draws: Rng, count: int) -> list[str]:
     """Different random UUIDs, version 4 (RFC 9562)."""
     digits = draws.coded(count, 30, "0123456789abcdef")
     return [f"{one[:8]}-{one[8:12]}-4{one[12:15]}-{draws.pick('89ab')}{one[15:18]}-{one[18:]}" for one in digits]
 
 
-def things(draws: Draws, kind: str, count: int) -> list[str]:
+def things(draws: Rng, kind: str, count: int) -> list[str]:
     """Different keys or values: numbers of seven digits, words or UUIDs."""
     if kind == "numbers":
         return [str(number) for number in draws.different(count, 1_000_000, 10_000_000)]
@@ -78,7 +78,7 @@ def needle(difficulty: Needles, key: str, value: str) -> str:
     return f"The hidden {KINDS[difficulty.value_kind]} of {key} is {value}."
 
 
-def haystack(draws: Draws, difficulty: Needles, keys: Sequence[str], characters: int) -> list[str]:
+def haystack(draws: Rng, difficulty: Needles, keys: Sequence[str], characters: int) -> list[str]:
     """Lines of about so many characters in all, which say nothing of the keys."""
     if difficulty.haystack == "passage":
         return passage_repeated(draws, characters)
@@ -104,7 +104,7 @@ def haystack(draws: Draws, difficulty: Needles, keys: Sequence[str], characters:
 @register("ruler_niah_multikey_3", Needles(haystack="needles", key_kind="uuids", value_kind="uuids"))
 @register("ruler_niah_multivalue", Needles(values=4))
 @register("ruler_niah_multiquery", Needles(keys=4, queries=4))
-def needles(draws: Draws, difficulty: Needles) -> Exercise:
+def needles(draws: Rng, difficulty: Needles) -> Example:
     """Needles in a haystack: all values of some keys are asked for, in the order of the keys and then of the text."""
     keys = things(draws, difficulty.key_kind, difficulty.keys)
     values = things(draws, difficulty.value_kind, difficulty.keys * difficulty.values)
@@ -120,7 +120,7 @@ def needles(draws: Draws, difficulty: Needles) -> Exercise:
     missing = difficulty.characters - len(before) - len(question) - sum(len(line) + 1 for line in lines)
     separator = " " if difficulty.haystack == "text" else "\n"
     text = separator.join(draws.interleaved(lines, haystack(draws, difficulty, keys, missing)))
-    return Exercise(before + text + question, "", f" {', '.join(found)}", tuple(found))
+    return Example(before + text + question, "", f" {', '.join(found)}", tuple(found))
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Tracking(Length):
 
 
 @register("ruler_vt", Tracking())
-def variable_tracking(draws: Draws, difficulty: Tracking) -> Exercise:
+def variable_tracking(draws: Rng, difficulty: Tracking) -> Example:
     """Chains of assignments in a repeated passage; all variables with the value of one chain are asked for."""
     steps = difficulty.hops + 1
     names = draws.coded(difficulty.chains * steps, 5, ascii_uppercase)
@@ -149,7 +149,7 @@ def variable_tracking(draws: Draws, difficulty: Tracking) -> Exercise:
     question = f"\nQuestion: Which variables have the value {values[asked]}?\n{ANSWER}"
     missing = difficulty.characters - len(before) - len(question) - sum(len(fact) + 1 for fact in facts)
     text = " ".join(draws.interleaved(facts, passage_repeated(draws, missing)))
-    return Exercise(before + text + question, "", f" {', '.join(chains[asked])}", tuple(chains[asked]))
+    return Example(before + text + question, "", f" {', '.join(chains[asked])}", tuple(chains[asked]))
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class CommonWords(Length):
 
 
 @register("ruler_cwe", CommonWords())
-def common_words(draws: Draws, difficulty: CommonWords) -> Exercise:
+def common_words(draws: Rng, difficulty: CommonWords) -> Example:
     """A numbered list of words; those that come most often are asked for, in the order of their first places.
 
     There are as many other words as fit the length, at least one.
@@ -190,7 +190,7 @@ def common_words(draws: Draws, difficulty: CommonWords) -> Exercise:
     shuffled = draws.shuffled(common * difficulty.times + names[difficulty.words :] * difficulty.other_times)
     text = " ".join(f"{number}. {word}" for number, word in enumerate(shuffled, 1))
     found = sorted(common, key=shuffled.index)
-    return Exercise(before + text + question, "", f" {', '.join(found)}", tuple(found))
+    return Example(before + text + question, "", f" {', '.join(found)}", tuple(found))
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ def frequent_total(characters: int, alpha: float, ranks: int) -> int:
 
 
 @register("ruler_fwe", FrequentWords())
-def frequent_words(draws: Draws, difficulty: FrequentWords) -> Exercise:
+def frequent_words(draws: Rng, difficulty: FrequentWords) -> Example:
     """Words of random letters with zeta-distributed counts, the first of them dots; the next three are asked for.
 
     There is a word for each 200 characters, RULER's for each 50 tokens, at least five.
@@ -259,4 +259,4 @@ def frequent_words(draws: Draws, difficulty: FrequentWords) -> Exercise:
     drawn = Counter(dict(zip(words, counts, strict=True)))
     found = [words[rank - 1] for rank in ASKED_RANKS]
     text = " ".join(draws.shuffled(list(drawn.elements())))
-    return Exercise(before + text + question, "", f" {', '.join(found)}", tuple(found))
+    return Example(before + text + question, "", f" {', '.join(found)}", tuple(found))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from cdrmix.data.tasks.example import ANSWER, THINK_BEGIN, THINK_END, Exercise, Length, register
-from cdrmix.data.tasks.rng import Draws
+from cdrmix.data.tasks.example import ANSWER, THINK_BEGIN, THINK_END, Example, Length, register
+from cdrmix.data.tasks.rng import Rng
 
 HOPS = 4  # of a chain of variables, as RULER's
 BOXES = 5  # S5, the smallest group whose tracking needs more than fixed depth (Barrington 1989)
@@ -13,7 +13,7 @@ THINGS = ["a key", "a coin", "a ring", "a shell", "a map", "a stone", "a bell", 
 
 
 @register("variables", Length())
-def variables(draws: Draws, difficulty: Length) -> Exercise:
+def variables(draws: Rng, difficulty: Length) -> Example:
     """Chains of assignments among filler; all variables with a certain value are asked for, in order."""
     chains = max(2, difficulty.characters // 1500)
     names = draws.names(chains * (HOPS + 1))
@@ -29,11 +29,11 @@ def variables(draws: Draws, difficulty: Length) -> Exercise:
     asked = draws.below(chains)
     question = f"\nQuestion: Which variables have the value {values[asked]}?\n{ANSWER}"
     text = draws.among_filler(facts, difficulty.characters - len(question))
-    return Exercise(text + question, "", f" {', '.join(names[asked::chains])}")
+    return Example(text + question, "", f" {', '.join(names[asked::chains])}")
 
 
 @register("hops", Length())
-def hops(draws: Draws, difficulty: Length) -> Exercise:
+def hops(draws: Rng, difficulty: Length) -> Example:
     """Who guards whom, out of order among filler; the guard of a guard is asked for, two to four times over."""
     names = draws.names(max(6, difficulty.characters // 200))
     facts = [f"The guard of {one} is {other}." for one, other in zip(names, names[1:] + names[:1], strict=True)]
@@ -43,11 +43,11 @@ def hops(draws: Draws, difficulty: Length) -> Exercise:
     question = f"\nQuestion: Who is {'the guard of ' * count}{chain[0]}?\n"
     steps = " ".join(f"The guard of {one} is {other}." for one, other in pairwise(chain))
     text = draws.among_filler(draws.shuffled(facts), difficulty.characters - len(question) - len(steps) - 30)
-    return Exercise(text + question, f"{THINK_BEGIN}{steps}{THINK_END}\n", f"{ANSWER} {chain[-1]}")
+    return Example(text + question, f"{THINK_BEGIN}{steps}{THINK_END}\n", f"{ANSWER} {chain[-1]}")
 
 
 @register("state", Length())
-def state(draws: Draws, difficulty: Length) -> Exercise:
+def state(draws: Rng, difficulty: Length) -> Example:
     """Things in boxes whose contents are swapped again and again; what a box holds at the end is asked for."""
     # names of its own in every exercise: with numbers all of them would be near-duplicates, of ten different swaps
     boxes, things = draws.names(BOXES), draws.shuffled(THINGS)[:BOXES]
@@ -58,4 +58,4 @@ def state(draws: Draws, difficulty: Length) -> Exercise:
         facts.append(f"Swap {boxes[one]} and {boxes[other]}.")
     asked = draws.below(BOXES)
     question = f"Question: What does box {boxes[asked]} hold?\n{ANSWER}"
-    return Exercise(f"{' '.join(facts)}\n{question}", "", f" {things[asked]}")
+    return Example(f"{' '.join(facts)}\n{question}", "", f" {things[asked]}")

@@ -45,7 +45,7 @@ def objective_of(settings: schema.Rl) -> Objective:
     return dataclasses.replace(base, **{name: value for name, value in changes.items() if value is not None})
 
 
-class Lesson(NamedTuple):
+class RolloutBatch(NamedTuple):
     """Sequences of one kind to be learnt from: prompts [S, L], tokens written [S, N], their log probabilities then, the
     advantages of their rollouts [S], and which tokens count."""
 
@@ -56,7 +56,7 @@ class Lesson(NamedTuple):
     mask_SN: Tensor
 
     @classmethod
-    def of(cls, turns: tuple[Turn, ...], advantages_B: Tensor, kept_B: Tensor) -> Lesson:
+    def of(cls, turns: tuple[Turn, ...], advantages_B: Tensor, kept_B: Tensor) -> RolloutBatch:
         """Turns of one width. Rollouts that are not kept are left out; but one stays, masked, where none is kept."""
         if not kept_B.any():
             kept_B = torch.arange(len(kept_B), device=kept_B.device) == 0
@@ -124,9 +124,9 @@ class PolicyPhase:
         group = group_advantages(rewards.total_B, self.rl.group_size, deviation=self.objective.deviation)
         sums = _sums(reading, group.groups, group.dropped_groups, *rewards)
         taught = reading.turns[-1:] if self.rl.credit == "final_turn" else reading.turns
-        lessons = [Lesson.of(taught[-1:], group.advantages_N, group.kept_N)]
+        lessons = [RolloutBatch.of(taught[-1:], group.advantages_N, group.kept_N)]
         if len(taught) > 1:
-            lessons.insert(0, Lesson.of(taught[:-1], group.advantages_N, group.kept_N))
+            lessons.insert(0, RolloutBatch.of(taught[:-1], group.advantages_N, group.kept_N))
         rows = self.settings.micro_batch
         wanted = [-(-len(lesson.prompts_SL) // rows) for lesson in lessons]
         counts = torch.tensor(
@@ -144,7 +144,7 @@ class PolicyPhase:
         self._watch(groups == dropped, solved)
         totals = Totals(max(tokens, 1.0), max(sequences, 1.0), max(self.window.part, self.window.answer))
         losses: list[Loss] = [
-            _PolicyLoss(Lesson(*batch), self, totals)
+            _PolicyLoss(RolloutBatch(*batch), self, totals)
             for lesson, most in zip(lessons, least, strict=True)
             for batch in micro_batches(lesson, rows, least=most)
         ]
@@ -254,7 +254,7 @@ def _imitated(config: Config, source: EpisodeSource, say: Callable[[str], None])
 class _PolicyLoss:
     """One micro-batch. rolled_out: the sums of the step's rollouts, which its first micro-batch reports."""
 
-    def __init__(self, lesson: Lesson, phase: PolicyPhase, totals: Totals) -> None:
+    def __init__(self, lesson: RolloutBatch, phase: PolicyPhase, totals: Totals) -> None:
         self.lesson, self.totals = lesson, totals
         self.share = float(lesson.mask_SN.any(1).sum()) / totals.sequences
         self.objective, self.reference, self.temperature = phase.objective, phase.reference, phase.rl.temperature

@@ -75,7 +75,7 @@ def by_value(heads: ControllerHeads, threshold: float = 0.0) -> Decide:
 
 
 def sampled(heads: ControllerHeads, generator: torch.Generator, temperature: float = 1.0) -> Decide:
-    """Draws decisions from log_probs, by one number of the generator (of the CPU) for each row."""
+    """Rng decisions from log_probs, by one number of the generator (of the CPU) for each row."""
 
     def decide(end_BD: Tensor) -> Decision:
         cumulative = heads.log_probs(end_BD, temperature).double().cpu().exp().cumsum(-1)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from cdrmix.data.pipeline.executor import LocalEngine, make_engine
+from cdrmix.data.pipeline.executor import LocalEngine, make_executor
 from cdrmix.data.prepare import prepare
 from cdrmix.errors import ConfigError, CorpusError, OutOfMemoryError
 
@@ -111,7 +111,7 @@ def wait_until_gone(process: int) -> None:
 def test_ray_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"pip install 'cdrmix\[ray\]'"):
-        make_engine("ray", 1)
+        make_executor("ray", 1)
 
 
 RAY = """
