@@ -8,15 +8,17 @@ From Python (docs/api.md), each loaded when it is first used:
     LanguageModel(model)  the torch module of a configuration's model section
     train(config)         a run, from raw text to an exported model, as `cdrmix train` makes it
     prepare(config)       the text of a configuration to tokenised, packed shards
+    errors                what can go wrong, by kind
     ops                   the operators: attention, wkv7, decay_scan, moe_experts, linear_cross_entropy, ...
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from cdrmix import errors as errors
     from cdrmix import ops as ops
     from cdrmix.config.load import load_config as load_config
     from cdrmix.config.schema import Config as Config
@@ -28,7 +30,18 @@ if TYPE_CHECKING:
     from cdrmix.workflow import run_all as train
 
 __version__ = "0.1.0"
-__all__ = ["Config", "LanguageModel", "Sampling", "TextModel", "load", "load_config", "ops", "prepare", "train"]
+__all__ = [
+    "Config",
+    "LanguageModel",
+    "Sampling",
+    "TextModel",
+    "errors",
+    "load",
+    "load_config",
+    "ops",
+    "prepare",
+    "train",
+]
 
 _WHERE = {  # module and name there; imported when first asked for, so that `import cdrmix` takes no time
     "Config": ("cdrmix.config.schema", "Config"),
@@ -42,14 +55,16 @@ _WHERE = {  # module and name there; imported when first asked for, so that `imp
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name == "ops":
-        return importlib.import_module("cdrmix.ops")
-    if name not in _WHERE:
-        raise AttributeError(f"module 'cdrmix' has no attribute {name!r}; it has {', '.join(__all__)}")
-    module, attribute = _WHERE[name]
-    return getattr(importlib.import_module(module), attribute)
+if not TYPE_CHECKING:  # a type checker takes the names above, and none besides
+
+    def __getattr__(name: str) -> object:
+        if name in ("errors", "ops"):
+            return importlib.import_module(f"cdrmix.{name}")
+        if name not in _WHERE:
+            raise AttributeError(f"module 'cdrmix' has no attribute {name!r}; it has {', '.join(__all__)}")
+        module, attribute = _WHERE[name]
+        return getattr(importlib.import_module(module), attribute)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

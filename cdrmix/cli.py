@@ -1,7 +1,7 @@
 """The command line: argv to a configuration to the package that serves it.
 
 Every error that a person can mend is a CdrmixError: its message goes to standard error, its exit code to the shell.
-Rooms are imported where a command needs them, so that `cdrmix --help` does not wait for PyTorch.
+Packages are imported where a command needs them, so that `cdrmix --help` does not wait for PyTorch.
 """
 
 from __future__ import annotations
@@ -366,10 +366,10 @@ def _generate(options: argparse.Namespace) -> int:
         max_new_tokens=options.max_new_tokens,
         stop=tuple(options.stop),
     )
-    model = load(options.model, device=options.device)
+    pieces = load(options.model, device=options.device).stream(options.prompt, sampling)
     _show_every_character()
     print(options.prompt, end="", flush=True)
-    for _, piece in model.stream(options.prompt, sampling):
+    for _, piece in pieces:
         print(piece, end="", flush=True)
     print()
     return 0

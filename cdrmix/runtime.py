@@ -20,14 +20,17 @@ from cdrmix.kernels.common.products import multiply_on_one_thread, set_num_threa
 from cdrmix.ops.backend import check_served
 
 BF16_CAPABILITY = (8, 0)  # compute capability of the first NVIDIA GPUs that multiply bfloat16, Ampere
+DEVICES = ("auto", "cpu", "cuda")
 DEVICE_FILES = {"NVIDIA": Path("/dev/nvidiactl"), "AMD": Path("/dev/kfd")}  # where the driver of a maker is loaded
 
 
 def device_type(wanted: str) -> str:
     """cpu or cuda: what auto, cpu or cuda (run.device) means on this machine.
 
-    Raises ConfigError where cuda is asked for and PyTorch cannot use a GPU: with the reason.
+    Raises ConfigError for another word, and where cuda is asked for and PyTorch cannot use a GPU: with the reason.
     """
+    if wanted not in DEVICES:
+        raise ConfigError(f"device must be one of {', '.join(DEVICES)}; found {wanted!r}")
     if wanted == "cpu" or torch.cuda.is_available():
         return "cpu" if wanted == "cpu" else "cuda"
     if wanted == "cuda":
@@ -81,7 +84,7 @@ def work_alone(config: Config, wanted: str | None = None) -> torch.device:
     wanted: auto, cpu or cuda, in place of the configuration's run.device.
     Raises ConfigError when the device asked for is missing.
     """
-    device = device_type(wanted or config.run.device)
+    device = device_type(config.run.device if wanted is None else wanted)
     set_num_threads(threads(config, 1))
     be_deterministic()
     return torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")

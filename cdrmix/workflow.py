@@ -22,7 +22,7 @@ from cdrmix.data.prepare import prepare
 from cdrmix.data.shards import ShardSet, open_shards
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.durable import sha256_file
-from cdrmix.errors import CdrmixError, CheckpointError, ExportMismatchError
+from cdrmix.errors import CdrmixError, CheckpointError, ConfigError, ExportMismatchError
 from cdrmix.eval.perplexity import HeldOut, held_out
 from cdrmix.hf.card import STAGE_A_ONLY
 from cdrmix.hf.export import export_model, exported_step
@@ -54,12 +54,15 @@ SAMPLE_PROMPT = "def "
 SAMPLE = Sampling(temperature=0.6, top_p=0.9, max_new_tokens=160)
 
 
-def run_all(config: Config, resume: str | None = None) -> Path:
+def run_all(config: Config, resume: str | Path | None = None) -> Path:
     """Does whatever is not done yet; every process of the run calls it. Returns the run folder's path.
 
     resume: None starts a new run; 'auto' goes on with the newest unfinished one of this configuration, if
     there is one; a path goes on with that one. The last line printed is the run folder's path.
     """
+    if not isinstance(config, Config):
+        raise ConfigError(f"config must be a Config, as load_config gives it; found {config!r}")
+    resume = None if resume is None else str(resume)
     world = join(config)
     check_processes(config, world.size)
     check_trackers(config)

@@ -1,4 +1,4 @@
-// Whether a UTF-8 text is surely what cdrmix/data/normalize.py makes of it, so that most texts need no second look.
+// Whether a UTF-8 text is surely what cdrmix/data/cleaning/normalize.py makes of it, so that most texts need no second look.
 #pragma once
 
 #include <array>

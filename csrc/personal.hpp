@@ -1,4 +1,4 @@
-// Places in a UTF-8 text that have the shape of personal data or of a secret; cdrmix/data/pii.py proves them.
+// Places in a UTF-8 text that have the shape of personal data or of a secret; cdrmix/data/cleaning/pii.py proves them.
 //
 // One pass over the words, runs of ASCII letters, digits and '_'. What is beyond ASCII belongs to no shape. A shape is
 // looked for at every word's beginning and never reads further than MOST bytes from it, so the time is linear.

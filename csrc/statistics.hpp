@@ -1,4 +1,4 @@
-// Counts over one UTF-8 text, from which the rules of cdrmix/data/rules.py make their scores, in one pass.
+// Counts over one UTF-8 text, from which the rules of cdrmix/data/cleaning/rules.py make their scores, in one pass.
 //
 // A word is what stands between white space; a line what stands between \n, without the white space around it, if
 // anything is left; a paragraph is lines without an empty one between them. Letter case is that of ASCII.

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -80,6 +83,69 @@ def test_logits_and_text_of_a_loaded_model(run: Path) -> None:
         model.logits([[1, 2], [3]])
     with pytest.raises(ValueError, match=r"found torch.float32"):
         model.logits([0.5])
+    with pytest.raises(ValueError, match="ids are empty"):
+        model.logits(model.encode(""))
+    assert torch.equal(model.logits(np.array(ids, np.uint32)), logits)
+    with pytest.raises(ValueError, match=r"found -1 to -1"):
+        model.decode([-1])
+    assert model.decode([]) == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompts": 3}, "prompts must be a string or a list of strings; found 3"),
+        ({"prompts": [3]}, "a prompt must be a string; found 3"),
+        ({"prompts": "\udcff"}, "a prompt must be UTF-8 text"),
+        ({"seed": 1.5}, "seed must be an integer; found 1.5"),
+        ({"seed": [1.5]}, "seed must be an integer; found 1.5"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens must be an integer; found 2.5"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1; found 0"),
+        ({"temperature": "0"}, "temperature must be a number; found '0'"),
+        ({"stop": [3]}, "stop must be strings that are not empty"),
+        ({"stop": ""}, "stop must be strings that are not empty"),
+    ],
+)
+def test_wrong_arguments_are_told_before_anything_is_drawn(run: Path, arguments: dict[str, Any], message: str) -> None:
+    model = cdrmix.load(run, device="cpu")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        model.generate(**{"prompts": "def "} | arguments)
+
+
+def test_numbers_of_numpy_are_seeds(run: Path) -> None:
+    model = cdrmix.load(run, device="cpu")
+    plain = model.generate("def ", max_new_tokens=3, seed=5)
+    assert model.generate("def ", max_new_tokens=np.int64(3), seed=np.int64(5)) == plain  # type: ignore[arg-type]
+    assert model.generate(["def "], max_new_tokens=3, seed=np.array([5])) == [plain]  # type: ignore[arg-type]
+
+
+def test_only_tokens_that_the_tokenizer_has_are_drawn(run: Path) -> None:
+    model = cdrmix.load(run, device="cpu")
+    known = model.tokenizer.vocab_size
+    assert known < model.config.model.vocab_size
+    rows = [Row([1], Sampling(temperature=50.0, top_p=1.0, max_new_tokens=60))]
+    assert max(token for _, token in decode(model.model, rows, known)) < known
+    assert max(token for _, token in decode(model.model, [Row([1], rows[0].sampling)])) >= known
+
+
+def test_an_abandoned_stream_leaves_nothing_behind(run: Path) -> None:
+    code = f"import cdrmix; stream = cdrmix.load({str(run)!r}, device='cpu').stream('def '); next(stream)"
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_names_and_wrong_values_of_the_module(run: Path) -> None:
+    assert set(cdrmix.__all__) <= set(dir(cdrmix))
+    assert python("import cdrmix; print(cdrmix.errors.ConfigError.__name__)").strip() == "ConfigError"
+    with pytest.raises(AttributeError, match="it has Config, LanguageModel"):
+        _ = cdrmix.nothing  # type: ignore[attr-defined]
+    for device in ("gpu", "cuda:1", ""):
+        with pytest.raises(cdrmix.errors.ConfigError, match="device must be one of auto, cpu, cuda"):
+            cdrmix.load(run, device=device)
+    with pytest.raises(ValueError, match="overrides must be a list"):
+        cdrmix.load_config(ROOT / "configs" / "cdrmix-core-tiny.yaml", "train.steps=5")
+    with pytest.raises(ValueError, match="config must be a Config"):
+        cdrmix.train("configs/cdrmix-core-tiny.yaml")  # type: ignore[arg-type]
 
 
 def test_prompts_of_any_lengths_are_continued_as_each_alone(run: Path) -> None:
@@ -123,6 +189,9 @@ def test_text_ends_before_a_stop_string_wherever_tokens_are_cut(cut: int) -> Non
             break
     assert "".join(pieces) == "one\n\ntwo"
     assert stream.push(b"more") == ""
+    # The match that ends first, though another begins before it.
+    stream, text = TextStream(("abcd", "bc")), b"xabcd"
+    assert "".join(stream.push(text[start : start + cut]) for start in range(0, len(text), cut)) == "xa"
     stream = TextStream(("\n\n\n",))
     assert [stream.push(b"a\n\n"), stream.push(b"b"), stream.push(b"\n", last=True)] == ["a", "\n\nb", "\n"]
 
@@ -130,11 +199,8 @@ def test_text_ends_before_a_stop_string_wherever_tokens_are_cut(cut: int) -> Non
 def test_stop_strings_of_a_model(run: Path) -> None:
     model = cdrmix.load(run, device="cpu")
     text = model.generate("def ", max_new_tokens=30, seed=2)
-    assert isinstance(text, str)
     stop = text[len(text) // 2 :][:2]
     assert model.generate("def ", max_new_tokens=30, seed=2, stop=stop) == text[: text.index(stop)]
-    with pytest.raises(ValueError, match="stop must be a tuple of strings that are not empty"):
-        model.generate("def ", stop="")
 
 
 def test_drawing_obeys_min_p_and_the_repetition_penalty() -> None:

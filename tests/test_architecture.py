@@ -33,7 +33,7 @@ LAYERS = [
     {"hf"},
     {"reason"},
     {"report", "plan", "compare"},
-    {"workflow", "ladder"},
+    {"workflow"},
     {"cli"},
 ]
 LAYER_OF = {package: height for height, packages in enumerate(LAYERS) for package in packages}

@@ -27,6 +27,7 @@ from cdrmix.config.check import check
 from cdrmix.config.problems import Problem, failure, found
 from cdrmix.config.schema import Config
 from cdrmix.config.tree import COMMAND_LINE, Place, Scalar, Value, find, merge
+from cdrmix.errors import ConfigError
 from cdrmix.registry import nearest
 
 LARGEST_FILE = 1 << 20  # bytes; a configuration is a few thousand
@@ -85,6 +86,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises:
         ConfigError: naming every problem with its file and line, what is allowed and the nearest name.
     """
+    if isinstance(overrides, str):
+        raise ConfigError(f"overrides must be a list of key.path=value; found the string {overrides!r}")
     reading = _Reading()
     tree = reading.chain(Path(path), Place(str(path)), ()) or Value({}, Place(str(path)))
     if above := reading.overrides(overrides):

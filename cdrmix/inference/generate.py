@@ -11,12 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import ConfigError
 from cdrmix.inference.sampling import Sampling, draw
 from cdrmix.model.cache import select
-from cdrmix.model.language_model import LanguageModel
+from cdrmix.model.language_model import Cache, LanguageModel
 
 
 @dataclass
@@ -37,7 +38,7 @@ class Row:
     def __post_init__(self) -> None:
         self.random = torch.Generator().manual_seed(self.sampling.seed)
 
-    def draw(self, logits_V: torch.Tensor) -> int:
+    def draw(self, logits_V: Tensor) -> int:
         """The next token id, appended to `ids`."""
         if self.first:
             kept = torch.full_like(logits_V, float("-inf"))
@@ -49,9 +50,10 @@ class Row:
         return token
 
 
-@torch.no_grad()
-def decode(model: LanguageModel, rows: Sequence[Row]) -> Iterator[tuple[int, int]]:
+def decode(model: LanguageModel, rows: Sequence[Row], vocabulary: int | None = None) -> Iterator[tuple[int, int]]:
     """Yields (row, token id), row by number, until each has ended or has its max_new_tokens.
+
+    vocabulary: only ids below it are drawn; a tokenizer may have fewer than the model.
 
     What a row draws depends on its ids and its sampling, and on the other rows only by rounding: matrix products of
     more rows may round otherwise.
@@ -63,11 +65,10 @@ def decode(model: LanguageModel, rows: Sequence[Row]) -> Iterator[tuple[int, int
     batches = []
     for numbers in by_length.values():
         ids_BT = torch.tensor([rows[number].ids for number in numbers], device=device)
-        batches.append((numbers, ids_BT, model(ids_BT, return_cache=True)))
+        batches.append((numbers, *_forward(model, ids_BT, None, vocabulary)))
     while batches:
         going_on = []
-        for numbers, _, output in batches:
-            logits_BV = model.logits(output.hidden_BTD[:, -1])
+        for numbers, logits_BV, cache in batches:
             for number, logits_V in zip(numbers, logits_BV, strict=True):
                 yield number, rows[number].draw(logits_V)
             kept = [
@@ -77,13 +78,19 @@ def decode(model: LanguageModel, rows: Sequence[Row]) -> Iterator[tuple[int, int
             ]
             if not kept:
                 continue
-            cache = output.cache
             if len(kept) < len(numbers):
                 cache = select(cache, torch.tensor(kept, device=device))
                 numbers = [numbers[place] for place in kept]
             last_B1 = torch.tensor([rows[number].ids[-1:] for number in numbers], device=device)
-            going_on.append((numbers, last_B1, model(last_B1, cache=cache, return_cache=True)))
+            going_on.append((numbers, *_forward(model, last_B1, cache, vocabulary)))
         batches = going_on
+
+
+def _forward(model: LanguageModel, ids_BT: Tensor, cache: Cache | None, vocabulary: int | None) -> tuple[Tensor, Cache]:
+    """Logits [B, vocabulary] behind each row's last token, and the cache after it."""
+    with torch.no_grad():  # here, and not around the generator: one that is abandoned would close it at exit
+        output = model(ids_BT, cache=cache, return_cache=True)
+        return model.logits(output.hidden_BTD[:, -1])[:, :vocabulary], output.cache
 
 
 class TextStream:
@@ -104,10 +111,11 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._held + self._decoder.decode(spelled, final=last)
-        ends = [place for place in (text.find(stop) for stop in self._stop) if place >= 0]
+        # The match that ends first, and of those the longest: so it does not matter where tokens are cut.
+        ends = [(place + len(stop), place) for stop in self._stop if (place := text.find(stop)) >= 0]
         if ends:
             self.stopped, self._held = True, ""
-            return text[: min(ends)]
+            return text[: min(ends)[1]]
         held = 0 if last else max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
@@ -126,22 +134,33 @@ def generate(
 
     A prompt begins a document, after an end-of-text, as in training; it may be empty. Its continuation ends at the
     end-of-text token, before a stop string, or at max_new_tokens. The same model, prompts and samplings give the same
-    text. Raises ConfigError for a prompt that is not Unicode text.
+    text. Raises ConfigError, at once, for a prompt that is not Unicode text.
     """
-    rows, streams, spaces = [], [], []
-    for prompt, sampling in zip(prompts, samplings, strict=True):
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            raise ConfigError(f"a prompt must be a string; found {prompt!r}")
         if any("\ud800" <= character <= "\udfff" for character in prompt):  # how Python hands on other bytes than UTF-8
             raise ConfigError("a prompt must be UTF-8 text; this one has bytes that are not")
+    return _generate(model, tokenizer, prompts, samplings)
+
+
+def _generate(
+    model: LanguageModel, tokenizer: TextTokenizer, prompts: Sequence[str], samplings: Sequence[Sampling]
+) -> Iterator[tuple[int, str]]:
+    rows, streams, spaces = [], [], []
+    spaced: list[int] = []  # tokens that begin with a space; made once
+    for prompt, sampling in zip(prompts, samplings, strict=True):
         # Words carry the space before them: after a lone space token the model has seen next to nothing. So a last
         # space is left to the first token drawn, which must begin with it.
         space = prompt.endswith(" ") and bool(prompt.strip())
         ids = [tokenizer.end_of_text_id, *tokenizer.encode(prompt[:-1] if space else prompt)]
-        every = range(tokenizer.vocab_size if space else 0)
-        first = [token for token in every if tokenizer.decode_bytes([token])[:1] == b" "]
-        rows.append(Row(ids, sampling, first))
+        if space and not spaced:
+            every = range(tokenizer.vocab_size)
+            spaced = [token for token in every if tokenizer.decode_bytes([token])[:1] == b" "]
+        rows.append(Row(ids, sampling, spaced if space else ()))
         streams.append(TextStream(sampling.stop))
         spaces.append(space)
-    for number, token in decode(model, rows):
+    for number, token in decode(model, rows, tokenizer.vocab_size):
         row, stream = rows[number], streams[number]
         row.ended = token == tokenizer.end_of_text_id
         spelled = b"" if row.ended else tokenizer.decode_bytes([token])

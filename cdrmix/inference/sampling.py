@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ class Sampling:
     temperature: 0 takes the likeliest token. top_k: only the k likeliest; 0: all. top_p: only the likeliest that sum to
     this probability; 1: all. min_p: only those of at least this share of the likeliest one's probability; 0: all.
     repetition_penalty: divides positive logits of tokens that were there before, prompt included, and multiplies
-    negative ones (arXiv 1909.05858, section 4.1); 1: none. stop: the text ends before any of these strings.
+    negative ones (arXiv 1909.05858, section 4.1); 1: none. stop: the text ends before this string, or any of these.
     """
 
     temperature: float = 0.8
@@ -28,9 +29,19 @@ class Sampling:
     repetition_penalty: float = 1.0
     seed: int = 1
     max_new_tokens: int = 256
-    stop: tuple[str, ...] = ()
+    stop: str | Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        for name in ("top_k", "seed", "max_new_tokens"):
+            object.__setattr__(self, name, _integer(name, getattr(self, name)))
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ConfigError(f"{name} must be a number; found {value!r}")
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if not all(isinstance(text, str) and text for text in stop):
+            raise ConfigError(f"stop must be strings that are not empty; found {self.stop!r}")
+        object.__setattr__(self, "stop", stop)
         for name, value, allowed, text in (
             ("temperature", self.temperature, 0 <= self.temperature < float("inf"), "at least 0"),
             ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
@@ -39,15 +50,17 @@ class Sampling:
             ("repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty < float("inf"), "above 0"),
             ("seed", self.seed, 0 <= self.seed < 2**63, "at least 0 and below 2^63"),
             ("max_new_tokens", self.max_new_tokens, self.max_new_tokens > 0, "at least 1"),
-            (
-                "stop",
-                self.stop,
-                isinstance(self.stop, tuple) and all(self.stop),
-                "a tuple of strings that are not empty",
-            ),
         ):
             if not allowed:
                 raise ConfigError(f"{name} must be {text}; found {value}")
+
+
+def _integer(name: str, value: object) -> int:
+    """A whole number of Python's or of NumPy's."""
+    try:
+        return operator.index(value)  # type: ignore[arg-type]  # what has no __index__ is refused
+    except TypeError:
+        raise ConfigError(f"{name} must be an integer; found {value!r}") from None
 
 
 def draw(logits_V: Tensor, sampling: Sampling, random: torch.Generator, seen: Sequence[int] = ()) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import replace
 from pathlib import Path
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -49,31 +50,74 @@ class TextModel:
         return self.tokenizer.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids; bytes that are not UTF-8 become U+FFFD."""
+        """The text of token ids; bytes that are not UTF-8 become U+FFFD, ids that no token has nothing.
+
+        Raises ValueError for ids outside of the model's vocabulary.
+        """
+        if len(ids):
+            self._check_range(min(ids), max(ids))
         return self.tokenizer.decode_bytes(list(ids)).decode("utf-8", errors="replace")
 
     @torch.no_grad()
     def logits(self, ids: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         """Next-token logits, float32 [B, T, vocab_size], of token ids [B, T]; of one row [T], [T, vocab_size].
 
-        Each row begins a document. Raises ValueError for ids that are no rectangle of the vocabulary's integers.
+        Each row begins a document. In training an end-of-text (`tokenizer.end_of_text_id`) stands before it; `generate`
+        puts it there, and this does not. Raises ValueError for ids that are no rectangle of the vocabulary's integers.
         """
         try:
             ids_BT = torch.as_tensor(ids, device=self.device)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"ids must be integers [T] or [B, T], rows of one length: {error}") from error
-        if ids_BT.ndim not in (1, 2) or ids_BT.dtype.is_floating_point or ids_BT.dtype == torch.bool:
-            raise ValueError(f"ids must be integers [T] or [B, T]; found {ids_BT.dtype} {list(ids_BT.shape)}")
-        vocabulary = self.config.model.vocab_size
-        if ids_BT.numel() and not 0 <= int(ids_BT.min()) <= int(ids_BT.max()) < vocabulary:
-            raise ValueError(f"ids must lie in [0, {vocabulary}); found {int(ids_BT.min())} to {int(ids_BT.max())}")
-        rows_BT = ids_BT.long() if ids_BT.ndim == 2 else ids_BT.long().unsqueeze(0)
+        if not ids_BT.numel():
+            raise ValueError("ids are empty: give at least one token")
+        kind = ids_BT.dtype
+        if ids_BT.ndim not in (1, 2) or kind.is_floating_point or kind.is_complex or kind == torch.bool:
+            raise ValueError(f"ids must be integers [T] or [B, T]; found {kind} {list(ids_BT.shape)}")
+        wide = ids_BT.long()
+        self._check_range(int(wide.min()), int(wide.max()))
+        rows_BT = wide if ids_BT.ndim == 2 else wide.unsqueeze(0)
         logits = self.model.logits(self.model(rows_BT).hidden_BTD)
         return logits if ids_BT.ndim == 2 else logits[0]
 
+    def _check_range(self, least: int, most: int) -> None:
+        vocabulary = self.config.model.vocab_size
+        if not 0 <= least <= most < vocabulary:
+            raise ValueError(f"ids must lie in [0, {vocabulary}); found {least} to {most}")
+
+    @overload
     def generate(
         self,
-        prompts: str | Sequence[str],
+        prompts: str,
+        *,
+        max_new_tokens: int = ...,
+        temperature: float = ...,
+        top_k: int = ...,
+        top_p: float = ...,
+        min_p: float = ...,
+        repetition_penalty: float = ...,
+        stop: str | Sequence[str] = ...,
+        seed: int | Sequence[int] = ...,
+    ) -> str: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: list[str] | tuple[str, ...],
+        *,
+        max_new_tokens: int = ...,
+        temperature: float = ...,
+        top_k: int = ...,
+        top_p: float = ...,
+        min_p: float = ...,
+        repetition_penalty: float = ...,
+        stop: str | Sequence[str] = ...,
+        seed: int | Sequence[int] = ...,
+    ) -> list[str]: ...
+
+    def generate(
+        self,
+        prompts: str | list[str] | tuple[str, ...],
         *,
         max_new_tokens: int = 256,
         temperature: float = 0.8,
@@ -89,8 +133,7 @@ class TextModel:
         The other arguments are those of `cdrmix.Sampling`. seed: of all prompts, or one of each.
         Raises ValueError for arguments out of range.
         """
-        alone = isinstance(prompts, str)
-        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        texts = _texts(prompts)
         sampling = Sampling(
             temperature=temperature,
             top_k=top_k,
@@ -98,30 +141,41 @@ class TextModel:
             min_p=min_p,
             repetition_penalty=repetition_penalty,
             max_new_tokens=max_new_tokens,
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            stop=stop,
         )
         pieces: list[list[str]] = [[] for _ in texts]
         for number, piece in self._stream(texts, sampling, seed):
             pieces[number].append(piece)
         written = ["".join(each) for each in pieces]
-        return written[0] if alone else written
+        return written[0] if isinstance(prompts, str) else written
 
     def stream(
-        self, prompts: str | Sequence[str], sampling: Sampling | None = None, *, seed: int | Sequence[int] | None = None
+        self,
+        prompts: str | list[str] | tuple[str, ...],
+        sampling: Sampling | None = None,
+        *,
+        seed: int | Sequence[int] | None = None,
     ) -> Iterator[tuple[int, str]]:
         """Yields (prompt, piece) as the texts are drawn: the prompt's number, and whole characters that follow.
 
         seed: of all prompts, or one of each, in place of the sampling's.
         """
-        texts = [prompts] if isinstance(prompts, str) else list(prompts)
         sampling = sampling or Sampling()
-        return self._stream(texts, sampling, sampling.seed if seed is None else seed)
+        return self._stream(_texts(prompts), sampling, sampling.seed if seed is None else seed)
 
     def _stream(self, texts: list[str], sampling: Sampling, seed: int | Sequence[int]) -> Iterator[tuple[int, str]]:
-        seeds = [seed] * len(texts) if isinstance(seed, int) else list(seed)
+        seeds = list(seed) if isinstance(seed, Sized) else [seed] * len(texts)
         if len(seeds) != len(texts):
             raise ValueError(f"seed has {len(seeds)} numbers for {len(texts)} prompts: give one, or one of each")
         return generate(self.model, self.tokenizer, texts, [replace(sampling, seed=each) for each in seeds])
+
+
+def _texts(prompts: str | list[str] | tuple[str, ...]) -> list[str]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, list | tuple):
+        raise ValueError(f"prompts must be a string or a list of strings; found {prompts!r}")
+    return list(prompts)
 
 
 def load(path: str | Path, *, device: str | None = None) -> TextModel:

@@ -387,7 +387,7 @@ class Scripted:
 def test_characters_that_span_tokens_arrive_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[int]] = []
 
-    def scripted(model: object, rows: list[Row]) -> Iterator[tuple[int, int]]:
+    def scripted(model: object, rows: list[Row], vocabulary: int) -> Iterator[tuple[int, int]]:
         seen.append(rows[0].ids)
         for token in [*"é🐍".encode(), 0xC3, ord("x"), 0xE2, 256, ord("n")]:
             if not rows[0].ended:
@@ -406,7 +406,7 @@ def test_the_prompt_s_last_space_is_left_to_the_first_token(run: RunFolder, monk
         assert next(decode(loaded.model, [Row([1, 2], Sampling(seed=2), allowed)]))[1] in allowed
     seen = []
 
-    def scripted(model: object, rows: list[Row]) -> Iterator[tuple[int, int]]:
+    def scripted(model: object, rows: list[Row], vocabulary: int) -> Iterator[tuple[int, int]]:
         seen.append((bytes(rows[0].ids[1:]), rows[0].first))
         for rows[0].drawn, token in enumerate([ord(" "), ord("f"), 256], 1):
             yield 0, token
