@@ -407,7 +407,7 @@ def test_the_prompt_s_last_space_is_left_to_the_first_token(run: RunFolder, monk
     seen = []
 
     def scripted(model: object, rows: list[Row], vocabulary: int) -> Iterator[tuple[int, int]]:
-        seen.append((bytes(rows[0].ids[1:]), rows[0].first))
+        seen.append((bytes(rows[0].ids[1:]), list(rows[0].first)))
         for rows[0].drawn, token in enumerate([ord(" "), ord("f"), 256], 1):
             yield 0, token
 
