@@ -75,7 +75,8 @@ def test_logits_and_text_of_a_loaded_model(run: Path) -> None:
     assert logits.shape == (len(ids), model.config.model.vocab_size)
     assert logits.dtype == torch.float32
     assert torch.equal(model.logits([ids, ids])[1], model.logits(torch.tensor([ids, ids]))[0])
-    # The export and the checkpoint are the same model.
+    # The export, the checkpoint and what points to it are the same model.
+    assert torch.equal(cdrmix.load(run / "checkpoints" / "latest", device="cpu").logits(ids), logits)
     assert torch.equal(cdrmix.load(run / "export", device="cpu").logits(ids), logits)
     with pytest.raises(ValueError, match=r"ids must lie in \[0, 512\); found 0 to 512"):
         model.logits([0, 512])

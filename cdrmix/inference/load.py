@@ -49,6 +49,8 @@ def load_model(path: str | Path, device: torch.device | None = None) -> Loaded:
     tokenizer beside it has more tokens than the model.
     """
     path = Path(path)
+    if path.name in ("latest", "best") and path.is_file():  # in checkpoints/: they name one
+        path = path.with_name(path.read_text(encoding="utf-8").strip())
     if (path / SUMS).is_file():
         loaded = load_exported(path)
     else:
