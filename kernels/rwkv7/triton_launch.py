@@ -46,8 +46,8 @@ def chunk_sizes(dtype: torch.dtype, K: int, V: int, arch: str = "sm_90") -> tupl
 # where one does not serve all. The widest tiles of those tried that spill no register; BY_ARCHITECTURE has what spills
 # elsewhere. On sm_90 a spill of some bytes is taken where the kernel is estimated faster with it than in any launch
 # without, and two warps where four would multiply by wgmma with a first operand that is transposed in registers
-# (benchmarks/aot.py judges both). On sm_100 some float16 and float32 kernels spill 4 to 72 bytes in every tile tried,
-# and ship so.
+# (benchmarks/aot.py judges both). On sm_100 some float16 and float32 kernels spill 4 to 56 bytes in every tile tried,
+# and ship so; under Triton 3.6.0 two in float16 on sm_90 too, 12 and 28 bytes.
 Blocks = tuple[int, int, int]
 Tiles = dict[str, Blocks | dict[int | tuple[int, int], Blocks]]
 _BF16_32: Tiles = {
@@ -125,7 +125,7 @@ BY_ARCHITECTURE: dict[str, dict[tuple[torch.dtype, int], Tiles]] = {
     },
     "sm_100": {
         (torch.bfloat16, 32): {
-            "map": {32: (4, 32, 32), 64: (4, 32, 64), (64, 32): (4, 32, 32), 128: (4, 32, 64)},
+            "map": {32: (4, 32, 32), 64: (4, 32, 64), (64, 32): (4, 32, 32), 128: (4, 16, 64), (128, 128): (4, 32, 64)},
             "gradient_values": {32: (4, 32, 64), 64: (4, 64, 64), (64, 32): (4, 16, 32), 128: (4, 16, 64)},
             "gradient_keys": {
                 32: (2, 16, 64),
@@ -160,7 +160,7 @@ BY_ARCHITECTURE: dict[str, dict[tuple[torch.dtype, int], Tiles]] = {
     "gfx942": {
         (torch.bfloat16, 32): {"gradient_keys": {32: (2, 16, 64), 64: (4, 32, 32), 128: (4, 32, 32)}},
         (torch.float16, 32): {
-            "gradient_keys": dict.fromkeys(WIDTHS, (4, 32, 16)) | {(K, 32): (4, 32, 32) for K in WIDTHS}
+            "gradient_keys": dict.fromkeys(WIDTHS, (4, 16, 32)) | {(K, 32): (4, 32, 32) for K in WIDTHS}
         },
         (torch.float32, 32): {"gradient_keys": (4, 32, 32)},
     },
