@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from cdrmix import _text
 from cdrmix.config.schema_data import Dedup
-from cdrmix.data.dedup import minhash as dedup
+from cdrmix.data.pipeline.duplicates import deduplicate
 from cdrmix.data.pipeline.near import CROWDED
 from cdrmix.data.prepare import prepare
 from cdrmix.data.shards import ShardSet
@@ -343,12 +343,12 @@ def test_deduplication_by_itself(tmp_path: Path) -> None:
     documents = [
         Document(text, f"source {n % 2}", str(n), {"url": f"http://h.org/{n}"}) for n, text in enumerate(texts)
     ]
-    left = list(dedup.deduplicate(documents, Dedup(), folder=tmp_path))
+    left = list(deduplicate(documents, Dedup(), folder=tmp_path))
     assert [len(family & {int(document.id) for document in left}) for family in families] == [1] * len(families)
     assert all(document == documents[int(document.id)] for document in left)
-    assert list(dedup.deduplicate(reversed(documents), Dedup(), memory_mb=1, folder=tmp_path)) == left
-    capped = list(dedup.deduplicate(documents, Dedup(near=False, documents_per_host=5), folder=tmp_path))
+    assert list(deduplicate(reversed(documents), Dedup(), memory_mb=1, folder=tmp_path)) == left
+    capped = list(deduplicate(documents, Dedup(near=False, documents_per_host=5), folder=tmp_path))
     assert len(capped) == 5
-    unknown = list(dedup.deduplicate(documents, Dedup(near=False, documents_per_host=5), url_field=None))
+    unknown = list(deduplicate(documents, Dedup(near=False, documents_per_host=5), url_field=None))
     assert len(unknown) == len(texts)
     assert list(tmp_path.iterdir()) == []
