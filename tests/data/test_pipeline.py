@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import random
+import re
 from collections.abc import Iterable
 from itertools import combinations
 from pathlib import Path
@@ -352,3 +353,12 @@ def test_deduplication_by_itself(tmp_path: Path) -> None:
     unknown = list(deduplicate(documents, Dedup(near=False, documents_per_host=5), url_field=None))
     assert len(unknown) == len(texts)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_example_of_the_readme_runs() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (example,) = (block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "minhash" in block)
+    names: dict[str, Any] = {}
+    exec(example, names)
+    assert sorted(document.text for document in names["survivors"]) == ["a text", "another"]
+    assert names["signatures"].shape == (2, 128)
