@@ -45,8 +45,9 @@ from cdrmix.run_folder import RunFolder
 from cdrmix.runtime import work_alone
 from cdrmix.training.distributed import DistributedContext, join
 from cdrmix.training.launch import check_processes
-from cdrmix.training.metrics import amount, check_trackers
 from cdrmix.training.stage_a import train
+from cdrmix.training.trackers import check_trackers
+from cdrmix.units import amount
 
 Item = TypeVar("Item")
 

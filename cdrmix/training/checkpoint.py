@@ -46,7 +46,7 @@ from cdrmix.inference.checkpoints import (
     read_tensors,
     state_dict_mismatch,
 )
-from cdrmix.run_folder import check_text
+from cdrmix.run_folder import RunFolder, check_text
 from cdrmix.training.distributed import DistributedContext
 from cdrmix.training.engine import Engine
 
@@ -141,6 +141,31 @@ def save_checkpoint(
     files = {name: entry for part in world.gather(entries) for name, entry in part.items()}
     _together(world, commit, temporary, folder)
     return final
+
+
+class Saver:
+    """Checkpoints of a run, at most one a step: periodic, best and last. `latest` is the one that a resume reads."""
+
+    def __init__(
+        self, engine: Engine, config: Config, run: RunFolder, shards: Fingerprints, latest: Path | None
+    ) -> None:
+        self._engine, self._config, self._run, self._shards = engine, config, run, shards
+        self.latest = latest
+
+    def save(self, progress: Progress, *, periodic: bool) -> None:
+        """Commits a checkpoint, then removes what need not stay."""
+        folder = self._run.checkpoints
+        self.latest = save_checkpoint(self._engine, folder, progress, self._config, self._shards, periodic=periodic)
+        if self._engine.world.is_main_process:
+            prune(folder, self._config.train.keep_last, self.latest)
+        self._run.note(f"checkpoint {self.latest.name}{' (best)' if progress.best_step == progress.step else ''}")
+        self._engine.world.barrier()
+
+    def point_best(self, progress: Progress) -> None:
+        """Makes the `best` pointer say what the progress says."""
+        if self._engine.world.is_main_process:
+            restore_best(self._run.checkpoints, progress)
+        self._engine.world.barrier()
 
 
 def load_checkpoint(engine: Engine, checkpoint: Path, config: Config, fingerprints: Fingerprints) -> Progress:

@@ -42,13 +42,17 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
+        self._asked = False
         self._interrupted: float | None = None  # when the first SIGINT came, on the monotonic clock
         self._former: dict[signal.Signals, signal.Handlers | object] = {}
 
     @property
     def requested(self) -> bool:
-        return self.signal is not None
+        return self._asked
+
+    def request(self) -> None:
+        """Asks to stop, as a signal does."""
+        self._asked = True
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
@@ -70,8 +74,7 @@ class StopRequest:
                 self._interrupted = now
             elif now - self._interrupted >= SAME_INTERRUPT:
                 os._exit(128 + number)
-        if self.signal is None:
-            self.signal = signal.Signals(number)
+        self._asked = True
 
 
 def check_finite(loss: float, step: int) -> None:

@@ -10,16 +10,17 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from cdrmix.config.schema import Config
 from cdrmix.run_folder import RunFolder
+from cdrmix.training.callbacks import Callback
 from cdrmix.training.distributed import DistributedContext
 
 ROWS = 60  # of the table of operations
 HISTORY = 200_000  # allocations and frees that a snapshot of the GPU's memory goes back
 
 
-class Profiler:
+class Profiler(Callback):
     """Profiles steps `first` to `first + steps - 1` of this process, and writes what it saw into the run folder.
 
-    A context manager; `step` is called at the end of every step. In profile/ it leaves trace.json.gz (for Perfetto or
+    A context manager. In profile/ it leaves trace.json.gz (for Perfetto or
     chrome://tracing), operations.txt (time and memory by operation) and, on a GPU, memory.pickle (PyTorch's memory
     viewer). A run that ends before its last profiled step leaves what it has.
     """
@@ -49,7 +50,7 @@ class Profiler:
         if self._step < self._first:
             self._run.say(f"train.profile: this process ended before step {self._first}, the first to be profiled")
 
-    def step(self) -> None:
+    def on_step(self, step: int) -> None:
         """Takes note that a step is over."""
         if self._step <= self._last:
             self._step += 1
@@ -73,16 +74,9 @@ class Profiler:
         self._run.say(f"Profile of steps {self._first} to {self._step - 1} of this process: {folder}")
 
 
-class _Off:
-    """Profiles nothing."""
-
-    def step(self) -> None:
-        """Does nothing."""
-
-
-def make_profiler(config: Config, run: RunFolder, world: DistributedContext) -> AbstractContextManager[Profiler | _Off]:
+def make_profiler(config: Config, run: RunFolder, world: DistributedContext) -> AbstractContextManager[Callback]:
     """The profiler of a run, in its first process. In the others and without `train.profile` it does nothing."""
     settings = config.train.profile
     if settings is None or not world.is_main_process:
-        return nullcontext(_Off())
+        return nullcontext(Callback())
     return Profiler(settings.first, settings.steps, run, world.device)

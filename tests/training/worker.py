@@ -29,7 +29,7 @@ from cdrmix.model.loss import LossModel
 from cdrmix.run_folder import RunFolder
 from cdrmix.runtime import seed_everything
 from cdrmix.training import engine as engine_module
-from cdrmix.training import stage_a
+from cdrmix.training import stage_a, trainer
 from cdrmix.training.build import build_loss_model
 from cdrmix.training.checkpoint import Fingerprints, Progress, differences, load_checkpoint, save_checkpoint
 from cdrmix.training.distributed import DistributedContext, join, rank_size_local_rank
@@ -82,13 +82,13 @@ def act_before(order: str) -> None:
 
     def act_then_answer(train: Train, step: int) -> float:
         if step == int(finished):
-            stage_a.learning_rate = learning_rate
+            trainer.learning_rate = learning_rate
             if act == "stop":
                 raise BrokenOff
             os.kill(os.getpid(), signal.Signals[act])
         return learning_rate(train, step)
 
-    stage_a.learning_rate = act_then_answer
+    trainer.learning_rate = act_then_answer
 
 
 def repeat(order: dict[str, Any]) -> int:

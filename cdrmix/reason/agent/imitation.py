@@ -12,9 +12,10 @@ from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
 from cdrmix.reason.agent.agent import TokenMemory, Window
 from cdrmix.reason.episodes import Episodes, EpisodeSource
-from cdrmix.reason.model import Loss, PhaseLoss, StageBModel
+from cdrmix.reason.model import Loss, StageBModel
 from cdrmix.reason.phase import generator_of
 from cdrmix.reason.rl.rollout import micro_batches, taken
+from cdrmix.training.objective import Outcome
 
 
 class Demonstrations(NamedTuple):
@@ -148,7 +149,7 @@ class _ImitationLoss:
     def __init__(self, part: Demonstrations, tokens: float, sequences: int) -> None:
         self.part, self.tokens, self.sequences = part, tokens, sequences
 
-    def __call__(self, model: StageBModel) -> PhaseLoss:
+    def __call__(self, model: StageBModel) -> Outcome:
         device = next(model.parameters()).device
         prompts, targets, mask = (x.to(device) for x in self.part)
         logits, balance = taken(model.language_model, prompts, targets)
@@ -156,4 +157,4 @@ class _ImitationLoss:
         total = torch.where(mask, costs, 0.0).sum() / self.tokens
         right = ((logits.detach().argmax(-1) == targets) & mask).sum()
         sums = torch.stack([total.detach().float(), right.float(), mask.sum().float()])
-        return PhaseLoss(total + balance * (len(mask) / self.sequences), sums)
+        return Outcome(total + balance * (len(mask) / self.sequences), sums)
