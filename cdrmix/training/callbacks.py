@@ -19,8 +19,8 @@ class Callback:
     def on_record(self, record: Record) -> bool | None:
         """After every step that is recorded: the first, the last, each `train.log_every`-th, each validated one.
 
-        record: a StepRecord in stage A, a PhaseRecord in stage B. Return True to stop the run as a signal does: after
-        the step that follows a checkpoint is committed and Preempted raised.
+        record: a StepRecord in stage A, a PhaseRecord in stage B. Return True to stop the run as a signal does: it
+        makes one more step, commits a checkpoint and raises Preempted.
         """
 
     def on_checkpoint(self, checkpoint: Path) -> None:

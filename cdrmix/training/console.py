@@ -76,7 +76,6 @@ class Console(Callback):
             return
         if record.valid_bits_per_byte is not None:
             self._valid = record.valid_bits_per_byte
-        self.on_step(record.step)
         line = self._line(record)
         if self._progress is not None:
             self._progress.update(self._task, figures=self._figures(record))

@@ -70,15 +70,15 @@ def timeless(run: RunFolder) -> list[dict[str, object]]:
 def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, act: Callable[[], None]) -> None:
     """Does `act` once, when the console hears of the step."""
     done: list[int] = []
-    advance = Console.advance
+    on_step = Console.on_step
 
-    def advance_and_act(self: Console, number: int) -> None:
-        advance(self, number)
+    def note_and_act(self: Console, number: int) -> None:
+        on_step(self, number)
         if number == step and not done:
             done.append(number)
             act()
 
-    monkeypatch.setattr(Console, "advance", advance_and_act)
+    monkeypatch.setattr(Console, "on_step", note_and_act)
 
 
 class Killed(Exception):
