@@ -65,16 +65,14 @@ def run(config: cdrmix.Config) -> Path:
 
 
 def test_callbacks_are_told_of_a_run_and_may_stop_it(config: cdrmix.Config) -> None:
+    config = config.model_copy(update={"train": config.train.model_copy(update={"steps": 3})})
     first, second = Listener(stop=1), Listener()
     with pytest.raises(cdrmix.errors.Preempted, match="a callback after step 2 of 3"):
-        cdrmix.train(
-            config.model_copy(update={"train": config.train.model_copy(update={"steps": 3})}), callbacks=[first]
-        )
+        cdrmix.train(config, callbacks=[first])
     one, record, two, *rest = first.told
     assert (one, two) == (1, 2)
     assert record.step == 1  # type: ignore[attr-defined]
     assert rest[-1] == "step-00000002"
-    config = config.model_copy(update={"train": config.train.model_copy(update={"steps": 3})})
     folder = cdrmix.train(config, resume="auto", callbacks=[second])
     assert [told for told in second.told if isinstance(told, int)] == [3]
     assert second.told[-1] == "step-00000003"
@@ -180,7 +178,7 @@ def test_an_abandoned_stream_leaves_nothing_behind(run: Path) -> None:
 def test_names_and_wrong_values_of_the_module(run: Path) -> None:
     assert set(cdrmix.__all__) <= set(dir(cdrmix))
     assert python("import cdrmix; print(cdrmix.errors.ConfigError.__name__)").strip() == "ConfigError"
-    with pytest.raises(AttributeError, match="it has Config, LanguageModel"):
+    with pytest.raises(AttributeError, match="it has Callback, Config, LanguageModel"):
         _ = cdrmix.nothing  # type: ignore[attr-defined]
     for device in ("gpu", "cuda:1", ""):
         with pytest.raises(cdrmix.errors.ConfigError, match="device must be one of auto, cpu, cuda"):
