@@ -10,8 +10,11 @@ import torch
 from torch import nn
 
 from cdrmix.config.schema import Config
+from cdrmix.config.schema_reasoning import EpisodesOfTask, Reasoning
 from cdrmix.config.schema_reasoning import Phase as PhaseSection
+from cdrmix.reason.episodes import EpisodeSource
 from cdrmix.reason.model import Loss, StageBModel
+from cdrmix.registry import Registry
 from cdrmix.training.callbacks import Callback
 from cdrmix.training.distributed import DistributedContext, join
 from cdrmix.training.engine import Engine, make_engine
@@ -30,7 +33,7 @@ class Phase(Protocol):
 
     @property
     def measures(self) -> tuple[str, ...]:
-        """The names of PhaseLoss.sums."""
+        """The names of Outcome.sums."""
 
     def trains(self, parameter: str) -> bool:
         """Whether a parameter, by its name in a StageBModel, is changed by this phase."""
@@ -40,6 +43,18 @@ class Phase(Protocol):
 
     def record(self, sums: dict[str, float]) -> dict[str, float]:
         """What is shown of a step (or of several, summed): means and rates."""
+
+
+Sources = Callable[[EpisodesOfTask], EpisodeSource]
+
+PHASES: Registry[Callable[[Config, Sources], Phase]] = Registry("phase of stage B")
+"""Makes a phase, by its key under `reasoning.phases`, from the configuration and from what makes episodes of a task."""
+
+
+def reasoning_of(config: Config) -> Reasoning:
+    """The section that every configuration with stage B has."""
+    assert config.reasoning is not None
+    return config.reasoning
 
 
 def generator_of(seed: int, name: str, step: int, rank: int = 0) -> torch.Generator:

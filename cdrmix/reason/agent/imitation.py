@@ -13,7 +13,7 @@ from cdrmix.errors import ConfigError
 from cdrmix.reason.agent.agent import TokenMemory, Window
 from cdrmix.reason.episodes import Episodes, EpisodeSource
 from cdrmix.reason.model import Loss, StageBModel
-from cdrmix.reason.phase import generator_of
+from cdrmix.reason.phase import PHASES, Sources, generator_of, reasoning_of
 from cdrmix.reason.rl.rollout import micro_batches, taken
 from cdrmix.training.objective import Outcome
 
@@ -141,6 +141,12 @@ class ImitationPhase:
     def record(self, sums: dict[str, float]) -> dict[str, float]:
         """Of a step: the loss, and the share of tokens of which the teacher's was the likeliest."""
         return {"loss": sums["loss"], "accuracy": sums["right"] / max(sums["tokens"], 1.0)}
+
+
+@PHASES("imitation")
+def make_imitation(config: Config, sources: Sources) -> ImitationPhase:
+    """The phase of a configuration."""
+    return ImitationPhase(config, sources(reasoning_of(config).agent))
 
 
 class _ImitationLoss:

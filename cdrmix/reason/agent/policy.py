@@ -21,7 +21,7 @@ from cdrmix.errors import ConfigError
 from cdrmix.reason.agent.agent import Reading, Turn, Window, read_episodes, rewards_of
 from cdrmix.reason.episodes import EpisodeSource
 from cdrmix.reason.model import Loss, StageBModel
-from cdrmix.reason.phase import generator_of
+from cdrmix.reason.phase import PHASES, Sources, generator_of, reasoning_of
 from cdrmix.reason.rl.grpo import OBJECTIVES, Objective, Totals, entropy, group_advantages, policy_loss
 from cdrmix.reason.rl.rollout import micro_batches, taken
 from cdrmix.training.objective import Outcome
@@ -183,6 +183,12 @@ class PolicyPhase:
         self._idle = self._idle + 1 if idle else 0
         if self._idle and self._idle % PATIENCE == 0:
             LOGGER.warning(message_of_idleness(self._idle, solved, self.rl.group_size))
+
+
+@PHASES("policy")
+def make_policy(config: Config, sources: Sources) -> PolicyPhase:
+    """The phase of a configuration."""
+    return PolicyPhase(config, sources(reasoning_of(config).agent))
 
 
 def message_of_idleness(steps: int, solved: float, group_size: int) -> str:

@@ -31,7 +31,7 @@ from cdrmix.reason.controller.controller import (
 from cdrmix.reason.episodes import EpisodeSource, Probe
 from cdrmix.reason.heads import ControllerHeads
 from cdrmix.reason.model import Loss, StageBModel
-from cdrmix.reason.phase import generator_of
+from cdrmix.reason.phase import PHASES, Sources, generator_of, reasoning_of
 from cdrmix.reason.rl.grpo import Advantages, Totals, entropy, group_advantages, policy_loss
 from cdrmix.training.objective import Outcome
 
@@ -257,6 +257,12 @@ class AcceptancePhase:
             f"were dropped, since the rollouts of each had one reward (on average {reward:.3f}), so nothing is learnt: "
             f"{why}"
         )
+
+
+@PHASES("acceptance")
+def make_acceptance(config: Config, sources: Sources) -> AcceptancePhase:
+    """The phase of a configuration."""
+    return AcceptancePhase(config, sources(reasoning_of(config).acceptance or reasoning_of(config).plasticity))
 
 
 def measure(

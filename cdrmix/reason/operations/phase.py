@@ -29,7 +29,7 @@ from cdrmix.reason.heads import OPERATIONS, RETRIEVE
 from cdrmix.reason.model import Loss, StageBModel
 from cdrmix.reason.operations.rollout import Decisions, Reader, Rollouts
 from cdrmix.reason.operations.windows import Read, Windows
-from cdrmix.reason.phase import generator_of
+from cdrmix.reason.phase import PHASES, Sources, generator_of, reasoning_of
 from cdrmix.reason.rl.grpo import Totals, entropy, group_advantages, policy_loss
 from cdrmix.training.objective import Outcome
 
@@ -193,6 +193,12 @@ class OperationsImitationPhase:
         }
 
 
+@PHASES("operations_imitation")
+def make_operations_imitation(config: Config, sources: Sources) -> OperationsImitationPhase:
+    """The phase of a configuration."""
+    return OperationsImitationPhase(config, sources(reasoning_of(config).operations))
+
+
 class OperationsPhase:
     """Groups of rollouts of one question: operations that did better than the others' become likelier."""
 
@@ -335,6 +341,12 @@ class OperationsPhase:
             "retention": sums["held"] / max(sums["captured"], 1),
             "dropped_groups": sums["dropped_groups"] / max(sums["groups"], 1),
         }
+
+
+@PHASES("operations")
+def make_operations(config: Config, sources: Sources) -> OperationsPhase:
+    """The phase of a configuration."""
+    return OperationsPhase(config, sources(reasoning_of(config).operations))
 
 
 def evaluate(model: StageBModel, reader: Reader, numbers: Sequence[int], chunks: int) -> dict[str, float]:

@@ -27,7 +27,7 @@ from cdrmix.model.fast_weights import FastWeightOptions
 from cdrmix.model.language_model import Cache, LanguageModel
 from cdrmix.reason.episodes import Episodes, EpisodeSource
 from cdrmix.reason.model import Loss, StageBModel
-from cdrmix.reason.phase import generator_of
+from cdrmix.reason.phase import PHASES, Sources, generator_of, reasoning_of
 from cdrmix.training.objective import Outcome
 
 EVALUATION_ROWS = 64  # episodes of one forward pass
@@ -145,6 +145,12 @@ class PlasticityPhase:
             "accuracy": sums["correct"] / max(sums["answers"], 1),
             "correlation": sums["correlation"] / max(sums["episodes"], 1),
         }
+
+
+@PHASES("plasticity")
+def make_plasticity(config: Config, sources: Sources) -> PlasticityPhase:
+    """The phase of a configuration."""
+    return PlasticityPhase(config, sources(reasoning_of(config).plasticity))
 
 
 @torch.no_grad()
