@@ -1,4 +1,4 @@
-"""What a person sees of a training: one live line on a terminal, aligned plain lines otherwise."""
+"""Progress on the console: one live line on a terminal, aligned plain lines otherwise."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from cdrmix.units import amount, clock
 
 
 class Console(Callback):
-    """Progress for a person: one live line on a terminal, aligned plain lines otherwise.
+    """Progress of stage A: one live line on a terminal, aligned plain lines otherwise.
 
-    Use as a context manager. Every record is also noted in train.log as a plain line. shown: else only noted.
+    A context manager. Every record is also a plain line of train.log. shown: whether the console shows it.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Console(Callback):
             self._progress.stop()
 
     def on_step(self, step: int) -> None:
-        """Moves the bar to `step`; costs nothing where there is no bar."""
+        """Moves the bar to `step`, where there is a bar."""
         self._step = step
         if self._progress is not None:
             self._progress.update(self._task, completed=step)
@@ -116,7 +116,7 @@ class Console(Callback):
 
 
 class PhaseConsole(Callback):
-    """A phase's progress for a person: aligned lines, the names of what is measured above them. A context manager."""
+    """Progress of a phase: aligned lines under the names of its measures. A context manager."""
 
     WIDTH = 88  # characters of measures
 
@@ -138,10 +138,10 @@ class PhaseConsole(Callback):
         assert isinstance(record, PhaseRecord)
         if not self._run.writes:
             return
-        widths, room = {}, self.WIDTH
-        for name in record.measures:  # as many as there is room for; metrics.jsonl has all
-            room -= max(len(name), 7) + 2
-            if room >= 0:
+        widths, space = {}, self.WIDTH
+        for name in record.measures:  # as many as fit; metrics.jsonl has all
+            space -= max(len(name), 7) + 2
+            if space >= 0:
                 widths[name] = max(len(name), 7)
         count = f"{record.phase_step}/{self._steps}"
         place = len(self._phase) + 2 + 2 * len(str(self._steps))

@@ -1,4 +1,4 @@
-"""What one optimizer step reports: the records that metrics.jsonl, the trackers, the console and the report read."""
+"""The records of optimizer steps, which metrics.jsonl, the trackers, the console and the report read."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from cdrmix.eval.routing import expert_load, routing_metrics
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step. Losses are in nats; `routers` are named as in `Model.routers`; `router` maps a measure to one
-    value of each; `load` has for each every expert's share of the routes, 1 / E where it is even.
+    """One optimizer step of stage A. Losses are in nats.
 
-    `loss` is what was optimised; `next_token_loss` is nats per valid token of the global batch;
-    `tokens` counts valid tokens since the start of the run, `seconds` training time since then.
-    The validation figures are there on the steps that evaluated.
+    loss: the optimised loss. next_token_loss: nats per token with a target, over the global batch. tokens: with a
+    target, since the start of the run. seconds: training time since then. routers: names as in `Model.routers`.
+    router: measure -> one value for each router. load: for each router the fraction of routes of each expert, 1 / E
+    when balanced. valid_*: on steps that were validated.
     """
 
     step: int
@@ -44,9 +44,9 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class PhaseRecord:
-    """One optimizer step of a phase of stage B. `step` goes on counting where stage A ended, `phase_step` from 1.
+    """One optimizer step of a phase of stage B. `step` continues the count of stage A, `phase_step` counts from 1.
 
-    measures: what the phase shows of its step, by name: means and rates.
+    measures: means and rates of the step, by name.
     """
 
     step: int
@@ -64,7 +64,7 @@ Record = StepRecord | PhaseRecord
 
 
 class RoutingCounts(NamedTuple):
-    """Of a step's global batch, by router and expert [L, E]: routes that wanted it, rows that it computed."""
+    """Of a step's global batch, by router and expert [L, E]: tokens before capacity, tokens after it."""
 
     demand_LE: Tensor
     counts_LE: Tensor
@@ -81,7 +81,7 @@ class RoutingCounts(NamedTuple):
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """A record as flat numbers: `router/entropy_bits/layer3`, and so on; what is None is left out."""
+    """A record as flat numbers, such as `router/entropy_bits/layer3`, without what is None."""
     flat: dict[str, float] = {}
     fields = dataclasses.asdict(record)
     routers = router_names(fields) if "routers" in fields else []
@@ -101,6 +101,6 @@ def scalars(record: Record) -> dict[str, float]:
 
 
 def router_names(record: Mapping[str, Any]) -> list[str]:
-    """The names of the routers of a record; of one that has none of them (metrics.jsonl of before), their numbers."""
+    """The names of the routers of a record; their numbers, if an older metrics.jsonl has no names."""
     counted = [record.get("load", []), *record.get("router", {}).values()]
     return record.get("routers") or [str(number) for number in range(max(map(len, counted)))]

@@ -27,7 +27,7 @@ class Tracker(Protocol):
 
 
 class Trackers(Callback):
-    """Every tracker of a run: metrics.jsonl always, the others as `logging` says. A context manager.
+    """All trackers of a run. A context manager.
 
     Raises ConfigError, before the first step, when a tracker's package is not installed.
     """
@@ -51,24 +51,24 @@ class Trackers(Callback):
         self.close()
 
     def on_record(self, record: Record) -> None:
-        """Hands one record to every tracker."""
+        """Passes a record to every tracker."""
         for tracker in self._trackers:
             tracker.write(record)
 
     def close(self) -> None:
-        """Flushes and closes every tracker; again is harmless."""
+        """Flushes and closes every tracker. May be called again."""
         while self._trackers:
             self._trackers.pop().close()
 
 
 class JsonLines:
-    """metrics.jsonl: one JSON object a record, each line handed to the operating system at once."""
+    """metrics.jsonl: one JSON object a record. Each line is flushed to the operating system."""
 
     def __init__(self, run: RunFolder) -> None:
         written = run.metrics_jsonl.read_bytes() if run.metrics_jsonl.exists() else b""
         torn = written != b"" and not written.endswith(b"\n")
         self._file = run.metrics_jsonl.open("a", buffering=1, encoding="utf-8")
-        if torn:  # a killed run's half line must not swallow the next record
+        if torn:  # a killed run may have left half a line
             self._file.write("\n")
 
     def write(self, record: Record) -> None:
@@ -95,7 +95,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Scalars for Weights & Biases; the run carries the folder's name, so a resumed run goes on in it."""
+    """Scalars for Weights & Biases. The run id is the folder's name, so a resumed run continues it."""
 
     def __init__(self, run: RunFolder, config: Config) -> None:
         wandb = _package("wandb")
@@ -116,7 +116,7 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """Metrics for MLflow; the tracking server is MLflow's own setting (MLFLOW_TRACKING_URI)."""
+    """Metrics for MLflow. MLFLOW_TRACKING_URI names the tracking server."""
 
     def __init__(self, run: RunFolder, config: Config) -> None:
         self._mlflow = _package("mlflow")
@@ -132,7 +132,7 @@ class MLflow:
         self._mlflow.end_run()
 
 
-# By the names of their packages, which are also their keys under `logging`.
+# By package name, which is also the key under `logging`.
 TRACKERS: dict[str, Callable[[RunFolder, Config], Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,
@@ -148,7 +148,7 @@ def check_trackers(config: Config) -> None:
 
 
 def _is_installed(name: str) -> bool:
-    # A module that is imported already need not have a spec, and find_spec would raise.
+    # An imported module may have no spec, for which find_spec raises.
     return sys.modules.get(name) is not None or importlib.util.find_spec(name) is not None
 
 
