@@ -103,7 +103,7 @@ def test_a_loss_that_is_not_finite_names_step_and_batch() -> None:
         with pytest.raises(NonFiniteLossError, match=r"step 5 \(global batch 4 ") as caught:
             check_finite(loss, 5)
         assert caught.value.exit_code == 9
-        assert "a new run, which is what a changed configuration" in str(caught.value)
+        assert "start a new run with a lower train.learning_rate" in str(caught.value)
 
 
 def test_only_fp16_may_skip_and_not_for_ever() -> None:
