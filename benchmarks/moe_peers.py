@@ -117,14 +117,14 @@ def serve_by(products: str | None, device: torch.device) -> None:
         importlib.import_module("cdrmix.kernels.moe.grouped").force(products)
 
 
-def ours(layer: Layer, save: str = "fast", products: str | None = None) -> Implementation:
+def ours(layer: Layer, recompute: bool = False, products: str | None = None) -> Implementation:
     """cdrmix; products: who multiplies on a GPU instead of the committed choice (kernels/moe/grouped.py)."""
 
     def call(x: Tensor, logits: Tensor, weights: list[Tensor]) -> Tensor:
         w_up, w_down = weights
         serve_by(products, x.device)
         routing = ops.route_topk(logits, layer.k)
-        return ops.moe_experts(x, w_up, w_down, routing, activation=layer.activation, save=save)
+        return ops.moe_experts(x, w_up, w_down, routing, activation=layer.activation, recompute=recompute)
 
     return Implementation(call)
 
@@ -334,7 +334,7 @@ def liger(layer: Layer) -> Iterator[tuple[str, Implementation]]:
 
 def implementations(device: str, layer: Layer) -> tuple[dict[str, Implementation], dict[str, str]]:
     """What there is to measure, ours first and then by interest, and what there is not, with the reason."""
-    found = {OURS: ours(layer), f"{OURS}, save='min'": ours(layer, "min")}
+    found = {OURS: ours(layer), f"{OURS}, recompute=True": ours(layer, recompute=True)}
     if device == "cuda":
         found |= {f"{OURS}, products by {who}": ours(layer, products=who) for who in ("grouped_mm", "triton")}
     absent = {"MegaBlocks": "has source distributions alone, to be compiled against the machine's CUDA"}

@@ -93,12 +93,12 @@ class Runner(comparison.Runner):
         """
         inputs = [x.detach().double() for x in self.inputs]
         flags = {"chunk": 64, "exclusive": False}
-        y, _, _ = reference_scan.decay_scan_forward(
+        y, _, _ = reference_scan.ssd_scan_forward(
             *inputs, None, self.problem.cu_seqlens, **flags, save=False, return_state=False
         )
         exact = [y]
         if self.part == "training":
-            exact += reference_scan.decay_scan_backward(
+            exact += reference_scan.ssd_scan_backward(
                 self.dy.double(), None, *inputs, None, self.problem.cu_seqlens, [], **flags
             )[:4]
         found = dict(zip(("y", *(f"d{name}" for name in NAMES)), zip(self.run(), exact, strict=False), strict=False))

@@ -27,12 +27,12 @@ Implementation = Callable[[list[Tensor], Tensor | None], Tensor]  # q, k, v, log
 
 
 def ours(inputs: list[Tensor], cu_seqlens: Tensor | None) -> Tensor:
-    return ops.decay_scan(*inputs, cu_seqlens=cu_seqlens)[0]
+    return ops.ssd_scan(*inputs, cu_seqlens=cu_seqlens)[0]
 
 
 def naive(inputs: list[Tensor], cu_seqlens: Tensor | None) -> Tensor:
     assert cu_seqlens is None
-    return reference_scan.decay_scan_recurrence(*(x.float() for x in inputs))[0].to(inputs[2].dtype)
+    return reference_scan.ssd_scan_recurrence(*(x.float() for x in inputs))[0].to(inputs[2].dtype)
 
 
 def segment_sums(x: Tensor) -> Tensor:
@@ -77,12 +77,12 @@ class _Chunked(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, log_decay)
         ctx.cu_seqlens = cu_seqlens
         flags = {"chunk": 32, "exclusive": False, "save": True, "return_state": False}
-        return reference_scan.decay_scan_forward(q, k, v, log_decay, None, cu_seqlens, **flags)[0]
+        return reference_scan.ssd_scan_forward(q, k, v, log_decay, None, cu_seqlens, **flags)[0]
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
         inputs = ctx.saved_tensors
-        *gradients, _ = reference_scan.decay_scan_backward(
+        *gradients, _ = reference_scan.ssd_scan_backward(
             dy, None, *inputs, None, ctx.cu_seqlens, [], chunk=32, exclusive=False
         )
         return *gradients, None

@@ -92,12 +92,12 @@ def main() -> int:
 
 def time_mix(device: torch.device, shapes: int | None) -> Iterator[tuple[str, bool]]:
     """The recurrence and the operators around it: what ran, and whether all values are finite."""
-    choices = itertools.product(WIDTHS[:shapes], DTYPES, SPLITS, ("fast", "min"))
-    for (key_width, value_width), dtype, split, save in choices:
+    choices = itertools.product(WIDTHS[:shapes], DTYPES, SPLITS, (False, True))
+    for (key_width, value_width), dtype, split, recompute in choices:
         documents = "packed" if split else "one row"
         yield (
-            f"wkv7 K {key_width} V {value_width} {dtype} {documents} {save}",
-            once(device, key_width, value_width, dtype, split, save),
+            f"wkv7 K {key_width} V {value_width} {dtype} {documents} {recompute=}",
+            once(device, key_width, value_width, dtype, split, recompute),
         )
     for (width, _), dtype, packed in itertools.product(EQUAL[:shapes], DTYPES, (True, False)):
         yield f"time mix K {width} {dtype} {'packed' if packed else 'one row'}", around(device, width, dtype, packed)
@@ -105,13 +105,14 @@ def time_mix(device: torch.device, shapes: int | None) -> Iterator[tuple[str, bo
 
 def mixtures(device: torch.device, shapes: int | None) -> Iterator[tuple[str, bool]]:
     """The mixture of experts: what ran, and whether all values are finite."""
-    for shape, dtype, activation, save in itertools.product(
-        EXPERTS[:shapes], DTYPES, ("swiglu", "relu2"), ("fast", "min")
+    for shape, dtype, activation, recompute in itertools.product(
+        EXPERTS[:shapes], DTYPES, ("swiglu", "relu2"), (False, True)
     ):
-        yield f"moe {shape} {dtype} {activation} {save}", mixture(device, shape, dtype, activation, save)
+        finite = mixture(device, shape, dtype, activation, recompute)
+        yield f"moe {shape} {dtype} {activation} {recompute=}", finite
 
 
-def mixture(device: torch.device, shape: Experts, dtype: torch.dtype, activation: str, save: str) -> bool:
+def mixture(device: torch.device, shape: Experts, dtype: torch.dtype, activation: str, recompute: bool) -> bool:
     """Routing, dispatch, combine and experts with every gradient; whether all values are finite."""
 
     def normal(*size: int, kind: torch.dtype = dtype) -> torch.Tensor:
@@ -124,7 +125,7 @@ def mixture(device: torch.device, shape: Experts, dtype: torch.dtype, activation
     x, wide = normal(shape.tokens, shape.d_model), shape.hidden * (2 if activation == "swiglu" else 1)
     w_up = normal(shape.experts, shape.d_model, wide)
     w_down = normal(shape.experts, shape.hidden, shape.d_model)
-    y = ops.moe_experts(x, w_up, w_down, routing, activation=activation, save=save)
+    y = ops.moe_experts(x, w_up, w_down, routing, activation=activation, recompute=recompute)
     back = ops.moe_combine(ops.moe_dispatch(x, routing), routing)
     total = y.float().sum() + back.float().sum() + routing.load_balance + routing.z_loss
     gradients = torch.autograd.grad(total, (x, logits, w_up, w_down))
@@ -192,7 +193,7 @@ def scans(device: torch.device, shapes: int | None) -> Iterator[tuple[str, bool]
 
 
 def scan(device: torch.device, widths: tuple[int, int], dtype: torch.dtype, exclusive: bool) -> bool:
-    """decay_scan of packed documents with every gradient, then one step; whether all values are finite."""
+    """ssd_scan of packed documents with every gradient, then one step; whether all values are finite."""
     tokens, heads = 70, 4
     q, k = (torch.randn(1, tokens, 2, widths[0], device=device).to(dtype).requires_grad_() for _ in range(2))
     v = torch.randn(1, tokens, heads, widths[1], device=device).to(dtype).requires_grad_()
@@ -200,15 +201,15 @@ def scan(device: torch.device, widths: tuple[int, int], dtype: torch.dtype, excl
     state = torch.randn(3, heads, widths[1], widths[0], device=device, requires_grad=True)
     cu_seqlens = torch.tensor([0, 40, 40, tokens], device=device)
     inputs = (q, k, v, log_decay)
-    y, last = ops.decay_scan(*inputs, state=state, cu_seqlens=cu_seqlens, exclusive=exclusive, return_state=True)
+    y, last = ops.ssd_scan(*inputs, state=state, cu_seqlens=cu_seqlens, exclusive=exclusive, return_state=True)
     assert last is not None
     gradients = torch.autograd.grad((y.float().sum(), last.square().sum()), (*inputs, state))
-    step, after = ops.decay_scan_step(*(x.detach()[:, -1] for x in inputs), last.detach()[-1:], exclusive)
+    step, after = ops.ssd_scan_step(*(x.detach()[:, -1] for x in inputs), last.detach()[-1:], exclusive)
     return all(bool(x.isfinite().all()) for x in (y, last, *gradients, step, after))
 
 
 def once(
-    device: torch.device, key_width: int, value_width: int, dtype: torch.dtype, split: list[int] | None, save: str
+    device: torch.device, key_width: int, value_width: int, dtype: torch.dtype, split: list[int] | None, recompute: bool
 ) -> bool:
     """wkv7 with every gradient, then one step from its last state; whether all values are finite."""
     tokens, heads = 70, 2
@@ -223,7 +224,7 @@ def once(
     documents = 1 if split is None else len(split) - 1
     state = torch.randn(documents, heads, value_width, key_width, device=device, requires_grad=True)
     cu_seqlens = None if split is None else torch.tensor(split, device=device)
-    y, last = ops.wkv7(*inputs, state=state, cu_seqlens=cu_seqlens, return_state=True, save=save)
+    y, last = ops.wkv7(*inputs, state=state, cu_seqlens=cu_seqlens, return_state=True, recompute=recompute)
     assert last is not None
     gradients = torch.autograd.grad((y.float().sum(), last.square().sum()), [*inputs, state])
     r, log_w, k, v, a, b = (x.detach()[:, -1] for x in inputs)

@@ -194,7 +194,7 @@ def scan(sizes: Sizes, normal: Normal) -> tuple[Leaves, Outputs]:
 
     def outputs(x: Leaves) -> list[Tensor]:
         streams = (x[name] for name in ("q", "k", "v", "log_decay"))
-        y, last = ops.decay_scan(*streams, state=x["state"], cu_seqlens=cu_seqlens, return_state=True)
+        y, last = ops.ssd_scan(*streams, state=x["state"], cu_seqlens=cu_seqlens, return_state=True)
         assert last is not None
         return [y, last]
 

@@ -163,7 +163,7 @@ class Counter(TorchDispatchMode):
             return ("wkv7" if name.startswith("wkv7") else "time-mix"), self.kernels(name, moved)
         if ours and name.startswith(("moe_", "route")):
             return "routing", self.by_bytes(moved, ROUTING_LAUNCHES.get(name, 1))
-        if ours and name.startswith(("decay_scan", "causal_conv")):
+        if ours and name.startswith(("ssd_scan", "causal_conv")):
             return "mamba", self.by_bytes(moved)
         if ours and name.startswith("linear") and "norm" not in name:
             flops = linear_flops(given)

@@ -376,19 +376,20 @@ class Trainer:
         marks = Marks(world.device)
         engine.set_learning_rate(learning_rate(self.config.train, len(self.losses)))
         next_token = torch.zeros((), dtype=torch.float64, device=world.device)
-        demand_LE = None
+        tokens_per_expert_LE = None
         for batch in batches:
             losses = engine.forward(batch, last=batch is batches[-1])
             engine.backward(losses.total)
             next_token += losses.next_token_sum.detach()
             if losses.router is not None:
-                demand = losses.router.demand_LE.double()
-                demand_LE = demand if demand_LE is None else demand_LE + demand
+                added_LE = losses.router.tokens_per_expert_LE.double()
+                tokens_per_expert_LE = added_LE if tokens_per_expert_LE is None else tokens_per_expert_LE + added_LE
             marks.add()
         # As the loop of training does: sums of all processes, and one read of the device.
-        counts_LE = next_token.new_zeros(0, 0) if demand_LE is None else demand_LE
+        if tokens_per_expert_LE is None:
+            tokens_per_expert_LE = next_token.new_zeros(0, 0)
         norm = engine.clip()
-        parts = [world.total(torch.cat([next_token.reshape(1), counts_LE.flatten()]))]
+        parts = [world.total(torch.cat([next_token.reshape(1), tokens_per_expert_LE.flatten()]))]
         parts += [] if norm is None else [norm.double().reshape(1)]
         read = torch.cat(parts).cpu()
         loss = read[0].item() / (sum(batch.ids_BT.numel() for batch in batches) * world.size)
@@ -396,12 +397,13 @@ class Trainer:
         self.losses.append(loss)
         applied = engine.step(None if norm is None else read[-1].item())
         engine.zero()
-        counts_LE = read[1 : 1 + counts_LE.numel()].view(counts_LE.shape)
+        tokens_per_expert_LE = read[1 : 1 + tokens_per_expert_LE.numel()].view(tokens_per_expert_LE.shape)
         if applied and self._bias_rate > 0:
-            balance_routers(engine.module, counts_LE, self._bias_rate)
+            balance_routers(engine.module, tokens_per_expert_LE, self._bias_rate)
         marks.add()
-        if counts_LE.numel():
-            self.load_over_even = (counts_LE / counts_LE.mean(1, keepdim=True)).max().item()
+        if tokens_per_expert_LE.numel():
+            even_L1 = tokens_per_expert_LE.mean(1, keepdim=True)
+            self.load_over_even = (tokens_per_expert_LE / even_L1).max().item()
         return marks
 
     def synchronize(self) -> None:

@@ -25,7 +25,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "communication": ("nccl", "allreduce", "all_reduce", "reduce_scatter", "allgather", "c10d"),
     "compiled": ("triton_poi_", "triton_red_", "triton_per_", "compiledfxgraph"),
     "wkv7": ("wkv7",),
-    "scan": ("decay_scan",),
+    "scan": ("ssd_scan",),
     "moe": ("moe_", "grouped_mm", "groupproblemshape"),
     "time_mix": ("time_mix", "token_shift"),
     "ce": ("cross_entropy",),

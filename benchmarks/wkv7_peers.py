@@ -43,9 +43,9 @@ class Implementation:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-def ours(save: str = "fast") -> Implementation:
+def ours(*, recompute: bool = False) -> Implementation:
     def call(inputs: list[Tensor], cu_seqlens: Tensor | None) -> Tensor:
-        return ops.wkv7(*inputs, cu_seqlens=cu_seqlens, save=save)[0]
+        return ops.wkv7(*inputs, cu_seqlens=cu_seqlens, recompute=recompute)[0]
 
     return Implementation(call)
 
@@ -73,7 +73,7 @@ def implementations(
     found = {OURS: ours()}
     absent = {"rwkv": "runs whole models forward; it has no op to train with"}
     if device == "cuda":
-        found[f"{OURS}, save='min'"] = ours("min")
+        found[f"{OURS}, recompute=True"] = ours(recompute=True)
         _add(found, absent, FLA, ("fla", "einops"), fla)
         if not importlib.util.find_spec("tilelang"):
             absent["fla, TileLang"] = "tilelang is not installed"

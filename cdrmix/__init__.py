@@ -10,7 +10,7 @@ From Python (docs/api.md), each loaded when it is first used:
     train(config)         a run, from raw text to an exported model, as `cdrmix train` makes it
     prepare(config)       the text of a configuration to tokenised, packed shards
     errors                what can go wrong, by kind
-    ops                   the operators: attention, wkv7, decay_scan, moe_experts, linear_cross_entropy, ...
+    ops                   the operators: attention, wkv7, ssd_scan, moe_experts, linear_cross_entropy, ...
 """
 
 from __future__ import annotations

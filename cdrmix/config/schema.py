@@ -53,7 +53,7 @@ class Rwkv(Section):
     """RWKV-7 time-mix blocks: heads of `head_size`, low-rank maps of the given ranks."""
 
     head_size: Literal[16, 32, 64, 128] = 64
-    removal: Literal[1, 2] = 1  # factor of what a token removes; 2: eigenvalues down to -1, which track states
+    allow_neg_eigval: bool = False  # eigenvalues of a transition in [-1, 1] instead of [0, 1], for state tracking
     decay_rank: PositiveInt
     iclr_rank: PositiveInt  # in-context learning rate, `a` in the paper
     value_rank: PositiveInt

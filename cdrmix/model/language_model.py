@@ -29,7 +29,7 @@ class RouterStats(NamedTuple):
     feed-forward): rows computed and routes wanting by expert [L, E] (int64), losses [L]."""
 
     counts_LE: Tensor
-    demand_LE: Tensor
+    tokens_per_expert_LE: Tensor
     load_balance_L: Tensor
     z_loss_L: Tensor
 

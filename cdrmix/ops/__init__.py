@@ -22,7 +22,7 @@ from cdrmix.ops.moe import moe_combine, moe_dispatch, moe_experts, moe_product
 from cdrmix.ops.norm import add_norm
 from cdrmix.ops.routing import route_topk
 from cdrmix.ops.rwkv7 import wkv7, wkv7_step
-from cdrmix.ops.ssd import decay_scan, decay_scan_step
+from cdrmix.ops.ssd import ssd_scan, ssd_scan_step
 from cdrmix.ops.time_mix import GROUP_NORM_EPS, time_mix_keys, time_mix_output, time_mix_streams
 
 __all__ = [
@@ -33,8 +33,6 @@ __all__ = [
     "attention",
     "backend",
     "compute_dtype",
-    "decay_scan",
-    "decay_scan_step",
     "document_starts",
     "linear",
     "linear_cross_entropy",
@@ -46,6 +44,8 @@ __all__ = [
     "plastic_commit",
     "plastic_lora",
     "route_topk",
+    "ssd_scan",
+    "ssd_scan_step",
     "time_mix_keys",
     "time_mix_output",
     "time_mix_streams",
@@ -59,8 +59,8 @@ OPS: dict[str, Callable[..., object]] = {
     "attention": attention,
     "wkv7": wkv7,
     "wkv7_step": wkv7_step,
-    "decay_scan": decay_scan,
-    "decay_scan_step": decay_scan_step,
+    "ssd_scan": ssd_scan,
+    "ssd_scan_step": ssd_scan_step,
     "time_mix_streams": time_mix_streams,
     "time_mix_keys": time_mix_keys,
     "time_mix_output": time_mix_output,

@@ -17,7 +17,7 @@ from cdrmix.ops.weights import compute_weight, gradient_sum, is_attached, outsid
 
 
 def moe_experts(
-    x_TD: Tensor, w_up: Tensor, w_down: Tensor, routing: Routing, *, activation: str = "relu2", save: str = "fast"
+    x_TD: Tensor, w_up: Tensor, w_down: Tensor, routing: Routing, *, activation: str = "relu2", recompute: bool = False
 ) -> Tensor:
     """y_t = sum_j weights_tj expert_(experts_tj)(x_t), with expert_e(x) = act(x w_up_e) w_down_e.
 
@@ -27,27 +27,27 @@ def moe_experts(
     w_down: [E, F, D]. All of bfloat16, float16, float32 or float64; under autocast they are cast to its dtype.
     routing: of `route_topk`, for these T tokens and E experts. Dropped routes add nothing.
     activation: "relu2", relu(z)^2, or "swiglu", silu(gate) * up.
-    save: what is kept for the backward pass beside x and indices: "fast" Z = x w_up, R rows of F or 2F, "min"
-        nothing, so that Z is made again. A token thus keeps 2D + 2kF (relu2) or 2D + 4kF (swiglu) bytes in bfloat16.
+    recompute: False keeps Z = x w_up for the backward pass, R rows of F or 2F; True computes it again there, with the
+        same bits. In bfloat16 a token keeps 2D bytes (x), and with False 2kF (relu2) or 4kF (swiglu) bytes of Z.
     Returns [T, D] in the compute dtype. Differentiable once, in x, both weights and routing.weights_TK; an expert
     without rows has gradients of zero. The same bits every time.
     Raises ValueError naming the argument, before anything runs; a Routing's indices out of range are found on a CPU
     always, on a GPU under CDRMIX_DEBUG=1 alone.
     """
     if torch.compiler.is_compiling() and compute_dtype(x_TD) != w_up.dtype:
-        return outside_graphs(_experts, x_TD, w_up, w_down, routing, activation, save)
-    return _experts(x_TD, w_up, w_down, routing, activation, save)
+        return outside_graphs(_experts, x_TD, w_up, w_down, routing, activation, recompute)
+    return _experts(x_TD, w_up, w_down, routing, activation, recompute)
 
 
-def _experts(x_TD: Tensor, w_up: Tensor, w_down: Tensor, routing: Routing, activation: str, save: str) -> Tensor:
-    _check_experts(x_TD, w_up, w_down, routing, activation, save)
+def _experts(x_TD: Tensor, w_up: Tensor, w_down: Tensor, routing: Routing, activation: str, recompute: bool) -> Tensor:
+    _check_experts(x_TD, w_up, w_down, routing, activation, recompute)
     tensors = (x_TD, w_up, w_down, routing.weights_TK)
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
-        save = "none"
+        recompute = True  # there is no backward pass: nothing is kept
     dtype = compute_dtype(x_TD)
     weights_TK = routing.weights_TK if dtype == torch.float64 else routing.weights_TK.float()
     indices = (routing.experts_TK, routing.order_R.contiguous(), routing.counts_E.contiguous())
-    others = (weights_TK.contiguous(), *indices, activation, save)
+    others = (weights_TK.contiguous(), *indices, activation, recompute)
     if is_attached(w_up) or is_attached(w_down):
         attached: Tensor = _AttachedExperts.apply(w_up, w_down, x_TD.to(dtype).contiguous(), *others)
         return attached
@@ -125,13 +125,15 @@ def _check_rows(op: str, rows: Tensor, routing: Routing, count: int, meaning: st
         raise ValueError(f"{op}: the rows are on {rows.device}, but the routing is on {routing.order_R.device}")
 
 
-def _check_experts(x_TD: Tensor, w_up: Tensor, w_down: Tensor, routing: Routing, activation: str, save: str) -> None:
+def _check_experts(
+    x_TD: Tensor, w_up: Tensor, w_down: Tensor, routing: Routing, activation: str, recompute: bool
+) -> None:
     """Raises ValueError for what shapes, dtypes and devices tell; reads no value."""
     _check_routing("moe_experts", routing)
     if activation not in ACTIVATIONS:
         raise ValueError(f"moe_experts: activation={activation!r}; choose 'relu2' or 'swiglu'")
-    if save not in ("fast", "min"):
-        raise ValueError(f"moe_experts: save={save!r}; choose 'fast' or 'min'")
+    if not isinstance(recompute, bool):
+        raise ValueError(f"moe_experts: recompute must be True or False; found {recompute!r}")
     for name, x, sizes in (("x", x_TD, "T, D"), ("w_up", w_up, "E, D, F or 2F"), ("w_down", w_down, "E, F, D")):
         if not isinstance(x, Tensor):
             raise ValueError(f"moe_experts: {name} must be a torch.Tensor; found {type(x).__name__}")
@@ -208,13 +210,13 @@ def _moe_experts(
     order_R: Tensor,
     counts_E: Tensor,
     activation: str,
-    save: str,
+    recompute: bool,
 ) -> tuple[Tensor, Tensor]:
     """y, and Z of no elements unless it is saved. experts_TK is looked at by the checks alone."""
     _check_indices(experts_TK, order_R, counts_E)
     with torch.autocast(x_TD.device.type, enabled=False):  # which an operator inherits from its caller
         found: tuple[Tensor, Tensor] = _kernels(x_TD).experts_forward(
-            x_TD, w_up, w_down, weights_TK, order_R, counts_E, activation=activation, save=save
+            x_TD, w_up, w_down, weights_TK, order_R, counts_E, activation=activation, recompute=recompute
         )
     return found
 
@@ -229,9 +231,9 @@ def _(
     order_R: Tensor,
     counts_E: Tensor,
     activation: str,
-    save: str,
+    recompute: bool,
 ) -> tuple[Tensor, Tensor]:
-    saved = x_TD.new_empty((len(order_R), w_up.shape[2]) if save == "fast" else 0)
+    saved = x_TD.new_empty((len(order_R), w_up.shape[2]) if not recompute else 0)
     return torch.empty_like(x_TD), saved
 
 
@@ -246,7 +248,7 @@ def _moe_experts_backward(
     counts_E: Tensor,
     z: Tensor,
     activation: str,
-    save: str,
+    recompute: bool,
     up_sum: Tensor | None,
     down_sum: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -255,7 +257,7 @@ def _moe_experts_backward(
         found: tuple[Tensor, Tensor, Tensor, Tensor] = _kernels(x_TD).experts_backward(
             *(dy_TD, x_TD, w_up, w_down, weights_TK, order_R, counts_E, z, up_sum, down_sum),
             activation=activation,
-            save=save,
+            recompute=recompute,
         )
     return found
 
@@ -271,7 +273,7 @@ def _(
     counts_E: Tensor,
     z: Tensor,
     activation: str,
-    save: str,
+    recompute: bool,
     up_sum: Tensor | None,
     down_sum: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -284,7 +286,7 @@ def _gradient_like(weight: Tensor, total: Tensor | None) -> Tensor:
 
 
 def _keep_experts(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x_TD, w_up, w_down, weights_TK, _, order_R, counts_E, ctx.activation, ctx.save = inputs
+    x_TD, w_up, w_down, weights_TK, _, order_R, counts_E, ctx.activation, ctx.recompute = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x_TD, w_up, w_down, weights_TK, order_R, counts_E, output[1])
 
@@ -292,7 +294,7 @@ def _keep_experts(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 def _differentiate_experts(ctx: Any, dy_TD: Tensor | None, _: object) -> tuple[Tensor | None, ...]:
     if dy_TD is None:
         return (None,) * 9
-    gradients = _moe_experts_backward(dy_TD.contiguous(), *ctx.saved_tensors, ctx.activation, ctx.save, None, None)
+    gradients = _moe_experts_backward(dy_TD.contiguous(), *ctx.saved_tensors, ctx.activation, ctx.recompute, None, None)
     wanted = [dx if needed else None for dx, needed in zip(gradients, ctx.needs_input_grad, strict=False)]
     return *wanted, None, None, None, None, None
 
@@ -308,7 +310,7 @@ class _AttachedExperts(torch.autograd.Function):
         """w_up, w_down: the weights themselves; x_TD in the compute dtype; others: as `_moe_experts` takes them."""
         copies = compute_weight(w_up, x_TD.dtype), compute_weight(w_down, x_TD.dtype)
         y_TD, z = _moe_experts(x_TD, *copies, *others)
-        weights_TK, _, order_R, counts_E, ctx.activation, ctx.save = others
+        weights_TK, _, order_R, counts_E, ctx.activation, ctx.recompute = others
         ctx.weights = w_up, w_down
         ctx.save_for_backward(x_TD, *copies, weights_TK, order_R, counts_E, z)
         return y_TD
@@ -318,7 +320,7 @@ class _AttachedExperts(torch.autograd.Function):
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
         sums = [gradient_sum(weight) for weight in ctx.weights]
         dx_TD, dw_up, dw_down, dweights_TK = _moe_experts_backward(
-            dy_TD.contiguous(), *ctx.saved_tensors, ctx.activation, ctx.save, *sums
+            dy_TD.contiguous(), *ctx.saved_tensors, ctx.activation, ctx.recompute, *sums
         )
         found = (
             dw_up if sums[0] is None else None,

@@ -120,12 +120,12 @@ def _moe_route_backward(
     dz_loss: Tensor | None,
     logits_TE: Tensor,
     experts_TK: Tensor,
-    demand_E: Tensor,
+    tokens_per_expert_E: Tensor,
 ) -> Tensor:
     gradients = [None if dy is None else dy.contiguous() for dy in (dweights_TK, dload_balance, dz_loss)]
     with torch.autocast(logits_TE.device.type, enabled=False):
         dlogits_TE: Tensor = _kernels(logits_TE).route_backward(
-            *gradients, logits_TE, experts_TK, demand_E, experts_TK.shape[1]
+            *gradients, logits_TE, experts_TK, tokens_per_expert_E, experts_TK.shape[1]
         )
     return dlogits_TE
 
@@ -137,24 +137,26 @@ def _(
     dz_loss: Tensor | None,
     logits_TE: Tensor,
     experts_TK: Tensor,
-    demand_E: Tensor,
+    tokens_per_expert_E: Tensor,
 ) -> Tensor:
     return torch.empty_like(logits_TE)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: RoutingTensors) -> None:
-    _, experts_TK, counts_E, demand_E, order_R, _, _ = output
+    _, experts_TK, counts_E, tokens_per_expert_E, order_R, _, _ = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(experts_TK, counts_E, demand_E, order_R)
-    ctx.save_for_backward(inputs[0], experts_TK, demand_E)
+    ctx.mark_non_differentiable(experts_TK, counts_E, tokens_per_expert_E, order_R)
+    ctx.save_for_backward(inputs[0], experts_TK, tokens_per_expert_E)
 
 
 def _differentiate(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
     dweights_TK, *_, dload_balance, dz_loss = gradients
-    logits_TE, experts_TK, demand_E = ctx.saved_tensors
+    logits_TE, experts_TK, tokens_per_expert_E = ctx.saved_tensors
     dlogits_TE = None
     if any(dy is not None for dy in (dweights_TK, dload_balance, dz_loss)):
-        dlogits_TE = _moe_route_backward(dweights_TK, dload_balance, dz_loss, logits_TE, experts_TK, demand_E)
+        dlogits_TE = _moe_route_backward(
+            dweights_TK, dload_balance, dz_loss, logits_TE, experts_TK, tokens_per_expert_E
+        )
     return dlogits_TE, None, None, None, None
 
 

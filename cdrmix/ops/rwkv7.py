@@ -34,7 +34,7 @@ def wkv7(
     state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_state: bool = False,
-    save: str = "fast",
+    recompute: bool = False,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """RWKV-7's generalised delta rule over a batch of documents (arXiv 2503.14456, equations 16 to 19).
@@ -48,7 +48,8 @@ def wkv7(
     cu_seqlens: int32 or int64 [N + 1], not decreasing, document starts over the flattened B * T tokens, every row's
         start among them: S starts anew at each. None: one document a row, N = B. Read on the device without waiting.
     state: float32 [N, H, V, K], what each document's S starts from; None: zeros.
-    save: what is kept for the backward pass, "fast" or "min"; bytes of each in `kernels/rwkv7/triton.py` and `cpu.py`.
+    recompute: True keeps less for the backward pass, which computes it again: same bits, more time. The bytes are in
+        `kernels/rwkv7/triton.py` and `cpu.py`.
     chunk: tokens of one parallel piece, 16, 32 or 64; None: what is best for the dtype and widths. On a CPU, tokens
         between two kept states, which changes no bit.
     Returns y [B, T, H, V] in v's dtype and, if `return_state`, each document's last S, float32 [N, H, V, K].
@@ -59,14 +60,13 @@ def wkv7(
     below that bound) are checked under CDRMIX_DEBUG=1 alone, as reading them waits for the GPU; cu_seqlens on a CPU
     always is.
     """
-    if save not in ("min", "fast"):
-        raise ValueError(f"wkv7: save={save!r}; choose 'fast' or 'min'")
+    if not isinstance(recompute, bool):
+        raise ValueError(f"wkv7: recompute must be True or False; found {recompute!r}")
     _check("wkv7", (r, log_w, k, v, a, b), state, cu_seqlens, chunk)
     tensors = (r, log_w, k, v, a, b, state, cu_seqlens)
-    if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)):
-        save = "none"
+    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     dense = [x if x is None else x.contiguous() for x in tensors]
-    y, last, _ = _wkv7(*dense, chunk, save, return_state)
+    y, last, _ = _wkv7(*dense, chunk, save, recompute, return_state)
     return y, last if return_state else None
 
 
@@ -175,7 +175,8 @@ def _wkv7(
     state: Tensor | None,
     cu_seqlens: Tensor | None,
     chunk: int | None,
-    save: str,
+    save: bool,
+    recompute: bool,
     return_state: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """y, the last states (of no elements unless wanted), and what the backward pass needs beside the inputs."""
@@ -184,10 +185,9 @@ def _wkv7(
     chunked = backend(r) == "triton" and kernels is not reference
     sizes = kernels.chunk_sizes(r.dtype, r.shape[-1], v.shape[-1]) if chunked else (None,)
     _check_log_w("wkv7", log_w, sizes[0] and (chunk or sizes[0]))
+    flags = {"chunk": chunk, "save": save, "recompute": recompute, "return_state": return_state}
     with torch.autocast(r.device.type, enabled=False):  # which an operator inherits from its caller
-        y, last, saved = kernels.wkv7_forward(
-            *_cast((r, log_w, k, v, a, b)), state, cu_seqlens, chunk=chunk, save=save, return_state=return_state
-        )
+        y, last, saved = kernels.wkv7_forward(*_cast((r, log_w, k, v, a, b)), state, cu_seqlens, **flags)
     return y.to(v.dtype).contiguous(), last, saved  # the reference cuts its rows out of longer ones
 
 
@@ -202,13 +202,14 @@ def _(
     state: Tensor | None,
     cu_seqlens: Tensor | None,
     chunk: int | None,
-    save: str,
+    save: bool,
+    recompute: bool,
     return_state: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     documents, heads, value_width, key_width = shape = _state_shape(v, r, cu_seqlens)
     last = r.new_empty(shape if return_state else 0, dtype=state_dtype(r))
     sizes = (*r.shape[:2], heads, key_width, value_width, documents, cu_seqlens is not None)
-    saved = _kernels(r, v).wkv7_saved_shapes(*sizes, r.dtype, chunk=chunk, save=save)
+    saved = _kernels(r, v).wkv7_saved_shapes(*sizes, r.dtype, chunk=chunk, save=save, recompute=recompute)
     return torch.empty_like(v), last, [r.new_empty(size, dtype=dtype) for size, dtype in saved]
 
 
@@ -226,13 +227,13 @@ def _wkv7_backward(
     cu_seqlens: Tensor | None,
     saved: list[Tensor],
     chunk: int | None,
-    save: str,
+    recompute: bool,
 ) -> list[Tensor]:
     """The gradients of r, log_w, k, v, a, b in their dtypes, and of the state (of no elements where there was none)."""
     inputs = (r, log_w, k, v, a, b)
     with torch.autocast(r.device.type, enabled=False):
         *gradients, dstate = _kernels(r, v).wkv7_backward(
-            *_cast((dy,)), dlast, *_cast(inputs), state, cu_seqlens, saved, chunk=chunk, save=save
+            *_cast((dy,)), dlast, *_cast(inputs), state, cu_seqlens, saved, chunk=chunk, recompute=recompute
         )
     return [*(dx.to(x.dtype).contiguous() for dx, x in zip(gradients, inputs, strict=True)), dstate]
 
@@ -251,14 +252,14 @@ def _(
     cu_seqlens: Tensor | None,
     saved: list[Tensor],
     chunk: int | None,
-    save: str,
+    recompute: bool,
 ) -> list[Tensor]:
     dstate = r.new_empty(0, dtype=state_dtype(r)) if state is None else torch.empty_like(state)
     return [*(torch.empty_like(x) for x in (r, log_w, k, v, a, b)), dstate]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
-    *tensors, ctx.chunk, ctx.save, _ = inputs
+    *tensors, ctx.chunk, _, ctx.recompute, _ = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output[2])
 
@@ -267,9 +268,9 @@ def _differentiate(ctx: Any, dy: Tensor | None, dlast: Tensor | None, _: object)
     r, log_w, k, v, a, b, state, cu_seqlens, *saved = ctx.saved_tensors
     dy = torch.zeros_like(v) if dy is None else dy.contiguous()
     dlast = dlast.contiguous() if dlast is not None and dlast.numel() else None
-    gradients = _wkv7_backward(dy, dlast, r, log_w, k, v, a, b, state, cu_seqlens, saved, ctx.chunk, ctx.save)
+    gradients = _wkv7_backward(dy, dlast, r, log_w, k, v, a, b, state, cu_seqlens, saved, ctx.chunk, ctx.recompute)
     wanted = [dx if needed else None for dx, needed in zip(gradients, ctx.needs_input_grad, strict=False)]
-    return *wanted, None, None, None, None
+    return *wanted, None, None, None, None, None
 
 
 _wkv7.register_autograd(_differentiate, setup_context=_keep)

@@ -1,6 +1,6 @@
 """The decay scan as PyTorch operators: checks, registration, and the choice of implementation.
 
-`cdrmix::decay_scan` and its backward are opaque to torch.compile, which therefore passes through without a break.
+`cdrmix::ssd_scan` and its backward are opaque to torch.compile, which therefore passes through without a break.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WIDEST = 256  # keys and values of the GPU's kernels
 Inputs = tuple[Tensor, ...]  # in the order of ARGUMENTS
 
 
-def decay_scan(
+def ssd_scan(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -60,35 +60,33 @@ def decay_scan(
     0) are checked under CDRMIX_DEBUG=1 alone, as reading them waits for the GPU; cu_seqlens on a CPU always is.
     """
     inputs = (q, k, v, log_decay)
-    _check("decay_scan", inputs, state, cu_seqlens, chunk)
+    _check("ssd_scan", inputs, state, cu_seqlens, chunk)
     if not isinstance(exclusive, bool):
-        raise ValueError(f"decay_scan: exclusive must be True or False; found {exclusive!r}")
+        raise ValueError(f"ssd_scan: exclusive must be True or False; found {exclusive!r}")
     tensors = (*inputs, state, cu_seqlens)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     dense = [x if x is None else x.contiguous() for x in tensors]
-    y, last, _ = _decay_scan(*dense, chunk, exclusive, save, return_state)
+    y, last, _ = _ssd_scan(*dense, chunk, exclusive, save, return_state)
     return y, last if return_state else None
 
 
-def decay_scan_step(
+def ssd_scan_step(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, exclusive: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """One token of `decay_scan` for generation: the same formula, without gradients.
+    """One token of `ssd_scan` for generation: the same formula, without gradients.
 
     q, k: [B, G, K]; v: [B, H, V]; log_decay: [B, H]; state: float32 [B, H, V, K]. Returns y [B, H, V], the new state.
     """
     inputs = (q, k, v, log_decay)
-    _check("decay_scan_step", inputs, state, None, None)
+    _check("ssd_scan_step", inputs, state, None, None)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, state)):
-        raise ValueError(
-            "decay_scan_step has no gradient: call decay_scan with T = 1, or wrap the call in torch.no_grad()"
-        )
-    return _decay_scan_step(*(x.contiguous() for x in inputs), state.contiguous(), exclusive)
+        raise ValueError("ssd_scan_step has no gradient: call ssd_scan with T = 1, or wrap the call in torch.no_grad()")
+    return _ssd_scan_step(*(x.contiguous() for x in inputs), state.contiguous(), exclusive)
 
 
 def _check(op: str, inputs: Inputs, state: Tensor | None, cu_seqlens: Tensor | None, chunk: int | None) -> None:
     """Raises ValueError for what shapes, dtypes and devices tell; reads no value."""
-    step = op == "decay_scan_step"
+    step = op == "ssd_scan_step"
     named = dict(zip(ARGUMENTS, inputs, strict=True))
     others = {"state": state if step or state is not None else inputs[0], "cu_seqlens": cu_seqlens}
     for name, x in (named | others).items():
@@ -142,7 +140,7 @@ def _check_log_decay(op: str, log_decay: Tensor) -> None:
 
 
 def _kernels(q: Tensor) -> ModuleType:
-    """The module whose `decay_scan_forward`, `decay_scan_backward` and `decay_scan_step` serve these tensors."""
+    """The module whose `ssd_scan_forward`, `ssd_scan_backward` and `ssd_scan_step` serve these tensors."""
     return kernels_of("ssd", backend(q))
 
 
@@ -158,8 +156,8 @@ def _state_shape(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[int, 
     return documents, v.shape[-2], v.shape[-1], q.shape[-1]
 
 
-@torch.library.custom_op("cdrmix::decay_scan", mutates_args=())
-def _decay_scan(
+@torch.library.custom_op("cdrmix::ssd_scan", mutates_args=())
+def _ssd_scan(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -172,15 +170,15 @@ def _decay_scan(
     return_state: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """y, the last states (of no elements unless wanted), and what the backward pass needs beside the inputs."""
-    check_document_starts("decay_scan", cu_seqlens, *q.shape[:2])
-    _check_log_decay("decay_scan", log_decay)
+    check_document_starts("ssd_scan", cu_seqlens, *q.shape[:2])
+    _check_log_decay("ssd_scan", log_decay)
     flags = {"chunk": chunk, "exclusive": exclusive, "save": save, "return_state": return_state}
     with torch.autocast(q.device.type, enabled=False):  # which an operator inherits from its caller
-        y, last, saved = _kernels(q).decay_scan_forward(*_cast((q, k, v, log_decay)), state, cu_seqlens, **flags)
+        y, last, saved = _kernels(q).ssd_scan_forward(*_cast((q, k, v, log_decay)), state, cu_seqlens, **flags)
     return y.to(v.dtype), last, saved
 
 
-@_decay_scan.register_fake
+@_ssd_scan.register_fake
 def _(
     q: Tensor,
     k: Tensor,
@@ -196,12 +194,12 @@ def _(
     shape = _state_shape(q, v, cu_seqlens)
     last = q.new_empty(shape if return_state else 0, dtype=state_dtype(q))
     sizes = (q.shape, v.shape, shape[0], cu_seqlens is not None, q.dtype)
-    saved = _kernels(q).decay_scan_saved_shapes(*sizes, chunk=chunk, save=save)
+    saved = _kernels(q).ssd_scan_saved_shapes(*sizes, chunk=chunk, save=save)
     return torch.empty_like(v), last, [q.new_empty(size, dtype=dtype) for size, dtype in saved]
 
 
-@operator("cdrmix::decay_scan_backward")
-def _decay_scan_backward(
+@operator("cdrmix::ssd_scan_backward")
+def _ssd_scan_backward(
     dy: Tensor,
     dlast: Tensor | None,
     q: Tensor,
@@ -217,13 +215,13 @@ def _decay_scan_backward(
     """The gradients of q, k, v, log_decay in their dtypes, and of the state (of no elements where there was none)."""
     inputs = (q, k, v, log_decay)
     with torch.autocast(q.device.type, enabled=False):
-        *gradients, dstate = _kernels(q).decay_scan_backward(
+        *gradients, dstate = _kernels(q).ssd_scan_backward(
             *_cast((dy,)), dlast, *_cast(inputs), state, cu_seqlens, saved, chunk=chunk, exclusive=exclusive
         )
     return [*(dx.to(x.dtype) for dx, x in zip(gradients, inputs, strict=True)), dstate]
 
 
-@_decay_scan_backward.register_fake
+@_ssd_scan_backward.register_fake
 def _(
     dy: Tensor,
     dlast: Tensor | None,
@@ -251,25 +249,25 @@ def _differentiate(ctx: Any, dy: Tensor | None, dlast: Tensor | None, _: object)
     q, k, v, log_decay, state, cu_seqlens, *saved = ctx.saved_tensors
     dy = torch.zeros_like(v) if dy is None else dy.contiguous()
     dlast = dlast.contiguous() if dlast is not None and dlast.numel() else None
-    gradients = _decay_scan_backward(dy, dlast, q, k, v, log_decay, state, cu_seqlens, saved, ctx.chunk, ctx.exclusive)
+    gradients = _ssd_scan_backward(dy, dlast, q, k, v, log_decay, state, cu_seqlens, saved, ctx.chunk, ctx.exclusive)
     wanted = [dx if needed else None for dx, needed in zip(gradients, ctx.needs_input_grad, strict=False)]
     return *wanted, None, None, None, None, None
 
 
-_decay_scan.register_autograd(_differentiate, setup_context=_keep)
+_ssd_scan.register_autograd(_differentiate, setup_context=_keep)
 
 
-@torch.library.custom_op("cdrmix::decay_scan_step", mutates_args=())
-def _decay_scan_step(
+@torch.library.custom_op("cdrmix::ssd_scan_step", mutates_args=())
+def _ssd_scan_step(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, exclusive: bool
 ) -> tuple[Tensor, Tensor]:
     """One token's y and the new state."""
-    _check_log_decay("decay_scan_step", log_decay)
+    _check_log_decay("ssd_scan_step", log_decay)
     with torch.autocast(q.device.type, enabled=False):
-        y, new = _kernels(q).decay_scan_step(*_cast((q, k, v, log_decay)), state, exclusive)
+        y, new = _kernels(q).ssd_scan_step(*_cast((q, k, v, log_decay)), state, exclusive)
     return y.to(v.dtype), new
 
 
-@_decay_scan_step.register_fake
+@_ssd_scan_step.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, exclusive: bool) -> tuple[Tensor, Tensor]:
     return torch.empty_like(v), torch.empty_like(state)

@@ -29,7 +29,7 @@ def workspace(operator: Any, args: tuple[Any, ...], results: Any, platform: Plat
         size = weights_TK.numel() * sum(w_down.shape[1:]) * x_TD.itemsize
     elif platform != "cpu" and operator._opname == "moe_experts_backward":
         x_TD, w_up, w_down, weights_TK = args[1:5]
-        again = w_up.shape[2] if args[9] == "min" else 0
+        again = w_up.shape[2] if args[9] else 0
         size = weights_TK.numel() * (again + w_up.shape[2] + sum(w_down.shape[1:])) * x_TD.itemsize
     elif operator._opname.startswith("moe_experts"):
         size = _experts_on_cpu(args, operator._opname == "moe_experts_backward")

@@ -66,17 +66,17 @@ Record = StepRecord | PhaseRecord
 class RoutingCounts(NamedTuple):
     """Of a step's global batch, by router and expert [L, E]: tokens before capacity, tokens after it."""
 
-    demand_LE: Tensor
+    tokens_per_expert_LE: Tensor
     counts_LE: Tensor
 
     def measures(self, model: Model) -> dict[str, Any]:
         """The routing fields of a StepRecord; {} without a mixture of experts."""
-        if not len(self.demand_LE):
+        if not len(self.tokens_per_expert_LE):
             return {}
         return {
             "routers": list(model.routers),
-            "router": routing_metrics(self.demand_LE, model.feed_forward.capacity_factor, self.counts_LE),
-            "load": expert_load(self.demand_LE),
+            "router": routing_metrics(self.tokens_per_expert_LE, model.feed_forward.capacity_factor, self.counts_LE),
+            "load": expert_load(self.tokens_per_expert_LE),
         }
 
 

@@ -106,7 +106,7 @@ class StepAccumulator:
         self._sums[0] += outcome.total.detach().double()
         self._sums[2:] += outcome.sums.detach().double()
         if self._counts_routing and outcome.router is not None:
-            counts_2LE = torch.stack([outcome.router.demand_LE, outcome.router.counts_LE]).double()
+            counts_2LE = torch.stack([outcome.router.tokens_per_expert_LE, outcome.router.counts_LE]).double()
             self._counts_2LE = counts_2LE if self._counts_2LE is None else self._counts_2LE + counts_2LE
 
     def total(self, stop: bool, gradient_norm: Tensor | None) -> StepTotals:

@@ -144,7 +144,7 @@ class Pretraining:
     def update(self, engine: Engine, totals: StepTotals) -> None:
         """Moves the routers' biases towards even loads."""
         if self.balances_routers:
-            balance_routers(engine.module, totals.routing.demand_LE, self._bias_rate)
+            balance_routers(engine.module, totals.routing.tokens_per_expert_LE, self._bias_rate)
 
     def tokens(self, totals: StepTotals) -> int:
         """Tokens with a target in the global batch."""

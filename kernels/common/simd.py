@@ -16,25 +16,25 @@ from numba.extending import intrinsic, models, register_model
 
 from cdrmix.kernels.common.numba_cache import compiled
 
-LANES = 8  # one AVX register, two of NEON's
+SIMD_WIDTH = 8  # one AVX register, two of NEON's
 LINE = 16  # floats of a cache line
 
 _FLOAT = ir.FloatType()
-_VECTOR = ir.VectorType(_FLOAT, LANES)
+_VECTOR = ir.VectorType(_FLOAT, SIMD_WIDTH)
 
 
-class _Lanes(types.Type):
+class _Vector(types.Type):
     """Numba's name for 8 float32 in one register."""
 
     def __init__(self) -> None:
         super().__init__(name="float32x8")
 
 
-_lanes = _Lanes()
+_vector = _Vector()
 
 
-@register_model(_Lanes)
-class _LanesModel(models.PrimitiveModel):
+@register_model(_Vector)
+class _VectorModel(models.PrimitiveModel):
     def __init__(self, manager: Any, kind: Any) -> None:
         super().__init__(manager, kind, _VECTOR)
 
@@ -45,7 +45,7 @@ def _pointer(builder: Any, base: Any, index: Any, kind: Any) -> Any:
 
 
 def _constant(value: float) -> Any:
-    return ir.Constant(_VECTOR, [value] * LANES)
+    return ir.Constant(_VECTOR, [value] * SIMD_WIDTH)
 
 
 def _shuffle(builder: Any, x: Any, y: Any, indices: list[int]) -> Any:
@@ -54,13 +54,13 @@ def _shuffle(builder: Any, x: Any, y: Any, indices: list[int]) -> Any:
 
 def _splat(builder: Any, scalar: Any) -> Any:
     vector = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), scalar, ir.Constant(ir.IntType(32), 0))
-    return _shuffle(builder, vector, vector, [0] * LANES)
+    return _shuffle(builder, vector, vector, [0] * SIMD_WIDTH)
 
 
 def _fused(builder: Any, x: Any, y: Any, z: Any) -> Any:
     """x y + z, in one rounding where the machine has the instruction."""
     function = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fmuladd.v{LANES}f32"
+        builder.module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fmuladd.v{SIMD_WIDTH}f32"
     )
     return builder.call(function, [x, y, z])
 
@@ -76,7 +76,7 @@ def _store8(builder: Any, base: Any, index: Any, x: Any) -> None:
 @intrinsic
 def load(_context: Any, base: Any, index: Any) -> Any:
     """Floats [index, index + 8) from an address."""
-    return _lanes(types.int64, types.int64), lambda context, builder, signature, at: _load8(builder, *at)
+    return _vector(types.int64, types.int64), lambda context, builder, signature, at: _load8(builder, *at)
 
 
 @intrinsic
@@ -87,7 +87,7 @@ def store(_context: Any, base: Any, index: Any, x: Any) -> Any:
         _store8(builder, *at)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, _lanes), generate
+    return types.void(types.int64, types.int64, _vector), generate
 
 
 @intrinsic
@@ -113,7 +113,7 @@ def spread(_context: Any, base: Any, index: Any) -> Any:
         base, index = at
         return _splat(builder, builder.load(_pointer(builder, base, index, _FLOAT), align=4))
 
-    return _lanes(types.int64, types.int64), generate
+    return _vector(types.int64, types.int64), generate
 
 
 @intrinsic
@@ -152,23 +152,23 @@ def integer(_context: Any, base: Any, index: Any) -> Any:
 
 @intrinsic
 def zero(_context: Any) -> Any:
-    return _lanes(), lambda context, builder, signature, none: _constant(0.0)
+    return _vector(), lambda context, builder, signature, none: _constant(0.0)
 
 
 @intrinsic
 def times(_context: Any, x: Any, y: Any) -> Any:
-    return _lanes(_lanes, _lanes), lambda context, builder, signature, xy: builder.fmul(*xy)
+    return _vector(_vector, _vector), lambda context, builder, signature, xy: builder.fmul(*xy)
 
 
 @intrinsic
 def plus(_context: Any, x: Any, y: Any) -> Any:
-    return _lanes(_lanes, _lanes), lambda context, builder, signature, xy: builder.fadd(*xy)
+    return _vector(_vector, _vector), lambda context, builder, signature, xy: builder.fadd(*xy)
 
 
 @intrinsic
 def fused(_context: Any, x: Any, y: Any, z: Any) -> Any:
     """x y + z."""
-    return _lanes(_lanes, _lanes, _lanes), lambda context, builder, signature, xyz: _fused(builder, *xyz)
+    return _vector(_vector, _vector, _vector), lambda context, builder, signature, xyz: _fused(builder, *xyz)
 
 
 @intrinsic
@@ -190,12 +190,12 @@ def exponential(_context: Any, x: Any) -> Any:
         p = _constant(1 / 5040)
         for divisor in (720, 120, 24, 6, 2, 1, 1):  # Taylor: the first term left out is f^8 / 8! < 6e-9
             p = _fused(builder, p, f, _constant(1 / divisor))
-        integers = ir.VectorType(ir.IntType(32), LANES)
-        exponent = builder.shl(builder.bitcast(shifted, integers), ir.Constant(integers, [23] * LANES))
-        power = builder.add(exponent, ir.Constant(integers, [127 << 23] * LANES))
+        integers = ir.VectorType(ir.IntType(32), SIMD_WIDTH)
+        exponent = builder.shl(builder.bitcast(shifted, integers), ir.Constant(integers, [23] * SIMD_WIDTH))
+        power = builder.add(exponent, ir.Constant(integers, [127 << 23] * SIMD_WIDTH))
         return builder.fmul(p, builder.bitcast(power, _VECTOR))
 
-    return _lanes(_lanes), generate
+    return _vector(_vector), generate
 
 
 @intrinsic
@@ -206,7 +206,7 @@ def zero_below(_context: Any, x: Any, y: Any) -> Any:
         x, y = arguments
         return builder.select(builder.fcmp_ordered("<", x, _constant(-87.0)), _constant(0.0), y)
 
-    return _lanes(_lanes, _lanes), generate
+    return _vector(_vector, _vector), generate
 
 
 @intrinsic
@@ -227,7 +227,7 @@ def row_sums(_context: Any, base: Any, index: Any) -> Any:
         low, high = [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]
         return builder.fadd(_shuffle(builder, rows[0], rows[1], low), _shuffle(builder, rows[0], rows[1], high))
 
-    return _lanes(types.int64, types.int64), generate
+    return _vector(types.int64, types.int64), generate
 
 
 @intrinsic
@@ -260,14 +260,14 @@ def loop(function: Callable[..., None]) -> Any:
 @njit(nogil=True)
 def copy(source, at, target, to, count):  # type: ignore[no-untyped-def]
     """`count` floats, a multiple of 8."""
-    for i in range(0, count, LANES):
+    for i in range(0, count, SIMD_WIDTH):
         store(target, to + i, load(source, at + i))
 
 
 @njit(nogil=True)
 def fill(source, target, to, count):  # type: ignore[no-untyped-def]
     """`count` floats, a multiple of 8, all equal to the first of `source`."""
-    for i in range(0, count, LANES):
+    for i in range(0, count, SIMD_WIDTH):
         store(target, to + i, spread(source, 0))
 
 

@@ -105,33 +105,33 @@ def experts_forward(
     counts_E: Tensor,
     *,
     activation: str,
-    save: str,
+    recompute: bool,
 ) -> tuple[Tensor, Tensor]:
     """As in `reference_moe`."""
     if x_TD.dtype != torch.float32:
         return reference_moe.experts_forward(
-            x_TD, w_up, w_down, weights_TK, order_R, counts_E, activation=activation, save=save
+            x_TD, w_up, w_down, weights_TK, order_R, counts_E, activation=activation, recompute=recompute
         )
     k = weights_TK.shape[1]
     token_R = order_R.div(k, rounding_mode="floor")
     weights_R = weights_TK.view(-1).index_select(0, order_R)
     spans, longest = reference_moe.row_spans(counts_E)
     x = x_TD.new_empty(longest, x_TD.shape[1])
-    z = x_TD.new_empty(len(order_R) if save == "fast" else longest, w_up.shape[2])
+    z = x_TD.new_empty(len(order_R) if not recompute else longest, w_up.shape[2])
     hidden = x_TD.new_empty(longest, w_down.shape[1])
     y, y_TD = torch.empty_like(x), torch.zeros_like(x_TD)
     for expert, span in enumerate(spans):
         rows = span.stop - span.start
         if rows:
-            z_here, hidden_here = z[span] if save == "fast" else z[:rows], hidden[:rows]
+            z_here, hidden_here = z[span] if not recompute else z[:rows], hidden[:rows]
             torch.index_select(x_TD, 0, token_R[span], out=x[:rows])
             mm(x[:rows], w_up[expert], out=z_here)
             _run(KERNELS[activation][0], z_here, weights_R[span], hidden_here)
             mm(hidden_here, w_down[expert], out=y[:rows])
             _run(_add_rows, y[:rows], token_R[span], y_TD)
-    if save == "fast":
+    if not recompute:
         z[spans[-1].stop :] = 0
-    return y_TD, z if save == "fast" else z.new_empty(0)
+    return y_TD, z if not recompute else z.new_empty(0)
 
 
 def experts_backward(
@@ -147,13 +147,23 @@ def experts_backward(
     down_sum: Tensor | None = None,
     *,
     activation: str,
-    save: str,
+    recompute: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As in `reference_moe`."""
     if x_TD.dtype != torch.float32:
         sums = up_sum, down_sum
         return reference_moe.experts_backward(
-            dy_TD, x_TD, w_up, w_down, weights_TK, order_R, counts_E, z, *sums, activation=activation, save=save
+            dy_TD,
+            x_TD,
+            w_up,
+            w_down,
+            weights_TK,
+            order_R,
+            counts_E,
+            z,
+            *sums,
+            activation=activation,
+            recompute=recompute,
         )
     k = weights_TK.shape[1]
     token_R = order_R.div(k, rounding_mode="floor")
@@ -163,7 +173,7 @@ def experts_backward(
     _, width, columns = w_up.shape
     x, dy = x_TD.new_empty(longest, width), x_TD.new_empty(longest, width)
     hidden, dhidden = x_TD.new_empty(longest, w_down.shape[1]), x_TD.new_empty(longest, w_down.shape[1])
-    dz, z_again = x_TD.new_empty(longest, columns), x_TD.new_empty(0 if save == "fast" else longest, columns)
+    dz, z_again = x_TD.new_empty(longest, columns), x_TD.new_empty(0 if not recompute else longest, columns)
     dx, dx_TD = torch.empty_like(x), torch.zeros_like(x_TD)
     dw_up, dw_down = reference_moe.gradient_like(w_up, up_sum), reference_moe.gradient_like(w_down, down_sum)
     for expert, span in enumerate(spans):
@@ -173,11 +183,11 @@ def experts_backward(
                 if total is None:
                     dw[expert] = 0
             continue
-        x_here, dy_here, z_here = x[:rows], dy[:rows], z[span] if save == "fast" else z_again[:rows]
+        x_here, dy_here, z_here = x[:rows], dy[:rows], z[span] if not recompute else z_again[:rows]
         hidden_here, dhidden_here, dz_here = hidden[:rows], dhidden[:rows], dz[:rows]
         torch.index_select(x_TD, 0, token_R[span], out=x_here)
         torch.index_select(dy_TD, 0, token_R[span], out=dy_here)
-        if save != "fast":
+        if recompute:
             mm(x_here, w_up[expert], out=z_here)
         mm(dy_here, w_down[expert].mT, out=dhidden_here)
         weights, dweights = weights_R[span], dweights_R[span]

@@ -28,7 +28,7 @@ class Routing:
     weights_TK: float32, the chosen experts' probabilities, normalised over the k chosen; differentiable.
     experts_TK: int64, the chosen experts, most probable first (by logit + bias).
     counts_E: int64, rows each expert computes.
-    demand_E: int64, routes that wanted it: counts_E, unless a capacity cut some.
+    tokens_per_expert_E: int64, routes that wanted it: counts_E, unless a capacity cut some.
     order_R: int64, the routes sorted stably by (dropped or not, expert, route): sorted row i is route order_R[i],
         which is choice order_R[i] % k of token order_R[i] // k. Rows from counts_E.sum() on are dropped: no expert
         computes them, they add nothing to the output, and their weights get a gradient of zero.
@@ -40,7 +40,7 @@ class Routing:
     weights_TK: Tensor
     experts_TK: Tensor
     counts_E: Tensor
-    demand_E: Tensor
+    tokens_per_expert_E: Tensor
     order_R: Tensor
     load_balance: Tensor
     z_loss: Tensor
@@ -59,20 +59,20 @@ def route_forward(
     experts_TK = torch.sort(score_TE, dim=-1, descending=True, stable=True).indices[:, :k].contiguous()
     sorted_R, order_R = experts_TK.view(-1).sort(stable=True)
     ends_E = torch.searchsorted(sorted_R, torch.arange(experts, device=sorted_R.device), right=True)
-    demand_E = ends_E.diff(prepend=ends_E.new_zeros(1))
-    counts_E = demand_E.clone()
+    tokens_per_expert_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+    counts_E = tokens_per_expert_E.clone()
     if capacity is not None:
-        counts_E = demand_E.clamp(max=capacity)
-        place_R = torch.arange(len(order_R), device=order_R.device) - (ends_E - demand_E)[sorted_R]
+        counts_E = tokens_per_expert_E.clamp(max=capacity)
+        place_R = torch.arange(len(order_R), device=order_R.device) - (ends_E - tokens_per_expert_E)[sorted_R]
         order_R = order_R[(place_R >= capacity).byte().argsort(stable=True)]
     log_normaliser_T = logits_TE.logsumexp(-1)
     mean_E = logits_TE.softmax(-1).sum(0) / max(tokens, 1)
-    share_E = demand_E.to(logits_TE.dtype) / max(len(order_R), 1)
+    share_E = tokens_per_expert_E.to(logits_TE.dtype) / max(len(order_R), 1)
     return (
         logits_TE.gather(1, experts_TK).softmax(-1),
         experts_TK,
         counts_E,
-        demand_E,
+        tokens_per_expert_E,
         order_R,
         experts * (share_E * mean_E).sum(),
         log_normaliser_T.square().sum() / max(tokens, 1),
@@ -85,7 +85,7 @@ def route_backward(
     dz_loss: Tensor | None,
     logits_TE: Tensor,
     experts_TK: Tensor,
-    demand_E: Tensor,
+    tokens_per_expert_E: Tensor,
     k: int,
 ) -> Tensor:
     """dlogits_TE. None stands for a gradient of zero. Both softmaxes are made again from the logits."""
@@ -100,7 +100,7 @@ def route_backward(
     probabilities_TE = logits_TE.softmax(-1)
     factor_TE = torch.zeros_like(logits_TE)
     if dload_balance is not None:
-        slope_E = dload_balance * demand_E.to(logits_TE.dtype) * (experts / max(tokens * tokens * k, 1))
+        slope_E = dload_balance * tokens_per_expert_E.to(logits_TE.dtype) * (experts / max(tokens * tokens * k, 1))
         factor_TE += slope_E - (probabilities_TE * slope_E).sum(-1, keepdim=True)
     if dz_loss is not None:
         factor_TE += dz_loss * logits_TE.logsumexp(-1, keepdim=True) * (2 / max(tokens, 1))
@@ -116,12 +116,12 @@ def experts_forward(
     counts_E: Tensor,
     *,
     activation: str,
-    save: str,
+    recompute: bool,
 ) -> tuple[Tensor, Tensor]:
-    """y_t = sum_j weights_tj expert_(experts_tj)(x_t), expert_e(x) = act(x w_up_e) w_down_e; and Z, [0] unless "fast".
+    """y_t = sum_j weights_tj expert_(experts_tj)(x_t), expert_e(x) = act(x w_up_e) w_down_e; and Z, [0] if `recompute`.
 
     x_TD: [T, D]; w_up: [E, D, Z], for "swiglu" column 2f the gate of hidden f and column 2f + 1 its up;
-    w_down: [E, F, D]. save: "fast" returns Z [R, Z] for `experts_backward`, "min" and "none" nothing.
+    w_down: [E, F, D]. recompute: `experts_backward` computes Z [R, Z] again.
     """
     k = weights_TK.shape[1]
     token_R = order_R.div(k, rounding_mode="floor")
@@ -131,13 +131,13 @@ def experts_forward(
         z = _zero_tail(torch._grouped_mm(x_TD.index_select(0, token_R), w_up, offs=offsets), counts_E)
         y_RD = torch._grouped_mm(_activate(z, activation), w_down, offs=offsets)  # its tail is not initialised either
         y_RD *= weights_R.unsqueeze(1)
-        return combine(y_RD, order_R, counts_E, k), z if save == "fast" else z.new_empty(0)
+        return combine(y_RD, order_R, counts_E, k), z if not recompute else z.new_empty(0)
     z = x_TD.new_zeros(len(order_R), w_up.shape[2])
     y_RD = x_TD.new_empty(len(order_R), w_down.shape[2])
     for expert, span in enumerate(row_spans(counts_E)[0]):
         z[span] = x_TD.index_select(0, token_R[span]) @ w_up[expert]
         y_RD[span] = _activate(z[span], activation) @ w_down[expert] * weights_R[span].unsqueeze(1)
-    return combine(y_RD, order_R, counts_E, k), z if save == "fast" else z.new_empty(0)
+    return combine(y_RD, order_R, counts_E, k), z if not recompute else z.new_empty(0)
 
 
 def experts_backward(
@@ -153,7 +153,7 @@ def experts_backward(
     down_sum: Tensor | None = None,
     *,
     activation: str,
-    save: str,
+    recompute: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dx_TD, dw_up, dw_down in their dtypes, dweights_TK in that of the weights; z as `experts_forward` gave it.
 
@@ -170,7 +170,7 @@ def experts_backward(
     if _has_grouped_product(x_TD, w_up, w_down):
         offsets = counts_E.cumsum(0).to(torch.int32)
         x, dy = x_TD.index_select(0, token_R), dy_TD.index_select(0, token_R)
-        if save != "fast":
+        if recompute:
             z = torch._grouped_mm(x, w_up, offs=offsets)
         hidden = _activate(z, activation)
         dhidden = torch._grouped_mm(dy, w_down.mT, offs=offsets)
@@ -187,7 +187,7 @@ def experts_backward(
         for expert, span in enumerate(row_spans(counts_E)[0]):
             rows = token_R[span]
             x, dy = x_TD.index_select(0, rows), dy_TD.index_select(0, rows)
-            z_here = z[span] if save == "fast" else x @ w_up[expert]
+            z_here = z[span] if not recompute else x @ w_up[expert]
             hidden = _activate(z_here, activation)
             dhidden = dy @ w_down[expert].mT
             dweights_R[span] = (hidden * dhidden).sum(-1, dtype=weights_R.dtype)

@@ -7,7 +7,7 @@ Backward, from dy [T, D]:
     dA'_r = dy_t W_down_e^T,  dw_r = <dA'_r, A_r>,  dZ_r = w_r dA'_r act'(Z_r)
     dW_down_e = sum_r (w_r A_r)^T dy_t,  dW_up_e = sum_r x_t^T dZ_r,  dX_r = dZ_r W_up_e^T,  dx_t = sum_j dX_r(t, j)
 so that Y is not kept (the algebra of SonicMoE, arXiv 2512.14080). Kept for the backward pass beside the inputs:
-    save="fast"  Z: K Z elements a token.        save="min"  nothing: Z is made again, with the same bits.
+    recompute=False  Z: K Z elements a token.     recompute=True  nothing: Z is computed again, with the same bits.
 Both keep x and the routing's indices: with swiglu in bfloat16, 2 D + 4 K F bytes a token and 2 D.
 
 Rows from counts_E.sum() on are of dropped routes: never read, and no buffer's rows there are written. An expert
@@ -306,14 +306,14 @@ def experts_forward(
     counts_E: Tensor,
     *,
     activation: str,
-    save: str,
+    recompute: bool,
 ) -> tuple[Tensor, Tensor]:
-    """y_TD in x's dtype, and z: [R, Z] for save="fast", else [0]. Shapes and dtypes: see the module."""
+    """y_TD in x's dtype, and z: [R, Z], or [0] if `recompute`. Shapes and dtypes: see the module."""
     x_TD, w_up, w_down, weights_TK = (tensor.contiguous() for tensor in (x_TD, w_up, w_down, weights_TK))
     p = Problem(x_TD, w_up, w_down, weights_TK.shape[1], order_R, counts_E, activation)
-    z, hidden = p.up(x_TD, w_up, save_z=save == "fast", save_a=True)
+    z, hidden = p.up(x_TD, w_up, save_z=not recompute, save_a=True)
     y_RD = p.rows(hidden, w_down, transposed=False)
-    return combine_rows(y_RD, p.plan.inverse_R, weights_TK, p.k), z if save == "fast" else p.empty(0)
+    return combine_rows(y_RD, p.plan.inverse_R, weights_TK, p.k), z if not recompute else p.empty(0)
 
 
 def experts_backward(
@@ -329,7 +329,7 @@ def experts_backward(
     down_sum: Tensor | None = None,
     *,
     activation: str,
-    save: str,
+    recompute: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dx_TD, dw_up, dw_down in their tensors' dtype, and dweights_TK float32; z as experts_forward gave it.
 
@@ -337,7 +337,7 @@ def experts_backward(
     """
     dy_TD, x_TD, w_up, w_down, weights_TK = (tensor.contiguous() for tensor in (dy_TD, x_TD, w_up, w_down, weights_TK))
     p = Problem(x_TD, w_up, w_down, weights_TK.shape[1], order_R, counts_E, activation)
-    if save != "fast":
+    if recompute:
         z, _ = p.up(x_TD, w_up, save_z=True, save_a=False)
     dz, weighted = p.empty(p.R, p.Z), p.empty(p.R, p.F)
     dweights_TK = p.gradient(dy_TD, w_down, weights_TK, z, dz, weighted)

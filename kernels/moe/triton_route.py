@@ -2,7 +2,8 @@
 
 logits [T, E] float32, K of E experts a token, R = T K routes; route i is choice i % K of token i // K.
     p = softmax(l);  chosen: the K largest of l + bias, ties to the lowest index;  w = softmax of l over the chosen
-    load_balance = E sum_e f_e P_e,  f_e = demand_e / R, P_e = mean_t p_te  (arXiv 2101.03961, eq. 4, of all choices)
+    load_balance = E sum_e f_e P_e,  P_e = mean_t p_te  (arXiv 2101.03961, eq. 4, of all choices)
+        with f_e the share of the R routes that go to expert e before capacity, tokens_per_expert_e / R
     z_loss = mean_t logsumexp(l_t)^2                                        (arXiv 2202.08906, eq. 5)
 The sort is a counting sort: a token has an expert once, so a route's place within its expert is the number of tokens
 before it that chose the same one. moe_topk counts within blocks of tokens, a prefix sum over blocks (integers, so that
@@ -86,10 +87,13 @@ def moe_topk(
 
 @triton.jit(do_not_specialize=["length", "blocks", "capacity"])
 def moe_finish(
-    ends, block_p, block_z, counts, demand, load_balance, z_loss, length, blocks, capacity,
+    ends, block_p, block_z, counts, tokens_per_expert, load_balance, z_loss, length, blocks, capacity,
     E: tl.constexpr, PADDED_E: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Adds the blocks' sums in order: counts_E and demand_E [E], load_balance, z_loss. ends: routes up to a block."""
+    """Adds the blocks' sums in order: counts_E, tokens_per_expert_E, load_balance, z_loss.
+
+    ends: routes up to the end of each block.
+    """
     experts = tl.arange(0, PADDED_E)
     p = tl.zeros([BLOCK, PADDED_E], tl.float32)
     z = tl.zeros([BLOCK], tl.float32)
@@ -99,7 +103,7 @@ def moe_finish(
         p += tl.load(block_p + rows[:, None] * E + experts[None, :], mask=inside, other=0.0)
         z += tl.load(block_z + rows, mask=rows < blocks, other=0.0)
     wanted = tl.load(ends + (blocks - 1) * E + experts, mask=experts < E, other=0)
-    tl.store(demand + experts, wanted.to(tl.int64), mask=experts < E)
+    tl.store(tokens_per_expert + experts, wanted.to(tl.int64), mask=experts < E)
     tl.store(counts + experts, tl.minimum(wanted, capacity).to(tl.int64), mask=experts < E)
     tokens = length.to(tl.float32)
     balance = tl.sum(tl.sum(p, 0) / tokens * (wanted.to(tl.float32) / (tokens * K)), 0) * E
@@ -109,7 +113,7 @@ def moe_finish(
 
 @triton.jit(do_not_specialize=["length", "capacity"])
 def moe_sort(
-    chosen, ends, block_counts, demand, order, length, capacity,
+    chosen, ends, block_counts, tokens_per_expert, order, length, capacity,
     E: tl.constexpr, PADDED_E: tl.constexpr, K: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Writes each route of a block at its sorted place: kept ones by expert and route, then dropped ones likewise."""
@@ -121,7 +125,7 @@ def moe_sort(
     # Routes of an expert before this block, and before this expert.
     place = block * E + experts
     earlier = tl.load(ends + place, mask=real, other=0) - tl.load(block_counts + place, mask=real, other=0)
-    wanted = tl.load(demand + experts, mask=real, other=0).to(tl.int32)
+    wanted = tl.load(tokens_per_expert + experts, mask=real, other=0).to(tl.int32)
     count = tl.minimum(wanted, capacity)
     over = wanted - count
     kept_start = tl.cumsum(count, 0) - count
@@ -141,7 +145,7 @@ def moe_sort(
 
 @triton.jit(do_not_specialize=["length", "has_dweights", "has_dload_balance", "has_dz_loss"])
 def moe_route_gradient(
-    dweights, dload_balance, dz_loss, logits, chosen, demand, dlogits,
+    dweights, dload_balance, dz_loss, logits, chosen, tokens_per_expert, dlogits,
     length, has_dweights, has_dload_balance, has_dz_loss,
     E: tl.constexpr, PADDED_E: tl.constexpr, K: tl.constexpr, PADDED_K: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
@@ -152,7 +156,7 @@ def moe_route_gradient(
     count = length.to(tl.float32)
     dl = tl.zeros([BLOCK_T, PADDED_E], tl.float32)
     if has_dload_balance != 0:
-        share = tl.load(demand + experts, mask=experts < E, other=0).to(tl.float32) / (count * K)
+        share = tl.load(tokens_per_expert + experts, mask=experts < E, other=0).to(tl.float32) / (count * K)
         dp = tl.load(dload_balance).to(tl.float32) * E * share / count
         dl += p * (dp[None, :] - tl.sum(p * dp[None, :], 1)[:, None])
     if has_dz_loss != 0:
@@ -201,7 +205,7 @@ _SORT = ("E", "PADDED_E", "K", "BLOCK_T")
 def route_forward(
     logits_TE: Tensor, k: int, bias: Tensor | None, capacity: int | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """weights_TK float32, experts_TK, counts_E, demand_E, order_R int64, load_balance and z_loss float32 [].
+    """weights_TK float32, experts_TK, counts_E, tokens_per_expert_E, order_R int64, load_balance and z_loss float32 [].
 
     logits_TE: float32 [T, E], E <= 256, k <= E; bias: [E] for the selection alone; capacity: rows an expert
     keeps at most, its first ones in route order; None keeps all. No tokens give zeros.
@@ -219,11 +223,19 @@ def route_forward(
     weights_TK, experts_TK = empty(T, k, dtype=torch.float32), empty(T, k, dtype=torch.int64)
     block_counts, block_p = empty(blocks, E, dtype=torch.int32), empty(blocks, E, dtype=torch.float32)
     block_z = empty(blocks, dtype=torch.float32)
-    counts_E, demand_E = empty(E, dtype=torch.int64), empty(E, dtype=torch.int64)
+    counts_E, tokens_per_expert_E = empty(E, dtype=torch.int64), empty(E, dtype=torch.int64)
     load_balance, z_loss = empty(dtype=torch.float32), empty(dtype=torch.float32)
     order_R = empty(T * k, dtype=torch.int64)
     if T == 0:
-        return weights_TK, experts_TK, counts_E.zero_(), demand_E.zero_(), order_R, load_balance.zero_(), z_loss.zero_()
+        return (
+            weights_TK,
+            experts_TK,
+            counts_E.zero_(),
+            tokens_per_expert_E.zero_(),
+            order_R,
+            load_balance.zero_(),
+            z_loss.zero_(),
+        )
     most = T if capacity is None else min(capacity, T)
     scores = logits_TE if bias is None else bias.float().contiguous()
     with on(device):
@@ -234,14 +246,16 @@ def route_forward(
         )
         ends = block_counts.cumsum(0, dtype=torch.int32)
         moe_finish[(1,)](
-            *(ends, block_p, block_z, counts_E, demand_E, load_balance, z_loss, T, blocks, most),
+            *(ends, block_p, block_z, counts_E, tokens_per_expert_E, load_balance, z_loss, T, blocks, most),
             **_constants(E, k, *_FINISH),
             num_warps=8,
         )
         moe_sort[(blocks,)](
-            *(experts_TK, ends, block_counts, demand_E, order_R, T, most), **_constants(E, k, *_SORT), num_warps=4
+            *(experts_TK, ends, block_counts, tokens_per_expert_E, order_R, T, most),
+            **_constants(E, k, *_SORT),
+            num_warps=4,
         )
-    return weights_TK, experts_TK, counts_E, demand_E, order_R, load_balance, z_loss
+    return weights_TK, experts_TK, counts_E, tokens_per_expert_E, order_R, load_balance, z_loss
 
 
 def route_backward(
@@ -250,7 +264,7 @@ def route_backward(
     dz_loss: Tensor | None,
     logits_TE: Tensor,
     experts_TK: Tensor,
-    demand_E: Tensor,
+    tokens_per_expert_E: Tensor,
     k: int,
 ) -> Tensor:
     """dlogits_TE float32, from what route_forward's weights and loss terms get; the softmaxes are made again."""
@@ -264,7 +278,7 @@ def route_backward(
     with on(logits_TE.device):
         moe_route_gradient[(-(-T // block_tokens(E)),)](
             *(logits_TE if gradient is None else gradient for gradient in (dweights_TK, dload_balance, dz_loss)),
-            *(logits_TE, experts_TK, demand_E, dlogits_TE, T),
+            *(logits_TE, experts_TK, tokens_per_expert_E, dlogits_TE, T),
             *(int(gradient is not None) for gradient in given),
             **_constants(E, k, *_TOPK),
             num_warps=4,
@@ -283,7 +297,7 @@ def _builds() -> Iterator[Build]:
         ("logits", "bias", "weights", "block_p", "block_z", "load_balance", "z_loss", "dweights"), "*fp32"
     )
     floats |= dict.fromkeys(("dload_balance", "dz_loss", "dlogits"), "*fp32")
-    longs = dict.fromkeys(("chosen", "counts", "demand", "order"), "*i64")
+    longs = dict.fromkeys(("chosen", "counts", "tokens_per_expert", "order"), "*i64")
     numbers = ("length", "has_bias", "blocks", "capacity", "has_dweights", "has_dload_balance", "has_dz_loss")
     known = floats | longs | {"block_counts": "*i32", "ends": "*i32"} | dict.fromkeys(numbers, "i32")
     for E in (8, MOST_EXPERTS):

@@ -3,9 +3,9 @@
     S_t = S_{t-1} diag(exp(log_w_t)) + (S_{t-1} a_t) b_t^T + v_t k_t^T ;  y_t = S_t r_t        S: [V, K]
 
 About 5 K V multiply-additions a token and head forward, 13 K V backward. Forward keeps S_{t-1} a_t (4 V bytes) of
-every token and S (4 V K bytes) every 16 tokens (save="fast") or 32 (save="min"); backward recomputes the states in
+every token and S (4 V K bytes) every 16 tokens or, with recompute=True, every 32; backward recomputes the states in
 between, without divisions, so that no decay is too strong. At K = V = 64 that is 1,280 or 768 bytes a token and head,
-where the six inputs are 1,536; "min" makes backward 5 % slower, its states no longer staying near the core.
+where the six inputs are 1,536; 32 makes backward 5 % slower, its states no longer staying near the core.
 
 A document and head is done by one thread in one order, and kept states alter no rounding: neither the number of
 threads, nor `chunk`, nor what else is in the batch changes a bit. The loops are in cpu_simd.py.
@@ -18,9 +18,9 @@ from torch import Tensor
 
 from cdrmix.kernels.common.cpu import Scratch, address, check, documents
 from cdrmix.kernels.common.threads import run_parts
-from cdrmix.kernels.rwkv7 import cpu_simd as lanes
+from cdrmix.kernels.rwkv7 import cpu_simd
 
-SPACING = {"none": 16, "fast": 16, "min": 32}  # tokens from one kept state to the next, unless `chunk` says
+SPACING, SPACING_RECOMPUTE = 16, 32  # tokens from one kept state to the next, unless `chunk` says
 SERIAL_WORK = 1 << 20  # K V tokens heads below which one thread does it all: 0.1 ms, twice what waking another takes
 
 
@@ -29,13 +29,28 @@ def _parts(items: int, work: int) -> int:
     return min(torch.get_num_threads(), max(items, 1)) if work > SERIAL_WORK else 1
 
 
+def _spacing(chunk: int | None, recompute: bool) -> int:
+    return chunk or (SPACING_RECOMPUTE if recompute else SPACING)
+
+
 def wkv7_saved_shapes(
-    B: int, T: int, H: int, K: int, V: int, N: int, packed: bool, dtype: torch.dtype, *, chunk: int | None, save: str
+    B: int,
+    T: int,
+    H: int,
+    K: int,
+    V: int,
+    N: int,
+    packed: bool,
+    dtype: torch.dtype,
+    *,
+    chunk: int | None,
+    save: bool,
+    recompute: bool,
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """What forward keeps: S_{t-1} a_t of every token and the state before every block of `chunk` tokens."""
-    if save == "none":
+    if not save:
         return []
-    return [((B * T, H, V), torch.float32), ((B * T // (chunk or SPACING[save]), H, V, K), torch.float32)]
+    return [((B * T, H, V), torch.float32), ((B * T // _spacing(chunk, recompute), H, V, K), torch.float32)]
 
 
 def wkv7_forward(
@@ -49,19 +64,22 @@ def wkv7_forward(
     cu_seqlens: Tensor | None,
     *,
     chunk: int | None,
-    save: str,
+    save: bool,
+    recompute: bool,
     return_state: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """y [B, T, H, V], last [N, H, V, K] (empty unless return_state), and what backward needs beside the inputs."""
     check(r, log_w, k, v, a, b, state)
     B, T, H, K = r.shape
-    assert (K % lanes.TILE, v.shape[-1] % lanes.ROWS) == (0, 0), "the loops have no remainders"
-    V, spacing = v.shape[-1], chunk or SPACING[save]
+    assert (K % cpu_simd.TILE, v.shape[-1] % cpu_simd.ROWS) == (0, 0), "the loops have no remainders"
+    V, spacing = v.shape[-1], _spacing(chunk, recompute)
     starts = documents(cu_seqlens, B, T)
     N = len(starts) - 1
     y = torch.empty_like(v)
     last = r.new_empty((N, H, V, K) if return_state else 0)
-    shapes = wkv7_saved_shapes(B, T, H, K, V, N, cu_seqlens is not None, r.dtype, chunk=chunk, save=save)
+    shapes = wkv7_saved_shapes(
+        B, T, H, K, V, N, cu_seqlens is not None, r.dtype, chunk=chunk, save=save, recompute=recompute
+    )
     saved = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
     removed, checkpoints = saved or (None, None)
     count = _parts(N * H, r.numel() * V)
@@ -78,7 +96,7 @@ def wkv7_forward(
     )
 
     def part(number: int) -> None:
-        lanes.scan(number, count, N * H, H, K, V, spacing, *arguments, *scratch.of(number), constants.data_ptr())
+        cpu_simd.scan(number, count, N * H, H, K, V, spacing, *arguments, *scratch.of(number), constants.data_ptr())
 
     run_parts(part, count)
     return y, last, saved
@@ -98,22 +116,30 @@ def wkv7_backward(
     saved: list[Tensor],
     *,
     chunk: int | None,
-    save: str,
+    recompute: bool,
 ) -> tuple[Tensor, ...]:
     """dr, dlog_w, dk, dv, da, db like their inputs, and dstate [N, H, V, K] (empty where state is None)."""
     check(dy, dlast, r, log_w, k, v, a, b, state, *saved)
     B, T, H, K = r.shape
-    V, spacing = v.shape[-1], chunk or SPACING[save]
+    V, spacing = v.shape[-1], _spacing(chunk, recompute)
     starts = documents(cu_seqlens, B, T)
     N = len(starts) - 1
     removed, checkpoints = saved
     gradients = [torch.empty_like(x) for x in (r, log_w, k, v, a, b)]
     dstate = r.new_empty(0) if state is None else torch.empty_like(state)
     count = _parts(N * H, r.numel() * V)
-    rows = lanes.ROWS
-    sizes = [V * K, V * K, spacing * (rows * K + lanes.SPARE), (spacing + 1) * K, V, 2 * rows * lanes.LANES, max(K, V)]
+    rows = cpu_simd.ROWS
+    sizes = [
+        V * K,
+        V * K,
+        spacing * (rows * K + cpu_simd.SPARE),
+        (spacing + 1) * K,
+        V,
+        2 * rows * cpu_simd.SIMD_WIDTH,
+        max(K, V),
+    ]
     scratch = Scratch(count, sizes)
-    zeros, ones = torch.zeros(max(2 * rows * lanes.LANES, K, V)), torch.ones(K)
+    zeros, ones = torch.zeros(max(2 * rows * cpu_simd.SIMD_WIDTH, K, V)), torch.ones(K)
     arguments = (
         starts.data_ptr(),
         *(x.data_ptr() for x in (r, log_w, k, v, a, b)),
@@ -128,7 +154,7 @@ def wkv7_backward(
 
     def part(number: int) -> None:
         *addresses, unused = scratch.of(number)
-        lanes.scan_back(
+        cpu_simd.scan_back(
             number, count, N * H, H, K, V, spacing, *arguments, *addresses, zeros.data_ptr(), ones.data_ptr(), unused
         )
 
@@ -141,5 +167,7 @@ def wkv7_step(
 ) -> tuple[Tensor, Tensor]:
     """One token: r, log_w, k, a, b [B, H, K], v [B, H, V], state [B, H, V, K] -> y [B, H, V], the new state."""
     r, log_w, k, v, a, b = (x.unsqueeze(1) for x in (r, log_w, k, v, a, b))
-    y, last, _ = wkv7_forward(r, log_w, k, v, a, b, state, None, chunk=1, save="none", return_state=True)
+    y, last, _ = wkv7_forward(
+        r, log_w, k, v, a, b, state, None, chunk=1, save=False, recompute=False, return_state=True
+    )
     return y.squeeze(1), last

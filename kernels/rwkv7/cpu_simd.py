@@ -4,8 +4,8 @@ Everything is passed as an address and counted in floats (common/simd.py).
 
 Shapes: K key width (a multiple of 16), V value width (a multiple of 32), H heads, C tokens a block.
 A document and head is one item; its state S [V, K] lives in L1 in tiles:
-    forward   [V / 16, K, 16], value lanes: both dot products S a and S r are sums over K, which stay in registers
-    backward  [V, K], key lanes: dr, dlog_w, dk, da, db are sums over V, which stay in registers
+    forward   [V / 16, K, 16], a vector holds values: S a and S r are sums over K, which stay in registers
+    backward  [V, K], a vector holds keys: dr, dlog_w, dk, da, db are sums over V, which stay in registers
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from numba import njit
 
 from cdrmix.kernels.common.simd import (
-    LANES,
+    SIMD_WIDTH,
     copy,
     exponential,
     fill,
@@ -31,7 +31,7 @@ from cdrmix.kernels.common.simd import (
     zero,
 )
 
-TILE = 2 * LANES  # value lanes of a forward tile: 2 registers each of S a, S r, v and the next S a
+TILE = 2 * SIMD_WIDTH  # values of a forward tile: 2 registers each of S a, S r, v and the next S a
 ROWS = 32  # value rows of a backward tile: its dS and the block's states stay in L1 and L2
 SPARE = 48  # floats after each of a block's states: a power of two apart, they would share few sets of the L1 cache
 
@@ -39,16 +39,16 @@ SPARE = 48  # floats after each of a block's states: a power of two apart, they 
 @njit(nogil=True)
 def _to_tiles(rows, at, tiles, to, K, V):  # type: ignore[no-untyped-def]
     """[V, K] to [V / 16, K, 16]."""
-    for v in range(0, V, LANES):
-        for k in range(0, K, LANES):
+    for v in range(0, V, SIMD_WIDTH):
+        for k in range(0, K, SIMD_WIDTH):
             transpose(rows, at + v * K + k, K, tiles, to + v // TILE * TILE * K + k * TILE + v % TILE, TILE)
 
 
 @njit(nogil=True)
 def _from_tiles(tiles, at, rows, to, K, V):  # type: ignore[no-untyped-def]
     """[V / 16, K, 16] to [V, K]."""
-    for v in range(0, V, LANES):
-        for k in range(0, K, LANES):
+    for v in range(0, V, SIMD_WIDTH):
+        for k in range(0, K, SIMD_WIDTH):
             transpose(tiles, at + v // TILE * TILE * K + k * TILE + v % TILE, TILE, rows, to + v * K + k, K)
 
 
@@ -80,7 +80,7 @@ def scan(  # type: ignore[no-untyped-def]
                 number = begin // spacing + (block - begin) // spacing - 1
                 copy(S, 0, checkpoints, (number * heads + head) * K * V, K * V)
             for t in range(block, stop):
-                for i in range(0, K, LANES):
+                for i in range(0, K, SIMD_WIDTH):
                     store(w, (t - block) * K + i, exponential(load(log_w, t * token + head * K + i)))
             for tile in range(0, V, TILE):
                 base = tile * K
@@ -89,7 +89,7 @@ def scan(  # type: ignore[no-untyped-def]
                 for i in range(K):
                     a_i = spread(a, here + i)
                     removed0 = fused(load(S, base + i * TILE), a_i, removed0)
-                    removed1 = fused(load(S, base + i * TILE + LANES), a_i, removed1)
+                    removed1 = fused(load(S, base + i * TILE + SIMD_WIDTH), a_i, removed1)
                 for t in range(block, stop):
                     here = t * token + head * K
                     after = here + token if t + 1 < stop else here  # the block's last token reads for nobody
@@ -103,21 +103,21 @@ def scan(  # type: ignore[no-untyped-def]
                     value = value_token + tile
                     if removed != 0:
                         store(removed, value, removed0)
-                        store(removed, value + LANES, removed1)
-                    v0, v1 = load(v, value), load(v, value + LANES)
+                        store(removed, value + SIMD_WIDTH, removed1)
+                    v0, v1 = load(v, value), load(v, value + SIMD_WIDTH)
                     y0, y1, next0, next1 = zero(), zero(), zero(), zero()
                     for i in range(K):
                         w_i, b_i, k_i = spread(w, decay + i), spread(b, here + i), spread(k, here + i)
                         r_i, a_i = spread(r, here + i), spread(a, after + i)
                         at = base + i * TILE
                         s0 = fused(v0, k_i, fused(removed0, b_i, times(load(S, at), w_i)))
-                        s1 = fused(v1, k_i, fused(removed1, b_i, times(load(S, at + LANES), w_i)))
+                        s1 = fused(v1, k_i, fused(removed1, b_i, times(load(S, at + SIMD_WIDTH), w_i)))
                         store(S, at, s0)
-                        store(S, at + LANES, s1)
+                        store(S, at + SIMD_WIDTH, s1)
                         y0, y1 = fused(s0, r_i, y0), fused(s1, r_i, y1)
                         next0, next1 = fused(s0, a_i, next0), fused(s1, a_i, next1)
                     store(y, value, y0)
-                    store(y, value + LANES, y1)
+                    store(y, value + SIMD_WIDTH, y1)
                     removed0, removed1 = next0, next1
         if last != 0:
             _from_tiles(S, 0, last, item * K * V, K, V)
@@ -127,21 +127,21 @@ def scan(  # type: ignore[no-untyped-def]
 def _recompute(source, states, size, count, K, w, b, k, v, removed, token_k, token_v):  # type: ignore[no-untyped-def]
     """States [32, K], `size` floats apart, after each of `count` tokens from the one before them; w is [count, K].
 
-    A token after the other, 16 key lanes' w, b, k in registers: 1.5 times as fast as rows that stay in registers
+    A token after the other, w, b and k of 16 keys in registers: 1.5 times as fast as rows that stay in registers
     through the tokens, whose stores are strided.
     """
     for t in range(count):
         after = states + 4 * t * size
         before = source if t == 0 else after - 4 * size
         for i in range(0, K, TILE):
-            w0, w1 = load(w, t * K + i), load(w, t * K + i + LANES)
-            b0, b1 = load(b, t * token_k + i), load(b, t * token_k + i + LANES)
-            k0, k1 = load(k, t * token_k + i), load(k, t * token_k + i + LANES)
+            w0, w1 = load(w, t * K + i), load(w, t * K + i + SIMD_WIDTH)
+            b0, b1 = load(b, t * token_k + i), load(b, t * token_k + i + SIMD_WIDTH)
+            k0, k1 = load(k, t * token_k + i), load(k, t * token_k + i + SIMD_WIDTH)
             for row in range(ROWS):
                 removed_v, v_v = spread(removed, t * token_v + row), spread(v, t * token_v + row)
                 at = row * K + i
                 store(after, at, fused(v_v, k0, fused(removed_v, b0, times(load(before, at), w0))))
-                at += LANES
+                at += SIMD_WIDTH
                 store(after, at, fused(v_v, k1, fused(removed_v, b1, times(load(before, at), w1))))
 
 
@@ -155,7 +155,7 @@ def _step_back(  # type: ignore[no-untyped-def]
     All addresses point at this token, head and first row; sofar: whether earlier rows have left their part of the
     sums over rows in dr, dk, db already (0: not), sofar_after the same of dlog_w and da.
     """
-    for i in range(0, K, LANES):
+    for i in range(0, K, SIMD_WIDTH):
         w_i, a_i, r_i, k_i, b_i = load(w, i), load(a, i), load(r, i), load(k, i), load(b, i)
         dw_i, da_i, dr_i, dk_i, db_i = zero(), zero(), zero(), zero(), zero()
         begun = sums if i > 0 else zeros
@@ -166,16 +166,16 @@ def _step_back(  # type: ignore[no-untyped-def]
             d = fused(dy_v, r_i, fused(dremoved_v, a_i, times(d, w_i)))
             store(D, row * K + i, d)
             dk_i, db_i = fused(d, spread(v, row), dk_i), fused(d, spread(removed, row), db_i)
-            store(sums, row * LANES, fused(d, k_i, load(begun, row * LANES)))
-            store(sums, (ROWS + row) * LANES, fused(d, b_i, load(begun, (ROWS + row) * LANES)))
+            store(sums, row * SIMD_WIDTH, fused(d, k_i, load(begun, row * SIMD_WIDTH)))
+            store(sums, (ROWS + row) * SIMD_WIDTH, fused(d, b_i, load(begun, (ROWS + row) * SIMD_WIDTH)))
         store(dlog_w, i, fused(dw_i, w_i, load(dlog_w if sofar_after else zeros, i)))
         store(da, i, plus(da_i, load(da if sofar_after else zeros, i)))
         store(dr, i, plus(dr_i, load(dr if sofar else zeros, i)))
         store(dk, i, plus(dk_i, load(dk if sofar else zeros, i)))
         store(db, i, plus(db_i, load(db if sofar else zeros, i)))
-    for row in range(0, ROWS, LANES):
-        store(dv, row, row_sums(sums, row * LANES))
-        store(dremoved, row, row_sums(sums, (ROWS + row) * LANES))
+    for row in range(0, ROWS, SIMD_WIDTH):
+        store(dv, row, row_sums(sums, row * SIMD_WIDTH))
+        store(dremoved, row, row_sums(sums, (ROWS + row) * SIMD_WIDTH))
 
 
 @loop
@@ -213,7 +213,7 @@ def scan_back(  # type: ignore[no-untyped-def]
             else:
                 copy(state, item * K * V, S, 0, K * V)
             for t in range(start, min(stop + 1, end)):
-                for i in range(0, K, LANES):
+                for i in range(0, K, SIMD_WIDTH):
                     store(w, (t - start) * K + i, exponential(load(log_w, (t * heads + head) * K + i)))
             for tile in range(0, V, ROWS):
                 at_k, at_v = 4 * (start * heads + head) * K, 4 * ((start * heads + head) * V + tile)

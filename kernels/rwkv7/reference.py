@@ -355,11 +355,12 @@ def wkv7_forward(
     cu_seqlens: Tensor | None,
     *,
     chunk: int | None,
-    save: str,
+    save: bool,
+    recompute: bool,
     return_state: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """`wkv7` as the operator calls its implementations: y, the last states (empty unless wanted), nothing saved."""
-    del save
+    del save, recompute
     y, last = wkv7(
         r, log_w, k, v, a, b, state=state, cu_seqlens=cu_seqlens, return_state=return_state, chunk=chunk or CHUNK
     )
@@ -380,10 +381,10 @@ def wkv7_backward(
     saved: list[Tensor],
     *,
     chunk: int | None,
-    save: str,
+    recompute: bool,
 ) -> tuple[Tensor, ...]:
     """The gradients of r, log_w, k, v, a, b and the state (empty if None), the forward pass run again for them."""
-    del saved, save
+    del saved, recompute
     chunk, inputs, none = chunk or CHUNK, (r, log_w, k, v, a, b), dy.new_empty(0)
     if cu_seqlens is None or (state is None and dlast is None):
         *gradients, dstate = _chunked_backward(_chunked_forward(*inputs, state, cu_seqlens, chunk)[2], dy, dlast)
@@ -425,10 +426,11 @@ def wkv7_saved_shapes(
     dtype: torch.dtype,
     *,
     chunk: int | None,
-    save: str,
+    save: bool,
+    recompute: bool,
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Nothing is saved, whatever the sizes."""
-    del batch, length, heads, key_width, value_width, documents, packed, dtype, chunk, save
+    del batch, length, heads, key_width, value_width, documents, packed, dtype, chunk, save, recompute
     return []
 
 

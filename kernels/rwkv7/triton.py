@@ -16,9 +16,9 @@ leave, as TF32, which has its 10 bits of mantissa; for float32 as three TF32 pro
 float32 products). Operands hold |log_w| C / 2 < 80 (triton_chunk.py).
 
 Kept for the backward pass beside the inputs, an input being B T H K elements, at K = V:
-    save="min"   h: K / C inputs. The maps are made again: one more pass over r, log_w, a, b.
-    save="fast"  h, R, P, T and edges: (2 K + 2 / e) / C + C / K + 1 inputs, e = 2 bytes an element (4 in float32).
-at K = V = C = 64 in bfloat16 1 and 4.03 inputs. Both give the same bits. save="none" keeps nothing.
+    recompute=True   h: K / C inputs. The maps are made again: one more pass over r, log_w, a, b.
+    recompute=False  h, R, P, T and edges: (2 K + 2 / e) / C + C / K + 1 inputs, e = 2 bytes an element (4 in float32).
+at K = V = C = 64 in bfloat16 1 and 4.03 inputs. Both give the same bits. save=False keeps nothing.
 """
 
 from __future__ import annotations
@@ -198,15 +198,26 @@ def pick_chunk(chunk: int | None, dtype: torch.dtype, K: int, V: int, arch: str 
 
 
 def wkv7_saved_shapes(
-    B: int, T: int, H: int, K: int, V: int, N: int, packed: bool, dtype: torch.dtype, *, chunk: int | None, save: str
+    B: int,
+    T: int,
+    H: int,
+    K: int,
+    V: int,
+    N: int,
+    packed: bool,
+    dtype: torch.dtype,
+    *,
+    chunk: int | None,
+    save: bool,
+    recompute: bool,
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shapes and dtypes of what wkv7_forward saves."""
-    if save == "none":
+    if not save:
         return []
     C, operand = pick_chunk(chunk, dtype, K, V), operand_dtype(dtype)
     slots = slot_count(B, T, N, C, packed=packed)
     shapes: list[tuple[tuple[int, ...], torch.dtype]] = [((slots, H, K, V), operand)]
-    if save == "fast":
+    if not recompute:
         shapes += [((slots, H, *size), operand) for size in ((K, K), (C, K), (C, C))]
         shapes.append(((slots, H, 2, K), torch.float32))
     return shapes
@@ -223,7 +234,8 @@ def wkv7_forward(
     cu_seqlens: Tensor | None,
     *,
     chunk: int | None,
-    save: str,
+    save: bool,
+    recompute: bool,
     return_state: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """y, the last states ([0] unless wanted), and what the backward pass needs: h, R, P, T, edges."""
@@ -231,22 +243,23 @@ def wkv7_forward(
     table = x.table()
     y = torch.empty_like(v)
     Y = y if y.dtype == x.operand else torch.empty_like(v, dtype=x.operand)
+    save_maps = save and not recompute
     R, P, edges = x.empty(x.slots, x.H, x.K, x.K), x.empty(x.slots, x.H, x.C, x.K), x.empty_edges()
     Q = x.empty(x.slots, x.H, x.K, x.V)
-    T = x.empty(x.slots, x.H, x.C, x.C) if save == "fast" or not fused_map(r.dtype, x.C) else R
+    T = x.empty(x.slots, x.H, x.C, x.C) if save_maps or not fused_map(r.dtype, x.C) else R
     maps = r, log_w, k, v, a, b, table, R, Q, P, Y, T, edges
     if fused_map(r.dtype, x.C):
-        x.launch("map", maps, save == "fast")
+        x.launch("map", maps, save_maps)
     else:
         x.launch("map_keys", maps, True)
         x.launch("map_values", maps, False)
-    h = torch.empty_like(Q) if save != "none" else Q
+    h = torch.empty_like(Q) if save else Q
     last = x.empty(*((x.N, x.H, x.V, x.K) if return_state else (0,)), dtype=torch.float32)
     start = last if state is None else state
-    flags = state is not None, save != "none", return_state
+    flags = state is not None, save, return_state
     x.scan("forward", (R, Q, P, Y, edges), start, (h, y, last), *flags)
-    saved = {"none": [], "min": [h], "fast": [h, R, P, T, edges]}[save]
-    return y, last, saved
+    saved = [h] if recompute else [h, R, P, T, edges]
+    return y, last, saved if save else []
 
 
 def wkv7_backward(
@@ -263,12 +276,12 @@ def wkv7_backward(
     saved: list[Tensor],
     *,
     chunk: int | None,
-    save: str,
+    recompute: bool,
 ) -> tuple[Tensor, ...]:
     """The gradients of r, log_w, k, v, a, b in their dtypes, and of the state ([0] if there was none)."""
     x = Problem(r, v, cu_seqlens, chunk)
     h, table = saved[0], x.table()
-    if save == "fast":
+    if not recompute:
         R, P, T, edges = saved[1:5]
     else:
         R, P, edges = x.empty(x.slots, x.H, x.K, x.K), x.empty(x.slots, x.H, x.C, x.K), x.empty_edges()

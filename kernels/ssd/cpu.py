@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cdrmix.kernels.common.cpu import Scratch, address, check, documents
 from cdrmix.kernels.common.threads import run_parts
-from cdrmix.kernels.ssd import cpu_simd as lanes
+from cdrmix.kernels.ssd import cpu_simd
 
 CHUNK = 32
 HEADS = 8  # of a group, one after the other in the backward pass: more are shared out, each part with its own dq, dk
@@ -41,7 +41,7 @@ def _heads_at_once(per_group: int) -> int:
     return max(n for n in range(1, HEADS + 1) if per_group % n == 0)
 
 
-def decay_scan_saved_shapes(
+def ssd_scan_saved_shapes(
     q: tuple[int, ...],
     v: tuple[int, ...],
     documents: int,
@@ -57,7 +57,7 @@ def decay_scan_saved_shapes(
     return [((v[0] * v[1] // (chunk or CHUNK), v[2], _padded(q[3]), _padded(v[3])), torch.float32)]
 
 
-def decay_scan_forward(
+def ssd_scan_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -78,7 +78,7 @@ def decay_scan_forward(
     N = len(starts) - 1
     y = torch.empty_like(v)
     last = v.new_empty((N, H, value_width, key_width) if return_state else 0)
-    shapes = decay_scan_saved_shapes(q.shape, v.shape, N, cu_seqlens is not None, q.dtype, chunk=chunk, save=save)
+    shapes = ssd_scan_saved_shapes(q.shape, v.shape, N, cu_seqlens is not None, q.dtype, chunk=chunk, save=save)
     saved = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
     count = _parts(N * H, B * T * H * K * V)
     scratch = Scratch(count, [K * V, K * V, C * K, C * K, C * K, C * V, C * V, C * C, C * C, C, C, 8])
@@ -93,13 +93,13 @@ def decay_scan_forward(
     )
 
     def part(number: int) -> None:
-        lanes.scan(number, count, N * H, *arguments, *scratch.of(number), CONSTANTS.data_ptr())
+        cpu_simd.scan(number, count, N * H, *arguments, *scratch.of(number), CONSTANTS.data_ptr())
 
     run_parts(part, count)
     return y, last, saved
 
 
-def decay_scan_backward(
+def ssd_scan_backward(
     dy: Tensor,
     dlast: Tensor | None,
     q: Tensor,
@@ -140,18 +140,18 @@ def decay_scan_backward(
 
     def part(number: int) -> None:
         addresses = scratch.of(number)
-        lanes.scan_back(number, count, items, *arguments, *addresses, MASKS.data_ptr(), CONSTANTS.data_ptr())
+        cpu_simd.scan_back(number, count, items, *arguments, *addresses, MASKS.data_ptr(), CONSTANTS.data_ptr())
 
     run_parts(part, count)
     return *(x[0] if parts == 1 else x.sum(0) for x in (dq, dk)), dv, dlog_decay, dstate
 
 
-def decay_scan_step(
+def ssd_scan_step(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, exclusive: bool
 ) -> tuple[Tensor, Tensor]:
     """One token: q, k [B, G, K], v [B, H, V], log_decay [B, H], state [B, H, V, K] -> y [B, H, V], the new state."""
     q, k, v, log_decay = (x.unsqueeze(1) for x in (q, k, v, log_decay))
-    y, last, _ = decay_scan_forward(
+    y, last, _ = ssd_scan_forward(
         q, k, v, log_decay, state, None, chunk=8, exclusive=exclusive, save=False, return_state=True
     )
     return y.squeeze(1), last

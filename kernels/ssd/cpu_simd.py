@@ -10,7 +10,7 @@ from __future__ import annotations
 from numba import njit
 
 from cdrmix.kernels.common.simd import (
-    LANES,
+    SIMD_WIDTH,
     copy,
     exponential,
     fill,
@@ -30,7 +30,7 @@ from cdrmix.kernels.common.simd import (
     zero_below,
 )
 
-PAIR = 2 * LANES  # columns of a product's block; with 4 rows its sums fill 8 of 16 registers
+PAIR = 2 * SIMD_WIDTH  # columns of a product's block; with 4 rows its sums fill 8 of 16 registers
 ZERO, ONE = 1, 2  # where they stand among the constants
 FULL, LOWER, UPPER, CAUSAL = range(4)  # A is whole, lower or upper triangular; or of the product the triangle is wanted
 
@@ -44,18 +44,18 @@ def _product(  # type: ignore[no-untyped-def]
     A [rows, depth] has strides, so that it may be a transpose. factor: an address, 0 for none: out need hold nothing.
     Triangles are taken by blocks of 4 rows and 16 columns: what is beside them in a block must be 0, or is spoilt.
     """
-    for j in range(0, columns - LANES, PAIR):
+    for j in range(0, columns - SIMD_WIDTH, PAIR):
         for i in range(j if shape == CAUSAL else 0, rows, 4):
             o0, o1, o2, o3 = i * columns + j, (i + 1) * columns + j, (i + 2) * columns + j, (i + 3) * columns + j
             x0, x1, x2, x3, y0, y1, y2, y3 = zero(), zero(), zero(), zero(), zero(), zero(), zero(), zero()
             if factor != 0:
                 f = spread(factor, 0)
-                x0, y0 = times(load(out, o0), f), times(load(out, o0 + LANES), f)
-                x1, y1 = times(load(out, o1), f), times(load(out, o1 + LANES), f)
-                x2, y2 = times(load(out, o2), f), times(load(out, o2 + LANES), f)
-                x3, y3 = times(load(out, o3), f), times(load(out, o3 + LANES), f)
+                x0, y0 = times(load(out, o0), f), times(load(out, o0 + SIMD_WIDTH), f)
+                x1, y1 = times(load(out, o1), f), times(load(out, o1 + SIMD_WIDTH), f)
+                x2, y2 = times(load(out, o2), f), times(load(out, o2 + SIMD_WIDTH), f)
+                x3, y3 = times(load(out, o3), f), times(load(out, o3 + SIMD_WIDTH), f)
             for d in range(i if shape == UPPER else 0, i + 4 if shape == LOWER else depth):
-                b0, b1 = load(b, d * columns + j), load(b, d * columns + j + LANES)
+                b0, b1 = load(b, d * columns + j), load(b, d * columns + j + SIMD_WIDTH)
                 at = i * a_row + d * a_column
                 a_d = spread(a, at)
                 x0, y0 = fused(b0, a_d, x0), fused(b1, a_d, y0)
@@ -66,15 +66,15 @@ def _product(  # type: ignore[no-untyped-def]
                 a_d = spread(a, at + 3 * a_row)
                 x3, y3 = fused(b0, a_d, x3), fused(b1, a_d, y3)
             store(out, o0, x0)
-            store(out, o0 + LANES, y0)
+            store(out, o0 + SIMD_WIDTH, y0)
             store(out, o1, x1)
-            store(out, o1 + LANES, y1)
+            store(out, o1 + SIMD_WIDTH, y1)
             store(out, o2, x2)
-            store(out, o2 + LANES, y2)
+            store(out, o2 + SIMD_WIDTH, y2)
             store(out, o3, x3)
-            store(out, o3 + LANES, y3)
+            store(out, o3 + SIMD_WIDTH, y3)
     if columns % PAIR:
-        j = columns - LANES
+        j = columns - SIMD_WIDTH
         for i in range(j if shape == CAUSAL else 0, rows, 4):
             o0, o1, o2, o3 = i * columns + j, (i + 1) * columns + j, (i + 2) * columns + j, (i + 3) * columns + j
             x0, x1, x2, x3 = zero(), zero(), zero(), zero()
@@ -96,24 +96,24 @@ def _product(  # type: ignore[no-untyped-def]
 @njit(nogil=True)
 def _take(source, at, stride, count, width, target, rows, padded):  # type: ignore[no-untyped-def]
     """`count` rows of `width` floats, `stride` apart, to rows of `padded`; zeros to their right and below them."""
-    whole = width // LANES * LANES
+    whole = width // SIMD_WIDTH * SIMD_WIDTH
     for row in range(count):
-        for j in range(0, whole, LANES):
+        for j in range(0, whole, SIMD_WIDTH):
             store(target, row * padded + j, load(source, at + row * stride + j))
         if whole < padded:
             store(target, row * padded + whole, zero())
             for j in range(whole, width):
                 put(target, row * padded + j, number(source, at + row * stride + j))
-    for j in range(count * padded, rows * padded, LANES):
+    for j in range(count * padded, rows * padded, SIMD_WIDTH):
         store(target, j, zero())
 
 
 @njit(nogil=True)
 def _give(source, padded, target, at, stride, count, width, begun):  # type: ignore[no-untyped-def]
     """The inverse of `_take`; added to what is there where another head has begun."""
-    whole = width // LANES * LANES
+    whole = width // SIMD_WIDTH * SIMD_WIDTH
     for row in range(count):
-        for j in range(0, whole, LANES):
+        for j in range(0, whole, SIMD_WIDTH):
             x = load(source, row * padded + j)
             store(target, at + row * stride + j, plus(load(target, at + row * stride + j), x) if begun else x)
         for j in range(whole, width):
@@ -124,8 +124,8 @@ def _give(source, padded, target, at, stride, count, width, begun):  # type: ign
 @njit(nogil=True)
 def _turn(source, rows, columns, target):  # type: ignore[no-untyped-def]
     """[rows, columns] to [columns, rows], both multiples of 8."""
-    for i in range(0, rows, LANES):
-        for j in range(0, columns, LANES):
+    for i in range(0, rows, SIMD_WIDTH):
+        for j in range(0, columns, SIMD_WIDTH):
             transpose(source, i * columns + j, columns, target, j * rows + i, rows)
 
 
@@ -133,7 +133,7 @@ def _turn(source, rows, columns, target):  # type: ignore[no-untyped-def]
 def _multiply_rows(x, factors, rows, columns, target):  # type: ignore[no-untyped-def]
     for row in range(rows):
         f = spread(factors, row)
-        for j in range(row * columns, (row + 1) * columns, LANES):
+        for j in range(row * columns, (row + 1) * columns, SIMD_WIDTH):
             store(target, j, times(load(x, j), f))
 
 
@@ -141,7 +141,7 @@ def _multiply_rows(x, factors, rows, columns, target):  # type: ignore[no-untype
 def _multiply_triangle(x, y, rows, target):  # type: ignore[no-untyped-def]
     """target = x y, all [rows, rows], on and below the diagonal, to whole vectors of columns."""
     for row in range(rows):
-        for j in range(row * rows, row * rows + row + 1, LANES):
+        for j in range(row * rows, row * rows + row + 1, SIMD_WIDTH):
             store(target, j, times(load(x, j), load(y, j)))
 
 
@@ -150,17 +150,17 @@ def _row_products(x, y, rows, columns, target, partial):  # type: ignore[no-unty
     """target_i = sum_j x_ij y_ij. partial: [rows, 8]."""
     for row in range(rows):
         total = zero()
-        for j in range(row * columns, (row + 1) * columns, LANES):
+        for j in range(row * columns, (row + 1) * columns, SIMD_WIDTH):
             total = fused(load(x, j), load(y, j), total)
-        store(partial, row * LANES, total)
-    for row in range(0, rows, LANES):
-        store(target, row, row_sums(partial, row * LANES))
+        store(partial, row * SIMD_WIDTH, total)
+    for row in range(0, rows, SIMD_WIDTH):
+        store(target, row, row_sums(partial, row * SIMD_WIDTH))
 
 
 @njit(nogil=True)
 def _power(x, count):  # type: ignore[no-untyped-def]
     """e^x in place."""
-    for i in range(0, count, LANES):
+    for i in range(0, count, SIMD_WIDTH):
         y = load(x, i)
         store(x, i, zero_below(y, exponential(y)))
 
@@ -176,7 +176,7 @@ def _decays(  # type: ignore[no-untyped-def]
     through [8]: e^(whole sum) first. constants: -inf, 0, 1.
     """
     fill(constants, leaving, 0, rows)  # what no token has written yet
-    fill(constants, through, 0, LANES)
+    fill(constants, through, 0, SIMD_WIDTH)
     total = number(constants, ZERO)
     if exclusive:
         store(weights, 0, zero())
@@ -185,19 +185,19 @@ def _decays(  # type: ignore[no-untyped-def]
         if row < count:
             total += number(log, at + row * stride)
             step = spread(log, at + row * stride)
-            for j in range(0, row, LANES):
+            for j in range(0, row, SIMD_WIDTH):
                 store(leaving, j, plus(load(leaving, j), step))
         put(leaving, row, number(constants, ZERO))
         reader = row + 1 if exclusive else row
         if reader < rows:
             put(entering, reader, total)
-            for j in range(0, reader + 1, LANES):
+            for j in range(0, reader + 1, SIMD_WIDTH):
                 x = load(leaving, j)
                 store(weights, reader * rows + j, zero_below(x, exponential(x)))
     put(through, 0, total)
     _power(entering, rows)
     _power(leaving, rows)
-    _power(through, LANES)
+    _power(through, SIMD_WIDTH)
 
 
 @njit(nogil=True)
@@ -214,15 +214,15 @@ def _sum_decay_gradients(  # type: ignore[no-untyped-def]
     for row in range(rows - 1, -1, -1):
         reader = row + 1 if exclusive else row
         if reader < rows:
-            for j in range(0, reader + 1, LANES):
+            for j in range(0, reader + 1, SIMD_WIDTH):
                 store(running, j, plus(load(running, j), load(dweights, reader * rows + j)))
-        whole, total = row // LANES * LANES, zero()
-        for j in range(0, whole, LANES):
+        whole, total = row // SIMD_WIDTH * SIMD_WIDTH, zero()
+        for j in range(0, whole, SIMD_WIDTH):
             total = plus(total, load(running, j))
-        total = fused(load(running, whole), load(masks, (row - whole) * LANES), total)
-        store(partial, row * LANES, total)
-    for row in range(0, rows, LANES):
-        store(running, row, row_sums(partial, row * LANES))
+        total = fused(load(running, whole), load(masks, (row - whole) * SIMD_WIDTH), total)
+        store(partial, row * SIMD_WIDTH, total)
+    for row in range(0, rows, SIMD_WIDTH):
+        store(running, row, row_sums(partial, row * SIMD_WIDTH))
     later = number(masks, 0)  # 0
     for row in range(count - 1, -1, -1):
         if not exclusive:

@@ -16,7 +16,7 @@ CHUNK = 32  # tokens; on a CPU 32 and 64 are within a tenth of each other, 16 is
 LOWEST = -1e6  # log decays are no lower: e to it is 0 in every dtype, as e^-inf is, but 0 times it is not NaN
 
 
-def decay_scan_recurrence(
+def ssd_scan_recurrence(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor | None = None, exclusive: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Linear attention with a scalar decay, token by token: the definition (arXiv 2405.21060, section 5; 2307.08621).
@@ -133,7 +133,7 @@ def _states(pieces: _Pieces, chunks: _Chunks, state: Tensor | None) -> tuple[Ten
     return before.unflatten(1, (*k.shape[1:2], -1)), last
 
 
-def decay_scan_forward(
+def ssd_scan_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -146,7 +146,7 @@ def decay_scan_forward(
     save: bool,
     return_state: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """`decay_scan_recurrence` by chunks, as matrix products: y, the last states (empty unless wanted), nothing saved.
+    """`ssd_scan_recurrence` by chunks, as matrix products: y, the last states (empty unless wanted), nothing saved.
 
         y = e^g (q S^T) + (q k^T * weights) v        g, h: sums of log decays up to the read, and after the write
         S' = e^G S + (v e^h)^T k
@@ -162,7 +162,7 @@ def decay_scan_forward(
     return chunks.join(y.flatten(1, 2), v), last if return_state else last.new_empty(0), []
 
 
-def decay_scan_backward(
+def ssd_scan_backward(
     dy: Tensor,
     dlast: Tensor | None,
     q: Tensor,
@@ -216,16 +216,16 @@ def decay_scan_backward(
     )
 
 
-def decay_scan_step(
+def ssd_scan_step(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, exclusive: bool
 ) -> tuple[Tensor, Tensor]:
     """One token: q, k [B, G, K], v [B, H, V], log_decay [B, H], state [B, H, V, K] -> y [B, H, V], the new state."""
     q, k, v, log_decay = (x.unsqueeze(1) for x in (q, k, v, log_decay))
-    y, new = decay_scan_recurrence(q, k, v, log_decay, state, exclusive)
+    y, new = ssd_scan_recurrence(q, k, v, log_decay, state, exclusive)
     return y.squeeze(1), new
 
 
-def decay_scan_saved_shapes(
+def ssd_scan_saved_shapes(
     q: tuple[int, ...],
     v: tuple[int, ...],
     documents: int,

@@ -28,23 +28,23 @@ from torch import Tensor
 from cdrmix.kernels.common.chunks import chunk_table, long_starts, operand_dtype, slot_count
 from cdrmix.kernels.common.triton_helpers import INTERPRETED, Build, architecture
 from cdrmix.kernels.ssd.triton_chunk import (
-    decay_scan_gradient_keys,
-    decay_scan_gradient_values,
-    decay_scan_read,
-    decay_scan_states,
-    decay_scan_states_back,
-    decay_scan_token,
+    ssd_scan_gradient_keys,
+    ssd_scan_gradient_values,
+    ssd_scan_read,
+    ssd_scan_states,
+    ssd_scan_states_back,
+    ssd_scan_token,
 )
 
 LARGEST = 256  # width of keys and of values
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 KERNELS: dict[str, Any] = {
-    "states": decay_scan_states,
-    "read": decay_scan_read,
-    "states_back": decay_scan_states_back,
-    "gradient_values": decay_scan_gradient_values,
-    "gradient_keys": decay_scan_gradient_keys,
-    "token": decay_scan_token,
+    "states": ssd_scan_states,
+    "read": ssd_scan_read,
+    "states_back": ssd_scan_states_back,
+    "gradient_values": ssd_scan_gradient_values,
+    "gradient_keys": ssd_scan_gradient_keys,
+    "token": ssd_scan_token,
 }
 SCANS = ("states", "states_back")  # a program a document, head and tile of the state; the others have one a chunk
 
@@ -155,7 +155,7 @@ def pick_chunk(chunk: int | None, dtype: torch.dtype, arch: str = "sm_90") -> in
     """The chunk length asked for, or the default; ValueError where it does not ship."""
     sizes = chunk_sizes(dtype, arch)
     if chunk is not None and chunk not in sizes:
-        raise ValueError(f"decay_scan: chunk={chunk} does not ship for {dtype}; choose one of {sizes}, or None")
+        raise ValueError(f"ssd_scan: chunk={chunk} does not ship for {dtype}; choose one of {sizes}, or None")
     return chunk or sizes[0]
 
 
@@ -204,7 +204,7 @@ class Problem:
             )
 
 
-def decay_scan_saved_shapes(
+def ssd_scan_saved_shapes(
     q: tuple[int, ...],
     v: tuple[int, ...],
     documents: int,
@@ -214,7 +214,7 @@ def decay_scan_saved_shapes(
     chunk: int | None,
     save: bool,
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of what decay_scan_forward saves. q, v: the inputs' shapes."""
+    """Shapes and dtypes of what ssd_scan_forward saves. q, v: the inputs' shapes."""
     if not save:
         return []
     (B, T, H, V), K = v, q[3]
@@ -223,7 +223,7 @@ def decay_scan_saved_shapes(
     return shapes
 
 
-def decay_scan_forward(
+def ssd_scan_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -246,7 +246,7 @@ def decay_scan_forward(
     return y, last, [h] if save else []
 
 
-def decay_scan_backward(
+def ssd_scan_backward(
     dy: Tensor,
     dlast: Tensor | None,
     q: Tensor,
@@ -275,7 +275,7 @@ def decay_scan_backward(
     return *gradients, dstate
 
 
-def decay_scan_step(
+def ssd_scan_step(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, exclusive: bool
 ) -> tuple[Tensor, Tensor]:
     """One token: q, k [B, G, K], v [B, H, V], log_decay [B, H], state [B, H, V, K] -> y [B, H, V], the new state."""
@@ -284,7 +284,7 @@ def decay_scan_step(
     arch = architecture(q.device)
     launch = launch_of("token", arch, q.dtype, K, V, 0)
     with torch.cuda.device(q.device) if q.device.type == "cuda" else contextlib.nullcontext():
-        decay_scan_token[(B * H * programs_of("token", K, V, launch),)](
+        ssd_scan_token[(B * H * programs_of("token", K, V, launch),)](
             *(q, k, v, log_decay, state, y, new, H, G),
             **constants("token", arch, q.dtype, K, V, 0, exclusive, launch),
             num_warps=launch.num_warps,
@@ -338,7 +338,7 @@ def build(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int, ex
             "gradient_keys": (blocks_v,),
         }[kernel]
     return Build(
-        name=f"decay_scan_{kernel}",
+        name=f"ssd_scan_{kernel}",
         kernel=KERNELS[kernel],
         signature={name: known[name] for name in KERNELS[kernel].arg_names if name in known},
         constants=constants(kernel, arch, dtype, K, V, C, exclusive, launch),

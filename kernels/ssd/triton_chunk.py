@@ -87,7 +87,7 @@ def store_state(state, corner, keys, values, wanted, x, K: tl.constexpr, V: tl.c
 
 
 @triton.jit(do_not_specialize=["length", "per_row", "heads", "groups", "has_state", "want_last"])
-def decay_scan_states(
+def ssd_scan_states(
     k, v, log_decay, state, cu_seqlens, h, last, length, per_row, heads, groups, has_state, want_last,
     C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -125,7 +125,7 @@ def decay_scan_states(
 
 
 @triton.jit(do_not_specialize=["length", "per_row", "heads", "groups"])
-def decay_scan_read(
+def ssd_scan_read(
     q, k, v, log_decay, table, h, y, length, per_row, heads, groups,
     C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     EXCLUSIVE: tl.constexpr, PRECISION: tl.constexpr,
@@ -166,7 +166,7 @@ def decay_scan_read(
 
 
 @triton.jit(do_not_specialize=["length", "per_row", "heads", "groups", "has_dlast", "has_state"])
-def decay_scan_states_back(
+def ssd_scan_states_back(
     q, dy, log_decay, dlast, cu_seqlens, dh, dstate, length, per_row, heads, groups, has_dlast, has_state,
     C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     EXCLUSIVE: tl.constexpr, PRECISION: tl.constexpr,
@@ -203,7 +203,7 @@ def decay_scan_states_back(
 
 
 @triton.jit(do_not_specialize=["length", "per_row", "heads", "groups"])
-def decay_scan_gradient_values(
+def ssd_scan_gradient_values(
     dy, q, k, v, log_decay, table, h, dh, dv, dlog_decay, length, per_row, heads, groups,
     C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     EXCLUSIVE: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr,
@@ -277,7 +277,7 @@ def decay_scan_gradient_values(
 
 
 @triton.jit(do_not_specialize=["length", "per_row", "heads", "groups"])
-def decay_scan_gradient_keys(
+def ssd_scan_gradient_keys(
     dy, q, k, v, log_decay, table, h, dh, dq, dk, length, per_row, heads, groups,
     C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     EXCLUSIVE: tl.constexpr, PRECISION: tl.constexpr,
@@ -333,7 +333,7 @@ def decay_scan_gradient_keys(
 
 
 @triton.jit(do_not_specialize=["heads", "groups"])
-def decay_scan_token(
+def ssd_scan_token(
     q, k, v, log_decay, state, y, new, heads, groups,
     K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, EXCLUSIVE: tl.constexpr,
 ):  # fmt: skip

@@ -67,13 +67,13 @@ class Case:
         """Outputs and gradients of one token and one choice at a time, in float64."""
         x = {name: value.requires_grad_() for name, value in self.inputs().items()}
         probabilities, log_sums = x["logits"].softmax(-1), x["logits"].logsumexp(-1)
-        taken, demand = [0] * self.experts, [0] * self.experts
+        taken, tokens_per_expert = [0] * self.experts, [0] * self.experts
         rows = []
         for token, scores in enumerate(x["logits"].tolist()):
             chosen = sorted(range(self.experts), key=lambda expert: (-scores[expert], expert))[: self.k]
             total = torch.zeros_like(x["x"][0])
             for expert in chosen:
-                demand[expert] += 1
+                tokens_per_expert[expert] += 1
                 if self.capacity is None or taken[expert] < self.capacity:
                     taken[expert] += 1
                     z = x["x"][token] @ x["w_up"][expert]
@@ -81,16 +81,16 @@ class Case:
                     weight = probabilities[token, expert] / probabilities[token, chosen].sum()
                     total = total + weight * (hidden @ x["w_down"][expert])
             rows.append(total)
-        share = torch.tensor(demand, dtype=torch.float64) / max(self.tokens * self.k, 1)
+        share = torch.tensor(tokens_per_expert, dtype=torch.float64) / max(self.tokens * self.k, 1)
         return self._differentiated(
             x, torch.stack(rows), self.experts * (share * probabilities.mean(0)).sum(), log_sums.square().mean()
         )
 
-    def found(self, device: str, dtype: torch.dtype = torch.float32, save: str = "fast") -> dict[str, Tensor]:
+    def found(self, device: str, dtype: torch.dtype = torch.float32, recompute: bool = False) -> dict[str, Tensor]:
         """The same of the implementation that the environment names."""
         x = {name: value.to(device, dtype).requires_grad_() for name, value in self.inputs().items()}
         routing = ops.route_topk(x["logits"], self.k, capacity=self.capacity)
-        y = ops.moe_experts(x["x"], x["w_up"], x["w_down"], routing, activation=self.activation, save=save)
+        y = ops.moe_experts(x["x"], x["w_up"], x["w_down"], routing, activation=self.activation, recompute=recompute)
         return self._differentiated(x, y, routing.load_balance, routing.z_loss)
 
     def _differentiated(self, x: dict[str, Tensor], *outputs: Tensor) -> dict[str, Tensor]:
@@ -126,7 +126,7 @@ def routing_of(case: Case, device: str) -> ops.Routing:
     activation=st.sampled_from(["relu2", "swiglu"]),
     capacity=st.none() | st.integers(0, 20),
     favourite=st.sampled_from([0.0, 0.5, 50.0]),
-    save=st.sampled_from(["fast", "min"]),
+    recompute=st.booleans(),
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=15)
@@ -138,11 +138,11 @@ def test_outputs_and_all_gradients_equal_a_loop_in_float64(
     activation: str,
     capacity: int | None,
     favourite: float,
-    save: str,
+    recompute: bool,
     seed: int,
 ) -> None:
     case = Case(tokens, experts, min(k, experts), activation, capacity, favourite, seed)
-    check(case.found(device, save=save), case.exact())
+    check(case.found(device, recompute=recompute), case.exact())
 
 
 CASES = {
@@ -162,7 +162,7 @@ def test_special_loads(device: str, name: str) -> None:
     found = case.found(device)
     check(found, case.exact())
     same(found, case.found(device))  # the same bits every time
-    check(case.found(device, save="min"), case.exact())
+    check(case.found(device, recompute=True), case.exact())
 
 
 @pytest.mark.parametrize("activation", ["relu2", "swiglu"])
@@ -192,13 +192,13 @@ def test_bfloat16_is_near_float64(monkeypatch: pytest.MonkeyPatch, backend: str,
 def test_grouped_products_equal_the_loop(
     monkeypatch: pytest.MonkeyPatch, activation: str, capacity: int | None
 ) -> None:
-    """The way of CUDA and bfloat16, which PyTorch's CPU has too: an expert and a tail without rows, save or not."""
+    """torch._grouped_mm, of CUDA and of bfloat16 on CPUs: an expert and a tail without rows, Z kept or not."""
     case = Case(37, 4, 2, activation, capacity, favourite=2.0)
     expected = case.exact()
     monkeypatch.setenv("CDRMIX_BACKEND", "reference")
     monkeypatch.setattr(reference_moe, "_has_grouped_product", lambda *_: True)
-    for save in ("fast", "min"):
-        check(case.found("cpu", save=save), expected)
+    for recompute in (False, True):
+        check(case.found("cpu", recompute=recompute), expected)
     empty = Case(20, 6, 1, activation, favourite=100.0)
     check(empty.found("cpu"), empty.exact())
 
@@ -207,20 +207,22 @@ def test_the_routing_of_known_logits(device: str) -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0, -1.0], [5.0, 5.0, 5.0, 5.0], [0.0, 0.0, 3.0, 4.0]], device=device)
     routing = ops.route_topk(logits, 2)
     assert routing.experts_TK.tolist() == [[1, 2], [0, 1], [3, 2]]  # ties go to the lowest index
-    assert routing.counts_E.tolist() == routing.demand_E.tolist() == [1, 2, 2, 1]
+    assert routing.counts_E.tolist() == routing.tokens_per_expert_E.tolist() == [1, 2, 2, 1]
     assert routing.order_R.tolist() == [2, 0, 3, 1, 5, 4]  # stable: by expert, then by token
     probabilities = logits.softmax(-1)
     share = torch.tensor([1, 2, 2, 1], device=device) / 6
     torch.testing.assert_close(routing.load_balance, 4 * (share * probabilities.mean(0)).sum())
     torch.testing.assert_close(routing.z_loss, logits.logsumexp(-1).square().mean())
     torch.testing.assert_close(routing.weights_TK.sum(-1), torch.ones(3, device=device))
-    assert {x.dtype for x in (routing.experts_TK, routing.counts_E, routing.demand_E, routing.order_R)} == {torch.int64}
+    assert {x.dtype for x in (routing.experts_TK, routing.counts_E, routing.tokens_per_expert_E, routing.order_R)} == {
+        torch.int64
+    }
 
 
 def test_a_capacity_keeps_the_first_routes_and_drops_the_others_in_order(device: str) -> None:
     logits = torch.tensor([[3.0, 2.0, 0.0], [3.0, 0.0, 2.0], [3.0, 2.0, 0.0]], device=device)
     routing = ops.route_topk(logits, 2, capacity=1)
-    assert routing.demand_E.tolist() == [3, 2, 1]
+    assert routing.tokens_per_expert_E.tolist() == [3, 2, 1]
     assert routing.counts_E.tolist() == [1, 1, 1]
     assert routing.order_R.tolist() == [0, 1, 3, 2, 4, 5]
     expected = logits.gather(1, routing.experts_TK).softmax(-1)
@@ -333,9 +335,9 @@ def test_without_gradients_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
     seen = []
     forward = reference_moe.experts_forward
 
-    def watched(*tensors: Tensor, activation: str, save: str) -> tuple[Tensor, Tensor]:
-        seen.append(save)
-        return forward(*tensors, activation=activation, save=save)
+    def watched(*tensors: Tensor, activation: str, recompute: bool) -> tuple[Tensor, Tensor]:
+        seen.append(recompute)
+        return forward(*tensors, activation=activation, recompute=recompute)
 
     monkeypatch.setattr(reference_moe, "experts_forward", watched)
     x = {name: value.float() for name, value in Case(12, 4, 2).inputs().items()}
@@ -344,7 +346,7 @@ def test_without_gradients_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
     with torch.no_grad():
         ops.moe_experts(x["x"], x["w_up"], x["w_down"], ops.route_topk(x["logits"], 2))
     ops.moe_experts(x["x"], x["w_up"], x["w_down"], ops.route_topk(x["logits"], 2))
-    assert seen == ["none", "none", "fast"]
+    assert seen == [True, True, False]
 
 
 def test_gradcheck_of_routing_and_experts() -> None:
@@ -395,8 +397,8 @@ def test_the_operators_are_registered_as_pytorch_asks(device: str) -> None:
     rows = torch.randn(40, 16, device=device, requires_grad=True)
     operators = torch.ops.cdrmix
     torch.library.opcheck(operators.moe_route.default, (x["logits"], 2, torch.zeros(4, device=device), 9, ""))
-    for save in ("fast", "min"):
-        arguments = (x["x"], x["w_up"], x["w_down"], weights, routing.experts_TK, *order, "relu2", save)
+    for recompute in (False, True):
+        arguments = (x["x"], x["w_up"], x["w_down"], weights, routing.experts_TK, *order, "relu2", recompute)
         torch.library.opcheck(operators.moe_experts.default, arguments)
     torch.library.opcheck(operators.moe_dispatch.default, (x["x"], *order, 2))
     torch.library.opcheck(operators.moe_combine.default, (rows, *order, 2))
@@ -419,7 +421,7 @@ def layer_of(change: dict[str, Any]) -> None:
     x |= {name: value for name, value in change.items() if name in x}
     routing = ops.route_topk(x["logits"], x["k"], bias=change.get("bias"), capacity=change.get("capacity"))
     routing = dataclasses.replace(routing, **{name: value for name, value in change.items() if hasattr(routing, name)})
-    options = {name: value for name, value in change.items() if name in ("activation", "save")}
+    options = {name: value for name, value in change.items() if name in ("activation", "recompute")}
     ops.moe_experts(x["x"], x["w_up"], x["w_down"], routing, **options)
 
 
@@ -435,7 +437,7 @@ def layer_of(change: dict[str, Any]) -> None:
         ({"bias": torch.zeros(3)}, r"bias must be \[4\]"),
         ({"capacity": -1}, "capacity=-1"),
         ({"activation": "gelu"}, "choose 'relu2' or 'swiglu'"),
-        ({"save": "all"}, "choose 'fast' or 'min'"),
+        ({"recompute": "min"}, "recompute must be True or False; found 'min'"),
         ({"activation": "swiglu"}, r"w_up must be \[E, 16, 2F\]"),
         ({"w_up": torch.zeros(4, 15, 24)}, r"w_up must be \[E, 16, F\]"),
         ({"w_down": torch.zeros(3, 24, 16)}, "w_up must be"),

@@ -164,7 +164,7 @@ def test_the_backward_operators_say_what_they_change() -> None:
     order = routing.weights_TK, routing.order_R, routing.counts_E, torch.zeros(0)
     tests = ("test_schema", "test_faketensor")
     for up_sum, down_sum in ((torch.ones_like(w_up), torch.ones_like(w_down)), (None, torch.ones_like(w_down))):
-        arguments = (dy, x, w_up, w_down, *order, "relu2", "min", up_sum, down_sum)
+        arguments = (dy, x, w_up, w_down, *order, "relu2", True, up_sum, down_sum)
         torch.library.opcheck(torch.ops.cdrmix.moe_experts_backward.default, arguments, test_utils=tests)
     rows = torch.randn(18, 16, generator=generator), torch.randn(18, 8, generator=generator)
     arguments = (rows[1], rows[0], w_up, routing.counts_E, torch.ones_like(w_up))

@@ -54,33 +54,33 @@ def make(activation: str, capacity: int | None, device: str = "cpu", dtype: torc
     return [x, w_up, w_down, *indices, normal(45, 16).to(device, dtype)]
 
 
-def run(kernels: Any, inputs: list[Any], activation: str, save: str, sums: list[Tensor]) -> list[Tensor]:
+def run(kernels: Any, inputs: list[Any], activation: str, recompute: bool, sums: list[Tensor]) -> list[Tensor]:
     *tensors, dy = inputs
-    y, z = kernels.experts_forward(*tensors, activation=activation, save=save)
-    return [y, *kernels.experts_backward(dy, *tensors, z, *sums, activation=activation, save=save)]
+    y, z = kernels.experts_forward(*tensors, activation=activation, recompute=recompute)
+    return [y, *kernels.experts_backward(dy, *tensors, z, *sums, activation=activation, recompute=recompute)]
 
 
-def check(inputs: list[Any], activation: str, save: str, bar: float) -> None:
+def check(inputs: list[Any], activation: str, recompute: bool, bar: float) -> None:
     exact = [x.double().cpu() if x.is_floating_point() else x.cpu() for x in inputs]
-    wanted = run(reference_moe, exact, activation, save, [])
-    found = run(moe_experts, inputs, activation, save, [])
+    wanted = run(reference_moe, exact, activation, recompute, [])
+    found = run(moe_experts, inputs, activation, recompute, [])
     for name, x, y in zip(NAMES, found, wanted, strict=True):
         assert ((x.double().cpu() - y).norm() / y.norm()) < bar, name
     sums = [torch.zeros_like(w, dtype=torch.float32) for w in inputs[1:3]]
-    added = run(moe_experts, inputs, activation, save, sums)
+    added = run(moe_experts, inputs, activation, recompute, sums)
     assert torch.equal(added[0], found[0])
     for x, y in zip(sums, wanted[2:4], strict=True):
         assert ((x.double().cpu() - y).norm() / y.norm()) < bar
 
 
 @interpreted
-@pytest.mark.parametrize("save", ["fast", "min"])
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("capacity", [None, 20])
 @pytest.mark.parametrize("activation", ["relu2", "swiglu"])
-def test_experts_by_grouped_mm(grouped: list[str], activation: str, capacity: int | None, save: str) -> None:
+def test_experts_by_grouped_mm(grouped: list[str], activation: str, capacity: int | None, recompute: bool) -> None:
     """Each of the four products over rows, or five where Z is made again, goes there; and again with sums."""
-    check(make(activation, capacity), activation, save, FLOAT32)
-    assert len(grouped) == 2 * (4 if save == "fast" else 5)
+    check(make(activation, capacity), activation, recompute, FLOAT32)
+    assert len(grouped) == 2 * (4 if not recompute else 5)
 
 
 @interpreted
@@ -88,10 +88,10 @@ def test_what_it_cannot_take_stays_ours(grouped: list[str]) -> None:
     """Rows of no multiple of 16 bytes, and no rows at all."""
     x, w_up, w_down, *others, dy = make("relu2", None)
     narrow = [x[:, :13].contiguous(), w_up[:, :13].contiguous(), w_down[..., :13].contiguous(), *others]
-    check([*narrow, dy[:, :13].contiguous()], "relu2", "fast", FLOAT32)
+    check([*narrow, dy[:, :13].contiguous()], "relu2", False, FLOAT32)
     nothing = torch.zeros(0, 16)
     empty = [nothing, w_up, w_down, torch.zeros(0, 2), torch.zeros(0, dtype=torch.int64), torch.zeros_like(others[2])]
-    y, *_ = run(moe_experts, [*empty, nothing], "relu2", "fast", [])
+    y, *_ = run(moe_experts, [*empty, nothing], "relu2", False, [])
     assert y.shape == (0, 16)
     assert grouped == []
 
@@ -129,7 +129,7 @@ def test_on_a_gpu(grouped: list[str], activation: str, capacity: int | None) -> 
     inputs = make(activation, capacity, "cuda", torch.bfloat16)
     if not moe_grouped.takes(inputs[0], inputs[1]):
         pytest.skip("torch._grouped_mm wants sm_90 or later")
-    check(inputs, activation, "fast", BFLOAT16)
-    one, other = (run(moe_experts, inputs, activation, "fast", []) for _ in range(2))
+    check(inputs, activation, False, BFLOAT16)
+    one, other = (run(moe_experts, inputs, activation, False, []) for _ in range(2))
     assert all(map(torch.equal, one, other))
     assert grouped

@@ -56,13 +56,15 @@ def test_a_layer_on_triton_reads_nothing(
     moe_grouped.force(who)
     try:
         with NoReads():
-            weights, chosen, counts, demand, order, balance, z_loss = moe_route.route_forward(logits, 2, None, capacity)
-            moe_route.route_backward(weights, balance, z_loss, logits, chosen, demand, 2)
+            weights, chosen, counts, tokens_per_expert, order, balance, z_loss = moe_route.route_forward(
+                logits, 2, None, capacity
+            )
+            moe_route.route_backward(weights, balance, z_loss, logits, chosen, tokens_per_expert, 2)
             tensors = x, w_up, w_down, weights, order, counts
-            for save in ("fast", "min"):
-                _, z = moe_experts.experts_forward(*tensors, activation="swiglu", save=save)
+            for recompute in (False, True):
+                _, z = moe_experts.experts_forward(*tensors, activation="swiglu", recompute=recompute)
                 for given in ([], sums):
-                    moe_experts.experts_backward(dy, *tensors, z, *given, activation="swiglu", save=save)
+                    moe_experts.experts_backward(dy, *tensors, z, *given, activation="swiglu", recompute=recompute)
             rows = moe_rows.dispatch(x, order, counts, 2)
             moe_rows.combine(rows, order, counts, 2)
             y = moe_experts.product_forward(rows, w_down, counts)

@@ -38,13 +38,16 @@ class Case:
     dy: Tensor
     activation: str
 
-    def run(self, save: str = "fast", kernels: Any = moe_experts, sums: bool = False) -> list[Tensor]:
+    def run(self, recompute: bool = False, kernels: Any = moe_experts, sums: bool = False) -> list[Tensor]:
         """y, dx, dw_up, dw_down, dweights; with sums, what is in `self.sums()` after the weights' were added."""
         inputs = self.x, self.w_up, self.w_down, self.weights, self.order, self.counts
-        y, z = kernels.experts_forward(*inputs, activation=self.activation, save=save)
-        assert z.shape == ((len(self.order), self.w_up.shape[2]) if save == "fast" else (0,))
+        y, z = kernels.experts_forward(*inputs, activation=self.activation, recompute=recompute)
+        assert z.shape == ((len(self.order), self.w_up.shape[2]) if not recompute else (0,))
         totals = self.sums() if sums else []
-        found = [y, *kernels.experts_backward(self.dy, *inputs, z, *totals, activation=self.activation, save=save)]
+        found = [
+            y,
+            *kernels.experts_backward(self.dy, *inputs, z, *totals, activation=self.activation, recompute=recompute),
+        ]
         if sums:
             assert found[2].numel() == found[3].numel() == 0
             found[2:4] = totals
@@ -64,7 +67,7 @@ class Case:
             for field in dataclasses.fields(self)
             if isinstance(value := getattr(self, field.name), Tensor) and value.is_floating_point()
         }
-        return dataclasses.replace(self, **floats).run("min", reference_moe, sums)
+        return dataclasses.replace(self, **floats).run(True, reference_moe, sums)
 
 
 def make(
@@ -151,7 +154,7 @@ def test_experts_equal_float64(T: int, D: int, F: int, E: int, k: int, how: dict
     assert all(x.isfinite().all() for x in found)
     assert worse(found, case.exact(), FLOAT32) == {}
     if activation == "swiglu":
-        assert_same(case.run("min"), found)
+        assert_same(case.run(recompute=True), found)
     for gradient in found[2:4]:
         for expert in (case.counts == 0).nonzero():
             assert (gradient[expert] == 0).all()
@@ -167,7 +170,7 @@ def test_experts_equal_float64(T: int, D: int, F: int, E: int, k: int, how: dict
 def test_shipped_tiles_equal_float64(activation: str) -> None:
     """The interpreter takes sm_90's launches: several tiles of rows and of columns, and sizes of no whole tile."""
     case = make(70, 72, 140, 2, 2, activation)
-    assert worse(case.run("min"), case.exact(), FLOAT32) == {}
+    assert worse(case.run(recompute=True), case.exact(), FLOAT32) == {}
     assert worse(case.run(sums=True), case.exact(sums=True), FLOAT32) == {}
 
 
@@ -213,9 +216,9 @@ def test_dropped_rows_do_not_leak() -> None:
     kept = int(case.counts.sum())
     dropped = case.order[kept:]
     case.x[dropped] = case.dy[dropped] = float("nan")
-    y, z = moe_experts.experts_forward(*inputs, activation="swiglu", save="fast")
+    y, z = moe_experts.experts_forward(*inputs, activation="swiglu", recompute=False)
     z[kept:] = float("nan")
-    found = moe_experts.experts_backward(case.dy, *inputs, z, activation="swiglu", save="fast")
+    found = moe_experts.experts_backward(case.dy, *inputs, z, activation="swiglu", recompute=False)
     assert_same([y, *found], wanted)
     assert (found[-1].view(-1)[dropped] == 0).all()
     assert (y[dropped] == 0).all()
@@ -392,7 +395,7 @@ def test_experts_on_a_gpu(
     found = case.run()
     bar = {torch.bfloat16: BFLOAT16, torch.float16: BFLOAT16 / 8, torch.float32: 8 * FLOAT32}[dtype]
     assert worse(found, case.exact(), bar) == {}
-    assert_same(case.run("min"), found)
+    assert_same(case.run(recompute=True), found)
     added = case.run(sums=True)
     assert worse(added, case.exact(sums=True), bar) == {}
     for _ in range(5):
@@ -427,7 +430,7 @@ def test_offsets_beyond_int32() -> None:
     counts = torch.zeros(E, dtype=torch.int64, device="cuda")
     counts[0], counts[-1] = T - 8, 8
     order, weights = torch.arange(T, device="cuda"), torch.ones(T, 1, device="cuda")
-    y, z = moe_experts.experts_forward(x, w_up, w_down, weights, order, counts, activation="swiglu", save="fast")
+    y, z = moe_experts.experts_forward(x, w_up, w_down, weights, order, counts, activation="swiglu", recompute=False)
     assert w_up.numel() > 2**31
     assert z.numel() > 2**31
     right = x[-8:].double() @ w_up[-1].double()

@@ -39,16 +39,16 @@ def wkv7_step(x: Arguments) -> tuple[Tensor, ...]:
     return ops.wkv7_step(token["r"], log_w, token["k"], token["v"], -k, k * rate, token["state"])
 
 
-def decay_scan(x: Arguments) -> tuple[Tensor, ...]:
+def ssd_scan(x: Arguments) -> tuple[Tensor, ...]:
     cu_seqlens = torch.tensor([0, 11, 50, 100], dtype=torch.int32, device=x["q"].device)
-    y, state = ops.decay_scan(x["q"], x["k"], x["v"], -x["w"].exp(), cu_seqlens=cu_seqlens, return_state=True)
+    y, state = ops.ssd_scan(x["q"], x["k"], x["v"], -x["w"].exp(), cu_seqlens=cu_seqlens, return_state=True)
     assert state is not None
     return y, state
 
 
-def decay_scan_step(x: Arguments) -> tuple[Tensor, ...]:
+def ssd_scan_step(x: Arguments) -> tuple[Tensor, ...]:
     token = {name: tensor.detach() for name, tensor in x.items()}
-    return ops.decay_scan_step(token["q"], token["k"], token["v"], -token["w"].exp(), token["state"])
+    return ops.ssd_scan_step(token["q"], token["k"], token["v"], -token["w"].exp(), token["state"])
 
 
 def moe(x: Arguments) -> tuple[Tensor, ...]:
@@ -137,12 +137,12 @@ WKV = dict.fromkeys("rwkvab", (2, 50, 2, 32))
 CASES: dict[str, tuple[Callable[[Arguments], tuple[Tensor, ...]], dict[str, tuple[int, ...]]]] = {
     "wkv7": (wkv7, WKV),
     "wkv7_step": (wkv7_step, dict.fromkeys("rwkvab", (3, 2, 32)) | {"state": (3, 2, 32, 32)}),
-    "decay_scan": (
-        decay_scan,
+    "ssd_scan": (
+        ssd_scan,
         dict.fromkeys("qk", (2, 50, 1, 24)) | {"v": (2, 50, 3, 40), "w": (2, 50, 3)},
     ),
-    "decay_scan_step": (
-        decay_scan_step,
+    "ssd_scan_step": (
+        ssd_scan_step,
         dict.fromkeys("qk", (3, 1, 24)) | {"v": (3, 2, 40), "w": (3, 2), "state": (3, 2, 40, 24)},
     ),
     "time_mix_streams": (streams, {"x": TOKENS, "mixes": (6, 64), "last": (2, 64)}),

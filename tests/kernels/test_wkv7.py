@@ -156,9 +156,9 @@ def cases(draw: st.DrawFn) -> Case:
 @settings(max_examples=8)
 @given(case=cases(), data=st.data())
 def test_equals_the_definition(where: str, case: Case, data: st.DataObject) -> None:
-    save, chunk = data.draw(st.sampled_from(["fast", "min"])), data.draw(st.sampled_from([None, 32, 64]))
+    recompute, chunk = data.draw(st.booleans()), data.draw(st.sampled_from([None, 32, 64]))
     chunk = chunk if chunk in chunk_sizes(where, case) else None
-    assert_near(case.found(where, save=save, chunk=chunk), case.exact(), bar_of(where))
+    assert_near(case.found(where, recompute=recompute, chunk=chunk), case.exact(), bar_of(where))
 
 
 def test_equals_the_definition_at_the_widest(where: str) -> None:
@@ -188,7 +188,7 @@ def test_documents_in_groups_of_chunks_on_a_gpu(monkeypatch: pytest.MonkeyPatch)
 @given(case=cases())
 def test_what_is_saved_changes_no_bit_and_the_chunk_next_to_none(where: str, case: Case) -> None:
     small, large = case.found(where, chunk=32), case.found(where, chunk=chunk_sizes(where, case)[-1])
-    assert_same_bits(small, case.found(where, chunk=32, save="min"))
+    assert_same_bits(small, case.found(where, chunk=32, recompute=True))
     assert_near(large, {name: value.double() for name, value in small.items()}, 2 * bar_of(where))
 
 
@@ -350,10 +350,12 @@ def test_nothing_is_written_outside(where: str, documents: list[int] | None, mon
     kernels = recurrence._kernels(torch.empty(1, 1, 1, 64, device=device), torch.empty(1, 1, 1, 32, device=device))
     tensors = [case.inputs[name].float().to(device) for name in NAMES]
     dy, dlast, cu_seqlens = case.dy.float().to(device), case.dlast.float().to(device), case.cu_seqlens(device)
-    for save in ("fast", "min"):
+    for recompute in (False, True):
         with guarded(monkeypatch):
-            y, last, saved = kernels.wkv7_forward(*tensors, cu_seqlens, chunk=None, save=save, return_state=True)
-            gradients = kernels.wkv7_backward(dy, dlast, *tensors, cu_seqlens, saved, chunk=None, save=save)
+            y, last, saved = kernels.wkv7_forward(
+                *tensors, cu_seqlens, chunk=None, save=True, recompute=recompute, return_state=True
+            )
+            gradients = kernels.wkv7_backward(dy, dlast, *tensors, cu_seqlens, saved, chunk=None, recompute=recompute)
         found = dict(zip(("y", "last", *(f"d{name}" for name in NAMES)), (y, last, *gradients), strict=True))
         assert_same_bits({name: value.cpu() for name, value in found.items()}, case.found(where))
 

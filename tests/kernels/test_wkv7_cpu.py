@@ -41,11 +41,13 @@ def run(
     dlast: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     chunk: int | None = None,
-    save: str = "fast",
+    recompute: bool = False,
 ) -> list[Tensor]:
     """y, last, and the gradients dr, dlog_w, dk, dv, da, db, dstate."""
-    y, last, saved = wkv7_cpu.wkv7_forward(*tensors, state, cu_seqlens, chunk=chunk, save=save, return_state=True)
-    gradients = wkv7_cpu.wkv7_backward(dy, dlast, *tensors, state, cu_seqlens, saved, chunk=chunk, save=save)
+    y, last, saved = wkv7_cpu.wkv7_forward(
+        *tensors, state, cu_seqlens, chunk=chunk, save=True, recompute=recompute, return_state=True
+    )
+    gradients = wkv7_cpu.wkv7_backward(dy, dlast, *tensors, state, cu_seqlens, saved, chunk=chunk, recompute=recompute)
     return [y, last, *gradients]
 
 
@@ -150,21 +152,29 @@ def test_absent_states_are_zeros() -> None:
 
 def test_what_is_not_wanted_is_not_made() -> None:
     tensors = inputs(2, 20, 2, 32, 64)
-    y, last, saved = wkv7_cpu.wkv7_forward(*tensors, None, None, chunk=None, save="none", return_state=False)
+    y, last, saved = wkv7_cpu.wkv7_forward(
+        *tensors, None, None, chunk=None, save=False, recompute=False, return_state=False
+    )
     assert (last.shape, last.dtype, saved) == ((0,), torch.float32, [])
     assert torch.equal(y, run(tensors, torch.zeros_like(tensors[3]))[0])
 
 
-@pytest.mark.parametrize("save", ["min", "fast"])
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("chunk", [None, 1, 8, 16, 64])
-def test_the_spacing_of_kept_states_alters_no_bit_and_their_shapes_are_known(chunk: int | None, save: str) -> None:
+def test_the_spacing_of_kept_states_alters_no_bit_and_their_shapes_are_known(
+    chunk: int | None, recompute: bool
+) -> None:
     tensors, dy = inputs(1, 50, 1, 32, 64), torch.randn(1, 50, 1, 64)
     cu_seqlens = torch.tensor([0, 9, 10, 50])
     for offsets, count in ((None, 1), (cu_seqlens, 3)):
-        assert_same(run(tensors, dy, cu_seqlens=offsets), run(tensors, dy, cu_seqlens=offsets, chunk=chunk, save=save))
-        saved = wkv7_cpu.wkv7_forward(*tensors, None, offsets, chunk=chunk, save=save, return_state=False)[2]
+        assert_same(
+            run(tensors, dy, cu_seqlens=offsets), run(tensors, dy, cu_seqlens=offsets, chunk=chunk, recompute=recompute)
+        )
+        saved = wkv7_cpu.wkv7_forward(
+            *tensors, None, offsets, chunk=chunk, save=True, recompute=recompute, return_state=False
+        )[2]
         shapes = wkv7_cpu.wkv7_saved_shapes(
-            1, 50, 1, 32, 64, count, offsets is not None, torch.float32, chunk=chunk, save=save
+            1, 50, 1, 32, 64, count, offsets is not None, torch.float32, chunk=chunk, save=True, recompute=recompute
         )
         assert [(tuple(x.shape), x.dtype) for x in saved] == shapes
 
@@ -188,7 +198,9 @@ def test_a_permuted_batch_gives_the_same_bits() -> None:
 
 def test_a_token_at_a_time_equals_the_scan_bitwise() -> None:
     tensors, state = inputs(2, 19, 2, 64, 32), torch.randn(2, 2, 32, 64)
-    y, last, _ = wkv7_cpu.wkv7_forward(*tensors, state, None, chunk=None, save="none", return_state=True)
+    y, last, _ = wkv7_cpu.wkv7_forward(
+        *tensors, state, None, chunk=None, save=False, recompute=False, return_state=True
+    )
     kept = state.clone()
     for t in range(19):
         y_t, state = wkv7_cpu.wkv7_step(*[x[:, t].contiguous() for x in tensors], state)
@@ -266,7 +278,7 @@ wkv7_cpu.SERIAL_WORK = 0
 assert torch.get_num_threads() == 2
 generator = torch.Generator().manual_seed(5)
 tensors = [torch.randn(2, 33, 2, 32, generator=generator) * 0.1 for _ in range(6)]
-y, last, _ = wkv7_cpu.wkv7_forward(*tensors, None, None, chunk=None, save="none", return_state=True)
+y, last, _ = wkv7_cpu.wkv7_forward(*tensors, None, None, chunk=None, save=False, recompute=False, return_state=True)
 print(hashlib.sha256(y.numpy().tobytes() + last.numpy().tobytes()).hexdigest())
 """,
         OMP_NUM_THREADS="2",
@@ -274,5 +286,5 @@ print(hashlib.sha256(y.numpy().tobytes() + last.numpy().tobytes()).hexdigest())
     )
     generator = torch.Generator().manual_seed(5)
     tensors = [torch.randn(2, 33, 2, 32, generator=generator) * 0.1 for _ in range(6)]
-    y, last, _ = wkv7_cpu.wkv7_forward(*tensors, None, None, chunk=None, save="none", return_state=True)
+    y, last, _ = wkv7_cpu.wkv7_forward(*tensors, None, None, chunk=None, save=False, recompute=False, return_state=True)
     assert found == digest([y, last])

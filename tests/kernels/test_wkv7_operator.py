@@ -50,8 +50,8 @@ def starts(*values: int) -> Tensor:
         ({"cu_seqlens": starts(1, 5, 10)}, "begin with 0"),
         ({"cu_seqlens": starts(0, 7, 5, 10)}, "must not decrease; found 7 then 5 at position 2"),
         ({"cu_seqlens": starts(0, 3, 10)}, "every row's start, multiples of T = 5; 5 is not there"),
-        ({"save": "all"}, "save='all'; choose 'fast' or 'min'"),
-        ({"save": "none"}, "save='none'; choose 'fast' or 'min'"),
+        ({"recompute": "min"}, "recompute must be True or False; found 'min'"),
+        ({"recompute": 1}, "recompute must be True or False; found 1"),
         ({"r": None}, "r must be a torch.Tensor; found NoneType"),
         ({"cu_seqlens": [0, 5, 10]}, "cu_seqlens must be a torch.Tensor; found list"),
         (
@@ -159,8 +159,8 @@ def test_the_operator_is_registered_as_pytorch_wants_it(
     cu_seqlens = starts(0, 3, 5, 10) if packed else None
     state = torch.randn(3 if packed else 2, 3, 32, 32, requires_grad=True)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    for save in ("none", "min", "fast"):
-        torch.library.opcheck(recurrence._wkv7, (*inputs, state, cu_seqlens, None, save, True), test_utils=checks)
+    for flags in ((False, False), (True, True), (True, False)):  # save, recompute
+        torch.library.opcheck(recurrence._wkv7, (*inputs, state, cu_seqlens, None, *flags, True), test_utils=checks)
     token = [x.detach()[:, 0].contiguous() for x in inputs]
     torch.library.opcheck(recurrence._wkv7_step, (*token, torch.zeros(2, 3, 32, 32)), test_utils=checks)
 

@@ -34,17 +34,17 @@ class Case:
     cu_seqlens: list[int]
     packed: bool
 
-    def run(self, chunk: int, save: str = "fast") -> list[Tensor]:
+    def run(self, chunk: int, recompute: bool = False) -> list[Tensor]:
         """y, last, and the gradients dr, dlog_w, dk, dv, da, db, dstate."""
         cu_seqlens = torch.tensor(self.cu_seqlens, dtype=torch.int32) if self.packed else None
         y, last, saved = wkv7.wkv7_forward(
-            *self.inputs, self.state, cu_seqlens, chunk=chunk, save=save, return_state=True
+            *self.inputs, self.state, cu_seqlens, chunk=chunk, save=True, recompute=recompute, return_state=True
         )
         sizes = (*self.dy.shape[:3], self.inputs[0].shape[-1], self.dy.shape[-1], len(self.state))
-        shapes = wkv7.wkv7_saved_shapes(*sizes, self.packed, self.dy.dtype, chunk=chunk, save=save)
+        shapes = wkv7.wkv7_saved_shapes(*sizes, self.packed, self.dy.dtype, chunk=chunk, save=True, recompute=recompute)
         assert shapes == [(tuple(x.shape), x.dtype) for x in saved]
         gradients = wkv7.wkv7_backward(
-            self.dy, self.dlast, *self.inputs, self.state, cu_seqlens, saved, chunk=chunk, save=save
+            self.dy, self.dlast, *self.inputs, self.state, cu_seqlens, saved, chunk=chunk, recompute=recompute
         )
         return [y, last, *gradients]
 
@@ -128,7 +128,7 @@ def test_float32_equals_the_definition(chunk: int, case: Case) -> None:
     found = case.run(chunk)
     assert all(x.isfinite().all() for x in found)
     assert {name: value for name, value in ratios(found, case.exact()).items() if not value < FLOAT32} == {}
-    assert_same(case.run(chunk, "min"), found)
+    assert_same(case.run(chunk, recompute=True), found)
 
 
 @pytest.mark.parametrize("chunk", [32, 64])
@@ -228,10 +228,10 @@ def test_nothing_is_written_beside_the_results(monkeypatch: pytest.MonkeyPatch, 
         return allocate(tuple(x.shape), dtype or x.dtype)
 
     case = make(1, 70, 1, 32, 64, cu_seqlens=[0, 1, 1, 40, 70])
-    wanted = case.run(32, "min")
+    wanted = case.run(32, recompute=True)
     monkeypatch.setattr(torch, "empty", empty)
     monkeypatch.setattr(torch, "empty_like", empty_like)
-    assert_same(case.run(32, "min"), wanted)
+    assert_same(case.run(32, recompute=True), wanted)
     assert len(guarded) > 15
     for whole, guard in guarded:
         assert (whole[:guard] == 77).all()
@@ -241,14 +241,18 @@ def test_nothing_is_written_beside_the_results(monkeypatch: pytest.MonkeyPatch, 
 def test_without_states_and_without_gradients() -> None:
     case = make(1, 40, 1, 32, 32)
     zeros = torch.zeros_like(case.state)
-    y, last, saved = wkv7.wkv7_forward(*case.inputs, None, None, chunk=32, save="none", return_state=False)
+    y, last, saved = wkv7.wkv7_forward(
+        *case.inputs, None, None, chunk=32, save=False, recompute=False, return_state=False
+    )
     assert (tuple(last.shape), last.dtype, saved) == ((0,), torch.float32, [])
-    other, _, saved = wkv7.wkv7_forward(*case.inputs, zeros, None, chunk=32, save="fast", return_state=True)
+    other, _, saved = wkv7.wkv7_forward(
+        *case.inputs, zeros, None, chunk=32, save=True, recompute=False, return_state=True
+    )
     assert torch.equal(y, other)
     with_state = wkv7.wkv7_backward(
-        case.dy, torch.zeros_like(zeros), *case.inputs, zeros, None, saved, chunk=32, save="fast"
+        case.dy, torch.zeros_like(zeros), *case.inputs, zeros, None, saved, chunk=32, recompute=False
     )
-    without = wkv7.wkv7_backward(case.dy, None, *case.inputs, None, None, saved, chunk=32, save="fast")
+    without = wkv7.wkv7_backward(case.dy, None, *case.inputs, None, None, saved, chunk=32, recompute=False)
     assert tuple(without[-1].shape) == (0,)
     for x, z in zip(without[:-1], with_state[:-1], strict=True):
         assert torch.equal(x, z)
@@ -265,12 +269,12 @@ def test_one_token_is_the_recurrence() -> None:
 def test_what_is_saved_is_at_most_five_inputs() -> None:
     """At K = V = C = 64 in bfloat16; the docstring's figures."""
     B, T, H, K = 2, 256, 4, 64
-    size = B * T * H * K * 2
-    for save, least, most in (("min", 1.0, 1.0), ("fast", 4.0, 5.0)):
-        shapes = wkv7.wkv7_saved_shapes(B, T, H, K, K, B, False, torch.bfloat16, chunk=64, save=save)
+    sizes, size = (B, T, H, K, K, B, False), B * T * H * K * 2
+    for recompute, least, most in ((True, 1.0, 1.0), (False, 4.0, 5.0)):
+        shapes = wkv7.wkv7_saved_shapes(*sizes, torch.bfloat16, chunk=64, save=True, recompute=recompute)
         saved = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes)
         assert least <= saved / size <= most
-    assert wkv7.wkv7_saved_shapes(B, T, H, K, K, B, False, torch.bfloat16, chunk=64, save="none") == []
+    assert wkv7.wkv7_saved_shapes(*sizes, torch.bfloat16, chunk=64, save=False, recompute=False) == []
 
 
 def test_a_chunk_that_does_not_ship_is_refused() -> None:
@@ -337,7 +341,7 @@ def test_groups_in_float32_equal_the_definition(launched: list[str], chunk: int,
     assert [name for name in launched if name.startswith("group")] == GROUPED
     assert all(x.isfinite().all() for x in found)
     assert {name: value for name, value in ratios(found, case.exact()).items() if not value < FLOAT32} == {}
-    assert_same(case.run(chunk, "min"), found)
+    assert_same(case.run(chunk, recompute=True), found)
 
 
 @pytest.mark.parametrize("pinned", [False, True])

@@ -275,11 +275,11 @@ def test_a_block_with_two_routers_reports_both_and_balances_both(make_model: Mak
     ids = torch.arange(40).view(2, 20) % 23
     report = model(ids).router
     assert report is not None
-    assert report.demand_LE.shape == (6, 4)
-    assert (report.demand_LE.sum(1) == 2 * 40).all()
-    balance_routers(model, report.demand_LE, 0.1)
+    assert report.tokens_per_expert_LE.shape == (6, 4)
+    assert (report.tokens_per_expert_LE.sum(1) == 2 * 40).all()
+    balance_routers(model, report.tokens_per_expert_LE, 0.1)
     moved_by = torch.stack([module.bias for _, module in routers(model)])  # type: ignore[misc]
-    signs = (report.demand_LE.double().mean(1, keepdim=True) - report.demand_LE).sign()
+    signs = (report.tokens_per_expert_LE.double().mean(1, keepdim=True) - report.tokens_per_expert_LE).sign()
     assert torch.equal(moved_by.sign(), (signs - signs.mean(1, keepdim=True)).sign())
 
 
@@ -288,7 +288,7 @@ def test_without_a_mixture_of_experts_the_mixers_router_is_trained_alone(make_mo
     ids = torch.arange(24).view(2, 12) % 23
     losses = model(ids, ids, torch.ones(2, 12, dtype=torch.float64), None, 24.0)
     assert losses.router is not None
-    assert losses.router.demand_LE.shape == (1, 4)
+    assert losses.router.tokens_per_expert_LE.shape == (1, 4)
     assert losses.load_balance > 0
     losses.total.backward()
     assert model.language_model.blocks[2].mixer.router.weight.grad.any()  # type: ignore[union-attr, operator]

@@ -29,7 +29,7 @@ CHUNK = 6
 BOUND = 1e-10
 
 
-def make(seed: int = 0, *, moved: bool = True, rope: bool = True, removal: int = 1, **lora: object) -> LanguageModel:
+def make(seed: int = 0, *, moved: bool = True, rope: bool = True, neg: bool = False, **lora: object) -> LanguageModel:
     """A float64 model with adapters on every projection, every parameter moved off its initial zeros."""
     config = Model(
         vocab_size=23,
@@ -37,7 +37,8 @@ def make(seed: int = 0, *, moved: bool = True, rope: bool = True, removal: int =
         layers=4,
         attention=Attention(heads=2, kv_heads=1, rope=rope),
         rwkv=Rwkv.model_validate(
-            {"head_size": 16, "decay_rank": 3, "iclr_rank": 3, "value_rank": 2, "gate_rank": 4, "removal": removal}
+            {"head_size": 16, "decay_rank": 3, "iclr_rank": 3, "value_rank": 2, "gate_rank": 4}
+            | {"allow_neg_eigval": neg}
         ),
         feed_forward=FeedForward(hidden=8, experts=4),
     )
@@ -62,7 +63,7 @@ def ids(batch: int, length: int, seed: int = 1) -> Tensor:
     return torch.randint(0, 23, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-VARIANTS = [{}, {"rule": "hebb", "gated": False}, {"rule": "oja", "key_width": 5, "decay": 1.0}, {"removal": 2}]
+VARIANTS = [{}, {"rule": "hebb", "gated": False}, {"rule": "oja", "key_width": 5, "decay": 1.0}, {"neg": True}]
 
 
 def test_a_new_adapter_changes_nothing_and_nothing_else_is_drawn_differently() -> None:

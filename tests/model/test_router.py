@@ -30,12 +30,12 @@ def test_the_bias_evens_a_skewed_load_and_leaves_the_weights_to_the_logits() -> 
     gate, x = router(bias_update_rate=0.05), torch.randn(400, 6) + 1
     with torch.no_grad():
         gate.weight.mul_(10)
-    before = gate.route(x).demand_E.max() / 200
+    before = gate.route(x).tokens_per_expert_E.max() / 200
     for _ in range(200):
-        gate.balance(gate.route(x).demand_E, 0.05)
+        gate.balance(gate.route(x).tokens_per_expert_E, 0.05)
     routing = gate.route(x)
     assert before > 1.3
-    assert routing.demand_E.max() / 200 < 1.1
+    assert routing.tokens_per_expert_E.max() / 200 < 1.1
     torch.testing.assert_close(routing.weights_TK, gate(x).gather(1, routing.experts_TK).softmax(-1))
 
 
@@ -71,8 +71,8 @@ def test_dropping_bounds_the_rows_of_an_expert_in_training_alone() -> None:
     routing = gate.route(x)
     assert gate.capacity(30) == 15  # ceil(1.0 * 2 * 30 / 4)
     assert routing.counts_E.max() == 15
-    assert routing.demand_E.max() > 15
-    assert torch.equal(gate.eval().route(x).counts_E, routing.demand_E)
+    assert routing.tokens_per_expert_E.max() > 15
+    assert torch.equal(gate.eval().route(x).counts_E, routing.tokens_per_expert_E)
     assert router().capacity(30) is None
 
 
@@ -95,6 +95,6 @@ def test_activation_checkpointing_counts_once(make_model) -> None:  # type: igno
     for checkpointing in (False, True):
         output = make_model(activation_checkpointing=checkpointing)(ids)
         output.hidden_BTD.sum().backward()
-        counts.append(output.router.demand_LE)
+        counts.append(output.router.tokens_per_expert_LE)
     assert torch.equal(*counts)
     assert counts[0].sum() == 4 * 12 * 2

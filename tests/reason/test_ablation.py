@@ -138,7 +138,7 @@ def test_what_decides_a_result_decides_its_mark(counted: tuple[Path, list[tuple[
     one = ablation.fingerprint(load_config(path), 1)
     same = ['ablation.row="9"', "ablation.shows=x", "ablation.demands=[]", "run.name=other", "run.seed=7"]
     assert ablation.fingerprint(load_config(path, same), 1) == one
-    others = ["train.steps=6", "ablation.episodes=3", "ablation.tracking.task=s3", "model.rwkv.removal=2"]
+    others = ["train.steps=6", "ablation.episodes=3", "ablation.tracking.task=s3", "model.rwkv.allow_neg_eigval=true"]
     marks = {ablation.fingerprint(load_config(path, [other]), 1) for other in others}
     assert len(marks | {one, ablation.fingerprint(load_config(path), 2)}) == len(others) + 2
 

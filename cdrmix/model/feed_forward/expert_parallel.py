@@ -181,7 +181,7 @@ def local_routing(weights_N: Tensor, expert_N: Tensor, received_SL: Tensor, orde
         weights_TK=weights_N.unsqueeze(1),
         experts_TK=expert_N.unsqueeze(1),
         counts_E=counts_L,
-        demand_E=counts_L,
+        tokens_per_expert_E=counts_L,
         order_R=order_N,
         load_balance=zero,
         z_loss=zero,

@@ -17,14 +17,14 @@ class Routed(NamedTuple):
     a capacity drops some), and its two loss terms (scalars)."""
 
     counts_E: Tensor
-    demand_E: Tensor
+    tokens_per_expert_E: Tensor
     load_balance: Tensor
     z_loss: Tensor
 
     @classmethod
     def of(cls, routing: ops.Routing) -> Routed:
         """The report of one routing."""
-        return cls(routing.counts_E, routing.demand_E, routing.load_balance, routing.z_loss)
+        return cls(routing.counts_E, routing.tokens_per_expert_E, routing.load_balance, routing.z_loss)
 
 
 class Router(nn.Module):
@@ -74,19 +74,19 @@ class Router(nn.Module):
         return math.ceil(self.capacity_factor * self.top_k * tokens / self.experts)
 
     @torch.no_grad()
-    def balance(self, demand_E: Tensor, rate: float) -> None:
+    def balance(self, tokens_per_expert_E: Tensor, rate: float) -> None:
         """One step of the selection bias towards even load (arXiv 2408.15664, algorithm 1), kept at mean 0.
 
-        demand_E: routes that wanted each expert in the global batch, over all processes: the same in each of them.
+        tokens_per_expert_E: the routes to each expert before capacity, summed over the global batch and all processes.
         """
         if self.bias is not None:
-            demand_E = demand_E.to(self.bias)
-            self.bias += rate * (demand_E.mean() - demand_E).sign()
+            tokens_per_expert_E = tokens_per_expert_E.to(self.bias)
+            self.bias += rate * (tokens_per_expert_E.mean() - tokens_per_expert_E).sign()
             self.bias -= self.bias.mean()
 
 
-def balance_routers(model: nn.Module, demand_LE: Tensor, rate: float) -> None:
-    """`Router.balance` of every router, in the model's order; demand [L, E] of a whole optimizer step."""
+def balance_routers(model: nn.Module, tokens_per_expert_LE: Tensor, rate: float) -> None:
+    """`Router.balance` of every router, in the model's order; the counts [L, E] are of a whole optimizer step."""
     routers = [module for module in model.modules() if isinstance(module, Router)]
-    for router, demand_E in zip(routers, demand_LE, strict=True):
-        router.balance(demand_E, rate)
+    for router, tokens_per_expert_E in zip(routers, tokens_per_expert_LE, strict=True):
+        router.balance(tokens_per_expert_E, rate)

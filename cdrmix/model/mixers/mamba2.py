@@ -104,10 +104,10 @@ class Mamba2(Mixer):
         last: Tensor | None
         if length == 1 and cache is not None and context.cu_seqlens is None and not torch.is_grad_enabled():
             q_t, k_t, v_t, log_decay_t = (side.squeeze(1) for side in (q, k, v, log_decay))
-            token, last = ops.decay_scan_step(q_t, k_t, v_t, log_decay_t, cache.scan_BHVK)
+            token, last = ops.ssd_scan_step(q_t, k_t, v_t, log_decay_t, cache.scan_BHVK)
             y = token.unsqueeze(1)
         else:
-            y, last = ops.decay_scan(
+            y, last = ops.ssd_scan(
                 q,
                 k,
                 v,

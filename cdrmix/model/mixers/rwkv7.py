@@ -23,7 +23,11 @@ class TimeMixCache(NamedTuple):
 
 
 class TimeMix(Mixer):
-    """RWKV-7's mixer: token shift, six data-dependent streams, the generalised delta rule, norm, bonus and gate."""
+    """RWKV-7's mixer: token shift, six data-dependent streams, the generalised delta rule, norm, bonus and gate.
+
+    The transition of a token's state is diag(w) - c kappa^T (rate * kappa), with kappa the unit key and rate in (0, 1)
+    (arXiv 2503.14456, appendix D). c is 1, and 2 with `allow_neg_eigval`, which lets eigenvalues reach -1.
+    """
 
     part = "time-mix"
 
@@ -31,7 +35,7 @@ class TimeMix(Mixer):
         super().__init__()
         width, rwkv = config.d_model, config.rwkv
         self.head_size, self.heads = rwkv.head_size, width // rwkv.head_size
-        self.removal = rwkv.removal
+        self.allow_neg_eigval = rwkv.allow_neg_eigval
         depth = layer / max(config.layers - 1, 1)  # 0 in the first block, 1 in the last
         fade = 1 - layer / config.layers
         linear_ramp = torch.arange(width) / max(width - 1, 1) - 0.5
@@ -93,8 +97,8 @@ class TimeMix(Mixer):
         log_w, k, a, b, v = ops.time_mix_keys(
             k, decay, rate, value, v_first, v_gate, self.w0, self.a0, v0, self.k_k, self.k_a, self.head_size
         )
-        if self.removal != 1:  # of what a key holds c rate, not rate, is taken away: arXiv 2503.14456, appendix D
-            b = self.removal * b
+        if self.allow_neg_eigval:  # c = 2, see the class
+            b = 2 * b
         last: Tensor | None
         if length == 1 and cache is not None and cu_seqlens is None and not torch.is_grad_enabled():
             r_t, log_w_t, k_t, v_t, a_t, b_t = (t.squeeze(1) for t in (r, log_w, k, v, a, b))

@@ -1,8 +1,8 @@
 """The ablation of state tracking: one small model on words of a group, trained on short ones and read at long ones.
 
 A word is a sequence of elements; at every place the product of what has come is asked for (data/tasks/groups.py).
-RWKV-7 with the removal factor 1 has transitions of eigenvalues from 0 to 1 and cannot even count modulo two in one
-layer; with 2 they reach -1 (arXiv 2411.12537).
+RWKV-7 without `allow_neg_eigval` has transitions of eigenvalues from 0 to 1 and cannot even count modulo two in one
+layer; with it (c = 2) they reach -1 (arXiv 2411.12537).
 """
 
 from __future__ import annotations

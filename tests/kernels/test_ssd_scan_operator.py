@@ -45,7 +45,7 @@ def starts(*values: int) -> Tensor:
         ({"state": torch.zeros(2, 3, 6, 8).bfloat16()}, "found torch.bfloat16"),
         ({"state": torch.zeros(2, 3, 6, 8), "cu_seqlens": starts(0, 2, 5, 10)}, r"= \[3, 3, 6, 8\]"),
         ({"cu_seqlens": torch.tensor([0.0, 10.0])}, "cu_seqlens must be int32 or int64.*found torch.float32"),
-        ({"cu_seqlens": starts(0, 5, 9)}, r"decay_scan: cu_seqlens must .*end with B \* T = 10; found 0 ... 9"),
+        ({"cu_seqlens": starts(0, 5, 9)}, r"ssd_scan: cu_seqlens must .*end with B \* T = 10; found 0 ... 9"),
         ({"cu_seqlens": starts(0, 7, 5, 10)}, "must not decrease; found 7 then 5 at position 2"),
         ({"cu_seqlens": starts(0, 3, 10)}, "every row's start, multiples of T = 5; 5 is not there"),
         ({"q": None}, "q must be a torch.Tensor; found NoneType"),
@@ -57,7 +57,7 @@ def starts(*values: int) -> Tensor:
 )
 def test_wrong_arguments_are_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ops.decay_scan(**(arguments() | changes))
+        ops.ssd_scan(**(arguments() | changes))
 
 
 @pytest.mark.parametrize(
@@ -66,29 +66,29 @@ def test_wrong_arguments_are_named(changes: dict[str, Any], message: str) -> Non
 def test_values_are_checked_when_debugging(value: float, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = arguments()
     inputs["log_decay"][1, 2, 0] = value
-    ops.decay_scan(**inputs)  # reading values would wait for a GPU: it is not done unasked
+    ops.ssd_scan(**inputs)  # reading values would wait for a GPU: it is not done unasked
     monkeypatch.setenv("CDRMIX_DEBUG", "1")
     with pytest.raises(ValueError, match=message):
-        ops.decay_scan(**inputs)
+        ops.ssd_scan(**inputs)
 
 
 def test_widths_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = arguments() | {"v": torch.zeros(2, 5, 3, 300)}
-    ops.decay_scan(**inputs)
+    ops.ssd_scan(**inputs)
     monkeypatch.setenv("CDRMIX_BACKEND", "triton")
     with pytest.raises(ValueError, match="key width 8, value width 300; the GPU's kernels have at most 256"):
-        ops.decay_scan(**inputs)
+        ops.ssd_scan(**inputs)
 
 
 def test_the_step_takes_one_token_and_no_gradient() -> None:
     inputs, state = arguments(), torch.zeros(2, 3, 6, 8)
-    with pytest.raises(ValueError, match=r"decay_scan_step: q must be \[B, G, K\]"):
-        ops.decay_scan_step(*inputs.values(), state)
+    with pytest.raises(ValueError, match=r"ssd_scan_step: q must be \[B, G, K\]"):
+        ops.ssd_scan_step(*inputs.values(), state)
     token = [x[:, 0].requires_grad_() for x in inputs.values()]
-    with pytest.raises(ValueError, match="decay_scan_step has no gradient"):
-        ops.decay_scan_step(*token, state)
+    with pytest.raises(ValueError, match="ssd_scan_step has no gradient"):
+        ops.ssd_scan_step(*token, state)
     with pytest.raises(ValueError, match="state must be"), torch.no_grad():
-        ops.decay_scan_step(*token, state[:1])
+        ops.ssd_scan_step(*token, state[:1])
 
 
 @pytest.mark.parametrize("exclusive", [False, True])
@@ -100,7 +100,7 @@ def test_the_gradients_are_those_of_finite_differences(packed: bool, exclusive: 
 
     def run(*tensors: Tensor) -> tuple[Tensor, Tensor]:
         flags = {"cu_seqlens": cu_seqlens, "exclusive": exclusive, "return_state": True, "chunk": 16}
-        y, last = ops.decay_scan(*tensors[:-1], state=tensors[-1], **flags)
+        y, last = ops.ssd_scan(*tensors[:-1], state=tensors[-1], **flags)
         assert last is not None
         return y, last
 
@@ -116,7 +116,7 @@ def test_the_definition_is_the_formula(exclusive: bool) -> None:
         for j in range(i if exclusive else i + 1):
             decay = log_decay[:, j + 1 : i if exclusive else i + 1].sum(1).exp()
             wanted[:, i] += (decay * (q[:, i] * k[:, j]).sum(1)).unsqueeze(1) * v[:, j]
-    found, _ = reference_scan.decay_scan_recurrence(
+    found, _ = reference_scan.ssd_scan_recurrence(
         *(x.unsqueeze(2) for x in (q, k, v)), log_decay.unsqueeze(2), exclusive=exclusive
     )
     torch.testing.assert_close(found.squeeze(2), wanted, rtol=1e-12, atol=1e-12)
@@ -126,15 +126,15 @@ def test_the_definition_is_the_formula(exclusive: bool) -> None:
 def test_strided_views_and_gradients_of_some_alone(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CDRMIX_BACKEND", backend)
     inputs = arguments()
-    wanted, _ = ops.decay_scan(**inputs)
+    wanted, _ = ops.ssd_scan(**inputs)
     views = {name: x.transpose(0, 1).contiguous().transpose(0, 1) for name, x in inputs.items()}
-    assert torch.equal(ops.decay_scan(**views)[0], wanted)
+    assert torch.equal(ops.ssd_scan(**views)[0], wanted)
     all_of_them = [x.clone().requires_grad_() for x in inputs.values()]
-    y, _ = ops.decay_scan(*all_of_them)
+    y, _ = ops.ssd_scan(*all_of_them)
     gradients = torch.autograd.grad(y.square().sum(), all_of_them)
     for i, name in enumerate(inputs):
         one = inputs | {name: inputs[name].clone().requires_grad_()}
-        y, _ = ops.decay_scan(**one)
+        y, _ = ops.ssd_scan(**one)
         assert torch.equal(torch.autograd.grad(y.square().sum(), one[name])[0], gradients[i])
 
 
@@ -145,12 +145,12 @@ def test_narrow_inputs_beside_wide_decays(backend: str, dtype: torch.dtype, monk
     monkeypatch.setenv("CDRMIX_BACKEND", backend)
     inputs = {name: x if name == "log_decay" else x.to(dtype) for name, x in arguments().items()}
     inputs = {name: x.requires_grad_() for name, x in inputs.items()}
-    y, last = ops.decay_scan(**inputs, return_state=True)
+    y, last = ops.ssd_scan(**inputs, return_state=True)
     assert last is not None
     assert (y.dtype, last.dtype) == (dtype, torch.float32)
     gradients = torch.autograd.grad(y.float().square().sum(), list(inputs.values()))
     assert [dx.dtype for dx in gradients] == [x.dtype for x in inputs.values()]
-    exact, _ = reference_scan.decay_scan_recurrence(*(x.double() for x in inputs.values()))
+    exact, _ = reference_scan.ssd_scan_recurrence(*(x.double() for x in inputs.values()))
     assert ((y.double() - exact).norm() / exact.norm()).item() < 2**-6
 
 
@@ -167,9 +167,9 @@ def test_the_operator_is_registered_as_pytorch_wants_it(
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     for save in (False, True):
         call = (*inputs, state, cu_seqlens, None, False, save, True)
-        torch.library.opcheck(scan._decay_scan, call, test_utils=checks)
+        torch.library.opcheck(scan._ssd_scan, call, test_utils=checks)
     token = [x.detach()[:, 0].contiguous() for x in inputs]
-    torch.library.opcheck(scan._decay_scan_step, (*token, torch.zeros(2, 3, 6, 8), False), test_utils=checks)
+    torch.library.opcheck(scan._ssd_scan_step, (*token, torch.zeros(2, 3, 6, 8), False), test_utils=checks)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -178,7 +178,7 @@ def test_compile_passes_through_without_a_break(backend: str, monkeypatch: pytes
     inputs = {name: x.requires_grad_() for name, x in arguments().items()}
 
     def model(cu_seqlens: Tensor, **inputs: Tensor) -> Tensor:
-        y, last = ops.decay_scan(**inputs, cu_seqlens=cu_seqlens, return_state=True)
+        y, last = ops.ssd_scan(**inputs, cu_seqlens=cu_seqlens, return_state=True)
         assert last is not None
         return (y * 2).square().sum() + last.sum()
 
@@ -193,6 +193,6 @@ def test_compile_passes_through_without_a_break(backend: str, monkeypatch: pytes
 
 def test_second_derivatives_are_refused_and_not_wrong() -> None:
     inputs = {name: x.requires_grad_() for name, x in arguments().items()}
-    (gradient,) = torch.autograd.grad(ops.decay_scan(**inputs)[0].square().sum(), inputs["q"], create_graph=True)
+    (gradient,) = torch.autograd.grad(ops.ssd_scan(**inputs)[0].square().sum(), inputs["q"], create_graph=True)
     with pytest.raises(RuntimeError, match=r"no autograd formula|does not require grad"):
         gradient.sum().backward()

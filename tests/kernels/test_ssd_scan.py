@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cdrmix.kernels.common import triton_helpers
-from cdrmix.kernels.ssd import cpu as decay_scan_cpu
+from cdrmix.kernels.ssd import cpu as ssd_scan_cpu
 from cdrmix.kernels.ssd import reference as reference_scan
-from cdrmix.kernels.ssd import triton as decay_scan
+from cdrmix.kernels.ssd import triton as ssd_scan
 
 NAMES = ("y", "last", "dq", "dk", "dv", "dlog_decay", "dstate")
 # RMS ratio to float64 in float32: sums of up to 128 rounded products through at most three products in a row. Rounding
@@ -49,16 +49,14 @@ class Case:
         """y, last, and the gradients dq, dk, dv, dlog_decay, dstate."""
         cu_seqlens = torch.tensor(self.cu_seqlens, dtype=torch.int32) if self.packed else None
         flags = {"chunk": chunk, "exclusive": self.exclusive}
-        y, last, saved = kernels.decay_scan_forward(
+        y, last, saved = kernels.ssd_scan_forward(
             *self.inputs, self.state, cu_seqlens, **flags, save=True, return_state=True
         )
         q, v = self.inputs[0], self.inputs[2]
         sizes = (q.shape, v.shape, len(self.state), self.packed, q.dtype)
-        shapes = kernels.decay_scan_saved_shapes(*sizes, chunk=chunk, save=True)
+        shapes = kernels.ssd_scan_saved_shapes(*sizes, chunk=chunk, save=True)
         assert shapes == [(tuple(x.shape), x.dtype) for x in saved]
-        gradients = kernels.decay_scan_backward(
-            self.dy, self.dlast, *self.inputs, self.state, cu_seqlens, saved, **flags
-        )
+        gradients = kernels.ssd_scan_backward(self.dy, self.dlast, *self.inputs, self.state, cu_seqlens, saved, **flags)
         return [y, last, *gradients]
 
     def exact(self) -> list[Tensor]:
@@ -70,7 +68,7 @@ class Case:
             last = doubles[-1][document : document + 1]
             if end > start:
                 tokens = [x[:, start:end] for x in flat]
-                piece, last = reference_scan.decay_scan_recurrence(*tokens, last, self.exclusive)
+                piece, last = reference_scan.ssd_scan_recurrence(*tokens, last, self.exclusive)
                 pieces.append(piece)
             lasts.append(last)
         y, last = torch.cat(pieces, 1).view(self.dy.shape), torch.cat(lasts)
@@ -122,7 +120,7 @@ def assert_same(left: list[Tensor], right: list[Tensor]) -> None:
 @pytest.mark.parametrize("exclusive", [False, True])
 @pytest.mark.parametrize("widths", [(8, 6), (24, 40), (72, 64)])
 def test_every_width_equals_the_definition(kernels: ModuleType, widths: tuple[int, int], exclusive: bool) -> None:
-    case = make(1, 37, 1, 1 if kernels is decay_scan else 3, *widths, exclusive=exclusive)
+    case = make(1, 37, 1, 1 if kernels is ssd_scan else 3, *widths, exclusive=exclusive)
     assert_near(case.run(kernels), case.exact())
 
 
@@ -245,11 +243,11 @@ def test_absent_states_are_zeros_and_what_is_not_wanted_is_not_made(kernels: Mod
     case.dlast.zero_()
     wanted = case.run(kernels)
     flags = {"chunk": None, "exclusive": False}
-    y, last, saved = kernels.decay_scan_forward(*case.inputs, None, None, **flags, save=False, return_state=False)
+    y, last, saved = kernels.ssd_scan_forward(*case.inputs, None, None, **flags, save=False, return_state=False)
     assert (tuple(last.shape), last.dtype, saved) == ((0,), torch.float32, [])
     assert torch.equal(y, wanted[0])
-    saved = kernels.decay_scan_forward(*case.inputs, None, None, **flags, save=True, return_state=False)[2]
-    gradients = kernels.decay_scan_backward(case.dy, None, *case.inputs, None, None, saved, **flags)
+    saved = kernels.ssd_scan_forward(*case.inputs, None, None, **flags, save=True, return_state=False)[2]
+    gradients = kernels.ssd_scan_backward(case.dy, None, *case.inputs, None, None, saved, **flags)
     assert tuple(gradients[-1].shape) == (0,)
     assert_same(list(gradients[:-1]), wanted[2:-1])
 
@@ -257,7 +255,7 @@ def test_absent_states_are_zeros_and_what_is_not_wanted_is_not_made(kernels: Mod
 def test_repeats_and_neighbours_alter_no_bit(kernels: ModuleType) -> None:
     case = make(3, 33, 1, 1, 16, 16)
     wanted = case.run(kernels)
-    for _ in range(1 if kernels is decay_scan else 30):
+    for _ in range(1 if kernels is ssd_scan else 30):
         assert_same(case.run(kernels), wanted)
     order = torch.tensor([2, 0, 1])
     case.inputs = [x[order] for x in case.inputs]
@@ -268,20 +266,20 @@ def test_repeats_and_neighbours_alter_no_bit(kernels: ModuleType) -> None:
 @pytest.mark.parametrize("exclusive", [False, True])
 def test_a_step_is_the_scan_of_one_token(kernels: ModuleType, exclusive: bool) -> None:
     case = make(2, 1, 2, 4, 24, 40, exclusive=exclusive)
-    y, state = kernels.decay_scan_step(*(x[:, 0].contiguous() for x in case.inputs), case.state, exclusive)
+    y, state = kernels.ssd_scan_step(*(x[:, 0].contiguous() for x in case.inputs), case.state, exclusive)
     wanted = case.exact()
     assert_near([y] * 7, [wanted[0][:, 0]] * 7)
     assert_near([state] * 7, [wanted[1]] * 7)
 
 
 def test_any_number_of_threads_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decay_scan_cpu, "SERIAL_WORK", 0)
+    monkeypatch.setattr(ssd_scan_cpu, "SERIAL_WORK", 0)
     case = make(2, 50, 1, 12, 16, 16, cu_seqlens=[0, 30, 50, 51, 100])
-    wanted, threads = case.run(decay_scan_cpu), torch.get_num_threads()
+    wanted, threads = case.run(ssd_scan_cpu), torch.get_num_threads()
     try:
         for number in (1, 2, 3):
             torch.set_num_threads(number)
-            assert_same(case.run(decay_scan_cpu), wanted)
+            assert_same(case.run(ssd_scan_cpu), wanted)
     finally:
         torch.set_num_threads(threads)
 
@@ -323,13 +321,13 @@ def test_bfloat16_is_as_exact_as_its_rounding() -> None:
     """Rounding y alone is 1.7e-3 by RMS: two to four rounded operands on the way to y and to the gradients."""
     case = make(1, 100, 1, 1, 32, 32)
     case.inputs, case.dy = [x.bfloat16() for x in case.inputs], case.dy.bfloat16()
-    assert_near(case.run(decay_scan), case.exact(), 6e-3)
+    assert_near(case.run(ssd_scan), case.exact(), 6e-3)
 
 
 @pytest.mark.parametrize("arch", triton_helpers.ARCHITECTURES)
 def test_builds_name_every_argument_once(arch: str) -> None:
-    builds = decay_scan.builds(arch)
-    assert {build.name for build in builds} == {f"decay_scan_{kernel}" for kernel in decay_scan.KERNELS}
+    builds = ssd_scan.builds(arch)
+    assert {build.name for build in builds} == {f"ssd_scan_{kernel}" for kernel in ssd_scan.KERNELS}
     for build in builds:
         assert sorted([*build.signature, *build.constants]) == sorted(build.kernel.arg_names)
         assert min(build.programs, build.flops, build.bytes) > 0
@@ -337,4 +335,4 @@ def test_builds_name_every_argument_once(arch: str) -> None:
 
 def test_a_chunk_that_does_not_ship_is_refused() -> None:
     with pytest.raises(ValueError, match="choose one of"):
-        decay_scan.pick_chunk(16, torch.bfloat16)
+        ssd_scan.pick_chunk(16, torch.bfloat16)
