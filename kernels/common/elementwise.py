@@ -11,8 +11,7 @@ import torch
 from numba.core.compiler import Compiler
 from torch import Tensor
 
-from cdrmix.kernels.common import numba_cache
-from cdrmix.kernels.common.threads import run_parts
+from cdrmix.kernels.common.cpu import compile_cached, run_parts
 
 SERIAL_WORK = 1 << 17  # elements below which waking a second thread does not pay
 ONE, ZERO = np.float32(1), np.float32(0)
@@ -21,7 +20,7 @@ ROUND = np.float32(1.5 * 2**23)  # added to |x| < 2^22 it leaves round(x) in the
 C2, C3, C4, C5, C6, C7 = (np.float32(1 / math.factorial(n)) for n in range(2, 8))
 
 
-class _Apart(Compiler):
+class _NoAlias(Compiler):
     """Promises LLVM that what a kernel writes overlaps nothing else it is given, as numba does in its own prange.
 
     Without that LLVM checks every pair of rows at run time and, above eight pairs, leaves the loop scalar: the
@@ -37,8 +36,8 @@ class _Apart(Compiler):
 
 def compiled(function: Callable[..., Any], fastmath: frozenset[str] = frozenset({"contract"})) -> Any:
     """An element-wise kernel, compiled on first use and kept on disk."""
-    options = {"nogil": True, "error_model": "numpy", "fastmath": set(fastmath), "pipeline_class": _Apart}
-    return numba_cache.compiled(function, options)
+    options = {"nogil": True, "error_model": "numpy", "fastmath": set(fastmath), "pipeline_class": _NoAlias}
+    return compile_cached(function, options)
 
 
 def with_sums(function: Callable[..., Any]) -> Any:

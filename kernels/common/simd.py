@@ -14,7 +14,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
-from cdrmix.kernels.common.numba_cache import compiled
+from cdrmix.kernels.common.cpu import compile_cached
 
 SIMD_WIDTH = 8  # one AVX register, two of NEON's
 LINE = 16  # floats of a cache line
@@ -254,7 +254,7 @@ def transpose(_context: Any, source: Any, at: Any, stride: Any, target: Any, to:
 
 def loop(function: Callable[..., None]) -> Any:
     """A loop that Python calls: compiled on first use and kept on disk, without the interpreter's lock."""
-    return compiled(function, {"nogil": True})
+    return compile_cached(function, {"nogil": True})
 
 
 @njit(nogil=True)

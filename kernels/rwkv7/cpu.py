@@ -16,8 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cdrmix.kernels.common.cpu import Scratch, address, check, documents
-from cdrmix.kernels.common.threads import run_parts
+from cdrmix.kernels.common.cpu import Scratch, address, check, documents, run_parts
 from cdrmix.kernels.rwkv7 import cpu_simd
 
 SPACING, SPACING_RECOMPUTE = 16, 32  # tokens from one kept state to the next, unless `chunk` says

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cdrmix.kernels.common import numba_cache
+from cdrmix.kernels.common import cpu
 
 
 def hits(path: Path) -> int:
@@ -17,7 +17,7 @@ def hits(path: Path) -> int:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    dispatcher = numba_cache.compiled(module.double, {"nogil": True})
+    dispatcher = cpu.compile_cached(module.double, {"nogil": True})
     assert dispatcher(21) == 42
     return sum(dispatcher.stats.cache_hits.values())
 
@@ -26,13 +26,13 @@ def test_a_change_of_shared_sources_compiles_anew(tmp_path: Path, monkeypatch: p
     path = tmp_path / "loops.py"
     path.write_text("def double(x):\n    return x + x\n")
     assert [hits(path), hits(path)] == [0, 1]
-    monkeypatch.setattr(numba_cache, "shared_sources", lambda: "others")
+    monkeypatch.setattr(cpu, "shared_sources", lambda: "others")
     assert [hits(path), hits(path)] == [0, 1]
 
 
 def test_every_source_that_is_compiled_into_others_is_watched() -> None:
     """The files that loops are imported from: whatever a compiled function of another file may call."""
-    folder = Path(numba_cache.__file__).parent
+    folder = Path(cpu.__file__).parent
     imported = {
         f"{line.split('import')[0].split('.')[-1].strip()}.py"
         for path in folder.parent.rglob("*.py")
@@ -40,5 +40,5 @@ def test_every_source_that_is_compiled_into_others_is_watched() -> None:
         for line in path.read_text().splitlines()
         if line.startswith("from cdrmix.kernels.common.")
     }
-    nothing_compiled = {"threads.py", "cpu.py", "products.py"}
-    assert imported - nothing_compiled <= set(numba_cache.SHARED)
+    nothing_compiled = {"libtorch.py", "products.py"}
+    assert imported - nothing_compiled <= set(cpu.SHARED)

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from cdrmix.kernels.common import threads
-from cdrmix.kernels.common.threads import run_parts
+from cdrmix.kernels.common import cpu
+from cdrmix.kernels.common.cpu import run_parts
 
 
 @pytest.fixture(autouse=True)
@@ -26,8 +26,8 @@ def two_threads() -> Iterator[None]:
 @pytest.fixture(params=["openmp", "python"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "python":
-        monkeypatch.setattr(threads, "_start", None)
-    elif threads._start is None:
+        monkeypatch.setattr(cpu, "_start", None)
+    elif cpu._start is None:
         pytest.skip("PyTorch is linked with another OpenMP than GNU's")
     return request.param  # type: ignore[no-any-return]
 
@@ -53,7 +53,7 @@ def test_two_parts_run_at_the_same_time(way: str) -> None:
 
 def test_the_threads_are_those_of_pytorch() -> None:
     """A further pool's threads would share the cores with PyTorch's, which spin while they wait."""
-    if threads._start is None:
+    if cpu._start is None:
         pytest.skip("PyTorch is linked with another OpenMP than GNU's")
 
     both, foreign = threading.Barrier(2, timeout=60), []
@@ -76,7 +76,7 @@ def test_the_threads_are_those_of_pytorch() -> None:
 
 def test_no_exception_of_a_signal_is_lost_and_no_part_is_left_out() -> None:
     """Not of Python's pool: its locks stay taken when a handler raises between one's taking and its `with` block."""
-    if threads._start is None:
+    if cpu._start is None:
         pytest.skip("PyTorch is linked with another OpenMP than GNU's")
 
     class Alarm(Exception):
