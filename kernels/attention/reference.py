@@ -1,4 +1,4 @@
-"""Causal softmax attention over documents in plain PyTorch: specification and oracle, quadratic in memory."""
+"""Causal softmax attention over documents in plain PyTorch: specification and oracle, with quadratic memory."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Each query's softmax average of the values of its document up to its own token (arXiv 1706.03762, equation 1).
+    """Softmax attention of each token to its document's tokens up to itself (arXiv 1706.03762, equation 1).
 
-        y_t = sum_s softmax_s(q_t . k_s / sqrt(N)) v_s over the tokens s of t's document that are not behind t
+        y_t = sum_s softmax_s(q_t . k_s / sqrt(N)) v_s over the tokens s <= t of t's document
 
-    q: [B, T, H, N]; k, v: [B, S, G, N], S at least T: the queries are of the last T tokens; head h reads the keys and
-    values of head h // (H / G). cu_seqlens: int [D + 1], document starts over the flattened tokens, T = S; None: one
-    document a row. Returns [B, T, H, N].
+    q: [B, T, H, N]; k, v: [B, S, G, N] with S >= T: the queries belong to the last T tokens. Head h uses keys and
+    values of head h // (H / G). cu_seqlens: int [D + 1], document starts over the flattened tokens, and then T = S;
+    None: each row is one document. Returns [B, T, H, N].
     """
     batch, length, heads, width = q.shape
     k, v = (x.repeat_interleave(heads // x.shape[2], 2) for x in (k, v))
@@ -26,7 +26,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None)
 
 
 def visible(batch: int, queries: int, keys: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
-    """Which keys each query sees: bool [B, T, S], its first dimension 1 where every row is one document."""
+    """Which keys each query sees: bool [B, T, S]; the first dimension is 1 where cu_seqlens is None."""
     seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries).unsqueeze(0)
     if cu_seqlens is None:
         return seen

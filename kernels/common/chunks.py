@@ -1,7 +1,8 @@
-"""How documents fall into chunks, for Triton kernels that go over them: the table, and what kernels read from it.
+"""Chunks of documents for Triton kernels: the table of chunks, and what kernels read from it.
 
-Chunks start anew at each document, so that a document has the same bits packed or alone. A document is a row, or what
-cu_seqlens [N + 1] cuts out of the B * T tokens. A slot is a place for a chunk; there are as many as shapes alone tell.
+A document is a row, or a span of the B * T tokens that cu_seqlens [N + 1] gives. Chunks start anew at each document, so
+a document has the same bits packed or alone. Chunks are numbered by slots. The number of slots follows from shapes
+alone, so some slots may hold no chunk.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -17,43 +18,43 @@ from torch import Tensor
 
 from cdrmix.kernels.common.triton_helpers import dot, dot_add, narrow
 
-_KEPT = "_cdrmix_chunk_tables"  # attribute of a tensor of document starts
+_KEPT = "_cdrmix_chunk_tables"  # attribute of a cu_seqlens tensor that holds its tables
 
 
 def operand_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of the products' operands: bfloat16 for bfloat16, else float32."""
+    """The dtype of the products' operands: bfloat16 for bfloat16, else float32."""
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
 def slot_count(B: int, T: int, N: int, C: int, *, packed: bool) -> int:
-    """Chunks at most: known from shapes alone."""
+    """The largest possible number of chunks, from shapes alone."""
     return B * T // C + N if packed else B * -(-T // C)
 
 
 def chunk_table(cu_seqlens: Tensor, slots: int, C: int) -> Tensor:
-    """First token and document's end of every chunk slot: int64 [slots, 2], the first -1 where it is unused.
+    """The first token and the document's end of every slot: int64 [slots, 2]; an unused slot has -1 first.
 
-    cu_seqlens: as the operator was given them, so that the layers of a batch share the table.
+    cu_seqlens: the tensor that the operator was given. The table is stored on it, so the layers of a batch share it.
     """
     return _kept(cu_seqlens, ("table", slots, C), lambda: _make_table(cu_seqlens.long(), slots, C))
 
 
 def long_starts(cu_seqlens: Tensor) -> Tensor:
-    """The document starts as int64, which kernels read."""
+    """The document starts as int64, the dtype that kernels read."""
     if cu_seqlens.dtype == torch.int64:
         return cu_seqlens
     return _kept(cu_seqlens, ("long",), cu_seqlens.long)
 
 
 def slot_documents(cu_seqlens: Tensor, slots: int, C: int) -> Tensor:
-    """The document of every chunk slot, also where it is unused: int64 [slots]. An empty document has a slot too."""
+    """The document of every slot, used or not: int64 [slots]. An empty document has a slot too."""
 
     return _kept(cu_seqlens, ("documents", slots, C), lambda: _members(cu_seqlens.long(), slots, C)[1])
 
 
 def _kept(cu_seqlens: Tensor, key: tuple[object, ...], make: Callable[[], Tensor]) -> Tensor:
-    """What `make` gives, made once: a tensor of document starts keeps it until it is changed or dropped."""
-    if cu_seqlens.is_inference():  # such tensors have no version to notice a change by
+    """The result of `make`, stored on the tensor of document starts until the tensor is changed or freed."""
+    if cu_seqlens.is_inference():  # inference tensors have no version that would show a change
         return make()
     kept: dict[tuple[object, ...], Tensor]
     version, kept = getattr(cu_seqlens, _KEPT, (-1, {}))
@@ -66,8 +67,10 @@ def _kept(cu_seqlens: Tensor, key: tuple[object, ...], make: Callable[[], Tensor
 
 
 def _make_table(cu_seqlens: Tensor, slots: int, C: int) -> Tensor:
-    """Document n has its slots from cu_seqlens[n] // C + n on: there are enough, as floor(x + y) - floor(x) + 1 is at
-    least ceil(y), they are increasing, and known without a sum over the documents before. Made on the device.
+    """The table of `chunk_table`, computed on the device. The slots of document n begin at cu_seqlens[n] // C + n.
+
+    Each document has enough slots, because floor(x + y) - floor(x) + 1 >= ceil(y). The first slots increase with n, and
+    need no sum over the documents before.
     """
     first, document = _members(cu_seqlens, slots, C)
     slot = torch.arange(slots, device=cu_seqlens.device)
@@ -86,9 +89,9 @@ def _members(cu_seqlens: Tensor, slots: int, C: int) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def span(table, slot, length, per_row, C: tl.constexpr):
-    """A chunk's first token and its document's end; the first is negative where the slot is unused.
+    """The first token of a slot's chunk and the end of its document; the first token is negative in an unused slot.
 
-    per_row: chunks a row, where every row is one document of `length` tokens; 0 where `table` [slots, 2] says.
+    per_row: chunks a row, where every row is one document of `length` tokens; 0 where `table` [slots, 2] is read.
     """
     if per_row == 0:
         start = tl.load(table + slot.to(tl.int64) * 2)
@@ -102,7 +105,7 @@ def span(table, slot, length, per_row, C: tl.constexpr):
 
 @triton.jit
 def document_span(cu_seqlens, document, length, C: tl.constexpr, per_row):
-    """A document's first token, end, and first chunk slot; see `chunk_table`."""
+    """The first token, the end and the first slot of a document; see `_make_table`."""
     if per_row == 0:
         start = tl.load(cu_seqlens + document).to(tl.int64)
         end = tl.load(cu_seqlens + document + 1).to(tl.int64)
@@ -116,9 +119,10 @@ def document_span(cu_seqlens, document, length, C: tl.constexpr, per_row):
 
 @triton.jit
 def sums(signs, x, operand: tl.constexpr, SUMS: tl.constexpr):
-    """signs @ x for signs of 0, 1 and -1, to 16 bits beside bfloat16 operands (two products), else to 22 or more.
+    """signs @ x for signs of 0, 1 and -1.
 
-    x in bfloat16 is exact in one product; otherwise it is float32.
+    x is bfloat16 or float32. With bfloat16 operands a bfloat16 x is exact in one product, and a float32 x is split into
+    two products, which keep 16 bits. With wider operands at least 22 bits are kept.
     """
     if operand == tl.bfloat16 and x.dtype == tl.bfloat16:
         total = dot(signs.to(operand), x, SUMS)
@@ -134,7 +138,7 @@ def sums(signs, x, operand: tl.constexpr, SUMS: tl.constexpr):
 
 @triton.jit
 def sums_t(x, signs, operand: tl.constexpr, SUMS: tl.constexpr):
-    """x @ signs: the transpose of `sums` of what x and signs are the transposes of."""
+    """x @ signs, the transpose of `sums`: sums_t(x^T, signs^T) = sums(signs, x)^T."""
     if operand == tl.bfloat16 and x.dtype == tl.bfloat16:
         total = dot(x, signs.to(operand), SUMS)
     elif operand == tl.bfloat16:

@@ -1,4 +1,4 @@
-"""C functions of PyTorch's CPU library and of the libraries that it is linked with."""
+"""C functions of PyTorch's CPU library and of the libraries it is linked with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 def torch_function(name: str, arguments: list[Any], result: Any) -> Any:
-    """The function of this name, of ctypes' argument and result types; None where this PyTorch is built without it."""
+    """The function of this name with ctypes' argument and result types; None where this PyTorch does not have it."""
     if sys.platform != "linux":
         return None
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"

@@ -1,13 +1,14 @@
-"""Matrix products on a CPU whose bits no number of threads changes, and products that add to a float32 sum.
+"""Matrix products whose bits do not depend on the number of CPU threads, and products that add to a float32 sum.
 
-MKL shares a product out over threads by its shape and their number, and where a thread's part is a few rows or ends
-beside a multiple of 16 columns it takes other code, which rounds otherwise. So after `multiply_on_one_thread` every
-product of this thread takes one, whoever asks for it, save those of `mm` and `add_product` that are wide enough: these
-were found to have the same bits on one thread and on every other number (benchmarks/LOG.md).
+MKL divides a product among threads by the product's shape and the number of threads. Where a thread gets few rows, or
+columns that are not a multiple of 16, MKL uses other code that rounds differently. So after `multiply_on_one_thread`
+every CPU product of the calling thread runs on one thread, whoever calls it. The exceptions are those products of `mm`
+and `add_product` that `is_wide` allows: these were measured to have the same bits for every number of threads
+(benchmarks/LOG.md).
 
-CUDA's library adds its float32 accumulators to the sum as it writes them, so a weight's gradient is rounded to 16 bits
-nowhere and the sum is read and written once. PyTorch has it as addmm with out_dtype; since 2.10 the summand may be
-float32 beside narrower factors (read in its source: _addmm_dtype_out_cuda).
+On CUDA, cuBLAS adds its float32 accumulators to the float32 sum in the product's epilogue. So a weight's gradient is
+never rounded to 16 bits, and the sum is read and written once. PyTorch offers this as addmm with out_dtype; since 2.10
+the summand may be float32 while the factors are narrower (see _addmm_dtype_out_cuda in its source).
 """
 
 from __future__ import annotations
@@ -20,26 +21,26 @@ from torch import Tensor
 
 from cdrmix.kernels.common.libtorch import torch_function
 
-BLOCK = 8192  # rows of a product that is rounded before it is added: not all at once, which may be a second [V, D]
-ROWS = 16  # of a product's for each thread that shares in it
-COLUMNS = 16  # what its columns are a multiple of
+BLOCK = 8192  # rows of a product that is rounded before it is added: a whole product may be as large as [V, D]
+ROWS = 16  # the least rows of a product for each thread
+COLUMNS = 16  # products on several threads have a multiple of so many columns
 _here = threading.local()
-# What sets MKL's number of threads for the products of the calling thread; None without MKL.
+# Sets MKL's number of threads for the products of the calling thread; None without MKL.
 _set_mkl_threads = torch_function("MKL_Set_Num_Threads_Local", [ctypes.c_int], ctypes.c_int)
 
 
 def multiply_on_one_thread() -> bool:
-    """Has this thread's products on a CPU take one thread, but for wide ones here; False where that cannot be had."""
+    """Runs this thread's CPU products on one MKL thread, except wide ones of this module; False where MKL is absent."""
     if _set_mkl_threads is None:
         return False
-    torch.get_num_threads()  # a thread's first such call settles its numbers, MKL's too
+    torch.get_num_threads()  # a thread's first such call sets its numbers of threads, MKL's too
     _set_mkl_threads(1)
     _here.one_thread = True
     return True
 
 
 def set_num_threads(number: int) -> None:
-    """torch.set_num_threads, which tells MKL too; a thread whose products take one thread keeps to that."""
+    """torch.set_num_threads, which also sets MKL's number; `multiply_on_one_thread` stays in force in this thread."""
     torch.set_num_threads(number)
     if multiplies_on_one_thread():
         multiply_on_one_thread()
@@ -51,12 +52,12 @@ def multiplies_on_one_thread() -> bool:
 
 
 def is_wide(rows: int, columns: int) -> bool:
-    """Whether a product [rows, columns] may take two threads or more: by its shape, not by their number."""
+    """Whether a product [rows, columns] may use two threads or more; it depends on the shape alone."""
     return rows >= 2 * ROWS and columns >= COLUMNS
 
 
 class _Shared:
-    """PyTorch's number of threads, while it is entered, for MKL's products of so many rows, where these are enough."""
+    """While entered, MKL uses PyTorch's number of threads, if the product has ROWS rows for each of them."""
 
     __slots__ = ("_threads",)
 
@@ -74,10 +75,10 @@ class _Shared:
 
 
 def mm(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
-    """left [M, K] right [K, N], on any device: the same bits with any number of threads after `multiply_on_one_thread`.
+    """left [M, K] @ right [K, N] on any device; after `multiply_on_one_thread` the bits do not depend on the threads.
 
-    A wide product of float32 on a CPU takes PyTorch's number of threads. Columns beside a multiple of 16 are a product
-    of their own, on one thread.
+    A wide float32 product on a CPU uses PyTorch's number of threads. The columns beyond the last multiple of 16 are a
+    separate product on one thread.
     """
     rows, columns = left.shape[0], right.shape[1]
     if not _is_ours(left) or not is_wide(rows, columns):
@@ -95,10 +96,10 @@ def mm(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def add_product(sum_OI: Tensor, left_NO: Tensor, right_NI: Tensor) -> None:
-    """sum += left^T right, in place: the same bits every time.
+    """sum += left^T @ right, in place, with the same bits every time.
 
-    sum: float32 or of the factors' dtype, which is one. Where the library cannot add what is wider than its factors,
-    a CPU's factors are made wide, and elsewhere each block of the product is rounded to the factors' dtype.
+    sum: float32, or the dtype of the factors, which both have. Where the library cannot add narrow factors to a wider
+    sum, a CPU casts the factors to the sum's dtype, and a GPU rounds each block of the product to the factors' dtype.
     """
     if sum_OI.device.type == "cpu":
         _add_product_cpu(sum_OI, left_NO.to(sum_OI.dtype).mT, right_NI.to(sum_OI.dtype))

@@ -1,7 +1,7 @@
-"""Vectors of 8 float32 for loops that numba compiles, where LLVM does not find the register blocking by itself.
+"""Vectors of 8 float32 for numba loops in which LLVM does not find the register blocking by itself.
 
-Accumulators that numba keeps in arrays stay in memory. Everything is passed as an address and counted in floats; the
-caller keeps the tensors alive.
+Numba keeps accumulators that are arrays in memory; these vectors stay in registers. Arrays are passed as addresses, and
+indices count floats. The caller keeps the tensors alive.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _VECTOR = ir.VectorType(_FLOAT, SIMD_WIDTH)
 
 
 class _Vector(types.Type):
-    """Numba's name for 8 float32 in one register."""
+    """Numba's type of 8 float32 in one register."""
 
     def __init__(self) -> None:
         super().__init__(name="float32x8")
@@ -58,7 +58,7 @@ def _splat(builder: Any, scalar: Any) -> Any:
 
 
 def _fused(builder: Any, x: Any, y: Any, z: Any) -> Any:
-    """x y + z, in one rounding where the machine has the instruction."""
+    """x y + z, rounded once where the processor has such an instruction."""
     function = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fmuladd.v{SIMD_WIDTH}f32"
     )
@@ -75,13 +75,13 @@ def _store8(builder: Any, base: Any, index: Any, x: Any) -> None:
 
 @intrinsic
 def load(_context: Any, base: Any, index: Any) -> Any:
-    """Floats [index, index + 8) from an address."""
+    """The floats [index, index + 8) at an address."""
     return _vector(types.int64, types.int64), lambda context, builder, signature, at: _load8(builder, *at)
 
 
 @intrinsic
 def store(_context: Any, base: Any, index: Any, x: Any) -> Any:
-    """Floats [index, index + 8) from an address become x."""
+    """Stores x to the floats [index, index + 8) at an address."""
 
     def generate(context: Any, builder: Any, signature: Any, at: Any) -> Any:
         _store8(builder, *at)
@@ -92,12 +92,12 @@ def store(_context: Any, base: Any, index: Any, x: Any) -> Any:
 
 @intrinsic
 def prefetch(_context: Any, base: Any, index: Any) -> Any:
-    """Ask for the cache line of the float at index; the address may be anything."""
+    """Prefetches the cache line of the float at index; the address may be invalid."""
 
     def generate(context: Any, builder: Any, signature: Any, at: Any) -> Any:
         base, index = at
         pointer = _pointer(builder, base, index, ir.IntType(8))
-        flags = [ir.Constant(ir.IntType(32), flag) for flag in (0, 3, 1)]  # to read, into the nearest cache, data
+        flags = [ir.Constant(ir.IntType(32), flag) for flag in (0, 3, 1)]  # for reading, into the L1 cache, data
         kind = ir.FunctionType(ir.VoidType(), [pointer.type, *[flag.type for flag in flags]])
         builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0"), [pointer, *flags])
         return context.get_dummy_value()
@@ -107,7 +107,7 @@ def prefetch(_context: Any, base: Any, index: Any) -> Any:
 
 @intrinsic
 def spread(_context: Any, base: Any, index: Any) -> Any:
-    """The float at index in every lane."""
+    """The float at index, 8 times."""
 
     def generate(context: Any, builder: Any, signature: Any, at: Any) -> Any:
         base, index = at
@@ -129,7 +129,7 @@ def number(_context: Any, base: Any, index: Any) -> Any:
 
 @intrinsic
 def put(_context: Any, base: Any, index: Any, x: Any) -> Any:
-    """The float at index becomes x."""
+    """Stores x to the float at index."""
 
     def generate(context: Any, builder: Any, signature: Any, at: Any) -> Any:
         base, index, x = at
@@ -173,22 +173,23 @@ def fused(_context: Any, x: Any, y: Any, z: Any) -> Any:
 
 @intrinsic
 def exponential(_context: Any, x: Any) -> Any:
-    """e^x to 2 units in the last place: 2^n times a polynomial on |f| <= ln(2) / 2; e^-87 below -87.
+    """e^x to 2 units in the last place; the value of e^-87 below -87.
 
-    Ours, so that its bits do not depend on where in a tensor an element stands. The C library's has one lane.
+    x = n ln 2 + f with |f| <= ln(2) / 2, and the result is 2^n times a polynomial in f. The bits do not depend
+    on an element's position in a tensor. The C library's exp takes one float at a time.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         (x,) = arguments
         for bound, beyond in ((-87.0, "<"), (88.0, ">")):  # NaN compares false and stays
             x = builder.select(builder.fcmp_ordered(beyond, x, _constant(bound)), _constant(bound), x)
-        shift = _constant(1.5 * 2**23)  # adding it rounds to an integer, in the low bits
+        shift = _constant(1.5 * 2**23)  # x + shift is rounded to an integer, which is in the low bits
         shifted = _fused(builder, x, _constant(1.4426950408889634), shift)
         n = builder.fsub(shifted, shift)
-        f = _fused(builder, n, _constant(-0.693359375), x)  # ln 2 in two parts, n times the first is exact
+        f = _fused(builder, n, _constant(-0.693359375), x)  # ln 2 in two parts; n times the first part is exact
         f = _fused(builder, n, _constant(2.12194440e-4), f)
         p = _constant(1 / 5040)
-        for divisor in (720, 120, 24, 6, 2, 1, 1):  # Taylor: the first term left out is f^8 / 8! < 6e-9
+        for divisor in (720, 120, 24, 6, 2, 1, 1):  # Taylor; the first omitted term is f^8 / 8! < 6e-9
             p = _fused(builder, p, f, _constant(1 / divisor))
         integers = ir.VectorType(ir.IntType(32), SIMD_WIDTH)
         exponent = builder.shl(builder.bitcast(shifted, integers), ir.Constant(integers, [23] * SIMD_WIDTH))
@@ -200,7 +201,7 @@ def exponential(_context: Any, x: Any) -> Any:
 
 @intrinsic
 def zero_below(_context: Any, x: Any, y: Any) -> Any:
-    """y, but 0 where x < -87, from where on `exponential` stands still."""
+    """y, but 0 where x < -87, below which `exponential` is constant."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         x, y = arguments
@@ -211,7 +212,7 @@ def zero_below(_context: Any, x: Any, y: Any) -> Any:
 
 @intrinsic
 def row_sums(_context: Any, base: Any, index: Any) -> Any:
-    """The sums of 8 rows of 8 floats, by halving: 14 shuffles and 7 additions."""
+    """The sums of 8 rows of 8 floats, by 14 shuffles and 7 additions."""
 
     def generate(context: Any, builder: Any, signature: Any, at: Any) -> Any:
         base, index = at
@@ -232,12 +233,12 @@ def row_sums(_context: Any, base: Any, index: Any) -> Any:
 
 @intrinsic
 def transpose(_context: Any, source: Any, at: Any, stride: Any, target: Any, to: Any, step: Any) -> Any:
-    """An 8 x 8 block, rows `stride` floats apart, into one with rows `step` floats apart."""
+    """Copies the transpose of an 8 x 8 block with rows `stride` floats apart to rows `step` floats apart."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         source, at, stride, target, to, step = arguments
         rows = [_load8(builder, source, builder.add(at, builder.mul(stride, at.type(i)))) for i in range(8)]
-        for distance in (4, 2, 1):  # swap the off-diagonal blocks of 4, then of 2, then of 1
+        for distance in (4, 2, 1):  # swap the off-diagonal blocks of size 4, then 2, then 1
             for i in range(8):
                 if i & distance:
                     continue
@@ -253,20 +254,20 @@ def transpose(_context: Any, source: Any, at: Any, stride: Any, target: Any, to:
 
 
 def loop(function: Callable[..., None]) -> Any:
-    """A loop that Python calls: compiled on first use and kept on disk, without the interpreter's lock."""
+    """Compiles a loop on first use and keeps it on disk; it runs without the interpreter's lock."""
     return compile_cached(function, {"nogil": True})
 
 
 @njit(nogil=True)
 def copy(source, at, target, to, count):  # type: ignore[no-untyped-def]
-    """`count` floats, a multiple of 8."""
+    """Copies `count` floats, a multiple of 8."""
     for i in range(0, count, SIMD_WIDTH):
         store(target, to + i, load(source, at + i))
 
 
 @njit(nogil=True)
 def fill(source, target, to, count):  # type: ignore[no-untyped-def]
-    """`count` floats, a multiple of 8, all equal to the first of `source`."""
+    """Sets `count` floats, a multiple of 8, to the first float of `source`."""
     for i in range(0, count, SIMD_WIDTH):
         store(target, to + i, spread(source, 0))
 

@@ -1,4 +1,4 @@
-"""What the Triton kernels share: interpreter flag, architectures, and the description of a kernel as it ships."""
+"""What the Triton kernels share: the interpreter flag, architectures, and the description of a shipped kernel."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import triton.language as tl
 
 from cdrmix.errors import ConfigError
 
-INTERPRETED = triton.knobs.runtime.interpret  # on CPU tensors, as numpy: TRITON_INTERPRET=1 before this import
-EMULATED = tl.constexpr(INTERPRETED)  # the same, as kernels see it
+INTERPRETED = triton.knobs.runtime.interpret  # kernels run in numpy, on the CPU: TRITON_INTERPRET=1 before this import
+EMULATED = tl.constexpr(INTERPRETED)  # the same flag, for use inside kernels
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 
 @functools.cache
 def architecture(device: torch.device) -> str:
-    """The newest of ARCHITECTURES whose configurations serve this device; sm_90's under the interpreter.
+    """The newest of ARCHITECTURES whose configurations run on this device; sm_90 under the interpreter.
 
-    Raises ConfigError for an AMD GPU that none of them serves: their code and tiles are for one architecture each.
+    Raises ConfigError for an AMD GPU of another architecture, because AMD's code and tiles fit one architecture each.
     """
     if device.type != "cuda":
         return "sm_90"
@@ -30,8 +30,8 @@ def architecture(device: torch.device) -> str:
         if name not in ARCHITECTURES:
             served = ", ".join(known for known in ARCHITECTURES if known.startswith("gfx"))
             raise ConfigError(
-                f"this GPU, {torch.cuda.get_device_name(device)}, is of AMD's architecture {name}; the kernels serve "
-                f"{served} (MI300 series) alone. Set CDRMIX_BACKEND=reference for plain PyTorch, or run on a CPU"
+                f"this GPU, {torch.cuda.get_device_name(device)}, has AMD's architecture {name}; the kernels support "
+                f"only {served} (MI300 series). Set CDRMIX_BACKEND=reference to use plain PyTorch, or run on a CPU"
             )
         return name
     major, _ = torch.cuda.get_device_capability(device)
@@ -40,14 +40,16 @@ def architecture(device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class Build:
-    """One kernel in one shipped configuration: what ahead-of-time compilation needs, and what a launch of it costs.
+    """One kernel in one shipped configuration: what ahead-of-time compilation needs, and the cost of a launch.
 
-    signature: every argument that is not a constant, by name: "*bf16", "*fp32", "*i32", "i32", "i64", "fp32".
-    constants: every constexpr argument by name. programs, flops, bytes: of one launch at the reference shape
-    (B 8, T 4096, H K = 2048), flops counting what the kernel does and bytes the least it has to move. trips: how often
-    each of its loops goes round at that shape, in the order in which the loops begin (one inside another: per round of
-    the outer one); loops with one round, and loops that the compiler unrolls (tl.static_range), are left out. variant:
-    what tells it from a build with the same constants, for whoever reads a table.
+    signature: type of every argument that is not a constant, by name: "*bf16", "*fp32", "*i32", "i32", "i64", "fp32".
+    constants: value of every constexpr argument by name.
+    programs, flops, bytes: of one launch at the reference shape (B 8, T 4096, H K = 2048). flops counts what the kernel
+        computes, bytes the least it has to move.
+    trips: iterations of each loop at that shape, in the order in which the loops begin; for a nested loop, iterations
+        in one iteration of the outer loop. Loops with one iteration, and loops that the compiler unrolls
+        (tl.static_range), are left out.
+    variant: distinguishes builds with the same constants in tables.
     """
 
     name: str
@@ -65,7 +67,7 @@ class Build:
 
 @triton.jit
 def narrow(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Float32 x in a dtype that may be narrower, rounded to nearest even: the interpreter cuts bfloat16's bits off."""
+    """Float32 x rounded to nearest even in dtype; Triton's interpreter by itself truncates to bfloat16."""
     if EMULATED and dtype == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
         x = (bits + 0x7FFF + ((bits >> 16) & 1) & -65536).to(tl.float32, bitcast=True)
@@ -74,7 +76,7 @@ def narrow(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def dot(x, y, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """x @ y, summed in float32; the interpreter would multiply bfloat16 as the integers it stores them in."""
+    """x @ y, summed in float32. The interpreter stores bfloat16 as integers, which it would multiply."""
     if EMULATED:
         x, y = x.to(tl.float32), y.to(tl.float32)
     return tl.dot(x, y, input_precision=PRECISION)

@@ -1,1 +1,1 @@
-"""Cross-entropy of a linear head, fused over chunks of rows."""
+"""Cross-entropy of a linear head, computed by chunks of rows."""

@@ -1,7 +1,7 @@
-"""Cross-entropy of a linear map on a CPU: the products of `reference_loss`, and a fused kernel for the logits between.
+"""Cross-entropy of a linear map on a CPU: the products of `reference_loss`, with a fused kernel for the logits.
 
-Beside the largest of each row, found before, it reads and writes the logits twice, one thread to a row: plain PyTorch
-takes twice as long (512 x 4,096 logits, benchmarks/LOG.md).
+The kernel gets the maximum of each row, and then reads and writes the logits twice, each row on one thread. Plain
+PyTorch takes twice as long (512 x 4,096 logits, benchmarks/LOG.md).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 from cdrmix.kernels.common.elementwise import ONE, ZERO, array, exp, run, with_sums
 from cdrmix.kernels.cross_entropy import reference as reference_loss
 
-ROWS = 8  # that a thread takes at a time
-PIECE = 512  # logits: a row's sum is one of such pieces' sums, which keeps float32's accuracy
+ROWS = 8  # rows that a thread takes at a time
+PIECE = 512  # a row is summed in pieces of so many logits, which keeps float32's accuracy
 
 
 @with_sums
@@ -30,7 +30,7 @@ def _softmax_rows(first, stride, logits, tops, targets, scales, z_loss, smoothin
             for target_set in range(targets.shape[1]):
                 losses[row, target_set] = (logits[row, targets[row, target_set]] - top) * chosen
             for start in range(0, V, PIECE):
-                # A slice: LLVM does not see that start + v is never negative, and would read one logit at a time.
+                # A slice: LLVM does not know that start + v >= 0, and would not vectorize logits[row, start + v].
                 values, some, some_shifts = logits[row, start : start + PIECE], ZERO, ZERO
                 for v in range(len(values)):
                     shift = values[v] - top
@@ -44,7 +44,7 @@ def _softmax_rows(first, stride, logits, tops, targets, scales, z_loss, smoothin
             lse, both = top + log_total, ZERO
             for target_set in range(targets.shape[1]):
                 score = losses[row, target_set]
-                if smoothing > ZERO:  # else 0 times the infinity of a logit that is -inf
+                if smoothing > ZERO:  # otherwise a logit of -inf would give 0 * inf
                     score += even * shift_total
                 scale = scales[row, target_set]
                 losses[row, target_set] = scale * (log_total - score + z_loss * lse * lse)
@@ -66,7 +66,7 @@ def softmax_rows(
     label_smoothing: float,
     wants_gradient: bool,
 ) -> Tensor:
-    """As `reference_loss.softmax_rows`; float32, in which logits of narrower products are accumulated too."""
+    """As `reference_loss.softmax_rows`, in float32, which the products also accumulate in."""
     assert logits_NV.dtype == torch.float32
     losses_NK = torch.empty_like(scales_NK, memory_format=torch.contiguous_format)
     tensors = logits_NV, logits_NV.amax(-1), targets_NK.contiguous(), scales_NK.contiguous()

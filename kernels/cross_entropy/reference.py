@@ -1,10 +1,10 @@
-"""A linear map and its cross-entropy in plain PyTorch: the specification, the oracle, and what has no kernel.
+"""Cross-entropy of a linear map in plain PyTorch: specification, oracle, and the parts that have no kernel.
 
-Shapes: N rows (tokens), K target sets that share their rows' logits, D model, V vocabulary. With l = W h of a row,
-lse = logsumexp(l), a weight w and a target t of each set, smoothing eps and factor z:
+Shapes: N rows (tokens), K target sets that share their rows' logits, D model, V vocabulary. For a row with logits
+l = W h and lse = logsumexp(l), each set has a weight w and a target t; eps is the smoothing and z the z-loss factor:
     loss = w (lse - (1 - eps) l_t - eps / V sum_v l_v + z lse^2)     smoothing: arXiv 1512.00567, section 7
     dl_v = sum over sets of w ((1 + 2 z lse) p_v - (1 - eps) [v = t] - eps / V),  p = softmax(l)
-A row is counted if a set has a target other than ignore_index, of a weight other than 0; the others are never touched.
+A target counts if it is not ignore_index and its weight is not 0. Rows without a target that counts are never read.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from torch import Tensor
 
 from cdrmix.kernels.common import products
 
-MOST_ROWS = 512  # of a chunk: its product with the weight runs at full speed from some 256 rows on
-LEAST_ROWS = 32  # and what larger chunks are multiples of
-CHUNK_BYTES = 1 << 26  # of its logits at most: 320 rows at V 50,272; with 512, peak memory was 0.130 of plain PyTorch's
-BLOCK_V = 8192  # of a product that is rounded before it is added
+MOST_ROWS = 512  # rows of a chunk: from about 256 rows on, its product with the weight runs at full speed
+LEAST_ROWS = 32  # rows of larger chunks are a multiple of it
+CHUNK_BYTES = 1 << 26  # of a chunk's logits: 320 rows at V 50,272; with 512, peak memory was 0.130 of plain PyTorch's
+BLOCK_V = 8192  # rows of a product that is rounded before it is added
 
 
 def counted(targets_KN: Tensor, weights_KN: Tensor | None, ignore_index: int) -> Tensor:
-    """bool [K, N]: which targets add to the loss."""
+    """Which targets add to the loss: bool [K, N]."""
     found = targets_KN != ignore_index
     return found if weights_KN is None else found & (weights_KN != 0)
 
 
 def add_product(sum_VD: Tensor, dlogits_NV: Tensor, hidden_ND: Tensor) -> None:
-    """sum += dlogits^T hidden, in place; sum may be float32 beside narrower factors."""
+    """sum += dlogits^T hidden, in place; sum may be float32 while the factors are narrower."""
     if sum_VD.dtype == dlogits_NV.dtype:
         products.add_product(sum_VD, dlogits_NV, hidden_ND)
         return
-    for first in range(0, len(sum_VD), BLOCK_V):  # not all at once: a second [V, D]
+    for first in range(0, len(sum_VD), BLOCK_V):  # in blocks: the whole product is a second [V, D]
         block = slice(first, first + BLOCK_V)
         sum_VD[block] += dlogits_NV[:, block].mT @ hidden_ND
 
@@ -47,9 +47,9 @@ def softmax_rows(
     label_smoothing: float,
     wants_gradient: bool,
 ) -> Tensor:
-    """losses [N, K] of rows of logits, which become the losses' gradients where these are wanted.
+    """losses [N, K] of rows of logits; where gradients are wanted, they overwrite the logits.
 
-    targets: in [0, V); scales: their weights, 0 where a target is not counted.
+    targets: in [0, V); scales: the targets' weights, 0 where a target does not count.
     """
     top = logits_NV.amax(-1, keepdim=True)
     logits_NV -= top
@@ -66,7 +66,7 @@ def softmax_rows(
         if label_smoothing:
             dlogits -= both * (label_smoothing / logits_NV.shape[1])
         for at, share in zip(targets_NK.split(1, -1), (scales_NK * (1 - label_smoothing)).split(1, -1), strict=True):
-            dlogits.scatter_(-1, at, dlogits.gather(-1, at) - share)  # set by set: two may have the same target
+            dlogits.scatter_(-1, at, dlogits.gather(-1, at) - share)  # one set at a time: sets may share a target
     return scales_NK * (log_total - score + z_loss * lse.square())
 
 
@@ -84,12 +84,13 @@ def cross_entropy_forward(
     rounded: bool = False,
     softmax_rows: Callable[..., Tensor] = softmax_rows,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """losses [K, N], and the gradients of their sum: dhidden [N, D], dweight [V, D], of no elements unless wanted.
+    """losses [K, N], and the gradients of their sum: dhidden [N, D] and dweight [V, D], each empty unless wanted.
 
-    hidden: in the dtype of the products and of dhidden, to which weight is cast; losses, dweight in float32 at least.
-    rounded: whether dweight will be rounded to 16 bits; it is for the GPU's chunks, and changes nothing here.
-    softmax_rows: what makes losses and gradients of a chunk's logits, as the function of this name does.
-    Gradients are made by chunks of rows while a chunk's logits exist; the chunks' dweight is added in order.
+    hidden: its dtype is that of the products and of dhidden; weight is cast to it. losses and dweight are at least
+        float32.
+    rounded: whether dweight will be rounded to 16 bits; only the GPU's chunk size depends on it.
+    softmax_rows: computes losses and gradients of a chunk's logits, as `softmax_rows` of this module does.
+    The gradients of a chunk of rows are computed while its logits exist; dweight is summed over chunks in order.
     """
     accumulate = torch.promote_types(hidden_ND.dtype, torch.float32)
     V, weight_VD = len(weight_VD), weight_VD.to(hidden_ND.dtype)

@@ -1,12 +1,13 @@
-"""Cross-entropy of a linear map on GPUs: cuBLAS products of row chunks around a Triton kernel for the logits between.
+"""Cross-entropy of a linear map on GPUs: cuBLAS products by chunks of rows, and a Triton kernel for the logits.
 
-`reference_loss` has the formulas. Of a chunk's logits [rows, V], in the products' dtype, a program reads one row,
-online for its maximum and its sum (arXiv 1805.02867), and once more, out of L2, to write the gradient in its place: a
-row comes from memory and goes back once. Sums are float32, in an order that shapes alone decide.
+The formulas are in `reference_loss`. A chunk's logits [rows, V] have the products' dtype. A program handles one row. It
+reads the row once for the maximum and the sum, both online (arXiv 1805.02867), and a second time, from L2, to replace
+the logits by their gradient. So a row is read from memory once and written once. Sums are float32, in an order that
+depends on shapes alone.
 
-Memory beside the inputs: dweight in float32, dhidden, one chunk; `chunk_rows` says how large. Each chunk has to read
-and write dweight, 8 V D bytes: 0.19 ms of an H200 at V 50,272 and D 2,048, as long as the product of 735 rows takes
-at 790 TFLOP/s. The 16,384 rows of a micro-batch move 26 GB so in chunks of 512 rows, 6.6 GB in chunks of 2,048.
+Memory besides the inputs: dweight in float32, dhidden, and one chunk of `chunk_rows` rows. Each chunk reads and writes
+dweight, 8 V D bytes. At V 50,272 and D 2,048 that is 0.19 ms of an H200, the time of the product of 735 rows at
+790 TFLOP/s. For the 16,384 rows of a micro-batch it is 26 GB in chunks of 512 rows, and 6.6 GB in chunks of 2,048.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -27,10 +28,10 @@ from cdrmix.kernels.moe.triton_rows import on
 
 BLOCK = 4096  # logits of a row that a program holds at a time: 16 a thread
 WARPS = 8
-ALIGNED = 128  # rows of a chunk are a multiple of it, the product's tile
-PITCH = 64  # rows of logits begin at multiples of it: vectors of 16 bytes whatever V is
-MOST_CHUNK_ROWS = 2048  # from some 735 on the product hides what it moves of dweight
-LEAST_CHUNK_BYTES = 1 << 25  # small models: fewer launches; 2,048 rows of 8,192 bfloat16 logits
+ALIGNED = 128  # the rows of a chunk are a multiple of it, the tile of the product
+PITCH = 64  # rows of logits begin at multiples of it, so that loads are of 16 bytes for every V
+MOST_CHUNK_ROWS = 2048  # from about 735 rows on, the product takes longer than reading and writing dweight
+LEAST_CHUNK_BYTES = 1 << 25  # for small models, fewer launches; 2,048 rows of 8,192 bfloat16 logits
 REFERENCE_SHAPE = (8192, 2048, 50272)  # rows, D, V of the benchmark
 
 
@@ -40,28 +41,28 @@ def cross_entropy_rows(
     V: tl.constexpr, ROW: tl.constexpr, SETS: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr,
     GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A row's losses [SETS, count], and its gradient over its logits [rows, ROW]. first: the chunk's first row."""
+    """The losses [SETS, count] of a row, and its gradient in place of its logits [rows, ROW]; first: of the chunk."""
     line = logits + tl.program_id(0).to(tl.int64) * ROW
-    place = first + tl.program_id(0).to(tl.int64)
+    row = first + tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
-    both = 0.0  # of all sets
+    both = 0.0  # sum of the weights over all sets
     some = 0
     for k in tl.static_range(SETS):
-        target = tl.load(targets + k * count + place)
+        target = tl.load(targets + k * count + row)
         scale = 1.0
         if WEIGHTED:
-            scale = tl.load(weights + k * count + place).to(tl.float32)
+            scale = tl.load(weights + k * count + row).to(tl.float32)
         both += tl.where(target != ignore_index, scale, 0.0)
         some += ((target != ignore_index) & (scale != 0.0)).to(tl.int32)
 
-    # One maximum for all, sums apart for each thread's columns until the end.
+    # One maximum for all columns; each thread sums its own columns until the end.
     top = float("-inf")
     total = tl.zeros([BLOCK], tl.float32)
     plain = tl.zeros([BLOCK], tl.float32)
     for start in range(0, V, BLOCK):
         inside = start + columns < V
         x = tl.load(line + start + columns, mask=inside, other=float("-inf")).to(tl.float32)
-        x = tl.where(some != 0, x, 0.0)  # whatever a row holds that nothing counts of
+        x = tl.where(some != 0, x, 0.0)  # a row without a target that counts may hold anything
         higher = tl.maximum(top, tl.max(x, 0))
         total = total * tl.exp(top - higher) + tl.exp(x - higher)
         top = higher
@@ -69,19 +70,19 @@ def cross_entropy_rows(
             plain += tl.where(inside, x, 0.0)
     lse = top + tl.log(tl.sum(total, 0))
     for k in tl.static_range(SETS):
-        target = tl.load(targets + k * count + place)
+        target = tl.load(targets + k * count + row)
         scale = 1.0
         if WEIGHTED:
-            scale = tl.load(weights + k * count + place).to(tl.float32)
+            scale = tl.load(weights + k * count + row).to(tl.float32)
         counts = (target != ignore_index) & (scale != 0.0)
         known = counts & (target >= 0) & (target < V)
         chosen = tl.load(line + target, mask=known, other=float("nan")).to(tl.float32)
         loss = (lse - chosen) * (1.0 - label_smoothing) + z_loss * lse * lse
         if SMOOTH:
             loss += (lse - tl.sum(plain, 0) / V) * label_smoothing
-        tl.store(losses + k * count + place, tl.where(counts, scale * loss, 0.0))
+        tl.store(losses + k * count + row, tl.where(counts, scale * loss, 0.0))
     if GRADIENT:
-        tl.debug_barrier()  # the chosen logits are read before they are written over
+        tl.debug_barrier()  # all threads have read the chosen logits before the gradient overwrites them
         factor = both * (1.0 + 2.0 * z_loss * lse)
         spread = both * label_smoothing / V
         for start in range(0, V, BLOCK):
@@ -90,10 +91,10 @@ def cross_entropy_rows(
             x = tl.where(some != 0, x, 0.0)
             dx = factor * tl.exp(x - lse) - spread
             for k in tl.static_range(SETS):
-                target = tl.load(targets + k * count + place)
+                target = tl.load(targets + k * count + row)
                 scale = 1.0
                 if WEIGHTED:
-                    scale = tl.load(weights + k * count + place).to(tl.float32)
+                    scale = tl.load(weights + k * count + row).to(tl.float32)
                 dx -= tl.where(
                     (start + columns == target) & (target != ignore_index), scale * (1.0 - label_smoothing), 0.0
                 )
@@ -101,11 +102,12 @@ def cross_entropy_rows(
 
 
 def chunk_rows(rows: int, D: int, V: int, itemsize: int, *, rounded: bool) -> int:
-    """Rows of a chunk: MOST_CHUNK_ROWS, or fewer where the chunk's logits, rows V itemsize bytes, would be large beside
-    the 4 V D of dweight; but LEAST_CHUNK_BYTES in any case.
+    """The rows of a chunk, at most MOST_CHUNK_ROWS.
 
-    rounded: dweight is to be given in 16 bits, which takes 2 V D once the chunk is gone: three quarters of these cost
-    nothing. Else half of dweight, 2 V D bytes: 2,048 rows of 16 bits at D 2,048, 206 MB beside 412.
+    The chunk's logits, rows V itemsize bytes, should be small compared with dweight, 4 V D bytes; but LEAST_CHUNK_BYTES
+    are always allowed. rounded: dweight is returned in 16 bits; that copy of 2 V D bytes exists only after the chunk is
+    freed, so three quarters of its size cost nothing. Otherwise the chunk may take half of dweight, 2 V D bytes: 2,048
+    rows of 16 bits at D 2,048, 206 MB for 412 MB of dweight.
     """
     wanted = D * 3 // 4 if rounded else 2 * D // itemsize
     least = LEAST_CHUNK_BYTES // (V * itemsize)
@@ -125,7 +127,7 @@ def cross_entropy_forward(
     wants_weight: bool,
     rounded: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `reference_loss.cross_entropy_forward`; losses and dweight are float32. rounded: see `chunk_rows`."""
+    """As `reference_loss.cross_entropy_forward`, with float32 losses and dweight. rounded: see `chunk_rows`."""
     N, D = hidden_ND.shape
     V, sets = weight_VD.shape[0], len(targets_KN)
     device, dtype = hidden_ND.device, hidden_ND.dtype
@@ -153,7 +155,7 @@ def cross_entropy_forward(
             )
             if wants_hidden:
                 torch.mm(logits, weight_VD, out=dhidden_ND[rows])
-            if wants_weight:  # 0 times what is not finite is not 0
+            if wants_weight:  # ignored rows are set to 0: a gradient of 0 times inf or NaN would not be 0
                 add_product(dweight_VD, logits, hidden.masked_fill(ignored_N1[rows], 0))
     return losses_KN, dhidden_ND, dweight_VD
 
@@ -165,8 +167,10 @@ def _constants(V: int, sets: int, weighted: bool, smooth: bool, gradient: bool) 
 
 
 def builds(arch: str) -> list[Build]:
-    """The kernel at 8,192 rows and V 50,272 for every dtype: as training calls it, all options with four sets, and
-    without a gradient; the same on every architecture."""
+    """The kernel at 8,192 rows and V 50,272 for every dtype; the same on every architecture.
+
+    With one target set as training calls it, with four sets and every option, and without a gradient.
+    """
     return list(_builds())
 
 

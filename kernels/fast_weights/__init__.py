@@ -1,1 +1,1 @@
-"""Projections with fast weights: a base product and a low-rank term of its own for each row."""
+"""Projections with fast weights: a base product, and a low-rank term that changes with the tokens read."""

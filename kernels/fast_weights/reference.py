@@ -1,7 +1,7 @@
-"""The plastic low-rank update in plain PyTorch: its definition, and its two operators by matrix products.
+"""The plastic low-rank update in plain PyTorch: its definition, and its two operators as matrix products.
 
 Shapes: T tokens, I inputs and O outputs of the projection, r its low rank, d width of the keys; S branches that share
-rows, R rows, N updates side by side, K key and V value width, C tokens of a piece, P pieces. All of it runs in float64.
+rows, R rows, N independent updates, K key and V value width, C tokens of a piece, P pieces. All of it runs in float64.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from cdrmix.kernels.common.products import mm
 from cdrmix.kernels.rwkv7.reference import unit_lower_inverse
 
 RULES = ("hebb", "delta", "oja")
-PIECE = 64  # tokens whose removals are solved for at once
+PIECE = 64  # tokens for which the delta rule's triangular system is solved at once
 
 
 def plastic_lora_loop(
@@ -33,14 +33,14 @@ def plastic_lora_loop(
 ) -> tuple[Tensor, Tensor]:
     """One chunk, token by token: the definition.
 
-        y_t = W x_t + alpha B A q_t          A as it was before the chunk
+        y_t = W x_t + alpha B A q_t          with A from before the chunk
         A' = decay A, then for every token in order
             hebb:   A' += beta_t v_t k_t^T                      (differentiable plasticity, arXiv 1804.02464)
             delta:  A' += beta_t (v_t - A' k_t) k_t^T           (fast weight programmers, arXiv 2102.11174)
-            oja:    A' += beta_t v_t (k_t - A'^T v_t)^T         (Oja 1982: what v already explains of k is taken off)
+            oja:    A' += beta_t v_t (k_t - A'^T v_t)^T         (Oja 1982: k_t less what v_t already explains of it)
 
     x [*, T, I]; w [O, I]; b_up [O, r]; q, k [*, T, d]; v [*, T, r]; beta [*, T]; a_state [*, r, d]. starts: bool
-    [*, T], at whose tokens A (to be read) and A' are zeroed first. Returns y [*, T, O] and A' [*, r, d].
+    [*, T]; before a token where it is True, A and A' are set to zero. Returns y [*, T, O] and A' [*, r, d].
     """
     read, written, reads = a_state, decay * a_state, []
     for t in range(x.shape[-2]):
@@ -58,7 +58,7 @@ def plastic_lora_loop(
 
 
 def project_forward(x: Tensor, w: Tensor, b_up: Tensor, reads: Tensor) -> Tensor:
-    """y [S, R, O] = x w^T + reads b_up^T of x [R, I], w [O, I], b_up [O, r], reads [S, R, r]; x w^T is made once."""
+    """y [S, R, O] = x w^T + reads b_up^T for x [R, I], w [O, I], b_up [O, r], reads [S, R, r]; one product x w^T."""
     base = mm(x, w.mT)
     if len(reads) == 1:
         return base.addmm_(reads[0], b_up.mT).unsqueeze(0)
@@ -71,9 +71,9 @@ def project_forward(x: Tensor, w: Tensor, b_up: Tensor, reads: Tensor) -> Tensor
 def project_backward(
     dy: Tensor, x: Tensor, w: Tensor, b_up: Tensor, reads: Tensor, wanted: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, w, b_up and reads; of no elements where `wanted`, in that order, is False.
+    """The gradients of x, w, b_up and reads; empty where `wanted`, in that order, is False.
 
-    db_up as (reads^T dy)^T: dy^T reads, its long side down, takes 1.8 times as long on a CPU at O 1,024, r 16.
+    db_up is computed as (reads^T dy)^T: dy^T reads takes 1.8 times as long on a CPU at O 1,024, r 16.
     """
     rows, none = dy.flatten(0, 1), dy.new_empty(0)
     base = dy[0] if len(dy) == 1 else dy.sum(0)
@@ -86,7 +86,7 @@ def project_backward(
 
 
 def _pieces(x: Tensor, piece: int) -> Tensor:
-    """[N, T, ...] -> [N, P, C, ...], padded with zeros: a token without rate, key and value writes nothing."""
+    """[N, T, ...] -> [N, P, C, ...], padded with zeros: a token with zero rate, key and value changes no state."""
     missing = -x.shape[1] % piece
     if missing:
         x = torch.cat([x, x.new_zeros(x.shape[0], missing, *x.shape[2:])], 1)
@@ -94,7 +94,7 @@ def _pieces(x: Tensor, piece: int) -> Tensor:
 
 
 def piece_length(tokens: int) -> int:
-    """Tokens of a piece: PIECE, or the power of two that holds all of them."""
+    """Tokens of a piece: PIECE, or the least power of two that holds all tokens."""
     return min(PIECE, 1 << (tokens - 1).bit_length())
 
 
@@ -102,11 +102,11 @@ def delta_forward(k: Tensor, v: Tensor, beta: Tensor, state: Tensor, *, save: bo
     """The delta rule's last state, by pieces of at most PIECE tokens (the WY form, arXiv 2406.06484).
 
         S_t = S_{t-1} + beta_t (v_t - S_{t-1} k_t) k_t^T
-    and so within a piece, S_0 the state before it:
+    Within a piece, with S_0 the state before it:
         U = (I + tril(diag(beta) K K^T, -1))^-1 diag(beta) (V - K S_0^T) ;  S = S_0 + U^T K
 
     k [N, T, K]; v [N, T, V]; beta [N, T]; state [N, V, K]. Returns S [N, V, K] and, if `save`, what `delta_backward`
-    needs: every piece's S_0, V - K S_0^T, U, K K^T and inverse; shapes as `delta_saved_shapes` has them.
+    needs of every piece: S_0, V - K S_0^T, U, K K^T and the inverse, with the shapes of `delta_saved_shapes`.
     """
     piece = piece_length(k.shape[1])
     k, v, beta = _pieces(k, piece), _pieces(v, piece), _pieces(beta, piece)
@@ -137,7 +137,7 @@ def delta_saved_shapes(k: Tensor, v: Tensor) -> list[tuple[int, ...]]:
 def delta_backward(
     dlast: Tensor, k: Tensor, v: Tensor, beta: Tensor, saved: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of k, v, beta and the state: the adjoint of `delta_forward`, piece by piece from the last."""
+    """The gradients of k, v, beta and the state: the adjoint of `delta_forward`, from the last piece to the first."""
     states, errors, updates, gram, inverse = saved
     tokens, piece = k.shape[1], gram.shape[-1]
     k, rates = _pieces(k, piece), _pieces(beta, piece).unsqueeze(-1)

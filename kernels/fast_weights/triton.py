@@ -1,12 +1,13 @@
 """A projection with a low-rank product in its epilogue, in Triton: y_s = x W^T + z_s B^T.
 
-x [R, I], W [O, I], B [O, r], z [S, R, r] -> y [S, R, O], all of one dtype; branches s share x W^T, which is made once.
-Sums are in float32: the accumulator of x W^T takes z_s B^T in after it, before it is rounded and stored, so that y is
-written once and never read. With z = 0 it is stored as it was. In two calls of cuBLAS y is written, read and written:
-at R 32,768 and O = I = 2,048 in bfloat16 0.27 GB more, 62 us of an H200's 4.3 TB/s beside 0.4 ms of the product.
+x [R, I], W [O, I], B [O, r], z [S, R, r] -> y [S, R, O], all of one dtype. The branches s share one product x W^T. Sums
+are in float32. The accumulator of x W^T is extended by z_s B^T before it is rounded and stored, so y is written once
+and never read. With z = 0, y is exactly x W^T. Two cuBLAS calls would write y, read it and write it again: at R 32,768
+and I = O = 2,048 in bfloat16 0.27 GB more, 62 us at an H200's 4.3 TB/s, where the product takes 0.4 ms.
 
-With one branch the accumulator is extended in place; with several it has to stay, and the tiles are smaller. The
-gradients are plain products (reference.py). No atomics, no tuning at run time: the same bits every time.
+With one branch the accumulator is extended in place. With several it is kept for the next branch, so the tiles are
+smaller. The gradients are plain products (reference.py). There are no atomics and no tuning at run time: the same bits
+every time.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -25,7 +26,7 @@ from cdrmix.kernels.moe.triton import Launch, tile_constants
 from cdrmix.kernels.moe.triton_gemm import add_gathered_product, gathered_product, place_of, store_rows
 from cdrmix.kernels.moe.triton_rows import NAMES, on
 
-RANKS = (12, 16, 24, 32, 64, 128)  # those that are compiled ahead of time: 12 and 24 are padded
+RANKS = (12, 16, 24, 32, 64, 128)  # the ranks that are compiled ahead of time; 12 and 24 are padded
 
 
 @triton.jit(do_not_specialize=["rows", "branches"])
@@ -34,7 +35,7 @@ def plastic_project(
     INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, BRANCHED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """y [S, R, OUTPUTS] = x [R, INPUTS] w^T + reads [S, R, RANK] b_up^T; S is 1 unless BRANCHED."""
+    """y [S, R, OUTPUTS] = x [R, INPUTS] w^T + reads [S, R, RANK] b_up^T, with S = 1 unless BRANCHED."""
     tile, column = place_of(tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.cdiv(OUTPUTS, BLOCK_N), GROUP)
     column = column * BLOCK_N
     columns = column + tl.arange(0, BLOCK_N)
@@ -43,14 +44,14 @@ def plastic_project(
     own = tl.minimum(own, rows - 1).to(tl.int64)
     base = gathered_product(x, own, w, column, INPUTS, OUTPUTS, 1, INPUTS, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
     if BRANCHED:
-        place = own
+        row = own
         for _ in range(branches):
             total = add_gathered_product(
-                base, reads, place, b_up, column,
+                base, reads, row, b_up, column,
                 RANK, OUTPUTS, 1, RANK, BLOCK_M, BLOCK_N, BLOCK_RANK, PRECISION,
             )  # fmt: skip
-            store_rows(y, place, inside, columns, total, OUTPUTS, OUTPUTS % BLOCK_N == 0)
-            place += rows
+            store_rows(y, row, inside, columns, total, OUTPUTS, OUTPUTS % BLOCK_N == 0)
+            row += rows
     else:
         total = add_gathered_product(
             base, reads, own, b_up, column,
@@ -59,8 +60,8 @@ def plastic_project(
         store_rows(y, own, inside, columns, total, OUTPUTS, OUTPUTS % BLOCK_N == 0)
 
 
-# By architecture and operand width in bytes: the launch of one branch, and of several. The widest tiles that spill no
-# register.
+# By architecture and operand width in bytes: the launch for one branch, and for several. These are the widest tiles
+# that spill no register.
 LAUNCHES: dict[tuple[str, int], tuple[Launch, Launch]] = {
     ("sm_80", 2): (Launch(128, 128, 64, 8, 4), Launch(128, 64, 64, 4, 3)),
     ("sm_90", 2): (Launch(128, 256, 64, 8, 4), Launch(128, 64, 64, 4, 4)),
@@ -74,7 +75,7 @@ LAUNCHES: dict[tuple[str, int], tuple[Launch, Launch]] = {
 
 
 def launch_of(arch: str, dtype: torch.dtype, branched: bool) -> Launch:
-    """The launch that ships."""
+    """The shipped launch."""
     return LAUNCHES[arch, dtype.itemsize][branched]
 
 
@@ -82,7 +83,7 @@ def constants(arch: str, dtype: torch.dtype, sizes: tuple[int, int, int], branch
     """The compile-time arguments for sizes I, O and r."""
     inputs, outputs, rank = sizes
     launch = launch_of(arch, dtype, branched)
-    block = min(max(triton.next_power_of_2(rank), 16), launch.block_k)  # a product is at least 16 deep
+    block = min(max(triton.next_power_of_2(rank), 16), launch.block_k)  # tl.dot needs a depth of at least 16
     shape = {"INPUTS": inputs, "OUTPUTS": outputs, "RANK": rank, "BLOCK_RANK": block, "BRANCHED": branched}
     return shape | tile_constants(launch, arch, dtype)
 
@@ -92,7 +93,7 @@ def programs_of(launch: Launch, rows: int, outputs: int) -> int:
 
 
 def project_forward(x: Tensor, w: Tensor, b_up: Tensor, reads: Tensor) -> Tensor:
-    """y [S, R, O] in x's dtype, which all have; shapes: see the module."""
+    """y [S, R, O] in the dtype of x, which all tensors have; the module's docstring has the shapes."""
     (branches, rows, rank), (outputs, inputs) = reads.shape, w.shape
     arch, branched = architecture(x.device), branches > 1
     launch = launch_of(arch, x.dtype, branched)
@@ -108,12 +109,12 @@ def project_forward(x: Tensor, w: Tensor, b_up: Tensor, reads: Tensor) -> Tensor
 
 
 def builds(arch: str) -> list[Build]:
-    """Ranks of every kind in every dtype with one branch and with three, at R 32768 and I = O = 2048."""
+    """Every rank of RANKS in every dtype, with one branch and with three, at R 32768 and I = O = 2048."""
     return [build(arch, dtype, rank, branched) for dtype in NAMES for rank in RANKS for branched in (False, True)]
 
 
 def build(arch: str, dtype: torch.dtype, rank: int, branched: bool) -> Build:
-    """The kernel as it ships, with what it costs."""
+    """The kernel as it ships, with its cost."""
     rows, inputs, outputs = 32768, 2048, 2048
     launch, branches = launch_of(arch, dtype, branched), 3 if branched else 1
     sizes = constants(arch, dtype, (inputs, outputs, rank), branched)

@@ -1,1 +1,1 @@
-"""The residual sum and its norm, as one operator."""
+"""The residual sum and its norm as one operator."""

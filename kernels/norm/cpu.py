@@ -1,8 +1,7 @@
-"""The residual sum and its norm on a CPU: float32, a row at a time, each tensor read once and written once.
+"""The residual sum and its norm on a CPU: float32, row by row, each tensor read once and written once.
 
-The formulas are in `reference.py`. Rows are cut into pieces of ROWS: a piece is done by one thread, and the
-gradients of weight and bias are summed in a piece and then over the pieces in order, so that no bit depends on the
-number of threads.
+The formulas are in `reference.py`. Rows are processed in pieces of ROWS, each on one thread. The gradients of weight
+and bias are summed within a piece, and then over the pieces in order, so no bit depends on the number of threads.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from torch import Tensor
 
 from cdrmix.kernels.common.elementwise import ONE, ZERO, array, run, with_sums
 
-LIGHT = 8  # an element takes an eighth of other kernels' time: a second thread pays from that many more on
-ROWS = 128  # of a piece: its partial sums are 1/128 of a tensor, and 128 terms in a row keep float32's accuracy
+LIGHT = 8  # an element takes an eighth of other kernels' time, so a second thread pays from 8 times as many elements on
+ROWS = 128  # of a piece: partial sums take 1/128 of a tensor, and sums of 128 terms keep float32's accuracy
 
 
 @with_sums
@@ -101,7 +100,7 @@ def _sum_pieces(partial, total):  # type: ignore[no-untyped-def]
 def add_norm_forward(
     x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, *, eps: float, centred: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x + y (no elements without y), its norm, and statistics for the backward pass; dtype is float32."""
+    """x + y (empty without y), its norm, and statistics for the backward pass; dtype is float32."""
     assert dtype == torch.float32
     width = x.shape[-1]
     rows = x.numel() // width
@@ -126,7 +125,7 @@ def add_norm_backward(
     y_dtype: torch.dtype | None,
     wants_sums: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dy (no elements: y is float32 as x is), and dweight and dbias [1 or 2, D]."""
+    """dx, dy (empty, because y is float32 as x is), and dweight and dbias [1 or 2, D]."""
     assert y_dtype is None
     width = total.shape[-1]
     rows = total.numel() // width

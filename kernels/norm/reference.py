@@ -1,6 +1,6 @@
-"""The residual sum and the norm of it in plain PyTorch: the specification, and the oracle.
+"""The residual sum and its norm in plain PyTorch: specification and oracle.
 
-Shapes: [..., D]. Gradients are autograd's. Everything runs in float64 as well.
+Shapes: [..., D]. Autograd computes the gradients. All of it runs in float64 too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def add_norm(
     """x + y in x's dtype, and its norm over the last dimension in `dtype`; without y, x itself and its norm.
 
     layernorm, arXiv 1607.06450: (t - mean) / sqrt(variance + eps) weight + bias. rmsnorm, arXiv 1910.07467:
-    t / sqrt(mean of squares + eps) weight. t is the sum as it is rounded to x's dtype, then float32 at least.
+    t / sqrt(mean of squares + eps) weight. t is the sum after rounding to x's dtype, computed with in float32 at least.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     total = x if y is None else (x.to(wide) + y.to(wide)).to(x.dtype)

@@ -1,15 +1,14 @@
 """The residual sum and its norm in Triton: each tensor read once and written once, statistics in float32.
 
-The formulas are in `reference.py`. A program has tiles of whole rows. Backward, the norm's gradient and the one
-that reaches the sum from later layers are added in registers: autograd would add them in a pass of its own. The sums
-over rows for weight and bias are left as one row a program and added by torch.sum, in an order that shapes alone
-decide: no atomics, the same bits every time. Above SUMMED_WIDTH the sums of a whole row do not fit the registers
-beside it, and a second kernel makes them by tiles of columns.
+The formulas are in `reference.py`. A program handles tiles of whole rows. The backward pass adds the norm's gradient
+and the gradient of the sum from later layers in registers, where autograd would add them in a separate pass. For
+weight and bias each program writes one row of partial sums, which torch.sum adds, in an order that depends on shapes
+alone: no atomics, the same bits every time. Above SUMMED_WIDTH the partial sums of a row do not fit into the registers
+next to the row, and a second kernel computes them by tiles of columns.
 
-Bytes a row of D in bfloat16: forward 8 D (x and y read, sum and norm written), backward 8 D, and of the second kernel
-4 D. Kept for the backward pass: the sum, and 8 bytes of statistics (4 for rmsnorm).
-A float32 stream beside bfloat16 branches in plain PyTorch: 18 D forward (sum, then norm), 24 D backward (norm, then
-sum of the gradients), and casts.
+Bytes for a row of D in bfloat16: forward 8 D (x and y read, sum and norm written), backward 8 D, second kernel 4 D.
+Kept for the backward pass: the sum, and 8 bytes of statistics (4 for rmsnorm). Plain PyTorch with a float32 stream and
+bfloat16 branches: 18 D forward (sum, then norm), 24 D backward (norm, then sum of the gradients), and casts.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -26,12 +25,12 @@ from torch import Tensor
 from cdrmix.kernels.common.triton_helpers import Build, narrow
 from cdrmix.kernels.moe.triton_rows import on
 
-ELEMENTS = 1024  # of a tile at least: 8 a thread of 4 warps
-WIDEST = 16384  # D at most: 32 elements a thread of 16 warps
-SUMMED_WIDTH = 4096  # D at most of the backward kernel that also sums over rows
-PROGRAMS = 512  # of the backward pass at most: one wave of 4 programs on each of an H200's 132 multiprocessors
-LEAST_STEPS = 4  # tiles of a backward program at least, unless there are fewer: its sums are written once
-SUM_ROWS, SUM_COLUMNS = 16, 64  # a tile of the kernel that makes the sums alone
+ELEMENTS = 1024  # of a tile at least: 8 for each thread of 4 warps
+WIDEST = 16384  # largest D: 32 elements for each thread of 16 warps
+SUMMED_WIDTH = 4096  # largest D of the backward kernel that also sums over rows
+PROGRAMS = 512  # most programs of the backward pass: one wave of 4 on each of an H200's 132 multiprocessors
+LEAST_STEPS = 4  # least tiles of a backward program, if there are so many: each program writes its sums once
+SUM_ROWS, SUM_COLUMNS = 16, 64  # tile of the kernel that computes only the sums
 REFERENCE_SHAPE = (8 * 4096, 2048)  # rows and D of the estimates
 
 
@@ -46,7 +45,7 @@ def add_norm_forward_kernel(
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     HAS_Y: tl.constexpr, CENTRED: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """total = x + y and normed, [rows, D]; statistics [1 or 2, rows]: the reciprocal deviation, then the mean."""
+    """total = x + y and normed, [rows, D]; statistics [1 or 2, rows]: 1 / deviation, then the mean."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < D)[None, :]
@@ -55,7 +54,7 @@ def add_norm_forward_kernel(
     if HAS_Y:
         rounded = narrow(tile + _read(y, here, inside), total.dtype.element_ty)
         tl.store(total + here, rounded, mask=inside)
-        tile = rounded.to(tl.float32)  # what the backward pass will read
+        tile = rounded.to(tl.float32)  # the rounded sum, which the backward pass reads
     if CENTRED:
         mean = tl.sum(tile, 1) / D
         tl.store(statistics + rows + row, mean, mask=row < rows)
@@ -70,7 +69,7 @@ def add_norm_forward_kernel(
 
 @triton.jit
 def _standardised(total, statistics, here, row, inside, rows, CENTRED: tl.constexpr):
-    """The sum less its mean, over its deviation; and the reciprocal of that."""
+    """The sum less its mean, divided by its deviation; and 1 / deviation."""
     tile = _read(total, here, inside)
     inverse = tl.load(statistics + row, mask=row < rows, other=0.0)[:, None]
     if CENTRED:
@@ -120,7 +119,7 @@ def add_norm_sums_kernel(
     dnormed, total, statistics, partial, rows, steps,
     D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CENTRED: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """The partial sums of `add_norm_backward_kernel`, for rows too wide for it. A program has COLUMNS columns."""
+    """The partial sums of `add_norm_backward_kernel` for rows too wide for it. A program handles COLUMNS columns."""
     across = tl.cdiv(D, COLUMNS)
     program = tl.program_id(0) // across
     column = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
@@ -145,12 +144,12 @@ def _tile(width: int) -> tuple[dict[str, int], dict[str, int]]:
     assert 0 < width <= WIDEST
     block = triton.next_power_of_2(width)
     rows = max(1, ELEMENTS // block)
-    warps = min(16, max(4, rows * block // 256))  # 16: gfx942 has no more, of 64 threads each
+    warps = min(16, max(4, rows * block // 256))  # 16 is the most on gfx942, where a warp has 64 threads
     return {"D": width, "BLOCK": block, "ROWS": rows}, {"num_warps": warps, "num_stages": 1}
 
 
 def _steps(rows: int, tile_rows: int) -> int:
-    """Tiles of one backward program: the least for which PROGRAMS are enough, but LEAST_STEPS where rows are few."""
+    """Tiles of a backward program: so many that PROGRAMS programs suffice, but at least LEAST_STEPS."""
     tiles = triton.cdiv(rows, tile_rows)
     return max(min(tiles, LEAST_STEPS), triton.cdiv(tiles, PROGRAMS))
 
@@ -158,7 +157,7 @@ def _steps(rows: int, tile_rows: int) -> int:
 def add_norm_forward(
     x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, *, eps: float, centred: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x + y in x's dtype (no elements without y), its norm in dtype, and statistics for the backward pass."""
+    """x + y in x's dtype (empty without y), its norm in dtype, and statistics for the backward pass."""
     width = x.shape[-1]
     rows = x.numel() // width
     assert rows < 2**31
@@ -187,8 +186,10 @@ def add_norm_backward(
     y_dtype: torch.dtype | None,
     wants_sums: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx in total's dtype; dy (no elements where y_dtype is None); dweight and dbias, float32 [1 or 2, D], zeros unless
-    wanted."""
+    """dx in total's dtype; dy (empty where y_dtype is None); dweight and dbias, float32 [1 or 2, D].
+
+    dweight and dbias are zeros unless `wants_sums`.
+    """
     width = total.shape[-1]
     rows = total.numel() // width
     dx = torch.empty_like(total)
@@ -220,7 +221,7 @@ def add_norm_backward(
 
 
 def _build(kernel: str, width: int, stream: str, branch: str, *, centred: bool, has_y: bool = True) -> Build:
-    """A kernel at REFERENCE_SHAPE's rows; stream: dtype of the sums, branch: of y and of the norm."""
+    """A kernel with REFERENCE_SHAPE's rows; stream: dtype of the sums; branch: dtype of y and of the norm."""
     rows = REFERENCE_SHAPE[0]
     found = {"forward": add_norm_forward_kernel, "backward": add_norm_backward_kernel, "sums": add_norm_sums_kernel}
     constants, options = _tile(width)
@@ -260,8 +261,8 @@ def _build(kernel: str, width: int, stream: str, branch: str, *, centred: bool, 
 
 
 def builds(arch: str) -> list[Build]:
-    """Every kernel with all that a layernorm asks for, at the widths of the named sizes, of core-tiny, and one that is
-    no power of two; a rmsnorm, and one without y, at 2,048. The same on every architecture."""
+    """Every kernel with all options of a layernorm, at the widths of the named sizes, of core-tiny, and one that is no
+    power of two; at 2,048 also an rmsnorm, and one without y. The same on every architecture."""
     return list(_builds())
 
 
