@@ -23,7 +23,7 @@ from torch import Tensor
 
 from cdrmix.kernels.common.triton_helpers import Build, architecture
 from cdrmix.kernels.moe.triton import Launch, tile_constants
-from cdrmix.kernels.moe.triton_gemm import add_gathered_product, gathered_product, place_of, store_rows
+from cdrmix.kernels.moe.triton_gemm import add_gathered_product, gathered_product, store_rows, tile_of
 from cdrmix.kernels.moe.triton_rows import NAMES, on
 
 RANKS = (12, 16, 24, 32, 64, 128)  # the ranks that are compiled ahead of time; 12 and 24 are padded
@@ -36,7 +36,7 @@ def plastic_project(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """y [S, R, OUTPUTS] = x [R, INPUTS] w^T + reads [S, R, RANK] b_up^T, with S = 1 unless BRANCHED."""
-    tile, column = place_of(tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.cdiv(OUTPUTS, BLOCK_N), GROUP)
+    tile, column = tile_of(tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.cdiv(OUTPUTS, BLOCK_N), GROUP)
     column = column * BLOCK_N
     columns = column + tl.arange(0, BLOCK_N)
     own = tile * BLOCK_M + tl.arange(0, BLOCK_M)

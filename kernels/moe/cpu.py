@@ -1,10 +1,10 @@
-"""The routed experts on a CPU: float32, one dense product a matrix and expert, activations fused with the weights.
+"""The routed experts on a CPU: float32, one dense product for each matrix and expert, activations fused with weights.
 
-The formulas are in `reference.py`, which also serves what is not float32. An activation and everything
-element-wise around it reads each row once and writes it once. The rows of one expert pass through buffers that the
-next one uses again, and are added to their tokens at once: memory fresh from the system costs more than the sums
-(32 MB of it 25 ms, written again 3 ms). A token's rows are added in the order of the experts, and each row is one
-thread's, so that the bits are the same with any number of threads.
+The formulas are in `reference.py`, which also runs the other dtypes. An activation, with the element-wise work around
+it, reads each row once and writes it once. The rows of one expert are in buffers that the next expert reuses, and are
+added to their tokens at once, because new memory from the system costs more than the sums (32 MB: 25 ms when new, 3 ms
+when written again). A token's rows are added in the order of the experts, and one thread adds a row, so the bits do not
+depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _relu2(first, stride, z, weights, hidden):  # type: ignore[no-untyped-def]
     for piece in range(first * ROWS, rows, stride * ROWS):
         for row in range(piece, min(piece + ROWS, rows)):
             for j in range(width):
-                positive = z[row, j] if not z[row, j] < ZERO else ZERO  # NaN stays NaN, as max() would not have it
+                positive = z[row, j] if not z[row, j] < ZERO else ZERO  # NaN stays NaN; max() would drop it
                 hidden[row, j] = weights[row] * positive * positive
 
 
@@ -41,7 +41,7 @@ def _relu2_backward(first, stride, z, weights, dhidden, hidden, dz, dweights):  
         for row in range(piece, min(piece + ROWS, rows)):
             weight, total = weights[row], ZERO
             for j in range(width):
-                positive = z[row, j] if not z[row, j] < ZERO else ZERO  # NaN stays NaN, as max() would not have it
+                positive = z[row, j] if not z[row, j] < ZERO else ZERO  # NaN stays NaN; max() would drop it
                 slope = positive * dhidden[row, j]
                 total += slope * positive
                 hidden[row, j] = weight * positive * positive
@@ -79,7 +79,7 @@ def _swiglu_backward(first, stride, z, weights, dhidden, hidden, dz, dweights): 
 
 @compiled
 def _add_rows(first, stride, rows, tokens, total):  # type: ignore[no-untyped-def]
-    """total[tokens[i]] += rows[i]; the tokens differ from each other."""
+    """total[tokens[i]] += rows[i], for tokens that are all different."""
     count, width = rows.shape
     for piece in range(first * ROWS, count, stride * ROWS):
         for row in range(piece, min(piece + ROWS, count)):
@@ -92,7 +92,7 @@ KERNELS = {"relu2": (_relu2, _relu2_backward), "swiglu": (_swiglu, _swiglu_backw
 
 
 def _run(kernel: Any, *tensors: Tensor) -> None:
-    """A kernel over the rows of its first tensor."""
+    """Runs a kernel over the rows of its first tensor."""
     run(kernel, tensors[0].numel(), *(array(x, *x.shape) for x in tensors))
 
 
@@ -107,7 +107,7 @@ def experts_forward(
     activation: str,
     recompute: bool,
 ) -> tuple[Tensor, Tensor]:
-    """As in `reference_moe`."""
+    """As `reference_moe.experts_forward`."""
     if x_TD.dtype != torch.float32:
         return reference_moe.experts_forward(
             x_TD, w_up, w_down, weights_TK, order_R, counts_E, activation=activation, recompute=recompute
@@ -149,7 +149,7 @@ def experts_backward(
     activation: str,
     recompute: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As in `reference_moe`."""
+    """As `reference_moe.experts_backward`."""
     if x_TD.dtype != torch.float32:
         sums = up_sum, down_sum
         return reference_moe.experts_backward(
@@ -206,7 +206,7 @@ product_forward, product_backward = reference_moe.product_forward, reference_moe
 
 
 def combine(y_RD: Tensor, order_R: Tensor, counts_E: Tensor, k: int) -> Tensor:
-    """As in `reference_moe`, and the same bits: where nothing is dropped, in one pass over the rows."""
+    """As `reference_moe.combine`, with the same bits, and in one pass over the rows where no route is dropped."""
     if y_RD.dtype != torch.float32 or int(counts_E.sum()) < len(order_R) or not len(order_R):
         return reference_moe.combine(y_RD, order_R, counts_E, k)
-    return functional.embedding_bag(reference_moe.places(order_R).view(-1, k), y_RD, mode="sum")
+    return functional.embedding_bag(reference_moe.inverse_order(order_R).view(-1, k), y_RD, mode="sum")

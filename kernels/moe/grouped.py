@@ -1,13 +1,13 @@
-"""The experts' products by torch._grouped_mm: which product it serves, and the activations that stand alone beside it.
+"""The experts' products by torch._grouped_mm: for which products it is used, and the separate activations it needs.
 
-`choice` is the one place that decides between it and our kernels, from CHOICES, product by product:
-    up        Z = x W_up and its activation   ours gathers x and ends with the activation; it wants x copied in sorted
-    gradient  dA' = dy W_down^T and dZ        order (moe_rows.dispatch), and a pass over Z for the activation
-    rows      A W_down and dZ W_up^T          rows that are sorted already: neither
-Weight gradients are always ours: torch._grouped_mm rounds them to bfloat16, and would need a second pass to add them up
-in float32. It takes bfloat16 on NVIDIA GPUs from sm_90 on (elsewhere PyTorch loops over the experts and waits for their
-counts), rows of multiples of 16 bytes, and nothing is read back by the host. It leaves rows after the last expert's
-uninitialised; none of them is read here.
+`choice` alone decides between it and our kernels, from the table CHOICES, for each product:
+    up        Z = x W_up and its activation   ours gathers x, and the activation is its epilogue; grouped_mm needs a
+    gradient  dA' = dy W_down^T and dZ        sorted copy of x (moe_rows.dispatch), and a separate pass over Z
+    rows      A W_down and dZ W_up^T          the rows are sorted already: it needs neither
+Weight gradients always use our kernels: torch._grouped_mm rounds them to bfloat16, and a second pass would have to add
+them in float32. It takes bfloat16 on NVIDIA GPUs from sm_90 on; elsewhere PyTorch loops over the experts and waits for
+their counts. Rows must be multiples of 16 bytes. The host reads nothing back. It leaves the rows after the last
+expert's uninitialised; nothing here reads them.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -28,13 +28,13 @@ from cdrmix.kernels.moe.triton_rows import NAMES, REFERENCE_SHAPE, on
 
 OURS, GROUPED = "triton", "grouped_mm"
 PRODUCTS = ("up", "gradient", "rows")
-BLOCK_ROWS, BLOCK_COLUMNS, WARPS = 16, 256, 4  # of a program of the activations
-WIDE = 2048  # hidden units of an expert from which on a shape is "wide"
+BLOCK_ROWS, BLOCK_COLUMNS, WARPS = 16, 256, 4  # of a program of the activation kernels
+WIDE = 2048  # a shape is "wide" from so many hidden units of an expert on
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Who serves each of PRODUCTS, and what says so: an estimate of benchmarks/aot_time.py, or a measurement."""
+    """Who computes each of PRODUCTS, and the reason: an estimate of benchmarks/aot_time.py, or a measurement."""
 
     up: str
     gradient: str
@@ -47,7 +47,7 @@ _ESTIMATE = (
     " 1.7 and 3.3 to 3.4 ms for rows (690 to 750 TFLOP/s). grouped_mm would have to reach 800 TFLOP/s in up, where"
     " 0.5 ms go to the copy and the activation, and 720 in rows. Not measured; benchmarks/moe.py times both"
 )
-_NARROW = "no estimate; the copy and the activation cost as much, the products less, so a wide shape's choice holds"
+_NARROW = "no estimate; copy and activation cost as much, the products less: the wide shape's choice is used"
 _SM100 = "no estimate for sm_100; ours until benchmarks/moe.py has measured both"
 CHOICES: dict[tuple[str, str], Choice] = {
     ("sm_90", "wide"): Choice(OURS, OURS, OURS, _ESTIMATE),
@@ -59,9 +59,10 @@ _forced: list[str] = []  # at most one
 
 
 def force(who: str | None) -> None:
-    """Lets OURS or GROUPED serve every product that it can, instead of the table; None: the table again.
+    """Uses OURS or GROUPED for every product that it supports, instead of the table; None: the table again.
 
-    For measurements and tests, in this process, from the next call on. What torch._grouped_mm cannot take stays ours.
+    For measurements and tests, in this process, from the next call on. A product that torch._grouped_mm does not
+    support stays with our kernel.
     """
     assert who in (None, OURS, GROUPED), who
     _forced[:] = [who] if who else []
@@ -76,7 +77,7 @@ def choice(product: str, arch: str, hidden: int, left: Tensor, w: Tensor) -> str
 
 
 def takes(left: Tensor, w: Tensor, *, emulated: bool = False) -> bool:
-    """Whether torch._grouped_mm serves these without a wait for the device; emulated: or on a CPU, where it loops."""
+    """Whether torch._grouped_mm takes these without waiting for the device; emulated: or on a CPU, by a loop."""
     aligned = all(size * w.element_size() % 16 == 0 for size in w.shape[1:]) and len(left) > 0
     if left.device.type == "cpu":
         return aligned and emulated
@@ -86,7 +87,7 @@ def takes(left: Tensor, w: Tensor, *, emulated: bool = False) -> bool:
 
 
 def ends(counts_E: Tensor) -> Tensor:
-    """Where each expert's rows end, int32, as torch._grouped_mm wants it."""
+    """The end of each expert's rows, int32, as torch._grouped_mm expects."""
     return counts_E.cumsum(0).to(torch.int32)
 
 
@@ -115,7 +116,7 @@ def moe_activate_gradient(
     F: tl.constexpr, GATED: tl.constexpr, E: tl.constexpr, PADDED_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """What moe_gradient makes of dA' = dhidden [R, F]: dz, weighted and partial, BLOCK_N of F columns a program."""
+    """dz, weighted and partial as moe_gradient computes them, from dA' = dhidden [R, F]; BLOCK_N columns a program."""
     experts = tl.arange(0, PADDED_E)
     kept = tl.sum(tl.load(counts + experts, mask=experts < E, other=0))
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -130,7 +131,7 @@ def moe_activate_gradient(
 
 
 def activate(z: Tensor, counts_E: Tensor, hidden: Tensor, *, gated: bool) -> None:
-    """Writes act(z) [R, F] of the kept rows; nothing is written for the others."""
+    """Writes act(z) [R, F] of the kept rows, and nothing for the other rows."""
     rows, width = z.shape
     with on(z.device):
         moe_activate[(-(-rows // BLOCK_ROWS), -(-width // BLOCK_COLUMNS))](
@@ -160,7 +161,7 @@ def _constants(hidden: int, gated: bool, experts: int) -> dict[str, int | bool]:
 
 
 def builds(arch: str) -> list[Build]:
-    """The activations in bfloat16 at T 32768, F 4608, E 8, K 2, where torch._grouped_mm can be chosen."""
+    """The activations in bfloat16 at T 32768, F 4608, E 8, K 2, where the table may choose torch._grouped_mm."""
     return list(_builds()) if any(arch == known for known, _ in CHOICES) else []
 
 

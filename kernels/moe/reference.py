@@ -1,11 +1,11 @@
-"""The mixture of experts in plain PyTorch: the specification, the oracle, and the CPU path; routing and experts.
+"""The mixture of experts in plain PyTorch, routing and experts: specification, oracle, and the path without kernels.
 
 Shapes: T tokens, D model, E experts, F expert hidden, K choices a token, R = T * K routes, Z = F ("relu2") or 2F
-("swiglu"). Functions come in pairs, forward and backward, without autograd inside: `cdrmix.ops` registers them.
+("swiglu"). Functions come in pairs, forward and backward, without autograd; `cdrmix.ops` registers them.
 
-Routes of one expert are consecutive rows, so each of its matrices takes one dense product. Where PyTorch has a
-grouped product (CUDA, bfloat16, rows of a multiple of 16 bytes) `_grouped_mm` takes all experts in one launch and
-nothing waits for the device; elsewhere a loop over the experts reads their counts on the host.
+The routes of one expert are consecutive rows, so each of its matrices takes one dense product. Where PyTorch has a
+grouped product (CUDA, bfloat16, rows of a multiple of 16 bytes), `_grouped_mm` computes all experts in one launch
+without waiting for the device. Elsewhere a loop over the experts reads their counts on the host.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ ACTIVATIONS = ("relu2", "swiglu")
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Which experts each token goes to, and the order that everything after works in.
+    """Which experts each token goes to, and the order of the rows in all later steps.
 
     weights_TK: float32, the chosen experts' probabilities, normalised over the k chosen; differentiable.
     experts_TK: int64, the chosen experts, most probable first (by logit + bias).
-    counts_E: int64, rows each expert computes.
-    tokens_per_expert_E: int64, routes that wanted it: counts_E, unless a capacity cut some.
-    order_R: int64, the routes sorted stably by (dropped or not, expert, route): sorted row i is route order_R[i],
-        which is choice order_R[i] % k of token order_R[i] // k. Rows from counts_E.sum() on are dropped: no expert
-        computes them, they add nothing to the output, and their weights get a gradient of zero.
-    load_balance: scalar, E sum_e f_e P_e with f_e the share of routes wanting and P_e the mean probability of
-        expert e (arXiv 2101.03961, equation 4, over all k choices); 1 when balanced; differentiable through P.
+    counts_E: int64, rows that each expert computes, after capacity.
+    tokens_per_expert_E: int64, routes to each expert before capacity; equal to counts_E without a capacity.
+    order_R: int64, the routes sorted stably by (dropped or not, expert, route). Sorted row i is route order_R[i], which
+        is choice order_R[i] % k of token order_R[i] // k. Rows from counts_E.sum() on are dropped: no expert computes
+        them, they add nothing to the output, and their weights get a gradient of zero.
+    load_balance: scalar, E sum_e f_e P_e, with f_e the share of routes to expert e before capacity and P_e its mean
+        probability (arXiv 2101.03961, equation 4, over all k choices); 1 when balanced; differentiable through P.
     z_loss: scalar, mean of logsumexp(logits)^2 (arXiv 2202.08906, equation 5); differentiable.
     """
 
@@ -49,10 +49,10 @@ class Routing:
 def route_forward(
     logits_TE: Tensor, k: int, bias: Tensor | None, capacity: int | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Each token's k most probable experts, ties to the lowest index; the fields of `Routing`, in its order.
+    """Each token's k most probable experts, ties to the lowest index; returns the fields of `Routing` in order.
 
-    logits_TE: float32 or float64; bias: [E], added for the selection alone. capacity: rows an expert takes at most,
-    its first ones in route order, so that no token can displace an earlier one; None: all. No tokens give zeros.
+    logits_TE: float32 or float64; bias: [E], added for the selection only. capacity: most rows of an expert; it keeps
+    its first ones in route order, so no token can displace an earlier one; None: no limit. T = 0 gives zeros.
     """
     tokens, experts = logits_TE.shape
     score_TE = logits_TE if bias is None else logits_TE + bias
@@ -63,8 +63,8 @@ def route_forward(
     counts_E = tokens_per_expert_E.clone()
     if capacity is not None:
         counts_E = tokens_per_expert_E.clamp(max=capacity)
-        place_R = torch.arange(len(order_R), device=order_R.device) - (ends_E - tokens_per_expert_E)[sorted_R]
-        order_R = order_R[(place_R >= capacity).byte().argsort(stable=True)]
+        position_R = torch.arange(len(order_R), device=order_R.device) - (ends_E - tokens_per_expert_E)[sorted_R]
+        order_R = order_R[(position_R >= capacity).byte().argsort(stable=True)]
     log_normaliser_T = logits_TE.logsumexp(-1)
     mean_E = logits_TE.softmax(-1).sum(0) / max(tokens, 1)
     share_E = tokens_per_expert_E.to(logits_TE.dtype) / max(len(order_R), 1)
@@ -88,7 +88,7 @@ def route_backward(
     tokens_per_expert_E: Tensor,
     k: int,
 ) -> Tensor:
-    """dlogits_TE. None stands for a gradient of zero. Both softmaxes are made again from the logits."""
+    """dlogits_TE; a gradient of None is zero. Both softmaxes are computed again from the logits."""
     tokens, experts = logits_TE.shape
     dlogits_TE = torch.zeros_like(logits_TE)
     if dweights_TK is not None:
@@ -118,10 +118,10 @@ def experts_forward(
     activation: str,
     recompute: bool,
 ) -> tuple[Tensor, Tensor]:
-    """y_t = sum_j weights_tj expert_(experts_tj)(x_t), expert_e(x) = act(x w_up_e) w_down_e; and Z, [0] if `recompute`.
+    """y_t = sum_j weights_tj expert_(experts_tj)(x_t), with expert_e(x) = act(x w_up_e) w_down_e.
 
-    x_TD: [T, D]; w_up: [E, D, Z], for "swiglu" column 2f the gate of hidden f and column 2f + 1 its up;
-    w_down: [E, F, D]. recompute: `experts_backward` computes Z [R, Z] again.
+    x_TD: [T, D]; w_up: [E, D, Z], for "swiglu" with gates in columns 2f and ups in columns 2f + 1; w_down: [E, F, D].
+    Returns y and Z [R, Z]; with `recompute` Z is empty, and `experts_backward` computes it again.
     """
     k = weights_TK.shape[1]
     token_R = order_R.div(k, rounding_mode="floor")
@@ -129,7 +129,7 @@ def experts_forward(
     if _has_grouped_product(x_TD, w_up, w_down):
         offsets = counts_E.cumsum(0).to(torch.int32)
         z = _zero_tail(torch._grouped_mm(x_TD.index_select(0, token_R), w_up, offs=offsets), counts_E)
-        y_RD = torch._grouped_mm(_activate(z, activation), w_down, offs=offsets)  # its tail is not initialised either
+        y_RD = torch._grouped_mm(_activate(z, activation), w_down, offs=offsets)  # its last rows are uninitialised
         y_RD *= weights_R.unsqueeze(1)
         return combine(y_RD, order_R, counts_E, k), z if not recompute else z.new_empty(0)
     z = x_TD.new_zeros(len(order_R), w_up.shape[2])
@@ -155,11 +155,11 @@ def experts_backward(
     activation: str,
     recompute: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dx_TD, dw_up, dw_down in their dtypes, dweights_TK in that of the weights; z as `experts_forward` gave it.
+    """dx_TD, dw_up, dw_down in their dtypes, dweights_TK in the weights' dtype; z as `experts_forward` returned it.
 
-    Where there is a sum, float32 (or float64 beside it), a weight's gradient is added to it, and comes back as [0].
+    Where a sum is given (float32, or float64 for float64), the weight's gradient is added to it and returned empty.
 
-    With A = act(Z) made again and dA' = dY w_down^T, for the rows r of expert e:
+    With A = act(Z) computed again and dA' = dY w_down^T, for the rows r of expert e:
         dweights_r = <dA'_r, A_r>;  dZ_r = weights_r dA'_r act'(Z_r);  dw_down = (weights A)^T dY;  dw_up = X^T dZ;
         dX = dZ w_up^T, summed over a token's rows. The experts' outputs are not needed. (arXiv 2512.14080)
     """
@@ -202,7 +202,7 @@ def experts_backward(
 
 
 def product_forward(x_RD: Tensor, w_EDF: Tensor, counts_E: Tensor) -> Tensor:
-    """y_r = x_r w_e for the sorted rows r of each expert e; zeros for the rows after the last expert's."""
+    """y_r = x_r w_e for the sorted rows r of each expert e; zeros for the rows after the last expert."""
     if _has_grouped_product(x_RD, w_EDF):
         offsets = counts_E.cumsum(0).to(torch.int32)
         return _zero_tail(torch._grouped_mm(x_RD, w_EDF, offs=offsets), counts_E)
@@ -215,9 +215,9 @@ def product_forward(x_RD: Tensor, w_EDF: Tensor, counts_E: Tensor) -> Tensor:
 def product_backward(
     dy_RF: Tensor, x_RD: Tensor, w_EDF: Tensor, counts_E: Tensor, w_sum: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """dx_r = dy_r w_e^T, zeros as above, and dw_e = sum_r x_r^T dy_r, zero for an expert without rows.
+    """dx_r = dy_r w_e^T, with zeros as above, and dw_e = sum_r x_r^T dy_r, zero for an expert without rows.
 
-    Where there is a sum, dw is added to it as in `experts_backward`, and comes back as [0].
+    Where a sum is given, dw is added to it as in `experts_backward`, and returned empty.
     """
     if _has_grouped_product(x_RD, w_EDF):
         offsets = counts_E.cumsum(0).to(torch.int32)
@@ -232,14 +232,14 @@ def product_backward(
 
 
 def gradient_like(weight: Tensor, total: Tensor | None) -> Tensor:
-    """Memory for a weight's gradient; of no elements where there is a sum to add it to."""
+    """Memory for a weight's gradient; empty where a sum is given."""
     return torch.empty_like(weight) if total is None else weight.new_empty(0)
 
 
 def weight_product(left: Tensor, right: Tensor, expert: int, dw: Tensor, total: Tensor | None) -> None:
-    """left^T right of an expert's rows: written to its part of dw, or added to that of the sum in the sum's dtype.
+    """left^T right of an expert's rows: written to its part of dw, or added to its part of the sum in the sum's dtype.
 
-    The product over no rows writes zeros, and adds nothing.
+    For an expert without rows the product writes zeros, and adds nothing.
     """
     if total is None:
         mm(left.mT, right, out=dw[expert])
@@ -248,7 +248,7 @@ def weight_product(left: Tensor, right: Tensor, expert: int, dw: Tensor, total: 
 
 
 def add_gradient(dw: Tensor, total: Tensor | None) -> Tensor:
-    """dw; or, where there is a sum, nothing, after it was added there."""
+    """Returns dw; where a sum is given, adds dw to it and returns an empty tensor."""
     if total is None:
         return dw
     total += dw
@@ -265,17 +265,17 @@ def combine(y_RD: Tensor, order_R: Tensor, counts_E: Tensor, k: int) -> Tensor:
     kept = counts_E.sum()
     all_kept = order_R.device.type == "cpu" and int(kept) == len(order_R)
     y_TD = y_RD.new_zeros(len(order_R) // k, y_RD.shape[1], dtype=torch.promote_types(y_RD.dtype, torch.float32))
-    for place_T in places(order_R).view(-1, k).unbind(1):
-        rows = y_RD.index_select(0, place_T)
-        y_TD += rows if all_kept else rows.masked_fill_((place_T >= kept).unsqueeze(1), 0)
+    for position_T in inverse_order(order_R).view(-1, k).unbind(1):
+        rows = y_RD.index_select(0, position_T)
+        y_TD += rows if all_kept else rows.masked_fill_((position_T >= kept).unsqueeze(1), 0)
     return y_TD.to(y_RD.dtype)
 
 
-def places(order_R: Tensor) -> Tensor:
+def inverse_order(order_R: Tensor) -> Tensor:
     """The inverse of the order: the sorted row of each route."""
-    place_R = torch.empty_like(order_R)
-    place_R[order_R] = torch.arange(len(order_R), device=order_R.device)
-    return place_R
+    position_R = torch.empty_like(order_R)
+    position_R[order_R] = torch.arange(len(order_R), device=order_R.device)
+    return position_R
 
 
 def row_spans(counts_E: Tensor) -> tuple[list[slice], int]:
@@ -286,7 +286,7 @@ def row_spans(counts_E: Tensor) -> tuple[list[slice], int]:
 
 
 def _zero_tail(rows: Tensor, counts_E: Tensor) -> Tensor:
-    """Zeros from the last computed row on, whatever stood there; in place, without waiting for the device."""
+    """Sets the rows after the last computed one to zero, in place, without waiting for the device."""
     if rows.device.type == "cpu":
         rows[int(counts_E.sum()) :] = 0
         return rows
@@ -295,18 +295,18 @@ def _zero_tail(rows: Tensor, counts_E: Tensor) -> Tensor:
 
 
 def _zero_empty(dw: Tensor, counts_E: Tensor) -> Tensor:
-    """Zeros for the experts that had no rows, whatever a grouped product left there; in place."""
+    """Sets the gradients of experts without rows to zero, in place; a grouped product leaves them undefined."""
     return dw.masked_fill_((counts_E == 0).view(-1, 1, 1), 0)
 
 
 def _has_grouped_product(x_TD: Tensor, *weights: Tensor) -> bool:
-    """Whether `torch._grouped_mm` takes these: it wants bfloat16, and strides and starts at multiples of 16 bytes."""
+    """Whether `torch._grouped_mm` takes these: bfloat16, with strides and starts at multiples of 16 bytes."""
     aligned = all(size % 8 == 0 for w in weights for size in w.shape[1:])
     return x_TD.is_cuda and x_TD.dtype == torch.bfloat16 and aligned and len(x_TD) > 0
 
 
 def _activate(z: Tensor, activation: str) -> Tensor:
-    """relu2: relu(z)^2. swiglu: silu(gate) * up with gates and ups in turn."""
+    """relu2: relu(z)^2. swiglu: silu(gate) * up, gates in even columns and ups in odd ones."""
     if activation == "relu2":
         return z.clamp(min=0).square_()
     gate, up = z[:, 0::2], z[:, 1::2]

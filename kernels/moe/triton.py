@@ -6,23 +6,24 @@ up), weights [T, K] float32, R = T K routes, sorted row r of token t = order_R[r
 Backward, from dy [T, D]:
     dA'_r = dy_t W_down_e^T,  dw_r = <dA'_r, A_r>,  dZ_r = w_r dA'_r act'(Z_r)
     dW_down_e = sum_r (w_r A_r)^T dy_t,  dW_up_e = sum_r x_t^T dZ_r,  dX_r = dZ_r W_up_e^T,  dx_t = sum_j dX_r(t, j)
-so that Y is not kept (the algebra of SonicMoE, arXiv 2512.14080). Kept for the backward pass beside the inputs:
+so Y need not be kept (the algebra of SonicMoE, arXiv 2512.14080). Kept for the backward pass besides x and the indices:
     recompute=False  Z: K Z elements a token.     recompute=True  nothing: Z is computed again, with the same bits.
-Both keep x and the routing's indices: with swiglu in bfloat16, 2 D + 4 K F bytes a token and 2 D.
+With swiglu in bfloat16 and x, that is 2 D + 4 K F bytes a token, or 2 D.
 
-Rows from counts_E.sum() on are of dropped routes: never read, and no buffer's rows there are written. An expert
-without rows gets gradients of zero. Products are summed in float32; no atomics, no tuning at run time and nothing read
-back by the host: the same bits every time.
+Rows from counts_E.sum() on belong to dropped routes: they are never read, and buffers are not written there. An expert
+without rows gets gradients of zero. Products are summed in float32. There are no atomics, no tuning at run time, and
+the host reads nothing back: the same bits every time.
 
-A table says which products torch._grouped_mm serves instead of the kernels of triton_gemm.py: see grouped.py.
+A table (grouped.py) says for which products torch._grouped_mm replaces the kernels of triton_gemm.py.
 
-A persistent product runs one program a multiprocessor over all tiles. Its loop over tiles is not flattened into the
-one over depth: that makes Triton wait for each product of a tile before it issues the next (2,260 cycles a step of
-128 x 256 x 64 for 1,330, by estimate under Triton 3.6.0 and 3.7.1).
+A persistent product runs one program a multiprocessor, which loops over tiles. This loop is not flattened into the
+loop over the depth: with a flattened loop Triton waits for each product of a tile before it issues the next (2,260
+cycles instead of 1,330 for a step of 128 x 256 x 64, estimated under Triton 3.6.0 and 3.7.1).
 
-Weights are read through pointers, as the gathered rows have to be. Tensor descriptors (TMA) for them, compiled for
-sm_90 in the same tiles, gave moe_up as many registers (255) and 0.95 of the instructions, but moe_gradient 1.7 times
-the instructions, and all three times the barriers; and they do not serve rows that are no multiple of 16 bytes.
+Weights are read through pointers, as gathered rows must be. With tensor descriptors (TMA) for the weights, compiled
+for sm_90 with the same tiles, moe_up had as many registers (255) and 0.95 of the instructions, moe_gradient had 1.7
+times the instructions, and all three kernels had three times the barriers. TMA also needs rows of multiples of 16
+bytes.
 """
 
 from __future__ import annotations
@@ -76,11 +77,11 @@ class Launch:
     persistent: bool = False
 
 
-# By architecture and operand width in bytes: the kernels' launches. Within one entry all products over sorted rows
-# have the same block_m, as they share the table of tiles. sm_90: the widest tiles that spill no register. A sum
-# over gathered rows reads their numbers ahead, so that two to three of its stages hold no tiles. The gradients' tiles
-# are smaller: at 128 registers a thread, which they have at the reference shape and exceed by 10 at some others, two
-# programs share a multiprocessor, one in its products while the other is in its epilogue.
+# The kernels' launches by architecture and operand width in bytes. All products over sorted rows of one entry have the
+# same block_m, because they share the table of tiles. On sm_90 these are the widest tiles that spill no register. A
+# product with gathered rows loads the row numbers ahead, so two or three of its stages hold no tiles. The gradients'
+# tiles are smaller: with at most 128 registers a thread, as at the reference shape (10 more at some others), two
+# programs share a multiprocessor, and one computes products while the other is in its epilogue.
 _SM90_16 = {
     "up": Launch(128, 256, 64, 8, 4, parts=4, persistent=True),
     "rows": Launch(128, 256, 64, 8, 4, persistent=True),
@@ -147,7 +148,7 @@ LAUNCHES: dict[tuple[str, int], dict[str, Launch]] = {
 
 
 def launches_of(arch: str, dtype: torch.dtype) -> dict[str, Launch]:
-    """The launches that ship."""
+    """The shipped launches."""
     return LAUNCHES[arch, dtype.itemsize]
 
 
@@ -157,15 +158,15 @@ def gradients_of(arch: str, dtype: torch.dtype) -> list[Launch]:
 
 
 def precision_of(arch: str, dtype: torch.dtype) -> str:
-    """How float32 operands are multiplied: three TF32 products, good to 2^-21; gfx942 has float32 ones.
+    """How float32 operands are multiplied: by three TF32 products, with errors of 2^-21; gfx942 multiplies float32.
 
-    It says nothing of narrower operands.
+    Narrower operands ignore it.
     """
     return "ieee" if arch == "gfx942" else "tf32x3" if dtype == torch.float32 else "tf32"
 
 
 def tile_constants(launch: Launch, arch: str, dtype: torch.dtype) -> dict[str, Any]:
-    """The compile-time arguments that every product takes."""
+    """The compile-time arguments of every product."""
     return {
         "BLOCK_M": launch.block_m,
         "BLOCK_N": launch.block_n,
@@ -176,7 +177,7 @@ def tile_constants(launch: Launch, arch: str, dtype: torch.dtype) -> dict[str, A
 
 
 class Problem:
-    """The sizes of a call, where its rows lie, and how its kernels are launched."""
+    """The sizes of a call, the layout of its rows, and the launches of its kernels."""
 
     def __init__(
         self, x_TD: Tensor, w_up: Tensor, w_down: Tensor, k: int, order_R: Tensor, counts_E: Tensor, activation: str
@@ -221,7 +222,7 @@ class Problem:
         return dispatch(x_TD, self.order_R, self.counts_E, self.k)
 
     def up(self, x_TD: Tensor, w_up: Tensor, *, save_z: bool, save_a: bool) -> tuple[Tensor, Tensor]:
-        """z [R, Z] and hidden = act(z) [R, F]; one that is not to be saved may have no elements."""
+        """z [R, Z] and hidden = act(z) [R, F]; one that is not saved may be empty."""
         if self.grouped("up", x_TD, w_up):
             z = torch._grouped_mm(self.sorted_rows(x_TD), w_up, offs=self.ends_E)
             hidden = self.empty(self.R if save_a else 0, self.F)
@@ -237,7 +238,7 @@ class Problem:
         return z, hidden
 
     def rows(self, left: Tensor, w: Tensor, *, transposed: bool, zeros: bool = False) -> Tensor:
-        """Sorted rows times their expert's matrix; with zeros, zeros in the rows that no expert has."""
+        """Sorted rows times their expert's matrix; `zeros`: writes zeros to the rows of no expert."""
         width = w.shape[1] if transposed else w.shape[2]
         if not zeros and self.grouped("rows", left, w):
             return torch._grouped_mm(left, w.mT if transposed else w, offs=self.ends_E)
@@ -269,7 +270,7 @@ class Problem:
         return self.weight_gradient(partial)
 
     def weight_gradient(self, partial: Tensor) -> Tensor:
-        """dweights_TK, of the rows' partial sums."""
+        """dweights_TK, summed from the rows' partial sums."""
         dweights_TK = self.empty(self.T, self.k, dtype=torch.float32)
         if self.R:
             with on(self.device):
@@ -281,7 +282,7 @@ class Problem:
         return dweights_TK
 
     def weights(self, left: Tensor, right: Tensor, like: Tensor, total: Tensor | None, *, gather_left: bool) -> Tensor:
-        """The gradient of a weight in its dtype; or no elements, added to the float32 total that there is."""
+        """The gradient of a weight in its dtype; where there is a float32 total, adds it there and returns it empty."""
         name = "weights_left" if gather_left else "weights_right"
         _, M, N = like.shape
         launch = self.launches[name]
@@ -308,7 +309,7 @@ def experts_forward(
     activation: str,
     recompute: bool,
 ) -> tuple[Tensor, Tensor]:
-    """y_TD in x's dtype, and z: [R, Z], or [0] if `recompute`. Shapes and dtypes: see the module."""
+    """y_TD in x's dtype, and z [R, Z], empty with `recompute`. The module's docstring has the shapes and dtypes."""
     x_TD, w_up, w_down, weights_TK = (tensor.contiguous() for tensor in (x_TD, w_up, w_down, weights_TK))
     p = Problem(x_TD, w_up, w_down, weights_TK.shape[1], order_R, counts_E, activation)
     z, hidden = p.up(x_TD, w_up, save_z=not recompute, save_a=True)
@@ -331,9 +332,9 @@ def experts_backward(
     activation: str,
     recompute: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dx_TD, dw_up, dw_down in their tensors' dtype, and dweights_TK float32; z as experts_forward gave it.
+    """dx_TD, dw_up, dw_down in their tensors' dtypes, and dweights_TK float32; z as experts_forward returned it.
 
-    Where there is a sum, float32 and contiguous, a weight's gradient is added to it, unrounded, and comes back as [0].
+    Where a sum is given, float32 and contiguous, the weight's gradient is added to it unrounded, and returned empty.
     """
     dy_TD, x_TD, w_up, w_down, weights_TK = (tensor.contiguous() for tensor in (dy_TD, x_TD, w_up, w_down, weights_TK))
     p = Problem(x_TD, w_up, w_down, weights_TK.shape[1], order_R, counts_E, activation)
@@ -364,7 +365,7 @@ def product_backward(
 
 
 def _rows_alone(x_RD: Tensor, w_EDF: Tensor, counts_E: Tensor) -> Problem:
-    """Rows that are sorted already: each stands for a token of its own."""
+    """A problem whose rows are sorted already: each row is its own token."""
     order_R = torch.arange(len(x_RD), device=x_RD.device)
     return Problem(x_RD, w_EDF, w_EDF.mT, 1, order_R, counts_E, "relu2")
 
@@ -397,7 +398,7 @@ def _builds(arch: str) -> Iterator[Build]:
 
 
 def _products(arch: str, dtype: torch.dtype, gated: bool, T: int, D: int, F: int, E: int, K: int) -> Iterator[Build]:
-    """The products at a shape, with what they cost there, rows spread evenly."""
+    """The products at a shape, with their costs there if the rows are spread evenly."""
     own, size, launches = NAMES[dtype], dtype.itemsize, launches_of(arch, dtype)
     R, Z = T * K, F * (1 + gated)
     floats = ("x", "w_up", "w_down", "z", "hidden", "left", "w", "out", "dy", "dz", "weighted", "right")
@@ -433,11 +434,11 @@ def _products(arch: str, dtype: torch.dtype, gated: bool, T: int, D: int, F: int
     yield made(name, "moe_gradient", moe_gradient, sizes, F, D, T * D + E * D * F + R * (2 * Z + F))
     expert = expert_constants(E)
     rows = R // E
-    if gated:  # with relu2 these differ in sizes alone
+    if gated:  # with relu2 they differ only in sizes
         for add in (False, True):
             parts = {"ADD": add, "PARTS": launches["weights_left"].parts} | expert
             known["out"] = "*fp32" if add else f"*{own}"
-            total = 8 // size if add else 1  # numbers moved for each of the gradient's, in widths of an operand
+            total = 8 // size if add else 1  # elements moved for each element of the gradient, in operand widths
             sizes = {"M": D, "N": Z, "GATHER_LEFT": True} | parts
             moved = T * D + R * Z + E * D * Z * total
             yield made("weights_left", "moe_weight_product_up", moe_weight_product, sizes, Z, rows, moved)

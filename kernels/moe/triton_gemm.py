@@ -1,4 +1,4 @@
-"""The experts' grouped matrix products in Triton: rows gathered where they lie, activations in the epilogues.
+"""The experts' grouped matrix products in Triton: rows are gathered while they are loaded, activations are epilogues.
 
 Sorted rows r (triton_rows.py) of expert e, Z = F (relu2) or 2 F (swiglu, interleaved: column 2 f gate, 2 f + 1 up):
     moe_up          Z_r = x[token_r] W_up[e],  A_r = act(Z_r)
@@ -6,13 +6,13 @@ Sorted rows r (triton_rows.py) of expert e, Z = F (relu2) or 2 F (swiglu, interl
     moe_gradient    dA'_r = dy[token_r] W_down[e]^T,  dZ_r = w_r dA'_r act'(Z_r),  w_r A_r,  and the row's
                     <dA'_r, A_r> over the columns of a tile: w_r's gradient is their sum (moe_weight_gradient)
     moe_weight_product   dW_down[e] = (w A)^T dy[token],  dW_up[e] = x[token]^T dZ: sums over the rows of an expert,
-                         written, or added in float32 to what earlier micro-batches left
-Row tiles belong to one expert (the table of moe_plan); a tile's missing rows repeat its last one and are not stored.
-Products are summed in float32. One sum, one tl.dot: none are interleaved, and none takes a transposed result.
+                         written, or added in float32 to the sum of earlier micro-batches
+A row tile belongs to one expert (the table of moe_plan). A tile's missing rows repeat its last row and are not stored.
+Products are summed in float32, each by one tl.dot: products are not interleaved, and none takes a transposed result.
 
-Consecutive programs share a group of row tiles, so that what they read of x and of W is in L2. Bases are int64, as
-R Z and E D Z pass 2^31; sizes are compile-time constants, so that rows known to be aligned are loaded 16 bytes at a
-time, and so that sizes of whole tiles take no masks.
+Consecutive programs share a group of row tiles, so that the parts of x and W they read are in L2. Base offsets are
+int64, because R Z and E D Z exceed 2^31. Sizes are compile-time constants, so aligned rows are loaded 16 bytes at a
+time, and sizes that are whole tiles need no masks.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -26,8 +26,8 @@ from cdrmix.kernels.common.triton_helpers import dot_add, narrow
 
 
 @triton.jit
-def place_of(program, row_tiles, column_tiles, GROUP: tl.constexpr):
-    """Row tile and column tile of a program: GROUP row tiles by all column tiles at a time, down the rows first."""
+def tile_of(program, row_tiles, column_tiles, GROUP: tl.constexpr):
+    """Row tile and column tile of a program: groups of GROUP row tiles by all column tiles, row tiles first."""
     first = program // (GROUP * column_tiles) * GROUP
     rows = tl.minimum(row_tiles - first, GROUP)
     within = program % (GROUP * column_tiles)
@@ -40,9 +40,10 @@ def gathered_product(
     DEPTH: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, NEXT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """left[rows] @ right in float32, columns from `column` on: left rows of DEPTH, rows int64 [BLOCK_M].
+    """left[rows] @ right in float32, for the BLOCK_N columns from `column` on.
 
-    right [DEPTH, WIDTH], its elements STEP apart down the depth and NEXT apart along the width.
+    left has rows of DEPTH; rows is int64 [BLOCK_M]. right is [DEPTH, WIDTH], with strides STEP along the depth and NEXT
+    along the width.
     """
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     return add_gathered_product(
@@ -56,7 +57,7 @@ def add_gathered_product(
     DEPTH: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, NEXT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """total [BLOCK_M, BLOCK_N] float32 and `gathered_product`, summed after it."""
+    """total [BLOCK_M, BLOCK_N] float32 plus `gathered_product`, which is summed after it."""
     depth = tl.arange(0, BLOCK_K)
     columns = column + tl.arange(0, BLOCK_N)
     left_tile = left + rows[:, None] * DEPTH + depth[None, :]
@@ -80,7 +81,7 @@ def add_gathered_product(
 
 @triton.jit
 def store_rows(out, rows, inside, columns, x, WIDTH: tl.constexpr, WHOLE: tl.constexpr):
-    """x into rows of WIDTH, in the tensor's own dtype; WHOLE: no column is past the end."""
+    """Stores x to rows of WIDTH, in the tensor's dtype; WHOLE: all columns are inside."""
     mask = inside[:, None]
     if not WHOLE:
         mask = mask & (columns < WIDTH)[None, :]
@@ -101,8 +102,8 @@ def add_to_rows(
     else:
         columns = column + tl.arange(0, BLOCK_N)
         mask = inside[:, None] & (columns < WIDTH)[None, :]
-        place = out + rows[:, None] * WIDTH + columns[None, :]
-        tl.store(place, tl.load(place, mask=mask, other=0.0) + x, mask=mask)
+        address = out + rows[:, None] * WIDTH + columns[None, :]
+        tl.store(address, tl.load(address, mask=mask, other=0.0) + x, mask=mask)
 
 
 @triton.jit
@@ -113,7 +114,7 @@ def pairs(x, M: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def halves(x, M: tl.constexpr, N: tl.constexpr):
-    """Left and right columns of x [M, 2 N], which stay in the registers that they are in."""
+    """Left and right half of the columns of x [M, 2 N]; no element moves to another register."""
     return tl.split(tl.permute(tl.reshape(x, [M, 2, N]), [0, 2, 1]))
 
 
@@ -123,7 +124,7 @@ def up_columns(
     F: tl.constexpr, GATED: tl.constexpr, SAVE_Z: tl.constexpr, SAVE_A: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """moe_up's epilogue for BLOCK_N columns, in PARTS pieces; WHOLE: no column is past the end."""
+    """moe_up's epilogue for BLOCK_N columns, in PARTS pieces; WHOLE: all columns are inside."""
     if PARTS > 1:
         HALF: tl.constexpr = BLOCK_N // 2
         left, right = halves(total, BLOCK_M, HALF)
@@ -147,17 +148,17 @@ def up_columns(
 
 @triton.jit
 def up_tile(
-    place, x, w_up, tokens, table, z, hidden, row_tiles,
+    program, x, w_up, tokens, table, z, hidden, row_tiles,
     D: tl.constexpr, F: tl.constexpr, GATED: tl.constexpr, SAVE_Z: tl.constexpr, SAVE_A: tl.constexpr,
     PARTS: tl.constexpr, USED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of moe_up; USED: it has rows."""
     Z: tl.constexpr = 2 * F if GATED else F
-    tile, column = place_of(place, row_tiles, tl.cdiv(Z, BLOCK_N), GROUP)
+    tile, column = tile_of(program, row_tiles, tl.cdiv(Z, BLOCK_N), GROUP)
     expert = tl.load(table + tile * 3).to(tl.int64)
     first, end = tl.load(table + tile * 3 + 1), tl.load(table + tile * 3 + 2)
-    if not USED:  # noqa: SIM102 - constants are decided before anything else is compiled
+    if not USED:  # noqa: SIM102 - Triton evaluates an `if` of constants before it compiles the body
         if first >= end:
             return
     column = column * BLOCK_N
@@ -179,12 +180,12 @@ def moe_up(
     PARTS: tl.constexpr, PERSISTENT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """z [R, Z] and hidden = act(z) [R, F], of which SAVE_Z and SAVE_A say what is stored."""
+    """z [R, Z] and hidden = act(z) [R, F]; SAVE_Z and SAVE_A: whether each is stored."""
     if PERSISTENT:
         used = tl.load(table + row_tiles * 3)
-        for place in range(tl.program_id(0), used * tl.cdiv(2 * F if GATED else F, BLOCK_N), tl.num_programs(0)):
+        for program in range(tl.program_id(0), used * tl.cdiv(2 * F if GATED else F, BLOCK_N), tl.num_programs(0)):
             up_tile(
-                place, x, w_up, tokens, table, z, hidden, used,
+                program, x, w_up, tokens, table, z, hidden, used,
                 D, F, GATED, SAVE_Z, SAVE_A, PARTS, True, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, PRECISION,
             )  # fmt: skip
     else:
@@ -196,15 +197,15 @@ def moe_up(
 
 @triton.jit
 def rows_tile(
-    place, left, w, table, out, row_tiles,
+    program, left, w, table, out, row_tiles,
     DEPTH: tl.constexpr, WIDTH: tl.constexpr, TRANSPOSED: tl.constexpr, USED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of moe_rows_gemm; USED: it has rows."""
-    tile, column = place_of(place, row_tiles, tl.cdiv(WIDTH, BLOCK_N), GROUP)
+    tile, column = tile_of(program, row_tiles, tl.cdiv(WIDTH, BLOCK_N), GROUP)
     expert = tl.load(table + tile * 3).to(tl.int64)
     first, end = tl.load(table + tile * 3 + 1), tl.load(table + tile * 3 + 2)
-    if not USED:  # noqa: SIM102 - constants are decided before anything else is compiled
+    if not USED:  # noqa: SIM102 - Triton evaluates an `if` of constants before it compiles the body
         if first >= end:
             return
     column = column * BLOCK_N
@@ -222,12 +223,12 @@ def moe_rows_gemm(
     DEPTH: tl.constexpr, WIDTH: tl.constexpr, TRANSPOSED: tl.constexpr, PERSISTENT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out [R, WIDTH] = left [R, DEPTH] times the expert's matrix [DEPTH, WIDTH], or its [WIDTH, DEPTH] transposed."""
+    """out [R, WIDTH] = left [R, DEPTH] @ the expert's matrix [DEPTH, WIDTH], or the transpose of its [WIDTH, DEPTH]."""
     if PERSISTENT:
         used = tl.load(table + row_tiles * 3)
-        for place in range(tl.program_id(0), used * tl.cdiv(WIDTH, BLOCK_N), tl.num_programs(0)):
+        for program in range(tl.program_id(0), used * tl.cdiv(WIDTH, BLOCK_N), tl.num_programs(0)):
             rows_tile(
-                place, left, w, table, out, used,
+                program, left, w, table, out, used,
                 DEPTH, WIDTH, TRANSPOSED, True, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, PRECISION,
             )  # fmt: skip
     else:
@@ -239,7 +240,7 @@ def moe_rows_gemm(
 
 @triton.jit
 def positive(x):
-    """relu that keeps NaN, which tl.maximum drops."""
+    """relu that keeps NaN; tl.maximum would drop it."""
     return tl.where(x < 0, 0.0, x)
 
 
@@ -250,7 +251,7 @@ def gradient_columns(
     BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """moe_gradient's epilogue for WIDTH columns, in PARTS pieces; returns <dA', A> of each row over them."""
-    if PARTS >= 4:  # all four at once: 128 registers on sm_90 where halves of halves take 136
+    if PARTS >= 4:  # all four at once take 128 registers on sm_90; two halves, each split again, take 136
         W: tl.constexpr = WIDTH // 4
         left, right = halves(dA, BLOCK_M, 2 * W)
         a, b = halves(left, BLOCK_M, W)
@@ -279,26 +280,26 @@ def gradient_columns(
         mask = inside[:, None]
         if not WHOLE:
             mask = mask & (columns < F)[None, :]
-        place = rows[:, None] * F + columns[None, :]
+        offsets = rows[:, None] * F + columns[None, :]
         if GATED:
             wide = 2 * column + tl.arange(0, 2 * WIDTH)
             wide_mask = inside[:, None]
             if not WHOLE:
                 wide_mask = wide_mask & (wide < 2 * F)[None, :]
-            wide_place = rows[:, None] * (2 * F) + wide[None, :]
-            gate, up = pairs(tl.load(z + wide_place, mask=wide_mask, other=0.0).to(tl.float32), BLOCK_M, WIDTH)
+            wide_offsets = rows[:, None] * (2 * F) + wide[None, :]
+            gate, up = pairs(tl.load(z + wide_offsets, mask=wide_mask, other=0.0).to(tl.float32), BLOCK_M, WIDTH)
             sigmoid = tl.sigmoid(gate)
             silu = gate * sigmoid
             A = silu * up
             scaled = weight[:, None] * dA
             dgate, dup = scaled * up * (sigmoid + silu * (1 - sigmoid)), scaled * silu
             dz_tile = tl.reshape(tl.join(dgate, dup), [BLOCK_M, 2 * WIDTH])
-            tl.store(dz + wide_place, narrow(dz_tile, dz.dtype.element_ty), mask=wide_mask)
+            tl.store(dz + wide_offsets, narrow(dz_tile, dz.dtype.element_ty), mask=wide_mask)
         else:
-            relu = positive(tl.load(z + place, mask=mask, other=0.0).to(tl.float32))
+            relu = positive(tl.load(z + offsets, mask=mask, other=0.0).to(tl.float32))
             A = relu * relu
-            tl.store(dz + place, narrow(weight[:, None] * dA * 2 * relu, dz.dtype.element_ty), mask=mask)
-        tl.store(weighted + place, narrow(weight[:, None] * A, weighted.dtype.element_ty), mask=mask)
+            tl.store(dz + offsets, narrow(weight[:, None] * dA * 2 * relu, dz.dtype.element_ty), mask=mask)
+        tl.store(weighted + offsets, narrow(weight[:, None] * A, weighted.dtype.element_ty), mask=mask)
         sums = tl.sum(dA * A, 1)
     return sums
 
@@ -311,9 +312,9 @@ def moe_gradient(
 ):  # fmt: skip
     """dz [R, Z], weighted = w act(z) [R, F], and partial [column tiles, R] float32, each row's <dA', A> over a tile.
 
-    The epilogue takes the tile in PARTS pieces by columns: whole, it spills registers.
+    The epilogue takes the tile in PARTS pieces by columns; as a whole it would spill registers.
     """
-    tile, column = place_of(tl.program_id(0), row_tiles, tl.cdiv(F, BLOCK_N), GROUP)
+    tile, column = tile_of(tl.program_id(0), row_tiles, tl.cdiv(F, BLOCK_N), GROUP)
     expert = tl.load(table + tile * 3).to(tl.int64)
     first, end = tl.load(table + tile * 3 + 1), tl.load(table + tile * 3 + 2)
     if first >= end:
@@ -340,7 +341,7 @@ def moe_weight_gradient(
     partial, order, counts, dweights, routes,
     E: tl.constexpr, PADDED_E: tl.constexpr, PARTIALS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dweights [T, K] float32: each row's partial sums [PARTIALS, R] added in order; 0 where the route was dropped."""
+    """dweights [T, K] float32: each row's partial sums [PARTIALS, R], added in order; 0 where the route was dropped."""
     experts = tl.arange(0, PADDED_E)
     kept = tl.sum(tl.load(counts + experts, mask=experts < E, other=0))
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -358,21 +359,21 @@ def add_weight_product(
     M: tl.constexpr, N: tl.constexpr, GATHER_LEFT: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """total and the product of BLOCK_K rows from `first` on; WHOLE: none of them is at `end` or after it."""
+    """total plus the product of BLOCK_K rows from `first` on; WHOLE: all of them lie before `end`."""
     rows = first + tl.arange(0, BLOCK_K)
     inside = rows < end
     token = tl.load(tokens + rows) if WHOLE else tl.load(tokens + rows, mask=inside, other=0)
     token, rows = token.to(tl.int64), rows.to(tl.int64)
     left_rows = token if GATHER_LEFT else rows
     right_rows = rows if GATHER_LEFT else token
-    left_place = left + left_rows[None, :] * M + columns_m[:, None]
-    right_place = right + right_rows[:, None] * N + columns_n[None, :]
+    left_at = left + left_rows[None, :] * M + columns_m[:, None]
+    right_at = right + right_rows[:, None] * N + columns_n[None, :]
     if WHOLE:
-        a = tl.load(left_place) if M % BLOCK_M == 0 else tl.load(left_place, mask=(columns_m < M)[:, None], other=0.0)
-        b = tl.load(right_place) if N % BLOCK_N == 0 else tl.load(right_place, mask=(columns_n < N)[None, :], other=0.0)
-    else:  # missing rows have to be zero in both: what lies there may be NaN
-        a = tl.load(left_place, mask=inside[None, :] & (columns_m < M)[:, None], other=0.0)
-        b = tl.load(right_place, mask=inside[:, None] & (columns_n < N)[None, :], other=0.0)
+        a = tl.load(left_at) if M % BLOCK_M == 0 else tl.load(left_at, mask=(columns_m < M)[:, None], other=0.0)
+        b = tl.load(right_at) if N % BLOCK_N == 0 else tl.load(right_at, mask=(columns_n < N)[None, :], other=0.0)
+    else:  # missing rows have to be zero in both operands: the memory there may hold NaN
+        a = tl.load(left_at, mask=inside[None, :] & (columns_m < M)[:, None], other=0.0)
+        b = tl.load(right_at, mask=inside[:, None] & (columns_n < N)[None, :], other=0.0)
     return dot_add(a, b, total, PRECISION)
 
 
@@ -383,17 +384,17 @@ def moe_weight_product(
     ADD: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out [E, M, N]: each expert's rows of left [., M], transposed, times those of right [., N]; zeros without rows.
+    """out [E, M, N]: each expert's rows of left [., M], transposed, times its rows of right [., N]; zeros without rows.
 
-    The rows that fill no block are summed after the loop: it has no masks, a quarter of its instructions otherwise.
-    One of the two is gathered by token: left if GATHER_LEFT, else right; the other one has sorted rows.
-    With ADD the product is added to what out, float32, holds, a tile in PARTS pieces by columns; an expert without
-    rows is left as it is. Each element is read and written by one program, so the sum has the same bits every time.
+    A last block that is not full is summed after the loop, so the loop has no masks, which would be a quarter of its
+    instructions. One operand is gathered by token (left if GATHER_LEFT, else right); the other has sorted rows. With
+    ADD the product is added to the float32 values in out, in PARTS pieces of a tile by columns; an expert without rows
+    stays unchanged. One program reads and writes each element, so the sum has the same bits every time.
     """
     ROW_TILES: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     COLUMN_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     expert = tl.program_id(0) // (ROW_TILES * COLUMN_TILES)
-    tile, column = place_of(tl.program_id(0) % (ROW_TILES * COLUMN_TILES), ROW_TILES, COLUMN_TILES, GROUP)
+    tile, column = tile_of(tl.program_id(0) % (ROW_TILES * COLUMN_TILES), ROW_TILES, COLUMN_TILES, GROUP)
     experts = tl.arange(0, PADDED_E)
     count = tl.load(counts + experts, mask=experts < E, other=0).to(tl.int32)
     end = tl.sum(tl.where(experts <= expert, count, 0))

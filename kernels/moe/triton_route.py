@@ -2,13 +2,13 @@
 
 logits [T, E] float32, K of E experts a token, R = T K routes; route i is choice i % K of token i // K.
     p = softmax(l);  chosen: the K largest of l + bias, ties to the lowest index;  w = softmax of l over the chosen
-    load_balance = E sum_e f_e P_e,  P_e = mean_t p_te  (arXiv 2101.03961, eq. 4, of all choices)
-        with f_e the share of the R routes that go to expert e before capacity, tokens_per_expert_e / R
+    load_balance = E sum_e f_e P_e,  P_e = mean_t p_te  (arXiv 2101.03961, eq. 4, over all choices)
+        with f_e = tokens_per_expert_e / R the share of the routes that go to expert e before capacity
     z_loss = mean_t logsumexp(l_t)^2                                        (arXiv 2202.08906, eq. 5)
-The sort is a counting sort: a token has an expert once, so a route's place within its expert is the number of tokens
-before it that chose the same one. moe_topk counts within blocks of tokens, a prefix sum over blocks (integers, so that
-its order changes no bit) says what comes before a block, and moe_sort writes. Float sums: blocks, then over blocks, in
-a fixed order. Nothing is read back by the host.
+The sort is a counting sort. A token chooses an expert at most once, so a route's position within its expert is the
+number of earlier tokens that chose the same expert. moe_topk counts within blocks of tokens. A prefix sum over the
+blocks, of integers, gives the counts before each block. moe_sort writes the order. Float sums are taken within blocks
+and then over blocks, in a fixed order. The host reads nothing back.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -33,7 +33,7 @@ FINISH_BLOCK = 64  # blocks that moe_finish adds at a time
 
 @triton.jit
 def softmax_of(logits, tokens, experts, length, E: tl.constexpr):
-    """Logits, their softmax, and logsumexp, of a block; -inf beside the matrix, and 0 for tokens past the end."""
+    """Logits, softmax and logsumexp of a block; logits are -inf outside the matrix, and 0 for tokens past the end."""
     inside = (tokens < length)[:, None] & (experts < E)[None, :]
     block = tl.load(logits + tokens[:, None] * E + experts[None, :], mask=inside, other=float("-inf"))
     top = tl.max(block, 1)
@@ -48,7 +48,7 @@ def moe_topk(
     logits, bias, weights, chosen, block_counts, block_p, block_z, length, has_bias,
     E: tl.constexpr, PADDED_E: tl.constexpr, K: tl.constexpr, PADDED_K: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """A block's weights and experts [T, K], and its sums: routes [blocks, E] and p by expert, and logsumexp^2."""
+    """A block's weights and experts [T, K], and its sums: routes and p by expert [blocks, E], and logsumexp^2."""
     block = tl.program_id(0)
     tokens = block.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     experts, choices = tl.arange(0, PADDED_E), tl.arange(0, PADDED_K)
@@ -56,9 +56,9 @@ def moe_topk(
     score = values
     if has_bias != 0:
         score += tl.load(bias + experts, mask=experts < E, other=0.0)[None, :]
-    score = tl.where(score != score, float("inf"), score)  # NaN first, as torch.sort has it; its weights are NaN
+    score = tl.where(score != score, float("inf"), score)  # NaN is first, as in torch.sort; its weights are NaN
 
-    # An expert is taken once even where every score left is -inf.
+    # An expert is taken at most once, even where every remaining score is -inf.
     taken = tl.zeros([BLOCK_T, PADDED_E], tl.int32) + (experts >= E).to(tl.int32)[None, :]
     picked = tl.zeros([BLOCK_T, PADDED_K], tl.int32)
     picked_l = tl.full([BLOCK_T, PADDED_K], float("-inf"), tl.float32)
@@ -79,9 +79,9 @@ def moe_topk(
     tl.store(chosen + routes, picked.to(tl.int64), mask=inside)
 
     count = tl.sum(tl.where((tokens < length)[:, None], taken, 0), 0)
-    place = block.to(tl.int64) * E + experts
-    tl.store(block_counts + place, count, mask=experts < E)
-    tl.store(block_p + place, tl.sum(tl.where((tokens < length)[:, None], p, 0.0), 0), mask=experts < E)
+    offsets = block.to(tl.int64) * E + experts
+    tl.store(block_counts + offsets, count, mask=experts < E)
+    tl.store(block_p + offsets, tl.sum(tl.where((tokens < length)[:, None], p, 0.0), 0), mask=experts < E)
     tl.store(block_z + block, tl.sum(tl.where(tokens < length, log_total * log_total, 0.0), 0))
 
 
@@ -116,15 +116,15 @@ def moe_sort(
     chosen, ends, block_counts, tokens_per_expert, order, length, capacity,
     E: tl.constexpr, PADDED_E: tl.constexpr, K: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Writes each route of a block at its sorted place: kept ones by expert and route, then dropped ones likewise."""
+    """Writes each route of a block to its sorted position: kept routes by expert and route, then dropped ones."""
     block = tl.program_id(0).to(tl.int64)
     tokens = block * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = tokens < length
     experts = tl.arange(0, PADDED_E)
     real = experts < E
-    # Routes of an expert before this block, and before this expert.
-    place = block * E + experts
-    earlier = tl.load(ends + place, mask=real, other=0) - tl.load(block_counts + place, mask=real, other=0)
+    # Routes of an expert before this block, and routes of all experts before this one.
+    offsets = block * E + experts
+    earlier = tl.load(ends + offsets, mask=real, other=0) - tl.load(block_counts + offsets, mask=real, other=0)
     wanted = tl.load(tokens_per_expert + experts, mask=real, other=0).to(tl.int32)
     count = tl.minimum(wanted, capacity)
     over = wanted - count
@@ -181,7 +181,7 @@ def moe_route_gradient(
 
 
 def block_tokens(experts: int) -> int:
-    """Tokens of a program: a tile of ELEMENTS logits, and not so many tokens that few programs are left."""
+    """Tokens of a program: a tile of ELEMENTS logits, with fewer tokens where there would be few programs."""
     return min(ELEMENTS // triton.next_power_of_2(experts), 128)
 
 
@@ -207,12 +207,12 @@ def route_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """weights_TK float32, experts_TK, counts_E, tokens_per_expert_E, order_R int64, load_balance and z_loss float32 [].
 
-    logits_TE: float32 [T, E], E <= 256, k <= E; bias: [E] for the selection alone; capacity: rows an expert
-    keeps at most, its first ones in route order; None keeps all. No tokens give zeros.
+    logits_TE: float32 [T, E], E <= 256, k <= E; bias: [E], for the selection only; capacity: most rows that an expert
+    keeps, its first ones in route order; None: no limit. T = 0 gives zeros.
     """
     T, E = logits_TE.shape
     if not 0 < E <= MOST_EXPERTS:
-        raise ValueError(f"the routing kernels serve 1 to {MOST_EXPERTS} experts, not {E}; use fewer experts")
+        raise ValueError(f"the routing kernels support 1 to {MOST_EXPERTS} experts, not {E}; use fewer experts")
     logits_TE = logits_TE.float().contiguous()
     device = logits_TE.device
 
@@ -267,7 +267,7 @@ def route_backward(
     tokens_per_expert_E: Tensor,
     k: int,
 ) -> Tensor:
-    """dlogits_TE float32, from what route_forward's weights and loss terms get; the softmaxes are made again."""
+    """dlogits_TE float32, from the gradients of the weights and loss terms; both softmaxes are computed again."""
     T, E = logits_TE.shape
     logits_TE = logits_TE.float().contiguous()
     dlogits_TE = torch.empty((T, E), dtype=torch.float32, device=logits_TE.device)

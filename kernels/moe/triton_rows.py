@@ -1,11 +1,11 @@
-"""Rows of the mixture of experts in Triton: where sorted rows and row tiles lie, dispatch to experts, combine by token.
+"""Rows of the mixture of experts in Triton: sorted rows and row tiles, dispatch to experts, combination by token.
 
-T tokens, K choices a token, R = T K routes; order_R is the routes sorted by expert, the kept ones first: see
-triton_route.py. Row r of the sorted order is route order_R[r], of token order_R[r] // K.
+T tokens, K choices a token, R = T K routes; order_R holds the routes sorted by expert, kept ones first
+(triton_route.py). Sorted row r is route order_R[r], which belongs to token order_R[r] // K.
     dispatch  x_R[r] = x[order_R[r] // K] for kept rows, zero for dropped ones
-    combine   y[t] = sum_j w[t, j] y_R[inverse[t K + j]], or without w: a gather a token, in float32 and in order of
-              choice, so no sum depends on the order in which programs run
-Offsets are int64, and nothing is read back by the host: tiles are laid out for the most that there can be.
+    combine   y[t] = sum_j w[t, j] y_R[inverse[t K + j]], or without w: a gather for each token, in float32 and in
+              order of choice, so no sum depends on the order in which programs run
+Offsets are int64. The host reads nothing back: there are as many tiles as the shapes can require.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -37,8 +37,8 @@ def moe_plan(
 ):  # fmt: skip
     """Token of each sorted row [R], sorted row of each route [R] (-1: dropped), and the table of row tiles.
 
-    The table is [tiles + 1, 3]. A tile is expert, first row, end row: at most BLOCK_M rows of one expert. Entries
-    without rows follow those with; the last entry begins with the number of tiles that have rows.
+    The table is [tiles + 1, 3]. A tile is (expert, first row, end row): at most BLOCK_M rows of one expert. Tiles
+    without rows follow those with rows. The last entry begins with the number of tiles that have rows.
     """
     program = tl.program_id(0)
     experts = tl.arange(0, PADDED_E)
@@ -50,7 +50,7 @@ def moe_plan(
     tl.store(inverse + route, tl.where(rows < kept, rows, -1), mask=rows < routes)
 
     if program * BLOCK < tiles:
-        # Tile i is expert e's where as many tiles as e has before it, and not as many as after it, are before i.
+        # Tile i belongs to expert e if tile_end[e] - own[e] <= i < tile_end[e].
         end = tl.cumsum(count, 0)
         own = (count + BLOCK_M - 1) // BLOCK_M
         tile_end = tl.cumsum(own, 0)
@@ -108,8 +108,7 @@ def moe_combine(
 class Plan:
     """What the kernels over sorted rows share.
 
-    tokens_R, inverse_R: int32 [R], see moe_plan. table: int32 [tiles + 1, 3]: expert, first row, end row of a row tile;
-    at last the number of tiles that have rows.
+    tokens_R, inverse_R: int32 [R], see moe_plan. table: int32 [tiles + 1, 3], see moe_plan.
     """
 
     tokens_R: Tensor
@@ -122,26 +121,26 @@ class Plan:
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device: makes this one current."""
+    """A context in which this device is the current one, on which Triton launches."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Programs that a persistent kernel runs: one a multiprocessor; 3 under the interpreter, so that each has tiles."""
+    """Programs of a persistent kernel: one a multiprocessor; 3 under the interpreter, so each has several tiles."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 def tile_bound(routes: int, experts: int, block_m: int) -> int:
-    """Row tiles at most, known from shapes alone."""
+    """The largest possible number of row tiles, from shapes alone."""
     return -(-routes // block_m) + experts
 
 
 def plan(order_R: Tensor, counts_E: Tensor, k: int, block_m: int) -> Plan:
-    """Where the sorted rows lie, and the row tiles of block_m rows; made on the device."""
+    """The order of the sorted rows, and row tiles of block_m rows; computed on the device."""
     routes, experts = order_R.numel(), counts_E.numel()
     if routes > MOST_ROUTES:
-        raise ValueError(f"the experts' kernels number routes in int32: {routes} are too many; use a smaller batch")
+        raise ValueError(f"the experts' kernels number routes in int32, and {routes} are too many: use a smaller batch")
     tiles = tile_bound(routes, experts, block_m)
     made = Plan(
         torch.empty((routes,), dtype=torch.int32, device=order_R.device),
@@ -162,7 +161,7 @@ def _expert_constants(experts: int) -> dict[str, Any]:
 
 
 def _block_columns(D: int, size: int) -> tuple[int, int]:
-    """Rows and columns of a program that moves rows: 16 KiB, and 8 KiB of one row at most."""
+    """Rows and columns of a program that moves rows: 16 KiB in all, and at most 8 KiB of one row."""
     columns = min(triton.next_power_of_2(D), 8192 // size)
     return max(min(16384 // size // columns, 16), 1), columns
 
@@ -189,7 +188,7 @@ def combine(y_RD: Tensor, order_R: Tensor, counts_E: Tensor, k: int) -> Tensor:
 
 
 def combine_rows(y_RD: Tensor, inverse_R: Tensor, weights_TK: Tensor | None, k: int) -> Tensor:
-    """The sum of each token's kept rows, weighted where there are weights [T, K] float32: [R, D] -> [T, D]."""
+    """The sum of each token's kept rows, weighted if there are weights [T, K] float32: [R, D] -> [T, D]."""
     tokens, D = inverse_R.numel() // k, y_RD.shape[1]
     out = torch.empty((tokens, D), dtype=y_RD.dtype, device=y_RD.device)
     block_t, block_d = _block_columns(D, y_RD.element_size())
@@ -204,7 +203,7 @@ def combine_rows(y_RD: Tensor, inverse_R: Tensor, weights_TK: Tensor | None, k: 
     return out
 
 
-# The shape that Builds are stated for: tokens, model, hidden, experts, choices.
+# The shape of the Builds: tokens, model, hidden, experts, choices.
 REFERENCE_SHAPE = (32768, 2048, 4608, 8, 2)
 
 
