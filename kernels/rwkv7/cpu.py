@@ -1,14 +1,14 @@
-"""The RWKV-7 recurrence on a CPU: float32, one token at a time in vector registers, over documents and heads.
+"""The RWKV-7 recurrence on a CPU: float32, token by token in vector registers, over documents and heads.
 
     S_t = S_{t-1} diag(exp(log_w_t)) + (S_{t-1} a_t) b_t^T + v_t k_t^T ;  y_t = S_t r_t        S: [V, K]
 
-About 5 K V multiply-additions a token and head forward, 13 K V backward. Forward keeps S_{t-1} a_t (4 V bytes) of
-every token and S (4 V K bytes) every 16 tokens or, with recompute=True, every 32; backward recomputes the states in
-between, without divisions, so that no decay is too strong. At K = V = 64 that is 1,280 or 768 bytes a token and head,
-where the six inputs are 1,536; 32 makes backward 5 % slower, its states no longer staying near the core.
+About 5 K V multiply-additions a token and head forward, 13 K V backward. The forward pass keeps S_{t-1} a_t (4 V bytes)
+of every token, and S (4 V K bytes) every 16 tokens or, with recompute=True, every 32. The backward pass recomputes the
+states between, without divisions, so there is no limit to the decay. At K = V = 64 a token and head keeps 1,280 or 768
+bytes; its six inputs take 1,536. With 32 the backward pass is 5 % slower, because the states leave the L1 cache.
 
-A document and head is done by one thread in one order, and kept states alter no rounding: neither the number of
-threads, nor `chunk`, nor what else is in the batch changes a bit. The loops are in cpu_simd.py.
+One thread computes a document and head in one order, and the spacing of kept states changes no rounding. So no bit
+depends on the number of threads, on `chunk`, or on the rest of the batch. The loops are in cpu_simd.py.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import Tensor
 from cdrmix.kernels.common.cpu import Scratch, address, check, documents, run_parts
 from cdrmix.kernels.rwkv7 import cpu_simd
 
-SPACING, SPACING_RECOMPUTE = 16, 32  # tokens from one kept state to the next, unless `chunk` says
-SERIAL_WORK = 1 << 20  # K V tokens heads below which one thread does it all: 0.1 ms, twice what waking another takes
+SPACING, SPACING_RECOMPUTE = 16, 32  # tokens between two kept states, unless `chunk` is given
+SERIAL_WORK = 1 << 20  # K V tokens heads, up to which one thread is used: 0.1 ms, twice the time to wake another thread
 
 
 def _parts(items: int, work: int) -> int:
-    """Threads to use; no bit depends on it, since an item is done by one thread."""
+    """The number of threads; no bit depends on it, because one thread computes an item."""
     return min(torch.get_num_threads(), max(items, 1)) if work > SERIAL_WORK else 1
 
 
@@ -46,7 +46,7 @@ def wkv7_saved_shapes(
     save: bool,
     recompute: bool,
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """What forward keeps: S_{t-1} a_t of every token and the state before every block of `chunk` tokens."""
+    """What the forward pass keeps: S_{t-1} a_t of every token, and the state before every block of tokens."""
     if not save:
         return []
     return [((B * T, H, V), torch.float32), ((B * T // _spacing(chunk, recompute), H, V, K), torch.float32)]
@@ -67,7 +67,7 @@ def wkv7_forward(
     recompute: bool,
     return_state: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """y [B, T, H, V], last [N, H, V, K] (empty unless return_state), and what backward needs beside the inputs."""
+    """y [B, T, H, V], last [N, H, V, K] (empty unless return_state), and what the backward pass needs."""
     check(r, log_w, k, v, a, b, state)
     B, T, H, K = r.shape
     assert (K % cpu_simd.TILE, v.shape[-1] % cpu_simd.ROWS) == (0, 0), "the loops have no remainders"

@@ -1,9 +1,9 @@
-"""The RWKV-7 recurrence's loops for one CPU thread, compiled by numba with explicit 8-lane float32 vectors.
+"""The loops of the RWKV-7 recurrence for one CPU thread, compiled by numba with explicit vectors of 8 float32.
 
-Everything is passed as an address and counted in floats (common/simd.py).
+Arrays are passed as addresses, and indices count floats (common/simd.py).
 
 Shapes: K key width (a multiple of 16), V value width (a multiple of 32), H heads, C tokens a block.
-A document and head is one item; its state S [V, K] lives in L1 in tiles:
+A document and head is one item. Its state S [V, K] is in the L1 cache, in tiles:
     forward   [V / 16, K, 16], a vector holds values: S a and S r are sums over K, which stay in registers
     backward  [V, K], a vector holds keys: dr, dlog_w, dk, da, db are sums over V, which stay in registers
 """
@@ -31,14 +31,14 @@ from cdrmix.kernels.common.simd import (
     zero,
 )
 
-TILE = 2 * SIMD_WIDTH  # values of a forward tile: 2 registers each of S a, S r, v and the next S a
-ROWS = 32  # value rows of a backward tile: its dS and the block's states stay in L1 and L2
-SPARE = 48  # floats after each of a block's states: a power of two apart, they would share few sets of the L1 cache
+TILE = 2 * SIMD_WIDTH  # values of a forward tile: 2 registers for each of S a, S r, v and the next S a
+ROWS = 32  # value rows of a backward tile: its dS and the states of its block stay in L1 and L2
+SPARE = 48  # unused floats after each state of a block; at distances of a power of two they would share few L1 sets
 
 
 @njit(nogil=True)
 def _to_tiles(rows, at, tiles, to, K, V):  # type: ignore[no-untyped-def]
-    """[V, K] to [V / 16, K, 16]."""
+    """Copies [V, K] to [V / 16, K, 16]."""
     for v in range(0, V, SIMD_WIDTH):
         for k in range(0, K, SIMD_WIDTH):
             transpose(rows, at + v * K + k, K, tiles, to + v // TILE * TILE * K + k * TILE + v % TILE, TILE)
@@ -46,7 +46,7 @@ def _to_tiles(rows, at, tiles, to, K, V):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def _from_tiles(tiles, at, rows, to, K, V):  # type: ignore[no-untyped-def]
-    """[V / 16, K, 16] to [V, K]."""
+    """Copies [V / 16, K, 16] to [V, K]."""
     for v in range(0, V, SIMD_WIDTH):
         for k in range(0, K, SIMD_WIDTH):
             transpose(tiles, at + v // TILE * TILE * K + k * TILE + v % TILE, TILE, rows, to + v * K + k, K)
@@ -60,9 +60,9 @@ def scan(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Items first, first + stride, ...: y [tokens, H, V], removed (S_{t-1} a_t) [tokens, H, V], last [N, H, V, K].
 
-    starts: int64 [N + 1] as an address. state, removed, last and checkpoints are 0 where there are none.
-    checkpoints [tokens // C, H, V / 16, K, 16]: the states before each block of C tokens but a document's first;
-    a document that starts at token s keeps its from number s // C on.
+    starts: address of int64 [N + 1]. state, removed, last and checkpoints are 0 where they are absent.
+    checkpoints [tokens // C, H, V / 16, K, 16]: the states before each block of C tokens, except a document's first
+    block; those of a document that starts at token s begin at number s // C.
     Scratch: S [V, K]; w [C, K]. constants: 0, then 1.
     """
     token = heads * K
@@ -92,10 +92,10 @@ def scan(  # type: ignore[no-untyped-def]
                     removed1 = fused(load(S, base + i * TILE + SIMD_WIDTH), a_i, removed1)
                 for t in range(block, stop):
                     here = t * token + head * K
-                    after = here + token if t + 1 < stop else here  # the block's last token reads for nobody
+                    after = here + token if t + 1 < stop else here  # the last token of a block has no next S a
                     decay = (t - block) * K
                     value_token = (t * heads + head) * V
-                    if tile == 0:  # the next block's: a token lies H K floats after its predecessor
+                    if tile == 0:  # prefetch of the next block: a token is H K floats after its predecessor
                         for x in (r, log_w, k, a, b):
                             prefetch_span(x, here + spacing * token, K)
                         for x in (v, y, removed if removed != 0 else y):
@@ -125,10 +125,10 @@ def scan(  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def _recompute(source, states, size, count, K, w, b, k, v, removed, token_k, token_v):  # type: ignore[no-untyped-def]
-    """States [32, K], `size` floats apart, after each of `count` tokens from the one before them; w is [count, K].
+    """States [32, K] after each of `count` tokens, from the state before them; `size` floats apart; w is [count, K].
 
-    A token after the other, w, b and k of 16 keys in registers: 1.5 times as fast as rows that stay in registers
-    through the tokens, whose stores are strided.
+    Tokens are the outer loop, with w, b and k of 16 keys in registers. That is 1.5 times as fast as rows that stay in
+    registers over all tokens, because the stores of the latter are strided.
     """
     for t in range(count):
         after = states + 4 * t * size
@@ -149,11 +149,11 @@ def _recompute(source, states, size, count, K, w, b, k, v, removed, token_k, tok
 def _step_back(  # type: ignore[no-untyped-def]
     K, S, D, w, a, dremoved, dlog_w, da, r, k, b, dy, v, removed, dr, dk, db, dv, sums, zeros, sofar_after, sofar
 ):
-    """One token back on 32 rows: leave token t+1 (w, a, dremoved) and enter token t (the others) at S_t.
+    """One step back for 32 rows: from S_{t+1} to S_t. w, a, dremoved belong to token t+1, the other inputs to token t.
 
-    D [32, K]: gradient of S_{t+1}, becomes that of S_t, its use by y_t included. sums [2, 32, 8] is scratch.
-    All addresses point at this token, head and first row; sofar: whether earlier rows have left their part of the
-    sums over rows in dr, dk, db already (0: not), sofar_after the same of dlog_w and da.
+    D [32, K]: gradient of S_{t+1}; becomes that of S_t, with the part from y_t. sums [2, 32, 8] is scratch. All
+    addresses point at this token, head and first row. sofar: whether earlier rows have added their parts of the sums
+    over rows to dr, dk and db (0: not); sofar_after: the same for dlog_w and da.
     """
     for i in range(0, K, SIMD_WIDTH):
         w_i, a_i, r_i, k_i, b_i = load(w, i), load(a, i), load(r, i), load(k, i), load(b, i)
@@ -185,9 +185,9 @@ def scan_back(  # type: ignore[no-untyped-def]
     dr, dlog_w, dk, dv, da, db, dstate,
     D, S, states, w, dremoved, sums, zeros, ones, unused,
 ):  # fmt: skip
-    """The adjoint of `scan` over the same items, block by block from the end: recompute the states, walk back.
+    """The adjoint of `scan` over the same items: for each block, from the last on, recompute the states and step back.
 
-    state, dlast and dstate are 0 where there are none.
+    state, dlast and dstate are 0 where they are absent.
     Scratch: D, S [V, K]; states [C, 32 K + 48]; w [C + 1, K]; dremoved [V]; sums [2, 32, 8]; unused [max(K, V)].
     zeros [max(512, K, V)] and ones [K] are constants.
     """
@@ -225,7 +225,7 @@ def scan_back(  # type: ignore[no-untyped-def]
                     at_k, at_v = 4 * (t * heads + head) * K, 4 * ((t * heads + head) * V + tile)
                     at_next = at_k + 4 * heads * K
                     follows = t + 1 < end
-                    if tile == 0:  # the block before
+                    if tile == 0:  # prefetch of the block before
                         for x in (r, log_w, k, a, b, dr, dlog_w, dk, da, db):
                             prefetch_span(x + at_k, -spacing * heads * K, K)
                         for x in (v, removed, dy, dv):
@@ -241,7 +241,7 @@ def scan_back(  # type: ignore[no-untyped-def]
                         dr + at_k, dk + at_k, db + at_k, dv + at_v,
                         sums, zeros, follows and tile > 0, tile > 0,
                     )  # fmt: skip
-                if block == 0:  # leave the document's first token, enter none, for which nothing is summed
+                if block == 0:  # the step back from the document's first token, to none, which has no sums
                     at_k = 4 * (begin * heads + head) * K
                     _step_back(
                         K, S + 4 * tile * K, D + 4 * tile * K,

@@ -1,7 +1,7 @@
-"""The RWKV-7 recurrence in plain PyTorch: the specification and the oracle; other ops are in reference_*.py.
+"""The RWKV-7 recurrence in plain PyTorch: specification and oracle.
 
 Shapes: B batch, T time, H heads, K key width, V value width, C chunk length, N chunks or documents.
-All of it runs in float64 as well as in float32, so that the other implementations are judged by it.
+All of it runs in float64 as well as in float32, so the other implementations are tested against it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK = 16  # tokens; on a CPU 16 and 32 take the same time at head width 32, and 16 is the more exact
+CHUNK = 16  # tokens; on a CPU 16 and 32 take the same time at head width 32, and 16 is more exact
 
 
 def document_starts(cu_seqlens: Tensor, batch: int, length: int) -> Tensor:
-    """Where documents start inside rows, not counting a row's own first token: bool [B, T].
+    """Which tokens start a document inside a row, without each row's first token: bool [B, T].
 
     cu_seqlens: int [D + 1], document starts over the flattened B * T tokens, first 0, last B * T.
     """
@@ -54,15 +54,15 @@ def wkv7_recurrence(
 
 
 class _Chunks:
-    """How a [B, T] batch falls into chunks of C tokens, and which pairs of tokens share a document.
+    """The chunks of C tokens of a [B, T] batch, and which pairs of tokens share a document.
 
     inclusive, exclusive: [C, C], ones at and below the diagonal, and below it.
-    causal:  [B, 1, N, 2C, 2C], 1 where query i may read write j. Rows: C of r (j <= i), then C of a (j < i);
+    causal:  [B, 1, N, 2C, 2C], 1 where query i reads write j. Rows: C of r (j <= i), then C of a (j < i);
              columns: C of k, then C of b.
     enters:  [B, 1, N, C, 1], 1 while the token's document began before the chunk: it reads the incoming state.
-    leaves:  [B, 1, N, C, 1], 1 where the token's document is the chunk's last: it writes the outgoing state.
-    passes:  [B, 1, N, 1, 1], 1 where no document begins in the chunk: the state decays through.
-    The last three are None when there is one document a row.
+    leaves:  [B, 1, N, C, 1], 1 where the token's document is the chunk's last: it writes to the outgoing state.
+    passes:  [B, 1, N, 1, 1], 1 where no document begins in the chunk: the incoming state decays to the outgoing one.
+    The last three are None when each row is one document.
     """
 
     def __init__(self, like: Tensor, batch: int, length: int, chunk: int, cu_seqlens: Tensor | None) -> None:
@@ -76,7 +76,7 @@ class _Chunks:
         self.passes: Tensor | None = None
         if cu_seqlens is None:
             return
-        document = document_starts(cu_seqlens, batch, length).cumsum(1)  # 0 continues the state that is handed in
+        document = document_starts(cu_seqlens, batch, length).cumsum(1)  # document 0 continues the incoming state
         if self.padding:
             document = torch.cat([document, document[:, -1:].expand(-1, self.padding)], 1)
         document = document.view(batch, 1, self.count, chunk)
@@ -88,7 +88,7 @@ class _Chunks:
         self.passes = self.enters[..., -1:, :]
 
     def split(self, x: Tensor) -> Tensor:
-        """[B, T, H, D] -> [B, H, N, C, D], padded with zeros: a padded token writes nothing and decays by 1."""
+        """[B, T, H, D] -> [B, H, N, C, D], padded with zeros: a padded token writes nothing and has a decay of 1."""
         batch, _, heads, width = x.shape
         if self.padding:
             x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, self.padding))
@@ -102,11 +102,11 @@ class _Chunks:
 
 
 def unit_lower_inverse(A: Tensor) -> Tensor:
-    """(I - A)^-1 of strictly lower triangular A [..., C, C], C a power of two, as products of blocks.
+    """(I - A)^-1 of strictly lower triangular A [..., C, C], C a power of two, by products of blocks.
 
-    A is nilpotent: on the diagonal's 8 x 8 blocks (I - A)^-1 = (I + A)(I + A^2)(I + A^4) exactly. Two
-    inverted blocks X (above) and Y (below) merge to [[X, 0], [Y A_yx X, Y]]. Blocks of 8 keep the powers,
-    which may cancel, below binomial(7, 3) = 35; substitution over many small matrices was 4x slower.
+    A is nilpotent: on the diagonal's 8 x 8 blocks (I - A)^-1 = (I + A)(I + A^2)(I + A^4) exactly. Two inverted blocks
+    X (above) and Y (below) merge to [[X, 0], [Y A_yx X, Y]]. With blocks of 8 the terms that may cancel are at most
+    binomial(7, 3) = 35 times the result. Substitution over many small matrices was 4x slower.
     """
     size = A.shape[-1]
     block = min(size, 8)
@@ -131,7 +131,7 @@ def unit_lower_inverse(A: Tensor) -> Tensor:
 
 
 class _Saved(NamedTuple):
-    """What the chunked forward pass leaves for the backward pass; names as in `_chunked_forward`."""
+    """What the chunked forward pass keeps for the backward pass; names as in `_chunked_forward`."""
 
     chunks: _Chunks
     v: Tensor
@@ -162,23 +162,23 @@ def _chunked_forward(
     cu_seqlens: Tensor | None,
     chunk: int,
 ) -> tuple[Tensor, Tensor, _Saved]:
-    """Chunked RWKV-7: per-chunk affine maps and one scan over chunks; rows, not documents, begin from `state`.
+    """RWKV-7 by chunks: an affine map for each chunk, and one scan over chunks; `state` is the state before each row.
 
     Within a chunk, with g the inclusive and e the exclusive cumulative log decay and h = S^T [K, V] at its start:
-        U = (I - A_ab)^-1 (A_ak V + a e^e h)         what the removals read, S_{t-1} a_t
+        U = (I - A_ab)^-1 (A_ak V + a e^e h)         the S_{t-1} a_t of its tokens
         y = r e^g h + A_qk V + A_qb U
         h' = e^(g_C) h + (k e^(g_C - g))^T V + (b e^(g_C - g))^T U
-    and so y = P h + O, h' = R h + Q, with P, O, R, Q free of h: only h' = R h + Q is sequential.
-    A_qk_ij = sum_K r_i k_j e^(g_i - g_j) and its three siblings come from one product of
-    [r e^(g - m); a e^(e - m)] with [k e^(m - g); b e^(m - g)], m the log decay in mid-chunk, which keeps
-    the exponents within half a chunk: float32 holds them for |log_w| C / 2 < 88.
+    So y = P h + O and h' = R h + Q, where P, O, R, Q do not depend on h: only h' = R h + Q is sequential.
+    A_qk_ij = sum_K r_i k_j e^(g_i - g_j) and the three similar matrices come from one product of
+    [r e^(g - m); a e^(e - m)] with [k e^(m - g); b e^(m - g)], with m the log decay in the middle of the chunk. So the
+    exponents cover half a chunk, and float32 holds them for |log_w| C / 2 < 88.
     """
 
     batch, length, heads, key_width = r.shape
     value_width = v.shape[-1]
     chunks = _Chunks(r, batch, length, chunk, cu_seqlens)
     r, log_w, k, v, a, b = (chunks.split(x) for x in (r, log_w, k, v, a, b))
-    g = chunks.inclusive @ log_w  # a cumulative sum, which as such has no fixed order on a GPU
+    g = chunks.inclusive @ log_w  # torch.cumsum would have no fixed order on a GPU
     middle = g[..., chunk // 2 - 1 : chunk // 2, :]
     total = g[..., -1:, :]
     query_decay = torch.cat([g - middle, g - log_w - middle], -2).exp_()
@@ -250,11 +250,11 @@ def _chunked_backward(saved: _Saved, dy: Tensor, dlast: Tensor | None) -> tuple[
     dh_out = dh[1:].transpose(0, 1).reshape(batch, heads, count, key_width, value_width)
     dstate = dh[0].view(batch, heads, key_width, value_width).mT.contiguous()
 
-    # values = [V; U]: their gradient through y and h', then through the triangular solve.
+    # values = [V; U]: their gradient through y and h', then through the triangular system.
     dvalues = scores[..., :chunk, :].mT @ dy + leaving @ dh_out
     Z = inverse.mT @ dvalues[..., chunk:, :]
     dv = dvalues[..., :chunk, :] + scores[..., chunk:, :chunk].mT @ Z
-    dreads = torch.cat([dy, Z], -2)  # of the r rows and the a rows
+    dreads = torch.cat([dy, Z], -2)  # of the rows of r and the rows of a
     values = torch.cat([v, U], -2)
     dscores = torch.matmul(dreads, values.mT).mul_(chunks.causal)
     dentering = dreads @ h.mT
@@ -265,8 +265,8 @@ def _chunked_backward(saved: _Saved, dy: Tensor, dlast: Tensor | None) -> tuple[
     dqueries = torch.matmul(dscores, keys).add_(dentering.mul_(middle.exp()))
     dkeys = dscores.mT @ queries
 
-    # Log decay. A query counts with +g (e for a), a key with -g, a write to the next state with g_C - g.
-    # Its state term is summed over the tokens before it, not as a total minus the tokens after it,
+    # The exponent of a query has +g (e for a), that of a key -g, and that of a write to the next state g_C - g.
+    # The part of the next state is summed over the tokens before, not as a total minus the tokens after,
     # which would cancel where the decay is strong.
     from_query = dqueries * queries
     from_key = dkeys * keys
@@ -275,7 +275,7 @@ def _chunked_backward(saved: _Saved, dy: Tensor, dlast: Tensor | None) -> tuple[
     from_leaving = from_leaving[..., :chunk, :] + from_leaving[..., chunk:, :]
     later = from_query[..., :chunk, :] + from_query[..., chunk:, :]
     later -= from_key[..., :chunk, :] + from_key[..., chunk:, :]
-    suffix = chunks.inclusive.mT @ later - from_query[..., chunk:, :]  # a_t reads before w_t
+    suffix = chunks.inclusive.mT @ later - from_query[..., chunk:, :]  # a_t reads the state before w_t is applied
     prefix = chunks.exclusive @ from_leaving
     dlog_w = suffix + prefix + (h * dh_out).sum(-1).unsqueeze(-2) * through
 
@@ -323,8 +323,8 @@ def wkv7(
     """RWKV-7's recurrence (see `wkv7_recurrence`) by chunks of `chunk` tokens, as matrix products.
 
     r, log_w, k, a, b: [B, T, H, K] with log_w <= 0; v: [B, T, H, V].
-    cu_seqlens: int [N + 1], document starts over the flattened B * T tokens, every row's start among them; None: one
-    document a row, N = B. state: [N, H, V, K], what each document starts from; None: zeros.
+    cu_seqlens: int [N + 1], document starts over the flattened B * T tokens, which include every row's start; None:
+    each row is one document, N = B. state: [N, H, V, K], the state before each document; None: zeros.
     Returns y [B, T, H, V] and each document's last state [N, H, V, K]; differentiable in all inputs but cu_seqlens.
     """
     if cu_seqlens is None:
@@ -359,7 +359,7 @@ def wkv7_forward(
     recompute: bool,
     return_state: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """`wkv7` as the operator calls its implementations: y, the last states (empty unless wanted), nothing saved."""
+    """`wkv7` with the signature that the operator calls: y, the last states (empty unless wanted), nothing kept."""
     del save, recompute
     y, last = wkv7(
         r, log_w, k, v, a, b, state=state, cu_seqlens=cu_seqlens, return_state=return_state, chunk=chunk or CHUNK
@@ -383,12 +383,12 @@ def wkv7_backward(
     chunk: int | None,
     recompute: bool,
 ) -> tuple[Tensor, ...]:
-    """The gradients of r, log_w, k, v, a, b and the state (empty if None), the forward pass run again for them."""
+    """The gradients of r, log_w, k, v, a, b and the state (empty if None); the forward pass is computed again."""
     del saved, recompute
     chunk, inputs, none = chunk or CHUNK, (r, log_w, k, v, a, b), dy.new_empty(0)
     if cu_seqlens is None or (state is None and dlast is None):
         *gradients, dstate = _chunked_backward(_chunked_forward(*inputs, state, cu_seqlens, chunk)[2], dy, dlast)
-        # Clones: an operator's outputs must not share memory, and gradients of r and a are two halves of one tensor.
+        # Clones: an operator's outputs must not share memory, and the gradients of r and a are halves of one tensor.
         return *(dx.clone() for dx in gradients), none if state is None else dstate
     flat = [x.reshape(1, -1, *x.shape[2:]) for x in (*inputs, dy)]
     pieces, dstates = [], []
@@ -429,13 +429,13 @@ def wkv7_saved_shapes(
     save: bool,
     recompute: bool,
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Nothing is saved, whatever the sizes."""
+    """Nothing is kept, whatever the sizes."""
     del batch, length, heads, key_width, value_width, documents, packed, dtype, chunk, save, recompute
     return []
 
 
 class _TokenShift(torch.autograd.Function):
-    """x_{t-1} with its adjoint; autograd's own slices would fill and add a whole tensor each."""
+    """x_{t-1} with its adjoint; autograd's slices would fill and add a whole tensor each."""
 
     @staticmethod
     def forward(ctx, x_BTD, last_BD, starts_BT1):  # type: ignore[no-untyped-def]
@@ -457,8 +457,8 @@ class _TokenShift(torch.autograd.Function):
 
 
 def token_shift(x_BTD: Tensor, last_BD: Tensor | None = None, starts_BT1: Tensor | None = None) -> Tensor:
-    """Each token's predecessor: x_{t-1}; `last_BD` (or zero) before the first; zero where a document starts.
+    """Each token's predecessor x_{t-1}; `last_BD` (or zero) for the first token; zero where a document starts.
 
-    starts_BT1: bool [B, T, 1], True at the documents' starts inside rows. Differentiable in x and last.
+    starts_BT1: bool [B, T, 1], True where a document starts inside a row. Differentiable in x and last.
     """
     return _TokenShift.apply(x_BTD, last_BD, starts_BT1)

@@ -1,24 +1,25 @@
-"""RWKV-7's recurrence in Triton: each chunk's affine map in parallel, a short scan over chunks, the same in reverse.
+"""RWKV-7's recurrence in Triton: the affine maps of all chunks in parallel, a scan over chunks, and both in reverse.
 
     S_t = S_{t-1} diag(exp(log_w_t)) + (S_{t-1} a_t) b_t^T + v_t k_t^T ;  y_t = S_t r_t        S: [V, K]
 
 r, log_w, k, a, b [B, T, H, K]; v, y [B, T, H, V]; states float32 [N, H, V, K], one a document. A document is a row, or
-what cu_seqlens [N + 1] cuts out of the B * T tokens. Chunks start anew at each document, so that a document has the
-same bits packed or alone. No atomics, and no tuning at run time: the same bits every time.
+a span of the B * T tokens that cu_seqlens [N + 1] gives. Chunks start anew at each document, so a document has the same
+bits packed or alone. There are no atomics and no tuning at run time: the same bits every time.
 
-A document of more than LONGEST chunks (8,192 tokens) whose heads have programs for at most PROCESSORS multiprocessors
-is scanned in groups of GROUP chunks (triton_groups.py). That is decided document by document, by its own length and the
-shapes of a head, so that it has the same bits packed or alone; a batch of many long ones pays for it, by an estimated
-eighth. Keys of 128 beside float16, and on gfx942, are never in groups.
+A document is scanned in groups of GROUP chunks (triton_groups.py) if it has more than LONGEST chunks (8,192 tokens) and
+its heads have programs for at most PROCESSORS multiprocessors. This depends only on the document's own length and on
+the shapes of a head, so that the document has the same bits packed or alone. A batch of many long documents is slower
+by it, by an estimated eighth. Keys of 128 with float16, and gfx942, have no groups.
 
-Products take bfloat16 operands for bfloat16 tensors, and float32 ones otherwise: for float16, whose range the decays
-leave, as TF32, which has its 10 bits of mantissa; for float32 as three TF32 products, good to 2e-6 (gfx942 has
-float32 products). Operands hold |log_w| C / 2 < 80 (triton_chunk.py).
+Products take bfloat16 operands for bfloat16 tensors, and float32 operands otherwise. Float16 tensors are multiplied as
+TF32, which has the 10 bits of mantissa of float16 and the range that the decays need. Float32 tensors are multiplied as
+three TF32 products, with errors of 2e-6 (gfx942 has float32 products). Operands hold |log_w| C / 2 < 80
+(triton_chunk.py).
 
-Kept for the backward pass beside the inputs, an input being B T H K elements, at K = V:
-    recompute=True   h: K / C inputs. The maps are made again: one more pass over r, log_w, a, b.
+Kept for the backward pass besides the inputs, in units of an input, B T H K elements, at K = V:
+    recompute=True   h: K / C inputs. The maps are computed again: one more pass over r, log_w, a, b.
     recompute=False  h, R, P, T and edges: (2 K + 2 / e) / C + C / K + 1 inputs, e = 2 bytes an element (4 in float32).
-at K = V = C = 64 in bfloat16 1 and 4.03 inputs. Both give the same bits. save=False keeps nothing.
+At K = V = C = 64 in bfloat16 that is 1 and 4.03 inputs. Both give the same bits. save=False keeps nothing.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ from cdrmix.kernels.rwkv7.triton_scan import wkv7_state_backward, wkv7_state_for
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 KERNELS: dict[str, Any] = {
-    "map": wkv7_chunk_map,  # all of it
-    "map_keys": wkv7_chunk_map,  # R, P, T and edges
-    "map_values": wkv7_chunk_map,  # Q and Y
+    "map": wkv7_chunk_map,  # all outputs
+    "map_keys": wkv7_chunk_map,  # only R, P, T and edges
+    "map_values": wkv7_chunk_map,  # only Q and Y
     "forward": wkv7_state_forward,
     "backward": wkv7_state_backward,
     "gradient_values": wkv7_chunk_gradient_values,
@@ -65,11 +66,9 @@ KERNELS: dict[str, Any] = {
     "group_scan": wkv7_group_scan,
     "token": wkv7_token,
 }
-GROUP = 32  # chunks of a group: of n chunks about sqrt(n / 2) would wait least, 11 to 45 for 256 to 4,096
-LONGEST = (
-    256  # chunks at most of a document that is not in groups: from there on groups take half the time, by estimate
-)
-PROCESSORS = 132  # of an H200; programs of a document that are fewer leave some of them idle
+GROUP = 32  # chunks of a group; for n chunks the scan waits least with about sqrt(n / 2): 11 to 45 for 256 to 4,096
+LONGEST = 256  # most chunks of a document without groups; beyond, groups take half the time, by estimate
+PROCESSORS = 132  # multiprocessors of an H200; a document with fewer programs leaves some of them idle
 
 
 def constants(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int, launch: Launch) -> dict[str, Any]:
@@ -89,7 +88,7 @@ def constants(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int
 
 
 class Problem:
-    """The sizes of a call, where its chunks lie, and how its kernels are launched."""
+    """The sizes of a call, the layout of its chunks, and the launches of its kernels."""
 
     def __init__(self, r: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk: int | None) -> None:
         self.B, self.T, self.H, self.K = r.shape
@@ -110,10 +109,10 @@ class Problem:
             self.members = self.cu_seqlens if cu_seqlens is None else slot_documents(cu_seqlens, self.items, size)
 
     def pick_group(self) -> int:
-        """Chunks of a group, or 0 where no document can be long enough for groups, or has programs enough without.
+        """Chunks of a group; 0 where no document can be long enough for groups, or there are programs enough without.
 
-        From shapes alone. Which documents are in groups is told by their own lengths, on the device, and never by
-        what else is in the batch: so each has the bits that it has alone.
+        It depends on shapes alone. On the device each document's own length decides whether it is in groups, never the
+        rest of the batch, so that a document has the bits that it has alone.
         """
         arch = architecture(self.device)
         if not has_groups(arch, self.dtype, self.K, self.V):
@@ -132,7 +131,7 @@ class Problem:
         return self.empty(self.slots, self.H, 2, self.K, dtype=torch.float32)
 
     def table(self) -> Tensor:
-        """See `chunk_table`; without packed documents, which need none, anything."""
+        """See `chunk_table`; any tensor where documents are rows, which need no table."""
         return self.cu_seqlens if self.given is None else chunk_table(self.given, self.slots, self.C)
 
     def launch(self, kernel: str, tensors: tuple[Tensor, ...], *numbers: int) -> None:
@@ -143,7 +142,7 @@ class Problem:
             numbers = (self.group, LONGEST, *numbers)
         programs = items * self.H * blocks_of(kernel, self.K, self.V, launch)
         arch = architecture(self.device)
-        # A launch goes to the current device.
+        # Triton launches on the current device.
         with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
             KERNELS[kernel][(programs,)](
                 *tensors,
@@ -159,23 +158,23 @@ class Problem:
     def scan(
         self, kernel: str, maps: tuple[Tensor, ...], start: Tensor, rest: tuple[Tensor, ...], *flags: bool
     ) -> None:
-        """A scan over all chunks from the states or gradients `start`, long documents in groups (triton_groups.py).
+        """A scan over all chunks from the states or gradients `start`; long documents in groups (triton_groups.py).
 
-        maps: the tensors of the scan before `start`. flags: the first says whether `start` is there.
+        maps: the tensors of the scan before `start`. flags: the first says whether `start` is given.
         """
         members, carried = self.cu_seqlens, start
         if self.group:
             members = self.members
             carried = self.empty(self.items, self.H, self.V, self.K, dtype=torch.float32)
             sums = self.empty(self.items, self.H, self.K, self.K + self.V, dtype=torch.float32)
-            own = (maps[0], maps[1], maps[4]) if kernel == "forward" else maps  # R, Q and edges of R, Q, P, Y, edges
+            own = (maps[0], maps[1], maps[4]) if kernel == "forward" else maps  # R, Q and edges of (R, Q, P, Y, edges)
             self.launch(f"group_{kernel}", (*own, self.cu_seqlens, members, sums))
             self.launch("group_scan", (sums, start, self.cu_seqlens, carried), flags[0], kernel == "backward")
         self.launch(kernel, (*maps, start, self.cu_seqlens, *rest, members, carried), *flags)
 
 
 def fused_map(dtype: torch.dtype, C: int) -> bool:
-    """Whether one kernel makes the whole map: else R, P and T, and Q and Y, each alone, fit the registers."""
+    """Whether one kernel computes the whole map; else (R, P, T) and (Q, Y) each in one, to fit the registers."""
     return dtype == torch.bfloat16 and C == 32
 
 
@@ -189,9 +188,9 @@ def blocks_of(kernel: str, K: int, V: int, launch: Launch) -> int:
 
 
 def pick_chunk(chunk: int | None, dtype: torch.dtype, K: int, V: int, arch: str = "sm_90") -> int:
-    """The chunk length asked for, or the default; ValueError where it does not ship."""
+    """The given chunk length, or the default; ValueError where the length does not ship."""
     sizes = chunk_sizes(dtype, K, V, arch)
-    assert sizes, "ops sends to the reference what does not ship"
+    assert sizes, "cdrmix.ops uses the reference for sizes that do not ship"
     if chunk is not None and chunk not in sizes:
         raise ValueError(f"wkv7: chunk={chunk} does not ship for {dtype}, K={K}, V={V}; choose one of {sizes}, or None")
     return chunk or sizes[0]
@@ -211,7 +210,7 @@ def wkv7_saved_shapes(
     save: bool,
     recompute: bool,
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of what wkv7_forward saves."""
+    """Shapes and dtypes of what wkv7_forward keeps."""
     if not save:
         return []
     C, operand = pick_chunk(chunk, dtype, K, V), operand_dtype(dtype)
@@ -238,7 +237,7 @@ def wkv7_forward(
     recompute: bool,
     return_state: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """y, the last states ([0] unless wanted), and what the backward pass needs: h, R, P, T, edges."""
+    """y, the last states (empty unless wanted), and what the backward pass needs: h, R, P, T, edges."""
     x = Problem(r, v, cu_seqlens, chunk)
     table = x.table()
     y = torch.empty_like(v)
@@ -278,7 +277,7 @@ def wkv7_backward(
     chunk: int | None,
     recompute: bool,
 ) -> tuple[Tensor, ...]:
-    """The gradients of r, log_w, k, v, a, b in their dtypes, and of the state ([0] if there was none)."""
+    """The gradients of r, log_w, k, v, a, b in their dtypes, and of the state (empty if there was none)."""
     x = Problem(r, v, cu_seqlens, chunk)
     h, table = saved[0], x.table()
     if not recompute:
@@ -331,10 +330,10 @@ def build(
     shape: tuple[int, int] = (8, 4096),
     group: int = 0,
 ) -> Build:
-    """A kernel as it ships, with what it costs at B 8, T 4096, H K = 2048, or another B and T; every row a document.
+    """A kernel as it ships, with its cost at B 8, T 4096, H K = 2048, or another B and T; every row is a document.
 
-    log_w is as the element-wise work before gives it: bfloat16 beside bfloat16, else float32. group: chunks of a group
-    where a scan's documents are in groups; the kernels over groups tell of one row of all tokens, in groups of GROUP.
+    log_w has the dtype of `time_mix_keys`: bfloat16 with bfloat16, else float32. group: chunks of a group where a
+    scan's documents are in groups; the kernels over groups are given one row of all tokens, in groups of GROUP.
     """
     own, operand = NAMES[dtype], NAMES[operand_dtype(dtype)]
     arguments = KERNELS[kernel].arg_names
@@ -358,7 +357,7 @@ def build(
         flops, moved = 7 * K * V, 8 * K * V + (4 * K + 2 * V) * size + decay * K
     elif kernel in OVER_GROUPS:
         heads *= T // C // group
-        flops, moved = 2 * K * K * V, 4 * K * (K + V)  # of a group
+        flops, moved = 2 * K * K * V, 4 * K * (K + V)  # for one group
         if kernel == "group_scan":
             loops = (T // C // group - 1,)
             moved += 4 * K * V
@@ -369,7 +368,7 @@ def build(
             moved += group * ((K * K + (C * K if reverse else K * V)) * wide + 8 * K + reverse * C * V * size)
     else:
         heads *= T // C
-        # Multiply-adds of a chunk in units of C C K, C C V, C K V, C K K, K K V, C C C.
+        # Multiply-additions of a chunk in units of C C K, C C V, C K V, C K K, K K V, C C C.
         counts = {
             "map": (6, 4, 2, 1, 0, 2 * (C.bit_length() - 2)),
             "map_keys": (4, 0, 0, 1, 0, 2 * (C.bit_length() - 2)),
@@ -424,7 +423,7 @@ def builds(arch: str) -> list[Build]:
 
 
 def alternatives(arch: str) -> list[Build]:
-    """The chunks' kernels in bfloat16 in other launches than theirs: what a spill is held against."""
+    """The chunk kernels in bfloat16 with other launches than the shipped ones, with which a spill is compared."""
     found = []
     for K, V, C in itertools.product(WIDTHS, WIDTHS, chunk_sizes(torch.bfloat16, 64, 64, arch)):
         if C not in chunk_sizes(torch.bfloat16, K, V, arch):
@@ -452,7 +451,7 @@ def long_rows(arch: str) -> list[Build]:
 
 
 def chunk_kernels(dtype: torch.dtype, C: int) -> list[str]:
-    """Those of KERNELS with a program a chunk that are launched for a dtype and chunk length."""
+    """The kernels of KERNELS that have a program a chunk and are launched for a dtype and chunk length."""
     absent = "map_values" if fused_map(dtype, C) else "map"
     return [kernel for kernel in KERNELS if kernel not in (*ALL_CHUNKS, absent)]
 
@@ -461,8 +460,8 @@ def _builds(arch: str) -> Iterator[Build]:
     for dtype, K, V, C in itertools.product(NAMES, WIDTHS, WIDTHS, (32, 64)):
         if C not in chunk_sizes(dtype, K, V, arch):
             continue
-        once = ("token",) if C == 32 else ()  # it has no chunks
-        # The scan over groups is float32 for all dtypes: once.
+        once = ("token",) if C == 32 else ()  # it does not depend on C
+        # The scan over groups is float32 for all dtypes, so it is built once.
         groups = [one for one in OVER_GROUPS if dtype == torch.bfloat16 or one != "group_scan"]
         groups = groups if has_groups(arch, dtype, K, V) else []
         for kernel in (*chunk_kernels(dtype, C), *SCANS, *groups, *once):

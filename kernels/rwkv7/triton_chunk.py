@@ -7,15 +7,16 @@ C tokens a chunk, K key width, V value width. With g the inclusive cumulative lo
 and with h = S^T [K, V] the state at the chunk's start
     h' = e^G h + R h + Q,  R = e^(G - m) b~^T T a~ e^m,  Q = e^(G - m) (k~^T v + b~^T T A_ak v)
     y = P h + Y,           P = (r~ + A_qb T a~) e^m,     Y = A_qk v + A_qb T A_ak v
-so that only h' = e^G h + R h + Q is sequential (triton_scan.py). e^G stays outside R, in float32: it is the large part.
+So only h' = e^G h + R h + Q is sequential (triton_scan.py). e^G is not part of R but float32, because it is the large
+part of the map.
 
-Operands are bfloat16 or float32 (the stored maps' dtype). Exponents are within half a chunk of the middle: both hold
-|log_w| C / 2 < 80, which leaves e^8 for the values themselves. RWKV-7 has |log_w| < 0.6066: 20 at C = 64.
+Operands are bfloat16 or float32 (the dtype of the stored maps). Exponents cover half a chunk from the middle. Both
+dtypes hold |log_w| C / 2 < 80, which leaves a factor e^8 for the values. RWKV-7 has |log_w| < 0.6066: 20 at C = 64.
 
-No dot takes the transpose of a dot's result, and no wgmma of Hopper one of what was computed in registers, which
-Triton 3.4 to 3.7.0 miscompiled there (flash-linear-attention, issue 640; benchmarks/aot_ir.py finds them): the map has
-two warps, which have no wgmma, or tiles of fewer than 64 rows; the gradients of keys are worked out transposed, from
-tiles that are loaded so.
+No dot takes the transpose of a dot's result. No wgmma of Hopper takes the transpose of a value computed in registers,
+because Triton 3.4 to 3.7.0 miscompiled that (flash-linear-attention, issue 640; benchmarks/aot_ir.py finds such
+products). To avoid it, the map has two warps, which do not use wgmma, or tiles of fewer than 64 rows, and the gradients
+of keys are computed as transposes, from tiles that are loaded as transposes.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -37,29 +38,29 @@ def load_tokens(tensor, rows, columns, stride, inside):
 
 @triton.jit
 def store_tokens(tensor, rows, columns, stride, inside, x):
-    """The inverse of load_tokens, in the tensor's own dtype."""
+    """Stores what load_tokens loads, in the tensor's dtype."""
     x = narrow(x, tensor.dtype.element_ty)
     tl.store(tensor + rows[:, None] * stride + columns[None, :], x, mask=inside[:, None])
 
 
 @triton.jit
 def load_tokens_t(tensor, rows, columns, stride, inside):
-    """The transpose [D, C] of what load_tokens gives."""
+    """The transpose [D, C] of the tile of load_tokens."""
     return tl.load(tensor + columns[:, None] + rows[None, :] * stride, mask=inside[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
 def store_tokens_t(tensor, rows, columns, stride, inside, x):
-    """The inverse of load_tokens_t, in the tensor's own dtype."""
+    """Stores what load_tokens_t loads, in the tensor's dtype."""
     x = narrow(x, tensor.dtype.element_ty)
     tl.store(tensor + columns[:, None] + rows[None, :] * stride, x, mask=inside[None, :])
 
 
 @triton.jit
 def decays(log_w, rows, keys, stride, inside, C: tl.constexpr, operand: tl.constexpr, SUMS: tl.constexpr):
-    """log_w [C, K] in float32 of the chunk that log_w points to, and its inclusive sums g - m from the middle.
+    """log_w [C, K] of the chunk in float32, and its inclusive sums from the middle, g - m.
 
-    Sums over tokens are products with a matrix of 0, 1 and -1: a scan over rows costs 5 times the instructions.
+    Sums over tokens are products with a matrix of 0, 1 and -1; a scan over rows takes 5 times the instructions.
     """
     w = load_tokens(log_w, rows, keys, stride, inside)
     before, middle = rows[None, :] <= rows[:, None], rows[None, :] < C // 2
@@ -68,7 +69,7 @@ def decays(log_w, rows, keys, stride, inside, C: tl.constexpr, operand: tl.const
 
 @triton.jit
 def middle_sums_t(w, rows, C: tl.constexpr, operand: tl.constexpr, SUMS: tl.constexpr):
-    """The transposes [K, C] of what decays gives."""
+    """The transposes [K, C] of the results of `decays`."""
     before, middle = rows[:, None] <= rows[None, :], rows[:, None] < C // 2
     return sums_t(w, tl.where(before & ~middle, 1.0, tl.where(~before & middle, -1.0, 0.0)), operand, SUMS)
 
@@ -77,9 +78,9 @@ def middle_sums_t(w, rows, C: tl.constexpr, operand: tl.constexpr, SUMS: tl.cons
 def unit_lower_inverse(A, C: tl.constexpr, operand: tl.constexpr, PRECISION: tl.constexpr):
     """(I - A)^-1 of strictly lower triangular A [C, C], float32, by doubling the size of inverted diagonal blocks.
 
-    With X and Y inverted and A_yx below and left of them, [[X, 0], [Y A_yx X, Y]] is the next inverse, which for all
-    blocks of a size at once is T + T L T with L the A_yx alone: 2 (log2 C - 1) products. Neumann series of 16-blocks
-    would take as many, with powers that cancel up to binomial(15, 7) = 6435 times.
+    With inverted blocks X and Y, and A_yx below and left of them, the next inverse is [[X, 0], [Y A_yx X, Y]]. For all
+    blocks of a size at once it is T + T L T, with L the blocks A_yx: 2 (log2 C - 1) products. Neumann series of blocks
+    of 16 would take as many, with terms that cancel up to a factor binomial(15, 7) = 6435.
     """
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     T = tl.where(i // 2 == j // 2, A, 0.0) + tl.where(i == j, 1.0, 0.0)
@@ -100,7 +101,7 @@ def wkv7_chunk_map(
 ):  # fmt: skip
     """The maps of one chunk and head: R [K, K], Q [K, V], P [C, K], Y [C, V], T [C, C]; edges [2, K] = e^m, e^(G - m).
 
-    KEYS: makes T, edges, R and P. VALUES: makes Q and Y, from a T that is there unless KEYS.
+    KEYS: computes T, edges, R and P. VALUES: computes Q and Y; without KEYS it reads T.
     """
     slot, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     start, end = span(table, slot, length, per_row, C)
@@ -141,7 +142,7 @@ def wkv7_chunk_map(
         A_qk = narrow(tl.where(rows[:, None] >= rows[None, :], A_qk, 0.0), operand)
     squares = chunk * C * C + rows[:, None] * C + rows[None, :]
 
-    # Where a block is not all of K, inputs are read again from here on.
+    # From here on inputs are read again if a block does not hold all of K.
     if KEYS:
         A_ab = tl.where(rows[:, None] > rows[None, :], A_ab, 0.0)
         inverse = narrow(unit_lower_inverse(A_ab, C, operand, PRECISION), operand)

@@ -1,18 +1,19 @@
-"""RWKV-7 within a chunk, in Triton, backward: gradients of a chunk's inputs from those of its outputs and its states.
+"""RWKV-7 within a chunk, in Triton, backward: gradients of a chunk's inputs from those of its outputs and states.
 
-h, dh [K, V]: the state at the chunk's start, and the gradient of the state at its end; the rest as in triton_chunk.py.
-With h^ for e^m h and dh^ for e^(G - m) dh:
+h, dh [K, V]: the state at the chunk's start, and the gradient of the state at its end. Other names are those of
+triton_chunk.py. With h^ for e^m h and dh^ for e^(G - m) dh:
     U = T (a~ h^ + A_ak v)                           Z = T^T (A_qb^T dy + b~ dh^)
     dv = A_qk^T dy + A_ak^T Z + k~ dh^
     dA_qk, dA_qb, dA_ak, dA_ab = dy v^T, dy U^T, Z v^T, Z U^T, masked as the A are
     dr~ = dA_qk k~ + dA_qb b~ + dy h^^T              da~ = dA_ak k~ + dA_ab b~ + Z h^^T
     dk~ = dA_qk^T r~ + dA_ak^T a~ + v dh^^T          db~ = dA_qb^T r~ + dA_ab^T a~ + U dh^^T
-One kernel makes U, Z and dv, whose columns do not depend on each other; one the others, by columns of K, transposed
-throughout ([K, C], see triton_chunk.py): the first operands of its products are then as they are loaded or computed.
+One kernel computes U, Z and dv, whose columns are independent of each other. Another kernel computes the rest, by
+columns of K and transposed ([K, C], see triton_chunk.py), so that the first operands of its products are as they were
+loaded or computed.
 
-A query counts with +g in the exponent of its decay, a key with -g, and where it leaves the chunk with G - g, which is
-summed over the tokens before and not as a total minus the tokens after: it would cancel where the decay is strong.
-log_w's gradient multiplies by the operands as the dots had them, rounded, or the halves that cancel would differ.
+A query has +g in the exponent of its decay, a key -g, and a key that leaves the chunk G - g. The part of the latter is
+summed over the tokens before, not as a total minus the tokens after, which would cancel where the decay is strong. The
+gradient of log_w uses the operands as the dots had them, rounded; otherwise the parts that cancel would differ.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -31,8 +32,8 @@ from cdrmix.kernels.rwkv7.triton_chunk import decays, load_tokens, middle_sums_t
 def operand_of(x, inside, operand: tl.constexpr):
     """Loaded tokens [C, D] as operands, zero after the document's end.
 
-    The loads are masked as well. But what is loaded and then goes to shared memory as it is would be waited for there
-    and then by the code that Triton makes; with a selection between, loads that stand together wait together.
+    The loads are masked already. The selection is for speed: without it Triton waits for each load that goes to shared
+    memory unchanged, one after the other; with it, adjacent loads are waited for together.
     """
     if operand == tl.bfloat16:
         x = tl.where(inside[:, None], x, 0.0)
@@ -106,7 +107,7 @@ def wkv7_chunk_gradient_keys(
     C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     PRECISION: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """dr, dlog_w, dk, da and db [C, BLOCK_K] of one chunk, head and block of K; V is gone through by BLOCK_V."""
+    """dr, dlog_w, dk, da and db [C, BLOCK_K] of one chunk, head and block of K, in a loop over blocks of V."""
     block, chunk_head = tl.program_id(0) % (K // BLOCK_K), tl.program_id(0) // (K // BLOCK_K)
     slot, head = chunk_head // heads, chunk_head % heads
     start, end = span(table, slot, length, per_row, C)
@@ -159,14 +160,14 @@ def wkv7_chunk_gradient_keys(
     dA_ak = narrow(tl.where(upper, 0.0, dA_ak), operand)
     dA_ab = narrow(tl.where(upper, 0.0, dA_ab), operand)
 
-    if operand == tl.bfloat16:  # all at once, ahead of what needs them; float32 would not fit the registers
+    if operand == tl.bfloat16:  # loaded together, before they are needed; float32 would not fit the registers
         w_raw = tl.load(log_w + token + here_t, mask=inside_t, other=0.0)
         k_raw = tl.load(k + token + here_t, mask=inside_t, other=0.0)
         b_raw = tl.load(b + token + here_t, mask=inside_t, other=0.0)
         a_raw = tl.load(a + token + here_t, mask=inside_t, other=0.0)
         r_raw = tl.load(r + token + here_t, mask=inside_t, other=0.0)
 
-    # A second time over V: where it is one block, the compiler reads it once.
+    # The second loop over V: if it is a single block, the compiler reads it only once.
     dr_t = tl.zeros([BLOCK_K, C], tl.float32)
     da_t = tl.zeros([BLOCK_K, C], tl.float32)
     dk_leaving = tl.zeros([BLOCK_K, C], tl.float32)
@@ -216,7 +217,7 @@ def wkv7_chunk_gradient_keys(
     aq = narrow(a_raw.to(tl.float32) * decay, operand)
     store_tokens_t(da + token, rows, keys, stride, inside, da_t * decay)
     later = da_t * aq.to(tl.float32)
-    dw = through[:, None] * enter * leave - later  # a_t reads before w_t
+    dw = through[:, None] * enter * leave - later  # a_t reads the state before w_t is applied
     decay = tl.exp(g)
     if operand != tl.bfloat16:
         r_raw = tl.load(r + token + here_t, mask=inside_t, other=0.0)

@@ -1,13 +1,13 @@
-"""RWKV-7 over the groups of a long document's chunks, in Triton: a scan whose steps are groups and not chunks.
+"""RWKV-7 over the groups of a long document's chunks, in Triton: a scan whose steps are groups instead of chunks.
 
-A chunk's map h' = (e^G + R) h + Q is affine, and so is that of the chunks of a group, h' = A h + B: its A and B are
-what the scan over its chunks makes of the unit matrix and of nothing. One program a group makes them, all groups side
-by side; one a document then goes from group to group, and leaves the state that each starts from to triton_scan.py,
-whose programs go through the chunks of all groups side by side. Of n chunks in groups of g that is g + n / g + g
-dependent products instead of n, for (K + V) / V times the products, and R and Q read once more.
+A chunk's map h' = (e^G + R) h + Q is affine, and so is the map of a group's chunks, h' = A h + B. The scan over the
+group's chunks gives A from the unit matrix and B from zero. One program a group computes them, all groups in parallel.
+Then one program a document steps from group to group and stores the state before each group. From these states the
+programs of triton_scan.py go through the chunks of all groups in parallel. For n chunks in groups of g that is
+g + n / g + g dependent products instead of n, for (K + V) / V times the products and a second read of R and Q.
 
-The gradients' scan, dh' = (e^G + R^T) dh + P^T dy, does the same from the last group to the first.
-A and B are float32, and so are the products over groups: float32 proper, or three of TF32.
+The scan of the gradients, dh' = (e^G + R^T) dh + P^T dy, does the same from the last group to the first. A and B are
+float32, and products over groups are float32 products, or three of TF32.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -27,7 +27,7 @@ def wkv7_group_forward(
     R, Q, edges, cu_seqlens, members, maps, length, per_row, heads, group, limit,
     C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_V columns of a group's map [K, K + V], A then B; of a document's last group nothing."""
+    """BLOCK_V columns of a group's map [K, K + V], A then B; nothing for a document's last group."""
     blocks: tl.constexpr = (K + V) // BLOCK_V
     block, pair = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     head, item = pair % heads, pair // heads
@@ -54,7 +54,7 @@ def wkv7_group_backward(
     R, P, edges, dy, cu_seqlens, members, maps, length, per_row, heads, group, limit,
     C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The same of the gradients, dh before a group from dh after it; of a document's first group nothing."""
+    """The same for the gradients: dh before a group from dh after it; nothing for a document's first group."""
     blocks: tl.constexpr = (K + V) // BLOCK_V
     block, pair = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     head, item = pair % heads, pair // heads
@@ -84,7 +84,7 @@ def wkv7_group_scan(
     maps, state, cu_seqlens, carried, length, per_row, heads, group, limit, has_state, reverse,
     C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What each group of a document starts from, [slots, H, V, K]; reverse: from the last group to the first."""
+    """The state before each group of a document, [slots, H, V, K]; reverse: from the last group to the first."""
     block, pair = tl.program_id(0) % (V // BLOCK_V), tl.program_id(0) // (V // BLOCK_V)
     head, document = pair % heads, pair // heads
     start, end, _ = document_span(cu_seqlens, document, length, C, per_row)

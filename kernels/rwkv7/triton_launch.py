@@ -1,6 +1,6 @@
-"""How RWKV-7's Triton kernels are launched: chunk lengths, and warps and tiles by dtype, widths and architecture.
+"""The launches of RWKV-7's Triton kernels: chunk lengths, and warps and tiles by dtype, widths and architecture.
 
-Every figure is fixed here, by what compiles without loss (benchmarks/aot.py): nothing is tuned at run time.
+Each was chosen by its compiled code (benchmarks/aot.py); nothing is tuned at run time.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import torch
 from cdrmix.kernels.common.triton_helpers import INTERPRETED
 
 WIDTHS = (32, 64, 128)  # of keys and of values
-SCANS = ("forward", "backward")  # a program a document or group, head and block of V
-GROUPS = ("group_forward", "group_backward")  # one a group, head and block of K + V
+SCANS = ("forward", "backward")  # one program a document or group, head and block of V
+GROUPS = ("group_forward", "group_backward")  # one program a group, head and block of K + V
 OVER_GROUPS = (*GROUPS, "group_scan")
-ALL_CHUNKS = (*SCANS, *OVER_GROUPS, "token")  # the other kernels have one a chunk and head
+ALL_CHUNKS = (*SCANS, *OVER_GROUPS, "token")  # the other kernels have one program a chunk and head
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How a kernel is launched: warps a program, stages of its loads, and the columns of K and V it has at a time."""
+    """A kernel's launch: warps a program, stages of its loads, and columns of K and V that it holds at a time."""
 
     num_warps: int
     num_stages: int
@@ -29,12 +29,12 @@ class Launch:
 
 
 def chunk_sizes(dtype: torch.dtype, K: int, V: int, arch: str = "sm_90") -> tuple[int, ...]:
-    """The chunk lengths that there are for a dtype and widths, the default first.
+    """The chunk lengths that ship for a dtype and widths, the default first.
 
-    32, whose products are the smaller half of the time by the estimates of benchmarks/aot.py. 64 keeps fewer bytes for
-    the backward pass; in float32 operands, and on architectures other than sm_90, it spills registers. There are none
-    for float32 keys of 128: both scans and the map spill, 16 to 400 bytes a thread in all tiles tried, and plain
-    PyTorch serves. The interpreter has them all, as a test.
+    The default is 32: its products take less than half of the time, by the estimates of benchmarks/aot.py. 64 keeps
+    fewer bytes for the backward pass; with float32 operands, and on architectures other than sm_90, it spills
+    registers. Float32 keys of 128 have none: both scans and the map spill 16 to 400 bytes a thread in all tiles tried,
+    so plain PyTorch is used. The interpreter has all of them, for tests.
     """
     if K == 128 and dtype == torch.float32 and not INTERPRETED:
         return ()
@@ -42,12 +42,12 @@ def chunk_sizes(dtype: torch.dtype, K: int, V: int, arch: str = "sm_90") -> tupl
     return (32, 64) if longer and max(K, V) <= 64 else (32,)
 
 
-# By operand dtype and chunk: warps a program, and at most so many columns of K and of V at a time; by K, or by K and V,
-# where one does not serve all. The widest tiles of those tried that spill no register; BY_ARCHITECTURE has what spills
-# elsewhere. On sm_90 a spill of some bytes is taken where the kernel is estimated faster with it than in any launch
-# without, and two warps where four would multiply by wgmma with a first operand that is transposed in registers
-# (benchmarks/aot.py judges both). On sm_100 some float16 and float32 kernels spill 4 to 56 bytes in every tile tried,
-# and ship so; under Triton 3.6.0 two in float16 on sm_90 too, 12 and 28 bytes.
+# By operand dtype and chunk: warps a program, and the most columns of K and of V at a time, by K, or by K and V, where
+# one value does not fit all. They are the widest tiles tried that spill no register; BY_ARCHITECTURE has the exceptions
+# of other architectures. On sm_90 a kernel may spill some bytes if it is estimated faster than in any launch without
+# spills, and it has two warps where four would use wgmma with a first operand that is transposed in registers
+# (benchmarks/aot.py checks both). On sm_100 some float16 and float32 kernels spill 4 to 56 bytes in every tile tried,
+# and ship so; under Triton 3.6.0 two float16 kernels do so on sm_90 too, with 12 and 28 bytes.
 Blocks = tuple[int, int, int]
 Tiles = dict[str, Blocks | dict[int | tuple[int, int], Blocks]]
 _BF16_32: Tiles = {
@@ -168,7 +168,7 @@ BY_ARCHITECTURE: dict[str, dict[tuple[torch.dtype, int], Tiles]] = {
 
 
 def launch_of(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int) -> Launch:
-    """The launch that ships."""
+    """The shipped launch."""
     if kernel == "token":
         return Launch(4, 1, K, 32)
     if kernel == "group_scan":
@@ -180,7 +180,7 @@ def launch_of(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int
             return Launch(4, 1, min(K, 64), 16)
         if dtype == torch.float16 and (arch == "sm_80" or K == 128):
             return Launch(4, 1, min(K, 64), 16)
-        # gfx942 has 64 KiB for a program: R and P of one chunk at a time, in halves.
+        # gfx942 has 64 KiB of shared memory for a program: R and P of one chunk at a time, in halves.
         return Launch(4, 1, min(K, 64), 32) if arch == "gfx942" else Launch(4, 2, K, 32)
     special = BY_ARCHITECTURE.get(arch, {}).get((dtype, C), {})
     blocks = special[kernel] if kernel in special else BLOCKS[dtype, C][kernel]
@@ -193,8 +193,8 @@ def launch_of(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int
 def precision_of(kernel: str, arch: str, dtype: torch.dtype) -> str:
     """How float32 operands are multiplied.
 
-    gfx942 has float32 products. Float32 on NVIDIA: by FMA within a chunk, where three TF32 products spill registers;
-    in the scans, whose tiles are the widest, it is FMA that spills.
+    On gfx942 by float32 products. On NVIDIA GPUs by FMA within a chunk, where three TF32 products would spill
+    registers, and by TF32 products in the scans, whose tiles are the widest and where FMA would spill.
     """
     if arch == "gfx942":
         return "ieee"

@@ -1,8 +1,8 @@
 """RWKV-7 over the chunks of a document, in Triton: the states forward, their gradients in reverse, and one token.
 
-The scan has h' = e^G h + R h + Q and y = P h + Y, with the maps of triton_chunk.py: one dependent product a chunk.
-A program has one document, one head and BLOCK_V columns of the state, which do not depend on each other; of a long
-document one group of its chunks, from the state that triton_groups.py has brought there.
+The scan is h' = e^G h + R h + Q and y = P h + Y, with the maps of triton_chunk.py: one dependent product a chunk. A
+program handles one document, one head and BLOCK_V columns of the state, which are independent of each other. In a long
+document it handles one group of chunks, from the state that triton_groups.py computed.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -36,11 +36,12 @@ def load_decay(edges, chunk, keys, K: tl.constexpr):
 
 @triton.jit
 def scan_part(cu_seqlens, members, item, length, per_row, group, limit, C: tl.constexpr):
-    """What a program goes over: document; first token, document's end, first chunk's slot; chunks before, and chunks.
+    """The document; first token, document's end, first chunk's slot; chunks before, and chunks; whether in groups.
 
-    Then whether the document is in groups. group: 0, items are documents; else chunks of a group, and items are slots
-    for groups, laid out as those of chunks are (`chunk_table`), with the document of each in `members` where packed.
-    Documents of more than `limit` chunks are in groups; another is all its first slot's. -1 chunks: nothing to do.
+    These describe what a program scans. group: 0, then items are documents; else chunks of a group, then items are
+    slots of groups, numbered as the slots of chunks are (`chunk_table`), and `members` has the document of each where
+    packed. Documents of more than `limit` chunks are in groups. The first slot of another document has all its chunks.
+    With -1 chunks there is nothing to do.
     """
     per = tl.maximum(group, 1)
     if per_row == 0:
@@ -64,7 +65,7 @@ def scan_part(cu_seqlens, members, item, length, per_row, group, limit, C: tl.co
 def first_state(
     state, carried, document, item, heads, head, keys, values, wanted, grouped, K: tl.constexpr, V: tl.constexpr
 ):
-    """The [K, BLOCK_V] tile that a scan starts from: the document's, or its group's from `carried` [slots, H, V, K]."""
+    """The [K, BLOCK_V] tile that a scan starts from: the document's, or the group's in `carried` [slots, H, V, K]."""
     own = load_state(state, (document * heads + head) * V * K, keys, values, wanted & (grouped == 0), K)
     inner = load_state(carried, (item.to(tl.int64) * heads + head) * V * K, keys, values, grouped, K)
     return tl.where(grouped, inner, own)
@@ -79,7 +80,7 @@ def wkv7_state_forward(
 ):  # fmt: skip
     """y [tokens, H, V], the states h [K, V] at the chunks' starts, and the last state [H, V, K].
 
-    BLOCK_K is K, or half of it: the state is then in two tiles, whose products fit the registers.
+    BLOCK_K is K, or K / 2: then the state is in two tiles, whose products fit the registers.
     Y and y may be the same memory: a program reads its own columns before it writes them.
     """
     block, pair = tl.program_id(0) % (V // BLOCK_V), tl.program_id(0) // (V // BLOCK_V)
@@ -144,7 +145,7 @@ def wkv7_state_backward(
     C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dh [K, V]: the gradient of the state at each chunk's end, and dstate [H, V, K], of the document's first.
+    """dh [K, V]: the gradient of the state at each chunk's end; dstate [H, V, K]: that of the document's first state.
 
     dh of the chunk before is e^G dh + R^T dh + P^T dy. BLOCK_K as in the forward pass.
     """

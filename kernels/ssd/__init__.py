@@ -1,1 +1,1 @@
-"""Mamba-2's state-space dual: a scan with a scalar decay a head."""
+"""Mamba-2's state-space dual: a scan with a scalar decay for each head and token."""

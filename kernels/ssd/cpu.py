@@ -1,14 +1,14 @@
-"""The decay scan on a CPU: float32, by chunks of tokens as small matrix products in vector registers.
+"""The SSD scan on a CPU: float32, by chunks of tokens as small matrix products in vector registers.
 
     S_t = exp(log_decay_t) S_{t-1} + v_t k_t^T ;  y_t = S_t q_t, or S_{t-1} q_t        S: [V, K]
 
-Within a chunk of C tokens y = e^g (q S^T) + (q k^T * weights) v and S' = e^G S + (v e^h)^T k, about 2 K V + C (K + V)
-/ 2 multiply-additions a token and head forward, and 4 K V + C (2 K + V) backward. Forward keeps the states between
-chunks, 4 V K / C bytes a token and head: 512 at K = V = 64 and C = 32, where q, k, v are 768.
+Within a chunk of C tokens y = e^g (q S^T) + (q k^T * weights) v and S' = e^G S + (v e^h)^T k. These take about
+2 K V + C (K + V) / 2 multiply-additions a token and head forward, and 4 K V + C (2 K + V) backward. The forward pass
+keeps the states between chunks, 4 V K / C bytes a token and head: 512 at K = V = 64 and C = 32, where q, k, v take 768.
 
-A document and head is done by one thread in one order (backward up to HEADS heads of a group, whose gradients of q
-and k are then summed in order): neither the number of threads, nor what else is in the batch changes a bit; `chunk`
-does. The loops are in cpu_simd.py.
+One thread computes a document and head in one order. In the backward pass one thread computes up to HEADS heads of a
+group, whose gradients of q and k are summed in order. So no bit depends on the number of threads or on the rest of the
+batch; bits do depend on `chunk`. The loops are in cpu_simd.py.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from cdrmix.kernels.common.cpu import Scratch, address, check, documents, run_pa
 from cdrmix.kernels.ssd import cpu_simd
 
 CHUNK = 32
-HEADS = 8  # of a group, one after the other in the backward pass: more are shared out, each part with its own dq, dk
-SERIAL_WORK = 1 << 20  # K V tokens heads below which one thread does it all: 0.1 ms, twice what waking another takes
+HEADS = 8  # most heads of a group in one part of the backward pass; each part has its own dq, dk
+SERIAL_WORK = 1 << 20  # K V tokens heads, up to which one thread is used: 0.1 ms, twice the time to wake another thread
 CONSTANTS = torch.tensor([-torch.inf, 0.0, 1.0])
 MASKS = torch.ones(8, 8).tril(-1)
 
@@ -31,7 +31,7 @@ def _padded(width: int) -> int:
 
 
 def _parts(items: int, work: int) -> int:
-    """Threads to use; no bit depends on it, since an item is done by one thread."""
+    """The number of threads; no bit depends on it, because one thread computes an item."""
     return min(torch.get_num_threads(), max(items, 1)) if work > SERIAL_WORK else 1
 
 
@@ -50,7 +50,7 @@ def ssd_scan_saved_shapes(
     chunk: int | None,
     save: bool,
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """What forward keeps: the state before every chunk, but before documents' first. q, v: their shapes."""
+    """What the forward pass keeps: the states before chunks, without documents' first. q, v: their shapes."""
     if not save:
         return []
     return [((v[0] * v[1] // (chunk or CHUNK), v[2], _padded(q[3]), _padded(v[3])), torch.float32)]
@@ -69,7 +69,7 @@ def ssd_scan_forward(
     save: bool,
     return_state: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """y [B, T, H, V], last [N, H, V, K] (empty unless return_state), and what backward needs beside the inputs."""
+    """y [B, T, H, V], last [N, H, V, K] (empty unless return_state), and what the backward pass needs."""
     check(q, k, v, log_decay, state)
     (B, T, H, value_width), (groups, key_width) = v.shape, q.shape[2:]
     K, V, C = _padded(key_width), _padded(value_width), chunk or CHUNK

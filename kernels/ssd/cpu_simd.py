@@ -1,8 +1,8 @@
-"""The decay scan's loops for one CPU thread, compiled by numba: small matrix products, a chunk of tokens at a time.
+"""The loops of the SSD scan for one CPU thread, compiled by numba: small matrix products, a chunk of tokens at a time.
 
-Everything is passed as an address and counted in floats (common/simd.py). Shapes: K and V are the widths rounded up to
-multiples of 8, as scratch memory has them; C tokens a chunk, a multiple of 8. A chunk's tensors are copied to scratch
-memory first, where rows follow on each other and what is missing is 0: the products know no remainders.
+Arrays are passed as addresses, and indices count floats (common/simd.py). Shapes: K and V are the widths rounded up to
+multiples of 8, as in scratch memory; C tokens a chunk, a multiple of 8. A chunk's tensors are first copied to scratch
+memory with contiguous rows, padded with zeros, so the products need no code for remainders.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from cdrmix.kernels.common.simd import (
 )
 
 PAIR = 2 * SIMD_WIDTH  # columns of a product's block; with 4 rows its sums fill 8 of 16 registers
-ZERO, ONE = 1, 2  # where they stand among the constants
-FULL, LOWER, UPPER, CAUSAL = range(4)  # A is whole, lower or upper triangular; or of the product the triangle is wanted
+ZERO, ONE = 1, 2  # their indices in the constants
+FULL, LOWER, UPPER, CAUSAL = range(4)  # A is full, lower or upper triangular; CAUSAL: only the product's lower triangle
 
 
 @njit(nogil=True)
@@ -41,8 +41,9 @@ def _product(  # type: ignore[no-untyped-def]
 ):
     """out = factor out + A B for out [rows, columns], B [depth, columns], rows a multiple of 4, columns of 8.
 
-    A [rows, depth] has strides, so that it may be a transpose. factor: an address, 0 for none: out need hold nothing.
-    Triangles are taken by blocks of 4 rows and 16 columns: what is beside them in a block must be 0, or is spoilt.
+    A [rows, depth] has strides, so it may be a transpose. factor: an address; 0: out need not be initialised.
+    Triangles are computed by blocks of 4 rows and 16 columns. The rest of a block of a triangular A must be 0; the rest
+    of a block of a CAUSAL product is overwritten.
     """
     for j in range(0, columns - SIMD_WIDTH, PAIR):
         for i in range(j if shape == CAUSAL else 0, rows, 4):
@@ -94,8 +95,8 @@ def _product(  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def _take(source, at, stride, count, width, target, rows, padded):  # type: ignore[no-untyped-def]
-    """`count` rows of `width` floats, `stride` apart, to rows of `padded`; zeros to their right and below them."""
+def _copy_in(source, at, stride, count, width, target, rows, padded):  # type: ignore[no-untyped-def]
+    """Copies `count` rows of `width` floats, `stride` apart, to rows of `padded`, padded with zeros."""
     whole = width // SIMD_WIDTH * SIMD_WIDTH
     for row in range(count):
         for j in range(0, whole, SIMD_WIDTH):
@@ -109,8 +110,8 @@ def _take(source, at, stride, count, width, target, rows, padded):  # type: igno
 
 
 @njit(nogil=True)
-def _give(source, padded, target, at, stride, count, width, begun):  # type: ignore[no-untyped-def]
-    """The inverse of `_take`; added to what is there where another head has begun."""
+def _copy_out(source, padded, target, at, stride, count, width, begun):  # type: ignore[no-untyped-def]
+    """Copies back what `_copy_in` copied; adds it where another head has written (begun)."""
     whole = width // SIMD_WIDTH * SIMD_WIDTH
     for row in range(count):
         for j in range(0, whole, SIMD_WIDTH):
@@ -122,7 +123,7 @@ def _give(source, padded, target, at, stride, count, width, begun):  # type: ign
 
 
 @njit(nogil=True)
-def _turn(source, rows, columns, target):  # type: ignore[no-untyped-def]
+def _transpose_matrix(source, rows, columns, target):  # type: ignore[no-untyped-def]
     """[rows, columns] to [columns, rows], both multiples of 8."""
     for i in range(0, rows, SIMD_WIDTH):
         for j in range(0, columns, SIMD_WIDTH):
@@ -139,7 +140,7 @@ def _multiply_rows(x, factors, rows, columns, target):  # type: ignore[no-untype
 
 @njit(nogil=True)
 def _multiply_triangle(x, y, rows, target):  # type: ignore[no-untyped-def]
-    """target = x y, all [rows, rows], on and below the diagonal, to whole vectors of columns."""
+    """target = x y, element by element, [rows, rows], on and below the diagonal, up to whole vectors of columns."""
     for row in range(rows):
         for j in range(row * rows, row * rows + row + 1, SIMD_WIDTH):
             store(target, j, times(load(x, j), load(y, j)))
@@ -159,7 +160,7 @@ def _row_products(x, y, rows, columns, target, partial):  # type: ignore[no-unty
 
 @njit(nogil=True)
 def _power(x, count):  # type: ignore[no-untyped-def]
-    """e^x in place."""
+    """Replaces x by e^x."""
     for i in range(0, count, SIMD_WIDTH):
         y = load(x, i)
         store(x, i, zero_below(y, exponential(y)))
@@ -169,13 +170,13 @@ def _power(x, count):  # type: ignore[no-untyped-def]
 def _decays(  # type: ignore[no-untyped-def]
     log, at, stride, count, rows, exclusive, weights, entering, leaving, through, constants
 ):
-    """What a chunk's log decays make; every exponent is a sum of log decays, and no difference of two.
+    """The decay factors of a chunk; every exponent is a sum of log decays, never a difference of two sums.
 
-    weights [rows, rows]: e^(sum from after j's write to i's read), 0 where i does not read j, to whole vectors.
+    weights [rows, rows]: e^(sum from after j's write to i's read), 0 where i does not read j, up to whole vectors.
     entering, leaving [rows]: e^(sum from the chunk's start to i's read), e^(sum from after j's write to its end).
-    through [8]: e^(whole sum) first. constants: -inf, 0, 1.
+    through [8]: e^(sum over the chunk) first. constants: -inf, 0, 1.
     """
-    fill(constants, leaving, 0, rows)  # what no token has written yet
+    fill(constants, leaving, 0, rows)  # -inf: no token has written yet
     fill(constants, through, 0, SIMD_WIDTH)
     total = number(constants, ZERO)
     if exclusive:
@@ -204,10 +205,10 @@ def _decays(  # type: ignore[no-untyped-def]
 def _sum_decay_gradients(  # type: ignore[no-untyped-def]
     dweights, dentering, dleaving, dthrough, rows, count, exclusive, running, partial, masks, dlog, at, stride
 ):
-    """dlog_l: what every exponent that token l is in sends back.
+    """dlog_l: the sum of the gradients of all exponents that contain token l's log decay.
 
-    dweights [rows, rows] of pairs j < l <= i (l < i if exclusive), summed over i from the last, then over j: no term
-    cancels. dentering [rows] of the reads from l on, dleaving [rows] of the writes before l, dthrough a number.
+    dweights [rows, rows] of pairs j < l <= i (l < i if exclusive), summed over i from the last, then over j, so that
+    no terms cancel. dentering [rows] of the reads from l on, dleaving [rows] of the writes before l, dthrough a number.
     Scratch: running [rows], partial [rows, 8]. masks [8, 8]: row n has n ones.
     """
     fill(masks, running, 0, rows)
@@ -244,9 +245,9 @@ def scan(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Items (a document and head) first, first + stride, ...: y [tokens, H, V], last [N, H, V, K].
 
-    starts: int64 [N + 1] as an address. state, last and checkpoints are 0 where there are none.
-    checkpoints [tokens // C, H, K, V]: the states, transposed, before each chunk but a document's first; a document
-    that starts at token s keeps its from number s // C on.
+    starts: address of int64 [N + 1]. state, last and checkpoints are 0 where they are absent.
+    checkpoints [tokens // C, H, K, V]: the states, transposed, before each chunk except a document's first; those of a
+    document that starts at token s begin at number s // C.
     Scratch: M, the state as [K, V], and S [V, K]; q_, k_ [C, K]; k_t [K, C]; v_, y_ [C, V]; scores, weights [C, C];
     entering, leaving [C]; through [8]. constants: -inf, 0, 1.
     """
@@ -259,8 +260,8 @@ def scan(  # type: ignore[no-untyped-def]
         if state == 0:
             fill(constants + 4 * ZERO, M, 0, K * V)
         else:
-            _take(state, item * value_width * key_width, key_width, value_width, key_width, S, V, K)
-            _turn(S, V, K, M)
+            _copy_in(state, item * value_width * key_width, key_width, value_width, key_width, S, V, K)
+            _transpose_matrix(S, V, K, M)
         for block in range(begin, end, C):
             count = min(C, end - block)
             rows = (count + 7) // 8 * 8
@@ -269,10 +270,10 @@ def scan(  # type: ignore[no-untyped-def]
                 copy(M, 0, checkpoints, (kept * heads + head) * K * V, K * V)
             at_k = (block * groups + head // per_group) * key_width
             at_v = (block * heads + head) * value_width
-            _take(q, at_k, groups * key_width, count, key_width, q_, rows, K)
-            _take(k, at_k, groups * key_width, count, key_width, k_, rows, K)
-            _take(v, at_v, heads * value_width, count, value_width, v_, rows, V)
-            _turn(k_, rows, K, k_t)
+            _copy_in(q, at_k, groups * key_width, count, key_width, q_, rows, K)
+            _copy_in(k, at_k, groups * key_width, count, key_width, k_, rows, K)
+            _copy_in(v, at_v, heads * value_width, count, value_width, v_, rows, V)
+            _transpose_matrix(k_, rows, K, k_t)
             _decays(
                 log, block * heads + head, heads, count, rows, exclusive, weights, entering, leaving, through, constants
             )
@@ -281,12 +282,12 @@ def scan(  # type: ignore[no-untyped-def]
             _product(y_, q_, K, 1, M, rows, V, K, FULL, 0)
             _multiply_rows(y_, entering, rows, V, y_)
             _product(y_, scores, rows, 1, v_, rows, V, rows, LOWER, constants + 4 * ONE)
-            _give(y_, V, y, at_v, heads * value_width, count, value_width, False)
+            _copy_out(y_, V, y, at_v, heads * value_width, count, value_width, False)
             _multiply_rows(v_, leaving, rows, V, v_)
             _product(M, k_, 1, K, v_, K, V, rows, FULL, through)
         if last != 0:
-            _turn(M, K, V, S)
-            _give(S, K, last, item * value_width * key_width, key_width, value_width, key_width, False)
+            _transpose_matrix(M, K, V, S)
+            _copy_out(S, K, last, item * value_width * key_width, key_width, value_width, key_width, False)
 
 
 @loop
@@ -296,12 +297,12 @@ def scan_back(  # type: ignore[no-untyped-def]
     S, D, D_t, q_, k_, k_t, v_, v_t, dy_, read, written, dv_, entered, left, scores, dscores, weights,
     entering, leaving, through, dentering, dleaving, running, partial, masks, constants,
 ):  # fmt: skip
-    """The adjoint of `scan` over items (a document, group and part of its heads), chunk by chunk from the end.
+    """The adjoint of `scan` over items (a document, group and part of its heads), from the last chunk to the first.
 
-    A part has heads / (groups parts) heads, one after the other: their gradients of q and k are summed in this order.
-    dq, dk: [parts, tokens, G, K]. state, dlast and dstate are 0 where there are none.
-    Scratch beside `scan`'s: D, the state's gradient as [K, V], and D_t [V, K]; v_t [V, C]; dy_, dv_, entered, left
-    [C, V]; read, written [C, K]; scores, dscores [C, C]; dentering, dleaving [C]; running [max(C, V)]; partial
+    A part has heads / (groups parts) heads, in order: their gradients of q and k are summed in this order.
+    dq, dk: [parts, tokens, G, K]. state, dlast and dstate are 0 where they are absent.
+    Scratch besides that of `scan`: D, the state's gradient as [K, V], and D_t [V, K]; v_t [V, C]; dy_, dv_, entered,
+    left [C, V]; read, written [C, K]; scores, dscores [C, C]; dentering, dleaving [C]; running [max(C, V)]; partial
     [max(C, V), 8]. masks: see _sum_decay_gradients.
     """
     K, V = (key_width + 7) // 8 * 8, (value_width + 7) // 8 * 8
@@ -316,50 +317,50 @@ def scan_back(  # type: ignore[no-untyped-def]
             if dlast == 0:
                 fill(constants + 4 * ZERO, D, 0, K * V)
             else:
-                _take(dlast, of_state, key_width, value_width, key_width, D_t, V, K)
-                _turn(D_t, V, K, D)
+                _copy_in(dlast, of_state, key_width, value_width, key_width, D_t, V, K)
+                _transpose_matrix(D_t, V, K, D)
             for block in range(begin + (end - begin - 1) // C * C, begin - 1, -C):
                 count = min(C, end - block)
                 rows = (count + 7) // 8 * 8
                 if block > begin:
                     kept = begin // C + (block - begin) // C - 1
-                    _turn(checkpoints + 4 * (kept * heads + head) * K * V, K, V, S)
+                    _transpose_matrix(checkpoints + 4 * (kept * heads + head) * K * V, K, V, S)
                 elif state == 0:
                     fill(constants + 4 * ZERO, S, 0, K * V)
                 else:
-                    _take(state, of_state, key_width, value_width, key_width, S, V, K)
+                    _copy_in(state, of_state, key_width, value_width, key_width, S, V, K)
                 at_k, at_v = (block * groups + group) * key_width, (block * heads + head) * value_width
                 at_log, at_part = block * heads + head, part * tokens * groups * key_width
-                _take(q, at_k, groups * key_width, count, key_width, q_, rows, K)
-                _take(k, at_k, groups * key_width, count, key_width, k_, rows, K)
-                _take(v, at_v, heads * value_width, count, value_width, v_, rows, V)
-                _take(dy, at_v, heads * value_width, count, value_width, dy_, rows, V)
-                _turn(k_, rows, K, k_t)
-                _turn(v_, rows, V, v_t)
-                _turn(D, K, V, D_t)
+                _copy_in(q, at_k, groups * key_width, count, key_width, q_, rows, K)
+                _copy_in(k, at_k, groups * key_width, count, key_width, k_, rows, K)
+                _copy_in(v, at_v, heads * value_width, count, value_width, v_, rows, V)
+                _copy_in(dy, at_v, heads * value_width, count, value_width, dy_, rows, V)
+                _transpose_matrix(k_, rows, K, k_t)
+                _transpose_matrix(v_, rows, V, v_t)
+                _transpose_matrix(D, K, V, D_t)
                 _decays(log, at_log, heads, count, rows, exclusive, weights, entering, leaving, through, constants)
                 _product(scores, q_, K, 1, k_t, rows, rows, K, CAUSAL, 0)
                 _multiply_triangle(scores, weights, rows, scores)
                 _product(dscores, dy_, V, 1, v_t, rows, rows, V, CAUSAL, 0)
-                _multiply_triangle(dscores, weights, rows, weights)  # of q k^T; the decays' own are no longer needed
-                _multiply_triangle(dscores, scores, rows, dscores)  # of the exponents
+                _multiply_triangle(dscores, weights, rows, weights)  # the gradient of q k^T; replaces the decay weights
+                _multiply_triangle(dscores, scores, rows, dscores)  # the gradient of the exponents
                 _multiply_rows(dy_, entering, rows, V, entered)
                 _multiply_rows(v_, leaving, rows, V, left)
 
                 _product(read, entered, V, 1, S, rows, K, V, FULL, 0)
                 _row_products(read, q_, rows, K, dentering, partial)
                 _product(read, weights, rows, 1, k_, rows, K, rows, LOWER, one)
-                _give(read, K, dq, at_part + at_k, groups * key_width, count, key_width, head > first_head)
+                _copy_out(read, K, dq, at_part + at_k, groups * key_width, count, key_width, head > first_head)
 
                 _product(written, left, V, 1, D_t, rows, K, V, FULL, 0)
                 _row_products(written, k_, rows, K, dleaving, partial)
                 _product(written, weights, 1, rows, q_, rows, K, rows, UPPER, one)
-                _give(written, K, dk, at_part + at_k, groups * key_width, count, key_width, head > first_head)
+                _copy_out(written, K, dk, at_part + at_k, groups * key_width, count, key_width, head > first_head)
 
                 _product(dv_, k_, K, 1, D, rows, V, K, FULL, 0)
                 _multiply_rows(dv_, leaving, rows, V, dv_)
                 _product(dv_, scores, 1, rows, dy_, rows, V, rows, UPPER, one)
-                _give(dv_, V, dv, at_v, heads * value_width, count, value_width, False)
+                _copy_out(dv_, V, dv, at_v, heads * value_width, count, value_width, False)
 
                 _row_products(S, D_t, V, K, running, partial)
                 dthrough = number(constants, ZERO)
@@ -372,5 +373,5 @@ def scan_back(  # type: ignore[no-untyped-def]
                 )  # fmt: skip
                 _product(D, q_, 1, K, entered, K, V, rows, FULL, through)
             if dstate != 0:
-                _turn(D, K, V, D_t)
-                _give(D_t, K, dstate, of_state, key_width, value_width, key_width, False)
+                _transpose_matrix(D, K, V, D_t)
+                _copy_out(D_t, K, dstate, of_state, key_width, value_width, key_width, False)

@@ -1,4 +1,4 @@
-"""The decay scan, linear attention with one decay a head and token, in plain PyTorch: specification and oracle.
+"""The SSD scan in plain PyTorch: specification and oracle. It is linear attention with one decay a head and token.
 
 Shapes: B batch, T time, G groups of heads, H heads, R = H / G heads a group, K key width, V value width, C tokens a
 chunk, N chunks, D documents. All of it runs in float64 as well as in float32.
@@ -12,8 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-CHUNK = 32  # tokens; on a CPU 32 and 64 are within a tenth of each other, 16 is slower
-LOWEST = -1e6  # log decays are no lower: e to it is 0 in every dtype, as e^-inf is, but 0 times it is not NaN
+CHUNK = 32  # tokens; on a CPU 32 and 64 are within a tenth of each other, and 16 is slower
+LOWEST = (
+    -1e6
+)  # the least log decay: its exponential is 0 in every dtype, as that of -inf; but 0 times -inf would be NaN
 
 
 def ssd_scan_recurrence(
@@ -22,9 +24,9 @@ def ssd_scan_recurrence(
     """Linear attention with a scalar decay, token by token: the definition (arXiv 2405.21060, section 5; 2307.08621).
 
         S_t = exp(log_decay_t) S_{t-1} + v_t k_t^T
-        y_t = S_t q_t, or S_{t-1} q_t if exclusive: read before the token's decay and write
+        y_t = S_t q_t, or S_{t-1} q_t if exclusive, that is, before the token's decay and write
 
-    q, k: [B, T, G, K]; v: [B, T, H, V], head h reading group h // (H / G); log_decay: [B, T, H] <= 0, -inf included;
+    q, k: [B, T, G, K]; v: [B, T, H, V], where head h uses group h // (H / G); log_decay: [B, T, H] <= 0, may be -inf;
     state: [B, H, V, K], zero if None. Returns y [B, T, H, V] and the last state [B, H, V, K].
     """
     batch, length, heads, value_width = v.shape
@@ -39,10 +41,10 @@ def ssd_scan_recurrence(
 
 
 class _Chunks:
-    """How documents fall into chunks of C tokens: each document's own, one after another, its last one padded.
+    """The chunks of C tokens of all documents: each document has its own chunks, and its last one is padded.
 
-    tokens: int64 [N, C], positions among the B * T tokens, of padding the document's last; inside: bool [N, C].
-    first, counts: int64 [D], a document's first chunk and its number of chunks.
+    tokens: int64 [N, C], positions among the B * T tokens; for padding that of the document's last. inside: bool [N,
+    C]. first, counts: int64 [D], a document's first chunk and its number of chunks.
     """
 
     def __init__(self, like: Tensor, cu_seqlens: Tensor | None, chunk: int) -> None:
@@ -59,7 +61,7 @@ class _Chunks:
         self.longest = int(self.counts.max())
 
     def split(self, x: Tensor) -> Tensor:
-        """[B, T, heads, width] -> [N, heads, C, width], zeros as padding: a padded token writes and decays nothing."""
+        """[B, T, heads, width] -> [N, heads, C, width], padded with zeros: a padded token writes and decays nothing."""
         pieces = x.flatten(0, 1)[self.tokens] * self.inside[..., None, None]
         return pieces.transpose(1, 2).contiguous()
 
@@ -72,7 +74,7 @@ class _Chunks:
     def scan(self, start: Tensor, through: Tensor, writes: Tensor, *, reverse: bool = False) -> tuple[Tensor, Tensor]:
         """S' = through S + writes from chunk to chunk: S before every chunk [N, H, V, K], and the last [D, H, V, K].
 
-        start: [D, H, V, K]; through: [N, H, 1, 1]; writes: [N, H, V, K]; in reverse from each document's last chunk.
+        start: [D, H, V, K]; through: [N, H, 1, 1]; writes: [N, H, V, K]; reverse: from the last chunk to the first.
         """
         state, before = start.clone(), torch.empty_like(writes)
         for n in range(self.longest):
@@ -84,7 +86,7 @@ class _Chunks:
 
 
 class _Pieces(NamedTuple):
-    """The inputs by chunk, with G and R apart, and what the decays make of them.
+    """The inputs by chunk, with G and R as separate dimensions, and the decay factors.
 
     q, k: [N, G, 1, C, K]; v: [N, G, R, C, V]
     weights: [N, G, R, C, C], e^(sum of the log decays between j's write and i's read), 0 where i does not read j
@@ -102,7 +104,7 @@ class _Pieces(NamedTuple):
 
 
 def _triangles(like: Tensor, chunk: int, exclusive: bool) -> tuple[Tensor, Tensor]:
-    """[C, C]: reads_ij = 1 where i reads token j's write (and is past j's decay), and later_ij = 1 for i > j."""
+    """[C, C]: reads_ij = 1 where i reads token j's write (after j's decay), and later_ij = 1 for i > j."""
     ones = torch.ones(chunk, chunk, dtype=like.dtype, device=like.device)
     later = ones.tril(-1)
     return later if exclusive else ones.tril(), later
@@ -111,14 +113,14 @@ def _triangles(like: Tensor, chunk: int, exclusive: bool) -> tuple[Tensor, Tenso
 def _pieces(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, chunks: _Chunks, reads: Tensor, later: Tensor
 ) -> _Pieces:
-    """Every exponent is a sum of log decays and never a difference of two: exact however strong the decay.
+    """Every exponent is a sum of log decays, never a difference of two sums: exact for any decay.
 
-    The sums are products with triangles, since a cumulative sum as such has no fixed order on a GPU.
+    The sums are products with triangular matrices, because torch.cumsum would have no fixed order on a GPU.
     """
     groups = q.shape[2]
     q, k, v, log = (chunks.split(x) for x in (q, k, v, log_decay.clamp_min(LOWEST).unsqueeze(-1)))
     q, k, v, log = (x.unflatten(1, (groups, -1)) for x in (q, k, v, log))
-    weights = torch.matmul(reads, log * later).exp() * reads  # over l: token l decays the write of j where l > j
+    weights = torch.matmul(reads, log * later).exp() * reads  # sum over l: token l decays the write of j if l > j
     entering = torch.matmul(reads, log).exp()
     leaving = torch.matmul(later.mT, log).exp()
     return _Pieces(q, k, v, weights, entering, leaving, log.sum(-2, keepdim=True).exp())
@@ -146,13 +148,13 @@ def ssd_scan_forward(
     save: bool,
     return_state: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """`ssd_scan_recurrence` by chunks, as matrix products: y, the last states (empty unless wanted), nothing saved.
+    """`ssd_scan_recurrence` by chunks, as matrix products: y, the last states (empty unless wanted), nothing kept.
 
         y = e^g (q S^T) + (q k^T * weights) v        g, h: sums of log decays up to the read, and after the write
         S' = e^G S + (v e^h)^T k
 
-    Shapes as there; cu_seqlens: int [D + 1], document starts over the B * T tokens, every row's among them; None: one
-    document a row. state: [D, H, V, K], what each document starts from; None: zeros.
+    Shapes as in `ssd_scan_recurrence`; cu_seqlens: int [D + 1], document starts over the B * T tokens, which include
+    every row's start; None: each row is one document. state: [D, H, V, K], the state before each document; None: zeros.
     """
     del save
     chunks = _Chunks(v, cu_seqlens, chunk or CHUNK)
@@ -176,10 +178,10 @@ def ssd_scan_backward(
     chunk: int | None,
     exclusive: bool,
 ) -> tuple[Tensor, ...]:
-    """The gradients of q, k, v, log_decay and the state (empty if None), the states made again for them.
+    """The gradients of q, k, v, log_decay and the state (empty if None); the states are computed again.
 
-    That of the log decays is made of the terms that each of them is in: as the difference of the reads' and the
-    writes' sums, which is shorter, it would cancel where the decay is strong.
+    The gradient of a log decay is the sum of the terms that contain it. The difference of the reads' and the writes'
+    sums would be shorter, but would cancel where the decay is strong.
     """
     del saved
     chunks = _Chunks(v, cu_seqlens, chunk or CHUNK)
@@ -195,7 +197,7 @@ def ssd_scan_backward(
 
     scores = (q_ @ k_.mT) * weights
     dscores = (dy @ v_.mT) * weights
-    read, written = dread @ before, (v_ * leaving) @ dafter  # of q through the state, of k likewise
+    read, written = dread @ before, (v_ * leaving) @ dafter  # the gradients of q and of k through the state
     dq = (dscores @ k_ + read).sum(2)
     dk = (dscores.mT @ q_ + written).sum(2)
     dv = scores.mT @ dy + (k_ @ dafter.mT) * leaving
@@ -235,6 +237,6 @@ def ssd_scan_saved_shapes(
     chunk: int | None,
     save: bool,
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Nothing is saved, whatever the sizes. q, v: their shapes."""
+    """Nothing is kept, whatever the sizes. q, v: their shapes."""
     del q, v, documents, packed, dtype, chunk, save
     return []

@@ -1,16 +1,17 @@
-"""The decay scan in Triton: a short scan over the chunks' states, and the chunks in parallel, forward and in reverse.
+"""The SSD scan in Triton: a short scan over the chunks' states, and the chunks in parallel, forward and in reverse.
 
     S_t = exp(log_decay_t) S_{t-1} + v_t k_t^T ;  y_t = S_t q_t, or S_{t-1} q_t        S: [V, K]
 
-q, k [B, T, G, K]; v, y [B, T, H, V]; log_decay [B, T, H]; states float32 [N, H, V, K], one a document, which is a row
-or what cu_seqlens [N + 1] cuts out of the B * T tokens. Chunks start anew at each document, so that a document has the
-same bits packed or alone. No atomics, and no tuning at run time: the same bits every time.
+q, k [B, T, G, K]; v, y [B, T, H, V]; log_decay [B, T, H]; states float32 [N, H, V, K], one a document. A document is a
+row, or a span of the B * T tokens that cu_seqlens [N + 1] gives. Chunks start anew at each document, so a document has
+the same bits packed or alone. There are no atomics and no tuning at run time: the same bits every time.
 
-Products take bfloat16 operands for bfloat16 tensors, and float32 ones otherwise: for float16, whose range states may
-leave, as TF32, which has its 10 bits of mantissa; for float32 as float32, or as three TF32 products, good to 2e-6.
+Products take bfloat16 operands for bfloat16 tensors, and float32 operands otherwise. Float16 tensors are multiplied as
+TF32, which has the 10 bits of mantissa of float16 and the range that states need. Float32 tensors are multiplied in
+float32, or as three TF32 products, with errors of 2e-6.
 
-Kept for the backward pass beside the inputs: the states at the chunks' starts, K V / C elements a token and head, which
-at K = V = 64 and C = 32 in bfloat16 is twice as much as v.
+Kept for the backward pass besides the inputs: the states at the chunks' starts, K V / C elements a token and head. At
+K = V = 64 and C = 32 in bfloat16 that is twice as much as v.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from cdrmix.kernels.ssd.triton_chunk import (
     ssd_scan_token,
 )
 
-LARGEST = 256  # width of keys and of values
+LARGEST = 256  # largest width of keys and of values
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 KERNELS: dict[str, Any] = {
     "states": ssd_scan_states,
@@ -46,12 +47,12 @@ KERNELS: dict[str, Any] = {
     "gradient_keys": ssd_scan_gradient_keys,
     "token": ssd_scan_token,
 }
-SCANS = ("states", "states_back")  # a program a document, head and tile of the state; the others have one a chunk
+SCANS = ("states", "states_back")  # one program a document, head and tile of the state; the others have one a chunk
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How a kernel is launched: warps a program, stages of its loads, and the columns of K and V it has at a time."""
+    """A kernel's launch: warps a program, stages of its loads, and columns of K and V that it holds at a time."""
 
     num_warps: int
     num_stages: int
@@ -60,17 +61,18 @@ class Launch:
 
 
 def chunk_sizes(dtype: torch.dtype, arch: str = "sm_90") -> tuple[int, ...]:
-    """The chunk lengths that there are for a dtype, the default first. The interpreter has both, as a test.
+    """The chunk lengths that ship for a dtype, the default first. The interpreter has both, for tests.
 
-    32, by the estimates of benchmarks/aot.py 1.2 times as fast as 64, whose tiles leave too few registers for two
-    programs a multiprocessor; 64 halves what is kept for the backward pass, and ships where it does not spill.
+    The default is 32, by the estimates of benchmarks/aot.py 1.2 times as fast as 64, whose tiles leave too few
+    registers for two programs a multiprocessor. 64 halves the bytes kept for the backward pass, and ships where it does
+    not spill.
     """
     return (32, 64) if INTERPRETED or (dtype == torch.bfloat16 and arch == "sm_90") else (32,)
 
 
-# By dtype: warps a program, and at most so many columns of K and of V at a time. The fastest by the
-# estimates for sm_90 of those tried that spill nowhere. In bfloat16 2 warps are 1.6 times as fast where they fit: for
-# values up to K = 64 but on sm_100, for keys up to 32.
+# By dtype: warps a program, and the most columns of K and of V at a time. They are the fastest, by the estimates for
+# sm_90, of those tried that spill nowhere. In bfloat16 2 warps are 1.6 times as fast where they fit: for values up to
+# K = 64 except on sm_100, and for keys up to 32.
 Tiles = dict[str, tuple[int, int, int]]
 _BF16: Tiles = {
     "states": (4, 64, 32),
@@ -97,12 +99,12 @@ BLOCKS = {torch.bfloat16: _BF16, torch.float16: _FP16, torch.float32: _FP32}
 
 
 def covering(width: int) -> int:
-    """The least power of two that is no smaller, nor than 16, the least side of a product."""
+    """The least power of two that is at least `width` and 16, the least side of a product."""
     return max(16, triton.next_power_of_2(width))
 
 
 def launch_of(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int) -> Launch:
-    """The launch that ships."""
+    """The shipped launch."""
     if kernel == "token":
         return Launch(4, 1, covering(K), min(16, covering(V)))
     warps, block_k, block_v = BLOCKS[dtype][kernel]
@@ -112,15 +114,15 @@ def launch_of(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int
         if kernel == "gradient_keys" and K <= 32:
             warps, block_k, block_v = 2, 32, 32
     if (kernel, dtype) == ("gradient_values", torch.float32) and K <= 32:
-        warps = 8  # with 4 it spills; wider keys spill with 8
+        warps = 8  # 4 warps would spill; wider keys spill with 8 too
     return Launch(warps, 2 if kernel in SCANS else 1, min(block_k, covering(K)), min(block_v, covering(V)))
 
 
 def precision_of(kernel: str, arch: str, dtype: torch.dtype) -> str:
     """How float32 operands are multiplied.
 
-    gfx942 has float32 products. Float32 on NVIDIA: as three TF32 products in the scans, whose state does not fit the
-    registers beside an FMA's operands, and by FMA within a chunk, where gradient_values spilled 212 bytes with three.
+    On gfx942 by float32 products. On NVIDIA GPUs as three TF32 products in the scans, whose state does not fit into the
+    registers together with FMA operands, and by FMA within a chunk, where gradient_values spilled 212 bytes with three.
     """
     if arch == "gfx942":
         return "ieee"
@@ -152,7 +154,7 @@ def programs_of(kernel: str, K: int, V: int, launch: Launch) -> int:
 
 
 def pick_chunk(chunk: int | None, dtype: torch.dtype, arch: str = "sm_90") -> int:
-    """The chunk length asked for, or the default; ValueError where it does not ship."""
+    """The given chunk length, or the default; ValueError where the length does not ship."""
     sizes = chunk_sizes(dtype, arch)
     if chunk is not None and chunk not in sizes:
         raise ValueError(f"ssd_scan: chunk={chunk} does not ship for {dtype}; choose one of {sizes}, or None")
@@ -160,7 +162,7 @@ def pick_chunk(chunk: int | None, dtype: torch.dtype, arch: str = "sm_90") -> in
 
 
 class Problem:
-    """The sizes of a call, where its chunks lie, and how its kernels are launched."""
+    """The sizes of a call, the layout of its chunks, and the launches of its kernels."""
 
     def __init__(self, q: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk: int | None, exclusive: bool) -> None:
         self.B, self.T, self.H, self.V = v.shape
@@ -181,7 +183,7 @@ class Problem:
         return self.empty(self.slots, self.H, self.K, self.V, dtype=operand_dtype(self.dtype))
 
     def table(self) -> Tensor:
-        """See `chunk_table`; without packed documents, which need none, anything."""
+        """See `chunk_table`; any tensor where documents are rows, which need no table."""
         return self.cu_seqlens if self.given is None else chunk_table(self.given, self.slots, self.C)
 
     def launch(self, kernel: str, tensors: tuple[Tensor, ...], *flags: bool) -> None:
@@ -189,7 +191,7 @@ class Problem:
         launch = launch_of(kernel, arch, self.dtype, self.K, self.V, self.C)
         items = (self.N if kernel in SCANS else self.slots) * (self.G if kernel == "gradient_keys" else self.H)
         programs = items * programs_of(kernel, self.K, self.V, launch)
-        # A launch goes to the current device.
+        # Triton launches on the current device.
         with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
             KERNELS[kernel][(programs,)](
                 *tensors,
@@ -214,7 +216,7 @@ def ssd_scan_saved_shapes(
     chunk: int | None,
     save: bool,
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of what ssd_scan_forward saves. q, v: the inputs' shapes."""
+    """Shapes and dtypes of what ssd_scan_forward keeps. q, v: the inputs' shapes."""
     if not save:
         return []
     (B, T, H, V), K = v, q[3]
@@ -236,7 +238,7 @@ def ssd_scan_forward(
     save: bool,
     return_state: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """y, the last states ([0] unless wanted), and what the backward pass needs: h."""
+    """y, the last states (empty unless wanted), and what the backward pass needs: h."""
     x = Problem(q, v, cu_seqlens, chunk, exclusive)
     table, y, h = x.table(), torch.empty_like(v), x.empty_states()
     last = x.empty(*((x.N, x.H, x.V, x.K) if return_state else (0,)))
@@ -260,7 +262,7 @@ def ssd_scan_backward(
     chunk: int | None,
     exclusive: bool,
 ) -> tuple[Tensor, ...]:
-    """The gradients of q, k, v, log_decay in their dtypes, and of the state ([0] if there was none)."""
+    """The gradients of q, k, v, log_decay in their dtypes, and of the state (empty if there was none)."""
     x = Problem(q, v, cu_seqlens, chunk, exclusive)
     h, table = saved[0], x.table()
     dh, nothing = torch.empty_like(h), x.empty(0)
@@ -294,7 +296,7 @@ def ssd_scan_step(
 
 
 def build(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int, exclusive: bool, launch: Launch) -> Build:
-    """A kernel as it ships, with what it costs at B 8, T 4096, H K = 2048, G = H (log_decay in float32, no packing)."""
+    """A kernel as it ships, with its cost at B 8, T 4096, H K = 2048, G = H (log_decay in float32, no packing)."""
     own, operand = NAMES[dtype], NAMES[operand_dtype(dtype)]
     known = dict.fromkeys(("q", "k", "v", "y", "dy", "dq", "dk", "dv"), f"*{own}")
     known |= {"h": f"*{operand}", "dh": f"*{operand}", "table": "*i64", "cu_seqlens": "*i64"}
@@ -310,7 +312,7 @@ def build(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int, ex
         flops, moved = 5 * K * V, 8 * K * V + 2 * (K + V) * size + 4
     else:
         heads *= T // C
-        # Multiply-adds of a chunk in units of C C K, C C V, C K V, C C C.
+        # Multiply-additions of a chunk in units of C C K, C C V, C K V, C C C.
         counts = {
             "states": (0, 0, 1, 0),
             "read": (blocks_v, 1, 1, 0),
@@ -351,7 +353,7 @@ def build(kernel: str, arch: str, dtype: torch.dtype, K: int, V: int, C: int, ex
     )
 
 
-# Widths stand for others with the same blocks; those of the last pair are no multiple of anything.
+# Each pair of widths stands for others with the same blocks; the last pair is a multiple of no block.
 PROVED = ((16, 16), (64, 64), (128, 64), (24, 40))
 
 
@@ -364,7 +366,7 @@ def _builds(arch: str) -> Iterator[Build]:
     for dtype, (K, V) in itertools.product(NAMES, PROVED):
         for C, kernel in itertools.product(chunk_sizes(dtype, arch), KERNELS):
             if kernel == "token" and C != 32:
-                continue  # it has no chunks
+                continue  # it does not depend on C
             launch = launch_of(kernel, arch, dtype, K, V, C)
             for exclusive in (False, True) if (K, V) == (64, 64) and kernel != "states" else (False,):
                 yield build(kernel, arch, dtype, K, V, C, exclusive, launch)

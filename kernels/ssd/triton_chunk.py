@@ -1,8 +1,8 @@
-"""The decay scan in Triton: the states from chunk to chunk, forward and in reverse, and what is made of each chunk.
+"""The SSD scan in Triton: the states from chunk to chunk, forward and in reverse, and the outputs of each chunk.
 
-C tokens a chunk, G groups, H heads, K key width, V value width, h = S^T [K, V] the state at a chunk's start. With l
-the log decays, r_i their sum from the chunk's start to what token i reads (with its own, or without if exclusive),
-w_j to what token j writes (with its own) and G over the chunk:
+C tokens a chunk, G groups, H heads, K key width, V value width, h = S^T [K, V] the state at a chunk's start. With l the
+log decays, r_i is their sum from the chunk's start to the read of token i (with its own, or without if exclusive), w_j
+their sum to the write of token j (with its own), and G their sum over the chunk:
     E_ij = e^(r_i - w_j) for j <= i (j < i if exclusive), else 0;   A = q k^T * E
     y = e^r q h + A v                    h' = e^G h + k^T (e^(G - w) v)
 and backward, with dh the gradient of the state at the chunk's end:
@@ -12,9 +12,9 @@ and backward, with dh the gradient of the state at the chunk's end:
            + sum over j < t of v_j . e^(G - w_j) (k dh)_j + e^G <h, dh>
 No term of dl is the difference of two sums, which would cancel where the decay is strong.
 
-Widths are gone through by blocks, the last masked. No dot takes the transpose of a dot's result (see
-kernels/rwkv7/triton_chunk.py): A^T and P^T come out of their products as the next ones take them, and dq as its
-transpose, which is stored.
+Widths are processed by blocks, the last one masked. No dot takes the transpose of a dot's result (see
+kernels/rwkv7/triton_chunk.py): A^T and P^T are computed as the next products take them. dq is computed, and stored, as
+its transpose.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -27,8 +27,8 @@ import triton.language as tl
 from cdrmix.kernels.common.chunks import document_span, span, sums
 from cdrmix.kernels.common.triton_helpers import dot_add, narrow
 
-LOWEST = tl.constexpr(-104.0)  # log decays are no lower: e to it is 0 in float32, and 64 of them stay below 2^13
-FAR = tl.constexpr(-1e4)  # e to it is 0
+LOWEST = tl.constexpr(-104.0)  # least log decay: its exponential is 0 in float32, and a sum of 64 stays below 2^13
+FAR = tl.constexpr(-1e4)  # its exponential is 0
 STEP = tl.constexpr(2.0**-10)
 
 
@@ -40,21 +40,21 @@ def load_tile(tensor, rows, columns, stride, inside, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def load_turned(tensor, rows, columns, stride, inside, WIDTH: tl.constexpr):
-    """The transpose of load_tile, [D, C]."""
+def load_transposed(tensor, rows, columns, stride, inside, WIDTH: tl.constexpr):
+    """The transpose [D, C] of the tile of load_tile."""
     mask = (columns < WIDTH)[:, None] & inside[None, :]
     return tl.load(tensor + columns[:, None] + rows[None, :] * stride, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def load_decays(log_decay, rows, stride, inside, EXCLUSIVE: tl.constexpr):
-    """Sums r and w [C] of a chunk's log decays, and G [1], each in two parts: of multiples of 2^-10, and of the rest.
+    """Sums r and w [C] of a chunk's log decays, and G [1], each in two parts: multiples of 2^-10, and the rest.
 
-    The first part's sums, below 2^13, are exact, and so are their differences: exponents are good to 2^-24 however
-    strong the decays before them. One sum of 64 log decays of -1.6 would be good to 4e-6.
+    The sums of the first part, below 2^13, are exact, and so are their differences. So exponents have errors of 2^-24
+    however strong the decays before them are. A single sum of 64 log decays of -1.6 would have errors of 4e-6.
     """
     x = tl.load(log_decay + rows * stride, mask=inside, other=0.0).to(tl.float32)
-    x = tl.where(x < LOWEST, LOWEST, x)  # NaN stays
+    x = tl.where(x < LOWEST, LOWEST, x)  # NaN stays NaN
     coarse = tl.floor(x / STEP + 0.5) * STEP
     fine = x - coarse
     w_coarse, w_fine = tl.cumsum(coarse, 0), tl.cumsum(fine, 0)
@@ -65,7 +65,7 @@ def load_decays(log_decay, rows, stride, inside, EXCLUSIVE: tl.constexpr):
 
 
 @triton.jit
-def weights_turned(r_coarse, r_fine, w_coarse, w_fine, C: tl.constexpr, EXCLUSIVE: tl.constexpr):
+def weights_transposed(r_coarse, r_fine, w_coarse, w_fine, C: tl.constexpr, EXCLUSIVE: tl.constexpr):
     """E^T [C of j, C of i]."""
     j, i = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     exponent = (r_coarse[None, :] - w_coarse[:, None]) + (r_fine[None, :] - w_fine[:, None])
@@ -94,7 +94,7 @@ def ssd_scan_states(
 ):  # fmt: skip
     """h [slots, H, K, V], the states at the chunks' starts, and the last states [N, H, V, K].
 
-    A program has one document and head, and a tile of the state: tiles do not depend on each other.
+    A program handles one document and head, and a tile of the state; tiles are independent of each other.
     """
     blocks: tl.constexpr = tl.cdiv(V, BLOCK_V) * tl.cdiv(K, BLOCK_K)
     block, pair = tl.program_id(0) % blocks, tl.program_id(0) // blocks
@@ -117,7 +117,7 @@ def ssd_scan_states(
         tl.store(h + chunk * K * V + square, narrow(S, operand), mask=whole)
         _, _, w_coarse, w_fine, coarse, fine = load_decays(log_decay + first * heads + head, rows, heads, inside, False)
         leaving = tl.exp((coarse - w_coarse) + (fine - w_fine))
-        k_t = narrow(load_turned(k + (first * groups + group) * K, rows, keys, groups * K, inside, K), operand)
+        k_t = narrow(load_transposed(k + (first * groups + group) * K, rows, keys, groups * K, inside, K), operand)
         v_tile = load_tile(v + (first * heads + head) * V, rows, values, heads * V, inside, V)
         S = dot_add(k_t, narrow(v_tile * leaving[:, None], operand), S * tl.exp(coarse + fine), PRECISION)
         chunk += heads
@@ -148,7 +148,7 @@ def ssd_scan_read(
     for first in range(0, K, BLOCK_K):
         keys = first + tl.arange(0, BLOCK_K)
         q_tile = narrow(load_tile(q + token, rows, keys, groups * K, inside, K), operand)
-        k_t = narrow(load_turned(k + token, rows, keys, groups * K, inside, K), operand)
+        k_t = narrow(load_transposed(k + token, rows, keys, groups * K, inside, K), operand)
         A = dot_add(q_tile, k_t, A, PRECISION)
         mask = (keys < K)[:, None] & (values < V)[None, :]
         h_tile = tl.load(h + chunk * K * V + keys[:, None] * V + values[None, :], mask=mask, other=0.0)
@@ -194,7 +194,7 @@ def ssd_scan_states_back(
         r_coarse, r_fine, _, _, coarse, fine = load_decays(
             log_decay + first * heads + head, rows, heads, inside, EXCLUSIVE
         )
-        q_t = narrow(load_turned(q + (first * groups + group) * K, rows, keys, groups * K, inside, K), operand)
+        q_t = narrow(load_transposed(q + (first * groups + group) * K, rows, keys, groups * K, inside, K), operand)
         dy_tile = load_tile(dy + (first * heads + head) * V, rows, values, heads * V, inside, V)
         dy_tile = narrow(dy_tile * tl.exp(r_coarse + r_fine)[:, None], operand)
         D = dot_add(q_t, dy_tile, D * tl.exp(coarse + fine), PRECISION)
@@ -208,7 +208,7 @@ def ssd_scan_gradient_values(
     C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     EXCLUSIVE: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """dv [C, V] and dlog_decay [C] of one chunk and head; K and V are gone through by blocks."""
+    """dv [C, V] and dlog_decay [C] of one chunk and head, in loops over blocks of K and V."""
     slot, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     start, end = span(table, slot, length, per_row, C)
     if start < 0:
@@ -223,12 +223,12 @@ def ssd_scan_gradient_values(
     for first in range(0, K, BLOCK_K):
         keys = first + tl.arange(0, BLOCK_K)
         k_tile = narrow(load_tile(k + token, rows, keys, groups * K, inside, K), operand)
-        q_t = narrow(load_turned(q + token, rows, keys, groups * K, inside, K), operand)
+        q_t = narrow(load_transposed(q + token, rows, keys, groups * K, inside, K), operand)
         A_t = dot_add(k_tile, q_t, A_t, PRECISION)
     r_coarse, r_fine, w_coarse, w_fine, coarse, fine = load_decays(
         log_decay + start * heads + head, rows, heads, inside, EXCLUSIVE
     )
-    A_t = narrow(A_t * weights_turned(r_coarse, r_fine, w_coarse, w_fine, C, EXCLUSIVE), operand)
+    A_t = narrow(A_t * weights_transposed(r_coarse, r_fine, w_coarse, w_fine, C, EXCLUSIVE), operand)
     entering, leaving = tl.exp(r_coarse + r_fine), tl.exp((coarse - w_coarse) + (fine - w_fine))
 
     dA_t = tl.zeros([C, C], tl.float32)
@@ -262,14 +262,14 @@ def ssd_scan_gradient_values(
             narrow(dv_tile, dv.dtype.element_ty),
             mask=mask,
         )
-        dy_t = narrow(load_turned(dy + token_v, rows, values, heads * V, inside, V), operand)
+        dy_t = narrow(load_transposed(dy + token_v, rows, values, heads * V, inside, V), operand)
         dA_t = dot_add(v_tile, dy_t, dA_t, PRECISION)
 
-    # The exponents' gradient is dA * A.
+    # The gradient of the exponents is dA * A.
     t, other = rows[:, None], rows[None, :]
     pairs = sums(
         tl.where(other < t, 1.0, 0.0), dA_t * A_t.to(tl.float32), operand, SUMS
-    )  # over j < t: [C of t, C of i]
+    )  # sum over j < t: [C of t, C of i]
     pairs += (read * entering)[None, :]
     total = tl.sum(tl.where(other > t, pairs, 0.0) if EXCLUSIVE else tl.where(other >= t, pairs, 0.0), 1)
     total += tl.sum(tl.where(other < t, written[None, :], 0.0), 1) + tl.sum(through, 0) * tl.exp(coarse + fine)
@@ -282,7 +282,7 @@ def ssd_scan_gradient_keys(
     C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     EXCLUSIVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq and dk [C, BLOCK_K] of one chunk, group and block of K: the group's heads one after the other."""
+    """dq and dk [C, BLOCK_K] of one chunk, group and block of K, in a loop over the group's heads."""
     blocks: tl.constexpr = tl.cdiv(K, BLOCK_K)
     block, chunk_group = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     slot, group = chunk_group // groups, chunk_group % groups
@@ -309,7 +309,7 @@ def ssd_scan_gradient_keys(
         for first in range(0, V, BLOCK_V):
             values = first + tl.arange(0, BLOCK_V)
             v_tile = load_tile(v + token_v, rows, values, heads * V, inside, V)
-            dy_t = load_turned(dy + token_v, rows, values, heads * V, inside, V)
+            dy_t = load_transposed(dy + token_v, rows, values, heads * V, inside, V)
             of_head = dot_add(narrow(v_tile, operand), narrow(dy_t, operand), of_head, PRECISION)
             square = chunk * K * V + keys[:, None] * V + values[None, :]
             mask = (keys < K)[:, None] & (values < V)[None, :]
@@ -319,9 +319,9 @@ def ssd_scan_gradient_keys(
             mask = (keys < K)[None, :] & (values < V)[:, None]
             dh_t = tl.load(dh + turned, mask=mask, other=0.0)
             dk_tile = dot_add(narrow(v_tile * leaving[:, None], operand), dh_t, dk_tile, PRECISION)
-        P_t += of_head * weights_turned(r_coarse, r_fine, w_coarse, w_fine, C, EXCLUSIVE)
+        P_t += of_head * weights_transposed(r_coarse, r_fine, w_coarse, w_fine, C, EXCLUSIVE)
     P_op = narrow(P_t, operand)
-    k_t = narrow(load_turned(k + token, rows, keys, groups * K, inside, K), operand)
+    k_t = narrow(load_transposed(k + token, rows, keys, groups * K, inside, K), operand)
     dq_t = dot_add(k_t, P_op, dq_t, PRECISION)
     mask = (keys < K)[:, None] & inside[None, :]
     here = token + keys[:, None] + rows[None, :] * groups * K

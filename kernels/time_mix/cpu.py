@@ -1,9 +1,9 @@
 """The element-wise work around RWKV-7's recurrence on a CPU: float32, each tensor read once and written once.
 
-The formulas are in `reference.py`; the backward passes make every sigmoid, norm and mean again from the
-inputs. Tensors come as [B T H, K], one row a token and head, parameters as [H, K] or [n, H, K]. Tokens are cut
-into pieces of TOKENS: a piece is done by one thread, and parameters' gradients are summed in a piece and then over
-the pieces in order, so that no bit depends on the number of threads.
+The formulas are in `reference.py`. The backward passes compute every sigmoid, norm and mean again from the inputs.
+Tensors are [B T H, K], one row a token and head; parameters are [H, K] or [n, H, K]. Tokens are processed in pieces of
+TOKENS, each on one thread. Parameters' gradients are summed within a piece, and then over the pieces in order, so no
+bit depends on the number of threads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cdrmix.kernels.common.elementwise import ONE, ZERO, array, compiled, run, sigmoid, with_sums
 
-TOKENS = 128  # of a piece: its partial sums are 1/128 of a tensor, and 128 terms in a row keep float32's accuracy
+TOKENS = 128  # of a piece: partial sums take 1/128 of a tensor, and sums of 128 terms keep float32's accuracy
 
 NORMALISE_EPS = np.float32(1e-12)  # of torch.nn.functional.normalize
 DECAY = np.float32(-math.exp(-0.5))
@@ -51,7 +51,7 @@ def _streams_forward(first, stride, x, mixes, last, starts, length, s0, s1, s2, 
 def _streams_backward(  # type: ignore[no-untyped-def]
     first, stride, d0, d1, d2, d3, d4, d5, x, mixes, last, starts, length, dx, dlast, partial
 ):
-    """From the last token of a piece to its first; `later` is what the token after sends back to its predecessor."""
+    """From the last token of a piece to its first; `later`: gradients that the next token adds to this one."""
     tokens, width = x.shape
     before, later = np.empty(width, np.float32), np.empty(width, np.float32)
     for piece in range(first * TOKENS, tokens, stride * TOKENS):
@@ -136,7 +136,7 @@ def _keys_backward(  # type: ignore[no-untyped-def]
                 square += removal_key * removal_key
             norm = np.float32(math.sqrt(square))
             inverse = ONE / NORMALISE_EPS if norm < NORMALISE_EPS else ONE / norm
-            along = ZERO  # of the removal key's gradient: its part along the key does not pass the norm
+            along = ZERO  # the gradient's component along the removal key, which the norm removes
             for j in range(head_size):
                 learned, rest, slope = sigmoid(a0[head, j] + rate[row, j])
                 removal_key = k[row, j] * k_k[head, j] * inverse
@@ -259,7 +259,7 @@ def _sum_pieces(partial, total):  # type: ignore[no-untyped-def]
 
 
 def _partial(x: Tensor, count: int) -> Tensor:
-    """Room for `count` sums over tokens, a row a piece: [pieces, count, D]."""
+    """Memory for `count` sums over tokens, one row a piece: [pieces, count, D]."""
     batch, length = x.shape[:2]
     return x.new_empty(-(-batch * length // TOKENS), count, x.numel() // (batch * length))
 

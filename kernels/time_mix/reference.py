@@ -1,7 +1,7 @@
-"""The element-wise mathematics around RWKV-7's recurrence in plain PyTorch: the specification, and the oracle.
+"""The element-wise operations around RWKV-7's recurrence in plain PyTorch: specification and oracle.
 
-Shapes: B batch, T time, D = H K width, H heads, K head size. Gradients are autograd's. Everything runs in
-float64 as well; in half precision it runs in float32 inside, and gives its results in the inputs' dtype.
+Shapes: B batch, T time, D = H K width, H heads, K head size. Autograd computes the gradients. All of it runs in float64
+too; for half precision it computes in float32 and returns the inputs' dtype.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def time_mix_streams(
 ) -> Streams:
     """Six interpolations between each token and its predecessor: x_t + (x_{t-1} - x_t) mixes_i, each [B, T, D].
 
-    The predecessor of a row's first token is `last_BD`, or zero; zero too where `starts_BT`, bool, says that a
-    document starts.
+    The predecessor of a row's first token is `last_BD`, or zero. It is zero too where `starts_BT`, bool, marks the
+    start of a document.
     """
     x = _at_least_float32(x_BTD)
     last = None if last_BD is None else last_BD.to(x.dtype)
@@ -51,7 +51,7 @@ def time_mix_keys(
     k_a: Tensor,
     head_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What the recurrence reads beside r, from the projections: log_w, k', a, b, v', each [B, T, H, K].
+    """The recurrence's inputs other than r, from the projections: log_w, k', a, b, v', each [B, T, H, K].
 
         log_w = -exp(-1/2) sigmoid(w0 + decay)                  in float32 at least
         rate' = sigmoid(a0 + rate)
@@ -94,7 +94,7 @@ def time_mix_output(
     bias: Tensor,
     eps: float = GROUP_NORM_EPS,
 ) -> Tensor:
-    """The recurrence's output normalised a head, with the current token's bonus, gated: [B, T, D].
+    """The recurrence's output, normalised by head, plus the current token's bonus, times the gate: [B, T, D].
 
         ((y - mean) / sqrt(variance + eps) weight + bias + (sum_K r k r_k) v) gate
 

@@ -1,11 +1,11 @@
 """The element-wise work around RWKV-7's recurrence in Triton: each tensor read once and written once, float32 inside.
 
-The formulas are in `reference.py`; the backward kernels make every sigmoid, norm and mean again from the
-inputs. A program has BLOCK tokens and one head (streams: BLOCK_D channels); backward it goes over STEPS such blocks
-and leaves one row of sums over its tokens for each parameter; torch.sum adds the rows up, in an order of its own but a
-fixed one. No atomics: parameters' gradients have the same bits every time, and no token's result depends on its place.
+The formulas are in `reference.py`. The backward kernels compute every sigmoid, norm and mean again from the inputs. A
+program handles BLOCK tokens of one head (streams: of BLOCK_D channels). In the backward pass it loops over STEPS such
+blocks and writes one row of sums over its tokens for each parameter; torch.sum adds the rows in a fixed order. There
+are no atomics: parameters' gradients have the same bits every time, and no token's result depends on its position.
 
-Bytes a token and channel in bfloat16 (plain PyTorch's passes each read and write whole tensors, about 3 times these):
+Bytes a token and channel in bfloat16 (plain PyTorch's passes read and write whole tensors, about 3 times as much):
     streams  2 read, 12 written; backward 14 read, 2 written. Kept for the backward pass: x.
     keys     12 read, 12 written; backward 24 read, 12 written. Kept: k, decay, rate, v, v_first, v_gate.
     output   10 read, 2 written; backward 12 read, 10 written. Kept: y, r, k, v, gate (the recurrence keeps r, k, v).
@@ -34,19 +34,19 @@ from cdrmix.kernels.time_mix.triton_kernels import (
 
 HEAD_SIZES = (32, 64, 128)
 STREAM_WIDTH = 128  # channels of a stream program
-UNIT = 32  # D is a multiple of it, so that rows start at whole 64 bytes
+UNIT = 32  # D is a multiple of it, so that rows start at multiples of 64 bytes
 
 
 @dataclass(frozen=True)
 class Launch:
-    """elements: of a block, BLOCK tokens times its channels, 8 a thread; steps: blocks that a program goes over."""
+    """elements: of a block, BLOCK tokens times its channels, 8 a thread; steps: blocks that a program loops over."""
 
     elements: int
     num_warps: int
     steps: int = 0
 
 
-# The quickest by estimates for an H200 (compiled code) among those that spill no register on Triton 3.6 to 3.9.
+# The fastest by estimates for an H200 (compiled code) among those that spill no register on Triton 3.6 to 3.9.
 _USUAL = {
     "streams_forward": Launch(1024, 4),
     "streams_backward": Launch(2048, 8),
@@ -104,7 +104,7 @@ def time_mix_streams_forward(
 def time_mix_streams_backward(
     dstreams: list[Tensor], x_BTD: Tensor, mixes_6D: Tensor, last_BD: Tensor | None, starts_BT: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx [B, T, D], dmixes [6, D], dlast [B, D] (of no elements where last_BD is None)."""
+    """dx [B, T, D], dmixes [6, D], dlast [B, D] (empty where last_BD is None)."""
     batch, length, width = x_BTD.shape
     flags = {"has_last": last_BD is not None, "has_starts": starts_BT is not None}
     constants, options = _streams_plan("streams_backward", architecture(x_BTD.device), **flags)
@@ -138,8 +138,8 @@ def time_mix_keys_forward(
 ) -> list[Tensor]:
     """log_w (bfloat16 for bfloat16, else float32), k', a, b and, where v_first is given, v': each [B, T, D].
 
-    A decay needs no more: rounded to bfloat16 it changes the recurrence's y by 5e-4 and its gradients by at most 9e-4,
-    RMS ratios to float64, of the 1.7e-3 and more that rounding these results themselves takes.
+    bfloat16 is enough for a decay: rounding it changes the recurrence's y by 5e-4 and its gradients by at most 9e-4, as
+    RMS ratios to float64. Rounding these results themselves changes them by 1.7e-3 and more.
     """
     has_v = v_first is not None
     constants, options = _plan("keys_forward", architecture(k.device), head_size)
@@ -241,7 +241,7 @@ def time_mix_output_backward(
     return [*results, partial.sum(0)]
 
 
-# Arguments that are not [tokens, D] in the products' dtype. x is the norm's output, float32 under autocast.
+# Arguments other than [tokens, D] in the products' dtype. x is the norm's output, float32 under autocast.
 _PARAMETERS = ("mixes", "w0", "a0", "v0", "k_k", "k_a", "r_k", "weight", "bias", "last", "dlast", "partial")
 _KINDS = {
     **dict.fromkeys(_PARAMETERS, "*fp32"),
@@ -282,7 +282,7 @@ def _build(kernel: Any, dtype: str, constants: dict[str, int], options: dict[str
 
 
 def builds(architecture: str) -> list[Build]:
-    """Every shipped configuration, in bfloat16 and float32; float16 differs from bfloat16 in conversions alone."""
+    """Every shipped configuration in bfloat16 and float32; float16 differs from bfloat16 only in conversions."""
     streams = {"forward": time_mix_streams_forward_kernel, "backward": time_mix_streams_backward_kernel}
     by_head = {
         "keys_backward": time_mix_keys_backward_kernel,

@@ -1,6 +1,6 @@
-"""The programs of `triton.py`: element-wise work around RWKV-7's recurrence, on tiles of tokens by channels.
+"""The kernels of `triton.py`: element-wise work around RWKV-7's recurrence, on tiles of tokens by channels.
 
-Every value is float32 in a register, whatever the tensors' dtypes; offsets are int64, token numbers int32.
+Values are float32 in registers, whatever the tensors' dtypes; offsets are int64, token numbers int32.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def _sigmoid(z):
-    """sigmoid(z), sigmoid(-z), and their product, the slope: none cancels where a sigmoid is near 1."""
+    """sigmoid(z), sigmoid(-z), and their product, which is the derivative; none loses digits by cancellation."""
     small = tl.exp(-tl.abs(z))
     larger = 1.0 / (1.0 + small)
     smaller = small * larger
@@ -35,7 +35,7 @@ def _difference(
     x, last, starts, x_tile, token, column, inside, tokens, length, width,
     HAS_LAST: tl.constexpr, HAS_STARTS: tl.constexpr,
 ):  # fmt: skip
-    """x_{t-1} - x_t, and which of the tokens have no predecessor in their row, and none at all."""
+    """x_{t-1} - x_t; which tokens are the first of a row; and which start a document, so that x_{t-1} is zero."""
     begins = token % length == 0
     alone = begins
     if HAS_STARTS:
@@ -91,7 +91,7 @@ def _write_sum(partial, program, i: tl.constexpr, count: tl.constexpr, width, co
 def _add_gradient(
     dstream, mixes, partial, program, i: tl.constexpr, width, column, here, inside, after, difference, dx, sent
 ):
-    """Adds a stream's part to dx and to what the tokens send to their predecessors; writes the sum for its mix."""
+    """Adds a stream's part to dx and to the gradients of the tokens' predecessors; writes the sum for its mix."""
     mix = tl.load(mixes + i * width + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
     gradient = _read(dstream, here, inside)
     later = _read(dstream, here + width, after)
@@ -106,7 +106,7 @@ def time_mix_streams_backward_kernel(
 ):  # fmt: skip
     """dx [tokens, D], dlast [B, D], and partial sums [programs, 6, D] of dmixes.
 
-    A token's gradient needs the streams' gradients of the next token too: that row is read twice, the second time
+    A token's gradient also needs the next token's gradients of the streams. That row is read twice, the second time
     from the cache.
     """
     width = units * UNIT
@@ -139,7 +139,7 @@ def time_mix_streams_backward_kernel(
 
 @triton.jit
 def _removal_key(k_tile, k_k):
-    """kk, the normalised k k_k; the reciprocal of its norm; and where that norm is the least allowed."""
+    """kk, the normalised k k_k; 1 / its norm; and where the norm is below the least allowed."""
     product = k_tile * k_k
     norm = tl.sqrt(tl.sum(product * product, 1))[:, None]
     small = norm < 1e-12
@@ -203,7 +203,7 @@ def time_mix_keys_backward_kernel(
         tl.store(drate + here, change.to(drate.dtype.element_ty), mask=inside)
         dk_a -= dnew * k_tile * rest
         dremoval_key = db_tile * learned - _read(da, here, inside)
-        along = tl.sum(dremoval_key * removal_key, 1)[:, None]  # does not pass the norm, unless that is the least
+        along = tl.sum(dremoval_key * removal_key, 1)[:, None]  # removed by the norm, unless that is below its least
         dproduct = (dremoval_key - removal_key * tl.where(small, 0.0, along)) * inverse
         dk_k += dproduct * k_tile
         change = dproduct * _read_row(k_k, column) + dnew * (1.0 - rest * _read_row(k_a, column))
@@ -222,7 +222,7 @@ def time_mix_values_backward_kernel(
 ):  # fmt: skip
     """The gradients of v, v_first and v_gate, and partial sums [programs, 1, D] of v0's.
 
-    Apart from the keys', with which it shares no tensor: both together took 237 registers, a program of 4 warps less.
+    Separate from the keys' kernel, with which it shares no tensor: together they took 237 registers.
     """
     head = tl.program_id(0) % heads
     program = tl.program_id(0) // heads
@@ -244,7 +244,7 @@ def time_mix_values_backward_kernel(
 
 @triton.jit
 def _normalise(y_tile, eps, K: tl.constexpr):
-    """y less its mean over the reciprocal of its deviation, and that reciprocal."""
+    """(y - mean) / deviation, and 1 / deviation."""
     centred = y_tile - (tl.sum(y_tile, 1) / K)[:, None]
     scale = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / K + eps)[:, None]
     return centred * scale, scale
