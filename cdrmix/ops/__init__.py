@@ -1,9 +1,9 @@
-"""The operators: each by its public name, checked and sent to the implementation for its device.
+"""The operators: each checks its arguments and calls the implementation for their device.
 
-CUDA tensors go to Triton, CPU tensors to numba, float64 and what neither serves to plain PyTorch
-(`kernels/rwkv7/reference.py`). The environment variable CDRMIX_BACKEND (triton, cpu or reference) forces one;
-CDRMIX_DEBUG=1 turns on the checks that read values, for which a GPU has to be waited for. Importing this needs
-PyTorch alone: Triton and numba are imported on first use.
+CUDA tensors use Triton and CPU tensors numba. float64, and what neither supports, uses plain PyTorch
+(`kernels/*/reference.py`). The environment variable CDRMIX_BACKEND (triton, cpu or reference) forces one of them.
+CDRMIX_DEBUG=1 turns on the checks that read values, which wait for a GPU. Importing this module needs PyTorch only:
+Triton and numba are imported on first use.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ __all__ = [
     "wkv7_step",
 ]
 
-# Every op by name: tests and benchmarks run over this table, so that none is left out.
+# Every operator by name: tests and benchmarks run over this table, so that none is left out.
 OPS: dict[str, Callable[..., object]] = {
     "attention": attention,
     "wkv7": wkv7,

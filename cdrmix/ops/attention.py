@@ -1,6 +1,6 @@
 """Causal softmax attention over documents: checks, and the choice of an implementation.
 
-`cdrmix::attention_documents` and its backward (a CPU's) are opaque to torch.compile; all else is PyTorch's own.
+On a CPU `cdrmix::attention_documents` and its backward are opaque to torch.compile. All else is PyTorch's own.
 """
 
 from __future__ import annotations
@@ -21,35 +21,33 @@ from cdrmix.ops.checks import DTYPES, check_cu_seqlens, check_document_starts
 from cdrmix.ops.operator import operator
 
 OP = "attention"
-FLASH_WIDEST, FLASH_MULTIPLE = 256, 8  # of the width of a head: FlashAttention-2 as PyTorch builds it
-FLASH_CAPABILITY = 8  # compute capability, Ampere
+FLASH_WIDEST, FLASH_MULTIPLE = 256, 8  # head widths of FlashAttention-2 as PyTorch builds it
+FLASH_CAPABILITY = 8  # least compute capability, Ampere
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Each query's softmax average of the values of its document up to its own token.
+    """Softmax attention of each token to its document's tokens up to itself (arXiv 1706.03762, equation 1, causal).
 
-        y_t = sum_s softmax_s(q_t . k_s / sqrt(N)) v_s over the tokens s of t's document that are not behind t
+        y_t = sum_s softmax_s(q_t . k_s / sqrt(N)) v_s over the tokens s <= t of t's document
 
-    (arXiv 1706.03762, equation 1, causal.)
-
-    q: [B, T, H, N]; k, v: [B, S, G, N], H a multiple of G (grouped queries, arXiv 2305.13245): head h reads keys and
-        values of head h // (H / G), which are not repeated. S is at least T; where it is more, the queries are those of
+    q: [B, T, H, N]; k, v: [B, S, G, N], H a multiple of G (grouped queries, arXiv 2305.13245): head h uses keys and
+        values of head h // (H / G), which are not repeated. S is at least T; where it is more, the queries belong to
         the last T tokens. bfloat16, float16, float32 or float64; under autocast its dtype. The last dimension is
         contiguous.
-    cu_seqlens: int32 or int64 [D + 1], not decreasing, document starts over the flattened B * T tokens, every row's
-        start among them; S must be T. None: one document a row.
+    cu_seqlens: int32 or int64 [D + 1], not decreasing, document starts over the flattened B * T tokens, which include
+        every row's start; S must be T. None: each row is one document.
     Returns y [B, T, H, N] in the dtype of the products.
 
-    What runs, and its memory beside inputs and outputs:
+    The implementation, and its memory besides inputs and outputs:
     - NVIDIA GPUs of compute capability 8.0 or above, bfloat16 and float16, N a multiple of 8 up to 256:
-      FlashAttention-2 of variable length, O(T); the longest document is taken to be a row, so that no value is read on
-      the host. Its backward has a fixed order of sums under torch.use_deterministic_algorithms(True); with
+      FlashAttention-2 of variable length, O(T). It is told that the longest document may be a whole row, so that the
+      host reads no value. Its backward has a fixed order of sums under torch.use_deterministic_algorithms(True); with
       warn_only=True it has not (PyTorch warns).
     - CPUs: PyTorch's blocked attention, document by document, O(T): a document has the same bits packed or alone. Only
-      several queries behind a cache (1 < T < S) take a mask, bool [T, S].
+      several queries after a cache (1 < T < S) need a mask, bool [T, S].
     - Other GPU tensors (float32, AMD GPUs, older ones, other widths): torch's scaled_dot_product_attention; packed
-      documents take a mask, bool [B, T, T]. On AMD GPUs, whose fused kernels ignore the demand for determinism, its
-      mathematical path where that is demanded, which stores [B, H, T, S].
+      documents need a mask, bool [B, T, T]. The fused kernels of AMD GPUs are not deterministic, so under
+      torch.use_deterministic_algorithms(True) its mathematical path is used, which stores [B, H, T, S].
     - float64, and CDRMIX_BACKEND=reference: the formula.
     Raises ValueError naming the argument, before anything runs. Values of cu_seqlens are checked on a CPU.
     """
@@ -66,7 +64,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor | None = No
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> None:
-    """Raises ValueError for what shapes, dtypes and devices tell; reads no value but a CPU's cu_seqlens."""
+    """Raises ValueError for wrong shapes, dtypes and devices; reads no value except a CPU's cu_seqlens."""
     named = {"q": q, "k": k, "v": v}
     for name, x in (named | ({} if cu_seqlens is None else {"cu_seqlens": cu_seqlens})).items():
         if not isinstance(x, Tensor):
@@ -88,7 +86,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> None:
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"{OP}: q has {q.shape[2]} heads, k and v {k.shape[2]}: the first must be a multiple of these")
     if k.shape[1] < q.shape[1]:
-        raise ValueError(f"{OP}: q has {q.shape[1]} tokens, but k only {k.shape[1]}: a query's own token has a key")
+        raise ValueError(f"{OP}: q has {q.shape[1]} tokens, but k only {k.shape[1]}: each query needs its token's key")
     check_cu_seqlens(OP, cu_seqlens, "q", q)
     if cu_seqlens is not None and k.shape[1] != q.shape[1]:
         raise ValueError(
@@ -99,7 +97,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> None:
 
 @functools.cache
 def _has_flash(device: torch.device) -> bool:
-    """Whether PyTorch has FlashAttention-2 for this GPU. ROCm has another, whose backward ignores determinism."""
+    """Whether PyTorch has FlashAttention-2 for this GPU. ROCm has another one, whose backward is not deterministic."""
     if device.type != "cuda" or torch.version.hip is not None or not torch.backends.cuda.is_flash_attention_available():
         return False
     return torch.cuda.get_device_capability(device)[0] >= FLASH_CAPABILITY
@@ -109,15 +107,15 @@ def _flash_serves(q: Tensor) -> bool:
     narrow = q.dtype in (torch.bfloat16, torch.float16)
     width = q.shape[3]
     fits = narrow and width <= FLASH_WIDEST and width % FLASH_MULTIPLE == 0
-    # A plan's tensors are on a CPU, and assumed on a GPU that has it.
+    # A plan's tensors are on a CPU, and the plan assumes a GPU that has it.
     return fits and platform_of(q) == "cuda" and (q.device.type == "cpu" or _has_flash(q.device))
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """FlashAttention-2 by its ATen operator, which has a gradient and the same arguments in PyTorch 2.8 to 2.13;
-    `torch.nn.attention.varlen` above it is a prototype whose arguments differ between 2.10 and 2.13.
+    """FlashAttention-2 by its ATen operator, which has a gradient, and the same arguments in PyTorch 2.8 to 2.13.
 
-    Its causal mask is aligned to the last query and the last key.
+    `torch.nn.attention.varlen`, which calls it, is a prototype whose arguments differ between 2.10 and 2.13. The causal
+    mask is aligned to the last query and the last key.
     """
     lengths = q.shape[1], k.shape[1]
     flags = (0.0, True, False)  # dropout, causal, debug mask
@@ -151,16 +149,16 @@ def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | No
 
 
 def _deterministic_kernels(q: Tensor) -> AbstractContextManager[None]:
-    """Restricts ROCm to the mathematical path where determinism is demanded, as it is in every run that is planned."""
+    """Restricts ROCm to the mathematical path where determinism is required, as in every planned run."""
     if platform_of(q) == "hip" and (q.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()):
         return sdpa_kernel(SDPBackend.MATH)
     return nullcontext()
 
 
 def _spans(cu_seqlens: Tensor, length: int) -> list[tuple[slice, slice]]:
-    """Rows and tokens of each document that is not empty; neighbouring rows of one document each are taken together.
+    """Rows and tokens of each document that is not empty; neighbouring rows of one document each are joined.
 
-    What a document gives does not depend on the rows beside it, so this costs no equality of bits.
+    A document's result does not depend on other rows, so joining changes no bit.
     """
     spans: list[tuple[slice, slice]] = []
     for start, end in itertools.pairwise(cu_seqlens.tolist()):
@@ -177,7 +175,7 @@ def _spans(cu_seqlens: Tensor, length: int) -> list[tuple[slice, slice]]:
 
 @operator("cdrmix::attention_documents")
 def _documents(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """y [B, T, H, N], and for the backward pass the logarithms of the softmaxes' sums [B, H, T], float32."""
+    """y [B, T, H, N], and for the backward pass the logarithms of the softmaxes' denominators [B, H, T], float32."""
     check_document_starts(OP, cu_seqlens, *q.shape[:2])
     forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     y, sums = torch.empty_like(q, memory_format=torch.contiguous_format), _empty_sums(q)

@@ -1,4 +1,4 @@
-"""Checks of arguments that several ops take."""
+"""Checks of arguments that several operators share."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from cdrmix.ops.backend import debugging
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-def check_cu_seqlens(op: str, cu_seqlens: Tensor | None, beside: str, like: Tensor) -> None:
-    """Raises ValueError for what shape, dtype and device tell; like: the argument named `beside`."""
+def check_cu_seqlens(op: str, cu_seqlens: Tensor | None, name: str, like: Tensor) -> None:
+    """Raises ValueError for a wrong shape, dtype or device; like: the argument called `name`."""
     if cu_seqlens is None:
         return
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
@@ -21,11 +21,11 @@ def check_cu_seqlens(op: str, cu_seqlens: Tensor | None, beside: str, like: Tens
             f"{op}: cu_seqlens must be int32 or int64 [N + 1]; found {cu_seqlens.dtype} {list(cu_seqlens.shape)}"
         )
     if cu_seqlens.device != like.device:
-        raise ValueError(f"{op}: cu_seqlens is on {cu_seqlens.device}, but {beside} is on {like.device}")
+        raise ValueError(f"{op}: cu_seqlens is on {cu_seqlens.device}, but {name} is on {like.device}")
 
 
 def check_document_starts(op: str, cu_seqlens: Tensor | None, batch: int, length: int) -> None:
-    """Raises ValueError for bad document starts, where reading them is free (a CPU) or asked for (CDRMIX_DEBUG)."""
+    """Raises ValueError for bad document starts, on a CPU always and on a GPU with CDRMIX_DEBUG."""
     if cu_seqlens is None or (cu_seqlens.device.type != "cpu" and not debugging()):
         return
     starts, total = cu_seqlens.tolist(), batch * length
@@ -43,5 +43,5 @@ def check_document_starts(op: str, cu_seqlens: Tensor | None, batch: int, length
 
 
 def state_dtype(like: Tensor) -> torch.dtype:
-    """Of a recurrent state: float32, or float64 beside float64."""
+    """The dtype of a recurrent state: float32, or float64 for float64."""
     return torch.float64 if like.dtype == torch.float64 else torch.float32

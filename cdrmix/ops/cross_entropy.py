@@ -1,4 +1,4 @@
-"""The loss as a PyTorch operator, a linear map and its cross-entropy in one: checks, registration, gradients."""
+"""A linear map and its cross-entropy as one PyTorch operator: checks, registration, gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cdrmix.ops.weights import compute_weight, gradient_sum
 
 OP = "linear_cross_entropy"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-SERIAL_SUM = 1 << 15  # elements that PyTorch sums by one thread at most: ATen's GRAIN_SIZE
+SERIAL_SUM = 1 << 15  # most elements that PyTorch sums on one thread: ATen's GRAIN_SIZE
 
 
 def linear_cross_entropy(
@@ -27,25 +27,25 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     ignore_index: int = -100,
 ) -> Tensor:
-    """Weighted sum of the cross-entropies of `hidden @ weight.T`, in nats, without the [R, V] logits in full.
+    """Weighted sum of the cross-entropies of `hidden @ weight.T`, in nats, without storing all [R, V] logits.
 
         sum_r weights_r (lse_r - (1 - eps) l_r[target_r] - eps / V sum_v l_rv + z_loss lse_r^2),  eps = label_smoothing
 
     l = hidden @ weight.T and lse = logsumexp of its rows; smoothing as arXiv 1512.00567, section 7; z_loss as arXiv
     2204.02311, section 5.
-    hidden: [R, D], or [S, R, D] where every set of targets has hidden states of its own; weight: [V, D]. The products
+    hidden: [R, D], or [S, R, D] where every set of targets has its own hidden states; weight: [V, D]. The products
         run in hidden's dtype, or autocast's, and are summed over rows in float32 at least.
-    targets: int64 [R] or [S, R], each in [0, V) or ignore_index. Sets beside [R, D] hidden states share the logits.
-    weights: as the targets in shape, floating point, not differentiated; None: ones. A target that is ignore_index or
-        has weight 0 counts nothing, and a row of such targets alone gets gradients of zero, whatever its hidden state,
-        infinity and NaN too.
+    targets: int64 [R] or [S, R], each in [0, V) or ignore_index. With hidden [R, D], all sets share the logits.
+    weights: the shape of the targets, floating point, not differentiated; None: ones. A target that is ignore_index or
+        has weight 0 does not count. A row without a target that counts gets gradients of zero, even if its hidden state
+        is infinite or NaN.
     Returns a scalar, for [S, R] targets [S]; float32, or float64 where hidden is.
-    Differentiable once, in hidden and weight. Gradients are made in the forward pass, for equal gradients of all sets,
-    and handed out once. A second backward pass over a kept graph, and sets whose losses are not just summed,
-    make them again: factors of sets belong into `weights`. They are kept as of a largest
-    weight of about 1, so that float16 loses nothing of small weights, whatever scale of the loss follows.
-    Raises ValueError naming the argument, before anything runs. Values of the targets are read on a CPU always, on a
-    GPU under CDRMIX_DEBUG=1 alone, as reading them waits for it; there a wrong one gives NaN.
+    Differentiable once, in hidden and weight. The gradients are computed in the forward pass, under the assumption that
+    the losses of all sets get the same gradient, and used once. A second backward pass over a kept graph, and sets
+    whose losses are not just summed, compute them again: put factors of sets into `weights`. The gradients are kept for
+    weights scaled to at most about 1, so float16 loses no small weights, whatever the loss is scaled by later.
+    Raises ValueError naming the argument, before anything runs. Values of the targets are checked on a CPU always, and
+    on a GPU with CDRMIX_DEBUG=1 only, because reading them waits for the GPU; without, a wrong target gives NaN there.
     """
     _check(hidden, weight, targets, weights, z_loss, label_smoothing, ignore_index)
     options = float(z_loss), float(label_smoothing), ignore_index, compute_dtype(hidden)
@@ -71,7 +71,7 @@ def _check(
     label_smoothing: float,
     ignore_index: int,
 ) -> None:
-    """Raises ValueError for what shapes, dtypes and devices tell; reads no value."""
+    """Raises ValueError for wrong shapes, dtypes and devices; reads no value."""
     named = {"hidden": hidden, "weight": weight, "targets": targets}
     for name, x in (named | ({} if weights is None else {"weights": weights})).items():
         if not isinstance(x, Tensor):
@@ -95,8 +95,8 @@ def _check(
     shared = hidden.ndim == 2 and targets.ndim == 2 and targets.shape[1] == hidden.shape[0]
     if not (targets.shape == hidden.shape[:-1] or shared) or (targets.ndim == 2 and len(targets) == 0):
         raise ValueError(
-            f"{OP}: targets must be [R] or [S, R] beside hidden [R, D], [S, R] beside [S, R, D], S at least 1; "
-            f"found {list(targets.shape)} beside {list(hidden.shape)}"
+            f"{OP}: targets must be [R] or [S, R] for hidden [R, D], and [S, R] for hidden [S, R, D], S at least 1; "
+            f"found {list(targets.shape)} for {list(hidden.shape)}"
         )
     if weights is not None and (weights.shape != targets.shape or not weights.is_floating_point()):
         raise ValueError(
@@ -115,7 +115,7 @@ def _check(
 
 
 def _check_targets(targets: Tensor, vocabulary: int, ignore_index: int) -> None:
-    """Raises ValueError for targets that are no token, where reading is free (a CPU) or asked for (CDRMIX_DEBUG)."""
+    """Raises ValueError for targets that are no token, on a CPU always and on a GPU with CDRMIX_DEBUG."""
     if targets.device.type != "cpu" and not debugging():
         return
     wrong = ((targets < 0) | (targets >= vocabulary)) & (targets != ignore_index)
@@ -128,7 +128,7 @@ def _check_targets(targets: Tensor, vocabulary: int, ignore_index: int) -> None:
 
 
 def _kernels(hidden: Tensor) -> ModuleType:
-    """The module whose `cross_entropy_forward` serves these hidden states."""
+    """The module whose `cross_entropy_forward` is used for these hidden states."""
     return kernels_of("cross_entropy", backend(hidden))
 
 
@@ -146,11 +146,11 @@ def _loss(
     wants_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The losses; dhidden in the dtype of the products and dweight in float32 at least, both empty unless wanted; and
-    what those two have to be multiplied by."""
+    the factor that both have to be multiplied by."""
     _check_targets(targets, weight.shape[0], ignore_index)
-    sets = len(targets) if hidden.ndim == targets.ndim else 1  # that share their rows' logits
+    sets = len(targets) if hidden.ndim == targets.ndim else 1  # sets that share the logits of their rows
     rows = targets.numel() // sets
-    with torch.autocast(hidden.device.type, enabled=False):  # which an operator inherits from its caller
+    with torch.autocast(hidden.device.type, enabled=False):  # an operator inherits autocast from its caller
         wide = torch.promote_types(dtype, torch.float32)
         unit = _unit(weights, wide) if weights is not None else hidden.new_ones((), dtype=wide)
         losses, dhidden, dweight = _kernels(hidden).cross_entropy_forward(
@@ -170,16 +170,16 @@ def _loss(
 
 
 def _sum(losses: Tensor) -> Tensor:
-    """Sums over the last dimension; on a CPU in pieces that PyTorch sums on one thread: threads would change bits."""
+    """Sums over the last dimension; on a CPU by pieces that PyTorch sums on one thread, because threads change bits."""
     sums = max(1, losses[..., :1].numel())
-    size = max(1, SERIAL_SUM // sums)  # elements of a sum in a piece
+    size = max(1, SERIAL_SUM // sums)  # elements of a piece for each sum
     if losses.device.type != "cpu" or losses.shape[-1] <= size:
         return losses.sum(-1)
     return torch.stack([piece.sum(-1) for piece in losses.split(size, -1)], -1).sum(-1)
 
 
 def _unit(weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """The least power of two above every weight, by which dividing rounds nothing; 1 where none is above 0."""
+    """The least power of two above every weight, by which division is exact; 1 where no weight is above 0."""
     largest = weights.to(dtype).abs().amax() if weights.numel() else weights.new_zeros((), dtype=dtype)
     exponent = torch.frexp(largest).exponent
     return torch.ldexp(torch.ones_like(largest), torch.where(largest.isfinite() & (largest > 0), exponent, 0))
@@ -220,7 +220,7 @@ def _gradients(
     wants_hidden: bool,
     wants_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `_loss` gives beside the losses, as an operator without a gradient: it refuses a second derivative."""
+    """The other results of `_loss`, by an operator without a gradient, which refuses a second derivative."""
     options = z_loss, label_smoothing, ignore_index, dtype, wants_hidden, wants_weight
     return _loss(hidden, weight, targets, weights, *options)[1:]
 
@@ -247,22 +247,22 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(hidden, weight, targets, weights)
-    ctx.weight = weight  # itself: a saved tensor may be another with nothing attached (`ops.weights`)
-    ctx.made = output[1:]  # no cycle: what is not differentiable does not refer to ctx
+    ctx.weight = weight  # not a saved tensor, which may be another object with nothing attached (`ops.weights`)
+    ctx.made = output[1:]  # no reference cycle: outputs that are not differentiable do not refer to ctx
 
 
 def _differentiate(ctx: Any, dloss: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
     if dloss is None:
         return (None,) * 10
     hidden, weight, targets, weights = ctx.saved_tensors
-    # The gradient of a sum is one number, expanded: seen by its stride, without waiting for the GPU.
+    # The gradient of a sum is one number, expanded. Its stride shows that, without waiting for the GPU.
     factor = dloss if dloss.ndim == 0 else dloss[0] if len(dloss) == 1 or dloss.stride(0) == 0 else None
     if factor is None:
         assert dloss.ndim == 1
         ones = torch.ones_like(targets, dtype=dloss.dtype)
         weights = dloss.unsqueeze(-1) * (ones if weights is None else weights)
     made, ctx.made = ctx.made, None
-    if made is None or factor is None or torch.is_grad_enabled():  # the last: a second derivative, to be refused
+    if made is None or factor is None or torch.is_grad_enabled():  # grad mode: a second derivative, which is refused
         made = _gradients(hidden, weight, targets, weights, *ctx.options)
     *gradients, unit = made
     factor = unit if factor is None else factor * unit
@@ -278,12 +278,12 @@ def _differentiate(ctx: Any, dloss: Tensor | None, *_: object) -> tuple[Tensor |
 
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """gradient * factor, in its own memory where that is wide enough: a second [V, D] may be more than all the rest.
+    """gradient * factor, in place where the dtype allows: a second [V, D] may be larger than all else.
 
-    In the loss's own precision: a factor rounded to bfloat16 would scale the whole gradient by up to 0.4 %.
+    The factor is in the loss's precision: rounded to bfloat16 it would scale the whole gradient by up to 0.4 %.
     """
     gradient = gradient.to(factor.dtype)
-    plain = type(gradient) is Tensor and not torch.is_grad_enabled()  # no tracer of PyTorch's around it
+    plain = type(gradient) is Tensor and not torch.is_grad_enabled()  # a tensor that PyTorch is not tracing
     return (gradient.mul_(factor) if plain else gradient * factor).to(dtype)
 
 

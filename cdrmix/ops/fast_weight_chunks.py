@@ -1,4 +1,4 @@
-"""The plastic low-rank update over a row of many chunks: what each writes side by side, then A from chunk to chunk."""
+"""The plastic low-rank update over rows of many chunks: the updates of all chunks at once, then A chunk by chunk."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from cdrmix.ops.fast_weights import _delta, _project, plastic_commit
 
 
 class PlasticChunks(NamedTuple):
-    """What a row of chunks gives.
+    """The result for a row of chunks.
 
-    y [B, T, O]. reads_A [B, N, r, d]: A as the N chunks that the row touches read it. a, pending [*, r, d]: the last
-    committed A, and what the chunk that is not over has made of it (decay * a at a chunk's first token).
+    y [B, T, O]. reads_A [B, N, r, d]: the A that each of the N chunks of the row reads. a, pending [*, r, d]: the last
+    committed A, and the update so far of the unfinished chunk (decay * a at a chunk's first token).
     """
 
     y: Tensor
@@ -47,17 +47,17 @@ def plastic_chunks(
     starts: Tensor | None = None,
     prefix: int = 0,
 ) -> PlasticChunks:
-    """`plastic_lora` of one chunk after another, with `plastic_commit(A', limit)` where each ends, in one pass.
+    """`plastic_lora` for one chunk after another, with `plastic_commit(A', limit)` at each chunk's end, in one pass.
 
     x [B, P + T, I], w [O, I], b_up [O, r], q [B, P + T, d]; k [B, T, d], v [B, T, r]; beta [*, T], starts bool [B, T];
-    a, pending: float32 [B, r, d] (float64 beside float64). The first `prefix` P tokens of x read and write nothing.
-    position: how many tokens of its chunk came before the row, 0 to chunk - 1. Dimensions of beta in front of B are
-    branches of what is written, for rows that end in the chunk that they begin in.
+    a, pending: float32 [B, r, d] (float64 for float64). The first `prefix` P tokens of x neither read nor update A.
+    position: tokens of the first chunk before the row, 0 to chunk - 1. Dimensions of beta in front of B are branches
+    of the updates, for rows that end in the chunk in which they begin.
 
-    For the delta rule a chunk is a linear map, A' = pending M + U, M the product of its I - beta k k^T: both are
-    made for all chunks at once, M by the same rule from the identity with values of 0, so that what remains to do in
-    order is one product of [r, d] and [d, d] a chunk.
-    Differentiable in all tensors but starts. Raises ValueError for a rule that there is not.
+    For the delta rule a chunk is a linear map, A' = pending M + U, with M the product of its I - beta k k^T. M and U
+    are computed for all chunks at once; M by the same rule from the identity, with values of 0. So only one product of
+    [r, d] and [d, d] a chunk is sequential.
+    Differentiable in all tensors but starts. Raises ValueError for an unknown rule.
     """
     if rule not in RULES:
         raise ValueError(f"plastic_chunks: rule={rule!r}; choose one of {', '.join(RULES)}")
@@ -65,14 +65,14 @@ def plastic_chunks(
     dtype, wide = compute_dtype(x), state_dtype(x)
     count = -(-(position + tokens) // chunk)
     branched = beta.ndim > 2
-    assert not branched or count == 1, "branches end with the chunk that they begin in"
+    assert not branched or count == 1, "branches need rows within one chunk"
     with torch.autocast(x.device.type, enabled=False):
         q, k, v, beta = (tensor.to(wide) for tensor in (q, k, v, beta))
         front, q = q[:, :prefix], q[:, prefix:]
         over = ends = None
         if starts is not None:
             begun = _grid(starts.int().unsqueeze(-1), position, chunk, count).squeeze(-1).cumsum(-1)  # [B, N, C]
-            ends = begun[..., -1:, None] > 0  # chunks in which a document begins: nothing from before is left
+            ends = begun[..., -1:, None] > 0  # chunks in which a document begins: earlier state is dropped
             over = begun > 0
             old = begun < begun[..., -1:]  # tokens of documents that end in their chunk
         q, k, v = (_grid(tensor, position, chunk, count) for tensor in (q, k, v))
@@ -96,7 +96,7 @@ def plastic_chunks(
             if (n + 1) * chunk <= position + tokens:
                 a = plastic_commit(pending, limit)
                 pending = decay * a
-            elif ends is not None:  # what is left of this chunk is of the new document, which reads nothing
+            elif ends is not None:  # the rest of this chunk belongs to the new document, which reads zeros
                 a = torch.where(ends[:, n], 0.0, a)
         before = torch.stack(reads_A, 1)
         reads = alpha * (q @ before.mT)
@@ -110,14 +110,14 @@ def plastic_chunks(
 
 
 def _grid(tensor: Tensor, position: int, chunk: int, count: int) -> Tensor:
-    """[*, T, ...] at its places in `count` chunks, [*, count, chunk, ...]; zeros before and behind."""
+    """[*, T, ...] at their positions in `count` chunks, [*, count, chunk, ...]; zeros before and after."""
     tokens = tensor.shape[-2]
     padded = functional.pad(tensor, (0, 0, position, count * chunk - position - tokens))
     return padded.unflatten(-2, (count, chunk))
 
 
 def _maps(rule: str, k: Tensor, v: Tensor, beta: Tensor) -> tuple[Tensor | None, Tensor]:
-    """What every chunk does: keeps A by a factor (None: all of it), and adds [*, N, r, d]."""
+    """The map of each chunk: the factor by which it keeps A (None: 1), and the update [*, N, r, d] that it adds."""
     if rule == "hebb":
         return None, (beta.unsqueeze(-1) * v).mT @ k
     keys, values = (v, k) if rule == "oja" else (k, v)

@@ -1,7 +1,7 @@
-"""The plastic low-rank update: its checks, its masks and rules, and the two operators that it rests on.
+"""The plastic low-rank update: its checks, masks and rules, and the two operators that it uses.
 
-`cdrmix::plastic_project` is the projection with the low-rank product in its epilogue, `cdrmix::plastic_delta` the delta
-rule of wide keys. Narrow ones are `ops.wkv7`'s, and Hebbian writes are one matrix product.
+`cdrmix::plastic_project` is the projection with the low-rank product in its epilogue. `cdrmix::plastic_delta` is the
+delta rule for wide keys. For narrow keys `ops.wkv7` is used, and Hebbian updates are one matrix product.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from cdrmix.ops.checks import DTYPES, state_dtype
 from cdrmix.ops.rwkv7 import KERNEL_WIDTHS, wkv7
 
 MOST_RANK = 128
-# Keys and values up to this width are wkv7's. At 128 the pieces of `plastic_delta` take half its time on a CPU, and a
-# GPU has no kernel for float32 keys of 128.
+# Keys and values up to this width use wkv7. At 128, `plastic_delta` takes half of wkv7's time on a CPU, and a GPU has
+# no wkv7 kernel for float32 keys of 128.
 NARROW = 64
 SIZES = {
     "x": "*, T, I",
@@ -33,7 +33,7 @@ SIZES = {
     "a_state": "*, r, d",
     "starts": "*, T",
 }
-SHRINK = 1 - 2**-22  # so that a row that was scaled down is within the limit after two roundings to float32
+SHRINK = 1 - 2**-22  # a row that was scaled down stays within the limit after two roundings to float32
 
 
 def plastic_lora(
@@ -51,26 +51,27 @@ def plastic_lora(
     rule: str = "delta",
     starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """A projection with a low-rank term whose inner matrix A is read by a chunk of tokens, and then written by it.
+    """A projection with a low-rank term whose inner matrix A a chunk of tokens reads, and then updates.
 
-        y_t = W x_t + alpha B A q_t          A as it was before the chunk
+        y_t = W x_t + alpha B A q_t          with A from before the chunk
         A' = decay A, then for every token in order
             rule="hebb"    A' += beta_t v_t k_t^T                      (arXiv 1804.02464)
             rule="delta"   A' += beta_t (v_t - A' k_t) k_t^T           (arXiv 2102.11174)
             rule="oja"     A' += beta_t v_t (k_t - A'^T v_t)^T         (Oja 1982)
 
     x: [*, T, I]; w: [O, I]; b_up, B: [O, r], r from 1 to 128; bfloat16, float16 or float32, under autocast cast to its
-        dtype, which y has. q, k: [*, T, d], v: [*, T, r], beta: [*, T], of any of these dtypes; d is r, or wide.
-    a_state, A: float32 [*, r, d]. It is read and written in float32, whatever the others' dtype. float64 for all
-        tensors, A too, is served by the reference.
-    Leading dimensions * broadcast against each other, x W^T is made for x's own ones: branches are a dimension in front
-        of A or beta that x has not.
+        dtype, which y has. q, k: [*, T, d], v: [*, T, r], beta: [*, T], of any of these dtypes; d is r or larger.
+    a_state, A: float32 [*, r, d]. Reads and updates of it are computed in float32, whatever the others' dtype. float64
+        for all tensors, A too, uses the reference.
+    Leading dimensions * broadcast against each other. x W^T is computed for those of x only: branches are a dimension
+        in front of A or beta that x does not have.
     decay: of A between chunks, 0 to 1. starts: bool [*, T], True where a document begins: from a chunk's first start on
-        zeros are read, and A' holds nothing but what was written since its last start.
-    Returns y [*, T, O], and A' [*, r, d] with the leading dimensions of what writes it. Differentiable once, through
-    any number of chunks, in all tensors but starts. With A = 0 and beta = 0, y has the bits of the plain projection:
-    on a CPU of PyTorch's, on a GPU of what the same kernel makes of x and w.
-    "delta" is stable for beta |k|^2 up to 2, "oja" for beta |v|^2. Neither is checked, nor is A's size: plastic_commit.
+        the tokens read zeros, and A' holds only the updates since the chunk's last start.
+    Returns y [*, T, O], and A' [*, r, d] with the leading dimensions of the updates. Differentiable once, through any
+    number of chunks, in all tensors but starts. With A = 0 and beta = 0, y has the bits of the plain projection: on a
+    CPU PyTorch's, on a GPU those of the same kernel for x and w alone.
+    "delta" is stable for beta |k|^2 up to 2, "oja" for beta |v|^2 up to 2. Neither is checked, nor is the size of A;
+    plastic_commit limits that.
     Raises ValueError naming the argument, before anything runs.
     """
     _check((x, w, b_up, q, k, v, beta, a_state), starts)
@@ -91,7 +92,7 @@ def plastic_lora(
             begun = starts.int().cumsum(-1)  # documents that have begun in this chunk
             every = begun[..., -1:]
             reads = torch.where(begun.unsqueeze(-1) > 0, 0.0, reads)
-            over = begun < every  # tokens of documents that end in this chunk: whatever they hold, NaN too
+            over = begun < every  # tokens of documents that end in this chunk; their values may be NaN
             beta = torch.where(over, 0.0, beta)
             k, v = (torch.where(over.unsqueeze(-1), 0.0, tensor) for tensor in (k, v))
             written = torch.where(every.unsqueeze(-1) > 0, 0.0, written)
@@ -102,7 +103,7 @@ def plastic_lora(
 def plastic_commit(a: Tensor, limit: float = 2.0) -> Tensor:
     """A [*, r, d] with every row scaled down to a Euclidean norm of at most `limit`; rows within it keep their bits.
 
-    float32 or float64; norms are computed in float64. Differentiable. Twice is as once.
+    float32 or float64; norms are computed in float64. Differentiable. Idempotent.
     """
     if not isinstance(a, Tensor) or a.ndim < 2 or a.dtype not in (torch.float32, torch.float64):
         found = f"{a.dtype} {list(a.shape)}" if isinstance(a, Tensor) else type(a).__name__
@@ -115,7 +116,7 @@ def plastic_commit(a: Tensor, limit: float = 2.0) -> Tensor:
 
 
 def _check(tensors: tuple[Tensor, ...], starts: Tensor | None) -> None:
-    """Raises ValueError for what shapes, dtypes and devices tell; reads no value."""
+    """Raises ValueError for wrong shapes, dtypes and devices; reads no value."""
     named = dict(zip(("x", "w", "b_up", "q", "k", "v", "beta", "a_state"), tensors, strict=True))
     if starts is not None:
         named["starts"] = starts
@@ -164,27 +165,27 @@ def _check(tensors: tuple[Tensor, ...], starts: Tensor | None) -> None:
 
 
 def _leading(name: str, tensor: Tensor) -> torch.Size:
-    """Its dimensions before [T, width], [r, d] or [T]."""
+    """The dimensions before [T, width], [r, d] or [T]."""
     return tensor.shape[: -1 if name in ("beta", "starts") else -2]
 
 
 def _read(q: Tensor, state: Tensor) -> Tensor:
-    """A q_t for every token, [*, T, r], of q [*, T, d] and A [*, r, d]."""
+    """A q_t for every token, [*, T, r], from q [*, T, d] and A [*, r, d]."""
     leading = state.shape[:-2]
     if leading.numel() > 1:
         return q @ state.mT
-    # One state for all tokens: a linear map, whose gradients PyTorch makes in 0.6 of the time of a batch of one.
+    # One state for all tokens: as a linear map PyTorch computes the gradients in 0.6 of the time of a batch of one.
     return functional.linear(
         q.expand(*torch.broadcast_shapes(q.shape[:-2], leading), *q.shape[-2:]), state.view(state.shape[-2:])
     )
 
 
 def _project(x: Tensor, w: Tensor, b_up: Tensor, reads: Tensor) -> Tensor:
-    """x w^T + reads b_up^T, [*, T, O], of x [*, T, I] and reads [*, T, r] whose leading dimensions broadcast."""
+    """x w^T + reads b_up^T, [*, T, O], for x [*, T, I] and reads [*, T, r] whose leading dimensions broadcast."""
     tokens, inputs = x.shape[-2:]
     whole = torch.broadcast_shapes(x.shape[:-2], reads.shape[:-2])
     own = (1,) * (len(whole) - x.ndim + 2) + x.shape[:-2]
-    # Dimensions that x has not, the branches, go to the front, so that those of x are rows.
+    # Dimensions that x does not have, the branches, go to the front, so that those of x are rows.
     branches = [i for i, size in enumerate(whole) if own[i] != size]
     order = branches + [i for i in range(len(whole)) if i not in branches]
     rows = x.numel() // inputs
@@ -195,16 +196,16 @@ def _project(x: Tensor, w: Tensor, b_up: Tensor, reads: Tensor) -> Tensor:
 
 
 def _write(rule: str, k: Tensor, v: Tensor, beta: Tensor, state: Tensor) -> Tensor:
-    """What a chunk's writes make of the state [*, r, d]."""
+    """The state [*, r, d] after a chunk's updates."""
     if rule == "hebb":
         return state + (beta.unsqueeze(-1) * v).mT @ k
-    if rule == "oja":  # the delta rule on the transpose, of which v are the keys
+    if rule == "oja":  # the delta rule on the transpose, with v as keys
         return _delta(v, k, beta, state.mT).mT.contiguous()
     return _delta(k, v, beta, state)
 
 
 def _delta(k: Tensor, v: Tensor, beta: Tensor, state: Tensor) -> Tensor:
-    """The delta rule's last state [*, V, K] of k [*, T, K], v [*, T, V], beta [*, T] and the state before."""
+    """The delta rule's last state [*, V, K] from k [*, T, K], v [*, T, V], beta [*, T] and the state before."""
     tokens, K = k.shape[-2:]
     V = v.shape[-1]
     whole = torch.broadcast_shapes(k.shape[:-2], v.shape[:-2], beta.shape[:-1], state.shape[:-2])
@@ -215,11 +216,11 @@ def _delta(k: Tensor, v: Tensor, beta: Tensor, state: Tensor) -> Tensor:
         last, _ = _plastic_delta(k.contiguous(), v.contiguous(), beta.contiguous(), state.contiguous(), save)
         return last.view(*whole, V, K)
     padded_K, padded_V = (min(width for width in KERNEL_WIDTHS if width >= size) for size in (K, V))
-    k = functional.pad(k, (0, padded_K - K)).unsqueeze(2)  # one head; zeros neither write nor are read
+    k = functional.pad(k, (0, padded_K - K)).unsqueeze(2)  # one head; zero columns are neither updated nor read
     v = functional.pad(v, (0, padded_V - V)).unsqueeze(2)
     state = functional.pad(state, (0, padded_K - K, 0, padded_V - V)).unsqueeze(1)
     written = beta[..., None, None] * k
-    unread, unchanged = k.detach(), torch.zeros_like(k)  # y is not wanted; no decay between tokens
+    unread, unchanged = k.detach(), torch.zeros_like(k)  # r, because y is not used; log_w = 0: no decay
     _, last_state = wkv7(unread, unchanged, written, v, k, -written, state=state, return_state=True)
     assert last_state is not None
     return last_state[:, 0, :V, :K].reshape(*whole, V, K)
@@ -227,9 +228,9 @@ def _delta(k: Tensor, v: Tensor, beta: Tensor, state: Tensor) -> Tensor:
 
 @torch.library.custom_op("cdrmix::plastic_project", mutates_args=())
 def _plastic_project(x: Tensor, w: Tensor, b_up: Tensor, reads: Tensor) -> Tensor:
-    """y [S, R, O] = x w^T + reads b_up^T of x [R, I], w [O, I], b_up [O, r], reads [S, R, r]."""
+    """y [S, R, O] = x w^T + reads b_up^T for x [R, I], w [O, I], b_up [O, r], reads [S, R, r]."""
     kernels = kernels_of("fast_weights", "triton") if backend(x) == "triton" else reference
-    with torch.autocast(x.device.type, enabled=False):  # which an operator inherits from its caller
+    with torch.autocast(x.device.type, enabled=False):  # an operator inherits autocast from its caller
         y: Tensor = kernels.project_forward(x, w, b_up, reads)
     return y
 
@@ -243,7 +244,7 @@ def _(x: Tensor, w: Tensor, b_up: Tensor, reads: Tensor) -> Tensor:
 def _plastic_project_backward(
     dy: Tensor, x: Tensor, w: Tensor, b_up: Tensor, reads: Tensor, wanted: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, w, b_up and reads, as plain products on every device; of no elements unless wanted."""
+    """The gradients of x, w, b_up and reads, as plain products on every device; empty unless wanted."""
     with torch.autocast(x.device.type, enabled=False):
         return reference.project_backward(dy, x, w, b_up, reads, wanted)
 
@@ -274,7 +275,7 @@ _plastic_project.register_autograd(_differentiate_project, setup_context=_keep_p
 
 @torch.library.custom_op("cdrmix::plastic_delta", mutates_args=())
 def _plastic_delta(k: Tensor, v: Tensor, beta: Tensor, state: Tensor, save: bool) -> tuple[Tensor, list[Tensor]]:
-    """The last state, and what the backward pass needs beside the inputs."""
+    """The last state, and what the backward pass needs besides the inputs."""
     with torch.autocast(k.device.type, enabled=False):
         return reference.delta_forward(k, v, beta, state, save=save)
 

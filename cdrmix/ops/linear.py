@@ -1,4 +1,4 @@
-"""The projections' product: a linear map whose weight an engine may hold a 16-bit copy and a gradient sum for."""
+"""The projections' product: a linear map whose weight may have a 16-bit copy and a gradient sum attached."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from cdrmix.ops.weights import compute_weight, gradient_sum, is_attached, outsid
 def linear(x: Tensor, weight: Tensor, *, inputs_first: bool = False) -> Tensor:
     """x weight^T, or with inputs_first x weight, over the last dimension of x.
 
-    x: [..., I]; weight: [O, I], or with inputs_first [I, O]; of one dtype, or under autocast, whose dtype is used.
+    x: [..., I]; weight: [O, I], or with inputs_first [I, O]; of one dtype, or cast to autocast's dtype.
     Returns [..., O] in the compute dtype. Differentiable in both; the same bits every time.
-    What `ops.weights.attach` has given the weight is used where products run in that dtype: the product reads the
-    copy, and the backward pass adds the weight's gradient to its `.grad` in float32 by itself (and is then
-    differentiable once); nothing of the weight's size is cast, rounded or added besides. Else PyTorch's own product,
-    or on a CPU, where it may take no more than one thread (`kernels/common/products.py`), one that may take several.
-    Raises RuntimeError, PyTorch's, for shapes and dtypes that do not go together.
+    If `ops.weights.attach` was called for the weight and this dtype, the product reads the attached copy, and the
+    backward pass adds the weight's gradient to its `.grad` in float32 (and is then differentiable once). Then nothing
+    else of the weight's size is cast, rounded or added. Otherwise it is PyTorch's own product, or, on a CPU whose
+    products run on one thread (`kernels/common/products.py`), one that may use several.
+    Raises RuntimeError, PyTorch's, for shapes and dtypes that do not fit together.
     """
     if torch.compiler.is_compiling() and compute_dtype(x) != weight.dtype:
         return outside_graphs(_linear, x, weight, inputs_first)
@@ -36,14 +36,14 @@ def _linear(x: Tensor, weight: Tensor, inputs_first: bool) -> Tensor:
     if is_attached(weight, dtype):
         y = _Linear.apply(x.to(dtype), weight, inputs_first)
     elif _is_shared_out(x, weight):
-        y = (_SharedOut.apply if torch.is_grad_enabled() else _shared_out)(x, weight, inputs_first)
+        y = (_ThreadedLinear.apply if torch.is_grad_enabled() else _shared_out)(x, weight, inputs_first)
     else:
         y = x @ weight if inputs_first else functional.linear(x, weight)
     return y
 
 
 def _is_shared_out(x: Tensor, weight: Tensor) -> bool:
-    """Whether the product is one of those that take several threads where every other product takes one."""
+    """Whether the product may use several threads where every other product uses one."""
     if torch.compiler.is_compiling() or not multiplies_on_one_thread() or x.device.type != "cpu" or x.dim() < 2:
         return False
     same = x.dtype == weight.dtype == compute_dtype(x) == torch.float32
@@ -55,7 +55,7 @@ def _shared_out(x: Tensor, weight: Tensor, inputs_first: bool) -> Tensor:
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-class _SharedOut(torch.autograd.Function):
+class _ThreadedLinear(torch.autograd.Function):
     """`linear` in float32 on a CPU, by products with the same bits for any number of threads."""
 
     @staticmethod
@@ -84,14 +84,14 @@ class _Linear(torch.autograd.Function):
     """`linear` with the weight's attached copy.
 
     An autograd Function and not a custom operator, which takes 60 us more of the host's time for forward and backward
-    (measured): a model has hundreds of projections a micro-batch.
+    (measured); a model has hundreds of projections a micro-batch.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, inputs_first: bool) -> Tensor:
         copy = compute_weight(weight, x.dtype)
         ctx.save_for_backward(x)
-        # Not saved tensors: activation checkpointing would give others back, with nothing attached.
+        # Not saved tensors: activation checkpointing would return other objects, with nothing attached.
         ctx.weight, ctx.copy, ctx.inputs_first = weight, copy, inputs_first
         return x @ copy if inputs_first else functional.linear(x, copy)
 

@@ -1,4 +1,4 @@
-"""The routed experts as PyTorch operators, and the ways to and from their order: checks, registration, choice."""
+"""The routed experts as PyTorch operators, with dispatch and combination: checks, registration, choice of kernels."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def moe_experts(
 ) -> Tensor:
     """y_t = sum_j weights_tj expert_(experts_tj)(x_t), with expert_e(x) = act(x w_up_e) w_down_e.
 
-    x_TD: [T, D]; T may be 0, as on a rank of expert parallelism that got no tokens: y is empty then and the weights
+    x_TD: [T, D]; T may be 0, as on a rank of expert parallelism that got no tokens: then y is empty, and the weights
         get gradients of zero.
     w_up: [E, D, F]; for "swiglu" [E, D, 2F], interleaved: column 2f is the gate of hidden f, column 2f + 1 its up.
     w_down: [E, F, D]. All of bfloat16, float16, float32 or float64; under autocast they are cast to its dtype.
-    routing: of `route_topk`, for these T tokens and E experts. Dropped routes add nothing.
+    routing: the result of `route_topk` for these T tokens and E experts. Dropped routes add nothing.
     activation: "relu2", relu(z)^2, or "swiglu", silu(gate) * up.
     recompute: False keeps Z = x w_up for the backward pass, R rows of F or 2F; True computes it again there, with the
         same bits. In bfloat16 a token keeps 2D bytes (x), and with False 2kF (relu2) or 4kF (swiglu) bytes of Z.
     Returns [T, D] in the compute dtype. Differentiable once, in x, both weights and routing.weights_TK; an expert
     without rows has gradients of zero. The same bits every time.
-    Raises ValueError naming the argument, before anything runs; a Routing's indices out of range are found on a CPU
-    always, on a GPU under CDRMIX_DEBUG=1 alone.
+    Raises ValueError naming the argument, before anything runs. Indices of the Routing that are out of range are found
+    on a CPU always, on a GPU with CDRMIX_DEBUG=1 only.
     """
     if torch.compiler.is_compiling() and compute_dtype(x_TD) != w_up.dtype:
         return outside_graphs(_experts, x_TD, w_up, w_down, routing, activation, recompute)
@@ -58,7 +58,7 @@ def _experts(x_TD: Tensor, w_up: Tensor, w_down: Tensor, routing: Routing, activ
 def moe_dispatch(x_TD: Tensor, routing: Routing) -> Tensor:
     """x_RD: each route's row of x [T, D], sorted by expert; zeros for dropped routes. Differentiable: `moe_combine`.
 
-    Its rows of expert e follow those of the experts before it, routing.counts_E each.
+    The rows of expert e, routing.counts_E[e] of them, follow those of the experts before it.
     """
     _check_routing("moe_dispatch", routing)
     _check_rows("moe_dispatch", x_TD, routing, routing.experts_TK.shape[0], "T")
@@ -66,9 +66,9 @@ def moe_dispatch(x_TD: Tensor, routing: Routing) -> Tensor:
 
 
 def moe_combine(y_RD: Tensor, routing: Routing) -> Tensor:
-    """y_TD: the sum of each token's kept rows of y [R, D], in order of choice, in float32; no weights are applied.
+    """y_TD: the sum of each token's kept rows of y [R, D], in order of choice, in float32, without weights.
 
-    The adjoint of `moe_dispatch`, and differentiable through it: combine(dispatch(x)) = k x where nothing is dropped.
+    The adjoint of `moe_dispatch`, and differentiable by it: combine(dispatch(x)) = k x where no route is dropped.
     """
     _check_routing("moe_combine", routing)
     _check_rows("moe_combine", y_RD, routing, len(routing.order_R), "R = T * k")
@@ -78,9 +78,9 @@ def moe_combine(y_RD: Tensor, routing: Routing) -> Tensor:
 def moe_product(x_RD: Tensor, w_EDF: Tensor, routing: Routing) -> Tensor:
     """y_RF: each sorted row of x times the matrix of its expert; zeros for dropped routes.
 
-    x_RD: rows as `moe_dispatch` gives them, [R, D]; w_EDF: [E, D, F]. Both of bfloat16, float16, float32 or float64;
-    under autocast they are cast to its dtype. With dispatch and combine it makes a linear layer of experts: since it
-    is linear, weights of routes may as well stand on the rows that go in.
+    x_RD: rows in the order of `moe_dispatch`, [R, D]; w_EDF: [E, D, F]. Both bfloat16, float16, float32 or float64;
+    under autocast they are cast to its dtype. With dispatch and combination it is a linear layer of experts. Because it
+    is linear, the routes' weights may be applied to its input rows.
     Returns [R, F] in the compute dtype. Differentiable once, in x and w; an expert without rows has a gradient of zero.
     The same bits every time. Raises ValueError naming the argument, before anything runs.
     """
@@ -128,7 +128,7 @@ def _check_rows(op: str, rows: Tensor, routing: Routing, count: int, meaning: st
 def _check_experts(
     x_TD: Tensor, w_up: Tensor, w_down: Tensor, routing: Routing, activation: str, recompute: bool
 ) -> None:
-    """Raises ValueError for what shapes, dtypes and devices tell; reads no value."""
+    """Raises ValueError for wrong shapes, dtypes and devices; reads no value."""
     _check_routing("moe_experts", routing)
     if activation not in ACTIVATIONS:
         raise ValueError(f"moe_experts: activation={activation!r}; choose 'relu2' or 'swiglu'")
@@ -173,7 +173,7 @@ def _check_experts(
 
 
 def _check_indices(experts_TK: Tensor, order_R: Tensor, counts_E: Tensor) -> None:
-    """Raises ValueError for indices out of range, where looking is free (a CPU) or asked for (CDRMIX_DEBUG)."""
+    """Raises ValueError for indices out of range, on a CPU always and on a GPU with CDRMIX_DEBUG."""
     if (order_R.device.type != "cpu" and not debugging()) or not len(order_R):
         return
     for name, x, bound in (("experts_TK", experts_TK, len(counts_E)), ("order_R", order_R, len(order_R))):
@@ -184,7 +184,7 @@ def _check_indices(experts_TK: Tensor, order_R: Tensor, counts_E: Tensor) -> Non
 
 
 def _check_counts(op: str, counts_E: Tensor, routes: int) -> None:
-    """Raises ValueError for counts that are not those of so many routes, where looking is free or asked for."""
+    """Raises ValueError for impossible counts, on a CPU always and on a GPU with CDRMIX_DEBUG."""
     if counts_E.dtype != torch.int64:
         raise ValueError(f"{op}: routing.counts_E is {counts_E.dtype}; of route_topk it is int64")
     if counts_E.device.type != "cpu" and not debugging():
@@ -196,7 +196,7 @@ def _check_counts(op: str, counts_E: Tensor, routes: int) -> None:
 
 
 def _kernels(x: Tensor) -> ModuleType:
-    """The module whose `experts_forward`, `experts_backward`, `dispatch` and `combine` serve these tensors."""
+    """The module whose `experts_forward`, `experts_backward`, `dispatch` and `combine` are used for these tensors."""
     return kernels_of("moe", backend(x))
 
 
@@ -212,9 +212,9 @@ def _moe_experts(
     activation: str,
     recompute: bool,
 ) -> tuple[Tensor, Tensor]:
-    """y, and Z of no elements unless it is saved. experts_TK is looked at by the checks alone."""
+    """y, and Z, empty if `recompute`. Only the checks read experts_TK."""
     _check_indices(experts_TK, order_R, counts_E)
-    with torch.autocast(x_TD.device.type, enabled=False):  # which an operator inherits from its caller
+    with torch.autocast(x_TD.device.type, enabled=False):  # an operator inherits autocast from its caller
         found: tuple[Tensor, Tensor] = _kernels(x_TD).experts_forward(
             x_TD, w_up, w_down, weights_TK, order_R, counts_E, activation=activation, recompute=recompute
         )
@@ -252,7 +252,7 @@ def _moe_experts_backward(
     up_sum: Tensor | None,
     down_sum: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, w_up, w_down and weights_TK; of a weight with a sum [0], after it was added there."""
+    """The gradients of x, w_up, w_down and weights_TK; that of a weight with a sum is added there, and empty."""
     with torch.autocast(x_TD.device.type, enabled=False):
         found: tuple[Tensor, Tensor, Tensor, Tensor] = _kernels(x_TD).experts_backward(
             *(dy_TD, x_TD, w_up, w_down, weights_TK, order_R, counts_E, z, up_sum, down_sum),
@@ -303,11 +303,11 @@ _moe_experts.register_autograd(_differentiate_experts, setup_context=_keep_exper
 
 
 class _AttachedExperts(torch.autograd.Function):
-    """`_moe_experts` of weights with something attached (weights.py): their copies, and sums for their gradients."""
+    """`_moe_experts` for weights with something attached (weights.py): it uses their copies and gradient sums."""
 
     @staticmethod
     def forward(ctx: Any, w_up: Tensor, w_down: Tensor, x_TD: Tensor, *others: Any) -> Tensor:
-        """w_up, w_down: the weights themselves; x_TD in the compute dtype; others: as `_moe_experts` takes them."""
+        """w_up, w_down: the weights themselves; x_TD in the compute dtype; others: the operator's other arguments."""
         copies = compute_weight(w_up, x_TD.dtype), compute_weight(w_down, x_TD.dtype)
         y_TD, z = _moe_experts(x_TD, *copies, *others)
         weights_TK, _, order_R, counts_E, ctx.activation, ctx.recompute = others
@@ -411,7 +411,7 @@ _moe_product.register_autograd(_differentiate_product, setup_context=_keep_produ
 
 
 class _AttachedProduct(torch.autograd.Function):
-    """`_moe_product` of a weight with something attached, as in `_AttachedExperts`."""
+    """`_moe_product` for a weight with something attached, as in `_AttachedExperts`."""
 
     @staticmethod
     def forward(ctx: Any, w_EDF: Tensor, x_RD: Tensor, counts_E: Tensor) -> Tensor:

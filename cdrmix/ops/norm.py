@@ -1,7 +1,7 @@
 """The residual sum and the norm that follows it as one PyTorch operator: checks, registration, gradients.
 
-Triton and numba serve float32 and below in one pass over the tensors forward and one backward; float64, and machines
-without either, get `kernels/norm/reference.py` with autograd's gradients.
+Triton and numba compute float32 and narrower dtypes, with one pass over the tensors forward and one backward. float64,
+and machines without either, use `kernels/norm/reference.py` with autograd's gradients.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cdrmix.ops.checks import DTYPES
 from cdrmix.ops.operator import operator
 
 OP = "add_norm"
-WIDEST = 16384  # channels of the GPU's kernels, which hold a row in registers; the others take any
+WIDEST = 16384  # most channels of the GPU's kernels, which hold a row in registers; the others have no limit
 
 
 def add_norm(
@@ -32,17 +32,17 @@ def add_norm(
     kind: str,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The residual stream after a branch, x + y, and its norm, which the next branch reads; both [..., D].
+    """The residual stream after a branch, x + y, and its norm, which is the next branch's input; both [..., D].
 
     kind: "layernorm" (arXiv 1607.06450), (t - mean) / sqrt(variance + eps) weight + bias, or "rmsnorm" (arXiv
         1910.07467), t / sqrt(mean of squares + eps) weight, over t = x + y's last dimension.
-    x: [..., D], bfloat16, float16, float32 or float64; no rows are allowed. y: of x's shape, any of these dtypes, or
-        None: the sum is x itself. weight, bias: [D]; a rmsnorm has no bias.
-    dtype: of the norm; None: x's, under autocast autocast's, since it goes into matrix products.
+    x: [..., D], bfloat16, float16, float32 or float64; there may be 0 rows. y: of x's shape, any of these dtypes, or
+        None: the sum is x itself. weight, bias: [D]; an rmsnorm has no bias.
+    dtype: of the norm; None: x's, or autocast's under autocast, because the norm is an operand of matrix products.
     Sum and statistics are computed in float32 at least. Returns the sum in x's dtype, and the norm of that (rounded)
     sum in `dtype`.
-    Differentiable once, in x, y, weight and bias. The gradients of weight and bias are summed in an order that shapes
-    alone decide, the same for every number of threads. Saved: the sum, and 8 bytes a row.
+    Differentiable once, in x, y, weight and bias. The gradients of weight and bias are summed in an order that depends
+    on shapes alone, not on the number of threads. Kept for the backward pass: the sum, and 8 bytes a row.
     Raises ValueError naming the argument whose shape, dtype or device does not fit, before anything runs.
     """
     _check(x, y, weight, bias, eps, kind, dtype)
@@ -64,7 +64,7 @@ def _check(
     kind: str,
     dtype: torch.dtype | None,
 ) -> None:
-    """Raises ValueError for what shapes, dtypes and devices tell; reads no value."""
+    """Raises ValueError for wrong shapes, dtypes and devices; reads no value."""
     if kind not in KINDS:
         raise ValueError(f"{OP}: kind={kind!r}; choose 'layernorm' or 'rmsnorm'")
     if dtype is not None and dtype not in DTYPES:
@@ -72,7 +72,7 @@ def _check(
     if not eps >= 0:
         raise ValueError(f"{OP}: eps must be at least 0; found {eps}")
     if kind == "rmsnorm" and bias is not None:
-        raise ValueError(f"{OP}: a rmsnorm has no bias; pass None")
+        raise ValueError(f"{OP}: an rmsnorm has no bias; pass None")
     if not isinstance(x, Tensor) or x.ndim < 1 or x.shape[-1] == 0:
         found = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"{OP}: x must be [..., D] with D at least 1; found {found}")
@@ -96,7 +96,7 @@ def _check(
 
 
 def _plain(x: Tensor) -> bool:
-    """Whether plain PyTorch serves a call: for one token on a CPU its few calls cost less than numba's arguments do."""
+    """Whether plain PyTorch is used: for one token on a CPU its few calls take less time than numba's arguments."""
     chosen = backend(x)
     few = x.numel() == x.shape[-1] or (x.ndim > 2 and x.shape[-2] == 1)
     return chosen == "reference" or (chosen == "cpu" and few and not torch.is_grad_enabled())
@@ -110,7 +110,7 @@ def _kernels(x: Tensor) -> ModuleType:
 def _add_norm(
     x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum (no elements without y), its norm, and float32 [1 or 2, rows] for the backward pass."""
+    """The sum (empty without y), its norm, and float32 [1 or 2, rows] for the backward pass."""
     forward = _kernels(x).add_norm_forward
     if backend(x) == "triton":
         total, normed, statistics = forward(x, y, weight, bias, eps=eps, centred=centred, dtype=dtype)
@@ -146,7 +146,7 @@ def _add_norm_backward(
     y_dtype: torch.dtype | None,
     wants_sums: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx in total's dtype, the same in y_dtype (no elements for None), and dweight and dbias, float32 [1 or 2, D]."""
+    """dx in total's dtype, the same in y_dtype (empty for None), and dweight and dbias, float32 [1 or 2, D]."""
     backward = _kernels(total).add_norm_backward
     options = {"has_bias": has_bias, "wants_sums": wants_sums}
     if backend(total) == "triton":

@@ -1,10 +1,10 @@
-"""Custom operators of PyTorch that eager calls on a CPU run without PyTorch's dispatcher.
+"""Custom operators of PyTorch that skip PyTorch's dispatcher in eager calls on a CPU.
 
-A call through `torch.library` takes 130 to 220 us of the host's time beside the operator's own, forward and backward
-each (core-tiny's norms, PyTorch 2.13: as long as the norm itself). Only tracing, profiling and function transforms need
-it, so an eager call runs the same formulas in a `torch.autograd.Function`. Such a function cannot differentiate lists
-of tensors, and does not record writes to its arguments: operators that return lists and have gradients, and those that
-write to an argument, are `torch.library.custom_op` alone.
+A call through `torch.library` takes 130 to 220 us of the host's time in addition to the operator's own, forward and
+backward each (core-tiny's norms, PyTorch 2.13: as long as the norm itself). Only tracing, profiling and function
+transforms need it, so an eager call runs the same formulas in a `torch.autograd.Function`. Such a function cannot
+differentiate lists of tensors, and does not record changes of its arguments. So operators that return lists and have
+gradients, and those that change an argument, are plain `torch.library.custom_op`s.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class Operator:
-    """A custom operator that writes to no argument: call it as the function it was made of, with every argument."""
+    """A custom operator that changes no argument; call it as the original function, with every argument."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self._custom = torch.library.custom_op(name, function, mutates_args=())
@@ -46,7 +46,7 @@ class Operator:
             return self._function(*inputs)
         if self._differentiable is not None:
             return self._differentiable.apply(*inputs)
-        return self._custom(*inputs)  # refuses to be differentiated
+        return self._custom(*inputs)  # this operator has no gradient and refuses one
 
 
 def operator(name: str) -> Callable[[Callable[..., Any]], Operator]:

@@ -14,7 +14,7 @@ from cdrmix.kernels.moe.reference import Routing
 from cdrmix.ops.backend import backend, debugging, kernels_of
 from cdrmix.ops.operator import operator
 
-MAX_EXPERTS = 256  # of the GPU's kernels; the reference takes any number
+MAX_EXPERTS = 256  # of the GPU's kernels; the reference has no limit
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 RoutingTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # the fields of Routing, in order
 
@@ -22,29 +22,29 @@ RoutingTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  
 def route_topk(
     logits_TE: Tensor, k: int, *, bias: Tensor | None = None, capacity: int | None = None, name: str = ""
 ) -> Routing:
-    """Send each token to its k most probable experts; ties go to the lowest index. Nothing waits for the GPU.
+    """Sends each token to its k most probable experts; ties go to the lowest index. It does not wait for the GPU.
 
-    logits_TE: [T, E], computed on in float32, float64 where it is that. T may be 0, as on a rank of expert
-        parallelism that got no tokens; the loss terms are zero then.
+    logits_TE: [T, E], computed on in float32, or in float64 if they are float64. T may be 0, as on a rank of expert
+        parallelism that got no tokens; then the loss terms are zero.
     k: choices a token, 1 to E. On a GPU E is at most 256.
-    bias: [E], added for the selection alone (balancing without a loss, arXiv 2408.15664); it gets no gradient.
-    capacity: rows an expert takes at most: its first ones in order of token and choice, so that no token displaces
-        an earlier one. The others are dropped. None: every route is kept.
+    bias: [E], added for the selection only (balancing without a loss, arXiv 2408.15664); it gets no gradient.
+    capacity: most rows of an expert: it keeps its first ones in order of token and choice, so that no token displaces
+        an earlier one, and drops the others. None: every route is kept.
     name: of the layer, for errors.
     Returns a `Routing`, differentiable once in the logits through weights_TK, load_balance and z_loss.
-    Raises ValueError naming the argument, before anything runs; NonFiniteLogitsError, also a ValueError, for NaN
-    or infinity among the logits: on a CPU always, on a GPU under CDRMIX_DEBUG=1 alone, as reading them waits for it.
+    Raises ValueError naming the argument, before anything runs; NonFiniteLogitsError, also a ValueError, for NaN or
+    infinity among the logits: on a CPU always, on a GPU with CDRMIX_DEBUG=1 only, because reading them waits for it.
     """
     _check(logits_TE, k, bias, capacity)
     wide = logits_TE if logits_TE.dtype == torch.float64 else logits_TE.float()
     selection = None if bias is None else bias.detach().to(wide.dtype).contiguous()
     if capacity is not None:
-        capacity = min(capacity, logits_TE.shape[0] * k)  # all there are; an operator's integers have 64 bits
+        capacity = min(capacity, logits_TE.shape[0] * k)  # no limit is larger; an operator's integers have 64 bits
     return Routing(*_moe_route(wide.contiguous(), k, selection, capacity, name))
 
 
 def _check(logits_TE: Tensor, k: int, bias: Tensor | None, capacity: int | None) -> None:
-    """Raises ValueError for what shapes, dtypes and devices tell; reads no value."""
+    """Raises ValueError for wrong shapes, dtypes and devices; reads no value."""
     if not isinstance(logits_TE, Tensor) or logits_TE.ndim != 2 or logits_TE.shape[1] == 0:
         found = list(logits_TE.shape) if isinstance(logits_TE, Tensor) else type(logits_TE).__name__
         raise ValueError(f"route_topk: logits must be a tensor [T, E] with E at least 1; found {found}")
@@ -58,19 +58,19 @@ def _check(logits_TE: Tensor, k: int, bias: Tensor | None, capacity: int | None)
     if bias is not None and not isinstance(bias, Tensor):
         raise ValueError(f"route_topk: bias must be a torch.Tensor or None; found {type(bias).__name__}")
     if bias is not None and (bias.shape != (experts,) or not bias.is_floating_point()):
-        raise ValueError(f"route_topk: bias must be [{experts}], one number an expert; found {_words(bias)}")
+        raise ValueError(f"route_topk: bias must be [{experts}], one number an expert; found {_described(bias)}")
     if bias is not None and bias.device != logits_TE.device:
         raise ValueError(f"route_topk: bias is on {bias.device}, but the logits are on {logits_TE.device}")
     if capacity is not None and (type(capacity) is not int or capacity < 0):
         raise ValueError(f"route_topk: capacity={capacity}; it is the rows an expert takes at most: 0 or more, or None")
 
 
-def _words(x: Tensor) -> str:
+def _described(x: Tensor) -> str:
     return f"{x.dtype} {list(x.shape)}"
 
 
 def _check_logits(logits_TE: Tensor, name: str) -> None:
-    """Raises NonFiniteLogitsError for NaN and infinity, where looking is free (a CPU) or asked for (CDRMIX_DEBUG)."""
+    """Raises NonFiniteLogitsError for NaN and infinity, on a CPU always and on a GPU with CDRMIX_DEBUG."""
     if logits_TE.device.type != "cpu" and not debugging():
         return
     bad_T = ~logits_TE.isfinite().all(-1)
@@ -83,14 +83,14 @@ def _check_logits(logits_TE: Tensor, name: str) -> None:
 
 
 def _kernels(logits_TE: Tensor) -> ModuleType:
-    """The module whose `route_forward` and `route_backward` serve these logits."""
+    """The module whose `route_forward` and `route_backward` are used for these logits."""
     return kernels_of("moe", "triton_route") if backend(logits_TE) == "triton" else reference_moe
 
 
 @operator("cdrmix::moe_route")
 def _moe_route(logits_TE: Tensor, k: int, bias: Tensor | None, capacity: int | None, name: str) -> RoutingTensors:
     _check_logits(logits_TE, name)
-    with torch.autocast(logits_TE.device.type, enabled=False):  # which an operator inherits from its caller
+    with torch.autocast(logits_TE.device.type, enabled=False):  # an operator inherits autocast from its caller
         found: RoutingTensors = _kernels(logits_TE).route_forward(logits_TE, k, bias, capacity)
     return found
 

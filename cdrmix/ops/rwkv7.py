@@ -1,6 +1,6 @@
 """The RWKV-7 recurrence as PyTorch operators: checks, registration, and the choice of implementation.
 
-`cdrmix::wkv7` and its backward are opaque to torch.compile, which therefore passes through them without a break.
+`cdrmix::wkv7` and its backward are opaque to torch.compile, so it passes through them without a graph break.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from cdrmix.ops.backend import backend, debugging, kernels_of
 from cdrmix.ops.checks import DTYPES, check_cu_seqlens, check_document_starts, state_dtype
 from cdrmix.ops.operator import operator
 
-KERNEL_WIDTHS = (32, 64, 128)  # of keys and of values; the reference takes any
+KERNEL_WIDTHS = (32, 64, 128)  # of keys and of values; the reference has no limit
 ARGUMENTS = ("r", "log_w", "k", "v", "a", "b")
 CHUNKS = (16, 32, 64)
-EXPONENT_BOUND = 80.0  # of the GPU's kernels, half a chunk of log decay: kernels/rwkv7/triton_chunk.py
+EXPONENT_BOUND = 80.0  # of the GPU's kernels, for half a chunk of log decay: kernels/rwkv7/triton_chunk.py
 Inputs = tuple[Tensor, ...]  # in the order of ARGUMENTS
 
 
@@ -43,21 +43,21 @@ def wkv7(
         y_t = S_t r_t
 
     r, log_w, k, a, b: [B, T, H, K], log_w <= 0 the log decay; v: [B, T, H, V]; bfloat16, float16 or float32, computed
-        in float32; log_w may be float32 beside narrower others. K and V each 32, 64 or 128 (any, on a CPU). float64
-        for all of them, states too, is served by the reference.
-    cu_seqlens: int32 or int64 [N + 1], not decreasing, document starts over the flattened B * T tokens, every row's
-        start among them: S starts anew at each. None: one document a row, N = B. Read on the device without waiting.
-    state: float32 [N, H, V, K], what each document's S starts from; None: zeros.
+        in float32; log_w may be float32 while the others are narrower. K and V each 32, 64 or 128 (any on a CPU).
+        float64 for all of them, states too, uses the reference.
+    cu_seqlens: int32 or int64 [N + 1], not decreasing, document starts over the flattened B * T tokens, which include
+        every row's start: S starts anew at each. None: each row is one document, N = B. The host does not read it.
+    state: float32 [N, H, V, K], the state before each document; None: zeros.
     recompute: True keeps less for the backward pass, which computes it again: same bits, more time. The bytes are in
         `kernels/rwkv7/triton.py` and `cpu.py`.
-    chunk: tokens of one parallel piece, 16, 32 or 64; None: what is best for the dtype and widths. On a CPU, tokens
-        between two kept states, which changes no bit.
+    chunk: tokens of a chunk, 16, 32 or 64; None: the fastest for the dtype and widths. On a CPU, tokens between two
+        kept states, which changes no bit.
     Returns y [B, T, H, V] in v's dtype and, if `return_state`, each document's last S, float32 [N, H, V, K].
     Differentiable once, in reverse mode (torch.func.jvp gets zeros), in everything but cu_seqlens.
-    On a GPU the exponents reach half a chunk: log_w must stay above -80 / (chunk / 2), which is -2.5 for chunks of 64;
-    RWKV-7's own is above -0.61. Below, a chunk gives NaN, also before the token. CPUs have no such bound.
+    On a GPU exponents cover half a chunk: log_w must stay above -80 / (chunk / 2), which is -2.5 for chunks of 64.
+    RWKV-7's own is above -0.61. Below the bound a chunk gives NaN, for earlier tokens too. CPUs have no such bound.
     Raises ValueError naming the argument, before anything runs. Values (cu_seqlens on a GPU; log_w NaN, above 0 or
-    below that bound) are checked under CDRMIX_DEBUG=1 alone, as reading them waits for the GPU; cu_seqlens on a CPU
+    below that bound) are checked with CDRMIX_DEBUG=1 only, because reading them waits for the GPU; cu_seqlens on a CPU
     always is.
     """
     if not isinstance(recompute, bool):
@@ -85,7 +85,7 @@ def wkv7_step(
 
 
 def _check(op: str, inputs: Inputs, state: Tensor | None, cu_seqlens: Tensor | None, chunk: int | None) -> None:
-    """Raises ValueError for what shapes, dtypes and devices tell; reads no value."""
+    """Raises ValueError for wrong shapes, dtypes and devices; reads no value."""
     sizes = {"wkv7": "[B, T, H, width]", "wkv7_step": "[B, H, width], one token; longer: wkv7"}[op]
     named = dict(zip(ARGUMENTS, inputs, strict=True))
     others = {"state": state if op == "wkv7_step" or state is not None else inputs[0], "cu_seqlens": cu_seqlens}
@@ -127,7 +127,7 @@ def _check(op: str, inputs: Inputs, state: Tensor | None, cu_seqlens: Tensor | N
 
 
 def _check_log_w(op: str, log_w: Tensor, chunk: int | None) -> None:
-    """Raises ValueError for log decays that CDRMIX_DEBUG is to find. chunk: of the GPU's exponents, else None."""
+    """Raises ValueError for wrong log decays, with CDRMIX_DEBUG. chunk: of the GPU's kernels, else None."""
     if not debugging():
         return
     if bool(log_w.isnan().any()):
@@ -141,7 +141,7 @@ def _check_log_w(op: str, log_w: Tensor, chunk: int | None) -> None:
 
 
 def _kernels(r: Tensor, v: Tensor) -> ModuleType:
-    """The module whose `wkv7_forward`, `wkv7_backward` and `wkv7_step` serve these tensors."""
+    """The module whose `wkv7_forward`, `wkv7_backward` and `wkv7_step` are used for these tensors."""
     chosen = backend(r)
     if chosen == "triton":
         triton_kernels = kernels_of("rwkv7", "triton")
@@ -152,14 +152,14 @@ def _kernels(r: Tensor, v: Tensor) -> ModuleType:
 
 
 def _cast(inputs: Inputs) -> Inputs:
-    """As the implementation wants them: Triton reads every dtype, the others float32 and float64."""
+    """The inputs in the implementation's dtypes: Triton reads every dtype, the others float32 and float64."""
     if backend(inputs[0]) == "triton":
         return inputs
     return tuple(x if x.dtype == torch.float64 else x.float() for x in inputs)
 
 
 def _state_shape(v: Tensor, r: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int, int, int]:
-    # Not len(), which would have torch.compile make new code for every number of documents.
+    # Not len(): torch.compile would compile again for every number of documents.
     documents = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return documents, v.shape[2], v.shape[3], r.shape[3]
 
@@ -179,16 +179,16 @@ def _wkv7(
     recompute: bool,
     return_state: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """y, the last states (of no elements unless wanted), and what the backward pass needs beside the inputs."""
+    """y, the last states (empty unless wanted), and what the backward pass needs besides the inputs."""
     check_document_starts("wkv7", cu_seqlens, *r.shape[:2])
     kernels = _kernels(r, v)
     chunked = backend(r) == "triton" and kernels is not reference
     sizes = kernels.chunk_sizes(r.dtype, r.shape[-1], v.shape[-1]) if chunked else (None,)
     _check_log_w("wkv7", log_w, sizes[0] and (chunk or sizes[0]))
     flags = {"chunk": chunk, "save": save, "recompute": recompute, "return_state": return_state}
-    with torch.autocast(r.device.type, enabled=False):  # which an operator inherits from its caller
+    with torch.autocast(r.device.type, enabled=False):  # an operator inherits autocast from its caller
         y, last, saved = kernels.wkv7_forward(*_cast((r, log_w, k, v, a, b)), state, cu_seqlens, **flags)
-    return y.to(v.dtype).contiguous(), last, saved  # the reference cuts its rows out of longer ones
+    return y.to(v.dtype).contiguous(), last, saved  # the reference returns slices of longer rows
 
 
 @_wkv7.register_fake
@@ -229,7 +229,7 @@ def _wkv7_backward(
     chunk: int | None,
     recompute: bool,
 ) -> list[Tensor]:
-    """The gradients of r, log_w, k, v, a, b in their dtypes, and of the state (of no elements where there was none)."""
+    """The gradients of r, log_w, k, v, a, b in their dtypes, and of the state (empty if there was none)."""
     inputs = (r, log_w, k, v, a, b)
     with torch.autocast(r.device.type, enabled=False):
         *gradients, dstate = _kernels(r, v).wkv7_backward(

@@ -1,6 +1,6 @@
-"""The decay scan as PyTorch operators: checks, registration, and the choice of implementation.
+"""The SSD scan as PyTorch operators: checks, registration, and the choice of implementation.
 
-`cdrmix::ssd_scan` and its backward are opaque to torch.compile, which therefore passes through without a break.
+`cdrmix::ssd_scan` and its backward are opaque to torch.compile, so it passes through them without a graph break.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cdrmix.ops.operator import operator
 ARGUMENTS = ("q", "k", "v", "log_decay")
 SHAPES = ("[B, T, G, K]", "[B, T, G, K]", "[B, T, H, V]", "[B, T, H]")
 CHUNKS = (16, 32, 64)
-WIDEST = 256  # keys and values of the GPU's kernels
+WIDEST = 256  # widest keys and values of the GPU's kernels
 Inputs = tuple[Tensor, ...]  # in the order of ARGUMENTS
 
 
@@ -34,30 +34,30 @@ def ssd_scan(
     return_state: bool = False,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Linear attention whose state decays by one factor a head and token, over a batch of documents.
+    """State-space dual scan: linear attention whose state decays by one factor a head and token, over documents.
 
         S_t = exp(log_decay_t) S_{t-1} + v_t k_t^T
         y_t = S_t q_t
 
-    the recurrence of Mamba-2 (arXiv 2405.21060, section 5), of RetNet (2307.08621, equation 5) and, with
-    log_decay = 0, of linear attention; nothing is scaled by 1 / sqrt(K).
+    This is the recurrence of Mamba-2 (arXiv 2405.21060, section 5), of RetNet (2307.08621, equation 5) and, with
+    log_decay = 0, of linear attention. There is no scale 1 / sqrt(K).
 
-    q, k: [B, T, G, K]; v: [B, T, H, V], H a multiple of G: head h reads group h // (H / G); log_decay: [B, T, H],
-        0 or below, -inf (the state is forgotten) included. bfloat16, float16 or float32, computed in float32;
-        log_decay may be float32 beside narrower others. float64, states too, is served by the reference. K and V up
-        to 256 each on a GPU.
-    exclusive: y_t = S_{t-1} q_t instead, read before the token's decay and write: a document's first token reads the
-        state that it starts from.
-    cu_seqlens: int32 or int64 [N + 1], not decreasing, document starts over the flattened B * T tokens, every row's
-        start among them: S starts anew at each. None: one document a row, N = B.
-    state: float32 [N, H, V, K], what each document's S starts from; None: zeros.
-    chunk: tokens of one parallel piece, 16, 32 or 64 (on a GPU 32, on Hopper in bfloat16 also 64); None: what is best.
+    q, k: [B, T, G, K]; v: [B, T, H, V], H a multiple of G: head h uses group h // (H / G); log_decay: [B, T, H],
+        at most 0; -inf drops the state. bfloat16, float16 or float32, computed in float32; log_decay may be float32
+        while the others are narrower. float64, for states too, uses the reference. On a GPU K and V are at most 256.
+    exclusive: y_t = S_{t-1} q_t instead, from before the token's decay and write: a document's first token reads the
+        document's initial state.
+    cu_seqlens: int32 or int64 [N + 1], not decreasing, document starts over the flattened B * T tokens, which include
+        every row's start: S starts anew at each. None: each row is one document, N = B.
+    state: float32 [N, H, V, K], the state before each document; None: zeros.
+    chunk: tokens of a chunk, 16, 32 or 64 (on a GPU 32, on Hopper in bfloat16 also 64); None: the fastest.
     Returns y [B, T, H, V] in v's dtype and, if `return_state`, each document's last S, float32 [N, H, V, K].
     Differentiable once, in reverse mode (torch.func.jvp gets zeros), in everything but cu_seqlens.
-    No decay is too strong: every exponent is the sum of log decays between a write and its read, 0 or below. What is
-    not finite, or overflows in q . k, reaches the other tokens of its chunk too, also where it has been forgotten.
+    There is no limit to the decay: every exponent is the sum of log decays between a write and its read, at most 0. A
+    value that is not finite, or an overflow in q . k, also reaches the other tokens of its chunk, even after the state
+    was dropped.
     Raises ValueError naming the argument, before anything runs. Values (cu_seqlens on a GPU; log_decay NaN or above
-    0) are checked under CDRMIX_DEBUG=1 alone, as reading them waits for the GPU; cu_seqlens on a CPU always is.
+    0) are checked with CDRMIX_DEBUG=1 only, because reading them waits for the GPU; cu_seqlens on a CPU always is.
     """
     inputs = (q, k, v, log_decay)
     _check("ssd_scan", inputs, state, cu_seqlens, chunk)
@@ -85,7 +85,7 @@ def ssd_scan_step(
 
 
 def _check(op: str, inputs: Inputs, state: Tensor | None, cu_seqlens: Tensor | None, chunk: int | None) -> None:
-    """Raises ValueError for what shapes, dtypes and devices tell; reads no value."""
+    """Raises ValueError for wrong shapes, dtypes and devices; reads no value."""
     step = op == "ssd_scan_step"
     named = dict(zip(ARGUMENTS, inputs, strict=True))
     others = {"state": state if step or state is not None else inputs[0], "cu_seqlens": cu_seqlens}
@@ -130,7 +130,7 @@ def _check(op: str, inputs: Inputs, state: Tensor | None, cu_seqlens: Tensor | N
 
 
 def _check_log_decay(op: str, log_decay: Tensor) -> None:
-    """Raises ValueError for log decays that CDRMIX_DEBUG is to find."""
+    """Raises ValueError for wrong log decays, with CDRMIX_DEBUG."""
     if not debugging():
         return
     if bool(log_decay.isnan().any()):
@@ -140,12 +140,12 @@ def _check_log_decay(op: str, log_decay: Tensor) -> None:
 
 
 def _kernels(q: Tensor) -> ModuleType:
-    """The module whose `ssd_scan_forward`, `ssd_scan_backward` and `ssd_scan_step` serve these tensors."""
+    """The module whose `ssd_scan_forward`, `ssd_scan_backward` and `ssd_scan_step` are used for these tensors."""
     return kernels_of("ssd", backend(q))
 
 
 def _cast(inputs: Inputs) -> Inputs:
-    """As the implementation wants them: Triton reads every dtype, the others float32 and float64."""
+    """The inputs in the implementation's dtypes: Triton reads every dtype, the others float32 and float64."""
     if backend(inputs[0]) == "triton":
         return inputs
     return tuple(x if x.dtype == torch.float64 else x.float() for x in inputs)
@@ -169,11 +169,11 @@ def _ssd_scan(
     save: bool,
     return_state: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """y, the last states (of no elements unless wanted), and what the backward pass needs beside the inputs."""
+    """y, the last states (empty unless wanted), and what the backward pass needs besides the inputs."""
     check_document_starts("ssd_scan", cu_seqlens, *q.shape[:2])
     _check_log_decay("ssd_scan", log_decay)
     flags = {"chunk": chunk, "exclusive": exclusive, "save": save, "return_state": return_state}
-    with torch.autocast(q.device.type, enabled=False):  # which an operator inherits from its caller
+    with torch.autocast(q.device.type, enabled=False):  # an operator inherits autocast from its caller
         y, last, saved = _kernels(q).ssd_scan_forward(*_cast((q, k, v, log_decay)), state, cu_seqlens, **flags)
     return y.to(v.dtype), last, saved
 
@@ -212,7 +212,7 @@ def _ssd_scan_backward(
     chunk: int | None,
     exclusive: bool,
 ) -> list[Tensor]:
-    """The gradients of q, k, v, log_decay in their dtypes, and of the state (of no elements where there was none)."""
+    """The gradients of q, k, v, log_decay in their dtypes, and of the state (empty if there was none)."""
     inputs = (q, k, v, log_decay)
     with torch.autocast(q.device.type, enabled=False):
         *gradients, dstate = _kernels(q).ssd_scan_backward(

@@ -1,7 +1,8 @@
 """The element-wise work around the RWKV-7 recurrence as PyTorch operators: checks and the choice of implementation.
 
-Triton and numba serve float32 and below, each op in one pass over its tensors; float64, and machines without either,
-get `kernels/time_mix/reference.py` with autograd's gradients. The backward passes save the inputs alone.
+Triton and numba compute float32 and narrower dtypes, each operator with one pass over its tensors. float64, and
+machines without either, use `kernels/time_mix/reference.py` with autograd's gradients. Only inputs are kept for the
+backward passes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from cdrmix.kernels.time_mix.reference import GROUP_NORM_EPS, Streams
 from cdrmix.ops.backend import backend, compute_dtype, kernels_of
 from cdrmix.ops.operator import operator
 
-HEAD_SIZES = (32, 64, 128)  # of the GPU's kernels; the others take any
+HEAD_SIZES = (32, 64, 128)  # of the GPU's kernels; the others have no limit
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 Gradients = tuple[Tensor | None, ...]
 
@@ -28,10 +29,10 @@ def time_mix_streams(
 ) -> Streams:
     """Six interpolations between each token and the one before it: x_t + (x_{t-1} - x_t) mixes_i, each [B, T, D].
 
-    x_BTD: bfloat16, float16, float32 or float64. The token before a row's first is `last_BD`, or zero, and zero too
-    where `starts_BT`, bool, says that a document starts. Under autocast the streams have its dtype: they go into
-    matrix products. Differentiable in x, mixes and last; dmixes is summed in a fixed order. Saved: the inputs.
-    Raises ValueError naming the argument whose shape, dtype or device does not fit.
+    x_BTD: bfloat16, float16, float32 or float64. The token before a row's first is `last_BD`, or zero. It is zero too
+    where `starts_BT`, bool, marks the start of a document. Under autocast the streams have its dtype, because they are
+    operands of matrix products. Differentiable in x, mixes and last; dmixes is summed in a fixed order. Only the inputs
+    are kept. Raises ValueError naming the argument whose shape, dtype or device is wrong.
     """
     batch, length, width = _sizes("time_mix_streams", "x_BTD", x_BTD, 3)
     shapes = {"mixes_6D": (mixes_6D, (6, width)), "last_BD": (last_BD, (batch, width))}
@@ -63,18 +64,18 @@ def time_mix_keys(
     k_a: Tensor,
     head_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What the recurrence reads beside r, from the projections: log_w, k', a, b, v', each [B, T, H, K].
+    """The recurrence's inputs other than r, from the projections: log_w, k', a, b, v', each [B, T, H, K].
 
-        log_w = -exp(-1/2) sigmoid(w0 + decay)                  in float32 at least; beside bfloat16 on a GPU, bfloat16
+        log_w = -exp(-1/2) sigmoid(w0 + decay)                  float32 at least; with bfloat16 on a GPU, bfloat16
         rate' = sigmoid(a0 + rate)
         kk = normalise(k k_k) over each head, a = -kk, b = kk rate'
         k' = k (1 + (rate' - 1) k_a)
         v' = v + (v_first - v) sigmoid(v0 + v_gate)             v itself, not a copy, where v_first is None
 
     k, decay, rate, v, v_first, v_gate: [B, T, D] in one dtype; decay, rate and v_gate are the low-rank products without
-    their biases. w0, a0, v0, k_k, k_a: [D]. v_first, v_gate and v0 are all None or none of them. D = H head_size.
+    their biases. w0, a0, v0, k_k, k_a: [D]. v_first, v_gate and v0 are all None, or none is. D = H head_size.
     k', a, b and v' have k's dtype. Differentiable in every tensor; parameters' gradients are summed in a fixed order.
-    Saved: the inputs. Raises ValueError naming the argument whose shape, dtype or device does not fit.
+    Only the inputs are kept. Raises ValueError naming the argument whose shape, dtype or device is wrong.
     """
     if not isinstance(head_size, int) or head_size < 1:
         raise ValueError(f"time_mix_keys: head_size must be a whole number above 0; found {head_size!r}")
@@ -92,7 +93,7 @@ def time_mix_keys(
     if _plain(k):
         with torch.autocast(k.device.type, enabled=False):
             return reference.time_mix_keys(k, decay, rate, v, v_first, v_gate, w0, a0, v0, k_k, k_a, head_size)
-    read = v if v_first is not None else k  # k stands for what the kernels do not look at
+    read = v if v_first is not None else k  # k fills arguments that the kernels do not read
     results = _keys(*_dense(k, decay, rate, read, v_first, v_gate, w0, a0, v0, k_k, k_a), head_size)
     log_w, new_k, a, b, new_v = (x.view(batch, length, -1, head_size) for x in (*results, v)[:5])
     return log_w, new_k, a, b, new_v
@@ -109,13 +110,13 @@ def time_mix_output(
     bias: Tensor,
     eps: float = GROUP_NORM_EPS,
 ) -> Tensor:
-    """The recurrence's output normalised a head, with the current token's bonus, gated: [B, T, D] in gate's dtype.
+    """The recurrence's output, normalised by head, plus the current token's bonus, times the gate: [B, T, D].
 
         ((y - mean) / sqrt(variance + eps) weight + bias + (sum_K r k r_k) v) gate
 
-    y, r, k, v: [B, T, H, K]; gate: [B, T, D]; r_k: [H, K]; weight, bias: [D]. Differentiable in every tensor;
-    parameters' gradients are summed in a fixed order. Saved: the inputs. Raises ValueError naming the argument whose
-    shape, dtype or device does not fit.
+    The result has gate's dtype. y, r, k, v: [B, T, H, K]; gate: [B, T, D]; r_k: [H, K]; weight, bias: [D].
+    Differentiable in every tensor; parameters' gradients are summed in a fixed order. Only the inputs are kept. Raises
+    ValueError naming the argument whose shape, dtype or device is wrong.
     """
     if not eps >= 0:
         raise ValueError(f"time_mix_output: eps must be at least 0; found {eps}")
@@ -138,7 +139,7 @@ def _sizes(op: str, name: str, x: Tensor, dimensions: int) -> tuple[int, ...]:
 
 
 def _check(op: str, first: Tensor, shapes: Mapping[str, tuple[Tensor | None, tuple[int, ...]]], head_size: int) -> None:
-    """Raises ValueError for what shapes, dtypes and devices tell; reads no value."""
+    """Raises ValueError for wrong shapes, dtypes and devices; reads no value."""
     for name, (x, shape) in {"the first argument": (first, tuple(first.shape)), **shapes}.items():
         if x is None:
             continue
@@ -160,7 +161,7 @@ def _check(op: str, first: Tensor, shapes: Mapping[str, tuple[Tensor | None, tup
 
 
 def _plain(x: Tensor) -> bool:
-    """Whether plain PyTorch serves a call: for one token on a CPU its few calls cost less than numba's arguments do."""
+    """Whether plain PyTorch is used: for one token on a CPU its few calls take less time than numba's arguments."""
     chosen = backend(x)
     return chosen == "reference" or (chosen == "cpu" and x.shape[1] == 1 and not torch.is_grad_enabled())
 
@@ -174,17 +175,17 @@ def _dense(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 
 def _cast(tensors: Iterable[Tensor | None]) -> list[Any]:
-    """As the implementation wants them: Triton reads every dtype, numba float32 (and the bools of starts)."""
+    """The inputs in the implementation's dtypes: Triton reads every dtype, numba float32 (and the bools of starts)."""
     return [x if x is None or x.dtype == torch.bool or backend(x) == "triton" else x.float() for x in tensors]
 
 
 def _like(gradients: Iterable[Tensor | None], inputs: Iterable[Tensor]) -> list[Tensor | None]:
-    """Gradients, some of them sums in float32 and flat, in the shapes and dtypes of their inputs."""
+    """Gradients, some of them flat float32 sums, in the shapes and dtypes of their inputs."""
     return [dx if dx is None else dx.to(x.dtype).view(x.shape) for dx, x in zip(gradients, inputs, strict=True)]
 
 
 def _given(gradients: list[Tensor | None], like: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Autograd's None is a zero."""
+    """Replaces autograd's None by zeros."""
     return [torch.zeros_like(like, dtype=dtype) if dy is None else dy.contiguous() for dy in gradients]
 
 
@@ -208,7 +209,7 @@ def _(x: Tensor, mixes: Tensor, last: Tensor | None, starts: Tensor | None, dtyp
 def _streams_backward(
     dstreams: list[Tensor], x: Tensor, mixes: Tensor, last: Tensor | None, starts: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dmixes in float32, and dlast (of no elements where there is no last)."""
+    """dx, dmixes in float32, and dlast (empty where there is no last)."""
     backward = _kernels(x).time_mix_streams_backward
     dx, dmixes, dlast = backward(_cast(dstreams), *_cast((x, mixes, last, starts)))
     return dx.to(x.dtype), dmixes, x.new_empty(0) if last is None else dlast.to(last.dtype)
@@ -399,7 +400,7 @@ def _keep_output(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate_output(ctx: Any, dout: Tensor) -> Gradients:
-    inputs = ctx.saved_tensors  # once: activation checkpointing hands them out a single time
+    inputs = ctx.saved_tensors  # read once: activation checkpointing returns them a single time
     *gradients, sums = _output_backward(dout.contiguous(), *inputs, ctx.eps)
     return *_wanted(ctx, _like([*gradients, *sums], inputs)), None
 

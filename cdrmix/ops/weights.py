@@ -1,14 +1,14 @@
-"""What an engine attaches to float32 weights for 16-bit products: a copy, and leave to add up the gradient.
+"""What an engine attaches to float32 weights for 16-bit products: a copy, and permission to add up the gradient.
 
-Autocast casts a weight for every product, and casts its rounded gradient back and adds it to `.grad`: 24 bytes of
-memory traffic a weight and micro-batch. A copy in the products' dtype, made anew once an update, and a product that
-adds its float32 accumulators to `.grad` by itself, leave the 8 bytes of that sum.
+Autocast casts a weight for every product, casts its rounded gradient back, and adds it to `.grad`: 24 bytes of memory
+traffic a weight and micro-batch. A copy in the products' dtype, made again once an update, and a product that adds its
+float32 accumulators to `.grad` itself, need only the 8 bytes of that sum.
 
-The float32 weight stays the truth: it alone is trained, saved and averaged. What is attached lies in a Python attribute
-of the parameter, so it is in no state_dict, and a deepcopy of the parameter has none of it. A graph of torch.compile
-does not see it either, so products that may use it run between graphs (`outside_graphs`). An operator uses
-`compute_weight` and `gradient_sum` where the weight's own gradient formula is at hand, since what the former gives has
-no gradient.
+The float32 weight stays the one that is trained, saved and averaged. The attachment is a Python attribute of the
+parameter, so it is in no state_dict, and a deepcopy of the parameter does not have it. A graph of torch.compile does
+not see it either, so products that may use it run between graphs (`outside_graphs`). An operator uses `compute_weight`
+and `gradient_sum` where it has the formula of the weight's gradient, because the result of `compute_weight` has no
+gradient.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor
 
 _ATTRIBUTE = "_cdrmix_compute_weight"
 _REASON = "a weight's copy and the sum of its gradients are not in a graph"
-_between_graphs: list[Callable[..., Tensor]] = []  # `_call` as torch.compile leaves it alone; none before `attach`
+_between_graphs: list[Callable[..., Tensor]] = []  # `_call`, excluded from torch.compile; empty before `attach`
 
 
 class _Attached:
-    """copy: in `dtype`, of the weight as it was at `version`; None until the first product asks for it."""
+    """copy: the weight in `dtype`, as it was at `version`; None until a product needs it."""
 
     __slots__ = ("adds", "copy", "dtype", "version")
 
@@ -35,14 +35,14 @@ class _Attached:
 
 
 def attach(weights: Iterable[Tensor], dtype: torch.dtype, *, add_gradients: bool) -> None:
-    """Lets products of these float32 weights in `dtype` keep a copy of them, and with add_gradients add up `.grad`.
+    """Lets products of these float32 weights in `dtype` keep a copy of them and, with add_gradients, add up `.grad`.
 
-    Copies come into being at a weight's first product, so weights without any cost nothing. Call `refresh` whenever
-    the weights have changed, also through `.data`, which their versions do not tell. add_gradients: not where hooks
-    wait for a weight's gradient, as those of DeepSpeed's ZeRO; and `.backward()` alone gives gradients then, not
+    A weight's copy is made at its first product, so weights without products cost nothing. Call `refresh` whenever the
+    weights have changed; changes through `.data` do not change their versions. add_gradients: must be False where hooks
+    wait for a weight's gradient, as those of DeepSpeed's ZeRO do. With it only `.backward()` gives gradients, not
     `torch.autograd.grad`.
     """
-    if not _between_graphs:  # not before: it loads torch.compile, which takes 1.5 s
+    if not _between_graphs:  # only here, because it loads torch.compile, which takes 1.5 s
         _between_graphs.append(torch.compiler.disable(_call, reason=_REASON))
     for weight in weights:
         assert weight.dtype == torch.float32
@@ -51,7 +51,7 @@ def attach(weights: Iterable[Tensor], dtype: torch.dtype, *, add_gradients: bool
 
 @torch.no_grad()
 def refresh(weights: Iterable[Tensor]) -> None:
-    """Makes the attached copies equal to their weights again, rounded; for weights without one it does nothing."""
+    """Copies the weights, rounded, to their attached copies; does nothing for weights without one."""
     for weight in weights:
         attached = _attached(weight)
         if attached is not None and attached.copy is not None:
@@ -66,16 +66,16 @@ def is_attached(weight: Tensor, dtype: torch.dtype | None = None) -> bool:
 
 
 def copies(weights: Iterable[Tensor]) -> list[Tensor]:
-    """The attached copies that there are."""
+    """All attached copies."""
     attached = (_attached(weight) for weight in weights)
     return [found.copy for found in attached if found is not None and found.copy is not None]
 
 
 @torch.no_grad()
 def compute_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight in `dtype`, without a gradient: the attached copy where there is one, else the weight cast.
+    """The weight in `dtype`, without a gradient: the attached copy if there is one, else the weight cast.
 
-    Not to be changed in place: where dtype is the weight's own it is the weight itself.
+    Do not change the result in place: if dtype is the weight's own, it is the weight itself.
     """
     attached = _attached(weight)
     if attached is None or attached.dtype != dtype:
@@ -87,27 +87,27 @@ def compute_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def gradient_sum(weight: Tensor) -> Tensor | None:
-    """Where a backward pass shall ADD the weight's gradient by itself, and return None for it: float32, of its shape.
+    """The tensor to which a backward pass must ADD the weight's gradient: float32, of its shape; then it returns None.
 
-    None where the gradient is to be returned as usual.
-    weight: the parameter itself, kept on autograd's ctx and not in its saved tensors, of which activation checkpointing
-        gives back others with nothing attached.
-    The sum is `.grad`, and zeros where that was None: ask at the place that adds, so that a weight which a step does
-    not use has no gradient. Zeros cost two more passes over the weights in an update of many micro-batches, and keep
-    one meaning for every operator.
+    None if the gradient is to be returned as usual.
+    weight: the parameter itself, kept on autograd's ctx and not in its saved tensors, because activation checkpointing
+        returns other objects, with nothing attached.
+    The result is `.grad`, set to zeros where it was None. Call it where the gradient is added, so that a weight which a
+    step does not use has no gradient. The zeros cost two more passes over the weights in an update of many
+    micro-batches, and give all operators the same rule.
     """
     attached = _attached(weight)
     if attached is None or not attached.adds or not weight.requires_grad or torch.is_grad_enabled():
-        return None  # the last: a second derivative is wanted
+        return None  # grad mode: a second derivative is wanted
     if weight.grad is None:
         weight.grad = torch.zeros_like(weight)
     return weight.grad
 
 
 def outside_graphs(operator: Callable[..., Tensor], *arguments: object) -> Tensor:
-    """The operator's result, which torch.compile does not look into once `attach` was called.
+    """Calls the operator; after `attach` torch.compile does not trace it.
 
-    It ends a graph here and begins another. With fullgraph=True, torch.compile raises its Unsupported with the reason.
+    One graph ends here and another begins. With fullgraph=True, torch.compile raises its Unsupported with the reason.
     """
     return (_between_graphs[0] if _between_graphs else _call)(operator, *arguments)
 

@@ -342,7 +342,7 @@ def test_second_derivatives_are_refused() -> None:
         ({"y": torch.zeros(2, 3, dtype=torch.int64)}, "y is torch.int64; allowed are bfloat16"),
         ({"y": torch.zeros(2, 3, device="meta")}, "y is on meta, not on cpu"),
         ({"kind": "batchnorm"}, "kind='batchnorm'; choose 'layernorm' or 'rmsnorm'"),
-        ({"kind": "rmsnorm"}, "a rmsnorm has no bias"),
+        ({"kind": "rmsnorm"}, "an rmsnorm has no bias"),
         ({"dtype": torch.int64}, "dtype=torch.int64; choose bfloat16, float16, float32 or float64, or None"),
         ({"eps": float("nan")}, "eps must be at least 0; found nan"),
     ],
