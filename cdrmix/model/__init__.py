@@ -1,1 +1,1 @@
-"""Tokens to hidden states to loss: blocks of a mixer and a feed-forward, stacked."""
+"""Tokens to hidden states to loss: a stack of blocks, each a mixer and a feed-forward."""

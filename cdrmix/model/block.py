@@ -1,7 +1,7 @@
-"""A block of the stack: mixer and feed-forward, each behind a norm and added to the residual stream.
+"""A block of the stack: mixer and feed-forward, each after a norm and added to the residual stream.
 
-A branch's output is added where the next norm reads the sum, in one operation, so that a block's last output is added
-by the norm of the next block, or by the model's final one.
+A branch's output is added where the next norm reads the sum, in one operation. So the last output of a block is added
+by the first norm of the next block, or by the model's final norm.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cdrmix.model.mixers.base import Mixer
 
 class BlockCache(NamedTuple):
     """What one block carries from token to token: its mixer's cache; a channel-mix's last token; its plastic adapters'
-    states, in the order of their names. None: nothing yet, or never any."""
+    states, in the order of their names. None: empty so far, or not used."""
 
     mixer: Any = None
     feed_forward_BD: Tensor | None = None
@@ -31,11 +31,11 @@ class BlockCache(NamedTuple):
 
 
 class BlockOutput(NamedTuple):
-    """What one block gives.
+    """The result of one block.
 
-    x: [B, T, D], the residual stream before its feed-forward. y: [B, T, D], that one's output, still to be added.
+    x: [B, T, D], the residual stream before its feed-forward. y: [B, T, D], the feed-forward's output, not yet added.
     v_first: [B, T, D], the values of the first RWKV-7 block so far. cache: if wanted. routed: the routers' reports.
-    correlation: the plastic adapters' own objective, summed over them, where there are any.
+    correlation: the plastic adapters' own objective, summed over them, if there are any.
     """
 
     x: Tensor
@@ -49,7 +49,7 @@ class BlockOutput(NamedTuple):
 class Block(nn.Module):
     """One layer: x <- x + mixer(norm(x)), then x <- x + feed_forward(norm(x)).
 
-    mixer: its name. experts: makes the mixture of experts, where the configuration has one.
+    mixer: its name. experts: makes the mixture of experts if the configuration has one.
     """
 
     def __init__(
@@ -62,12 +62,12 @@ class Block(nn.Module):
         self.feed_forward: MoeFeedForward | ChannelMix = (
             experts(config) if config.feed_forward.kind == "moe" else ChannelMix(config, layer)
         )
-        self.plastic: nn.ModuleDict | None = None  # adapters of the mixer's projections: LanguageModel sets them
+        self.plastic: nn.ModuleDict | None = None  # adapters of the mixer's projections, set by LanguageModel
 
     def forward(
         self, x: Tensor, y: Tensor | None, context: Context, span: FastWeightSpan, cache: BlockCache | None
     ) -> BlockOutput:
-        """The residual stream x [B, T, D], to which the last block's y is still to be added (None: nothing)."""
+        """The residual stream x [B, T, D], and the previous block's y, which is not yet added to it (None: nothing)."""
         cache = BlockCache() if cache is None else cache
         update = None
         if self.plastic is not None:

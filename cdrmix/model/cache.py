@@ -1,4 +1,4 @@
-"""What is done with a model's cache: taking and joining rows, beginning anew, choosing among fast weights."""
+"""Operations on a model's cache: selecting and joining rows, resetting it, choosing among fast weights."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from cdrmix.model.mixers.attention import AttentionCache, KeyValueBuffer
 
 
 def select(cache: Cache, rows: Tensor) -> Cache:
-    """The rows of a batch, by their numbers (a row may come more than once) or by a mask."""
+    """The rows of a batch, by a mask or by their numbers (a row may be repeated)."""
     selected: Cache = _merged(lambda tensor: tensor[rows], cache)
     return selected
 
 
 def concatenated(*caches: Cache) -> Cache:
-    """All rows of caches that are alike but for their rows' number."""
+    """All rows of caches that differ only in their rows."""
     whole: Cache = _merged(lambda *tensors: torch.cat(tensors), *caches)
     return whole
 
 
 def unread(cache: Cache, rows: int) -> Cache:
-    """A cache like `cache`, of `rows` rows that have read nothing: zeros, places 0, and caches of no tokens."""
+    """A cache like `cache`, for `rows` rows without tokens: zeros, positions 0, and empty keys and values."""
 
     def begun(part: Any) -> Any:
         if isinstance(part, Tensor):
@@ -43,7 +43,7 @@ def unread(cache: Cache, rows: int) -> Cache:
 
 
 def plastic_only(cache: Cache) -> Cache:
-    """The fast weights, and the key that the last token left for the next: mixers and feed-forwards begin anew.
+    """The fast weights, and the key that the last token left for the next token; mixers and feed-forwards are reset.
 
     The same as where `cu_seqlens` has a start within one of `episodes`.
     """
@@ -51,7 +51,7 @@ def plastic_only(cache: Cache) -> Cache:
 
 
 def branch(cache: Cache, choice_B: Tensor) -> Cache:
-    """Of a cache with branches of writes (fast weights [S, B, r, d]) each row's branch: numbers [B] below S."""
+    """The chosen branch of each row of a cache with branches (fast weights [S, B, r, d]): choice [B], below S."""
     rows = torch.arange(len(choice_B), device=choice_B.device)
     return tuple(
         block
@@ -76,7 +76,7 @@ def fast_weights(cache: Cache) -> list[Tensor]:
 
 
 def with_fast_weights(cache: Cache, change: Callable[[Tensor], Tensor]) -> Cache:
-    """Every A (and what the open chunk has made of it) changed by a function: zeroed, exchanged between rows."""
+    """Every A (and the pending update of the unfinished chunk) changed by a function: zeroed, or permuted by row."""
     return tuple(
         block
         if block.plastic is None
@@ -88,7 +88,7 @@ def with_fast_weights(cache: Cache, change: Callable[[Tensor], Tensor]) -> Cache
 
 
 def flattened(cache: Cache) -> dict[str, Tensor]:
-    """Every tensor of a cache by its place in it, "block.part.field"; whole numbers as tensors of no dimensions."""
+    """Every tensor of a cache by its path, "block.part.field"; integers become tensors without dimensions."""
     found: dict[str, Tensor] = {}
 
     def walk(part: Any, name: str) -> None:
@@ -98,7 +98,7 @@ def flattened(cache: Cache) -> dict[str, Tensor]:
                 walk(each, f"{name}.{field}" if name else str(field))
         elif isinstance(part, Tensor):
             found[name] = part
-        elif part is not None and not isinstance(part, KeyValueBuffer):  # which holds what its cache shows
+        elif part is not None and not isinstance(part, KeyValueBuffer):  # the buffer's content is in its cache
             found[name] = torch.tensor(part)
 
     walk(cache, "")
@@ -106,7 +106,7 @@ def flattened(cache: Cache) -> dict[str, Tensor]:
 
 
 def filled(template: Cache, tensors: Mapping[str, Tensor]) -> Cache:
-    """The cache of which `flattened` gave the tensors; what is absent is None. template: any cache of the model."""
+    """The cache from the tensors of `flattened`; absent ones are None. template: any cache of the model."""
 
     def walk(part: Any, name: str) -> Any:
         if isinstance(part, tuple):
@@ -120,20 +120,20 @@ def filled(template: Cache, tensors: Mapping[str, Tensor]) -> Cache:
             return found
         return type(part)(found.item())
 
-    nothing = BlockCache(None, None, None)  # of a block that carries nothing, such as attention from chunk to chunk
+    nothing = BlockCache(None, None, None)  # for a block that carries nothing, such as attention between chunks
     return tuple(walk(block, str(number)) or nothing for number, block in enumerate(template))
 
 
 def _merged(merge: Callable[..., Tensor], *parts: Any) -> Any:
-    """One nest of tuples of several of the same form: where they have tensors, what `merge` makes of those."""
+    """Merges nested tuples of the same form: `merge` is applied to the tensors at the same path."""
     first = parts[0]
     if isinstance(first, Tensor):
         return merge(*parts)
     if isinstance(first, tuple):
         return _tuple_like(first, (_merged(merge, *each) for each in zip(*parts, strict=True)))
     if any(isinstance(part, KeyValueBuffer) for part in parts):
-        return None  # of which other rows are a copy
-    assert all(part == first for part in parts), "caches of two moments"
+        return None  # buffers are not merged: the keys and values are copied
+    assert all(part == first for part in parts), "the caches end at different positions"
     return first
 
 

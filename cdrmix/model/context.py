@@ -1,4 +1,4 @@
-"""What a block may know of a batch besides its tokens: documents, positions, rotary angles; made once a batch."""
+"""What a block may know of a batch besides its tokens: documents, positions, rotary angles; computed once a batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Angles(NamedTuple):
 
 
 def rotary_angles(positions_T: Tensor, head_width: int, theta: float, dtype: torch.dtype) -> Angles:
-    """Rotary position embedding (arXiv 2104.09864): the pair (i, i + N/2) turns by position * theta^(-2i/N).
+    """Rotary position embedding (arXiv 2104.09864): rotates the pair (i, i + N/2) by position * theta^(-2i/N).
 
     positions_T: int64 [T]. Computed in float64, rounded to `dtype`; [1, T, 1, N/2].
     """
@@ -30,7 +30,7 @@ def rotary_angles(positions_T: Tensor, head_width: int, theta: float, dtype: tor
 
 
 class FastWeights(Protocol):
-    """What the projections of one block's mixer go through where the block has fast weights."""
+    """The interface of a block's fast weights to the projections of its mixer."""
 
     def project(self, name: str, layer: nn.Linear, x: Tensor) -> Tensor:
         """The projection `name`, [B, T, O], of its input x [B, T, I]."""
@@ -39,12 +39,12 @@ class FastWeights(Protocol):
 class Context(NamedTuple):
     """What a block may know of the batch besides its tokens and its cache.
 
-    cu_seqlens: as given to the model. starts_BT1: bool, where documents start inside rows (not at their first
-    token). before_BT1: int64, how many tokens of its document and row stand before each. angles: rotary angles of the
-    positions, counted from the document's start. None: one document a row, or no block that would read it.
-    prefix: vectors in front of every row's tokens. keep_cache: whether a cache of these tokens is wanted.
+    cu_seqlens: as given to the model. starts_BT1: bool, where documents start inside rows (not at a row's first
+    token). before_BT1: int64, number of tokens before each token in its document and row. angles: rotary angles of the
+    positions in the document. Each is None where each row is one document, or where no block needs it.
+    prefix: number of vectors before each row's tokens. keep_cache: whether a cache of these tokens is wanted.
     v_first: [B, T, D], the values of the first RWKV-7 block, which later ones mix into their own; None before it.
-    fast_weights: of the block at hand; None where it has none.
+    fast_weights: those of the current block; None where it has none.
     """
 
     cu_seqlens: Tensor | None = None
@@ -70,7 +70,7 @@ def make_context(
     keep_cache: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> Context:
-    """The context of a batch; `past` tokens came before its rows; `attends`: some block is attention.
+    """The context of a batch; `past`: tokens before its rows, in the cache; `attends`: some block is attention.
 
     dtype: of the angles.
     """
@@ -84,7 +84,7 @@ def make_context(
         head_width = config.d_model // config.attention.heads
         positions = torch.arange(past, past + length, device=device)
         angles = rotary_angles(positions, head_width, config.attention.rope_theta, dtype)
-        if starts is not None:  # no position is beyond a row's length
+        if starts is not None:  # no position exceeds a row's length
             angles = Angles(*(x[0, before] for x in angles))
     if starts is None:
         return Context(angles=angles, prefix=prefix, keep_cache=keep_cache)

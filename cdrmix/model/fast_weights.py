@@ -1,14 +1,14 @@
-"""Plastic adapters: fast weights beside a block's projections, written by the tokens that pass (fast A, slow B).
+"""Plastic adapters: fast weights added to a block's projections and updated by the tokens (fast A, slow B).
 
 For a projection W with input x, within a controller step c (a chunk of tokens):
 
     q_t = norm(K x_t), k_t = norm(K x_{t-1}), v_t = P x_t, beta_t = 2 sigmoid(eta) sigmoid(g . [x_{t-1}; x_t])
-    y_t = W x_t + alpha B A_{c-1} q_t          what earlier steps wrote is read, what this one writes is not
+    y_t = W x_t + alpha B A_{c-1} q_t          reads the updates of earlier steps, but not of this one
 
-and behind its last token A_c = clamp(decay A_{c-1} written by the rule with k, v, beta): see `ops.plastic_chunks`.
-A key is of the token before (what was there before what came), so that a value that follows its key is found by it.
-K, P, B, g and eta are slow: they learn by gradients that go through the writes. A is fast: zeros at a document's start,
-float32, and the same for no two rows.
+After the last token, A_c = clamp(decay A_{c-1}, updated by the rule with k, v, beta): see `ops.plastic_chunks`. A key
+comes from the token before its value, so that a query equal to a key finds the value that followed it. K, P, B, g and
+eta are slow weights, trained by gradients through the updates. A is fast: float32, different for every row, and zeros
+at a document's start.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from cdrmix import ops
 from cdrmix.config.schema_reasoning import PlasticLora
 from cdrmix.model.layers import uniform_
 
-NORM_FLOOR = 1e-6  # added to a key's squared length: the key of a document's first token, which has none, stays 0
+NORM_FLOOR = 1e-6  # added to a key's squared length; the key of a document's first token, which has none, stays 0
 
 
 class FastWeightOptions(NamedTuple):
-    """What a caller may say of the fast weights of a batch.
+    """A caller's options for the fast weights of a batch.
 
-    cu_seqlens: int [E + 1] over the flattened tokens, where they begin anew; None: where documents do. scale_S: float
-    [S], factors of the updates: branches, of which nothing but the fast weights in the cache differs, which have S in
-    front; the tokens must be of one chunk. See `cache.branch`.
+    cu_seqlens: int [E + 1] over the flattened tokens, where they are reset; None: at each document's start. scale_S:
+    float32 [S], factors of the updates, one for each of S branches. Only the fast weights differ between branches; in
+    the cache they have S in front, and the tokens must be of one chunk. See `cache.branch`.
     """
 
     cu_seqlens: Tensor | None = None
@@ -38,10 +38,10 @@ class FastWeightOptions(NamedTuple):
 
 
 class FastWeightSpan(NamedTuple):
-    """How the fast weights of all blocks are to be updated by a batch.
+    """How a batch updates the fast weights of all blocks.
 
-    starts_BT: bool, where they begin anew inside rows; None: nowhere. prefix: vectors in front of every row's tokens,
-    which update nothing. scale_S: factors of the updates: branches, of which nothing but the fast weights differs.
+    starts_BT: bool, where they are reset inside rows; None: nowhere. prefix: number of vectors before each row's
+    tokens, which update nothing. scale_S: as in FastWeightOptions.
     """
 
     starts_BT: Tensor | None = None
@@ -52,8 +52,8 @@ class FastWeightSpan(NamedTuple):
 class PlasticState(NamedTuple):
     """What one adapter carries from token to token.
 
-    a: float32 [B, r, d], committed. pending: what the chunk that is not over has made of it; decay * a at its start.
-    last: [B, d + 1], of the last token, what makes the next one's key and rate. position: tokens of the chunk so far.
+    a: float32 [B, r, d], committed. pending: the update so far of the unfinished chunk; decay * a at its start. last:
+    [B, d + 1], of the last token, for the next token's key and rate. position: tokens of the chunk so far.
     """
 
     a: Tensor
@@ -63,7 +63,7 @@ class PlasticState(NamedTuple):
 
 
 class Adapted(NamedTuple):
-    """What an adapter gives: y [B, P + T, O], its new state's tensors, and the mean of beta 1/2 |v - A k|^2."""
+    """The result of an adapter: y [B, P + T, O], its new state's tensors, and the mean of beta 1/2 |v - A k|^2."""
 
     y: Tensor
     a: Tensor
@@ -75,8 +75,8 @@ class Adapted(NamedTuple):
 class Adapter(nn.Module):
     """The slow weights of one adapted projection [O, I], and its forward pass.
 
-    keys K: [d, I]; values P: [r, I]; up B: [O, r], zeros, so that a new adapter changes nothing; gate g: [2, I], of the
-    token before and of this one; rate eta: [1].
+    keys K: [d, I]; values P: [r, I]; up B: [O, r], initially zeros, so that a new adapter changes nothing; gate g:
+    [2, I], of the token before and of this one; rate eta: [1].
     """
 
     def __init__(self, inputs: int, outputs: int, config: PlasticLora, chunk: int) -> None:
@@ -85,11 +85,11 @@ class Adapter(nn.Module):
         self.rank, self.width = config.rank, config.key_width or config.rank
         self.keys = nn.Parameter(torch.empty(self.width, inputs))
         self.values = nn.Parameter(torch.empty(self.rank, inputs))
-        uniform_(self.keys, 3**0.5)  # of variance 1 / inputs: keys and values of inputs of variance 1 have it too
+        uniform_(self.keys, 3**0.5)  # variance 1 / inputs: inputs of variance 1 give keys and values of variance 1
         uniform_(self.values, 3**0.5)
         self.up = nn.Parameter(torch.zeros(outputs, self.rank))
         self.gate = nn.Parameter(torch.zeros(2, inputs)) if config.gated else None
-        self.rate = nn.Parameter(torch.zeros(1))  # not of no dimensions, which DeepSpeed cannot send
+        self.rate = nn.Parameter(torch.zeros(1))  # not without dimensions, because DeepSpeed cannot send that
 
     def forward(self, x: Tensor, weight: Tensor, span: FastWeightSpan, state: PlasticState | None) -> Adapted:
         """x [B, P + T, I], the projection's input; weight [O, I]."""
@@ -137,9 +137,9 @@ class Adapter(nn.Module):
         return Adapted(made.y, made.a, made.pending, carried[:, -1], correlation)
 
     def _correlation(self, k: Tensor, v: Tensor, beta: Tensor, reads_A: Tensor, position: int) -> Tensor:
-        """The mean over tokens of beta 1/2 |v - A k|^2, A as the token's chunk read it.
+        """The mean over tokens of beta 1/2 |v - A k|^2, with the A that the token's chunk read.
 
-        With the A that a token finds, its negative gradient in A is the delta rule's write.
+        Its negative gradient in A is the delta rule's update of a token that finds this A.
         """
         number = torch.arange(position, position + k.shape[1], device=k.device) // self.chunk
         found = (reads_A[:, number] @ k.unsqueeze(-1)).squeeze(-1)
@@ -151,14 +151,14 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, last: Tensor | None, starts_BT: Tensor | None) -> Tensor:
-    """Of every token the one before it: at a row's start `last`, at a document's start zeros."""
+    """The token before each token: at a row's start `last`, at a document's start zeros."""
     first = torch.zeros_like(x[:, :1]) if last is None else last.unsqueeze(1).to(x.dtype)
     before = torch.cat([first, x[:, :-1]], 1)
     return before if starts_BT is None else torch.where(starts_BT.unsqueeze(-1), 0.0, before)
 
 
 class FastWeightUpdate:
-    """One forward pass of one block's adapters: what its projections go through, and what comes of it."""
+    """One forward pass of one block's adapters: it computes the projections and collects the adapters' results."""
 
     def __init__(self, adapters: nn.ModuleDict, span: FastWeightSpan, state: tuple[PlasticState, ...] | None) -> None:
         self._adapters, self._span = adapters, span
@@ -184,7 +184,7 @@ class FastWeightUpdate:
 
 
 def make_adapters(kind: str, mixer: nn.Module, config: PlasticLora, chunk: int) -> nn.ModuleDict | None:
-    """An adapter for each configured projection of a mixer of that kind, in the order of their names; None for none."""
+    """An adapter for each configured projection of a mixer of that kind, in the order of their names; or None."""
     targets: dict[str, set[str]] = {"attention": set(config.attention), "rwkv7": set(config.rwkv7)}
     layers = {name: getattr(mixer, name) for name in sorted(targets.get(kind, set()))}
     adapters: dict[str, nn.Module] = {

@@ -25,8 +25,8 @@ Cache = tuple[BlockCache, ...]  # of a model, by layer
 
 
 class RouterStats(NamedTuple):
-    """The routers' reports, one after another as in the model (a block may have one in its mixer and one in its
-    feed-forward): rows computed and routes wanting by expert [L, E] (int64), losses [L]."""
+    """The routers' reports, stacked in the model's order (a block may have one in its mixer and one in its
+    feed-forward): rows computed and routes before capacity by expert [L, E] (int64), losses [L]."""
 
     counts_LE: Tensor
     tokens_per_expert_LE: Tensor
@@ -35,8 +35,8 @@ class RouterStats(NamedTuple):
 
 
 class Output(NamedTuple):
-    """What a forward pass gives: hidden states after the final norm [B, T, D], router reports, the cache if wanted, the
-    mean of the plastic adapters' own objective (a scalar; None without adapters)."""
+    """The result of a forward pass: hidden states after the final norm [B, T, D], router reports, the cache if wanted,
+    the mean of the plastic adapters' own objective (a scalar; None without adapters)."""
 
     hidden_BTD: Tensor
     router: RouterStats | None
@@ -45,13 +45,13 @@ class Output(NamedTuple):
 
 
 class LanguageModel(nn.Module):
-    """Token ids to hidden states; `logits` reads them through the head.
+    """Token ids to hidden states; `logits` applies the head.
 
-    Parameters are drawn from torch's global generator: seed it first. Under `torch.device("meta")` none is
+    Parameters are drawn from torch's global generator: seed it first. Under `torch.device("meta")` no memory is
     allocated.
-    experts: makes each block's mixture of experts; by default a whole one, of which nothing is in other processes.
-    reasoning: gives mixers plastic adapters, where it enables them. They are drawn last, so that the rest of the model
-    is the one without them.
+    experts: makes each block's mixture of experts; by default one with all experts in this process.
+    reasoning: adds plastic adapters to mixers, if it enables them. They are drawn last, so that the rest of the model
+    has the same parameters without them.
     narrow_residual: under autocast the residual stream between blocks has its dtype instead of the embedding's float32.
     Sums and norms are still computed in float32, and rounded once.
     """
@@ -74,7 +74,7 @@ class LanguageModel(nn.Module):
         blocks = [Block(config, layer, mixer, experts) for layer, mixer in enumerate(config.mixers)]
         self.blocks = nn.ModuleList(blocks)
         self.attends = any(block.mixer.attends for block in blocks)
-        self.final_norm = AddNorm(config, wide=True)  # heads of stage B read it in float32
+        self.final_norm = AddNorm(config, wide=True)  # the heads of stage B need float32
         self.head = (
             None
             if config.tie_embeddings
@@ -90,7 +90,7 @@ class LanguageModel(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """The output head, [V, D]: the embedding itself where they are tied."""
+        """The output head, [V, D]; the embedding itself if they are tied."""
         return self.embedding.weight if self.head is None else self.head.weight
 
     def forward(

@@ -1,4 +1,4 @@
-"""The small parts every block is made of: norms, embedding, initialisers, and which parameter is of which kind."""
+"""The small parts of every block: norms, embedding, initialisers, and the kinds of parameters."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ ParameterKind = Literal["matrix", "embedding", "vector", "decay_bias"]
 
 
 class AddNorm(nn.Module):
-    """The configured norm over D, in its own float32 parameters, after the residual sum that it reads.
+    """The residual sum and the configured norm over D of the sum, with parameters in float32.
 
-    One module for both, so that under ZeRO-3 the weight is gathered for the module that reads it.
-    wide: the norm has its weight's dtype, float32 in training, also under autocast: for what is not a matrix product.
+    It is one module, so that ZeRO-3 gathers the weight for the module that reads it.
+    wide: the norm has its weight's dtype, float32 in training, also under autocast: for inputs of other than products.
     """
 
     def __init__(self, config: Model, *, wide: bool = False) -> None:
@@ -31,14 +31,14 @@ class AddNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.d_model)) if config.norm == "layernorm" else None
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The residual stream x and a branch's output y, both [B, T, D] (y None: nothing to add) -> their sum, and the
-        norm of it that the next branch reads."""
+        """The residual stream x and a branch's output y, both [B, T, D] (y None: nothing to add) -> their sum, and its
+        norm, which the next branch reads."""
         dtype = self.weight.dtype if self.wide else None
         return ops.add_norm(x, y, self.weight, self.bias, eps=self.eps, kind=self.kind, dtype=dtype)
 
 
 class TokenEmbedding(nn.Module):
-    """The table of token vectors; its `weight`, [V, D], also serves as output head, tied or of its own."""
+    """The table of token vectors; its `weight`, [V, D], is also used as output head, tied or separate."""
 
     def __init__(self, vocab_size: int, d_model: int, std: float) -> None:
         super().__init__()
@@ -50,13 +50,13 @@ class TokenEmbedding(nn.Module):
 
 
 def uniform_(weight: Tensor, scale: float) -> None:
-    """Uniform in +-scale / sqrt(fan_in), fan_in the last dimension: RWKV-7's initialisation of its projections."""
+    """Uniform in +-scale / sqrt(fan_in), with fan_in the last dimension: RWKV-7's initialisation of its projections."""
     bound = scale / math.sqrt(weight.shape[-1])
     nn.init.uniform_(weight, -bound, bound)
 
 
 class Projection(nn.Linear):
-    """A linear map without bias, through `ops.linear`; a module, since ZeRO-3 gathers weights for the module's call."""
+    """A linear map without bias, by `ops.linear`; a module, because ZeRO-3 gathers weights for calls of modules."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
@@ -66,7 +66,7 @@ class Projection(nn.Linear):
 
 
 def orthogonal_(weight: Tensor, gain: float) -> None:
-    """Orthogonal rows or columns times `gain`, by one thread: LAPACK's QR has other bits with two."""
+    """Orthogonal rows or columns times `gain`, on one thread: LAPACK's QR has other bits with two."""
     threads = torch.get_num_threads()
     set_num_threads(1)
     try:
@@ -83,11 +83,11 @@ def linear(inputs: int, outputs: int, scale: float) -> Projection:
 
 
 def parameter_kind(name: str, parameter: Tensor) -> ParameterKind:
-    """What the optimizer should know of a parameter, by its name and shape.
+    """The kind of a parameter, for the optimizer, by its name and shape.
 
-    matrix: projections and experts, with weight decay. embedding: token tables, without. decay_bias: RWKV-7's
-    w0, which learns at twice the rate (RWKV-LM's training code). vector: all else, norms, mixes, low-rank maps
-    and the router among them, without weight decay.
+    matrix: projections and experts, with weight decay. embedding: token tables, without. decay_bias: RWKV-7's w0, with
+    twice the learning rate (RWKV-LM's training code). vector: all others, such as norms, mixes, low-rank maps and the
+    router, without weight decay.
     """
     leaf = name.rsplit(".", 1)[-1]
     if leaf == "w0":

@@ -1,4 +1,4 @@
-"""The training loss in one forward pass: next token, and the routers' losses."""
+"""The training loss in one forward pass: the next-token loss and the routers' losses."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Losses(NamedTuple):
 
 
 class LossModel(nn.Module):
-    """A language model that answers with its loss: what the engine trains.
+    """A language model whose output is its loss: the module that the engine trains.
 
-    The next-token loss weighs every token by its weight; the routers' losses and counts take in all tokens, also
-    those of weight 0, which are routed and computed like the others.
+    The next-token loss weights every token by its weight. The routers' losses and counts include all tokens, also those
+    of weight 0, which are routed and computed like the others.
     """
 
     def __init__(self, language_model: LanguageModel) -> None:

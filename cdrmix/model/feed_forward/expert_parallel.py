@@ -1,4 +1,4 @@
-"""Expert parallelism: the ranks of a group share out each layer's experts and send each other the rows routed to them.
+"""Expert parallelism: the ranks of a group each hold some experts of each layer, and exchange the rows routed to them.
 
 Shapes: T tokens, D model, E experts, R = T * k routed rows, S ranks of the group, L = E / S experts of each rank,
 N rows that arrive at a rank, C rows that an expert keeps at most of one rank's.
@@ -23,22 +23,22 @@ from cdrmix.ops.backend import compute_dtype
 
 @dataclass(frozen=True)
 class ExpertGroup:
-    """The ranks that together hold every expert once, seen from one of them: rank r the r-th E / size of them."""
+    """The ranks that together hold every expert once, seen from one rank: rank r holds the r-th E / size experts."""
 
     group: dist.ProcessGroup
     rank: int
     size: int
 
     def share(self, whole: Tensor) -> Tensor:
-        """This rank's experts of a tensor of them all: [E, ...] -> [E / size, ...], a view."""
+        """This rank's part of a tensor of all experts: [E, ...] -> [E / size, ...], a view."""
         return whole.chunk(self.size)[self.rank]
 
 
-MOST_PADDING = 2  # slots of a padded exchange over rows, from which on it is not worth the wait that it saves
+MOST_PADDING = 2  # most slots of a padded exchange for each row; with more, waiting for the counts costs less
 
 
 class Plan(NamedTuple):
-    """Who sends how many rows in one layer: to each rank of the group, and from each; None: as many to all."""
+    """How many rows one layer sends to each rank of the group, and gets from each; None: equally many for all."""
 
     sent: list[int] | None
     received: list[int] | None
@@ -46,17 +46,18 @@ class Plan(NamedTuple):
 
 
 def host_knows(x: Tensor) -> bool:
-    """Whether the host may read counts that lie beside x without waiting for anything."""
+    """Whether the host can read counts on the device of x without waiting."""
     return x.device.type == "cpu"
 
 
 class ExpertParallelFeedForward(MoeFeedForward):
-    """A mixture of experts of which this rank holds a share, and the others of its group the rest.
+    """A mixture of experts of which this rank holds one part, and the others of its group the rest.
 
     Every rank routes its own tokens over all experts, so a rank's output is that of the whole layer for its tokens.
-    The parameters are drawn as the whole layer's are, and then cut. All ranks of the group call `forward` together,
-    also one that has no tokens: it computes the rows of others. Where a capacity drops rows, in training, all ranks
-    have as many tokens: GPUs then exchange as many rows as the capacity allows, and no rank waits for counts.
+    The parameters are drawn as those of the whole layer, and then sliced. All ranks of the group call `forward`
+    together. A rank without tokens does so too, because it computes rows of others. Where a capacity drops rows, in
+    training, all ranks have equally many tokens: then GPUs exchange as many rows as the capacity allows, and no rank
+    waits for counts.
     """
 
     def __init__(self, config: Model, experts: ExpertGroup) -> None:
@@ -67,18 +68,18 @@ class ExpertParallelFeedForward(MoeFeedForward):
             setattr(self, name, nn.Parameter(experts.share(whole.detach()).clone()))
 
     def mix(self, x_TD: Tensor, routing: ops.Routing) -> Tensor:
-        """The routed experts' weighted sum a token, wherever the experts are; [T, D] in the compute dtype."""
+        """The routed experts' weighted sum for each token, on whichever rank they are; [T, D] in the compute dtype."""
         capacity = self.router.capacity(len(x_TD))
         if capacity is not None and not host_knows(x_TD):
-            capacity = min(capacity, len(x_TD))  # a token has an expert once
+            capacity = min(capacity, len(x_TD))  # a token chooses an expert at most once
             if 0 < len(routing.counts_E) * capacity <= MOST_PADDING * len(routing.order_R):
                 return self._mix_padded(x_TD, routing, capacity)
         return self._mix_counted(x_TD, routing)
 
     def _mix_padded(self, x_TD: Tensor, routing: ops.Routing, capacity: int) -> Tensor:
-        """With C slots for every expert and rank, rows in the first of them: the host needs no counts.
+        """With C slots for every expert and rank, of which the first hold rows: the host needs no counts.
 
-        Slots without rows are sent as zeros, and are dropped rows to the experts.
+        Slots without rows are sent as zeros, and are dropped rows for the experts.
         """
         experts, group = self.experts, self.experts.group
         counts_SL = routing.counts_E.view(experts.size, -1)
@@ -103,11 +104,11 @@ class ExpertParallelFeedForward(MoeFeedForward):
         return ops.moe_combine(_Moved.apply(back_ND, *slots.inverse()), routing)
 
     def _mix_counted(self, x_TD: Tensor, routing: ops.Routing) -> Tensor:
-        """With messages as long as there are rows, of which the host has to know the counts.
+        """With messages of exactly the rows, whose counts the host has to know.
 
-        Dropped rows are not sent. The counts travel, also to the host, while the rows are gathered, and the rows while
-        the weights travel and the order of the arrived rows is made; the products need the rows, so no more can
-        overlap.
+        Dropped rows are not sent. The counts are sent, and copied to the host, while the rows are gathered. The rows
+        are sent while the weights are sent and the order of the arriving rows is computed. The products need the rows,
+        so nothing else can overlap.
         """
         group, tokens = self.experts.group, x_TD.shape[0]
         counting = _Counting(routing.counts_E.view(self.experts.size, -1), group)
@@ -132,11 +133,10 @@ class ExpertParallelFeedForward(MoeFeedForward):
 
 
 class _Counting:
-    """Counts of rows under way from the other ranks and to the host, on a stream of their own where there are streams.
+    """Counts of rows on the way from the other ranks and to the host, on a separate stream where there are streams.
 
-    The host then waits for the router alone, and not for what the device was asked to do after it, which goes on while
-    the host prepares what comes next. sent_SL: int64, rows for each rank's experts. received_SL: those from each rank,
-    to be read after `wait`.
+    So the host waits for the router only, and not for later work of the device, which continues while the host prepares
+    the next steps. sent_SL: int64, rows for each rank's experts. received_SL: those from each rank, valid after `wait`.
     """
 
     def __init__(self, sent_SL: Tensor, group: dist.ProcessGroup) -> None:
@@ -150,11 +150,11 @@ class _Counting:
         beside.wait_stream(torch.cuda.current_stream(sent_SL.device))
         with torch.cuda.stream(beside):
             dist.all_to_all_single(self.received_SL, sent_SL, group=group)
-            # To pinned memory, as every copy to the host that does not block.
+            # Copies to the host that do not block need pinned memory.
             self._on_host = self._sums().to("cpu", non_blocking=True), beside.record_event()
 
     def wait(self) -> tuple[list[int], list[int]]:
-        """Rows for each rank and from each; the one time that the host waits in a layer."""
+        """Rows for each rank and from each; the only time that the host waits in a layer."""
         if self._on_host is None:
             self._message.wait()
             sums = self._sums()
@@ -175,7 +175,7 @@ def _stream_of_counts(device: torch.device) -> torch.cuda.Stream:
 
 
 def local_routing(weights_N: Tensor, expert_N: Tensor, received_SL: Tensor, order_N: Tensor) -> ops.Routing:
-    """The arrived rows as tokens of one choice each."""
+    """The arrived rows as tokens that each have one choice."""
     zero, counts_L = weights_N.new_zeros(()), received_SL.sum(0)
     return ops.Routing(
         weights_TK=weights_N.unsqueeze(1),
@@ -189,8 +189,8 @@ def local_routing(weights_N: Tensor, expert_N: Tensor, received_SL: Tensor, orde
 
 
 class Slots(NamedTuple):
-    """Where rows sorted by expert go among C slots an expert. row_N: the row of each slot, and whether there is one;
-    slot_R: the slot of each row, and whether it was kept."""
+    """The positions of rows sorted by expert among C slots an expert. row_N: the row of each slot, and whether there is
+    one; slot_R: the slot of each row, and whether it was kept."""
 
     row_N: Tensor
     filled_N: Tensor
@@ -199,7 +199,7 @@ class Slots(NamedTuple):
 
     @classmethod
     def of(cls, counts_E: Tensor, capacity: int, rows: int) -> Slots:
-        """counts_E: int64, at most `capacity` each; rows: with those after the last expert's, which were dropped."""
+        """counts_E: int64, at most `capacity` each; rows: all rows, with the dropped ones after the last expert's."""
         ends_E = counts_E.cumsum(0)
         starts_E = ends_E - counts_E
         place_N = torch.arange(len(counts_E) * capacity, device=counts_E.device)
@@ -212,15 +212,15 @@ class Slots(NamedTuple):
         return cls(torch.where(filled_N, starts_E[expert_N] + nth_N, 0), filled_N, slot_R, kept_R)
 
     def inverse(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The same for the way back."""
+        """The same for the opposite direction."""
         return self.slot_R, self.kept_R, self.row_N, self.filled_N
 
 
 def arrived_slots(received_SL: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """The expert of each slot that arrived, sender by sender; and the order of their rows by expert, then sender.
+    """The expert of each arrived slot, sender by sender; and the order of their rows by expert, then sender.
 
-    received_SL: int64, rows of each expert here from each rank, in the first of C slots each. Returns int64 [S L C]
-    both; in the order, slots without rows are last.
+    received_SL: int64, rows of each expert here from each rank, in the first of C slots each. Returns two int64
+    [S L C]; in the order, slots without rows are last.
     """
     senders, experts = received_SL.shape
     place_N = torch.arange(senders * experts * capacity, device=received_SL.device)
@@ -230,17 +230,17 @@ def arrived_slots(received_SL: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
 
 
 def arrived_order(received_SL: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """The order by expert of rows that arrived sender by sender, each sender's by expert; and each row's expert.
+    """The order by expert of rows that arrived sender by sender, each sender's sorted by expert; and each row's expert.
 
     received_SL: int64, rows of each expert here from each rank; rows: their sum, which may be 0.
-    Returns order [rows] int64, as Routing.order_R of k = 1 has it, and the experts [rows] int64.
+    Returns the order [rows] int64, as Routing.order_R for k = 1, and the experts [rows] int64.
     """
     senders, experts = received_SL.shape
     begins_SL = (received_SL.flatten().cumsum(0) - received_SL.flatten()).view(senders, experts)
     counts_LS = received_SL.mT.flatten()
     ends_LS = counts_LS.cumsum(0)
     place_N = torch.arange(rows, device=received_SL.device)
-    # Blocks of the sorted order are by expert, then sender; place i is in the first block that ends after it.
+    # Blocks of the sorted order are by expert, then sender; position i is in the first block that ends after it.
     block_N = torch.searchsorted(ends_LS, place_N, right=True)
     order_N = place_N + (begins_SL.mT.flatten() - (ends_LS - counts_LS))[block_N]
     expert_N = torch.searchsorted(received_SL.flatten().cumsum(0), place_N, right=True) % experts
@@ -248,7 +248,7 @@ def arrived_order(received_SL: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 
 class _Moved(torch.autograd.Function):
-    """Rows at other places: result i is row source[i] where there is one, else zero; gradients go back by target."""
+    """Moves rows: result i is row source[i] if it exists, else zero; gradients are moved back by target."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, source: Tensor, there: Tensor, target: Tensor, back: Tensor) -> Tensor:
@@ -265,10 +265,10 @@ def _taken(x: Tensor, source: Tensor, there: Tensor) -> Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows of several tensors to the ranks of a group and from them, as a plan says; the gradients go the way back.
+    """Sends rows of several tensors to the ranks of a group and receives theirs, by a plan; gradients go back.
 
-    moving: takes up the messages under way, which the caller waits for before it reads. length: rows of the results,
-    at least those that arrive; the rest is zero. Of the tensors the first sum(plan.sent) rows are sent, or all.
+    moving: collects the pending messages, which the caller waits for before it reads. length: rows of the results, at
+    least those that arrive; the rest is zero. Of the tensors the first sum(plan.sent) rows are sent, or all.
     """
 
     @staticmethod
@@ -295,7 +295,7 @@ def _start(moving: list[Any], plan: Plan, lengths: Sequence[int], tensors: Seque
         leaving = len(tensor) if plan.sent is None else sum(plan.sent)
         arriving = length if plan.received is None else sum(plan.received)
         result = tensor.new_empty(length, *tensor.shape[1:])
-        if arriving < length:  # as many as were dropped
+        if arriving < length:  # fewer rows arrive than there are, because some were dropped
             result[arriving:] = 0
         moving.append(
             dist.all_to_all_single(

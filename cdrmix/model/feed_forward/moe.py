@@ -13,12 +13,12 @@ from cdrmix.model.context import Context
 from cdrmix.model.feed_forward.router import Routed, Router
 from cdrmix.model.layers import linear
 
-EXPERT_PARAMETERS = ("w_up", "w_down")  # names of those with a first dimension of experts, wherever they are
+EXPERT_PARAMETERS = ("w_up", "w_down")  # names of the parameters whose first dimension is experts
 
 
 class FedForward(NamedTuple):
-    """What a feed-forward gives: its output [B, T, D]; its cache, the last token's input [B, D], if it has one; the
-    report of its router, if it has one."""
+    """The result of a feed-forward: its output [B, T, D]; its cache, the last token's input [B, D], if it has one; its
+    router's report, if it has one."""
 
     y: Tensor
     cache_BD: Tensor | None = None
@@ -26,7 +26,7 @@ class FedForward(NamedTuple):
 
 
 class MoeFeedForward(nn.Module):
-    """Top-k of E experts a token, each two matrices around relu^2 (or three around SwiGLU)."""
+    """Top-k of E experts for each token, each two matrices around relu^2 (or three around SwiGLU)."""
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -40,14 +40,14 @@ class MoeFeedForward(nn.Module):
         nn.init.uniform_(self.w_up, -bound, bound)
 
     def forward(self, x: Tensor, context: Context, cache_BD: Tensor | None) -> FedForward:
-        """x [B, T, D] (normed) -> output and router's report; each token stands for itself, without a cache."""
+        """x [B, T, D] (normed) -> output and router's report; it needs no cache, because tokens are independent."""
         flat_TD = x.reshape(-1, x.shape[-1])
         routing = self.router.route(flat_TD)
         y_TD = self.mix(flat_TD, routing)
         return FedForward(y_TD.view(x.shape), None, Routed.of(routing))
 
     def mix(self, x_TD: Tensor, routing: ops.Routing) -> Tensor:
-        """The routed experts' weighted sum a token, [T, D]."""
+        """The routed experts' weighted sum for each token, [T, D]."""
         return ops.moe_experts(x_TD, self.w_up, self.w_down, routing, activation=self.activation)
 
 

@@ -13,8 +13,8 @@ from cdrmix.config.schema import FeedForward
 
 
 class Routed(NamedTuple):
-    """What one router reports: rows that each expert computes and routes that wanted it (int64 [E]; they differ where
-    a capacity drops some), and its two loss terms (scalars)."""
+    """The report of one router: rows that each expert computes, and routes to each expert before capacity (int64 [E];
+    they differ where a capacity drops some), and its two loss terms (scalars)."""
 
     counts_E: Tensor
     tokens_per_expert_E: Tensor
@@ -30,11 +30,11 @@ class Routed(NamedTuple):
 class Router(nn.Module):
     """A linear gate in float32, then top-k (`ops.route_topk`).
 
-    bias: [E], added to the logits for the selection alone; None unless `bias_update_rate` is above 0. It is a buffer:
-        the same in every process under every ZeRO stage, part of the weights that checkpoints and exports hold, and
-        changed by `balance` alone, once an optimizer step.
+    bias: [E], added to the logits for the selection only; None unless `bias_update_rate` is above 0. It is a buffer:
+        the same in every process under every ZeRO stage, and part of the weights in checkpoints and exports. Only
+        `balance` changes it, once an optimizer step.
     name: of the layer, for errors; LanguageModel sets it.
-    Jitter (arXiv 2101.03961, section 2.2) and dropping are for training mode; jitter draws from torch's generator.
+    Jitter (arXiv 2101.03961, section 2.2) and dropping apply in training mode only; jitter uses torch's generator.
     """
 
     bias: Tensor | None
@@ -52,8 +52,8 @@ class Router(nn.Module):
     def forward(self, x_TD: Tensor) -> Tensor:
         """x [T, D] -> logits [T, E], float32 at least.
 
-        A module's result must be tensors: in anything else than a tuple DeepSpeed's ZeRO-3 would not find them, and
-        not gather the weight for the backward pass. So `route` is apart.
+        `route` is a separate method because a module's result must be tensors: DeepSpeed's ZeRO-3 finds them in no
+        container but a tuple, and would not gather the weight for the backward pass.
         """
         with torch.autocast(x_TD.device.type, enabled=False):
             x_TD = x_TD if x_TD.dtype == torch.float64 else x_TD.float()
@@ -63,12 +63,12 @@ class Router(nn.Module):
 
     def route(self, x_TD: Tensor) -> ops.Routing:
         """Which experts each token of x [T, D] goes to. T may be 0, in expert parallelism."""
-        # torch.compile would make code of its own for every name.
+        # torch.compile would compile separately for every name.
         name = "" if torch.compiler.is_compiling() else self.name
         return ops.route_topk(self(x_TD), self.top_k, bias=self.bias, capacity=self.capacity(len(x_TD)), name=name)
 
     def capacity(self, tokens: int) -> int | None:
-        """Rows an expert takes at most of that many tokens; None outside training, and where nothing is dropped."""
+        """The most rows of an expert for that many tokens; None outside training, and where nothing is dropped."""
         if self.capacity_factor is None or not self.training:
             return None
         return math.ceil(self.capacity_factor * self.top_k * tokens / self.experts)
@@ -86,7 +86,7 @@ class Router(nn.Module):
 
 
 def balance_routers(model: nn.Module, tokens_per_expert_LE: Tensor, rate: float) -> None:
-    """`Router.balance` of every router, in the model's order; the counts [L, E] are of a whole optimizer step."""
+    """`Router.balance` of every router, in the model's order; tokens_per_expert_LE is of a whole optimizer step."""
     routers = [module for module in model.modules() if isinstance(module, Router)]
     for router, tokens_per_expert_E in zip(routers, tokens_per_expert_LE, strict=True):
         router.balance(tokens_per_expert_E, rate)

@@ -1,4 +1,4 @@
-"""The mixers by name: what the schedule and `model.mixer_layers` may say, and the class behind each."""
+"""The mixers by name: the values allowed in the schedule and `model.mixer_layers`, and their classes."""
 
 from __future__ import annotations
 

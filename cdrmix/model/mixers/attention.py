@@ -1,4 +1,4 @@
-"""Causal softmax attention with rotary positions and grouped queries, closed at document borders."""
+"""Causal softmax attention with rotary positions and grouped queries, within documents."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from cdrmix.model.mixers.base import Mixed, Mixer
 class KeyValueBuffer:
     """Keys and values of a growing sequence, [B, kv_heads, capacity, head width], of which `used` tokens are written.
 
-    States of several moments may share one: a state's tokens are never written again, and only the state that ends at
-    `used` may write behind them, so that an older state stays as it is and is continued in a buffer of its own.
+    Several states may share one buffer. A state's tokens are never overwritten. Only the state that ends at `used` may
+    append to the buffer; an older state stays valid and is continued in a new buffer.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, used: int) -> None:
@@ -26,14 +26,14 @@ class KeyValueBuffer:
 
     @property
     def capacity(self) -> int:
-        """Tokens a row that it has memory for."""
+        """Tokens a row for which it has memory."""
         return self.keys.shape[2]
 
 
 class AttentionCache(NamedTuple):
     """Keys and values of the tokens so far, [B, kv_heads, T, head width], rotated.
 
-    buffer: where they lie, and where the next ones will; None: they lie by themselves, as in a copy of the state.
+    buffer: the memory that holds them and the next ones; None: they are separate tensors, as in a copy of the state.
     """
 
     keys: Tensor
@@ -42,11 +42,11 @@ class AttentionCache(NamedTuple):
 
 
 def extended(state: AttentionCache | None, k: Tensor, v: Tensor, *, keep: bool) -> AttentionCache:
-    """The state with the keys and values [B, T, kv_heads, head width] of the tokens behind it.
+    """The state extended by the keys and values [B, T, kv_heads, head width] of the next tokens.
 
-    keep: whether the new state outlives the forward pass; otherwise its place in the buffer is given back at once.
-    A buffer is twice as long as what it is made for: n tokens one by one cost 2 n copies, not n^2 / 2. With gradients
-    the tensors are concatenated, since what a backward pass has saved must not be written to.
+    keep: whether the new state is used after the forward pass; otherwise its part of the buffer is free again at once.
+    A buffer is created twice as long as needed: then n tokens one by one cost 2 n copies, not n^2 / 2. With gradients
+    the tensors are concatenated, because memory that a backward pass has saved must not be written to.
     """
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     if state is None:
@@ -68,14 +68,14 @@ def extended(state: AttentionCache | None, k: Tensor, v: Tensor, *, keep: bool) 
 
 
 def rotate(x_BTHN: Tensor, angles: Angles) -> Tensor:
-    """x with each pair (i, i + N/2) turned by its token's angle."""
+    """x with each pair (i, i + N/2) rotated by its token's angle."""
     cosine, sine = angles.cosine.to(x_BTHN.dtype), angles.sine.to(x_BTHN.dtype)
     left, right = x_BTHN.chunk(2, -1)
     return torch.cat([left * cosine - right * sine, right * cosine + left * sine], -1)
 
 
 class Attention(Mixer):
-    """Multi-head attention, `kv_heads` key/value heads serving `heads` query heads."""
+    """Multi-head attention with `kv_heads` key/value heads for `heads` query heads."""
 
     part = "attention"
     attends = True

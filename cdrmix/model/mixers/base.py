@@ -1,4 +1,4 @@
-"""What every mixer is: the half of a block that lets tokens see the ones before them."""
+"""The interface of every mixer: the half of a block in which a token depends on earlier ones."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from cdrmix.model.feed_forward.router import Routed
 
 
 class Mixed(NamedTuple):
-    """What a mixer gives: its output [B, T, D]; its cache after the last token, a NamedTuple of tensors, if wanted; its
-    router's report, if it has one; its values [B, T, D], of an RWKV-7 block, which later ones mix into theirs."""
+    """The result of a mixer: its output [B, T, D]; its cache after the last token, a NamedTuple of tensors, if wanted;
+    its router's report, if it has one; of an RWKV-7 block its values [B, T, D], which later ones mix into theirs."""
 
     y: Tensor
     cache: Any = None
@@ -22,9 +22,9 @@ class Mixed(NamedTuple):
 
 
 class Mixer(nn.Module, ABC):
-    """A mixer is made from the configuration and its layer's number, and called by its block alone.
+    """A mixer is made from the configuration and its layer's number, and called only by its block.
 
-    part: what its parameters count as in a plan. attends: whether it reads the angles of the context.
+    part: the name under which a plan counts its parameters. attends: whether it reads the angles of the context.
     """
 
     part: ClassVar[str]
@@ -32,9 +32,9 @@ class Mixer(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, x: Tensor, context: Context, cache: Any) -> Mixed:
-        """x [B, T, D] (normed). cache: what the mixer gave for the tokens before these rows, or None."""
+        """x [B, T, D] (normed). cache: the mixer's cache after the tokens before these rows, or None."""
 
     def projected(self, name: str, x: Tensor, context: Context) -> Tensor:
-        """The projection `name` of x, through the block's fast weights where it has some."""
+        """The projection `name` of x, with the block's fast weights where it has some."""
         layer: nn.Linear = getattr(self, name)
         return layer(x) if context.fast_weights is None else context.fast_weights.project(name, layer, x)

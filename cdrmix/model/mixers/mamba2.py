@@ -1,4 +1,4 @@
-"""The Mamba-2 mixer (arXiv 2405.21060, section 7): short convolution, decaying scan, gated norm.
+"""The Mamba-2 mixer (arXiv 2405.21060, section 7): short convolution, SSD scan, gated norm.
 
 Shapes: B batch, T time, D model, I = expand * D inner channels, H heads of V = head_dim channels (I = H V), G groups of
 heads, K = d_state, W convolution width, C = I + 2 G K convolved channels.
@@ -20,8 +20,8 @@ from cdrmix.model.feed_forward.router import Routed
 from cdrmix.model.layers import linear
 from cdrmix.model.mixers.base import Mixed, Mixer
 
-DECAY_RANGE = (1.0, 16.0)  # of -A at the start, uniform
-STEP_RANGE = (1e-3, 1e-1)  # of dt without the token's part at the start, log-uniform
+DECAY_RANGE = (1.0, 16.0)  # initial -A, uniform
+STEP_RANGE = (1e-3, 1e-1)  # initial dt without the token's part, log-uniform
 
 
 class MambaCache(NamedTuple):
@@ -32,8 +32,8 @@ class MambaCache(NamedTuple):
 
 
 class Projected(NamedTuple):
-    """A token's projections: the gate [B, T, I]; x, B and C side by side [B, T, C]; the step's part [B, T, H]; and, of
-    experts, how the tokens were routed."""
+    """A token's projections: the gate [B, T, I]; x, B and C concatenated [B, T, C]; the step's part [B, T, H]; with
+    experts, also how the tokens were routed."""
 
     gate: Tensor
     x_B_C: Tensor
@@ -50,8 +50,8 @@ class Mamba2(Mixer):
         S_t = exp(-exp(A_log) dt) S_{t-1} + dt x_t B_t^T;  y_t = S_t C_t + D x_t     for each head
         output of rms_norm(y silu(gate)), normed over the channels of a group
 
-    Drawn as published: -A uniform in DECAY_RANGE, softplus(dt_bias) log-uniform in STEP_RANGE, D = 1, the others
-    uniform in +-1 / sqrt(fan_in); but the output projection is zero, as of every mixer here.
+    Initialised as published: -A uniform in DECAY_RANGE, softplus(dt_bias) log-uniform in STEP_RANGE, D = 1, the others
+    uniform in +-1 / sqrt(fan_in). But the output projection is zero, as in every mixer here.
     """
 
     part = "mamba"
@@ -69,7 +69,7 @@ class Mamba2(Mixer):
         self.conv_bias = nn.Parameter(torch.empty(channels).uniform_(-bound, bound))
         low, high = (math.log(bound) for bound in STEP_RANGE)
         step = torch.empty(self.heads).uniform_(low, high).exp()
-        self.dt_bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))  # softplus's inverse
+        self.dt_bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
         self.A_log = nn.Parameter(torch.empty(self.heads).uniform_(*DECAY_RANGE).log())
         self.D = nn.Parameter(torch.ones(self.heads))
         self.norm_weight = nn.Parameter(torch.ones(self.inner))
@@ -80,7 +80,7 @@ class Mamba2(Mixer):
         self.output = linear(self.inner, config.d_model, 0.0)
 
     def project(self, x: Tensor) -> Projected:
-        """The token's own part: x [B, T, D] (normed) to all that the convolution, the scan and the gate read."""
+        """x [B, T, D] (normed) -> the inputs of the convolution, the scan and the gate, token by token."""
         return Projected(*self.input(x).split([self.inner, self.channels, self.heads], -1))
 
     def emit(self, y: Tensor, routing: ops.Routing | None) -> Tensor:
@@ -133,9 +133,9 @@ def causal_convolution(
 ) -> tuple[Tensor, Tensor]:
     """y_t = bias + sum_i weight_{W-1-i} x_{t-i}, i from 0 to W - 1, each channel by itself; in x's dtype.
 
-    last_BWC: the W - 1 tokens before the rows, [B, W - 1, C], or None: zeros. before_BT1: how many tokens of its
-    document stand before each, where rows hold several: earlier ones are not read. Terms are added one after another,
-    each rounded by itself, so that a document has the same bits packed and alone.
+    last_BWC: the W - 1 tokens before the rows, [B, W - 1, C], or None: zeros. before_BT1: number of tokens before each
+    token in its document, where rows hold several documents; other documents' tokens are not read. Terms are added one
+    by one, each rounded, so that a document has the same bits packed and alone.
     Returns y [B, T, C], and a view of the last W - 1 tokens [B, W - 1, C].
     """
     width, length = len(weight_WC), x_BTC.shape[1]
@@ -152,10 +152,10 @@ def causal_convolution(
 
 
 def _silu(x: Tensor) -> Tensor:
-    """x sigmoid(x), the same bits wherever an element stands.
+    """x sigmoid(x), with bits that do not depend on an element's position.
 
-    On CPUs PyTorch's silu, sigmoid and softplus compute the last elements of a tensor one by one and with other bits
-    than a vector's (seen with AVX-512: up to 31 elements), so that a document would round by what is packed with it.
+    On CPUs PyTorch's silu, sigmoid and softplus compute the last elements of a tensor one by one, with other bits than
+    in vectors (seen with AVX-512: up to 31 elements). So a document's rounding would depend on what is packed with it.
     logsigmoid and exp do not. In float32 at least, rounded once.
     """
     if x.device.type != "cpu":

@@ -17,14 +17,14 @@ from cdrmix.ops.backend import compute_dtype
 
 
 class RoutingMamba(Mamba2):
-    """Mamba-2's mixer with one router for three projections; B, C, the step, the convolution and the scan are shared.
+    """Mamba-2's mixer with one router for three projections; its other parts have no experts.
 
         gate_t, x_t = sum_j w_tj x_t W_up[e_tj];  output_t = sum_j w_tj y_t W_down[e_tj]
 
-    for the k experts e_tj that the router chooses for the token, with weights that sum to 1. The paper leaves the
-    weights out where it mixes the convolution's input; with them a token's scale does not grow with k, and the router
-    learns from all three. Number and choice of the experts are those of model.feed_forward. Each process has them
-    whole, also with train.expert_parallel.
+    for the k experts e_tj that the router chooses for the token, with weights that sum to 1. The paper omits the
+    weights where it mixes the convolution's input; with them a token's scale does not grow with k, and the router
+    learns from all three. Number and choice of the experts are those of model.feed_forward. Each process has all of
+    them, also with train.expert_parallel.
     """
 
     def add_projections(self, config: Model) -> None:

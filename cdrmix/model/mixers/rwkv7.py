@@ -60,7 +60,7 @@ class TimeMix(Mixer):
         self.w1, self.w2 = low_rank(rwkv.decay_rank)
         self.a0 = nn.Parameter(-0.19 + 0.3 * zigzag + 0.4 * linear_ramp)
         self.a1, self.a2 = low_rank(rwkv.iclr_rank)
-        if "rwkv7" in config.mixers[:layer]:  # there are first values to go back to
+        if "rwkv7" in config.mixers[:layer]:  # there is an earlier RWKV-7 block, whose values are mixed in
             self.v0 = nn.Parameter(0.73 - 0.4 * linear_ramp)
             self.v1, self.v2 = low_rank(rwkv.value_rank)
         self.g1, self.g2 = low_rank(rwkv.gate_rank)
