@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: the C++ extensions, and that cdrmix.kernels lives in kernels/."""
+"""The parts of the build that pyproject.toml cannot express: the C++ extensions, and cdrmix.kernels from kernels/."""
 
 from glob import glob
 
@@ -9,7 +9,7 @@ HEADERS = sorted(glob("csrc/*.hpp"))
 
 
 def extension(name: str, source: str) -> Pybind11Extension:
-    """The module cdrmix.<name>, made of csrc/<source> and the headers."""
+    """The module cdrmix.<name>, compiled from csrc/<source> and the headers."""
     return Pybind11Extension(
         f"cdrmix.{name}",
         [f"csrc/{source}"],
@@ -27,7 +27,7 @@ setup(
         "cdrmix.kernels",
         *(f"cdrmix.kernels.{name}" for name in find_packages("kernels")),
     ],
-    # kernels/ has no __init__.py, so that it can never be taken for the PyPI package of that name. The symlink
+    # kernels/ has no __init__.py, so that it is never taken for the PyPI package of that name. The symlink
     # cdrmix/kernels serves editors, type checkers and editable installs; wheels need only this mapping.
     package_dir={"cdrmix.kernels": "kernels"},
     package_data={"cdrmix": ["py.typed", "*.pyi"]},

@@ -1,6 +1,6 @@
-// cdrmix._dedup: near-duplicates of texts. Arguments are checked here, the GIL is released around the work, and threads
-// live here. Indices are copied before the GIL is released, so that no other Python thread can change them meanwhile;
-// bytes of texts and values of signatures are not: changed ones give other results, never a read out of bounds.
+// The Python module cdrmix._dedup: near-duplicates of texts. It checks arguments, releases the GIL during the work, and
+// starts the threads. Indices are copied before the GIL is released, so that no other Python thread can change them.
+// Bytes of texts and values of signatures are not copied: changing them changes results, but no read is out of bounds.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
@@ -50,7 +50,7 @@ std::vector<cdrmix::Pair> copied_pairs(const Array<std::int64_t>& array, std::si
         pairs.emplace_back(array.at(i, 0), array.at(i, 1));
         for (const std::int64_t index : {pairs.back().first, pairs.back().second})
             if (index < 0 || static_cast<std::uint64_t>(index) >= count)
-                throw py::value_error("pairs name index " + std::to_string(index) + " of " + std::to_string(count));
+                throw py::value_error("pairs hold index " + std::to_string(index) + " of " + std::to_string(count));
     }
     return pairs;
 }
@@ -65,10 +65,10 @@ Array<std::int64_t> array_of(const std::vector<cdrmix::Pair>& pairs) {
     return out;
 }
 
-// UTF-8 texts and what keeps them alive.
+// UTF-8 texts, with the objects that own their memory.
 class Texts {
   public:
-    // Strings that are ASCII are read where Python has them; of others a UTF-8 copy is made.
+    // ASCII strings are read in Python's memory; other strings are copied as UTF-8.
     explicit Texts(const py::sequence& strings) {
         py::list kept;
         for (const py::handle item : strings) {
@@ -123,13 +123,14 @@ class Texts {
     }
 
     std::vector<std::string_view> views_;
-    py::object owner_;  // a list of the objects, or a view of the blob, which can then neither go nor shrink
+    py::object owner_;  // a list of the objects, or a view of the blob, which keeps it from being freed or resized
 };
 
-// Does work(i) for each i < count on up to `threads` threads, each with a `work` of its own by make_work(). What work(i)
-// gives goes to i's own place, so results do not depend on the number of threads. Rethrows the first exception.
+// Calls work(i) for each i < count on up to `threads` threads; each thread gets its own `work` from make_work().
+// work(i) writes its result to index i, so results do not depend on the number of threads. Rethrows the first
+// exception.
 template <class MakeWork>
-void share_out(std::size_t count, std::size_t batch, unsigned threads, MakeWork make_work) {
+void parallel_for(std::size_t count, std::size_t batch, unsigned threads, MakeWork make_work) {
     std::atomic<std::size_t> next{0};
     std::exception_ptr failure;
     std::mutex failing;
@@ -150,20 +151,20 @@ void share_out(std::size_t count, std::size_t batch, unsigned threads, MakeWork 
     try {
         while (others.size() + 1 < useful) others.emplace_back(run);
     } catch (const std::system_error&) {
-        // The system refuses more threads: those that run share all of the work.
+        // The system has no more threads; the running ones do all of the work.
     }
     run();
     for (auto& thread : others) thread.join();
     if (failure) std::rethrow_exception(failure);
 }
 
-constexpr std::size_t BATCH = 16;  // texts a thread takes at a time: long enough to amortise the counter
+constexpr std::size_t BATCH = 16;  // texts that a thread takes at a time, so that the counter costs little
 
 Array<std::uint64_t> simhash(const Texts& texts, unsigned threads) {
     Array<std::uint64_t> out(static_cast<py::ssize_t>(texts.size()));
     std::uint64_t* fingerprints = out.mutable_data();
     const py::gil_scoped_release release;
-    share_out(texts.size(), BATCH, threads, [&] {
+    parallel_for(texts.size(), BATCH, threads, [&] {
         return [&, hash = cdrmix::SimHash()](std::size_t i) mutable {
             fingerprints[i] = hash(texts[i].data(), texts[i].size());
         };
@@ -186,7 +187,7 @@ Array<std::uint32_t> minhash(const Texts& texts, std::size_t num_perm, std::size
     std::uint32_t* signatures = out.mutable_data();
     const py::gil_scoped_release release;
     const cdrmix::Permutations permutations(num_perm, seed);
-    share_out(texts.size(), BATCH, threads, [&] {
+    parallel_for(texts.size(), BATCH, threads, [&] {
         return [&, hash = cdrmix::MinHash(permutations, ngram, kernel)](std::size_t i) mutable {
             hash(texts[i].data(), texts[i].size(), signatures + i * num_perm);
         };
@@ -194,7 +195,7 @@ Array<std::uint32_t> minhash(const Texts& texts, std::size_t num_perm, std::size
     return out;
 }
 
-// Of every code point its bits of unicode::Property, surrogates among them.
+// The bits of unicode::Property of every code point, surrogates included.
 Array<std::uint8_t> unicode_properties() {
     Array<std::uint8_t> out(py::ssize_t{cdrmix::unicode::CODE_POINTS});
     for (char32_t c = 0; c < cdrmix::unicode::CODE_POINTS; ++c) out.mutable_data()[c] = cdrmix::unicode::properties(c);
@@ -275,7 +276,7 @@ Array<std::int64_t> candidate_pairs(const Array<std::uint32_t>& signatures, std:
     {
         const py::gil_scoped_release release;
         std::vector<std::vector<cdrmix::Pair>> of_band(bands);
-        share_out(bands, 1, threads, [&] {
+        parallel_for(bands, 1, threads, [&] {
             return [&, entries = std::vector<cdrmix::BucketEntry>()](std::size_t band) mutable {
                 entries.resize(count);
                 for (std::size_t i = 0; i < count; ++i)
@@ -323,13 +324,13 @@ Array<double> exact_jaccard(const Texts& texts, const Array<std::int64_t>& pair_
                 wanted.push_back(i);
             }
     std::vector<std::vector<std::uint64_t>> sets(texts.size());
-    share_out(wanted.size(), BATCH, threads, [&] {
+    parallel_for(wanted.size(), BATCH, threads, [&] {
         return [&, shingles = cdrmix::Shingles(ngram)](std::size_t i) mutable {
             const auto text = texts[wanted[i]];
             sets[wanted[i]] = cdrmix::shingle_set(shingles, text.data(), text.size());
         };
     });
-    share_out(pairs.size(), BATCH, threads, [&] {
+    parallel_for(pairs.size(), BATCH, threads, [&] {
         return [&](std::size_t i) {
             const auto [a, b] = pairs[i];
             similarities[i] = cdrmix::exact_jaccard(sets[static_cast<std::size_t>(a)], sets[static_cast<std::size_t>(b)]);
@@ -365,7 +366,7 @@ Array<std::int64_t> near_duplicates(const Array<std::uint64_t>& a_array, const A
 
 PYBIND11_MODULE(_dedup, module) {
     module.doc() = "Near-duplicates of texts: MinHash, locality-sensitive hashing, exact similarity, SimHash.";
-    py::class_<Texts>(module, "Texts", "UTF-8 texts as the functions below take them; they must not change meanwhile.")
+    py::class_<Texts>(module, "Texts", "UTF-8 texts for the functions below; they must not change during a call.")
         .def(py::init<const py::sequence&>(), py::arg("strings"))
         .def(py::init<const py::object&, const py::array&>(), py::arg("blob"), py::arg("offsets"))
         .def("__len__", &Texts::size);
@@ -373,15 +374,15 @@ PYBIND11_MODULE(_dedup, module) {
         py::list names;
         for (const auto& set : cdrmix::instruction_sets()) names.append(set.name);
         return names;
-    }, "Those of this processor, the widest last.");
+    }, "The instruction sets of this processor, the widest last.");
     module.def("minhash", &minhash, py::arg("texts"), py::arg("num_perm"), py::arg("ngram"), py::arg("seed"),
                py::arg("threads"), py::arg("instruction_set") = "",
-               "Signatures, uint32 [n, num_perm]; without an instruction set, on the widest.");
+               "Signatures, uint32 [n, num_perm]; by default with the widest instruction set.");
     module.def("unicode_properties", &unicode_properties,
-               "Of every code point the bits of csrc/unicode.hpp, uint8 [0x110000]: the tables, to be looked at.");
+               "The bits of csrc/unicode.hpp of every code point, uint8 [0x110000], for tests of the tables.");
     module.def("lower", &lower, py::arg("utf8"), "str.lower() of a text in UTF-8.");
     module.def("shingle_hashes", &shingle_hashes, py::arg("texts"), py::arg("ngram"),
-               "Of each text the hashes of its shingles in order, uint64 arrays.");
+               "The hashes of each text's shingles, in order, as uint64 arrays.");
     module.def("band_hashes", &band_hashes, py::arg("signatures").noconvert(), py::arg("bands"), py::arg("rows"));
     module.def("bucket_pairs", &bucket_pairs, py::arg("hashes").noconvert(), py::arg("ids").noconvert(),
                py::arg("limit"));

@@ -1,9 +1,10 @@
-// The language of a text by a fastText model, quantised and with hierarchical softmax, as lid.176.ftz is.
+// The language of a text by a fastText model that is quantised and has a hierarchical softmax, as lid.176.ftz.
 //
 // Bag of tricks for efficient text classification, Joulin et al. 2017 (arXiv 1607.01759), and FastText.zip (arXiv
-// 1612.03651). A text's vector is the mean of the vectors of its words and of their runs of a few characters, which
-// share rows by hash; a binary tree over the languages, Huffman's over their frequencies, gives the probabilities.
-// The model's vectors are unpacked once, and no string is built, so this runs seven times as fast as the package.
+// 1612.03651). A text's vector is the mean of the vectors of its words and of their character n-grams, which share rows
+// by hash. The probabilities come from a binary tree over the languages, Huffman's tree of their frequencies. The
+// model's vectors are decompressed once, and no string is allocated, so this runs seven times as fast as the fastText
+// package.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +22,7 @@ namespace cdrmix {
 
 class LanguageModel {
   public:
-    // `file`: the content of the model. Raises std::invalid_argument for what is none of this kind.
+    // `file`: the content of the model. Raises std::invalid_argument for any other file.
     explicit LanguageModel(std::string_view file) : file_(file) {
         require(take<std::int32_t>() == 793712314 && take<std::int32_t>() == 12, "is no fastText model of version 12");
         std::array<std::int32_t, 12> settings;
@@ -44,7 +45,7 @@ class LanguageModel {
 
     const std::vector<std::string>& labels() const noexcept { return labels_; }
 
-    // The number of the most probable label and its probability; {-1, 0} for a text in which nothing is known.
+    // The number of the most probable label and its probability; {-1, 0} for a text without a known word or n-gram.
     std::pair<int, float> predict(std::string_view text) const {
         Vector sum{};
         std::size_t count = 0;
@@ -96,7 +97,7 @@ class LanguageModel {
 
     static bool ends_word(char c) noexcept { return c == ' ' || (c >= '\t' && c <= '\r') || c == '\0'; }
 
-    // FNV-1a of 32 bits, of signed bytes as fastText has it.
+    // 32-bit FNV-1a of signed bytes, as in fastText.
     static std::uint32_t hashed(std::uint32_t hash, char c) noexcept {
         return (hash ^ static_cast<std::uint32_t>(static_cast<std::int8_t>(c))) * 16777619U;
     }
@@ -139,7 +140,7 @@ class LanguageModel {
         build_tree(label_counts);
     }
 
-    // Product quantisation: a row is a code for each pair of numbers, times a norm with a code of its own.
+    // Product quantisation: a row is a code for each pair of numbers, times a norm, which has its own code.
     void read_vectors() {
         require(take<bool>(), "is not quantised");
         const bool with_norms = take<bool>();
@@ -170,7 +171,7 @@ class LanguageModel {
         }
     }
 
-    // Huffman's tree by two queues; leaves come by falling frequency, inner nodes by rising.
+    // Huffman's tree by two queues: leaves come by decreasing frequency, inner nodes by increasing frequency.
     void build_tree(const std::vector<std::int64_t>& counts) {
         tree_.resize(2 * counts.size() - 1);
         for (std::size_t i = 0; i < counts.size(); ++i) tree_[i].count = counts[i];
@@ -193,7 +194,7 @@ class LanguageModel {
         return slot(word, hash);
     }
 
-    // Where the word is, or would be.
+    // The slot of the word, or the free slot where it would be.
     std::size_t slot(std::string_view word, std::uint32_t hash) const noexcept {
         const std::size_t mask = slots_.size() - 1;
         std::size_t i = hash & mask;
@@ -209,7 +210,7 @@ class LanguageModel {
         ++count;
     }
 
-    // A word between < and >: itself, if known, and its runs of characters.
+    // A word between < and >: the word itself, if known, and its character n-grams.
     void add_word(const std::string& word, Vector& sum, std::size_t& count) const noexcept {
         if (const int row = find(std::string_view(word).substr(1, word.size() - 2)); row >= 0)
             add_row(static_cast<std::size_t>(row), sum, count);
@@ -238,23 +239,24 @@ class LanguageModel {
         float product = 0;
         for (std::size_t k = 0; k < WIDTH; ++k) product += output[k] * vector[k];
         const float right = 1.0F / (1.0F + std::exp(-product));
-        const auto logarithm = [](float x) { return std::log(x + 1e-5F); };  // as fastText guards against 0
+        const auto logarithm = [](float x) { return std::log(x + 1e-5F); };  // as fastText, against log(0)
         descend(static_cast<std::size_t>(tree_[node].left), score + logarithm(1.0F - right), vector, best);
         descend(static_cast<std::size_t>(tree_[node].right), score + logarithm(right), vector, best);
     }
 
-    std::string_view file_;  // what is left of it while it is read
+    std::string_view file_;  // the unread rest
     std::size_t words_count_ = 0, rows_ = 0;
     std::uint32_t buckets_ = 0;
     int shortest_ = 0, longest_ = 0;
     std::vector<std::string> words_, labels_;
     std::vector<std::int32_t> slots_;       // of words, by hash; -1 for none
-    std::vector<std::uint16_t> run_rows_;   // of runs of characters, by bucket
+    std::vector<std::uint16_t> run_rows_;   // of character n-grams, by bucket
     std::vector<float> vectors_, outputs_;  // [rows, WIDTH]
     std::vector<Node> tree_;                // leaves, then inner nodes; the last is the root
 };
 
-// At most `most` bytes from the middle of the text; in lower case (ASCII) when four in five letters are capitals, which the model takes for another language.
+// At most `most` bytes from the middle of the text. If four in five letters are capitals, they are made lower case
+// (ASCII), because the model takes capitals for another language.
 inline std::string sample(std::string_view text, std::size_t most) {
     std::size_t begin = text.size() > most ? (text.size() - most) / 2 : 0;
     std::size_t end = std::min(text.size(), begin + most);

@@ -1,7 +1,7 @@
-// Locality-sensitive hashing of MinHash signatures: band hashes, the pairs of equal ones, clusters of pairs.
+// Locality-sensitive hashing of MinHash signatures: band hashes, pairs with equal band hashes, clusters of pairs.
 //
-// A signature is cut into bands of some rows; two texts of Jaccard similarity s agree on all rows of one band or more with
-// probability 1 - (1 - s^rows)^bands (Leskovec, Rajaraman, Ullman, Mining of Massive Datasets, section 3.4).
+// A signature is split into bands of some rows. Two texts of Jaccard similarity s agree on all rows of at least one
+// band with probability 1 - (1 - s^rows)^bands (Leskovec, Rajaraman, Ullman, Mining of Massive Datasets, section 3.4).
 #pragma once
 
 #include <algorithm>
@@ -17,9 +17,10 @@ namespace cdrmix {
 
 using Pair = std::pair<std::int64_t, std::int64_t>;
 
-constexpr std::uint64_t NO_BUCKET = ~0ULL;  // band hash of a text without words: equal to none, not even to itself
+constexpr std::uint64_t NO_BUCKET = ~0ULL;  // band hash of a text without words: equal to no other, not even itself
 
-// The hash of band number `band`: h = mix(band); h = mix(h ^ value) for each of its values. NO_BUCKET where all are EMPTY.
+// The hash of band number `band`: h = mix(band); h = mix(h ^ value) for each of its values. NO_BUCKET where all are
+// EMPTY.
 inline std::uint64_t band_hash(const std::uint32_t* values, std::size_t rows, std::uint64_t band) noexcept {
     std::uint64_t hash = mix(band + 1);
     bool empty = true;
@@ -35,11 +36,11 @@ struct BucketEntry {
     std::int64_t id;
 };
 
-// Sorts by hash, then id. Hashes are spread evenly, so that one pass over their upper bits leaves parts that a
-// comparison sort orders within the cache; of hashes that are not, only the speed suffers.
+// Sorts by hash, then id. Hashes are evenly distributed, so one pass over their upper bits leaves parts that a
+// comparison sort orders within the cache. With other hashes it is correct, but slower.
 inline void sort_entries(std::vector<BucketEntry>& entries) {
     constexpr unsigned BITS = 10;
-    constexpr std::size_t FEW = 4096;  // are in the cache as they stand
+    constexpr std::size_t FEW = 4096;  // entries that fit the cache
     const auto less = [](const BucketEntry& x, const BucketEntry& y) {
         return x.hash != y.hash ? x.hash < y.hash : x.id < y.id;
     };
@@ -59,11 +60,12 @@ inline void sort_entries(std::vector<BucketEntry>& entries) {
     entries.swap(parted);
 }
 
-constexpr std::size_t NEIGHBOURS = 8;  // with which an id of a crowded bucket is paired besides its first ones
+constexpr std::size_t NEIGHBOURS = 8;  // preceding ids with which an id of a crowded bucket is paired
 
-// Appends the pairs (i, j), i < j, of different ids in one bucket, whatever the order of `entries`, which is sorted. In a
-// bucket of more than `limit` ids that would be too many: there each id is paired with the `limit` least ones and with
-// the NEIGHBOURS before it, which keeps the bucket connected and takes the ids of a cluster, often neighbours, together.
+// Appends the pairs (i, j), i < j, of different ids in one bucket, in any order of `entries`, which is sorted. In a
+// bucket of more than `limit` ids that would be too many pairs. There each id is paired with the `limit` least ones
+// and with the NEIGHBOURS before it. This keeps the bucket connected, and pairs the ids of a cluster, which are often
+// neighbours.
 inline void append_bucket_pairs(std::vector<BucketEntry>& entries, std::size_t limit, std::vector<Pair>& pairs) {
     entries.erase(std::remove_if(entries.begin(), entries.end(),
                                  [](const BucketEntry& entry) { return entry.hash == NO_BUCKET; }),
@@ -88,7 +90,7 @@ inline void sort_unique(std::vector<Pair>& pairs) {
     pairs.erase(std::unique(pairs.begin(), pairs.end()), pairs.end());
 }
 
-// The least index of each one's component in the graph of `pairs` over 0 .. count - 1.
+// The least index in each index's component of the graph of `pairs` over 0 .. count - 1.
 template <class Pairs>
 inline std::vector<std::int64_t> clusters(const Pairs& pairs, std::size_t count) {
     std::vector<std::int64_t> parent(count);
@@ -96,7 +98,7 @@ inline std::vector<std::int64_t> clusters(const Pairs& pairs, std::size_t count)
     const auto root = [&](std::int64_t i) {
         while (parent[static_cast<std::size_t>(i)] != i) {
             auto& up = parent[static_cast<std::size_t>(i)];
-            i = up = parent[static_cast<std::size_t>(up)];  // halves the way for the next one
+            i = up = parent[static_cast<std::size_t>(up)];  // halves the path of the next search
         }
         return i;
     };
@@ -104,7 +106,7 @@ inline std::vector<std::int64_t> clusters(const Pairs& pairs, std::size_t count)
         const std::int64_t a = root(pair.first), b = root(pair.second);
         parent[static_cast<std::size_t>(std::max(a, b))] = std::min(a, b);
     }
-    // A parent is never greater than its child, so parents are done before their children.
+    // A parent is never greater than its child, so parents are final before their children.
     for (auto& up : parent) up = parent[static_cast<std::size_t>(up)];
     return parent;
 }

@@ -1,7 +1,7 @@
-"""Writes csrc/unicode_tables.hpp from the running Python's own str methods: `python3.11 csrc/make_unicode_tables.py`.
+"""Writes csrc/unicode_tables.hpp from the running Python's str methods: `python3.11 csrc/make_unicode_tables.py`.
 
-The tables are committed, so that what a preparation makes does not depend on the Python that runs it. Only a Python
-with the Unicode version below can write them (3.11 has it).
+The tables are committed, so that a preparation's result does not depend on the Python that runs it. Only a Python with
+the Unicode version below can write them (3.11 has it).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ FINAL_SIGMA = "\u03c2"
 
 
 def properties(character: str) -> int:
-    """The bits of PROPERTIES that a character has; see unicode.hpp for what each means.
+    """The bits of PROPERTIES of a character; see unicode.hpp for their meaning.
 
-    Python tells what is cased and what is case-ignorable only by how a capital sigma lowers behind it.
+    Whether a character is cased or case-ignorable shows in Python only in how a capital sigma after it is lowered.
     """
     alone = (character + CAPITAL_SIGMA).lower()[-1] == FINAL_SIGMA
     after_letter = ("A" + character + CAPITAL_SIGMA).lower()[-1] == FINAL_SIGMA
@@ -38,12 +38,12 @@ def properties(character: str) -> int:
 
 
 def difference_to_lower(character: str) -> int:
-    """What lowering adds to the code point; of U+0130, which lowers to two, to the first."""
+    """The difference of the lower case's code point; for U+0130, whose lower case is two, that of the first."""
     return ord(character.lower()[0]) - ord(character)
 
 
 def records() -> tuple[list[tuple[int, int]], list[int]]:
-    """The distinct (properties, difference), the empty one first, and of every code point the index of its own."""
+    """The distinct (properties, difference), the empty one first, and for every code point the index of its record."""
     distinct = {(0, 0): 0}
     indices = [
         distinct.setdefault((properties(character), difference_to_lower(character)), len(distinct))
@@ -53,7 +53,7 @@ def records() -> tuple[list[tuple[int, int]], list[int]]:
 
 
 def two_levels(indices: list[int], bits: int) -> tuple[list[int], list[int]]:
-    """`indices` cut into blocks of 2^bits: the number of each one's block, and the distinct blocks in a row."""
+    """`indices` split into blocks of 2^bits: the number of each block, and the distinct blocks, concatenated."""
     size = 1 << bits
     distinct: dict[tuple[int, ...], int] = {}
     first = [

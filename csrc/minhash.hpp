@@ -1,8 +1,8 @@
-// MinHash signatures of shingles: k permutations in 32-bit lanes, on the widest instruction set of the processor.
+// MinHash signatures of shingles: k permutations in vectors of 32-bit lanes, on the widest instruction set available.
 //
-// Value i of a signature is the least (a_i x + b_i) mod 2^32 over the upper 32 bits x of the text's shingle hashes, a_i
-// odd. The share of equal values of two signatures estimates the Jaccard similarity of the shingle sets (Broder 1997).
-// All instruction sets run the same source on whole numbers, so their results are equal bit for bit.
+// Value i of a signature is the least (a_i x + b_i) mod 2^32 over the upper 32 bits x of the text's shingle hashes,
+// with a_i odd. The share of equal values of two signatures estimates the Jaccard similarity of the shingle sets
+// (Broder 1997). All instruction sets run the same source on integers, so their results are equal bit for bit.
 #pragma once
 
 #include <array>
@@ -25,7 +25,7 @@ namespace kernels {
 
 constexpr std::size_t VECTORS = 4;  // at a time: their a, b and minima fill 12 of 16 registers
 
-// Vectors of BYTES, which a compiler makes of narrower ones where a target lacks them.
+// Vectors of BYTES; the compiler builds them from narrower ones where a target lacks them.
 template <std::size_t BYTES>
 __attribute__((always_inline)) inline void minimum(const std::uint32_t* xs, std::size_t count, const std::uint32_t* a,
                                                    const std::uint32_t* b, std::uint32_t* mins, std::size_t lanes) {
@@ -75,7 +75,7 @@ struct InstructionSet {
     MinimumKernel minimum;
 };
 
-// Those that this processor has, the narrowest first.
+// The instruction sets of this processor, the narrowest first.
 inline std::vector<InstructionSet> instruction_sets() {
     std::vector<InstructionSet> sets{{"portable", kernels::minimum_portable}};
 #if defined(__x86_64__)
@@ -86,9 +86,9 @@ inline std::vector<InstructionSet> instruction_sets() {
     return sets;
 }
 
-// a_i and b_i of `count` permutations, and lanes without meaning up to the next multiple of MOST_LANES. They are drawn
-// from the sequence mix(start + j G), j = 1, 2, ..., of SplitMix64, where start = mix(seed) and G = 2^64 / golden ratio:
-// a_i is the upper half of number 2i + 1, made odd, and b_i that of number 2i + 2.
+// a_i and b_i of `count` permutations, padded to a multiple of MOST_LANES. They come from the sequence mix(start + j
+// G), j = 1, 2, ..., of SplitMix64, where start = mix(seed) and G = 2^64 / golden ratio: a_i is the upper half of
+// number 2i + 1, made odd, and b_i that of number 2i + 2.
 struct Permutations {
     Permutations(std::size_t permutations, std::uint64_t seed) : count(permutations) {
         const std::size_t lanes = (count + kernels::MOST_LANES - 1) / kernels::MOST_LANES * kernels::MOST_LANES;
@@ -104,13 +104,13 @@ struct Permutations {
     std::vector<std::uint32_t> a, b;
 };
 
-// Makes signatures of one text after the other.
+// Computes the signatures of texts, one after the other.
 class MinHash {
   public:
     MinHash(const Permutations& permutations, std::size_t ngram, MinimumKernel kernel)
         : permutations_(permutations), kernel_(kernel), shingles_(ngram), mins_(permutations.a.size()) {}
 
-    // Writes the signature of text[0 .. size), as many values as there are permutations.
+    // Writes the signature of text[0 .. size): as many values as there are permutations.
     void operator()(const char* text, std::size_t size, std::uint32_t* signature) noexcept {
         std::fill(mins_.begin(), mins_.end(), EMPTY);
         shingles_.open(text, size);
@@ -149,8 +149,8 @@ inline std::vector<std::uint64_t> shingle_set(Shingles& shingles, const char* te
     return set;
 }
 
-// |a and b| / |a or b| of two ascending sets, 0 where both are empty. Different shingles share one of 2^64 hashes so
-// seldom (one pair of sets in 10^13 of 1000 shingles each) that this is the similarity of the shingles themselves.
+// |a and b| / |a or b| of two ascending sets, 0 where both are empty. Different shingles have the same 64-bit hash so
+// rarely (in one of 10^13 pairs of sets of 1000 shingles) that this is the similarity of the shingles themselves.
 inline double exact_jaccard(const std::vector<std::uint64_t>& a, const std::vector<std::uint64_t>& b) noexcept {
     std::size_t i = 0, j = 0, common = 0;
     while (i < a.size() && j < b.size()) {

@@ -1,4 +1,4 @@
-// Whether a UTF-8 text is surely what cdrmix/data/cleaning/normalize.py makes of it, so that most texts need no second look.
+// A fast test whether cdrmix/data/cleaning/normalize.py would leave a UTF-8 text unchanged, which holds for most texts.
 #pragma once
 
 #include <array>
@@ -9,8 +9,8 @@
 
 namespace cdrmix {
 
-// Characters of common scripts that stand for themselves in NFC whatever is beside them, as long as that is one of them
-// too: none composes with its neighbours (NFC_Quick_Check=Yes, combining class 0, Unicode 14).
+// Characters of common scripts that are unchanged by NFC next to any others of this table: none composes with its
+// neighbours (NFC_Quick_Check=Yes, combining class 0, Unicode 14).
 inline bool stands_for_itself(char32_t c) noexcept {
     struct Range {
         char32_t first, last;
@@ -30,7 +30,7 @@ inline bool stands_for_itself(char32_t c) noexcept {
     return false;
 }
 
-// True only for normal text; false where a closer look is needed.
+// True only for normal text; false where normalize.py has to decide.
 inline bool is_surely_normal(const char* text, std::size_t size) noexcept {
     static constexpr auto PLAIN = [] {
         std::array<bool, 256> plain{};

@@ -1,7 +1,7 @@
-// Places in a UTF-8 text that have the shape of personal data or of a secret; cdrmix/data/cleaning/pii.py proves them.
+// Spans of a UTF-8 text that have the shape of personal data or of a secret; cdrmix/data/cleaning/pii.py verifies them.
 //
-// One pass over the words, runs of ASCII letters, digits and '_'. What is beyond ASCII belongs to no shape. A shape is
-// looked for at every word's beginning and never reads further than MOST bytes from it, so the time is linear.
+// One pass over the words, runs of ASCII letters, digits and '_'. Characters beyond ASCII belong to no shape. A shape
+// is searched at every word's beginning, and at most MOST bytes from it are read, so the time is linear.
 #pragma once
 
 #include <array>
@@ -18,7 +18,7 @@ namespace shapes {
 enum Class : std::uint8_t { DIGIT = 1, LOWER = 2, UPPER = 4, UNDERSCORE = 8, STARTS = 16, TOKENS = 32 };
 constexpr std::uint8_t LETTER = LOWER | UPPER, ALPHANUMERIC = LETTER | DIGIT, WORD = ALPHANUMERIC | UNDERSCORE;
 
-// STARTS: what a shape may begin with, or have within, beside a word. TOKENS: what a key may consist of.
+// STARTS: what a shape may begin with, or contain, besides words. TOKENS: the characters of a key.
 constexpr std::array<std::uint8_t, 256> classes() noexcept {
     std::array<std::uint8_t, 256> table{};
     for (unsigned c = 0; c < 128; ++c) {
@@ -48,7 +48,7 @@ class PersonalData {
         std::size_t begin, end;
     };
 
-    // The candidates of text[0 .. size), in the order of their words; they may overlap.
+    // The candidates in text[0 .. size), in the order of their words; they may overlap.
     std::vector<Candidate> scan(const char* text, std::size_t size) {
         found_.clear();
         text_ = text, size_ = size;
@@ -79,7 +79,7 @@ class PersonalData {
     static constexpr auto LETTER = shapes::LETTER, ALPHANUMERIC = shapes::ALPHANUMERIC, WORD = shapes::WORD;
     static bool is(char c, std::uint8_t classes) noexcept { return shapes::is(c, classes); }
     static constexpr std::size_t MOST = 4096;  // bytes of the longest token
-    // A digit group of a number: where it begins and ends.
+    // A group of digits of a number: its begin and end.
     struct Group {
         std::size_t begin, end;
         std::size_t size() const noexcept { return end - begin; }
@@ -91,7 +91,7 @@ class PersonalData {
 
     void add(Kind kind, std::size_t begin, std::size_t end) { found_.push_back({kind, begin, end}); }
 
-    // Whether what begins at i goes on from the left: 1.234, a-234, 5:234.
+    // Whether the characters before i belong to the same number: 1.234, a-234, 5:234.
     bool continues(std::size_t i) const noexcept {
         const char c = before(i, 1);
         return is(c, WORD) || ((c == '.' || c == '-' || c == ':' || c == ',') && is(before(i, 2), WORD));
@@ -116,8 +116,8 @@ class PersonalData {
         }
     }
 
-    // Groups of digits with one space, dot or hyphen between two, from `begin`; those up to a group that ends within a
-    // word. Returns how many, at most 6.
+    // Groups of digits from `begin`, separated by one space, dot or hyphen, up to a group that ends within a word.
+    // Returns their number, at most 6.
     std::size_t digit_groups(std::size_t begin, Group* groups) const noexcept {
         std::size_t count = 0;
         for (std::size_t i = begin; count < 6; ++i) {
@@ -139,7 +139,7 @@ class PersonalData {
         add(IP, groups[0].begin, end);
     }
 
-    // From four hexadecimal digits and a colon.
+    // Begins with up to four hexadecimal digits and a colon.
     void ip6(std::size_t begin) {
         if (continues(begin)) return;
         std::size_t end = begin, colons = 0;
@@ -151,11 +151,11 @@ class PersonalData {
                 break;
         }
         if (is(at(end), WORD)) return;
-        if (text_[end - 1] == ':' && text_[end - 2] != ':') --end;  // of the sentence
+        if (text_[end - 1] == ':' && text_[end - 2] != ':') --end;  // a colon of the sentence
         if (colons >= 2) add(IP, begin, end);
     }
 
-    // 13 to 19 digits at once, or in the groups that cards have: four of four, or 4, 6 and 5 or 4.
+    // 13 to 19 digits without separators, or in the groups of cards: four of four, or 4, 6 and 5 or 4.
     void credit_card(const Group* groups, std::size_t count) {
         const std::size_t begin = groups[0].begin;
         if (groups[0].size() >= 13 && groups[0].size() <= 19) {
@@ -205,7 +205,7 @@ class PersonalData {
         add(PHONE, begin, i);
     }
 
-    // +, a country code and 8 to 15 digits together (ITU-T E.164), single separators or a bracket between them.
+    // +, a country code and 8 to 15 digits in all (ITU-T E.164), with single separators or a bracket between them.
     void international(std::size_t begin) {
         if (is(before(begin, 1), WORD) || before(begin, 1) == '+' || at(begin + 1) < '1' || at(begin + 1) > '9') return;
         std::size_t digits = 0, end = begin, whole = 0;  // `whole`: digits up to `end`
@@ -213,7 +213,7 @@ class PersonalData {
             while (is(at(i), DIGIT) && digits <= 15) ++i, ++digits;
             if (digits > 15 || is(at(i), WORD)) break;
             end = i, whole = digits;
-            if (digits >= 11) break;  // most numbers are whole by then, and another may follow
+            if (digits >= 11) break;  // most numbers are complete by then, and another may follow
             std::size_t separators = 0;
             while (separators < 2 && std::strchr(" -./()", at(i)) != nullptr && at(i) != '\0') ++i, ++separators;
             if (separators == 0 || !is(at(i), DIGIT)) break;
@@ -221,7 +221,7 @@ class PersonalData {
         if (whole >= 8) add(PHONE, begin, end);
     }
 
-    // Whether the word before i says so: Tel.: 030 123456.
+    // Whether the word before i announces a number: Tel.: 030 123456.
     bool said_to_be_phone(std::size_t i) const noexcept {
         std::size_t p = i;
         while (p != 0 && i - p < 5 && std::strchr(" .:#=(\t", text_[p - 1]) != nullptr && text_[p - 1] != '\0') --p;
@@ -234,7 +234,7 @@ class PersonalData {
         return false;
     }
 
-    // Whether the lower-case `word` stands at i, in any letter case.
+    // Whether the lower-case `word` is at i, in any letter case.
     bool same(std::size_t i, const char* word) const noexcept {
         for (; *word != '\0'; ++word, ++i)
             if ((at(i) | (is(at(i), UPPER) ? 0x20 : 0)) != *word) return false;
@@ -275,7 +275,7 @@ class PersonalData {
         if (dots != 0 && is(text_[end - 1], LETTER) && !is(at(end), UNDERSCORE) && at(end) != '@') add(EMAIL, begin, end);
     }
 
-    // A word that begins as the keys of a service do, or a long one of letters and digits to which something is set.
+    // A word that begins as a service's keys do, or a long word of letters and digits to which something is assigned.
     void token(std::size_t begin, std::size_t stop) {
         bool known = false;
         switch (text_[begin]) {
@@ -303,7 +303,7 @@ class PersonalData {
             add(ASSIGNED, begin, end);
     }
 
-    // Whether = or : stands before i, quotation marks and white space left out.
+    // Whether = or : is before i, apart from quotation marks and white space.
     bool is_assigned(std::size_t i) const noexcept {
         for (std::size_t steps = 1; steps <= 4; ++steps) {
             const char c = before(i, steps);

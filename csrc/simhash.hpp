@@ -1,7 +1,7 @@
 // 64-bit SimHash of word term frequencies, and the exact join of two sets of fingerprints within a Hamming radius.
 //
-// Every occurrence of a word (words.hpp) votes with each bit of its hash, so a word weighs its term frequency; bit i of
-// the fingerprint is 1 when more than half of the votes for it are. A text without words has fingerprint 0.
+// Every occurrence of a word (words.hpp) votes for the bits of its hash, so a word's weight is its term frequency. Bit
+// i of the fingerprint is 1 if more than half of the votes for it are 1. A text without words has fingerprint 0.
 #pragma once
 
 #include <algorithm>
@@ -15,8 +15,8 @@
 
 namespace cdrmix {
 
-// How often each of 64 bits was 1. Counts stand upright, bit i of plane j being bit j of bit i's count, so that adding
-// 64 votes is a few operations on whole words; full planes are emptied into ordinary counters.
+// Counts of ones for each of 64 bits. They are stored by bit planes: bit i of plane j is bit j of the count of bit i.
+// So adding 64 votes takes a few 64-bit operations; full planes are added to ordinary counters.
 class BitCounts {
   public:
     void add(std::uint64_t votes) noexcept {
@@ -28,7 +28,7 @@ class BitCounts {
         if (++pending_ == MOST) flush();
     }
 
-    // The bits that more than half of `total` votes set.
+    // The bits for which more than half of `total` votes are 1.
     std::uint64_t majority(std::uint64_t total) noexcept {
         flush();
         std::uint64_t bits = 0;
@@ -38,7 +38,7 @@ class BitCounts {
 
   private:
     static constexpr unsigned PLANES = 8;
-    static constexpr unsigned MOST = (1U << PLANES) - 1;  // votes that the planes hold
+    static constexpr unsigned MOST = (1U << PLANES) - 1;  // most votes that the planes hold
 
     void flush() noexcept {
         for (unsigned plane = 0; plane < PLANES; ++plane)
@@ -52,7 +52,7 @@ class BitCounts {
     unsigned pending_ = 0;
 };
 
-// Makes fingerprints of one text after the other.
+// Computes the fingerprints of texts, one after the other.
 class SimHash {
   public:
     std::uint64_t operator()(const char* text, std::size_t size) noexcept {
@@ -79,9 +79,9 @@ using Pair = std::pair<std::int64_t, std::int64_t>;
 
 // All pairs (i, j) with hamming_distance(a[i], b[j]) <= radius, sorted by i, then j. Requires 0 <= radius < 64.
 //
-// Cut into radius + 1 blocks of bits, two fingerprints within the radius agree on one whole block at least (pigeonhole).
-// So each block in turn makes a table of `a` sorted by that block; only its equals in `b` are compared. A pair
-// that agrees on several blocks is reported by the first of them.
+// The bits are split into radius + 1 blocks. Two fingerprints within the radius agree on at least one block
+// (pigeonhole). So for each block `a` is sorted by it, and only fingerprints of `b` that are equal in it are compared.
+// A pair that agrees on several blocks is reported for the first of them.
 inline std::vector<Pair> join(const std::vector<std::uint64_t>& a, const std::vector<std::uint64_t>& b, int radius) {
     struct Entry {
         std::uint64_t key;
@@ -90,7 +90,7 @@ inline std::vector<Pair> join(const std::vector<std::uint64_t>& a, const std::ve
     };
     std::vector<Pair> pairs;
     std::vector<Entry> table(a.size());
-    std::vector<std::uint64_t> masks;  // of the blocks done and the one at hand
+    std::vector<std::uint64_t> masks;  // of the finished blocks and the current one
     const int blocks = radius + 1;
     for (int block = 0; block < blocks; ++block) {
         const int first = 64 * block / blocks, last = 64 * (block + 1) / blocks;  // bits [first, last)

@@ -1,4 +1,4 @@
-// White space squeezed out of a text: what two documents that differ in nothing else have in common.
+// A text with normalised white space, which is equal for two documents that differ only in white space.
 #pragma once
 
 #include <cstddef>
@@ -12,19 +12,20 @@
 
 namespace cdrmix {
 
-// UTF-8 with every run of white space (str.isspace) as one space and none at the ends: " ".join(text.split()) in Python.
+// UTF-8 with every run of white space (str.isspace) as one space and none at the ends: " ".join(text.split()) in
+// Python.
 inline std::string squeezed(std::string_view text) {
     std::string out(text.size(), '\0');
     char* to = out.data();
     const char* p = text.data();
     const char* const end = p + text.size();
-    bool after_space = true;  // or at the beginning: another one is left out
+    bool after_space = true;  // also at the beginning: further white space is dropped
     while (p < end) {
 #ifdef __SSE2__
-        // Sixteen ASCII characters of which none is below the space and no two neighbours are spaces stay as they are.
+        // Sixteen ASCII characters are copied as they are if none is below the space and no two spaces are adjacent.
         if (end - p >= 16) {
             const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-            const int plain = _mm_movemask_epi8(_mm_cmpgt_epi8(bytes, _mm_set1_epi8(' ' - 1)));  // signed: not ASCII is less
+            const int plain = _mm_movemask_epi8(_mm_cmpgt_epi8(bytes, _mm_set1_epi8(' ' - 1)));  // signed: bytes beyond ASCII are negative
             const int spaces = _mm_movemask_epi8(_mm_cmpeq_epi8(bytes, _mm_set1_epi8(' ')));
             if (plain == 0xffff && (spaces & (spaces << 1 | static_cast<int>(after_space))) == 0) {
                 _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes);
@@ -38,7 +39,7 @@ inline std::string squeezed(std::string_view text) {
         const char* const character = p;
         bool space;
         if (const auto byte = static_cast<unsigned char>(*p); byte < 0x80) {
-            // the first is the common case; str.isspace() also holds for four separators of old tapes
+            // The first is the common case; str.isspace() also holds for four ASCII separators, 0x1C to 0x1F.
             space = byte <= ' ' && (byte == ' ' || (byte >= '\t' && byte <= '\r') || (byte >= 0x1c && byte <= 0x1f));
             ++p;
         } else {

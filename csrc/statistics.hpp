@@ -1,7 +1,7 @@
-// Counts over one UTF-8 text, from which the rules of cdrmix/data/cleaning/rules.py make their scores, in one pass.
+// Counts of one UTF-8 text, in one pass, from which cdrmix/data/cleaning/rules.py computes its scores.
 //
-// A word is what stands between white space; a line what stands between \n, without the white space around it, if
-// anything is left; a paragraph is lines without an empty one between them. Letter case is that of ASCII.
+// A word is a run without white space. A line is what is between two \n, without white space at its ends, if not
+// empty. A paragraph is a run of lines without an empty one between them. Letter case is that of ASCII.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@
 
 namespace cdrmix {
 
-// The names are those of the columns that Python sees, in this order.
+// The names of the columns that Python sees, in this order.
 #define CDRMIX_STATISTICS(X)                                                                                          \
     X(characters) X(alphabetic_characters) X(alphanumeric_characters) X(unspaced_characters)                          \
     X(words) X(word_characters) X(alphabetic_words) X(stop_words) X(sentences)                                        \
@@ -47,8 +47,8 @@ namespace characters {
 
 enum Class : std::uint8_t { SPACE = 1, ALPHABETIC = 2, ALPHANUMERIC = 4, MARK = 8, PUNCTUATION = 16, PLAIN = 32 };
 
-// MARK: characters at which a thing that is counted may be recognised. PLAIN: letters that are no such characters.
-// Bytes beyond ASCII are of no class.
+// MARK: characters at which a counted item may be recognised. PLAIN: letters that are no such characters. Bytes beyond
+// ASCII have no class.
 constexpr std::array<std::uint8_t, 256> byte_classes() noexcept {
     std::array<std::uint8_t, 256> table{};
     for (unsigned c = 0; c < 128; ++c) {
@@ -74,12 +74,12 @@ constexpr bool one_of(char32_t c, const char32_t (&set)[N]) noexcept {
     return false;
 }
 
-// Marks that may end a line of prose, quotation marks behind them included, in scripts that have their own too.
+// Marks that may end a line of prose, also before closing quotation marks, in scripts that have their own ones too.
 constexpr bool ends_line(char32_t c) noexcept {
     if (c < 0x80) return c == '.' || c == '!' || c == '?' || c == '"' || c == '\'';
     return one_of(c, U"…”’»。！？．」』）؟۔।॥።၊။៕");
 }
-constexpr bool ends_sentence(char32_t c) noexcept { return one_of(c, U"。！？"); }  // wherever it stands
+constexpr bool ends_sentence(char32_t c) noexcept { return one_of(c, U"。！？"); }  // at any position
 constexpr bool closes(char32_t c) noexcept { return one_of(c, U")]}\"'”’»"); }
 constexpr bool is_bullet(char32_t c) noexcept { return one_of(c, U"-*•‣▪▸►●○◦∙·–⁃"); }
 
@@ -124,10 +124,10 @@ class TextStatistics {
 
     std::uint64_t& at(Statistic name) noexcept { return counts_[static_cast<std::size_t>(name)]; }
 
-    // The number of characters before p; `begin_` is the text's beginning.
+    // The number of characters between the text's beginning, `begin_`, and p.
     std::uint64_t position(const char* p) const noexcept { return static_cast<std::uint64_t>(p - begin_) - continuations_; }
 
-    // Reads the line at p with its \n; where the next one begins.
+    // Reads the line at p with its \n; returns the beginning of the next line.
     const char* read_line(const char* p, const char* end, std::uint64_t number) {
         const std::uint64_t line_position = position(p);
         const std::size_t first_word = word_hashes_.size();
@@ -168,7 +168,7 @@ class TextStatistics {
                 const bool space = (kind & characters::SPACE) != 0;
                 if (space && word != nullptr) end_word(start);
                 if (!space && word == nullptr) begin_word(start);
-                continuations_ += static_cast<std::uint64_t>(p - start) - 1;  // behind the two, who ask for a position
+                continuations_ += static_cast<std::uint64_t>(p - start) - 1;  // after begin_word and end_word, which call position()
                 if (space) continue;
             }
             letters |= (kind & characters::ALPHABETIC) != 0;
@@ -230,7 +230,7 @@ class TextStatistics {
         return p;
     }
 
-    // A character beyond ASCII: what it is, and what is counted of it alone.
+    // Counts a character beyond ASCII by its properties.
     std::uint8_t read_other(char32_t c) noexcept {
         const std::uint8_t properties = unicode::properties(c);
         if (characters::is_unspaced(c) && (properties & unicode::ALPHABETIC)) at(Statistic::unspaced_characters) += 1;
@@ -241,7 +241,7 @@ class TextStatistics {
                                          (properties & unicode::WORD ? characters::ALPHANUMERIC : 0));
     }
 
-    // Whether `phrase` (ASCII, lower case) stands in the text from `before` characters before p, in any letter case.
+    // Whether `phrase` (ASCII, lower case) is in the text from `before` characters before p on, in any letter case.
     bool found(const char* p, const char* end, std::ptrdiff_t before, const char* phrase) const noexcept {
         if (p - begin_ < before) return false;
         for (p -= before; *phrase != '\0'; ++p, ++phrase) {
@@ -262,7 +262,7 @@ class TextStatistics {
         while (begin != end && punctuation(*begin)) ++begin;
         while (begin != end && punctuation(end[-1])) --end;
         if (end - begin < 2 || end - begin > 4) return;
-        // The word in one number, its capitals lowered: 0x20 makes a letter of nothing that is none.
+        // The word as one number, with capitals lowered: 0x20 turns no other character into a letter.
         std::uint32_t letters = 0;
         for (; begin != end; ++begin) letters = letters << 8 | static_cast<unsigned char>(*begin | 0x20);
         const auto number = [](std::string_view stop_word) {
@@ -275,7 +275,7 @@ class TextStatistics {
             if (letters == number(STOP_WORDS[i])) stop_words_ |= 1U << i;
     }
 
-    // Whether the word ends with . ! or ?, closing brackets and quotation marks behind it left out.
+    // Whether the word ends with . ! or ?, apart from closing brackets and quotation marks.
     static bool is_sentence_end(const char* begin, const char* end) noexcept {
         if (characters::classes(end[-1]) & characters::ALPHANUMERIC) return false;  // nearly all words
         while (begin != end) {
@@ -294,7 +294,7 @@ class TextStatistics {
         paragraph_ = Paragraph();
     }
 
-    // Those of `spans` that equal an earlier one, and their characters.
+    // The number of those of `spans` that equal an earlier one, and their characters.
     void count_duplicates(const std::vector<Span>& spans, Statistic number, Statistic characters) {
         first_.reset(spans.size());
         for (std::uint32_t i = 0; i < spans.size(); ++i) {
@@ -320,13 +320,13 @@ class TextStatistics {
 
     std::array<std::uint64_t, STATISTICS> counts_{};
     const char* begin_ = nullptr;
-    std::uint64_t continuations_ = 0;  // bytes read that begin no character
-    unsigned stop_words_ = 0;     // a bit for each that was seen
+    std::uint64_t continuations_ = 0;  // continuation bytes read
+    unsigned stop_words_ = 0;     // one bit for each that occurred
     Paragraph paragraph_;
     std::vector<std::uint64_t> word_hashes_;
     std::vector<std::uint32_t> word_lengths_;
     std::vector<Span> lines_, paragraphs_;
-    FirstPlaces first_;
+    FirstPositions first_;
     Repetition repetition_;
 };
 

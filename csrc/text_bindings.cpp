@@ -1,5 +1,5 @@
-// cdrmix._text: statistics of texts that the filters judge by, places that look like personal data,
-// and languages. Like bindings.cpp, it alone sees pybind11.
+// The Python module cdrmix._text: statistics of texts for the filters, spans that look like personal data, and
+// languages. Only this file and bindings.cpp use pybind11.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -19,7 +19,7 @@ namespace py = pybind11;
 
 namespace {
 
-// The UTF-8 of a str, which lives as long as the str does. Raises UnicodeEncodeError for a lone surrogate.
+// The UTF-8 of a str, valid as long as the str exists. Raises UnicodeEncodeError for a lone surrogate.
 std::string_view utf8(const py::handle& text) {
     if (!PyUnicode_Check(text.ptr())) throw py::type_error("texts must be str");
     Py_ssize_t size = 0;
@@ -28,7 +28,7 @@ std::string_view utf8(const py::handle& text) {
     return {bytes, static_cast<std::size_t>(size)};
 }
 
-// The UTF-8 of every text; `texts` keeps it alive.
+// The UTF-8 of every text, valid as long as `texts` exists.
 std::vector<std::string_view> utf8_of_all(const py::tuple& texts) {
     std::vector<std::string_view> views;
     views.reserve(texts.size());
@@ -91,7 +91,7 @@ py::tuple predict(const cdrmix::LanguageModel& model, const py::sequence& sequen
 }  // namespace
 
 PYBIND11_MODULE(_text, module) {
-    module.doc() = "Statistics of texts, and places in them that look like personal data; their languages.";
+    module.doc() = "Statistics of texts, spans that look like personal data, and languages.";
     module.attr("STATISTICS") = statistic_names();
     module.def("statistics", &statistics, py::arg("texts"),
                "Counts, float64 [n, len(STATISTICS)], over each of the texts, a sequence of str.");
@@ -103,13 +103,13 @@ PYBIND11_MODULE(_text, module) {
             const std::string_view view = utf8(text);
             return cdrmix::is_surely_normal(view.data(), view.size());
         },
-        py::arg("text"), "Whether normalising would surely change nothing; UnicodeEncodeError for lone surrogates.");
+        py::arg("text"), "True only if normalising changes nothing; UnicodeEncodeError for lone surrogates.");
     module.def("personal", &personal, py::arg("text"),
-               "Places shaped like personal data, as (kind, begin, end) in bytes of UTF-8, in the order of their words.");
+               "Spans shaped like personal data: (kind, begin, end) in bytes of UTF-8, in the order of their words.");
     py::class_<cdrmix::LanguageModel>(module, "LanguageModel", "A quantised fastText classifier of texts.")
         .def(py::init([](const py::bytes& file) { return cdrmix::LanguageModel(static_cast<std::string_view>(file)); }),
              py::arg("file"))
         .def_property_readonly("labels", [](const cdrmix::LanguageModel& model) { return py::tuple(py::cast(model.labels())); })
         .def("predict", &predict, py::arg("texts"), py::arg("most"),
-             "The label's number, int32 [n], -1 for none, and its probability, float32 [n], by `most` bytes of each.");
+             "The label's number, int32 [n], -1 for none, and its probability, float32 [n], from `most` bytes of each.");
 }

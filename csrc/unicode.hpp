@@ -1,7 +1,7 @@
-// Unicode as Python's str sees it: character properties, UTF-8, and str.lower(), of Unicode 14.0.0.
+// Unicode as in Python's str: character properties, UTF-8, and str.lower(), of Unicode 14.0.0.
 //
-// Text is UTF-8. Valid text gives what Python gives; of invalid text nothing is promised but that no byte outside of
-// it is read, that every step moves on, and that equal bytes give equal results.
+// Text is UTF-8. Valid text gives Python's results. For invalid text it is only guaranteed that no byte outside of it
+// is read, that every step advances, and that equal bytes give equal results.
 #pragma once
 
 #include <cstdint>
@@ -10,13 +10,13 @@
 
 namespace cdrmix::unicode {
 
-// Bits of properties(c), for a character `ch` of Python.
+// Bits of properties(c), with `ch` the character in Python.
 enum Property : std::uint8_t {
     WORD = 1,             // ch.isalnum() or ch == "_": what \w of the module re matches
     ALPHABETIC = 2,       // ch.isalpha()
     SPACE = 4,            // ch.isspace()
     NUMERIC = 8,          // ch.isnumeric()
-    CASED = 16,           // Unicode's Cased, unless CASE_IGNORABLE as well: where both hold, lowering asks only for that
+    CASED = 16,           // Unicode's Cased; unset where CASE_IGNORABLE is set, which decides then
     CASE_IGNORABLE = 32,  // Unicode's Case_Ignorable
     UPPER = 64,           // ch.isupper()
     PUNCTUATION = 128,    // unicodedata.category(ch) begins with P
@@ -39,13 +39,13 @@ inline const tables::Record& record(char32_t c) noexcept {
 
 inline std::uint8_t properties(char32_t c) noexcept { return record(c).properties; }
 
-// The lower case of c by itself: the first code point of chr(c).lower().
+// The lower case of c alone: the first code point of chr(c).lower().
 inline char32_t lower(char32_t c) noexcept {
     if (c >= CODE_POINTS) return REPLACEMENT;
     return static_cast<char32_t>(static_cast<std::int32_t>(c) + record(c).to_lower);
 }
 
-// The code point at p < end; p moves behind it, never beyond `end`.
+// Reads the code point at p < end and moves p after it, never beyond `end`.
 inline char32_t decode(const char*& p, const char* end) noexcept {
     const auto byte = [&](int i) -> char32_t { return static_cast<unsigned char>(p[i]); };
     const auto rest = [&](int i) -> char32_t { return byte(i) & 0x3F; };
@@ -67,7 +67,7 @@ inline char32_t decode(const char*& p, const char* end) noexcept {
     return c < CODE_POINTS ? c : REPLACEMENT;
 }
 
-// The code point that ends before p > begin; p moves to its start, never before `begin`.
+// Reads the code point that ends before p > begin and moves p to its start, never before `begin`.
 inline char32_t decode_before(const char* begin, const char*& p) noexcept {
     const char* end = p;
     do {
@@ -79,7 +79,7 @@ inline char32_t decode_before(const char* begin, const char*& p) noexcept {
 
 constexpr int MOST_BYTES = 4;  // of one code point in UTF-8
 
-// Writes c < CODE_POINTS as UTF-8, at most MOST_BYTES; the address behind it.
+// Writes c < CODE_POINTS as UTF-8, at most MOST_BYTES; returns the address after it.
 inline char* encode(char32_t c, char* out) noexcept {
     const auto put = [&](char32_t byte) { *out++ = static_cast<char>(byte); };
     if (c < 0x80) {
@@ -94,9 +94,9 @@ inline char* encode(char32_t c, char* out) noexcept {
     return out;
 }
 
-// Whether a capital sigma that fills [sigma, after) of the text [begin, end) ends a word, Unicode's Final_Sigma: before
-// it stands a cased character and behind it none, the case-ignorable ones between them left out. Two sigmas never look
-// at the same character from the same side, since a sigma is cased, so all of a text's take linear time.
+// Whether a capital sigma in [sigma, after) of the text [begin, end) ends a word, Unicode's Final_Sigma: there is a
+// cased character before it and none after it, apart from case-ignorable ones. A sigma is cased, so two sigmas never
+// read the same character from the same side, and all sigmas of a text take linear time.
 inline bool is_final_sigma(const char* begin, const char* sigma, const char* after, const char* end) noexcept {
     std::uint8_t seen = 0;
     for (const char* p = sigma; p != begin;) {
@@ -112,8 +112,8 @@ inline bool is_final_sigma(const char* begin, const char* sigma, const char* aft
     return !(seen & CASED);
 }
 
-// Reads the character at p < end of the text [begin, end) and gives each code point of its lower case, one or two of
-// them, to `receive`, so that a text's characters in turn give str.lower() of it; p moves behind the character.
+// Reads the character at p < end of the text [begin, end), and passes each code point of its lower case, one or two, to
+// `receive`. The results of all characters of a text are its str.lower(). p moves after the character.
 template <class Receive>
 inline void decode_lower(const char* begin, const char*& p, const char* end, Receive&& receive) {
     const char* start = p;

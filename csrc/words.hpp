@@ -1,8 +1,8 @@
-// The words of a UTF-8 text as 64-bit hashes, and the hashes of n words in a row (shingles).
+// The words of a UTF-8 text as 64-bit hashes, and the hashes of runs of n words (shingles).
 //
-// Words are those of Python's re.findall(r"\w+", text.lower()); a word's hash is that of its lower case in UTF-8. Text
-// passes through a buffer that stays in the first-level cache: its lower case, and a bit a byte that says whether the
-// byte belongs to a word. ASCII is lowered and classified 16 bytes at a time, everything else by unicode.hpp.
+// Words are those of Python's re.findall(r"\w+", text.lower()). A word's hash is that of its lower case in UTF-8. A
+// buffer in the first-level cache holds a part of the text in lower case, and a bit for each byte that says whether it
+// belongs to a word. ASCII is lowered and classified 16 bytes at a time, everything else by unicode.hpp.
 #pragma once
 
 #include <algorithm>
@@ -19,8 +19,8 @@
 
 namespace cdrmix {
 
-// The finaliser of SplitMix64 (Stafford's variant 13): a bijection of 64 bits in which flipping any input bit flips
-// each output bit with probability close to 1/2.
+// The finaliser of SplitMix64 (Stafford's variant 13): a bijection of 64 bits. Flipping any input bit flips each output
+// bit with probability close to 1/2.
 inline std::uint64_t mix(std::uint64_t x) noexcept {
     x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ULL;
     x = (x ^ (x >> 27)) * 0x94d049bb133111ebULL;
@@ -53,7 +53,7 @@ struct WordHash {
     }
 };
 
-// Reads the words of one text after the other.
+// Reads the words of texts, one text after the other.
 class Words {
     static constexpr std::size_t CHUNK = 4096;  // bytes of lower case at a time
     static constexpr std::size_t STEP = 16;     // bytes of ASCII at a time
@@ -68,7 +68,7 @@ class Words {
         filled_ = 0;
     }
 
-    // The hashes of the next words, in order, at most MOST; returns how many, 0 when the text is at its end.
+    // The hashes of the next words, in order, at most MOST; returns their number, 0 at the end of the text.
     std::size_t read(std::uint64_t* hashes) noexcept {
         while (next_ != end_ || filled_ != 0) {
             fill();
@@ -85,7 +85,7 @@ class Words {
         if (shift > 32) in_word_[position / 64 + 1] |= mask >> (64 - shift);
     }
 
-    // Lowers and classifies the STEP bytes at p, to lowered_[filled]; how many of them, from the first, were ASCII.
+    // Lowers and classifies the STEP bytes at p, to lowered_[filled]; returns how many ASCII bytes they begin with.
     std::size_t add_ascii(const char* p, std::size_t filled) noexcept {
 #if defined(__SSE2__)
         const auto bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
@@ -116,7 +116,7 @@ class Words {
 
     static bool is_ascii(char byte) noexcept { return static_cast<unsigned char>(byte) < 0x80; }
 
-    // Lowers and classifies one character, and moves behind it and behind what it becomes.
+    // Lowers and classifies one character; moves p after it, and `filled` after its lower case.
     void add_character(const char*& p, std::size_t& filled) noexcept {
         unicode::decode_lower(begin_, p, end_, [&](char32_t c) {
             const auto size = static_cast<std::size_t>(unicode::encode(c, lowered_ + filled) - (lowered_ + filled));
@@ -137,7 +137,7 @@ class Words {
                 p += ascii;
                 if (ascii == STEP) continue;
             }
-            // Until there is more ASCII in a row than the space between two words.
+            // Until there are more ASCII bytes in a row than the space between two words.
             do {
                 if (filled + STEP > CHUNK) break;
                 add_character(p, filled);
@@ -147,7 +147,7 @@ class Words {
         filled_ = filled;
     }
 
-    // The hashes of the words in the buffer, which is emptied up to a last word that may go on.
+    // The hashes of the words in the buffer; it keeps only a last word that may continue.
     std::size_t hash(std::uint64_t* hashes) noexcept {
         std::size_t count = 0, start = 0;
         std::uint64_t before = 0;  // whether the byte before this block of 64 belongs to a word
@@ -179,7 +179,7 @@ class Words {
             finish(stop);
             return count;
         }
-        // The word goes on, perhaps: all of it is hashed but 1 to 8 bytes, which open the next buffer.
+        // The word may continue: all of it is hashed except 1 to 8 bytes, with which the next buffer begins.
         const std::size_t hashed = (stop - start - 1) / 8 * 8;
         unfinished_.add(lowered_ + start, hashed);
         filled_ = stop - start - hashed;
@@ -197,10 +197,10 @@ class Words {
     std::uint64_t in_word_[CHUNK / 64 + 2] = {};
 };
 
-// Reads the shingles of one text after the other: the hash of each `ngram` words in a row; of fewer words than that,
-// of all of them; of no words, nothing.
+// Reads the shingles of texts, one text after the other: the hash of each `ngram` consecutive words. A text of fewer
+// words has one shingle of all of them; a text without words has none.
 //
-// The hash of words w_1 .. w_n is mix(w_1 M^(n-1) + ... + w_n) modulo 2^64, which moves on by one word with two products.
+// The hash of words w_1 .. w_n is mix(w_1 M^(n-1) + ... + w_n) modulo 2^64, which advances by one word in two products.
 class Shingles {
     static constexpr std::uint64_t M = 0xd1342543de82ef95ULL;  // odd; a multiplier of good spectrum (Steele, Vigna 2021)
 
@@ -218,7 +218,7 @@ class Shingles {
         rolling_ = 0;
     }
 
-    // The hashes of the next shingles, in order, at most MOST; returns how many, 0 when the text is at its end.
+    // The hashes of the next shingles, in order, at most MOST; returns their number, 0 at the end of the text.
     std::size_t read(std::uint64_t* shingles) noexcept {
         const std::uint64_t* const leaving = hashes_.data();  // of word i of those read now, the one `ngram` before it
         std::uint64_t* const words = hashes_.data() + ngram_;

@@ -153,7 +153,7 @@ def _check(tensors: tuple[Tensor, ...], starts: Tensor | None) -> None:
         elif name in ("w", "b_up") and tensor.dtype != x.dtype and compute_dtype(tensor) != compute_dtype(x):
             raise ValueError(f"plastic_lora: {name} is {tensor.dtype}, but x is {x.dtype}: one dtype, or autocast")
     if a_state.dtype != state_dtype(x):
-        raise ValueError(f"plastic_lora: a_state is {a_state.dtype}; it must be {state_dtype(x)} beside x {x.dtype}")
+        raise ValueError(f"plastic_lora: a_state is {a_state.dtype}; it must be {state_dtype(x)} for x {x.dtype}")
     leading = {name: _leading(name, tensor) for name, tensor in named.items() if name not in ("w", "b_up")}
     try:
         torch.broadcast_shapes(*leading.values())

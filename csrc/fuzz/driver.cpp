@@ -1,7 +1,6 @@
-// A stand-in for libFuzzer: `driver SECONDS [SEED]` feeds mutated inputs to LLVMFuzzerTestOneInput for that long.
+// A replacement for libFuzzer: `driver SECONDS [SEED]` calls LLVMFuzzerTestOneInput with mutated inputs for that time.
 //
-// It knows nothing of coverage; it makes up for that with inputs put together from what texts consist of, and with
-// mutations of those that it made before.
+// It does not measure coverage. Instead it combines typical parts of texts, and mutates inputs that it made before.
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
@@ -16,10 +15,10 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
 namespace {
 
 constexpr std::size_t LONGEST = 20'000;
-constexpr std::size_t KEPT = 256;  // inputs that mutations start from
+constexpr std::size_t KEPT = 256;  // inputs kept for mutation
 
-// Words and separators, characters of one to four bytes that lower unlike others, bytes that are no UTF-8, and 0xF5,
-// which the targets split at.
+// Words and separators, characters of one to four bytes with unusual lower cases, bytes that are no UTF-8, and 0xF5, at
+// which the targets split.
 const std::string PIECES[] = {
     "a", "Z", "_", "0", " ", "\n", ".", "'", "the ", "Word ", "of eight", "a word of many letters", "sixteen letters!",
     "\xce\xa3", "\xcf\x83", "\xc4\xb0", "\xcc\x87", "\xcd\x85", "\xc2\xad", "\xe1\xba\x9e", "\xe2\x84\xaa", "\xc8\xba",
@@ -71,7 +70,7 @@ int main(int count, char** arguments) {
     Mutator mutator(seed);
     std::vector<std::string> inputs(KEPT, std::string(4, '\0'));
     std::printf("seed %llu\n", static_cast<unsigned long long>(seed));
-    std::fflush(stdout);  // also when a sanitizer ends the process
+    std::fflush(stdout);  // for the case that a sanitizer ends the process
     const auto begun = std::chrono::steady_clock::now();
     std::uint64_t runs = 0;
     for (; std::chrono::steady_clock::now() - begun < limit; ++runs) {

@@ -1,6 +1,6 @@
-// Fuzzes all of _dedup's C++ with any bytes as texts: memory by the sanitizers, results against plain definitions.
+// Fuzzes all of _dedup's C++ with any bytes as texts: sanitizers check memory, plain definitions check results.
 //
-// The entry point is that of libFuzzer; driver.cpp stands in for it where there is no clang. See `make fuzz`.
+// The entry point is libFuzzer's; driver.cpp replaces libFuzzer where there is no clang. See `make fuzz`.
 #include <cstdio>
 #include <cstdlib>
 #include <map>
@@ -18,7 +18,7 @@ using namespace cdrmix;
 
 namespace {
 
-// A text in memory of exactly its size, so that the sanitizer sees a step beyond either end.
+// A text in memory of exactly its size, so that the sanitizer sees any access beyond its ends.
 struct Text {
     Text(const std::uint8_t* from, std::size_t count) : bytes(new char[count]), size(count) {
         std::copy_n(from, count, bytes.get());
@@ -50,7 +50,7 @@ std::vector<std::string> words_of(const Text& text) {
     return words;
 }
 
-// The formula of WordHash, a byte at a time.
+// The formula of WordHash, byte by byte.
 std::uint64_t hash_of(const std::string& word) {
     std::uint64_t state = 0x9e3779b97f4a7c15ULL, block = 0;
     for (std::size_t i = 0; i < word.size(); ++i) {
@@ -135,7 +135,7 @@ void check_join(const std::vector<std::uint64_t>& a, const std::vector<std::uint
     require(join(a, b, radius) == expected, "the join is that of all pairs");
 }
 
-// Vectors of 64 bytes on any processor: those that AVX-512 takes as they stand.
+// Vectors of 64 bytes on any processor; AVX-512 has them as registers.
 void minimum_wide(const std::uint32_t* xs, std::size_t count, const std::uint32_t* a, const std::uint32_t* b,
                   std::uint32_t* mins, std::size_t lanes) {
     kernels::minimum<64>(xs, count, a, b, mins, lanes);
@@ -143,7 +143,7 @@ void minimum_wide(const std::uint32_t* xs, std::size_t count, const std::uint32_
 
 }  // namespace
 
-// The first bytes choose sizes, 0xF5, which UTF-8 has not, ends a text, and the others are text.
+// The first bytes choose sizes, 0xF5, which is no byte of UTF-8, ends a text, and the others are text.
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
     if (size < 4) return 0;
     const std::size_t ngram = 1 + data[0] % 9, num_perm = 1 + data[1] % 70, rows = 1 + data[2] % num_perm;

@@ -1,4 +1,4 @@
-// What a fuzzed property that does not hold ends with: a line that names it, and an abort that the fuzzer reports.
+// Reports a fuzzed property that does not hold: prints its name and aborts, which the fuzzer reports.
 #pragma once
 
 #include <cstdio>

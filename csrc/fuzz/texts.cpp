@@ -1,5 +1,5 @@
-// Fuzzes the C++ of _text with any valid UTF-8, as Python's strings give it: memory by the sanitizers, and what holds of
-// every text. The entry point is that of libFuzzer; see `make fuzz`.
+// Fuzzes the C++ of _text with any valid UTF-8, as Python's strings give it: sanitizers check memory, and assertions
+// check properties of every text. The entry point is libFuzzer's; see `make fuzz`.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -15,7 +15,7 @@ using namespace cdrmix;
 
 namespace {
 
-// What a Python string of these bytes holds: of bytes that are no UTF-8, replacement characters.
+// The content of a Python string of these bytes: bytes that are no UTF-8 become replacement characters.
 std::string valid(const char* p, const char* end) {
     std::string text;
     while (p != end) {
@@ -31,9 +31,9 @@ using Counts = std::array<double, STATISTICS>;
 
 }  // namespace
 
-// The first byte chooses a size, the others are text.
+// The first byte chooses a size; the others are text.
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
-    static TextStatistics used;  // by the inputs before: what they left must not show
+    static TextStatistics used;  // reused by all inputs: earlier ones must not change results
     if (size < 1) return 0;
     const char* const bytes = reinterpret_cast<const char*>(data);
     const std::string whole = valid(bytes + 1, bytes + size);

@@ -98,9 +98,9 @@ def wkv7_group_scan(
     keys, values = tl.arange(0, K), block * BLOCK_V + tl.arange(0, BLOCK_V)
     tile = load_state(state, pair.to(tl.int64) * V * K, keys, values, has_state != 0, K)
     for i in range(groups - 1):
-        place = (item + tl.where(reverse != 0, groups - 1 - i, i)) * heads + head
-        store_state(carried, place * V * K, keys, values, True, tile, K)
-        corner = maps + place * K * (K + V) + keys[:, None] * (K + V)
+        slot = (item + tl.where(reverse != 0, groups - 1 - i, i)) * heads + head
+        store_state(carried, slot * V * K, keys, values, True, tile, K)
+        corner = maps + slot * K * (K + V) + keys[:, None] * (K + V)
         tile = dot_add(tl.load(corner + keys[None, :]), tile, tl.load(corner + K + values[None, :]), PRECISION)
-    place = (item + tl.where(reverse != 0, 0, groups - 1)) * heads + head
-    store_state(carried, place * V * K, keys, values, True, tile, K)
+    slot = (item + tl.where(reverse != 0, 0, groups - 1)) * heads + head
+    store_state(carried, slot * V * K, keys, values, True, tile, K)

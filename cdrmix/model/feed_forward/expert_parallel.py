@@ -146,12 +146,12 @@ class _Counting:
         if sent_SL.device.type != "cuda":
             self._message = dist.all_to_all_single(self.received_SL, sent_SL, group=group, async_op=True)
             return
-        beside = _stream_of_counts(sent_SL.device)
-        beside.wait_stream(torch.cuda.current_stream(sent_SL.device))
-        with torch.cuda.stream(beside):
+        stream = _stream_of_counts(sent_SL.device)
+        stream.wait_stream(torch.cuda.current_stream(sent_SL.device))
+        with torch.cuda.stream(stream):
             dist.all_to_all_single(self.received_SL, sent_SL, group=group)
             # Copies to the host that do not block need pinned memory.
-            self._on_host = self._sums().to("cpu", non_blocking=True), beside.record_event()
+            self._on_host = self._sums().to("cpu", non_blocking=True), stream.record_event()
 
     def wait(self) -> tuple[list[int], list[int]]:
         """Rows for each rank and from each; the only time that the host waits in a layer."""
