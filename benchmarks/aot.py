@@ -1,13 +1,13 @@
-"""Proof of the Triton kernels without a GPU: every shipped configuration compiled for four architectures, and a table.
+"""Checks of the Triton kernels without a GPU: every shipped configuration compiled for four architectures, and a table.
 
 python run.py --suite aot
 python aot.py [--architecture NAME ...] [--only REGEX] [--write FOLDER]       a part of it
 
 It refuses (exit code 1) a kernel that does not compile, takes more shared memory than a program may have, has products
-that Triton before 3.7.1 compiles wrongly on Hopper (aot_ir.py), or spills registers to no advantage: on sm_90 it must
-then be estimated faster than any of its other launches (its module's `alternatives`) that spills nothing, or than any
-at all where all spill; elsewhere there are no estimates, and none may spill. Times are estimates for an H200
-(aot_time.py), of ours and of fla-core's kernels where that is installed.
+that Triton before 3.7.1 compiles wrongly on Hopper (aot_ir.py), or spills registers without an advantage. On sm_90 a
+kernel may spill if it is estimated faster than its other launches (its module's `alternatives`) that spill nothing, or
+than all others where all spill. On the other architectures there are no estimates, and no kernel may spill. Times are
+estimates for an H200 (aot_time.py), of our kernels and of fla-core's where that is installed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SCANNED = "wkv7_group_scan"  # is launched forward and backward
 
 
 def modules() -> list[str]:
-    """The Triton modules: those of the package that define builds(architecture)."""
+    """The Triton modules of the package: those that define builds(architecture)."""
     return [
         ".".join(("cdrmix.kernels", *path.relative_to(KERNELS).with_suffix("").parts))
         for path in sorted(KERNELS.rglob("*.py"))
@@ -48,7 +48,7 @@ def modules() -> list[str]:
 
 
 def refusals(one: Compiled) -> list[str]:
-    """What is wrong with a compiled kernel, in full sentences; empty if nothing is."""
+    """The faults of a compiled kernel, in full sentences; empty if there are none."""
     where = f"{one.name} ({one.configuration}, {one.warps} warps, {one.stages} stages) on {one.architecture}"
     if one.error:
         return [f"{where} does not compile: {one.error}"]
@@ -85,16 +85,16 @@ def spills(one: Compiled) -> bool:
 
 
 def judged(compiled: Iterable[Compiled]) -> list[Compiled]:
-    """The same, those that spill with their `rival`, where their module has other launches and there are estimates."""
+    """The same kernels; those that spill with their `rival`, if their module has other launches and estimates."""
     return [dataclasses.replace(one, rival=_rival(one)) if spills(one) else one for one in compiled]
 
 
 def _rival(one: Compiled) -> float:
-    """The least estimate of a kernel's other launches that spill nothing, or of all where there is none; else 0."""
+    """The least estimate of a kernel's other launches that spill nothing, or of all if every one spills; else 0."""
     if not one.bounds:
         return 0.0
     dtype, *parts = one.configuration.split()
-    # The alternatives have the same configuration but for their tiles.
+    # The alternatives have the same configuration except for their tiles.
     same = "".join(rf"(?=.*\s{re.escape(part)}(\s|$))" for part in parts if not part.startswith("BLOCK_"))
     tried = list(
         aot_compile.compile_all(
@@ -106,9 +106,9 @@ def _rival(one: Compiled) -> float:
 
 
 def chosen(candidates: Iterable[Compiled]) -> list[Compiled]:
-    """Of each kernel, the configuration of the least estimate among those that nothing is wrong with, else of all.
+    """For each kernel, the configuration of the least estimate among those without faults, or else among all.
 
-    Where the same bound gives the same time to several, the other bounds decide.
+    Where several have the same time by the same bound, the other bounds decide.
     """
     kernels: dict[str, list[Compiled]] = {}
     for one in candidates:
@@ -121,7 +121,7 @@ def chosen(candidates: Iterable[Compiled]) -> list[Compiled]:
 
 
 def show(compiled: list[Compiled], title: str) -> None:
-    """The table, in 110 columns where the output is no terminal."""
+    """Prints the table, in 110 columns where the output is no terminal."""
     table = Table(title=title, box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     table.add_column("kernel", no_wrap=True)
     table.add_column("configuration", overflow="fold")
@@ -159,7 +159,7 @@ def _short(count: int) -> str:
 
 
 def prove(architectures: tuple[str, ...], only: str = "") -> tuple[list[Compiled], list[Compiled]]:
-    """Compiles and shows ours, and fla's for sm_90; says on stderr what is refused. Returns both."""
+    """Compiles and shows our kernels, and fla's for sm_90; prints what is refused on stderr. Returns both."""
     started = time.perf_counter()
     ours = []
     for one in aot_compile.compile_all(modules(), architectures, only=only):
@@ -183,7 +183,7 @@ def prove(architectures: tuple[str, ...], only: str = "") -> tuple[list[Compiled
 
 
 def passes(ours: list[Compiled]) -> dict[str, float]:
-    """Estimated microseconds of the recurrence's passes in bfloat16, K = V = 64, at the chunk length that ships."""
+    """Estimated microseconds of the recurrence's passes in bfloat16, K = V = 64, with the shipped chunk length."""
     wkv7 = importlib.import_module("cdrmix.kernels.rwkv7.triton")
     shape = {"bf16", "K64", "V64", f"C{wkv7.chunk_sizes(torch.bfloat16, 64, 64)[0]}"}
     times = {
@@ -206,7 +206,7 @@ def long_row() -> dict[str, float]:
 
 
 def peer_passes(theirs: list[Compiled]) -> dict[str, float]:
-    """The same of fla-core, whose backward pass repeats most of the forward one, elementwise work between included."""
+    """The same for fla-core, whose backward pass repeats most of the forward pass, with its element-wise work."""
     times: dict[str, float] = {"forward": 0.0, "backward": aot_fla.ELEMENTWISE_BYTES / aot_time.BANDWIDTH * 1e6}
     for one in theirs:
         when = one.name.split(".")[1]
@@ -216,7 +216,7 @@ def peer_passes(theirs: list[Compiled]) -> dict[str, float]:
 
 
 def write(compiled: list[Compiled], folder: Path, *, anew: bool = False) -> None:
-    """A line for each in folder/aot.jsonl, in place of those of the same Triton and kernels; anew: of all kernels."""
+    """Writes a line for each to folder/aot.jsonl, replacing those of the same Triton and kernels; anew: all of them."""
     folder.mkdir(parents=True, exist_ok=True)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     about = {"suite": "aot", "case": "kernel", "time": now, "commit": machine.commit()}
@@ -236,12 +236,12 @@ def write(compiled: list[Compiled], folder: Path, *, anew: bool = False) -> None
 
 
 def _widths(configuration: str) -> str:
-    """A configuration but for its tiles."""
+    """A configuration without its tiles."""
     return " ".join(part for part in configuration.split() if not part.startswith("BLOCK_"))
 
 
 def kernels(options: Options) -> Result:
-    """The suite's case: everything on every architecture; of this Triton, results/aot.jsonl is written anew."""
+    """The suite's case: everything on every architecture; it replaces all rows of this Triton in results/aot.jsonl."""
     ours, theirs = prove(tuple(MACHINES))
     if options.results is not None:
         write([*ours, *theirs], options.results, anew=True)
@@ -268,7 +268,7 @@ CASES = {"kernels": Case(kernels, "the kernels compiled for four architectures: 
 
 
 def main() -> int:
-    """Runs what the arguments name; 1 where a kernel of ours is refused."""
+    """Runs what the arguments name; returns 1 if one of our kernels is refused."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--architecture", action="append", choices=list(MACHINES), help="default: all")
     parser.add_argument("--only", default="", help="regular expression of a kernel's name and configuration")

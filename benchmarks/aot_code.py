@@ -1,9 +1,9 @@
-"""Compiled kernels read as text: the instructions of SASS and AMDGCN, their classes, and their loops.
+"""Parses the text of compiled kernels: the instructions of SASS and AMDGCN, their classes, and their loops.
 
-A loop is a natural one: a jump back to a block that every path to the jump goes through. An instruction weighs as much
-as the product of the trips of the loops around it, so a count is what one warp executes if it goes through every branch
-inside those loops: rare paths are counted as if they were taken, and a loop whose trips are not stated counts once.
-Warp-specialised code is counted whole for every warp.
+A loop is a natural one: a jump back to a block that every path to the jump passes. An instruction's weight is the
+product of the trips of the loops around it, so a count is what one warp executes if it takes every branch inside those
+loops: rare paths count as if they were taken, and a loop without stated trips counts once. All code of a
+warp-specialised kernel counts for every warp.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CLASSES = ("tensor", "fp32", "mufu", "global_load", "global_store", "shared_load
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction. target: where a jump leads (index). falls: the next instruction can follow it."""
+    """One instruction. target: index of a jump's destination. falls: whether the next instruction can follow it."""
 
     opcode: str
     operands: str = ""
@@ -29,7 +29,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Loop:
-    """A natural loop: index of its first instruction, and those of all."""
+    """A natural loop: the index of its first instruction, and those of all its instructions."""
 
     head: int
     body: frozenset[int]
@@ -86,7 +86,7 @@ def _resolve(opcode: str, operands: str, guarded: bool, control: int, labels: di
 
 @functools.cache
 def class_of(opcode: str) -> str | None:
-    """One of CLASSES, or None for the rest (integers, conversions, moves, shuffles)."""
+    """One of CLASSES, or None for other instructions (integers, conversions, moves, shuffles)."""
     for kind, pattern in _CLASS_PATTERNS.items():
         if pattern.match(opcode):
             return kind
@@ -108,7 +108,7 @@ _CLASS_PATTERNS = {
 
 @functools.cache
 def bits_of(opcode: str) -> int:
-    """How many bits a lane moves with a load or a store."""
+    """The number of bits that a thread moves with a load or a store."""
     if found := re.match(r"(?:LDSM|STSM)\S*?\.([124])$|(?:LDSM|STSM)", opcode):  # 8x8 matrices of 16 bits, a warp
         return 32 * int(found[1] or 1)
     if found := re.search(r"dwordx([234])|_b(64|96|128)\b", opcode):  # AMD
@@ -122,7 +122,7 @@ def bits_of(opcode: str) -> int:
 
 @functools.cache
 def tensor_flops(opcode: str) -> int:
-    """Operations of one tensor-core instruction as one warp issues it; 0 where the opcode does not give its shape."""
+    """Operations of one tensor-core instruction of one warp; 0 where the opcode does not give its shape."""
     if found := re.match(r"HGMMA\.(\d+)x(\d+)x(\d+)", opcode):  # four warps share it
         return 2 * int(found[1]) * int(found[2]) * int(found[3]) // 4
     if found := re.match(r"[HQ]MMA\.(16)(8)(4|8|16|32)\b", opcode):
@@ -157,7 +157,7 @@ def find_loops(code: list[Instruction]) -> list[Loop]:
     members: dict[int, set[int]] = {}
     for block, following in enumerate(successors):
         for head in following:
-            # A block that jumps to itself and does nothing else is the trap behind the end of a kernel.
+            # A block that only jumps to itself is the trap after the end of a kernel.
             if head in dominators[block] and not (head == block and ends[block] - starts[block] == 1):
                 members.setdefault(head, {head}).update(_reaches(block, head, predecessors))
     loops = [
@@ -174,7 +174,7 @@ def _waits(code: list[Instruction], loop: Loop) -> bool:
 
 
 def _dominators(successors: list[list[int]], predecessors: list[list[int]]) -> list[set[int]]:
-    """By block, the blocks that every path from the first one to it goes through; none for unreachable blocks."""
+    """By block, the blocks that every path from the first one to it passes; none for unreachable blocks."""
     reachable = _closure(0, successors)
     found: list[set[int]] = [set(reachable) if block in reachable else set() for block in range(len(successors))]
     found[0] = {0}
@@ -207,7 +207,7 @@ def _reaches(block: int, head: int, predecessors: list[list[int]]) -> set[int]:
 def weights(code: list[Instruction], trips: Iterable[int]) -> list[int]:
     """How often each instruction is executed, with the loops' trips in the order in which the loops begin.
 
-    Where the compiler made more loops than trips are stated (an unrolled loop and its remainder), the further ones
+    If the compiler made more loops than there are stated trips (an unrolled loop and its remainder), the further ones
     count once.
     """
     found = [1] * len(code)
@@ -218,7 +218,7 @@ def weights(code: list[Instruction], trips: Iterable[int]) -> list[int]:
 
 
 def count_classes(code: list[Instruction], weight: list[int]) -> dict[str, int]:
-    """Instructions by class, as often as they are executed."""
+    """Numbers of executed instructions by class."""
     counts = dict.fromkeys(CLASSES, 0)
     for one, times in zip(code, weight, strict=True):
         if kind := class_of(one.opcode):
@@ -227,7 +227,7 @@ def count_classes(code: list[Instruction], weight: list[int]) -> dict[str, int]:
 
 
 def count_widths(code: list[Instruction], weight: list[int], kind: str) -> dict[int, int]:
-    """Loads or stores of a class, by the bits a lane moves."""
+    """Loads or stores of a class, by the bits that a thread moves."""
     counts: dict[int, int] = {}
     for one, times in zip(code, weight, strict=True):
         if class_of(one.opcode) == kind:
@@ -236,7 +236,7 @@ def count_widths(code: list[Instruction], weight: list[int], kind: str) -> dict[
 
 
 def spilled_bytes(code: list[Instruction]) -> tuple[int, int]:
-    """Bytes a thread stores to and loads from local memory in the text of the kernel, loops not weighed."""
+    """Bytes a thread stores to and loads from local memory in the text of the kernel, without weights of loops."""
     stores = sum(bits_of(one.opcode) for one in code if one.opcode.startswith(("STL", "scratch_store")))
     loads = sum(bits_of(one.opcode) for one in code if one.opcode.startswith(("LDL", "scratch_load")))
     return stores // 8, loads // 8

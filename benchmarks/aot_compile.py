@@ -1,8 +1,8 @@
-"""Compiles kernels for GPUs that are not there, and reads their use of the machine off the compiled object.
+"""Compiles kernels for GPUs that need not be present, and reads their use of the machine from the compiled object.
 
 As a program: python aot_compile.py ARCHITECTURES PART PARTS ONLY LIST MODULE ... prints a JSON line for every PARTS-th
-Build that the modules' LIST(architecture) give, which is "builds" or "alternatives". It must not run under
-TRITON_INTERPRET, where kernels are not compiled.
+Build of the modules' LIST(architecture), which is "builds" or "alternatives". It must not run under TRITON_INTERPRET,
+where kernels are not compiled.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ KIB = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What an architecture's multiprocessor (AMD: compute unit) holds, and what one program may take of it."""
+    """What an architecture's multiprocessor (AMD: compute unit) holds, and how much of it one program may take."""
 
     target: GPUTarget
     shared_limit: int  # bytes of one program
     shared: int  # of all resident programs
-    reserved: int  # that the system takes of each program
+    reserved: int  # taken by the system for each program
     warps: int
     programs: int
 
@@ -66,11 +66,11 @@ TENSOR_MEMORY = 512  # columns a multiprocessor of sm_100
 class Compiled:
     """One Build compiled for one architecture.
 
-    counts: instructions of one warp by class, loops weighed by the Build's trips; widths: loads and stores by the bits
-    of a lane. loops: those found in the code. tensor_flops: of the launch, as the code does them (0: not in the code).
-    rival: the estimate that one that spills must better (0: not asked, or no other launches).
+    counts: instructions of one warp by class, weighted by the Build's trips; widths: loads and stores by the bits of a
+    thread. loops: number of loops in the code. tensor_flops: of the launch, by its code (0: unknown).
+    rival: the estimate that a kernel which spills must beat (0: not determined, or no other launches).
     transposed: products with an operand that some versions of Triton compile wrongly on Hopper (aot_ir.py).
-    bounds: estimated microseconds on an H200 by what limits them (sm_90 alone).
+    bounds: estimated microseconds on an H200 by the limiting resource (sm_90 only).
     """
 
     name: str
@@ -102,7 +102,7 @@ class Compiled:
 
     @property
     def bound(self) -> str:
-        """What the estimate is limited by; empty without an estimate."""
+        """The limiting resource of the estimate; empty without an estimate."""
         return max(self.bounds, key=self.bounds.__getitem__) if self.bounds else ""
 
     @property
@@ -124,8 +124,8 @@ def configuration(build: Build) -> str:
 
 
 def check_arguments(build: Build) -> None:
-    """Asserts that signature and constants name every argument of the kernel, each once and each where it belongs."""
-    # arg_names and fn are there under the interpreter too, where the kernel is no JITFunction.
+    """Asserts that signature and constants name every argument of the kernel once, constants among the constexprs."""
+    # arg_names and fn exist under the interpreter too, where the kernel is no JITFunction.
     named, taken = sorted([*build.signature, *build.constants]), sorted(build.kernel.arg_names)
     assert named == taken, f"{build.name}: signature and constants name {named}, the kernel takes {taken}"
     annotated = {name for name, kind in inspect.get_annotations(build.kernel.fn).items() if "constexpr" in str(kind)}
@@ -135,10 +135,10 @@ def check_arguments(build: Build) -> None:
 
 
 def compile_triton(build: Build, architecture: str) -> CompiledKernel:
-    """The kernel as a launch compiles it, with pointers to aligned tensors and nothing known of the integers.
+    """Compiles the kernel as a launch does, with pointers to aligned tensors and no knowledge of the integers.
 
-    A launch compiles again where an integer is 1 or a multiple of 16, unless the kernel's do_not_specialize names it;
-    that code knows more, and is not what is compiled here.
+    A launch compiles again where an integer is 1 or a multiple of 16, unless the kernel's do_not_specialize names it.
+    That code, which knows more, is not compiled here.
     """
     assert isinstance(build.kernel, JITFunction), "under TRITON_INTERPRET kernels are not compiled; see compile_all"
     check_arguments(build)
@@ -155,7 +155,7 @@ def compile_triton(build: Build, architecture: str) -> CompiledKernel:
 
 
 def compile_build(build: Build, architecture: str) -> Compiled:
-    """Compiles the build and reads what it takes of the machine."""
+    """Compiles the build and reads its use of the machine."""
     started = time.perf_counter()
     kernel = compile_triton(build, architecture)
     seconds = time.perf_counter() - started
@@ -215,10 +215,10 @@ def compile_build(build: Build, architecture: str) -> Compiled:
 
 
 def occupancy(architecture: str, registers: int, shared: int, num_warps: int, *, tensor_memory: int = 0) -> int:
-    """How many programs a multiprocessor holds at once: the least of what each resource allows; 0 if not one."""
+    """How many programs a multiprocessor holds at once: the least of what each resource allows; 0 if none fits."""
     machine = MACHINES[architecture]
     if machine.target.backend == "cuda":
-        # A quarter of the 64 Ki registers belongs to each scheduler, given to its warps 256 at a time.
+        # A quarter of the 64 Ki registers belongs to each scheduler, which allots them to its warps 256 at a time.
         per_scheduler = 16384 // (-(-registers // 8) * 8 * 32)
     else:
         per_scheduler = min(8, 512 // (-(-max(registers, 1) // 8) * 8))
@@ -237,7 +237,7 @@ def _tool(name: str) -> str:
 
 
 def _read_cubin(cubin: bytes) -> tuple[list[aot_code.Instruction], int, int, int]:
-    """Instructions, registers a thread, stack bytes a thread, static shared bytes (with what the system takes)."""
+    """Instructions, registers a thread, stack bytes a thread, static shared bytes (with those of the system)."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -249,11 +249,11 @@ def _read_cubin(cubin: bytes) -> tuple[list[aot_code.Instruction], int, int, int
 
 
 def _read_amdgcn(text: str) -> tuple[list[aot_code.Instruction], int, int, int, int, int]:
-    """Instructions, registers (accumulating ones included), scratch bytes a lane, spilled bytes out and in, LDS."""
+    """Instructions, registers (accumulators included), scratch bytes a thread, spilled bytes out and in, LDS bytes."""
     fields = {name: int(value) for name, value in re.findall(r"^\s+(?:- )?\.(\w+):\s+(\d+)$", text, re.MULTILINE)}
     code = aot_code.parse_amdgcn(text)
     stores, loads = aot_code.spilled_bytes(code)
-    # A register may be spilled into an accumulating one, without scratch: 4 bytes of it count as stored all the same.
+    # A register may be spilled to an accumulator register, without scratch: 4 bytes of it count as stored too.
     stores = max(stores, 4 * fields["vgpr_spill_count"])
     return (
         code,
@@ -279,7 +279,7 @@ def load(module: str) -> ModuleType:
     assert spec is not None, module
     assert spec.loader is not None, module
     loaded = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = loaded  # inspect finds a kernel's source through it
+    sys.modules[path.stem] = loaded  # inspect needs it to find a kernel's source
     spec.loader.exec_module(loaded)
     return loaded
 
@@ -287,11 +287,11 @@ def load(module: str) -> ModuleType:
 def compile_all(
     modules: list[str], architectures: tuple[str, ...], *, only: str = "", processes: int = 2, builds: str = "builds"
 ) -> Iterator[Compiled]:
-    """Every build of the modules on every architecture, as they are done; compiled in processes of their own.
+    """Compiles every build of the modules for every architecture, in child processes; yields them as they are done.
 
-    builds: "builds", what ships, or "alternatives", other launches of it where a module has them.
-    only: a regular expression that the build's name and configuration must match somewhere. A build that does not
-    compile comes with `error`.
+    builds: "builds", the shipped launches, or "alternatives", other launches, where a module has them.
+    only: a regular expression that must match in the build's name and configuration. A build that does not compile has
+    an `error`.
     """
     environment = {key: value for key, value in os.environ.items() if key not in ("TRITON_INTERPRET", "PYTHONSAFEPATH")}
     lines: queue.Queue[str | int] = queue.Queue()
@@ -332,7 +332,7 @@ def compile_all(
 
 
 def main() -> None:
-    """Compiles this process's share; see the module."""
+    """Compiles this process's part; see the module's docstring."""
     architectures, part, parts, only, builds, *modules = sys.argv[1:]
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     number = 0
@@ -372,7 +372,7 @@ def _compile_or_say(build: Build, architecture: str) -> Compiled:
 
 
 def _told(error: BaseException) -> str:
-    """An error and what it came from: Triton says where a kernel went wrong, and its cause says why."""
+    """An error and its cause: Triton says where a kernel went wrong, and the cause says why."""
     because = f"\nbecause of {_told(error.__cause__)}" if error.__cause__ is not None else ""
     return f"{type(error).__name__}: {str(error)[-1000:]}{because}"
 

@@ -1,10 +1,10 @@
-"""The kernels that fla-core launches for RWKV-7 on an H200, as Builds: a peer that is never imported by the package.
+"""The kernels that fla-core launches for RWKV-7 on an H200, as Builds: a peer that the package never imports.
 
-The launches are recorded, not copied: fla's own chunk_rwkv7 runs forward and backward on tensors without data (B 8,
-T 4096, H 32, K = V = 64, bfloat16), as its layer calls it (the bound of the decay given, so chunks of 64, tensor-core
-gates, everything recomputed in the backward pass), with Triton's launch replaced by a note. Of what its autotuner would
-try, builds() gives every number of warps with the middle number of stages and the largest tiles; where a kernel loops
-over chunks, every number of stages too. The fastest by estimate that does not spill is then taken for it.
+The launches are recorded, not copied. fla's own chunk_rwkv7 runs forward and backward on tensors without data (B 8,
+T 4096, H 32, K = V = 64, bfloat16), with Triton's launch replaced by a recorder. It is called as by its layer: with the
+bound of the decay, which gives chunks of 64 and tensor-core gates, and with recomputation in the backward pass. Of the
+configurations of fla's autotuner, builds() gives every number of warps with the middle number of stages and the largest
+tiles; where a kernel loops over chunks, every number of stages too. The fastest by estimate that does not spill counts.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from cdrmix.kernels.common.triton_helpers import Build
 BATCH, LENGTH, HEADS, SIZE, CHUNK = 8, 4096, 32, 64, 64
 DECAY_BOUND = -0.6065306597126334  # -exp(-1/2)
 
-# Pointers of which a kernel reads the last row of each chunk, or nothing; every other tensor moves once.
+# Pointers of which a kernel reads only the last row of each chunk, or nothing; every other tensor moves once.
 ONE_ROW = {
     ("chunk_dplr_fwd_kernel_h", "gk"),
     ("chunk_dplr_bwd_kernel_dhu", "gk"),
     ("chunk_dplr_bwd_o_kernel", "gk"),
 }
 UNREAD = {("chunk_dplr_bwd_o_kernel", "w")}
-# Between its kernels: dv2 is filled with zeros (1 U), the decay's gradient cast from float32 (3 U).
+# Between its kernels: dv2 is filled with zeros (1 U), and the decay's gradient is cast from float32 (3 U).
 ELEMENTWISE_BYTES = 4 * 2 * BATCH * LENGTH * HEADS * SIZE
 SCANS = ("chunk_dplr_fwd_kernel_h", "chunk_dplr_bwd_kernel_dhu")  # loop over the chunks of a row
 
@@ -47,7 +47,7 @@ def absent() -> str:
 
 
 def version() -> str:
-    """Of the installed fla-core."""
+    """The version of the installed fla-core."""
     return importlib.metadata.version("fla-core")
 
 
@@ -60,7 +60,7 @@ class _Launch:
 
 
 def builds(architecture: str) -> list[Build]:
-    """The kernels of sm_90, named `fla.forward.x`, `fla.backward.x`, or `fla.both.x` where both passes launch them."""
+    """The kernels for sm_90, named `fla.forward.x`, `fla.backward.x`, or `fla.both.x` where both passes launch them."""
     if architecture != "sm_90":
         return []
     forward, backward = _record()
@@ -74,7 +74,7 @@ def builds(architecture: str) -> list[Build]:
 
 
 def _tried(launch: _Launch) -> list[triton.Config]:
-    """Which of a kernel's configurations are compiled; see the module."""
+    """Which of a kernel's configurations are compiled; see the module's docstring."""
     every = launch.configurations
     stages = sorted({one.num_stages for one in every})
     if launch.kernel.fn.__name__ not in SCANS:
@@ -97,7 +97,7 @@ def _build(name: str, launch: _Launch, chosen: triton.Config) -> Build:
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
         programs=math.prod(grid),
-        flops=0,  # its authors do not say
+        flops=0,  # unknown
         bytes=sum(_bytes(kernel, key, value) for key, value in arguments.items() if isinstance(value, torch.Tensor)),
         trips=(LENGTH // CHUNK,) if kernel in SCANS else (),
     )
@@ -116,7 +116,7 @@ def _bytes(kernel: str, name: str, tensor: torch.Tensor) -> int:
 
 
 def _record() -> tuple[list[_Launch], list[_Launch]]:
-    """What fla launches in a forward and in a backward pass."""
+    """The launches of fla in a forward and in a backward pass."""
     launches: list[_Launch] = []
 
     def note(self: Autotuner, *positional: Any, grid: Any, warmup: bool, **named: Any) -> None:
@@ -124,11 +124,11 @@ def _record() -> tuple[list[_Launch], list[_Launch]]:
         launches.append(_Launch(self.fn, self.configs, grid, arguments))
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no GPU
+        warnings.simplefilter("ignore")  # it warns that there is no GPU
         import fla.utils
         import fla.utils.hardware
 
-        # It asks at import how much shared memory the device has; an H200 has enough for everything.
+        # At import it asks for the device's shared memory; an H200 has enough for everything.
         fla.utils.check_shared_mem = fla.utils.hardware.check_shared_mem = lambda *_, **__: True
         from fla.ops.rwkv7.chunk import chunk_rwkv7
 

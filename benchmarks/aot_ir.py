@@ -1,8 +1,8 @@
-"""Compiled kernels read as Triton's GPU dialect: operands of Hopper's products that Triton has compiled wrongly.
+"""Reads compiled kernels in Triton's GPU dialect and finds operands of Hopper's products that Triton compiled wrongly.
 
 Triton 3.4 to 3.7.0 gave wrong numbers for a product (wgmma) of the transpose of another product's result, transposed in
-registers (flash-linear-attention, issue 640). What is computed element-wise has a product's layout too where a product
-is near, and is transposed the same way. Tiles as they are loaded are transposed in shared memory, by the descriptor.
+registers (flash-linear-attention, issue 640). Element-wise results have a product's layout too if they are used by a
+product, and are transposed the same way. Loaded tiles are transposed in shared memory, by the descriptor.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 
 _VALUE = re.compile(r"%\w+")
 _LINE = re.compile(r"\s*(%\w+)(?::\d+)? = ([\w.]+)(.*)$")
-_ENDS = ("tt.load", "tt.dot", "ttng.warp_group_dot", "scf.")  # beyond these an operand is not followed
+_ENDS = ("tt.load", "tt.dot", "ttng.warp_group_dot", "scf.")  # an operand is not followed beyond these
 
 
 def transposed_operands(ttgir: str) -> list[str]:

@@ -1,21 +1,21 @@
 """Estimated time of a launch on an H200, from its machine code: the largest of six lower bounds.
 
-    hbm      bytes that it has to move, and what it spills, / 4.3 TB/s (of 4.8; what large copies reach)
+    hbm      bytes that it has to move, and bytes that it spills, / 4.3 TB/s (of 4.8; what large copies reach)
     issue    instructions x warps / 4 schedulers, on the busiest of 132 multiprocessors
-    tensor   tensor-core operations there, 4096 a cycle (bf16 wgmma; half for TF32; mma.sync at 0.62 of it)
-    mufu     exp2, reciprocal: 16 lanes a cycle there
-    shared   bytes between registers and shared or local memory, 128 a cycle there; bank conflicts and wgmma's reads
-             left out
-    latency  waves of programs x the cycles of one warp that has the multiprocessor to itself
+    tensor   its tensor-core operations, 4096 a cycle (bf16 wgmma; half for TF32; mma.sync at 0.62 of it)
+    mufu     its exp2 and reciprocals: 16 a cycle
+    shared   its bytes between registers and shared or local memory, 128 a cycle; without bank conflicts and wgmma's
+             reads
+    latency  waves of programs x the cycles of one warp that is alone on the multiprocessor
 
 The clock is 1.83 GHz, at which 132 x 4096 a cycle is the 989 TFLOP/s that NVIDIA states. The busiest multiprocessor has
-ceil(programs / 132) programs. A warp alone issues in order: each instruction holds the next one for the cycles in its
-scheduling bits and waits for the scoreboards they name (fields: Jia et al., arXiv:1804.06826, section 2.1); loads from
+ceil(programs / 132) programs. A warp alone issues in order: each instruction delays the next one by the cycles in its
+scheduling bits and waits for the scoreboards they name (fields: Jia et al., arXiv:1804.06826, section 2.1). Loads from
 global memory take 600 cycles, from shared memory 30, MUFU 20, a barrier 20 (of the order of Luo et al.,
 arXiv:2501.12084), wgmma its throughput and 30. Spilled registers count as traffic of the cache that local memory shares
-with shared memory, and as if all of it went to HBM and came from there, of which little does: a spill costs less than
-the estimate has it. A loop runs twice and then as often again as it has trips left. What overlaps badly is not
-modelled, so the truth is later: compare estimates with estimates.
+with shared memory, and also as if all of it went to HBM and came back. Little of it does, so a spill costs less than
+estimated. A loop is executed twice, and the rest of its trips is extrapolated. Poor overlap is not modelled, so true
+times are longer: compare estimates with estimates.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ GLOBAL, SHARED, MUFU, BARRIER, TENSOR, OTHER = 600, 30, 20, 20, 30, 30  # cycles
 
 @dataclass
 class _Warp:
-    """The clock of one warp, and what is under way."""
+    """The clock of one warp, and its operations in flight."""
 
     now: float = 0.0
     ready: list[float] = field(default_factory=lambda: [0.0] * 6)  # scoreboards
-    copies: float = 0.0  # asynchronous ones that no group holds yet
+    copies: float = 0.0  # asynchronous copies that belong to no group yet
     groups: list[float] = field(default_factory=list)
     tensor: float = 0.0
 
     def issue(self, one: Instruction) -> None:
-        """Waits for what the instruction waits for, issues it, and notes when its result is there."""
+        """Waits for the instruction's operands, issues it, and records when its result is ready."""
         bits = one.control
         stall, write, read, mask = bits & 15, bits >> 5 & 7, bits >> 8 & 7, bits >> 11 & 63
         self.now = max([self.now, *(self.ready[board] for board in range(6) if mask >> board & 1)])
@@ -72,7 +72,7 @@ class _Warp:
         self.now += max(stall, 1)
 
     def skip(self, cycles: float, ready: list[float]) -> None:
-        """Lets rounds of a loop pass, all like the one that began with these scoreboards."""
+        """Skips iterations of a loop, all like the one that began with these scoreboards."""
         self.now += cycles
         self.tensor += cycles
         self.copies += cycles
@@ -87,13 +87,13 @@ def _latency(opcode: str) -> int:
 
 @functools.cache
 def _tensor_cycles(opcode: str) -> float:
-    """Cycles of a multiprocessor's four tensor cores for one warp's share of an instruction."""
+    """Cycles of a multiprocessor's four tensor cores for one warp's part of an instruction."""
     rate = TENSOR_FLOPS * (0.5 if "TF32" in opcode else 1.0) * (1.0 if opcode.startswith("HGMMA") else MMA_SYNC)
     return tensor_flops(opcode) / rate
 
 
 def chain_cycles(code: list[Instruction], trips: tuple[int, ...]) -> float:
-    """Cycles from the first to the last instruction of a warp that has the multiprocessor to itself."""
+    """Cycles from the first to the last instruction of a warp that is alone on the multiprocessor."""
     loops = {loop.head: loop for loop in find_loops(code)}
     rounds = dict(zip(loops, trips, strict=False))
     warp = _Warp()
@@ -133,7 +133,7 @@ def estimate(
 ) -> dict[str, float]:
     """The bounds in microseconds.
 
-    moved: bytes from and to HBM but for spilled ones; resident: programs a multiprocessor holds at once.
+    moved: bytes from and to HBM without spilled ones; resident: programs a multiprocessor holds at once.
     """
     warps = math.ceil(programs / PROCESSORS) * num_warps
     tensor = mufu = shared = 0.0

@@ -1,4 +1,4 @@
-"""What is measured: the suites by name, and what a case takes and gives."""
+"""The suites by name, and the arguments and the result of a case."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 # Suite -> its module, which holds CASES. Modules are imported when their suite is asked for: the trainer's needs every
-# dependency of the package, the kernels' PyTorch and Triton alone.
+# dependency of the package, the kernels' only PyTorch and Triton.
 SUITES = {
     "train": "train",
     "trainer": "trainer",
@@ -28,25 +28,25 @@ SUITES = {
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line sets."""
+    """The options of the command line."""
 
     config: Path
-    seconds: float  # of training, of each model, where a case trains for quality; else of preparing peers
+    seconds: float  # of training, for each model, in a case of quality; else the time to prepare peers
     blocks: int  # timings, where a case measures speed
-    device: str = "cpu"  # run.device of ours, and where the peers are placed; both train in the configured precision
+    device: str = "cpu"  # run.device of ours, and the peers' device; both train in the configured precision
     without: tuple[str, ...] = ()  # peers to leave out: those whose name contains one of these
-    results: Path | None = None  # folder for what a case has to tell beyond its row; None: nowhere
+    results: Path | None = None  # folder for results of a case besides its row; None: they are not written
 
 
 @dataclass(frozen=True)
 class Result:
     """Samples of ours and of the peer, paired by position, in `unit`; the ratio is ours / peer.
 
-    peer_name: None, and no samples of it, where no peer was measured.
-    figures: further numbers of the measurement. settings: what would have to be equal to compare another row.
-    peers: what was measured of each implementation, ours among them. absent: which were not, and why.
-    roofline: the least that has to be moved and computed, the machine's rates, and the share of them reached.
-    profile: where the time goes.
+    peer_name: None, without samples, if no peer was measured.
+    figures: further results. settings: two rows are comparable if these are equal.
+    peers: results by implementation, ours included. absent: which were not measured, and why.
+    roofline: the least bytes and operations, the machine's rates, and the share of them that was reached.
+    profile: time by part.
     """
 
     unit: str
@@ -62,14 +62,14 @@ class Result:
 
 
 class NotMeasured(Exception):
-    """Raised by a case that this machine is too small for; says why."""
+    """Raised by a case for which this machine is too small; says why."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement, and the devices that it is meant for.
+    """One measurement, and the devices for which it is meant.
 
-    told_of: whether it is named as not measured, with its targets, where another device is measured.
+    told_of: whether it is listed as not measured, with its targets, when another device is measured.
     """
 
     measure: Callable[[Options], Result]
@@ -79,7 +79,7 @@ class Case:
 
 
 def cases(suite: str) -> dict[str, Case]:
-    """A suite's cases. Raises ImportError where its dependencies are not installed."""
+    """A suite's cases. Raises ImportError if its dependencies are not installed."""
     return importlib.import_module(SUITES[suite]).CASES
 
 

@@ -1,6 +1,6 @@
 """The linear cross-entropy's cases: forward, and with backward ("training"), against peers, float64 and the roofline.
 
-As a program, `python ce.py SHAPE PASS IMPLEMENTATION`, the shape as JSON: prints the bytes by which one run raises
+As a program, `python ce.py SHAPE PASS IMPLEMENTATION`, with the shape as JSON, prints the bytes by which one run raises
 this process's memory.
 """
 
@@ -20,9 +20,9 @@ from comparison import Comparison
 from measure import peak_of_process, relative_error
 from torch import Tensor
 
-SAMPLED = 256  # rows, and tokens of the vocabulary, of which gradients are compared
-EXACT_ROWS = 512  # whose float64 logits exist at a time
-COMPILE_ROWS = 32  # of the run that loads what a measured one needs
+SAMPLED = 256  # rows, and tokens of the vocabulary, whose gradients are compared
+EXACT_ROWS = 512  # rows whose float64 logits exist at a time
+COMPILE_ROWS = 32  # of the run before a measured one, which loads and compiles what that needs
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class Shape:
 
     @property
     def flops(self) -> int:
-        """Of the forward pass's product; the backward pass has twice as many."""
+        """Operations of the forward pass's product; the backward pass has twice as many."""
         return 2 * self.rows * self.d_model * self.vocabulary
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Inputs on the device: logits of order 1, targets evenly spread. The loss is divided by the number of rows."""
+    """Inputs on the device: logits of order 1, uniform targets. The loss is divided by the number of rows."""
 
     hidden: Tensor
     weight: Tensor
@@ -63,7 +63,7 @@ def sample(size: int, device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=1)  # the same for every peer
 def exact(problem: Problem) -> dict[str, Tensor]:
-    """In float64: the loss, dhidden of some rows, dweight of some tokens, divided by R."""
+    """In float64: the loss, dhidden of some rows, and dweight of some tokens, divided by R."""
     hidden, targets, count = problem.hidden.double(), problem.targets, len(problem.targets)
     weight = problem.weight.double()
     some_r, some_v = sample(count, targets.device), sample(len(weight), targets.device)
@@ -94,14 +94,14 @@ class Runner(comparison.Runner):
         return self.call(*self.inputs, self.problem.targets).to(self.dy.dtype)
 
     def run(self) -> list[Tensor]:
-        """y, and in training the gradients; the first run's are kept for `errors`: a run may take minutes."""
+        """y, and in training the gradients. Those of the first run are kept for `errors`, as a run may take minutes."""
         found = super().run()
         if self.first is None:
             self.first = [x.detach() for x in found]
         return found
 
     def errors(self) -> dict[str, float]:
-        """Of the first run against `exact`, of y and of what is sampled of the gradients."""
+        """Errors of the first run against `exact`, for y and for the sampled parts of the gradients."""
         assert self.first is not None
         found, wanted, self.first = self.first, exact(self.problem), []
         for index, x in enumerate(found[1:], 1):
@@ -110,9 +110,9 @@ class Runner(comparison.Runner):
 
 
 def least_work(shape: Shape, part: str, element: int) -> tuple[int, int]:
-    """Bytes that must move and operations that must be done, of `element` bytes a number.
+    """Least bytes and operations, with `element` bytes a number.
 
-    Forward reads hidden and weight; training has both gradients to write. The logits need not be in memory.
+    Forward reads hidden and weight; training also writes both gradients. The logits need not be in memory.
     """
     numbers = (shape.rows + shape.vocabulary) * shape.d_model
     return (numbers * element, shape.flops) if part == "forward" else (2 * numbers * element, 3 * shape.flops)
@@ -134,7 +134,7 @@ def measure(shape: Shape, part: str, options: Options) -> Result:
         )
         bound = machine.roofline(*least_work(shape, part, dtype.itemsize), device, compared.median(OURS))
         compared.absent.update(missing)
-        if device.type == "cpu":  # where only what autograd saves is seen, and gradients that are made early are not
+        if device.type == "cpu":  # there only saved tensors of autograd are seen, not gradients that are made early
             for found in compared.found.values():
                 found.pop("saved_bytes", None)
         return Result(
@@ -146,7 +146,7 @@ def measure(shape: Shape, part: str, options: Options) -> Result:
 
 
 def figures(compared: Comparison, shape: Shape, part: str) -> dict[str, float]:
-    """What targets are set for. A figure of a peer that was not measured is not there."""
+    """The figures that have targets; those of peers that were not measured are absent."""
     mine = compared.found[OURS]
     result = {
         "milliseconds": compared.median(OURS),
@@ -165,7 +165,7 @@ def figures(compared: Comparison, shape: Shape, part: str) -> dict[str, float]:
 
 
 def peak(shape: Shape, part: str, who: str) -> int | None:
-    """Peak bytes of one run on the CPU, inputs not counted, after a small run that compiles and loads."""
+    """Peak bytes of one run on the CPU without inputs, after a small run that compiles and loads."""
     device, call = torch.device("cpu"), implementations("cpu")[0][who]
     with comparison.one_thread(device):
         small = Shape(COMPILE_ROWS, shape.d_model, COMPILE_ROWS)

@@ -1,6 +1,6 @@
-"""Who computes the cross-entropy of a linear map: cdrmix's op, PyTorch in three ways, and Liger-Kernel.
+"""Implementations of the cross-entropy of a linear map: cdrmix's operator, PyTorch in three ways, and Liger-Kernel.
 
-Each takes hidden [R, D], weight [V, D] and targets [R], and gives the sum of the rows' losses.
+Each takes hidden [R, D], weight [V, D] and targets [R], and returns the sum of the rows' losses.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ def widened(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """PyTorch's own by chunks, with the policies that it picks for the device and dtype."""
+    """PyTorch's own by chunks, with its default policies for the device and dtype."""
     options = torch.nn.LinearCrossEntropyOptions()
     return functional.linear_cross_entropy(hidden, weight, targets, reduction="sum", options=options)
 
 
 def liger(hidden: Tensor, weight: Tensor, targets: Tensor, sums: torch.dtype | None = None) -> Tensor:
-    """sums: what the weight's gradient is added up in; None: the weight's dtype, Liger's default."""
+    """sums: dtype in which the weight's gradient is summed; None: the weight's dtype, Liger's default."""
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
     return LigerFusedLinearCrossEntropyLoss(reduction="sum", accum_dtype=sums)(weight, hidden, targets)
 
 
 def implementations(device: str) -> tuple[dict[str, Call], dict[str, str]]:
-    """What there is to measure, ours first and then by interest, and what there is not, with the reason."""
+    """The implementations that can be measured, ours first, and the reasons for the absent ones."""
     found: dict[str, Call] = {OURS: ops.linear_cross_entropy, PLAIN: plain}
     absent = {}
     if hasattr(functional, "linear_cross_entropy"):

@@ -1,6 +1,6 @@
-"""An operator against its peers: all are prepared, checked and weighed, then those that are right timed in turns.
+"""Compares an operator with its peers: all are prepared and checked, then the correct ones are timed in turns.
 
-A suite of kernels gives the problem, who computes it, and what is exact; the rest of a measurement is here.
+A suite of kernels gives the problem, the implementations, and the exact results; this module does the rest.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Call = Callable[[], object]
 
 
 class Runner(abc.ABC):
-    """One implementation on one problem: `run()` is what gets timed, `inputs` what is differentiated in training."""
+    """One implementation on one problem: `run()` is timed; `inputs` are differentiated in training."""
 
     def __init__(self, inputs: list[Tensor], dy: Tensor, part: str) -> None:
         self.inputs = [x.detach().requires_grad_(part == "training") for x in inputs]
@@ -38,7 +38,7 @@ class Runner(abc.ABC):
 
     @abc.abstractmethod
     def forward(self) -> Tensor:
-        """y, from `inputs`."""
+        """y, computed from `inputs`."""
 
     @abc.abstractmethod
     def errors(self) -> dict[str, float]:
@@ -53,7 +53,7 @@ class Runner(abc.ABC):
         return [y, *torch.autograd.grad(y, self.inputs, self.dy)]
 
     def backward(self) -> Call:
-        """The backward pass alone, again and again on one forward pass."""
+        """The backward pass alone, repeatable on one forward pass."""
         y = self.forward()
         return lambda: torch.autograd.grad(y, self.inputs, self.dy, retain_graph=True)
 
@@ -63,9 +63,9 @@ AnyRunner = TypeVar("AnyRunner", bound=Runner)
 
 @dataclass(frozen=True)
 class Comparison:
-    """samples: milliseconds of each implementation and piece, in turns. found: what was measured of each of them.
+    """samples: milliseconds of each implementation and part, in turns. found: results of each of them.
 
-    runners: those that were timed, by name. absent: who was left out, and why.
+    runners: the timed ones, by name. absent: the others, with the reasons.
     """
 
     ours: str
@@ -78,7 +78,7 @@ class Comparison:
         return quantiles(self.samples[who])["p50"]
 
     def fastest(self, names: Iterable[str]) -> str | None:
-        """Of those names that were timed."""
+        """Those of these names that were timed."""
         return min((who for who in names if who in self.samples), key=self.median, default=None)
 
     @property
@@ -87,16 +87,16 @@ class Comparison:
         return [who for who in self.runners if not who.startswith(self.ours)]
 
     def ratio(self, one: str, other: str) -> float:
-        """Median over the rounds of one's time / the other's."""
+        """The median over the rounds of one's time / the other's."""
         return quantiles([a / b for a, b in zip(self.samples[one], self.samples[other], strict=True)])["p50"]
 
     def speeds(self, groups: Mapping[str, Iterable[str]]) -> dict[str, float]:
-        """Our speed over the fastest of each group; a group of which none was timed is not there."""
+        """Our speed over the fastest of each group; a group without timed members is absent."""
         best = {name: self.fastest(group) for name, group in groups.items()}
         return {name: self.ratio(who, self.ours) for name, who in best.items() if who is not None}
 
     def result(self) -> dict[str, Any]:
-        """The arguments of a Result that every suite gives alike."""
+        """The arguments of a Result that are the same in every suite."""
         best = self.fastest(self.rivals)
         return {
             "unit": "ms",
@@ -116,7 +116,7 @@ def compare(
     peak: Callable[[str], int | None],
     pieces: Callable[[AnyRunner], dict[str, Call]] = lambda mine: {},
 ) -> Comparison:
-    """Measures candidates. peak: bytes of one on a CPU; pieces: what is timed beside whole implementations, by ours."""
+    """Measures candidates. peak: bytes of one on a CPU; pieces: further calls to time, made from our runner."""
 
     def admitted(who: str, implementation: Implementation) -> tuple[AnyRunner, dict[str, Any]]:
         runner = prepare(who, implementation)
@@ -136,7 +136,7 @@ def cases_of(
     measure: Callable[[Shape, str, Options], Result],
     about: Callable[[Shape], str],
 ) -> dict[str, Case]:
-    """NAME_training of every shape, then NAME_forward."""
+    """The case NAME_training of every shape, then NAME_forward."""
     dtype = "bfloat16" if device == "cuda" else "float32"
     return {
         f"{name}_{part}": Case(
@@ -148,7 +148,7 @@ def cases_of(
 
 
 def weigh(runner: Runner, peak_on_cpu: Callable[[], int | None]) -> dict[str, Any]:
-    """Seconds of the first run, errors, bytes kept between the passes, and peak bytes: of everything but timing."""
+    """Seconds of the first run, errors, bytes kept between the passes, and peak bytes."""
     x = runner.inputs[0]
     begun = time.perf_counter()
     runner.run()
@@ -168,13 +168,13 @@ def peak_in_fresh_process(program: str, *arguments: str) -> int | None:
 
 
 def backend_of(x: Tensor) -> str:
-    """What serves our op, and whether it is Triton's interpreter, whose times say nothing."""
+    """The backend of our operator, and whether it is Triton's interpreter, whose times have no meaning."""
     found = ops.backend(x)
     return "triton, interpreted" if found == "triton" and os.environ.get("TRITON_INTERPRET") == "1" else found
 
 
 def circumstances(x: Tensor) -> dict[str, Any]:
-    """What every row's settings tell of the machine: dtype, device, backend, threads, and how memory was counted."""
+    """The settings of every row about the machine: dtype, device, backend, threads, and how memory was counted."""
     return {
         "dtype": str(x.dtype).removeprefix("torch."),
         "device": x.device.type,
@@ -186,7 +186,7 @@ def circumstances(x: Tensor) -> dict[str, Any]:
 
 @contextmanager
 def one_thread(device: torch.device) -> Iterator[None]:
-    """PyTorch with one thread where the CPU computes: what several threads do depends on who else uses the machine."""
+    """PyTorch with one thread on a CPU, because the speed of several depends on other users of the machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1 if device.type == "cpu" else threads)
     try:
@@ -196,6 +196,6 @@ def one_thread(device: torch.device) -> Iterator[None]:
 
 
 def error_figures(errors: Mapping[str, float]) -> dict[str, float]:
-    """error_y, and the largest of the gradients' errors where there are any."""
+    """error_y, and the largest error of the gradients, if there are any."""
     gradients = [value for name, value in errors.items() if name != "y"]
     return {"error_y": errors["y"]} | ({"error_gradients": max(gradients)} if gradients else {})

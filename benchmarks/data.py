@@ -1,8 +1,8 @@
 """The data suite's cases: signatures against peers, and what near-duplicate detection finds of planted duplicates.
 
-Text is what Python's packages on this machine consist of: code and its documentation, the same on every run here. Speed
-is in megabytes of text a second of CPU time, of all threads of the process, so that other work on the machine counts
-for little.
+The texts are the files of Python's packages on this machine: code and its documentation, the same on every run here.
+Speed is in megabytes of text a second of CPU time, of all threads of the process, so that other work on the machine has
+little effect.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from cdrmix import _dedup
 from cdrmix.data.dedup.minhash import candidate_pairs, clusters, estimated_jaccard, exact_jaccard, minhash_signatures
 
 CORPUS_BYTES = 30_000_000
-LINE_BYTES = 60_000_000  # for the whole line, whose cost of opening and closing is a third of a second
+LINE_BYTES = 60_000_000  # for the whole pipeline, whose start and end take a third of a second
 NUM_PERM, NGRAM, BANDS, ROWS, THRESHOLD = 128, 5, 16, 8, 0.8
 WORDS = 300  # of a planted document, about 2.5 kB
-# Shares of a document's words that are replaced, apart from one another and in one block: with 5-word shingles these
-# leave similarities from 0.2 to 0.98, where recall is decided.
+# Shares of a document's words that are replaced, one by one or in one block: with 5-word shingles these give
+# similarities from 0.2 to 0.98, the range in which recall varies.
 SCATTERED, BLOCKS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.08, 0.12), (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4)
-FEWEST = 150  # pairs of a tenth of similarity for its recall to be told: half a standard deviation of 0.04
+FEWEST = 150  # least pairs of a tenth of similarity for a figure of its recall: half a standard deviation of 0.04
 
 
 @cache
 def corpus(most: int = CORPUS_BYTES) -> list[str]:
-    """Files of the standard library and of the installed packages, whole, up to `most` bytes."""
+    """Whole files of the standard library and of the installed packages, up to `most` bytes."""
     folders = [Path(sysconfig.get_paths()["stdlib"]), *map(Path, site.getsitepackages())]
     texts: list[str] = []
     size = 0
@@ -64,7 +64,7 @@ def megabytes(texts: list[str]) -> float:
 
 
 def facts(texts: list[str]) -> dict[str, object]:
-    """What has to be equal for two rows to be compared."""
+    """The settings: two rows are comparable if these are equal."""
     digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
     return {
         "documents": len(texts),
@@ -77,21 +77,21 @@ def facts(texts: list[str]) -> dict[str, object]:
 
 
 def cpu_seconds(call: Callable[[], object]) -> float:
-    """Of all threads of this process."""
+    """CPU seconds of all threads of this process."""
     begun = time.process_time()
     call()
     return time.process_time() - begun
 
 
 def signatures(options: Options) -> Result:
-    """Every signer in turns, a different one first in each round; the speed over a peer is that of the medians."""
+    """Every signer in turns, starting with another one in each round; the speed over a peer is that of the medians."""
     texts = corpus()
     size = megabytes(texts)
     signers, versions, absent = present(options.without)
-    signers[OURS](texts)  # pages of the library and of the texts
+    signers[OURS](texts)  # loads the library and the texts
     names = list(signers)
     speeds: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(max(1, options.blocks // 4)):  # a round takes the slowest peer some seconds
+    for number in range(max(1, options.blocks // 4)):  # a round takes some seconds for the slowest peer
         shift = number % len(names)
         for name in names[shift:] + names[:shift]:
             speeds[name].append(size / cpu_seconds(lambda name=name: signers[name](texts)))
@@ -148,7 +148,7 @@ def planted() -> tuple[list[str], np.ndarray]:
 
 
 def by_definition(texts: list[str], pairs: np.ndarray) -> np.ndarray:
-    """The Jaccard similarity of each pair by Python's own words and sets, float64 [m]."""
+    """The Jaccard similarity of each pair by Python's words and sets, float64 [m]."""
     sets: dict[int, set[tuple[str, ...]]] = {}
 
     def shingles(index: int) -> set[tuple[str, ...]]:
@@ -163,12 +163,12 @@ def by_definition(texts: list[str], pairs: np.ndarray) -> np.ndarray:
         x, y = shingles(a), shingles(b)
         found[row] = len(x & y) / len(x | y) if x or y else 0.0
         if row % 1000 == 0:
-            sets.clear()  # pairs are sorted, so that few sets are wanted again
+            sets.clear()  # pairs are sorted, so that few sets are needed again
     return found
 
 
 def duplicates(options: Options) -> Result:
-    """Recall over planted pairs by tenths of exact similarity; precision over all pairs that are found."""
+    """Recall over planted pairs by tenths of exact similarity; precision over all found pairs."""
     texts, pairs = planted()
     size = megabytes(texts)
     seconds = dict.fromkeys(("signatures", "candidates", "verification", "clusters"), 0.0)
@@ -225,7 +225,7 @@ CASES = {
     ),
     "line": Case(
         lambda options: line(options, corpus(LINE_BYTES)),
-        "compressed JSON lines to shards, all rules, beside datatrove",
+        "compressed JSON lines to shards, all rules, compared with datatrove",
         ("cpu",),
     ),
     "processes": Case(

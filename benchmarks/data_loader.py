@@ -1,8 +1,8 @@
 """The data suite's cases of the loader: tokens a second, and the first batch at any position of 10^9 tokens.
 
-The tokens are holes of sparse files, which the system reads as zeros: pages are made and mapped, no disk is waited for.
-Every step reads rows that were not read before. Documents are of DOCUMENT tokens; a few short ones cost as much as a
-long one, so that the figure for short ones is given too.
+The tokens are holes of sparse files, which the system reads as zeros: pages are made and mapped without waiting for a
+disk. Every step reads rows that were not read before. Documents have DOCUMENT tokens. A few short ones cost as much as
+a long one, so there is a figure for short ones too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STRATA = 24
 
 
 def sparse_split(folder: Path, document: int) -> Callable[[], Split]:
-    """A split of TOKENS zeros in rows that are full of documents of `document` tokens: what opens it."""
+    """Opens a split of TOKENS zeros in rows that are full of documents of `document` tokens."""
     folder.mkdir()
     names = []
     for number in range(TOKENS // SHARD_TOKENS):
@@ -54,7 +54,7 @@ def sparse_split(folder: Path, document: int) -> Callable[[], Split]:
 
 
 def mixture(split: Split) -> Mixture:
-    """A curriculum of three stages over STRATA strata, into which the rows are cut."""
+    """A curriculum of three stages over STRATA strata, into which the rows are divided."""
     edges = np.linspace(0, split.rows, STRATA + 1).astype(int).tolist()
     strata = [
         Stratum(f"d{number}", 0, first, last - first, 0, 0) for number, (first, last) in enumerate(pairwise(edges))
@@ -80,13 +80,13 @@ def tokens_a_second(loader: TrainLoader, first: int) -> float:
 
 
 def loader(options: Options) -> Result:
-    """Speed over steps that were never read, and the slowest of five first batches, each of a split opened anew."""
+    """Speed over steps that were never read, and the slowest of five first batches, each of a newly opened split."""
     folder = Path(tempfile.mkdtemp(prefix="cdrmix-loader-"))
     try:
         opened = sparse_split(folder / "long", DOCUMENT)
         split, short = opened(), sparse_split(folder / "short", SHORT_DOCUMENT)()
         order = mixture(split)
-        loader_of(split, order).micro_batches(0)  # libraries' first calls
+        loader_of(split, order).micro_batches(0)  # the first calls of libraries
         epoch = split.rows // BATCH_ROWS
         samples = [tokens_a_second(loader_of(split), number * STEPS) for number in range(options.blocks)]
         mixed = [tokens_a_second(loader_of(split, order), number * STEPS) for number in range(options.blocks)]

@@ -1,7 +1,7 @@
-"""The data suite's cases of the whole line: compressed JSON lines to shards, beside datatrove; processes; memory.
+"""The data suite's cases of the whole pipeline: compressed JSON lines to shards, compared with datatrove; memory.
 
-Each measurement is a process of its own. Speed is in megabytes of text a second of CPU time without tokenisation, which
-is the `tokenizers` package's on both sides and is told apart.
+Each measurement is a process of its own. Speed is in megabytes of text a second of CPU time without tokenisation, for
+which both sides use the `tokenizers` package and which is a separate figure.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WORDS = 60  # of each of them
 
 
 def write_corpus(folder: Path, texts: list[str], files: int = 4) -> int:
-    """Compressed JSON lines; the bytes of the texts."""
+    """Writes compressed JSON lines; returns the bytes of the texts."""
     for number in range(files):
         lines = [
             json.dumps({"text": text, "url": f"https://site{place % 50}.example.org/{number}/{place}"})
@@ -42,7 +42,7 @@ def write_corpus(folder: Path, texts: list[str], files: int = 4) -> int:
 
 
 def run(mode: str, *arguments: str) -> dict[str, Any]:
-    """What a process of this file prints as its last line."""
+    """The last line that a process of this file prints."""
     command = [sys.executable, str(HERE / "data_pipeline.py"), mode, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -51,10 +51,11 @@ def run(mode: str, *arguments: str) -> dict[str, Any]:
 
 
 def line(options: Options, texts: list[str]) -> Result:
-    """The whole line in one process against datatrove's with the same rules and kinds of near-duplicates.
+    """The whole pipeline in one process against datatrove's with the same rules and kinds of near-duplicates.
 
-    Ours keeps all documents, with bounds that nothing breaks, so that every stage sees all of the text. The peer drops
-    what breaks a rule before it looks for personal data, and has no language identification: its model is a download.
+    Ours keeps all documents, with bounds that no document violates, so that every stage processes all of the text. The
+    peer drops documents that violate a rule before it searches personal data, and has no language identification: its
+    model is a download.
     """
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place, "corpus")
@@ -137,7 +138,7 @@ def run_ours(folder: str, cache: str, workers: str) -> dict[str, Any]:
     from cdrmix.data.cleaning.rules import RULES as FILTERS
     from cdrmix.data.prepare import prepare
 
-    # nothing is dropped, so that every stage sees all of the text
+    # nothing is dropped, so that every stage processes all of the text
     chain = FilterChain(Filters(rules=RULES))
     bounds = {name: -1e30 if FILTERS[name].at_least else 1e30 for name in chain.names if name != "language"}
     path = Path(cache).with_suffix(".yaml")
@@ -171,12 +172,12 @@ data:
     little = Path(folder).with_name(f"{Path(cache).name}-little")
     little.mkdir()
     write_corpus(little, [f"The text number {number} is short, and has an end. {number}" * 9 for number in range(99)])
-    start = measured(str(little))  # libraries, lists and models are loaded: once a process, not for every megabyte
+    start = measured(str(little))  # loading of libraries, lists and models, once a process
     return {**measured(folder), "start_cpu_seconds": start["cpu_seconds"]}
 
 
 def cpu_seconds() -> float:
-    """Of this process and of those it has waited for."""
+    """CPU seconds of this process and of those it has waited for."""
     return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 

@@ -1,7 +1,7 @@
-"""Who makes MinHash signatures of texts: cdrmix and the packages for it, 128 values of 5-word shingles each.
+"""Implementations of MinHash signatures of texts: cdrmix and packages, 128 values of 5-word shingles each.
 
-Each takes the texts as Python strings and uses one thread. Words are those of `re.findall(r"\\w+", text.lower())`, but
-for gaoya, which cuts and lowers by itself and always files the signatures in its index as well.
+Each takes the texts as Python strings and uses one thread. Words are those of `re.findall(r"\\w+", text.lower())`,
+except for gaoya, which splits and lowers by itself, and always adds the signatures to its index as well.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ OURS, RENSA, GAOYA, DATASKETCH = "cdrmix", "rensa R-MinHash", "gaoya", "datasket
 NUM_PERM, NGRAM = 128, 5
 BANDS, ROWS = 16, 8
 WORD = re.compile(r"\w+")
-BATCH = 256  # documents whose shingles are there at a time: all of 30 MB would be 4 million strings
+BATCH = 256  # documents whose shingles exist at a time: those of 30 MB would be 4 million strings
 
 Sign = Callable[[list[str]], object]
 
 
 def shingles(text: str) -> list[str]:
-    """In the order of the text, as the packages' own examples make them; a set would cost more and change nothing."""
+    """In the order of the text, as in the packages' examples; a set would cost more and change nothing."""
     words = WORD.findall(text.lower())
     return [" ".join(words[i : i + NGRAM]) for i in range(max(1, len(words) - NGRAM + 1))] if words else []
 
@@ -37,7 +37,7 @@ def ours() -> Sign:
 
 
 def rensa() -> Sign:
-    """Full-set R-MinHash, many texts a call: the faster of its two ways, and the one that finds near-duplicates."""
+    """Full-set R-MinHash, many texts a call: the faster of its two methods, and the one that finds near-duplicates."""
     signer = importlib.import_module("rensa").RMinHash
 
     def sign(texts: list[str]) -> None:
@@ -48,7 +48,7 @@ def rensa() -> Sign:
 
 
 def gaoya() -> Sign:
-    """Raw text in."""
+    """It takes raw text."""
     index = importlib.import_module("gaoya").minhash.MinHashStringIndex
 
     def sign(texts: list[str]) -> None:
@@ -74,7 +74,7 @@ PEERS: dict[str, Callable[[], Sign]] = {RENSA: rensa, GAOYA: gaoya, DATASKETCH: 
 
 
 def present(without: tuple[str, ...]) -> tuple[dict[str, Sign], dict[str, str], dict[str, str]]:
-    """The signers that can be measured, ours first; the version of each peer; and which are absent, and why."""
+    """The signers that can be measured, ours first; the version of each peer; and the reasons for the absent ones."""
     signers, versions, absent = {OURS: ours()}, {}, {}
     for name, make in PEERS.items():
         if any(part in name for part in without):

@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
-# Tests, memory checks and benchmarks on a bare GPU machine, most valuable first, within a time.
+# Tests, memory checks and benchmarks on a bare GPU machine, the most valuable first, within a time limit.
 #
 #   gpu.sh [--dry] MINUTES [OUT_FOLDER [STEP ...]]
 #
 # The machine needs PyTorch, Triton, PyYAML, Rich, pytest and hypothesis; it needs no network and no installation of
 # cdrmix. The steps on the trainer also need what `make gpu-wheels` collects.
-# STEP: names out of the plan, default all. A step begins while half of its limit is left of MINUTES; what was left over
-# is named at the end, to be asked for in the next call. --dry prints the plan, every step with its limit, the minutes
-# until it ends and the call of MINUTES that it falls in, and stops; exit code 1 where what is to be done before all else
-# takes more than 45 minutes, or does not fit calls of MINUTES. Variables:
-#   WHEELS          folder of wheels to use beside what is installed (default .whl in the repository's root), and of
+# STEP: names of steps in the plan, default all. A step begins only if half of its limit is left of MINUTES; the others are
+# listed at the end, for the next call. --dry prints the plan and stops: every step with its limit, the minutes until it
+# ends, and the number of the call of MINUTES in which it runs; exit code 1 if the steps before `later` take more than
+# 45 minutes, or do not fit calls of MINUTES. Variables:
+#   WHEELS          folder of wheels to use in addition to installed packages (default .whl in the repository's root), and of
 #                   cdrmix's compiled extensions, which are copied to cdrmix/
-#   SITE            folder to unpack them to (default a new one, removed at the end)
+#   SITE            folder in which they are unpacked (default a new one, removed at the end)
 #   PYTHON          interpreter (default python3)
 #   CDRMIX_COMMIT   what rows name as their commit where git cannot tell (default: the file WHEELS/commit)
-# OUT_FOLDER (default experiments/gpu) gets log.txt, steps.jsonl (outcome and seconds of every step, as it ends) and
-# the suites' rows, each written when its case ends. Exit code: 0 nothing failed, 1 a step failed or missed a target,
-# 2 usage, or no GPU. Steps for which no time was left are named, and are no failure.
+# OUT_FOLDER (default experiments/gpu) gets log.txt, steps.jsonl (outcome and seconds of every step, as it ends) and the
+# suites' rows, each written when its case ends. Exit code: 0 nothing failed, 1 a step failed or missed a target, 2 usage,
+# or no GPU. Steps for which no time was left are listed and are no failure.
 # shellcheck disable=SC2016 # in the plan, $PYTHON is for the shell that runs the step
 set -uo pipefail
 
@@ -40,12 +40,12 @@ out=${2:-$ROOT/experiments/gpu}
 wanted=("${@:3}")
 
 # The plan: name, most seconds, command. A name suite/case without a command is a case of run.py, whose peers get
-# half of its time to be compiled and tuned in; it is repeated without them when it leaves no row. What stands before `later` comes first.
+# half of its time for compiling and tuning; it is repeated without them if it leaves no row. Steps before `later` come first.
 names=() limits=() commands=()
 plan() {
     names+=("$1") limits+=("$2") commands+=("${3:-}")
 }
-# Collected by path: what cannot be imported for want of a package is skipped by name.
+# Collected by path: tests that need an absent package are skipped by name.
 tests='CUBLAS_WORKSPACE_CONFIG=:4096:8 "$PYTHON" -m pytest -m gpu -q -p no:cacheprovider -W default --continue-on-collection-errors'
 check='PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --suite'
 race='compute-sanitizer --tool racecheck --error-exitcode 9 "$PYTHON" benchmarks/smallest.py --suite'
@@ -54,7 +54,7 @@ end_to_end() {
     local run="\"\$PYTHON\" benchmarks/train_gpu.py $1 --results \"\$OUT\""
     echo "$run --case core-1b; status=\$?; if [ \$status = 8 ]; then $run --case core-1b-12; else exit \$status; fi"
 }
-# A process a family compiles what the rows will need, on all cores, while the machine's facts are taken.
+# One process for each family compiles the kernels of the rows, on all cores, while the machine's facts are collected.
 plan smoke 60 '"$PYTHON" benchmarks/smoke.py & smoke=$!; nvidia-smi; "$PYTHON" -VV; "$PYTHON" benchmarks/gpu_facts.py; facts=$?; wait $smoke && exit $facts'
 plan wkv7/h32_k64_training 200
 plan moe/swiglu_training 270
@@ -132,7 +132,7 @@ plan plastic/long_forward 120
 plan plastic/branches_forward 120
 plan plastic/narrow_hebb_forward 120
 
-# What run.py names peers by, to leave all of them out.
+# The names of all peers in run.py, to leave them out.
 alone=(--without fla --without rwkv --without PyTorch --without ScatterMoE --without SonicMoE --without Liger
     --without transformers --without DeepSpeed)
 
@@ -192,9 +192,9 @@ if [ ${#wheels[@]} -gt 0 ]; then
         failures=1
     }
 fi
-# The link and not the root, where a folder kernels/ would be taken for the package of that name.
+# A folder with a link, and not the root, where the folder kernels/ would be taken for the PyPI package of that name.
 ln -sfn "$ROOT/cdrmix" "$SITE/cdrmix"
-# The second folder is what the CUTLASS DSL's own .pth file would name, which counts in site-packages alone.
+# The second folder is that of the CUTLASS DSL's .pth file, which works only in site-packages.
 export OUT=$out PYTHON PYTHONPATH="$SITE:$SITE/nvidia_cutlass_dsl/python_packages" PYTHONUNBUFFERED=1 TRITON_INTERPRET=0 TRITON_CACHE_AUTOTUNING=1
 unset CDRMIX_BACKEND
 if [ -z "${CDRMIX_COMMIT:-}" ] && [ -f "$WHEELS/commit" ]; then
@@ -209,7 +209,7 @@ fi
 
 rows() { cat "$out/${1%/*}.jsonl" 2>/dev/null | wc -l; }
 
-# step NAME SECONDS COMMAND: runs it in a time, notes what came of it in `outcome`.
+# step NAME SECONDS COMMAND: runs it within a time limit and sets `outcome`.
 step() {
     local begun=$SECONDS before status
     before=$(rows "$1")

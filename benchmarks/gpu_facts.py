@@ -1,4 +1,4 @@
-"""Prints what a GPU machine has: the facts of every row, the device, and the rates measured on it, as JSON."""
+"""Prints facts about a GPU machine as JSON: those of every row, the device, and the rates measured on it."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Collects what a bare GPU machine lacks for benchmarks/gpu.sh: wheels for its Python, and the commit that rows name.
+# Collects what a bare GPU machine needs for benchmarks/gpu.sh: wheels for its Python, and the commit that rows name.
 #
 #   gpu_wheels.sh [FOLDER]
 #
-# FOLDER (default .whl in the repository's root, which git ignores) is made anew, of at most 64 MiB. Versions are those of
+# FOLDER (default .whl in the repository's root, which git ignores) is created anew and has at most 64 MiB. Versions are those of
 # constraints.txt. The machine has PyTorch, Triton, NumPy and Numba. Variables:
 #   PYTHON          interpreter whose pip downloads and builds (default .venv/bin/python)
 #   GPU_PYTHON      version of the machine's Python (default 3.12)
 #   CDRMIX_PYTHON   an interpreter of that version with its headers: with it, cdrmix's C++ extension is built too
-# Exit code: 1 where a wheel cannot be had, or all of them take more than 64 MiB.
+# Exit code: 1 if a wheel is not available, or all of them take more than 64 MiB.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -25,7 +25,7 @@ PACKAGES = (
 
 
 def facts() -> dict[str, Any]:
-    """Commit, machine and versions, as every row states them."""
+    """Commit, machine and versions, which every row has."""
     found = {}
     for name in ("cdrmix", *PACKAGES):
         try:
@@ -47,7 +47,7 @@ def facts() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit in this checkout, what CDRMIX_COMMIT says where git has nothing to say, or 'unknown'."""
+    """The commit of this checkout, or CDRMIX_COMMIT where git does not know it, or 'unknown'."""
     head = _git("rev-parse", "--short=12", "HEAD")
     if head is None:
         return os.environ.get("CDRMIX_COMMIT") or "unknown"
@@ -63,7 +63,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def cpu_model() -> str:
-    """The processor's name, or its architecture where the system does not say more."""
+    """The processor's name, or its architecture where the system gives no name."""
     description = Path("/proc/cpuinfo")
     if description.exists():
         for line in description.read_text().splitlines():
@@ -73,7 +73,7 @@ def cpu_model() -> str:
 
 
 def datasheet(device: torch.device) -> dict[str, float] | None:
-    """Rates that the vendor states, None where the table of GPUs has none of the device's name."""
+    """Rates that the vendor states; None where the table of GPUs does not have the device's name."""
     gpu = gpu_named(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     return None if gpu is None else {"bytes_per_second": gpu.bytes_per_second, "flops_per_second": gpu.flops_per_second}
 
@@ -95,7 +95,7 @@ def measured_rates(device: torch.device) -> dict[str, float]:
 
 
 def roofline(moved: int, computed: int, device: torch.device, milliseconds: float) -> dict[str, Any]:
-    """The floor of the time of so many bytes and operations, and the share reached: by stated and by measured rates."""
+    """The least time for so many bytes and operations, and the share reached: by stated and by measured rates."""
     measured, stated = measured_rates(device), datasheet(device)
     found: dict[str, Any] = {"least_bytes": moved, "flops": computed}
     for name, rates in {"datasheet": stated, "measured": measured}.items():

@@ -18,11 +18,11 @@ from cases import Options
 from torch import Tensor
 from triton.errors import TritonError
 
-# Written before a GPU timing: many times the 60 MB of an H200's L2, and 0.3 ms of work, in which the CPU gets ahead, so
-# that the time is the GPU's and not that of the first launch.
+# Written before a GPU timing: many times the 60 MB of an H200's L2. Its 0.3 ms let the CPU get ahead, so that the GPU's
+# time is measured and not that of the first launch.
 FLUSH_BYTES = 1 << 30
-WRONG = 0.05  # relative error from which a peer is taken for wrong, and its time for meaningless: 10 times bfloat16's
-# What another's code may raise where it does not run; nothing else is caught, and of ours nothing at all.
+WRONG = 0.05  # relative error from which a peer counts as wrong and is not timed: 10 times bfloat16's
+# Exceptions of a peer's code that does not run; nothing else is caught, and nothing of ours.
 FAILURES = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError),
     *(SyntaxError, TypeError, ValueError, TritonError, subprocess.SubprocessError),
@@ -38,9 +38,9 @@ def admit(
     weigh: Callable[[str, Candidate], tuple[Runner, dict[str, Any]]],
     options: Options,
 ) -> tuple[dict[str, Runner], dict[str, dict[str, Any]], dict[str, str]]:
-    """Runners to be timed; what was found of each that ran, its "errors" among it; who was left out, and why.
+    """Runners to be timed; the results of each that ran, with its "errors"; which were left out, and why.
 
-    weigh: prepares, runs and checks one. Of `ours` its exceptions and its errors are let through.
+    weigh: prepares, runs and checks one. Exceptions and errors of `ours` are not caught.
     """
     runners: dict[str, Runner] = {}
     found: dict[str, dict[str, Any]] = {}
@@ -70,9 +70,9 @@ def admit(
 
 
 def interleaved(calls: dict[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Milliseconds of every call in every round, in turns, a different one first in each round.
+    """Milliseconds of every call in every round, in turns, starting with another one in each round.
 
-    On a GPU by CUDA events, L2 overwritten before each. On a CPU by the clock, caches as the call before left them.
+    On a GPU by CUDA events, with L2 overwritten before each. On a CPU by the clock, with warm caches.
     """
     names = list(calls)
     samples: dict[str, list[float]] = {name: [] for name in names}
@@ -85,7 +85,7 @@ def interleaved(calls: dict[str, Callable[[], object]], rounds: int, device: tor
 
 
 def milliseconds(call: Callable[[], object], flush: Tensor | None) -> float:
-    """Of one call; flush: a large tensor of the GPU that it runs on, None on a CPU."""
+    """Milliseconds of one call; flush: a large tensor of the GPU that it runs on, None on a CPU."""
     if flush is None:
         begun = time.perf_counter()
         call()
@@ -100,7 +100,7 @@ def milliseconds(call: Callable[[], object], flush: Tensor | None) -> float:
 
 
 def peak_on_gpu(call: Callable[[], object], device: torch.device) -> int:
-    """Bytes of the GPU that the call had allocated at its highest, beyond what was allocated before it."""
+    """The peak of GPU bytes allocated during the call, beyond those allocated before."""
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -110,10 +110,10 @@ def peak_on_gpu(call: Callable[[], object], device: torch.device) -> int:
 
 
 def peak_of_process(call: Callable[[], object]) -> int | None:
-    """Bytes by which the call raised the process's resident memory at its highest; None where it cannot be told.
+    """The peak of the process's resident memory during the call, beyond that before; None where it is unknown.
 
-    Linux keeps the highest value; writing 5 to clear_refs sets it back to the present one. What was freed before but
-    kept by malloc would hide what the call takes: glibc is told to give it back, and a fresh process has little of it.
+    Linux keeps the peak; writing 5 to clear_refs resets it to the present value. Memory that was freed before but kept
+    by malloc would hide the call's memory: glibc is told to return it, and a fresh process has little of it.
     """
     try:
         ctypes.CDLL(None).malloc_trim(0)
@@ -132,9 +132,9 @@ def _status(key: str) -> int:
 
 
 def kept_for_backward(forward: Callable[[], Tensor], inputs: list[Tensor]) -> int:
-    """Bytes that stay allocated between the passes beside inputs and output.
+    """Bytes that stay allocated between the passes besides inputs and output.
 
-    On a GPU by the allocator, which misses nothing; on a CPU the distinct storages that autograd was given to save.
+    On a GPU by the allocator, which counts everything; on a CPU the distinct storages that autograd saved.
     """
     if inputs[0].is_cuda:
         torch.cuda.synchronize()
@@ -162,7 +162,7 @@ def relative_error(found: Tensor, exact: Tensor) -> float:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in the body once `seconds` are over, also between the compilations of an autotuner."""
+    """Raises TimeoutError in the body after `seconds`, also between the compilations of an autotuner."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise TimeoutError("the time for preparing peers was over")

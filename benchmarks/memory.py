@@ -1,8 +1,8 @@
-"""The memory suite's cases: an episodic index's commits, searches and opening, beside FAISS or a file alone.
+"""The memory suite's cases: commits, searches and opening of an episodic index, compared with FAISS or a plain file.
 
-Commits wait for the disk, so their time is the machine's as much as ours: the peer writes as many bytes to a file and
-waits likewise. A search is FAISS's, and what we add is the checks and the tokens. Opening reads a log in which every
-episode was committed by itself, the most work there is for so many; the peer reads FAISS's own file.
+Commits wait for the disk, so their time depends on the machine: the peer writes as many bytes to a file and waits too.
+A search is FAISS's plus our checks and tokens. Opening reads a log in which every episode was committed by itself, the
+most work for that number; the peer reads FAISS's own file.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from cdrmix.reason.memory.kept_episodes import Staged
 
 DIM, TOKENS, TOP_K = 512, 64, 8
 STORED, REBUILT = 10_000, 50_000
-WARM = 5  # calls before any is timed
+WARM = 5  # calls before the first timing
 
 
 def keys(count: int) -> np.ndarray:
-    """Random directions: for an exact search all are alike."""
+    """Random directions; they do not matter for an exact search."""
     return np.random.default_rng(1).standard_normal((count, DIM)).astype(np.float32)
 
 
 @contextmanager
 def filled(count: int) -> Iterator[tuple[Path, np.ndarray]]:
-    """A folder with an index of so many episodes, each committed by itself, closed; and their keys."""
+    """A closed folder with an index of so many episodes, each committed by itself; and their keys."""
     with tempfile.TemporaryDirectory() as folder, one_thread():
         made = keys(count)
         index = EpisodicIndex(Path(folder), DIM, 10**9)
-        with mock.patch.object(os, "fdatasync"):  # 50,000 waits for the disk, which nothing here is about
+        with mock.patch.object(os, "fdatasync"):  # skips 50,000 waits for the disk, which are not measured here
             for number in range(count):
                 index.commit(episode(made[number]), number)
         index.close()
@@ -63,7 +63,7 @@ def episode(key: np.ndarray) -> Staged:
 
 
 class Times:
-    """Of ours and of the peer in ms, paired; and of the processor by ours, for which other work matters less."""
+    """Milliseconds of ours and of the peer, paired; and our CPU time, which depends less on other work."""
 
     def __init__(self, calls: int, ours: Callable[[int], object], peer: Callable[[int], object]) -> None:
         self.ours: list[float] = []

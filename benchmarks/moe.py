@@ -1,10 +1,10 @@
 """The mixture-of-experts layer's cases: forward, and with backward ("training"), against peers, fp64, dense products.
 
-A layer here goes from x and the router's logits to y: the choice of experts, their order, and the experts. The ceiling
-is the dense matrix products of the same sizes, each expert with R / E rows: two an expert forward, four backward.
+A layer here goes from x and the router's logits to y: the choice of experts, their order, and the experts. The upper
+bound is the dense matrix products of the same sizes, each expert with R / E rows: two an expert forward, four backward.
 
-As a program, `python moe.py SHAPE PASS IMPLEMENTATION`, the shape as JSON: prints the bytes by which one run raises
-this process's memory.
+As a program, `python moe.py SHAPE PASS IMPLEMENTATION`, with the shape as JSON, prints the bytes by which one run
+raises this process's memory.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from cdrmix import ops
 NAMES = ("y", "dx", "dlogits", "dw_up", "dw_down")
 DENSE, DENSE_BACKWARD = "dense products of the same sizes", "dense products, backward"
 BACKWARD, ROUTING, MOVING = f"{OURS}, backward", f"{OURS}, routing", f"{OURS}, dispatch and combine as ops"
-SAMPLED_TOKENS, SAMPLED_HIDDEN = 512, 32  # of which errors are taken: float64 of all of a large layer takes long
+SAMPLED_TOKENS, SAMPLED_HIDDEN = 512, 32  # for errors, because float64 of all of a large layer takes long
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a measurement. load: "even"; "skewed", one expert is each token's first choice; "empty", half unused."""
+    """Sizes of a measurement. load: "even"; "skewed": one expert is each token's first choice; "empty": half unused."""
 
     tokens: int
     d_model: int
@@ -66,18 +66,18 @@ class Shape:
 
     @property
     def widening(self) -> int:
-        """Columns of w_up for each of w_down's rows."""
+        """Columns of w_up for each row of w_down."""
         return 2 if self.activation == "swiglu" else 1
 
     @property
     def flops(self) -> int:
-        """Of the forward pass's products; the backward pass has twice as many."""
+        """Operations of the forward pass's products; the backward pass has twice as many."""
         return 2 * self.tokens * self.k * self.d_model * self.hidden * (self.widening + 1)
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Inputs on the device, the weights in our arrangement, and the gradient of the output."""
+    """Inputs on the device, the weights in our layout, and the gradient of the output."""
 
     shape: Shape
     x: Tensor
@@ -88,7 +88,7 @@ class Problem:
 
 
 def make_problem(shape: Shape, device: torch.device, dtype: torch.dtype) -> Problem:
-    """Normal values: of unit size in x and dy, of a trained layer's size in the weights; logits in float32."""
+    """Normal values, with norms of 1 in x and dy, and of a trained layer in the weights; logits in float32."""
     generator = torch.Generator(device).manual_seed(7)
 
     def normal(*size: int, scale: float = 1.0) -> Tensor:
@@ -111,13 +111,13 @@ def make_problem(shape: Shape, device: torch.device, dtype: torch.dtype) -> Prob
 
 
 def sample(size: int, wanted: int, device: torch.device) -> Tensor:
-    """Up to `wanted` indices out of `size` in even steps, the first and the last among them."""
+    """Up to `wanted` indices below `size` in even steps, with the first and the last."""
     return torch.linspace(0, size - 1, min(size, wanted), dtype=torch.float64, device=device).round().long().unique()
 
 
 @functools.lru_cache(maxsize=1)  # the same for every peer
 def exact(problem: Problem, part: str) -> tuple[dict[str, Tensor], Callable[[str, Tensor], Tensor]]:
-    """The layer in float64, by autograd over a loop, and what of a whole tensor of each name it is to be compared with.
+    """The layer in float64, by autograd over a loop; and the part of each tensor, by name, that is compared with it.
 
     y, dx and dlogits of some tokens; gradients of the weights of some hidden units, to which every token contributes.
     """
@@ -160,7 +160,7 @@ def expert_in_float64(layer: Layer, rows: Tensor, w_up: Tensor, w_down: Tensor) 
 
 
 class Runner(comparison.Runner):
-    """One implementation on one problem, the weights as it keeps them."""
+    """One implementation on one problem, with the weights in its own layout."""
 
     def __init__(self, implementation: Implementation, problem: Problem, part: str) -> None:
         leaves = [problem.x, problem.logits, *implementation.arrange(problem.w_up, problem.w_down)]
@@ -172,7 +172,7 @@ class Runner(comparison.Runner):
         return self.implementation.call(x, logits, weights)
 
     def errors(self) -> dict[str, float]:
-        """Relative error of y and of each gradient, in our arrangement, against `exact`."""
+        """Relative error of y and of each gradient, in our layout, against `exact`."""
         found = [x.detach() for x in self.run()]
         if self.part == "training":
             found[3:] = self.implementation.restore(found[3:])
@@ -181,7 +181,7 @@ class Runner(comparison.Runner):
 
 
 def dense(problem: Problem) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Forward and backward: one product after the other, R / E rows an expert, written to memory that is there."""
+    """Forward and backward: one product after the other, with R / E rows an expert, written to existing memory."""
     shape, like = problem.shape, problem.x
     rows = -(-shape.tokens * shape.k // shape.experts)
 
@@ -208,7 +208,7 @@ def dense(problem: Problem) -> tuple[Callable[[], None], Callable[[], None]]:
 
 
 def moving(problem: Problem, part: str) -> Callable[[], object]:
-    """Dispatch and combine as ops of their own, in training with their adjoints: what a fused kernel saves itself."""
+    """Dispatch and combination as separate operators, in training with their adjoints; a fused kernel saves them."""
     x = problem.x.detach().requires_grad_(part == "training")
     with torch.no_grad():
         routing = ops.route_topk(problem.logits, problem.shape.k)
@@ -224,7 +224,7 @@ def moving(problem: Problem, part: str) -> Callable[[], object]:
 
 
 def parts(problem: Problem, part: str, mine: Runner) -> dict[str, Callable[[], object]]:
-    """What is timed beside whole layers: the ceiling, and the layer's own pieces."""
+    """What is timed besides whole layers: the upper bound, and the layer's own parts."""
     forward, backward = dense(problem)
 
     def routing() -> object:
@@ -235,7 +235,7 @@ def parts(problem: Problem, part: str, mine: Runner) -> dict[str, Callable[[], o
     if part == "training":
         mine_backward = mine.backward()
 
-        def by_the_table() -> object:  # whoever was measured last
+        def by_the_table() -> object:  # whatever was measured before
             serve_by(None, problem.x.device)
             return mine_backward()
 
@@ -244,10 +244,10 @@ def parts(problem: Problem, part: str, mine: Runner) -> dict[str, Callable[[], o
 
 
 def least_work(shape: Shape, part: str, element: int) -> tuple[int, int]:
-    """Bytes that must move and operations that must be done, of `element` bytes a number.
+    """Least bytes and operations, with `element` bytes a number.
 
-    Forward reads x and the weights and writes y. Backward reads x, the weights and dy, writes their gradients, and
-    has the pre-activation that the forward pass wrote.
+    Forward reads x and the weights and writes y. Backward reads x, the weights and dy, and writes their gradients; it
+    also reads the pre-activation, which the forward pass wrote.
     """
     rows = shape.tokens * shape.d_model
     weights = shape.experts * shape.d_model * shape.hidden * (shape.widening + 1)
@@ -275,7 +275,7 @@ def measure(shape: Shape, part: str, options: Options) -> Result:
         bound = machine.roofline(*least_work(shape, part, dtype.itemsize), device, compared.median(OURS))
         compared.absent.update(missing)
         for found in compared.found.values():
-            if "saved_bytes" in found:  # x is an input, and yet has to be kept: what is published of others counts it
+            if "saved_bytes" in found:  # x is an input but has to be kept: published figures of others count it
                 found["saved_bytes"] += problem.x.nbytes
         return Result(
             **compared.result(),
@@ -286,7 +286,7 @@ def measure(shape: Shape, part: str, options: Options) -> Result:
 
 
 def figures(compared: Comparison, problem: Problem, part: str) -> dict[str, float]:
-    """What targets are set for. A figure of a peer that was not measured is not there."""
+    """The figures that have targets; those of peers that were not measured are absent."""
     shape, mine = problem.shape, compared.found[OURS]
     flops = shape.flops * (3 if part == "training" else 1)
     result = {
@@ -323,7 +323,7 @@ def figures(compared: Comparison, problem: Problem, part: str) -> dict[str, floa
 
 
 def peak(shape: Shape, part: str, who: str) -> int | None:
-    """Peak bytes of one run on the CPU, inputs not counted, after a run on 32 tokens that compiles and loads."""
+    """Peak bytes of one run on the CPU without inputs, after a run on 32 tokens that compiles and loads."""
     device = torch.device("cpu")
     with comparison.one_thread(device):
         everyone, _ = implementations("cpu", shape.layer)

@@ -1,10 +1,10 @@
-"""Who computes a mixture-of-experts layer: cdrmix's ops, PyTorch in two ways, and the packages that can train with it.
+"""Implementations of a mixture-of-experts layer: cdrmix's operators, PyTorch in two ways, and packages for training.
 
-Each takes x [T, D], the router's logits [T, E] in float32 and its own arrangement of the weights, and gives y [T, D]:
-the k largest logits a token, weights from a softmax over them, nothing dropped. Where a package has a router of its
-own that cannot be given logits, `routed` stands before it.
+Each takes x [T, D], the router's logits [T, E] in float32 and the weights in its own layout, and returns y [T, D]: the
+k largest logits of each token, weights from a softmax over them, nothing dropped. If a package's router cannot be given
+logits, `routed` replaces it.
 
-Ours is [E, D, F] and [E, F, D] for relu2; [E, D, 2F] for swiglu, a hidden's gate and up in neighbouring columns.
+Our layout is [E, D, F] and [E, F, D] for relu2; [E, D, 2F] for swiglu, with a hidden's gate and up in adjacent columns.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Call = Callable[[Tensor, Tensor, list[Tensor]], Tensor]  # x, logits, weights ->
 
 @dataclass(frozen=True)
 class Layer:
-    """What every implementation has to know beforehand. activation: "relu2" or "swiglu"."""
+    """What every implementation needs in advance. activation: "relu2" or "swiglu"."""
 
     d_model: int
     hidden: int
@@ -59,17 +59,17 @@ class Implementation:
 
 
 def halves_apart(w_up: Tensor) -> Tensor:
-    """[..., 2F] from neighbouring columns to all gates, then all ups."""
+    """[..., 2F] from adjacent columns to all gates, then all ups."""
     return torch.cat([w_up[..., 0::2], w_up[..., 1::2]], -1)
 
 
 def halves_together(w_up: Tensor) -> Tensor:
-    """What `halves_apart` undid."""
+    """The inverse of `halves_apart`."""
     return torch.stack(w_up.chunk(2, -1), -1).flatten(-2)
 
 
 def apart(layer: Layer, call: Call, *, transposed: bool) -> Implementation:
-    """One that has gates before ups. transposed: as nn.Linear keeps weights, [E, 2F, D] and [E, D, F]."""
+    """An implementation with gates before ups. transposed: with nn.Linear's layout, [E, 2F, D] and [E, D, F]."""
 
     def turned(x: Tensor) -> Tensor:
         return x.mT if transposed else x
@@ -100,7 +100,7 @@ def activated(z: Tensor, layer: Layer) -> Tensor:
 
 
 def compiled_later(call: Call, dynamic: bool | None = None) -> Call:
-    """torch.compile of `call` from its first use on: to name a peer costs no import of the compiler."""
+    """torch.compile of `call`, made at its first use, so that listing a peer does not import the compiler."""
     made: list[Call] = []
 
     def run(x: Tensor, logits: Tensor, weights: list[Tensor]) -> Tensor:
@@ -112,13 +112,13 @@ def compiled_later(call: Call, dynamic: bool | None = None) -> Call:
 
 
 def serve_by(products: str | None, device: torch.device) -> None:
-    """Who serves our products from here on, forward and backward; None: whom the committed table chooses."""
+    """Who computes our products from now on, forward and backward; None: as the committed table chooses."""
     if device.type == "cuda":
         importlib.import_module("cdrmix.kernels.moe.grouped").force(products)
 
 
 def ours(layer: Layer, recompute: bool = False, products: str | None = None) -> Implementation:
-    """cdrmix; products: who multiplies on a GPU instead of the committed choice (kernels/moe/grouped.py)."""
+    """cdrmix; products: who computes products on a GPU instead of the committed choice (kernels/moe/grouped.py)."""
 
     def call(x: Tensor, logits: Tensor, weights: list[Tensor]) -> Tensor:
         w_up, w_down = weights
@@ -130,7 +130,7 @@ def ours(layer: Layer, recompute: bool = False, products: str | None = None) -> 
 
 
 def loop(layer: Layer, compiled: bool = False) -> Implementation:
-    """What one writes first: find each expert's tokens, compute them, add them up."""
+    """The naive way: find each expert's tokens, compute them, add them up."""
 
     def call(x: Tensor, logits: Tensor, weights: list[Tensor]) -> Tensor:
         w_up, w_down = weights
@@ -178,7 +178,7 @@ def grouped_mm(layer: Layer, compiled: bool = False) -> Implementation:
 
 
 def transformers(layer: Layer) -> Iterator[tuple[str, Implementation]]:
-    """Its experts' modules, Mixtral's for SwiGLU and Nemotron-H's for relu^2, in its two ways that fit the memory."""
+    """Its experts' modules, Mixtral's for SwiGLU and Nemotron-H's for relu^2, in the two ways that fit the memory."""
 
     def make(way: str) -> Implementation:
         def call(x: Tensor, logits: Tensor, weights: list[Tensor]) -> Tensor:
@@ -200,7 +200,7 @@ def transformers(layer: Layer) -> Iterator[tuple[str, Implementation]]:
 
                 config.n_routed_experts, config.moe_intermediate_size = layer.experts, layer.hidden
                 config.mlp_hidden_act = "relu2"
-            with torch.device("meta"):  # the weights come with the call
+            with torch.device("meta"):  # the call passes the weights
                 return Experts(config)
 
         made: list[nn.Module] = []
@@ -213,7 +213,7 @@ def transformers(layer: Layer) -> Iterator[tuple[str, Implementation]]:
 
 
 def deepspeed(layer: Layer) -> Iterator[tuple[str, Implementation]]:
-    """Its layer for one process, nothing dropped, no noise: every expert padded to the rows of the fullest."""
+    """Its layer for one process, nothing dropped, no noise: every expert is padded to the rows of the fullest."""
     if layer.k != 2:
         return
 
@@ -240,7 +240,7 @@ def deepspeed(layer: Layer) -> Iterator[tuple[str, Implementation]]:
         return MOELayer(Gate(), experts, "ep_size_1", 1, layer.experts)
 
     made: list[nn.Module] = []
-    given: list[Tensor] = []  # the logits of the present call
+    given: list[Tensor] = []  # the logits of the current call
     names = [f"experts.deepspeed_experts.{i}.{name}" for name in ("up", "down") for i in range(layer.experts)]
 
     def call(x: Tensor, logits: Tensor, weights: list[Tensor]) -> Tensor:
@@ -262,12 +262,12 @@ def deepspeed(layer: Layer) -> Iterator[tuple[str, Implementation]]:
 
 
 def scattermoe(layer: Layer) -> Iterator[tuple[str, Implementation]]:
-    """Its two products around the activation, from its own package or from the copy that Axolotl ships."""
+    """Its two products around the activation, from its own package or from the copy in Axolotl."""
 
     def functions() -> types.ModuleType:
         if importlib.util.find_spec("scattermoe"):
             return importlib.import_module("scattermoe.parallel_experts")
-        # Axolotl's packages above the copy import what only Axolotl needs: the copy stands alone as well.
+        # Axolotl's packages above the copy import Axolotl's own dependencies; the copy itself does not need them.
         name = "scattermoe_of_axolotl"
         if name not in sys.modules:
             found = importlib.util.find_spec("axolotl")
@@ -293,7 +293,7 @@ def scattermoe(layer: Layer) -> Iterator[tuple[str, Implementation]]:
 
 
 def sonicmoe(layer: Layer) -> Iterator[tuple[str, Implementation]]:
-    """Its layer for routes that were chosen elsewhere; gates and ups in neighbouring rows, as ours in columns."""
+    """Its layer for given routes; gates and ups in adjacent rows, where ours are in columns."""
 
     def call(x: Tensor, logits: Tensor, weights: list[Tensor]) -> Tensor:
         from cutlass.base_dsl.common import DSLBaseError
@@ -333,7 +333,7 @@ def liger(layer: Layer) -> Iterator[tuple[str, Implementation]]:
 
 
 def implementations(device: str, layer: Layer) -> tuple[dict[str, Implementation], dict[str, str]]:
-    """What there is to measure, ours first and then by interest, and what there is not, with the reason."""
+    """The implementations that can be measured, ours first, and the reasons for the absent ones."""
     found = {OURS: ours(layer), f"{OURS}, recompute=True": ours(layer, recompute=True)}
     if device == "cuda":
         found |= {f"{OURS}, products by {who}": ours(layer, products=who) for who in ("grouped_mm", "triton")}

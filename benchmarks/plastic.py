@@ -1,7 +1,7 @@
-"""The plastic update's cases: a chunk of tokens forward, and forward with backward, beside plain LoRA and the loop.
+"""The plastic update's cases: a chunk of tokens forward, and forward with backward, compared with LoRA and the loop.
 
-In training y and the next A both have a gradient, as when a later chunk reads what this one writes. As a program,
-`python plastic.py SHAPE PASS IMPLEMENTATION`, the shape as JSON: prints the bytes by which one run raises this
+In training both y and the next A have a gradient, as when a later chunk reads this one's updates. As a program,
+`python plastic.py SHAPE PASS IMPLEMENTATION`, with the shape as JSON, prints the bytes by which one run raises this
 process's memory.
 """
 
@@ -32,7 +32,7 @@ TWO_CALLS = "the same in two products"
 class Shape:
     """Sizes of a measurement: a chunk of tokens for every row of the batch, a projection of d_model to d_model.
 
-    width: of keys, the rank's for 0. layered: with the projections of q, k, v, beta. branches: of rates, on one x.
+    width: of keys; 0: the rank. layered: with the projections of q, k, v, beta. branches: of rates, on one x.
     """
 
     batch: int
@@ -46,8 +46,8 @@ class Shape:
 
 
 def make_tensors(shape: Shape, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Everything that an implementation may take, and dy and da_next: rates from 0 to 1, and of norm 1 the keys and,
-    since Oja's rule needs it as the delta rule needs that, its values."""
+    """All possible inputs, and dy and da_next. Rates are from 0 to 1; keys have norm 1, and so have values, because
+    Oja's rule needs that as the delta rule needs it of keys."""
     generator = torch.Generator(device).manual_seed(7)
 
     def normal(*size: int) -> Tensor:
@@ -76,13 +76,13 @@ def make_tensors(shape: Shape, device: torch.device, dtype: torch.dtype) -> dict
 
 
 class Runner(comparison.Runner):
-    """One implementation on one problem; what it gives beside y has a gradient too."""
+    """One implementation on one problem; its outputs besides y have a gradient too."""
 
     def __init__(self, implementation: Implementation, tensors: dict[str, Tensor], shape: Shape, part: str) -> None:
         dy = tensors["dy"]
         self.implementation, self.rule = implementation, shape.rule
         if "a_state" not in implementation.names and shape.branches > 1:
-            dy = dy[0]  # it has none
+            dy = dy[0]  # it has no branches
         super().__init__([tensors[name] for name in implementation.names], dy, part)
         self.weights = (self.dy, tensors["da_next"])
         self.outputs: tuple[Tensor, ...] = ()
@@ -116,7 +116,7 @@ class Runner(comparison.Runner):
 
 
 def parts(mine: Runner, tensors: dict[str, Tensor]) -> dict[str, Callable[[], object]]:
-    """What is timed beside whole implementations: on a GPU the projection, in one kernel and by cuBLAS alone."""
+    """What is timed besides whole implementations: on a GPU the projection, in one kernel and by cuBLAS alone."""
     x, w, b_up = (tensors[name] for name in ("x", "w", "b_up"))
     if not x.is_cuda:
         return {}
@@ -129,10 +129,10 @@ def parts(mine: Runner, tensors: dict[str, Tensor]) -> dict[str, Callable[[], ob
 
 
 def least_work(shape: Shape, part: str, element: int) -> tuple[int, int]:
-    """Bytes that must move and operations that must be done, of `element` bytes a number.
+    """Least bytes and operations, with `element` bytes a number.
 
-    Forward reads x, the weights, q, k and v and writes y; backward reads dy as well and writes a gradient of each.
-    Operations: the projection, a read, a write with its removal and B's product for every token; twice that backward.
+    Forward reads x, the weights, q, k and v and writes y; backward reads dy too and writes a gradient of each.
+    Operations: for every token the projection, a read, an update with its correction, and B's product; backward twice.
     """
     rows, d = shape.batch * shape.tokens, shape.width or shape.rank
     written = rows * shape.branches
@@ -169,7 +169,7 @@ def measure(shape: Shape, part: str, options: Options) -> Result:
 
 
 def figures(compared: Comparison) -> dict[str, float]:
-    """What targets are set for: times of ours over others', the loop's over ours; errors of A' among the gradients'."""
+    """The figures that have targets: our times over others', the loop's over ours; errors of A' are with gradients'."""
     mine = compared.found[OURS]
     result = {"milliseconds": compared.median(OURS)}
     named = {"time_over_lora": LORA, "time_over_projection": PROJECTION}
@@ -186,7 +186,7 @@ def figures(compared: Comparison) -> dict[str, float]:
 
 
 def peak(shape: Shape, part: str, who: str) -> int | None:
-    """Peak bytes of one run on the CPU, inputs not counted, after a run of 32 tokens that compiles and loads."""
+    """Peak bytes of one run on the CPU without inputs, after a run of 32 tokens that compiles and loads."""
     device = torch.device("cpu")
     with comparison.one_thread(device):
         implementation = implementations(shape.layered)[who]

@@ -1,7 +1,7 @@
-"""Who computes a projection with a low-rank term: cdrmix's plastic one, the same token by token, plain LoRA, none.
+"""Implementations of a projection with a low-rank term: cdrmix's plastic one, a token loop, plain LoRA, none.
 
-Each takes its own tensors by name and gives y, and those that write it the next A. `step` is plastic_lora or its
-definition in float64, so that the same layer serves as its own measure.
+Each takes its own tensors by name and returns y, and the next A if it computes one. `step` is plastic_lora or its
+definition in float64, so that the same layer gives the exact result too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Call = Callable[[dict[str, Tensor], Step, str], tuple[Tensor, ...]]  # tensors, 
 
 @dataclass(frozen=True)
 class Implementation:
-    """A function to be measured, the names of the tensors that it takes and differentiates, and what its step is."""
+    """A function to be measured, the names of the tensors that it takes and differentiates, and its step."""
 
     call: Call
     names: tuple[str, ...]
@@ -41,9 +41,9 @@ def update(tensors: dict[str, Tensor], step: Step, rule: str) -> tuple[Tensor, .
 
 
 def layer(tensors: dict[str, Tensor], step: Step, rule: str) -> tuple[Tensor, ...]:
-    """With queries, keys, values and rates made from x by one product; narrow keys are projected, wide ones are x.
+    """With queries, keys, values and rates computed from x by one product; narrow keys are projected, wide ones are x.
 
-    q_t is the key's norm 1, k_t the one before it, beta_t = sigmoid(g x_{t-1} + h x_t).
+    q_t is the key divided by its norm, k_t the one before it, beta_t = sigmoid(g x_{t-1} + h x_t).
     """
     x, weights, rank = tensors["x"], tensors["w_inner"], tensors["b_up"].shape[1]
     narrow = len(weights) == 2 * rank + 2
@@ -56,7 +56,7 @@ def layer(tensors: dict[str, Tensor], step: Step, rule: str) -> tuple[Tensor, ..
 
 
 def lora(tensors: dict[str, Tensor], step: Step, rule: str) -> tuple[Tensor, ...]:
-    """As PEFT's layer has it: the scaled low-rank product added to the projection."""
+    """As in PEFT's layer: the scaled low-rank product added to the projection."""
     low = functional.linear(functional.linear(tensors["x"], tensors["a_down"]), tensors["b_up"])
     return (functional.linear(tensors["x"], tensors["w"]) + ALPHA * low,)
 
@@ -66,7 +66,7 @@ def projection(tensors: dict[str, Tensor], step: Step, rule: str) -> tuple[Tenso
 
 
 def implementations(layered: bool) -> dict[str, Implementation]:
-    """What there is to measure, ours first. layered: with the projections of q, k, v and beta."""
+    """The implementations that can be measured, ours first. layered: with the projections of q, k, v and beta."""
     call, names = (
         (layer, ("x", "w", "b_up", "w_inner", "a_state"))
         if layered

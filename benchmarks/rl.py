@@ -1,9 +1,9 @@
-"""Stage B's rollouts: tokens a second beside TRL's, and what the memory agent's reading costs as documents grow.
+"""Stage B's rollouts: tokens a second compared with TRL's, and the cost of the memory agent's reading by length.
 
-rollouts_*: prompts x groups and new tokens alike, temperature 1, equal numbers of parameters and layers; TRL's
-GRPOTrainer generates by transformers (its vLLM needs a GPU). reading: time of a token at 4,096 tokens over 256, of the
-same rows. memory: what reading 65,536 tokens takes, and how much more than reading 4,096, in fresh processes. As a
-program, `python rl.py TOKENS` prints the bytes by which reading so many raises this process's memory.
+rollouts_*: equal prompts x groups and new tokens, temperature 1, equal numbers of parameters and layers; TRL's
+GRPOTrainer generates with transformers (its vLLM needs a GPU). reading: time of a token at 4,096 tokens over that at
+256, for the same rows. memory: bytes for reading 65,536 tokens, and how many more than for 4,096, in fresh processes.
+As a program, `python rl.py TOKENS` prints the bytes by which reading so many tokens raises this process's memory.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from cdrmix.reason.rl.rollout import generate
 
 CPU = torch.device("cpu")
 PROMPTS, GROUP = 16, 8
-# Layers of attention, tokens of a prompt, new tokens: the ablations' model and window; a window of text, by RWKV-7
-# alone, and with attention, which keeps its keys.
+# Layers of attention, tokens of a prompt, new tokens: the ablations' model and window; a window of text with RWKV-7
+# only, and with attention, which keeps its keys.
 SHAPES = {"cell": (1, 26, 4), "long": (0, 200, 64), "long_hybrid": (1, 200, 64)}
-ROWS = 8  # documents read at once, where their time is taken; one where memory is
+ROWS = 8  # documents read at once for times; one for memory
 SHORT, LONG, LONGEST = 256, 4096, 65536  # tokens of a document
 CHUNK = 16
 
 
 def cell(attention: int = 1) -> LanguageModel:
-    """The model of the ablations of the token memory; attention: in how many of its two layers, the last ones."""
+    """The model of the ablations of the token memory; attention: how many of its two layers have it, the last ones."""
     config = Model(
         vocab_size=208,
         d_model=64,
@@ -53,7 +53,7 @@ def cell(attention: int = 1) -> LanguageModel:
 
 
 def rollouts(attention: int, length: int, new_tokens: int, options: Options) -> Result:
-    """Tokens a second of ours and of TRL's, in turns; the tokens of both counted, and nothing else of the update."""
+    """Tokens a second of ours and of TRL's, in turns; the tokens of both count, and nothing else of the update."""
     import rl_peers
 
     model = cell(attention)
@@ -97,7 +97,7 @@ def _rate(call: Callable[[], int]) -> float:
 
 
 def reading(options: Options) -> Result:
-    """Microseconds a token of a document, the answer included, at 4,096 tokens; and over the same at 256."""
+    """Microseconds a token of a document, with the answer, at 4,096 tokens; and the ratio to 256 tokens."""
     model, window = cell(), None
     with one_thread(CPU):
         documents = {tokens: _documents(tokens) for tokens in (SHORT, LONG)}
@@ -123,7 +123,7 @@ def reading(options: Options) -> Result:
 
 
 def memory(options: Options) -> Result:
-    """Megabytes that reading a long document takes beyond the document itself."""
+    """Megabytes that reading a long document takes, without the document itself."""
     del options
     peaks = {tokens: peak_in_fresh_process(__file__, str(tokens)) for tokens in (LONG, LONGEST)}
     long, longest = (peaks[tokens] for tokens in (LONG, LONGEST))

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer with a Llama of a given number of parameters: what our rollouts are held against."""
+"""TRL's GRPOTrainer with a Llama of a given number of parameters, the peer of our rollouts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 def llama(
     vocab_size: int, parameters: int, *, d_model: int, layers: int, heads: int, positions: int
 ) -> LlamaForCausalLM:
-    """A Llama with tied embeddings, its feed-forwards as wide as makes its parameters as many."""
+    """A Llama with tied embeddings, whose feed-forward width gives it that number of parameters."""
     others = vocab_size * d_model + layers * (4 * d_model**2 + 2 * d_model) + d_model
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -40,9 +40,9 @@ def llama(
 def trl_rollouts(
     model: LlamaForCausalLM, prompts_BL: Tensor, group: int, new_tokens: int, folder: str
 ) -> Callable[[], int]:
-    """What GRPOTrainer does for its rollouts in a step: gives the tokens generated.
+    """The rollouts of one step of GRPOTrainer: returns the generated tokens.
 
-    Its prompts stand there once for every rollout, as its sampler hands them on. Rows that draw the last id end.
+    Each prompt is repeated for every rollout, as its sampler does. A row ends when it draws the last id.
     """
     words = {f"t{number}": number for number in range(model.config.vocab_size)}
     last = f"t{model.config.vocab_size - 1}"

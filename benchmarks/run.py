@@ -1,8 +1,8 @@
-"""Runs benchmark suites: prints a table against peers and targets, appends JSON lines to benchmarks/results/.
+"""Runs benchmark suites: prints a table with peers and targets, and appends JSON lines to benchmarks/results/.
 
 python benchmarks/run.py [--suite NAME ...] [--case NAME ...] [--device cpu|cuda] [--list]
 
-The kernels' suites need PyTorch, Triton, PyYAML and Rich alone; the trainer's needs everything that cdrmix depends on.
+The kernels' suites need only PyTorch, Triton, PyYAML and Rich; the trainer's needs all dependencies of cdrmix.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROOT = HERE.parent
 def main() -> int:
     """Runs what the arguments name; exit code 0: every target was met; 1: one was missed or not measured; 2: usage.
 
-    A case that this machine cannot run is told of and fails nothing, unless a target of it names the machine's GPU.
+    A case that this machine cannot run is listed and fails only if one of its targets names the machine's GPU.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", action="append", choices=sorted(SUITES), help="default: all")
@@ -53,7 +53,7 @@ def main() -> int:
     targets = yaml.safe_load((HERE / "targets.yaml").read_text())
     suites = arguments.suite or sorted(SUITES)
     if arguments.list:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `run.py --list | head` is no error
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `run.py --list | head` is no error
         for suite in suites:
             for name, case in cases(suite).items():
                 print(f"{suite}/{name} ({', '.join(case.devices)}): {case.about}; targets: {targets[suite][name]}")
@@ -115,7 +115,7 @@ def main() -> int:
 
 
 def all_met(rows: list[dict[str, Any]]) -> bool:
-    """Whether no target of the rows that counts here was missed or not measured."""
+    """Whether no applicable target of the rows was missed or not measured."""
     return all(check["met"] in (True, "elsewhere") for row in rows for check in row["targets"].values())
 
 
@@ -147,11 +147,11 @@ def to_row(
 
 
 def check(found: float | None, bound: dict[str, Any], gpu: str | None) -> dict[str, Any]:
-    """A target beside what was found. met: true, false, null where nothing was measured, or "elsewhere".
+    """A target and what was found. met: true, false, null where nothing was measured, or "elsewhere".
 
-    A bound with `gpu` counts on GPUs of that name alone, and is "elsewhere" on others. `by_gpu` holds bounds by the
-    name of a GPU, which stand there in place of this one. Beside `least`, under which a figure fails, `goals` are what
-    it should come to; reached: those that it came to.
+    A bound with `gpu` applies to GPUs of that name only, and is "elsewhere" on others. `by_gpu` holds bounds by the
+    name of a GPU, which replace this one there. A figure below `least` fails; `goals` are higher values that it should
+    reach; reached: those that it did.
     """
     bound = bound_for(bound, gpu)
     met: bool | str | None
@@ -168,7 +168,7 @@ def check(found: float | None, bound: dict[str, Any], gpu: str | None) -> dict[s
 
 
 def bound_for(bound: dict[str, Any], gpu: str | None) -> dict[str, Any]:
-    """The bound that counts on a GPU of this name (None: there is none), with that part of the name as its `gpu`."""
+    """The bound for a GPU of this name (None: there is no GPU), with that part of the name as its `gpu`."""
     for name, its_own in bound.get("by_gpu", {}).items():
         if name in (gpu or ""):
             return {**its_own, "gpu": name}
@@ -182,12 +182,12 @@ def names_this_gpu(bounds: dict[str, dict[str, Any]], gpu: str | None) -> bool:
 
 
 def listed(bounds: dict[str, dict[str, Any]]) -> str:
-    """A case's targets in words."""
+    """A case's targets as text."""
     return "; ".join(f"{name.replace('_', ' ')} {in_words(bound)}" for name, bound in bounds.items()) or "none"
 
 
 def in_words(bound: dict[str, Any]) -> str:
-    """A target: its bound with its goals, and the GPUs that it is for."""
+    """A target as text: its bound with its goals, and its GPUs."""
     parts = []
     if {"least", "most"} & set(bound):
         parts.append(f"at least {bound['least']}" if "least" in bound else f"at most {bound['most']}")
@@ -206,7 +206,7 @@ def finite(value: Any) -> Any:
 
 
 def show(row: dict[str, Any]) -> None:
-    """The table of a row: ours, every peer, the ratio to the first of them, and each figure beside its target."""
+    """The table of a row: ours, every peer, the ratio to the first of them, and each figure with its target."""
     where = row["machine"]
     title = f"{row['suite']}/{row['case']}: {where['gpu'] if row['settings'].get('device') == 'cuda' else where['cpu']}"
     table = Table(

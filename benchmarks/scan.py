@@ -1,7 +1,7 @@
-"""The decay scan's cases: forward, and forward with backward ("training"), against peers, fp64 and the roofline.
+"""The SSD scan's cases: forward, and forward with backward ("training"), against peers, fp64 and the roofline.
 
-As a program, `python scan.py SHAPE PASS IMPLEMENTATION`, the shape as JSON: prints the bytes by which one run raises
-this process's memory.
+As a program, `python scan.py SHAPE PASS IMPLEMENTATION`, with the shape as JSON, prints the bytes by which one run
+raises this process's memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NAMES = ("q", "k", "v", "log_decay")
 class Shape:
     """Sizes of a measurement. packed: documents of log-normal length in one row, instead of whole rows.
 
-    fixed: one decay a head, retention's, in place of Mamba-2's, which depend on the token.
+    fixed: one decay a head, as in RetNet, instead of Mamba-2's, which depend on the token.
     """
 
     batch: int
@@ -54,9 +54,9 @@ class Problem:
 
 
 def make_problem(shape: Shape, device: torch.device, dtype: torch.dtype) -> Problem:
-    """Normal values, q and k of norm 1 on average; log decays -A dt with A from 1 to 16, dt log-uniform as Mamba-2 has.
+    """Normal values, q and k of norm 1 on average; log decays -A dt with A from 1 to 16, dt log-uniform as in Mamba-2.
 
-    dt is from 1e-3 to 0.1: log decays from -1.6 to -0.001, which are float32. Retention's are log(1 - 2^(-5 - head)).
+    dt is from 1e-3 to 0.1: log decays from -1.6 to -0.001, in float32. RetNet's are log(1 - 2^(-5 - head)).
     """
     generator = torch.Generator(device).manual_seed(7)
 
@@ -87,9 +87,9 @@ class Runner(comparison.Runner):
         return self.implementation(self.inputs, self.problem.cu_seqlens)
 
     def errors(self) -> dict[str, float]:
-        """Relative error of y and of each gradient against the chunked mathematics in float64, on the same inputs.
+        """Relative error of y and of each gradient against the chunked formulas in float64, on the same inputs.
 
-        Retention gives its decays no gradient, and is not asked for one.
+        RetNet's decays have no gradient.
         """
         inputs = [x.detach().double() for x in self.inputs]
         flags = {"chunk": 64, "exclusive": False}
@@ -108,11 +108,11 @@ class Runner(comparison.Runner):
 
 
 def least_work(shape: Shape, part: str, element: int) -> tuple[int, int]:
-    """Bytes that must move and operations that must be done, of `element` bytes a number and float32 decays.
+    """Least bytes and operations, with `element` bytes a number and float32 decays.
 
-    Bytes: forward reads the inputs and writes y; backward reads them and dy, and writes their gradients. Operations,
-    by the recurrence, a token and head: forward decay KV, rank-one update 2 KV, S q 2 KV; backward dS 3 KV, its
-    products with v, k and dy 6 KV, the decay's gradient 2 KV, and 3 KV to have the states again.
+    Bytes: forward reads the inputs and writes y; backward reads them and dy, and writes their gradients. Operations of
+    the recurrence, a token and head: forward decay KV, rank-one update 2 KV, S q 2 KV; backward dS 3 KV, its products
+    with v, k and dy 6 KV, the decay's gradient 2 KV, and 3 KV to recompute the states.
     """
     tokens, product = shape.batch * shape.length, shape.key_width * shape.value_width
     keys = 2 * shape.groups * shape.key_width * element
@@ -151,7 +151,7 @@ def measure(shape: Shape, part: str, options: Options) -> Result:
 
 
 def figures(compared: Comparison, bound: dict[str, Any], value_bytes: int) -> dict[str, float]:
-    """What targets are set for. A figure of a peer that was not measured is not there."""
+    """The figures that have targets; those of peers that were not measured are absent."""
     mine, rivals = compared.found[OURS], compared.rivals
     result = {"milliseconds": compared.median(OURS)} | compared.speeds(
         {
@@ -175,7 +175,7 @@ def figures(compared: Comparison, bound: dict[str, Any], value_bytes: int) -> di
 
 
 def peak(shape: Shape, part: str, who: str) -> int | None:
-    """Peak bytes of one run on the CPU, inputs not counted, after a run of 64 tokens that compiles and loads."""
+    """Peak bytes of one run on the CPU without inputs, after a run of 64 tokens that compiles and loads."""
     device, dtype = torch.device("cpu"), torch.float32
     with comparison.one_thread(device):
         implementation = implementations("cpu", shape.length, shape.packed, shape.fixed)[0][who]

@@ -1,7 +1,7 @@
-"""Who computes the decay scan: cdrmix's op, PyTorch in three ways, and flash-linear-attention.
+"""Implementations of the SSD scan: cdrmix's operator, PyTorch in three ways, and flash-linear-attention.
 
-Each takes q, k [B, T, G, K], v [B, T, H, V], log decays [B, T, H] and gives y [B, T, H, V], without a state and with
-nothing scaled.
+Each takes q, k [B, T, G, K], v [B, T, H, V], log decays [B, T, H] and returns y [B, T, H, V], without a state and
+without a scale.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CHUNKED = "PyTorch, chunks, "
 FLA = "fla, simple_gla"
 FLA_NAIVE = "fla, naive chunks"
 RETENTION = "fla, retention"
-NAIVE_TOKENS = 1024  # beyond these the autograd graph of the token loop does not fit beside its peers
+NAIVE_TOKENS = 1024  # most tokens for which the autograd graph of the token loop fits next to its peers
 
 Implementation = Callable[[list[Tensor], Tensor | None], Tensor]  # q, k, v, log_decay and cu_seqlens -> y
 
@@ -44,9 +44,9 @@ def segment_sums(x: Tensor) -> Tensor:
 
 
 def dual_form(chunk: int) -> Implementation:
-    """The structured state space duality's block decomposition (arXiv 2405.21060, section 6), by autograd.
+    """The block decomposition of structured state-space duality (arXiv 2405.21060, section 6), by autograd.
 
-    Within a chunk a masked product of [C, C], between chunks the same mask made of the chunks' whole decays.
+    Within a chunk a masked product of [C, C]; between chunks the same mask, of the chunks' total decays.
     """
 
     def call(inputs: list[Tensor], cu_seqlens: Tensor | None) -> Tensor:
@@ -59,7 +59,7 @@ def dual_form(chunk: int) -> Implementation:
         sums = log.cumsum(-1)
         y = ((q @ k.mT) * segment_sums(log).exp()) @ v
         leaving = (sums[..., -1:] - sums).exp().unsqueeze(-1)
-        states = k.mT @ (v * leaving)  # what each chunk adds, [B, H, N, K, V]
+        states = k.mT @ (v * leaving)  # the update of each chunk, [B, H, N, K, V]
         whole = torch.nn.functional.pad(sums[..., -1], (1, 0))
         between = segment_sums(whole).exp()[..., :-1, 1:]  # from the end of chunk n to the start of chunk m
         before = torch.einsum("bhmn,bhnkv->bhmkv", between, states)
@@ -93,7 +93,7 @@ def chunked(inputs: list[Tensor], cu_seqlens: Tensor | None) -> Tensor:
 
 
 def fla(inputs: list[Tensor], cu_seqlens: Tensor | None) -> Tensor:
-    """Heads repeated where they share keys: it has as many of one as of the other. Its decays are float32 by habit."""
+    """With heads repeated where they share keys, because it has equally many of both. Its decays are float32."""
     from fla.ops.simple_gla import chunk_simple_gla
 
     q, k, v, log_decay = inputs
@@ -110,7 +110,7 @@ def fla_naive(inputs: list[Tensor], cu_seqlens: Tensor | None) -> Tensor:
 
 
 def retention(inputs: list[Tensor], cu_seqlens: Tensor | None) -> Tensor:
-    """It fixes the decays by the head's number; those given are the same, and get no gradient."""
+    """It computes the decays from the head's number; the given ones are the same, and get no gradient."""
     from fla.ops.retention import chunk_retention
 
     q, k, v, log_decay = inputs
@@ -120,9 +120,9 @@ def retention(inputs: list[Tensor], cu_seqlens: Tensor | None) -> Tensor:
 def implementations(
     device: str, length: int, packed: bool, fixed: bool
 ) -> tuple[dict[str, Implementation], dict[str, str]]:
-    """What there is to measure, ours first and then by interest, and what there is not, with the reason.
+    """The implementations that can be measured, ours first, and the reasons for the absent ones.
 
-    fixed: whether the decays are retention's.
+    fixed: whether the decays are RetNet's.
     """
     found: dict[str, Implementation] = {OURS: ours}
     absent = {"mamba-ssm": "a source distribution to be compiled against the machine's CUDA; its formula is measured"}

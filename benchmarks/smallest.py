@@ -1,15 +1,15 @@
 """Runs the Triton kernels, both passes, on the smallest shapes that reach all branches: for memory checkers.
 
-Every dtype, width and kind of saving is a kernel of its own to compile; smoke.py says in seconds whether all is well.
+Every dtype, width and value of `recompute` is a kernel of its own to compile; smoke.py gives a first answer in seconds.
 
 compute-sanitizer --tool memcheck --error-exitcode 9 python benchmarks/smallest.py [--suite NAME] [--dtype NAME]
 
-The recurrence: two chunks and a remainder, packed documents with an empty one, states in and out, unequal widths, both
-kinds of saving. The operators around it: with and without documents, and with and without the value residual.
-The mixture of experts: sizes that tiles divide and that they do not, more tokens than a tile, one and none, an expert
-without rows, dropped routes, both activations and both kinds of saving; dispatch and combine.
-The linear cross-entropy: one chunk and several, rows of logits that are aligned and not, sets, rows that do not count.
-The plastic update: rows, widths and ranks that tiles divide and that they do not, branches, every rule, starts.
+The recurrence: two chunks and a remainder, packed documents with an empty one, states in and out, unequal widths, with
+and without recomputation. The operators around it: with and without documents, and with and without the value residual.
+The mixture of experts: sizes that are and are not multiples of tiles, more tokens than a tile, one and none, an expert
+without rows, dropped routes, both activations, with and without recomputation; dispatch and combination.
+The linear cross-entropy: one chunk and several, aligned and unaligned rows of logits, sets, rows that do not count.
+The plastic update: rows, widths and ranks that are and are not multiples of tiles, branches, every rule, starts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cdrmix import ops
 WIDTHS = ((64, 64), (32, 32), (128, 128), (32, 64), (128, 64))  # of keys and values
 EQUAL = [pair for pair in WIDTHS if pair[0] == pair[1]]
 DTYPES = [torch.bfloat16, torch.float32]
-SPLITS = ([0, 33, 33, 70], None)  # an empty document among three; one document a row
+SPLITS = ([0, 33, 33, 70], None)  # three documents with an empty one; each row one document
 
 # Tokens, inputs, outputs, rank, width of keys, branches: odd sizes; whole tiles; wide keys; one token.
 PLASTIC = ((150, 72, 136, 12, 12, 3), (256, 128, 256, 16, 16, 1), (70, 64, 40, 24, 200, 2), (1, 5, 3, 1, 1, 1))
@@ -36,7 +36,7 @@ PLASTIC = ((150, 72, 136, 12, 12, 3), (256, 128, 256, 16, 16, 1), (70, 64, 40, 2
 
 @dataclass(frozen=True)
 class Experts:
-    """Sizes of a layer. capacity: rows an expert takes at most."""
+    """Sizes of a layer. capacity: most rows of an expert."""
 
     tokens: int
     d_model: int
@@ -47,14 +47,14 @@ class Experts:
 
 
 EXPERTS = (
-    Experts(150, 72, 40, 5, 2, capacity=140),  # the first expert is full, the last gets nothing
+    Experts(150, 72, 40, 5, 2, capacity=140),  # the first expert is full, the last gets no rows
     Experts(300, 256, 256, 4, 2),
     Experts(1, 64, 64, 16, 3),
     Experts(0, 64, 64, 16, 3),
 )
 
 
-LOSSES = ((1100, 64, 50_257, 2), (40, 32, 512, 1), (1, 8, 1, 1))  # rows, D, V, sets: three chunks, one, one of nothing
+LOSSES = ((1100, 64, 50_257, 2), (40, 32, 512, 1), (1, 8, 1, 1))  # rows, D, V, sets: three chunks, one, one of one row
 
 
 SCANS = ((64, 64), (16, 16), (128, 64), (24, 40))  # K, V
@@ -91,7 +91,7 @@ def main() -> int:
 
 
 def time_mix(device: torch.device, shapes: int | None) -> Iterator[tuple[str, bool]]:
-    """The recurrence and the operators around it: what ran, and whether all values are finite."""
+    """The recurrence and the operators around it: a label, and whether all values are finite."""
     choices = itertools.product(WIDTHS[:shapes], DTYPES, SPLITS, (False, True))
     for (key_width, value_width), dtype, split, recompute in choices:
         documents = "packed" if split else "one row"
@@ -104,7 +104,7 @@ def time_mix(device: torch.device, shapes: int | None) -> Iterator[tuple[str, bo
 
 
 def mixtures(device: torch.device, shapes: int | None) -> Iterator[tuple[str, bool]]:
-    """The mixture of experts: what ran, and whether all values are finite."""
+    """The mixture of experts: a label, and whether all values are finite."""
     for shape, dtype, activation, recompute in itertools.product(
         EXPERTS[:shapes], DTYPES, ("swiglu", "relu2"), (False, True)
     ):
@@ -113,14 +113,14 @@ def mixtures(device: torch.device, shapes: int | None) -> Iterator[tuple[str, bo
 
 
 def mixture(device: torch.device, shape: Experts, dtype: torch.dtype, activation: str, recompute: bool) -> bool:
-    """Routing, dispatch, combine and experts with every gradient; whether all values are finite."""
+    """Routing, dispatch, combination and experts with every gradient; whether all values are finite."""
 
     def normal(*size: int, kind: torch.dtype = dtype) -> torch.Tensor:
         return torch.randn(size, device=device).to(kind).requires_grad_()
 
     logits = normal(shape.tokens, shape.experts, kind=torch.float32)
     tilt = torch.zeros(shape.experts, device=device)
-    tilt[0], tilt[-1] = 9.0, -99.0  # nearly everyone's choice, and nobody's
+    tilt[0], tilt[-1] = 9.0, -99.0  # the choice of almost all tokens, and of none
     routing = ops.route_topk(logits, shape.k, bias=tilt, capacity=shape.capacity)
     x, wide = normal(shape.tokens, shape.d_model), shape.hidden * (2 if activation == "swiglu" else 1)
     w_up = normal(shape.experts, shape.d_model, wide)
@@ -133,13 +133,13 @@ def mixture(device: torch.device, shape: Experts, dtype: torch.dtype, activation
 
 
 def losses(device: torch.device, shapes: int | None) -> Iterator[tuple[str, bool]]:
-    """The linear cross-entropy with every option and with none: what ran, and whether all values are finite."""
+    """The linear cross-entropy with every option and with none: a label, and whether all values are finite."""
     for shape, dtype, every in itertools.product(LOSSES[:shapes], DTYPES, (True, False)):
         yield f"ce {shape} {dtype} {'every option' if every else 'no option'}", loss(device, shape, dtype, every)
 
 
 def loss(device: torch.device, shape: tuple[int, int, int, int], dtype: torch.dtype, every: bool) -> bool:
-    """The losses with both gradients, and without them; a third of the targets of weight 0, another ignored."""
+    """The losses with both gradients, and without them; a third of the targets has weight 0, another is ignored."""
     rows, d_model, vocabulary, sets = shape
     hidden = torch.randn(rows, d_model, device=device).to(dtype).requires_grad_()
     weight = torch.randn(vocabulary, d_model, device=device).to(dtype).requires_grad_()
@@ -158,7 +158,7 @@ def loss(device: torch.device, shape: tuple[int, int, int, int], dtype: torch.dt
 
 
 def plastic_updates(device: torch.device, shapes: int | None) -> Iterator[tuple[str, bool]]:
-    """The plastic update by every rule, with starts and without: what ran, and whether all values are finite."""
+    """The plastic update by every rule, with starts and without: a label, and whether all values are finite."""
     for shape, dtype, rule in itertools.product(PLASTIC[:shapes], DTYPES, ("delta", "hebb", "oja")):
         for starts in (False, True):
             about = f"plastic {shape} {dtype} {rule}{' starts' if starts else ''}"
@@ -187,7 +187,7 @@ def plastic_update(device: torch.device, shape: tuple[int, ...], dtype: torch.dt
 
 
 def scans(device: torch.device, shapes: int | None) -> Iterator[tuple[str, bool]]:
-    """The decay scan, inclusive and exclusive: what ran, and whether all values are finite."""
+    """The SSD scan, inclusive and exclusive: a label, and whether all values are finite."""
     for widths, dtype, exclusive in itertools.product(SCANS[:shapes], DTYPES, (False, True)):
         yield f"scan {widths} {dtype}{' exclusive' if exclusive else ''}", scan(device, widths, dtype, exclusive)
 
@@ -235,7 +235,7 @@ def once(
 def around(device: torch.device, head_size: int, dtype: torch.dtype, packed: bool) -> bool:
     """The operators before and after the recurrence with every gradient; whether all values are finite.
 
-    packed: documents and a carried token, and the value residual; else neither.
+    packed: with documents, a carried token and the value residual; else without all of these.
     """
     batch, tokens, heads = 2, 35, 3
     width = heads * head_size

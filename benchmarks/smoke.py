@@ -2,9 +2,9 @@
 
 python smoke.py [--device cuda|cpu] [--family NAME ...]
 
-The widths are those of the training rows, so that what Triton compiles here is in its cache when they run; the tokens
-are few. Families run all at once, each in a process of its own, for compilation takes nearly all of the time and one
-processor. Exit code 1 where a family fails, gives a value that is not finite, or is far from the reference.
+The widths are those of the training rows, so that the kernels compiled here are in Triton's cache when those run; the
+tokens are few. All families run at once, each in a process of its own, because compilation takes almost all of the time
+and one processor. Exit code 1 if a family fails, gives a value that is not finite, or is far from the reference.
 On a CPU (Triton's interpreter, TRITON_INTERPRET=1) the widths are small and the dtype is float32.
 """
 
@@ -27,14 +27,14 @@ from torch.nn import functional
 from cdrmix import ops
 from cdrmix.ops import weights
 
-# Relative error in the 2-norm. The rows' own targets are 7e-3 for outputs and 1e-2 for gradients in bfloat16, 2^-9 an
-# operand; float32 loses 2^-24 an operand. A wrong tile, chunk or gradient is an error near 1.
+# Relative error in the 2-norm. The rows' own targets are 7e-3 for outputs and 1e-2 for gradients in bfloat16, which
+# rounds operands by 2^-9; float32 rounds them by 2^-24. A wrong tile, chunk or gradient gives an error near 1.
 BARS = {torch.bfloat16: 3e-2, torch.float32: 1e-4}
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of all families: documents in a row of tokens end where a chunk or tile does not."""
+    """Sizes of all families; documents in a row end inside of chunks and tiles."""
 
     tokens: int
     d_model: int
@@ -49,8 +49,8 @@ GPU = Sizes(tokens=336, d_model=2048, hidden=4608, experts=8, head=64, heads=32,
 TOY = Sizes(tokens=40, d_model=32, hidden=24, experts=4, head=32, heads=1, vocabulary=72)
 
 Leaves = dict[str, Tensor]
-Outputs = Callable[[Leaves], list[Tensor]]  # of leaves of any dtype
-Normal = Callable[..., Tensor]  # of a shape
+Outputs = Callable[[Leaves], list[Tensor]]  # computed from leaves of any dtype
+Normal = Callable[..., Tensor]  # normal values of a shape
 
 
 def documents(sizes: Sizes, device: torch.device) -> Tensor:
@@ -63,9 +63,9 @@ def unit(x: Tensor) -> Tensor:
 
 
 def as_in_training(*trained: Tensor) -> AbstractContextManager[object]:
-    """Autocast around products of float32 weights, with copies and sums of gradients attached, as the engine has them.
+    """Autocast around products of float32 weights with attached copies and gradient sums, as in the engine.
 
-    Nothing on a CPU, and nothing in float64.
+    It does nothing on a CPU and for float64.
     """
     if trained[0].device.type != "cuda" or trained[0].dtype != torch.float32:
         return nullcontext()
@@ -115,7 +115,7 @@ def time_mix(sizes: Sizes, normal: Normal) -> tuple[Leaves, Outputs]:
 
 
 def attention(sizes: Sizes, normal: Normal) -> tuple[Leaves, Outputs]:
-    """Packed documents, two queries to a key."""
+    """Packed documents, two query heads for each key head."""
     width = (sizes.tokens, 2 * sizes.heads, sizes.head)
     leaves = {"q": normal(1, *width), "k": normal(1, sizes.tokens, sizes.heads, sizes.head)}
     leaves["v"] = normal(1, sizes.tokens, sizes.heads, sizes.head)
@@ -136,7 +136,7 @@ def norm(sizes: Sizes, normal: Normal) -> tuple[Leaves, Outputs]:
 
 
 def projection(sizes: Sizes, normal: Normal) -> tuple[Leaves, Outputs]:
-    """A product by a trained weight, whose gradient is added up in float32."""
+    """A product with a trained weight, whose gradient is summed in float32."""
     leaves = {"x": normal(sizes.tokens, sizes.d_model)}
     leaves["weight"] = normal(sizes.d_model, sizes.d_model).float() * sizes.d_model**-0.5
 
@@ -148,7 +148,7 @@ def projection(sizes: Sizes, normal: Normal) -> tuple[Leaves, Outputs]:
 
 
 def mixture(activation: str, *, trained: bool) -> Callable[[Sizes, Normal], tuple[Leaves, Outputs]]:
-    """Routing, experts, dispatch and combine, with this activation; trained: the experts' weights as the engine's."""
+    """Routing, experts, dispatch and combination, with this activation; trained: with weights as in the engine."""
 
     def make(sizes: Sizes, normal: Normal) -> tuple[Leaves, Outputs]:
         wide = sizes.hidden * (2 if activation == "swiglu" else 1)
@@ -185,7 +185,7 @@ def loss(sizes: Sizes, normal: Normal) -> tuple[Leaves, Outputs]:
 
 
 def scan(sizes: Sizes, normal: Normal) -> tuple[Leaves, Outputs]:
-    """The decay scan over packed documents, with a state in and out."""
+    """The SSD scan over packed documents, with a state in and out."""
     shape = (1, sizes.tokens, sizes.heads, sizes.head)
     leaves = {name: normal(*shape) for name in "qkv"}
     leaves["log_decay"] = -normal(*shape[:3]).float().abs()
@@ -232,7 +232,7 @@ FAMILIES: dict[str, Callable[[Sizes, Normal], tuple[Leaves, Outputs]]] = {
 
 
 def errors(name: str, device: torch.device) -> dict[str, float]:
-    """The family's error against float64 for each output and each gradient; infinite where a value is not finite."""
+    """The family's errors against float64, for each output and each gradient; infinite where a value is not finite."""
     on_gpu = device.type == "cuda"
     generator = torch.Generator(device).manual_seed(11)
     dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -247,7 +247,7 @@ def errors(name: str, device: torch.device) -> dict[str, float]:
         os.environ["CDRMIX_BACKEND"] = backend
         inputs = {key: x.detach().requires_grad_() for key, x in inputs.items()}
         found = outputs(inputs)
-        if not factors:  # in the sum that is differentiated: the same for both
+        if not factors:  # of the sum that is differentiated: the same for both
             factors.extend(torch.randn(y.shape, generator=generator, device=device) for y in found)
         total = torch.stack([(y.double() * factor).sum() for y, factor in zip(found, factors, strict=True)]).sum()
         torch.autograd.backward(total)
@@ -263,7 +263,7 @@ def errors(name: str, device: torch.device) -> dict[str, float]:
 
 
 def check(name: str, device: torch.device) -> bool:
-    """Runs one family and prints a line on it; whether all is well."""
+    """Runs one family and prints a line about it; returns whether it passed."""
     begun = time.perf_counter()
     found = errors(name, device)
     worst = max(found, key=lambda key: found[key])

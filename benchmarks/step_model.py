@@ -1,20 +1,20 @@
-"""What a training micro-batch costs a GPU by count: bytes, operations, launches and a modelled time, without a GPU.
+"""The cost of a training micro-batch on a GPU by counting, without a GPU: bytes, operations, launches, a modelled time.
 
 python step_model.py [--config YAML] [--card NAME] [--operations N] [--label TEXT --append FILE] [KEY=VALUE ...]
 
-One forward and backward pass of the real loss model runs on fake tensors, after a first one that leaves gradients, and
-every operation that PyTorch dispatches is counted: bytes of its tensors, multiplications, kernel launches. Time is a
-model, the same for every version of the code, so that versions can be compared:
+One forward and backward pass of the real loss model runs on fake tensors, after a first one that leaves gradients.
+Every operation that PyTorch dispatches is counted: bytes of its tensors, multiplications, kernel launches. Time is a
+model, which is the same for every version of the code, so that versions can be compared:
 
-    matrix products   operations at 72 % of the card's bf16 peak, or bytes at the measured bandwidth, what is longer
-    our kernels       the estimate of ahead-of-time compilation (results/aot.jsonl, sm_90) by tokens and width; where
-                      there is none, bytes
+    matrix products   operations at 72 % of the card's bf16 peak, or bytes at the measured bandwidth, if that is longer
+    our kernels       the estimate of ahead-of-time compilation (results/aot.jsonl, sm_90) by tokens and width; bytes
+                      where there is none
     attention         operations at a rate, see ATTENTION_RATES; as if every row were one document
-    update            bytes of clipping, AdamW and what refreshes the weights' copies, by the micro-batches of a step
+    update            bytes of clipping, AdamW and refreshing the weights' copies, over the micro-batches of a step
     everything else   bytes of its inputs and outputs at the measured bandwidth; views cost nothing
 
-Launches do not overlap and the host is never waited for. It runs under CDRMIX_BACKEND=triton and TRITON_INTERPRET=1, so
-that the operators keep for the backward pass what they keep on a GPU; no kernel is run.
+Launches do not overlap, and nothing waits for the host. It runs with CDRMIX_BACKEND=triton and TRITON_INTERPRET=1, so
+that the operators keep the same tensors for the backward pass as on a GPU; no kernel is run.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ from cdrmix.plan.flops import training_flops_per_token
 from cdrmix.training.build import build_loss_model
 
 AOT = Path(__file__).parent / "results" / "aot.jsonl"
-TRITON = "3.7.1"  # whose rows are read; those of 3.6.0 are within 1.1 % in four of five cases
-REFERENCE_TOKENS, REFERENCE_WIDTH = 32_768, 2_048  # of the launches that results/aot.jsonl tells of
+TRITON = "3.7.1"  # its rows are read; those of 3.6.0 are within 1.1 % in four of five cases
+REFERENCE_TOKENS, REFERENCE_WIDTH = 32_768, 2_048  # of the launches in results/aot.jsonl
 EFFICIENCY = 0.72  # of large products, of the peak: 8192 x 8192 x 8192 on an H200 reached 0.80, layers' sizes less
-# Operations a second of attention, forward and backward together, by the operation that serves it. Dense: the memory-
-# efficient kernel with one split, which determinism asks for, reads a mask and skips nothing. Varlen: FlashAttention 2
-# reached 320e12 forward and 0.55 of it deterministic and backward on an H100 (arXiv 2407.08608, figures 5 and 6; its
-# repository on the deterministic backward pass).
+# Operations a second of attention, forward and backward together, by operation. Dense: the memory-efficient kernel with
+# one split, which determinism requires, reads a mask and skips nothing. Varlen: FlashAttention 2 reached 320e12
+# forward, and 0.55 of it backward and deterministic, on an H100 (arXiv 2407.08608, figures 5 and 6; its repository on
+# the deterministic backward pass).
 ATTENTION_RATES = {"dense": 120e12, "varlen": 250e12}
 CARDS = {
     "h200": (4.3e12, 989e12),
@@ -101,7 +101,7 @@ FREE = {
 
 @dataclasses.dataclass
 class Cost:
-    """What one part of a micro-batch costs: kernel launches, bytes moved, floating-point operations, seconds."""
+    """The cost of one part of a micro-batch: kernel launches, bytes moved, floating-point operations, seconds."""
 
     launches: int = 0
     bytes: int = 0
@@ -117,7 +117,7 @@ class Cost:
 
 
 class Counter(TorchDispatchMode):
-    """Counts what is dispatched below it, by part and by operation."""
+    """Counts the operations dispatched while it is entered, by part and by operation."""
 
     def __init__(self, config: Config, model: LossModel, card: str) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class Counter(TorchDispatchMode):
             given, made = tensors_of((arguments, options)), tensors_of(result)
             if made or str(func).endswith("_backward.default") or func._schema.is_mutable:
                 flops = 0
-                if func is torch.ops.aten.addmm.dtype_out:  # whose dtype the registry takes for a shape
+                if func is torch.ops.aten.addmm.dtype_out:  # the registry takes its dtype argument for a shape
                     arguments = arguments[:3]
                 if func._overloadpacket in flop_registry:
                     flops = flop_registry[func._overloadpacket](*arguments, **options, out_val=result)
@@ -147,7 +147,7 @@ class Counter(TorchDispatchMode):
         return result
 
     def cost(self, func: Any, given: list[Tensor], made: list[Tensor], flops: int) -> tuple[str, Cost]:
-        """The part that an operation belongs to, and what it costs."""
+        """The part to which an operation belongs, and its cost."""
         name = func._schema.name.partition("::")[2]
         ours = func.namespace == "cdrmix"
         moved = sum(bytes_of(x) for x in [*given, *made])
@@ -177,7 +177,7 @@ class Counter(TorchDispatchMode):
         return PARTS[-2] if weighty else PARTS[-1], self.by_bytes(moved)
 
     def by_bytes(self, moved: int, launches: int = 1) -> Cost:
-        """What only moves bytes."""
+        """An operation that only moves bytes."""
         return Cost(launches, moved, 0, moved / self.bandwidth)
 
     def product(self, flops: int, moved: int, launches: int = 1) -> Cost:
@@ -185,7 +185,7 @@ class Counter(TorchDispatchMode):
         return Cost(launches, moved, flops, max(flops / (EFFICIENCY * self.peak), moved / self.bandwidth))
 
     def kernels(self, name: str, moved: int) -> Cost:
-        """An operator whose kernels' times are estimated by tokens and width."""
+        """An operator with estimated times of its kernels, by tokens and width."""
         model = self.config.model
         scale = tokens_of(self.config) * model.d_model / (REFERENCE_TOKENS * REFERENCE_WIDTH)
         wanted = [(kernel, form.format(K=model.rwkv.head_size)) for kernel, form in KERNELS[name]]
@@ -214,7 +214,7 @@ class Counter(TorchDispatchMode):
         return Cost(product.launches, memory.bytes, product.flops, product.seconds + (logits / self.bandwidth))
 
     def attention(self, q: Tensor, moved: int, kind: str, backward: bool) -> Cost:
-        """Two products forward and five backward: of all pairs of a row, or of those of which one sees the other."""
+        """Two products forward and five backward: of all pairs of a row, or only of causal pairs."""
         length = self.config.data.row_length
         keys = length if kind == "dense" else length // 2  # of a query
         flops = (10 if backward else 4) * tokens_of(self.config) * keys * self.config.model.d_model
@@ -228,13 +228,13 @@ class Estimates:
         self._rows = {(row["name"], row["configuration"]): max(row["bounds"].values()) for row in rows if row["bounds"]}
 
     def find(self, name: str, form: str) -> float | None:
-        """The least estimate of those whose configuration matches; None where there is none."""
+        """The least estimate among the matching configurations; None where there is none."""
         found = [time for (kernel, text), time in self._rows.items() if kernel == name and re.match(form, text + " ")]
         return min(found, default=None)
 
 
 def aot_estimates() -> Estimates:
-    """The estimates that are committed."""
+    """The committed estimates."""
     rows = (json.loads(line) for line in AOT.read_text().splitlines())
     return Estimates(row for row in rows if (row.get("architecture"), row.get("triton")) == ("sm_90", TRITON))
 
@@ -267,7 +267,7 @@ def linear_flops(given: list[Tensor]) -> int:
 
 
 def loss_chunks(rows: int, width: int, vocabulary: int) -> int:
-    """Chunks that the linear cross-entropy goes by on a GPU, as its kernels choose them."""
+    """The number of chunks of the linear cross-entropy on a GPU, as its kernels choose it."""
     from cdrmix.kernels.cross_entropy import triton as cross_entropy
 
     return -(-rows // cross_entropy.chunk_rows(rows, width, vocabulary, 2, rounded=False))
@@ -287,7 +287,7 @@ def fake_batch(config: Config) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def count(config: Config, card: str) -> Counter:
-    """The cost of a micro-batch that is not the first of its step: gradients are there to be added to."""
+    """The cost of a micro-batch that is not the first of its step: it adds to existing gradients."""
     with FakeTensorMode():
         model = build_loss_model(config)
         copied = attach(model)
@@ -306,7 +306,7 @@ def count(config: Config, card: str) -> Counter:
 
 
 def attach(model: LossModel) -> int:
-    """Gives the weights what the engine gives them; the number of elements that are copied."""
+    """Attaches to the weights what the engine attaches; returns the number of elements that are copied."""
     weights.attach(model.parameters(), torch.bfloat16, add_gradients=True)
     for user in (sys.modules["cdrmix.ops.linear"], cross_entropy):
         user.add_product = add_product  # type: ignore[attr-defined]
@@ -315,7 +315,7 @@ def attach(model: LossModel) -> int:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """As on a GPU. Fake tensors are a CPU's, where the factors would be made wide first."""
+    """As on a GPU. Fake tensors are on a CPU, where the factors would first be cast to float32."""
     torch.addmm(total, left.mT, right, out_dtype=total.dtype, out=total)
 
 
@@ -361,7 +361,7 @@ def total_of(counter: Counter) -> Cost:
 
 
 def show(counter: Counter, row: dict[str, Any], operations: int) -> None:
-    """The table by part, and the dearest operations."""
+    """The table by part, and the most expensive operations."""
     console = Console(width=None if sys.stdout.isatty() else 110)
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("part")

@@ -1,6 +1,6 @@
-"""Training end to end, as a gate: on a CPU against other ways to train the same batches, on a GPU against its targets.
+"""Training end to end as a test: on a CPU compared with other ways to train on the same batches, on a GPU with targets.
 
-The cases of GPUs are those of train_gpu.py, each in a process of its own, with every GPU of the machine.
+The GPU cases are those of train_gpu.py, each in a process of its own, with every GPU of the machine.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from cdrmix.plan.parameters import count_parameters
 
 PROGRAM = Path(__file__).with_name("train_gpu.py")
 HYBRID = train_gpu.CONFIGS / "cdrmix-hybrid-tiny.yaml"
-STATE_BYTES = 16  # a stored parameter: float32 weight, gradient and two moments, however they are shared out
-ROOM = 0.9  # of a GPU's memory, that such state may take before a case is not tried
+STATE_BYTES = 16  # of a stored parameter: float32 weight, gradient and two moments, however they are sharded
+MOST_SHARE = 0.9  # of a GPU's memory for such state; a case that needs more is not tried
 
 
 def on_cpu(config: Path | None, options: Options) -> Result:
-    """A configuration, --config where none is named, beside others: see train_cpu.py."""
-    import train_cpu  # here: it needs every dependency of the package and transformers, which GPUs' cases do not
+    """A configuration, --config or else the case's, compared with others: see train_cpu.py."""
+    import train_cpu  # only here: it needs all dependencies of the package and transformers, which GPU cases do not
 
     return train_cpu.in_turns_with_peers(config or options.config, options)
 
@@ -58,7 +58,7 @@ def _check_room(name: str, gpus: int) -> None:
     config = load_config(train_gpu.CONFIGS / case.config, case.overrides)
     least = STATE_BYTES * count_parameters(config.model).total_stored / gpus
     memory = torch.cuda.mem_get_info()[1]
-    if least > ROOM * memory:
+    if least > MOST_SHARE * memory:
         raise NotMeasured(
             f"weights, gradients and moments alone take {least / 1e9:,.0f} GB of each of this machine's {gpus} GPUs, "
             f"which have {memory / 1e9:,.0f} GB"
@@ -73,7 +73,7 @@ def gate(name: str) -> Case:
 CASES = {
     "tiny": Case(
         functools.partial(on_cpu, None),
-        "tokens/s of stage A's loop beside its model in plain and in compiled PyTorch, and an equal Llama",
+        "tokens/s of stage A's loop, of its model in plain and in compiled PyTorch, and of an equal Llama",
         ("cpu",),
     ),
     "hybrid_tiny": Case(

@@ -1,4 +1,4 @@
-"""Training on a CPU beside other ways to train on the same batches: tokens a second, in turns."""
+"""Training on a CPU compared with other ways to train on the same batches: tokens a second, in turns."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from cdrmix.plan.parameters import count_parameters
 from cdrmix.training.build import build_loss_model
 from cdrmix.training.distributed import join
 
-BLOCK = 2  # steps of one timing; the loop is stopped before each
+BLOCK = 2  # steps of one timing, before which the loop is stopped
 EAGER, COMPILED, LLAMA = "PyTorch, eager", "PyTorch, compiled", "transformers Llama"
-QUANTILES = {"": "p50", "_p20": "p20", "_p80": "p80"}  # ends of a ratio's names
+QUANTILES = {"": "p50", "_p20": "p20", "_p80": "p80"}  # suffixes of a ratio's names
 
 
 def in_turns_with_peers(path: Path, options: Options) -> Result:
     """Tokens a second of stage A's loop on a CPU, in turns with others on the same batches.
 
-    The others: the same model without the kernels (CDRMIX_BACKEND=reference), its mathematics in a bare loop, eager and
-    under torch.compile; and transformers' Llama with as many active parameters, which reads rows whole.
+    The others: the same model without the kernels (CDRMIX_BACKEND=reference), in a loop without the rest of the
+    trainer, eager and under torch.compile; and transformers' Llama with as many active parameters, which reads rows as
+    one document.
     """
-    # One thread: what several do depends on who else uses the machine.
+    # One thread, because the speed of several depends on other users of the machine.
     steps = turns.steps_of(options.blocks, BLOCK)
     config = trainer.at_most_one_evaluation(path, options.device, steps, "run.threads=1")
     device = join(config).device
@@ -80,9 +81,9 @@ def in_turns_with_peers(path: Path, options: Options) -> Result:
 
 
 def same_model(config: Config, device: torch.device, *, compiled: bool) -> turns.Step:
-    """The same model with its operators in plain PyTorch, in a bare loop.
+    """The same model with its operators in plain PyTorch, in a loop without the rest of the trainer.
 
-    compiled: under torch.compile, to which an operator is what it is to PyTorch: it fuses what lies between them.
+    compiled: under torch.compile, which fuses operations between the operators, but not inside of them.
     """
     loop = peers.BareLoop(build_loss_model(config), config.train, device)
     if compiled:
@@ -91,7 +92,7 @@ def same_model(config: Config, device: torch.device, *, compiled: bool) -> turns
 
 
 def llama(config: Config, active: int, device: torch.device) -> tuple[turns.Step, int]:
-    """transformers' Llama with so many active parameters, as deep and as wide; and how many it has."""
+    """transformers' Llama with so many active parameters, as deep and as wide; and their number."""
     model = config.model
     sizes = {"d_model": model.d_model, "layers": model.layers, "heads": model.attention.heads}
     made = peers.llama(model.vocab_size, config.data.row_length, active, **sizes)
@@ -99,7 +100,7 @@ def llama(config: Config, active: int, device: torch.device) -> tuple[turns.Step
 
 
 def without_kernels(step: turns.Step) -> turns.Step:
-    """A step whose operators are served by plain PyTorch."""
+    """A step whose operators use plain PyTorch."""
 
     def run(number: int, batches: list[Batch]) -> object:
         with environment(CDRMIX_BACKEND="reference"):
@@ -110,7 +111,7 @@ def without_kernels(step: turns.Step) -> turns.Step:
 
 @contextmanager
 def environment(**variables: str) -> Iterator[None]:
-    """These variables in the process's environment for a time."""
+    """Sets these variables in the process's environment for a time."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

@@ -2,16 +2,17 @@
 
 python train_gpu.py [--case NAME | --config YAML] [--device cuda|cpu] [--results FOLDER] [...] [KEY=VALUE ...]
 
-The engine, the loss model, the routing and the optimizer are those of training; the batches are synthetic: documents of
-log-normal length packed into rows, token ids by Zipf's law, the same batches for every update. After warm-up, --updates
-updates of --micro-batches micro-batches each are timed. No text, no checkpoint, no export. CDRMIX_BACKEND=reference
-measures the same model without the kernels. Under torchrun every process takes a GPU; figures are rank 0's, of one GPU.
+The engine, the loss model, the routing and the optimizer are those of training. The batches are synthetic: documents of
+log-normal length packed into rows, with token ids by Zipf's law, the same batches for every update. After warm-up,
+--updates updates of --micro-batches micro-batches each are timed. There is no text, no checkpoint and no export.
+CDRMIX_BACKEND=reference measures the same model without the kernels. Under torchrun every process takes a GPU; figures
+are those of rank 0, for one GPU.
 
-Before anything is built the memory of a step is planned, as `cdrmix plan` does; what does not fit is refused, unless
---despite-plan is given. The row has the planned peak beside the measured one.
+First the memory of a step is planned, as by `cdrmix plan`; a step that does not fit is refused, unless --despite-plan
+is given. The row has the planned and the measured peak.
 
-It needs PyTorch, Triton, NumPy, PyYAML, Rich, Pydantic, safetensors and DeepSpeed, no text pipeline and no compiled
-extension. Exit codes: 0 measured, 1 short of the case's targets (targets.yaml), 2 a bad argument or configuration, 8
+It needs PyTorch, Triton, NumPy, PyYAML, Rich, Pydantic, safetensors and DeepSpeed, but no text pipeline and no compiled
+extension. Exit codes: 0 measured, 1 a target of the case missed (targets.yaml), 2 a bad argument or configuration, 8
 out of memory, or too little of it by the plan.
 """
 
@@ -53,24 +54,24 @@ from cdrmix.training.faults import check_finite
 from cdrmix.training.schedule import learning_rate
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-MEDIAN_DOCUMENT, SIGMA = 400, 1.0  # tokens, and of the logarithm: as the kernels' packed cases have them
+MEDIAN_DOCUMENT, SIGMA = 400, 1.0  # tokens, and of the logarithm: as in the kernels' packed cases
 ZIPF_EXPONENT = 1.1  # of token ids: about that of a tokenizer's pieces in English text
 TARGETS = Path(__file__).with_name("targets.yaml")
 DEFAULT = "core-1b"
-PROFILED = 2  # micro-batches; with the update that ends them
+PROFILED = 2  # micro-batches, with the update that ends them
 
 
 class Measured(NamedTuple):
-    """A case: its configuration, what it changes there, and what it is for."""
+    """A case: its configuration, the overrides, and its purpose."""
 
     config: str
     overrides: tuple[str, ...]
     about: str
 
 
-# RWKV-7's channel-mix has two matrices, as a relu^2 expert has: at the hidden width of top_k = 2 experts together its
-# model has the active parameters of the mixture, less the router's and with a token shift.
-ROWS = "train.micro_batch_rows=8"  # what one GPU of 141 GB has room for; the shipped file is for eight of 80 GB too
+# RWKV-7's channel-mix has two matrices, as a relu^2 expert has. With the hidden width of top_k = 2 experts together,
+# its model has the active parameters of the mixture, without the router's and with a token shift.
+ROWS = "train.micro_batch_rows=8"  # what fits one GPU of 141 GB; the shipped file also fits eight of 80 GB
 CASES = {
     "core-1b": Measured("cdrmix-core-1b.yaml", (ROWS,), "the shipped 1b configuration"),
     "core-1b-12": Measured(
@@ -142,12 +143,12 @@ def main() -> int:
 
 
 def case_name(arguments: argparse.Namespace) -> str:
-    """The case as targets.yaml and the rows name it; of a configuration of one's own, its file."""
+    """The case's name in targets.yaml and the rows; for another configuration, its file."""
     return (arguments.config.stem if arguments.config else arguments.case or DEFAULT).replace("-", "_")
 
 
 def targets(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The targets of a case on a GPU; none of one that is changed, or measured without determinism or the kernels."""
+    """The targets of a case on a GPU; none if it is changed, or measured without determinism or the kernels."""
     changed = arguments.overrides or arguments.checkpointing or arguments.zero_stage is not None
     other = arguments.config or arguments.no_determinism or os.environ.get("CDRMIX_BACKEND", "triton") != "triton"
     if changed or other or arguments.device != "cuda":
@@ -156,44 +157,44 @@ def targets(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def positive(text: str) -> int:
-    """An argument that counts something. Raises ValueError."""
+    """A positive integer argument. Raises ValueError."""
     if (value := int(text)) < 1:
         raise ValueError(f"{text} is not at least 1")
     return value
 
 
 def configured(arguments: argparse.Namespace) -> Config:
-    """The configuration of a case with what the command line changes. Raises ConfigError."""
+    """The configuration of a case with the changes of the command line. Raises ConfigError."""
     case = CASES[arguments.case or DEFAULT]
     path = arguments.config or CONFIGS / case.config
     changes = [] if arguments.config else list(case.overrides)
-    # Synthetic batches: no domains, no curriculum, nothing of the text is read.
+    # Synthetic batches: no domains, no curriculum, and no text is read.
     changes += ["data.domains=null", "data.curriculum=[]", "data.objectives.fim=null", f"run.device={arguments.device}"]
     if arguments.zero_stage is not None:
         changes.append(f"train.zero_stage={arguments.zero_stage}")
     elif arguments.config is None and rank_size_local_rank()[1] == 1:
-        changes.append("train.zero_stage=0")  # one process has nobody to share anything out with
+        changes.append("train.zero_stage=0")  # one process has nothing to shard
     if arguments.checkpointing:
         changes.append("train.activation_checkpointing=true")
     changes += arguments.overrides
     config = load_config(path, changes)
     if (rows := arguments.micro_batch_rows) is None:
         return config
-    # The step that a run would have: as many rows as before, to the next lower multiple of the micro-batch's.
+    # A run's step: as many rows as configured, rounded down to a multiple of the micro-batch's.
     step = max(config.train.batch_rows // rows, 1) * rows
     return load_config(path, [*changes, f"train.micro_batch_rows={rows}", f"train.batch_rows={step}"])
 
 
 def with_micro_batches(full: Config, micro_batches: int) -> Config:
-    """The configuration with so many micro-batches an update, in all processes."""
+    """The configuration with so many micro-batches an update, over all processes."""
     rows = full.train.micro_batch_rows * micro_batches * rank_size_local_rank()[1]
     return full.model_copy(update={"train": full.train.model_copy(update={"batch_rows": rows})})
 
 
 def planned(config: Config, world: DistributedContext, despite: bool) -> MemoryPlan | None:
-    """The memory plan of a process on the device at hand; None of CDRMIX_BACKEND=reference, which is not planned for.
+    """The memory plan of a process on this device; None for CDRMIX_BACKEND=reference, which has no plan.
 
-    Raises OutOfMemoryError where it does not fit, unless `despite` that it shall be tried.
+    Raises OutOfMemoryError where it does not fit, unless `despite`.
     """
     if ops.backend(torch.empty(0, device=world.device)) == "reference":
         return None
@@ -208,7 +209,7 @@ def planned(config: Config, world: DistributedContext, despite: bool) -> MemoryP
 
 
 def measure(arguments: argparse.Namespace) -> Result:
-    """Trains as the arguments say and tells what it took. Raises CdrmixError, torch.cuda.OutOfMemoryError."""
+    """Trains as the arguments say and returns the measurements. Raises CdrmixError, torch.cuda.OutOfMemoryError."""
     full = configured(arguments)
     config = with_micro_batches(full, arguments.micro_batches)
     world = join(config)
@@ -216,7 +217,7 @@ def measure(arguments: argparse.Namespace) -> Result:
     torch.use_deterministic_algorithms(not arguments.no_determinism)
     seed_everything(config.run.seed)
     begun = time.perf_counter()
-    with world.device:  # where the weights are drawn: a GPU fills them sooner than a processor
+    with world.device:  # the weights are drawn there: a GPU fills them sooner than a processor
         loss_model = build_loss_model(config)
     trainer = Trainer(config, make_engine(config, loss_model, world), world)
     del loss_model
@@ -224,7 +225,7 @@ def measure(arguments: argparse.Namespace) -> Result:
     numbers = [number * world.size + world.rank for number in range(accumulation(config, world))]
     batches = [synthetic_batch(config, number) for number in numbers]
     if world.device.type == "cuda":
-        batches = [batch.pinned() for batch in batches]  # as the loop of training has them
+        batches = [batch.pinned() for batch in batches]  # as in the loop of training
     begun = time.perf_counter()
     for _ in range(arguments.warmup):
         trainer.update(batches)
@@ -236,13 +237,13 @@ def measure(arguments: argparse.Namespace) -> Result:
     micro = [seconds for update in marks for seconds in update.micro_batches()]
     updates = [update.seconds() for update in marks]
     memory = peak_memory(world)
-    # Of the profile, memory and time are its own, so that it comes last.
+    # The profile comes last, because it changes memory and times.
     profiled = None
     if not arguments.no_profile:
         few = batches[:PROFILED]
         kernels = train_profile.traced(lambda: trainer.update(few), world.device, arguments.trace)
         counter = train_profile.OperatorBytes()
-        if not config.train.compile:  # what is fused is no operator
+        if not config.train.compile:  # fused operations are no operators
             with counter:
                 trainer.update(few)
         profiled = train_profile.by_family(kernels, counter.found, len(few))
@@ -297,11 +298,11 @@ def figures_of(
 ) -> dict[str, float | None]:
     """Speed from the seconds of micro-batches and of whole updates: tokens a second, and MFU on active parameters.
 
-    mfu: None where the table of GPUs does not know the device. tokens_per_second: of a process, the update included;
-    tokens_per_second_in_run: worked out for the configuration's own micro-batches an update, accumulated_in_run.
+    mfu: None where the table of GPUs does not have the device. tokens_per_second: of a process, with the update;
+    tokens_per_second_in_run: computed for the configuration's own micro-batches an update, accumulated_in_run.
     """
     counted = training_flops_per_token(config)
-    # The formula takes every row for one document; these have shorter ones, with fewer pairs of tokens.
+    # The formula takes every row for one document; these documents are shorter, with fewer pairs of tokens.
     pairs = sum(causal_pairs(batch) for batch in batches)
     rows = sum(len(batch.ids_BT) for batch in batches)
     length = config.data.row_length
@@ -335,7 +336,7 @@ class Marks:
         self.add()
 
     def add(self) -> None:
-        """The device, not the host, is asked, so that nothing waits for it."""
+        """Marks on the device, not on the host, so that nothing waits."""
         if self._device.type == "cuda":
             self._events.append(torch.cuda.Event(enable_timing=True))
             self._events[-1].record()
@@ -349,19 +350,19 @@ class Marks:
         return second - first
 
     def micro_batches(self) -> list[float]:
-        """Seconds of each."""
+        """Seconds of each micro-batch."""
         return [self._between(*pair) for pair in zip(self._events[:-2], self._events[1:-1], strict=True)]
 
     def seconds(self) -> float:
-        """Of all of it."""
+        """Seconds of the whole update."""
         return self._between(self._events[0], self._events[-1])
 
 
 class Trainer:
-    """The loop of training around an engine, without what it reads and writes.
+    """The loop of training around an engine, without input and output.
 
-    losses: next-token nats of every update. load_over_even: of the last update, the fullest expert's share of a layer's
-    routes over an even one; 1 is balance, None a model without experts.
+    losses: next-token nats of every update. load_over_even: in the last update, the largest number of routes to an
+    expert over the mean of its layer; 1 is balance, None for a model without experts.
     """
 
     def __init__(self, config: Config, engine: Engine, world: DistributedContext) -> None:
@@ -385,7 +386,7 @@ class Trainer:
                 added_LE = losses.router.tokens_per_expert_LE.double()
                 tokens_per_expert_LE = added_LE if tokens_per_expert_LE is None else tokens_per_expert_LE + added_LE
             marks.add()
-        # As the loop of training does: sums of all processes, and one read of the device.
+        # As in the loop of training: sums over all processes, and one read from the device.
         if tokens_per_expert_LE is None:
             tokens_per_expert_LE = next_token.new_zeros(0, 0)
         norm = engine.clip()
@@ -407,13 +408,13 @@ class Trainer:
         return marks
 
     def synchronize(self) -> None:
-        """Waits until the device has done what was asked of it."""
+        """Waits until the device has finished its work."""
         if self.world.device.type == "cuda":
             torch.cuda.synchronize(self.world.device)
 
 
 def synthetic_batch(config: Config, number: int) -> Batch:
-    """Micro-batch `number`: whole rows of packed documents, each row beginning one. The same for the same number.
+    """Micro-batch `number`: whole rows of packed documents, each row beginning one. A function of the number.
 
     Lengths are log-normal; a document that reaches a row's end is cut there, and its rest begins the next row.
     """
@@ -439,13 +440,13 @@ def synthetic_batch(config: Config, number: int) -> Batch:
 
 
 def causal_pairs(batch: Batch) -> int:
-    """Pairs of a token and one of its document up to itself."""
+    """The number of pairs of a token and one of its document up to itself."""
     lengths = batch.cu_seqlens_N.long().diff()
     return int((lengths * (lengths + 1) // 2).sum())
 
 
 def peak_memory(world: DistributedContext) -> dict[str, float | None]:
-    """Peak bytes: of a GPU as PyTorch allocated and reserved them, on a CPU the process's resident memory."""
+    """Peak bytes: for a GPU as PyTorch allocated and reserved them, on a CPU the process's resident memory."""
     if world.device.type == "cuda":
         return {
             "peak_allocated_bytes": torch.cuda.max_memory_allocated(world.device),

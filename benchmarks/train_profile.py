@@ -1,7 +1,7 @@
-"""Where the time of a training step goes: kernels of a profile, by family.
+"""The time of a training step by families of kernels, from a profile.
 
-On a GPU the kernels, copies and fills that PyTorch's profiler traced, with their launches and the bytes of copies; on a
-CPU the operators by the time spent in themselves. Beside it the bytes of what operators read and write.
+On a GPU these are the kernels, copies and fills that PyTorch's profiler traced, with their launches and the bytes of
+copies; on a CPU the operators, by the time spent in themselves. It also counts the bytes that operators read and write.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Family -> parts of the names of its kernels on a GPU and of its operators on a CPU. The first family with a part in a
-# name takes it: a product inside attention is attention's, one inside the experts' kernels the experts'.
+# Family -> parts of the names of its kernels on a GPU and of its operators on a CPU. The first family with a matching
+# part takes a name: a product inside attention belongs to attention, one in the experts' kernels to the experts.
 FAMILIES: dict[str, tuple[str, ...]] = {
     "communication": ("nccl", "allreduce", "all_reduce", "reduce_scatter", "allgather", "c10d"),
     "compiled": ("triton_poi_", "triton_red_", "triton_per_", "compiledfxgraph"),
@@ -38,14 +38,14 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "copy": ("copy", "memcpy", "memset", "cast", "fill", "zero_", "aten::cat", "catarray"),
     "elementwise": ("elementwise", "aten::add", "aten::mul", "aten::div", "aten::sub"),
 }
-# Operators that touch no memory; views besides.
+# Operators that access no memory, besides views.
 FREE = {"aten::detach", "aten::alias", "aten::empty", "aten::empty_like", "aten::new_empty", "aten::_unsafe_view"}
-KERNELS_TOLD = 25  # the longest, by name; the families hold the rest
+KERNELS_TOLD = 25  # the longest are listed by name; the families contain all
 
 
 @dataclass
 class Kernel:
-    """Launches of one name: how many, their seconds, and the bytes that copies and fills say they moved."""
+    """Launches of one name: their number, their seconds, and the bytes that copies and fills report."""
 
     launches: int = 0
     seconds: float = 0.0
@@ -53,13 +53,13 @@ class Kernel:
 
 
 def family_of(name: str) -> str:
-    """The family of a kernel or operator; "other" where no part of FAMILIES is in its name."""
+    """The family of a kernel or operator; "other" if no part of FAMILIES is in its name."""
     lowered = name.lower()
     return next((family for family, parts in FAMILIES.items() if any(part in lowered for part in parts)), "other")
 
 
 def traced(call: Callable[[], object], device: torch.device, keep: Path | None = None) -> dict[str, Kernel]:
-    """What `call` launched on the device, by name. keep: where the trace of a GPU is left for a viewer."""
+    """The launches of `call` on the device, by name. keep: file for the trace of a GPU."""
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities) as profiler:
@@ -78,10 +78,11 @@ def traced(call: Callable[[], object], device: torch.device, keep: Path | None =
 
 
 class OperatorBytes(TorchDispatchMode):
-    """Counts, while it is entered, the bytes of tensors that operators are given and make, by family: `found`.
+    """Counts, while it is entered, the bytes of the tensors that operators take and return, by family: `found`.
 
-    Of an operator of ours that is the least that its kernels move. Operators are told by their own names: the products
-    inside the linear cross-entropy are its own here, and "gemm" among kernels. What one reads and writes counts twice.
+    For our own operators that is the least that their kernels move. Operators go by their own names: the products in
+    the linear cross-entropy belong to it here, and to "gemm" among kernels. Bytes that are read and written count
+    twice.
     """
 
     def __init__(self) -> None:
@@ -98,7 +99,7 @@ class OperatorBytes(TorchDispatchMode):
 
 
 def kernels_of_trace(events: Iterable[dict[str, Any]]) -> dict[str, Kernel]:
-    """A GPU's kernels, copies and fills among the events of a trace, by name; durations are in microseconds there."""
+    """A GPU's kernels, copies and fills among the events of a trace, by name; its durations are in microseconds."""
     found: dict[str, Kernel] = defaultdict(Kernel)
     for event in events:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
@@ -114,7 +115,7 @@ def by_family(kernels: dict[str, Kernel], moved: dict[str, int], micro_batches: 
 
     moved: bytes by family of operators, see OperatorBytes; empty where they were not counted.
 
-    The profiled work is shared out over its micro-batches, an update that is among it too.
+    The profiled work is divided by the number of its micro-batches, with an update if there is one.
     """
     families: dict[str, Kernel] = defaultdict(Kernel)
     for name, kernel in kernels.items():

@@ -22,7 +22,7 @@ from cdrmix.training import stage_a
 from cdrmix.training.build import build_loss_model
 from cdrmix.training.distributed import join
 
-BLOCK = 10  # steps of one timing: as often as core-tiny logs a step
+BLOCK = 10  # steps of one timing: core-tiny's logging interval
 
 
 def overhead(options: Options) -> Result:
@@ -66,9 +66,9 @@ def quality(options: Options) -> Result:
     rows = {"row_length": config.data.row_length, "micro_batch_rows": config.train.micro_batch_rows}
     score = held_out(ours, shards.valid, **rows)
 
-    # Calibrated for this text and size: AdamW 3e-3, rows of 256 eight at a time, 1.91 bits per byte in 180 s.
+    # Tuned for this text and size: AdamW 3e-3, rows of 256 eight at a time, 1.91 bits per byte in 180 s.
     train = Train(
-        steps=100,  # with warmup_steps: the share of the time that warms up
+        steps=100,  # with warmup_steps it gives the share of the time for warm-up
         warmup_steps=5,
         batch_rows=8,
         micro_batch_rows=8,
@@ -114,15 +114,15 @@ def quality(options: Options) -> Result:
 
 
 CASES = {
-    "overhead": Case(overhead, "steps per second of stage A's loop, beside the same model in bare PyTorch"),
+    "overhead": Case(overhead, "steps per second of stage A's loop, and of the same model in bare PyTorch"),
     "quality": Case(
-        quality, "held-out bits per byte after equal seconds of training, beside a Llama of equal active size"
+        quality, "held-out bits per byte after equal seconds of training, and of a Llama of equal active size"
     ),
 }
 
 
 def at_most_one_evaluation(path: Path, device: str, steps: int, *overrides: str) -> Config:
-    """The configuration cut to `steps`, its warmup in proportion, evaluating and saving after the last step only.
+    """The configuration cut to `steps`, its warmup in proportion, evaluating and saving only after the last step.
 
     Raises ConfigError for fp16, whose loss scale the peers do not have.
     """

@@ -1,4 +1,4 @@
-"""What cdrmix is held against: transformers' Llama of the same active size, and a bare PyTorch loop."""
+"""The trainer's peers: transformers' Llama of the same active size, and a bare PyTorch loop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Rows = Callable[[int], list[Batch]]  # optimizer step -> its micro-batches
 
 @dataclass(frozen=True)
 class Trained:
-    """What a peer's training came to."""
+    """The result of a peer's training."""
 
     steps: int
     tokens: int
@@ -33,20 +33,20 @@ class Trained:
 
 
 def precision(train: Train, device: torch.device) -> AbstractContextManager[object]:
-    """The autocast that the configured precision means, as the engine enters it."""
+    """The autocast of the configured precision, as the engine enters it."""
     dtype = AUTOCAST[train.precision]
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 def clock(device: torch.device) -> float:
-    """Seconds on the performance counter, once the device has done what was asked of it."""
+    """Seconds on the performance counter, after the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 class BareLoop:
-    """A loss model trained in plain PyTorch: the mathematics of the loop and nothing else, on one process."""
+    """A loss model trained in plain PyTorch: only the computations of the loop, in one process."""
 
     def __init__(self, model: LossModel, train: Train, device: torch.device) -> None:
         self.model, self.train, self.device = model.to(device), train, device
@@ -99,12 +99,12 @@ def llama(
 
 
 def llama_nats(model: nn.Module, batch: Batch) -> Tensor:
-    """Summed nats of a batch's targets: a float64 scalar. Rows are read whole, as such models are commonly trained."""
+    """Summed nats of a batch's targets: a float64 scalar. Rows are read as one document, which is common practice."""
     return logits_nats(model(input_ids=batch.ids_BT).logits, batch)
 
 
 class LlamaLoop:
-    """A Llama trained with AdamW on the rows that a loss model takes, read whole, on one process."""
+    """A Llama trained with AdamW on the rows of a loss model, each read as one document, in one process."""
 
     def __init__(self, model: LlamaForCausalLM, train: Train, device: torch.device) -> None:
         self.model, self.train, self.device = model.to(device), train, device
@@ -140,7 +140,7 @@ class LlamaLoop:
 
 
 def train_llama(model: LlamaForCausalLM, train: Train, rows: Rows, seconds: float, device: torch.device) -> Trained:
-    """Trains with AdamW until `seconds` are over; warmup and cosine follow the clock, so both end as configured."""
+    """Trains with AdamW for `seconds`; warmup and cosine follow the clock, so both end as configured."""
     loop = LlamaLoop(model, train, device)
     warmup, ratio = train.warmup_steps / train.steps, train.final_learning_rate_ratio
     start, step, tokens = clock(device), 0, 0

@@ -1,4 +1,4 @@
-"""Stage A's loop in turns with other ways to train on the same batches, so that all of them see the same machine."""
+"""Stage A's loop in turns with other ways to train on the same batches, so that all see the same machine and load."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from cdrmix.training import stage_a
 from cdrmix.training.distributed import join
 
 OURS = "cdrmix"
-WARMUP_BLOCKS = 1  # first blocks of a timing, thrown away: memory is being allocated
+WARMUP_BLOCKS = 1  # first blocks of a timing, which are discarded because memory is being allocated
 
 Step = Callable[[int, list[Batch]], object]  # number of the step and its micro-batches -> one optimizer step
 
 
 def steps_of(blocks: int, block: int) -> int:
-    """Steps that a configuration must have for so many timings of so many steps."""
+    """The number of steps that so many timings of so many steps need."""
     return (WARMUP_BLOCKS + blocks) * block + 1
 
 
 def in_turns(config: Config, shards: ShardSet, others: Mapping[str, Step], block: int) -> dict[str, list[float]]:
     """Steps per second of stage A's loop ("cdrmix") and of each of the others, a sample every `block` steps.
 
-    The loop is stage_a.train itself. What hands it its batches stops it before every such step while the others take
-    their turns; evaluation and checkpoints fall on the last step, which is not counted.
+    The loop is stage_a.train itself. Its source of batches stops it before every such step while the others take their
+    turns. Evaluation and checkpoints come with the last step, which does not count.
     """
     device = join(config).device
     samples: dict[str, list[float]] = {name: [] for name in (OURS, *others)}

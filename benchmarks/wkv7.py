@@ -1,7 +1,7 @@
 """The RWKV-7 recurrence's cases: forward, and forward with backward ("training"), against peers, fp64 and the roofline.
 
-As a program, `python wkv7.py SHAPE PASS IMPLEMENTATION`, the shape as JSON: prints the bytes by which one run raises
-this process's memory.
+As a program, `python wkv7.py SHAPE PASS IMPLEMENTATION`, with the shape as JSON, prints the bytes by which one run
+raises this process's memory.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def measure(shape: Shape, part: str, options: Options) -> Result:
 
 
 def figures(compared: Comparison, bound: dict[str, Any], input_bytes: int) -> dict[str, float]:
-    """What targets are set for. A figure of a peer that was not measured is not there."""
+    """The figures that have targets; those of peers that were not measured are absent."""
     mine, rivals = compared.found[OURS], compared.rivals
     result = {"milliseconds": compared.median(OURS)} | compared.speeds(
         {
@@ -170,7 +170,7 @@ def figures(compared: Comparison, bound: dict[str, Any], input_bytes: int) -> di
 
 
 def peak(shape: Shape, part: str, who: str) -> int | None:
-    """Peak bytes of one run on the CPU, inputs not counted, after a run of 32 tokens that compiles and loads."""
+    """Peak bytes of one run on the CPU without inputs, after a run of 32 tokens that compiles and loads."""
     everyone, _ = implementations("cpu", shape.length, shape.width, shape.packed)
     device, dtype = torch.device("cpu"), torch.float32
     Runner(everyone[who], make_problem(Shape(1, 32, 1, shape.width), device, dtype), part).run()

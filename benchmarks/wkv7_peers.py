@@ -1,7 +1,7 @@
-"""Who computes RWKV-7's recurrence: cdrmix's op, PyTorch in two ways, and the packages that can train with it.
+"""Implementations of RWKV-7's recurrence: cdrmix's operator, PyTorch in two ways, and packages for training.
 
-Each takes r, log decay, k, v, a, b as [B, T, H, K] (v: V) and gives y [B, T, H, V], without a state: so fla's state,
-which is ours transposed, plays no part. Where several ways of calling a package exist, each is a peer of its own.
+Each takes r, log decay, k, v, a, b as [B, T, H, K] (v: V) and returns y [B, T, H, V], without a state, because fla's
+state is the transpose of ours. Where there are several ways to call a package, each is a peer of its own.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ NAIVE = "PyTorch, token by token"
 CHUNKED = "PyTorch, chunks of "
 FLA = "fla"
 FLA_LAYER = "fla, as its layer calls it"
-DECAY_BOUND = -0.6065306597126334  # -exp(-1/2), the decay's: licenses fla's tensor-core path
-NAIVE_TOKENS = 1024  # beyond these the autograd graph of the token loop does not fit beside its peers
+DECAY_BOUND = -0.6065306597126334  # -exp(-1/2), the decay's: it allows fla's tensor-core path
+NAIVE_TOKENS = 1024  # most tokens for which the autograd graph of the token loop fits next to its peers
 
 Call = Callable[[list[Tensor], Tensor | None], Tensor]  # six inputs and cu_seqlens -> y
 
@@ -34,7 +34,7 @@ class Implementation:
     """A function to be measured.
 
     decay: from its decay argument to log_w; decay_argument: back. None where it takes log_w itself.
-    environment: variables that are set before it runs, and stay: each of a package's ways sets the same ones.
+    environment: variables that are set before it runs, and stay set: all ways to call a package set the same ones.
     """
 
     call: Call
@@ -69,7 +69,7 @@ def chunked(chunk: int) -> Implementation:
 def implementations(
     device: str, tokens_in_row: int, widths: int, packed: bool
 ) -> tuple[dict[str, Implementation], dict[str, str]]:
-    """What there is to measure, ours first and then by interest, and what there is not, with the reason."""
+    """The implementations that can be measured, ours first, and the reasons for the absent ones."""
     found = {OURS: ours()}
     absent = {"rwkv": "runs whole models forward; it has no op to train with"}
     if device == "cuda":
@@ -114,9 +114,9 @@ def _add(
 def fla() -> Iterator[tuple[str, Implementation]]:
     """Every chunk length with and without recomputation, on Triton and TileLang; its layer's call; its bare call.
 
-    Where TileLang is allowed, fla sends it what it accepts and the rest to Triton without a word; on Hopper it
-    refuses chunks of 64. The layer's and the bare call leave the choice to fla, as if the variable were not set. A
-    table that fla makes of cu_seqlens, waiting for the GPU, is kept for the next call with the same tensor: here, for
+    Where TileLang is allowed, fla uses it for what it accepts and Triton for the rest, without notice; on Hopper it
+    refuses chunks of 64. The layer's and the bare call leave the choice to fla, as if the variable were not set. fla
+    makes a table of cu_seqlens, waiting for the GPU, and keeps it for the next call with the same tensor: here, for
     all but the first.
     """
 
@@ -124,7 +124,7 @@ def fla() -> Iterator[tuple[str, Implementation]]:
         def call(inputs: list[Tensor], cu_seqlens: Tensor | None) -> Tensor:
             from fla.ops.rwkv7 import chunk_rwkv7
 
-            # The scale is 1 by default, here alone among fla's functions.
+            # The scale is 1 by default, unlike in fla's other functions.
             return chunk_rwkv7(*inputs, cu_seqlens=cu_seqlens, **arguments)[0]
 
         return Implementation(call, environment=environment)
@@ -136,7 +136,7 @@ def fla() -> Iterator[tuple[str, Implementation]]:
         for keep in (True, False):
             for chunk in (64, 32, 16):
                 if (backend, keep, chunk) == ("Triton", False, 64) and not tilelang:
-                    continue  # what the layer calls
+                    continue  # it is the layer's call
                 how = "TileLang allowed" if backend == "TileLang" else "Triton"
                 name = f"fla, chunks of {chunk}, {how}, {'keeps all' if keep else 'recomputes'}"
                 environment = {"FLA_TILELANG": "1" if backend == "TileLang" else "0"}
@@ -145,7 +145,7 @@ def fla() -> Iterator[tuple[str, Implementation]]:
 
 
 def fla_naive() -> Iterator[tuple[str, Implementation]]:
-    """fla's own reference: heads before time, and a factor K^-1/2 in it that the receptance has to undo."""
+    """fla's own reference: heads before time, and a factor K^-1/2, for which the receptance is scaled."""
 
     def call(inputs: list[Tensor], cu_seqlens: Tensor | None) -> Tensor:
         from fla.ops.generalized_delta_rule.dplr.naive import dplr_recurrence
@@ -162,7 +162,7 @@ def rwkv_ops() -> Iterator[tuple[str, Implementation]]:
 
     def make(kind: str) -> Implementation:
         def call(inputs: list[Tensor], cu_seqlens: Tensor | None) -> Tensor:
-            # KERNEL_TYPE=native: else importing the package compiles all of its CUDA kernels.
+            # KERNEL_TYPE=native: otherwise importing the package compiles all of its CUDA kernels.
             with mock.patch.dict(os.environ, {"KERAS_BACKEND": "torch", "KERNEL_TYPE": "native"}):
                 from rwkv_ops import get_generalized_delta_rule
             if kind not in operators:

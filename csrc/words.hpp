@@ -127,7 +127,7 @@ class Words {
 
     // Fills the buffer with lower case, as far as there is text.
     void fill() noexcept {
-        static_assert(STEP >= 2 * unicode::MOST_BYTES, "room for STEP bytes must be room for a character");
+        static_assert(STEP >= 2 * unicode::MOST_BYTES, "a character must fit STEP bytes");
         const char* p = next_;
         std::size_t filled = filled_;
         while (p != end_ && filled + STEP <= CHUNK) {

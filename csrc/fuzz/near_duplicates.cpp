@@ -80,7 +80,7 @@ std::vector<std::uint64_t> all_of(Reader& reader, const Text& text) {
     std::vector<std::uint64_t> found, some(Reader::MOST);
     reader.open(text.begin(), text.size);
     while (const std::size_t count = reader.read(some.data())) {
-        require(count <= Reader::MOST, "no more is read than there is room for");
+        require(count <= Reader::MOST, "no more is read than fits the buffer");
         found.insert(found.end(), some.begin(), some.begin() + static_cast<std::ptrdiff_t>(count));
     }
     return found;
