@@ -5,18 +5,18 @@
 #
 # The machine needs PyTorch, Triton, PyYAML, Rich, pytest and hypothesis; it needs no network and no installation of
 # cdrmix. The steps on the trainer also need what `make gpu-wheels` collects.
-# STEP: names of steps in the plan, default all. A step begins only if half of its limit is left of MINUTES; the others are
-# listed at the end, for the next call. --dry prints the plan and stops: every step with its limit, the minutes until it
-# ends, and the number of the call of MINUTES in which it runs; exit code 1 if the steps before `later` take more than
+# STEP: names of steps in the plan, default all. A step begins only if half of its limit is left of MINUTES; the others
+# are listed at the end, for the next call. --dry prints the plan and stops: every step with its limit, the minutes until
+# it ends, and the number of the call of MINUTES in which it runs; exit code 1 if the steps before `later` take more than
 # 45 minutes, or do not fit calls of MINUTES. Variables:
-#   WHEELS          folder of wheels to use in addition to installed packages (default .whl in the repository's root), and of
-#                   cdrmix's compiled extensions, which are copied to cdrmix/
+#   WHEELS          folder of wheels to use in addition to installed packages (default .whl in the repository's root),
+#                   and of cdrmix's compiled extensions, which are copied to cdrmix/
 #   SITE            folder in which they are unpacked (default a new one, removed at the end)
 #   PYTHON          interpreter (default python3)
 #   CDRMIX_COMMIT   what rows name as their commit where git cannot tell (default: the file WHEELS/commit)
 # OUT_FOLDER (default experiments/gpu) gets log.txt, steps.jsonl (outcome and seconds of every step, as it ends) and the
-# suites' rows, each written when its case ends. Exit code: 0 nothing failed, 1 a step failed or missed a target, 2 usage,
-# or no GPU. Steps for which no time was left are listed and are no failure.
+# suites' rows, each written when its case ends. Exit code: 0 nothing failed, 1 a step failed or missed a target, 2
+# usage, or no GPU. Steps for which no time was left are listed and are no failure.
 # shellcheck disable=SC2016 # in the plan, $PYTHON is for the shell that runs the step
 set -uo pipefail
 
