@@ -53,6 +53,7 @@ def official_rwkv7_weights(config: Model, weights: dict[str, Tensor]) -> dict[st
         "model.norm": (config.norm, "layernorm", "layernorm"),
         "model.norm_eps": (config.norm_eps, 1e-5, "1e-5"),
         "model.embedding_norm": (config.embedding_norm, True, "true"),
+        "model.rwkv.allow_neg_eigval": (config.rwkv.allow_neg_eigval, False, "false"),
     }
     problems = [f"{key}: needs {words}" for key, (found, allowed, words) in wanted.items() if found != allowed]
     if problems:

@@ -93,9 +93,11 @@ def test_a_model_without_official_form_is_refused_with_every_reason() -> None:
             "feed_forward": FeedForward(hidden=8),
             "attention_fraction": 1.0,
             "mixer_layers": MixerLayers(mamba2=[0]),
+            "rwkv": model.config.rwkv.model_copy(update={"allow_neg_eigval": True}),
         }
     )
     with pytest.raises(ConfigError) as raised:
         official_rwkv7_weights(config, {})
-    for key in ("model.norm", "model.feed_forward.kind", "model.attention_fraction", "model.mixer_layers"):
-        assert key in str(raised.value)
+    keys = ("norm", "feed_forward.kind", "attention_fraction", "mixer_layers", "rwkv.allow_neg_eigval")
+    for key in keys:
+        assert f"model.{key}:" in str(raised.value)
