@@ -5,7 +5,8 @@
 About 5 K V multiply-additions a token and head forward, 13 K V backward. The forward pass keeps S_{t-1} a_t (4 V bytes)
 of every token, and S (4 V K bytes) every 16 tokens or, with recompute=True, every 32. The backward pass recomputes the
 states between, without divisions, so there is no limit to the decay. At K = V = 64 a token and head keeps 1,280 or 768
-bytes; its six inputs take 1,536. With 32 the backward pass is 5 % slower, because the states leave the L1 cache.
+bytes; its six inputs take 1,536. With 32 the backward pass is 5 % slower, because the states no longer stay in the
+nearest caches.
 
 One thread computes a document and head in one order, and the spacing of kept states changes no rounding. So no bit
 depends on the number of threads, on `chunk`, or on the rest of the batch. The loops are in cpu_simd.py.

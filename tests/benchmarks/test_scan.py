@@ -1,4 +1,4 @@
-"""The suite of the decay scan: every peer is right, its figures, and the smallest runs."""
+"""The suite of the SSD scan: every peer is right, its figures, and the smallest runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decay scan's implementations, Triton's by its interpreter, against the definition in float64 and each other."""
+"""The SSD scan's implementations, Triton's by its interpreter, against the definition in float64 and each other."""
 
 from __future__ import annotations
 

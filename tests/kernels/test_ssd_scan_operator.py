@@ -1,4 +1,4 @@
-"""What the decay scan refuses, how it differentiates and chooses, and that torch.compile passes through it."""
+"""What the SSD scan refuses, how it differentiates and chooses, and that torch.compile passes through it."""
 
 from __future__ import annotations
 
