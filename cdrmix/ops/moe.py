@@ -169,7 +169,7 @@ def _check_experts(
         if x.device != x_TD.device:
             raise ValueError(f"moe_experts: routing.{name} is on {x.device}, but x is on {x_TD.device}")
         if (x.dtype != torch.int64) if name != "weights_TK" else (not x.is_floating_point()):
-            raise ValueError(f"moe_experts: routing.{name} is {x.dtype}; of route_topk it is int64 (weights float32)")
+            raise ValueError(f"moe_experts: routing.{name} is {x.dtype}; route_topk gives int64 (weights float32)")
 
 
 def _check_indices(experts_TK: Tensor, order_R: Tensor, counts_E: Tensor) -> None:
@@ -186,7 +186,7 @@ def _check_indices(experts_TK: Tensor, order_R: Tensor, counts_E: Tensor) -> Non
 def _check_counts(op: str, counts_E: Tensor, routes: int) -> None:
     """Raises ValueError for impossible counts, on a CPU always and on a GPU with CDRMIX_DEBUG."""
     if counts_E.dtype != torch.int64:
-        raise ValueError(f"{op}: routing.counts_E is {counts_E.dtype}; of route_topk it is int64")
+        raise ValueError(f"{op}: routing.counts_E is {counts_E.dtype}; route_topk gives int64")
     if counts_E.device.type != "cpu" and not debugging():
         return
     if int(counts_E.min()) < 0 or int(counts_E.sum()) > routes:

@@ -62,7 +62,7 @@ def _check(logits_TE: Tensor, k: int, bias: Tensor | None, capacity: int | None)
     if bias is not None and bias.device != logits_TE.device:
         raise ValueError(f"route_topk: bias is on {bias.device}, but the logits are on {logits_TE.device}")
     if capacity is not None and (type(capacity) is not int or capacity < 0):
-        raise ValueError(f"route_topk: capacity={capacity}; it is the rows an expert takes at most: 0 or more, or None")
+        raise ValueError(f"route_topk: capacity={capacity}; it is the most rows of an expert: 0 or more, or None")
 
 
 def _described(x: Tensor) -> str:
@@ -78,7 +78,8 @@ def _check_logits(logits_TE: Tensor, name: str) -> None:
         tokens = bad_T.nonzero().flatten().tolist()
         raise NonFiniteLogitsError(
             f"route_topk: the router's logits{f' of {name}' if name else ''} hold NaN or infinity, for "
-            f"{len(tokens)} of {len(bad_T)} tokens, first token {tokens[0]}: its input or its weights are so already"
+            f"{len(tokens)} of {len(bad_T)} tokens, first token {tokens[0]}: look for such values in the router's input "
+            "and weights"
         )
 
 
