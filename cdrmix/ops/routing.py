@@ -78,8 +78,8 @@ def _check_logits(logits_TE: Tensor, name: str) -> None:
         tokens = bad_T.nonzero().flatten().tolist()
         raise NonFiniteLogitsError(
             f"route_topk: the router's logits{f' of {name}' if name else ''} hold NaN or infinity, for "
-            f"{len(tokens)} of {len(bad_T)} tokens, first token {tokens[0]}: look for such values in the router's input "
-            "and weights"
+            f"{len(tokens)} of {len(bad_T)} tokens, first token {tokens[0]}: look for such values in the "
+            "router's input and weights"
         )
 
 
