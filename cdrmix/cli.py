@@ -285,9 +285,7 @@ def _positive(text: str) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from cdrmix.config.load import load_config
-
-    config = load_config(options.config, options.overrides)
+    config = Config.from_yaml(options.config, options.overrides)
     if options.dry_run:
         if options.resume:
             raise ConfigError("--dry-run plans a new run; remove --resume")
@@ -312,10 +310,9 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _data_prepare(options: argparse.Namespace) -> int:
-    from cdrmix.config.load import load_config
     from cdrmix.data.prepare import prepare
 
-    print(prepare(load_config(options.config, options.overrides)).path)
+    print(prepare(Config.from_yaml(options.config, options.overrides)).path)
     return 0
 
 
@@ -337,16 +334,15 @@ def _data_inspect(options: argparse.Namespace) -> int:
 
 
 def _validate(options: argparse.Namespace) -> int:
-    from cdrmix.config.load import dump_config, load_config
     from cdrmix.data.prepare import check_names
 
-    config = load_config(options.config, options.overrides)
+    config = Config.from_yaml(options.config, options.overrides)
     check_names(config)
     if config.reasoning is not None:
         from cdrmix.reason.stage_b import check_stage_b
 
         check_stage_b(config)
-    print(dump_config(config), end="")
+    print(config.to_yaml(), end="")
     return 0
 
 
@@ -358,9 +354,7 @@ def _config(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from cdrmix.config.load import load_config
-
-    return _print_plan(load_config(options.config, options.overrides), options.gpu, options.gpus, options.json)
+    return _print_plan(Config.from_yaml(options.config, options.overrides), options.gpu, options.gpus, options.json)
 
 
 def _print_plan(config: Config, gpu: str | None, processes: int, as_json: bool) -> int:
@@ -383,10 +377,9 @@ def _print_plan(config: Config, gpu: str | None, processes: int, as_json: bool) 
 
 
 def _params(options: argparse.Namespace) -> int:
-    from cdrmix.config.load import load_config
     from cdrmix.plan.parameters import count_parameters, parameter_table
 
-    config = load_config(options.config, options.overrides)
+    config = Config.from_yaml(options.config, options.overrides)
     print(parameter_table(config, count_parameters(config.model, config.reasoning)))
     return 0
 

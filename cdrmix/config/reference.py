@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from cdrmix.config import schema_types
-from cdrmix.config.core_param_autosizer import FOLLOWS
+from cdrmix.config.autosizers import DERIVED_FROM
+from cdrmix.config.nodes import ANY
+from cdrmix.config.schema import Config
 from cdrmix.config.schema_types import Schema
-from cdrmix.config.tree import ANY
 from cdrmix.errors import ConfigError
 from cdrmix.registry import nearest
 
@@ -45,8 +46,8 @@ def reference(key: str | None = None) -> str:
     Raises ConfigError with the nearest name if there is no such key.
     """
     if key is None:
-        return HEAD + "".join(entry.text for entry in _sections(schema_types.root(), "", {}))
-    entries = list(_sections(schema_types.root(), ""))
+        return HEAD + "".join(entry.text for entry in _sections(schema_types.root(Config), "", {}))
+    entries = list(_sections(schema_types.root(Config), ""))
     chosen = [entry for entry in entries if entry.name == key or entry.name.startswith((f"{key}.", f"{key}["))]
     if len(chosen) > 1:  # a section: the line about it in the section above is left out
         chosen = [entry for entry in chosen if entry.is_heading or entry.name != key]
@@ -95,7 +96,7 @@ def _content(schema: Schema) -> tuple[str, Schema]:
 
 
 def _key(name: str, schema: Schema, required: bool) -> str:
-    source = next((source for key, source in FOLLOWS.items() if f"{name}.".startswith(f"{key}.")), None)
+    source = next((source for key, source in DERIVED_FROM.items() if f"{name}.".startswith(f"{key}.")), None)
     default = f"default `{_yaml(schema['default'])}`" if "default" in schema else ""
     if required:
         default = f"derived from `{source}`" if source else "*required*"

@@ -7,10 +7,16 @@ keys. A key without a default must be set, unless the autosizers derive it from 
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
+from cdrmix.config.autosizers import Size
+from cdrmix.config.loader import dump_yaml, load_yaml
 from cdrmix.config.schema_ablation import Ablation
 from cdrmix.config.schema_data import Data
 from cdrmix.config.schema_reasoning import Reasoning
@@ -26,7 +32,14 @@ from cdrmix.config.section import (
     Text,
 )
 
-Size = Literal["1b", "4b", "40b", "200b"]
+# The keys that Config.hash leaves out: they change neither a weight nor a measurement, only folders, logging and speed.
+# run.device is not one of them: it decides the order in which sums are rounded.
+NOT_HASHED: dict[str, Any] = {
+    "run": {"root", "name", "threads"},
+    "data": {"cache", "engine", "workers", "memory_mb"},  # the shards are the same
+    "train": {"keep_last", "log_every", "expert_parallel", "profile"},
+    "logging": True,
+}
 
 
 class Run(Section):
@@ -295,3 +308,35 @@ class Config(Section):
     @property
     def kind(self) -> Literal["core", "reasoning"]:
         return "core" if self.reasoning is None else "reasoning"
+
+    @classmethod
+    def from_yaml(cls, path: str | Path, overrides: Sequence[str] = ()) -> Self:
+        """Reads a YAML file with all files that it inherits from, applies overrides, and validates.
+
+        Args:
+            path: a YAML file.
+            overrides: `key.path=value` each, the value in YAML; a later one takes precedence.
+
+        Raises:
+            ConfigError: with every problem, its file and line, what is allowed and the nearest name.
+        """
+        return load_yaml(path, overrides, cls)
+
+    def to_yaml(self) -> str:
+        """The configuration as YAML with every key and without `base:`. `from_yaml` reads it as an equal Config."""
+        data = self.model_dump(mode="json")
+        for section in ("reasoning", "ablation"):
+            if data[section] is None:
+                del data[section]
+        comment = f"# One {self.kind} run of cdrmix, fully resolved: every key, inherited, autosized or default.\n"
+        return comment + dump_yaml(data)
+
+    def hash(self) -> str:
+        """SHA-256 (hexadecimal) of all keys except NOT_HASHED. Runs with the same hash have the same results.
+
+        So a run can be resumed after it was moved, renamed or given other logging, disk or expert parallelism. The
+        origin of a value (inherited, override, autosizer, default) and the order of the keys do not matter.
+        """
+        data = self.model_dump(mode="json", exclude=NOT_HASHED)
+        del data["ablation"]  # each arm of an ablation is a configuration of its own
+        return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

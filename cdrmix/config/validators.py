@@ -12,11 +12,11 @@ from functools import partial
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
-from cdrmix.config.tree import Path, dotted, get
+from cdrmix.config.nodes import Path, dotted, get
 from cdrmix.registry import nearest
 
 
-class Inside(NamedTuple):
+class Violation(NamedTuple):
     """What is allowed for a value inside the first key of a rule: its `path` from there, and the name most like it."""
 
     path: Path
@@ -28,7 +28,7 @@ class Rule(NamedTuple):
     """`check`, given the values of `keys`, says what is allowed for the first key, or None when all is well."""
 
     keys: tuple[str, ...]
-    check: Callable[..., str | Inside | None]
+    check: Callable[..., str | Violation | None]
 
 
 class Conflict(NamedTuple):
@@ -49,7 +49,7 @@ def conflicts(values: Mapping[str, Any]) -> list[Conflict]:
             inputs = [values[key] for key in keys]
             refusal = check(*inputs)
             if refusal:
-                inside = refusal if isinstance(refusal, Inside) else Inside((), refusal)
+                inside = refusal if isinstance(refusal, Violation) else Violation((), refusal)
                 path = (*keys[0].split("."), *inside.path)
                 failed.append(Conflict(keys, path, get(inputs[0], inside.path), inside.allowed, inside.nearest))
     return failed
@@ -76,13 +76,13 @@ def _head_size(head_size: int, width: int, fraction: float, rwkv7: list[int]) ->
     return f"must divide model.d_model={width}" if (fraction < 1 or rwkv7) and width % head_size else None
 
 
-def _mixer_layers(listed: list[int], layers: int, *earlier: list[int]) -> Inside | None:
+def _mixer_layers(listed: list[int], layers: int, *earlier: list[int]) -> Violation | None:
     given = set(chain(*earlier))
     for place, layer in enumerate(listed):
         if layer >= layers:
-            return Inside((place,), f"at most {layers - 1}: layers count from 0, and model.layers={layers}")
+            return Violation((place,), f"at most {layers - 1}: layers count from 0, and model.layers={layers}")
         if layer in given:
-            return Inside((place,), "each layer once in all of model.mixer_layers")
+            return Violation((place,), "each layer once in all of model.mixer_layers")
         given.add(layer)
     return None
 
@@ -123,8 +123,8 @@ def _rollouts(processes: int, *steps: int) -> str | None:
     return None
 
 
-def _beside(name: str, beside: list[str]) -> Inside | None:
-    return Inside((beside.index(name),), "another phase than the one it stands beside") if name in beside else None
+def _beside(name: str, beside: list[str]) -> Violation | None:
+    return Violation((beside.index(name),), "another phase than the one it stands beside") if name in beside else None
 
 
 def _warmup_steps(warmup: int, steps: int) -> str | None:
@@ -157,11 +157,11 @@ def _bands(bands: int, rows: int, num_perm: int) -> str | None:
     return None
 
 
-def _fim_domains(chosen: list[str] | None, domains: Mapping[str, Any] | None) -> Inside | None:
+def _fim_domains(chosen: list[str] | None, domains: Mapping[str, Any] | None) -> Violation | None:
     known = _domain_names(domains)
     for place, name in enumerate(chosen or []):
         if name not in known:
-            return Inside((place,), f"one of data.domains: {', '.join(known)}", nearest(name, known))
+            return Violation((place,), f"one of data.domains: {', '.join(known)}", nearest(name, known))
     return None
 
 
@@ -172,26 +172,26 @@ def _marks(prefix: str, middle: str, suffix: str, end_of_text: str) -> str | Non
     return None
 
 
-def _length_classes(bounds: list[int]) -> Inside | None:
+def _length_classes(bounds: list[int]) -> Violation | None:
     for place, (low, high) in enumerate(pairwise(bounds)):
         if high <= low:
-            return Inside((place + 1,), f"above the one before it, {low}")
+            return Violation((place + 1,), f"above the one before it, {low}")
     return None
 
 
-def _stage_ends(stages: list[Mapping[str, Any]]) -> Inside | None:
+def _stage_ends(stages: list[Mapping[str, Any]]) -> Violation | None:
     end = 0.0
     for place, stage in enumerate(stages):
         last = place == len(stages) - 1
         if stage["until"] <= end:
-            return Inside((place, "until"), f"above {end:g}, where the stage before it ends")
+            return Violation((place, "until"), f"above {end:g}, where the stage before it ends")
         end = stage["until"]
         if last and end != 1:
-            return Inside((place, "until"), "1: the last stage ends with the training")
+            return Violation((place, "until"), "1: the last stage ends with the training")
     return None
 
 
-def _stage_domains(stages: list[Mapping[str, Any]], domains: Mapping[str, Any] | None) -> Inside | None:
+def _stage_domains(stages: list[Mapping[str, Any]], domains: Mapping[str, Any] | None) -> Violation | None:
     known = _domain_names(domains)
     for place, stage in enumerate(stages):
         weights = stage.get("domains")
@@ -201,20 +201,20 @@ def _stage_domains(stages: list[Mapping[str, Any]], domains: Mapping[str, Any] |
             if name not in known:
                 close = nearest(name, known)
                 near = dotted(("data", "curriculum", place, "domains", close)) if close else None
-                return Inside((place, "domains", name), f"weights of data.domains: {', '.join(known)}", near)
+                return Violation((place, "domains", name), f"weights of data.domains: {', '.join(known)}", near)
         if not any(weights.values()):
-            return Inside((place, "domains"), "at least one weight above 0, or null")
+            return Violation((place, "domains"), "at least one weight above 0, or null")
     return None
 
 
-def _stage_lengths(stages: list[Mapping[str, Any]], bounds: list[int]) -> Inside | None:
+def _stage_lengths(stages: list[Mapping[str, Any]], bounds: list[int]) -> Violation | None:
     for place, stage in enumerate(stages):
         weights = stage.get("lengths")
         if weights is not None and len(weights) != len(bounds) + 1:
             wanted = f"a list of {len(bounds) + 1}, one more than data.length_classes has bounds, or null"
-            return Inside((place, "lengths"), wanted)
+            return Violation((place, "lengths"), wanted)
         if weights is not None and not any(weights):
-            return Inside((place, "lengths"), "at least one weight above 0, or null")
+            return Violation((place, "lengths"), "at least one weight above 0, or null")
     return None
 
 

@@ -7,7 +7,7 @@ from textwrap import dedent
 
 import pytest
 
-from cdrmix.config.load import load_config
+from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
 
 # Lines are counted from here in the tests below.
@@ -30,14 +30,14 @@ def complaint(folder: Path, text: str | bytes, *overrides: str) -> str:
     path = folder / "run.yaml"
     path.write_bytes(text if isinstance(text, bytes) else dedent(text).encode())
     with pytest.raises(ConfigError) as caught:
-        load_config(path, overrides)
+        Config.from_yaml(path, overrides)
     assert caught.value.exit_code == 2
     return str(caught.value).replace(f"{folder}/", "")
 
 
 def test_the_file_that_the_others_are_broken_from_is_good(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(GOOD)
-    assert load_config(tmp_path / "run.yaml").train.learning_rate == 3e-3
+    assert Config.from_yaml(tmp_path / "run.yaml").train.learning_rate == 3e-3
 
 
 # (what is replaced, by what, the whole message after the headline)
@@ -364,7 +364,7 @@ BROKEN = {
     "half a character": (
         "model:",
         'run: {name: "\\ud800"}\nmodel:',
-        "run.yaml:1: run.name: half of a surrogate pair, which is no character\n    allowed: Unicode text",
+        "run.yaml:1: run.name: half of a surrogate pair, which is not a character\n    allowed: Unicode text",
     ),
 }  # fmt: skip
 
@@ -471,7 +471,7 @@ def test_control_characters_do_not_reach_the_terminal(tmp_path: Path) -> None:
 def test_no_file(tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(GOOD)
     with pytest.raises(ConfigError) as caught:
-        load_config(tmp_path / "tinny.yaml", ["train.steps=x"])
+        Config.from_yaml(tmp_path / "tinny.yaml", ["train.steps=x"])
     _, *said = str(caught.value).replace(f"{tmp_path}/", "").splitlines()
     # What else is missing cannot be known, but the override is wrong in any case.
     assert said == [
@@ -486,4 +486,4 @@ def test_no_file(tmp_path: Path) -> None:
 def test_what_is_no_file(name: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match="the configuration has one problem"):
-        load_config(f"{tmp_path}/{name}")
+        Config.from_yaml(f"{tmp_path}/{name}")

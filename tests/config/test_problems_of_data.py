@@ -7,7 +7,7 @@ from textwrap import dedent
 
 import pytest
 
-from cdrmix.config.load import load_config
+from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
 
 # Lines are counted from here in the tests below.
@@ -183,10 +183,10 @@ def test_what_is_said(name: str, tmp_path: Path) -> None:
     old, new, expected = BROKEN[name]
     path = tmp_path / "run.yaml"
     path.write_text(GOOD)
-    load_config(path)
+    Config.from_yaml(path)
     path.write_text(GOOD.replace(old, new, 1))
     with pytest.raises(ConfigError) as caught:
-        load_config(path)
+        Config.from_yaml(path)
     headline, *said = str(caught.value).replace(f"{tmp_path}/", "").splitlines()
     assert headline == "the configuration has one problem:"
     wanted = dedent(expected).splitlines()

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-from cdrmix.config.load import load_config
 from cdrmix.config.schema import Config
 from cdrmix.data.batch import Batch
 from cdrmix.training.build import build_loss_model
@@ -42,7 +41,7 @@ def resident(name: str) -> int:
 
 
 def main() -> None:
-    config = load_config(Path(sys.argv[1]), sys.argv[2:])
+    config = Config.from_yaml(Path(sys.argv[1]), sys.argv[2:])
     world = join(config)
     torch.manual_seed(1)  # what the routers choose decides how many rows an expert has
     engine = make_engine(config, build_loss_model(config), world)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from cdrmix.config.load import load_config
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
 from cdrmix.gpus import gpu_of_key
@@ -33,7 +32,7 @@ TINY = {
 
 
 def config_of(name: str, *overrides: str) -> Config:
-    return load_config(CONFIGS / f"cdrmix-{name}.yaml", list(overrides))
+    return Config.from_yaml(CONFIGS / f"cdrmix-{name}.yaml", list(overrides))
 
 
 def card(memory_bytes: int | None, flops: float | None = 1e15) -> Machine:

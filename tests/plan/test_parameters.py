@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cdrmix.config.load import load_config
-from cdrmix.config.schema import Attention, FeedForward, Mamba, MixerLayers, Model, Rwkv
+from cdrmix.config.schema import Attention, Config, FeedForward, Mamba, MixerLayers, Model, Rwkv
 from cdrmix.plan.parameters import count_parameters, parameter_table
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -23,7 +22,7 @@ TOLERANCE = 0.07
 @pytest.mark.parametrize("size", PUBLISHED)
 @pytest.mark.parametrize("kind", ["core", "reason"])
 def test_the_shipped_sizes_are_those_of_the_table(kind: str, size: str) -> None:
-    config = load_config(CONFIGS / f"cdrmix-{kind}-{size}.yaml")
+    config = Config.from_yaml(CONFIGS / f"cdrmix-{kind}-{size}.yaml")
     count = count_parameters(config.model)
     assert (count.total_stored, count.total_active) == pytest.approx(PUBLISHED[size], rel=TOLERANCE)
 
@@ -96,7 +95,7 @@ def test_the_first_time_mix_block_has_no_value_residual_wherever_it_stands() -> 
 
 
 def test_the_table_is_aligned_and_says_how_far_both_totals_are_from_the_name() -> None:
-    config = load_config(CONFIGS / "cdrmix-core-1b.yaml")
+    config = Config.from_yaml(CONFIGS / "cdrmix-core-1b.yaml")
     count = count_parameters(config.model)
     lines = parameter_table(config, count).splitlines()
     total, of_name = (next(line for line in lines if line.startswith(start)) for start in ("total", "of 1b"))

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cdrmix.config.load import load_config
 from cdrmix.config.schema import Config
 from cdrmix.data.loader import Batch, TrainLoader
 from cdrmix.data.shards import open_shards
@@ -48,7 +47,7 @@ def load(order: dict[str, Any], stage: int, reduced: str) -> tuple[Config, Distr
         "train.gradient_clip=0.3",  # below the norm, so that clipping acts
         f"train.epsilon={EPSILON}",
     )
-    config = load_config(order["config"], [*fixed, *order["overrides"]])
+    config = Config.from_yaml(order["config"], [*fixed, *order["overrides"]])
     return config, join(config)
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from cdrmix.compare import compare
-from cdrmix.config.load import load_config
+from cdrmix.config.schema import Config
 from cdrmix.data.hashed_files import write_file
 from cdrmix.data.shards import FORMAT, SPLITS, SplitWriter, token_dtype, write_index
 from cdrmix.data.tokenizer import TextTokenizer
@@ -156,6 +156,6 @@ def test_zero_has_the_gradients_of_one_process(work, tmp_path: Path, corpus: Pat
 
 
 def test_the_configuration_on_a_gpu_is_the_released_one() -> None:
-    config = load_config(CONFIG, [*COMMON, *DEVICES["cuda"].overrides])
-    released = load_config(CONFIG, [])
+    config = Config.from_yaml(CONFIG, [*COMMON, *DEVICES["cuda"].overrides])
+    released = Config.from_yaml(CONFIG, [])
     assert config.model.model_copy(update={"vocab_size": released.model.vocab_size}) == released.model

@@ -32,7 +32,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from cdrmix.config.load import dump_config
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_data import Dedup
 from cdrmix.data.cleaning.filters import FilterChain
@@ -68,7 +67,7 @@ def write(
     strata = [*prepared.train.strata, *prepared.valid.strata]
     content = gather(config, tally, near, report, timings, strata)
     write_atomically(folder / "report.json", json.dumps(content, indent=1, allow_nan=False))
-    write_atomically(folder / "report.html", drop_page(content, dump_config(config)))
+    write_atomically(folder / "report.html", drop_page(content, config.to_yaml()))
 
 
 def gather(

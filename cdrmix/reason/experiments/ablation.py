@@ -18,7 +18,6 @@ from typing import NamedTuple, cast
 import torch
 
 import cdrmix
-from cdrmix.config.load import config_hash, load_config
 from cdrmix.config.schema import Config
 from cdrmix.durable import write_atomically
 from cdrmix.errors import ConfigError
@@ -69,7 +68,7 @@ def run(
     Raises ConfigError for a file without an ablation and for demands about what there is not.
     """
     path, folder = Path(path), Path("experiments/ablations" if out is None else out)
-    config = load_config(path, overrides)
+    config = Config.from_yaml(path, overrides)
     ablation = config.ablation
     if ablation is None:
         raise ConfigError(f"{path} has no section `ablation:`; configs/ablations/ has files that do")
@@ -111,7 +110,7 @@ def fingerprint(config: Config, seed: int) -> str:
     decisive = config.ablation.model_dump(
         mode="json", include={"experiment", "chunks", "episodes", "difficulty", "harder_chunks", "tracking"}
     )
-    words = [cdrmix.__version__, config_hash(config.model_copy(update={"run": _run_of(config, seed)})), decisive]
+    words = [cdrmix.__version__, config.model_copy(update={"run": _run_of(config, seed)}).hash(), decisive]
     return hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()[:24]
 
 
@@ -120,7 +119,7 @@ def _run_of(config: Config, seed: int) -> object:
 
 
 def _arm(path: Path, changes: Sequence[str], overrides: Sequence[str]) -> Config:
-    return load_config(path, [*changes, *overrides])
+    return Config.from_yaml(path, [*changes, *overrides])
 
 
 def _experiment(name: str) -> Experiment:
