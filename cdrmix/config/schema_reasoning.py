@@ -133,7 +133,7 @@ class Phase(Section):
     """AdamW: decoupled weight decay."""
     train: Literal["own", "all"] = "own"
     """own: train only the parameters of the mechanism. all: train the whole model."""
-    beside: list[Literal["text", "plasticity", "imitation", "operations_imitation"]] = []
+    replay: list[Literal["text", "plasticity", "imitation", "operations_imitation"]] = []
     """Other training data of every step, so that the model does not forget it: text of stage A, or episodes of other
     phases. The phase joint always includes text, and plasticity and policy if they have steps."""
 

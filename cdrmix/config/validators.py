@@ -123,8 +123,8 @@ def _rollouts(processes: int, *steps: int) -> str | None:
     return None
 
 
-def _beside(name: str, beside: list[str]) -> Violation | None:
-    return Violation((beside.index(name),), "another phase than the one it stands beside") if name in beside else None
+def _replay(name: str, replay: list[str]) -> Violation | None:
+    return Violation((replay.index(name),), "another phase than its own") if name in replay else None
 
 
 def _warmup_steps(warmup: int, steps: int) -> str | None:
@@ -143,7 +143,7 @@ def _vocab_size(vocabulary: int, tokenizer: str | None, fim: Mapping[str, Any] |
 
 def _domains(domains: Mapping[str, Any] | None, source: Mapping[str, Any] | None) -> str | None:
     if domains is not None and source is not None:
-        return "null beside data.source (the source can be one of the domains, with data.source: null)"
+        return "null if data.source is set (the source can be one of the domains, with data.source: null)"
     return "at least one domain, or null" if domains is not None and not domains else None
 
 
@@ -263,7 +263,7 @@ RULES = (
         _rollouts,
     ),
     *(
-        Rule((f"reasoning.phases.{name}.beside",), partial(_beside, name))
+        Rule((f"reasoning.phases.{name}.replay",), partial(_replay, name))
         for name in ("plasticity", "imitation", "operations_imitation")
     ),
     Rule(("train.warmup_steps", "train.steps"), _warmup_steps),

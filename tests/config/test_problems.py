@@ -279,14 +279,14 @@ BROKEN = {
         run.yaml:8: train.expert_parallel: found 2 (an integer)
             allowed: 1 where a phase of reasoning.phases makes rollouts: processes end theirs at different tokens""",
     ),
-    "a phase beside itself": (
+    "a phase that replays itself": (
         "train:",
         "reasoning: {plastic_lora: {rank: 4, alpha: 0.2, decay: 0.9}, memory: {dim: 8, top_k: 1, max_tokens: 8}, "
         "controller: {step_budget: 4, max_branches: 1}, rl: {horizon: 8, latency_weight: 0, stability_weight: 0}, "
-        "phases: {imitation: {beside: [text, imitation]}}}\ntrain:",
+        "phases: {imitation: {replay: [text, imitation]}}}\ntrain:",
         """\
-        run.yaml:6: reasoning.phases.imitation.beside[1]: found "imitation" (a string)
-            allowed: another phase than the one it stands beside""",
+        run.yaml:6: reasoning.phases.imitation.replay[1]: found "imitation" (a string)
+            allowed: another phase than its own""",
     ),
     "fp16 on a CPU": (
         "train:",
@@ -295,7 +295,7 @@ BROKEN = {
         run.yaml:8: train.precision: found "fp16" (a string)
             allowed: bf16 or fp32 with run.device=cpu; fp16 needs a GPU""",
     ),
-    "a bfloat16 stream beside other products": (
+    "a bfloat16 stream with other products": (
         "train:",
         "train:\n  precision: fp32\n  residual_dtype: bf16",
         """\

@@ -80,7 +80,7 @@ BROKEN = {
         "data: {source: {kind: stdlib}, domains: {web: {source: {kind: stdlib}}}}\ntrain:",
         """\
         run.yaml:6: data.domains: found a section
-            allowed: null beside data.source (the source can be one of the domains, with data.source: null)""",
+            allowed: null if data.source is set (the source can be one of the domains, with data.source: null)""",
     ),
     "no domain at all": (
         "train:",
