@@ -24,7 +24,8 @@ class JointPhase:
 
     own: the phase that determines the trained parameters; its measures keep their names. None in B4, which trains the
     whole model. replay: other phases; their measures are prefixed with the name of the phase. loader: of the text, for
-    the rank of this process; its batches continue those of stage A. Losses are added up, each a mean over its own tokens.
+    the rank of this process; its batches continue those of stage A. The losses are added; each is a mean over its
+    own tokens.
     """
 
     def __init__(

@@ -56,7 +56,7 @@ def test_every_phase_is_done_measured_and_shown(finished: Path) -> None:
     assert [row["phase"] for row in rows if "phase" in row] == [name for name in PHASES for _ in range(STEPS)]
     (replaying,) = (row for row in rows if row.get("phase") == "operations_imitation" and row["phase_step"] == STEPS)
     (joint,) = (row for row in rows if row.get("phase") == "joint" and row["phase_step"] == STEPS)
-    assert {"agreed", "text_loss", "plasticity/accuracy", "imitation/accuracy"} <= replay["measures"].keys()
+    assert {"agreed", "text_loss", "plasticity/accuracy", "imitation/accuracy"} <= replaying["measures"].keys()
     assert {"text_loss", "plasticity/accuracy", "policy/reward"} <= joint["measures"].keys()
     summary = json.loads((finished / "metrics.json").read_text())
     assert summary["finished"]

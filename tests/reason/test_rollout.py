@@ -10,7 +10,7 @@ from cdrmix.config.schema import Attention, FeedForward, Mamba, MixerLayers, Mod
 from cdrmix.errors import NonFiniteLogitsError
 from cdrmix.model.cache import flattened, select
 from cdrmix.model.language_model import LanguageModel
-from cdrmix.reason.rl.rollout import generate, micro_batches, decode, prefill, repeat, taken
+from cdrmix.reason.rl.rollout import decode, generate, micro_batches, prefill, repeat, taken
 
 VOCABULARY = 24
 
