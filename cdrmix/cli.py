@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cdrmix.config.schema import Config
-from cdrmix.data.visible import visible
+from cdrmix.data.escaping import escape_unprintable
 from cdrmix.errors import CdrmixError, ConfigError, DiskFullError, Preempted
 from cdrmix.gpus import GPUS
 from cdrmix.training import launch
@@ -93,7 +93,7 @@ def _fail(status: int, message: str, show_traceback: bool, *, agreed: bool = Fal
     if launch.is_worker():
         launch.report_failure(status, message)
         return 0 if agreed else status
-    print(visible(message), file=sys.stderr)
+    print(escape_unprintable(message), file=sys.stderr)
     return status
 
 

@@ -167,7 +167,7 @@ class Dedup(Section):
     """Keep one document for each canonical URL."""
     documents_per_host: PositiveInt | None = None
     """Largest number of documents of a registrable domain. null: no limit."""
-    near: bool = True
+    near_duplicates: bool = True
     """Drop near-duplicates (MinHash LSH, verified by exact Jaccard similarity)."""
     ngram: PositiveInt = 5
     """Words of a shingle."""

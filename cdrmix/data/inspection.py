@@ -1,7 +1,7 @@
 """What `cdrmix data inspect` prints: the figures of a folder of shards, and rows decoded, document by document.
 
 Every line of text stands behind a gutter, so that no text can pass for a line of ours; what would steer the terminal
-is spelled out (see visible.py). The gutter holds the loss weight where it is not 1, and then
+is spelled out (see escaping.py). The gutter holds the loss weight where it is not 1, and then
     |   a line of the text
     :   the line above goes on: its weight changed, or a special token stood there
     >   a special token
@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
+from cdrmix.data.escaping import escape_unprintable
 from cdrmix.data.shards import Piece, ShardSet, Split, Stratum, open_shards
 from cdrmix.data.tokenizer import TextTokenizer
-from cdrmix.data.visible import visible
 from cdrmix.errors import ConfigError, ShardError
 from cdrmix.registry import nearest
 
@@ -33,15 +33,15 @@ class Paper:
 
     def line(self, style: str, words: str) -> str:
         """A line of ours; what in it comes from the shards is made visible."""
-        words = visible(words).replace("\n", "<U+000A>").replace("\t", "<U+0009>")
+        words = escape_unprintable(words).replace("\n", "<U+000A>").replace("\t", "<U+0009>")
         return f"{style}{words}{PLAIN}" if self.coloured and style else words
 
     def text(self, mark: str, sign: str, text: str, style: str = "") -> str:
         """A line of the text behind its gutter."""
         gutter = f"{mark:>{GUTTER}} {sign} "
         if not self.coloured:
-            return gutter + visible(text)
-        shown = visible(text, lambda name: f"{PLAIN}{SPECIAL}<{name}>{PLAIN}{style}")
+            return gutter + escape_unprintable(text)
+        shown = escape_unprintable(text, lambda name: f"{PLAIN}{SPECIAL}<{name}>{PLAIN}{style}")
         return f"{SOFT}{gutter}{PLAIN}{style}{shown}{PLAIN if style else ''}"
 
 
@@ -141,7 +141,7 @@ def _header(shards: ShardSet, paper: Paper) -> Iterator[str]:
             for stratum in split.strata
             if stratum.rows
         ]
-    lines = [tuple(visible(cell) for cell in line) for line in lines]
+    lines = [tuple(escape_unprintable(cell) for cell in line) for line in lines]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     for number, line in enumerate(lines):
         cells = [cell.ljust(width) for cell, width in zip(line[:2], widths[:2], strict=True)]

@@ -31,10 +31,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cdrmix.data.hashed_files import HashedFile, write_file
 from cdrmix.data.packing import pack
 from cdrmix.data.tokenizer import TextTokenizer
-from cdrmix.durable import sha256_file
+from cdrmix.durable import ChecksummedFile, sha256_file, write_checksummed
 from cdrmix.errors import ShardError
 
 FORMAT = 5  # 5: strata and loss weights
@@ -105,19 +104,19 @@ class SplitWriter:
         self._target_counts = np.zeros(vocab_size, np.int64)
         self._uncounted: list[Array] = []
         self._uncounted_tokens = 0
-        self._created: list[HashedFile] = []
-        self._shard: HashedFile | None = None
+        self._created: list[ChecksummedFile] = []
+        self._shard: ChecksummedFile | None = None
         self._starts = self._create("documents")
         self._document_strata = self._create("document-strata") if len(self._strata) > 1 else None
         self._codes: dict[float, int] | None = {1.0: 0} if weights else None  # loss weight -> what stands for it
-        self._weights_shard: HashedFile | None = None
+        self._weights_shard: ChecksummedFile | None = None
 
     def __enter__(self) -> SplitWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
         for file in self._created:
-            file.abandon()
+            file.discard()
 
     def add(self, ids: Array, text_bytes: int, *, domain: int = 0, weights: Array | None = None) -> None:
         """Append a document.
@@ -208,12 +207,12 @@ class SplitWriter:
             if self.tokens % self.shard_tokens == 0:
                 self._close_shard()
 
-    def _create(self, contents: str) -> HashedFile:
-        file = HashedFile(self.folder / f"{self.name}.{contents}.bin")
+    def _create(self, contents: str) -> ChecksummedFile:
+        file = ChecksummedFile(self.folder / f"{self.name}.{contents}.bin")
         self._created.append(file)
         return file
 
-    def _finish(self, file: HashedFile) -> None:
+    def _finish(self, file: ChecksummedFile) -> None:
         self.files[file.path.name] = file.close()
 
     def _close_shard(self) -> None:
@@ -428,7 +427,7 @@ def open_shards(path: Path, *, verify: bool = True) -> ShardSet:
 def write_index(folder: Path, index: dict[str, Any]) -> None:
     """Write index.json, the last file of a folder of shards, sealed with a hash of its own."""
     sealed = {"sha256": _seal(index), **index}
-    write_file(folder / "index.json", json.dumps(sealed, indent=1).encode("utf-8"))
+    write_checksummed(folder / "index.json", json.dumps(sealed, indent=1).encode("utf-8"))
 
 
 def read_across(files: Sequence[Array], size: int, start: int, stop: int) -> Array:

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cdrmix.data.batch import Batch
-from cdrmix.data.hashed_files import write_file
 from cdrmix.data.loader import EvalLoader, Prefetcher, TrainLoader
 from cdrmix.data.permutation import permute, permute_each
 from cdrmix.data.shards import (
@@ -27,6 +26,7 @@ from cdrmix.data.shards import (
     write_index,
 )
 from cdrmix.data.tokenizer import TextTokenizer
+from cdrmix.durable import write_checksummed
 from cdrmix.errors import ConfigError, ShardError
 
 ROW = 16
@@ -41,7 +41,7 @@ def write_shards(
     """Shards of texts, every fourth held out. weights: of the tokens whose id is a key of it."""
     tokenizer = TextTokenizer.train(texts, vocab_size=320, end_of_text=END)
     folder.mkdir()
-    splits, files = {}, {"tokenizer.json": write_file(folder / "tokenizer.json", tokenizer.json_bytes)}
+    splits, files = {}, {"tokenizer.json": write_checksummed(folder / "tokenizer.json", tokenizer.json_bytes)}
     for name in SPLITS:
         writer = SplitWriter(
             folder, name, vocab_size=320, shard_tokens=500, row_length=row_length, weights=weights is not None

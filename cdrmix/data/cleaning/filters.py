@@ -53,7 +53,7 @@ class FilterChain:
         configured = {"language": section.language_score, **section.bounds}
         self._bounds = [configured.get(rule.name, rule.bound) for rule in self._rules]
 
-    def judge(self, texts: Sequence[str]) -> Judgement:
+    def apply(self, texts: Sequence[str]) -> Judgement:
         """Judge normalised texts; each one's result depends on it alone. UnicodeEncodeError for lone surrogates."""
         languages, probabilities = language.detect(texts)
         if not self._rules:

@@ -110,26 +110,26 @@ def language(facts: Facts) -> Values:
 # Gopher: Rae et al. 2021, arXiv 2112.11446, section A.1.1, "quality filtering".
 
 
-@rule("gopher_least_words", "gopher_quality", least=50, of_words=True)
-def gopher_least_words(facts: Facts) -> Values:
+@rule("gopher_min_words", "gopher_quality", least=50, of_words=True)
+def gopher_min_words(facts: Facts) -> Values:
     """Words, not too few. Gopher (arXiv 2112.11446, A.1.1)."""
     return facts["words"]
 
 
-@rule("gopher_most_words", "gopher_quality", most=100_000, of_words=True)
-def gopher_most_words(facts: Facts) -> Values:
+@rule("gopher_max_words", "gopher_quality", most=100_000, of_words=True)
+def gopher_max_words(facts: Facts) -> Values:
     """Words, not too many. Gopher (arXiv 2112.11446, A.1.1)."""
     return facts["words"]
 
 
-@rule("gopher_shortest_words", "gopher_quality", least=3, of_words=True)
-def gopher_shortest_words(facts: Facts) -> Values:
+@rule("gopher_min_mean_word_length", "gopher_quality", least=3, of_words=True)
+def gopher_min_mean_word_length(facts: Facts) -> Values:
     """Characters a word in the mean, not too few. Gopher (arXiv 2112.11446, A.1.1)."""
     return facts.ratio("word_characters", "words")
 
 
-@rule("gopher_longest_words", "gopher_quality", most=10, of_words=True)
-def gopher_longest_words(facts: Facts) -> Values:
+@rule("gopher_max_mean_word_length", "gopher_quality", most=10, of_words=True)
+def gopher_max_mean_word_length(facts: Facts) -> Values:
     """Characters a word in the mean, not too many. Gopher (arXiv 2112.11446, A.1.1)."""
     return facts.ratio("word_characters", "words")
 

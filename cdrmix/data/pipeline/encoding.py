@@ -19,9 +19,9 @@ from cdrmix.config.schema_data import Objectives
 from cdrmix.data import shards
 from cdrmix.data.dedup.minhash import FingerprintFile, count_contaminated, simhash
 from cdrmix.data.objectives import encode_documents
-from cdrmix.data.pipeline.columns import Array, column, read_table, texts_of, whole, write_table
 from cdrmix.data.pipeline.duplicates import Survivors
 from cdrmix.data.pipeline.merging import Documents
+from cdrmix.data.pipeline.storage import Array, column, read_table, texts_of, whole, write_table
 from cdrmix.data.shards import SplitWriter
 from cdrmix.data.tokenizer import TextTokenizer
 

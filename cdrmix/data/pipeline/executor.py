@@ -53,7 +53,7 @@ class Executor(ABC):
         self.close()
 
 
-class LocalEngine(Executor):
+class LocalExecutor(Executor):
     """Processes of this machine, started when there is more than one task; with one worker, this process alone."""
 
     def __init__(self, workers: int) -> None:
@@ -89,7 +89,7 @@ class LocalEngine(Executor):
     def run_parts(
         self, function: Callable[[Task], Result], tasks_of: Callable[[Part], Iterable[Task]], parts: Iterable[Part]
     ) -> Iterator[Result]:
-        # This process reads and the others work, so that one large file keeps all of them busy.
+        # This process reads and the others runner, so that one large file keeps all of them busy.
         return self.run(function, (task for part in parts for task in tasks_of(part)))
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ class LocalEngine(Executor):
             self._pool = None
 
 
-class RayEngine(Executor):
+class RayExecutor(Executor):
     """Ray Data: tasks are rows of a dataset, each its own block. A part is read where its tasks run.
 
     Uses the cluster that the environment (RAY_ADDRESS) or an earlier `ray.init` names, else starts one on this machine
@@ -150,7 +150,7 @@ class RayEngine(Executor):
 
 def make_executor(name: str, workers: int) -> Executor:
     """The engine that `data.engine` names. Raises ConfigError when its package is not installed."""
-    return RayEngine(workers) if name == "ray" else LocalEngine(workers)
+    return RayExecutor(workers) if name == "ray" else LocalExecutor(workers)
 
 
 def _begin_worker() -> None:

@@ -1,4 +1,4 @@
-"""The second stage: all units to partitions in the order of the content hashes, exact duplicates dropped on the way.
+"""The second stage: all units to partitions in the order of the content hashes, exact duplicates filtered on the way.
 
 A document's number from here on is its place in that order, whatever the order in which the corpus was read.
 """
@@ -15,9 +15,9 @@ import numpy as np
 import pyarrow as pa
 
 from cdrmix.data.dedup.minhash import PackedTexts
-from cdrmix.data.pipeline.columns import Array, column, hashes_of, read_table, rows_between, texts_of, write_table
 from cdrmix.data.pipeline.reading import COLUMNS
 from cdrmix.data.pipeline.stats import PipelineStats, Sample, excerpt
+from cdrmix.data.pipeline.storage import Array, column, hashes_of, read_table, rows_between, texts_of, write_table
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Merge:
 
 
 def merge(task: Merge) -> dict[str, Any]:
-    """Write a partition; its number of rows and bytes, and the tally of what was dropped."""
+    """Write a partition; its number of rows and bytes, and the stats of what was filtered."""
     pieces = [COLUMNS.empty_table()]
     for path in task.units:
         table = read_table(path)
@@ -53,28 +53,28 @@ def merge(task: Merge) -> dict[str, Any]:
         ]
     )
     table, halves = table.take(pa.array(order)), halves[order]
-    tally = PipelineStats()
+    stats = PipelineStats()
     if task.exact and len(table):
         first_of_its_kind = np.concatenate([[True], (halves[1:] != halves[:-1]).any(1)])
-        drop(tally, "exact_duplicate", table, np.flatnonzero(~first_of_its_kind))
+        drop(stats, "exact_duplicate", table, np.flatnonzero(~first_of_its_kind))
         table = table.filter(pa.array(first_of_its_kind))
     table = table.combine_chunks()
     size = int(np.diff(texts_of(table).offsets).sum())
-    tally.kept.add(size, len(table))
+    stats.kept.add(size, len(table))
     write_table(task.path, table, {})
-    return {"rows": len(table), "bytes": size, "tally": tally.as_json()}
+    return {"rows": len(table), "bytes": size, "stats": stats.as_json()}
 
 
-def drop(tally: PipelineStats, rule: str, table: pa.Table, rows: Array) -> None:
-    """Count rows of a table as dropped by `rule`."""
+def drop(stats: PipelineStats, rule: str, table: pa.Table, rows: Array) -> None:
+    """Count rows of a table as filtered by `rule`."""
     if not len(rows):
         return
-    dropped = table.take(pa.array(rows)).combine_chunks()
-    sizes = np.diff(texts_of(dropped).offsets)
+    filtered = table.take(pa.array(rows)).combine_chunks()
+    sizes = np.diff(texts_of(filtered).offsets)
     for number, (digest, where, text) in enumerate(
-        zip(*(dropped.column(name).to_pylist() for name in ("hash", "where", "text")), strict=True)
+        zip(*(filtered.column(name).to_pylist() for name in ("hash", "where", "text")), strict=True)
     ):
-        tally.drop(rule, int(sizes[number]), Sample(digest.hex(), where, None, excerpt(text)))
+        stats.add_filtered(rule, int(sizes[number]), Sample(digest.hex(), where, None, excerpt(text)))
 
 
 class Documents:

@@ -26,8 +26,8 @@ from cdrmix.data.cleaning.filters import FilterChain
 from cdrmix.data.cleaning.normalize import html_text, normalize
 from cdrmix.data.cleaning.pii import scrub
 from cdrmix.data.cleaning.urls import canonical_url, registrable_domain
-from cdrmix.data.pipeline.columns import appearing, read_report, write_table
 from cdrmix.data.pipeline.stats import Amount, PipelineStats, Sample, excerpt
+from cdrmix.data.pipeline.storage import atomic_file, read_report, write_table
 from cdrmix.data.sources.base import BAD_RECORDS_SHOWN, BadRecord, Meta, Record, Source, parse_record, place, utf8_size
 
 UNIT_RECORDS = 50_000
@@ -148,11 +148,11 @@ def _unit(part: Part, number: int, records: list[tuple[str, Record]]) -> Iterato
 def read_unit(unit: Unit) -> PipelineStats:
     """Parse, clean and judge the records; write what is kept, and the scores of all beside it."""
     started = time.process_time()
-    tally = PipelineStats()
-    documents = list(_parsed(unit, tally))
+    stats = PipelineStats()
+    documents = list(_parsed(unit, stats))
     chain = _chain(unit.cleaning.filters.model_dump_json())
     texts = [text for _, text, _ in documents]
-    judgement = chain.judge(texts)
+    judgement = chain.apply(texts)
     rows: dict[str, list[Any]] = {name: [] for name in COLUMNS.names}
     hashes = []
     for index, (where, text, meta) in enumerate(documents):
@@ -163,44 +163,44 @@ def read_unit(unit: Unit) -> PipelineStats:
         if failed >= 0:
             score = float(judgement.scores[index, failed])
             shown = scrub(excerpt(text), unit.cleaning.pii)[0]
-            tally.drop(chain.names[failed], size, Sample(digest.hex(), where, score, shown))
+            stats.add_filtered(chain.names[failed], size, Sample(digest.hex(), where, score, shown))
             hashes.append(digest)
             continue
-        tally.languages.setdefault(language, Amount()).add(size)
+        stats.languages.setdefault(language, Amount()).add(size)
         if unit.cleaning.pii:
             text, found = scrub(text, unit.cleaning.pii)
             if found:
-                tally.found(found)
+                stats.found(found)
                 digest = content_hash(text)
         hashes.append(digest)
-        tally.kept.add(utf8_size(text))
+        stats.kept.add(utf8_size(text))
         add_row(rows, text, digest, where, meta, unit.cleaning, language)
-    tally.metadata_bytes = metadata_bytes(rows)
+    stats.metadata_bytes = metadata_bytes(rows)
     if chain.names:
         _write_scores(unit.path, documents, hashes, chain.names, judgement)
-    tally.cpu_seconds = time.process_time() - started
-    report = {"tally": tally.as_json(), "records": len(unit.records), "checkpoint": unit.checkpoint}
+    stats.cpu_seconds = time.process_time() - started
+    report = {"stats": stats.as_json(), "records": len(unit.records), "checkpoint": unit.checkpoint}
     write_rows(unit.path, rows, report)
-    return tally
+    return stats
 
 
-def _parsed(unit: Unit, tally: PipelineStats) -> Iterator[tuple[str, str, Meta]]:
+def _parsed(unit: Unit, stats: PipelineStats) -> Iterator[tuple[str, str, Meta]]:
     """(where, normalised text, metadata) of every record with text; the others are counted."""
     for part, record in unit.records:
         where = place(part, record.number)
         try:
             text, meta = parse_record(unit.parse, record)
         except BadRecord as error:
-            tally.bad += 1
-            if len(tally.bad_shown) < BAD_RECORDS_SHOWN:
-                tally.bad_shown.append(f"{where}: {error}")
+            stats.bad += 1
+            if len(stats.bad_shown) < BAD_RECORDS_SHOWN:
+                stats.bad_shown.append(f"{where}: {error}")
             continue
-        tally.read.add(utf8_size(text))
+        stats.read.add(utf8_size(text))
         text = normalize(html_text(text) if unit.cleaning.html else text)
         if text and not text.isspace():
             yield where, text, meta
         else:
-            tally.drop("empty", 0, Sample("", where, None, ""))
+            stats.add_filtered("empty", 0, Sample("", where, None, ""))
 
 
 def add_row(
@@ -286,10 +286,10 @@ def _write_scores(path: Path, documents: list[Any], hashes: list[bytes], names: 
         "hash": pa.array(hashes, pa.binary(16)),
         "where": pa.array([where for where, _, _ in documents], pa.string()),
         "language": pa.array(judgement.languages, pa.string()),
-        "dropped_by": pa.array(failed, pa.string()),
+        "filtered_by": pa.array(failed, pa.string()),
         **{name: pa.array(judgement.scores[:, place], pa.float32()) for place, name in enumerate(names)},
     }
     folder = path.parent.parent / "scores"
     folder.mkdir(exist_ok=True)
-    with appearing(folder / f"{path.stem}.parquet") as temporary:
+    with atomic_file(folder / f"{path.stem}.parquet") as temporary:
         pyarrow.parquet.write_table(pa.table(columns), temporary, compression="zstd")

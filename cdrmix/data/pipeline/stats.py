@@ -1,4 +1,4 @@
-"""Counts of what the preparation kept and dropped, and why: added up over tasks in any order to the same result."""
+"""Counts of what the preparation kept and filtered, and why: added up over tasks in any order to the same result."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Amount:
 
 @dataclass
 class Sample:
-    """A dropped document: its content hash (hexadecimal), where it was read, the rule's score, the text's beginning.
+    """A filtered document: its content hash (hexadecimal), where it was read, the rule's score, the text's beginning.
 
     like: the beginning of the text that was kept instead, for duplicates.
     """
@@ -38,8 +38,8 @@ class Sample:
 
 
 @dataclass
-class Dropped(Amount):
-    """What one rule dropped."""
+class Filtered(Amount):
+    """What one rule filtered."""
 
     samples: list[Sample] = field(default_factory=list)
 
@@ -51,11 +51,11 @@ class Dropped(Amount):
 
 @dataclass
 class PipelineStats:
-    """What went into a stage, what came out, and what each rule dropped, by rule."""
+    """What went into a stage, what came out, and what each rule filtered, by rule."""
 
     read: Amount = field(default_factory=Amount)
     kept: Amount = field(default_factory=Amount)
-    dropped: dict[str, Dropped] = field(default_factory=dict)
+    filtered: dict[str, Filtered] = field(default_factory=dict)
     languages: dict[str, Amount] = field(default_factory=dict)
     pii: dict[str, int] = field(default_factory=dict)  # kind -> placeholders written
     metadata_bytes: int = 0  # of the kept documents, beside their texts
@@ -63,11 +63,11 @@ class PipelineStats:
     bad_shown: list[str] = field(default_factory=list)
     cpu_seconds: float = 0.0
 
-    def drop(self, rule: str, size: int, sample: Sample) -> None:
-        """Count a document that `rule` dropped."""
-        dropped = self.dropped.setdefault(rule, Dropped())
-        dropped.add(size)
-        dropped.show([sample])
+    def add_filtered(self, rule: str, size: int, sample: Sample) -> None:
+        """Count a document that `rule` filtered."""
+        filtered = self.filtered.setdefault(rule, Filtered())
+        filtered.add(size)
+        filtered.show([sample])
 
     def found(self, pii: Mapping[str, int]) -> None:
         """Add counts of personal data by kind."""
@@ -75,13 +75,13 @@ class PipelineStats:
             self.pii[kind] = self.pii.get(kind, 0) + count
 
     def merge(self, other: PipelineStats) -> None:
-        """Add another tally to this one."""
+        """Add another stats to this one."""
         for mine, theirs in ((self.read, other.read), (self.kept, other.kept)):
             mine.add(theirs.bytes, theirs.documents)
-        for rule, theirs in other.dropped.items():
-            dropped = self.dropped.setdefault(rule, Dropped())
-            dropped.add(theirs.bytes, theirs.documents)
-            dropped.show(theirs.samples)
+        for rule, theirs in other.filtered.items():
+            filtered = self.filtered.setdefault(rule, Filtered())
+            filtered.add(theirs.bytes, theirs.documents)
+            filtered.show(theirs.samples)
         for language, amount in other.languages.items():
             self.languages.setdefault(language, Amount()).add(amount.bytes, amount.documents)
         self.found(other.pii)
@@ -91,20 +91,20 @@ class PipelineStats:
         self.cpu_seconds += other.cpu_seconds
 
     def as_json(self) -> dict[str, Any]:
-        """The tally as JSON values."""
+        """The stats as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> PipelineStats:
-        """The tally that `as_json` gave."""
+        """The stats that `as_json` gave."""
         return cls(
             read=Amount(**data["read"]),
             kept=Amount(**data["kept"]),
-            dropped={
-                rule: Dropped(
-                    dropped["documents"], dropped["bytes"], [Sample(**sample) for sample in dropped["samples"]]
+            filtered={
+                rule: Filtered(
+                    filtered["documents"], filtered["bytes"], [Sample(**sample) for sample in filtered["samples"]]
                 )
-                for rule, dropped in data["dropped"].items()
+                for rule, filtered in data["filtered"].items()
             },
             languages={language: Amount(**amount) for language, amount in data["languages"].items()},
             pii=data["pii"],

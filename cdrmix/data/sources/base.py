@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from cdrmix.data.escaping import escape_unprintable
 from cdrmix.data.sources import files
 from cdrmix.data.sources.files import find_files, reading
-from cdrmix.data.visible import visible
 from cdrmix.errors import CorpusError
 
 BAD_RECORDS_SHOWN = 5
@@ -66,7 +66,7 @@ class BadRecords:
     def add_many(self, count: int, shown: list[str]) -> None:
         """Count some, of which the first few are given as text; raises CorpusError when they are too many."""
         self.count += count
-        shown = [visible(record).replace("\n", " ") for record in shown]
+        shown = [escape_unprintable(record).replace("\n", " ") for record in shown]
         for record in shown[: BAD_RECORDS_SHOWN - len(self.shown)]:
             self.shown.append(record)
             self._say(f"skipped a bad record: {record}")
@@ -208,5 +208,5 @@ def missing_column(wanted: str, where: str, columns: list[str]) -> CorpusError:
     """The error for a table that has no column of the configured name."""
     return CorpusError(
         f"data.source.text_field: no column {wanted!r} in {where}; its columns are: "
-        f"{visible(', '.join(columns)) or '(none)'}"
+        f"{escape_unprintable(', '.join(columns)) or '(none)'}"
     )

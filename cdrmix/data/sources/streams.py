@@ -112,19 +112,19 @@ def parse_row(raw: dict[str, Any], text_field: str) -> tuple[str, Meta]:
 
 
 class Tasks(Source):
-    """Exercises of the tasks in tasks/; a function of the section alone."""
+    """Examples of the tasks in tasks/; a function of the section alone."""
 
     kind = "tasks"
 
     def __init__(self, section: schema_data.TasksSource, max_expansion: int = 1) -> None:
         self.section = section
-        self.parse = parse_exercise
+        self.parse = parse_example
 
     def identity(self) -> list[Any]:
         return [self.section.model_dump()]
 
     def describe(self) -> str:
-        return f"{self.section.documents:,} generated exercises ({', '.join(self.section.tasks)})"
+        return f"{self.section.documents:,} generated examples ({', '.join(self.section.tasks)})"
 
     def parts(self) -> list[str]:
         return ["tasks"]
@@ -133,9 +133,9 @@ class Tasks(Source):
         from cdrmix.data.tasks import generate
 
         for number, (where, text, meta) in enumerate(generate(self.section), 1):
-            yield Record(number, (text, {**meta, "exercise": where}), len(text))
+            yield Record(number, (text, {**meta, "example": where}), len(text))
 
 
-def parse_exercise(raw: tuple[str, Meta]) -> tuple[str, Meta]:
-    """An exercise is a document as it is."""
+def parse_example(raw: tuple[str, Meta]) -> tuple[str, Meta]:
+    """An example is a document as it is."""
     return raw

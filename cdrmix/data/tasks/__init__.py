@@ -1,4 +1,4 @@
-"""Generated exercises whose answer follows from their text: recall, tracking, counting, arithmetic, stories.
+"""Generated examples whose answer follows from their text: recall, tracking, counting, arithmetic, stories.
 
 They are of the kinds on which models of long context are compared, written out anew: RULER (arXiv 2404.06654),
 BABILong (arXiv 2406.10149), zoology's associative recall (arXiv 2312.04927), permutation tracking (arXiv 2404.08819).
@@ -17,7 +17,7 @@ from typing import Any
 from cdrmix.config import schema_data as schema
 
 # each family adds its tasks to TASKS
-from cdrmix.data.tasks import arithmetic, babilong, chunked, groups, lists, mqar, recall, ruler, state_tracking
+from cdrmix.data.tasks import arithmetic, babilong, chunked, groups, mqar, recall, ruler, sort_and_copy, state_tracking
 from cdrmix.data.tasks.example import (
     IGNORED,
     TASKS,
@@ -27,7 +27,7 @@ from cdrmix.data.tasks.example import (
     Example,
     Task,
     TextDifficulty,
-    TokenExercise,
+    TokenExample,
     score,
     score_tokens,
 )
@@ -43,17 +43,17 @@ __all__ = [
     "Episode",
     "Example",
     "Filler",
-    "TokenExercise",
+    "TokenExample",
     "episode",
-    "exercise",
     "generate",
     "known_task",
+    "make_example",
+    "make_token_example",
     "score",
     "score_tokens",
-    "token_exercise",
 ]
 
-FAMILIES = (arithmetic, babilong, chunked, groups, lists, mqar, recall, ruler, state_tracking)
+FAMILIES = (arithmetic, babilong, chunked, groups, mqar, recall, ruler, sort_and_copy, state_tracking)
 
 
 def known_task(task: str) -> Task[Any]:
@@ -78,7 +78,7 @@ def difficulty_of(task: Task[Any], asked: int | TextDifficulty | None) -> TextDi
     return asked
 
 
-def exercise(
+def make_example(
     task: str, seed: int, number: int, difficulty: int | TextDifficulty | None = None, *, filler: Filler | None = None
 ) -> Example:
     """Example `number` of a task.
@@ -93,8 +93,10 @@ def exercise(
     return known.make(Rng(seed, task, number, filler), difficulty_of(known, difficulty))
 
 
-def token_exercise(task: str, seed: int, number: int, difficulty: int | TextDifficulty | None = None) -> TokenExercise:
-    """As `exercise`, in token ids of the task's own vocabulary; ConfigError for a task that is text alone."""
+def make_token_example(
+    task: str, seed: int, number: int, difficulty: int | TextDifficulty | None = None
+) -> TokenExample:
+    """As `example`, in token ids of the task's own vocabulary; ConfigError for a task that is text alone."""
     known = known_task(task)
     if known.tokens is None:
         those = [name for name in TASKS.names() if TASKS[name].tokens]
@@ -105,7 +107,7 @@ def token_exercise(task: str, seed: int, number: int, difficulty: int | TextDiff
 def episode(
     task: str, seed: int, number: int, difficulty: int | TextDifficulty | None = None, *, filler: Filler | None = None
 ) -> Episode:
-    """As `exercise`, the same one in chunks; ConfigError for a task that has none."""
+    """As `example`, the same one in chunks; ConfigError for a task that has none."""
     known = known_task(task)
     if known.episode is None:
         those = [name for name in TASKS.names() if TASKS[name].episode]
@@ -143,5 +145,5 @@ def generate(section: schema.TasksSource, filler: Filler | None = None) -> Itera
     for place in range(section.documents):
         number, of_tasks = divmod(place, len(section.tasks))
         task = section.tasks[of_tasks]
-        made = exercise(task, section.seed, number, levels[task], filler=filler)
+        made = make_example(task, section.seed, number, levels[task], filler=filler)
         yield f"{task} {number}", made.text, {"task": task, "prompt": made.prompt, "answer": made.answer}

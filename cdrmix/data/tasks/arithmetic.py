@@ -10,12 +10,12 @@ from cdrmix.data.tasks.rng import Rng
 
 
 @register("arithmetic", Length())
-def arithmetic(draws: Rng, difficulty: Length) -> Example:
+def arithmetic(rng: Rng, difficulty: Length) -> Example:
     """A number changed step by step; the steps give every number in between."""
-    value = 1 + draws.below(99)
+    value = 1 + rng.randrange(99)
     orders, steps = [f"Start with {value}."], []
     for _ in range(max(2, difficulty.characters // 30)):
-        kind, number = draws.below(3), 2 + draws.below(98)
+        kind, number = rng.randrange(3), 2 + rng.randrange(98)
         before = value
         if kind == 2 and abs(value) < 1000:
             number = 2 + number % 8
@@ -54,10 +54,10 @@ class Part(NamedTuple):
     steps: list[str]
 
 
-def joined(draws: Rng, left: Part, right: Part, bound: int) -> Part:
+def joined(rng: Rng, left: Part, right: Part, bound: int) -> Part:
     """Two parts and an operator between them; where the one drawn would leave the bound, one that does not."""
     results = {"+": left.value + right.value, "-": left.value - right.value, "*": left.value * right.value}
-    sign = draws.pick("+-*")
+    sign = rng.choice("+-*")
     if abs(results[sign]) > bound:  # the difference or the sum of two numbers within a bound is within it
         sign = min("+-", key=lambda other: abs(results[other]))
     step = f"{left.value} {sign} {right.value} = {results[sign]}."
@@ -65,14 +65,14 @@ def joined(draws: Rng, left: Part, right: Part, bound: int) -> Part:
 
 
 @register("multi_step_arithmetic", Expression())
-def multi_step_arithmetic(draws: Rng, difficulty: Expression) -> Example:
+def multi_step_arithmetic(rng: Rng, difficulty: Expression) -> Example:
     """An expression in brackets, put together from random neighbours; the steps open the brackets one by one."""
     largest = min(difficulty.largest, difficulty.bound)
-    numbers = [1 + draws.below(largest) for _ in range(difficulty.operators + 1)]
+    numbers = [1 + rng.randrange(largest) for _ in range(difficulty.operators + 1)]
     parts = [Part(number, str(number), []) for number in numbers]
     while len(parts) > 1:
-        place = draws.below(len(parts) - 1)
-        parts[place : place + 2] = [joined(draws, parts[place], parts[place + 1], difficulty.bound)]
+        place = rng.randrange(len(parts) - 1)
+        parts[place : place + 2] = [joined(rng, parts[place], parts[place + 1], difficulty.bound)]
     whole = parts[0]
     steps = f"{THINK_BEGIN}{' '.join(whole.steps)}{THINK_END}\n"
     return Example(f"Question: What is {whole.text[1:-1]}?\n", steps, f"{ANSWER} {whole.value}")

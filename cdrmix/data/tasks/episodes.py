@@ -72,7 +72,7 @@ class Tokens(Difficulty):
 class Generator(NamedTuple):
     """A kind of episodes. probed: the question is `key ? key ? ...`, and each value is to be told at its key."""
 
-    make: Callable[[Hashed, Any, int, int], TokenEpisodes]
+    make: Callable[[HashedRng, Any, int, int], TokenEpisodes]
     standard: Tokens
     probed: bool
 
@@ -82,8 +82,12 @@ GENERATORS: Registry[Generator] = Registry("kind of token episodes")
 
 def _register(
     name: str, standard: Tokens, *, probed: bool = False
-) -> Callable[[Callable[[Hashed, Any, int, int], TokenEpisodes]], Callable[[Hashed, Any, int, int], TokenEpisodes]]:
-    def add(make: Callable[[Hashed, Any, int, int], TokenEpisodes]) -> Callable[[Hashed, Any, int, int], TokenEpisodes]:
+) -> Callable[
+    [Callable[[HashedRng, Any, int, int], TokenEpisodes]], Callable[[HashedRng, Any, int, int], TokenEpisodes]
+]:
+    def add(
+        make: Callable[[HashedRng, Any, int, int], TokenEpisodes],
+    ) -> Callable[[HashedRng, Any, int, int], TokenEpisodes]:
         GENERATORS(name)(Generator(make, standard, probed))
         return make
 
@@ -105,10 +109,10 @@ def token_episodes(
         raise ConfigError(f"difficulty: {type(difficulty).__name__}; {kind} has {type(known.standard).__name__}")
     if chunks < 1 or chunk < 2:
         raise ConfigError(f"episodes: {chunks} chunks of {chunk} tokens; there must be one chunk, of two tokens")
-    return known.make(Hashed(seed, kind, numbers), difficulty, chunks, chunk)
+    return known.make(HashedRng(seed, kind, numbers), difficulty, chunks, chunk)
 
 
-class Hashed:
+class HashedRng:
     """Rng for many episodes at once: every (name of a draw, episode) has a stream of its own."""
 
     def __init__(self, seed: int, kind: str, numbers: Sequence[int]) -> None:
@@ -116,7 +120,7 @@ class Hashed:
         self._numbers = np.asarray(numbers, dtype=np.int64).astype(np.uint64)
         self.batch = len(self._numbers)
 
-    def words(self, name: str, *shape: int) -> Array:
+    def bits(self, name: str, *shape: int) -> Array:
         """uint64 [B, *shape]."""
         digest = hashlib.blake2b(repr((self._seed, self._kind, name)).encode(), digest_size=8).digest()
         key = np.full(1, int.from_bytes(digest, "little"), dtype=np.uint64)
@@ -124,17 +128,17 @@ class Hashed:
         places = np.arange(1, int(np.prod(shape)) + 1, dtype=np.uint64)
         return _mixed(stream[:, None] + _GOLDEN * places).reshape(self.batch, *shape)
 
-    def below(self, name: str, limit: int, *shape: int) -> Array:
+    def randrange(self, name: str, limit: int, *shape: int) -> Array:
         """int64 [B, *shape], from 0 to limit - 1; limit is below 2^31, so that none is likelier by more than 2^-32."""
-        return ((self.words(name, *shape) >> np.uint64(32)) * np.uint64(limit) >> np.uint64(32)).astype(np.int64)
+        return ((self.bits(name, *shape) >> np.uint64(32)) * np.uint64(limit) >> np.uint64(32)).astype(np.int64)
 
-    def order(self, name: str, count: int) -> Array:
+    def permutation(self, name: str, count: int) -> Array:
         """int64 [B, count]: the numbers below `count` in random order."""
-        return np.argsort(self.words(name, count), axis=1, kind="stable")
+        return np.argsort(self.bits(name, count), axis=1, kind="stable")
 
-    def happens(self, name: str, share: float, *shape: int) -> Array:
+    def bernoulli(self, name: str, share: float, *shape: int) -> Array:
         """bool [B, *shape]: each True with probability `share`."""
-        return self.below(name, 1 << 24, *shape) < share * (1 << 24)
+        return self.randrange(name, 1 << 24, *shape) < share * (1 << 24)
 
 
 def _mixed(x: Array) -> Array:
@@ -144,8 +148,8 @@ def _mixed(x: Array) -> Array:
     return x ^ (x >> np.uint64(31))
 
 
-def _noise(draws: Hashed, difficulty: Tokens, chunks: int, chunk: int) -> Array:
-    return difficulty.first_noise + draws.below("noise", difficulty.noise, chunks, chunk)
+def _noise(rng: HashedRng, difficulty: Tokens, chunks: int, chunk: int) -> Array:
+    return difficulty.first_noise + rng.randrange("noise", difficulty.noise, chunks, chunk)
 
 
 def _put(chunks_BNC: Array, chunk_BP: Array, slot_BP: Array, pairs_BP2: Array) -> None:
@@ -192,16 +196,16 @@ class Recall(Tokens):
 
 
 @_register("recall", Recall(), probed=True)
-def recall(draws: Hashed, difficulty: Recall, chunks: int, chunk: int) -> TokenEpisodes:
+def recall(rng: HashedRng, difficulty: Recall, chunks: int, chunk: int) -> TokenEpisodes:
     """Pairs of a key and a value, then noise; the values of some keys are asked for."""
     slots, pairs = chunk // 2, difficulty.pairs
     _at_most("pairs", pairs, slots * chunks, f"what {chunks} chunks of {slots} pairs hold")
-    keys = FIRST_KEY + draws.order("keys", difficulty.keys)[:, :pairs]
-    values = difficulty.first_value + draws.below("values", difficulty.values, pairs)
-    chunks_BNC = _noise(draws, difficulty, chunks, chunk)
+    keys = FIRST_KEY + rng.permutation("keys", difficulty.keys)[:, :pairs]
+    values = difficulty.first_value + rng.randrange("values", difficulty.values, pairs)
+    chunks_BNC = _noise(rng, difficulty, chunks, chunk)
     place = np.broadcast_to(np.arange(pairs), keys.shape)
     _put(chunks_BNC, place // slots, place % slots, _pairs(keys, values))
-    asked = draws.order("asked", pairs)[:, : difficulty.queries]
+    asked = rng.permutation("asked", pairs)[:, : difficulty.queries]
     return TokenEpisodes(
         _probe(_taken(keys, asked)),
         chunks_BNC,
@@ -209,7 +213,7 @@ def recall(draws: Hashed, difficulty: Recall, chunks: int, chunk: int) -> TokenE
         _pairs(keys, values),
         place // slots,
         _asked(asked, pairs),
-        np.ones((draws.batch, chunks), dtype=bool),
+        np.ones((rng.batch, chunks), dtype=bool),
     )
 
 
@@ -230,7 +234,7 @@ class Poisoned(Tokens):
 
 
 @_register("poisoned", Poisoned(), probed=True)
-def poisoned(draws: Hashed, difficulty: Poisoned, chunks: int, chunk: int) -> TokenEpisodes:
+def poisoned(rng: HashedRng, difficulty: Poisoned, chunks: int, chunk: int) -> TokenEpisodes:
     """A few chunks tell pairs, all others bind the same keys to wrong values; a mark ends each of those.
 
     The last two tokens of a chunk are no pair: noise and the mark, or noise twice.
@@ -240,25 +244,27 @@ def poisoned(draws: Hashed, difficulty: Poisoned, chunks: int, chunk: int) -> To
     _at_most("pairs of a good chunk", most, slots, f"what a chunk of {chunk} tokens holds")
     _at_most("bad_pairs", difficulty.bad_pairs, slots, f"what a chunk of {chunk} tokens holds")
     _at_most("good", good, chunks, "the chunks of an episode")
-    rows = np.arange(draws.batch)[:, None]
-    keys = FIRST_KEY + draws.order("keys", difficulty.keys)[:, :pairs]
-    values = draws.below("values", difficulty.values, pairs)
-    chunks_BNC = _noise(draws, difficulty, chunks, chunk)
-    order = draws.order("good", chunks)
-    good_BN = np.zeros((draws.batch, chunks), dtype=bool)
+    rows = np.arange(rng.batch)[:, None]
+    keys = FIRST_KEY + rng.permutation("keys", difficulty.keys)[:, :pairs]
+    values = rng.randrange("values", difficulty.values, pairs)
+    chunks_BNC = _noise(rng, difficulty, chunks, chunk)
+    order = rng.permutation("good", chunks)
+    good_BN = np.zeros((rng.batch, chunks), dtype=bool)
     good_BN[rows, order[:, :good]] = True
     place = np.arange(pairs)
     told_in = order[:, place % good]
     _put(chunks_BNC, told_in, np.broadcast_to(place // good, keys.shape), _pairs(keys, difficulty.first_value + values))
-    shift = 1 + draws.below("wrong", difficulty.values - 1, chunks, pairs)  # never 0 modulo the values: wrong for sure
+    shift = 1 + rng.randrange(
+        "wrong", difficulty.values - 1, chunks, pairs
+    )  # never 0 modulo the values: wrong for sure
     wrong = difficulty.first_value + (values[:, None] + shift) % difficulty.values
-    bound = np.argsort(draws.words("bound", chunks, pairs), axis=-1, kind="stable")[:, :, : difficulty.bad_pairs]
+    bound = np.argsort(rng.bits("bound", chunks, pairs), axis=-1, kind="stable")[:, :, : difficulty.bad_pairs]
     lies = np.stack([keys[rows[:, None], bound], np.take_along_axis(wrong, bound, axis=-1)], axis=-1)
-    lies = lies.reshape(draws.batch, chunks, 2 * difficulty.bad_pairs)
+    lies = lies.reshape(rng.batch, chunks, 2 * difficulty.bad_pairs)
     poisoned_BNC = chunks_BNC.copy()
     poisoned_BNC[:, :, : lies.shape[-1]] = lies
     poisoned_BNC[:, :, -1] = BAD
-    asked = draws.order("asked", pairs)[:, : difficulty.queries]
+    asked = rng.permutation("asked", pairs)[:, : difficulty.queries]
     return TokenEpisodes(
         _probe(_taken(keys, asked)),
         np.where(good_BN[:, :, None], chunks_BNC, poisoned_BNC),
@@ -284,33 +290,31 @@ class Agent(Tokens):
         _at_most("queries", self.queries, self.pairs, "the pairs")
 
 
-def _scattered(draws: Hashed, difficulty: Tokens, decoys: float, facts: int, chunks: int, chunk: int) -> Array:
-    """Chunks of noise and pairs about keys that are not the first `facts` of draws.order("keys")."""
-    chunks_BNC = _noise(draws, difficulty, chunks, chunk)
+def _scattered(rng: HashedRng, difficulty: Tokens, decoys: float, facts: int, chunks: int, chunk: int) -> Array:
+    """Chunks of noise and pairs about keys that are not the first `facts` of rng.permutation("keys")."""
+    chunks_BNC = _noise(rng, difficulty, chunks, chunk)
     slots = chunk // 2
-    others = draws.order("keys", difficulty.keys)[:, facts:]
-    which = draws.below("other keys", others.shape[1], chunks * slots)
+    others = rng.permutation("keys", difficulty.keys)[:, facts:]
+    which = rng.randrange("other keys", others.shape[1], chunks * slots)
     keys = FIRST_KEY + _taken(others, which)
-    values = difficulty.first_value + draws.below("other values", difficulty.values, chunks * slots)
-    decoy = draws.happens("decoys", decoys, chunks * slots)[:, :, None]
-    held = chunks_BNC[:, :, : 2 * slots].reshape(draws.batch, -1, 2)
-    chunks_BNC[:, :, : 2 * slots] = np.where(decoy, _pairs(keys, values), held).reshape(draws.batch, chunks, -1)
+    values = difficulty.first_value + rng.randrange("other values", difficulty.values, chunks * slots)
+    decoy = rng.bernoulli("decoys", decoys, chunks * slots)[:, :, None]
+    held = chunks_BNC[:, :, : 2 * slots].reshape(rng.batch, -1, 2)
+    chunks_BNC[:, :, : 2 * slots] = np.where(decoy, _pairs(keys, values), held).reshape(rng.batch, chunks, -1)
     return chunks_BNC
 
 
 @_register("agent", Agent())
-def agent(draws: Hashed, difficulty: Agent, chunks: int, chunk: int) -> TokenEpisodes:
+def agent(rng: HashedRng, difficulty: Agent, chunks: int, chunk: int) -> TokenEpisodes:
     """Facts anywhere among pairs of other keys and noise; the keys asked for are known from the beginning."""
     slots, pairs = chunk // 2, difficulty.pairs
     _at_most("pairs", pairs, slots * chunks, f"what {chunks} chunks of {slots} pairs hold")
-    keys = FIRST_KEY + draws.order("keys", difficulty.keys)[:, :pairs]
-    values = difficulty.first_value + draws.below("values", difficulty.values, pairs)
-    chunks_BNC = _scattered(draws, difficulty, difficulty.decoys, pairs, chunks, chunk)
-    place = draws.order("places", slots * chunks)[:, :pairs]
+    keys = FIRST_KEY + rng.permutation("keys", difficulty.keys)[:, :pairs]
+    values = difficulty.first_value + rng.randrange("values", difficulty.values, pairs)
+    chunks_BNC = _scattered(rng, difficulty, difficulty.decoys, pairs, chunks, chunk)
+    place = rng.permutation("places", slots * chunks)[:, :pairs]
     _put(chunks_BNC, place // slots, place % slots, _pairs(keys, values))
-    asked = np.broadcast_to(
-        np.arange(difficulty.queries), (draws.batch, difficulty.queries)
-    )  # keys are in random order
+    asked = np.broadcast_to(np.arange(difficulty.queries), (rng.batch, difficulty.queries))  # keys are in random order
     return TokenEpisodes(
         _taken(keys, asked),
         chunks_BNC,
@@ -318,7 +322,7 @@ def agent(draws: Hashed, difficulty: Agent, chunks: int, chunk: int) -> TokenEpi
         _pairs(keys, values),
         place // slots,
         _asked(asked, pairs),
-        np.ones((draws.batch, chunks), dtype=bool),
+        np.ones((rng.batch, chunks), dtype=bool),
     )
 
 
@@ -336,7 +340,7 @@ class Hops(Tokens):
 
 
 @_register("hops", Hops())
-def hops(draws: Hashed, difficulty: Hops, chunks: int, chunk: int) -> TokenEpisodes:
+def hops(rng: HashedRng, difficulty: Hops, chunks: int, chunk: int) -> TokenEpisodes:
     """Variables: `v1 value` somewhere, `v2 v1` later, and so on; the value of one chain's last variable is asked for.
 
     Facts are told in the order of their chain, as in RULER's variable tracking (arXiv 2404.06654).
@@ -344,15 +348,15 @@ def hops(draws: Hashed, difficulty: Hops, chunks: int, chunk: int) -> TokenEpiso
     slots, chains, length = chunk // 2, difficulty.chains, difficulty.hops
     facts = chains * length
     _at_most("chains * hops", facts, slots * chunks, f"what {chunks} chunks of {slots} pairs hold")
-    names = FIRST_KEY + draws.order("keys", difficulty.keys)[:, :facts].reshape(-1, chains, length)
-    values = difficulty.first_value + draws.below("values", difficulty.values, chains, 1)
+    names = FIRST_KEY + rng.permutation("keys", difficulty.keys)[:, :facts].reshape(-1, chains, length)
+    values = difficulty.first_value + rng.randrange("values", difficulty.values, chains, 1)
     told = np.concatenate([values, names[:, :, :-1]], axis=2)  # of each name: what it is
-    place = np.sort(draws.order("places", slots * chunks)[:, :facts].reshape(-1, chains, length), axis=2)
+    place = np.sort(rng.permutation("places", slots * chunks)[:, :facts].reshape(-1, chains, length), axis=2)
     place, keys = place.reshape(-1, facts), names.reshape(-1, facts)
     pairs = _pairs(keys, told.reshape(-1, facts))
-    chunks_BNC = _scattered(draws, difficulty, difficulty.decoys, facts, chunks, chunk)
+    chunks_BNC = _scattered(rng, difficulty, difficulty.decoys, facts, chunks, chunk)
     _put(chunks_BNC, place // slots, place % slots, pairs)
-    asked = np.broadcast_to(np.arange(length), (draws.batch, length))  # the first chain: names are in random order
+    asked = np.broadcast_to(np.arange(length), (rng.batch, length))  # the first chain: names are in random order
     return TokenEpisodes(
         names[:, 0, -1:],
         chunks_BNC,
@@ -360,5 +364,5 @@ def hops(draws: Hashed, difficulty: Hops, chunks: int, chunk: int) -> TokenEpiso
         pairs,
         place // slots,
         _asked(asked, facts),
-        np.ones((draws.batch, chunks), dtype=bool),
+        np.ones((rng.batch, chunks), dtype=bool),
     )

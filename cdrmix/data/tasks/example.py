@@ -1,4 +1,4 @@
-"""What an exercise, a difficulty and a task are; the registry of tasks; how an answer is scored.
+"""What an example, a difficulty and a task are; the registry of tasks; how an answer is scored.
 
 A difficulty is a frozen record of the numbers that make a task hard: how long its text is and how much must be kept in
 mind to answer. Every family has its own, checked when it is made; a task is registered with the one that its benchmark
@@ -39,8 +39,8 @@ class Example(NamedTuple):
         return self.prompt + self.steps + self.answer
 
 
-class TokenExercise(NamedTuple):
-    """An exercise as token ids of a vocabulary of its own; targets are as many, IGNORED where nothing is asked.
+class TokenExample(NamedTuple):
+    """An example as token ids of a vocabulary of its own; targets are as many, IGNORED where nothing is asked.
 
     targets[t] is what is right behind inputs[: t + 1]: they need no shift.
     """
@@ -59,7 +59,7 @@ class Fact(NamedTuple):
 
 
 class Episode(NamedTuple):
-    """An exercise in chunks, for readers that see one at a time: which facts are captured and kept can be counted.
+    """An example in chunks, for readers that see one at a time: which facts are captured and kept can be counted.
 
     facts, asked: of a chain each behind those that it builds on. bad: numbers of chunks that are not to be believed.
     kept: words of the sentences that a chunk must not lose when it is cut to a length; none: those with a fact's key.
@@ -76,7 +76,7 @@ class Episode(NamedTuple):
 
 @dataclass(frozen=True)
 class Difficulty:
-    """Named numbers that make an exercise hard; counts are at least 1. Raises ConfigError for what cannot be."""
+    """Named numbers that make an example hard; counts are at least 1. Raises ConfigError for what cannot be."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -113,7 +113,7 @@ class TextDifficulty(Difficulty, ABC):
 
 @dataclass(frozen=True)
 class Length(TextDifficulty):
-    """About how long the text is; exercises that need more take more."""
+    """About how long the text is; examples that need more take more."""
 
     characters: int = 4000
 
@@ -130,7 +130,7 @@ class Task(Generic[Level]):
 
     make: Callable[[Rng, Level], Example]
     standard: Level
-    tokens: Callable[[Rng, Level], TokenExercise] | None = None
+    tokens: Callable[[Rng, Level], TokenExample] | None = None
     episode: Callable[[Rng, Level], Episode] | None = None
 
 
@@ -141,7 +141,7 @@ def register(
     name: str,
     standard: Level,
     *,
-    tokens: Callable[[Rng, Level], TokenExercise] | None = None,
+    tokens: Callable[[Rng, Level], TokenExample] | None = None,
     episode: Callable[[Rng, Level], Episode] | None = None,
 ) -> Callable[[Callable[[Rng, Level], Example]], Callable[[Rng, Level], Example]]:
     """A decorator that adds a generator to TASKS under `name`; the same one may have several names."""
@@ -164,25 +164,25 @@ def normalised(answer: str) -> str:
     return " ".join(lines[0].split()) if lines else ""
 
 
-def score(exercise: Example, answer: str) -> float:
+def score(example: Example, answer: str) -> float:
     """How right an answer is, from 0 to 1; `answer` is what a model wrote behind the prompt, steps and all.
 
     With references, the share of them that stands anywhere in the answer, in capitals or not: RULER's string_match_all
     (arXiv 2404.06654). Without, 1 for exactly the answer, else 0; what follows the answer's line is not
     read, as a model may go on writing.
     """
-    if exercise.references:
+    if example.references:
         found = answer.lower()
-        return sum(reference.lower() in found for reference in exercise.references) / len(exercise.references)
-    return float(normalised(answer) == normalised(exercise.answer))
+        return sum(reference.lower() in found for reference in example.references) / len(example.references)
+    return float(normalised(answer) == normalised(example.answer))
 
 
-def score_tokens(exercise: TokenExercise, predicted: Sequence[int]) -> float:
+def score_tokens(example: TokenExample, predicted: Sequence[int]) -> float:
     """The share of the targets that were predicted; predicted[t] is a model's choice behind inputs[: t + 1].
 
     Raises ValueError where there are not as many predictions as targets.
     """
-    if len(predicted) != len(exercise.targets):
-        raise ValueError(f"{len(predicted)} predictions for {len(exercise.targets)} targets; give one for each")
-    asked = [(target, choice) for target, choice in zip(exercise.targets, predicted, strict=True) if target != IGNORED]
+    if len(predicted) != len(example.targets):
+        raise ValueError(f"{len(predicted)} predictions for {len(example.targets)} targets; give one for each")
+    asked = [(target, choice) for target, choice in zip(example.targets, predicted, strict=True) if target != IGNORED]
     return sum(target == choice for target, choice in asked) / len(asked)

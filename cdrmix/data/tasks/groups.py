@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import ClassVar, Self
 
-from cdrmix.data.tasks.example import ANSWER, Example, TextDifficulty, TokenExercise, register
+from cdrmix.data.tasks.example import ANSWER, Example, TextDifficulty, TokenExample, register
 from cdrmix.data.tasks.rng import Rng
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -58,35 +58,35 @@ def product(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(first[place] for place in second)
 
 
-def word_tokens(draws: Rng, difficulty: Word) -> TokenExercise:
+def word_tokens(rng: Rng, difficulty: Word) -> TokenExample:
     """Random elements, and the product of every prefix."""
     elements = elements_of(difficulty.size)
     number_of = {element: number for number, element in enumerate(elements)}
-    inputs = [draws.below(len(elements)) for _ in range(difficulty.elements)]
+    inputs = [rng.randrange(len(elements)) for _ in range(difficulty.elements)]
     targets, value = [], elements[0]
     for number in inputs:
         value = product(value, elements[number])
         targets.append(number_of[value])
-    return TokenExercise(inputs, targets, len(elements))
+    return TokenExample(inputs, targets, len(elements))
 
 
 @register("parity", Parity(), tokens=word_tokens)
-def parity(draws: Rng, difficulty: Parity) -> Example:
+def parity(rng: Rng, difficulty: Parity) -> Example:
     """Two words in random order; whether one of them comes an even or an odd number of times is asked for.
 
-    The words are other ones in every exercise: of 0 and 1, all would be near-duplicates.
+    The words are other ones in every example: of 0 and 1, all would be near-duplicates.
     """
-    made = word_tokens(draws, difficulty)
-    words = [name.lower() for name in draws.names(2)]
+    made = word_tokens(rng, difficulty)
+    words = [name.lower() for name in rng.names(2)]
     text = " ".join(words[number] for number in made.inputs)
     question = f"Question: Is the number of times that {words[1]} stands there even or odd?\n{ANSWER}"
     return Example(f"Words: {text}\n{question}", "", " odd" if made.targets[-1] else " even")
 
 
-def symmetric(draws: Rng, difficulty: Word) -> Example:
+def symmetric(rng: Rng, difficulty: Word) -> Example:
     """Letters in a row that are put in another order again and again; their last order is asked for."""
-    made = word_tokens(draws, difficulty)
-    letters = "".join(draws.shuffled(LETTERS)[: difficulty.size])  # others in every exercise, as above
+    made = word_tokens(rng, difficulty)
+    letters = "".join(rng.shuffled(LETTERS)[: difficulty.size])  # others in every example, as above
     elements = ["".join(letters[place] for place in element) for element in elements_of(difficulty.size)]
     orders = " ".join(elements[number] for number in made.inputs)
     prompt = (

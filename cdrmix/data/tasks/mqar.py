@@ -3,7 +3,7 @@
 A sequence begins with pairs of a key and a value; behind them every key comes once more, and a model must give its
 value at once. Where it comes is drawn from a power law over the slots of two tokens behind the pairs: slot g = 1, 2 ...
 in proportion to g^(a - 1), keys one after another, no slot twice. Keys are ids of the lower half of the vocabulary,
-values of the upper; 0 stands where nothing else does. Published are 64 to 512 tokens with 4 to 64 pairs (RUNGS),
+values of the upper; 0 stands where nothing else does. Published are 64 to 512 tokens with 4 to 64 pairs (PUBLISHED_SIZES),
 a = 0.01 and 8192 ids.
 
 As text every id is a word of three syllables, and each key that comes again is followed by its value, as text for
@@ -15,11 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Self
 
-from cdrmix.data.tasks.example import ANSWER, IGNORED, Example, TextDifficulty, TokenExercise, register
+from cdrmix.data.tasks.example import ANSWER, IGNORED, Example, TextDifficulty, TokenExample, register
 from cdrmix.data.tasks.rng import SYLLABLES, Rng
 from cdrmix.errors import ConfigError
 
-RUNGS = [(64, 4), (128, 8), (256, 16), (512, 64)]  # tokens and pairs
+PUBLISHED_SIZES = [(64, 4), (128, 8), (256, 16), (512, 64)]  # tokens and pairs
 WORD = 7  # characters of a token as text, its blank included
 BLANK = 0
 
@@ -52,30 +52,30 @@ class Mqar(TextDifficulty):
 
     def at_length(self, characters: int) -> Self:
         """The longest published rung that is no longer than the text, or the first."""
-        fitting = [rung for rung in RUNGS if WORD * rung[0] <= characters] or RUNGS[:1]
+        fitting = [rung for rung in PUBLISHED_SIZES if WORD * rung[0] <= characters] or PUBLISHED_SIZES[:1]
         return replace(self, tokens=fitting[-1][0], pairs=fitting[-1][1])
 
 
-def mqar_tokens(draws: Rng, difficulty: Mqar) -> TokenExercise:
+def mqar_tokens(rng: Rng, difficulty: Mqar) -> TokenExample:
     """Inputs and targets of `tokens` ids; a target stands at every key that comes again."""
     half, pairs = difficulty.vocabulary // 2, difficulty.pairs
-    keys = draws.different(pairs, 1, half)
-    values = draws.different(pairs, half, difficulty.vocabulary)
+    keys = rng.sample(pairs, 1, half)
+    values = rng.sample(pairs, half, difficulty.vocabulary)
     context = 2 * pairs
     slots = (difficulty.tokens - context) // 2
     weights = [gap ** (difficulty.power_a - 1) for gap in range(1, slots + 1)]
     inputs = [BLANK] * difficulty.tokens
     targets = [IGNORED] * difficulty.tokens
     inputs[:context:2], inputs[1:context:2] = keys, values
-    for key, value, slot in zip(keys, values, draws.weighted(pairs, weights), strict=True):
+    for key, value, slot in zip(keys, values, rng.weighted_sample(pairs, weights), strict=True):
         place = context + 2 * slot
         inputs[place], targets[place] = key, value
     if difficulty.noise:
-        barred = {BLANK, *keys}
+        excluded = {BLANK, *keys}
         for place in range(context, difficulty.tokens):
-            while targets[place] == IGNORED and inputs[place] in barred:
-                inputs[place] = draws.below(difficulty.vocabulary)
-    return TokenExercise(inputs, targets, difficulty.vocabulary)
+            while targets[place] == IGNORED and inputs[place] in excluded:
+                inputs[place] = rng.randrange(difficulty.vocabulary)
+    return TokenExample(inputs, targets, difficulty.vocabulary)
 
 
 def word_of(token: int) -> str:
@@ -85,9 +85,9 @@ def word_of(token: int) -> str:
 
 
 @register("mqar", Mqar(), tokens=mqar_tokens)
-def mqar(draws: Rng, difficulty: Mqar) -> Example:
+def mqar(rng: Rng, difficulty: Mqar) -> Example:
     """The same sequence as words; the value of the last key is asked for."""
-    made = mqar_tokens(draws, difficulty)
+    made = mqar_tokens(rng, difficulty)
     tokens, last = list(made.inputs), 0
     for place, target in enumerate(made.targets):
         if target != IGNORED:

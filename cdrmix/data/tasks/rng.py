@@ -1,4 +1,4 @@
-"""Random draws that are the same on every machine, and the filler text between which facts are hidden."""
+"""Random rng that are the same on every machine, and the filler text between which facts are hidden."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ NOUNS = [
     "stair",
 ]
 VERBS = ["stood", "waited", "turned", "rested", "shone", "leaned", "remained", "slept", "faded", "moved"]
-PLACES = ["beside", "under", "behind", "above", "near", "beyond", "before"]
+PREPOSITIONS = ["beside", "under", "behind", "above", "near", "beyond", "before"]
 
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
 LONGEST_SENTENCE = 400  # characters; what has no full stop for longer, a table or code, is cut here
 
 
 class Filler:
-    """Sentences of a corpus, of which exercises take a run to hide their facts in, as RULER and BABILong do.
+    """Sentences of a corpus, of which examples take a run to hide their facts in, as RULER and BABILong do.
 
     documents: texts of any length, read once; white space counts as one blank.
     max_characters: where reading stops; the sentences are held in memory.
@@ -88,7 +88,7 @@ def sentences_of(document: str) -> Iterator[str]:
 
 
 class Rng:
-    """Random choices that depend on the seed, the task and the number of the exercise, on any version of Python.
+    """Random choices that depend on the seed, the task and the number of the example, on any version of Python.
 
     filler: where the text between facts is taken from; None: sentences that are made up.
     """
@@ -99,30 +99,30 @@ class Rng:
         self._random = random.Random(int.from_bytes(digest, "big")).random
         self.filler = filler
 
-    def below(self, limit: int) -> int:
+    def randrange(self, limit: int) -> int:
         """An integer from 0 to limit - 1."""
         return int(self._random() * limit)
 
-    def pick(self, items: Sequence[Item]) -> Item:
-        return items[self.below(len(items))]
+    def choice(self, items: Sequence[Item]) -> Item:
+        return items[self.randrange(len(items))]
 
     def shuffled(self, items: Sequence[Item]) -> list[Item]:
         items = list(items)
         for last in range(len(items) - 1, 0, -1):
-            other = self.below(last + 1)
+            other = self.randrange(last + 1)
             items[last], items[other] = items[other], items[last]
         return items
 
-    def different(self, count: int, first: int, end: int) -> list[int]:
+    def sample(self, count: int, first: int, end: int) -> list[int]:
         """Different integers from `first` to end - 1, in random order; there must be so many."""
         if 2 * count > end - first:
             return self.shuffled(range(first, end))[:count]
         found: dict[int, None] = {}
         while len(found) < count:
-            found[first + self.below(end - first)] = None
+            found[first + self.randrange(end - first)] = None
         return list(found)
 
-    def weighted(self, count: int, weights: Sequence[float]) -> list[int]:
+    def weighted_sample(self, count: int, weights: Sequence[float]) -> list[int]:
         """Different places in `weights`, one after another, each drawn in proportion to the weights still left."""
         sums = list(accumulate(weights))
         found: dict[int, None] = {}
@@ -136,40 +136,40 @@ class Rng:
         names: dict[str, None] = {}
         while len(names) < count:
             length = 3 if len(names) < len(SYLLABLES) ** 3 // 4 else 5
-            names["".join(self.pick(SYLLABLES) for _ in range(length)).capitalize()] = None
+            names["".join(self.choice(SYLLABLES) for _ in range(length)).capitalize()] = None
         return list(names)
 
-    def coded(self, count: int, length: int, letters: str) -> list[str]:
+    def random_words(self, count: int, length: int, letters: str) -> list[str]:
         """Different words of `length` random letters."""
         words: dict[str, None] = {}
         while len(words) < count:
-            words["".join(self.pick(letters) for _ in range(length))] = None
+            words["".join(self.choice(letters) for _ in range(length))] = None
         return list(words)
 
     def sentence(self) -> str:
         """A sentence that says nothing of any task."""
-        first, second = self.pick(NOUNS), self.pick(NOUNS)
-        return f"The {self.pick(ADJECTIVES)} {first} {self.pick(VERBS)} {self.pick(PLACES)} the {second}."
+        first, second = self.choice(NOUNS), self.choice(NOUNS)
+        return f"The {self.choice(ADJECTIVES)} {first} {self.choice(VERBS)} {self.choice(PREPOSITIONS)} the {second}."
 
     def source(self) -> Iterator[str]:
         """Filler sentences without end: a run of the corpus from a random place, or made up."""
         if self.filler is not None:
-            return self.filler.run(self.below(len(self.filler.sentences)))
+            return self.filler.run(self.randrange(len(self.filler.sentences)))
         return iter(self.sentence, None)
 
     def passage(self, characters: int, without: Sequence[str] = ()) -> list[str]:
         """Filler sentences of about `characters` in all, blanks between them counted: at most one too long.
 
-        without: words that the sentences must not have, as a reader would take them for a part of the exercise.
+        without: words that the sentences must not have, as a reader would take them for a part of the example.
         Raises ValueError where the corpus has no sentence without them.
         """
-        barred = re.compile(rf"\b({'|'.join(map(re.escape, without))})\b", re.IGNORECASE) if without else None
+        excluded = re.compile(rf"\b({'|'.join(map(re.escape, without))})\b", re.IGNORECASE) if without else None
         source = self.source()
         sentences: list[str] = []
         skipped = 0
         while characters > 0:
             sentence = next(source)
-            if barred is None or not barred.search(sentence):
+            if excluded is None or not excluded.search(sentence):
                 sentences.append(sentence)
                 characters -= len(sentence) + 1
                 skipped = 0

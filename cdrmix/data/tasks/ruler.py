@@ -2,7 +2,7 @@
 
 Eight needles in haystacks, variable tracking, common words, frequent words, with the published numbers of keys, values,
 queries, chains, hops and counts. Three things are not RULER's: lengths are characters, not a tokenizer's tokens;
-sentences and words are our own, and other ones in every exercise where RULER repeats five fixed sentences or draws from
+sentences and words are our own, and other ones in every example where RULER repeats five fixed sentences or rng from
 a word list; needles stand anywhere between two sentences, not at one of forty depths. Its two tasks of question
 answering need data sets and are not here. All are scored by the share of references found.
 """
@@ -49,9 +49,9 @@ class Needles(Length):
                 raise ConfigError(f"difficulty: {name} = {getattr(self, name)!r}; it must be {' or '.join(known)}")
 
 
-def passage_repeated(draws: Rng, characters: int) -> list[str]:
+def passage_repeated(rng: Rng, characters: int) -> list[str]:
     """One passage of a few sentences, again and again: at most one sentence too long."""
-    source = draws.source()
+    source = rng.source()
     passage = [next(source) for _ in range(REPEATED)]
     sentences: list[str] = []
     while characters > 0:
@@ -60,17 +60,17 @@ def passage_repeated(draws: Rng, characters: int) -> list[str]:
     return sentences
 
 
-def uuids(draws: Rng, count: int) -> list[str]:
+def uuids(rng: Rng, count: int) -> list[str]:
     """Different random UUIDs, version 4 (RFC 9562)."""
-    digits = draws.coded(count, 30, "0123456789abcdef")
-    return [f"{one[:8]}-{one[8:12]}-4{one[12:15]}-{draws.pick('89ab')}{one[15:18]}-{one[18:]}" for one in digits]
+    digits = rng.random_words(count, 30, "0123456789abcdef")
+    return [f"{one[:8]}-{one[8:12]}-4{one[12:15]}-{rng.choice('89ab')}{one[15:18]}-{one[18:]}" for one in digits]
 
 
-def things(draws: Rng, kind: str, count: int) -> list[str]:
+def things(rng: Rng, kind: str, count: int) -> list[str]:
     """Different keys or values: numbers of seven digits, words or UUIDs."""
     if kind == "numbers":
-        return [str(number) for number in draws.different(count, 1_000_000, 10_000_000)]
-    return draws.names(count) if kind == "words" else uuids(draws, count)
+        return [str(number) for number in rng.sample(count, 1_000_000, 10_000_000)]
+    return rng.names(count) if kind == "words" else uuids(rng, count)
 
 
 def needle(difficulty: Needles, key: str, value: str) -> str:
@@ -78,17 +78,17 @@ def needle(difficulty: Needles, key: str, value: str) -> str:
     return f"The hidden {KINDS[difficulty.value_kind]} of {key} is {value}."
 
 
-def haystack(draws: Rng, difficulty: Needles, keys: Sequence[str], characters: int) -> list[str]:
+def haystack(rng: Rng, difficulty: Needles, keys: Sequence[str], characters: int) -> list[str]:
     """Lines of about so many characters in all, which say nothing of the keys."""
     if difficulty.haystack == "passage":
-        return passage_repeated(draws, characters)
+        return passage_repeated(rng, characters)
     if difficulty.haystack == "text":
-        return draws.passage(characters, keys)
+        return rng.passage(characters, keys)
     short = len(needle(difficulty, "", "")) + {"numbers": 7, "words": 6, "uuids": 36}[difficulty.value_kind] + 7
     count = max(0, characters) // short + 1
-    others = [key for key in things(draws, difficulty.key_kind, count + len(keys)) if key not in keys]
+    others = [key for key in things(rng, difficulty.key_kind, count + len(keys)) if key not in keys]
     lines: list[str] = []
-    for key, value in zip(others, things(draws, difficulty.value_kind, len(others)), strict=True):
+    for key, value in zip(others, things(rng, difficulty.value_kind, len(others)), strict=True):
         if characters <= 0:
             break
         lines.append(needle(difficulty, key, value))
@@ -104,13 +104,13 @@ def haystack(draws: Rng, difficulty: Needles, keys: Sequence[str], characters: i
 @register("ruler_niah_multikey_3", Needles(haystack="needles", key_kind="uuids", value_kind="uuids"))
 @register("ruler_niah_multivalue", Needles(values=4))
 @register("ruler_niah_multiquery", Needles(keys=4, queries=4))
-def needles(draws: Rng, difficulty: Needles) -> Example:
+def needles(rng: Rng, difficulty: Needles) -> Example:
     """Needles in a haystack: all values of some keys are asked for, in the order of the keys and then of the text."""
-    keys = things(draws, difficulty.key_kind, difficulty.keys)
-    values = things(draws, difficulty.value_kind, difficulty.keys * difficulty.values)
-    told = draws.shuffled([(key, values[place :: difficulty.keys]) for place, key in enumerate(keys)])
-    facts = draws.shuffled([(key, value) for key, those in told for value in those])
-    asked = [keys[place] for place in draws.different(difficulty.queries, 0, difficulty.keys)]
+    keys = things(rng, difficulty.key_kind, difficulty.keys)
+    values = things(rng, difficulty.value_kind, difficulty.keys * difficulty.values)
+    told = rng.shuffled([(key, values[place :: difficulty.keys]) for place, key in enumerate(keys)])
+    facts = rng.shuffled([(key, value) for key, those in told for value in those])
+    asked = [keys[place] for place in rng.sample(difficulty.queries, 0, difficulty.keys)]
     found = [value for key in asked for other, value in facts if other == key]
     kind = KINDS[difficulty.value_kind]
     be, noun = ("is", kind) if len(found) == 1 else ("are all", f"{kind}s")
@@ -119,7 +119,7 @@ def needles(draws: Rng, difficulty: Needles) -> Example:
     lines = [needle(difficulty, key, value) for key, value in facts]
     missing = difficulty.characters - len(before) - len(question) - sum(len(line) + 1 for line in lines)
     separator = " " if difficulty.haystack == "text" else "\n"
-    text = separator.join(draws.interleaved(lines, haystack(draws, difficulty, keys, missing)))
+    text = separator.join(rng.interleaved(lines, haystack(rng, difficulty, keys, missing)))
     return Example(before + text + question, "", f" {', '.join(found)}", tuple(found))
 
 
@@ -132,23 +132,23 @@ class Tracking(Length):
 
 
 @register("ruler_vt", Tracking())
-def variable_tracking(draws: Rng, difficulty: Tracking) -> Example:
+def variable_tracking(rng: Rng, difficulty: Tracking) -> Example:
     """Chains of assignments in a repeated passage; all variables with the value of one chain are asked for."""
     steps = difficulty.hops + 1
-    names = draws.coded(difficulty.chains * steps, 5, ascii_uppercase)
-    values = draws.different(difficulty.chains, 10_000, max(100_000, 4 * difficulty.chains))
+    names = rng.random_words(difficulty.chains * steps, 5, ascii_uppercase)
+    values = rng.sample(difficulty.chains, 10_000, max(100_000, 4 * difficulty.chains))
     chains = [names[start : start + steps] for start in range(0, len(names), steps)]
     waiting = [
         iter([f"Let {chain[0]} = {value}."] + [f"Let {name} = {before}." for before, name in pairwise(chain)])
         for chain, value in zip(chains, values, strict=True)
     ]
-    order = draws.shuffled([chain for chain in range(difficulty.chains) for _ in range(steps)])
+    order = rng.shuffled([chain for chain in range(difficulty.chains) for _ in range(steps)])
     facts = [next(waiting[chain]) for chain in order]
-    asked = draws.below(difficulty.chains)
+    asked = rng.randrange(difficulty.chains)
     before = "In this text variables are given values, one from another. Keep track of them.\n"
     question = f"\nQuestion: Which variables have the value {values[asked]}?\n{ANSWER}"
     missing = difficulty.characters - len(before) - len(question) - sum(len(fact) + 1 for fact in facts)
-    text = " ".join(draws.interleaved(facts, passage_repeated(draws, missing)))
+    text = " ".join(rng.interleaved(facts, passage_repeated(rng, missing)))
     return Example(before + text + question, "", f" {', '.join(chains[asked])}", tuple(chains[asked]))
 
 
@@ -169,7 +169,7 @@ class CommonWords(Length):
 
 
 @register("ruler_cwe", CommonWords())
-def common_words(draws: Rng, difficulty: CommonWords) -> Example:
+def common_words(rng: Rng, difficulty: CommonWords) -> Example:
     """A numbered list of words; those that come most often are asked for, in the order of their first places.
 
     There are as many other words as fit the length, at least one.
@@ -185,9 +185,9 @@ def common_words(draws: Rng, difficulty: CommonWords) -> Example:
         items += difficulty.other_times
     if left < 0 and others > 1:  # the last one was too much
         others -= 1
-    names = [name.lower() for name in draws.names(difficulty.words + others)]
+    names = [name.lower() for name in rng.names(difficulty.words + others)]
     common = names[: difficulty.words]
-    shuffled = draws.shuffled(common * difficulty.times + names[difficulty.words :] * difficulty.other_times)
+    shuffled = rng.shuffled(common * difficulty.times + names[difficulty.words :] * difficulty.other_times)
     text = " ".join(f"{number}. {word}" for number, word in enumerate(shuffled, 1))
     found = sorted(common, key=shuffled.index)
     return Example(before + text + question, "", f" {', '.join(found)}", tuple(found))
@@ -245,7 +245,7 @@ def frequent_total(characters: int, alpha: float, ranks: int) -> int:
 
 
 @register("ruler_fwe", FrequentWords())
-def frequent_words(draws: Rng, difficulty: FrequentWords) -> Example:
+def frequent_words(rng: Rng, difficulty: FrequentWords) -> Example:
     """Words of random letters with zeta-distributed counts, the first of them dots; the next three are asked for.
 
     There is a word for each 200 characters, RULER's for each 50 tokens, at least five.
@@ -253,10 +253,10 @@ def frequent_words(draws: Rng, difficulty: FrequentWords) -> Example:
     before = "In this coded text some words come more often than others. Keep count of them, not of the dots.\n"
     question = f"\nQuestion: Which {len(ASKED_RANKS)} words come most often in the coded text?\n{ANSWER}"
     ranks = max(ASKED_RANKS[-1] + 1, difficulty.characters // 200)
-    words = ["...", *draws.coded(ranks - 1, 6, ascii_lowercase)]
+    words = ["...", *rng.random_words(ranks - 1, 6, ascii_lowercase)]
     total = frequent_total(difficulty.characters - len(before) - len(question), difficulty.alpha, ranks)
     counts = frequencies(total, difficulty.alpha, ranks)
     drawn = Counter(dict(zip(words, counts, strict=True)))
     found = [words[rank - 1] for rank in ASKED_RANKS]
-    text = " ".join(draws.shuffled(list(drawn.elements())))
+    text = " ".join(rng.shuffled(list(drawn.elements())))
     return Example(before + text + question, "", f" {', '.join(found)}", tuple(found))

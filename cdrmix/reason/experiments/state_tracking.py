@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from cdrmix.config.schema import Config
 from cdrmix.data.tasks import TASKS
-from cdrmix.data.tasks.episodes import Hashed
+from cdrmix.data.tasks.episodes import HashedRng
 from cdrmix.data.tasks.groups import elements_of, product
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.reason.episodes import FIRST_HELD_OUT
@@ -42,7 +42,7 @@ class Words:
 
         The first token says nothing; without it a state of zeros would have nothing to turn.
         """
-        elements = Hashed(self._seed, self._task, numbers).below(f"word {length}", len(self._products), length)
+        elements = HashedRng(self._seed, self._task, numbers).randrange(f"word {length}", len(self._products), length)
         values = np.empty_like(elements)
         value = np.zeros(len(elements), dtype=np.int64)  # the identity
         for place in range(length):

@@ -18,11 +18,13 @@ import numpy as np
 
 from cdrmix.config.schema_data import Dedup
 from cdrmix.data.dedup import minhash as dedup
-from cdrmix.data.pipeline.addresses import NUMBER, dropped_rows
-from cdrmix.data.pipeline.columns import (
+from cdrmix.data.pipeline.merging import Documents
+from cdrmix.data.pipeline.stages import StageRunner
+from cdrmix.data.pipeline.stats import EXCERPT_CHARACTERS, Filtered, PipelineStats, Sample, excerpt
+from cdrmix.data.pipeline.storage import (
     Array,
-    bounds,
     column,
+    key_ranges,
     read_array,
     read_range,
     read_table,
@@ -30,9 +32,7 @@ from cdrmix.data.pipeline.columns import (
     write_array,
     write_run,
 )
-from cdrmix.data.pipeline.merging import Documents
-from cdrmix.data.pipeline.stats import EXCERPT_CHARACTERS, Dropped, PipelineStats, Sample, excerpt
-from cdrmix.data.pipeline.work import Work
+from cdrmix.data.pipeline.url_duplicates import NUMBER, filtered_rows
 
 BAND = np.dtype([("hash", "<u8"), ("number", "<i8")])
 # By the greater number: in a crowded bucket the smaller ones are the same few, and would all meet in one range.
@@ -51,7 +51,7 @@ class Sign:
     bands: Path
     table: Path
     span: tuple[int, int]
-    dropped: tuple[Path, ...]
+    filtered: tuple[Path, ...]
     section: Dedup
 
 
@@ -91,29 +91,29 @@ class Cluster:
 
 
 def near_duplicates(
-    work: Work, documents: Documents, dropped: list[Path], section: Dedup, memory: int
+    runner: StageRunner, documents: Documents, filtered: list[Path], section: Dedup, memory: int
 ) -> tuple[list[Path], dict[str, Any], list[dict[str, Any]]]:
-    """The run of the numbers that are near-duplicates of a survivor; what was found, for the report; the tallies.
+    """The run of the numbers that are near-duplicates of a survivor; what was found, for the report; the stats.
 
-    dropped: runs of documents that do not count any more. memory: bytes that a task may take, about.
+    filtered: runs of documents that do not count any more. memory: bytes that a task may take, about.
     """
-    signatures, bands = work.place("signatures"), work.place("bands")
+    signatures, bands = runner.folder_of("signatures"), runner.folder_of("bands")
     signed = [
         Sign(
             signatures / f"{number:06d}.npy",
             bands / f"{number:06d}.npy",
             path,
             documents.span(number),
-            tuple(dropped),
+            tuple(filtered),
             section,
         )
         for number, path in enumerate(documents.paths)
     ]
-    entries = sum(result["entries"] for result in work.stage("signatures", sign, signed, about="signatures"))
-    ranges = work.task_count("pairs", max(len(signed), math.ceil(entries * BAND.itemsize * 8 / memory)))
+    entries = sum(result["entries"] for result in runner.stage("signatures", sign, signed, about="signatures"))
+    ranges = runner.task_count("pairs", max(len(signed), math.ceil(entries * BAND.itemsize * 8 / memory)))
     matched = [
         Match(
-            work.place("pairs") / f"{number:06d}.npy",
+            runner.folder_of("pairs") / f"{number:06d}.npy",
             tuple(task.bands for task in signed),
             tuple(task.signatures for task in signed),
             tuple(map(int, documents.offsets)),
@@ -121,14 +121,14 @@ def near_duplicates(
             high,
             section,
         )
-        for number, (low, high) in enumerate(bounds(ranges))
+        for number, (low, high) in enumerate(key_ranges(ranges))
     ]
-    candidates = work.stage("pairs", match, matched, about="candidate pairs")
-    work.forget("bands")
-    work.forget("signatures")
+    candidates = runner.stage("pairs", match, matched, about="candidate pairs")
+    runner.remove("bands")
+    runner.remove("signatures")
     verified = [
         Verify(
-            work.place("edges") / f"{number:06d}.npy",
+            runner.folder_of("edges") / f"{number:06d}.npy",
             tuple(task.path for task in matched),
             low,
             high,
@@ -136,14 +136,14 @@ def near_duplicates(
             section,
             memory // 4,
         )
-        for number, (low, high) in enumerate(bounds(len(documents.paths), len(documents)))
+        for number, (low, high) in enumerate(key_ranges(len(documents.paths), len(documents)))
     ]
-    edges = work.stage("edges", verify, verified, about="exact similarities")
-    work.forget("pairs")
-    path = work.place("near_duplicate") / "000000.npy"
+    edges = runner.stage("edges", verify, verified, about="exact similarities")
+    runner.remove("pairs")
+    path = runner.folder_of("near_duplicate") / "000000.npy"
     task = Cluster(path, tuple(task.path for task in verified), documents)
-    (clusters,) = work.stage("near_duplicate", cluster, [task], about="clusters")
-    work.forget("edges")
+    (clusters,) = runner.stage("near_duplicate", cluster, [task], about="clusters")
+    runner.remove("edges")
     found = {
         "candidate_pairs": sum(result["candidates"] for result in candidates),
         "likely_pairs": sum(result["likely"] for result in edges),
@@ -160,7 +160,7 @@ def sign(task: Sign) -> dict[str, Any]:
     signatures = dedup.minhash_signatures(
         texts, num_perm=section.num_perm, ngram=section.ngram, seed=section.seed, threads=1
     )
-    rows = np.flatnonzero(~dropped_rows(task.dropped, task.span) & (signatures != EMPTY).any(1))
+    rows = np.flatnonzero(~filtered_rows(task.filtered, task.span) & (signatures != EMPTY).any(1))
     hashes = dedup.band_hashes(signatures[rows], bands=section.bands, rows=section.rows)
     entries = np.zeros(hashes.size, BAND)
     entries["hash"] = hashes.ravel()
@@ -225,18 +225,18 @@ def cluster(task: Cluster) -> dict[str, Any]:
     survives = np.concatenate([[True], labels[order][1:] != labels[order][:-1]]) if len(order) else np.zeros(0, bool)
     survivor_of = np.repeat(numbers[order[survives]], np.bincount(np.cumsum(survives))[1:])  # in the order of `order`
     lost = np.sort(numbers[order[~survives]])
-    tally = PipelineStats()
+    stats = PipelineStats()
     if len(lost):
-        tally.dropped["near_duplicate"] = Dropped(len(lost), int(task.documents.sizes(lost).sum()))
+        stats.filtered["near_duplicate"] = Filtered(len(lost), int(task.documents.sizes(lost).sum()))
     kept_instead = dict(zip(numbers[order].tolist(), survivor_of.tolist(), strict=True))
     samples = [_sample(task.documents, number, kept_instead[number]) for number in lost[:3].tolist()]
     if samples:
-        tally.dropped["near_duplicate"].show(samples)
+        stats.filtered["near_duplicate"].show(samples)
     entries = np.zeros(len(lost), NUMBER)
     entries["number"] = lost
     write_run(task.path, entries)
     sizes_of = Counter(np.unique(labels, return_counts=True)[1].tolist())
-    return {"tally": tally.as_json(), "sizes": {str(size): sizes_of[size] for size in sorted(sizes_of)}}
+    return {"stats": stats.as_json(), "sizes": {str(size): sizes_of[size] for size in sorted(sizes_of)}}
 
 
 def _sample(documents: Documents, lost: int, kept: int) -> Sample:

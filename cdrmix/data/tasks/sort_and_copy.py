@@ -7,16 +7,16 @@ from cdrmix.data.tasks.rng import SYLLABLES, Rng
 
 
 @register("sorting", Length())
-def sorting(draws: Rng, difficulty: Length) -> Example:
+def sorting(rng: Rng, difficulty: Length) -> Example:
     """Numbers to be put in order, the smallest first."""
-    numbers = [draws.below(10_000) for _ in range(max(3, difficulty.characters // 12))]
+    numbers = [rng.randrange(10_000) for _ in range(max(3, difficulty.characters // 12))]
     prompt = f"Numbers: {' '.join(map(str, numbers))}\nQuestion: What is their order, the smallest first?\n{ANSWER}"
     return Example(prompt, "", f" {' '.join(map(str, sorted(numbers)))}")
 
 
 @register("copying", Length())
-def copying(draws: Rng, difficulty: Length) -> Example:
+def copying(rng: Rng, difficulty: Length) -> Example:
     """Words that mean nothing, to be said again."""
     count = max(3, difficulty.characters // 10)
-    words = " ".join(draws.pick(SYLLABLES) + draws.pick(SYLLABLES) for _ in range(count))
+    words = " ".join(rng.choice(SYLLABLES) + rng.choice(SYLLABLES) for _ in range(count))
     return Example(f"Words: {words}\nQuestion: What were the words?\n{ANSWER}", "", f" {words}")

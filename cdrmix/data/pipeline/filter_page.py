@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cdrmix.data.visible import visible
+from cdrmix.data.escaping import escape_unprintable
 from cdrmix.page import escaped, html_page, tiles
 
 STYLE = """
@@ -33,10 +33,10 @@ bdi{unicode-bidi:isolate}
 STAGES = {
     "read_all": "read, clean, judge",
     "exact_duplicate": "exact duplicates",
-    "same_address_entries": "addresses, sorted",
-    "same_address": "addresses",
-    "host_cap_entries": "hosts, sorted",
-    "host_cap": "hosts",
+    "duplicate_url_entries": "addresses, sorted",
+    "duplicate_url": "addresses",
+    "documents_per_host_entries": "hosts, sorted",
+    "documents_per_host": "hosts",
     "signatures": "MinHash signatures",
     "pairs": "candidate pairs",
     "edges": "exact similarities",
@@ -49,15 +49,15 @@ UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 BARS = 16  # of languages and domains; the rest is one more
 
 
-def drop_page(content: Mapping[str, Any], configuration: str) -> str:
-    """The page of what report.json holds (see drop_report.py). configuration: YAML, shown folded."""
+def filter_page(content: Mapping[str, Any], configuration: str) -> str:
+    """The page of what report.json holds (see filter_report.py). configuration: YAML, shown folded."""
     shards = content["shards"]
     sections = [
         "<header><h1>What became of the text</h1></header>",
         _tiles(content, shards),
         _waterfall(content),
         _rules(content["rules"], content["bad_records"]),
-        _near(content["near"]),
+        _near_duplicates(content["near_duplicates"]),
         _shares("Languages, by bytes", content["languages"], "bytes"),
         _shares("Domains, by tokens", content["domains"], "tokens"),
         _counts("Personal data and secrets, placeholders put in", content["pii"]),
@@ -70,7 +70,7 @@ def drop_page(content: Mapping[str, Any], configuration: str) -> str:
 
 def shown(value: object) -> str:
     """A text of strangers as HTML that cannot do anything: escaped, steering characters spelled out."""
-    return visible(escaped(value), lambda name: f"<em>{name}</em>")
+    return escape_unprintable(escaped(value), lambda name: f"<em>{name}</em>")
 
 
 def _tiles(content: Mapping[str, Any], shards: Mapping[str, Any]) -> str:
@@ -133,7 +133,7 @@ def _waterfall(content: Mapping[str, Any]) -> str:
 
 def _rules(rules: Sequence[Mapping[str, Any]], bad: Mapping[str, Any]) -> str:
     idle = [rule for rule in rules if not rule["documents"]]
-    parts = ["<h2>What was dropped</h2>"]
+    parts = ["<h2>What was filtered</h2>"]
     for number, rule in enumerate(rules):
         if rule["documents"]:
             samples = "".join(map(_sample, rule["samples"]))
@@ -150,7 +150,7 @@ def _rules(rules: Sequence[Mapping[str, Any]], bad: Mapping[str, Any]) -> str:
     if idle:
         words = "".join(f"<details><summary>{shown(rule['name'])}</summary>{_says(rule)}</details>" for rule in idle)
         verb = "rule" if len(idle) == 1 else "rules"
-        parts.append(f"<details><summary><span>{len(idle)} {verb} dropped nothing</span></summary>{words}</details>")
+        parts.append(f"<details><summary><span>{len(idle)} {verb} filtered nothing</span></summary>{words}</details>")
     return "".join(parts)
 
 
@@ -167,7 +167,7 @@ def _says(rule: Mapping[str, Any]) -> str:
 def _sample(sample: Mapping[str, Any]) -> str:
     facts = [f"<bdi>{shown(sample['where'])}</bdi>"]
     facts += [] if sample["score"] is None else [f"score {sample['score']:.6g}"]
-    texts = [("" if sample["kept_instead"] is None else "dropped", sample["text"])]
+    texts = [("" if sample["kept_instead"] is None else "filtered", sample["text"])]
     if sample["kept_instead"] is not None:
         texts.append(("kept instead", sample["kept_instead"]))
     columns = "".join(
@@ -178,21 +178,21 @@ def _sample(sample: Mapping[str, Any]) -> str:
     return f'<div class="sample"><p class="soft">{" · ".join(facts)}</p><div class="pair">{columns}</div></div>'
 
 
-def _near(near: Mapping[str, Any]) -> str:
-    if not near["candidate_pairs"]:
+def _near_duplicates(near_duplicates: Mapping[str, Any]) -> str:
+    if not near_duplicates["candidate_pairs"]:
         return ""
     bins: dict[int, int] = {}  # by the power of two at or above the size
-    for size, count in near["cluster_sizes"].items():
+    for size, count in near_duplicates["cluster_sizes"].items():
         power = (int(size) - 1).bit_length()
         bins[power] = bins.get(power, 0) + count
     labels = [
         (f"{2**p // 2 + 1:,} to {2**p:,}" if p > 1 else "2", bins.get(p, 0)) for p in range(1, max(bins, default=0) + 1)
     ]
     funnel = [
-        (_count(near["candidate_pairs"]), "candidate pairs: an equal band of their signatures"),
-        (_count(near["likely_pairs"]), "likely ones, by the signatures"),
-        (_count(near["verified_pairs"]), "verified ones, by the exact similarity"),
-        (_count(sum(near["cluster_sizes"].values())), "clusters"),
+        (_count(near_duplicates["candidate_pairs"]), "candidate pairs: an equal band of their signatures"),
+        (_count(near_duplicates["likely_pairs"]), "likely ones, by the signatures"),
+        (_count(near_duplicates["verified_pairs"]), "verified ones, by the exact similarity"),
+        (_count(sum(near_duplicates["cluster_sizes"].values())), "clusters"),
     ]
     histogram = f'<p class="soft">Clusters by their number of documents</p>{_bars(labels)}' if labels else ""
     return f"<h2>Near-duplicates</h2>{tiles(funnel, stress_first=False)}{histogram}"

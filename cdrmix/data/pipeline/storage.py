@@ -24,7 +24,7 @@ REPORT = b"report"
 
 
 @contextmanager
-def appearing(path: Path) -> Iterator[Path]:
+def atomic_file(path: Path) -> Iterator[Path]:
     """A place to write; on leaving, what is there is brought to the disk and becomes `path`, in one move."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -39,7 +39,7 @@ def write_table(path: Path, table: pa.Table, report: dict[str, Any]) -> None:
     """An Arrow file with a report, of JSON values, in its schema."""
     schema = table.schema.with_metadata({REPORT: json.dumps(report).encode()})
     with (
-        appearing(path) as temporary,
+        atomic_file(path) as temporary,
         pa.OSFile(str(temporary), "wb") as sink,
         pa.ipc.new_file(sink, schema) as writer,
     ):
@@ -99,7 +99,7 @@ def whole(column: pa.ChunkedArray) -> pa.Array:
 
 def write_array(path: Path, array: Array) -> None:
     """A numpy array, or a structured one."""
-    with appearing(path) as temporary, temporary.open("wb") as file:
+    with atomic_file(path) as temporary, temporary.open("wb") as file:
         np.save(file, array)
 
 
@@ -116,7 +116,7 @@ def write_run(path: Path, entries: Array) -> None:
 def read_range(paths: Sequence[Path], low: int, high: int) -> Array:
     """The entries of runs whose first field is in low .. high - 1, sorted by all fields.
 
-    Over the ranges of `bounds` this is an external radix sort: each run is sorted where it is made, and every range is
+    Over the ranges of `key_ranges` this is an external radix sort: each run is sorted where it is made, and every range is
     read from all of them, so that memory holds one run or one range at a time.
     """
     parts = []
@@ -128,7 +128,7 @@ def read_range(paths: Sequence[Path], low: int, high: int) -> Array:
     return entries[_order(entries)]
 
 
-def bounds(count: int, end: int = 2**64) -> list[tuple[int, int]]:
+def key_ranges(count: int, end: int = 2**64) -> list[tuple[int, int]]:
     """[low, high) of `count` equal ranges of the keys below `end`."""
     cuts = [end * place // count for place in range(count + 1)]
     return list(pairwise(cuts))

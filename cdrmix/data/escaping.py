@@ -9,7 +9,7 @@ from collections.abc import Callable
 JOINERS = "\u200c\u200d"
 
 
-def visible(text: str, spell: Callable[[str], str] = lambda name: f"<{name}>") -> str:
+def escape_unprintable(text: str, spell: Callable[[str], str] = lambda name: f"<{name}>") -> str:
     """`text` with every character that is no letter, mark, sign or space replaced by `spell("U+001B")`.
 
     These are control characters but line end and tab, format characters (such as those that set the direction of

@@ -67,22 +67,22 @@ class Progress:
         return self.bytes / 1e6 / max(time.monotonic() - self.started, 1e-9)
 
 
-class Work:
+class StageRunner:
     """The folder, and the engine that runs tasks. One process at a time holds it."""
 
     def __init__(self, folder: Path, engine: Executor, say: Say) -> None:
-        self.folder, self.engine, self.say = folder, engine, say
+        self.folder, self.executor, self.say = folder, engine, say
         folder.mkdir(parents=True, exist_ok=True)
         for left_behind in folder.rglob(".*.tmp"):
             left_behind.unlink(missing_ok=True)
 
-    def place(self, stage: str) -> Path:
+    def folder_of(self, stage: str) -> Path:
         """The folder of a stage's files."""
         folder = self.folder / stage
         folder.mkdir(exist_ok=True)
         return folder
 
-    def once(self, name: str, make: Callable[[], Any]) -> Any:
+    def cached(self, name: str, make: Callable[[], Any]) -> Any:
         """What `make` gives, JSON, made once: kept in a file."""
         path = self.folder / f"{name}.json"
         if not path.exists():
@@ -103,11 +103,11 @@ class Work:
         """
 
         def make() -> dict[str, Any]:
-            folder = self.place(f"{name}.results")
+            folder = self.folder_of(f"{name}.results")
             numbered = [(folder / f"{number:06d}.json", task) for number, task in enumerate(tasks)]
             missing = [(path, task) for path, task in numbered if not path.exists()]
             progress = Progress(self.say, about, len(missing))
-            for size in self.engine.run(partial(_run, function), missing):
+            for size in self.executor.run(partial(_run, function), missing):
                 progress.add(size)
             progress.end()
             results = [json.loads(path.read_bytes()) for path, _ in numbered]
@@ -118,7 +118,7 @@ class Work:
                 "bytes": progress.bytes,
             }
 
-        made = self.once(name, make)
+        made = self.cached(name, make)
         shutil.rmtree(self.folder / f"{name}.results", ignore_errors=True)
         return list(made["results"])
 
@@ -132,7 +132,7 @@ class Work:
             return len(json.loads(path.read_bytes())["results"])
         begun = self.folder / f"{name}.tasks"
         if not begun.exists() or begun.read_text() != str(otherwise):
-            self.forget(f"{name}.results")
+            self.remove(f"{name}.results")
             write_atomically(begun, str(otherwise))
         return otherwise
 
@@ -145,7 +145,7 @@ class Work:
                 found[path.stem] = {name: content[name] for name in ("seconds", "cpu_seconds", "bytes")}
         return found
 
-    def forget(self, stage: str) -> None:
+    def remove(self, stage: str) -> None:
         """Remove a stage's files, which nothing needs any more."""
         shutil.rmtree(self.folder / stage, ignore_errors=True)
 
@@ -159,7 +159,7 @@ def _run(function: Callable[[Any], dict[str, Any]], task: tuple[Path, Any]) -> i
 
 
 @contextmanager
-def alone(lock: Path, say: Say) -> Iterator[None]:
+def exclusive_lock(lock: Path, say: Say) -> Iterator[None]:
     """Lets one process at a time go on; the lock of a process that dies is free at once.
 
     On some network file systems locks do not hold between machines. So the holder gives a sign of life every few
@@ -195,9 +195,9 @@ def alone(lock: Path, say: Say) -> Iterator[None]:
             lock.write_text("")
 
 
-def forget_left_behind(cache: Path) -> None:
-    """Remove folders of work that nobody holds and nobody has touched for a week: of text that has changed since."""
-    for place in cache.glob(".*.work"):
+def remove_stale_folders(cache: Path) -> None:
+    """Remove folders of runner that nobody holds and nobody has touched for a week: of text that has changed since."""
+    for place in cache.glob(".*.runner"):
         lock = place.with_suffix(".lock")
         if min(_age(path) for path in (place, *place.glob("*"))) < SECONDS_UNTIL_LEFT_BEHIND:
             continue

@@ -1,4 +1,4 @@
-"""The report of a preparation: what was read, kept and dropped, by which rule, with samples; JSON and one page.
+"""The report of a preparation: what was read, kept and filtered, by which rule, with samples; JSON and one page.
 
 report.json is one object. Amounts are {"documents", "bytes"}; bytes are of UTF-8; shares are between 0 and 1.
     format           1; goes up when something below gets another meaning
@@ -6,13 +6,13 @@ report.json is one object. Amounts are {"documents", "bytes"}; bytes are of UTF-
     read             amount: the records that had a text, before anything was done to it
     cleaned_bytes    by how much normalisation, the extraction from HTML and placeholders made the texts shorter
     kept             amount: what is in the shards
-    rules            a list in the order in which the rules are applied, those that dropped nothing included; of each
+    rules            a list in the order in which the rules are applied, those that filtered nothing included; of each
         name, says, documents, bytes (null: not known), share (of `records`), byte_share (of read bytes)
         bounds       of a filter rule, by domain, the score where dropping begins; null: infinite
         left         amount that passed this rule and all before it
         samples      up to three: hash (of the content), where (it was read), score or null, text (its beginning),
                      kept_instead (the beginning of the near-duplicate that stayed) or null
-    near             what the near-duplicate stage found; 0 and {} where there was none
+    near_duplicates  what the near-duplicate stage found; 0 and {} where there was none
         candidate_pairs, likely_pairs, verified_pairs
         cluster_sizes  number of documents, as text -> how many clusters of so many
     languages        code -> amount and share of its bytes, of what passed the filters
@@ -36,7 +36,7 @@ from cdrmix.config.schema import Config
 from cdrmix.config.schema_data import Dedup
 from cdrmix.data.cleaning.filters import FilterChain
 from cdrmix.data.cleaning.rules import RULES
-from cdrmix.data.pipeline.drop_page import drop_page
+from cdrmix.data.pipeline.filter_page import filter_page
 from cdrmix.data.pipeline.stats import Amount, PipelineStats, Sample
 from cdrmix.data.shards import Stratum, open_shards
 from cdrmix.data.sources.base import BAD_RECORDS_SHOWN
@@ -54,46 +54,46 @@ UNKNOWN = "No rule of this name is configured."
 def write(
     folder: Path,
     config: Config,
-    tally: PipelineStats,
-    near: dict[str, Any],
+    stats: PipelineStats,
+    near_duplicates: dict[str, Any],
     report: dict[str, Any],
     timings: dict[str, dict[str, float]],
 ) -> None:
     """Write report.json and report.html into `folder`, which lies in a folder of whole shards.
 
-    near: what the near-duplicate stage found. report: of the index. timings: seconds and bytes of every stage.
+    near_duplicates: what the near-duplicate stage found. report: of the index. timings: seconds and bytes of every stage.
     """
     prepared = open_shards(folder.parent, verify=False)
     strata = [*prepared.train.strata, *prepared.valid.strata]
-    content = gather(config, tally, near, report, timings, strata)
+    content = gather(config, stats, near_duplicates, report, timings, strata)
     write_atomically(folder / "report.json", json.dumps(content, indent=1, allow_nan=False))
-    write_atomically(folder / "report.html", drop_page(content, config.to_yaml()))
+    write_atomically(folder / "report.html", filter_page(content, config.to_yaml()))
 
 
 def gather(
     config: Config,
-    tally: PipelineStats,
-    near: dict[str, Any],
+    stats: PipelineStats,
+    near_duplicates: dict[str, Any],
     report: dict[str, Any],
     timings: dict[str, dict[str, float]],
     strata: Sequence[Stratum],
 ) -> dict[str, Any]:
     """The contents of report.json; strata: of both splits."""
-    read = tally.read
+    read = stats.read
     rules = [*_rules(config)]
     names = {rule["name"] for rule in rules}
     dropped_while_reading = {"empty", *(rule["name"] for rule in rules if rule["bounds"])}
     # What nobody foresaw is shown too, at the end, rather than left out of the sum.
-    rules += [_rule(name, UNKNOWN) for name in sorted(tally.dropped.keys() - names)]
-    taken = sum(amount.bytes for name, amount in tally.dropped.items() if name in dropped_while_reading)
-    cleaned = read.bytes - taken - tally.kept.bytes
-    records = read.documents + tally.bad
+    rules += [_rule(name, UNKNOWN) for name in sorted(stats.filtered.keys() - names)]
+    taken = sum(amount.bytes for name, amount in stats.filtered.items() if name in dropped_while_reading)
+    cleaned = read.bytes - taken - stats.kept.bytes
+    records = read.documents + stats.bad
     left = Amount(records, read.bytes - cleaned)
     for rule in rules:
-        dropped = tally.dropped.get(rule["name"])
-        documents, size = (dropped.documents, dropped.bytes) if dropped else (0, 0)
+        filtered = stats.filtered.get(rule["name"])
+        documents, size = (filtered.documents, filtered.bytes) if filtered else (0, 0)
         if rule["name"] == "bad_records":
-            documents = tally.bad
+            documents = stats.bad
         left = Amount(left.documents - documents, left.bytes - size)
         rule |= {
             "documents": documents,
@@ -101,10 +101,10 @@ def gather(
             "share": _share(documents, records),
             "byte_share": None if rule["name"] == "bad_records" else _share(size, read.bytes),
             "left": vars(left),
-            "samples": [_sample(sample) for sample in dropped.samples] if dropped else [],
+            "samples": [_sample(sample) for sample in filtered.samples] if filtered else [],
         }
-    of_languages = sum(amount.bytes for amount in tally.languages.values())
-    by_bytes = sorted(tally.languages.items(), key=lambda item: (-item[1].bytes, item[0]))
+    of_languages = sum(amount.bytes for amount in stats.languages.values())
+    by_bytes = sorted(stats.languages.items(), key=lambda item: (-item[1].bytes, item[0]))
     return {
         "format": FORMAT,
         "records": records,
@@ -112,14 +112,14 @@ def gather(
         "cleaned_bytes": cleaned,
         "kept": {"documents": report["documents"], "bytes": report["text_bytes"]},
         "rules": rules,
-        "near": {
-            **{name: near.get(name, 0) for name in ("candidate_pairs", "likely_pairs", "verified_pairs")},
-            "cluster_sizes": near.get("cluster_sizes", {}),
+        "near_duplicates": {
+            **{name: near_duplicates.get(name, 0) for name in ("candidate_pairs", "likely_pairs", "verified_pairs")},
+            "cluster_sizes": near_duplicates.get("cluster_sizes", {}),
         },
         "languages": {name: {**vars(amount), "share": _share(amount.bytes, of_languages)} for name, amount in by_bytes},
         "domains": _domains(strata),
-        "pii": dict(sorted(tally.pii.items())),
-        "bad_records": {"count": tally.bad, "shown": tally.bad_shown[:BAD_RECORDS_SHOWN]},
+        "pii": dict(sorted(stats.pii.items())),
+        "bad_records": {"count": stats.bad, "shown": stats.bad_shown[:BAD_RECORDS_SHOWN]},
         "stages": [
             {
                 "name": name,
@@ -162,14 +162,14 @@ def _duplicates(dedup: Dedup) -> dict[str, str]:
     if dedup.exact:
         rules["exact_duplicate"] = f"The text of another document, white space apart (data.dedup.exact). {stays}"
     if dedup.url:
-        rules["same_address"] = f"The canonical address of another document (data.dedup.url). {stays}"
+        rules["duplicate_url"] = f"The canonical address of another document (data.dedup.url). {stays}"
     if dedup.documents_per_host is not None:
         most = f"{dedup.documents_per_host:,}"
-        rules["host_cap"] = (
+        rules["documents_per_host"] = (
             f"More than {most} of one registrable domain (data.dedup.documents_per_host). Those of the highest quality "
             "stay, then of the highest priority, then of the smallest hash."
         )
-    if dedup.near:
+    if dedup.near_duplicates:
         rules["near_duplicate"] = (
             f"At least {dedup.threshold:g} of the runs of {dedup.ngram} words that it or another document has are in "
             f"both (exact Jaccard similarity, data.dedup.threshold); also through documents between them. {stays}"
