@@ -23,7 +23,9 @@ ALL_FILES = sorted(
 
 # Lowest first. A package imports from itself and from lower layers.
 LAYERS = [
-    {"errors", "registry", "page", "gpus"},
+    {"errors", "page", "gpus"},
+    {"plugins"},
+    {"registry"},
     {"durable", "kernels", "_dedup", "_text"},
     {"config", "ops"},
     {"run_folder", "runtime"},

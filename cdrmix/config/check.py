@@ -11,7 +11,20 @@ from pydantic import BaseModel, ValidationError
 
 from cdrmix.config import schema_types
 from cdrmix.config.autosizers import DERIVED_FROM, SCALES, Size, core_param_autosizer, reasoning_param_autosizer
-from cdrmix.config.nodes import COMMAND_LINE, Location, Node, Path, dotted, fill, find, get, location_of, matches, plain
+from cdrmix.config.nodes import (
+    COMMAND_LINE,
+    Location,
+    Node,
+    Path,
+    dotted,
+    fill,
+    find,
+    found,
+    get,
+    location_of,
+    matches,
+    plain,
+)
 from cdrmix.config.validators import conflicts
 from cdrmix.errors import ConfigError
 from cdrmix.registry import nearest
@@ -56,19 +69,6 @@ def config_error(problems: Iterable[Problem]) -> ConfigError:
     return ConfigError("\n".join([f"the configuration has {count}:", *map(str, ordered)]))
 
 
-def found(value: Any) -> str:
-    """A value from YAML and its type, in about 100 characters at most."""
-    if value is None:
-        return "found null (nothing)"
-    if isinstance(value, Mapping):
-        return "found a section"
-    if isinstance(value, list):
-        return f"found a list of {len(value)}"
-    text = json.dumps(value, ensure_ascii=False)  # as in YAML, with control characters escaped
-    kind = {bool: "true/false", int: "an integer", float: "a number", str: "a string"}[type(value)]
-    return f"found {text if len(text) <= 80 else text[:77] + '...'} ({kind})"
-
-
 def check(root: Node, complete: bool, model: type[Model]) -> tuple[Model | None, list[Problem]]:
     """Adds the autosizers' defaults and validates.
 
@@ -99,9 +99,7 @@ def check(root: Node, complete: bool, model: type[Model]) -> tuple[Model | None,
         paths = [conflict.path, *(tuple(key.split(".")) for key in conflict.keys)]
         # The location of the first key that was written: an autosized or default value has no location.
         location = next((node.location for path in paths if (node := find(root, path))), location_of(root, paths[0]))
-        problems.append(
-            Problem(location, dotted(conflict.path), found(conflict.value), conflict.allowed, conflict.nearest)
-        )
+        problems.append(Problem(location, dotted(conflict.path), conflict.found, conflict.allowed, conflict.nearest))
     return (None if problems else config), problems
 
 
@@ -224,15 +222,15 @@ def _known_values(
 ) -> Iterator[tuple[str, Any]]:
     """(dotted key, value) of every key that has a valid value or a default.
 
-    A written section is included as a mapping, or as None if it is null. A list with an invalid item is left out.
+    A written section is included as a mapping, or as None if it is null. A list with an invalid item is left out. So is
+    a mapping to lists with an invalid item.
     """
     required = schema_types.required(schema)
     section = data if isinstance(data, Mapping) else {}
     for key, inner in schema_types.keys(schema, section).items():
         here = (*path, key)
-        if here in broken or (
-            isinstance(section.get(key), list) and any(other[: len(here)] == here for other in broken)
-        ):
+        is_list = isinstance(section.get(key), list) or (schema_types.free(inner) or {}).get("type") == "array"
+        if here in broken or (is_list and any(other[: len(here)] == here for other in broken)):
             continue
         if key in section:
             yield dotted(here), section[key]

@@ -20,9 +20,10 @@ from typing import Any
 import yaml
 
 from cdrmix.config import schema_types
-from cdrmix.config.check import Model, Problem, check, config_error, found
-from cdrmix.config.nodes import COMMAND_LINE, Location, Node, Scalar, find, merge
+from cdrmix.config.check import Model, Problem, check, config_error
+from cdrmix.config.nodes import COMMAND_LINE, Location, Node, Scalar, find, found, merge
 from cdrmix.errors import ConfigError
+from cdrmix.plugins import load_plugins
 from cdrmix.registry import nearest
 
 MAX_FILE_BYTES = 1 << 20  # a configuration has a few thousand
@@ -76,6 +77,7 @@ def load_yaml(path: str | Path, overrides: Sequence[str], model: type[Model]) ->
     """
     if isinstance(overrides, str):
         raise ConfigError(f"overrides must be a list of key.path=value; found the string {overrides!r}")
+    load_plugins()  # the configuration may use names that plugins register
     reader = _ConfigReader(schema_types.root(model))
     root = reader.file(Path(path), Location(str(path)), ()) or Node({}, Location(str(path)))
     if overriding := reader.overrides(overrides):

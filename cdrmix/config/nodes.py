@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
@@ -120,3 +121,16 @@ def fill(data: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]
         if isinstance(default, Mapping) and isinstance(filled[key], Mapping):
             filled[key] = fill(filled[key], default)
     return filled
+
+
+def found(value: Any) -> str:
+    """A value from YAML and its type, in about 100 characters at most."""
+    if value is None:
+        return "found null (nothing)"
+    if isinstance(value, Mapping):
+        return "found a section"
+    if isinstance(value, list):
+        return f"found a list of {len(value)}"
+    text = json.dumps(value, ensure_ascii=False)  # as in YAML, with control characters escaped
+    kind = {bool: "true/false", int: "an integer", float: "a number", str: "a string"}[type(value)]
+    return f"found {text if len(text) <= 80 else text[:77] + '...'} ({kind})"

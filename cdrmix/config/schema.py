@@ -109,24 +109,11 @@ class Mamba(Section):
     """Width of the short causal convolution, in tokens."""
 
 
-class MixerLayers(Section):
-    """Layers, counted from 0, that use another mixer than `schedule` assigns to them."""
-
-    attention: list[NonNegativeInt] = []
-    """Layers that use softmax attention."""
-    rwkv7: list[NonNegativeInt] = []
-    """Layers that use RWKV-7."""
-    mamba2: list[NonNegativeInt] = []
-    """Layers that use Mamba-2."""
-    routing_mamba: list[NonNegativeInt] = []
-    """Layers that use Routing-Mamba: Mamba-2 whose projections are experts of one router."""
-
-
 class FeedForward(Section):
     """The second half of a block: a mixture of experts, or the dense channel-mix of RWKV-7."""
 
-    kind: Literal["moe", "channel_mix"] = "moe"
-    """moe: mixture of experts. channel_mix: the dense feed-forward of RWKV-7."""
+    kind: Text = "moe"
+    """moe: mixture of experts. channel_mix: the dense feed-forward of RWKV-7. Or a feed-forward of a plugin."""
     hidden: PositiveInt
     """Hidden width of one expert, or of the channel-mix."""
     experts: PositiveInt = 8
@@ -166,7 +153,10 @@ class Model(Section):
     """Position of the attention layers. interleave-x: evenly distributed. top-of-x: the last layers."""
     attention_fraction: Fraction = 0.25
     """Share of the layers that use attention. The others use RWKV-7, except where mixer_layers sets another mixer."""
-    mixer_layers: MixerLayers = Field(default_factory=MixerLayers)
+    mixer_layers: dict[Text, list[NonNegativeInt]] = {}
+    """Layers that use another mixer than `schedule` assigns to them: name of the mixer to its layers, counted from 0.
+    Mixers: attention, rwkv7, mamba2, routing_mamba (Mamba-2 whose projections are experts of one router), and those of
+    plugins."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Norm before the mixer and before the feed-forward."""
     norm_eps: PositiveFloat = 1e-5
@@ -187,7 +177,7 @@ class Model(Section):
         """The name of the mixer of each layer."""
         attention = attention_layers(self.layers, self.attention_fraction, self.schedule)
         kinds = ["attention" if layer in attention else "rwkv7" for layer in range(self.layers)]
-        for kind, layers in self.mixer_layers:
+        for kind, layers in self.mixer_layers.items():
             for layer in layers:
                 kinds[layer] = kind
         return tuple(kinds)
@@ -238,6 +228,8 @@ class Train(Section):
     """Learning rate at the end of the cosine decay, as a share of the peak."""
     warmup_steps: NonNegativeInt = 0
     """Steps of linear warmup. Must be below steps."""
+    optimizer: Text = "adamw"
+    """Optimizer of stage A and of the phases of stage B: adamw, or the name of a plugin's optimizer."""
     betas: tuple[Below1, Below1] = (0.9, 0.95)
     """AdamW: decay rates of the two moments."""
     epsilon: PositiveFloat = 1e-8

@@ -111,8 +111,27 @@ class TasksSource(Section):
     """Seed of the generated documents."""
 
 
+class PluginSource(Section):
+    """A source that a plugin registers."""
+
+    kind: Literal["plugin"]
+    """Kind of the source. It decides which other keys the section has."""
+    name: Text
+    """Name under which the plugin registers the source."""
+    options: dict[Text, bool | int | float | Text] = {}
+    """Options of the source. The plugin defines and checks them."""
+
+
 Source = Annotated[
-    StdlibSource | JsonlSource | ParquetSource | CsvSource | TextSource | HtmlSource | HuggingFaceSource | TasksSource,
+    StdlibSource
+    | JsonlSource
+    | ParquetSource
+    | CsvSource
+    | TextSource
+    | HtmlSource
+    | HuggingFaceSource
+    | TasksSource
+    | PluginSource,
     Field(discriminator="kind"),
 ]
 

@@ -1,8 +1,8 @@
-"""Preparation: from the raw text of the sources to shards on disk, once for every content key.
+"""Preparation: from the raw text of the sources to shards on disk, once for each content key.
 
-Stages: read, merge (exact duplicates), addresses, near-duplicates, tokens, shards. What a stage has finished lies in a
-folder of runner beside the shards' own, so that a preparation that is killed goes on from there. The shards appear under
-their final name by a rename, complete; they depend on the text alone, not on its order, on processes or on the engine.
+Stages: read, merge (exact duplicates), duplicate URLs, near-duplicates, tokens, shards. Each stage writes its results
+to a working folder next to the shards, so that an interrupted preparation resumes there. The finished shards are
+renamed to their final name. They depend on the text only, not on its order, the number of processes or the executor.
 """
 
 from __future__ import annotations
@@ -295,7 +295,7 @@ def write_folder(
     key: str,
     folder: Path,
 ) -> dict[str, Any]:
-    """Write shards and report in the folder of runner, then rename them to `folder`; the report that the index holds."""
+    """Writes shards and report in the working folder and renames them to `folder`. Returns the report of the index."""
     data = config.data
     runner.remove("shards")  # half written
     output = runner.folder_of("shards")

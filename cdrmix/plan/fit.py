@@ -87,7 +87,7 @@ def at_most(config: Config, processes: int) -> int:
     model, train, ffn = config.model, config.train, config.model.feed_forward
     tokens = train.micro_batch_rows * config.data.row_length
     hidden = 12 * ffn.hidden * (ffn.top_k if ffn.kind == "moe" else 1)
-    inner = 40 * model.mamba.expand * model.d_model if any(model.mixer_layers.model_dump().values()) else 0
+    inner = 40 * model.mamba.expand * model.d_model if any(model.mixer_layers.values()) else 0
     attention = 8 * model.attention.heads * config.data.row_length if "attention" in model.mixers else 0
     widest = 120 * model.d_model + hidden + inner * (ffn.top_k if "routing_mamba" in model.mixers else 1) + attention
     activations = 4 * tokens * (model.layers * widest + 12 * model.d_model)

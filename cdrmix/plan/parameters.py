@@ -23,7 +23,7 @@ UNITS = {"m": 10**6, "b": 10**9, "t": 10**12}
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Numbers of parameters by part, in the order of PARTS.
+    """Numbers of parameters by part, in the order of PARTS, then those of plugins.
 
     stored: in the files. active: touched by one token, which is every one that is not an expert's, and
     top_k of the experts. A tied embedding counts once, under embedding.
@@ -58,7 +58,8 @@ def count_parameters(config: Model, reasoning: Reasoning | None = None) -> Param
                 p.numel() for p in model.parameters()
             )
     for name, parameter in model.named_parameters():
-        stored[_part(model, name)] += parameter.numel()
+        part = _part(model, name)
+        stored[part] = stored.get(part, 0) + parameter.numel()  # the mixer of a plugin may name a part of its own
     active = dict(stored)
     feed_forward = config.feed_forward
     active["experts"] = stored["experts"] * feed_forward.top_k // feed_forward.experts
@@ -88,7 +89,7 @@ def _part(model: LanguageModel, name: str) -> str:
 def parameter_table(config: Config, count: ParameterCount) -> str:
     """The counts as aligned lines, and how many times what the model's size names both totals are."""
     lines = [f"{'':<14}{'stored':>20}{'active':>20}"]
-    for part in PARTS:
+    for part in count.stored:
         tied = part == "head" and config.model.tie_embeddings
         if count.stored[part] or tied:
             line = f"{part:<14}{count.stored[part]:>20,}{count.active[part]:>20,}"

@@ -170,9 +170,8 @@ class _Question:
         return f"{layers} {self}"
 
     def of_layers(self, layers: int) -> Model:
-        listed = {kind: [i for i in chosen if i < layers] for kind, chosen in self.model.mixer_layers}
-        kept = self.model.mixer_layers.model_copy(update=listed)
-        return self.model.model_copy(update={"layers": layers, "mixer_layers": kept})
+        listed = {kind: [i for i in chosen if i < layers] for kind, chosen in self.model.mixer_layers.items()}
+        return self.model.model_copy(update={"layers": layers, "mixer_layers": listed})
 
 
 def _extended(fewer: _Traced, more: _Traced, steps: float) -> _Traced:

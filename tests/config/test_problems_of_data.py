@@ -35,7 +35,7 @@ BROKEN = {
         "data: {domains: {web: {source: {kind: jsnl, paths: [a]}}}}\ntrain:",
         """\
         run.yaml:6: data.domains.web.source.kind: found "jsnl" (a string)
-            allowed: one of csv, html, huggingface, jsonl, parquet, stdlib, tasks or text
+            allowed: one of csv, html, huggingface, jsonl, parquet, plugin, stdlib, tasks or text
             did you mean jsonl?""",
     ),
     "key of another kind in a domain": (

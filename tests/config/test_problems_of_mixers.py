@@ -26,8 +26,8 @@ BROKEN = {
         "layers: 4",
         "layers: 4\n  mixer_layers: {mamba: [1]}",
         """\
-        run.yaml:4: model.mixer_layers.mamba: unknown key
-            allowed: in model.mixer_layers: attention, rwkv7, mamba2, routing_mamba
+        run.yaml:4: model.mixer_layers.mamba: unknown mixer
+            allowed: one of the mixers attention, rwkv7, mamba2, routing_mamba
             did you mean model.mixer_layers.mamba2?""",
     ),
     "a layer that is not there": (

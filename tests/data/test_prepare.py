@@ -342,9 +342,8 @@ def test_fingerprints_are_joined_block_by_block(
     # Half of the texts come twice but for a last word, so that some held-out ones have a near duplicate.
     words = [" ".join(f"w{number}x{place}" for place in range(200)) for number in range(30)]
     source = write(tmp_path / "a.jsonl", [*words, *(f"{text} end" for text in words[:15])])
-    expected = prepare(make_config(source, dedup={"near_duplicates": False}), say=quiet).report[
-        "held_out_near_duplicates"
-    ]
+    exact = {"near_duplicates": False}
+    expected = prepare(make_config(source, dedup=exact), say=quiet).report["held_out_near_duplicates"]
     assert 0 < expected < 15
     sizes: list[int] = []
     join = dedup.near_duplicates

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cdrmix.config.schema import Attention, FeedForward, Mamba, MixerLayers, Model, Rwkv
+from cdrmix.config.schema import Attention, FeedForward, Mamba, Model, Rwkv
 from cdrmix.errors import NonFiniteLogitsError
 from cdrmix.model.cache import flattened, select
 from cdrmix.model.language_model import LanguageModel
@@ -23,7 +23,7 @@ def model_of(*, mamba: bool = False) -> LanguageModel:
         d_model=32,
         layers=2,
         attention_fraction=0.5,
-        mixer_layers=MixerLayers(mamba2=[0] if mamba else []),
+        mixer_layers={"mamba2": [0]} if mamba else {},
         attention=Attention(heads=2, kv_heads=1),
         rwkv=Rwkv(head_size=16, decay_rank=4, iclr_rank=4, value_rank=4, gate_rank=4),
         mamba=Mamba(d_state=16, head_dim=16),

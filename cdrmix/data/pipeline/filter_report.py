@@ -61,7 +61,8 @@ def write(
 ) -> None:
     """Write report.json and report.html into `folder`, which lies in a folder of whole shards.
 
-    near_duplicates: what the near-duplicate stage found. report: of the index. timings: seconds and bytes of every stage.
+    near_duplicates: the results of the near-duplicate stage. report: of the index. timings: seconds and bytes of each
+    stage.
     """
     prepared = open_shards(folder.parent, verify=False)
     strata = [*prepared.train.strata, *prepared.valid.strata]

@@ -116,8 +116,8 @@ def write_run(path: Path, entries: Array) -> None:
 def read_range(paths: Sequence[Path], low: int, high: int) -> Array:
     """The entries of runs whose first field is in low .. high - 1, sorted by all fields.
 
-    Over the ranges of `key_ranges` this is an external radix sort: each run is sorted where it is made, and every range is
-    read from all of them, so that memory holds one run or one range at a time.
+    With the ranges of `key_ranges` this is an external radix sort: the writer sorts each run, and every range is read
+    from all runs. So memory holds one run or one range at a time.
     """
     parts = []
     for path in paths:

@@ -17,6 +17,7 @@ from cdrmix.data.escaping import escape_unprintable
 from cdrmix.data.sources import files
 from cdrmix.data.sources.files import find_files, reading
 from cdrmix.errors import CorpusError
+from cdrmix.registry import Registry
 
 BAD_RECORDS_SHOWN = 5
 
@@ -122,6 +123,9 @@ class Source(ABC):
                     bad.add(where, str(error))
                 else:
                     yield Document(text, self.kind, where, meta)
+
+
+SOURCES = Registry[Callable[[Any, int], Source]]("source")
 
 
 def utf8_size(text: str) -> int:

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from cdrmix.config import schema_data
-from cdrmix.data.sources.base import BadRecord, Meta, Record, Source, missing_column
+from cdrmix.data.sources.base import SOURCES, BadRecord, Meta, Record, Source, missing_column
 from cdrmix.data.sources.files import walk
 from cdrmix.durable import disk_full, is_disk_full
 from cdrmix.errors import CdrmixError, CorpusError
 
 
+@SOURCES("huggingface")
 class HuggingFace(Source):
     """A Hugging Face dataset, streamed unshuffled.
 
@@ -111,6 +112,7 @@ def parse_row(raw: dict[str, Any], text_field: str) -> tuple[str, Meta]:
     return text, {name: value for name, value in raw.items() if name != text_field and isinstance(value, scalars)}
 
 
+@SOURCES("tasks")
 class Tasks(Source):
     """Examples of the tasks in tasks/; a function of the section alone."""
 

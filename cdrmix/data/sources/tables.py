@@ -13,6 +13,7 @@ from typing import Any
 from cdrmix.config import schema_data
 from cdrmix.data.sources import files
 from cdrmix.data.sources.base import (
+    SOURCES,
     BadRecord,
     FileSource,
     Meta,
@@ -26,6 +27,7 @@ from cdrmix.data.sources.files import DAMAGED_STREAM, OverLongRecord, RecordLine
 from cdrmix.errors import CorpusError
 
 
+@SOURCES("jsonl")
 class JsonLines(FileSource):
     """One JSON object a line, with the text in one of its fields."""
 
@@ -78,6 +80,7 @@ def parse_json(raw: bytes, text_field: str) -> tuple[str, Meta]:
     return text, record
 
 
+@SOURCES("csv")
 class CommaSeparated(FileSource):
     """Rows of CSV files whose header line names the text column."""
 
@@ -133,6 +136,7 @@ def parse_row(raw: tuple[list[str], list[str]], text_field: str) -> tuple[str, M
     return row[column], {name: value for name, value in zip(header, row, strict=False) if name != text_field}
 
 
+@SOURCES("parquet")
 class Parquet(FileSource):
     """Rows of Parquet files with a string column."""
 

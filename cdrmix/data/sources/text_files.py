@@ -12,11 +12,12 @@ from typing import Any, ClassVar
 
 from cdrmix.config import schema_data
 from cdrmix.data.sources import files
-from cdrmix.data.sources.base import BadRecord, FileSource, Meta, Record, damage, invalid_utf8, over_long
+from cdrmix.data.sources.base import SOURCES, BadRecord, FileSource, Meta, Record, damage, invalid_utf8, over_long
 from cdrmix.data.sources.files import DAMAGED_STREAM, open_bytes, read_at_most, reading, walk
 from cdrmix.errors import CorpusError
 
 
+@SOURCES("stdlib")
 class StandardLibrary(FileSource):
     """The .py files of the running Python's standard library, without its tests and installed packages."""
 
@@ -65,6 +66,7 @@ def parse_python(raw: bytes) -> tuple[str, Meta]:
         raise BadRecord(f"cannot be decoded: {error}") from error
 
 
+@SOURCES("text")
 class PlainText(FileSource):
     """UTF-8 files, each one document; a folder gives all its files that are not hidden."""
 
@@ -85,6 +87,7 @@ class PlainText(FileSource):
         yield Record(0, raw, len(raw))
 
 
+@SOURCES("html")
 class Html(PlainText):
     """HTML files in UTF-8; a folder gives those whose name ends as such files' names do."""
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
-from cdrmix.data.tasks.example import ANSWER, THINK_BEGIN, THINK_END, Example, Length, TextDifficulty, register
+from cdrmix.data.tasks.example import ANSWER, THINK_BEGIN, THINK_END, Example, Length, TextDifficulty, task
 from cdrmix.data.tasks.rng import Rng
 
 
-@register("arithmetic", Length())
+@task("arithmetic", Length())
 def arithmetic(rng: Rng, difficulty: Length) -> Example:
     """A number changed step by step; the steps give every number in between."""
     value = 1 + rng.randrange(99)
@@ -64,7 +64,7 @@ def joined(rng: Rng, left: Part, right: Part, bound: int) -> Part:
     return Part(results[sign], f"({left.text} {sign} {right.text})", [*left.steps, *right.steps, step])
 
 
-@register("multi_step_arithmetic", Expression())
+@task("multi_step_arithmetic", Expression())
 def multi_step_arithmetic(rng: Rng, difficulty: Expression) -> Example:
     """An expression in brackets, put together from random neighbours; the steps open the brackets one by one."""
     largest = min(difficulty.largest, difficulty.bound)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from cdrmix.data.tasks.example import ANSWER, Example, Length, register
+from cdrmix.data.tasks.example import ANSWER, Example, Length, task
 from cdrmix.data.tasks.rng import Rng
 from cdrmix.errors import ConfigError
 
@@ -189,25 +189,25 @@ def simulated(
     return hidden(rng, difficulty, *story(rng, difficulty.facts, doings, questions), (*PEOPLE, *THINGS))
 
 
-@register("babilong_qa1", Story())
+@task("babilong_qa1", Story())
 def one_fact(rng: Rng, difficulty: Story) -> Example:
     """Where is a person: one supporting fact, their last move."""
     return simulated(rng, difficulty, 1, [World.move], person_questions)
 
 
-@register("babilong_qa2", Story(facts=16))
+@task("babilong_qa2", Story(facts=16))
 def two_facts(rng: Rng, difficulty: Story) -> Example:
     """Where is a thing: two supporting facts, who took it and where they went."""
     return simulated(rng, difficulty, 2, [World.move, World.take, World.drop], thing_questions)
 
 
-@register("babilong_qa3", Story(facts=24))
+@task("babilong_qa3", Story(facts=24))
 def three_facts(rng: Rng, difficulty: Story) -> Example:
     """Where was a thing before: three supporting facts, who took it and where they went twice."""
     return simulated(rng, difficulty, 3, [World.move, World.take, World.drop], before_questions)
 
 
-@register("babilong_qa4", Story(facts=2))
+@task("babilong_qa4", Story(facts=2))
 def two_arguments(rng: Rng, difficulty: Story) -> Example:
     """Rooms in a line: which room is on one side of another; the direction of the question matters."""
     if not 2 <= difficulty.facts < len(ROOMS):
@@ -231,7 +231,7 @@ def two_arguments(rng: Rng, difficulty: Story) -> Example:
     return hidden(rng, difficulty, rng.shuffled(facts), question, ROOMS)
 
 
-@register("babilong_qa5", Story(facts=16))
+@task("babilong_qa5", Story(facts=16))
 def three_arguments(rng: Rng, difficulty: Story) -> Example:
     """Who gave what to whom: one supporting fact of three arguments."""
     return simulated(rng, difficulty, 2, [World.move, World.take, World.give], gift_questions)

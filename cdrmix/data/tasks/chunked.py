@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from cdrmix.data.tasks.example import ANSWER, Episode, Example, Fact, Length, listed, register
+from cdrmix.data.tasks.example import ANSWER, Episode, Example, Fact, Length, listed, task
 from cdrmix.data.tasks.recall import ChunkRecall
 from cdrmix.data.tasks.rng import Rng
 from cdrmix.errors import ConfigError
@@ -55,7 +55,7 @@ def poisoned_episode(rng: Rng, difficulty: Poisoned) -> Episode:
     return Episode(question, tuple(chunks), answer, facts, asked, bad, (LIE, "The code of "))
 
 
-@register("poisoned_recall", Poisoned(), episode=poisoned_episode)
+@task("poisoned_recall", Poisoned(), episode=poisoned_episode)
 def poisoned_recall(rng: Rng, difficulty: Poisoned) -> Example:
     """The same episode as one text, a chunk a paragraph: what a paragraph says last of itself counts."""
     made = poisoned_episode(rng, difficulty)
@@ -92,7 +92,7 @@ def hops_episode(rng: Rng, difficulty: ChunkHops) -> Episode:
     return Episode(question, tuple(chunks), str(values[0]), tuple(facts), asked, (), ("Let ",))
 
 
-@register("chunk_hops", ChunkHops(), episode=hops_episode)
+@task("chunk_hops", ChunkHops(), episode=hops_episode)
 def chunk_hops(rng: Rng, difficulty: ChunkHops) -> Example:
     """The same episode as one text, a chunk a paragraph."""
     made = hops_episode(rng, difficulty)

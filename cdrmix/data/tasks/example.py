@@ -137,7 +137,7 @@ class Task(Generic[Level]):
 TASKS: Registry[Task[Any]] = Registry("task")
 
 
-def register(
+def task(
     name: str,
     standard: Level,
     *,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import ClassVar, Self
 
-from cdrmix.data.tasks.example import ANSWER, Example, TextDifficulty, TokenExample, register
+from cdrmix.data.tasks.example import ANSWER, Example, TextDifficulty, TokenExample, task
 from cdrmix.data.tasks.rng import Rng
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -70,7 +70,7 @@ def word_tokens(rng: Rng, difficulty: Word) -> TokenExample:
     return TokenExample(inputs, targets, len(elements))
 
 
-@register("parity", Parity(), tokens=word_tokens)
+@task("parity", Parity(), tokens=word_tokens)
 def parity(rng: Rng, difficulty: Parity) -> Example:
     """Two words in random order; whether one of them comes an even or an odd number of times is asked for.
 
@@ -97,5 +97,5 @@ def symmetric(rng: Rng, difficulty: Word) -> Example:
     return Example(prompt, "", f" {elements[made.targets[-1]]}")
 
 
-register("s3", S3(), tokens=word_tokens)(symmetric)
-register("s5", S5(), tokens=word_tokens)(symmetric)
+task("s3", S3(), tokens=word_tokens)(symmetric)
+task("s5", S5(), tokens=word_tokens)(symmetric)

@@ -3,8 +3,8 @@
 A sequence begins with pairs of a key and a value; behind them every key comes once more, and a model must give its
 value at once. Where it comes is drawn from a power law over the slots of two tokens behind the pairs: slot g = 1, 2 ...
 in proportion to g^(a - 1), keys one after another, no slot twice. Keys are ids of the lower half of the vocabulary,
-values of the upper; 0 stands where nothing else does. Published are 64 to 512 tokens with 4 to 64 pairs (PUBLISHED_SIZES),
-a = 0.01 and 8192 ids.
+values of the upper half; 0 fills all other positions. The paper uses 64 to 512 tokens with 4 to 64 pairs
+(PUBLISHED_SIZES), a = 0.01 and 8192 ids.
 
 As text every id is a word of three syllables, and each key that comes again is followed by its value, as text for
 training must be; the prompt ends with the last one.
@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Self
 
-from cdrmix.data.tasks.example import ANSWER, IGNORED, Example, TextDifficulty, TokenExample, register
+from cdrmix.data.tasks.example import ANSWER, IGNORED, Example, TextDifficulty, TokenExample, task
 from cdrmix.data.tasks.rng import SYLLABLES, Rng
 from cdrmix.errors import ConfigError
 
@@ -84,7 +84,7 @@ def word_of(token: int) -> str:
     return SYLLABLES[token // count**2] + SYLLABLES[token // count % count] + SYLLABLES[token % count]
 
 
-@register("mqar", Mqar(), tokens=mqar_tokens)
+@task("mqar", Mqar(), tokens=mqar_tokens)
 def mqar(rng: Rng, difficulty: Mqar) -> Example:
     """The same sequence as words; the value of the last key is asked for."""
     made = mqar_tokens(rng, difficulty)

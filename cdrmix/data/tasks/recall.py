@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cdrmix.data.tasks.example import ANSWER, Episode, Example, Fact, Length, listed, register
+from cdrmix.data.tasks.example import ANSWER, Episode, Example, Fact, Length, listed, task
 from cdrmix.data.tasks.rng import Rng
 from cdrmix.errors import ConfigError
 
 
-@register("recall", Length())
+@task("recall", Length())
 def recall(rng: Rng, difficulty: Length) -> Example:
     """Key and value pairs among filler; the value of one key is asked for."""
     names = rng.names(max(2, difficulty.characters // 200))
@@ -21,7 +21,7 @@ def recall(rng: Rng, difficulty: Length) -> Example:
     return Example(text + question, "", f" {codes[asked]}")
 
 
-@register("update", Length())
+@task("update", Length())
 def update(rng: Rng, difficulty: Length) -> Example:
     """As recall, but codes change: the latest one counts."""
     names = rng.names(max(2, difficulty.characters // 600))
@@ -72,7 +72,7 @@ def chunk_episode(rng: Rng, difficulty: ChunkRecall) -> Episode:
     return Episode(question, tuple(chunks), ", ".join(fact.value for fact in asked), facts, asked)
 
 
-@register("chunk_recall", ChunkRecall(), episode=chunk_episode)
+@task("chunk_recall", ChunkRecall(), episode=chunk_episode)
 def chunk_recall(rng: Rng, difficulty: ChunkRecall) -> Example:
     """The same episode as one text, a chunk a paragraph."""
     made = chunk_episode(rng, difficulty)

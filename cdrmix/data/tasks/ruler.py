@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from string import ascii_lowercase, ascii_uppercase
 
-from cdrmix.data.tasks.example import ANSWER, Example, Length, listed, register
+from cdrmix.data.tasks.example import ANSWER, Example, Length, listed, task
 from cdrmix.data.tasks.rng import Rng
 from cdrmix.errors import ConfigError
 
@@ -96,14 +96,14 @@ def haystack(rng: Rng, difficulty: Needles, keys: Sequence[str], characters: int
     return lines
 
 
-@register("ruler_niah_single_1", Needles(haystack="passage"))
-@register("ruler_niah_single_2", Needles())
-@register("ruler_niah_single_3", Needles(value_kind="uuids"))
-@register("ruler_niah_multikey_1", Needles(keys=4))
-@register("ruler_niah_multikey_2", Needles(haystack="needles"))
-@register("ruler_niah_multikey_3", Needles(haystack="needles", key_kind="uuids", value_kind="uuids"))
-@register("ruler_niah_multivalue", Needles(values=4))
-@register("ruler_niah_multiquery", Needles(keys=4, queries=4))
+@task("ruler_niah_single_1", Needles(haystack="passage"))
+@task("ruler_niah_single_2", Needles())
+@task("ruler_niah_single_3", Needles(value_kind="uuids"))
+@task("ruler_niah_multikey_1", Needles(keys=4))
+@task("ruler_niah_multikey_2", Needles(haystack="needles"))
+@task("ruler_niah_multikey_3", Needles(haystack="needles", key_kind="uuids", value_kind="uuids"))
+@task("ruler_niah_multivalue", Needles(values=4))
+@task("ruler_niah_multiquery", Needles(keys=4, queries=4))
 def needles(rng: Rng, difficulty: Needles) -> Example:
     """Needles in a haystack: all values of some keys are asked for, in the order of the keys and then of the text."""
     keys = things(rng, difficulty.key_kind, difficulty.keys)
@@ -131,7 +131,7 @@ class Tracking(Length):
     hops: int = 4
 
 
-@register("ruler_vt", Tracking())
+@task("ruler_vt", Tracking())
 def variable_tracking(rng: Rng, difficulty: Tracking) -> Example:
     """Chains of assignments in a repeated passage; all variables with the value of one chain are asked for."""
     steps = difficulty.hops + 1
@@ -168,7 +168,7 @@ class CommonWords(Length):
             )
 
 
-@register("ruler_cwe", CommonWords())
+@task("ruler_cwe", CommonWords())
 def common_words(rng: Rng, difficulty: CommonWords) -> Example:
     """A numbered list of words; those that come most often are asked for, in the order of their first places.
 
@@ -244,7 +244,7 @@ def frequent_total(characters: int, alpha: float, ranks: int) -> int:
     return total
 
 
-@register("ruler_fwe", FrequentWords())
+@task("ruler_fwe", FrequentWords())
 def frequent_words(rng: Rng, difficulty: FrequentWords) -> Example:
     """Words of random letters with zeta-distributed counts, the first of them dots; the next three are asked for.
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from cdrmix.data.tasks.example import ANSWER, Example, Length, register
+from cdrmix.data.tasks.example import ANSWER, Example, Length, task
 from cdrmix.data.tasks.rng import SYLLABLES, Rng
 
 
-@register("sorting", Length())
+@task("sorting", Length())
 def sorting(rng: Rng, difficulty: Length) -> Example:
     """Numbers to be put in order, the smallest first."""
     numbers = [rng.randrange(10_000) for _ in range(max(3, difficulty.characters // 12))]
@@ -14,7 +14,7 @@ def sorting(rng: Rng, difficulty: Length) -> Example:
     return Example(prompt, "", f" {' '.join(map(str, sorted(numbers)))}")
 
 
-@register("copying", Length())
+@task("copying", Length())
 def copying(rng: Rng, difficulty: Length) -> Example:
     """Words that mean nothing, to be said again."""
     count = max(3, difficulty.characters // 10)

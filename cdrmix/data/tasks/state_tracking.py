@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from cdrmix.data.tasks.example import ANSWER, THINK_BEGIN, THINK_END, Example, Length, register
+from cdrmix.data.tasks.example import ANSWER, THINK_BEGIN, THINK_END, Example, Length, task
 from cdrmix.data.tasks.rng import Rng
 
 HOPS = 4  # of a chain of variables, as RULER's
@@ -12,7 +12,7 @@ BOXES = 5  # S5, the smallest group whose tracking needs more than fixed depth (
 THINGS = ["a key", "a coin", "a ring", "a shell", "a map", "a stone", "a bell", "a feather"]
 
 
-@register("variables", Length())
+@task("variables", Length())
 def variables(rng: Rng, difficulty: Length) -> Example:
     """Chains of assignments among filler; all variables with a certain value are asked for, in order."""
     chains = max(2, difficulty.characters // 1500)
@@ -32,7 +32,7 @@ def variables(rng: Rng, difficulty: Length) -> Example:
     return Example(text + question, "", f" {', '.join(names[asked::chains])}")
 
 
-@register("hops", Length())
+@task("hops", Length())
 def hops(rng: Rng, difficulty: Length) -> Example:
     """Who guards whom, out of order among filler; the guard of a guard is asked for, two to four times over."""
     names = rng.names(max(6, difficulty.characters // 200))
@@ -46,7 +46,7 @@ def hops(rng: Rng, difficulty: Length) -> Example:
     return Example(text + question, f"{THINK_BEGIN}{steps}{THINK_END}\n", f"{ANSWER} {chain[-1]}")
 
 
-@register("state", Length())
+@task("state", Length())
 def state(rng: Rng, difficulty: Length) -> Example:
     """Things in boxes whose contents are swapped again and again; what a box holds at the end is asked for."""
     # names of its own in every example: with numbers all of them would be near-duplicates, of ten different swaps
