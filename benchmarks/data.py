@@ -30,7 +30,7 @@ from cdrmix.data.dedup.minhash import candidate_pairs, clusters, estimated_jacca
 CORPUS_BYTES = 30_000_000
 LINE_BYTES = 60_000_000  # for the whole line, whose cost of opening and closing is a third of a second
 NUM_PERM, NGRAM, BANDS, ROWS, THRESHOLD = 128, 5, 16, 8, 0.8
-WORDS = 300  # of a planted document, about 2.5 kB
+PRETOKENIZER_PATTERN = 300  # of a planted document, about 2.5 kB
 # Shares of a document's words that are replaced, apart from one another and in one block: with 5-word shingles these
 # leave similarities from 0.2 to 0.98, where recall is decided.
 SCATTERED, BLOCKS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.08, 0.12), (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4)
@@ -130,15 +130,15 @@ def planted() -> tuple[list[str], np.ndarray]:
     words = [word for text in corpus() for word in text.split(" ")]
     texts: list[str] = []
     size, start = 0, 0
-    while size < CORPUS_BYTES and start + WORDS <= len(words):
-        original = words[start : start + WORDS]
-        start += WORDS
+    while size < CORPUS_BYTES and start + PRETOKENIZER_PATTERN <= len(words):
+        original = words[start : start + PRETOKENIZER_PATTERN]
+        start += PRETOKENIZER_PATTERN
         edited = list(original)
         if rng.random() < 0.5:
-            spots = rng.sample(range(WORDS), max(1, round(rng.choice(SCATTERED) * WORDS)))
+            spots = rng.sample(range(PRETOKENIZER_PATTERN), max(1, round(rng.choice(SCATTERED) * PRETOKENIZER_PATTERN)))
         else:
-            length = round(rng.choice(BLOCKS) * WORDS)
-            first = rng.randrange(WORDS - length + 1)
+            length = round(rng.choice(BLOCKS) * PRETOKENIZER_PATTERN)
+            first = rng.randrange(PRETOKENIZER_PATTERN - length + 1)
             spots = list(range(first, first + length))
         for spot in spots:
             edited[spot] = rng.choice(words)

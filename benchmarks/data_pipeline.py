@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 PEER_BYTES = 2_000_000  # of the same text, for a peer that takes a second for each 100 kB
 RULES = ["gopher_quality", "gopher_repetition", "c4", "fineweb", "language"]
 DOCUMENTS = 2_000_000
-WORDS = 60  # of each of them
+PRETOKENIZER_PATTERN = 60  # of each of them
 
 
 def write_corpus(folder: Path, texts: list[str], files: int = 4) -> int:
@@ -125,7 +125,7 @@ def memory(options: Options) -> Result:
         ours=[found["bytes"] / 1e9],
         peer=[],
         figures={"peak_gigabytes": found["bytes"] / 1e9, "documents_left": found["left"], "seconds": found["seconds"]},
-        settings={"device": "cpu", "documents": DOCUMENTS, "words": WORDS},
+        settings={"device": "cpu", "documents": DOCUMENTS, "words": PRETOKENIZER_PATTERN},
     )
 
 
@@ -224,7 +224,7 @@ def run_memory(count: str) -> dict[str, Any]:
     def documents() -> Iterator[Document]:
         for number in range(int(count)):
             draw = random.Random(number if number % 5 else number + 1)  # every fifth is like the next one
-            text = draw.choices(words, k=WORDS)
+            text = draw.choices(words, k=PRETOKENIZER_PATTERN)
             if number % 5 == 0:
                 text[3] = "changed"
             yield Document(" ".join(text), "synthetic", str(number))

@@ -44,7 +44,7 @@ GPUS = (
 )
 
 
-def gpu_named(name: str) -> Gpu | None:
+def gpu_by_name(name: str) -> Gpu | None:
     """The GPU whose driver reports this name; None where the table has none of exactly that name.
 
     Parts of names would mislead: "NVIDIA H200 NVL" and "NVIDIA GH200 480GB" are slower or smaller cards.
@@ -52,6 +52,6 @@ def gpu_named(name: str) -> Gpu | None:
     return next((gpu for gpu in GPUS if name in gpu.names), None)
 
 
-def gpu_of_key(key: str) -> Gpu | None:
+def gpu_by_key(key: str) -> Gpu | None:
     """The GPU of that name on the command line; None where there is none."""
     return next((gpu for gpu in GPUS if gpu.key == key), None)

@@ -25,7 +25,7 @@ GUTTER = 6  # characters, for a weight
 BOUNDARY, ROW, SOFT, SPECIAL, PLAIN = "\x1b[1;36m", "\x1b[1;7m", "\x1b[2m", "\x1b[35m", "\x1b[0m"
 
 
-class Paper:
+class LineFormatter:
     """Lines for a person. coloured: with escape sequences, for a terminal."""
 
     def __init__(self, *, coloured: bool) -> None:
@@ -59,12 +59,12 @@ def inspect(
     tokenizer = shards.tokenizer
     chosen = {"train": shards.train, "valid": shards.valid}[split]
     numbers = _numbers(chosen, row, domain)
-    paper = Paper(coloured=coloured)
-    yield from _header(shards, paper)
+    formatter = LineFormatter(coloured=coloured)
+    yield from _header(shards, formatter)
     for number in islice(numbers, rows):
         yield ""
         try:
-            yield from _row(chosen, tokenizer, number, paper)
+            yield from _row(chosen, tokenizer, number, formatter)
         except (IndexError, ValueError) as error:
             raise ShardError(
                 f"{folder} is corrupt at row {number} of {split}: {error}. Delete the folder; it is then prepared anew."
@@ -115,9 +115,9 @@ def _span(stratum: Stratum) -> str:
     return f"{stratum.first_row} to {stratum.first_row + stratum.rows - 1}"
 
 
-def _header(shards: ShardSet, paper: Paper) -> Iterator[str]:
+def _header(shards: ShardSet, formatter: LineFormatter) -> Iterator[str]:
     report = shards.report
-    yield paper.line(ROW, f"Shards in {shards.path}")
+    yield formatter.line(ROW, f"Shards in {shards.path}")
     tokenizer = f"{report['tokenizer_ids']:,} ids of {shards.vocab_size:,}, end of text {shards.end_of_text!r}"
     for name, value in (
         ("fingerprint", shards.fingerprint),
@@ -126,7 +126,7 @@ def _header(shards: ShardSet, paper: Paper) -> Iterator[str]:
         ("text", f"{report['text_bytes']:,} bytes, {report['bytes_per_token']:.2f} a token"),
         ("rows", f"{shards.train.row_length:,} positions, {report['padding_share']:.1%} filling"),
     ):
-        yield paper.line("", f"{name:<12} {value}")
+        yield formatter.line("", f"{name:<12} {value}")
     head = ("split", "domain", "length class", "rows", "documents", "tokens", "numbers of the rows")
     lines: list[tuple[str, ...]] = [head]
     for split in (shards.train, shards.valid):
@@ -146,10 +146,10 @@ def _header(shards: ShardSet, paper: Paper) -> Iterator[str]:
     for number, line in enumerate(lines):
         cells = [cell.ljust(width) for cell, width in zip(line[:2], widths[:2], strict=True)]
         cells += [cell.rjust(width) for cell, width in zip(line[2:], widths[2:], strict=True)]
-        yield paper.line(SOFT if number == 0 else "", "  ".join(cells))
+        yield formatter.line(SOFT if number == 0 else "", "  ".join(cells))
 
 
-def _row(split: Split, tokenizer: TextTokenizer, row: int, paper: Paper) -> Iterator[str]:
+def _row(split: Split, tokenizer: TextTokenizer, row: int, formatter: LineFormatter) -> Iterator[str]:
     starts, lengths = (array.tolist() for array in split.segments(row))
     if any(
         not (start >= 0 and 0 < length <= split.row_length and start + length < split.tokens)
@@ -157,16 +157,16 @@ def _row(split: Split, tokenizer: TextTokenizer, row: int, paper: Paper) -> Iter
     ):
         raise ValueError("a segment lies outside the tokens")
     stratum = next(stratum for stratum in split.strata if stratum.first_row <= row < stratum.first_row + stratum.rows)
-    yield paper.line(
+    yield formatter.line(
         ROW,
         f"Row {row} of {split.name}: domain {stratum.domain}, length class {stratum.length_class}, "
         f"{len(starts)} {'segment' if len(starts) == 1 else 'segments'}, "
         f"{sum(lengths):,} of {split.row_length:,} positions",
     )
     for piece, start in zip(split.pieces(row), starts, strict=True):
-        yield paper.line(BOUNDARY, _begin(piece))
-        yield from _segment(split, tokenizer, start, piece.tokens, paper)
-        yield paper.line(BOUNDARY, _end(piece))
+        yield formatter.line(BOUNDARY, _begin(piece))
+        yield from _segment(split, tokenizer, start, piece.tokens, formatter)
+        yield formatter.line(BOUNDARY, _end(piece))
 
 
 def _begin(piece: Piece) -> str:
@@ -181,28 +181,30 @@ def _end(piece: Piece) -> str:
     return f"=== document {piece.document} {where} ==="
 
 
-def _segment(split: Split, tokenizer: TextTokenizer, start: int, length: int, paper: Paper) -> Iterator[str]:
+def _segment(
+    split: Split, tokenizer: TextTokenizer, start: int, length: int, formatter: LineFormatter
+) -> Iterator[str]:
     """The targets of a segment, line by line, cut where the loss weight changes and around special tokens."""
     sizes = split.token_byte_lengths()
     ids = split.read(start + 1, start + 1 + length).tolist()
     weights = np.ones(length, np.float32)
     if split.weighted:
         split.copy_weights(np.array([start]), np.array([length]), np.array([0]), weights)
-    place, goes_on = 0, False
+    position, goes_on = 0, False
     kinds = zip(weights.tolist(), (token >= len(sizes) or not sizes[token] for token in ids), strict=True)
     for (weight, special), run in groupby(kinds):
         count = sum(1 for _ in run)
-        tokens = ids[place : place + count]
-        place += count
+        tokens = ids[position : position + count]
+        position += count
         mark = "" if weight == 1 else f"{weight:.4g}"
         if special:
             for token in tokens:
-                name = tokenizer.show([token]) or f"id {token}, which the tokenizer does not know"
-                yield paper.text(mark, ">", name.replace("\n", "<U+000A>"), SPECIAL)
+                name = tokenizer.decode_with_special_tokens([token]) or f"id {token}, which the tokenizer does not know"
+                yield formatter.text(mark, ">", name.replace("\n", "<U+000A>"), SPECIAL)
             goes_on = True
             continue
-        text = tokenizer.show(tokens)
+        text = tokenizer.decode_with_special_tokens(tokens)
         for line in text.removesuffix("\n").split("\n"):
-            yield paper.text(mark, ":" if goes_on else "|", line)
+            yield formatter.text(mark, ":" if goes_on else "|", line)
             goes_on = False
         goes_on = not text.endswith("\n")

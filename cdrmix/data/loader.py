@@ -42,19 +42,19 @@ class TrainLoader:
         micro_batch_rows: int,
         seed: int,
         rank: int = 0,
-        world: int = 1,
+        world_size: int = 1,
         mixture: Mixture | None = None,
     ) -> None:
         check_row_length(split, row_length)
-        assert 0 <= rank < world, f"rank {rank} of {world}"
-        if batch_rows % (micro_batch_rows * world):
+        assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
+        if batch_rows % (micro_batch_rows * world_size):
             raise ConfigError(
                 f"train.batch_rows={batch_rows} must be a multiple of train.micro_batch_rows={micro_batch_rows} times "
-                f"the {world} processes, {micro_batch_rows * world}"
+                f"the {world_size} processes, {micro_batch_rows * world_size}"
             )
         self.split = split
         self.batch_rows, self.micro_batch_rows = batch_rows, micro_batch_rows
-        self.seed, self.rank, self.world = seed, rank, world
+        self.seed, self.rank, self.world_size = seed, rank, world_size
         self.mixture = mixture
 
     def epoch(self, step: int) -> float:
@@ -79,11 +79,11 @@ class TrainLoader:
         """This rank's micro-batches of global batch `step`."""
         rows = self.rows(step)
         token_count = self.split.weight_in_rows(rows) or 1.0  # of weights that are all 0 the loss is 0, not 0 / 0
-        dealt = rows.reshape(-1, self.world, self.micro_batch_rows)[:, self.rank]
+        dealt = rows.reshape(-1, self.world_size, self.micro_batch_rows)[:, self.rank]
         return [make_batch(self.split, micro, step=step, token_count=token_count) for micro in dealt]
 
 
-def train_loader(config: Config, split: Split, rank: int = 0, world: int = 1) -> TrainLoader:
+def train_loader(config: Config, split: Split, rank: int = 0, world_size: int = 1) -> TrainLoader:
     """The batches of a configured training, in its curriculum's order; ConfigError as Mixture and TrainLoader do."""
     return TrainLoader(
         split,
@@ -92,7 +92,7 @@ def train_loader(config: Config, split: Split, rank: int = 0, world: int = 1) ->
         micro_batch_rows=config.train.micro_batch_rows,
         seed=config.run.seed,
         rank=rank,
-        world=world,
+        world_size=world_size,
         mixture=make_mixture(config, split),
     )
 
@@ -147,23 +147,23 @@ class EvalLoader:
         micro_batch_rows: int,
         max_rows: int | None = None,
         rank: int = 0,
-        world: int = 1,
+        world_size: int = 1,
     ) -> None:
         check_row_length(split, row_length)
-        assert 0 <= rank < world, f"rank {rank} of {world}"
+        assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
         count = split.rows if max_rows is None else min(max_rows, split.rows)
         self.split = split
         self.rows: Array = np.arange(count, dtype=np.int64) * split.rows // count
         self.micro_batch_rows = micro_batch_rows
-        self.rank, self.world = rank, world
+        self.rank, self.world_size = rank, world_size
 
     def __len__(self) -> int:
         """Batches that each rank yields."""
-        return math.ceil(len(self.rows) / (self.micro_batch_rows * self.world))
+        return math.ceil(len(self.rows) / (self.micro_batch_rows * self.world_size))
 
     def __iter__(self) -> Iterator[Batch]:
         for step in range(len(self)):
-            start = (step * self.world + self.rank) * self.micro_batch_rows
+            start = (step * self.world_size + self.rank) * self.micro_batch_rows
             rows = self.rows[start : start + self.micro_batch_rows]
             token_count = float(self.split.targets_in_rows(rows))
             yield make_batch(self.split, rows, step=step, token_count=token_count, weighted=False)

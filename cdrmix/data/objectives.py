@@ -4,7 +4,7 @@ Fill in the middle is that of Bavarian et al. 2022 (arXiv 2207.14255): a documen
 middle and suffix becomes
     PSM: <prefix mark> prefix <suffix mark> suffix <middle mark> middle
     SPM: <prefix mark> <suffix mark> suffix <middle mark> prefix middle
-the latter their second variant, whose marks stand in the order of PSM's. Which documents and where is drawn from a
+the latter their second variant, whose marks stand in the order of PSM's. Which documents and where is numbers from a
 hash of the seed and the document's content, so that it depends on nothing else.
 
 The parts of a document are tokenised apart: no token crosses a cut or the border of a span, as none does when a
@@ -55,7 +55,7 @@ def encode_documents(
     """
     marks = {token: np.array([tokenizer.special_id(token)], np.uint32) for token in special_tokens(section)}
     documents = [
-        list(parts(text, section, draws(seed, key) if section.fim and _takes(section.fim, domain) else None))
+        list(parts(text, section, random_numbers(seed, key) if section.fim and _takes(section.fim, domain) else None))
         for text, key, domain in zip(texts, keys, domains, strict=True)
     ]
     encoded = iter(tokenizer.encode_batch([part.text for document in documents for part in document if not part.mark]))
@@ -70,7 +70,7 @@ def encode_documents(
     return results
 
 
-def draws(seed: int, key: bytes) -> tuple[float, float, float, float]:
+def random_numbers(seed: int, key: bytes) -> tuple[float, float, float, float]:
     """Four numbers in [0, 1) for a document: whether it is rearranged, whether as SPM, and its two cuts."""
     digest = hashlib.blake2b(key, digest_size=32, key=seed.to_bytes(8, "big"), person=b"cdrmix fim").digest()
     # 53 bits each: a float holds them exactly
@@ -78,20 +78,20 @@ def draws(seed: int, key: bytes) -> tuple[float, float, float, float]:
     return first / 2**53, second / 2**53, third / 2**53, fourth / 2**53
 
 
-def parts(text: str, section: schema.Objectives, drawn: tuple[float, float, float, float] | None) -> Iterator[Part]:
-    """A document in parts in the order of training. drawn: as by `draws`; None: no fill in the middle."""
+def parts(text: str, section: schema.Objectives, numbers: tuple[float, float, float, float] | None) -> Iterator[Part]:
+    """A document in parts in the order of training. numbers: as by `draws`; None: no fill in the middle."""
     spans = list(spans_of(text, section.spans))
     fim = section.fim
-    if drawn is None or fim is None or drawn[0] >= fim.rate:
+    if numbers is None or fim is None or numbers[0] >= fim.rate:
         yield from _stretch(text, spans, 0, len(text))
         return
     # one of the len + 1 places between characters, each alike
-    first, second = sorted(int(number * (len(text) + 1)) for number in drawn[2:])
+    first, second = sorted(int(number * (len(text) + 1)) for number in numbers[2:])
     prefix, middle, suffix = (
         list(_stretch(text, spans, start, stop)) for start, stop in ((0, first), (first, second), (second, len(text)))
     )
     marks = (Part("", mark=fim.prefix), Part("", mark=fim.suffix), Part("", mark=fim.middle))
-    if drawn[1] < fim.spm_fraction:
+    if numbers[1] < fim.spm_fraction:
         yield from (*marks[:2], *suffix, marks[2], *prefix, *middle)
     else:
         yield from (marks[0], *prefix, marks[1], *suffix, marks[2], *middle)
@@ -100,14 +100,14 @@ def parts(text: str, section: schema.Objectives, drawn: tuple[float, float, floa
 def spans_of(text: str, sections: Sequence[schema.Span]) -> Iterator[tuple[int, int, float]]:
     """(start, stop, weight) in characters of every marked span, the marks included, in order.
 
-    A span begins at the first begin mark after the span before it (of marks at one place, the one listed first) and
+    A span begins at the first begin mark after the span before it (of marks at one position, the one listed first) and
     ends with the next end mark of its kind; a begin mark without one is text as any other. Spans do not nest.
     """
     begins = [text.find(section.begin) for section in sections]
-    place = 0
+    position = 0
     while True:
         begins = [
-            text.find(section.begin, place) if 0 <= begin < place else begin
+            text.find(section.begin, position) if 0 <= begin < position else begin
             for begin, section in zip(begins, sections, strict=True)
         ]
         found = [(begin, number) for number, begin in enumerate(begins) if begin >= 0]
@@ -119,8 +119,8 @@ def spans_of(text: str, sections: Sequence[schema.Span]) -> Iterator[tuple[int, 
         if end < 0:
             begins[number] = -1  # nor does a later one of its kind end
             continue
-        place = end + len(section.end)
-        yield begin, place, section.weight
+        position = end + len(section.end)
+        yield begin, position, section.weight
 
 
 def _takes(fim: schema.Fim, domain: str) -> bool:
@@ -129,13 +129,13 @@ def _takes(fim: schema.Fim, domain: str) -> bool:
 
 def _stretch(text: str, spans: Sequence[tuple[int, int, float]], start: int, stop: int) -> Iterator[Part]:
     """The text from start to stop, cut where spans begin and end."""
-    place = start
+    position = start
     for begin, end, weight in spans:
         low, high = max(begin, start), min(end, stop)
         if low < high:
-            if place < low:
-                yield Part(text[place:low])
+            if position < low:
+                yield Part(text[position:low])
             yield Part(text[low:high], weight)
-            place = high
-    if place < stop or start == stop == len(text) == 0:
-        yield Part(text[place:stop])
+            position = high
+    if position < stop or start == stop == len(text) == 0:
+        yield Part(text[position:stop])

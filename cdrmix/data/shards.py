@@ -38,9 +38,9 @@ from cdrmix.errors import ShardError
 
 FORMAT = 5  # 5: strata and loss weights
 SPLITS = ("train", "valid")
-COUNTED_TOGETHER = 2**20  # tokens, whose ids are counted by one pass
-PACKED_TOGETHER = 2**20  # documents: rows are packed within blocks of so many, which bounds memory
-WEIGHTS = 2**8  # different loss weights, at most
+COUNT_BLOCK_TOKENS = 2**20  # tokens, whose ids are counted by one pass
+PACK_BLOCK_DOCUMENTS = 2**20  # documents: rows are packed within blocks of so many, which bounds memory
+MAX_WEIGHTS = 2**8  # different loss weights, at most
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -108,7 +108,7 @@ class SplitWriter:
         self._shard: ChecksummedFile | None = None
         self._starts = self._create("documents")
         self._document_strata = self._create("document-strata") if len(self._strata) > 1 else None
-        self._codes: dict[float, int] | None = {1.0: 0} if weights else None  # loss weight -> what stands for it
+        self._weight_codes: dict[float, int] | None = {1.0: 0} if weights else None  # loss weight -> what stands for it
         self._weights_shard: ChecksummedFile | None = None
 
     def __enter__(self) -> SplitWriter:
@@ -126,7 +126,7 @@ class SplitWriter:
         Raises ValueError for more than 256 different weights in a split, or one that is negative or not finite.
         """
         tokens = ids.astype(self.dtype)
-        codes = self._coded(weights, len(tokens))
+        codes = self._encode_weights(weights, len(tokens))
         if not self.documents:
             self._append(tokens[-1:], None if codes is None else bytes(1))
         self._starts.write(np.int64(self.tokens - 1).astype("<i8").tobytes())
@@ -137,7 +137,7 @@ class SplitWriter:
         self._stratum_documents[stratum] += 1
         self._uncounted.append(tokens)
         self._uncounted_tokens += len(tokens)
-        if self._uncounted_tokens >= COUNTED_TOGETHER:
+        if self._uncounted_tokens >= COUNT_BLOCK_TOKENS:
             self._count_targets()
         self.documents += 1
         self.text_bytes += text_bytes
@@ -150,11 +150,11 @@ class SplitWriter:
         self._finish(self._starts)
         if self._document_strata is not None:
             self._finish(self._document_strata)
-        if self._codes is not None and len(self._codes) == 1:  # nothing but ones: no files for them
+        if self._weight_codes is not None and len(self._weight_codes) == 1:  # nothing but ones: no files for them
             for name in [name for name in self.files if ".weights-" in name]:
                 (self.folder / name).unlink()
                 del self.files[name]
-            self._codes = None
+            self._weight_codes = None
         strata = self._pack_rows()
         self._count_targets()
         counts = self._create("target-counts")
@@ -166,7 +166,7 @@ class SplitWriter:
             "text_bytes": self.text_bytes,
             "rows": self.rows,
             "strata": [stratum._asdict() for stratum in strata],
-            "weights": [*(self._codes or {1.0: 0})],
+            "weights": [*(self._weight_codes or {1.0: 0})],
             "shards": [name for name in self.files if ".tokens-" in name],
         }
 
@@ -175,21 +175,21 @@ class SplitWriter:
             self._target_counts += np.bincount(np.concatenate(self._uncounted), minlength=len(self._target_counts))
         self._uncounted, self._uncounted_tokens = [], 0
 
-    def _coded(self, weights: Array | None, count: int) -> bytes | None:
+    def _encode_weights(self, weights: Array | None, count: int) -> bytes | None:
         """The weights as numbers of their values, which are noted; None when this split has none."""
-        if self._codes is None:
+        if self._weight_codes is None:
             assert weights is None, "SplitWriter(weights=True) for documents with weights"
             return None
         if weights is None:
             return bytes(count)
         assert len(weights) == count, f"{len(weights)} weights for {count} tokens"
-        values, places = np.unique(np.asarray(weights, np.float32), return_inverse=True)
+        values, inverse = np.unique(np.asarray(weights, np.float32), return_inverse=True)
         for value in values.tolist():
             if not 0 <= value < float("inf"):
                 raise ValueError(f"a loss weight of {value}; weights are finite numbers of at least 0")
-            if self._codes.setdefault(value, len(self._codes)) == WEIGHTS:
-                raise ValueError(f"more than {WEIGHTS} different loss weights; use fewer in data.objectives.spans")
-        return np.array([self._codes[value] for value in values.tolist()], np.uint8)[places].tobytes()
+            if self._weight_codes.setdefault(value, len(self._weight_codes)) == MAX_WEIGHTS:
+                raise ValueError(f"more than {MAX_WEIGHTS} different loss weights; use fewer in data.objectives.spans")
+        return np.array([self._weight_codes[value] for value in values.tolist()], np.uint8)[inverse].tobytes()
 
     def _append(self, tokens: Array, codes: bytes | None) -> None:
         while len(tokens):
@@ -223,7 +223,7 @@ class SplitWriter:
 
     def _pack_rows(self) -> list[Stratum]:
         rows, segment_starts, segment_lengths = map(self._create, ("rows", "segment-starts", "segment-lengths"))
-        row_weights = self._create("row-weights") if self._codes else None
+        row_weights = self._create("row-weights") if self._weight_codes else None
         segments = 0
         strata = []
         for number, (domain, length_class) in enumerate(self._strata):
@@ -249,16 +249,16 @@ class SplitWriter:
         """(starts, positions), int64, of a stratum's documents in order, block by block."""
         starts = np.memmap(self._starts.path, "<i8", "r")
         of_documents = None if self._document_strata is None else np.memmap(self._document_strata.path, "<u2", "r")
-        for first in range(0, self.documents if self._stratum_documents[stratum] else 0, PACKED_TOGETHER):
-            block = np.asarray(starts[first : first + PACKED_TOGETHER + 1], np.int64)
+        for first in range(0, self.documents if self._stratum_documents[stratum] else 0, PACK_BLOCK_DOCUMENTS):
+            block = np.asarray(starts[first : first + PACK_BLOCK_DOCUMENTS + 1], np.int64)
             chosen = slice(None) if of_documents is None else of_documents[first : first + len(block) - 1] == stratum
             if len(block[:-1][chosen]):
                 yield block[:-1][chosen], np.diff(block)[chosen]
 
     def _segment_weights(self, starts: Array, lengths: Array) -> Array:
         """float64 [segments]: the sum of the weights of each segment's targets."""
-        assert self._codes is not None
-        table = np.array([*self._codes], np.float64)
+        assert self._weight_codes is not None
+        table = np.array([*self._weight_codes], np.float64)
         names = sorted(name for name in self.files if ".weights-" in name)
         files = [np.asarray(np.memmap(self.folder / name, np.uint8, "r")) for name in names]
         sums = (
@@ -321,8 +321,8 @@ class Split:
         """(starts int64 [segments], lengths int64 [segments], counts int64 [rows]) of the rows, end to end."""
         first = self._first_segment[rows]
         counts = self._first_segment[np.asarray(rows) + 1] - first
-        places = np.arange(counts.sum()) + np.repeat(first - (np.cumsum(counts) - counts), counts)
-        return self._segment_starts[places], self._segment_lengths[places].astype(np.int64), counts
+        inverse = np.arange(counts.sum()) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+        return self._segment_starts[inverse], self._segment_lengths[inverse].astype(np.int64), counts
 
     def targets_in_rows(self, rows: Array) -> int:
         """How many positions of the rows, which may repeat, have a target."""
@@ -332,16 +332,16 @@ class Split:
         """The sum of the loss weights of the rows' targets; rows may repeat."""
         return float(self._row_weights[rows].sum()) if self.weighted else float(self.targets_in_rows(rows))
 
-    def copy_segments(self, starts: Array, lengths: Array, places: Array, ids: Array, targets: Array) -> None:
-        """Inputs and targets of segments, all int64: segment i to ids and targets [places[i] : + lengths[i]]."""
-        for start, length, place in zip(starts.tolist(), lengths.tolist(), places.tolist(), strict=True):
+    def copy_segments(self, starts: Array, lengths: Array, inverse: Array, ids: Array, targets: Array) -> None:
+        """Inputs and targets of segments, all int64: segment i to ids and targets [inverse[i] : + lengths[i]]."""
+        for start, length, place in zip(starts.tolist(), lengths.tolist(), inverse.tolist(), strict=True):
             tokens = read_across(self._tokens, self._shard_tokens, start, start + length + 1)
             ids[place : place + length] = tokens[:-1]
             targets[place : place + length] = tokens[1:]
 
-    def copy_weights(self, starts: Array, lengths: Array, places: Array, weights: Array) -> None:
+    def copy_weights(self, starts: Array, lengths: Array, inverse: Array, weights: Array) -> None:
         """Loss weights of segments' targets, of a split that is `weighted`, to float32 weights as by copy_segments."""
-        for start, length, place in zip(starts.tolist(), lengths.tolist(), places.tolist(), strict=True):
+        for start, length, place in zip(starts.tolist(), lengths.tolist(), inverse.tolist(), strict=True):
             codes = read_across(self._weights, self._shard_tokens, start + 1, start + length + 1)
             weights[place : place + length] = self._weight_table[codes]
 
@@ -357,7 +357,7 @@ class Split:
         for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
             document = int(np.searchsorted(self._document_starts, start, "right")) - 1
             first, last = self._document_starts[document : document + 2].tolist()
-            text = self._shards.tokenizer.show(self.read(start + 1, start + 1 + length).tolist())
+            text = self._shards.tokenizer.decode_with_special_tokens(self.read(start + 1, start + 1 + length).tolist())
             yield Piece(document, self.domain_of(document), start - first, length, last - first, text)
 
     def text(self) -> Iterator[bytes]:

@@ -22,7 +22,7 @@ from cdrmix.errors import ConfigError, VocabularyError
 # that follow it (":\n        "), a run of blank space over line ends with the next indentation, a run of
 # blank space. On the Python 3.11 standard library at vocabulary 4,096, bytes per held-out token: 3.71;
 # the GPT-2 pattern 3.45; one that keeps line ends and indentation apart, as GPT-4's does, 3.46.
-WORDS = (
+PRETOKENIZER_PATTERN = (
     r"[^\r\n\p{L}\p{M}\p{N}]?[\p{L}\p{M}]+"
     r"|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{M}\p{N}]+(?:\s*\n\s*)?"
@@ -89,7 +89,7 @@ class TextTokenizer:
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [
-                pre_tokenizers.Split(Regex(WORDS), "isolated"),
+                pre_tokenizers.Split(Regex(PRETOKENIZER_PATTERN), "isolated"),
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
             ]
         )
@@ -115,8 +115,8 @@ class TextTokenizer:
         for group in _groups(texts):
             # What the package returns weighs a hundred bytes a token: turned into arrays group by group.
             results = self._tokenizer.encode_batch_fast([piece for _, piece in group], add_special_tokens=False)
-            for (place, _), result in zip(group, results, strict=True):
-                encoded[place].append(np.array(result.ids, np.uint32))
+            for (index, _), result in zip(group, results, strict=True):
+                encoded[index].append(np.array(result.ids, np.uint32))
         return [parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in encoded]
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
@@ -128,7 +128,7 @@ class TextTokenizer:
         """The text that ids stand for; bytes that are not UTF-8 (ids cut within a character) become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
-    def show(self, ids: Iterable[int]) -> str:
+    def decode_with_special_tokens(self, ids: Iterable[int]) -> str:
         """The text that ids stand for, special tokens under their names."""
         parts: list[bytes] = []
         for token in ids:
@@ -186,9 +186,9 @@ def _groups(texts: Sequence[str]) -> Iterator[list[tuple[int, str]]]:
     """The pieces of all texts as (number of the text, piece), in lists of about GROUP_CHARACTERS."""
     group: list[tuple[int, str]] = []
     characters = 0
-    for place, text in enumerate(texts):
+    for index, text in enumerate(texts):
         for piece in pieces(text):
-            group.append((place, piece))
+            group.append((index, piece))
             characters += len(piece)
             if characters >= GROUP_CHARACTERS:
                 yield group
@@ -201,7 +201,7 @@ def byte_alphabet() -> dict[str, int]:
     """The characters that byte-level BPE writes bytes with: printable Latin-1 as itself, the rest from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 def _bytes_of_ids(tokenizer: Tokenizer, name: str) -> list[bytes]:

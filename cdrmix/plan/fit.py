@@ -16,9 +16,9 @@ from cdrmix.training.engine import BUCKET
 from cdrmix.training.zero import zero_stage
 
 GB = 1e9
-MOST_USED = 0.9  # of a device's memory: what fragments, and what others hold, is not known to the byte
-MOST_PROCESSES = 1024  # that a remedy proposes
-SHORTEST_ROW = 256  # tokens, that a remedy proposes
+MAX_MEMORY_SHARE = 0.9  # of a device's memory: what fragments, and what others hold, is not known to the byte
+MAX_PROCESSES = 1024  # that a remedy proposes
+MIN_ROW_LENGTH = 256  # tokens, that a remedy proposes
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def fit(
     remedies: whether they are looked for, each by another trace. say: is told so first; it may take a minute.
     """
     memory = memory_of(config, machine.platform, processes)
-    limit = None if machine.memory_bytes is None else int(MOST_USED * machine.memory_bytes)
+    limit = None if machine.memory_bytes is None else int(MAX_MEMORY_SHARE * machine.memory_bytes)
     fits = None if limit is None else memory.total <= limit
     if limit is None or fits or not remedies:
         return Fit(memory, limit, fits, ())
@@ -71,7 +71,7 @@ def check_memory(config: Config, machine: Machine, processes: int, say: Callable
 
     What obviously fits is not traced, which takes seconds.
     """
-    if machine.memory_bytes is None or at_most(config, processes) <= MOST_USED * machine.memory_bytes:
+    if machine.memory_bytes is None or at_most(config, processes) <= MAX_MEMORY_SHARE * machine.memory_bytes:
         return
     found = fit(config, machine, processes, say=say)
     if found.fits is False:
@@ -104,8 +104,8 @@ def shortfall(config: Config, found: Fit, machine: Machine, processes: int) -> s
     each = "each of the processes' shares" if machine.platform == "cpu" and processes > 1 else machine.name
     return (
         f"training {config.run.name} takes {found.memory.total / GB:,.1f} GB a process and {each} has "
-        f"{machine.memory_bytes / GB:,.1f} GB, of which {MOST_USED:.0%}, {found.limit / GB:,.1f} GB, may be planned "
-        f"with; most take {', '.join(f'{part.name} {part.bytes / GB:,.1f} GB' for part in largest)}."
+        f"{machine.memory_bytes / GB:,.1f} GB, of which {MAX_MEMORY_SHARE:.0%}, {found.limit / GB:,.1f} GB, "
+        f"may be planned with; most take {', '.join(f'{part.name} {part.bytes / GB:,.1f} GB' for part in largest)}."
     )
 
 
@@ -120,8 +120,8 @@ def refusal(config: Config, found: Fit, machine: Machine, processes: int) -> str
 def nothing_fits() -> str:
     """What to do where no remedy was found, in a sentence."""
     return (
-        f"No number of rows, checkpointing, ZeRO stage, number of such devices up to {MOST_PROCESSES}, 16-bit "
-        f"precision or rows of down to {SHORTEST_ROW} tokens suffices; a larger device or a smaller model may."
+        f"No number of rows, checkpointing, ZeRO stage, number of such devices up to {MAX_PROCESSES}, 16-bit "
+        f"precision or rows of down to {MIN_ROW_LENGTH} tokens suffices; a larger device or a smaller model may."
     )
 
 
@@ -177,7 +177,7 @@ class _Search:
         """
         train, processes = self.config.train, self.processes
         counts = [
-            processes << shift for shift in range(MOST_PROCESSES.bit_length()) if processes << shift <= MOST_PROCESSES
+            processes << shift for shift in range(MAX_PROCESSES.bit_length()) if processes << shift <= MAX_PROCESSES
         ]
         unchanged = [(count, int(zero_stage(train, count))) for count in counts[1:] if zero_stage(train, count) > 0]
         least = max(zero_stage(train, processes), 1)
@@ -211,7 +211,7 @@ class _Search:
         if narrower and (remedy := self._tried(least, self.processes)) is not None:
             return remedy
         length = self.config.data.row_length
-        lengths = [length >> shift for shift in range(1, length.bit_length()) if length >> shift >= SHORTEST_ROW]
+        lengths = [length >> shift for shift in range(1, length.bit_length()) if length >> shift >= MIN_ROW_LENGTH]
         shorter = [least | {"data.row_length": less} for less in lengths]
         if not shorter or self._tried(shorter[-1], self.processes) is None:
             return None  # found out first: a trace of shorter rows takes less time

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from cdrmix.config.schema import Config
-from cdrmix.gpus import GPUS, Gpu, gpu_named, gpu_of_key
+from cdrmix.gpus import GPUS, Gpu, gpu_by_key, gpu_by_name
 from cdrmix.ops.backend import Platform
 from cdrmix.runtime import device_type
 
@@ -36,7 +36,7 @@ class Machine:
 def machine_for(config: Config, key: str | None, processes: int) -> Machine:
     """The machine of that key on the command line; None: the one at hand, on the device that run.device says."""
     if key not in (None, "cpu"):
-        gpu = gpu_of_key(key)
+        gpu = gpu_by_key(key)
         assert gpu is not None, f"{key} is none of {[gpu.key for gpu in GPUS]}"
         platform: Platform = "hip" if gpu.names[0].startswith("AMD") else "cuda"
         return Machine(gpu.names[0], platform, gpu.memory_bytes, gpu.flops_per_second, gpu.source, False, None)
@@ -45,7 +45,7 @@ def machine_for(config: Config, key: str | None, processes: int) -> Machine:
         each = None if memory is None else memory // processes
         return Machine("this machine's CPU", "cpu", each, None, "this machine", True, memory)
     name = torch.cuda.get_device_name(0)
-    known: Gpu | None = gpu_named(name)
+    known: Gpu | None = gpu_by_name(name)
     return Machine(
         name,
         "hip" if torch.version.hip is not None else "cuda",

@@ -18,13 +18,13 @@ from cdrmix.training.reduction import IN_FLIGHT
 from cdrmix.training.zero import zero_stage
 
 FP32 = 4
-NARROW = 2  # bytes of an attached copy's element, bf16 or fp16
-GPU_RUNTIME = int(0.9e9)  # context, loaded kernels, cuBLAS workspaces; an assumption, to be measured on each card
-NCCL_BUFFERS = int(0.6e9)  # of a process among several; likewise
-FRAGMENTED = 0.03  # of what comes and goes in a micro-batch, as the caching allocator cuts its blocks; likewise
-CPU_RUNTIME = int(
-    0.8e9
-)  # resident: Python, PyTorch, DeepSpeed, compiled kernels; measured with PyTorch 2.13's CPU build
+BYTES_16_BIT = 2  # bytes of an attached copy's element, bf16 or fp16
+# Assumptions that must be measured on each card:
+GPU_RUNTIME = int(0.9e9)  # context, loaded kernels, cuBLAS workspaces
+NCCL_BUFFERS = int(0.6e9)  # of a process in a group of several
+FRAGMENTATION_SHARE = 0.03  # of the memory that a micro-batch allocates and frees: gaps of the caching allocator
+# Resident memory of Python, PyTorch, DeepSpeed and compiled kernels. Measured with the CPU build of PyTorch 2.13.
+CPU_RUNTIME = int(0.8e9)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def memory_of(config: Config, platform: Platform, processes: int) -> MemoryPlan:
         parts.append(Component("average", FP32 * held, "the running average of the weights"))
     elsewhere = experts - experts // train.expert_parallel  # parameters that the trace has, and this process has not
     if step.copies:
-        copies = step.copies - NARROW * elsewhere
+        copies = step.copies - BYTES_16_BIT * elsewhere
         parts.append(Component("copies", copies, f"of weights in {train.precision}, from update to update"))
     saved = step.total_saved
     rows = f"{train.micro_batch_rows} x {config.data.row_length} tokens"
@@ -95,7 +95,7 @@ def memory_of(config: Config, platform: Platform, processes: int) -> MemoryPlan:
     runtime = GPU_RUNTIME + (NCCL_BUFFERS if processes > 1 else 0)
     parts.append(Component("runtime", runtime, "context and libraries: assumed, not measured"))
     parts.append(
-        Component("fragments", int(FRAGMENTED * step.peak), "of the allocator's blocks: assumed, not measured")
+        Component("fragments", int(FRAGMENTATION_SHARE * step.peak), "of the allocator's blocks: assumed, not measured")
     )
     building = FP32 * here
     gathered = FP32 * everywhere * (1 + (2 if stage == 0 else 0) + (train.ema_decay is not None))

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from cdrmix.config.schema import Config
-from cdrmix.plan.fit import MOST_USED, Fit, fit, nothing_fits
+from cdrmix.plan.fit import MAX_MEMORY_SHARE, Fit, fit, nothing_fits
 from cdrmix.plan.flops import TokenFlops, training_flops_per_token
 from cdrmix.plan.machine import Machine
 from cdrmix.plan.memory import FP32
 from cdrmix.plan.parameters import count_parameters
 from cdrmix.training.zero import zero_stage
 
-PROCESSES_OF_A_HOST = 8
-ASSUMED_SHARE = 0.35  # of a card's bfloat16 peak
+PROCESSES_PER_HOST = 8
+ASSUMED_MFU = 0.35  # of a card's bfloat16 peak
 ASSUMPTION = (
-    f"assumed, not measured: {ASSUMED_SHARE:.0%} of the cards' bf16 peak, as others publish of mixtures of experts of "
+    f"assumed, not measured: {ASSUMED_MFU:.0%} of the cards' bf16 peak, as others publish of mixtures of experts of "
     "these sizes on eight H100 (30 to 40 %), communication included"
 )
 
@@ -95,9 +95,9 @@ def make_plan(config: Config, machine: Machine, processes: int, say: Callable[[s
     tokens = train.steps * train.batch_rows * config.data.row_length
     notes = []
     found = fit(config, machine, processes, say=say)
-    if max(processes, *(remedy.processes for remedy in found.remedies), 0) > PROCESSES_OF_A_HOST:
+    if max(processes, *(remedy.processes for remedy in found.remedies), 0) > PROCESSES_PER_HOST:
         notes.append(
-            f"cdrmix train --nproc starts the processes of one machine: more than the {PROCESSES_OF_A_HOST} GPUs that "
+            f"cdrmix train --nproc starts the processes of one machine: more than the {PROCESSES_PER_HOST} GPUs that "
             "machines have need torchrun on each of them, which has not been tried."
         )
     if config.reasoning is not None:
@@ -122,7 +122,7 @@ def _speed(flops: TokenFlops, tokens: int, machine: Machine, processes: int) -> 
     peak = machine.flops_per_second
     if peak is None:
         return Speed(None, None, f"unknown: no rates of {machine.name} are known, and none are guessed")
-    rate = ASSUMED_SHARE * peak * processes / flops.executed
+    rate = ASSUMED_MFU * peak * processes / flops.executed
     return Speed(rate, tokens / rate / 3600, ASSUMPTION)
 
 
@@ -149,7 +149,7 @@ def plan_table(plan: Plan) -> str:
     elif plan.fit.fits is False:
         lines += textwrap.wrap(nothing_fits(), 98, initial_indent="  ", subsequent_indent="  ")
     if memory.host_bytes:
-        together = min(plan.processes, PROCESSES_OF_A_HOST)
+        together = min(plan.processes, PROCESSES_PER_HOST)
         several = f"; {together} on a machine: {memory.host_bytes * together / 1e9:,.0f}" if together > 1 else ""
         lines.append(f"  {'main memory':<14}{_gb(memory.host_bytes)}   to build the model in and save it from{several}")
     lines += ["", "Saved for the backward pass, GB, by the operator that made it"]
@@ -187,7 +187,7 @@ def _verdict(plan: Plan) -> str:
     if plan.fit.limit is None:
         return "whether it fits is unknown: so is the machine's memory"
     assert plan.machine.memory_bytes is not None
-    room = f"{plan.fit.limit / 1e9:,.2f}, {MOST_USED:.0%} of {plan.machine.memory_bytes / 1e9:,.2f}"
+    room = f"{plan.fit.limit / 1e9:,.2f}, {MAX_MEMORY_SHARE:.0%} of {plan.machine.memory_bytes / 1e9:,.2f}"
     return f"fits into {room}" if plan.fit.fits else f"DOES NOT FIT into {room}"
 
 

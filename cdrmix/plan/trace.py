@@ -30,10 +30,10 @@ from cdrmix.plan.workspace import workspace
 from cdrmix.training.build import narrow_residual
 from cdrmix.training.engine import AUTOCAST, Autocast, attach_copies
 
-LONGEST_PERIOD = 8  # blocks after which the mixers may repeat for a model to be traced by two shorter ones
+MAX_PERIOD = 8  # blocks after which the mixers may repeat for a model to be traced by two shorter ones
 NAMES: dict[Platform, str] = {"cpu": "a CPU", "cuda": "an NVIDIA GPU", "hip": "an AMD GPU"}
 DOCUMENT_TOKENS = 512  # of a packed document on average: kernels keep a state for each; web text has some 500 to 1,000
-WHOLE_LAYERS = 20  # up to so many a model is traced as it is
+FULL_TRACE_LAYERS = 20  # up to so many a model is traced as it is
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def trace(config: Config, platform: Platform, *, zero_stage: int, accumulation: 
     """
     train = config.train
     # The rest of the configuration has no part in it, and must not make equal questions look different.
-    asked = _Question(
+    traced = _TraceInput(
         config.model,
         config.data.row_length,
         train.micro_batch_rows,
@@ -132,16 +132,16 @@ def trace(config: Config, platform: Platform, *, zero_stage: int, accumulation: 
         zero_stage,
     )
     period = _period(config.model)
-    if config.model.layers <= WHOLE_LAYERS or period is None:
-        return _trace(asked.key(config.model.layers), asked).micro_batch()
+    if config.model.layers <= FULL_TRACE_LAYERS or period is None:
+        return _trace(traced.key(config.model.layers), traced).micro_batch()
     fewer = period * max(2, 8 // period)  # the upper half of it is a whole period, and the lower one another
     more = fewer + period * max(1, 4 // period)
     steps = (config.model.layers - fewer) / (more - fewer)
-    return _extended(_trace(asked.key(fewer), asked), _trace(asked.key(more), asked), steps).micro_batch()
+    return _extended(_trace(traced.key(fewer), traced), _trace(traced.key(more), traced), steps).micro_batch()
 
 
 @dataclass(frozen=True)
-class _Traced:
+class _TraceResult:
     """A MicroBatch with two peaks: until half of the backward pass is done, and from there to its end."""
 
     saved: dict[str, int]
@@ -154,7 +154,7 @@ class _Traced:
 
 
 @dataclass(frozen=True)
-class _Question:
+class _TraceInput:
     model: Model
     row_length: int
     rows: int
@@ -174,7 +174,7 @@ class _Question:
         return self.model.model_copy(update={"layers": layers, "mixer_layers": listed})
 
 
-def _extended(fewer: _Traced, more: _Traced, steps: float) -> _Traced:
+def _extended(fewer: _TraceResult, more: _TraceResult, steps: float) -> _TraceResult:
     def line(first: int, second: int) -> int:
         return round(first + steps * (second - first))
 
@@ -182,54 +182,54 @@ def _extended(fewer: _Traced, more: _Traced, steps: float) -> _Traced:
     saved = {name: line(fewer.saved.get(name, 0), more.saved.get(name, 0)) for name in operators}
     saved = dict(sorted(saved.items(), key=lambda pair: -pair[1]))
     peaks = line(fewer.early, more.early), line(fewer.late, more.late)
-    return _Traced(saved, line(fewer.copies, more.copies), *peaks)
+    return _TraceResult(saved, line(fewer.copies, more.copies), *peaks)
 
 
 def _period(model: Model) -> int | None:
-    """After how many blocks the mixers repeat up to the last; None where they do not within LONGEST_PERIOD."""
+    """After how many blocks the mixers repeat up to the last; None where they do not within MAX_PERIOD."""
     mixers = model.mixers
-    for period in range(1, LONGEST_PERIOD + 1):
+    for period in range(1, MAX_PERIOD + 1):
         repeats = all(mixer == mixers[layer % period] for layer, mixer in enumerate(mixers))
         if repeats and model.layers % period == 0:
             return period
     return None
 
 
-_results: dict[str, _Traced] = {}
+_results: dict[str, _TraceResult] = {}
 
 
-def _trace(key: str, asked: _Question) -> _Traced:
+def _trace(key: str, traced: _TraceInput) -> _TraceResult:
     if key not in _results:
         try:
-            _results[key] = _run(asked, int(key.split()[0]))
+            _results[key] = _run(traced, int(key.split()[0]))
         except ValueError as error:  # an operator's: it has no kernel for such a shape there
-            raise ConfigError(f"this model cannot be trained on {NAMES[asked.platform]}: {error}") from error
+            raise ConfigError(f"this model cannot be trained on {NAMES[traced.platform]}: {error}") from error
     return _results[key]
 
 
-def _run(asked: _Question, layers: int) -> _Traced:
-    rows, length = asked.rows, asked.row_length
+def _run(traced: _TraceInput, layers: int) -> _TraceResult:
+    rows, length = traced.rows, traced.row_length
     with torch.device("meta"):
         model = LossModel(
             LanguageModel(
-                asked.of_layers(layers),
-                activation_checkpointing=asked.checkpointing,
-                narrow_residual=asked.narrow_residual,
+                traced.of_layers(layers),
+                activation_checkpointing=traced.checkpointing,
+                narrow_residual=traced.narrow_residual,
             )
         )
-    dtype = AUTOCAST[asked.precision]
-    with assume_platform(asked.platform), FakeTensorMode():
+    dtype = AUTOCAST[traced.precision]
+    with assume_platform(traced.platform), FakeTensorMode():
         _make_fake(model)
         parameters = list(model.parameters())
-        live = LiveBytes(asked.platform)
-        if asked.gradients_pass:
+        live = LiveBytes(traced.platform)
+        if traced.gradients_pass:
             for parameter in parameters:
-                if asked.zero_stage < 2:
+                if traced.zero_stage < 2:
                     parameter.grad = torch.zeros_like(parameter)
                     parameter.register_post_accumulate_grad_hook(live.pass_gradient)
                 else:
                     parameter.register_post_accumulate_grad_hook(_drop_gradient)
-        attach_copies(parameters, dtype, asked.zero_stage)
+        attach_copies(parameters, dtype, traced.zero_stage)
         ids = torch.zeros(rows, length, dtype=torch.long)
         weights = torch.ones(rows, length)
         documents = torch.zeros(rows * max(1, length // DOCUMENT_TOKENS) + 1, dtype=torch.int32)
@@ -242,7 +242,7 @@ def _run(asked: _Question, layers: int) -> _Traced:
             forward = len(live.levels)
             losses.total.backward()
     half = (forward + len(live.levels)) // 2
-    return _Traced(saved, copies, max(live.levels[:half]) - copies, max(live.levels[half:]) - copies)
+    return _TraceResult(saved, copies, max(live.levels[:half]) - copies, max(live.levels[half:]) - copies)
 
 
 def _drop_gradient(parameter: Tensor) -> None:

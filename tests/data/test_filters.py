@@ -138,9 +138,9 @@ def test_scores_are_the_formulas() -> None:
 def test_rules_about_words_do_not_apply_to_scripts_without_spaces() -> None:
     failed, scores = judge_one(CHINESE, languages=["zh"])
     assert failed is None
-    of_words = {name for name in scores if RULES[name].of_words}
-    assert {name for name, score in scores.items() if np.isnan(score)} == of_words
-    assert "gopher_min_words" in of_words
+    needs_spaces = {name for name in scores if RULES[name].needs_spaces}
+    assert {name for name, score in scores.items() if np.isnan(score)} == needs_spaces
+    assert "gopher_min_words" in needs_spaces
     # Half of the letters in such a script is not enough.
     assert not np.isnan(judge_one("中文 ab")[1]["gopher_min_words"])
     assert np.isnan(judge_one("中文字 ab")[1]["gopher_min_words"])

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from cdrmix import _text
 from cdrmix.config.schema_data import Dedup
 from cdrmix.data.pipeline.duplicates import deduplicate
-from cdrmix.data.pipeline.near_duplicates import CROWDED
+from cdrmix.data.pipeline.near_duplicates import CROWDED_BUCKET
 from cdrmix.data.prepare import prepare
 from cdrmix.data.shards import ShardSet
 from cdrmix.data.sources.base import Document
@@ -297,7 +297,7 @@ def test_a_crowd_of_look_alikes_is_one(make_config: Any, tmp_path: Path) -> None
     """More of them than documents of a bucket that all others are compared with."""
     draw = random.Random(9)
     base = sentence(draw, 120)
-    texts = [f"{base} {number}" for number in range(4 * CROWDED)] + [sentence(draw, 50) for _ in range(4)]
+    texts = [f"{base} {number}" for number in range(4 * CROWDED_BUCKET)] + [sentence(draw, 50) for _ in range(4)]
     source = write(tmp_path / "a.jsonl", ({"text": text} for text in texts))
     assert len(decoded(prepare(make_config(source, workers=1), say=quiet))) == 5
 

@@ -22,7 +22,7 @@ from cdrmix.config.schema import Config
 from cdrmix.data.cleaning.normalize import normalize
 from cdrmix.data.dedup import minhash as dedup
 from cdrmix.data.pipeline import filter_report
-from cdrmix.data.pipeline.reading import side
+from cdrmix.data.pipeline.reading import split_hash
 from cdrmix.data.prepare import prepare
 from cdrmix.data.shards import ShardSet
 from cdrmix.data.sources import JsonLines
@@ -107,7 +107,7 @@ def test_two_documents_are_enough(make_config: Any, tmp_path: Path, fraction: fl
     assert (set(shards.valid.text()), set(shards.train.text())) in (({b"a"}, {b"b"}), ({b"b"}, {b"a"}))
     assert min(shards.train.rows, shards.valid.rows) >= 1
     if fraction < 0.1:
-        assert set(shards.valid.text()) == {min("ab", key=side).encode()}
+        assert set(shards.valid.text()) == {min("ab", key=split_hash).encode()}
 
 
 @pytest.mark.parametrize(

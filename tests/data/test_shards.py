@@ -109,16 +109,16 @@ def test_every_file_is_guarded(written: Path, tmp_path: Path) -> None:
     """Each file in turn altered in one bit, cut short, made longer, removed."""
     assert len(names(written)) == 15
     for name in names(written):
-        for damage in ("alter", "cut", "lengthen", "remove"):
-            copy = tmp_path / f"{damage}-{name}"
+        for damage_message in ("alter", "cut", "lengthen", "remove"):
+            copy = tmp_path / f"{damage_message}-{name}"
             shutil.copytree(written, copy)
             file = copy / name
             data = file.read_bytes()
-            if damage == "remove":
+            if damage_message == "remove":
                 file.unlink()
             else:
                 altered = bytes([data[0] ^ 1]) + data[1:]
-                file.write_bytes({"alter": altered, "cut": data[:-1], "lengthen": data + b"0"}[damage])
+                file.write_bytes({"alter": altered, "cut": data[:-1], "lengthen": data + b"0"}[damage_message])
             with pytest.raises(ShardError) as caught:
                 open_shards(copy)
             assert caught.value.exit_code == 4

@@ -52,7 +52,7 @@ def parquet(texts: list[str], kind: pyarrow.DataType | None = None) -> bytes:
 
 
 def digits(number: int) -> str:
-    """Digits that do not compress away, so that what stands before some damage in the middle can be read."""
+    """Digits that do not compress away, so that what stands before some damage_message in the middle can be read."""
     return hashlib.shake_256(str(number).encode()).hexdigest(200)
 
 
@@ -189,8 +189,8 @@ def test_an_over_long_line_is_bad_and_its_neighbours_are_not(tmp_path: Path, mon
 
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "text"])
-@pytest.mark.parametrize("damage", ["cut", "altered", "not compressed"])
-def test_a_damaged_compressed_file(tmp_path: Path, kind: str, suffix: str, damage: str) -> None:
+@pytest.mark.parametrize("damage_message", ["cut", "altered", "not compressed"])
+def test_a_damaged_compressed_file(tmp_path: Path, kind: str, suffix: str, damage_message: str) -> None:
     texts = [digits(place) for place in range(3000)]
     data = as_csv(texts) if kind == "csv" else jsonl(texts)
     whole = gzip.compress(data) if suffix == "gz" else zstandard.ZstdCompressor(write_checksum=True).compress(data)
@@ -199,12 +199,12 @@ def test_a_damaged_compressed_file(tmp_path: Path, kind: str, suffix: str, damag
         "cut": whole[:middle],
         "altered": whole[:middle] + bytes(byte ^ 255 for byte in whole[middle : middle + 50]) + whole[middle + 50 :],
         "not compressed": data,
-    }[damage]
+    }[damage_message]
     path = tmp_path / f"a.{kind}.{suffix}"
     path.write_bytes(damaged)
     documents, bad = read({"kind": kind, "paths": [str(path)]})
     assert 0 < bad.count <= 100
-    if kind != "text" and damage == "cut":
+    if kind != "text" and damage_message == "cut":
         assert bad.count == 1
         assert [document.text for document in documents] == texts[: len(documents)]
         assert len(documents) > 100
@@ -320,11 +320,11 @@ def test_parquet_rows_that_cannot_be_used(tmp_path: Path) -> None:
     assert [line.split(": ")[0] for line in bad.shown] == [f"{path}:2", f"{path}:3"]
 
 
-@pytest.mark.parametrize("damage", ["cut", "altered"])
-def test_a_damaged_parquet_file(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize("damage_message", ["cut", "altered"])
+def test_a_damaged_parquet_file(tmp_path: Path, damage_message: str) -> None:
     whole = parquet([digits(place) for place in range(1000)])
     quarter = len(whole) // 4
-    damaged = whole[:quarter] if damage == "cut" else whole[:quarter] + bytes(quarter) + whole[2 * quarter :]
+    damaged = whole[:quarter] if damage_message == "cut" else whole[:quarter] + bytes(quarter) + whole[2 * quarter :]
     (tmp_path / "a.parquet").write_bytes(damaged)
     documents, bad = read({"kind": "parquet", "paths": [str(tmp_path)]})
     assert "is not readable Parquet" in bad.shown[-1]

@@ -160,7 +160,7 @@ def solve_story(prompt: str) -> str:
             for thing, holder in carried.items():
                 if holder == person:
                     trails[thing].append(what)
-        elif verb in ("put down", "filtered", "laid down", "set down"):
+        elif verb in ("put down", "dropped", "laid down", "set down"):
             assert carried.pop(what) == person
         else:
             assert carried.get(what) == (person if receiver else None)

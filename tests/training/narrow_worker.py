@@ -54,7 +54,7 @@ def load(order: dict[str, Any], stage: int, reduced: str) -> tuple[Config, Distr
 def batches(order: dict[str, Any], config: Config, step: int, rank: int = 0, size: int = 1) -> list[Batch]:
     split = open_shards(Path(order["shards"])).train
     rows = {"row_length": config.data.row_length, "batch_rows": ROWS, "micro_batch_rows": MICRO, "seed": 5}
-    return TrainLoader(split, rank=rank, world=size, **rows).micro_batches(step)
+    return TrainLoader(split, rank=rank, world_size=size, **rows).micro_batches(step)
 
 
 def steps(order: dict[str, Any], stage: int, reduced: str) -> dict[str, Any]:

@@ -110,7 +110,7 @@ def run_engine(
         micro_batch_rows=4 // size,
         seed=5,
         rank=rank,
-        world=size,
+        world_size=size,
     )
     for step in range(2):
         batches = loader.micro_batches(step)

@@ -136,7 +136,7 @@ def compare_scaled(order: dict[str, Any], stage: int, parallel: int = 1) -> dict
         micro_batch_rows=8 // size,
         seed=5,
         rank=rank,
-        world=size,
+        world_size=size,
     )
     (batch,) = loader.micro_batches(0)
     norms = []
@@ -198,7 +198,7 @@ def compare(order: dict[str, Any], overrides: list[str], accumulation: int) -> d
     seed_everything(3)
     model = build_loss_model(config)
     engine = make_engine(config, model, world)
-    mine = TrainLoader(split, micro_batch_rows=8 // accumulation // size, rank=rank, world=size, **rows)
+    mine = TrainLoader(split, micro_batch_rows=8 // accumulation // size, rank=rank, world_size=size, **rows)
     batches = mine.micro_batches(0)
     assert len(batches) == accumulation
     engine.set_learning_rate(1e-2)
@@ -266,7 +266,7 @@ def expert_steps(order: dict[str, Any], stage: int, save: Path) -> dict[str, flo
     split = open_shards(Path(order["shards"])).train
     rows = {"row_length": config.data.row_length, "batch_rows": 8, "micro_batch_rows": 2, "seed": 5}
     everyone = TrainLoader(split, **rows)
-    mine = TrainLoader(split, rank=rank, world=size, **rows)
+    mine = TrainLoader(split, rank=rank, world_size=size, **rows)
     seed_everything(3)
     plain = build_loss_model(expert_config(order, 0, 1))
     adamw = make_optimizer(parameter_groups(plain, config.train), config.train)

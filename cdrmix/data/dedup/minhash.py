@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 BLOCK = 2**22  # fingerprints of one side that are in memory and joined at a time: 32 MiB, the join some times that
 EMPTY = 2**32 - 1  # every value of the signature of a text without words
 NO_BUCKET = 2**64 - 1  # every band hash of a text without words: it is in no bucket
-MOST_PERMUTATIONS = 2**16
-MOST_WORDS = 2**16  # of a shingle
+MAX_PERMUTATIONS = 2**16
+MAX_SHINGLE_WORDS = 2**16  # of a shingle
 NEIGHBOURS = 8  # in a bucket of more than `limit` ids, those that an id is paired with besides the `limit` least ones
 
 
@@ -52,7 +52,7 @@ def minhash_signatures(
     value. `threads` 0 means one a core. Raises ValueError for arguments out of range, offsets that do not fit their
     blob and text that UTF-8 cannot hold (lone surrogates), TypeError for what is no text.
     """
-    _check_range("num_perm", num_perm, 1, MOST_PERMUTATIONS)
+    _check_range("num_perm", num_perm, 1, MAX_PERMUTATIONS)
     _check_range("seed", seed, 0, 2**64 - 1)
     return _dedup.minhash(_texts(texts), num_perm, _checked_ngram(ngram), seed, _count_of(threads))
 
@@ -63,8 +63,8 @@ def band_hashes(signatures: NDArray[np.uint32], *, bands: int = 16, rows: int = 
     Values beyond bands * rows are not looked at. A text without words has NO_BUCKET, and no other text has that.
     Raises ValueError for bands that do not fit the signatures, TypeError for another dtype.
     """
-    _check_range("bands", bands, 1, MOST_PERMUTATIONS)
-    _check_range("rows", rows, 1, MOST_PERMUTATIONS)
+    _check_range("bands", bands, 1, MAX_PERMUTATIONS)
+    _check_range("rows", rows, 1, MAX_PERMUTATIONS)
     return _dedup.band_hashes(np.ascontiguousarray(signatures), bands, rows)
 
 
@@ -87,8 +87,8 @@ def candidate_pairs(
     A pair of similarity s is among them with probability 1 - (1 - s^rows)^bands, but for the crowded bands of which
     `bucket_pairs` tells. Texts without words are in no pair. Raises ValueError as `band_hashes` does.
     """
-    _check_range("bands", bands, 1, MOST_PERMUTATIONS)
-    _check_range("rows", rows, 1, MOST_PERMUTATIONS)
+    _check_range("bands", bands, 1, MAX_PERMUTATIONS)
+    _check_range("rows", rows, 1, MAX_PERMUTATIONS)
     _check_range("limit", limit, 1, 2**62)
     return _dedup.candidate_pairs(np.ascontiguousarray(signatures), bands, rows, limit, _count_of(threads))
 
@@ -198,7 +198,7 @@ def _count_of(threads: int) -> int:
 
 
 def _checked_ngram(ngram: int) -> int:
-    _check_range("ngram", ngram, 1, MOST_WORDS)
+    _check_range("ngram", ngram, 1, MAX_SHINGLE_WORDS)
     return ngram
 
 

@@ -26,7 +26,7 @@ from cdrmix.data.shards import SplitWriter
 from cdrmix.data.tokenizer import TextTokenizer
 
 HASH_RANGE = 2**64
-DOCUMENTS_AT_ONCE = 1024
+ENCODE_BLOCK_DOCUMENTS = 1024
 
 TOKENS = pa.schema(
     {
@@ -44,8 +44,8 @@ TOKENS = pa.schema(
 def training_texts(survivors: Survivors, threshold: int) -> Iterator[str]:
     """The texts that are not held out, in order."""
     for partition in range(len(survivors)):
-        table = survivors.table(partition, ["text", "side"])
-        kept = table.filter(pa.array(column(table, "side") >= np.uint64(threshold)))
+        table = survivors.table(partition, ["text", "split_hash"])
+        kept = table.filter(pa.array(column(table, "split_hash") >= np.uint64(threshold)))
         for batch in kept.to_batches(max_chunksize=256):
             yield from batch.column("text").to_pylist()
 
@@ -59,7 +59,7 @@ def held_out_threshold(survivors: Survivors, fraction: float) -> tuple[int, int]
     threshold = int(fraction * HASH_RANGE)
     lowest, highest, count = HASH_RANGE, -1, 0
     for partition in range(len(survivors)):
-        sides = column(survivors.table(partition, ["side"]), "side")
+        sides = column(survivors.table(partition, ["split_hash"]), "split_hash")
         if len(sides):
             lowest, highest, count = min(lowest, int(sides.min())), max(highest, int(sides.max())), count + len(sides)
         if lowest < threshold <= highest:
@@ -86,18 +86,18 @@ class Encode:
 def encode(task: Encode) -> dict[str, Any]:
     """Write the tokens of a partition."""
     rows = task.survivors.rows(task.partition)
-    table = task.survivors.table(task.partition, ["hash", "text", "domain", "side"]).combine_chunks()
+    table = task.survivors.table(task.partition, ["hash", "text", "domain", "split_hash"]).combine_chunks()
     tokenizer = _tokenizer(task.tokenizer, task.end_of_text)
     packed = texts_of(table)
     sizes = np.diff(packed.offsets)
     domains = column(table, "domain")
-    held_out = column(table, "side") < np.uint64(task.threshold)
+    held_out = column(table, "split_hash") < np.uint64(task.threshold)
     ids: list[Array] = [np.zeros(0, np.uint32)] * len(table)
     weights: list[Array | None] = [None] * len(table)
     # held-out text stays as it was written: it measures how well text is predicted
     for rows_of_side, objectives in ((~held_out, task.objectives), (held_out, Objectives())):
         chosen = np.flatnonzero(rows_of_side)
-        for some in np.array_split(chosen, -(-len(chosen) // DOCUMENTS_AT_ONCE) or 1):
+        for some in np.array_split(chosen, -(-len(chosen) // ENCODE_BLOCK_DOCUMENTS) or 1):
             part = table.take(pa.array(some))
             encoded = encode_documents(
                 part.column("text").to_pylist(),

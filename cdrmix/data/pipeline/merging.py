@@ -45,7 +45,7 @@ def merge(task: Merge) -> dict[str, Any]:
         [
             column(table, "address"),
             column(table, "domain"),
-            column(table, "side"),  # a hash of the exact text: what is equal up to here is interchangeable
+            column(table, "split_hash"),  # a hash of the exact text: what is equal up to here is interchangeable
             -column(table, "priority").astype(np.int64),
             -column(table, "quality"),
             halves[:, 1],

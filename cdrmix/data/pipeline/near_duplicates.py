@@ -38,9 +38,13 @@ BAND = np.dtype([("hash", "<u8"), ("number", "<i8")])
 # By the greater number: in a crowded bucket the smaller ones are the same few, and would all meet in one range.
 PAIR = np.dtype([("b", "<i8"), ("a", "<i8")])
 EMPTY = np.uint32(2**32 - 1)
-PAIRS_AT_ONCE = 4096
-CROWDED = 32  # documents of a bucket that all others in it are compared with: what is alike in one band is so in others
-SLACK = 4  # standard deviations of the estimate below the threshold that a pair may be and still be looked at exactly
+PAIR_BLOCK = 4096
+CROWDED_BUCKET = (
+    32  # documents of a bucket that all others in it are compared with: what is alike in one band is so in others
+)
+MARGIN_DEVIATIONS = (
+    4  # standard deviations of the estimate below the threshold that a pair may be and still be looked at exactly
+)
 
 
 @dataclass(frozen=True)
@@ -175,13 +179,13 @@ def match(task: Match) -> dict[str, Any]:
     section = task.section
     entries = read_range(task.bands, task.low, task.high)
     hashes, numbers = np.ascontiguousarray(entries["hash"]), np.ascontiguousarray(entries["number"])
-    pairs = dedup.bucket_pairs(hashes, numbers, limit=CROWDED)
+    pairs = dedup.bucket_pairs(hashes, numbers, limit=CROWDED_BUCKET)
     deviation = math.sqrt(section.threshold * (1 - section.threshold) / section.num_perm)
-    least = section.threshold - SLACK * deviation
+    least = section.threshold - MARGIN_DEVIATIONS * deviation
     signatures = [read_array(path) for path in task.signatures]
     offsets = np.array(task.offsets)
     likely = []
-    for chunk in np.array_split(pairs, max(math.ceil(len(pairs) / PAIRS_AT_ONCE), 1)):
+    for chunk in np.array_split(pairs, max(math.ceil(len(pairs) / PAIR_BLOCK), 1)):
         a, b = (_gather(signatures, offsets, np.ascontiguousarray(chunk[:, side])) for side in (0, 1))
         likely.append(chunk[dedup.estimated_jaccard(a, b) >= least])
     write_run(task.path, _as_pairs(np.concatenate(likely)))

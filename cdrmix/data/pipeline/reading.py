@@ -28,7 +28,16 @@ from cdrmix.data.cleaning.pii import scrub
 from cdrmix.data.cleaning.urls import canonical_url, registrable_domain
 from cdrmix.data.pipeline.stats import Amount, PipelineStats, Sample, excerpt
 from cdrmix.data.pipeline.storage import atomic_file, read_report, write_table
-from cdrmix.data.sources.base import BAD_RECORDS_SHOWN, BadRecord, Meta, Record, Source, parse_record, place, utf8_size
+from cdrmix.data.sources.base import (
+    BAD_RECORDS_SHOWN,
+    BadRecord,
+    Meta,
+    Record,
+    Source,
+    parse_record,
+    record_location,
+    utf8_size,
+)
 
 UNIT_RECORDS = 50_000
 META_CHARACTERS = 4096  # of one field of metadata: longer ones, such as the page that a text is from, are left out
@@ -43,7 +52,7 @@ COLUMNS = pa.schema(
         "priority": pa.int32(),
         "address": pa.uint64(),  # hash of the canonical URL; 0: none
         "host": pa.uint64(),  # hash of its registrable domain
-        "side": pa.uint64(),  # decides whether the document is held out
+        "split_hash": pa.uint64(),  # decides whether the document is held out
         "language": pa.large_string(),
         "where": pa.large_string(),
         "meta": pa.large_string(),  # JSON
@@ -187,7 +196,7 @@ def read_unit(unit: Unit) -> PipelineStats:
 def _parsed(unit: Unit, stats: PipelineStats) -> Iterator[tuple[str, str, Meta]]:
     """(where, normalised text, metadata) of every record with text; the others are counted."""
     for part, record in unit.records:
-        where = place(part, record.number)
+        where = record_location(part, record.number)
         try:
             text, meta = parse_record(unit.parse, record)
         except BadRecord as error:
@@ -220,10 +229,10 @@ def add_row(
         "priority": cleaning.priority,
         "address": address,
         "host": host,
-        "side": side(text),
+        "split_hash": split_hash(text),
         "language": language,
         "where": where,
-        "meta": kept_meta(meta, cleaning.pii) if meta else "",
+        "meta": stored_metadata(meta, cleaning.pii) if meta else "",
     }.items():
         rows[name].append(value)
 
@@ -246,7 +255,7 @@ def quality_of(value: Any) -> float:
     return max(min(value, sys.float_info.max), -sys.float_info.max) + 0.0
 
 
-def kept_meta(meta: Meta, pii: tuple[str, ...]) -> str:
+def stored_metadata(meta: Meta, pii: tuple[str, ...]) -> str:
     """The fields of metadata that are not too long, as JSON, personal data replaced as in the text."""
     kept = {}
     for name, value in meta.items():
@@ -269,7 +278,7 @@ def hash64(text: str) -> int:
     return int.from_bytes(blake2b(text.encode("utf-8"), digest_size=8).digest(), "big") or 1
 
 
-def side(text: str) -> int:
+def split_hash(text: str) -> int:
     """A number of 64 bits that depends on the text only; below a threshold the document is held out."""
     return int.from_bytes(blake2b(text.encode("utf-8"), key=HELD_OUT_KEY, digest_size=8).digest(), "big")
 

@@ -26,11 +26,11 @@ from cdrmix.durable import write_atomically
 Task = TypeVar("Task")
 Say = Callable[[str], None]
 
-SECONDS_BETWEEN_LINES = 10.0
-SECONDS_WORTH_A_LINE = 1.0
-SECONDS_BETWEEN_SIGNS = 5.0  # of life, by the process that prepares
-SECONDS_UNTIL_GONE = 60.0  # without one
-SECONDS_UNTIL_LEFT_BEHIND = 7 * 24 * 60 * 60.0
+PROGRESS_INTERVAL_SECONDS = 10.0
+MIN_REPORTED_SECONDS = 1.0
+HEARTBEAT_SECONDS = 5.0  # of life, by the process that prepares
+HEARTBEAT_TIMEOUT_SECONDS = 60.0  # without one
+STALE_AFTER_SECONDS = 7 * 24 * 60 * 60.0
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Progress:
         """Count a task, and the bytes of text that it went through."""
         self.bytes += size
         self.done += 1
-        if time.monotonic() - self.last >= SECONDS_BETWEEN_LINES:
+        if time.monotonic() - self.last >= PROGRESS_INTERVAL_SECONDS:
             self.last = time.monotonic()
             told = [f"{self.done:,} of {self.tasks:,} tasks"] if self.tasks else []
             told += [f"{self.bytes / 1e6:,.0f} MB, {self.rate():,.1f} MB/s"] if self.bytes else []
@@ -58,7 +58,7 @@ class Progress:
     def end(self) -> None:
         """Say how fast the stage was, unless it was over at once."""
         seconds = time.monotonic() - self.started
-        if seconds >= SECONDS_WORTH_A_LINE:
+        if seconds >= MIN_REPORTED_SECONDS:
             speed = f"{self.bytes / 1e6:,.1f} MB, {self.rate():,.1f} MB/s, " if self.bytes else ""
             self.say(f"  {self.name}: {speed}{seconds:,.1f} s")
 
@@ -173,7 +173,11 @@ def exclusive_lock(lock: Path, say: Say) -> Iterator[None]:
             say("Another process is preparing this text; waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
         said = False
-        while (holder := lock.read_text()) and holder.split()[0] != me.split()[0] and _age(lock) < SECONDS_UNTIL_GONE:
+        while (
+            (holder := lock.read_text())
+            and holder.split()[0] != me.split()[0]
+            and _age(lock) < HEARTBEAT_TIMEOUT_SECONDS
+        ):
             if not said:
                 say(f"The machine {holder.split()[0]} is preparing this text; waiting for it")
                 said = True
@@ -182,7 +186,7 @@ def exclusive_lock(lock: Path, say: Say) -> Iterator[None]:
         stop = threading.Event()
 
         def give_signs() -> None:
-            while not stop.wait(SECONDS_BETWEEN_SIGNS):
+            while not stop.wait(HEARTBEAT_SECONDS):
                 os.utime(lock)
 
         signs = threading.Thread(target=give_signs, daemon=True)
@@ -199,7 +203,7 @@ def remove_stale_folders(cache: Path) -> None:
     """Remove folders of runner that nobody holds and nobody has touched for a week: of text that has changed since."""
     for place in cache.glob(".*.runner"):
         lock = place.with_suffix(".lock")
-        if min(_age(path) for path in (place, *place.glob("*"))) < SECONDS_UNTIL_LEFT_BEHIND:
+        if min(_age(path) for path in (place, *place.glob("*"))) < STALE_AFTER_SECONDS:
             continue
         with lock.open("a+") as file:
             try:
@@ -207,6 +211,10 @@ def remove_stale_folders(cache: Path) -> None:
             except BlockingIOError:
                 continue
             shutil.rmtree(place, ignore_errors=True)
+
+
+def _is_other_machine(holder: str, me: str) -> bool:
+    return holder.split()[0] != me.split()[0]
 
 
 def _age(path: Path) -> float:

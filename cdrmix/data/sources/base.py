@@ -116,7 +116,7 @@ class Source(ABC):
         """Every document in order; malformed records go to `bad`."""
         for part in self.parts():
             for record in self.records(part):
-                where = place(part, record.number)
+                where = record_location(part, record.number)
                 try:
                     text, meta = parse_record(self.parse, record)
                 except BadRecord as error:
@@ -133,7 +133,7 @@ def utf8_size(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode("utf-8"))
 
 
-def place(part: str, number: int) -> str:
+def record_location(part: str, number: int) -> str:
     """Where a record is, for people; a name that is not UTF-8 with its odd bytes spelled out."""
     shown = part.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
     return f"{shown}:{number}" if number else shown
@@ -150,7 +150,7 @@ def parse_record(parse: Callable[[Any], tuple[str, Meta]], record: Record) -> tu
         except UnicodeEncodeError as error:  # a lone surrogate from a JSON escape, a byte that was not UTF-8
             raise BadRecord("the text is not valid UTF-8") from error
         if size > files.MAX_RECORD_BYTES:
-            raise BadRecord(over_long())
+            raise BadRecord(over_long_message())
     return text, meta
 
 
@@ -193,12 +193,12 @@ class FileSource(Source):
         """Every record of one file."""
 
 
-def damage(error: Exception) -> str:
+def damage_message(error: Exception) -> str:
     """What is wrong with a compressed file."""
     return str(error) if isinstance(error, files.ExpansionError) else f"the compressed file is damaged: {error}"
 
 
-def over_long() -> str:
+def over_long_message() -> str:
     """What is wrong with a record of more than MAX_RECORD_BYTES."""
     return f"is longer than {files.MAX_RECORD_BYTES} bytes"
 

@@ -18,7 +18,7 @@ from cdrmix.errors import CorpusError
 
 # Of one text, whatever it is read from: beyond it a record is bad. Judging a text takes some 50 bytes a word on top.
 MAX_RECORD_BYTES = 64 * 2**20
-ANY_EXPANSION_BYTES = 64 * 2**20  # what a compressed file may unfold to however small it is
+MIN_EXPANSION_LIMIT = 64 * 2**20  # what a compressed file may unfold to however small it is
 
 
 class ExpansionError(ValueError):
@@ -52,10 +52,10 @@ def find_files(paths: list[str], suffixes: tuple[str, ...]) -> list[Path]:
     return sorted(found)
 
 
-def walk(root: Path, suffixes: tuple[str, ...], left_out: frozenset[str]) -> Iterator[Path]:
-    """Files below `root` in sorted order, hidden ones and folders named in `left_out` aside."""
+def walk(root: Path, suffixes: tuple[str, ...], excluded: frozenset[str]) -> Iterator[Path]:
+    """Files below `root` in sorted order, hidden ones and folders named in `excluded` aside."""
     for folder, folders, names in os.walk(root):
-        folders[:] = sorted(name for name in folders if name not in left_out and not name.startswith("."))
+        folders[:] = sorted(name for name in folders if name not in excluded and not name.startswith("."))
         for name in sorted(names):
             if not name.startswith(".") and (not suffixes or name.lower().endswith(suffixes)):
                 yield Path(folder, name)
@@ -73,22 +73,22 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def open_bytes(path: Path, max_expansion: int) -> BinaryIO:
-    """`path` for reading, decompressed when it ends in .gz or .zst; damage shows as one of DAMAGED_STREAM.
+    """`path` for reading, decompressed when it ends in .gz or .zst; damage_message shows as one of DAMAGED_STREAM.
 
     max_expansion: times its size that a compressed file may unfold to; 64 MiB are always allowed.
     """
     if path.suffix.lower() == ".gz":
-        unfolded: GzipPieces | ZstandardFile = GzipPieces(path)
+        unfolded: PartialGzipFile | ZstandardFile = PartialGzipFile(path)
     elif path.suffix.lower() == ".zst":
         unfolded = ZstandardFile(path)
     else:
         return path.open("rb")
-    limit = max(path.stat().st_size * max_expansion, ANY_EXPANSION_BYTES)
-    return cast(BinaryIO, io.BufferedReader(Limited(unfolded, limit, max_expansion), 2**20))
+    limit = max(path.stat().st_size * max_expansion, MIN_EXPANSION_LIMIT)
+    return cast(BinaryIO, io.BufferedReader(SizeLimitedFile(unfolded, limit, max_expansion), 2**20))
 
 
-class GzipPieces(gzip.GzipFile):
-    """A .gz file that gives what it has unfolded before it raises for damage that comes later."""
+class PartialGzipFile(gzip.GzipFile):
+    """A .gz file that gives what it has unfolded before it raises for damage_message that comes later."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, "rb")
@@ -97,10 +97,10 @@ class GzipPieces(gzip.GzipFile):
         return self.readinto1(buffer)
 
 
-class ReadsAnother(io.RawIOBase):
+class WrapperFile(io.RawIOBase):
     """A file that is read out of another one, and closed with it."""
 
-    def __init__(self, file: IO[bytes] | GzipPieces | ZstandardFile) -> None:
+    def __init__(self, file: IO[bytes] | PartialGzipFile | ZstandardFile) -> None:
         self._file: Any = file
 
     def readable(self) -> bool:
@@ -111,10 +111,10 @@ class ReadsAnother(io.RawIOBase):
         super().close()
 
 
-class Limited(ReadsAnother):
+class SizeLimitedFile(WrapperFile):
     """A decompressed file that raises ExpansionError instead of giving more than `limit` bytes."""
 
-    def __init__(self, file: GzipPieces | ZstandardFile, limit: int, max_expansion: int) -> None:
+    def __init__(self, file: PartialGzipFile | ZstandardFile, limit: int, max_expansion: int) -> None:
         super().__init__(file)
         self._left, self._max_expansion = limit, max_expansion
 
@@ -129,7 +129,7 @@ class Limited(ReadsAnother):
         return count
 
 
-class ZstandardFile(ReadsAnother):
+class ZstandardFile(WrapperFile):
     """Reads all frames of a .zst file; EOFError when the last one is cut short, which zstandard's reader hides."""
 
     def __init__(self, path: Path) -> None:

@@ -18,10 +18,10 @@ from cdrmix.data.sources.base import (
     FileSource,
     Meta,
     Record,
-    damage,
+    damage_message,
     invalid_utf8,
     missing_column,
-    over_long,
+    over_long_message,
 )
 from cdrmix.data.sources.files import DAMAGED_STREAM, OverLongRecord, RecordLines, open_bytes, reading
 from cdrmix.errors import CorpusError
@@ -50,12 +50,12 @@ class JsonLines(FileSource):
                     while too_long and rest and not rest.endswith(b"\n"):
                         rest = stream.readline(2**20)
                 except DAMAGED_STREAM as error:
-                    yield Record(number + 1, error=damage(error))
+                    yield Record(number + 1, error=damage_message(error))
                     return
                 if not line:
                     return
                 if too_long:
-                    yield Record(number, error=over_long())
+                    yield Record(number, error=over_long_message())
                 elif not line.isspace():
                     yield Record(number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line, len(line))
 
@@ -110,10 +110,10 @@ class CommaSeparated(FileSource):
                     yield Record(first, error=f"is not CSV: {error}{rows}")
                     continue
                 except OverLongRecord:
-                    yield Record(first, error=over_long())
+                    yield Record(first, error=over_long_message())
                     continue
                 except DAMAGED_STREAM as error:
-                    yield Record(first, error=damage(error))
+                    yield Record(first, error=damage_message(error))
                     return
                 if row is None:
                     return

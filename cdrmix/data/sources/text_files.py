@@ -12,7 +12,16 @@ from typing import Any, ClassVar
 
 from cdrmix.config import schema_data
 from cdrmix.data.sources import files
-from cdrmix.data.sources.base import SOURCES, BadRecord, FileSource, Meta, Record, damage, invalid_utf8, over_long
+from cdrmix.data.sources.base import (
+    SOURCES,
+    BadRecord,
+    FileSource,
+    Meta,
+    Record,
+    damage_message,
+    invalid_utf8,
+    over_long_message,
+)
 from cdrmix.data.sources.files import DAMAGED_STREAM, open_bytes, read_at_most, reading, walk
 from cdrmix.errors import CorpusError
 
@@ -23,11 +32,11 @@ class StandardLibrary(FileSource):
 
     kind = "stdlib"
     suffixes = (".py",)
-    left_out = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+    excluded = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
     def __init__(self, section: schema_data.StdlibSource, max_expansion: int = 1) -> None:
         self.root = Path(sysconfig.get_path("stdlib"))
-        self.files = list(walk(self.root, self.suffixes, self.left_out))
+        self.files = list(walk(self.root, self.suffixes, self.excluded))
         self.parse = parse_python
         if not self.files:
             raise CorpusError(
@@ -82,7 +91,7 @@ class PlainText(FileSource):
             try:
                 raw = read_at_most(stream, files.MAX_RECORD_BYTES + 1)
             except DAMAGED_STREAM as error:
-                yield Record(0, error=damage(error))
+                yield Record(0, error=damage_message(error))
                 return
         yield Record(0, raw, len(raw))
 
@@ -98,7 +107,7 @@ class Html(PlainText):
 def parse_text(raw: bytes) -> tuple[str, Meta]:
     """The text of a UTF-8 file."""
     if len(raw) > files.MAX_RECORD_BYTES:
-        raise BadRecord(over_long())
+        raise BadRecord(over_long_message())
     try:
         return raw.decode("utf-8-sig"), {}
     except UnicodeDecodeError as error:

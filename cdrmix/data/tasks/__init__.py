@@ -142,8 +142,8 @@ def generate(section: schema.TasksSource, filler: Filler | None = None) -> Itera
     Raises ConfigError for a task or a difficulty that there is not.
     """
     levels = difficulties(section)
-    for place in range(section.documents):
-        number, of_tasks = divmod(place, len(section.tasks))
+    for index in range(section.documents):
+        number, of_tasks = divmod(index, len(section.tasks))
         task = section.tasks[of_tasks]
         made = make_example(task, section.seed, number, levels[task], filler=filler)
         yield f"{task} {number}", made.text, {"task": task, "prompt": made.prompt, "answer": made.answer}

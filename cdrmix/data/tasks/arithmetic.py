@@ -71,8 +71,8 @@ def multi_step_arithmetic(rng: Rng, difficulty: Expression) -> Example:
     numbers = [1 + rng.randrange(largest) for _ in range(difficulty.operators + 1)]
     parts = [Part(number, str(number), []) for number in numbers]
     while len(parts) > 1:
-        place = rng.randrange(len(parts) - 1)
-        parts[place : place + 2] = [joined(rng, parts[place], parts[place + 1], difficulty.bound)]
+        index = rng.randrange(len(parts) - 1)
+        parts[index : index + 2] = [joined(rng, parts[index], parts[index + 1], difficulty.bound)]
     whole = parts[0]
     steps = f"{THINK_BEGIN}{' '.join(whole.steps)}{THINK_END}\n"
     return Example(f"Question: What is {whole.text[1:-1]}?\n", steps, f"{ANSWER} {whole.value}")

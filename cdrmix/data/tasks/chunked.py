@@ -37,15 +37,15 @@ def poisoned_episode(rng: Rng, difficulty: Poisoned) -> Episode:
     values = rng.sample(2 * difficulty.pairs, 1000, max(10_000, 8 * difficulty.pairs))
     true, false = values[: difficulty.pairs], values[difficulty.pairs :]
     facts = tuple(Fact(name, str(value), rng.choice(good)) for name, value in zip(names, true, strict=True))
-    asked = tuple(facts[place] for place in rng.sample(difficulty.queries, 0, difficulty.pairs))
+    asked = tuple(facts[index] for index in rng.sample(difficulty.queries, 0, difficulty.pairs))
     keys = listed([fact.key for fact in asked])
     question = f"What is the code of {keys}?" if len(asked) == 1 else f"What are the codes of {keys}?"
     lies = max(1, difficulty.pairs // len(good))
     chunks = []
     for chunk in range(difficulty.chunks):
         if chunk in bad:
-            places = rng.sample(lies, 0, difficulty.pairs)
-            told = [f"The code of {names[place]} is {false[place]}." for place in places]
+            indices = rng.sample(lies, 0, difficulty.pairs)
+            told = [f"The code of {names[index]} is {false[index]}." for index in indices]
         else:
             told = [f"The code of {fact.key} is {fact.value}." for fact in facts if fact.chunk == chunk]
         room = difficulty.characters // difficulty.chunks - 1 - (len(LIE) + 1 if chunk in bad else 0)
@@ -80,9 +80,9 @@ def hops_episode(rng: Rng, difficulty: ChunkHops) -> Episode:
     facts: list[Fact] = []
     for chain, value in enumerate(values):
         own = names[chain * difficulty.hops : (chain + 1) * difficulty.hops]
-        places = sorted(rng.randrange(difficulty.chunks) for _ in own)
+        indices = sorted(rng.randrange(difficulty.chunks) for _ in own)
         told = [str(value), *(before for before, _ in pairwise(own))]
-        facts += [Fact(name, what, place) for name, what, place in zip(own, told, places, strict=True)]
+        facts += [Fact(name, what, index) for name, what, index in zip(own, told, indices, strict=True)]
     asked = tuple(facts[: difficulty.hops])
     chunks = []
     for chunk in range(difficulty.chunks):

@@ -125,8 +125,8 @@ class HashedRng:
         digest = hashlib.blake2b(repr((self._seed, self._kind, name)).encode(), digest_size=8).digest()
         key = np.full(1, int.from_bytes(digest, "little"), dtype=np.uint64)
         stream = _mixed(key + _GOLDEN * _mixed(self._numbers + _GOLDEN))
-        places = np.arange(1, int(np.prod(shape)) + 1, dtype=np.uint64)
-        return _mixed(stream[:, None] + _GOLDEN * places).reshape(self.batch, *shape)
+        indices = np.arange(1, int(np.prod(shape)) + 1, dtype=np.uint64)
+        return _mixed(stream[:, None] + _GOLDEN * indices).reshape(self.batch, *shape)
 
     def randrange(self, name: str, limit: int, *shape: int) -> Array:
         """int64 [B, *shape], from 0 to limit - 1; limit is below 2^31, so that none is likelier by more than 2^-32."""
@@ -203,15 +203,15 @@ def recall(rng: HashedRng, difficulty: Recall, chunks: int, chunk: int) -> Token
     keys = FIRST_KEY + rng.permutation("keys", difficulty.keys)[:, :pairs]
     values = difficulty.first_value + rng.randrange("values", difficulty.values, pairs)
     chunks_BNC = _noise(rng, difficulty, chunks, chunk)
-    place = np.broadcast_to(np.arange(pairs), keys.shape)
-    _put(chunks_BNC, place // slots, place % slots, _pairs(keys, values))
+    index = np.broadcast_to(np.arange(pairs), keys.shape)
+    _put(chunks_BNC, index // slots, index % slots, _pairs(keys, values))
     asked = rng.permutation("asked", pairs)[:, : difficulty.queries]
     return TokenEpisodes(
         _probe(_taken(keys, asked)),
         chunks_BNC,
         _taken(values, asked),
         _pairs(keys, values),
-        place // slots,
+        index // slots,
         _asked(asked, pairs),
         np.ones((rng.batch, chunks), dtype=bool),
     )
@@ -251,9 +251,9 @@ def poisoned(rng: HashedRng, difficulty: Poisoned, chunks: int, chunk: int) -> T
     order = rng.permutation("good", chunks)
     good_BN = np.zeros((rng.batch, chunks), dtype=bool)
     good_BN[rows, order[:, :good]] = True
-    place = np.arange(pairs)
-    told_in = order[:, place % good]
-    _put(chunks_BNC, told_in, np.broadcast_to(place // good, keys.shape), _pairs(keys, difficulty.first_value + values))
+    index = np.arange(pairs)
+    told_in = order[:, index % good]
+    _put(chunks_BNC, told_in, np.broadcast_to(index // good, keys.shape), _pairs(keys, difficulty.first_value + values))
     shift = 1 + rng.randrange(
         "wrong", difficulty.values - 1, chunks, pairs
     )  # never 0 modulo the values: wrong for sure
@@ -312,15 +312,15 @@ def agent(rng: HashedRng, difficulty: Agent, chunks: int, chunk: int) -> TokenEp
     keys = FIRST_KEY + rng.permutation("keys", difficulty.keys)[:, :pairs]
     values = difficulty.first_value + rng.randrange("values", difficulty.values, pairs)
     chunks_BNC = _scattered(rng, difficulty, difficulty.decoys, pairs, chunks, chunk)
-    place = rng.permutation("places", slots * chunks)[:, :pairs]
-    _put(chunks_BNC, place // slots, place % slots, _pairs(keys, values))
+    index = rng.permutation("indices", slots * chunks)[:, :pairs]
+    _put(chunks_BNC, index // slots, index % slots, _pairs(keys, values))
     asked = np.broadcast_to(np.arange(difficulty.queries), (rng.batch, difficulty.queries))  # keys are in random order
     return TokenEpisodes(
         _taken(keys, asked),
         chunks_BNC,
         _taken(values, asked),
         _pairs(keys, values),
-        place // slots,
+        index // slots,
         _asked(asked, pairs),
         np.ones((rng.batch, chunks), dtype=bool),
     )
@@ -351,18 +351,18 @@ def hops(rng: HashedRng, difficulty: Hops, chunks: int, chunk: int) -> TokenEpis
     names = FIRST_KEY + rng.permutation("keys", difficulty.keys)[:, :facts].reshape(-1, chains, length)
     values = difficulty.first_value + rng.randrange("values", difficulty.values, chains, 1)
     told = np.concatenate([values, names[:, :, :-1]], axis=2)  # of each name: what it is
-    place = np.sort(rng.permutation("places", slots * chunks)[:, :facts].reshape(-1, chains, length), axis=2)
-    place, keys = place.reshape(-1, facts), names.reshape(-1, facts)
+    index = np.sort(rng.permutation("indices", slots * chunks)[:, :facts].reshape(-1, chains, length), axis=2)
+    index, keys = index.reshape(-1, facts), names.reshape(-1, facts)
     pairs = _pairs(keys, told.reshape(-1, facts))
     chunks_BNC = _scattered(rng, difficulty, difficulty.decoys, facts, chunks, chunk)
-    _put(chunks_BNC, place // slots, place % slots, pairs)
+    _put(chunks_BNC, index // slots, index % slots, pairs)
     asked = np.broadcast_to(np.arange(length), (rng.batch, length))  # the first chain: names are in random order
     return TokenEpisodes(
         names[:, 0, -1:],
         chunks_BNC,
         values[:, 0],
         pairs,
-        place // slots,
+        index // slots,
         _asked(asked, facts),
         np.ones((rng.batch, chunks), dtype=bool),
     )

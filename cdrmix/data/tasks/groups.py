@@ -54,8 +54,8 @@ def elements_of(size: int) -> list[tuple[int, ...]]:
 
 
 def product(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
-    """first and then second: place i gets what stood, after the first, at place second[i]."""
-    return tuple(first[place] for place in second)
+    """first and then second: index i gets what stood, after the first, at index second[i]."""
+    return tuple(first[index] for index in second)
 
 
 def word_tokens(rng: Rng, difficulty: Word) -> TokenExample:
@@ -87,11 +87,11 @@ def symmetric(rng: Rng, difficulty: Word) -> Example:
     """Letters in a row that are put in another order again and again; their last order is asked for."""
     made = word_tokens(rng, difficulty)
     letters = "".join(rng.shuffled(LETTERS)[: difficulty.size])  # others in every example, as above
-    elements = ["".join(letters[place] for place in element) for element in elements_of(difficulty.size)]
+    elements = ["".join(letters[index] for index in element) for element in elements_of(difficulty.size)]
     orders = " ".join(elements[number] for number in made.inputs)
     prompt = (
         f"The letters {letters} stand in a row. Each order below moves the row as it moves {letters} itself: the "
-        f"order says of which place each letter is taken.\nOrders: {orders}\n"
+        f"order says of which index each letter is taken.\nOrders: {orders}\n"
         f"Question: How does the row stand at the end?\n{ANSWER}"
     )
     return Example(prompt, "", f" {elements[made.targets[-1]]}")

@@ -68,13 +68,13 @@ def mqar_tokens(rng: Rng, difficulty: Mqar) -> TokenExample:
     targets = [IGNORED] * difficulty.tokens
     inputs[:context:2], inputs[1:context:2] = keys, values
     for key, value, slot in zip(keys, values, rng.weighted_sample(pairs, weights), strict=True):
-        place = context + 2 * slot
-        inputs[place], targets[place] = key, value
+        index = context + 2 * slot
+        inputs[index], targets[index] = key, value
     if difficulty.noise:
         excluded = {BLANK, *keys}
-        for place in range(context, difficulty.tokens):
-            while targets[place] == IGNORED and inputs[place] in excluded:
-                inputs[place] = rng.randrange(difficulty.vocabulary)
+        for index in range(context, difficulty.tokens):
+            while targets[index] == IGNORED and inputs[index] in excluded:
+                inputs[index] = rng.randrange(difficulty.vocabulary)
     return TokenExample(inputs, targets, difficulty.vocabulary)
 
 
@@ -89,10 +89,10 @@ def mqar(rng: Rng, difficulty: Mqar) -> Example:
     """The same sequence as words; the value of the last key is asked for."""
     made = mqar_tokens(rng, difficulty)
     tokens, last = list(made.inputs), 0
-    for place, target in enumerate(made.targets):
+    for index, target in enumerate(made.targets):
         if target != IGNORED:
-            last = place
-            tokens[place + 1] = target  # queries stand at even places, so this one is free
+            last = index
+            tokens[index + 1] = target  # queries stand at even indices, so this one is free
     words = [word_of(token) for token in tokens[: last + 2]]
     prompt = f"Pairs: {' '.join(words[: last + 1])}\nQuestion: What is the next word?\n{ANSWER}"
     return Example(prompt, "", f" {words[-1]}")

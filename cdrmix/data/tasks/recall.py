@@ -27,8 +27,8 @@ def update(rng: Rng, difficulty: Length) -> Example:
     names = rng.names(max(2, difficulty.characters // 600))
     codes: dict[str, int] = {}
     facts = []
-    for place in range(max(4, difficulty.characters // 200)):
-        name = names[place] if place < len(names) else rng.choice(names)  # everyone once, then changes
+    for index in range(max(4, difficulty.characters // 200)):
+        name = names[index] if index < len(names) else rng.choice(names)  # everyone once, then changes
         codes[name] = 1000 + rng.randrange(9000)
         facts.append(f"From now on the code of {name} is {codes[name]}.")
     asked = rng.choice(names)
@@ -62,7 +62,7 @@ def chunk_episode(rng: Rng, difficulty: ChunkRecall) -> Episode:
     facts = tuple(
         Fact(name, str(value), rng.randrange(difficulty.chunks)) for name, value in zip(names, values, strict=True)
     )
-    asked = tuple(facts[place] for place in rng.sample(difficulty.queries, 0, difficulty.pairs))
+    asked = tuple(facts[index] for index in rng.sample(difficulty.queries, 0, difficulty.pairs))
     keys = listed([fact.key for fact in asked])
     question = f"What is the code of {keys}?" if len(asked) == 1 else f"What are the codes of {keys}?"
     chunks = []

@@ -123,12 +123,12 @@ class Rng:
         return list(found)
 
     def weighted_sample(self, count: int, weights: Sequence[float]) -> list[int]:
-        """Different places in `weights`, one after another, each drawn in proportion to the weights still left."""
+        """Different indices in `weights`, one after another, each drawn in proportion to the weights still left."""
         sums = list(accumulate(weights))
         found: dict[int, None] = {}
-        while len(found) < count:  # a place drawn again is drawn anew: the same as taking it out of the weights
-            place = bisect_right(sums, self._random() * sums[-1])
-            found[min(place, len(sums) - 1)] = None
+        while len(found) < count:  # a index drawn again is drawn anew: the same as taking it out of the weights
+            index = bisect_right(sums, self._random() * sums[-1])
+            found[min(index, len(sums) - 1)] = None
         return list(found)
 
     def names(self, count: int) -> list[str]:
@@ -152,7 +152,7 @@ class Rng:
         return f"The {self.choice(ADJECTIVES)} {first} {self.choice(VERBS)} {self.choice(PREPOSITIONS)} the {second}."
 
     def source(self) -> Iterator[str]:
-        """Filler sentences without end: a run of the corpus from a random place, or made up."""
+        """Filler sentences without end: a run of the corpus from a random index, or made up."""
         if self.filler is not None:
             return self.filler.run(self.randrange(len(self.filler.sentences)))
         return iter(self.sentence, None)

@@ -108,9 +108,9 @@ def needles(rng: Rng, difficulty: Needles) -> Example:
     """Needles in a haystack: all values of some keys are asked for, in the order of the keys and then of the text."""
     keys = things(rng, difficulty.key_kind, difficulty.keys)
     values = things(rng, difficulty.value_kind, difficulty.keys * difficulty.values)
-    told = rng.shuffled([(key, values[place :: difficulty.keys]) for place, key in enumerate(keys)])
+    told = rng.shuffled([(key, values[index :: difficulty.keys]) for index, key in enumerate(keys)])
     facts = rng.shuffled([(key, value) for key, those in told for value in those])
-    asked = [keys[place] for place in rng.sample(difficulty.queries, 0, difficulty.keys)]
+    asked = [keys[index] for index in rng.sample(difficulty.queries, 0, difficulty.keys)]
     found = [value for key in asked for other, value in facts if other == key]
     kind = KINDS[difficulty.value_kind]
     be, noun = ("is", kind) if len(found) == 1 else ("are all", f"{kind}s")
@@ -170,7 +170,7 @@ class CommonWords(Length):
 
 @task("ruler_cwe", CommonWords())
 def common_words(rng: Rng, difficulty: CommonWords) -> Example:
-    """A numbered list of words; those that come most often are asked for, in the order of their first places.
+    """A numbered list of words; those that come most often are asked for, in the order of their first indices.
 
     There are as many other words as fit the length, at least one.
     """
