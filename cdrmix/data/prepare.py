@@ -80,7 +80,7 @@ def prepare(config: Config, *, say: Say = print) -> ShardSet:
     )  # the limit may have been lowered
     if prepared.key != key:
         raise ShardError(f"{folder} holds shards of the content key {prepared.key}, not {key}; delete it")
-    shutil.rmtree(folder.parent / f".{folder.name}.runner", ignore_errors=True)  # killed between its last two moves
+    shutil.rmtree(folder.parent / f".{folder.name}.work", ignore_errors=True)  # killed between its last two moves
     say(f"Reusing prepared text in {folder}: {summary(prepared.report)}")
     return prepared
 
@@ -145,7 +145,7 @@ def build(
     data = config.data
     started = time.monotonic()
     remove_stale_folders(folder.parent)
-    place = folder.parent / f".{folder.name}.runner"
+    place = folder.parent / f".{folder.name}.work"
     for name, source in sources.items():
         say(f"Preparing {source.describe()}" + (f" as {name}" if data.domains else ""))
     if place.exists():

@@ -180,7 +180,7 @@ def check_sums(report: dict[str, Any]) -> None:
         documents, size = documents - rule["documents"], size - (rule["bytes"] or 0)
         assert rule["left"] == {"documents": documents, "bytes": size}
         assert len(rule["samples"]) == min(rule["documents"], SAMPLES) or rule["name"] == "bad_records"
-        assert rule["says"]
+        assert rule["description"]
     assert {"documents": documents, "bytes": size} == report["kept"]
 
 
@@ -234,7 +234,7 @@ def test_a_preparation_s_report_adds_up(make_config: Any, tmp_path: Path) -> Non
         len(f"code {n} " * 40) for n in range(6)
     )
     assert rules["length"]["bounds"] == {"web": RULES["length"].bound, "code": 20}
-    assert RULES["length"].description in rules["length"]["says"]
+    assert RULES["length"].description in rules["length"]["description"]
     assert rules["length"]["samples"][0]["score"] == 5
     assert rules["length"]["samples"][0]["where"].endswith("a.jsonl:34")
     (near,) = rules["near_duplicate"]["samples"]
@@ -310,8 +310,8 @@ def test_texts_of_strangers_stay_texts(texts: list[str]) -> None:
     samples = [
         {"hash": "", "where": text, "score": None, "text": f"a{text}", "kept_instead": f"b{text}"} for text in texts
     ]
-    rule = {"says": texts[0], "bounds": {texts[0]: 1.0, "x": 2.0}, "documents": 1, "bytes": 1, "samples": samples}
-    rule |= {"share": 1.0, "byte_share": 1.0, "left": {"documents": 0, "bytes": 0}}
+    rule = {"description": texts[0], "bounds": {texts[0]: 1.0, "x": 2.0}, "documents": 1, "bytes": 1}
+    rule |= {"samples": samples, "share": 1.0, "byte_share": 1.0, "left": {"documents": 0, "bytes": 0}}
     amount = {"documents": 1, "bytes": 1, "tokens": 1, "rows": 1, "share": 1.0}
     content = {
         "records": 1,

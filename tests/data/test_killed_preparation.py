@@ -72,7 +72,7 @@ def test_fingerprint_after_kills(make_config: Any, tmp_path: Path, monkeypatch: 
             except subprocess.TimeoutExpired:
                 process.send_signal(signal.SIGKILL)
                 kills += 1
-                runner = list((tmp_path / f"killed{finished}").glob(".*.runner/*.json"))
+                runner = list((tmp_path / f"killed{finished}").glob(".*.work/*.json"))
                 stages |= {path.stem for path in runner}
         if process.returncode != -signal.SIGKILL:
             assert process.returncode == 0

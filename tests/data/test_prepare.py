@@ -123,7 +123,7 @@ def test_a_corpus_without_two_texts(make_config: Any, tmp_path: Path, texts: lis
     with pytest.raises(CorpusError, match=rf"{message}.*at least two different documents") as caught:
         prepare(make_config(write(tmp_path / "a.jsonl", texts)), say=quiet)
     assert caught.value.exit_code == 3
-    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir() and path.suffix != ".runner"]
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir() and path.suffix != ".work"]
 
 
 def test_bad_records_are_counted_reported_and_skipped(make_config: Any, texts: list[str], tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_a_full_disk(make_config: Any, corpus: dict[str, Any], tmp_path: Path, m
         with pytest.raises(DiskFullError, match=r"disk is full.*data\.cache") as caught:
             prepare(make_config(corpus), say=quiet)
     assert caught.value.exit_code == 6
-    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir() and path.suffix != ".runner"]
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir() and path.suffix != ".work"]
     prepare(make_config(corpus), say=quiet)
 
 
@@ -324,7 +324,7 @@ def test_another_machine_is_waited_for_while_it_gives_signs_of_life(
 def test_work_on_text_that_has_changed_is_removed_in_the_end(make_config: Any, corpus: dict[str, Any]) -> None:
     prepared = prepare(make_config(corpus), say=quiet).path
     for name, days in (("new", 6), ("old", 8), ("held", 8)):
-        runner = prepared.with_name(f".{name}.runner")
+        runner = prepared.with_name(f".{name}.work")
         runner.mkdir()
         (runner / "read.json").write_text("{}")
         for path in (runner / "read.json", runner):
@@ -333,7 +333,7 @@ def test_work_on_text_that_has_changed_is_removed_in_the_end(make_config: Any, c
     with prepared.with_name(".held.lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         prepare(make_config(corpus), say=quiet)
-    assert sorted(path.name for path in prepared.parent.glob("*.runner")) == [".held.runner", ".new.runner"]
+    assert sorted(path.name for path in prepared.parent.glob("*.work")) == [".held.runner", ".new.runner"]
 
 
 def test_fingerprints_are_joined_block_by_block(

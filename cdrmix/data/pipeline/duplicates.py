@@ -89,12 +89,12 @@ def remove_duplicates(
     documents = Documents([task.path for task in tasks], [result["rows"] for result in merged])
     filtered: list[Path] = []
     if section.url:
-        paths, results = limit_per_key(runner, documents, "address", 1, "duplicate_url", filtered)
+        paths, results = limit_per_key(runner, documents, "url_hash", 1, "duplicate_url", filtered)
         filtered += paths
         add(results)
     if section.documents_per_host is not None:
         paths, results = limit_per_key(
-            runner, documents, "host", section.documents_per_host, "documents_per_host", filtered
+            runner, documents, "host_hash", section.documents_per_host, "documents_per_host", filtered
         )
         filtered += paths
         add(results)

@@ -143,18 +143,21 @@ def _rules(rules: Sequence[Mapping[str, Any]], bad: Mapping[str, Any]) -> str:
             # The mark is within the folded part, which browsers open to go to it.
             parts.append(
                 f"<details><summary>{shown(rule['name'])} <span>{facts}</span></summary>"
-                f'<div id="rule-{number}">{_says(rule)}{samples}</div></details>'
+                f'<div id="rule-{number}">{_description(rule)}{samples}</div></details>'
             )
     if len(idle) == len(rules):
         parts.append("<p>Nothing: every document was kept.</p>")
     if idle:
-        words = "".join(f"<details><summary>{shown(rule['name'])}</summary>{_says(rule)}</details>" for rule in idle)
-        verb = "rule" if len(idle) == 1 else "rules"
-        parts.append(f"<details><summary><span>{len(idle)} {verb} filtered nothing</span></summary>{words}</details>")
+        entries = "".join(
+            f"<details><summary>{shown(rule['name'])}</summary>{_description(rule)}</details>" for rule in idle
+        )
+        noun = "rule" if len(idle) == 1 else "rules"
+        summary = f"{len(idle)} {noun} filtered nothing"
+        parts.append(f"<details><summary><span>{summary}</span></summary>{entries}</details>")
     return "".join(parts)
 
 
-def _says(rule: Mapping[str, Any]) -> str:
+def _description(rule: Mapping[str, Any]) -> str:
     bounds: dict[str, list[str]] = {}
     for domain, bound in rule["bounds"].items():
         bounds.setdefault("none" if bound is None else f"{bound:g}", []).append(domain)

@@ -7,7 +7,7 @@ report.json is one object. Amounts are {"documents", "bytes"}; bytes are of UTF-
     cleaned_bytes    by how much normalisation, the extraction from HTML and placeholders made the texts shorter
     kept             amount: what is in the shards
     rules            a list in the order in which the rules are applied, those that filtered nothing included; of each
-        name, says, documents, bytes (null: not known), share (of `records`), byte_share (of read bytes)
+        name, description, documents, bytes (null: not known), share (of `records`), byte_share (of read bytes)
         bounds       of a filter rule, by domain, the score where dropping begins; null: infinite
         left         amount that passed this rule and all before it
         samples      up to three: hash (of the content), where (it was read), score or null, text (its beginning),
@@ -179,7 +179,7 @@ def _duplicates(dedup: Dedup) -> dict[str, str]:
 
 
 def _rule(name: str, words: str, bounds: dict[str, float | None] | None = None) -> dict[str, Any]:
-    return {"name": name, "says": words, "bounds": bounds or {}}
+    return {"name": name, "description": words, "bounds": bounds or {}}
 
 
 def _sample(sample: Sample) -> dict[str, Any]:

@@ -235,7 +235,7 @@ def cluster(task: Cluster) -> dict[str, Any]:
     kept_instead = dict(zip(numbers[order].tolist(), survivor_of.tolist(), strict=True))
     samples = [_sample(task.documents, number, kept_instead[number]) for number in lost[:3].tolist()]
     if samples:
-        stats.filtered["near_duplicate"].show(samples)
+        stats.filtered["near_duplicate"].add_samples(samples)
     entries = np.zeros(len(lost), NUMBER)
     entries["number"] = lost
     write_run(task.path, entries)

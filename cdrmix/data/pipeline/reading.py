@@ -50,8 +50,8 @@ COLUMNS = pa.schema(
         "domain": pa.uint16(),
         "quality": pa.float64(),
         "priority": pa.int32(),
-        "address": pa.uint64(),  # hash of the canonical URL; 0: none
-        "host": pa.uint64(),  # hash of its registrable domain
+        "url_hash": pa.uint64(),  # hash of the canonical URL; 0: none
+        "host_hash": pa.uint64(),  # hash of its registrable domain
         "split_hash": pa.uint64(),  # decides whether the document is held out
         "language": pa.large_string(),
         "where": pa.large_string(),
@@ -216,19 +216,19 @@ def add_row(
     rows: dict[str, list[Any]], text: str, digest: bytes, where: str, meta: Meta, cleaning: Cleaning, language: str = ""
 ) -> None:
     """Append a document, with its content hash, to columns of the names of COLUMNS."""
-    address = host = 0
+    url_hash = host_hash = 0
     if cleaning.url_field and isinstance(url := meta.get(cleaning.url_field), str) and (url := canonical_url(url)):
-        address = hash64(url)
+        url_hash = hash64(url)
         if domain := registrable_domain(url):
-            host = hash64(domain)
+            host_hash = hash64(domain)
     for name, value in {
         "hash": digest,
         "text": text,
         "domain": cleaning.number,
         "quality": quality_of(meta.get(cleaning.quality_field)) if cleaning.quality_field else 0.0,
         "priority": cleaning.priority,
-        "address": address,
-        "host": host,
+        "url_hash": url_hash,
+        "host_hash": host_hash,
         "split_hash": split_hash(text),
         "language": language,
         "where": where,

@@ -1,4 +1,4 @@
-"""Counts of what the preparation kept and filtered, and why: added up over tasks in any order to the same result."""
+"""Counts of read, kept and filtered documents. The sum over tasks does not depend on the order of the tasks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-SAMPLES = 3  # of each rule: those with the smallest content hashes, so that they do not depend on the order of reading
+SAMPLES = 3  # of each rule: those with the smallest content hashes, which do not depend on the order of reading
 EXCERPT_CHARACTERS = 400
 BAD_SHOWN = 5
 
@@ -25,9 +25,9 @@ class Amount:
 
 @dataclass
 class Sample:
-    """A filtered document: its content hash (hexadecimal), where it was read, the rule's score, the text's beginning.
+    """A filtered document: content hash (hexadecimal), location of the record, score of the rule, start of the text.
 
-    like: the beginning of the text that was kept instead, for duplicates.
+    like: for a duplicate, the start of the text that was kept instead.
     """
 
     hash: str
@@ -39,19 +39,19 @@ class Sample:
 
 @dataclass
 class Filtered(Amount):
-    """What one rule filtered."""
+    """The documents that one rule filtered."""
 
     samples: list[Sample] = field(default_factory=list)
 
-    def show(self, samples: list[Sample]) -> None:
-        """Keep the SAMPLES with the smallest hashes of those here and those given."""
+    def add_samples(self, samples: list[Sample]) -> None:
+        """Keeps the SAMPLES with the smallest hashes."""
         distinct = {(sample.hash, sample.where): sample for sample in (*self.samples, *samples)}
         self.samples = [distinct[key] for key in sorted(distinct)[:SAMPLES]]
 
 
 @dataclass
 class PipelineStats:
-    """What went into a stage, what came out, and what each rule filtered, by rule."""
+    """Documents that a stage read and kept, and those that each rule filtered."""
 
     read: Amount = field(default_factory=Amount)
     kept: Amount = field(default_factory=Amount)
@@ -67,7 +67,7 @@ class PipelineStats:
         """Count a document that `rule` filtered."""
         filtered = self.filtered.setdefault(rule, Filtered())
         filtered.add(size)
-        filtered.show([sample])
+        filtered.add_samples([sample])
 
     def found(self, pii: Mapping[str, int]) -> None:
         """Add counts of personal data by kind."""
@@ -81,7 +81,7 @@ class PipelineStats:
         for rule, theirs in other.filtered.items():
             filtered = self.filtered.setdefault(rule, Filtered())
             filtered.add(theirs.bytes, theirs.documents)
-            filtered.show(theirs.samples)
+            filtered.add_samples(theirs.samples)
         for language, amount in other.languages.items():
             self.languages.setdefault(language, Amount()).add(amount.bytes, amount.documents)
         self.found(other.pii)
