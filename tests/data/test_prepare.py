@@ -333,7 +333,7 @@ def test_work_on_text_that_has_changed_is_removed_in_the_end(make_config: Any, c
     with prepared.with_name(".held.lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         prepare(make_config(corpus), say=quiet)
-    assert sorted(path.name for path in prepared.parent.glob("*.work")) == [".held.runner", ".new.runner"]
+    assert sorted(path.name for path in prepared.parent.glob("*.work")) == [".held.work", ".new.work"]
 
 
 def test_fingerprints_are_joined_block_by_block(

@@ -1,4 +1,4 @@
-"""From units to survivors: exact duplicates, addresses, near-duplicates; by stages of a preparation or by itself."""
+"""Deduplication: exact duplicates, duplicate URLs, near-duplicates; as stages of a preparation, or by itself."""
 
 from __future__ import annotations
 
@@ -30,42 +30,44 @@ from cdrmix.data.pipeline.storage import Array, key_ranges, read_table
 from cdrmix.data.pipeline.url_duplicates import filtered_rows, limit_per_key
 from cdrmix.data.sources.base import Document, utf8_size
 
-MEMORY_PER_TEXT_BYTE = 16  # of data.memory_mb, that the texts of one task take: tokens and Python objects take the rest
-OVERHEAD_BYTES = 1024  # of a document: its signature, band entries and columns
+MEMORY_PER_TEXT_BYTE = 16  # bytes of memory for a byte of text of a task, with its tokens and Python objects
+OVERHEAD_BYTES = 1024  # of a document: signature, band entries and columns
 
 
 class Fields(NamedTuple):
-    """The metadata fields that hold a document's address and its quality; None: there is none."""
+    """The metadata fields with the URL and the quality of a document. None: there is no such field."""
 
     url: str | None
     quality: str | None
 
 
 class Survivors:
-    """The merged documents less those that runs of numbers name."""
+    """The merged documents without those in the runs `filtered`."""
 
     def __init__(self, documents: Documents, filtered: tuple[Path, ...]) -> None:
         self.documents, self.filtered = documents, filtered
 
     def __len__(self) -> int:
-        """Partitions."""
+        """The number of partitions."""
         return len(self.documents.paths)
 
     def rows(self, partition: int) -> Array:
-        """int64 [n]: the rows of a partition that stay."""
+        """int64 [n]: the rows of a partition that are kept."""
         return np.flatnonzero(~filtered_rows(self.filtered, self.documents.span(partition)))
 
     def table(self, partition: int, columns: list[str]) -> pa.Table:
-        """Columns of the documents of a partition that stay."""
+        """Columns of the kept documents of a partition."""
         return read_table(self.documents.paths[partition]).select(columns).take(pa.array(self.rows(partition)))
 
 
 def remove_duplicates(
     runner: StageRunner, stats: PipelineStats, section: Dedup, task_bytes: int
 ) -> tuple[Survivors, dict[str, Any]]:
-    """The documents that stay of the units in `runner`, and what the near-duplicate stage found, for the report.
+    """Removes duplicates from the units of the first stage.
 
-    stats: what the units hold; what is filtered is added to it. task_bytes: of text, that one task works on.
+    stats: of the units; the filtered documents are added to it. task_bytes: bytes of text per task.
+
+    Returns the documents that are kept, and the results of the near-duplicate stage for the report.
     """
 
     def add(results: list[dict[str, Any]]) -> None:
@@ -116,12 +118,13 @@ def deduplicate(
     memory_mb: int = 256,
     folder: Path | None = None,
 ) -> Iterator[Document]:
-    """The documents that stay, in the order of their content hashes: exact, address and near-duplicates removed.
+    """The documents without exact duplicates, duplicate URLs and near-duplicates, in the order of their content hashes.
 
-    Streams through sorted files in a temporary folder below `folder`, of about twice the size of the texts, so that
-    memory is bounded by `memory_mb` for each of `workers` processes, and not by the corpus (near-duplicates take some
-    50 bytes each on top). Which documents stay depends on the documents alone, not on their order: of duplicates the
-    one of the highest quality (a number in the metadata field `quality_field`), then of the smallest content hash.
+    The function writes sorted files of about twice the size of the texts to a temporary folder in `folder`. So memory
+    is bounded by `memory_mb` for each of `workers` processes and not by the corpus; near-duplicates take about 50 bytes
+    each in addition. The result does not depend on the order of the documents. Of duplicates, the document with the
+    highest quality (a number in the metadata field `quality_field`) is kept, then the one with the smallest content
+    hash.
     """
     sources: list[str] = []
     with tempfile.TemporaryDirectory(dir=folder) as place, make_executor("local", workers) as engine:

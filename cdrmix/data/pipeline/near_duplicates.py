@@ -1,8 +1,8 @@
 """Near-duplicates in external memory: signatures, bands, candidate pairs, verification, clusters, survivors.
 
-Two documents are candidates when a band of their MinHash signatures is equal; a pair is verified by the estimated and
-then the exact Jaccard similarity of its shingles; what verified pairs join is a cluster, of which the document of the
-highest quality, then the highest priority, then the smallest content hash survives.
+Two documents are candidates if a band of their MinHash signatures is equal. A pair is verified first by the estimated
+and then by the exact Jaccard similarity of its shingles. Verified pairs are joined to clusters. Of each cluster, the
+document of the highest quality is kept, then of the highest priority, then of the smallest content hash.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from cdrmix.data.pipeline.storage import (
 from cdrmix.data.pipeline.url_duplicates import NUMBER, filtered_rows
 
 BAND = np.dtype([("hash", "<u8"), ("number", "<i8")])
-# By the greater number: in a crowded bucket the smaller ones are the same few, and would all meet in one range.
+# Sorted by the greater number: in a crowded bucket many pairs have the same smaller number, so one range would have
+# all.
 PAIR = np.dtype([("b", "<i8"), ("a", "<i8")])
 EMPTY = np.uint32(2**32 - 1)
 PAIR_BLOCK = 4096
@@ -49,7 +50,7 @@ MARGIN_DEVIATIONS = (
 
 @dataclass(frozen=True)
 class Sign:
-    """Signatures and band entries of a partition."""
+    """A task: signatures and band entries of a partition."""
 
     signatures: Path
     bands: Path
@@ -61,7 +62,8 @@ class Sign:
 
 @dataclass(frozen=True)
 class Match:
-    """Candidates of the band hashes low .. high - 1 whose estimated similarity is near the threshold or above."""
+    """A task: candidates of the band hashes low .. high - 1 whose estimated similarity is near the threshold or above.
+    """
 
     path: Path
     bands: tuple[Path, ...]
@@ -74,7 +76,7 @@ class Match:
 
 @dataclass(frozen=True)
 class Verify:
-    """The pairs whose second document is number low .. high - 1, if their exact similarity reaches the threshold."""
+    """A task: the pairs with the second document in low .. high - 1 whose exact similarity reaches the threshold."""
 
     path: Path
     pairs: tuple[Path, ...]
@@ -82,12 +84,12 @@ class Verify:
     high: int
     documents: Documents
     section: Dedup
-    memory: int  # bytes of texts held at a time
+    memory: int  # bytes of texts in memory at a time
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """All verified pairs to the numbers that do not survive."""
+    """A task: from all verified pairs to the numbers of the filtered documents."""
 
     path: Path
     edges: tuple[Path, ...]
@@ -97,9 +99,11 @@ class Cluster:
 def near_duplicates(
     runner: StageRunner, documents: Documents, filtered: list[Path], section: Dedup, memory: int
 ) -> tuple[list[Path], dict[str, Any], list[dict[str, Any]]]:
-    """The run of the numbers that are near-duplicates of a survivor; what was found, for the report; the stats.
+    """Finds near-duplicates.
 
-    filtered: runs of documents that do not count any more. memory: bytes that a task may take, about.
+    filtered: runs of documents that earlier stages have filtered. memory: approximate bytes that a task may use.
+
+    Returns the run of the filtered documents, the counts for the report, and the results with their statistics.
     """
     signatures, bands = runner.folder_of("signatures"), runner.folder_of("bands")
     signed = [
@@ -158,7 +162,7 @@ def near_duplicates(
 
 
 def sign(task: Sign) -> dict[str, Any]:
-    """Write the signatures, uint32 [rows, num_perm], and the run of band entries of a partition."""
+    """Writes the signatures, uint32 [rows, num_perm], and the run of band entries of a partition."""
     section = task.section
     texts = texts_of(read_table(task.table))
     signatures = dedup.minhash_signatures(
@@ -175,7 +179,7 @@ def sign(task: Sign) -> dict[str, Any]:
 
 
 def match(task: Match) -> dict[str, Any]:
-    """Write the run of pairs of a range of band hashes."""
+    """Writes the run of pairs of a range of band hashes."""
     section = task.section
     entries = read_range(task.bands, task.low, task.high)
     hashes, numbers = np.ascontiguousarray(entries["hash"]), np.ascontiguousarray(entries["number"])
@@ -193,11 +197,11 @@ def match(task: Match) -> dict[str, Any]:
 
 
 def verify(task: Verify) -> dict[str, Any]:
-    """Write the run of verified pairs of a range of documents."""
+    """Writes the run of verified pairs of a range of documents."""
     entries = read_range(task.pairs, task.low, task.high)
     pairs = np.unique(np.stack([entries["a"], entries["b"]], 1), axis=0)
     edges = np.concatenate([pairs[:0], *_similar(pairs, task)])
-    # What hangs together hangs on its smallest number: one edge a document instead of one a pair.
+    # Connect each document with the smallest number of its component: one edge per document instead of one per pair.
     numbers, local = np.unique(edges, return_inverse=True)
     smallest = numbers[dedup.clusters(local.reshape(-1, 2), len(numbers))]
     star = np.stack([smallest, numbers], 1)[smallest != numbers]
@@ -206,7 +210,7 @@ def verify(task: Verify) -> dict[str, Any]:
 
 
 def _similar(pairs: Array, task: Verify) -> Iterator[Array]:
-    """The pairs that are similar enough, looked at in pieces whose texts fit into memory."""
+    """The pairs that reach the threshold. They are compared in pieces whose texts fit into memory."""
     numbers, local = np.unique(pairs, return_inverse=True)
     if len(pairs) > 1 and task.documents.sizes(numbers).sum() > task.memory:
         middle = len(pairs) // 2
@@ -219,12 +223,12 @@ def _similar(pairs: Array, task: Verify) -> Iterator[Array]:
 
 
 def cluster(task: Cluster) -> dict[str, Any]:
-    """Write the run of the numbers that do not survive. Memory: some 100 bytes a document that has a verified pair."""
+    """Writes the run of filtered documents. Memory: about 100 bytes per document with a verified pair."""
     edges = np.concatenate([read_array(path) for path in task.edges])
     numbers, local = np.unique(np.stack([edges["a"], edges["b"]], 1), return_inverse=True)
     labels = dedup.clusters(local.reshape(-1, 2), len(numbers))
     table = task.documents.take(numbers, ["quality", "priority"])
-    # the best of each cluster first; numbers, which are in the order of content hashes, settle what is equal
+    # the best document of each cluster first; ties are decided by the numbers, which follow the content hashes
     order = np.lexsort([numbers, -column(table, "priority").astype(np.int64), -column(table, "quality"), labels])
     survives = np.concatenate([[True], labels[order][1:] != labels[order][:-1]]) if len(order) else np.zeros(0, bool)
     survivor_of = np.repeat(numbers[order[survives]], np.bincount(np.cumsum(survives))[1:])  # in the order of `order`
@@ -246,7 +250,7 @@ def cluster(task: Cluster) -> dict[str, Any]:
 def _sample(documents: Documents, lost: int, kept: int) -> Sample:
     (row,) = documents.take(np.array([lost]), ["hash", "where", "text"]).to_pylist()
     (like,) = documents.take(np.array([kept]), ["text"]).to_pylist()
-    # from a little before the first difference on
+    # the excerpts start a little before the first difference
     pairs = enumerate(zip(row["text"], like["text"], strict=False))
     difference = next((place for place, (one, other) in pairs if one != other), 0)
     start = max(difference - EXCERPT_CHARACTERS // 4, 0)
@@ -255,7 +259,7 @@ def _sample(documents: Documents, lost: int, kept: int) -> Sample:
 
 
 def _gather(signatures: list[Array], offsets: Array, numbers: Array) -> Array:
-    """The signatures of the documents with these numbers, in any order."""
+    """The signatures of the documents with these numbers. The numbers may be in any order."""
     owners = np.searchsorted(offsets, numbers, side="right") - 1
     out = np.empty((len(numbers), signatures[0].shape[1]), np.uint32)
     for owner in np.unique(owners):

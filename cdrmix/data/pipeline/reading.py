@@ -1,7 +1,7 @@
-"""The first stage: records of the sources to clean texts, each with a hash of its content.
+"""The first stage: from the records of the sources to clean texts with content hashes.
 
-A source's part is cut into units of about `unit_bytes`. Each unit is parsed, cleaned and judged by one task, which
-leaves one Arrow file sorted by content hash; from there on the order of the corpus no longer matters.
+A part of a source is cut into units of about `unit_bytes`. One task parses, cleans and filters each unit, and writes
+one Arrow file sorted by content hash. The following stages do not depend on the order of the corpus.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from cdrmix.data.sources.base import (
 )
 
 UNIT_RECORDS = 50_000
-META_CHARACTERS = 4096  # of one field of metadata: longer ones, such as the page that a text is from, are left out
-HELD_OUT_KEY = b"cdrmix held-out split 1"  # fixed: a text is on the same side in every corpus
+META_CHARACTERS = 4096  # of one metadata field; longer fields, such as the page of a text, are left out
+HELD_OUT_KEY = b"cdrmix held-out split 1"  # fixed, so that a text is in the same split in every corpus
 
 COLUMNS = pa.schema(
     {
-        "hash": pa.binary(16),  # of the text, white space apart
+        "hash": pa.binary(16),  # of the text, with white space normalised
         "text": pa.large_string(),
         "domain": pa.uint16(),
         "quality": pa.float64(),
         "priority": pa.int32(),
         "url_hash": pa.uint64(),  # hash of the canonical URL; 0: none
         "host_hash": pa.uint64(),  # hash of its registrable domain
-        "split_hash": pa.uint64(),  # decides whether the document is held out
+        "split_hash": pa.uint64(),  # determines whether the document is held out
         "language": pa.large_string(),
         "where": pa.large_string(),
         "meta": pa.large_string(),  # JSON
@@ -62,7 +62,7 @@ COLUMNS = pa.schema(
 
 @dataclass(frozen=True)
 class Cleaning:
-    """What is done to the documents of one domain."""
+    """How the documents of one domain are cleaned and filtered."""
 
     number: int  # of the domain
     priority: int
@@ -75,7 +75,7 @@ class Cleaning:
 
 @dataclass(frozen=True)
 class Part:
-    """Some parts of a domain's source, read one after the other; `name` sorts and tells them from all others."""
+    """Some parts of the source of a domain, read one after the other. name: unique and sortable."""
 
     name: str
     parts: tuple[str, ...]
@@ -85,23 +85,23 @@ class Part:
     unit_bytes: int
 
     def unit(self, number: int) -> Path:
-        """Where unit `number` of the part is left."""
+        """The file of unit `number` of the part."""
         return self.folder / f"{self.name}-{number:06d}.arrow"
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Records of a part, to be read into `path`."""
+    """A task: records of a part, to be written to `path`."""
 
     path: Path
     parse: Callable[[Any], tuple[str, Meta]]
     cleaning: Cleaning
     records: list[tuple[str, Record]]  # with the part of each
-    checkpoint: Any  # of the source, behind the last record
+    checkpoint: Any  # of the source, after the last record
 
 
 def grouped(source: Source, unit_bytes: int) -> Iterator[tuple[str, ...]]:
-    """A source's parts in order, small ones together: thousands of short files are a few units, not as many."""
+    """The parts of a source in order, small ones grouped, so that thousands of short files become a few units."""
     group: list[str] = []
     total = 0
     for part in source.parts():
@@ -116,7 +116,7 @@ def grouped(source: Source, unit_bytes: int) -> Iterator[tuple[str, ...]]:
 
 
 class Quota:
-    """How many records of a domain may still be read; None: any number."""
+    """The number of records of a domain that may still be read. None: no limit."""
 
     def __init__(self, left: int | None) -> None:
         self.left = left
@@ -127,10 +127,10 @@ class Quota:
 
 
 def units(part: Part, quota: Quota | None = None) -> Iterator[Unit]:
-    """The units of a part that are not there yet."""
+    """The units of a part that are not finished yet."""
     quota = quota or Quota(None)
     number, checkpoint = 0, None
-    # A source that can start in the middle does so, behind the units that are there.
+    # A source with checkpoints continues after the finished units.
     while (path := part.unit(number)).exists() and (found := read_report(path))["checkpoint"] is not None:
         quota.take(found["records"])
         number, checkpoint = number + 1, found["checkpoint"]
@@ -155,7 +155,7 @@ def _unit(part: Part, number: int, records: list[tuple[str, Record]]) -> Iterato
 
 
 def read_unit(unit: Unit) -> PipelineStats:
-    """Parse, clean and judge the records; write what is kept, and the scores of all beside it."""
+    """Parses, cleans and filters the records. Writes the kept documents, and the scores of all documents."""
     started = time.process_time()
     stats = PipelineStats()
     documents = list(_parsed(unit, stats))
@@ -194,7 +194,7 @@ def read_unit(unit: Unit) -> PipelineStats:
 
 
 def _parsed(unit: Unit, stats: PipelineStats) -> Iterator[tuple[str, str, Meta]]:
-    """(where, normalised text, metadata) of every record with text; the others are counted."""
+    """(location, normalised text, metadata) of each record with text. Other records are counted."""
     for part, record in unit.records:
         where = record_location(part, record.number)
         try:
@@ -215,7 +215,7 @@ def _parsed(unit: Unit, stats: PipelineStats) -> Iterator[tuple[str, str, Meta]]
 def add_row(
     rows: dict[str, list[Any]], text: str, digest: bytes, where: str, meta: Meta, cleaning: Cleaning, language: str = ""
 ) -> None:
-    """Append a document, with its content hash, to columns of the names of COLUMNS."""
+    """Appends a document with its content hash to the columns of COLUMNS."""
     url_hash = host_hash = 0
     if cleaning.url_field and isinstance(url := meta.get(cleaning.url_field), str) and (url := canonical_url(url)):
         url_hash = hash64(url)
@@ -238,25 +238,25 @@ def add_row(
 
 
 def metadata_bytes(rows: dict[str, list[Any]]) -> int:
-    """What the columns of `rows` hold beside the texts, about."""
+    """The approximate size of the columns of `rows` without the texts."""
     return sum(map(len, rows["meta"])) + sum(map(len, rows["where"]))
 
 
 def write_rows(path: Path, rows: dict[str, list[Any]], report: dict[str, Any]) -> None:
-    """A unit: columns of the names of COLUMNS, written in the order of the content hashes."""
+    """Writes a unit: the columns of COLUMNS, in the order of the content hashes."""
     order = sorted(range(len(rows["hash"])), key=lambda row: (rows["hash"][row], rows["where"][row]))
     write_table(path, pa.table(rows, schema=COLUMNS).take(pa.array(order, pa.int64())), report)
 
 
 def quality_of(value: Any) -> float:
-    """A number of the metadata as a quality; 0 for what is none."""
+    """A metadata value as a quality; 0 if it is not a number."""
     if not isinstance(value, int | float) or value != value:  # NaN
         return 0.0
     return max(min(value, sys.float_info.max), -sys.float_info.max) + 0.0
 
 
 def stored_metadata(meta: Meta, pii: tuple[str, ...]) -> str:
-    """The fields of metadata that are not too long, as JSON, personal data replaced as in the text."""
+    """The metadata fields that are not too long, as JSON. Personal data are replaced as in the text."""
     kept = {}
     for name, value in meta.items():
         if isinstance(value, str):
@@ -269,17 +269,17 @@ def stored_metadata(meta: Meta, pii: tuple[str, ...]) -> str:
 
 
 def content_hash(text: str) -> bytes:
-    """16 bytes of BLAKE2b of the text with every run of white space as one space, none at its ends."""
+    """16 bytes of BLAKE2b of the text, with every run of white space as one space and none at the ends."""
     return blake2b(_text.squeezed(text), digest_size=16).digest()
 
 
 def hash64(text: str) -> int:
-    """A number of 64 bits, not 0, that depends on the text only."""
+    """A 64-bit hash of the text that is not 0."""
     return int.from_bytes(blake2b(text.encode("utf-8"), digest_size=8).digest(), "big") or 1
 
 
 def split_hash(text: str) -> int:
-    """A number of 64 bits that depends on the text only; below a threshold the document is held out."""
+    """A 64-bit hash of the text. Documents below a threshold are held out."""
     return int.from_bytes(blake2b(text.encode("utf-8"), key=HELD_OUT_KEY, digest_size=8).digest(), "big")
 
 
@@ -289,7 +289,9 @@ def _chain(section: str) -> FilterChain:
 
 
 def _write_scores(path: Path, documents: list[Any], hashes: list[bytes], names: list[str], judgement: Any) -> None:
-    """The scores of all documents, kept or not, so that bounds can be chosen without reading the text again."""
+    """Writes the scores of all documents, kept or filtered, so that bounds can be chosen without reading the text
+    again.
+    """
     failed = [names[index] if index >= 0 else None for index in judgement.first_failed]
     columns = {
         "hash": pa.array(hashes, pa.binary(16)),
