@@ -184,7 +184,7 @@ def stratum_weights(
         if abs(found - share) > TOLERANCE:
             raise ConfigError(
                 f"{name}.lengths[{group}]: a share of {share:.1%} is impossible with these weights of the domains, "
-                f"whose texts have other lengths; the nearest share is {found:.1%}. Change the stage's lengths or domains"
+                f"whose texts have other lengths; the nearest share is {found:.1%}. Change lengths or domains"
             )
     return weights
 

@@ -1,9 +1,9 @@
-"""What `cdrmix data inspect` prints: the figures of a folder of shards, and rows decoded, document by document.
+"""The output of `cdrmix data inspect`: statistics of a folder of shards, and decoded rows, document by document.
 
-Every line of text stands behind a gutter, so that no text can pass for a line of ours; what would steer the terminal
-is spelled out (see escaping.py). The gutter holds the loss weight where it is not 1, and then
-    |   a line of the text
-    :   the line above goes on: its weight changed, or a special token stood there
+Every line of text has a prefix, so that no text can imitate a line of the tool. Control characters are escaped (see
+escaping.py). The prefix has the loss weight if it is not 1, and then
+    |   a new line of the text
+    :   continuation of the line above, after a change of the weight or a special token
     >   a special token
 """
 
@@ -21,39 +21,39 @@ from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import ConfigError, ShardError
 from cdrmix.registry import nearest
 
-GUTTER = 6  # characters, for a weight
+PREFIX_WIDTH = 6  # characters of a weight
 BOUNDARY, ROW, SOFT, SPECIAL, PLAIN = "\x1b[1;36m", "\x1b[1;7m", "\x1b[2m", "\x1b[35m", "\x1b[0m"
 
 
 class LineFormatter:
-    """Lines for a person. coloured: with escape sequences, for a terminal."""
+    """Formats lines. coloured: with escape sequences, for a terminal."""
 
     def __init__(self, *, coloured: bool) -> None:
         self.coloured = coloured
 
-    def line(self, style: str, words: str) -> str:
-        """A line of ours; what in it comes from the shards is made visible."""
-        words = escape_unprintable(words).replace("\n", "<U+000A>").replace("\t", "<U+0009>")
-        return f"{style}{words}{PLAIN}" if self.coloured and style else words
+    def line(self, style: str, text: str) -> str:
+        """A line of the tool. Text of the shards in it is escaped."""
+        text = escape_unprintable(text).replace("\n", "<U+000A>").replace("\t", "<U+0009>")
+        return f"{style}{text}{PLAIN}" if self.coloured and style else text
 
     def text(self, mark: str, sign: str, text: str, style: str = "") -> str:
-        """A line of the text behind its gutter."""
-        gutter = f"{mark:>{GUTTER}} {sign} "
+        """A line of the text with its prefix."""
+        prefix = f"{mark:>{PREFIX_WIDTH}} {sign} "
         if not self.coloured:
-            return gutter + escape_unprintable(text)
+            return prefix + escape_unprintable(text)
         shown = escape_unprintable(text, lambda name: f"{PLAIN}{SPECIAL}<{name}>{PLAIN}{style}")
-        return f"{SOFT}{gutter}{PLAIN}{style}{shown}{PLAIN if style else ''}"
+        return f"{SOFT}{prefix}{PLAIN}{style}{shown}{PLAIN if style else ''}"
 
 
 def inspect(
     folder: Path, *, split: str, row: int | None, rows: int, domain: str | None, coloured: bool
 ) -> Iterator[str]:
-    """Lines: the figures of the shards in `folder`, then `rows` rows of a split (fewer at its end) from `row` on.
+    """Yields lines: statistics of the shards in `folder`, then `rows` rows of a split from `row` on (fewer at its end).
 
-    row: None for the first one. domain: only rows of that domain; None for all. The sizes of all files are compared
-    with the index, their hashes are not: that would read the whole corpus.
+    row: None: the first row. domain: only rows of this domain; None: all. The sizes of all files are verified, but not
+    their hashes, because that would read the whole corpus.
 
-    Raises ShardError (no shards there, damaged ones), ConfigError (no such row, no such domain).
+    Raises ShardError (no shards, damaged shards), ConfigError (no such row, no such domain).
     """
     shards = _open(folder)
     tokenizer = shards.tokenizer
@@ -67,19 +67,20 @@ def inspect(
             yield from _row(chosen, tokenizer, number, formatter)
         except (IndexError, ValueError) as error:
             raise ShardError(
-                f"{folder} is corrupt at row {number} of {split}: {error}. Delete the folder; it is then prepared anew."
+                f"{folder} is corrupt at row {number} of {split}: {error}. Delete the folder; it is then prepared "
+                "again."
             ) from error
 
 
 def _open(folder: Path) -> ShardSet:
     inside = sorted(path.parent for path in folder.glob("*/index.json"))
     if inside and not (folder / "index.json").exists():
-        raise ShardError(f"{folder} holds no shards itself, but {', '.join(map(str, inside))}; name one of these")
+        raise ShardError(f"{folder} has no shards itself, but {', '.join(map(str, inside))}; name one of these")
     return open_shards(folder, verify=False)
 
 
 def _numbers(split: Split, row: int | None, domain: str | None) -> Iterator[int]:
-    """The rows asked for, from the first one on."""
+    """The numbers of the selected rows."""
     strata = [stratum for stratum in split.strata if stratum.rows and domain in (None, stratum.domain)]
     if not strata:
         known = list(dict.fromkeys(stratum.domain for stratum in split.strata if stratum.rows))
@@ -101,7 +102,7 @@ def _numbers(split: Split, row: int | None, domain: str | None) -> Iterator[int]
 
 
 def _joined(strata: Sequence[Stratum]) -> list[Stratum]:
-    """Neighbouring strata as one."""
+    """Adjacent strata joined to one."""
     joined: list[Stratum] = []
     for stratum in strata:
         if joined and joined[-1].first_row + joined[-1].rows == stratum.first_row:
@@ -184,7 +185,7 @@ def _end(piece: Piece) -> str:
 def _segment(
     split: Split, tokenizer: TextTokenizer, start: int, length: int, formatter: LineFormatter
 ) -> Iterator[str]:
-    """The targets of a segment, line by line, cut where the loss weight changes and around special tokens."""
+    """The targets of a segment, line by line, cut at changes of the loss weight and at special tokens."""
     sizes = split.token_byte_lengths()
     ids = split.read(start + 1, start + 1 + length).tolist()
     weights = np.ones(length, np.float32)

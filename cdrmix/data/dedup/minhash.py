@@ -1,9 +1,9 @@
 r"""Near-duplicate texts: MinHash signatures, candidates by bands, exact similarity, clusters; SimHash fingerprints.
 
-The words of a text are `re.findall(r"\w+", text.lower())`, of Unicode 14 whatever Python runs; a shingle is `ngram` of
-them in a row, or all of a text that has fewer. The similarity of two texts is the Jaccard similarity of their sets of
-shingles, |A and B| / |A or B|. The work is done in csrc/; results depend neither on the number of threads nor on the
-processor's instruction set nor on the order of texts.
+The words of a text are `re.findall(r"\w+", text.lower())` of Unicode 14, independent of the Python version. A shingle
+is `ngram` consecutive words, or the whole text if it has fewer. The similarity of two texts is the Jaccard similarity
+of their sets of shingles, |A and B| / |A or B|. The code is in csrc/. The results do not depend on the number of
+threads, the instruction set of the processor or the order of the texts.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer  # collections.abc has it from Python 3.12 on
 
 
-BLOCK = 2**22  # fingerprints of one side that are in memory and joined at a time: 32 MiB, the join some times that
+BLOCK = 2**22  # fingerprints of one split that are joined at a time: 32 MiB; the join takes a multiple of that
 EMPTY = 2**32 - 1  # every value of the signature of a text without words
 NO_BUCKET = 2**64 - 1  # every band hash of a text without words: it is in no bucket
 MAX_PERMUTATIONS = 2**16
-MAX_SHINGLE_WORDS = 2**16  # of a shingle
-NEIGHBOURS = 8  # in a bucket of more than `limit` ids, those that an id is paired with besides the `limit` least ones
+MAX_SHINGLE_WORDS = 2**16
+NEIGHBOURS = 8  # ids before an id that it is paired with in a bucket of more than `limit` ids
 
 
 class PackedTexts(NamedTuple):

@@ -1,4 +1,4 @@
-"""Sources whose files are one document each: the Python standard library, plain text, HTML."""
+"""Sources with one document per file: the Python standard library, plain text, HTML."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from cdrmix.errors import CorpusError
 
 @SOURCES("stdlib")
 class StandardLibrary(FileSource):
-    """The .py files of the running Python's standard library, without its tests and installed packages."""
+    """The .py files of the standard library of this Python, without its tests and installed packages."""
 
     kind = "stdlib"
     suffixes = (".py",)
@@ -40,8 +40,8 @@ class StandardLibrary(FileSource):
         self.parse = parse_python
         if not self.files:
             raise CorpusError(
-                f"data.source.kind=stdlib: no .py files under {self.root}; this Python comes without its library's "
-                "source. Name other text, as in data.source={kind: text, paths: [folder]}"
+                f"data.source.kind=stdlib: no .py files under {self.root}; this Python has no library "
+                "source. Configure another source, for example data.source={kind: text, paths: [folder]}"
             )
 
     def identity(self) -> list[Any]:
@@ -67,7 +67,7 @@ class StandardLibrary(FileSource):
 
 
 def parse_python(raw: bytes) -> tuple[str, Meta]:
-    """A Python file's text in the encoding that it declares for itself (PEP 263); line ends stay as they are."""
+    """The text of a Python file in the encoding that it declares (PEP 263). Line ends are not changed."""
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
         return raw.decode(encoding), {}
@@ -77,7 +77,7 @@ def parse_python(raw: bytes) -> tuple[str, Meta]:
 
 @SOURCES("text")
 class PlainText(FileSource):
-    """UTF-8 files, each one document; a folder gives all its files that are not hidden."""
+    """UTF-8 files, one document each. All files of a folder that are not hidden are read."""
 
     kind = "text"
     suffixes: ClassVar[tuple[str, ...]] = ()
@@ -98,7 +98,7 @@ class PlainText(FileSource):
 
 @SOURCES("html")
 class Html(PlainText):
-    """HTML files in UTF-8; a folder gives those whose name ends as such files' names do."""
+    """HTML files in UTF-8, one document each. The files of a folder with a suffix of HTML files are read."""
 
     kind = "html"
     suffixes = (".html", ".htm", ".xhtml", ".html.gz", ".htm.gz", ".html.zst", ".htm.zst")
