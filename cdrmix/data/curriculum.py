@@ -219,7 +219,7 @@ def interleave(slots: Array, key: int) -> tuple[Array, Array]:
 
 
 def period_slots(weights: Sequence[float]) -> list[int]:
-    """The slots of the period for shares with the sum 1: largest remainders, and at least one slot for a share above 0."""
+    """The slots of the period for shares with the sum 1: largest remainders, at least 1 for a share above 0."""
     slots = [max(int(weight * PERIOD), 1 if weight > 0 else 0) for weight in weights]
     while (missing := PERIOD - sum(slots)) != 0:
         step = 1 if missing > 0 else -1

@@ -84,7 +84,7 @@ class TrainLoader:
 
 
 def train_loader(config: Config, split: Split, rank: int = 0, world_size: int = 1) -> TrainLoader:
-    """The training batches of a configuration, in the order of its curriculum. ConfigError as Mixture and TrainLoader."""
+    """The training batches of a configuration, in the order of its curriculum. Raises as Mixture, TrainLoader."""
     return TrainLoader(
         split,
         row_length=config.data.row_length,

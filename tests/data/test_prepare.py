@@ -25,7 +25,7 @@ from cdrmix.data.pipeline import filter_report
 from cdrmix.data.pipeline.reading import split_hash
 from cdrmix.data.prepare import prepare
 from cdrmix.data.shards import ShardSet
-from cdrmix.data.sources import JsonLines
+from cdrmix.data.sources.tables import JsonLines
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import ConfigError, CorpusError, DiskFullError, ShardError, VocabularyError
 

@@ -62,7 +62,7 @@ class Sign:
 
 @dataclass(frozen=True)
 class Match:
-    """A task: candidates of the band hashes low .. high - 1 whose estimated similarity is near the threshold or above."""
+    """A task: candidates of the band hashes low .. high - 1 with an estimated similarity near the threshold or above."""
 
     path: Path
     bands: tuple[Path, ...]

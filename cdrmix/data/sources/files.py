@@ -130,7 +130,7 @@ class SizeLimitedFile(WrapperFile):
 
 
 class ZstandardFile(WrapperFile):
-    """Reads all frames of a .zst file. A truncated last frame raises EOFError, which the reader of zstandard does not."""
+    """Reads all frames of a .zst file. A truncated last frame raises EOFError, unlike in zstandard."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path.open("rb"))
