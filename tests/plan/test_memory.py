@@ -169,7 +169,7 @@ def test_narrower_precision_and_shorter_rows_are_proposed_where_nothing_else_suf
 
 
 def test_where_nothing_suffices_it_is_said() -> None:
-    with pytest.raises(ConfigError, match=r"No number of rows, .* or rows of down to 256 tokens suffices"):
+    with pytest.raises(ConfigError, match=r"No number of rows, .* or rows of down to 256 tokens is sufficient"):
         check_memory(config_of("core-tiny", "train.batch_rows=1", "train.micro_batch_rows=1"), card(10**7), 1)
 
 

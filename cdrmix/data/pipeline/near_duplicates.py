@@ -62,7 +62,7 @@ class Sign:
 
 @dataclass(frozen=True)
 class Match:
-    """A task: candidates of the band hashes low .. high - 1 with an estimated similarity near the threshold or above."""
+    """A task: candidates of the band hashes low .. high - 1 with an estimated similarity near or above the threshold."""
 
     path: Path
     bands: tuple[Path, ...]

@@ -6,7 +6,7 @@ sentences of it that have a person or thing of the story are passed over. As the
 things, so that chance is the same; the words are others.
 
 People move, take things, put them down, give them to others in the same room. Where people and things are at first, a
-reader is not told: a index is known from a person's first move on, and only what is known is asked for. Questions that
+reader is not told: a location is known from a person's first move on, and only what is known is asked for. Questions that
 two answers would fit are not asked.
 """
 
@@ -52,15 +52,15 @@ class World:
 
     def __init__(self, rng: Rng) -> None:
         self.rng = rng
-        self.indices = {name: rng.choice(ROOMS) for name in (*PEOPLE, *THINGS)}
+        self.locations = {name: rng.choice(ROOMS) for name in (*PEOPLE, *THINGS)}
         self.holders: dict[str, str] = {}
-        self.seen: set[str] = set()  # people who have moved: their indices are known
+        self.seen: set[str] = set()  # people who have moved: their locations are known
         self.trails: dict[str, list[tuple[str, bool]]] = {thing: [] for thing in THINGS}  # rooms since first taken
         self.gifts: list[Gift] = []
 
     def note(self, thing: str, known: bool) -> None:
         """Adds a thing's room to its trail, where it is another one; `known`: a reader knows it."""
-        trail, room = self.trails[thing], self.indices[thing]
+        trail, room = self.trails[thing], self.locations[thing]
         if trail and trail[-1][0] == room:
             trail[-1] = (room, known or trail[-1][1])
         else:
@@ -69,19 +69,21 @@ class World:
     def move(self) -> str:
         """Somebody goes to another room, with what they hold."""
         person = self.rng.choice(PEOPLE)
-        room = self.rng.choice([room for room in ROOMS if room != self.indices[person]])
-        self.indices[person] = room
+        room = self.rng.choice([room for room in ROOMS if room != self.locations[person]])
+        self.locations[person] = room
         self.seen.add(person)
         for thing, holder in self.holders.items():
             if holder == person:
-                self.indices[thing] = room
+                self.locations[thing] = room
                 self.note(thing, known=True)
         return f"{person} {self.rng.choice(MOVE)} the {room}."
 
     def take(self) -> str | None:
         """Somebody takes a thing that lies in their room; None where nobody can."""
         free = [thing for thing in THINGS if thing not in self.holders]
-        able = [(person, thing) for person in PEOPLE for thing in free if self.indices[person] == self.indices[thing]]
+        able = [
+            (person, thing) for person in PEOPLE for thing in free if self.locations[person] == self.locations[thing]
+        ]
         if not able:
             return None
         person, thing = self.rng.choice(able)
@@ -102,7 +104,7 @@ class World:
             Gift(giver, thing, person)
             for thing, giver in self.holders.items()
             for person in PEOPLE
-            if person != giver and self.indices[person] == self.indices[giver]
+            if person != giver and self.locations[person] == self.locations[giver]
         ]
         if not able:
             return None
@@ -118,7 +120,7 @@ Question = tuple[str, str]  # and its answer
 
 def person_questions(world: World) -> list[Question]:
     """Where somebody is."""
-    return [(f"Where is {person}?", world.indices[person]) for person in PEOPLE if person in world.seen]
+    return [(f"Where is {person}?", world.locations[person]) for person in PEOPLE if person in world.seen]
 
 
 def thing_questions(world: World) -> list[Question]:

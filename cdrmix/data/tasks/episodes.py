@@ -312,7 +312,7 @@ def agent(rng: HashedRng, difficulty: Agent, chunks: int, chunk: int) -> TokenEp
     keys = FIRST_KEY + rng.permutation("keys", difficulty.keys)[:, :pairs]
     values = difficulty.first_value + rng.randrange("values", difficulty.values, pairs)
     chunks_BNC = _scattered(rng, difficulty, difficulty.decoys, pairs, chunks, chunk)
-    index = rng.permutation("indices", slots * chunks)[:, :pairs]
+    index = rng.permutation("places", slots * chunks)[:, :pairs]
     _put(chunks_BNC, index // slots, index % slots, _pairs(keys, values))
     asked = np.broadcast_to(np.arange(difficulty.queries), (rng.batch, difficulty.queries))  # keys are in random order
     return TokenEpisodes(
@@ -351,7 +351,7 @@ def hops(rng: HashedRng, difficulty: Hops, chunks: int, chunk: int) -> TokenEpis
     names = FIRST_KEY + rng.permutation("keys", difficulty.keys)[:, :facts].reshape(-1, chains, length)
     values = difficulty.first_value + rng.randrange("values", difficulty.values, chains, 1)
     told = np.concatenate([values, names[:, :, :-1]], axis=2)  # of each name: what it is
-    index = np.sort(rng.permutation("indices", slots * chunks)[:, :facts].reshape(-1, chains, length), axis=2)
+    index = np.sort(rng.permutation("places", slots * chunks)[:, :facts].reshape(-1, chains, length), axis=2)
     index, keys = index.reshape(-1, facts), names.reshape(-1, facts)
     pairs = _pairs(keys, told.reshape(-1, facts))
     chunks_BNC = _scattered(rng, difficulty, difficulty.decoys, facts, chunks, chunk)

@@ -91,7 +91,7 @@ def symmetric(rng: Rng, difficulty: Word) -> Example:
     orders = " ".join(elements[number] for number in made.inputs)
     prompt = (
         f"The letters {letters} stand in a row. Each order below moves the row as it moves {letters} itself: the "
-        f"order says of which index each letter is taken.\nOrders: {orders}\n"
+        f"order says of which place each letter is taken.\nOrders: {orders}\n"
         f"Question: How does the row stand at the end?\n{ANSWER}"
     )
     return Example(prompt, "", f" {elements[made.targets[-1]]}")
