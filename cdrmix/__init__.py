@@ -5,6 +5,7 @@ From Python (docs/api.md), each loaded when it is first used:
     load(path)              the model in a run, checkpoint or export folder: TextModel, with logits, generate, stream
     Sampling                how tokens are drawn
     Config.from_yaml(path)  the configuration of a YAML file
+    Callback                a base class for callbacks on steps, records and checkpoints: train(config, callbacks=[...])
     LanguageModel(model)    the torch module of a configuration's model section
     train(config)           a run, from raw text to an exported model, as `cdrmix train` makes it
     prepare(config)         the text of a configuration to tokenised, packed shards
@@ -26,10 +27,12 @@ if TYPE_CHECKING:
     from cdrmix.inference.text_model import TextModel as TextModel
     from cdrmix.inference.text_model import load as load
     from cdrmix.model.language_model import LanguageModel as LanguageModel
+    from cdrmix.training.callbacks import Callback as Callback
     from cdrmix.workflow import run_all as train
 
 __version__ = "0.1.0"
 __all__ = [
+    "Callback",
     "Config",
     "LanguageModel",
     "Sampling",
@@ -42,6 +45,7 @@ __all__ = [
 ]
 
 _WHERE = {  # module and name there; imported when first asked for, so that `import cdrmix` takes no time
+    "Callback": ("cdrmix.training.callbacks", "Callback"),
     "Config": ("cdrmix.config.schema", "Config"),
     "LanguageModel": ("cdrmix.model.language_model", "LanguageModel"),
     "Sampling": ("cdrmix.inference.sampling", "Sampling"),

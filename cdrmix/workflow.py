@@ -42,10 +42,12 @@ from cdrmix.reason.stage_b import check_stage_b, spans, train_stage_b
 from cdrmix.report.report import write_report
 from cdrmix.run_folder import RunFolder
 from cdrmix.runtime import work_alone
+from cdrmix.training.callbacks import Callback
 from cdrmix.training.distributed import DistributedContext, join
 from cdrmix.training.launch import check_processes
-from cdrmix.training.metrics import amount, check_trackers
 from cdrmix.training.stage_a import train
+from cdrmix.training.trackers import check_trackers
+from cdrmix.units import amount
 
 Item = TypeVar("Item")
 
@@ -53,14 +55,18 @@ SAMPLE_PROMPT = "def "
 SAMPLE = Sampling(temperature=0.6, top_p=0.9, max_new_tokens=160)
 
 
-def run_all(config: Config, resume: str | Path | None = None) -> Path:
+def run_all(config: Config, resume: str | Path | None = None, *, callbacks: Sequence[Callback] = ()) -> Path:
     """Does whatever is not done yet; every process of the run calls it. Returns the run folder's path.
 
     resume: None starts a new run; 'auto' goes on with the newest unfinished one of this configuration, if
-    there is one; a path goes on with that one. The last line printed is the run folder's path.
+    there is one; a path goes on with that one. callbacks: are told of steps, records and checkpoints of both stages.
+    The last line printed is the run folder's path.
     """
     if not isinstance(config, Config):
         raise ConfigError(f"config must be a cdrmix.Config, for example of Config.from_yaml(path); found {config!r}")
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise ValueError(f"callbacks must be objects of subclasses of cdrmix.Callback; found {callback!r}")
     resume = None if resume is None else str(resume)
     world = join(config)
     check_processes(config, world.size)
@@ -83,9 +89,9 @@ def run_all(config: Config, resume: str | Path | None = None) -> Path:
         if stage_b:
             check_episodes(config, TextTokenizer.load(shards.tokenizer_path, config.data.tokenizer.end_of_text))
         if config.reasoning is None or config.reasoning.backbone is None:
-            _train(config, run, shards, world, resume)
+            _train(config, run, shards, world, resume, callbacks)
         if stage_b:
-            _train_stage_b(config, run, shards, world)
+            _train_stage_b(config, run, shards, world, callbacks)
         if world.is_main_process:
             _after_training(run, shards, world.device)
             print(run.path, flush=True)
@@ -146,7 +152,14 @@ def _prepare(config: Config, run: RunFolder, world: DistributedContext) -> Shard
     return shards
 
 
-def _train(config: Config, run: RunFolder, shards: ShardSet, world: DistributedContext, resume: str | None) -> None:
+def _train(
+    config: Config,
+    run: RunFolder,
+    shards: ShardSet,
+    world: DistributedContext,
+    resume: str | None,
+    callbacks: Sequence[Callback],
+) -> None:
     if world.gather(world.is_main_process and _finished(config, run))[0]:
         run.say(f"Stage A is finished: {config.train.steps} steps")
         return
@@ -156,13 +169,15 @@ def _train(config: Config, run: RunFolder, shards: ShardSet, world: DistributedC
         f"Stage A: {config.train.steps} steps of {config.train.batch_rows} rows, {world.size} process(es) on "
         f"{world.device.type}; {amount(count.total_stored)} parameters, {amount(count.total_active)} active"
     )
-    result = train(config, run, shards, resume=resume)
+    result = train(config, run, shards, resume=resume, callbacks=callbacks)
     run.update_summary(
         {"stage_a": {name: value for name, value in result._asdict().items() if not isinstance(value, Path)}}
     )
 
 
-def _train_stage_b(config: Config, run: RunFolder, shards: ShardSet, world: DistributedContext) -> None:
+def _train_stage_b(
+    config: Config, run: RunFolder, shards: ShardSet, world: DistributedContext, callbacks: Sequence[Callback]
+) -> None:
     last = spans(config)[-1]
     if world.gather(world.is_main_process and _reached(run, "stage_b", last.last))[0]:
         run.say(f"Stage B is finished: {last.last} steps")
@@ -177,7 +192,7 @@ def _train_stage_b(config: Config, run: RunFolder, shards: ShardSet, world: Dist
             run.update_summary({"held_out_before": dataclasses.asdict(_held_out(loaded, shards, config))})
     phases = ", ".join(f"{span.name} {span.section.steps}" for span in spans(config))
     run.say(f"Stage B, steps by phase: {phases}")
-    result = train_stage_b(config, run, shards)
+    result = train_stage_b(config, run, shards, callbacks=callbacks)
     run.update_summary({"stage_b": {"step": result.step, "seconds": result.seconds}})
 
 

@@ -28,18 +28,58 @@ TOY = [
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of a few steps, by the API alone."""
+def config(tmp_path_factory: pytest.TempPathFactory) -> cdrmix.Config:
+    """A configuration of a few steps on a small text."""
     folder = tmp_path_factory.mktemp("api")
     text = folder / "text.jsonl"
     lines = [{"text": f"def function_{n}(x):\n    return x + {n}\n" * 3} for n in range(60)]
     text.write_text("".join(json.dumps(line) + "\n" for line in lines))
     where = [f"run.root={folder / 'runs'}", f"data.cache={folder / 'cache'}"]
     source = f"data.source={{kind: jsonl, paths: [{text}]}}"
-    config = cdrmix.Config.from_yaml(ROOT / "configs" / "cdrmix-core-tiny.yaml", [*TOY, *where, source])
+    return cdrmix.Config.from_yaml(ROOT / "configs" / "cdrmix-core-tiny.yaml", [*TOY, *where, source])
+
+
+class Listener(cdrmix.Callback):
+    """Keeps what it is told, and stops the run after a record of step `stop`."""
+
+    def __init__(self, stop: int | None = None) -> None:
+        self.stop, self.told = stop, []  # type: tuple[int | None, list[object]]
+
+    def on_step(self, step: int) -> None:
+        self.told.append(step)
+
+    def on_record(self, record: Any) -> bool:
+        self.told.append(record)
+        return record.step == self.stop
+
+    def on_checkpoint(self, checkpoint: Path) -> None:
+        self.told.append(checkpoint.name)
+
+
+@pytest.fixture(scope="module")
+def run(config: cdrmix.Config) -> Path:
+    """A finished run of a few steps, by the API alone."""
     assert isinstance(config, cdrmix.Config)
     assert cdrmix.prepare(config).train.tokens > 0
     return cdrmix.train(config)
+
+
+def test_callbacks_are_told_of_a_run_and_may_stop_it(config: cdrmix.Config) -> None:
+    config = config.model_copy(update={"train": config.train.model_copy(update={"steps": 3})})
+    first, second = Listener(stop=1), Listener()
+    with pytest.raises(cdrmix.errors.Preempted, match="a callback after step 2 of 3"):
+        cdrmix.train(config, callbacks=[first])
+    one, record, two, *rest = first.told
+    assert (one, two) == (1, 2)
+    assert record.step == 1  # type: ignore[attr-defined]
+    assert rest[-1] == "step-00000002"
+    folder = cdrmix.train(config, resume="auto", callbacks=[second])
+    assert [told for told in second.told if isinstance(told, int)] == [3]
+    assert second.told[-1] == "step-00000003"
+    bits = [told.valid_bits_per_byte for told in second.told if not isinstance(told, int | str)]  # type: ignore[attr-defined]
+    assert bits[-1] == json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["valid_bits_per_byte"]
+    with pytest.raises(ValueError, match=r"subclasses of cdrmix\.Callback; found <function"):
+        cdrmix.train(config, callbacks=[python])  # type: ignore[list-item]
 
 
 def python(code: str) -> str:
@@ -138,7 +178,7 @@ def test_an_abandoned_stream_leaves_nothing_behind(run: Path) -> None:
 def test_names_and_wrong_values_of_the_module(run: Path) -> None:
     assert set(cdrmix.__all__) <= set(dir(cdrmix))
     assert python("import cdrmix; print(cdrmix.errors.ConfigError.__name__)").strip() == "ConfigError"
-    with pytest.raises(AttributeError, match="it has Config, LanguageModel"):
+    with pytest.raises(AttributeError, match="it has Callback, Config, LanguageModel"):
         _ = cdrmix.nothing  # type: ignore[attr-defined]
     for device in ("gpu", "cuda:1", ""):
         with pytest.raises(cdrmix.errors.ConfigError, match="device must be one of auto, cpu, cuda"):

@@ -23,7 +23,7 @@ ALL_FILES = sorted(
 
 # Lowest first. A package imports from itself and from lower layers.
 LAYERS = [
-    {"errors", "page", "gpus"},
+    {"errors", "page", "gpus", "units"},
     {"plugins"},
     {"registry"},
     {"durable", "kernels", "_dedup", "_text"},
@@ -83,10 +83,10 @@ OWNERS = {
     "transformers": {"cdrmix/hf"},
     "yaml": {"cdrmix/config/loader.py"},
     "matplotlib": {"cdrmix/report"},
-    "rich": {"cdrmix/training/metrics.py", "cdrmix/cli.py"},
-    "tensorboard": {"cdrmix/training/metrics.py"},
-    "wandb": {"cdrmix/training/metrics.py"},
-    "mlflow": {"cdrmix/training/metrics.py"},
+    "rich": {"cdrmix/training/console.py", "cdrmix/cli.py"},
+    "tensorboard": {"cdrmix/training/trackers.py"},
+    "wandb": {"cdrmix/training/trackers.py"},
+    "mlflow": {"cdrmix/training/trackers.py"},
 }
 TORCHLESS = ("cdrmix/config", "cdrmix/data")  # except what follows
 WITH_TENSORS = ("cdrmix/data/batch.py", "cdrmix/data/loader.py")

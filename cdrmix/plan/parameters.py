@@ -12,7 +12,7 @@ from cdrmix.config.schema_reasoning import Reasoning
 from cdrmix.model.block import Block
 from cdrmix.model.feed_forward.moe import EXPERT_PARAMETERS
 from cdrmix.model.language_model import LanguageModel
-from cdrmix.training.metrics import amount
+from cdrmix.units import amount
 
 PARTS = (
     *("embedding", "attention", "time-mix", "mamba", "router", "experts", "channel-mix", "norms", "head"),

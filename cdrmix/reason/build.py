@@ -11,16 +11,16 @@ from cdrmix.errors import CheckpointError
 from cdrmix.inference.checkpoints import state_dict_mismatch
 from cdrmix.inference.load import HEADS, Loaded
 from cdrmix.model.language_model import LanguageModel
-from cdrmix.reason.agent.imitation import ImitationPhase
-from cdrmix.reason.agent.policy import PolicyPhase
-from cdrmix.reason.controller.acceptance import AcceptancePhase
+from cdrmix.reason.agent import imitation as _imitation  # noqa: F401  # these register their phases
+from cdrmix.reason.agent import policy as _policy  # noqa: F401
+from cdrmix.reason.controller import acceptance as _acceptance  # noqa: F401
 from cdrmix.reason.episodes import EpisodeSource, source_of
 from cdrmix.reason.heads import ControllerHeads, OperationHeads, Summariser
 from cdrmix.reason.joint import JointPhase
 from cdrmix.reason.model import StageBModel
-from cdrmix.reason.operations.phase import OperationsImitationPhase, OperationsPhase
-from cdrmix.reason.phase import Phase
-from cdrmix.reason.plasticity.phase import PlasticityPhase
+from cdrmix.reason.operations import phase as _operations  # noqa: F401
+from cdrmix.reason.phase import PHASES, Phase
+from cdrmix.reason.plasticity import phase as _plasticity  # noqa: F401
 from cdrmix.training.build import narrow_residual
 from cdrmix.training.distributed import DistributedContext
 from cdrmix.training.expert_parallel import expert_layer
@@ -74,33 +74,16 @@ def make_phase(
     if name == "joint":
         trained = [other for other in ("plasticity", "policy") if getattr(phases, other).steps]
         replay = list(dict.fromkeys(["text", *trained, *replay]))
-    own = None if name == "joint" else _single_phase(name, config, tokenizer)
+
+    def sources(section: EpisodesOfTask) -> EpisodeSource:
+        return source_of(section, reasoning.chunk, tokenizer)
+
+    own = None if name == "joint" else PHASES[name](config, sources)
     if own is not None and not replay:
         return own
     loader = None
     if "text" in replay:
         assert shards is not None
         loader = train_loader(config, shards.train, world.rank, world.size)
-    others = [_single_phase(other, config, tokenizer) for other in replay if other != "text"]
+    others = [PHASES[other](config, sources) for other in replay if other != "text"]
     return JointPhase(config, name, own, others, loader)
-
-
-def _single_phase(name: str, config: Config, tokenizer: TextTokenizer | None) -> Phase:
-    reasoning = config.reasoning
-    assert reasoning is not None
-
-    def source(section: EpisodesOfTask) -> EpisodeSource:
-        return source_of(section, reasoning.chunk, tokenizer)
-
-    if name == "plasticity":
-        return PlasticityPhase(config, source(reasoning.plasticity))
-    if name == "acceptance":
-        return AcceptancePhase(config, source(reasoning.acceptance or reasoning.plasticity))
-    if name == "imitation":
-        return ImitationPhase(config, source(reasoning.agent))
-    if name == "policy":
-        return PolicyPhase(config, source(reasoning.agent))
-    if name == "operations_imitation":
-        return OperationsImitationPhase(config, source(reasoning.operations))
-    assert name == "operations", name
-    return OperationsPhase(config, source(reasoning.operations))

@@ -13,8 +13,9 @@ from cdrmix.config.schema import Config
 from cdrmix.data.batch import Batch
 from cdrmix.data.loader import TrainLoader
 from cdrmix.model.loss import LossModel
-from cdrmix.reason.model import Loss, PhaseLoss, StageBModel
+from cdrmix.reason.model import Loss, StageBModel
 from cdrmix.reason.phase import Phase
+from cdrmix.training.objective import Outcome
 
 TEXT = ("text/loss", "text/tokens")
 
@@ -76,12 +77,12 @@ class _Text:
     def __init__(self, batch: Batch, share: float) -> None:
         self._batch, self._share = batch, share
 
-    def __call__(self, model: StageBModel) -> PhaseLoss:
+    def __call__(self, model: StageBModel) -> Outcome:
         batch = self._batch.to(model.language_model.embedding.weight.device)
         losses = LossModel(model.language_model)(
             batch.ids_BT, batch.targets_BT, batch.weights_BT, batch.cu_seqlens_N, batch.token_count, self._share
         )
-        return PhaseLoss(losses.total, torch.stack([losses.next_token_sum.detach(), batch.weights_BT.sum()]))
+        return Outcome(losses.total, torch.stack([losses.next_token_sum.detach(), batch.weights_BT.sum()]))
 
 
 class _Placed:
@@ -90,8 +91,8 @@ class _Placed:
     def __init__(self, loss: Loss, place: int, measures: int) -> None:
         self._loss, self._place, self._measures = loss, place, measures
 
-    def __call__(self, model: StageBModel) -> PhaseLoss:
+    def __call__(self, model: StageBModel) -> Outcome:
         outcome = self._loss(model)
         sums = outcome.sums.new_zeros(self._measures)
         sums[self._place : self._place + len(outcome.sums)] = outcome.sums
-        return PhaseLoss(outcome.total, sums)
+        return Outcome(outcome.total, sums)

@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.reason.heads import ControllerHeads, OperationHeads, Summariser
-
-
-class PhaseLoss(NamedTuple):
-    """What one micro-batch gives: its part of the step's loss, and float32 [K] sums of what the phase measures.
-
-    Both are summed over a step's micro-batches and processes.
-    """
-
-    total: Tensor
-    sums: Tensor
+from cdrmix.training.objective import Outcome
 
 
 class StageBModel(nn.Module):
@@ -40,9 +30,9 @@ class StageBModel(nn.Module):
         self.operations = operations
         self.summary = summary
 
-    def forward(self, loss: Callable[[StageBModel], PhaseLoss]) -> PhaseLoss:
+    def forward(self, loss: Callable[[StageBModel], Outcome]) -> Outcome:
         """The loss of one micro-batch."""
         return loss(self)
 
 
-Loss = Callable[[StageBModel], PhaseLoss]
+Loss = Callable[[StageBModel], Outcome]

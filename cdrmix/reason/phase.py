@@ -1,18 +1,27 @@
-"""What a phase of stage B is, and the plain loop that trains small models by one."""
+"""What a phase of stage B is, and how the trainer trains by one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from cdrmix.config.schema import Train
+from cdrmix.config.schema import Config
+from cdrmix.config.schema_reasoning import EpisodesOfTask, Reasoning
 from cdrmix.config.schema_reasoning import Phase as PhaseSection
+from cdrmix.reason.episodes import EpisodeSource
 from cdrmix.reason.model import Loss, StageBModel
-from cdrmix.training.optim import make_optimizer, parameter_groups
-from cdrmix.training.schedule import learning_rate
+from cdrmix.registry import Registry
+from cdrmix.training.callbacks import Callback
+from cdrmix.training.distributed import DistributedContext, join
+from cdrmix.training.engine import Engine, make_engine
+from cdrmix.training.metrics import PhaseRecord, Record
+from cdrmix.training.objective import Outcome, StepFacts, StepTotals
+from cdrmix.training.threads import ThreadChoice
+from cdrmix.training.trainer import Trainer
 
 
 class Phase(Protocol):
@@ -24,7 +33,7 @@ class Phase(Protocol):
 
     @property
     def measures(self) -> tuple[str, ...]:
-        """The names of PhaseLoss.sums."""
+        """The names of Outcome.sums."""
 
     def trains(self, parameter: str) -> bool:
         """Whether a parameter, by its name in a StageBModel, is changed by this phase."""
@@ -36,6 +45,18 @@ class Phase(Protocol):
         """What is shown of a step (or of several, summed): means and rates."""
 
 
+Sources = Callable[[EpisodesOfTask], EpisodeSource]
+
+PHASES: Registry[Callable[[Config, Sources], Phase]] = Registry("phase of stage B")
+"""Makes a phase, by its key under `reasoning.phases`, from the configuration and from what makes episodes of a task."""
+
+
+def reasoning_of(config: Config) -> Reasoning:
+    """The section that every configuration with stage B has."""
+    assert config.reasoning is not None
+    return config.reasoning
+
+
 def generator_of(seed: int, name: str, step: int, rank: int = 0) -> torch.Generator:
     """A CPU generator for one step of one process: the same in every run."""
     words = torch.tensor([seed, *name.encode(), step, rank], dtype=torch.int64)
@@ -45,45 +66,127 @@ def generator_of(seed: int, name: str, step: int, rank: int = 0) -> torch.Genera
     return torch.Generator().manual_seed(mixed % 2**63)
 
 
-def train_section(train: Train, section: PhaseSection) -> Train:
-    """What an optimizer and its schedule read, with a phase's own steps and rates in the place of stage A's."""
-    own = {"steps", "learning_rate", "warmup_steps", "weight_decay"}
-    return train.model_copy(update={name: getattr(section, name) for name in own} | {"ema_decay": None})
+def phase_config(config: Config, section: PhaseSection | None = None) -> Config:
+    """The configuration that a phase's engine reads: with a section its steps and rates; weights are not averaged."""
+    # A phase makes its micro-batches itself; DeepSpeed wants numbers that go together.
+    rows = max(1, config.train.batch_rows // config.train.micro_batch_rows)
+    changes: dict[str, object] = {"ema_decay": None, "batch_rows": rows, "micro_batch_rows": 1}
+    if section is not None:
+        own = ("steps", "learning_rate", "warmup_steps", "weight_decay")
+        changes |= {name: getattr(section, name) for name in own}
+    return config.model_copy(update={"train": config.train.model_copy(update=changes)})
 
 
-def run_phase(
-    model: StageBModel, phase: Phase, train: Train, say: Callable[[str], None] | None = None
-) -> list[dict[str, float]]:
-    """Trains a small model in this process without an engine, by its optimizer, schedule and clipping.
+class PhaseObjective:
+    """A phase as the trainer's objective.
 
-    say: hears of a tenth of the steps. Returns every step's record. What the phase does not train gets no gradient.
+    Under ZeRO-3 the forward passes of the trained model are collectives, so that all processes must make as many.
+    Rollouts are as long as each process likes, and are therefore made by a copy of the model that has all weights.
     """
-    trained = _trained(model, phase)
-    optimizer = make_optimizer(parameter_groups(model, train), train)
-    records = []
-    for step in range(train.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(train, step) * group["multiplier"]
-        sums = torch.zeros(len(phase.measures), dtype=torch.float64)
-        for loss in phase.losses(model, step, 0, 1):
-            outcome = model(loss)
-            outcome.total.backward()
-            sums += outcome.sums.double().cpu()
-        nn.utils.clip_grad_norm_(trained, train.gradient_clip, error_if_nonfinite=True)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        records.append(phase.record(dict(zip(phase.measures, sums.tolist(), strict=True))))
-        if say is not None and (step + 1) % max(train.steps // 10, 1) == 0:
-            figures = ", ".join(f"{name} {value:.3f}" for name, value in records[-1].items())
-            say(f"  {phase.name}, step {step + 1}: {figures}")
-    return records
+
+    balances_routers = False
+
+    def __init__(self, phase: Phase, model: StageBModel, world: DistributedContext, *, copied: bool) -> None:
+        self._phase, self._model, self._world = phase, model, world
+        self._rollout_model = copy.deepcopy(model).to(world.device) if copied else model
+        self.phase: str | None = phase.name
+        self.measures = phase.measures
+
+    def micro_batches(self, engine: Engine, step: int) -> Sequence[Loss]:
+        """Rolls out where the phase does, and gives as many micro-batches in every process."""
+        model, copied = self._rollout_model, self._rollout_model is not self._model
+        if copied:
+            engine.copy_weights(model)
+        model.eval()  # what is rolled out is not training: nothing is dropped, nothing jittered
+        with engine.module.precision():
+            losses = self._phase.losses(model, step, self._world.rank, self._world.size)
+        model.train()
+        if copied:  # what a phase sets without gradients
+            for buffer, changed in zip(self._model.buffers(), model.buffers(), strict=True):
+                buffer.copy_(changed)
+        return _padded(losses, self._world)
+
+    def forward(self, engine: Engine, micro_batch: Loss, *, last: bool) -> Outcome:
+        """The phase's loss on the engine's model."""
+        outcome: Outcome = engine.evaluate(micro_batch, last=last)
+        return outcome
+
+    def update(self, engine: Engine, totals: StepTotals) -> None:
+        """Nothing: gradients change all that a phase trains."""
+
+    def tokens(self, totals: StepTotals) -> int:
+        """None: the run counts the tokens of stage A."""
+        return 0
+
+    def loss(self, totals: StepTotals) -> float:
+        """What was optimised."""
+        return totals.loss
+
+    def record(self, facts: StepFacts, totals: StepTotals) -> PhaseRecord:
+        """The step with what the phase shows of it."""
+        return PhaseRecord(
+            step=facts.step,
+            phase=self._phase.name,
+            phase_step=facts.objective_step,
+            loss=totals.loss,
+            learning_rate=facts.learning_rate,
+            gradient_norm=facts.gradient_norm,
+            seconds=facts.seconds,
+            memory_gib=facts.memory_gib,
+            measures=self._phase.record(totals.sums),
+        )
 
 
-def _trained(model: nn.Module, phase: Phase) -> list[nn.Parameter]:
-    trained = []
+def _padded(losses: list[Loss], world: DistributedContext) -> list[Loss]:
+    """As many micro-batches in every process, since gradients are reduced together: the last one again, times 0."""
+    assert losses, "a phase gives every process at least one micro-batch"
+    missing, last = max(world.gather(len(losses))) - len(losses), losses[-1]
+
+    def nothing(model: StageBModel) -> Outcome:
+        outcome = last(model)
+        return Outcome(0.0 * outcome.total, torch.zeros_like(outcome.sums))
+
+    return losses + [nothing] * missing
+
+
+def freeze(model: nn.Module, phase: Phase) -> None:
+    """Leaves gradients to the parameters that the phase trains."""
+    trained = False
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(phase.trains(name))
-        if parameter.requires_grad:
-            trained.append(parameter)
+        trained |= parameter.requires_grad
     assert trained, f"{phase.name} trains no parameter of this model"
-    return trained
+
+
+def train_alone(
+    config: Config, model: StageBModel, phase: Phase, say: Callable[[str], None] | None = None
+) -> list[dict[str, float]]:
+    """Trains a model of an experiment by a phase, in this process and without a run folder or checkpoints.
+
+    config: as `phase_config` gives it. say: is told of every tenth of the steps. Returns the records of all steps.
+    """
+    config = config.model_copy(update={"train": config.train.model_copy(update={"log_every": 1})})
+    world = join(config)
+    freeze(model, phase)
+    engine = make_engine(config, model, world)
+    history = _History(phase.name, config.train.steps, say)
+    threads = ThreadChoice([torch.get_num_threads()], print)
+    objective = PhaseObjective(phase, model, world, copied=False)
+    Trainer(config.train, engine, objective, threads, callbacks=[history]).fit()
+    return history.records
+
+
+class _History(Callback):
+    """Keeps the measures of every step, and tells of a tenth of them."""
+
+    def __init__(self, phase: str, steps: int, say: Callable[[str], None] | None) -> None:
+        self._phase, self._period, self._say = phase, max(steps // 10, 1), say
+        self.records: list[dict[str, float]] = []
+
+    def on_record(self, record: Record) -> None:
+        """One step."""
+        assert isinstance(record, PhaseRecord)
+        self.records.append(record.measures)
+        if self._say is not None and record.phase_step % self._period == 0:
+            figures = ", ".join(f"{name} {value:.3f}" for name, value in record.measures.items())
+            self._say(f"  {self._phase}, step {record.phase_step}: {figures}")

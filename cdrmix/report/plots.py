@@ -15,7 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from cdrmix.training.metrics import amount, router_names
+from cdrmix.training.metrics import router_names
+from cdrmix.units import amount
 
 Row = Mapping[str, Any]
 MOST_BLOCKS = 16  # that the picture of the experts' load has room for

@@ -12,7 +12,8 @@ from cdrmix.page import escaped, html_page, picture, tiles
 from cdrmix.report.plots import DARK, LAST_ROWS, LIGHT, draw, draw_load
 from cdrmix.report.stage_b import stage_b_sections
 from cdrmix.run_folder import RunFolder, read_metrics
-from cdrmix.training.metrics import amount, clock, router_names
+from cdrmix.training.metrics import router_names
+from cdrmix.units import amount, clock
 
 CURVES = "Loss, load entropy of the experts, learning rate and gradient norm by step"
 UNHEALTHY: dict[str, Callable[[float], bool]] = {

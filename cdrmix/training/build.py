@@ -1,4 +1,4 @@
-"""The model that a configuration trains, with its loss: apart from the loop, which needs text and checkpoints too."""
+"""Builds the model that a configuration trains, with its loss."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from cdrmix.training.expert_parallel import expert_layer
 
 
 def narrow_residual(config: Config) -> bool:
-    """Whether the residual stream is bfloat16; float16's range is too small for one."""
+    """Whether the residual stream is bfloat16. The range of float16 is too small for it."""
     return config.train.precision == "bf16" and config.train.residual_dtype != "fp32"
 
 
 def build_loss_model(config: Config) -> LossModel:
-    """The model of a configuration with its loss, drawn from torch's generator as it stands; this process's experts."""
+    """The model with its loss, with this process's experts. Weights are drawn from torch's global generator."""
     model = LanguageModel(
         config.model,
         activation_checkpointing=config.train.activation_checkpointing,

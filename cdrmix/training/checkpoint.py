@@ -1,16 +1,16 @@
-"""Checkpoints that commit by rename: a folder is either whole, with a manifest of hashes, or it is not there.
+"""Checkpoints that commit by rename: a checkpoint folder is complete, with a manifest of hashes, or does not exist.
 
 checkpoints/step-00000500/
-    model.safetensors            fp32 weights, all experts and whole under every ZeRO stage
-    ema.safetensors              their running average, when there is one
+    model.safetensors            fp32 weights with all experts, gathered under every ZeRO stage
+    ema.safetensors              their exponential moving average, if there is one
     optimizer.safetensors        AdamW's state by parameter; with ZeRO optimizer-rank0.safetensors ... by partition
-    rng-rank0.json ...           the random generators of each process
-    state.json                   step (which is also the data cursor), counters, loss scale, fingerprints
+    rng-rank0.json ...           the states of each process's random generators
+    state.json                   step (also the position in the data), counters, loss scale, fingerprints
     config_snapshot.yaml         the resolved configuration
     manifest.json                size and SHA-256 of every other file, written last
-checkpoints/latest, best         the name of a checkpoint, replaced in one move
+checkpoints/latest, best         the name of a checkpoint, replaced atomically
 
-Nothing is pickled: reading a checkpoint cannot run code from it.
+Nothing is pickled, so reading a checkpoint runs no code from it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from cdrmix.inference.checkpoints import (
     read_tensors,
     state_dict_mismatch,
 )
-from cdrmix.run_folder import check_text
+from cdrmix.run_folder import RunFolder, check_text
 from cdrmix.training.distributed import DistributedContext
 from cdrmix.training.engine import Engine
 
@@ -57,11 +57,11 @@ WHEN_FULL = (
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come. `step` counts finished optimizer steps; the next global batch has that number.
+    """The progress of a run. `step` counts finished optimizer steps; the next global batch has that number.
 
-    tokens: valid tokens trained on; seconds: training time; losses in nats per token. best_step: the step that had
-    best_bits_per_byte. unvalidated: this step's StepRecord, when a signal came before its validation; the resumed
-    run begins with that. phase: of stage B, whose steps go on counting where stage A's ended; None in stage A.
+    tokens: tokens with a target trained on. seconds: training time. loss: nats per token. best_step: the step of
+    best_bits_per_byte. unvalidated: the StepRecord of this step, if a signal came before its validation; the resumed
+    run validates first. phase: of stage B, whose steps continue the count of stage A; None in stage A.
     """
 
     step: int = 0
@@ -77,7 +77,7 @@ class Progress:
 
 
 class Fingerprints(NamedTuple):
-    """What a run is trained on: the fingerprints of its tokenizer and of its shards."""
+    """Fingerprints of the tokenizer and of the shards that a run is trained on."""
 
     tokenizer: str
     text: str
@@ -92,19 +92,19 @@ def save_checkpoint(
     *,
     periodic: bool = True,
 ) -> Path:
-    """Writes `folder`/step-NNNNNNNN and moves the `latest` pointer to it, and `best` if it is. Returns the path.
+    """Writes `folder`/step-NNNNNNNN, then points `latest` to it, and `best` if it is the best. Returns the path.
 
     Every rank calls.
 
     periodic: whether the checkpoint counts for `train.keep_last`.
-    Raises DiskFullError or CheckpointError, in every rank, after removing what was written; older checkpoints stay.
+    Raises DiskFullError or CheckpointError in every rank, after removing what was written. Older checkpoints stay.
     """
     world = engine.world
     final = folder / f"step-{progress.step:08d}"
     temporary = folder / f"{final.name}.tmp-{world.gather(os.getpid())[0]}"
     entries: dict[str, dict[str, Any]] = {}
-    # Collected before anything is written: with ZeRO-3 and expert parallelism all ranks take part, and must not part
-    # ways on an error.
+    # Collected before anything is written: with ZeRO-3 and expert parallelism this is collective, and an error of one
+    # rank while writing must not stop it.
     weights, average, optimizer = engine.weights(), engine.average_weights(), engine.optimizer_state()
 
     def write() -> None:
@@ -128,7 +128,7 @@ def save_checkpoint(
         manifest = {"format": FORMAT, "step": progress.step, "periodic": periodic, "files": files}
         _write_text(temporary / MANIFEST, json.dumps(manifest, indent=2) + "\n")
         sync_folder(temporary)
-        if final.exists():  # one that was found corrupt, or of the same step before a restart
+        if final.exists():  # it was corrupt, or is of the same step before a restart
             shutil.rmtree(_set_aside(final))
         temporary.rename(final)
         sync_folder(folder)
@@ -142,21 +142,46 @@ def save_checkpoint(
     return final
 
 
-def load_checkpoint(engine: Engine, checkpoint: Path, config: Config, fingerprints: Fingerprints) -> Progress:
-    """Puts a whole checkpoint into the engine and the random generators. Every rank calls.
+class Saver:
+    """Writes the checkpoints of a run: periodic, best and last. `latest` is the newest one."""
 
-    checkpoint: as `newest_whole_checkpoint` found it, verified.
-    Raises ConfigError, VocabularyError or ShardError when it belongs to another configuration, tokenizer or text,
-    CheckpointError when it cannot be continued by this number of processes.
+    def __init__(
+        self, engine: Engine, config: Config, run: RunFolder, shards: Fingerprints, latest: Path | None
+    ) -> None:
+        self._engine, self._config, self._run, self._shards = engine, config, run, shards
+        self.latest = latest
+
+    def save(self, progress: Progress, *, periodic: bool) -> None:
+        """Commits a checkpoint, then removes those that `train.keep_last` does not keep."""
+        folder = self._run.checkpoints
+        self.latest = save_checkpoint(self._engine, folder, progress, self._config, self._shards, periodic=periodic)
+        if self._engine.world.is_main_process:
+            prune(folder, self._config.train.keep_last, self.latest)
+        self._run.note(f"checkpoint {self.latest.name}{' (best)' if progress.best_step == progress.step else ''}")
+        self._engine.world.barrier()
+
+    def point_best(self, progress: Progress) -> None:
+        """Makes the `best` pointer name the best checkpoint of the progress."""
+        if self._engine.world.is_main_process:
+            restore_best(self._run.checkpoints, progress)
+        self._engine.world.barrier()
+
+
+def load_checkpoint(engine: Engine, checkpoint: Path, config: Config, fingerprints: Fingerprints) -> Progress:
+    """Loads a checkpoint into the engine and the random generators. Every rank calls.
+
+    checkpoint: verified, as `newest_whole_checkpoint` returns it.
+    Raises ConfigError, VocabularyError or ShardError for another configuration, tokenizer or text; CheckpointError
+    when this number of processes cannot continue it.
     """
     world = engine.world
     state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-    # A tokenizer trained on the text changes with the text; one from a file changes by itself.
+    # A tokenizer that is trained on the text changes with the text, which check_text reports.
     if state["tokenizer"] != fingerprints.tokenizer and config.data.tokenizer.path is not None:
         raise VocabularyError(
             f"{checkpoint} was trained with the tokenizer {state['tokenizer'][:12]}, the shards were made with "
             f"{fingerprints.tokenizer[:12]}: the file at data.tokenizer.path has changed since this run began; "
-            "put the former one back, or start a new run"
+            "restore the former file, or start a new run"
         )
     check_text(state["text"], fingerprints.text, checkpoint)
     if state["config_hash"] != config.hash():
@@ -190,19 +215,19 @@ def load_checkpoint(engine: Engine, checkpoint: Path, config: Config, fingerprin
     engine.load_optimizer_state(read_tensors(checkpoint / _optimizer_file(engine.stage, world.rank)))
     engine.loss_scale.load(state["loss_scale"])
     generators = checkpoint / f"rng-rank{world.rank}.json"
-    if generators.exists():  # a process that was not there before keeps its fresh generators
+    if generators.exists():  # an additional process keeps its new generators
         _set_random_state(json.loads(generators.read_text(encoding="utf-8")), world)
     return Progress(**state["progress"])
 
 
 def read_progress(checkpoint: Path) -> Progress:
-    """How far the run had come at a whole checkpoint."""
+    """The progress of a run at a checkpoint."""
     state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
     return Progress(**state["progress"])
 
 
 def differences(checkpoint: Path, engine: Engine) -> list[str]:
-    """What of this run's processes differs from those that made a checkpoint, and changes the rounding."""
+    """Differences from the processes that wrote a checkpoint, as far as they change the rounding."""
     state = {"expert_parallel": 1} | json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
     now = _layout(engine)
     return [
@@ -216,13 +241,13 @@ def _layout(engine: Engine) -> dict[str, int]:
 
 
 def prune(folder: Path, keep_last: int, current: Path) -> None:
-    """Removes checkpoints and the remains of interrupted ones, except `current`, the newest periodic and the best.
+    """Removes old checkpoints and incomplete ones. `current`, the newest periodic ones and the best stay.
 
-    current: the checkpoint just written, one of the `keep_last` if it is periodic. Those of higher steps are remains:
-    the run passed them over because they were corrupt, and has gone another way since.
+    current: the checkpoint just written; it is one of `keep_last` if it is periodic. Checkpoints of higher steps are
+    removed: they were corrupt, the run resumed before them, and its weights differ since.
     """
-    for remains in folder.glob("step-*.tmp-*"):
-        shutil.rmtree(remains, ignore_errors=True)
+    for incomplete in folder.glob("step-*.tmp-*"):
+        shutil.rmtree(incomplete, ignore_errors=True)
     checkpoints = list_checkpoints(folder)
     kept = [path for path in checkpoints if path <= current and _is_periodic(path)][-keep_last:]
     kept.append(current)
@@ -235,9 +260,9 @@ def prune(folder: Path, keep_last: int, current: Path) -> None:
 
 
 def restore_best(folder: Path, progress: Progress) -> None:
-    """Makes the `best` pointer name what `progress`, a resumed run's, calls the best; without such, there is none.
+    """Makes the `best` pointer name the best checkpoint of `progress`, or removes it where there is none.
 
-    A kill between a checkpoint and its pointer parts the two, and so does passing over a corrupt best one.
+    The two differ after a kill between a checkpoint and its pointer, and when the best checkpoint was corrupt.
     """
     best = None if progress.best_step is None else folder / f"step-{progress.best_step:08d}"
     if best is not None and best.is_dir():
@@ -247,13 +272,13 @@ def restore_best(folder: Path, progress: Progress) -> None:
 
 
 def point(folder: Path, name: str, checkpoint: Path) -> None:
-    """Makes the pointer file `folder`/`name` name a checkpoint, in one move. Raises DiskFullError."""
+    """Writes the name of a checkpoint to the pointer file `folder`/`name`, atomically. Raises DiskFullError."""
     with disk_guard(f"a checkpoint under {folder}", WHEN_FULL):
         write_atomically(folder / name, checkpoint.name + "\n")
 
 
 def _together(world: DistributedContext, action: Callable[[], None], temporary: Path, folder: Path) -> None:
-    # Every rank acts, then all learn whether one failed, so that none waits for ever for one that gave up.
+    # All ranks act, then all learn whether one failed, so that no rank waits for a failed one.
     failure: tuple[bool, str] | None = None
     try:
         action()
@@ -310,7 +335,7 @@ def _is_periodic(checkpoint: Path) -> bool:
 
 
 def _set_aside(checkpoint: Path) -> Path:
-    # Renamed before it is removed, so that a kill in between leaves nothing that looks like a checkpoint.
+    # Renamed before it is removed, so that a kill in between leaves no partial checkpoint.
     aside = checkpoint.with_name(f"{checkpoint.name}.tmp-{os.getpid()}-removed")
     return checkpoint.rename(aside)
 

@@ -1,4 +1,4 @@
-"""torch.compile of a model's blocks, so that a run keeps its bits: one code for every training batch."""
+"""torch.compile of a model's blocks, with the same compiled code for every training batch, so that bits repeat."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from cdrmix.config.schema import Config
 from cdrmix.data.batch import Batch
 from cdrmix.model.language_model import LanguageModel
 
-# Code that blocks of one model may need: every mixer, before and after the first values, with and without gradients.
+# Most variants that the blocks of a model need: each mixer, with and without first values, with and without gradients.
 VARIANTS = 32
 
 
 def compile_blocks(model: LanguageModel) -> None:
-    """Has every block compiled when it is first called; layers of one kind share the code. In place.
+    """Compiles every block at its first call, in place. Blocks of one kind share the code.
 
-    Our operators are left as they are; what is element-wise between them is fused.
+    Our operators are not compiled; the element-wise operations between them are fused.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)
     for block in model.blocks:
@@ -25,15 +25,15 @@ def compile_blocks(model: LanguageModel) -> None:
 
 
 def mark_documents(batch: Batch) -> Batch:
-    """The batch with the number of documents marked as what differs between batches.
+    """Marks the number of documents as dynamic, and returns the batch.
 
-    Left to itself, torch.compile takes the first batch's number for a constant and finds out at the second batch: a
-    resumed run would use other code at its second step than the run that was not stopped.
+    Otherwise torch.compile takes the number of the first batch as a constant and recompiles at the second batch. A
+    resumed run would then run other code at its second step than an uninterrupted run.
     """
     torch._dynamo.mark_dynamic(batch.cu_seqlens_N, 0)
     return batch
 
 
 def uncompiled(config: Config) -> AbstractContextManager[object]:
-    """While validating: its last batch has another size, for which the code would be made anew."""
+    """Runs without compiled code: the last batch of a validation has another size and would be compiled anew."""
     return torch.compiler.set_stance("force_eager") if config.train.compile else nullcontext()

@@ -1,4 +1,4 @@
-"""The processes of a run seen from inside one of them: rank, device, threads, seeds, and what they agree on."""
+"""The processes of a run, seen from one of them: rank, device, threads, and collectives."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from cdrmix.training.threads import candidates
 
 Item = TypeVar("Item")
 
-# Of a collective over tensors, in which the processes are as far apart as their work on one step, and of the start.
+# Of collectives and of the start. Processes differ by at most the time of one step.
 TIMEOUT = datetime.timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
 class DistributedContext:
-    """One process among `size`. Every method is called by all of them together."""
+    """One process among `size`. Every method is a collective: all processes call it."""
 
     rank: int
     size: int
@@ -42,11 +42,11 @@ class DistributedContext:
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this process writes what the run has only one of."""
+        """Whether this process writes the files that a run has once."""
         return self.rank == 0
 
     def barrier(self) -> None:
-        """Waits until every process is here."""
+        """Waits until every process calls."""
         if self.size > 1:
             dist.barrier()
 
@@ -63,20 +63,20 @@ class DistributedContext:
     def gather(self, item: Item) -> list[Item]:
         """Every process's item, by rank.
 
-        Waits however long the others take, while the first one prepares text or writes a checkpoint. Unlike a
-        collective, which lasts until its timeout, the wait ends at a signal; torchrun ends it when a process dies.
+        Waits without a timeout, since the first process may prepare text or write a checkpoint meanwhile. A signal ends
+        the wait, and torchrun ends it when a process dies; a collective would wait until its timeout.
         """
         if self.size == 1:
             return [item]
-        store = meeting_point(self.rank, self.size)
+        store = rendezvous_store(self.rank, self.size)
         turn = store.add(f"turns of {self.rank}", 1)
         keys = [f"item {turn} of {rank}" for rank in range(self.size)]
-        store.set(keys[self.rank], pickle.dumps(item))  # type: ignore[arg-type]  # its stub has forgotten bytes
+        store.set(keys[self.rank], pickle.dumps(item))  # type: ignore[arg-type]  # the stub lacks bytes
         _wait(lambda: store.check(keys))
         items: list[Item] = [pickle.loads(store.get(key)) for key in keys]
         readers = f"readers of {turn}"
         store.add(readers, 1)
-        if self.rank == 0:  # which may hold the store: it goes on, and perhaps ends, when all have read
+        if self.rank == 0:  # it may hold the store, so it waits until all have read
             _wait(lambda: store.add(readers, 0) == self.size)
             for key in (*keys, readers):
                 store.delete_key(key)
@@ -84,11 +84,11 @@ class DistributedContext:
 
 
 def join(config: Config) -> DistributedContext:
-    """This process's place among the run's processes, with device, threads and determinism settled.
+    """Joins the run's processes; sets the device, the threads and determinism.
 
-    Reads RANK, WORLD_SIZE and LOCAL_RANK as torchrun sets them; without them this is the only process,
-    and no port is opened. May be called again: the process group is made once and ended at exit.
-    Raises ConfigError when the device asked for is missing, or cannot run the precision.
+    Reads RANK, WORLD_SIZE and LOCAL_RANK as torchrun sets them. Without them this is the only process, and no port is
+    opened. May be called again: the process group is created once and destroyed at exit.
+    Raises ConfigError when the configured device is missing or cannot run the precision.
     """
     rank, size, local_rank = rank_size_local_rank()
     device = _device(config, local_rank)
@@ -100,8 +100,8 @@ def join(config: Config) -> DistributedContext:
 
 
 @functools.cache
-def meeting_point(rank: int, size: int) -> dist.Store:
-    """The key-value store by which this process finds the others; torchrun's, or one in the process of rank 0."""
+def rendezvous_store(rank: int, size: int) -> dist.Store:
+    """The key-value store that all processes share: that of torchrun, or one in the process of rank 0."""
     store, *_ = next(dist.rendezvous("env://", rank, size, timeout=TIMEOUT))
     return dist.PrefixStore("cdrmix", store)
 
@@ -120,14 +120,14 @@ def rank_size_local_rank() -> tuple[int, int, int]:
 
 
 def any_threads(config: Config, device: torch.device) -> bool:
-    """Whether any number of CPU threads trains the same bits: on a GPU, and in float32 where the products see to it."""
+    """Whether the bits are independent of the number of CPU threads: on a GPU; in float32 with one-thread products."""
     return device.type != "cpu" or (config.train.precision == "fp32" and multiplies_on_one_thread())
 
 
 def thread_numbers(config: Config, world: DistributedContext) -> list[int]:
-    """The numbers of CPU threads to choose from by measurement; one where there is nothing to choose.
+    """The numbers of CPU threads to choose from by measurement.
 
-    That is so with a number in `run.threads`, on a GPU, with several processes, which would slow one another, and where
+    One number where `run.threads` gives it, on a GPU, with several processes, which would slow one another, and where
     bits depend on the number.
     """
     most = threads(config, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
@@ -142,7 +142,8 @@ def _device(config: Config, local_rank: int) -> torch.device:
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
-            f"--nproc asks for more processes than the {torch.cuda.device_count()} GPUs of this machine; one each"
+            f"--nproc: more processes than the {torch.cuda.device_count()} GPUs of this machine; "
+            "each process needs one GPU"
         )
     device = torch.device("cuda", local_rank)
     check_gpu(device, config.train.precision)
@@ -151,32 +152,32 @@ def _device(config: Config, local_rank: int) -> torch.device:
 
 
 def _join_process_group(rank: int, size: int, local_rank: int, device: torch.device) -> None:
-    # Said at every step by the DeepSpeed and PyTorch of today about each other; nothing that a user could change.
+    # DeepSpeed calls PyTorch functions that are deprecated, at every step. A user cannot change that.
     warnings.filterwarnings("ignore", message=r"`torch\.(distributed|jit)\.\w+` is deprecated")
-    os.environ.setdefault("DS_ACCELERATOR", device.type)  # read when deepspeed is first imported
-    os.environ.setdefault("LOCAL_RANK", str(local_rank))  # deepspeed insists on it
+    os.environ.setdefault("DS_ACCELERATOR", device.type)  # deepspeed reads it when first imported
+    os.environ.setdefault("LOCAL_RANK", str(local_rank))  # deepspeed requires it
     backend = "nccl" if device.type == "cuda" else "gloo"
     if dist.is_initialized():
         if dist.get_backend() != backend:
             raise ConfigError(f"run.device: {device.type}, but this process already runs over {dist.get_backend()}")
         return
-    import deepspeed  # here and not above: it reads DS_ACCELERATOR, and takes a second
+    import deepspeed  # imported here: it reads DS_ACCELERATOR, and its import takes a second
     from deepspeed.utils import logger
 
     logger.setLevel(logging.WARNING)
-    # Otherwise DeepSpeed compiles a shared-memory operator at the first start, for 40 s; gloo serves.
+    # Otherwise DeepSpeed compiles a shared-memory operator at the first start, which takes 40 s; gloo is enough.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
-        store = meeting_point(rank, size)
+        store = rendezvous_store(rank, size)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     deepspeed.init_distributed(dist_backend=backend, verbose=False)
     atexit.register(_leave)
 
 
 def _leave() -> None:
-    # A peer may be gone already, and the process is ending: nothing is left to be done about it.
+    # A peer may have ended already. This process is ending too, so the error does not matter.
     with contextlib.suppress(RuntimeError, ValueError):
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -1,13 +1,13 @@
-"""Expert parallelism on DeepSpeed's process groups: the layers it knows as such, and experts made whole and shared out.
+"""Expert parallelism on DeepSpeed's process groups: layers that DeepSpeed accepts, gathering and sharding of experts.
 
-With train.expert_parallel = S and W processes, ranks 0 .. S - 1 hold every expert once, the next S ranks again, and so
-on: S ranks exchange rows, and the W / S ranks that hold the same experts add up their gradients. As read in DeepSpeed
-0.19 and held against plain PyTorch in the tests:
-- It trains expert parameters that differ by rank, under every ZeRO stage, only below an AutoEPMoELayer; of that class
-  it asks a name, sizes and `set_deepspeed_parallelism`. So our layer gets that class as a second base.
-- A parameter with `allreduce = False` is reduced over the group that `group_name` names; ZeRO-1 and 2 find them by
-  optimizer group ("moe" and "name"), ZeRO-3 by `ds_zero_placement_family`.
-- It divides those gradients by the number of all processes, as the others, so that Engine.backward undoes both.
+With train.expert_parallel = S and W processes, ranks 0 .. S - 1 hold every expert once, the next S ranks hold them
+again, and so on. S ranks exchange rows. The W / S ranks that hold the same experts sum their gradients. What DeepSpeed
+0.19 does, read in its source and tested against plain PyTorch:
+- It trains expert parameters that differ by rank, under every ZeRO stage, only in an AutoEPMoELayer. Of that class it
+  reads a name, sizes and `set_deepspeed_parallelism`. Our layer therefore has that class as a second base.
+- A parameter with `allreduce = False` is reduced over the group that `group_name` names. ZeRO-1 and 2 find these
+  parameters by optimizer group ("moe" and "name"), ZeRO-3 by `ds_zero_placement_family`.
+- It divides these gradients by the number of all processes, like all others. Engine.backward undoes both divisions.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from cdrmix.model.feed_forward.moe import EXPERT_PARAMETERS, MoeFeedForward
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """The groups of this process: those with the other experts, and its copies, which hold the same ones."""
+    """The groups of this process: `experts` has the ranks with the other experts, `copies` those with the same ones."""
 
     name: str
     experts: ExpertGroup
     copies: dist.ProcessGroup
 
     def whole(self, mine: Tensor) -> Tensor | None:
-        """All experts' rows of a tensor of which `mine` are this rank's: in rank 0; None in the others. All call."""
+        """Gathers all experts' rows in rank 0 from each rank's `mine`. None in the other ranks. All ranks call."""
         size, rank = self.experts.size, self.experts.rank
         if dist.get_rank(self.copies) > 0:
-            return None  # the first copy of each expert answers
+            return None  # only the first copy of each expert sends
         whole = mine.new_empty(size * len(mine), *mine.shape[1:]) if rank == 0 else None
         parts = None if whole is None else list(whole.chunk(size))
         dist.gather(mine.contiguous(), parts, group=self.experts.group, group_dst=0)
         return whole
 
     def shard(self, mine: Tensor, whole: Tensor | None) -> None:
-        """Fills `mine` with this rank's experts of rank 0's `whole`. All call."""
+        """Fills `mine` with this rank's experts from rank 0's `whole`. All ranks call."""
         if dist.get_rank(self.copies) == 0:
             parts = None if whole is None else list(whole.to(mine.device, mine.dtype).chunk(self.experts.size))
             dist.scatter(mine, parts, group=self.experts.group, group_src=0)
@@ -52,11 +52,11 @@ class ExpertGroups:
 
 
 def expert_groups(config: Config) -> ExpertGroups | None:
-    """The groups of train.expert_parallel, made at the first call; None where it is 1. Every process calls."""
+    """The groups of train.expert_parallel, created at the first call; None where it is 1. Every process calls."""
     size = config.train.expert_parallel
     if size == 1:
         return None
-    from deepspeed.utils import groups  # after parallel.join has settled the accelerator
+    from deepspeed.utils import groups  # imported after distributed.join has chosen the accelerator
 
     name = f"ep_size_{size}"  # DeepSpeed's own
     if name not in groups._get_expert_parallel_group_dict():
@@ -67,7 +67,7 @@ def expert_groups(config: Config) -> ExpertGroups | None:
 
 
 def expert_layer(config: Config) -> Callable[[Model], MoeFeedForward]:
-    """What makes the mixtures of experts of a model: whole ones, or with train.expert_parallel this rank's share."""
+    """The constructor of a model's MoE layers: all experts, or with train.expert_parallel those of this rank."""
     groups = expert_groups(config)
     if groups is None:
         return MoeFeedForward
@@ -85,7 +85,7 @@ def expert_layer(config: Config) -> Callable[[Model], MoeFeedForward]:
         layer.ep_size, layer.ep_group_name, layer.folding_group_handles = groups.experts.size, groups.name, None
         layer.num_experts = model.feed_forward.experts
         layer.num_local_experts = layer.num_experts // layer.ep_size
-        # Not called as a constructor: AutoEPMoELayer's would convert a layer of a transformers model.
+        # AutoEPMoELayer's constructor is not called: it would convert a layer of a transformers model.
         layer.__class__ = known
         made: MoeFeedForward = layer
         return made
@@ -93,16 +93,16 @@ def expert_layer(config: Config) -> Callable[[Model], MoeFeedForward]:
     return make
 
 
-def is_shared_out(parameter: Tensor) -> bool:
-    """Whether a parameter holds this rank's share of the experts."""
+def is_expert_shard(parameter: Tensor) -> bool:
+    """Whether a parameter holds only the experts of this rank."""
     return not getattr(parameter, "allreduce", True)
 
 
 def total_norm(gradients: list[tuple[Tensor, bool]], groups: ExpertGroups | None) -> Tensor:
-    """The norm of all gradients, every expert's counted once: the same in every rank. A scalar, float32.
+    """The norm of all gradients, with every expert counted once: a float32 scalar, equal in every rank.
 
-    gradients: each with whether it is of shared out experts. Squares are summed in float64: in float32 and one after
-    another, as PyTorch sums them on a CPU, the norm of half a million elements is off by 4e-6, and of more by 1e-4.
+    gradients: each with `is_expert_shard` of its parameter. Squares are summed in float64. PyTorch's sequential float32
+    sum on a CPU has a relative error of 4e-6 for half a million elements, and up to 1e-4 for more.
     """
     squares = _sum_of_squares([gradient for gradient, shared in gradients if not shared])
     if groups is not None:
@@ -115,7 +115,7 @@ def total_norm(gradients: list[tuple[Tensor, bool]], groups: ExpertGroups | None
 def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
     """A scalar in float64, summed in an order that the number of threads does not change.
 
-    Each row's squares are summed in float32, the rows' in float64; all in float64 takes a CPU ten times as long. A GPU
+    Squares of a row are summed in float32, rows in float64: float64 throughout takes ten times as long on a CPU. A GPU
     sums a tensor as a tree, which is as exact, and all tensors in one launch.
     """
     if tensors[0].device.type == "cuda":

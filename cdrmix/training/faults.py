@@ -1,4 +1,4 @@
-"""What may go wrong while training, turned into errors that say what to do: signals, memory, NaN."""
+"""Faults during training as errors with a remedy: signals, exhausted memory, NaN."""
 
 from __future__ import annotations
 
@@ -16,39 +16,42 @@ import torch
 from cdrmix.config.schema import Config
 from cdrmix.errors import NonFiniteLossError, OutOfMemoryError
 
-# fp16's first loss scale, 2**16, may take 16 halvings until the gradients fit. A scale that has grown since did so
-# only while they fitted, so it is one doubling too large at most; more skips in a row mean a real NaN.
+# The first loss scale of fp16, 2**16, may need 16 halvings until the gradients are finite. Later the scale grows only
+# while they are finite, so one halving is enough. More skipped steps in a row mean a real NaN.
 MAX_CONSECUTIVE_SKIPS = 20
 WHEN_NOT_FINITE = (
-    "--resume auto repeats the same steps from the last checkpoint, and so ends here again unless the machine was at "
-    "fault. Otherwise start a new run, which is what a changed configuration or text always is, with a lower "
-    "train.learning_rate or train.gradient_clip or a longer train.warmup_steps, or without the rows of that batch."
+    "--resume auto repeats the same steps from the last checkpoint, so it helps only if the machine was at fault. "
+    "Otherwise start a new run with a lower train.learning_rate or train.gradient_clip, with more train.warmup_steps, "
+    "or without the rows of that batch."
 )
 
 
-SAME_INTERRUPT = 1.0  # seconds in which SIGINT counts once: a terminal's Ctrl-C can arrive by two ways
+SAME_INTERRUPT = 1.0  # seconds in which SIGINT counts once: Ctrl-C may arrive from the terminal and the launcher
 
 
 class StopRequest:
-    """SIGTERM, SIGHUP and SIGINT as a question to ask between steps.
+    """Notes SIGTERM, SIGHUP and SIGINT, so that the training can stop between two steps. A context manager.
 
-    SIGTERM and SIGHUP may come any number of times: where a scheduler ends all processes of a job, a worker
-    gets one from it, one from the launcher and one from torchrun, and must still save its checkpoint. Only a person
-    who repeats Ctrl-C, a second after the first or later, ends the process at once.
+    SIGTERM and SIGHUP may arrive several times: when a scheduler ends a job, a worker gets one signal from it, one from
+    the launcher and one from torchrun, and must still save its checkpoint. A second SIGINT, one second after the first
+    or later, ends the process at once.
 
-    A context manager: the former handlers return on leaving, and a signal that was ignored (SIGHUP under nohup)
-    stays ignored. In a thread that is not the main one it never asks to stop, because Python delivers signals to
-    the main thread only.
+    On exit the former handlers are restored. A signal that was ignored (SIGHUP under nohup) stays ignored. Python
+    delivers signals to the main thread only, so in another thread no signal is noted.
     """
 
     def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
-        self._interrupted: float | None = None  # when the first SIGINT came, on the monotonic clock
+        self._asked = False
+        self._interrupted: float | None = None  # time of the first SIGINT, on the monotonic clock
         self._former: dict[signal.Signals, signal.Handlers | object] = {}
 
     @property
     def requested(self) -> bool:
-        return self.signal is not None
+        return self._asked
+
+    def request(self) -> None:
+        """Asks to stop, as a signal does."""
+        self._asked = True
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
@@ -70,8 +73,7 @@ class StopRequest:
                 self._interrupted = now
             elif now - self._interrupted >= SAME_INTERRUPT:
                 os._exit(128 + number)
-        if self.signal is None:
-            self.signal = signal.Signals(number)
+        self._asked = True
 
 
 def check_finite(loss: float, step: int) -> None:
@@ -84,7 +86,7 @@ def check_finite(loss: float, step: int) -> None:
 
 
 class Skips:
-    """Counts updates that the gradient norm forbade. Only fp16 may skip, and not forever."""
+    """Counts updates that were skipped for a non-finite gradient norm. Only fp16 may skip, up to a limit."""
 
     def __init__(self, *, may_skip: bool, total: int = 0) -> None:
         self.may_skip = may_skip
@@ -92,7 +94,7 @@ class Skips:
         self.consecutive = 0
 
     def record(self, applied: bool, step: int) -> None:
-        """Takes note of a step. Raises NonFiniteLossError when a skip means more than a loss scale too high."""
+        """Counts a step. Raises NonFiniteLossError when a skip cannot be explained by a loss scale that is too high."""
         if applied:
             self.consecutive = 0
             return
@@ -113,7 +115,7 @@ class Skips:
 
 @contextmanager
 def memory_guard(config: Config) -> Iterator[None]:
-    """Turns an exhausted device or host memory into OutOfMemoryError naming the keys that shrink the step."""
+    """Turns exhausted memory, of the device or host, into OutOfMemoryError that names the keys to change."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
@@ -123,10 +125,10 @@ def memory_guard(config: Config) -> Iterator[None]:
             raise
         train = config.train
         raise OutOfMemoryError(
-            "a training step does not fit in memory. Any of these makes it smaller: "
+            "a training step does not fit in memory. Each of these reduces it: "
             f"train.micro_batch_rows (now {train.micro_batch_rows}; gradients stay the same), "
             f"train.activation_checkpointing: true (now {str(train.activation_checkpointing).lower()}), "
             f"train.zero_stage: 1, 2 or 3 with several processes (now {train.zero_stage}), "
             f"train.expert_parallel: above 1 with several processes (now {train.expert_parallel}). "
-            f"What was asked for: {text.splitlines()[0] if text else type(error).__name__}"
+            f"The failed request: {text.splitlines()[0] if text else type(error).__name__}"
         ) from error

@@ -1,9 +1,9 @@
-"""Several processes of one run on this machine: started by torchrun, ended and explained as if they were one.
+"""Starts several processes of one run on this machine by torchrun, forwards signals, and reports the first failure.
 
-Three processes stand above each other: the launcher (what the person started), torchrun's agent in a
-session of its own, and the workers. A Ctrl-C, SIGTERM or hangup reaches the launcher alone, which hands it to every
-worker once, also to one that begins later; before the first has begun, it ends the agent. The first worker that fails
-leaves its exit code and message in a file, because torchrun would answer 1 to all.
+There are three levels of processes: the launcher, which the user started; torchrun's agent, in a session of its own;
+and the workers. SIGINT, SIGTERM and SIGHUP reach the launcher only. It forwards each signal once to every worker, also
+to a worker that starts later. Before the first worker has started, it ends the agent. The first worker that fails
+writes its exit code and message to a file, because torchrun exits with 1 for every failure.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ def launch(processes: int, arguments: Sequence[str]) -> tuple[int, str]:
         folder = Path(name)
         environment = os.environ | {
             FOLDER: name,
-            # Without it `-m` would put the current folder on sys.path, and our kernels/ over the PyPI package's name.
+            # Without it `-m` puts the current folder on sys.path, where kernels/ hides the PyPI package of that name.
             "PYTHONSAFEPATH": "1",
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // processes))),
         }
         command = [sys.executable, "-m", "cdrmix.training.launch", str(processes), *arguments]
 
         received: list[int] = []
-        # Before the agent starts: a signal is at no time lost, nor leaves the agent behind.
+        # Set before the agent starts, so that no signal is lost and none ends the launcher alone.
         former = {
             number: signal.signal(number, lambda number, frame: received.append(number))
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-            if signal.getsignal(number) is not signal.SIG_IGN  # nohup's wish holds for the workers too
+            if signal.getsignal(number) is not signal.SIG_IGN  # a signal that nohup ignores stays ignored
         }
         agent: subprocess.Popen[bytes] | None = None
         try:
             agent = subprocess.Popen(command, env=environment, start_new_session=True)
-            status, told = _wait(agent, folder, received)
+            status, forwarded = _wait(agent, folder, received)
         finally:
             for number, handler in former.items():
                 signal.signal(number, handler)
@@ -63,45 +63,44 @@ def launch(processes: int, arguments: Sequence[str]) -> tuple[int, str]:
             return int(content["status"]), str(content["message"])
         if status == 0:
             return 0, ""
-        if told:
-            return 128 + told, "cdrmix: interrupted"
+        if forwarded:
+            return 128 + forwarded, "cdrmix: interrupted"
         return 1, "cdrmix: error: a process of the run crashed or was killed"
 
 
 def _wait(agent: subprocess.Popen[bytes], folder: Path, received: list[int]) -> tuple[int, int]:
-    """Waits for the agent and hands on what is received; the agent's status and the last signal handed on, or 0."""
-    told = 0
+    """Waits for the agent and forwards signals. Returns the agent's status and the last forwarded signal, or 0."""
+    forwarded = 0
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return agent.wait(timeout=0.1), told
+            return agent.wait(timeout=0.1), forwarded
         while received:
-            told = received.pop(0)
-            if not signal_workers(folder, told):
+            forwarded = received.pop(0)
+            if not signal_workers(folder, forwarded):
                 agent.terminate()
 
 
 def signal_workers(folder: Path, number: int) -> bool:
-    """Sends a signal to every worker at work, and to those that begin later; False when none has begun yet."""
+    """Sends a signal to every running worker and to those that start later. Returns False before the first start."""
     with _locked(folder):
         with (folder / "signals").open("a") as file:
             file.write(f"{number}\n")
         for registered in folder.glob("*.pid"):
-            with contextlib.suppress(ProcessLookupError):  # killed, and so without an end of its own
+            with contextlib.suppress(ProcessLookupError):  # it was killed and could not unregister
                 os.kill(int(registered.stem), number)
         return any(folder.glob("*.pid")) or any(folder.glob("*.done"))
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    # Between the launcher, which tells the workers of a signal, and a worker that begins: it gets each signal once.
+    # A worker that starts while the launcher forwards a signal must get the signal exactly once.
     with (folder / "lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def check_processes(config: Config, processes: int) -> None:
-    """Raises ConfigError unless the rows of a step, and the experts, can be dealt evenly to that many processes, and
-    ZeRO has somebody to share out with."""
+    """Raises ConfigError unless rows and experts divide evenly among the processes, and ZeRO has something to shard."""
     train = config.train
     together = train.micro_batch_rows * processes
     if train.batch_rows % together:
@@ -123,12 +122,12 @@ def is_worker() -> bool:
 
 
 def begin_work() -> None:
-    """A worker's first act: it can be signalled from now on, and dies with its parent.
+    """Registers a worker, so that signals reach it, and makes it die with its parent.
 
-    A signal that came before goes off here, as if it came now.
+    A signal that was forwarded before is raised here.
     """
     folder = Path(os.environ[FOLDER])
-    # A worker that outlives a killed run would go on writing into the folder that the resumed run writes.
+    # A worker that outlived a killed run would write into the folder of the resumed run.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     with _locked(folder):
         (folder / f"{os.getpid()}.pid").touch()
@@ -139,7 +138,7 @@ def begin_work() -> None:
 
 
 def end_work() -> None:
-    """A worker's last act: no signal is sent to it any more, nor to a process that gets its number afterwards."""
+    """Unregisters a worker: signals go neither to it nor to a later process with the same id."""
     folder = Path(os.environ[FOLDER])
     registered = folder / f"{os.getpid()}.pid"
     with _locked(folder):
@@ -148,17 +147,17 @@ def end_work() -> None:
 
 
 def report_failure(status: int, message: str) -> None:
-    """What a worker does when it fails: the first one is heard."""
+    """Reports a worker's failure. Only the first report of a run is kept."""
     folder = Path(os.environ[FOLDER])
     temporary = folder / f"failure-{os.getpid()}.tmp"
     temporary.write_text(json.dumps({"status": status, "message": message}), encoding="utf-8")
     with contextlib.suppress(FileExistsError):
-        os.link(temporary, folder / "failure.json")  # in one move, and never over an earlier one
+        os.link(temporary, folder / "failure.json")  # atomic, and never replaces an earlier report
     temporary.unlink()
 
 
 def agent(processes: int, arguments: Sequence[str]) -> int:
-    """torchrun on this machine alone, without the stack traces that it prints when a worker fails."""
+    """Runs torchrun on this machine, without the stack traces that it prints when a worker fails."""
     import logging
 
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -167,14 +166,14 @@ def agent(processes: int, arguments: Sequence[str]) -> int:
 
     logging.disable(logging.ERROR)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # When a process fails, the others get this long to end by themselves.
+    # When a process fails, the others have 60 s to end by themselves.
     options = ["--standalone", "--nproc-per-node", str(processes), "--shutdown-timeout", "60"]
     options += ["-m", "cdrmix.cli", *arguments]
     try:
         run(parse_args(options))
     except ChildFailedError:
         return 1
-    except SignalException as error:  # from the launcher, before a worker had begun
+    except SignalException as error:  # sent by the launcher before a worker had started
         return 128 + error.sigval
     return 0
 

@@ -1,4 +1,4 @@
-"""Traces a few steps where `train.profile` asks for it: a timeline, a table of operations, the GPU's memory."""
+"""Profiles the steps that `train.profile` names: a timeline, a table of operations, a snapshot of GPU memory."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from cdrmix.config.schema import Config
 from cdrmix.run_folder import RunFolder
+from cdrmix.training.callbacks import Callback
 from cdrmix.training.distributed import DistributedContext
 
-ROWS = 60  # of the table of operations
-HISTORY = 200_000  # allocations and frees that a snapshot of the GPU's memory goes back
+ROWS = 60  # rows of the table of operations
+HISTORY = 200_000  # allocations and frees in a snapshot of GPU memory
 
 
-class Profiler:
-    """Profiles steps `first` to `first + steps - 1` of this process, and writes what it saw into the run folder.
+class Profiler(Callback):
+    """Profiles steps `first` to `first + steps - 1` of this process. A context manager.
 
-    A context manager; `step` is called at the end of every step. In profile/ it leaves trace.json.gz (for Perfetto or
-    chrome://tracing), operations.txt (time and memory by operation) and, on a GPU, memory.pickle (PyTorch's memory
-    viewer). A run that ends before its last profiled step leaves what it has.
+    Writes into profile/ of the run folder: trace.json.gz (for Perfetto or chrome://tracing), operations.txt (time and
+    memory by operation) and, on a GPU, memory.pickle (for PyTorch's memory viewer). A run that ends before the last
+    profiled step writes the steps so far.
     """
 
     def __init__(self, first: int, steps: int, run: RunFolder, device: torch.device) -> None:
@@ -30,7 +31,7 @@ class Profiler:
         on_gpu = device.type == "cuda"
         self._profile = profile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
-            # The step before the first one warms up; where there is none, the first one is traced cold.
+            # The step before the first one warms the profiler up; step 1 has none before it.
             schedule=schedule(wait=max(first - 2, 0), warmup=min(first - 1, 1), active=steps, repeat=1),
             on_trace_ready=self._write,
             profile_memory=True,
@@ -49,8 +50,8 @@ class Profiler:
         if self._step < self._first:
             self._run.say(f"train.profile: this process ended before step {self._first}, the first to be profiled")
 
-    def step(self) -> None:
-        """Takes note that a step is over."""
+    def on_step(self, step: int) -> None:
+        """Ends the profiler's step."""
         if self._step <= self._last:
             self._step += 1
             self._profile.step()
@@ -73,16 +74,9 @@ class Profiler:
         self._run.say(f"Profile of steps {self._first} to {self._step - 1} of this process: {folder}")
 
 
-class _Off:
-    """Profiles nothing."""
-
-    def step(self) -> None:
-        """Does nothing."""
-
-
-def make_profiler(config: Config, run: RunFolder, world: DistributedContext) -> AbstractContextManager[Profiler | _Off]:
-    """The profiler of a run, in its first process. In the others and without `train.profile` it does nothing."""
+def make_profiler(config: Config, run: RunFolder, world: DistributedContext) -> AbstractContextManager[Callback]:
+    """The profiler of a run, in its first process. Elsewhere and without `train.profile` it has no effect."""
     settings = config.train.profile
     if settings is None or not world.is_main_process:
-        return nullcontext(_Off())
+        return nullcontext(Callback())
     return Profiler(settings.first, settings.steps, run, world.device)

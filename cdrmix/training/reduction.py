@@ -1,16 +1,16 @@
-"""Sums of gradients over the processes, begun while the last backward pass of an update still goes on: ZeRO 0 and 1.
+"""Sums gradients over the processes during the last backward pass of an update, for ZeRO stages 0 and 1.
 
-Parameters lie in buckets whose order the model alone decides: the last ones of the forward pass, whose gradients are
-final first, make the first bucket. As soon as every gradient of a bucket is final its message leaves, and the backward
-pass goes on beside it; a bucket never overtakes another, so that the messages of all processes match. Without ZeRO
-every process gets the sums; with ZeRO-1 each sum goes to the one process that updates these weights, which is half the
-traffic. The same elements travel together whenever they leave, so overlapping changes no bit.
+Parameters are grouped into buckets in an order that depends on the model only. The parameters that the forward pass
+uses last have final gradients first and make the first bucket. When every gradient of a bucket is final, its
+communication starts while the backward pass continues. Buckets are sent in order, so the messages of all processes
+match. Without ZeRO every process gets the sums. With ZeRO-1 each sum goes to the process that updates these weights,
+which halves the traffic. A message always holds the same elements, so the overlap changes no bit.
 
-DeepSpeed 0.19.8 does neither here: without ZeRO it reduces after the backward pass; with `overlap_comm` its stage 1
-waits for the whole device before every message (`allreduce_and_copy` in zero/stage_1_and_2.py), and its hooks
-(`register_post_accumulate_grad_hook`) are not called for weights whose products add to `.grad` by themselves
-(`cdrmix.ops.weights`). The node of autograd at which a weight's gradients meet is reached in either case, once, when
-all of them are there: hooks on that node tell that a gradient is final.
+DeepSpeed 0.19.8 does neither here. Without ZeRO it reduces after the backward pass. With `overlap_comm` its stage 1
+waits for the whole device before every message (`allreduce_and_copy` in zero/stage_1_and_2.py). Its hooks
+(`register_post_accumulate_grad_hook`) are not called for weights whose products add to `.grad` themselves
+(`cdrmix.ops.weights`). Autograd's accumulation node of a weight runs once in both cases, after all gradients of the
+weight have arrived. A hook on that node therefore tells that the gradient is final.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-IN_FLIGHT = 2  # messages at a time: one travels, one is made
+IN_FLIGHT = 2  # messages at a time: one is sent while the next is copied
 
 
 @dataclass(frozen=True)
-class Shared:
-    """Parameters of which the processes of a group hold the same ones, laid end to end.
+class ReplicatedParameters:
+    """Parameters that every process of a group holds, concatenated.
 
-    part: elements for which each process of the group, by its rank, wants the sums; None: all want all.
+    part: elements of the sums that each rank of the group receives, in rank order; None: all receive all.
     """
 
     parameters: Sequence[Tensor]
@@ -41,7 +41,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class _Bucket:
-    """pieces: parameters, each with the first of its elements and the one after the last. owner: rank in the group."""
+    """pieces: parameters with first and end element. owner: the receiving rank of the group; None: all receive."""
 
     pieces: tuple[tuple[Tensor, int, int], ...]
     group: dist.ProcessGroup
@@ -49,19 +49,27 @@ class _Bucket:
 
 
 class GradientReduction:
-    """Adds `.grad` of parameters up over processes: call `begin`, then the backward pass, then `end`.
+    """Sums `.grad` of parameters over processes: call `begin`, then the backward pass, then `end`.
 
-    order: all parameters, as the forward pass comes to them. dtype: of the messages. most: elements of a message.
+    order: all parameters in the order of the forward pass. dtype: of the messages. most: elements of a message.
     """
 
     def __init__(
-        self, order: Iterable[Tensor], shared: Iterable[Shared], dtype: torch.dtype, *, most: int, overlap: bool = True
+        self,
+        order: Iterable[Tensor],
+        replicated: Iterable[ReplicatedParameters],
+        dtype: torch.dtype,
+        *,
+        most: int,
+        overlap: bool = True,
     ) -> None:
         self._dtype = dtype
-        place = {parameter: number for number, parameter in enumerate(order)}
-        found = [bucket for each in shared if dist.get_world_size(each.group) > 1 for bucket in _buckets(each, most)]
-        # A bucket can leave when the backward pass has come to the first of its parameters.
-        self._buckets = sorted(found, key=lambda bucket: -min(place[parameter] for parameter, _, _ in bucket.pieces))
+        position = {parameter: number for number, parameter in enumerate(order)}
+        found = [
+            bucket for each in replicated if dist.get_world_size(each.group) > 1 for bucket in _buckets(each, most)
+        ]
+        # A bucket is complete when the backward pass reaches the parameter that the forward pass used first.
+        self._buckets = sorted(found, key=lambda bucket: -min(position[parameter] for parameter, _, _ in bucket.pieces))
         self._of: dict[Tensor, list[int]] = {}  # the numbers of a parameter's buckets
         for number, bucket in enumerate(self._buckets):
             for parameter, _, _ in bucket.pieces:
@@ -70,19 +78,19 @@ class GradientReduction:
         self._next = 0
         self._active = False
         self._running: deque[tuple[dist.Work, Tensor, _Bucket]] = deque()
-        # PyTorch keeps these nodes only as long as somebody holds them.
+        # PyTorch frees these nodes unless a reference is held.
         self._nodes = [get_gradient_edge(parameter).node for parameter in self._of] if overlap else []
         for node, parameter in zip(self._nodes, self._of, strict=False):
             node.register_hook(self._hook(parameter))
 
     def begin(self) -> None:
-        """Says that the next backward pass is the last one of the update. All processes call."""
-        self._running.clear()  # of a backward pass that raised
+        """Announces the last backward pass of the update. All processes call."""
+        self._running.clear()  # left by a backward pass that raised
         self._pending = [{parameter for parameter, _, _ in bucket.pieces} for bucket in self._buckets]
         self._next, self._active = 0, True
 
     def end(self) -> None:
-        """Sends what has not left, as of parameters that took no part, and waits until every sum is there."""
+        """Sends the remaining buckets, such as those of unused parameters, and waits for all sums."""
         self._active = False
         while self._next < len(self._buckets):
             self._start()
@@ -117,7 +125,7 @@ class GradientReduction:
 
     @torch.no_grad()
     def _finish(self) -> None:
-        """On a GPU it is the stream that waits, not the host."""
+        """Waits for a message; on a GPU the stream waits, not the host."""
         work, message, bucket = self._running.popleft()
         work.wait()
         parts = _slices(bucket)
@@ -125,17 +133,17 @@ class GradientReduction:
             torch._foreach_copy_(parts, list(message.split([part.numel() for part in parts])))
 
 
-def _buckets(shared: Shared, most: int) -> Iterator[_Bucket]:
-    """Cuts parameters into messages, each of at most so many elements and with one owner."""
+def _buckets(shared: ReplicatedParameters, most: int) -> Iterator[_Bucket]:
+    """Splits parameters into messages of at most `most` elements, each with one owner."""
     pieces: list[tuple[Tensor, int, int]] = []
     size = offset = 0  # of the bucket; of its end among all elements
     for parameter in shared.parameters:
         start = 0
         while start < parameter.numel():
-            room = most - size
+            space = most - size
             if shared.part is not None:
-                room = min(room, shared.part - offset % shared.part)
-            count = min(room, parameter.numel() - start)
+                space = min(space, shared.part - offset % shared.part)
+            count = min(space, parameter.numel() - start)
             owner = None if shared.part is None else offset // shared.part
             pieces.append((parameter, start, start + count))
             start, size, offset = start + count, size + count, offset + count
@@ -147,7 +155,7 @@ def _buckets(shared: Shared, most: int) -> Iterator[_Bucket]:
 
 
 def _slices(bucket: _Bucket) -> list[Tensor]:
-    """The pieces of the gradients, flat; zeros of a parameter that took no part in the update."""
+    """The flat pieces of the gradients; zeros for a parameter without one."""
     found = []
     for parameter, start, stop in bucket.pieces:
         if parameter.grad is None:

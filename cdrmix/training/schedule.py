@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step: linear warmup, then a cosine to a share of the peak."""
+"""The learning rate as a function of the step: linear warmup, then cosine decay to a fraction of the peak."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def learning_rate(train: Train, step: int) -> float:
     """The rate of the update that follows `step` finished updates, for parameters whose multiplier is 1.
 
     It reaches `train.learning_rate` at the last warmup step and `final_learning_rate_ratio` of it at the last
-    step of the run. A function of the step alone, so that a resumed run cannot be off by one.
+    step of the run. It depends on the step alone, so a resumed run has the same rates.
     """
     if step < train.warmup_steps:
         return train.learning_rate * (step + 1) / train.warmup_steps

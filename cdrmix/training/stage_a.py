@@ -1,46 +1,40 @@
-"""Stage A: next-token training. The loop that every mode runs, from one CPU process to many GPUs."""
+"""Stage A: next-token training of a model on packed rows."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import io
-import resource
-import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import TracebackType
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from cdrmix.config.schema import Config, Model
-from cdrmix.data.loader import EvalLoader, Prefetcher, train_loader
+from cdrmix.config.schema import Config
+from cdrmix.data.batch import Batch
+from cdrmix.data.loader import EvalLoader, Prefetcher, TrainLoader, train_loader
 from cdrmix.data.shards import ShardSet
-from cdrmix.errors import CheckpointError, Preempted, VocabularyError
+from cdrmix.errors import CheckpointError, VocabularyError
 from cdrmix.eval.perplexity import evaluate
-from cdrmix.eval.routing import expert_load, routing_metrics
 from cdrmix.inference.checkpoints import list_checkpoints, newest_whole_checkpoint
 from cdrmix.model.feed_forward.router import balance_routers
-from cdrmix.model.loss import Losses
 from cdrmix.run_folder import RunFolder
 from cdrmix.runtime import seed_everything
 from cdrmix.training.build import build_loss_model
-from cdrmix.training.checkpoint import (
-    Fingerprints,
-    Progress,
-    differences,
-    load_checkpoint,
-    prune,
-    restore_best,
-    save_checkpoint,
-)
+from cdrmix.training.callbacks import Callback
+from cdrmix.training.checkpoint import Fingerprints, Progress, Saver, differences, load_checkpoint, restore_best
 from cdrmix.training.compiling import uncompiled
+from cdrmix.training.console import Console
 from cdrmix.training.distributed import DistributedContext, join, thread_numbers
 from cdrmix.training.engine import Engine, make_engine
-from cdrmix.training.faults import Skips, StopRequest, check_finite, memory_guard
-from cdrmix.training.metrics import Console, StepRecord, Trackers
+from cdrmix.training.faults import memory_guard
+from cdrmix.training.metrics import StepRecord
+from cdrmix.training.objective import Outcome, StepFacts, StepTotals
 from cdrmix.training.profiling import make_profiler
-from cdrmix.training.schedule import learning_rate
 from cdrmix.training.threads import ThreadChoice
+from cdrmix.training.trackers import Trackers
+from cdrmix.training.trainer import Trainer
 
 
 class TrainResult(NamedTuple):
@@ -55,20 +49,24 @@ class TrainResult(NamedTuple):
 
 
 def train(
-    config: Config, run: RunFolder, shards: ShardSet, *, resume: str | None = None, console: bool = True
+    config: Config,
+    run: RunFolder,
+    shards: ShardSet,
+    *,
+    resume: str | None = None,
+    console: bool = True,
+    callbacks: Sequence[Callback] = (),
 ) -> TrainResult:
     """Trains to `train.steps` and returns with the final checkpoint committed. Every process of the run calls it.
 
     resume: anything but None continues from the newest whole checkpoint of the run folder, bit for bit.
     console: whether rank 0 shows its progress; metrics and checkpoints are written either way.
-    Raises Preempted after SIGTERM, SIGHUP or SIGINT, once a checkpoint is committed; NonFiniteLossError before a NaN
-    reaches the weights; OutOfMemoryError, DiskFullError, CheckpointError, ConfigError, VocabularyError; ShardError
-    when the text has changed since the run began.
+    Raises what Trainer.fit raises; OutOfMemoryError, DiskFullError, CheckpointError, ConfigError, VocabularyError;
+    ShardError when the text has changed since the run began.
     """
     settings = config.train
-    bias_rate = config.model.feed_forward.bias_update_rate if config.model.routers else 0.0
     world = join(config)
-    with memory_guard(config):
+    with memory_guard(config), contextlib.ExitStack() as stack:
         seed_everything(config.run.seed)  # the same in every process: all build the same weights
         _check_vocabulary(config, shards)
         loader = train_loader(config, shards.train, world.rank, world.size)
@@ -76,207 +74,107 @@ def train(
         seed_everything(config.run.seed + world.rank)
         for line in loader.mixture.lines() if loader.mixture else []:
             run.say(line)
-        validation = Validation(config, shards, world)
         progress, checkpoint = Progress(), None
         if resume is not None:
             progress, checkpoint = _continue(engine, config, run, shards)
-        skips = Skips(may_skip=settings.precision == "fp16", total=progress.skipped_steps)
-        saver = Saver(engine, config, run, fingerprints(shards), latest=checkpoint)
-        meter, threads = Meter(progress), ThreadChoice(thread_numbers(config, world), run.say)
-
-        with (
-            StopRequest() as stop,
-            Trackers(run, config) as trackers,
-            Console(run, settings.steps, start_step=progress.step, stream=None if console else _Nowhere()) as screen,
-            Prefetcher(loader, settings.steps, world.device) as ahead,
-            make_profiler(config, run, world) as profiler,
-        ):
-            if progress.unvalidated is not None:  # a signal came first
-                record, progress = validation.complete(engine, StepRecord(**progress.unvalidated), progress)
-                trackers.write(record)
-                screen.update(record)
-                saver.point_best(progress)
-            for step in range(progress.step, settings.steps):
-                number = step + 1
-                threads.begin()
-                meter.start()
-                rate = learning_rate(settings, step)
-                engine.set_learning_rate(rate)
-                shown = number % settings.log_every == 0 or number in (1, settings.steps)
-                evaluates = number % settings.evaluate_every == 0 or number == settings.steps
-
-                tally = MetricAccumulator(world, engine.share, counts_routing=shown or evaluates or bias_rate > 0)
-                batches = ahead.micro_batches(step)
-                for batch in batches:
-                    losses = engine.forward(batch, last=batch is batches[-1])  # forward pass and loss
-                    engine.backward(losses.total)
-                    tally.add(losses)
-                figures = tally.agree(stop.requested, batches[0].token_count, engine.clip())
-                check_finite(figures.loss, number)
-                applied = engine.step(figures.gradient_norm)
-                engine.zero()
-                if applied and bias_rate > 0:
-                    balance_routers(engine.module, tally.routing().demand_LE, bias_rate)
-                skips.record(applied, number)
-                profiler.step()
-
-                seconds = meter.stop()
-                threads.end(seconds - progress.seconds)
-                progress = dataclasses.replace(
-                    progress,
-                    step=number,
-                    tokens=progress.tokens + (round(batches[0].token_count) if applied else 0),
-                    seconds=seconds,
-                    loss=figures.next_token_loss,
-                    skipped_steps=skips.total,
-                )
-                if shown or evaluates:
-                    record = StepRecord(
-                        step=number,
-                        epoch=loader.epoch(number),
-                        loss=figures.loss,
-                        next_token_loss=figures.next_token_loss,
-                        load_balance=figures.load_balance,
-                        z_loss=figures.z_loss,
-                        learning_rate=rate,
-                        gradient_norm=engine.gradient_norm,
-                        tokens=progress.tokens,
-                        tokens_per_second=meter.tokens_per_second(progress),
-                        seconds=progress.seconds,
-                        memory_gib=memory_gib(world),
-                        **tally.routing().measures(config.model),
-                    )
-                    if evaluates and figures.stop:
-                        # Whoever sent the signal may not wait for a validation: the resumed run begins with it.
-                        run.say(f"told to stop: step {number} is saved first, and validated when the run goes on")
-                        progress = dataclasses.replace(progress, unvalidated=dataclasses.asdict(record))
-                    else:
-                        if evaluates:
-                            record, progress = validation.complete(engine, record, progress)
-                        trackers.write(record)
-                        screen.update(record)
-                else:
-                    screen.advance(number)
-                periodic = number % settings.checkpoint_every == 0 or number == settings.steps or figures.stop
-                if periodic or progress.best_step == number:
-                    saver.save(progress, periodic=periodic)
-                if figures.stop:
-                    raise Preempted(
-                        f"stopped by a signal after step {number} of {settings.steps}; {saver.latest} is whole, "
-                        "continue with --resume auto"
-                    )
-            if world.any(stop.requested):  # it came during the last validation or checkpoint
-                raise Preempted(
-                    f"stopped by a signal after the last step; {saver.latest} is whole, --resume auto goes on"
-                )
-    if skips.total:
-        run.say(f"{skips.total} of {settings.steps} steps were skipped for fp16 overflow")
-    final = saver.latest
+        listeners: list[Callback] = [
+            stack.enter_context(make_profiler(config, run, world)),
+            stack.enter_context(Trackers(run, config)),
+            stack.enter_context(Console(run, settings.steps, start_step=progress.step, shown=console)),
+        ]
+        trainer = Trainer(
+            settings,
+            engine,
+            stack.enter_context(Pretraining(config, loader, world)),
+            ThreadChoice(thread_numbers(config, world), run.say),
+            progress=progress,
+            saver=Saver(engine, config, run, fingerprints(shards), latest=checkpoint),
+            validation=Validation(config, shards, world),
+            callbacks=[*listeners, *callbacks],
+            say=run.say,
+        )
+        progress = trainer.fit()
+    if progress.skipped_steps:
+        run.say(f"{progress.skipped_steps} of {settings.steps} steps were skipped for fp16 overflow")
+    assert trainer.saver is not None
+    final = trainer.saver.latest
     assert final is not None, "the last step saves a checkpoint"
     speed = progress.tokens / progress.seconds if progress.seconds else 0.0
     return TrainResult(progress.step, progress.loss, progress.valid_bits_per_byte, speed, progress.seconds, final)
 
 
-class StepMetrics(NamedTuple):
-    """A step's losses over the global batch, in nats; the norm of its gradients before clipping, None where DeepSpeed
-    finds it; whether any process was told to stop."""
+class Pretraining:
+    """Stage A as the trainer's objective: the next token of packed rows, and the routers' losses. A context manager.
 
-    loss: float
-    next_token_loss: float
-    load_balance: float
-    z_loss: float
-    gradient_norm: float | None
-    stop: bool
-
-
-class RoutingCounts(NamedTuple):
-    """Of a step's global batch, by router and expert [L, E]: routes that wanted it, rows that it computed."""
-
-    demand_LE: Tensor
-    counts_LE: Tensor
-
-    def measures(self, model: Model) -> dict[str, Any]:
-        """The routing fields of a StepRecord; {} without a mixture of experts."""
-        if not len(self.demand_LE):
-            return {}
-        return {
-            "routers": list(model.routers),
-            "router": routing_metrics(self.demand_LE, model.feed_forward.capacity_factor, self.counts_LE),
-            "load": expert_load(self.demand_LE),
-        }
-
-
-class MetricAccumulator:
-    """Sums the losses of a step's micro-batches over all processes, in one all-reduce and one read of the device.
-
-    counts_routing: the experts' loads too. They are results of the forward pass, so activation checkpointing, which
-    runs it twice, counts them once.
+    Batches are made one step ahead, in a thread.
     """
 
-    def __init__(self, world: DistributedContext, share: float, *, counts_routing: bool) -> None:
-        self._world = world
-        self._share = share
-        self._counts_routing = counts_routing
-        self._sums = torch.zeros(5, dtype=torch.float64, device=world.device)
-        self._counts_2LE: Tensor | None = None  # demand, rows computed
-        self._routing = RoutingCounts(*torch.zeros(2, 0, 0))
+    phase: str | None = None
+    measures: tuple[str, ...] = ("next_token_sum", "load_balance", "z_loss")
 
-    def add(self, losses: Losses) -> None:
-        """Takes in a micro-batch."""
-        terms = (losses.total, losses.next_token_sum, losses.load_balance, losses.z_loss)
-        self._sums[:4] += torch.stack([term.detach().double() for term in terms])
-        if self._counts_routing and losses.router is not None:
-            counts_2LE = torch.stack([losses.router.demand_LE, losses.router.counts_LE]).double()
-            self._counts_2LE = counts_2LE if self._counts_2LE is None else self._counts_2LE + counts_2LE
+    def __init__(self, config: Config, loader: TrainLoader, world: DistributedContext) -> None:
+        self._config, self._loader = config, loader
+        self._batches = Prefetcher(loader, config.train.steps, world.device)
+        self._bias_rate = config.model.feed_forward.bias_update_rate if config.model.routers else 0.0
+        self.balances_routers = self._bias_rate > 0
+        self._token_count = 0.0  # of the global batch at hand
+        self._share = 0.0  # of one micro-batch in it
 
-    def agree(self, stop: bool, token_count: float, gradient_norm: Tensor | None) -> StepMetrics:
-        """The global batch's figures, the same in every process. Waits for the device: the step's only wait.
+    def __enter__(self) -> Pretraining:
+        self._batches.__enter__()
+        return self
 
-        stop: this process was told to stop. gradient_norm: a scalar on the device, the same in every process.
-        """
-        self._sums[4] = float(stop)
-        counts = self._sums.new_zeros(2, 0, 0) if self._counts_2LE is None else self._counts_2LE
-        parts = [self._world.total(torch.cat([self._sums, counts.flatten()]))]
-        if gradient_norm is not None:
-            parts.append(gradient_norm.double().reshape(1))
-        read = torch.cat(parts).cpu()
-        self._routing = RoutingCounts(*read[5 : 5 + counts.numel()].view(counts.shape))
-        total, next_token, load_balance, z_loss, stops, *rest = read.tolist()
-        norm = None if gradient_norm is None else rest[-1]
-        return StepMetrics(
-            total, next_token / token_count, load_balance * self._share, z_loss * self._share, norm, stops > 0
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._batches.__exit__(kind, error, traceback)
+
+    def micro_batches(self, engine: Engine, step: int) -> list[Batch]:
+        """This process's micro-batches of global batch `step`."""
+        batches = self._batches.micro_batches(step)
+        self._token_count, self._share = batches[0].token_count, engine.share
+        return batches
+
+    def forward(self, engine: Engine, micro_batch: Batch, *, last: bool) -> Outcome:
+        """The loss model's forward pass."""
+        losses = engine.forward(micro_batch, last=last)
+        terms = (losses.next_token_sum, losses.load_balance, losses.z_loss)
+        return Outcome(losses.total, torch.stack([term.detach().float() for term in terms]), losses.router)
+
+    def update(self, engine: Engine, totals: StepTotals) -> None:
+        """Moves the routers' biases towards even loads."""
+        if self.balances_routers:
+            balance_routers(engine.module, totals.routing.demand_LE, self._bias_rate)
+
+    def tokens(self, totals: StepTotals) -> int:
+        """Tokens with a target in the global batch."""
+        return round(self._token_count)
+
+    def loss(self, totals: StepTotals) -> float:
+        """Nats a token."""
+        return totals.sums["next_token_sum"] / self._token_count
+
+    def record(self, facts: StepFacts, totals: StepTotals) -> StepRecord:
+        """The step with its losses and the loads of the experts."""
+        return StepRecord(
+            step=facts.step,
+            epoch=self._loader.epoch(facts.step),
+            loss=totals.loss,
+            next_token_loss=self.loss(totals),
+            load_balance=totals.sums["load_balance"] * self._share,
+            z_loss=totals.sums["z_loss"] * self._share,
+            learning_rate=facts.learning_rate,
+            gradient_norm=facts.gradient_norm,
+            tokens=facts.tokens,
+            tokens_per_second=facts.tokens_per_second,
+            seconds=facts.seconds,
+            memory_gib=facts.memory_gib,
+            **totals.routing.measures(self._config.model),
         )
-
-    def routing(self) -> RoutingCounts:
-        """The global batch's loads that `agree` read, on the CPU; of no layers without a mixture of experts."""
-        return self._routing
-
-
-class Meter:
-    """Training time: what passes between `start` and `stop`, so without validation and checkpoints."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._seconds = progress.seconds
-        self._started = 0.0
-        self._shown = progress
-
-    def start(self) -> None:
-        self._started = time.perf_counter()
-
-    def stop(self) -> float:
-        """Seconds since the run began, interruptions left out."""
-        self._seconds += time.perf_counter() - self._started
-        return self._seconds
-
-    def tokens_per_second(self, progress: Progress) -> float:
-        """Speed since the last time this was asked."""
-        tokens, seconds = progress.tokens - self._shown.tokens, progress.seconds - self._shown.seconds
-        self._shown = progress
-        return tokens / seconds if seconds > 0 else 0.0
 
 
 class Validation:
-    """The periodic look at `train.evaluate_rows` held-out rows."""
+    """Bits per byte of `train.evaluate_rows` held-out rows."""
 
     def __init__(self, config: Config, shards: ShardSet, world: DistributedContext) -> None:
         train, self._config = config.train, config
@@ -295,36 +193,6 @@ class Validation:
         if progress.best_bits_per_byte is None or bits < progress.best_bits_per_byte:
             progress = dataclasses.replace(progress, best_bits_per_byte=bits, best_step=progress.step)
         return record, progress
-
-
-class Saver:
-    """Checkpoints of a run, at most one a step: periodic, best and last. `latest` is the one that a resume reads."""
-
-    def __init__(self, engine: Engine, config: Config, run: RunFolder, text: Fingerprints, latest: Path | None) -> None:
-        self._engine, self._config, self._run, self._text = engine, config, run, text
-        self.latest = latest
-
-    def save(self, progress: Progress, *, periodic: bool) -> None:
-        """Commits a checkpoint, then removes what need not stay."""
-        folder = self._run.checkpoints
-        self.latest = save_checkpoint(self._engine, folder, progress, self._config, self._text, periodic=periodic)
-        if self._engine.world.is_main_process:
-            prune(folder, self._config.train.keep_last, self.latest)
-        self._run.note(f"checkpoint {self.latest.name}{' (best)' if progress.best_step == progress.step else ''}")
-        self._engine.world.barrier()
-
-    def point_best(self, progress: Progress) -> None:
-        """Makes the `best` pointer say what the progress says."""
-        if self._engine.world.is_main_process:
-            restore_best(self._run.checkpoints, progress)
-        self._engine.world.barrier()
-
-
-def memory_gib(world: DistributedContext) -> float:
-    """Peak memory of this process in GiB: of the GPU, or on a CPU its resident memory."""
-    if world.device.type == "cuda":
-        return torch.cuda.max_memory_allocated(world.device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
 
 
 def fingerprints(shards: ShardSet) -> Fingerprints:
@@ -371,10 +239,3 @@ def _newest(run: RunFolder) -> tuple[Path | None, str]:
             "--resume"
         )
     return newest, ""
-
-
-class _Nowhere(io.StringIO):
-    """A stream that keeps nothing: the console of a run without one."""
-
-    def write(self, text: str) -> int:
-        return len(text)

@@ -1,8 +1,8 @@
-"""How many CPU threads a run works with, chosen by the time that its own steps take.
+"""Chooses the number of CPU threads of a run by the measured time of its steps.
 
-No bit depends on the number, so that it may change between any two steps. Which is fastest depends on what else the
-machine does: OpenMP's threads wait by spinning, so that two of them on two cores take half as long as one on a quiet
-machine, and twice as long beside one busy process.
+The bits do not depend on the number, so it may change between any two steps. The fastest number depends on the load of
+the machine. OpenMP threads wait by spinning: on two cores, two threads take half the time of one on a quiet machine,
+and twice the time of one next to a busy process.
 """
 
 from __future__ import annotations
@@ -13,50 +13,53 @@ from collections.abc import Callable, Sequence
 
 from cdrmix.kernels.common.products import set_num_threads
 
-WARM_UP = 3  # steps that are not timed: kernels are compiled and memory is first touched
-ROUNDS = 2  # steps with every number in a trial; the faster counts, since what comes between only delays
-HOPELESS = 1.5  # numbers below one that takes so many times as long as the best are not tried
-GAIN = 0.95  # another number is taken where it needs at most so much of the time
-SLOWER, FASTER = 1.25, 0.8  # a trial follows when the median of RECENT steps leaves these multiples of the last trial's
+WARM_UP = 3  # untimed steps: kernels are compiled and memory is allocated
+ROUNDS = 2  # steps with each number in a trial; the fastest counts, since disturbances only add time
+HOPELESS = 1.5  # smaller numbers are not tried after one that takes this multiple of the best time
+GAIN = 0.95  # another number is chosen if it takes at most this fraction of the time
+SLOWER, FASTER = (
+    1.25,
+    0.8,
+)  # range of the median of RECENT steps, relative to the last trial
 RECENT = 5
-PERIOD = 200  # steps from trial to trial at least, while the speed stays
-OFTEN, SELDOM = 20, 100  # steps without a trial for each that one lost: 5 % while the speed changes, else 1 %
+PERIOD = 200  # least steps between trials at constant speed
+OFTEN, SELDOM = 20, 100  # steps between trials for each step that a trial cost: 5 % at changing speed, else 1 %
 
 
 def candidates(cores: int) -> list[int]:
-    """Numbers of threads worth trying on so many cores: all of them, and the powers of two below; the largest first."""
+    """Numbers of threads to try: the number of cores and the smaller powers of two, the largest first."""
     return sorted({cores, *(2**power for power in range(cores.bit_length()))}, reverse=True)
 
 
 class ThreadChoice:
-    """The number of CPU threads, tried out among `numbers` (the largest first) while a run goes on.
+    """Chooses the number of CPU threads among `numbers` (the largest first) during a run.
 
-    begin() before every step, end() behind it. A trial times steps with each number and keeps the fastest. One is made
-    behind the first steps, when steps become slower or faster, and now and then; the more it loses by slow numbers, the
-    less often. With one number there is none. say: hears of the first choice, and of every other one after it.
+    Call begin() before and end() after every step. A trial times steps with each number and keeps the fastest number.
+    Trials are made after the first steps, when the speed changes, and periodically; the more time a trial costs, the
+    later the next. With one number there are no trials. say: prints the first choice and every change.
     """
 
     def __init__(self, numbers: Sequence[int], say: Callable[[str], None]) -> None:
         assert list(numbers) == sorted(set(numbers), reverse=True)
         self._numbers, self._say = list(numbers), say
         self.chosen = numbers[0]
-        self._told = 0
-        self._queue: list[int] = []  # of the trial's round, still to be timed
+        self._printed = 0
+        self._queue: list[int] = []  # numbers of the current round that are not timed yet
         self._round = 0
-        self._seconds: dict[int, list[float]] = {}  # of the trial's steps
-        self._reference = 0.0  # seconds of a step with the chosen number, as the last trial found
+        self._seconds: dict[int, list[float]] = {}  # of the steps of the current trial
+        self._reference = 0.0  # seconds of a step with the chosen number in the last trial
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._steps = 0  # since the last trial
         self._soonest = self._latest = WARM_UP
 
     def begin(self) -> None:
-        """Sets the number of threads of the coming step."""
+        """Sets the number of threads of the next step."""
         if not self._queue and len(self._numbers) > 1 and self._is_due():
             self._queue, self._round, self._seconds = list(self._numbers), 1, {}
         set_num_threads(self._queue[0] if self._queue else self.chosen)
 
     def end(self, seconds: float) -> None:
-        """Takes in how long the step took."""
+        """Records the time of the step."""
         if not self._queue:
             self._steps += 1
             self._recent.append(seconds)
@@ -68,7 +71,7 @@ class ThreadChoice:
             self._queue = []
         if self._queue:
             return
-        # What is chosen is given up for more than one slow step.
+        # One slow step does not exclude the chosen number.
         hopeful = [number for number, least in found.items() if least <= limit or number == self.chosen]
         if self._round < ROUNDS:
             self._queue, self._round = hopeful, self._round + 1
@@ -83,7 +86,7 @@ class ThreadChoice:
         return len(self._recent) == RECENT and not FASTER < statistics.median(self._recent) / self._reference < SLOWER
 
     def _decide(self, found: dict[int, float]) -> None:
-        """Ends a trial. found: seconds of the fastest step with each number that was tried."""
+        """Ends a trial. found: seconds of the fastest step by number."""
         best = min(found, key=lambda number: found[number])
         if self.chosen not in found or found[best] <= GAIN * found[self.chosen]:
             self.chosen = best
@@ -92,7 +95,7 @@ class ThreadChoice:
         self._soonest, self._latest = max(2 * RECENT, round(OFTEN * lost)), max(PERIOD, round(SELDOM * lost))
         self._steps = 0
         self._recent.clear()
-        if self.chosen != self._told:
-            self._told = self.chosen
+        if self.chosen != self._printed:
+            self._printed = self.chosen
             times = ", ".join(f"{number}: {found[number] * 1000:.0f}" for number in sorted(found))
             self._say(f"CPU threads: {self.chosen}, by the time of a step (ms with {times})")

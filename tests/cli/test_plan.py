@@ -88,4 +88,4 @@ def test_a_card_without_a_name_in_the_table_has_no_rates(
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_in_one_process_is_refused(stage: int, arguments: Arguments, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *arguments(f"train.zero_stage={stage}")]) == 2
-    assert f"train.zero_stage: {stage} shares nothing out in one process" in capsys.readouterr().err
+    assert f"train.zero_stage: {stage} shards nothing with one process" in capsys.readouterr().err

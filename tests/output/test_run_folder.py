@@ -16,7 +16,10 @@ from cdrmix import workflow as lifecycle
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError, DiskFullError
 from cdrmix.run_folder import RunFolder, finite, read_metrics
-from cdrmix.training.metrics import Console, StepRecord, Trackers, amount, check_trackers, clock, scalars
+from cdrmix.training.console import Console
+from cdrmix.training.metrics import StepRecord, scalars
+from cdrmix.training.trackers import Trackers, check_trackers
+from cdrmix.units import amount, clock
 
 TINY = Path(__file__).parents[2] / "configs" / "cdrmix-core-tiny.yaml"
 
@@ -142,14 +145,14 @@ def test_metrics_survive_a_kill_and_hold_each_step_once_after_resume(config: Con
     run = RunFolder.create(config)
     with Trackers(run, config) as trackers:
         for step in range(1, 7):
-            trackers.write(record(step, loss=float(step)))
+            trackers.on_record(record(step, loss=float(step)))
             assert len(read_metrics(run.metrics_jsonl)) == step  # readable at any moment
     with run.metrics_jsonl.open("a") as file:
         file.write('{"step": 7, "loss": 1.2')  # what SIGKILL may leave
     assert [row["step"] for row in read_metrics(run.metrics_jsonl)] == [1, 2, 3, 4, 5, 6]
     assert run.drop_metrics_after(4) == 3
     with Trackers(run, config) as trackers:
-        trackers.write(record(5, loss=50.0))
+        trackers.on_record(record(5, loss=50.0))
     assert [(row["step"], row["loss"]) for row in read_metrics(run.metrics_jsonl)][3:] == [(4, 4.0), (5, 50.0)]
 
 
@@ -157,14 +160,14 @@ def test_a_torn_line_does_not_swallow_the_next_record(config: Config) -> None:
     run = RunFolder.create(config)
     run.metrics_jsonl.write_text('{"step": 1, "lo')
     with Trackers(run, config) as trackers:
-        trackers.write(record(2))
+        trackers.on_record(record(2))
     assert [row["step"] for row in read_metrics(run.metrics_jsonl)] == [2]
 
 
 def test_metrics_are_json_even_when_a_figure_is_not_finite(config: Config) -> None:
     run = RunFolder.create(config)
     with Trackers(run, config) as trackers:
-        trackers.write(record(1, loss=float("nan")))
+        trackers.on_record(record(1, loss=float("nan")))
     assert json.loads(run.metrics_jsonl.read_text())["loss"] is None
     assert finite({"a": [float("inf"), 1.0, 2]}) == {"a": [None, 1.0, 2]}
 
@@ -177,8 +180,8 @@ def test_other_ranks_write_and_say_nothing(config: Config, capsys: pytest.Captur
     run.update_summary({"finished": True})
     assert run.drop_metrics_after(0) == 0
     with Trackers(run, config) as trackers, Console(run, 10) as console:
-        trackers.write(record(1))
-        console.update(record(1))
+        trackers.on_record(record(1))
+        console.on_record(record(1))
     assert capsys.readouterr().out == ""
     assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
 
@@ -186,8 +189,8 @@ def test_other_ranks_write_and_say_nothing(config: Config, capsys: pytest.Captur
 def test_plain_console_lines_are_aligned_and_logged(config: Config) -> None:
     run, stream = RunFolder.create(config), io.StringIO()
     with Console(run, 500, stream=stream) as console:
-        console.update(record(5))
-        console.update(record(100, valid=2.3))
+        console.on_record(record(5))
+        console.on_record(record(100, valid=2.3))
     header, *lines = stream.getvalue().splitlines()
     assert len(lines) == 2
     assert {len(line) for line in lines} == {len(header)}
@@ -203,8 +206,8 @@ def test_terminal_console_shows_one_live_line(config: Config) -> None:
 
     run, stream = RunFolder.create(config), Terminal()
     with Console(run, 500, stream=stream) as console:
-        console.update(record(100, valid=2.3))
-        console.advance(101)
+        console.on_record(record(100, valid=2.3))
+        console.on_step(101)
     shown = stream.getvalue()
     for text in ("101/500", "2.300", "bits/byte", "tok/s"):
         assert text in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown)
@@ -254,7 +257,7 @@ def test_tensorboard_gets_every_scalar_and_is_closed(config: Config, monkeypatch
     config = config.model_copy(update={"logging": config.logging.model_copy(update={"tensorboard": True})})
     run = RunFolder.create(config)
     with Trackers(run, config) as trackers:
-        trackers.write(record(3, valid=2.3))
+        trackers.on_record(record(3, valid=2.3))
     assert written == [(name, value, 3) for name, value in scalars(record(3, valid=2.3)).items()]
     assert closed == [str(run.path / "tensorboard")]
 
@@ -281,7 +284,7 @@ def test_trackers_get_flat_numbers(config: Config, monkeypatch: pytest.MonkeyPat
     config = config.model_copy(update={"logging": config.logging.model_copy(update={"mlflow": True, "wandb": True})})
     run = RunFolder.create(config)
     with Trackers(run, config) as trackers:
-        trackers.write(record(3))
+        trackers.on_record(record(3))
     assert logged == [(3, scalars(record(3)))] * 2
     assert logged[0][1]["router/entropy_bits/layer1"] == 2.8
     assert "valid_loss" not in logged[0][1]

@@ -8,14 +8,25 @@ import pytest
 
 pytest.importorskip("pydantic", reason="needs pydantic, which is not installed")
 
-from cdrmix.config.schema import Train
+from cdrmix.config.schema import Config, Train
+from cdrmix.reason.phase import phase_config
 
-Training = Callable[[int, float], Train]
+Training = Callable[[Config, int, float], Config]
 
 
 @pytest.fixture
 def training() -> Training:
-    """`training(steps, learning_rate)`: how a small model is trained by `run_phase`."""
-    return lambda steps, rate: Train(
-        steps=steps, batch_rows=1, micro_batch_rows=1, learning_rate=rate, warmup_steps=min(10, steps), weight_decay=0.0
-    )
+    """`training(config, steps, learning_rate)`: the configuration by which `train_alone` trains a small model."""
+
+    def settings(config: Config, steps: int, rate: float) -> Config:
+        train = Train(
+            steps=steps,
+            batch_rows=1,
+            micro_batch_rows=1,
+            learning_rate=rate,
+            warmup_steps=min(10, steps),
+            weight_decay=0.0,
+        )
+        return phase_config(config.model_copy(update={"train": train}))
+
+    return settings

@@ -15,10 +15,10 @@ from cdrmix.reason.controller import acceptance
 from cdrmix.reason.controller.acceptance import AcceptancePhase, answer, measure, read
 from cdrmix.reason.controller.controller import Controller, EpisodeState, always, by_head, by_value, never
 from cdrmix.reason.episodes import FIRST_HELD_OUT, Probe, TokenSource, source_of
+from cdrmix.reason.experiments.base import small_model
 from cdrmix.reason.heads import ControllerHeads
 from cdrmix.reason.model import StageBModel
-from cdrmix.reason.phase import run_phase, train_section
-from cdrmix.reason.plasticity.phase import small_model
+from cdrmix.reason.phase import phase_config, train_alone
 
 FILE = "configs/ablations/accept-head.yaml"
 SMALL = (
@@ -61,7 +61,7 @@ def train(*overrides: str) -> tuple[StageBModel, list[dict[str, float]], Accepta
     assert config.reasoning is not None
     phase = AcceptancePhase(config, source)
     section = config.reasoning.phases.acceptance.model_copy(update={"learning_rate": 3e-2, "warmup_steps": 0})
-    return model, run_phase(model, phase, train_section(config.train, section)), phase
+    return model, train_alone(phase_config(config, section), model, phase), phase
 
 
 @pytest.mark.usefixtures("judged")

@@ -12,9 +12,10 @@ from cdrmix.config.schema import Config
 from cdrmix.data.batch import Batch
 from cdrmix.data.loader import TrainLoader
 from cdrmix.model.loss import LossModel
+from cdrmix.reason.experiments.base import small_model
 from cdrmix.reason.joint import JointPhase
-from cdrmix.reason.model import Loss, PhaseLoss, StageBModel
-from cdrmix.reason.plasticity.phase import small_model
+from cdrmix.reason.model import Loss, StageBModel
+from cdrmix.training.objective import Outcome
 
 
 class Pull:
@@ -31,9 +32,9 @@ class Pull:
     def losses(self, model: StageBModel, step: int, rank: int, processes: int) -> list[Loss]:
         del model, step, rank, processes
 
-        def loss(model: StageBModel) -> PhaseLoss:
+        def loss(model: StageBModel) -> Outcome:
             total = 0.5 * self.strength * model.language_model.embedding.weight.sum()
-            return PhaseLoss(total, torch.tensor([self.strength, 2.0]))
+            return Outcome(total, torch.tensor([self.strength, 2.0]))
 
         return [loss, loss]
 

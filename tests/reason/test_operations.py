@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from cdrmix.config.schema import Config, Train
+from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.reason.episodes import Episodes, TokenSource, source_of
@@ -20,7 +20,7 @@ from cdrmix.reason.model import StageBModel
 from cdrmix.reason.operations.phase import OperationsImitationPhase, OperationsPhase, answers_of, memory_of, rewards_of
 from cdrmix.reason.operations.rollout import Reader, Row
 from cdrmix.reason.operations.windows import Window, Windows
-from cdrmix.reason.phase import run_phase
+from cdrmix.reason.phase import train_alone
 
 FILE = Path(__file__).parents[2] / "configs" / "ablations" / "operations-index.yaml"
 SMALL = (
@@ -248,27 +248,27 @@ def test_the_first_update_is_on_policy() -> None:
         assert any(name.startswith("language_model.") for name in trained) == (train == "all")
 
 
-def test_both_phases_run_and_are_the_same_again(training: Callable[[int, float], Train]) -> None:
+def test_both_phases_run_and_are_the_same_again(training: Callable[[Config, int, float], Config]) -> None:
     config = config_of()
     outcomes = []
     for _ in range(2):
         model = model_of(config)
         source = reader_of(config).source
         for phase in (OperationsImitationPhase(config, source), OperationsPhase(config, source)):
-            record = run_phase(model, phase, training(2, 1e-3))[-1]
+            record = train_alone(training(config, 2, 1e-3), model, phase)[-1]
             assert all(np.isfinite(value) for value in record.values())
         outcomes.append(model.state_dict())
     assert all(torch.equal(outcomes[0][name], outcomes[1][name]) for name in outcomes[0])
 
 
-def test_imitation_learns_what_to_do(training: Callable[[int, float], Train]) -> None:
+def test_imitation_learns_what_to_do(training: Callable[[Config, int, float], Config]) -> None:
     """After a hundred small steps most of what the expert does is met, 0.70 to 0.79 with three seeds. Heads of zeros
     begin with noop everywhere, a quarter of them."""
     waste = "reasoning.phases.operations_imitation.waste=0.0"  # else what it does with noise is drawn
     config = config_of("reasoning.phases.operations_imitation.episodes=8", waste)
     model = model_of(config)
     phase = OperationsImitationPhase(config, reader_of(config).source)
-    begin, *_, end = run_phase(model, phase, training(100, 3e-3))
+    begin, *_, end = train_alone(training(config, 100, 3e-3), model, phase)
     assert end["loss"] < begin["loss"] - 1
     assert begin["agreed"] < 0.4
     assert end["agreed"] > 0.55

@@ -29,9 +29,10 @@ from cdrmix.reason.agent.agent import Reading, Rewards, read_episodes
 from cdrmix.reason.agent.imitation import ImitationPhase
 from cdrmix.reason.agent.policy import PATIENCE, PolicyPhase, message_of_idleness, objective_of
 from cdrmix.reason.episodes import EpisodeSource, source_of
-from cdrmix.reason.model import PhaseLoss, StageBModel
-from cdrmix.reason.phase import run_phase
+from cdrmix.reason.model import StageBModel
+from cdrmix.reason.phase import train_alone
 from cdrmix.reason.rl.grpo import OBJECTIVES
+from cdrmix.training.objective import Outcome
 
 
 def config_of(*, leak: float = 0.0, **rl: Any) -> Config:
@@ -97,16 +98,16 @@ def model_of() -> StageBModel:
     return model
 
 
-def outcomes(phase: PolicyPhase | ImitationPhase, model: StageBModel, step: int = 0) -> list[PhaseLoss]:
+def outcomes(phase: PolicyPhase | ImitationPhase, model: StageBModel, step: int = 0) -> list[Outcome]:
     return [model(loss) for loss in phase.losses(model, step, 0, 1)]
 
 
-def record_of(phase: PolicyPhase, found: list[PhaseLoss]) -> dict[str, float]:
+def record_of(phase: PolicyPhase, found: list[Outcome]) -> dict[str, float]:
     sums = torch.stack([one.sums for one in found]).sum(0).tolist()
     return phase.record(dict(zip(phase.measures, sums, strict=True)))
 
 
-def gradient(model: StageBModel, found: list[PhaseLoss]) -> torch.Tensor:
+def gradient(model: StageBModel, found: list[Outcome]) -> torch.Tensor:
     model.zero_grad()
     torch.stack([one.total for one in found]).sum().backward()
     return torch.cat([p.grad.flatten() if p.grad is not None else p.new_zeros(p.numel()) for p in model.parameters()])
@@ -134,7 +135,7 @@ def test_the_gradient_raises_what_was_better() -> None:
 
     losses = phase.losses(model, 0, 0, 1)
 
-    def found_of(model: StageBModel) -> list[PhaseLoss]:
+    def found_of(model: StageBModel) -> list[Outcome]:
         return [model(loss) for loss in losses]
 
     before, direction = gain(), gradient(model, found_of(model))
@@ -172,11 +173,11 @@ def test_the_same_step_is_the_same_whatever_came_before() -> None:
 
 
 @pytest.mark.usefixtures("varied")
-def test_two_trainings_are_the_same_bit_for_bit(training: Callable[[int, float], Train]) -> None:
+def test_two_trainings_are_the_same_bit_for_bit(training: Callable[[Config, int, float], Config]) -> None:
     weights = []
     for _ in range(2):
         model = model_of()
-        run_phase(model, phase_of(kl_weight=0.1), training(3, 1e-2))
+        train_alone(training(config_of(), 3, 1e-2), model, phase_of(kl_weight=0.1))
         weights.append(model.state_dict())
     for name, x in weights[0].items():
         assert torch.equal(x, weights[1][name]), name
@@ -275,9 +276,9 @@ def test_imitation_is_shared_out_over_processes() -> None:
     torch.testing.assert_close(gradient(model, [*shares[0], *shares[1]]), gradient(model, whole), rtol=1e-3, atol=1e-6)
 
 
-def test_imitation_learns(training: Callable[[int, float], Train]) -> None:
+def test_imitation_learns(training: Callable[[Config, int, float], Config]) -> None:
     config, model = config_of(), model_of()
     phase = ImitationPhase(config, source_for(config))
     first = sum(one.total.item() for one in outcomes(phase, model))
-    *_, last = run_phase(model, phase, training(60, 1e-2))
+    *_, last = train_alone(training(config, 60, 1e-2), model, phase)
     assert last["loss"] < 0.7 * first

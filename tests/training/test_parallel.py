@@ -19,7 +19,7 @@ from cdrmix.training.distributed import DistributedContext
 def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
     """One store for all ranks, which are threads here."""
     shared = dist.HashStore()
-    monkeypatch.setattr(parallel, "meeting_point", lambda rank, size: shared)
+    monkeypatch.setattr(parallel, "rendezvous_store", lambda rank, size: shared)
     return shared
 
 

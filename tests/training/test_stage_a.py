@@ -26,9 +26,10 @@ from cdrmix.inference.checkpoints import list_checkpoints, newest_whole_checkpoi
 from cdrmix.model.loss import Losses, LossModel
 from cdrmix.run_folder import RunFolder, read_metrics
 from cdrmix.training import stage_a
+from cdrmix.training import trainer as trainer_module
+from cdrmix.training.console import Console
 from cdrmix.training.engine import Engine
 from cdrmix.training.faults import Skips
-from cdrmix.training.metrics import Console
 from cdrmix.training.stage_a import TrainResult, train
 
 Trainer = Callable[..., tuple[RunFolder, TrainResult]]
@@ -69,15 +70,15 @@ def timeless(run: RunFolder) -> list[dict[str, object]]:
 def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, act: Callable[[], None]) -> None:
     """Does `act` once, when the console hears of the step."""
     done: list[int] = []
-    advance = Console.advance
+    on_step = Console.on_step
 
-    def advance_and_act(self: Console, number: int) -> None:
-        advance(self, number)
+    def note_and_act(self: Console, number: int) -> None:
+        on_step(self, number)
         if number == step and not done:
             done.append(number)
             act()
 
-    monkeypatch.setattr(Console, "advance", advance_and_act)
+    monkeypatch.setattr(Console, "on_step", note_and_act)
 
 
 class Killed(Exception):
@@ -220,7 +221,9 @@ def test_a_signal_saves_after_the_step_and_the_resumed_run_is_uninterrupted(
 
 def test_tokens_of_a_refused_step_are_not_counted(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     straight, _ = trainer("train.steps=3", "train.log_every=1")
-    monkeypatch.setattr(stage_a, "Skips", lambda may_skip, total: Skips(may_skip=True, total=total))  # as fp16 may
+    monkeypatch.setattr(
+        trainer_module, "Skips", lambda may_skip, total: Skips(may_skip=True, total=total)
+    )  # as fp16 may
     step, calls = Engine.step, []
     monkeypatch.setattr(Engine, "step", lambda self, norm=None: calls.append(1) or (len(calls) != 2 and step(self)))
     skipping, _ = trainer("train.steps=3", "train.log_every=1")
@@ -338,7 +341,7 @@ def test_a_step_reads_the_device_once(trainer: Trainer, monkeypatch: pytest.Monk
     with Reads():
         trainer("train.steps=6", "train.log_every=6", "train.evaluate_every=6", "train.checkpoint_every=6")
     between = [after - before for before, after in itertools.pairwise(counted[1:])]
-    assert between == [0] * len(between), "a step waits for the device elsewhere than in MetricAccumulator.agree"
+    assert between == [0] * len(between), "a step waits for the device elsewhere than in StepAccumulator.total"
 
 
 def test_a_profile_is_written_and_changes_no_weight(trainer: Trainer) -> None:

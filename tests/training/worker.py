@@ -28,12 +28,12 @@ from cdrmix.model.loss import LossModel
 from cdrmix.run_folder import RunFolder
 from cdrmix.runtime import seed_everything
 from cdrmix.training import engine as engine_module
-from cdrmix.training import stage_a
+from cdrmix.training import stage_a, trainer
 from cdrmix.training.build import build_loss_model
 from cdrmix.training.checkpoint import Fingerprints, Progress, differences, load_checkpoint, save_checkpoint
 from cdrmix.training.distributed import DistributedContext, join, rank_size_local_rank
 from cdrmix.training.engine import make_engine
-from cdrmix.training.expert_parallel import expert_layer, is_shared_out
+from cdrmix.training.expert_parallel import expert_layer, is_expert_shard
 from cdrmix.training.optim import LossScale, make_optimizer, parameter_groups
 from cdrmix.training.schedule import learning_rate
 
@@ -81,13 +81,13 @@ def act_before(order: str) -> None:
 
     def act_then_answer(train: Train, step: int) -> float:
         if step == int(finished):
-            stage_a.learning_rate = learning_rate
+            trainer.learning_rate = learning_rate
             if act == "stop":
                 raise BrokenOff
             os.kill(os.getpid(), signal.Signals[act])
         return learning_rate(train, step)
 
-    stage_a.learning_rate = act_then_answer
+    trainer.learning_rate = act_then_answer
 
 
 def repeat(order: dict[str, Any]) -> int:
@@ -296,7 +296,7 @@ def expert_steps(order: dict[str, Any], stage: int, save: Path) -> dict[str, flo
         for name, parameter in model.named_parameters():
             found = parameter.grad if stage == 0 else safe_get_full_grad(parameter)
             expected = engine._share(parameter, whole[name].grad)
-            note("expert gradient" if is_shared_out(parameter) else "gradient", relative(found, expected))
+            note("expert gradient" if is_expert_shard(parameter) else "gradient", relative(found, expected))
         norm = nn.utils.clip_grad_norm_(plain.parameters(), config.train.gradient_clip).item()
         assert norm > config.train.gradient_clip
         for group in adamw.param_groups:

@@ -62,7 +62,7 @@ class Sign:
 
 @dataclass(frozen=True)
 class Match:
-    """A task: candidates of the band hashes low .. high - 1 with an estimated similarity near or above the threshold."""
+    """A task: candidate pairs of the band hashes low .. high - 1, without those that are surely below the threshold."""
 
     path: Path
     bands: tuple[Path, ...]

@@ -1,13 +1,13 @@
-"""BABILong's tasks qa1 to qa5: small stories hidden in long text, by a simulator of our own (arXiv 2406.10149).
+"""The tasks qa1 to qa5 of BABILong: short stories hidden in long text, with our own simulator (arXiv 2406.10149).
 
 BABILong hides the sentences of a bAbI story (Weston et al., arXiv 1502.05698: one, two and three supporting facts,
-two-argument and three-argument relations) in their order among sentences of books. Here the filler is the caller's;
-sentences of it that have a person or thing of the story are passed over. As there: six rooms, four people, three
-things, so that chance is the same; the words are others.
+two-argument and three-argument relations) in their order among sentences of books. Here the caller gives the filler;
+sentences with a person or thing of the story are skipped. As in BABILong there are six rooms, four people and three
+things, so the chance level is the same; the words are different.
 
-People move, take things, put them down, give them to others in the same room. Where people and things are at first, a
-reader is not told: a location is known from a person's first move on, and only what is known is asked for. Questions that
-two answers would fit are not asked.
+People move, take things, put them down and give them to others in the same room. The initial locations are not told.
+The location of a person is known after the first move, and only known locations are asked for. Ambiguous questions are
+not asked.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ AXES = (("north", "south"), ("east", "west"))
 
 @dataclass(frozen=True)
 class Story(Length):
-    """Harder with more facts, of which one to three matter, and in longer text."""
+    """Harder with more facts, of which one to three are needed, and with longer text."""
 
     facts: int = 10
 
@@ -48,18 +48,18 @@ class Gift(NamedTuple):
 
 
 class World:
-    """Where everybody and everything is, and what a reader of the sentences so far can know of it."""
+    """The locations of people and things, and what a reader of the sentences so far knows."""
 
     def __init__(self, rng: Rng) -> None:
         self.rng = rng
         self.locations = {name: rng.choice(ROOMS) for name in (*PEOPLE, *THINGS)}
         self.holders: dict[str, str] = {}
-        self.seen: set[str] = set()  # people who have moved: their locations are known
+        self.seen: set[str] = set()  # people who have moved, so that their locations are known
         self.trails: dict[str, list[tuple[str, bool]]] = {thing: [] for thing in THINGS}  # rooms since first taken
         self.gifts: list[Gift] = []
 
     def note(self, thing: str, known: bool) -> None:
-        """Adds a thing's room to its trail, where it is another one; `known`: a reader knows it."""
+        """Adds the room of a thing to its trail if it changed. known: whether a reader knows it."""
         trail, room = self.trails[thing], self.locations[thing]
         if trail and trail[-1][0] == room:
             trail[-1] = (room, known or trail[-1][1])
@@ -67,7 +67,7 @@ class World:
             trail.append((room, known))
 
     def move(self) -> str:
-        """Somebody goes to another room, with what they hold."""
+        """A person moves to another room with the things they hold."""
         person = self.rng.choice(PEOPLE)
         room = self.rng.choice([room for room in ROOMS if room != self.locations[person]])
         self.locations[person] = room
@@ -79,7 +79,7 @@ class World:
         return f"{person} {self.rng.choice(MOVE)} the {room}."
 
     def take(self) -> str | None:
-        """Somebody takes a thing that lies in their room; None where nobody can."""
+        """A person takes a thing in the same room. None if nobody can."""
         free = [thing for thing in THINGS if thing not in self.holders]
         able = [
             (person, thing) for person in PEOPLE for thing in free if self.locations[person] == self.locations[thing]
@@ -92,14 +92,14 @@ class World:
         return f"{person} {self.rng.choice(TAKE)} the {thing}."
 
     def drop(self) -> str | None:
-        """Somebody puts down what they hold; None where nobody holds anything."""
+        """A person puts down a thing. None if nobody holds one."""
         if not self.holders:
             return None
         thing = self.rng.choice(list(self.holders))
         return f"{self.holders.pop(thing)} {self.rng.choice(DROP)} the {thing}."
 
     def give(self) -> str | None:
-        """Somebody gives what they hold to another in the same room; None where nobody can."""
+        """A person gives a thing to another person in the same room. None if nobody can."""
         able = [
             Gift(giver, thing, person)
             for thing, giver in self.holders.items()

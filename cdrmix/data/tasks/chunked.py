@@ -1,4 +1,4 @@
-"""Episodes of text in chunks that ask for more than recall: chunks that lie, and chains of variables."""
+"""Episodes of text in chunks beyond recall: chunks with false facts, and chains of variables."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from cdrmix.data.tasks.recall import ChunkRecall
 from cdrmix.data.tasks.rng import Rng
 from cdrmix.errors import ConfigError
 
-LIE = "None of this is true."  # the last sentence of a chunk that lies: known only when it has been read
+LIE = "None of this is true."  # the last sentence of a chunk with false facts
 
 
 @dataclass(frozen=True)
 class Poisoned(ChunkRecall):
-    """Recall over chunks of which some lie about keys that others tell the truth about; harder with more of them."""
+    """Recall over chunks, some of which have false values for the keys of others; harder with more of them."""
 
     bad: int = 2
 
@@ -26,10 +26,10 @@ class Poisoned(ChunkRecall):
 
 
 def poisoned_episode(rng: Rng, difficulty: Poisoned) -> Episode:
-    """As `chunk_recall`, but bad chunks tell other codes of the same names, and say at their end that it is not so.
+    """As `chunk_recall`, but bad chunks have other codes for the same names, and their last sentence says so.
 
-    The bad ones are drawn among all; a fact is told by a good chunk. Of as many keys as a good chunk tells, on average,
-    a bad one tells.
+    The bad chunks are a random subset. Facts are in good chunks. A bad chunk has as many keys as a good chunk on
+    average.
     """
     bad = tuple(sorted(rng.sample(difficulty.bad, 0, difficulty.chunks)))
     good = [chunk for chunk in range(difficulty.chunks) if chunk not in bad]
@@ -48,8 +48,8 @@ def poisoned_episode(rng: Rng, difficulty: Poisoned) -> Episode:
             told = [f"The code of {names[index]} is {false[index]}." for index in indices]
         else:
             told = [f"The code of {fact.key} is {fact.value}." for fact in facts if fact.chunk == chunk]
-        room = difficulty.characters // difficulty.chunks - 1 - (len(LIE) + 1 if chunk in bad else 0)
-        text = rng.among_filler(told, room)
+        length = difficulty.characters // difficulty.chunks - 1 - (len(LIE) + 1 if chunk in bad else 0)
+        text = rng.among_filler(told, length)
         chunks.append(f"{text} {LIE}".lstrip() if chunk in bad else text)
     answer = ", ".join(fact.value for fact in asked)
     return Episode(question, tuple(chunks), answer, facts, asked, bad, (LIE, "The code of "))
@@ -57,7 +57,7 @@ def poisoned_episode(rng: Rng, difficulty: Poisoned) -> Episode:
 
 @task("poisoned_recall", Poisoned(), episode=poisoned_episode)
 def poisoned_recall(rng: Rng, difficulty: Poisoned) -> Example:
-    """The same episode as one text, a chunk a paragraph: what a paragraph says last of itself counts."""
+    """The same episode as one text, with one paragraph per chunk. The last sentence of a paragraph decides."""
     made = poisoned_episode(rng, difficulty)
     paragraphs = "\n".join(chunk for chunk in made.chunks if chunk)
     return Example(f"{paragraphs}\nQuestion: {made.question}\n{ANSWER}", "", f" {made.answer}")
@@ -65,7 +65,7 @@ def poisoned_recall(rng: Rng, difficulty: Poisoned) -> Example:
 
 @dataclass(frozen=True)
 class ChunkHops(Length):
-    """Chains of variables over chunks: harder with more chunks, longer chains and more of them."""
+    """Chains of variables over chunks: harder with more chunks and with longer and more chains."""
 
     chunks: int = 4
     hops: int = 2  # assignments of a chain: the first gives a number, each other the variable before

@@ -1,8 +1,9 @@
-"""Episodes of token ids: a question and chunks that are read one at a time, made for a whole batch at once.
+"""Episodes of token ids: a question and chunks that are read one at a time, generated for a whole batch.
 
-For experiments with small models, whose vocabulary is the task's own: keys, values, noise and a few marks, the same
-ids in every kind. Episode n of a kind is a function of (seed, kind, n, difficulty, chunks) alone, on every machine:
-numbers are hashed (splitmix64), and no generator carries anything from one to the next.
+They are for experiments with small models. The vocabulary is that of the task: keys, values, noise and a few special
+tokens, with the same ids in every kind. Episode n of a kind depends only on (seed, kind, n, difficulty, chunks), on
+every
+machine: random numbers are hashes (splitmix64), and there is no generator state between episodes.
 
 Shapes: B episodes, N chunks, C tokens of a chunk, S slots of a chunk (C // 2; each holds a pair), F facts, W tokens of
 a fact, P pairs, Q tokens of a question, A of an answer.
@@ -24,18 +25,18 @@ from cdrmix.registry import Registry
 Array = np.ndarray[Any, np.dtype[Any]]
 
 PAD, QUESTION, MEMORY, CHUNK, UPDATE, ANSWER, END = range(7)
-UNKNOWN = 7  # stands where a probe asks for a value
-BAD = 8  # the last token of a chunk that lies
+UNKNOWN = 7  # in the place of a value that a probe asks for
+BAD = 8  # the last token of a chunk with false values
 FIRST_KEY = 16
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class TokenEpisodes(NamedTuple):
-    """A batch: int64 ids, PAD where nothing stands.
+    """A batch of int64 ids; unused positions have PAD.
 
-    fact_chunk_BF: which chunk tells a fact. asked_BF, bool: whether the answer needs it. good_BN, bool: whether a chunk
-    tells the truth.
+    fact_chunk_BF: the chunk of a fact. asked_BF, bool: whether the answer needs the fact. good_BN, bool: whether the
+    facts of a chunk are true.
     """
 
     question_BQ: Array
@@ -49,7 +50,7 @@ class TokenEpisodes(NamedTuple):
 
 @dataclass(frozen=True)
 class Tokens(Difficulty):
-    """How many keys, values and ids of noise there are; the rest of what makes an episode hard is a kind's own."""
+    """The numbers of keys, values and noise ids. Each kind adds its own parameters."""
 
     keys: int = 64
     values: int = 64
@@ -65,12 +66,12 @@ class Tokens(Difficulty):
 
     @property
     def vocabulary(self) -> int:
-        """Ids in all."""
+        """Number of ids."""
         return self.first_noise + self.noise
 
 
 class Generator(NamedTuple):
-    """A kind of episodes. probed: the question is `key ? key ? ...`, and each value is to be told at its key."""
+    """A kind of episodes. probed: the question is `key ? key ? ...`, and each value is asked for at its key."""
 
     make: Callable[[HashedRng, Any, int, int], TokenEpisodes]
     standard: Tokens
@@ -97,7 +98,7 @@ def _register(
 def token_episodes(
     kind: str, seed: int, numbers: Sequence[int], difficulty: Tokens, chunks: int, chunk: int
 ) -> TokenEpisodes:
-    """Episodes `numbers` of a kind, of so many chunks of `chunk` tokens.
+    """Episodes `numbers` of a kind, with `chunks` chunks of `chunk` tokens.
 
     Raises ConfigError for an unknown kind and for a difficulty that does not fit.
     """
@@ -113,7 +114,7 @@ def token_episodes(
 
 
 class HashedRng:
-    """Rng for many episodes at once: every (name of a draw, episode) has a stream of its own."""
+    """Random numbers for many episodes at once. Every (name, episode) has its own stream."""
 
     def __init__(self, seed: int, kind: str, numbers: Sequence[int]) -> None:
         self._seed, self._kind = seed, kind
@@ -129,15 +130,15 @@ class HashedRng:
         return _mixed(stream[:, None] + _GOLDEN * indices).reshape(self.batch, *shape)
 
     def randrange(self, name: str, limit: int, *shape: int) -> Array:
-        """int64 [B, *shape], from 0 to limit - 1; limit is below 2^31, so that none is likelier by more than 2^-32."""
+        """int64 [B, *shape], from 0 to limit - 1. Probabilities differ by at most 2^-32 for limit < 2^31."""
         return ((self.bits(name, *shape) >> np.uint64(32)) * np.uint64(limit) >> np.uint64(32)).astype(np.int64)
 
     def permutation(self, name: str, count: int) -> Array:
-        """int64 [B, count]: the numbers below `count` in random order."""
+        """int64 [B, count]: a random permutation of 0 .. count - 1."""
         return np.argsort(self.bits(name, count), axis=1, kind="stable")
 
     def bernoulli(self, name: str, share: float, *shape: int) -> Array:
-        """bool [B, *shape]: each True with probability `share`."""
+        """bool [B, *shape]: True with probability `share`."""
         return self.randrange(name, 1 << 24, *shape) < share * (1 << 24)
 
 
@@ -153,7 +154,7 @@ def _noise(rng: HashedRng, difficulty: Tokens, chunks: int, chunk: int) -> Array
 
 
 def _put(chunks_BNC: Array, chunk_BP: Array, slot_BP: Array, pairs_BP2: Array) -> None:
-    """Writes pairs into slots of chunks: tokens 2 slot and 2 slot + 1."""
+    """Writes pairs into slots of chunks: tokens 2 * slot and 2 * slot + 1."""
     rows = np.arange(len(chunks_BNC))[:, None]
     for half in range(2):
         chunks_BNC[rows, chunk_BP, 2 * slot_BP + half] = pairs_BP2[:, :, half]
@@ -184,10 +185,10 @@ def _at_most(name: str, value: int, limit: int, why: str) -> None:
 
 @dataclass(frozen=True)
 class Recall(Tokens):
-    """Harder with more pairs. They fill the first chunks, one behind another, and noise follows."""
+    """Harder with more pairs. The pairs fill the first chunks, and noise follows."""
 
     pairs: int = 8
-    queries: int = 8  # keys that are asked for
+    queries: int = 8  # number of keys in the question
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -197,7 +198,7 @@ class Recall(Tokens):
 
 @_register("recall", Recall(), probed=True)
 def recall(rng: HashedRng, difficulty: Recall, chunks: int, chunk: int) -> TokenEpisodes:
-    """Pairs of a key and a value, then noise; the values of some keys are asked for."""
+    """Pairs of a key and a value, then noise. Asked: the values of some keys."""
     slots, pairs = chunk // 2, difficulty.pairs
     _at_most("pairs", pairs, slots * chunks, f"what {chunks} chunks of {slots} pairs hold")
     keys = FIRST_KEY + rng.permutation("keys", difficulty.keys)[:, :pairs]
@@ -219,12 +220,12 @@ def recall(rng: HashedRng, difficulty: Recall, chunks: int, chunk: int) -> Token
 
 @dataclass(frozen=True)
 class Poisoned(Tokens):
-    """Harder with fewer good chunks among many bad ones."""
+    """Harder with fewer good chunks."""
 
     pairs: int = 8
     queries: int = 8
-    good: int = 2  # chunks that tell the truth, each its part of the pairs
-    bad_pairs: int = 7  # keys that a bad chunk binds to wrong values
+    good: int = 2  # chunks with true values; each has a part of the pairs
+    bad_pairs: int = 7  # keys with wrong values in a bad chunk
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -235,9 +236,9 @@ class Poisoned(Tokens):
 
 @_register("poisoned", Poisoned(), probed=True)
 def poisoned(rng: HashedRng, difficulty: Poisoned, chunks: int, chunk: int) -> TokenEpisodes:
-    """A few chunks tell pairs, all others bind the same keys to wrong values; a mark ends each of those.
+    """A few chunks have the pairs. All others have the same keys with wrong values, and end with the token BAD.
 
-    The last two tokens of a chunk are no pair: noise and the mark, or noise twice.
+    The last two tokens of a chunk are not a pair: noise and BAD, or noise twice.
     """
     slots, pairs, good = (chunk - 2) // 2, difficulty.pairs, difficulty.good
     most = -(-pairs // good)
@@ -256,7 +257,7 @@ def poisoned(rng: HashedRng, difficulty: Poisoned, chunks: int, chunk: int) -> T
     _put(chunks_BNC, told_in, np.broadcast_to(index // good, keys.shape), _pairs(keys, difficulty.first_value + values))
     shift = 1 + rng.randrange(
         "wrong", difficulty.values - 1, chunks, pairs
-    )  # never 0 modulo the values: wrong for sure
+    )  # never 0 modulo the values, so always wrong
     wrong = difficulty.first_value + (values[:, None] + shift) % difficulty.values
     bound = np.argsort(rng.bits("bound", chunks, pairs), axis=-1, kind="stable")[:, :, : difficulty.bad_pairs]
     lies = np.stack([keys[rows[:, None], bound], np.take_along_axis(wrong, bound, axis=-1)], axis=-1)
@@ -278,11 +279,11 @@ def poisoned(rng: HashedRng, difficulty: Poisoned, chunks: int, chunk: int) -> T
 
 @dataclass(frozen=True)
 class Agent(Tokens):
-    """Harder with more keys asked for and more pairs about others."""
+    """Harder with more keys in the question and more pairs of other keys."""
 
     pairs: int = 4
     queries: int = 2
-    decoys: float = 0.25  # share of the other slots that hold pairs of keys that no fact is about
+    decoys: float = 0.25  # share of the other slots with pairs of keys without facts
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -291,7 +292,7 @@ class Agent(Tokens):
 
 
 def _scattered(rng: HashedRng, difficulty: Tokens, decoys: float, facts: int, chunks: int, chunk: int) -> Array:
-    """Chunks of noise and pairs about keys that are not the first `facts` of rng.permutation("keys")."""
+    """Chunks of noise and pairs of keys that are not the first `facts` of rng.permutation("keys")."""
     chunks_BNC = _noise(rng, difficulty, chunks, chunk)
     slots = chunk // 2
     others = rng.permutation("keys", difficulty.keys)[:, facts:]
@@ -306,7 +307,7 @@ def _scattered(rng: HashedRng, difficulty: Tokens, decoys: float, facts: int, ch
 
 @_register("agent", Agent())
 def agent(rng: HashedRng, difficulty: Agent, chunks: int, chunk: int) -> TokenEpisodes:
-    """Facts anywhere among pairs of other keys and noise; the keys asked for are known from the beginning."""
+    """Facts among pairs of other keys and noise. The question comes first."""
     slots, pairs = chunk // 2, difficulty.pairs
     _at_most("pairs", pairs, slots * chunks, f"what {chunks} chunks of {slots} pairs hold")
     keys = FIRST_KEY + rng.permutation("keys", difficulty.keys)[:, :pairs]
@@ -328,7 +329,7 @@ def agent(rng: HashedRng, difficulty: Agent, chunks: int, chunk: int) -> TokenEp
 
 @dataclass(frozen=True)
 class Hops(Tokens):
-    """Harder with more chains to tell apart and more hops of each."""
+    """Harder with more chains and more hops per chain."""
 
     chains: int = 2
     hops: int = 2
@@ -341,22 +342,24 @@ class Hops(Tokens):
 
 @_register("hops", Hops())
 def hops(rng: HashedRng, difficulty: Hops, chunks: int, chunk: int) -> TokenEpisodes:
-    """Variables: `v1 value` somewhere, `v2 v1` later, and so on; the value of one chain's last variable is asked for.
+    """Chains of variables: `v1 value`, later `v2 v1`, and so on. Asked: the value of the last variable of one chain.
 
-    Facts are told in the order of their chain, as in RULER's variable tracking (arXiv 2404.06654).
+    Facts are in the order of their chain, as in the variable tracking of RULER (arXiv 2404.06654).
     """
     slots, chains, length = chunk // 2, difficulty.chains, difficulty.hops
     facts = chains * length
     _at_most("chains * hops", facts, slots * chunks, f"what {chunks} chunks of {slots} pairs hold")
     names = FIRST_KEY + rng.permutation("keys", difficulty.keys)[:, :facts].reshape(-1, chains, length)
     values = difficulty.first_value + rng.randrange("values", difficulty.values, chains, 1)
-    told = np.concatenate([values, names[:, :, :-1]], axis=2)  # of each name: what it is
+    told = np.concatenate([values, names[:, :, :-1]], axis=2)  # the value or variable that each name is assigned
     index = np.sort(rng.permutation("places", slots * chunks)[:, :facts].reshape(-1, chains, length), axis=2)
     index, keys = index.reshape(-1, facts), names.reshape(-1, facts)
     pairs = _pairs(keys, told.reshape(-1, facts))
     chunks_BNC = _scattered(rng, difficulty, difficulty.decoys, facts, chunks, chunk)
     _put(chunks_BNC, index // slots, index % slots, pairs)
-    asked = np.broadcast_to(np.arange(length), (rng.batch, length))  # the first chain: names are in random order
+    asked = np.broadcast_to(
+        np.arange(length), (rng.batch, length)
+    )  # of the first chain, because names are in random order
     return TokenEpisodes(
         names[:, 0, -1:],
         chunks_BNC,

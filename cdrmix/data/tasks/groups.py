@@ -1,8 +1,8 @@
 """Word problems of groups: parity, S3 and S5 (Merrill, Petty and Sabharwal, arXiv 2404.08819, section 5).
 
-A word is a sequence of elements of a group, and its value is their product. Parity and S3 can be told at fixed depth,
-S5 can not unless NC1 = TC0 (Barrington 1989): the length of the word is what makes it hard. As token ids every prefix
-is asked for, as in that paper: target t is the product of inputs 0 .. t; as text the whole word alone.
+A word is a sequence of elements of a group, and its value is their product. A model of fixed depth can compute parity
+and S3, but not S5 unless NC1 = TC0 (Barrington 1989). The length of the word is the difficulty. With token ids, as in
+the paper, target t is the product of inputs 0 .. t. As text, only the value of the whole word is asked for.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def elements_of(size: int) -> list[tuple[int, ...]]:
 
 
 def product(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
-    """first and then second: index i gets what stood, after the first, at index second[i]."""
+    """The composition: first, then second. Element i of the result is first[second[i]]."""
     return tuple(first[index] for index in second)
 
 
@@ -72,9 +72,9 @@ def word_tokens(rng: Rng, difficulty: Word) -> TokenExample:
 
 @task("parity", Parity(), tokens=word_tokens)
 def parity(rng: Rng, difficulty: Parity) -> Example:
-    """Two words in random order; whether one of them comes an even or an odd number of times is asked for.
+    """Two words in random order. Asked: does one of them occur an even or an odd number of times?
 
-    The words are other ones in every example: of 0 and 1, all would be near-duplicates.
+    Every example has other words, because with 0 and 1 all examples would be near-duplicates.
     """
     made = word_tokens(rng, difficulty)
     words = [name.lower() for name in rng.names(2)]
@@ -84,9 +84,9 @@ def parity(rng: Rng, difficulty: Parity) -> Example:
 
 
 def symmetric(rng: Rng, difficulty: Word) -> Example:
-    """Letters in a row that are put in another order again and again; their last order is asked for."""
+    """Letters that are permuted repeatedly. Asked: their last order."""
     made = word_tokens(rng, difficulty)
-    letters = "".join(rng.shuffled(LETTERS)[: difficulty.size])  # others in every example, as above
+    letters = "".join(rng.shuffled(LETTERS)[: difficulty.size])  # different in every example, as above
     elements = ["".join(letters[index] for index in element) for element in elements_of(difficulty.size)]
     orders = " ".join(elements[number] for number in made.inputs)
     prompt = (

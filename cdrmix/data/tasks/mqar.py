@@ -1,13 +1,13 @@
 """Multi-query associative recall (MQAR) with zoology's parameters (Arora et al., arXiv 2312.04927, figure 2).
 
-A sequence begins with pairs of a key and a value; behind them every key comes once more, and a model must give its
-value at once. Where it comes is drawn from a power law over the slots of two tokens behind the pairs: slot g = 1, 2 ...
-in proportion to g^(a - 1), keys one after another, no slot twice. Keys are ids of the lower half of the vocabulary,
-values of the upper half; 0 fills all other positions. The paper uses 64 to 512 tokens with 4 to 64 pairs
-(PUBLISHED_SIZES), a = 0.01 and 8192 ids.
+A sequence begins with key-value pairs. Then every key occurs once more, and the model must predict its value. Its
+position is drawn from a power law over slots of two tokens after the pairs: slot g = 1, 2 ... has a probability in
+proportion to g^(a - 1). Slots are drawn for one key after another, each slot at most once. Keys are ids of the lower
+half of the vocabulary, values of the upper half; 0 fills all other positions. The paper uses 64 to 512 tokens with 4 to
+64 pairs (PUBLISHED_SIZES), a = 0.01 and 8192 ids.
 
-As text every id is a word of three syllables, and each key that comes again is followed by its value, as text for
-training must be; the prompt ends with the last one.
+As text, every id is a word of three syllables. Each repeated key is followed by its value, so that the text can be
+trained on. The prompt ends with the last repeated key.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cdrmix.data.tasks.rng import SYLLABLES, Rng
 from cdrmix.errors import ConfigError
 
 PUBLISHED_SIZES = [(64, 4), (128, 8), (256, 16), (512, 64)]  # tokens and pairs
-WORD = 7  # characters of a token as text, its blank included
+WORD = 7  # characters of a token as text, with its space
 BLANK = 0
 
 
@@ -28,8 +28,8 @@ BLANK = 0
 class Mqar(TextDifficulty):
     """Harder with more pairs, in more tokens.
 
-    noise: what is no pair and no query is a random id instead of 0 (zoology's random_non_queries), never one of the
-    keys, which would be a query without an answer.
+    noise: positions without pair and query have a random id instead of 0 (random_non_queries of zoology). It is never a
+    key, because that would be a query without an answer.
     """
 
     tokens: int = 64
@@ -51,13 +51,13 @@ class Mqar(TextDifficulty):
             )
 
     def at_length(self, characters: int) -> Self:
-        """The longest published rung that is no longer than the text, or the first."""
+        """The largest published size that fits the length, or the smallest one."""
         fitting = [rung for rung in PUBLISHED_SIZES if WORD * rung[0] <= characters] or PUBLISHED_SIZES[:1]
         return replace(self, tokens=fitting[-1][0], pairs=fitting[-1][1])
 
 
 def mqar_tokens(rng: Rng, difficulty: Mqar) -> TokenExample:
-    """Inputs and targets of `tokens` ids; a target stands at every key that comes again."""
+    """Inputs and targets of `tokens` ids. Every repeated key has a target."""
     half, pairs = difficulty.vocabulary // 2, difficulty.pairs
     keys = rng.sample(pairs, 1, half)
     values = rng.sample(pairs, half, difficulty.vocabulary)
@@ -79,20 +79,20 @@ def mqar_tokens(rng: Rng, difficulty: Mqar) -> TokenExample:
 
 
 def word_of(token: int) -> str:
-    """The word that an id is as text: its digits to the base of the syllables."""
+    """The word of an id: its digits in the base of the number of syllables."""
     count = len(SYLLABLES)
     return SYLLABLES[token // count**2] + SYLLABLES[token // count % count] + SYLLABLES[token % count]
 
 
 @task("mqar", Mqar(), tokens=mqar_tokens)
 def mqar(rng: Rng, difficulty: Mqar) -> Example:
-    """The same sequence as words; the value of the last key is asked for."""
+    """The same sequence as words. Asked: the value of the last key."""
     made = mqar_tokens(rng, difficulty)
     tokens, last = list(made.inputs), 0
     for index, target in enumerate(made.targets):
         if target != IGNORED:
             last = index
-            tokens[index + 1] = target  # queries stand at even indices, so this one is free
+            tokens[index + 1] = target  # queries are at even positions, so the next position is free
     words = [word_of(token) for token in tokens[: last + 2]]
     prompt = f"Pairs: {' '.join(words[: last + 1])}\nQuestion: What is the next word?\n{ANSWER}"
     return Example(prompt, "", f" {words[-1]}")

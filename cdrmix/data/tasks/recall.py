@@ -1,4 +1,4 @@
-"""Key and value recall: among filler, with values that change, and over chunks that are read one at a time."""
+"""Recall of key-value pairs: among filler, with changing values, and over chunks that are read one at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cdrmix.errors import ConfigError
 
 @task("recall", Length())
 def recall(rng: Rng, difficulty: Length) -> Example:
-    """Key and value pairs among filler; the value of one key is asked for."""
+    """Key-value pairs among filler. Asked: the value of one key."""
     names = rng.names(max(2, difficulty.characters // 200))
     codes = [1000 + rng.randrange(9000) for _ in names]
     facts = [f"The code of {name} is {code}." for name, code in zip(names, codes, strict=True)]
@@ -23,12 +23,12 @@ def recall(rng: Rng, difficulty: Length) -> Example:
 
 @task("update", Length())
 def update(rng: Rng, difficulty: Length) -> Example:
-    """As recall, but codes change: the latest one counts."""
+    """As recall, but values change. Asked: the latest value of one key."""
     names = rng.names(max(2, difficulty.characters // 600))
     codes: dict[str, int] = {}
     facts = []
     for index in range(max(4, difficulty.characters // 200)):
-        name = names[index] if index < len(names) else rng.choice(names)  # everyone once, then changes
+        name = names[index] if index < len(names) else rng.choice(names)  # every name once, then changes
         codes[name] = 1000 + rng.randrange(9000)
         facts.append(f"From now on the code of {name} is {codes[name]}.")
     asked = rng.choice(names)
@@ -39,7 +39,7 @@ def update(rng: Rng, difficulty: Length) -> Example:
 
 @dataclass(frozen=True)
 class ChunkRecall(Length):
-    """Recall over chunks of equal length: harder with more chunks, more pairs to keep and more keys asked for."""
+    """Recall over chunks of equal length: harder with more chunks, more pairs and more keys in the question."""
 
     chunks: int = 4
     pairs: int = 8
@@ -52,10 +52,10 @@ class ChunkRecall(Length):
 
 
 def chunk_episode(rng: Rng, difficulty: ChunkRecall) -> Episode:
-    """Pairs spread at random over chunks, none over two; the values of some keys are asked for behind the last.
+    """Pairs at random positions in chunks. Asked after the last chunk: the values of some keys.
 
-    The setting of a reader with a memory that is overwritten, as MemAgent's (arXiv 2507.02259): what it must keep is
-    `facts`, what it is asked for is `asked`, and the chunk of each tells how long it had to keep it.
+    The setting of MemAgent (arXiv 2507.02259), a model with a memory that is overwritten. `facts` must be remembered,
+    and `asked` are needed for the answer. The chunk of a fact tells how long it must be remembered.
     """
     names = rng.names(difficulty.pairs)
     values = rng.sample(difficulty.pairs, 1000, max(10_000, 4 * difficulty.pairs))
@@ -74,7 +74,7 @@ def chunk_episode(rng: Rng, difficulty: ChunkRecall) -> Episode:
 
 @task("chunk_recall", ChunkRecall(), episode=chunk_episode)
 def chunk_recall(rng: Rng, difficulty: ChunkRecall) -> Example:
-    """The same episode as one text, a chunk a paragraph."""
+    """The same episode as one text, with one paragraph per chunk."""
     made = chunk_episode(rng, difficulty)
     paragraphs = "\n".join(chunk for chunk in made.chunks if chunk)
     return Example(f"{paragraphs}\nQuestion: {made.question}\n{ANSWER}", "", f" {made.answer}")

@@ -1,4 +1,4 @@
-"""Random rng that are the same on every machine, and the filler text between which facts are hidden."""
+"""Random numbers that are the same on every machine, and the filler text in which facts are hidden."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ VERBS = ["stood", "waited", "turned", "rested", "shone", "leaned", "remained", "
 PREPOSITIONS = ["beside", "under", "behind", "above", "near", "beyond", "before"]
 
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
-LONGEST_SENTENCE = 400  # characters; what has no full stop for longer, a table or code, is cut here
+LONGEST_SENTENCE = 400  # characters; longer text without a full stop, such as a table or code, is cut
 
 
 class Filler:
-    """Sentences of a corpus, of which examples take a run to hide their facts in, as RULER and BABILong do.
+    """Sentences of a corpus in which examples hide their facts, as in RULER and BABILong.
 
-    documents: texts of any length, read once; white space counts as one blank.
-    max_characters: where reading stops; the sentences are held in memory.
-    Raises ValueError when the documents hold no text.
+    documents: texts of any length, read once; white space is normalised to single spaces.
+    max_characters: limit of the text, which is kept in memory.
+    Raises ValueError if the documents have no text.
     """
 
     def __init__(self, documents: Iterable[str], max_characters: int = 50_000_000) -> None:
@@ -68,14 +68,14 @@ class Filler:
             raise ValueError("the filler's documents hold no text; give at least one sentence, or no filler at all")
 
     def run(self, start: int) -> Iterator[str]:
-        """The sentences from number `start` on, from the beginning again behind the last one, without end."""
+        """An infinite sequence of the sentences from number `start` on, cyclically."""
         while True:
             yield self.sentences[start % len(self.sentences)]
             start += 1
 
 
 def sentences_of(document: str) -> Iterator[str]:
-    """The sentences of a text, none empty, none longer than LONGEST_SENTENCE."""
+    """The non-empty sentences of a text, of at most LONGEST_SENTENCE characters."""
     for sentence in SENTENCE_END.split(document):
         words = " ".join(sentence.split())
         while len(words) > LONGEST_SENTENCE:
@@ -88,14 +88,14 @@ def sentences_of(document: str) -> Iterator[str]:
 
 
 class Rng:
-    """Random choices that depend on the seed, the task and the number of the example, on any version of Python.
+    """Random choices that depend on the seed, the task and the number of the example, in every version of Python.
 
-    filler: where the text between facts is taken from; None: sentences that are made up.
+    filler: the source of the text between facts; None: generated sentences.
     """
 
     def __init__(self, seed: int, task: str, number: int, filler: Filler | None = None) -> None:
         digest = hashlib.blake2b(repr((seed, task, number)).encode(), digest_size=16).digest()
-        # random() is what Python promises to keep; how choice and shuffle use it may change
+        # Python guarantees the values of random(); those of choice and shuffle may change
         self._random = random.Random(int.from_bytes(digest, "big")).random
         self.filler = filler
 
@@ -114,7 +114,7 @@ class Rng:
         return items
 
     def sample(self, count: int, first: int, end: int) -> list[int]:
-        """Different integers from `first` to end - 1, in random order; there must be so many."""
+        """`count` different integers from `first` to end - 1, in random order."""
         if 2 * count > end - first:
             return self.shuffled(range(first, end))[:count]
         found: dict[int, None] = {}
@@ -123,16 +123,16 @@ class Rng:
         return list(found)
 
     def weighted_sample(self, count: int, weights: Sequence[float]) -> list[int]:
-        """Different indices in `weights`, one after another, each drawn in proportion to the weights still left."""
+        """Different indices of `weights`, drawn one after another in proportion to the remaining weights."""
         sums = list(accumulate(weights))
         found: dict[int, None] = {}
-        while len(found) < count:  # a index drawn again is drawn anew: the same as taking it out of the weights
+        while len(found) < count:  # rejecting a repeated index is the same as removing it from the weights
             index = bisect_right(sums, self._random() * sums[-1])
             found[min(index, len(sums) - 1)] = None
         return list(found)
 
     def names(self, count: int) -> list[str]:
-        """Different names of three syllables or, where those run short, more."""
+        """Different names of three syllables, or of five for many names."""
         names: dict[str, None] = {}
         while len(names) < count:
             length = 3 if len(names) < len(SYLLABLES) ** 3 // 4 else 5
@@ -147,21 +147,21 @@ class Rng:
         return list(words)
 
     def sentence(self) -> str:
-        """A sentence that says nothing of any task."""
+        """A sentence without information for any task."""
         first, second = self.choice(NOUNS), self.choice(NOUNS)
         return f"The {self.choice(ADJECTIVES)} {first} {self.choice(VERBS)} {self.choice(PREPOSITIONS)} the {second}."
 
     def source(self) -> Iterator[str]:
-        """Filler sentences without end: a run of the corpus from a random index, or made up."""
+        """An infinite sequence of filler sentences: of the corpus from a random sentence on, or generated."""
         if self.filler is not None:
             return self.filler.run(self.randrange(len(self.filler.sentences)))
         return iter(self.sentence, None)
 
     def passage(self, characters: int, without: Sequence[str] = ()) -> list[str]:
-        """Filler sentences of about `characters` in all, blanks between them counted: at most one too long.
+        """Filler sentences of about `characters` characters in total with spaces, at most one sentence too long.
 
-        without: words that the sentences must not have, as a reader would take them for a part of the example.
-        Raises ValueError where the corpus has no sentence without them.
+        without: words that the sentences must not contain, because they could be taken for a part of the example.
+        Raises ValueError if the corpus has no sentence without them.
         """
         excluded = re.compile(rf"\b({'|'.join(map(re.escape, without))})\b", re.IGNORECASE) if without else None
         source = self.source()
@@ -180,12 +180,12 @@ class Rng:
         return sentences
 
     def among_filler(self, facts: Sequence[str], characters: int, without: Sequence[str] = ()) -> str:
-        """The facts in their order, spread at random among filler sentences to about `characters` in all."""
+        """The facts in their order, at random positions among filler sentences, about `characters` in total."""
         filler = self.passage(characters - sum(len(fact) + 1 for fact in facts), without)
         return " ".join(self.interleaved(facts, filler))
 
     def interleaved(self, facts: Sequence[str], filler: Sequence[str]) -> list[str]:
-        """Facts and filler in one list, each in its own order, every way of it equally likely."""
+        """Facts and filler in one list, each in its own order. Every interleaving has the same probability."""
         marks = self.shuffled([True] * len(facts) + [False] * len(filler))
         given, noise = iter(facts), iter(filler)
         return [next(given) if mark else next(noise) for mark in marks]

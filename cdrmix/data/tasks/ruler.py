@@ -1,10 +1,10 @@
-"""RULER's synthetic tasks, written out anew (Hsieh et al., arXiv 2404.06654, section 3, and its synthetic.yaml).
+"""The synthetic tasks of RULER, reimplemented (Hsieh et al., arXiv 2404.06654, section 3, and its synthetic.yaml).
 
-Eight needles in haystacks, variable tracking, common words, frequent words, with the published numbers of keys, values,
-queries, chains, hops and counts. Three things are not RULER's: lengths are characters, not a tokenizer's tokens;
-sentences and words are our own, and other ones in every example where RULER repeats five fixed sentences or rng from
-a word list; needles stand anywhere between two sentences, not at one of forty depths. Its two tasks of question
-answering need data sets and are not here. All are scored by the share of references found.
+Eight needle-in-a-haystack tasks, variable tracking, common words and frequent words, with the published numbers of
+keys, values, queries, chains, hops and counts. There are three differences. Lengths are in characters, not in tokens of
+a tokenizer. Sentences and words are generated for every example, where RULER repeats five fixed sentences or uses a
+word list. Needles are at any position between sentences, not at one of forty depths. The two question-answering tasks
+need data sets and are not included. The score is the share of references in the answer.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from cdrmix.errors import ConfigError
 
 REPEATED = 5  # sentences of the passage that a haystack of one passage repeats
 HAYSTACKS = ("passage", "text", "needles")
-KINDS = {"numbers": "number", "words": "word", "uuids": "code"}  # of keys and values, and what a needle calls them
+KINDS = {"numbers": "number", "words": "word", "uuids": "code"}  # kinds of keys and values, and their names in needles
 ASKED_RANKS = (2, 3, 4)  # of frequent words; the first rank is noise
 
 
 @dataclass(frozen=True)
 class Needles(Length):
-    """Harder with more keys to tell apart, more values a key, more keys asked for, and a haystack like the needles.
+    """Harder with more keys, more values per key, more keys in the question, and a haystack similar to the needles.
 
-    haystack: passage (RULER's repeat), text (its essay: the filler), needles (the same sentence about other keys).
+    haystack: passage (repeat in RULER), text (essay in RULER: the filler), needles (the same sentence with other keys).
     key_kind, value_kind: numbers, words, uuids.
     """
 
@@ -50,7 +50,7 @@ class Needles(Length):
 
 
 def passage_repeated(rng: Rng, characters: int) -> list[str]:
-    """One passage of a few sentences, again and again: at most one sentence too long."""
+    """A passage of a few sentences, repeated; at most one sentence too long."""
     source = rng.source()
     passage = [next(source) for _ in range(REPEATED)]
     sentences: list[str] = []
@@ -74,12 +74,12 @@ def things(rng: Rng, kind: str, count: int) -> list[str]:
 
 
 def needle(difficulty: Needles, key: str, value: str) -> str:
-    """The sentence that tells a value."""
+    """The sentence with a value."""
     return f"The hidden {KINDS[difficulty.value_kind]} of {key} is {value}."
 
 
 def haystack(rng: Rng, difficulty: Needles, keys: Sequence[str], characters: int) -> list[str]:
-    """Lines of about so many characters in all, which say nothing of the keys."""
+    """Lines of about `characters` characters in total, without the keys."""
     if difficulty.haystack == "passage":
         return passage_repeated(rng, characters)
     if difficulty.haystack == "text":
@@ -105,7 +105,7 @@ def haystack(rng: Rng, difficulty: Needles, keys: Sequence[str], characters: int
 @task("ruler_niah_multivalue", Needles(values=4))
 @task("ruler_niah_multiquery", Needles(keys=4, queries=4))
 def needles(rng: Rng, difficulty: Needles) -> Example:
-    """Needles in a haystack: all values of some keys are asked for, in the order of the keys and then of the text."""
+    """Needles in a haystack. Asked: all values of some keys, in the order of the keys and then of the text."""
     keys = things(rng, difficulty.key_kind, difficulty.keys)
     values = things(rng, difficulty.value_kind, difficulty.keys * difficulty.values)
     told = rng.shuffled([(key, values[index :: difficulty.keys]) for index, key in enumerate(keys)])
@@ -125,7 +125,7 @@ def needles(rng: Rng, difficulty: Needles) -> Example:
 
 @dataclass(frozen=True)
 class Tracking(Length):
-    """Harder with more chains to tell apart and more hops of each."""
+    """Harder with more chains and more hops per chain."""
 
     chains: int = 1
     hops: int = 4
@@ -133,7 +133,7 @@ class Tracking(Length):
 
 @task("ruler_vt", Tracking())
 def variable_tracking(rng: Rng, difficulty: Tracking) -> Example:
-    """Chains of assignments in a repeated passage; all variables with the value of one chain are asked for."""
+    """Chains of assignments in a repeated passage. Asked: all variables with the value of one chain."""
     steps = difficulty.hops + 1
     names = rng.random_words(difficulty.chains * steps, 5, ascii_uppercase)
     values = rng.sample(difficulty.chains, 10_000, max(100_000, 4 * difficulty.chains))
@@ -154,7 +154,7 @@ def variable_tracking(rng: Rng, difficulty: Tracking) -> Example:
 
 @dataclass(frozen=True)
 class CommonWords(Length):
-    """Harder with more words to find and the less often they come than the others do; RULER's 30 times and 3."""
+    """Harder with more common words and a smaller difference in frequency; in RULER 30 times and 3 times."""
 
     words: int = 10
     times: int = 30
@@ -170,7 +170,7 @@ class CommonWords(Length):
 
 @task("ruler_cwe", CommonWords())
 def common_words(rng: Rng, difficulty: CommonWords) -> Example:
-    """A numbered list of words; those that come most often are asked for, in the order of their first indices.
+    """A numbered list of words; the most frequent ones are asked for, in the order of their first occurrence.
 
     There are as many other words as fit the length, at least one.
     """
@@ -195,7 +195,7 @@ def common_words(rng: Rng, difficulty: CommonWords) -> Example:
 
 @dataclass(frozen=True)
 class FrequentWords(Length):
-    """Harder the nearer alpha is to 1: frequencies of neighbouring ranks are the closer."""
+    """Harder with alpha near 1, because the frequencies of neighbouring ranks are then similar."""
 
     alpha: float = 2.0
 
@@ -206,20 +206,20 @@ class FrequentWords(Length):
 
 
 def zeta(alpha: float, terms: int = 30) -> float:
-    """Riemann's zeta of a number above 1, by Euler and Maclaurin: the error is below 10^-11."""
+    """The Riemann zeta function above 1, by the Euler-Maclaurin formula; the error is below 10^-11."""
     head = sum(rank**-alpha for rank in range(1, terms))
     tail = terms ** (1 - alpha) / (alpha - 1) + terms**-alpha / 2 + alpha * terms ** (-alpha - 1) / 12
     return head + tail - alpha * (alpha + 1) * (alpha + 2) * terms ** (-alpha - 3) / 720
 
 
 def frequencies(total: int, alpha: float, ranks: int) -> list[int]:
-    """How often each rank comes of about `total` words: the whole part of total * rank^-alpha / zeta(alpha)."""
+    """The frequency of each rank among about `total` words: floor(total * rank^-alpha / zeta(alpha))."""
     whole = zeta(alpha)
     return [int(total * rank**-alpha / whole) for rank in range(1, ranks + 1)]
 
 
 def frequent_total(characters: int, alpha: float, ranks: int) -> int:
-    """The most words in all that fit so many characters and tell the ranks asked for from one another and the next."""
+    """The largest total number of words that fits `characters` and gives different frequencies to the asked ranks."""
 
     def fits(total: int) -> bool:
         counts = frequencies(total, alpha, ranks)
@@ -246,9 +246,9 @@ def frequent_total(characters: int, alpha: float, ranks: int) -> int:
 
 @task("ruler_fwe", FrequentWords())
 def frequent_words(rng: Rng, difficulty: FrequentWords) -> Example:
-    """Words of random letters with zeta-distributed counts, the first of them dots; the next three are asked for.
+    """Words of random letters with zeta-distributed frequencies; the first is dots. Asked: the next three.
 
-    There is a word for each 200 characters, RULER's for each 50 tokens, at least five.
+    One word per 200 characters (in RULER per 50 tokens), at least five.
     """
     before = "In this coded text some words come more often than others. Keep count of them, not of the dots.\n"
     question = f"\nQuestion: Which {len(ASKED_RANKS)} words come most often in the coded text?\n{ANSWER}"

@@ -1,4 +1,4 @@
-"""Lists to be written again: numbers in order, words as they were."""
+"""Sorting of numbers and copying of words."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cdrmix.data.tasks.rng import SYLLABLES, Rng
 
 @task("sorting", Length())
 def sorting(rng: Rng, difficulty: Length) -> Example:
-    """Numbers to be put in order, the smallest first."""
+    """Sort numbers in ascending order."""
     numbers = [rng.randrange(10_000) for _ in range(max(3, difficulty.characters // 12))]
     prompt = f"Numbers: {' '.join(map(str, numbers))}\nQuestion: What is their order, the smallest first?\n{ANSWER}"
     return Example(prompt, "", f" {' '.join(map(str, sorted(numbers)))}")
@@ -16,7 +16,7 @@ def sorting(rng: Rng, difficulty: Length) -> Example:
 
 @task("copying", Length())
 def copying(rng: Rng, difficulty: Length) -> Example:
-    """Words that mean nothing, to be said again."""
+    """Copy random words."""
     count = max(3, difficulty.characters // 10)
     words = " ".join(rng.choice(SYLLABLES) + rng.choice(SYLLABLES) for _ in range(count))
     return Example(f"Words: {words}\nQuestion: What were the words?\n{ANSWER}", "", f" {words}")

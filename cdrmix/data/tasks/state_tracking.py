@@ -1,4 +1,4 @@
-"""Tracking what follows from what over a text: chains of variables, guards of guards, things in boxes."""
+"""State tracking over a text: chains of variables, chains of relations, things in boxes."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from itertools import pairwise
 from cdrmix.data.tasks.example import ANSWER, THINK_BEGIN, THINK_END, Example, Length, task
 from cdrmix.data.tasks.rng import Rng
 
-HOPS = 4  # of a chain of variables, as RULER's
+HOPS = 4  # of a chain of variables, as in RULER
 BOXES = 5  # S5, the smallest group whose tracking needs more than fixed depth (Barrington 1989)
 THINGS = ["a key", "a coin", "a ring", "a shell", "a map", "a stone", "a bell", "a feather"]
 
 
 @task("variables", Length())
 def variables(rng: Rng, difficulty: Length) -> Example:
-    """Chains of assignments among filler; all variables with a certain value are asked for, in order."""
+    """Chains of assignments among filler. Asked: all variables with a given value, in order."""
     chains = max(2, difficulty.characters // 1500)
     names = rng.names(chains * (HOPS + 1))
     first = 10_000 + rng.randrange(80_000)
-    values = rng.shuffled(range(first, first + chains))  # neighbours: telling them apart takes every digit
+    values = rng.shuffled(range(first, first + chains))  # consecutive numbers, which differ only in the last digits
     lines = [
         [f"Let {chain[0]} = {value}."] + [f"Let {name} = {before}." for before, name in pairwise(chain)]
         for chain, value in zip((names[start::chains] for start in range(chains)), values, strict=True)
@@ -34,7 +34,7 @@ def variables(rng: Rng, difficulty: Length) -> Example:
 
 @task("hops", Length())
 def hops(rng: Rng, difficulty: Length) -> Example:
-    """Who guards whom, out of order among filler; the guard of a guard is asked for, two to four times over."""
+    """A relation (guard of) in random order among filler. Asked: the relation applied two to four times."""
     names = rng.names(max(6, difficulty.characters // 200))
     facts = [f"The guard of {one} is {other}." for one, other in zip(names, names[1:] + names[:1], strict=True)]
     count = 2 + rng.randrange(3)
@@ -48,7 +48,7 @@ def hops(rng: Rng, difficulty: Length) -> Example:
 
 @task("state", Length())
 def state(rng: Rng, difficulty: Length) -> Example:
-    """Things in boxes whose contents are swapped again and again; what a box holds at the end is asked for."""
+    """Things in boxes whose contents are swapped repeatedly. Asked: the contents of a box at the end."""
     # names of its own in every example: with numbers all of them would be near-duplicates, of ten different swaps
     boxes, things = rng.names(BOXES), rng.shuffled(THINGS)[:BOXES]
     facts = [f"Box {box} holds {thing}." for box, thing in zip(boxes, things, strict=True)]

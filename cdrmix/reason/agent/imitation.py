@@ -12,9 +12,10 @@ from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
 from cdrmix.reason.agent.agent import TokenMemory, Window
 from cdrmix.reason.episodes import Episodes, EpisodeSource
-from cdrmix.reason.model import Loss, PhaseLoss, StageBModel
-from cdrmix.reason.phase import generator_of
+from cdrmix.reason.model import Loss, StageBModel
+from cdrmix.reason.phase import PHASES, Sources, generator_of, reasoning_of
 from cdrmix.reason.rl.rollout import micro_batches, taken
+from cdrmix.training.objective import Outcome
 
 
 class Demonstrations(NamedTuple):
@@ -142,13 +143,19 @@ class ImitationPhase:
         return {"loss": sums["loss"], "accuracy": sums["right"] / max(sums["tokens"], 1.0)}
 
 
+@PHASES("imitation")
+def make_imitation(config: Config, sources: Sources) -> ImitationPhase:
+    """The phase of a configuration."""
+    return ImitationPhase(config, sources(reasoning_of(config).agent))
+
+
 class _ImitationLoss:
     """One micro-batch. tokens, sequences: of the whole step."""
 
     def __init__(self, part: Demonstrations, tokens: float, sequences: int) -> None:
         self.part, self.tokens, self.sequences = part, tokens, sequences
 
-    def __call__(self, model: StageBModel) -> PhaseLoss:
+    def __call__(self, model: StageBModel) -> Outcome:
         device = next(model.parameters()).device
         prompts, targets, mask = (x.to(device) for x in self.part)
         logits, balance = taken(model.language_model, prompts, targets)
@@ -156,4 +163,4 @@ class _ImitationLoss:
         total = torch.where(mask, costs, 0.0).sum() / self.tokens
         right = ((logits.detach().argmax(-1) == targets) & mask).sum()
         sums = torch.stack([total.detach().float(), right.float(), mask.sum().float()])
-        return PhaseLoss(total + balance * (len(mask) / self.sequences), sums)
+        return Outcome(total + balance * (len(mask) / self.sequences), sums)

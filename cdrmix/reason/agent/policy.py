@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -19,14 +18,13 @@ from torch import Tensor
 from cdrmix.config import schema_reasoning as schema
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
-from cdrmix.model.language_model import LanguageModel
-from cdrmix.reason.agent.agent import Reading, Turn, Window, evaluate, read_episodes, rewards_of
-from cdrmix.reason.agent.imitation import ImitationPhase
-from cdrmix.reason.episodes import FIRST_HELD_OUT, EpisodeSource, source_of
-from cdrmix.reason.model import Loss, PhaseLoss, StageBModel
-from cdrmix.reason.phase import generator_of, run_phase, train_section
+from cdrmix.reason.agent.agent import Reading, Turn, Window, read_episodes, rewards_of
+from cdrmix.reason.episodes import EpisodeSource
+from cdrmix.reason.model import Loss, StageBModel
+from cdrmix.reason.phase import PHASES, Sources, generator_of, reasoning_of
 from cdrmix.reason.rl.grpo import OBJECTIVES, Objective, Totals, entropy, group_advantages, policy_loss
 from cdrmix.reason.rl.rollout import micro_batches, taken
+from cdrmix.training.objective import Outcome
 
 PATIENCE = 20  # steps on end that teach nothing, after which it is said why
 LOGGER = logging.getLogger(__name__)
@@ -187,6 +185,12 @@ class PolicyPhase:
             LOGGER.warning(message_of_idleness(self._idle, solved, self.rl.group_size))
 
 
+@PHASES("policy")
+def make_policy(config: Config, sources: Sources) -> PolicyPhase:
+    """The phase of a configuration."""
+    return PolicyPhase(config, sources(reasoning_of(config).agent))
+
+
 def message_of_idleness(steps: int, solved: float, group_size: int) -> str:
     """What to say after so many steps in which every group's rewards were equal. solved: share of right answers."""
     found = (
@@ -201,56 +205,6 @@ def message_of_idleness(steps: int, solved: float, group_size: int) -> str:
     )
 
 
-def experiment(config: Config, seed: int, say: Callable[[str], None]) -> dict[str, float]:
-    """Imitation, then policy where it has steps, then the greedy agent at every number of chunks of the ablation.
-
-    Gives accuracy@N (the share of the answers' tokens that are right), exact@N (of answers right in all), capture@N,
-    retention@N, changes@N; and window@N: the accuracy where the agent is shown the last chunk alone. Arms that imitate
-    alike share the model that comes of it.
-    """
-    reasoning, ablation = config.reasoning, config.ablation
-    assert reasoning is not None
-    assert ablation is not None
-    config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
-    section = reasoning.agent.model_copy(update={"seed": reasoning.agent.seed + 1000 * seed})
-    source = source_of(section, reasoning.chunk)
-    model = _imitated(config, source, say)
-    if reasoning.phases.policy.steps:
-        run_phase(model, PolicyPhase(config, source), train_section(config.train, reasoning.phases.policy), say)
-    asked = source_of(
-        section.model_copy(update={"difficulty": {**section.difficulty, **ablation.difficulty}}), reasoning.chunk
-    )
-    window, numbers = Window.of(reasoning, source), range(FIRST_HELD_OUT, FIRST_HELD_OUT + ablation.episodes)
-    measured: dict[str, float] = {}
-    for chunks in ablation.chunks:
-        score = evaluate(model.language_model, window, asked, numbers, chunks)
-        last = evaluate(model.language_model, window, asked, numbers, chunks, last_only=True)
-        found = {"accuracy": score.matched, "exact": score.exact, "capture": score.capture}
-        found |= {"retention": score.retention, "changes": score.changes, "window": last.matched}
-        measured |= {f"{name}@{chunks}": value for name, value in found.items()}
-    return measured
-
-
-_IMITATED: dict[str, dict[str, Tensor]] = {}  # weights after imitation, by all that decides them
-
-
-def _imitated(config: Config, source: EpisodeSource, say: Callable[[str], None]) -> StageBModel:
-    """A small model of the configuration after imitation, which is done once a process for arms that share it."""
-    reasoning = config.reasoning
-    assert reasoning is not None
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.run.seed)
-        model = StageBModel(LanguageModel(config.model, reasoning=reasoning))
-    phase = reasoning.phases.imitation
-    decisive = (config.run.seed, config.model, phase, reasoning.agent, reasoning.memory, reasoning.chunk)
-    key = repr((*decisive, reasoning.plastic_lora))
-    if key not in _IMITATED:
-        run_phase(model, ImitationPhase(config, source), train_section(config.train, phase), say)
-        _IMITATED[key] = copy.deepcopy(model.state_dict())
-    model.load_state_dict(_IMITATED[key])
-    return model
-
-
 class _PolicyLoss:
     """One micro-batch. rolled_out: the sums of the step's rollouts, which its first micro-batch reports."""
 
@@ -260,7 +214,7 @@ class _PolicyLoss:
         self.objective, self.reference, self.temperature = phase.objective, phase.reference, phase.rl.temperature
         self.rolled_out = torch.zeros(len(ROLLED_OUT))
 
-    def __call__(self, model: StageBModel) -> PhaseLoss:
+    def __call__(self, model: StageBModel) -> Outcome:
         prompts, tokens, old_log_probs, advantages, mask = self.lesson
         logits, balance = taken(model.language_model, prompts, tokens)
         logits = logits / self.temperature
@@ -277,7 +231,7 @@ class _PolicyLoss:
         uncertainty = torch.where(mask, entropy(logits.detach()), 0.0).sum()
         of_tokens = [found.loss.detach(), *found[1:], uncertainty]
         sums = torch.stack([x.float() for x in of_tokens])
-        return PhaseLoss(found.loss + balance * self.share, torch.cat([self.rolled_out.to(sums), sums]))
+        return Outcome(found.loss + balance * self.share, torch.cat([self.rolled_out.to(sums), sums]))
 
 
 def _log_probs(logits_SNV: Tensor, tokens_SN: Tensor) -> Tensor:

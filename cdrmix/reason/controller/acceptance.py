@@ -11,14 +11,13 @@ Shapes: R rollouts (G of each episode), N chunks, D model.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cdrmix.config.schema import Config
-from cdrmix.config.schema_reasoning import EpisodesOfTask
 from cdrmix.data.tasks import IGNORED
 from cdrmix.errors import ConfigError, NonFiniteLossError
 from cdrmix.reason.agent.policy import objective_of
@@ -27,18 +26,14 @@ from cdrmix.reason.controller.controller import (
     Decide,
     EpisodeState,
     action_of,
-    always,
-    by_head,
-    by_value,
-    never,
     sampled,
 )
-from cdrmix.reason.episodes import FIRST_HELD_OUT, EpisodeSource, Probe, source_of
+from cdrmix.reason.episodes import EpisodeSource, Probe
 from cdrmix.reason.heads import ControllerHeads
-from cdrmix.reason.model import Loss, PhaseLoss, StageBModel
-from cdrmix.reason.phase import generator_of, run_phase, train_section
-from cdrmix.reason.plasticity.phase import PlasticityPhase, small_model
+from cdrmix.reason.model import Loss, StageBModel
+from cdrmix.reason.phase import PHASES, Sources, generator_of, reasoning_of
 from cdrmix.reason.rl.grpo import Advantages, Totals, entropy, group_advantages, policy_loss
+from cdrmix.training.objective import Outcome
 
 PATIENCE = 20  # steps in a row in which no group of rollouts differs, before training is given up
 EVALUATION_ROWS = 256  # episodes of one forward pass
@@ -199,7 +194,7 @@ class AcceptancePhase:
         model.train(training)
         return _Rollouts(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
-    def _loss(self, model: StageBModel, rollouts: _Rollouts, advantages: Advantages, decisions: int) -> PhaseLoss:
+    def _loss(self, model: StageBModel, rollouts: _Rollouts, advantages: Advantages, decisions: int) -> Outcome:
         heads = _heads(model)
         ends, actions_RN, good_RN, rewards_R = rollouts
         of_all = heads.log_probs(ends, self.rl.temperature)
@@ -235,7 +230,7 @@ class AcceptancePhase:
             error_RN.detach().sum(),
             actions_RN.numel(),
         ]
-        return PhaseLoss(total, torch.tensor([float(x) for x in sums], device=ends.device))
+        return Outcome(total, torch.tensor([float(x) for x in sums], device=ends.device))
 
     def _watch(self, model: StageBModel, rollouts: _Rollouts, advantages: Advantages) -> None:
         """Counts steps that teach nothing, and gives up after many: unless that is because all is learnt."""
@@ -264,6 +259,12 @@ class AcceptancePhase:
         )
 
 
+@PHASES("acceptance")
+def make_acceptance(config: Config, sources: Sources) -> AcceptancePhase:
+    """The phase of a configuration."""
+    return AcceptancePhase(config, sources(reasoning_of(config).acceptance or reasoning_of(config).plasticity))
+
+
 def measure(
     controller: Controller, source: EpisodeSource, decide: Decide, numbers: Sequence[int], chunks: int
 ) -> dict[str, float]:
@@ -283,49 +284,6 @@ def measure(
         if kind_BN.any():
             found[name] = float(committed_BN[kind_BN].float().mean())
     return found
-
-
-def experiment(config: Config, seed: int, say: Callable[[str], None]) -> dict[str, float]:
-    """Trains a small model by phase B1 (its adapters learn to write) and B2 (its head, what not to), and measures it.
-
-    Gives at every number of chunks N of the ablation always@N, never@N, learned@N, by_value@N: the share of answers
-    that are right when all, nothing, or what the heads say is committed; and accept_good@N, accept_bad@N of the head.
-    """
-    reasoning, ablation = config.reasoning, config.ablation
-    assert reasoning is not None
-    assert ablation is not None
-    model = small_model(config, seed)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)  # the heads begin as zeros, but are drawn
-        model.controller = ControllerHeads(config.model.d_model, reasoning.controller.max_branches)
-
-    def seeded(section: EpisodesOfTask) -> EpisodeSource:
-        return source_of(section.model_copy(update={"seed": section.seed + 1000 * seed}), reasoning.chunk)
-
-    poisoned = seeded(reasoning.acceptance or reasoning.plasticity)
-    for phase, run in (
-        (PlasticityPhase(config, seeded(reasoning.plasticity), seed), reasoning.phases.plasticity),
-        (AcceptancePhase(config, poisoned, seed), reasoning.phases.acceptance),
-    ):
-        run_phase(model, phase, train_section(config.train, run), say)
-    model.eval()
-    controller, heads = Controller(model.language_model, reasoning), _heads(model)
-    threshold = reasoning.controller.accept_threshold
-    rules = {
-        "always": always,
-        "never": never,
-        "learned": by_head(heads, threshold),
-        "by_value": by_value(heads, threshold),
-    }
-    measured: dict[str, float] = {}
-    for chunks in ablation.chunks:
-        numbers = range(FIRST_HELD_OUT, FIRST_HELD_OUT + ablation.episodes)
-        for name, decide in rules.items():
-            found = measure(controller, poisoned, decide, numbers, chunks)
-            measured[f"{name}@{chunks}"] = found.pop("answered")
-            if name == "learned":
-                measured |= {f"{key}@{chunks}": value for key, value in found.items()}
-    return measured
 
 
 def _heads(model: StageBModel) -> ControllerHeads:

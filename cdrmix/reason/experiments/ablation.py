@@ -7,11 +7,10 @@ interrupted goes on where it stopped, and arms that several files share are run 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -22,20 +21,17 @@ from cdrmix.config.schema import Config
 from cdrmix.durable import write_atomically
 from cdrmix.errors import ConfigError
 from cdrmix.kernels.common.products import multiply_on_one_thread, set_num_threads
+from cdrmix.reason.experiments import (  # noqa: F401  # they register themselves
+    acceptance,
+    operations,
+    plasticity,
+    state_tracking,
+    token_memory,
+)
+from cdrmix.reason.experiments.base import EXPERIMENTS, Experiment, Say
 from cdrmix.reason.experiments.table import Verdict, check, judge, markdown
 
 RESULTS = "results.jsonl"
-Say = Callable[[str], None]
-Experiment = Callable[[Config, int, Say], dict[str, float]]
-
-# What trains and measures one arm at one seed: module and function, imported when asked for.
-EXPERIMENTS = {
-    "plasticity": ("cdrmix.reason.plasticity.phase", "experiment"),
-    "acceptance": ("cdrmix.reason.controller.acceptance", "experiment"),
-    "token_memory": ("cdrmix.reason.agent.policy", "experiment"),
-    "operations": ("cdrmix.reason.operations.phase", "experiment"),
-    "tracking": ("cdrmix.reason.experiments.state_tracking", "experiment"),
-}
 
 
 class Outcome(NamedTuple):
@@ -80,7 +76,7 @@ def run(
     folder.mkdir(parents=True, exist_ok=True)
     # every arm is read before the first is run: a mistake in the last shall not show after an hour
     cells = {arm: _arm(path, ablation.arms[arm].set, overrides) for arm in wanted}
-    experiment = _experiment(ablation.experiment)
+    experiment = EXPERIMENTS[ablation.experiment]
     known = _read(folder / RESULTS, say)
     measured: dict[str, dict[int, dict[str, float]]] = {arm: {} for arm in wanted}
     seconds = 0.0
@@ -120,11 +116,6 @@ def _run_of(config: Config, seed: int) -> object:
 
 def _arm(path: Path, changes: Sequence[str], overrides: Sequence[str]) -> Config:
     return Config.from_yaml(path, [*changes, *overrides])
-
-
-def _experiment(name: str) -> Experiment:
-    module, function = EXPERIMENTS[name]
-    return cast(Experiment, getattr(importlib.import_module(module), function))
 
 
 def _run_one(experiment: Experiment, config: Config, seed: int, mark: str, what: str, say: Say) -> dict[str, object]:

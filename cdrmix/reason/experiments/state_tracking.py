@@ -7,8 +7,6 @@ layer; with 2 they reach -1 (arXiv 2411.12537).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -20,10 +18,10 @@ from cdrmix.data.tasks.episodes import HashedRng
 from cdrmix.data.tasks.groups import elements_of, product
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.reason.episodes import FIRST_HELD_OUT
-from cdrmix.reason.phase import generator_of, run_phase
-from cdrmix.reason.model import Loss, PhaseLoss
-from cdrmix.reason.plasticity.phase import small_model
-from cdrmix.reason.model import StageBModel
+from cdrmix.reason.experiments.base import EXPERIMENTS, Say, small_model
+from cdrmix.reason.model import Loss, StageBModel
+from cdrmix.reason.phase import generator_of, phase_config, train_alone
+from cdrmix.training.objective import Outcome
 
 ROWS = 64  # words of one forward pass
 
@@ -71,13 +69,13 @@ class TrackingPhase:
         length = 2 + int(torch.randint(self._tokens - 1, (), generator=generator))
         elements, values = self._words.batch(range(step * self._rows, (step + 1) * self._rows), length)
 
-        def loss(model: StageBModel) -> PhaseLoss:
+        def loss(model: StageBModel) -> Outcome:
             language_model = model.language_model
             logits = language_model.logits(language_model(elements).hidden_BTD[:, 1:]).flatten(0, 1)
             mean = functional.cross_entropy(logits, values.flatten())
             right = (logits.argmax(-1) == values.flatten()).sum()
             sums = [mean.detach() * values.numel(), right.float(), torch.tensor(float(values.numel()))]
-            return PhaseLoss(mean, torch.stack(sums))
+            return Outcome(mean, torch.stack(sums))
 
         return [loss]
 
@@ -98,16 +96,18 @@ def last_accuracy(model: LanguageModel, words: Words, length: int, count: int, l
     return right / (count * min(last, length))
 
 
-def experiment(config: Config, seed: int, say: Callable[[str], None]) -> dict[str, float]:
+@EXPERIMENTS("tracking")
+def tracking(config: Config, seed: int, say: Say) -> dict[str, float]:
     """Trains by the configuration's `train` (steps, batch_rows, learning_rate) and measures every length."""
     assert config.ablation is not None
-    tracking, train = config.ablation.tracking, config.train
-    words = Words(tracking.task, seed)
+    task, train = config.ablation.tracking, config.train
+    words = Words(task.task, seed)
     model = small_model(config, seed)
-    run_phase(model, TrackingPhase(words, tracking.tokens, train.batch_rows, seed), train, say)
+    phase = TrackingPhase(words, task.tokens, train.batch_rows, seed)
+    train_alone(phase_config(config), model, phase, say)
     return {
-        f"last{tracking.last}@{length}": last_accuracy(
-            model.language_model.eval(), words, length, config.ablation.episodes, tracking.last
+        f"last{task.last}@{length}": last_accuracy(
+            model.language_model.eval(), words, length, config.ablation.episodes, task.last
         )
-        for length in tracking.lengths
+        for length in task.lengths
     }

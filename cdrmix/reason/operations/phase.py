@@ -13,7 +13,7 @@ Shapes as in rollout.py; W windows, L decisions of the longest rollout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,17 +23,15 @@ from torch.nn import functional
 
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
-from cdrmix.model.language_model import LanguageModel
 from cdrmix.reason.agent.policy import objective_of
-from cdrmix.reason.episodes import FIRST_HELD_OUT, Episodes, EpisodeSource, source_of
-from cdrmix.reason.heads import OPERATIONS, RETRIEVE, OperationHeads, Summariser
-from cdrmix.reason.model import Loss, PhaseLoss, StageBModel
+from cdrmix.reason.episodes import Episodes, EpisodeSource
+from cdrmix.reason.heads import OPERATIONS, RETRIEVE
+from cdrmix.reason.model import Loss, StageBModel
 from cdrmix.reason.operations.rollout import Decisions, Reader, Rollouts
 from cdrmix.reason.operations.windows import Read, Windows
-from cdrmix.reason.phase import generator_of, run_phase, train_section
+from cdrmix.reason.phase import PHASES, Sources, generator_of, reasoning_of
 from cdrmix.reason.rl.grpo import Totals, entropy, group_advantages, policy_loss
-
-__all__ = ["OperationHeads", "OperationsImitationPhase", "OperationsPhase", "experiment"]
+from cdrmix.training.objective import Outcome
 
 TEMPERATURE = 0.03  # cosines are divided by it in the loss of the keys; at 0.1 they are learnt half as fast
 VALUE_WEIGHT = 0.5
@@ -126,7 +124,7 @@ class OperationsImitationPhase:
         searches = decisions.taken_K == RETRIEVE
         reading_BN, wanted_S, there_SN = self._keys_wanted(episodes, shown, searches)
 
-        def loss(model: StageBModel) -> PhaseLoss:
+        def loss(model: StageBModel) -> Outcome:
             assert model.operations is not None
             read = windows.read(model)
             device = read.last_WD.device
@@ -160,7 +158,7 @@ class OperationsImitationPhase:
                 ((logits.argmax(-1) == targets) & there).sum(),
                 torch.tensor(len(answers)),
             ]
-            return PhaseLoss(total, torch.stack([value.to(device).float() for value in sums]))
+            return Outcome(total, torch.stack([value.to(device).float() for value in sums]))
 
         return loss
 
@@ -193,6 +191,12 @@ class OperationsImitationPhase:
             "found": sums["found"] / max(sums["searches"], 1),
             "accuracy": sums["right"] / max(sums["answers"], 1),
         }
+
+
+@PHASES("operations_imitation")
+def make_operations_imitation(config: Config, sources: Sources) -> OperationsImitationPhase:
+    """The phase of a configuration."""
+    return OperationsImitationPhase(config, sources(reasoning_of(config).operations))
 
 
 class OperationsPhase:
@@ -281,7 +285,7 @@ class OperationsPhase:
         place_K, longest = _places(decisions.row_K, len(rollouts.rows))
         all_rollouts = self.settings.episodes * self.rl.group_size
 
-        def loss(model: StageBModel) -> PhaseLoss:
+        def loss(model: StageBModel) -> Outcome:
             heads = model.operations
             assert heads is not None
             read = rollouts.read if self.settings.train == "own" else rollouts.windows.read(model)
@@ -318,7 +322,7 @@ class OperationsPhase:
                 entropy(log_probs_KO.detach()).sum(),
                 errors.detach() * all_rollouts,
             ]
-            return PhaseLoss(
+            return Outcome(
                 total, torch.stack([torch.as_tensor(value).float().cpu() for value in [*measured, *extra]]).to(device)
             )
 
@@ -337,6 +341,12 @@ class OperationsPhase:
             "retention": sums["held"] / max(sums["captured"], 1),
             "dropped_groups": sums["dropped_groups"] / max(sums["groups"], 1),
         }
+
+
+@PHASES("operations")
+def make_operations(config: Config, sources: Sources) -> OperationsPhase:
+    """The phase of a configuration."""
+    return OperationsPhase(config, sources(reasoning_of(config).operations))
 
 
 def evaluate(model: StageBModel, reader: Reader, numbers: Sequence[int], chunks: int) -> dict[str, float]:
@@ -409,46 +419,3 @@ def _measured(episodes: Episodes, rollouts: Rollouts, rewards: Rewards, groups: 
     counts = torch.tensor([row.counts for row in rollouts.rows], dtype=torch.float64).sum(0)
     sums = (rewards.total_R, rewards.task_R, rewards.latency_R, rewards.stability_R, captured, held, asked)
     return [float(len(rollouts.rows)), float(groups), float(dropped), *(float(x.sum()) for x in sums), *counts.tolist()]
-
-
-def experiment(config: Config, seed: int, say: Callable[[str], None]) -> dict[str, float]:
-    """One arm: a small model imitates and then, where the phase has steps, compares groups; measured held out.
-
-    `NAME@N` is of episodes of N chunks after all phases, `imitated_NAME@N` before the policy phase.
-    """
-    assert config.reasoning is not None
-    assert config.ablation is not None
-    reasoning, ablation = config.reasoning, config.ablation
-    config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
-    torch.manual_seed(seed)
-    width = config.model.d_model
-    model = StageBModel(
-        LanguageModel(config.model, reasoning=reasoning),
-        operations=OperationHeads(width),
-        summary=Summariser(width, reasoning.memory.dim, reasoning.memory.summary_stride),
-    )
-    task = reasoning.operations.model_copy(update={"seed": seed})
-    source = source_of(task, reasoning.chunk)
-    measured: dict[str, float] = {}
-
-    def measure(prefix: str) -> None:
-        model.eval()
-        for chunks in ablation.chunks:
-            numbers = range(FIRST_HELD_OUT, FIRST_HELD_OUT + ablation.episodes)
-            found = evaluate(model, Reader(reasoning, source), numbers, chunks)
-            measured.update({f"{prefix}{name}@{chunks}": value for name, value in found.items()})
-        model.train()
-
-    phases = reasoning.phases
-    if phases.operations_imitation.steps:
-        run_phase(
-            model,
-            OperationsImitationPhase(config, source),
-            train_section(config.train, phases.operations_imitation),
-            say,
-        )
-    measure("imitated_" if phases.operations.steps else "")
-    if phases.operations.steps:
-        run_phase(model, OperationsPhase(config, source), train_section(config.train, phases.operations), say)
-        measure("")
-    return measured

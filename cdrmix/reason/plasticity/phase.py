@@ -25,9 +25,10 @@ from cdrmix.data.tasks import IGNORED
 from cdrmix.model.cache import plastic_only, with_fast_weights
 from cdrmix.model.fast_weights import FastWeightOptions
 from cdrmix.model.language_model import Cache, LanguageModel
-from cdrmix.reason.episodes import FIRST_HELD_OUT, Episodes, EpisodeSource, source_of
-from cdrmix.reason.model import Loss, PhaseLoss, StageBModel
-from cdrmix.reason.phase import generator_of, run_phase, train_section
+from cdrmix.reason.episodes import Episodes, EpisodeSource
+from cdrmix.reason.model import Loss, StageBModel
+from cdrmix.reason.phase import PHASES, Sources, generator_of, reasoning_of
+from cdrmix.training.objective import Outcome
 
 EVALUATION_ROWS = 64  # episodes of one forward pass
 
@@ -105,7 +106,7 @@ class PlasticityPhase:
     def _loss(self, row: Row) -> Loss:
         share = len(row.ids_BT) / self._section.episodes
 
-        def loss(model: StageBModel) -> PhaseLoss:
+        def loss(model: StageBModel) -> Outcome:
             language_model = model.language_model
             output = language_model(row.ids_BT, cu_seqlens=row.cu_seqlens, fast_weights=FastWeightOptions(row.episodes))
             asked_BT = row.targets_BT != IGNORED
@@ -133,7 +134,7 @@ class PlasticityPhase:
                     rows * correlation.detach().float(),
                 ]
             )
-            return PhaseLoss(total, sums)
+            return Outcome(total, sums)
 
         return loss
 
@@ -144,6 +145,12 @@ class PlasticityPhase:
             "accuracy": sums["correct"] / max(sums["answers"], 1),
             "correlation": sums["correlation"] / max(sums["episodes"], 1),
         }
+
+
+@PHASES("plasticity")
+def make_plasticity(config: Config, sources: Sources) -> PlasticityPhase:
+    """The phase of a configuration."""
+    return PlasticityPhase(config, sources(reasoning_of(config).plasticity))
 
 
 @torch.no_grad()
@@ -211,38 +218,3 @@ def accuracy(
             right[name] += int(answers(model, source, episodes, with_fast_weights(cache, change))[0].sum())
     model.train(was_training)
     return {name: count / max(asked, 1) for name, count in right.items()}
-
-
-def small_model(config: Config, seed: int) -> StageBModel:
-    """A model of the configuration with its adapters, drawn from a seed; the global generator is left as it was."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return StageBModel(LanguageModel(config.model, reasoning=config.reasoning))
-
-
-def experiment(config: Config, seed: int, say: Callable[[str], None]) -> dict[str, float]:
-    """Trains a small model by phase B1 and measures it at every number of chunks of the ablation.
-
-    Gives accuracy@N, and harder@N of episodes of the ablation's difficulty; with adapters also zeroed@N and swapped@N:
-    its fast weights emptied, or another episode's.
-    """
-    reasoning, ablation = config.reasoning, config.ablation
-    assert reasoning is not None
-    assert ablation is not None
-    section = reasoning.plasticity.model_copy(update={"seed": reasoning.plasticity.seed + 1000 * seed})
-    source = source_of(section, reasoning.chunk)
-    model = small_model(config, seed)
-    phase, run = PlasticityPhase(config, source, seed), reasoning.phases.plasticity
-    run_phase(model, phase, train_section(config.train, run), say)
-    language_model = model.language_model
-    changes = {"zeroed": zeroed, "swapped": swapped} if language_model.adapters else {}
-    numbers = range(FIRST_HELD_OUT, FIRST_HELD_OUT + ablation.episodes)
-    measured: dict[str, float] = {}
-    for chunks in ablation.chunks:
-        found = accuracy(language_model, source, reasoning.carry, chunks, numbers, changes)
-        measured |= {f"{name}@{chunks}": value for name, value in found.items()}
-    other = section.model_copy(update={"difficulty": {**section.difficulty, **ablation.difficulty}})
-    for chunks in ablation.harder_chunks:
-        found = accuracy(language_model, source_of(other, reasoning.chunk), reasoning.carry, chunks, numbers)
-        measured[f"harder@{chunks}"] = found["accuracy"]
-    return measured

@@ -1,0 +1,59 @@
+"""The experiment of the accept head: a small model trained by phases B1 and B2, measured by how it decides."""
+
+from __future__ import annotations
+
+import torch
+
+from cdrmix.config.schema import Config
+from cdrmix.config.schema_reasoning import EpisodesOfTask
+from cdrmix.reason.controller.acceptance import AcceptancePhase, measure
+from cdrmix.reason.controller.controller import Controller, always, by_head, by_value, never
+from cdrmix.reason.episodes import FIRST_HELD_OUT, EpisodeSource, source_of
+from cdrmix.reason.experiments.base import EXPERIMENTS, Say, small_model
+from cdrmix.reason.heads import ControllerHeads
+from cdrmix.reason.phase import phase_config, train_alone
+from cdrmix.reason.plasticity.phase import PlasticityPhase
+
+
+@EXPERIMENTS("acceptance")
+def acceptance(config: Config, seed: int, say: Say) -> dict[str, float]:
+    """Trains a small model by phase B1 (its adapters learn to write) and B2 (its head, what not to), and measures it.
+
+    Gives at every number of chunks N of the ablation always@N, never@N, learned@N, by_value@N: the share of answers
+    that are right when all, nothing, or what the heads say is committed; and accept_good@N, accept_bad@N of the head.
+    """
+    reasoning, ablation = config.reasoning, config.ablation
+    assert reasoning is not None
+    assert ablation is not None
+    model = small_model(config, seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # the heads begin as zeros, but are drawn
+        model.controller = ControllerHeads(config.model.d_model, reasoning.controller.max_branches)
+
+    def seeded(section: EpisodesOfTask) -> EpisodeSource:
+        return source_of(section.model_copy(update={"seed": section.seed + 1000 * seed}), reasoning.chunk)
+
+    poisoned = seeded(reasoning.acceptance or reasoning.plasticity)
+    for phase, section in (
+        (PlasticityPhase(config, seeded(reasoning.plasticity), seed), reasoning.phases.plasticity),
+        (AcceptancePhase(config, poisoned, seed), reasoning.phases.acceptance),
+    ):
+        train_alone(phase_config(config, section), model, phase, say)
+    model.eval()
+    controller, heads = Controller(model.language_model, reasoning), model.controller
+    threshold = reasoning.controller.accept_threshold
+    rules = {
+        "always": always,
+        "never": never,
+        "learned": by_head(heads, threshold),
+        "by_value": by_value(heads, threshold),
+    }
+    measured: dict[str, float] = {}
+    for chunks in ablation.chunks:
+        numbers = range(FIRST_HELD_OUT, FIRST_HELD_OUT + ablation.episodes)
+        for name, decide in rules.items():
+            found = measure(controller, poisoned, decide, numbers, chunks)
+            measured[f"{name}@{chunks}"] = found.pop("answered")
+            if name == "learned":
+                measured |= {f"{key}@{chunks}": value for key, value in found.items()}
+    return measured

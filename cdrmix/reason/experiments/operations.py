@@ -1,0 +1,55 @@
+"""The experiment of operations: a small model imitates an expert and then compares groups of rollouts."""
+
+from __future__ import annotations
+
+import torch
+
+from cdrmix.config.schema import Config
+from cdrmix.model.language_model import LanguageModel
+from cdrmix.reason.episodes import FIRST_HELD_OUT, source_of
+from cdrmix.reason.experiments.base import EXPERIMENTS, Say
+from cdrmix.reason.heads import OperationHeads, Summariser
+from cdrmix.reason.model import StageBModel
+from cdrmix.reason.operations.phase import OperationsImitationPhase, OperationsPhase, evaluate
+from cdrmix.reason.operations.rollout import Reader
+from cdrmix.reason.phase import phase_config, train_alone
+
+
+@EXPERIMENTS("operations")
+def operations(config: Config, seed: int, say: Say) -> dict[str, float]:
+    """One arm: a small model imitates and then, where the phase has steps, compares groups; measured held out.
+
+    `NAME@N` is of episodes of N chunks after all phases, `imitated_NAME@N` before the policy phase.
+    """
+    assert config.reasoning is not None
+    assert config.ablation is not None
+    reasoning, ablation = config.reasoning, config.ablation
+    config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
+    torch.manual_seed(seed)
+    width = config.model.d_model
+    model = StageBModel(
+        LanguageModel(config.model, reasoning=reasoning),
+        operations=OperationHeads(width),
+        summary=Summariser(width, reasoning.memory.dim, reasoning.memory.summary_stride),
+    )
+    task = reasoning.operations.model_copy(update={"seed": seed})
+    source = source_of(task, reasoning.chunk)
+    measured: dict[str, float] = {}
+
+    def measure(prefix: str) -> None:
+        model.eval()
+        for chunks in ablation.chunks:
+            numbers = range(FIRST_HELD_OUT, FIRST_HELD_OUT + ablation.episodes)
+            found = evaluate(model, Reader(reasoning, source), numbers, chunks)
+            measured.update({f"{prefix}{name}@{chunks}": value for name, value in found.items()})
+        model.train()
+
+    phases = reasoning.phases
+    if phases.operations_imitation.steps:
+        phase = OperationsImitationPhase(config, source)
+        train_alone(phase_config(config, phases.operations_imitation), model, phase, say)
+    measure("imitated_" if phases.operations.steps else "")
+    if phases.operations.steps:
+        train_alone(phase_config(config, phases.operations), model, OperationsPhase(config, source), say)
+        measure("")
+    return measured

@@ -1,0 +1,37 @@
+"""The experiment of fast weights: a small model trained by phase B1 alone, measured by numbers of chunks."""
+
+from __future__ import annotations
+
+from cdrmix.config.schema import Config
+from cdrmix.reason.episodes import FIRST_HELD_OUT, source_of
+from cdrmix.reason.experiments.base import EXPERIMENTS, Say, small_model
+from cdrmix.reason.phase import phase_config, train_alone
+from cdrmix.reason.plasticity.phase import PlasticityPhase, accuracy, swapped, zeroed
+
+
+@EXPERIMENTS("plasticity")
+def plasticity(config: Config, seed: int, say: Say) -> dict[str, float]:
+    """Trains a small model by phase B1 and measures it at every number of chunks of the ablation.
+
+    Gives accuracy@N, and harder@N of episodes of the ablation's difficulty; with adapters also zeroed@N and swapped@N:
+    its fast weights emptied, or another episode's.
+    """
+    reasoning, ablation = config.reasoning, config.ablation
+    assert reasoning is not None
+    assert ablation is not None
+    section = reasoning.plasticity.model_copy(update={"seed": reasoning.plasticity.seed + 1000 * seed})
+    source = source_of(section, reasoning.chunk)
+    model = small_model(config, seed)
+    train_alone(phase_config(config, reasoning.phases.plasticity), model, PlasticityPhase(config, source, seed), say)
+    language_model = model.language_model
+    changes = {"zeroed": zeroed, "swapped": swapped} if language_model.adapters else {}
+    numbers = range(FIRST_HELD_OUT, FIRST_HELD_OUT + ablation.episodes)
+    measured: dict[str, float] = {}
+    for chunks in ablation.chunks:
+        found = accuracy(language_model, source, reasoning.carry, chunks, numbers, changes)
+        measured |= {f"{name}@{chunks}": value for name, value in found.items()}
+    other = section.model_copy(update={"difficulty": {**section.difficulty, **ablation.difficulty}})
+    for chunks in ablation.harder_chunks:
+        found = accuracy(language_model, source_of(other, reasoning.chunk), reasoning.carry, chunks, numbers)
+        measured[f"harder@{chunks}"] = found["accuracy"]
+    return measured

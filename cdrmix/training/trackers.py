@@ -1,0 +1,165 @@
+"""Where records go: metrics.jsonl always; TensorBoard, Weights & Biases and MLflow where `logging` says so."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Protocol
+
+from cdrmix.config.schema import Config
+from cdrmix.errors import ConfigError
+from cdrmix.run_folder import RunFolder, finite
+from cdrmix.training.callbacks import Callback
+from cdrmix.training.metrics import Record, scalars
+
+
+class Tracker(Protocol):
+    """Takes records."""
+
+    def write(self, record: Record) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Trackers(Callback):
+    """All trackers of a run. A context manager.
+
+    Raises ConfigError, before the first step, when a tracker's package is not installed.
+    """
+
+    def __init__(self, run: RunFolder, config: Config) -> None:
+        self._trackers: list[Tracker] = []
+        if not run.writes:
+            return
+        check_trackers(config)
+        for name, tracker in TRACKERS.items():
+            if getattr(config.logging, name):
+                self._trackers.append(tracker(run, config))
+        self._trackers.insert(0, JsonLines(run))
+
+    def __enter__(self) -> Trackers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def on_record(self, record: Record) -> None:
+        """Passes a record to every tracker."""
+        for tracker in self._trackers:
+            tracker.write(record)
+
+    def close(self) -> None:
+        """Flushes and closes every tracker. May be called again."""
+        while self._trackers:
+            self._trackers.pop().close()
+
+
+class JsonLines:
+    """metrics.jsonl: one JSON object a record. Each line is flushed to the operating system."""
+
+    def __init__(self, run: RunFolder) -> None:
+        written = run.metrics_jsonl.read_bytes() if run.metrics_jsonl.exists() else b""
+        torn = written != b"" and not written.endswith(b"\n")
+        self._file = run.metrics_jsonl.open("a", buffering=1, encoding="utf-8")
+        if torn:  # a killed run may have left half a line
+            self._file.write("\n")
+
+    def write(self, record: Record) -> None:
+        self._file.write(json.dumps(finite(dataclasses.asdict(record)), allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """Scalars for TensorBoard, in the run folder's tensorboard/."""
+
+    def __init__(self, run: RunFolder, config: Config) -> None:
+        _package("tensorboard")
+        self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(run.path / "tensorboard"))
+
+    def write(self, record: Record) -> None:
+        for name, value in scalars(record).items():
+            self._writer.add_scalar(name, value, record.step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """Scalars for Weights & Biases. The run id is the folder's name, so a resumed run continues it."""
+
+    def __init__(self, run: RunFolder, config: Config) -> None:
+        wandb = _package("wandb")
+        self._run = wandb.init(
+            project="cdrmix",
+            name=f"{config.run.name}-{run.path.name}",
+            id=run.path.name,
+            resume="allow",
+            dir=str(run.path),
+            config=config.model_dump(mode="json"),
+        )
+
+    def write(self, record: Record) -> None:
+        self._run.log(scalars(record), step=record.step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflow:
+    """Metrics for MLflow. MLFLOW_TRACKING_URI names the tracking server."""
+
+    def __init__(self, run: RunFolder, config: Config) -> None:
+        self._mlflow = _package("mlflow")
+        self._mlflow.set_experiment("cdrmix")
+        known = run.summary().get("mlflow_run")
+        active = self._mlflow.start_run(run_id=known) if known else self._mlflow.start_run(run_name=run.path.name)
+        run.update_summary({"mlflow_run": active.info.run_id})
+
+    def write(self, record: Record) -> None:
+        self._mlflow.log_metrics(scalars(record), step=record.step)
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+# By package name, which is also the key under `logging`.
+TRACKERS: dict[str, Callable[[RunFolder, Config], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "mlflow": MLflow,
+}
+
+
+def check_trackers(config: Config) -> None:
+    """Raises ConfigError when `logging` asks for a package that is not installed; imports none of them."""
+    missing = [name for name in TRACKERS if getattr(config.logging, name) and not _is_installed(name)]
+    if missing:
+        raise ConfigError("\n  ".join(_how_to_install(name) for name in missing))
+
+
+def _is_installed(name: str) -> bool:
+    # An imported module may have no spec, for which find_spec raises.
+    return sys.modules.get(name) is not None or importlib.util.find_spec(name) is not None
+
+
+def _package(name: str) -> Any:
+    if not _is_installed(name):
+        raise ConfigError(_how_to_install(name))
+    return importlib.import_module(name)
+
+
+def _how_to_install(name: str) -> str:
+    return (
+        f"logging.{name}: true needs the package {name}, which is not installed: pip install {name} (or, in the "
+        f"project's checkout, pip install -e '.[{name}]'), or set logging.{name}: false"
+    )

@@ -1,0 +1,206 @@
+"""The trainer: the only loop that trains, for stage A, every phase of stage B and the experiments."""
+
+from __future__ import annotations
+
+import dataclasses
+import resource
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from cdrmix.config.schema import Train
+from cdrmix.errors import Preempted
+from cdrmix.training.callbacks import Callback
+from cdrmix.training.checkpoint import Progress, Saver
+from cdrmix.training.distributed import DistributedContext
+from cdrmix.training.engine import Engine
+from cdrmix.training.faults import Skips, StopRequest, check_finite
+from cdrmix.training.metrics import Record, StepRecord
+from cdrmix.training.objective import Objective, StepAccumulator, StepFacts, StepTotals
+from cdrmix.training.schedule import learning_rate
+from cdrmix.training.threads import ThreadChoice
+
+
+class Validation(Protocol):
+    """Measures the weights on held-out text."""
+
+    def complete(self, engine: Engine, record: StepRecord, progress: Progress) -> tuple[StepRecord, Progress]:
+        """A step's record and progress with the validation figures of the weights after it."""
+
+
+class Trainer:
+    """Takes an engine through the steps of an objective.
+
+    settings: steps, schedule and periods. progress: where the run is; first_step: its finished steps when the objective
+    begins. saver: commits checkpoints; None: no checkpoints. validation: measured each `evaluate_every` steps; None:
+    never. callbacks: are told of steps, records and checkpoints. threads: chooses the CPU threads. say: prints a line.
+    """
+
+    def __init__(
+        self,
+        settings: Train,
+        engine: Engine,
+        objective: Objective,
+        threads: ThreadChoice,
+        *,
+        progress: Progress | None = None,
+        first_step: int = 0,
+        saver: Saver | None = None,
+        validation: Validation | None = None,
+        callbacks: Sequence[Callback] = (),
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        self.settings, self.engine, self.objective, self.threads = settings, engine, objective, threads
+        self.progress = Progress() if progress is None else progress
+        self.first_step, self.saver, self.validation, self.callbacks = first_step, saver, validation, callbacks
+        self._say = say
+        self._skips = Skips(may_skip=settings.precision == "fp16", total=self.progress.skipped_steps)
+        self._clock = Clock(self.progress)
+
+    def fit(self) -> Progress:
+        """Trains to the objective's last step; with a saver its checkpoint is committed then. Every process calls.
+
+        Raises Preempted after SIGTERM, SIGHUP, SIGINT or a callback's wish, once a checkpoint is committed;
+        NonFiniteLossError before a NaN reaches the weights.
+        """
+        with StopRequest() as stop:
+            self._validate_interrupted(stop)
+            for step in range(self.progress.step - self.first_step, self.settings.steps):
+                self._step(step, stop)
+            if self.engine.world.any(stop.requested):  # it came during the last validation or checkpoint
+                raise Preempted(self._stopped("the last step"))
+        return self.progress
+
+    def _step(self, step: int, stop: StopRequest) -> None:
+        """One optimizer step, counted from 0, and what is due after it."""
+        settings, engine, objective = self.settings, self.engine, self.objective
+        number = self.first_step + step + 1  # of the run's steps
+        last = step + 1 == settings.steps
+        validates = self.validation is not None and (number % settings.evaluate_every == 0 or last)
+        recorded = validates or step == 0 or last or (step + 1) % settings.log_every == 0
+
+        self.threads.begin()
+        self._clock.start()
+        rate = learning_rate(settings, step)
+        engine.set_learning_rate(rate)
+        sums = StepAccumulator(engine.world, objective.measures, counts_routing=recorded or objective.balances_routers)
+        micro_batches = objective.micro_batches(engine, step)
+        for index, micro_batch in enumerate(micro_batches, 1):
+            outcome = objective.forward(engine, micro_batch, last=index == len(micro_batches))
+            engine.backward(outcome.total)
+            sums.add(outcome)
+        totals = sums.total(stop.requested, engine.clip())
+        check_finite(totals.loss, number)
+        applied = engine.step(totals.gradient_norm)
+        engine.zero()
+        if applied:
+            objective.update(engine, totals)
+        self._skips.record(applied, number)
+
+        seconds = self._clock.stop()
+        self.threads.end(seconds - self.progress.seconds)
+        self.progress = dataclasses.replace(
+            self.progress,
+            step=number,
+            phase=objective.phase,
+            tokens=self.progress.tokens + (objective.tokens(totals) if applied else 0),
+            seconds=seconds,
+            loss=objective.loss(totals),
+            skipped_steps=self._skips.total,
+        )
+        for callback in self.callbacks:
+            callback.on_step(number)
+        if recorded:
+            self._record(step, rate, totals, validates, stop)
+        periodic = number % settings.checkpoint_every == 0 or last or totals.stop
+        if self.saver is not None and (periodic or self.progress.best_step == number):
+            self.saver.save(self.progress, periodic=periodic)
+            for callback in self.callbacks:
+                callback.on_checkpoint(self._checkpoint())
+        if totals.stop:
+            raise Preempted(self._stopped(f"step {step + 1} of {settings.steps}"))
+
+    def _record(self, step: int, rate: float, totals: StepTotals, validates: bool, stop: StopRequest) -> None:
+        facts = StepFacts(
+            step=self.progress.step,
+            objective_step=step + 1,
+            learning_rate=rate,
+            gradient_norm=self.engine.gradient_norm,
+            tokens=self.progress.tokens,
+            tokens_per_second=self._clock.tokens_per_second(self.progress),
+            seconds=self.progress.seconds,
+            memory_gib=memory_gib(self.engine.world),
+        )
+        record = self.objective.record(facts, totals)
+        if validates:
+            assert isinstance(record, StepRecord)
+            if totals.stop:
+                # The sender of the signal may not wait for a validation: the resumed run begins with it.
+                if self._say is not None:
+                    self._say(f"told to stop: step {record.step} is saved first, and validated when the run goes on")
+                self.progress = dataclasses.replace(self.progress, unvalidated=dataclasses.asdict(record))
+                return
+            record = self._validated(record)
+        self._publish(record, stop)
+
+    def _validated(self, record: StepRecord) -> StepRecord:
+        assert self.validation is not None
+        record, self.progress = self.validation.complete(self.engine, record, self.progress)
+        return record
+
+    def _validate_interrupted(self, stop: StopRequest) -> None:
+        """Validates the last step of a run that a signal ended before it could."""
+        if self.progress.unvalidated is None:
+            return
+        self._publish(self._validated(StepRecord(**self.progress.unvalidated)), stop)
+        if self.saver is not None:
+            self.saver.point_best(self.progress)
+
+    def _publish(self, record: Record, stop: StopRequest) -> None:
+        for callback in self.callbacks:
+            if callback.on_record(record):
+                stop.request()
+
+    def _checkpoint(self) -> Path:
+        assert self.saver is not None
+        assert self.saver.latest is not None
+        return self.saver.latest
+
+    def _stopped(self, where: str) -> str:
+        phase = "" if self.objective.phase is None else f" of phase {self.objective.phase}"
+        text = f"stopped by a signal or a callback after {where}{phase}"
+        return text if self.saver is None else f"{text}; {self._checkpoint()} is whole, continue with --resume auto"
+
+
+class Clock:
+    """Training time: what passes between `start` and `stop`, so without validation and checkpoints."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._seconds = progress.seconds
+        self._started = 0.0
+        self._recorded = progress
+
+    def start(self) -> None:
+        """A step begins."""
+        self._started = time.perf_counter()
+
+    def stop(self) -> float:
+        """A step ends. Returns the seconds since the run began, interruptions left out."""
+        self._seconds += time.perf_counter() - self._started
+        return self._seconds
+
+    def tokens_per_second(self, progress: Progress) -> float:
+        """Speed since the last time this was asked."""
+        tokens, seconds = progress.tokens - self._recorded.tokens, progress.seconds - self._recorded.seconds
+        self._recorded = progress
+        return tokens / seconds if seconds > 0 else 0.0
+
+
+def memory_gib(world: DistributedContext) -> float:
+    """Peak memory of this process in GiB: of the GPU, or on a CPU its resident memory."""
+    if world.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(world.device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB

@@ -1,0 +1,19 @@
+"""Counts and durations as a person reads them."""
+
+from __future__ import annotations
+
+
+def amount(value: float) -> str:
+    """A count for people: 950, 10.7k, 1.25M, 3.2B."""
+    rounded = float(f"{value:.3g}")  # first, because 999,700 is 1M, not 1000k
+    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(rounded) >= limit:
+            return f"{rounded / limit:g}{unit}"
+    return f"{rounded:g}"
+
+
+def clock(seconds: float) -> str:
+    """A duration as m:ss or h:mm:ss."""
+    whole = max(0, round(seconds))
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
