@@ -63,7 +63,7 @@ def test_an_error_of_a_task_is_raised_here(tasks: Any) -> None:
 
 
 def test_a_killed_process_is_told_of(tasks: Any) -> None:
-    with LocalExecutor(2) as engine, pytest.raises(OutOfMemoryError, match=r"want of memory; lower data\.memory_mb"):
+    with LocalExecutor(2) as engine, pytest.raises(OutOfMemoryError, match=r"memory ran out; lower data\.memory_mb"):
         list(engine.run(tasks.kill_itself, range(20)))
 
 

@@ -196,7 +196,7 @@ def test_no_texts_and_no_rules() -> None:
             "filters.bounds: unknown rule 'lenght'.*Did you mean 'length'",
         ),
         ({"rules": ["length"], "bounds": {"code": 1}}, "filters.bounds: unknown rule 'code'"),
-        ({"rules": ["length"], "bounds": {"c4_sentences": 1}}, "'c4_sentences' is not among data.filters.rules"),
+        ({"rules": ["length"], "bounds": {"c4_sentences": 1}}, "'c4_sentences' is not in data.filters.rules"),
     ],
 )
 def test_wrong_names_and_bounds(section: dict[str, object], message: str) -> None:

@@ -233,7 +233,7 @@ def test_an_over_long_csv_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ("row", "reason", "lost"),
     [
         ('3,"he said "no" twice"', "is not CSV: ',' expected after '\"'", 0),
-        ('3,"never closed', "is not CSV: unexpected end of data; passed over to line 6", 2),
+        ('3,"never closed', "is not CSV: unexpected end of data; skipped to line 6", 2),
         ('3,"closed by the next but one\r\n4,text4\r\n5,"x', "is not CSV: ',' expected after '\"'", 0),
     ],
 )
@@ -407,7 +407,7 @@ def test_hugging_face_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ConnectionError("reset by peer")
 
     monkeypatch.setattr(datasets, "load_dataset", break_off)
-    with pytest.raises(CorpusError, match=r"reset by peer.*the preparation then goes on where it stood"):
+    with pytest.raises(CorpusError, match=r"reset by peer.*the preparation is then resumed"):
         read({"kind": "huggingface", "name": "someone/something"})
 
     def fill_up(*arguments: Any, **options: Any) -> Any:
@@ -443,4 +443,4 @@ def test_a_hugging_face_revision(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_kind_of_the_schema_has_a_source() -> None:
     kinds = {section.model_fields["kind"].annotation.__args__[0] for section in schema.Source.__origin__.__args__}
-    assert set(SOURCES) == kinds
+    assert {*SOURCES.names(), "plugin"} == kinds

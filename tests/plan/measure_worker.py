@@ -47,8 +47,8 @@ def main() -> None:
     engine = make_engine(config, build_loss_model(config), world)
     step(config, world, engine, 0)  # compiles, and makes the optimizer's state
     gc.collect()
-    weights = [parameter for group in engine.adamw.param_groups for parameter in group["params"]]
-    state = [value for slots in engine.adamw.state.values() for value in slots.values()]
+    weights = [parameter for group in engine.optimizer.param_groups for parameter in group["params"]]
+    state = [value for slots in engine.optimizer.state.values() for value in slots.values()]
     there = sum(tensor.untyped_storage().nbytes() for tensor in [*weights, *state])
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the highest is counted from here on

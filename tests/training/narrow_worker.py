@@ -155,7 +155,7 @@ class Reference:
         seed_everything(3)
         self.order, self.config = order, config
         self.model = stage_a.build_loss_model(config)
-        self.adamw = make_optimizer(parameter_groups(self.model, config.train), config.train)
+        self.optimizer = make_optimizer(parameter_groups(self.model, config.train), config.train)
         self.largest: dict[str, Tensor] = {}  # of each gradient: the sum over micro-batches of absolute values
 
     def micro_batches(self, step: int) -> float:
@@ -189,10 +189,10 @@ class Reference:
 
     def update(self) -> None:
         nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.gradient_clip)
-        for group in self.adamw.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = RATE * group["multiplier"]
-        self.adamw.step()
-        self.adamw.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 if __name__ == "__main__":

@@ -166,7 +166,7 @@ def _description(rule: Mapping[str, Any]) -> str:
     here = "; ".join(
         words if len(bounds) == 1 else f"{words} for {', '.join(domains)}" for words, domains in bounds.items()
     )
-    return f"<p>{shown(rule['says'])}{f' Bound here: {shown(here)}.' if here else ''}</p>"
+    return f"<p>{shown(rule['description'])}{f' Bound here: {shown(here)}.' if here else ''}</p>"
 
 
 def _sample(sample: Mapping[str, Any]) -> str:
