@@ -131,7 +131,6 @@ def memory(options: Options) -> Result:
 
 
 def run_ours(folder: str, cache: str, workers: str) -> dict[str, Any]:
-    from cdrmix.config.load import load_config
     from cdrmix.config.schema import Config
     from cdrmix.config.schema_data import Filters
     from cdrmix.data.cleaning.filters import FilterChain
@@ -153,7 +152,7 @@ data:
   filters: {{rules: {json.dumps(RULES)}, bounds: {json.dumps(bounds)}, language_score: 0}}
   pii: {{kinds: [email, phone, ip, credit_card, iban, secret]}}
 """)
-        return load_config(path)
+        return Config.from_yaml(path)
 
     def measured(paths: str) -> dict[str, Any]:
         begun, started = cpu_seconds(), time.monotonic()

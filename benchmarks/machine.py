@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from cdrmix.gpus import gpu_named
+from cdrmix.gpus import gpu_by_name
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = (
@@ -74,7 +74,7 @@ def cpu_model() -> str:
 
 def datasheet(device: torch.device) -> dict[str, float] | None:
     """Rates that the vendor states; None where the table of GPUs does not have the device's name."""
-    gpu = gpu_named(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    gpu = gpu_by_name(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     return None if gpu is None else {"bytes_per_second": gpu.bytes_per_second, "flops_per_second": gpu.flops_per_second}
 
 

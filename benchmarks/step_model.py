@@ -45,7 +45,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import flop_registry
 
-from cdrmix.config.load import load_config
 from cdrmix.config.schema import Config
 from cdrmix.errors import CdrmixError
 from cdrmix.kernels.cross_entropy import triton as cross_entropy
@@ -395,7 +394,7 @@ def main() -> int:
         options.config = machine.ROOT / "configs" / "cdrmix-core-1b.yaml"
         overrides = ["train.micro_batch_rows=8", *overrides]
     try:
-        config = load_config(options.config, overrides)
+        config = Config.from_yaml(options.config, overrides)
     except CdrmixError as error:
         print(f"step_model.py: {error}", file=sys.stderr)
         return error.exit_code

@@ -15,7 +15,7 @@ import torch
 import train_gpu
 from cases import Case, NotMeasured, Options, Result
 
-from cdrmix.config.load import load_config
+from cdrmix.config.schema import Config
 from cdrmix.errors import CdrmixError, OutOfMemoryError
 from cdrmix.plan.parameters import count_parameters
 
@@ -55,7 +55,7 @@ def on_gpu(name: str, options: Options) -> Result:
 
 def _check_room(name: str, gpus: int) -> None:
     case = train_gpu.CASES[name]
-    config = load_config(train_gpu.CONFIGS / case.config, case.overrides)
+    config = Config.from_yaml(train_gpu.CONFIGS / case.config, case.overrides)
     least = STATE_BYTES * count_parameters(config.model).total_stored / gpus
     memory = torch.cuda.mem_get_info()[1]
     if least > MOST_SHARE * memory:

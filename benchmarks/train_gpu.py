@@ -37,7 +37,6 @@ import yaml
 from cases import Result, quantiles
 
 from cdrmix import ops
-from cdrmix.config.load import load_config
 from cdrmix.config.schema import Config
 from cdrmix.data.batch import Batch
 from cdrmix.errors import CdrmixError, OutOfMemoryError
@@ -177,12 +176,12 @@ def configured(arguments: argparse.Namespace) -> Config:
     if arguments.checkpointing:
         changes.append("train.activation_checkpointing=true")
     changes += arguments.overrides
-    config = load_config(path, changes)
+    config = Config.from_yaml(path, changes)
     if (rows := arguments.micro_batch_rows) is None:
         return config
     # A run's step: as many rows as configured, rounded down to a multiple of the micro-batch's.
     step = max(config.train.batch_rows // rows, 1) * rows
-    return load_config(path, [*changes, f"train.micro_batch_rows={rows}", f"train.batch_rows={step}"])
+    return Config.from_yaml(path, [*changes, f"train.micro_batch_rows={rows}", f"train.batch_rows={step}"])
 
 
 def with_micro_batches(full: Config, micro_batches: int) -> Config:

@@ -9,7 +9,6 @@ import trainer_peers as peers
 import turns
 from cases import Case, Options, Result
 
-from cdrmix.config.load import load_config
 from cdrmix.config.schema import Config, Train
 from cdrmix.data.loader import EvalLoader, TrainLoader
 from cdrmix.data.prepare import prepare
@@ -126,12 +125,12 @@ def at_most_one_evaluation(path: Path, device: str, steps: int, *overrides: str)
 
     Raises ConfigError for fp16, whose loss scale the peers do not have.
     """
-    full = load_config(path)
+    full = Config.from_yaml(path)
     if full.train.precision == "fp16":
         raise ConfigError(f"{path}: the peers train without a loss scale; set train.precision: bf16 or fp32")
     warmup = min(steps - 1, round(full.train.warmup_steps * steps / full.train.steps))
     only_last = steps + 1
-    return load_config(
+    return Config.from_yaml(
         path,
         [
             f"run.device={device}",

@@ -2,15 +2,15 @@
 
 From Python (docs/api.md), each loaded when it is first used:
 
-    load(path)            the model in a run, checkpoint or export folder: TextModel, with logits, generate, stream
-    Sampling              how tokens are drawn
-    load_config(path)     a YAML file to a Config
-    Callback              subclass it to hear of a run's steps, records and checkpoints: train(config, callbacks=[...])
-    LanguageModel(model)  the torch module of a configuration's model section
-    train(config)         a run, from raw text to an exported model, as `cdrmix train` makes it
-    prepare(config)       the text of a configuration to tokenised, packed shards
-    errors                what can go wrong, by kind
-    ops                   the operators: attention, wkv7, ssd_scan, moe_experts, linear_cross_entropy, ...
+    load(path)              the model in a run, checkpoint or export folder: TextModel, with logits, generate, stream
+    Sampling                how tokens are drawn
+    Config.from_yaml(path)  the configuration of a YAML file
+    Callback                a base class for callbacks on steps, records and checkpoints: train(config, callbacks=[...])
+    LanguageModel(model)    the torch module of a configuration's model section
+    train(config)           a run, from raw text to an exported model, as `cdrmix train` makes it
+    prepare(config)         the text of a configuration to tokenised, packed shards
+    errors                  what can go wrong, by kind
+    ops                     the operators: attention, wkv7, ssd_scan, moe_experts, linear_cross_entropy, ...
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from cdrmix import errors as errors
     from cdrmix import ops as ops
-    from cdrmix.config.load import load_config as load_config
     from cdrmix.config.schema import Config as Config
     from cdrmix.data.prepare import prepare as prepare
     from cdrmix.inference.sampling import Sampling as Sampling
@@ -40,7 +39,6 @@ __all__ = [
     "TextModel",
     "errors",
     "load",
-    "load_config",
     "ops",
     "prepare",
     "train",
@@ -53,7 +51,6 @@ _WHERE = {  # module and name there; imported when first asked for, so that `imp
     "Sampling": ("cdrmix.inference.sampling", "Sampling"),
     "TextModel": ("cdrmix.inference.text_model", "TextModel"),
     "load": ("cdrmix.inference.text_model", "load"),
-    "load_config": ("cdrmix.config.load", "load_config"),
     "prepare": ("cdrmix.data.prepare", "prepare"),
     "train": ("cdrmix.workflow", "run_all"),
 }

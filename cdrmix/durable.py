@@ -1,4 +1,4 @@
-"""Files that are whole or not there: hashes, replacement in one move, and what is said when the disk is full."""
+"""Durable files: atomic replacement, checksums, and the error for a full disk."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import errno
 import hashlib
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -15,13 +16,13 @@ from cdrmix.errors import DiskFullError
 
 
 def sha256_file(path: Path) -> str:
-    """The SHA-256 of a file's contents, hexadecimal; read in constant memory."""
+    """The SHA-256 of a file, hexadecimal. The file is read in blocks, so memory is bounded."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync_file(path: Path) -> None:
-    """Brings a file that was written to the disk: what returns from here survives a power cut."""
+    """Flushes a written file to the disk (fsync): its contents survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -30,14 +31,14 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Brings a folder's entries to the disk, so that what was renamed in it stays renamed after a power cut."""
+    """Flushes the entries of a folder to the disk (fsync): a rename in it survives a power failure."""
     sync_file(folder)
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Writes a file (text as UTF-8) in one move: readers see the old contents or the new, never half of them.
+    """Writes a file (text as UTF-8) atomically: a reader sees either the old or the new contents.
 
-    A write that fails leaves the old file and nothing beside it. One writer at a time.
+    If the write fails, the old file stays and the temporary file is deleted. Only one process may write at a time.
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -49,21 +50,59 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     sync_folder(path.parent)
 
 
+class ChecksummedFile:
+    """A file that is written once. `close` flushes it to the disk and returns its size and SHA-256."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.size = 0
+        self._hash = hashlib.sha256()
+        self._file = path.open("wb")
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Appends bytes."""
+        self._file.write(data)
+        self._hash.update(data)
+        self.size += len(data)
+
+    def close(self) -> dict[str, Any]:
+        """Flushes and closes the file. Returns {"bytes": size, "sha256": hexadecimal}."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return {"bytes": self.size, "sha256": self._hash.hexdigest()}
+
+    def discard(self) -> None:
+        """Closes the file, if it is open, without flushing it."""
+        with suppress(OSError):  # closing flushes the buffer, which fails again on a full disk
+            self._file.close()
+
+
+def write_checksummed(path: Path, data: bytes) -> dict[str, Any]:
+    """Writes a whole file and flushes it to the disk. Returns {"bytes": size, "sha256": hexadecimal}."""
+    file = ChecksummedFile(path)
+    try:
+        file.write(data)
+        return file.close()
+    finally:
+        file.discard()
+
+
 def is_disk_full(error: BaseException) -> bool:
-    """Whether an error means that no more bytes fit; safetensors reports the system's error only as text."""
+    """Whether an error means that the disk or the quota is full. safetensors gives the system error only as text."""
     if isinstance(error, OSError):
         return isinstance(error, DiskFullError) or error.errno in (errno.ENOSPC, errno.EDQUOT)
     return "No space left on device" in str(error) or "Disk quota exceeded" in str(error)
 
 
 def disk_full(what: str, remedy: str) -> DiskFullError:
-    """The error for `what` (a noun: "a checkpoint under /x") not fitting; `remedy`: whole sentences, what to do."""
+    """The error for a full disk. what: a noun, such as "a checkpoint under /x". remedy: sentences for the user."""
     return DiskFullError(f"the disk is full: {what} could not be written. {remedy}")
 
 
 @contextmanager
 def disk_guard(what: str, remedy: str) -> Iterator[None]:
-    """Turns a full disk or quota into DiskFullError, worded by `disk_full`; the innermost guard words it."""
+    """Raises DiskFullError, with the message of `disk_full`, if the disk is full. The innermost guard determines it."""
     try:
         yield
     except (OSError, SafetensorError) as error:

@@ -73,6 +73,12 @@ class MemoryLogError(CdrmixError, ValueError):
     exit_code = 11
 
 
+class PluginError(CdrmixError, RuntimeError):
+    """A plugin (an entry point of the group cdrmix.plugins) cannot be loaded."""
+
+    exit_code = 12
+
+
 class Preempted(CdrmixError):
     """SIGTERM or SIGINT arrived; a checkpoint was written and `--resume auto` continues the run."""
 

@@ -1,6 +1,6 @@
-"""The table of GPUs that cdrmix knows: memory, rates and names, as the vendors and drivers state them.
+"""The table of known GPUs: memory, rates and names, as stated by vendors and drivers.
 
-It needs the standard library alone, so that benchmarks read it on a machine with nothing but PyTorch.
+This module needs only the standard library, so that benchmarks can use it on a machine that has only PyTorch.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ GIB = 2**30
 class Gpu:
     """One model of GPU.
 
-    key: its name on the command line. names: as the driver reports them (`torch.cuda.get_device_name`), whole.
-    memory_bytes: what PyTorch reports as the device's total (`torch.cuda.mem_get_info`), without ECC and the driver's
-    own. bytes_per_second: of the device's memory. flops_per_second: dense bfloat16 products summed in float32.
-    Both rates are the vendor's, from `source`.
+    key: its name on the command line. names: the full names of the driver (`torch.cuda.get_device_name`). memory_bytes:
+    the total of PyTorch (`torch.cuda.mem_get_info`), without the memory of ECC and of the driver. bytes_per_second:
+    bandwidth of the memory. flops_per_second: dense bfloat16 products accumulated in float32. Both rates are from the
+    vendor, see `source`.
     """
 
     key: str
@@ -44,14 +44,14 @@ GPUS = (
 )
 
 
-def gpu_named(name: str) -> Gpu | None:
-    """The GPU whose driver reports this name; None where the table has none of exactly that name.
+def gpu_by_name(name: str) -> Gpu | None:
+    """The GPU with exactly this driver name, or None.
 
-    Parts of names would mislead: "NVIDIA H200 NVL" and "NVIDIA GH200 480GB" are slower or smaller cards.
+    Parts of names do not match: "NVIDIA H200 NVL" and "NVIDIA GH200 480GB" are slower or smaller GPUs.
     """
     return next((gpu for gpu in GPUS if name in gpu.names), None)
 
 
-def gpu_of_key(key: str) -> Gpu | None:
-    """The GPU of that name on the command line; None where there is none."""
+def gpu_by_key(key: str) -> Gpu | None:
+    """The GPU with this name on the command line, or None."""
     return next((gpu for gpu in GPUS if gpu.key == key), None)

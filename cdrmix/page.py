@@ -1,4 +1,4 @@
-"""A page of HTML that needs no network: the look of all reports, light and dark, and what each of them has."""
+"""Self-contained HTML pages: the style of all reports, light and dark, and their common elements."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ pre em{font-style:normal;color:var(--soft)}
 summary{cursor:pointer;margin:.6rem 0}
 """
 
-# Nothing is fetched and no script runs, should a text of strangers ever get past the escaping.
+# The page loads nothing and runs no script, even if untrusted text were not escaped.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 def html_page(title: str, sections: Iterable[str], *, style: str = "") -> str:
-    """The HTML text of a whole page.
+    """A whole HTML page.
 
-    title: plain text. sections: HTML; empty ones are left out. style: CSS beside STYLE.
+    title: plain text. sections: HTML; empty ones are omitted. style: CSS in addition to STYLE.
     """
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -62,7 +62,7 @@ def html_page(title: str, sections: Iterable[str], *, style: str = "") -> str:
 
 
 def tiles(facts: Sequence[tuple[str, str]], *, stress_first: bool) -> str:
-    """A row of figures: (value, label) of each, plain text."""
+    """A row of tiles. facts: (value, label) of each, plain text."""
     cells = "".join(
         f'<div class="tile{" first" if number == 0 and stress_first else ""}"><b>{escaped(value)}</b>'
         f"<span>{escaped(label)}</span></div>"
@@ -71,8 +71,8 @@ def tiles(facts: Sequence[tuple[str, str]], *, stress_first: bool) -> str:
     return f'<div class="tiles">{cells}</div>'
 
 
-def picture(light_dark: Sequence[bytes], words: str) -> str:
-    """A PNG, in a light and a dark form, as HTML that holds it; words: what it shows, for those who cannot see it."""
+def picture(light_dark: Sequence[bytes], alt: str) -> str:
+    """HTML with an embedded PNG in a light and a dark version. alt: alternative text."""
     light, dark = light_dark
 
     def uri(png: bytes) -> str:
@@ -80,11 +80,11 @@ def picture(light_dark: Sequence[bytes], words: str) -> str:
 
     return (
         f'<picture><source media="(prefers-color-scheme: dark)" srcset="{uri(dark)}">'
-        f'<img alt="{escaped(words)}" src="{uri(light)}">'
+        f'<img alt="{escaped(alt)}" src="{uri(light)}">'
         "</picture>"
     )
 
 
 def escaped(value: object) -> str:
-    """The value as HTML text that shows it, in an attribute too."""
+    """The value as escaped HTML text, also for attributes."""
     return html.escape(str(value), quote=True)

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from cdrmix.config.load import config_hash, dump_config
 from cdrmix.config.schema import Config
 from cdrmix.durable import disk_guard, write_atomically
 from cdrmix.errors import ConfigError, DiskFullError, ShardError
@@ -41,18 +40,18 @@ class RunFolder:
         """
         root = _root(config)
         timestamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
-        name = f"{timestamp}-{config_hash(config)[:8]}"
+        name = f"{timestamp}-{config.hash()[:8]}"
         try:
             with disk_guard(f"a run folder under {root}", "Free some space there, or set run.root to another disk."):
                 root.mkdir(parents=True, exist_ok=True)
                 run = cls(_make_new(root, name))
                 run.checkpoints.mkdir()
-                write_atomically(run.config_snapshot, dump_config(config))
+                write_atomically(run.config_snapshot, config.to_yaml())
                 run.update_summary(
                     {
                         "finished": False,
                         "name": config.run.name,
-                        "config_hash": config_hash(config),
+                        "config_hash": config.hash(),
                         "started": timestamp,
                         "environment": environment(),
                     }
@@ -95,10 +94,10 @@ class RunFolder:
             return run
         run = cls.open(resume)
         theirs = run.summary().get("config_hash")
-        if theirs != config_hash(config):
+        if theirs != config.hash():
             raise ConfigError(
                 f"--resume {resume}: that run has config hash {str(theirs)[:8]}, this configuration has "
-                f"{config_hash(config)[:8]}; resume with --config {run.config_snapshot}"
+                f"{config.hash()[:8]}; resume with --config {run.config_snapshot}"
             )
         run.update_config(config)
         return run
@@ -106,10 +105,10 @@ class RunFolder:
     @classmethod
     def all_of(cls, config: Config) -> list[RunFolder]:
         """Every run folder of this configuration under its root, oldest first."""
-        suffix = config_hash(config)[:8]
+        suffix = config.hash()[:8]
         found = [path.parent for path in _root(config).glob(f"*-{suffix}*/config_snapshot.yaml")]
         runs = [cls(path) for path in sorted(found, key=_age)]
-        return [run for run in runs if run.summary().get("config_hash") == config_hash(config)]
+        return [run for run in runs if run.summary().get("config_hash") == config.hash()]
 
     def update_config(self, config: Config) -> None:
         """Goes on under a configuration of the same hash: it becomes the snapshot, and train.log says what changed.
@@ -118,7 +117,7 @@ class RunFolder:
         reproduces the whole run as before; each checkpoint keeps the snapshot it was made under.
         Raises ConfigError when another process works on the run.
         """
-        text = dump_config(config)
+        text = config.to_yaml()
         before = self.config_snapshot.read_text(encoding="utf-8")
         if text == before:
             return

@@ -15,7 +15,6 @@ from typing import TypeVar
 
 import torch
 
-from cdrmix.config.load import config_hash, load_config
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_data import Tokenizer
 from cdrmix.data.prepare import prepare
@@ -64,7 +63,7 @@ def run_all(config: Config, resume: str | Path | None = None, *, callbacks: Sequ
     The last line printed is the run folder's path.
     """
     if not isinstance(config, Config):
-        raise ConfigError(f"config must be a Config, as load_config gives it; found {config!r}")
+        raise ConfigError(f"config must be a cdrmix.Config, for example of Config.from_yaml(path); found {config!r}")
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise ValueError(f"callbacks must be objects of subclasses of cdrmix.Callback; found {callback!r}")
@@ -122,7 +121,7 @@ def _run_folder(config: Config, resume: str | None, world: DistributedContext) -
         run = RunFolder.create(config)
         run.say(f"Run {run.path} ({config.run.name}, seed {config.run.seed})")
         if resume:
-            run.say(f"No unfinished run of this configuration ({config_hash(config)[:8]}) in {config.run.root}")
+            run.say(f"No unfinished run of this configuration ({config.hash()[:8]}) in {config.run.root}")
         return run.path
 
     return RunFolder.open(_first_process(world, choose), writes=world.is_main_process)
@@ -304,7 +303,7 @@ def evaluate_model(
     """
     loaded = load_alone(model, device)
     folder = model if (model / "tokenizer.json").is_file() else run_of(model).path
-    config = load_config(config_path or folder / "config_snapshot.yaml", overrides)
+    config = Config.from_yaml(config_path or folder / "config_snapshot.yaml", overrides)
     if config.data == loaded.config.data and not (config_path or overrides):
         shards = prepare(config, say=_to_standard_error)
         if shards.tokenizer_fingerprint == loaded.tokenizer.fingerprint:

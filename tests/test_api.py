@@ -36,7 +36,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> cdrmix.Config:
     text.write_text("".join(json.dumps(line) + "\n" for line in lines))
     where = [f"run.root={folder / 'runs'}", f"data.cache={folder / 'cache'}"]
     source = f"data.source={{kind: jsonl, paths: [{text}]}}"
-    return cdrmix.load_config(ROOT / "configs" / "cdrmix-core-tiny.yaml", [*TOY, *where, source])
+    return cdrmix.Config.from_yaml(ROOT / "configs" / "cdrmix-core-tiny.yaml", [*TOY, *where, source])
 
 
 class Listener(cdrmix.Callback):
@@ -184,7 +184,7 @@ def test_names_and_wrong_values_of_the_module(run: Path) -> None:
         with pytest.raises(cdrmix.errors.ConfigError, match="device must be one of auto, cpu, cuda"):
             cdrmix.load(run, device=device)
     with pytest.raises(ValueError, match="overrides must be a list"):
-        cdrmix.load_config(ROOT / "configs" / "cdrmix-core-tiny.yaml", "train.steps=5")
+        cdrmix.Config.from_yaml(ROOT / "configs" / "cdrmix-core-tiny.yaml", "train.steps=5")
     with pytest.raises(ValueError, match="config must be a Config"):
         cdrmix.train("configs/cdrmix-core-tiny.yaml")  # type: ignore[arg-type]
 

@@ -1,178 +1,243 @@
-"""From the merged YAML values of a run to a Config, or to everything that is wrong with them."""
+"""Validation of the merged configuration: a Config, or every problem with its file, line, key and allowed values."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from typing import Any, get_args
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
-from cdrmix.config import schema_types as words
-from cdrmix.config.core_param_autosizer import FOLLOWS, core_defaults
-from cdrmix.config.problems import Problem, found
-from cdrmix.config.reasoning_param_autosizer import reasoning_defaults
-from cdrmix.config.scales import SCALES
-from cdrmix.config.schema import Config, Size
-from cdrmix.config.tree import Path, Place, Value, dotted, fill, find, get, matches, place_of, plain
+from cdrmix.config import schema_types
+from cdrmix.config.autosizers import DERIVED_FROM, SCALES, Size, core_param_autosizer, reasoning_param_autosizer
+from cdrmix.config.nodes import (
+    COMMAND_LINE,
+    Location,
+    Node,
+    Path,
+    dotted,
+    fill,
+    find,
+    found,
+    get,
+    location_of,
+    matches,
+    plain,
+)
 from cdrmix.config.validators import conflicts
+from cdrmix.errors import ConfigError
 from cdrmix.registry import nearest
 
+Model = TypeVar("Model", bound=BaseModel)
 
-def check(tree: Value, whole: bool) -> tuple[Config | None, list[Problem]]:
-    """Autosize and validate.
+
+@dataclass(frozen=True)
+class Problem:
+    """One problem. key: a dotted path; empty if the problem concerns a whole file."""
+
+    location: Location
+    key: str
+    found: str
+    allowed: str = ""
+    nearest: str | None = None
+    meaning: str = ""
+
+    def __str__(self) -> str:
+        lines = [": ".join(part for part in (str(self.location), self.key, self.found) if part)]
+        if self.allowed:
+            lines.append(f"allowed: {self.allowed}")
+        if self.meaning:
+            lines.append(f"meaning: {self.meaning}")
+        if self.nearest:
+            lines.append(f"did you mean {self.nearest}?")
+        return "\n    ".join(map(_printable, lines))
+
+
+def _printable(text: str) -> str:
+    """The text with control characters escaped, so that it can neither control the terminal nor imitate a message."""
+    return "".join(it if it.isprintable() else it.encode("unicode_escape").decode() for it in text)
+
+
+def config_error(problems: Iterable[Problem]) -> ConfigError:
+    """One error with all problems, sorted by file, line and key. Problems of the command line come last."""
+    ordered = sorted(
+        dict.fromkeys(problems),
+        key=lambda it: (it.location.source.startswith(COMMAND_LINE), it.location.source, it.location.line, it.key),
+    )
+    count = "one problem" if len(ordered) == 1 else f"{len(ordered)} problems"
+    return ConfigError("\n".join([f"the configuration has {count}:", *map(str, ordered)]))
+
+
+def check(root: Node, complete: bool, model: type[Model]) -> tuple[Model | None, list[Problem]]:
+    """Adds the autosizers' defaults and validates.
 
     Args:
-        tree: what was written, all layers merged; a mapping.
-        whole: False when a part of the configuration could not be read: then what seems to be
-            missing, or is combined badly with a default, may be right in that part and is not reported.
+        root: the merged configuration, a mapping.
+        complete: False if a file could not be read. Then missing keys, and combinations of keys, are not reported,
+            because that file may contain the keys.
+        model: the class of the configuration.
 
     Returns:
-        The configuration, which is None if there are problems, and the problems.
+        The configuration, or None if there are problems; and the problems.
     """
-    data = plain(tree)
-    data = fill(data, core_defaults(data))
-    data = fill(data, reasoning_defaults(data))
+    data = plain(root)
+    data = fill(data, core_param_autosizer(data))
+    data = fill(data, reasoning_param_autosizer(data))
     problems: list[Problem] = []
-    reasoning = find(tree, ("reasoning",))
+    reasoning = find(root, ("reasoning",))
     if reasoning and reasoning.blank:
-        # The section's presence decides what kind of run this is; too much to guess.
+        # The section makes the run a reasoning run, so an empty one is ambiguous.
         message = "{} for parameters by model.size, a section with keys, or null for a core run"
-        problems.append(Problem(reasoning.place, "reasoning", "found a section without keys", message))
-    config, refused, broken = _validate(tree, data, whole)
-    problems += refused
-    # What could not be read may change a default, and so a combination.
-    values = dict(_known_values(words.root(), data, broken)) if whole else {}
+        problems.append(Problem(reasoning.location, "reasoning", "found a section without keys", message))
+    validation = _Validation(root, data, complete, model)
+    config = validation.run()
+    problems += validation.problems
+    # A file that could not be read may change any value.
+    values = dict(_known_values(validation.schema, data, validation.broken)) if complete else {}
     for conflict in conflicts(values):
         paths = [conflict.path, *(tuple(key.split(".")) for key in conflict.keys)]
-        # The first key that is written: an autosized or default value has no line of its own.
-        place = next((value.place for path in paths if (value := find(tree, path))), place_of(tree, paths[0]))
-        problems.append(
-            Problem(place, dotted(conflict.path), found(conflict.value), conflict.allowed, conflict.nearest)
-        )
+        # The location of the first key that was written: an autosized or default value has no location.
+        location = next((node.location for path in paths if (node := find(root, path))), location_of(root, paths[0]))
+        problems.append(Problem(location, dotted(conflict.path), conflict.found, conflict.allowed, conflict.nearest))
     return (None if problems else config), problems
 
 
-def _validate(tree: Value, data: dict[str, Any], whole: bool) -> tuple[Config | None, list[Problem], set[Path]]:
-    """The schema's opinion: a Config or problems, and the paths that have no usable value."""
-    try:
-        # As JSON, in which a list can be a tuple and 1 a float, and nothing else is lenient.
-        return Config.model_validate_json(json.dumps(data)), [], set()
-    except ValidationError as error:
-        details = error.errors(include_url=False, include_context=False, include_input=False)
-    problems: list[Problem] = []
-    broken: set[Path] = set()
-    misspelt: set[Path] = set()
-    missing: list[Path] = []
-    for detail in details:
-        path = _without_kinds(detail["loc"])
-        sort = detail["type"]
-        if sort == "missing" and isinstance(path[-1], int):
-            path, sort = path[:-1], "too_short"  # a list that should be longer, not a key
-        if sort in ("union_tag_invalid", "union_tag_not_found"):
-            path = (*path, "kind")
-            sort = "missing" if sort == "union_tag_not_found" else sort
-        if path[-1:] == ("[key]",):  # pydantic's mark of a free key that is refused itself
-            path = path[:-1]
-            problems.append(Problem(place_of(tree, path), dotted(path), "an empty name", "a name that is not empty"))
-            continue
-        if path in broken:
-            continue
-        if sort == "extra_forbidden":
-            close = words.nearest_key(path, data)
-            misspelt.update([close] if close else [])
-            problems.append(_unknown(place_of(tree, path), path, close, data))
-            continue
-        broken.add(path)
-        value = find(tree, path)
-        if value and value.refused:
-            continue
-        if sort == "missing":
-            missing.append(path)
-        else:
-            problems.append(_refused(place_of(tree, path), path, data))
-    for path in missing:
-        source = next((source for key, source in FOLLOWS.items() if f"{dotted(path)}.".startswith(f"{key}.")), None)
-        follows = source is not None and any(dotted(other) == source for other in broken)
-        # A misspelt key is reported once, under the name that was written.
-        if whole and path not in misspelt and not follows:
-            problems.append(_missing(place_of(tree, path), path, data))
-    return None, problems, broken
+class _Validation(Generic[Model]):
+    """Validation by pydantic, with its errors as problems.
+
+    problems: what pydantic refuses. broken: the paths that have no usable value.
+    """
+
+    def __init__(self, root: Node, data: dict[str, Any], complete: bool, model: type[Model]) -> None:
+        self.root, self.data, self.complete, self.model = root, data, complete, model
+        self.schema = schema_types.root(model)
+        self.problems: list[Problem] = []
+        self.broken: set[Path] = set()
+
+    def run(self) -> Model | None:
+        try:
+            # As JSON: then a list is accepted as a tuple and 1 as a float, and all other types are strict.
+            return self.model.model_validate_json(json.dumps(self.data))
+        except ValidationError as error:
+            details = error.errors(include_url=False, include_context=False, include_input=False)
+        misspelt: set[Path] = set()
+        missing: list[Path] = []
+        tagged = schema_types.tagged(self.schema)
+        for detail in details:
+            path = _without_variant(detail["loc"], tagged)
+            error_type = detail["type"]
+            if error_type == "missing" and isinstance(path[-1], int):
+                path, error_type = path[:-1], "too_short"  # an item of a list, not a key
+            if error_type in ("union_tag_invalid", "union_tag_not_found"):
+                path = (*path, "kind")
+                error_type = "missing" if error_type == "union_tag_not_found" else error_type
+            if path[-1:] == ("[key]",):  # pydantic's marker: the name of a free key is invalid
+                self._add(path[:-1], "an empty name", "a name that is not empty")
+                continue
+            if path in self.broken:
+                continue
+            if error_type == "extra_forbidden":
+                close = schema_types.nearest_key(self.schema, path, self.data)
+                misspelt.update([close] if close else [])
+                self._add_unknown(path, close)
+                continue
+            self.broken.add(path)
+            node = find(self.root, path)
+            if node and node.invalid:
+                continue
+            if error_type == "missing":
+                missing.append(path)
+            else:
+                self._add_invalid(path)
+        for path in missing:
+            # A misspelt key is reported once, under the name that was written.
+            if self.complete and path not in misspelt and not self._is_derived(path):
+                self._add_missing(path)
+        return None
+
+    def _add(self, path: Path, what: str, allowed: str = "", *, nearest: str | None = None, meaning: str = "") -> None:
+        self.problems.append(Problem(location_of(self.root, path), dotted(path), what, allowed, nearest, meaning))
+
+    def _is_derived(self, path: Path) -> bool:
+        """Whether the key is derived from another key that has no usable value."""
+        key = f"{dotted(path)}."
+        source = next((source for derived, source in DERIVED_FROM.items() if key.startswith(f"{derived}.")), None)
+        return source is not None and any(dotted(other) == source for other in self.broken)
+
+    def _add_unknown(self, path: Path, close: Path | None) -> None:
+        section = path[:-1]
+        schema = schema_types.at(self.schema, section, self.data)
+        known = schema_types.keys(schema, get(self.data, section)) if schema else {}
+        where = f"in {dotted(section)}" if section else "at the top"
+        name, what = str(path[-1]), "unknown key"
+        if name == "<<":
+            what += " (settings are shared by `base: FILE`, not by merge keys)"
+        elif "." in name:
+            what += " (in a file, sections are nested, not written with dots)"
+        self._add(path, what, f"{where}: {', '.join(known)}", nearest=dotted(close) if close else None)
+
+    def _add_missing(self, path: Path) -> None:
+        schema = schema_types.at(self.schema, path, self.data)
+        allowed = schema_types.allowed(schema) if schema else ""
+        if any(f"{key}.".startswith(f"{dotted(path)}.") for key in _autosized_keys()):
+            sizes = ", ".join(get_args(Size))
+            allowed += f"; or set model.size ({sizes}), which sets it"
+        meaning = " ".join(schema.get("description", "").split()) if schema else ""
+        self._add(path, "missing, and it has no default", allowed, meaning=meaning)
+
+    def _add_invalid(self, path: Path) -> None:
+        value = get(self.data, path)
+        schema = schema_types.at(self.schema, path, self.data)
+        choices = schema_types.choices(schema) if schema else []
+        close = nearest(value, choices) if isinstance(value, str) else None
+        self._add(path, found(value), schema_types.allowed(schema) if schema else "", nearest=close)
 
 
-def _without_kinds(location: tuple[str | int, ...]) -> Path:
-    """pydantic's location less the name of the variant, which it inserts after a section that has kinds."""
+def _without_variant(location: tuple[str | int, ...], tagged: frozenset[Path]) -> Path:
+    """pydantic's location of an error, without the variant name that pydantic inserts behind a tagged section."""
     path: Path = ()
     inserted = False
     for part in location:
-        if not inserted and matches(path, words.tagged()):
+        if not inserted and matches(path, tagged):
             inserted = True
         else:
             path = (*path, part)
     return path
 
 
-def _unknown(place: Place, path: Path, close: Path | None, data: object) -> Problem:
-    section = path[:-1]
-    schema = words.at(section, data)
-    known = words.keys(schema, get(data, section)) if schema else {}
-    where = f"in {dotted(section)}" if section else "at the top"
-    name, note = str(path[-1]), "unknown key"
-    if name == "<<":
-        note += " (settings are shared by `base: FILE`, not by merge keys)"
-    elif "." in name:
-        note += " (in a file, sections are nested, not written with dots)"
-    return Problem(place, dotted(path), note, f"{where}: {', '.join(known)}", dotted(close) if close else None)
-
-
-def _missing(place: Place, path: Path, data: object) -> Problem:
-    schema = words.at(path, data)
-    allowed = words.allowed(schema) if schema else ""
-    if any(f"{key}.".startswith(f"{dotted(path)}.") for key in _sized()):
-        sizes = ", ".join(get_args(Size))
-        allowed += f"; or set model.size ({sizes}), which sets it"
-    return Problem(place, dotted(path), "missing, and it has no default", allowed)
-
-
-def _sized() -> list[str]:
+def _autosized_keys() -> list[str]:
     """The keys that a size sets, dotted."""
-    size = next(iter(SCALES))
-    data = {"model": {"size": size}, "reasoning": {}}
+    data = {"model": {"size": next(iter(SCALES))}, "reasoning": {}}
 
     def walk(section: Mapping[str, Any], prefix: str) -> Iterator[str]:
         for key, value in section.items():
             yield from walk(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [f"{prefix}{key}"]
 
-    return [*walk(core_defaults(data), ""), *walk(reasoning_defaults(data), "")]
+    return [*walk(core_param_autosizer(data), ""), *walk(reasoning_param_autosizer(data), "")]
 
 
-def _refused(place: Place, path: Path, data: object) -> Problem:
-    value = get(data, path)
-    schema = words.at(path, data)
-    listed = words.choices(schema) if schema else []
-    close = nearest(value, listed) if isinstance(value, str) else None
-    return Problem(place, dotted(path), found(value), words.allowed(schema) if schema else "", close)
+def _known_values(
+    schema: schema_types.Schema, data: object, broken: set[Path], path: Path = ()
+) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every key that has a valid value or a default.
 
-
-def _known_values(schema: words.Schema, data: object, broken: set[Path], path: Path = ()) -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of everything that is set or has a default and was not refused by itself.
-
-    Of a section that is written the mapping too, and None of one that is null. A list counts as refused when
-    anything in it is.
+    A written section is included as a mapping, or as None if it is null. A list with an invalid item is left out. So is
+    a mapping to lists with an invalid item.
     """
-    needed = words.required(schema)
+    required = schema_types.required(schema)
     section = data if isinstance(data, Mapping) else {}
-    for key, inner in words.keys(schema, section).items():
+    for key, inner in schema_types.keys(schema, section).items():
         here = (*path, key)
-        if here in broken or (
-            isinstance(section.get(key), list) and any(other[: len(here)] == here for other in broken)
-        ):
+        is_list = isinstance(section.get(key), list) or (schema_types.free(inner) or {}).get("type") == "array"
+        if here in broken or (is_list and any(other[: len(here)] == here for other in broken)):
             continue
         if key in section:
             yield dotted(here), section[key]
-        elif key not in needed and "default" in inner:
+        elif key not in required and "default" in inner:
             yield dotted(here), inner["default"]
-        if words.is_section(inner):
-            absent = section.get(key) is None if key in section or key in needed else inner.get("default", {}) is None
+        if schema_types.is_section(inner):
+            written = key in section or key in required
+            absent = section.get(key) is None if written else inner.get("default", {}) is None
             if not absent:
                 yield from _known_values(inner, section.get(key, {}), broken, here)

@@ -1,4 +1,4 @@
-"""The schema in words: what a key may hold, which keys there are, and the name most like a misspelt one."""
+"""Queries on the JSON schema of the configuration: the keys of a section, what a key allows, the nearest known key."""
 
 from __future__ import annotations
 
@@ -7,74 +7,85 @@ from functools import cache
 from itertools import takewhile
 from typing import Any
 
-from cdrmix.config.schema import Config
-from cdrmix.config.tree import ANY, Path, get
+from pydantic import BaseModel
+
+from cdrmix.config.nodes import ANY, Path, get
 from cdrmix.registry import nearest
 
-Schema = Mapping[str, Any]  # a node of pydantic's JSON schema
+Schema = Mapping[str, Any]  # a node of the JSON schema
+_DEFINITION = "#/$defs/"
 
 
 @cache
-def _document() -> dict[str, Any]:
-    return Config.model_json_schema()
+def root(model: type[BaseModel]) -> Schema:
+    """The JSON schema of a whole configuration. Each reference in it is replaced by the definition itself."""
+    document = model.model_json_schema()
+
+    def linked(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {key: linked(inner) for key, inner in node.items()}
+        if isinstance(node, list):
+            return [linked(inner) for inner in node]
+        if isinstance(node, str) and node.startswith(_DEFINITION):
+            return linked(document["$defs"][node.removeprefix(_DEFINITION)])
+        return node
+
+    return {key: linked(node) for key, node in document.items() if key != "$defs"}
 
 
-def root() -> Schema:
-    """The schema of a whole configuration."""
-    return _document()
-
-
-def _resolve(schema: Schema) -> Schema:
-    """Follow references, and look through "or null"; a choice between several kinds of scalars stays one."""
+def resolve(schema: Schema) -> Schema:
+    """The schema behind a reference or an "or null". A choice between several other types is returned unchanged."""
     if "$ref" in schema:
-        return _resolve(_document()["$defs"][schema["$ref"].rsplit("/", 1)[-1]])
+        return resolve(schema["$ref"])
     if "anyOf" in schema:
         others = [choice for choice in schema["anyOf"] if choice.get("type") != "null"]
-        return _resolve(others[0]) if len(others) == 1 else schema
+        return resolve(others[0]) if len(others) == 1 else schema
     return schema
 
 
 def kinds(schema: Schema) -> dict[str, Schema]:
-    """The variants of a section whose keys depend on its `kind`; empty for any other key."""
-    mapping = _resolve(schema).get("discriminator", {}).get("mapping", {})
-    return {kind: _resolve({"$ref": reference}) for kind, reference in mapping.items()}
+    """The variants of a section whose keys depend on its `kind`. Empty for other keys."""
+    mapping = resolve(schema).get("discriminator", {}).get("mapping", {})
+    return {kind: resolve(variant) for kind, variant in mapping.items()}
 
 
 def free(schema: Schema) -> Schema | None:
-    """What a mapping whose keys are free holds under each of them; None for any other key."""
-    inner = _resolve(schema).get("additionalProperties")
+    """The schema of the values of a mapping with free keys. None for other keys."""
+    inner = resolve(schema).get("additionalProperties")
     return inner if isinstance(inner, Mapping) else None
 
 
 def keys(schema: Schema, data: object = None) -> dict[str, Schema]:
-    """The keys of a section (given its `data`, where they depend on the kind or are free); empty for no section."""
+    """The keys of a section. Empty if the schema is not a section.
+
+    data: the section itself, which determines its keys if they depend on its `kind` or are free.
+    """
     if inner := free(schema):
         return {key: inner for key in data if isinstance(key, str)} if isinstance(data, Mapping) else {}
     variants = kinds(schema)
     if variants:
         kind = data.get("kind") if isinstance(data, Mapping) else None
         return keys(variants[kind]) if isinstance(kind, str) and kind in variants else {"kind": {"enum": [*variants]}}
-    return dict(_resolve(schema).get("properties", {}))
+    return dict(resolve(schema).get("properties", {}))
 
 
 def is_section(schema: Schema) -> bool:
-    """Whether the key holds a mapping of further keys, which the schema names or which are free."""
-    return bool(kinds(schema)) or "properties" in _resolve(schema) or free(schema) is not None
+    """Whether the key holds a mapping of further keys, named by the schema or free."""
+    return bool(kinds(schema)) or "properties" in resolve(schema) or free(schema) is not None
 
 
 def required(schema: Schema) -> list[str]:
     """The keys of a section that have no default."""
-    return list(_resolve(schema).get("required", []))
+    return list(resolve(schema).get("required", []))
 
 
-def at(path: Path, data: object) -> Schema | None:
-    """The schema of the key at `path` in `data`, or None where the schema has no such key."""
-    schema: Schema = _document()
+def at(schema: Schema, path: Path, data: object) -> Schema | None:
+    """The schema of the key at `path` in `data`, or None if the root schema `schema` has no such key."""
     for part in path:
         if isinstance(part, int):
-            items = _resolve(schema)
-            prefix = items.get("prefixItems", [])
-            schema = prefix[part] if part < len(prefix) else items.get("items", {})
+            array = resolve(schema)
+            prefix = array.get("prefixItems", [])
+            schema = prefix[part] if part < len(prefix) else array.get("items", {})
             data = data[part] if isinstance(data, list) and part < len(data) else None
             continue
         inner = free(schema)
@@ -87,76 +98,78 @@ def at(path: Path, data: object) -> Schema | None:
 
 
 def _named(schema: Schema) -> dict[str, Schema]:
-    """The keys of a section without looking at its data: of a mapping with free keys, ANY."""
+    """The keys of a section without its data. For a mapping with free keys: ANY."""
     inner = free(schema)
     return {ANY: inner} if inner is not None else keys(schema)
 
 
-@cache
-def tagged() -> frozenset[Path]:
-    """The paths of the sections whose keys depend on their `kind`, ANY standing for a free key."""
+def tagged(schema: Schema) -> frozenset[Path]:
+    """The path patterns of the sections whose keys depend on their `kind`."""
 
-    def walk(schema: Schema, path: Path) -> Iterator[Path]:
-        if kinds(schema):
+    def walk(node: Schema, path: Path) -> Iterator[Path]:
+        if kinds(node):
             yield path
         else:
-            for key, inner in _named(schema).items():
+            for key, inner in _named(node).items():
                 yield from walk(inner, (*path, key))
 
-    return frozenset(walk(_document(), ()))
+    return frozenset(walk(schema, ()))
 
 
-def every_key() -> list[Path]:
-    """The path of every key and section that a configuration may hold, in the schema's order; ANY for free keys."""
+def every_key(schema: Schema) -> list[Path]:
+    """The path pattern of every key and section, in the order of the schema."""
 
-    def walk(schema: Schema, path: Path) -> Iterator[Path]:
-        for variant in kinds(schema).values() or [schema]:
+    def walk(node: Schema, path: Path) -> Iterator[Path]:
+        for variant in kinds(node).values() or [node]:
             for key, inner in _named(variant).items():
                 yield (*path, key)
                 yield from walk(inner, (*path, key))
 
-    return list(dict.fromkeys(walk(_document(), ())))
+    return list(dict.fromkeys(walk(schema, ())))
 
 
-def nearest_key(path: Path, data: object) -> Path | None:
-    """The key most like the unknown one at `path`: among its siblings if any is, else anywhere."""
+def nearest_key(schema: Schema, path: Path, data: object) -> Path | None:
+    """The known key that is most similar to the unknown key at `path`.
+
+    Keys of the same section come first. If none of them is similar, all keys of the schema are searched.
+    """
     *section, name = path
-    parent = at(tuple(section), data)
+    parent = at(schema, tuple(section), data)
     close = nearest(str(name), keys(parent, get(data, tuple(section)))) if parent else None
     if close:
         return (*section, close)
-    known = [other for other in every_key() if other[-1] != ANY]
+    known = [other for other in every_key(schema) if other[-1] != ANY]
     close = nearest(str(name), {str(other[-1]): other for other in known})
     if not close:
         return None
 
-    def together(other: Path) -> int:
-        """How many sections the two paths share."""
-        shared = takewhile(lambda pair: pair[1] in (ANY, pair[0]), zip(section, other[:-1], strict=False))
-        return sum(1 for _ in shared)
+    def shared_sections(other: Path) -> int:
+        """The length of the common prefix of the two paths."""
+        common = takewhile(lambda pair: pair[1] in (ANY, pair[0]), zip(section, other[:-1], strict=False))
+        return sum(1 for _ in common)
 
-    best = max((other for other in known if other[-1] == close), key=together)  # of equal ones the first
-    return (*section[: together(best)], *best[together(best) :])
+    best = max((other for other in known if other[-1] == close), key=shared_sections)  # the first of equal ones
+    return (*section[: shared_sections(best)], *best[shared_sections(best) :])
 
 
 def allowed(schema: Schema) -> str:
-    """What a key may hold, for a person: type, range or choices."""
-    text = _allowed(_resolve(schema))
+    """What a key allows, as text: type, range or choices."""
+    text = _allowed(resolve(schema))
     null = any(choice.get("type") == "null" for choice in schema.get("anyOf", ()))
     return f"{text}, or null" if null else text
 
 
 def choices(schema: Schema) -> list[str]:
-    """The strings that a key may be one of; empty where it is not such a key."""
-    schema = _resolve(schema)
-    listed = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    return [choice for choice in listed if isinstance(choice, str)]
+    """The strings that a key allows. Empty if the key does not have a fixed set of strings."""
+    schema = resolve(schema)
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    return [value for value in values if isinstance(value, str)]
 
 
 def _allowed(schema: Schema) -> str:
     if "enum" in schema or "const" in schema:
-        listed = [str(choice) for choice in schema.get("enum", [schema.get("const")])]
-        return listed[0] if len(listed) == 1 else f"one of {', '.join(listed[:-1])} or {listed[-1]}"
+        values = [str(value) for value in schema.get("enum", [schema.get("const")])]
+        return values[0] if len(values) == 1 else f"one of {', '.join(values[:-1])} or {values[-1]}"
     if "anyOf" in schema:
         return " or ".join(_allowed(choice) for choice in schema["anyOf"] if choice.get("type") != "null")
     if variants := kinds(schema):
@@ -164,9 +177,9 @@ def _allowed(schema: Schema) -> str:
     if inner := free(schema):
         return f"names of your own, each with {allowed(inner)}"
     if "properties" in schema:
-        needed = required(schema)
+        names = required(schema)
         return f"a section with the keys {', '.join(schema['properties'])}" + (
-            f" (required: {', '.join(needed)})" if needed else ""
+            f" (required: {', '.join(names)})" if names else ""
         )
     if schema.get("type") == "array":
         return _allowed_list(schema)
@@ -180,8 +193,8 @@ def _allowed(schema: Schema) -> str:
 def _allowed_list(schema: Schema) -> str:
     if prefix := schema.get("prefixItems"):
         return f"a list of {len(prefix)}, each {allowed(prefix[0])}"
-    least = f"at least {schema['minItems']}" if schema.get("minItems") else "any length"
-    return f"a list of {least}, each {allowed(schema.get('items', {}))}"
+    length = f"at least {schema['minItems']}" if schema.get("minItems") else "any length"
+    return f"a list of {length}, each {allowed(schema.get('items', {}))}"
 
 
 def _allowed_number(schema: Schema) -> str:

@@ -1,66 +1,97 @@
-"""Combinations of keys that cannot work, though each key by itself is allowed.
+"""Rules about combinations of keys, each of which is valid by itself.
 
-A rule reads the keys that it names and is skipped where one of them is unknown (missing, or
-already refused by itself), so that the rules can be asked about a configuration that is broken
-elsewhere.
+A rule reads the keys that it names. It is skipped if one of them is missing or invalid. So a configuration with other
+errors can be checked too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
-from cdrmix.config.tree import Path, dotted, get
-from cdrmix.registry import nearest
+from cdrmix.config.nodes import Path, dotted, found, get
+from cdrmix.registry import nearest, registered
+
+Layers = Mapping[str, list[int]]  # model.mixer_layers
+BUILT_IN = {  # kind of registry -> the names that cdrmix itself registers
+    "mixer": ("attention", "rwkv7", "mamba2", "routing_mamba"),
+    "feed-forward": ("moe", "channel_mix"),
+    "optimizer": ("adamw",),
+}
 
 
-class Inside(NamedTuple):
-    """What is allowed for a value inside the first key of a rule: its `path` from there, and the name most like it."""
+class Violation(NamedTuple):
+    """What a rule allows for a value.
+
+    path: of the value, relative to the first key of the rule. allowed: text. nearest: the most similar valid name.
+    found: text; None: the value itself.
+    """
 
     path: Path
     allowed: str
     nearest: str | None = None
+    found: str | None = None
 
 
 class Rule(NamedTuple):
-    """`check`, given the values of `keys`, says what is allowed for the first key, or None when all is well."""
+    """`check` takes the values of `keys`. It returns what is allowed for the first key, or None without a conflict."""
 
     keys: tuple[str, ...]
-    check: Callable[..., str | Inside | None]
+    check: Callable[..., str | Violation | None]
 
 
 class Conflict(NamedTuple):
-    """The rule that failed, by its keys; the path and the value that it refuses; what is allowed for it."""
+    """A violated rule: its keys, the path of the value, what was found (text), what is allowed, the nearest name."""
 
     keys: tuple[str, ...]
     path: Path
-    value: Any
+    found: str
     allowed: str
     nearest: str | None
 
 
 def conflicts(values: Mapping[str, Any]) -> list[Conflict]:
-    """Every combination that cannot work among `values` (dotted key to value, defaults included)."""
-    failed = []
+    """All violated rules. values: dotted key to value, defaults included."""
+    violated = []
     for keys, check in RULES:
         if all(key in values for key in keys):
             inputs = [values[key] for key in keys]
-            refusal = check(*inputs)
-            if refusal:
-                inside = refusal if isinstance(refusal, Inside) else Inside((), refusal)
-                path = (*keys[0].split("."), *inside.path)
-                failed.append(Conflict(keys, path, get(inputs[0], inside.path), inside.allowed, inside.nearest))
-    return failed
+            result = check(*inputs)
+            if result:
+                violation = result if isinstance(result, Violation) else Violation((), result)
+                what = violation.found or found(get(inputs[0], violation.path))
+                path = (*keys[0].split("."), *violation.path)
+                violated.append(Conflict(keys, path, what, violation.allowed, violation.nearest))
+    return violated
 
 
-def _heads(heads: int, width: int, fraction: float, attention: list[int]) -> str | None:
-    return f"must divide model.d_model={width}" if (fraction > 0 or attention) and width % heads else None
+def _known(kind: str) -> list[str]:
+    """The built-in names of a kind, then those of plugins."""
+    built_in = BUILT_IN.get(kind, ())
+    return [*built_in, *(name for name in registered(kind) if name not in built_in)]
 
 
-def _rope(rope: bool, width: int, heads: int, fraction: float, attention: list[int]) -> str | None:
-    odd = (fraction > 0 or attention) and width % heads == 0 and width // heads % 2 == 1
+def _registered_name(kind: str, name: str) -> Violation | None:
+    known = _known(kind)
+    return None if name in known else Violation((), f"one of {', '.join(known)}", nearest(name, known))
+
+
+def _has_attention(fraction: float, layers: Layers) -> bool:
+    return fraction > 0 or bool(layers.get("attention"))
+
+
+def _has_mamba(layers: Layers) -> bool:
+    return bool(layers.get("mamba2") or layers.get("routing_mamba"))
+
+
+def _heads(heads: int, width: int, fraction: float, layers: Layers) -> str | None:
+    return f"must divide model.d_model={width}" if _has_attention(fraction, layers) and width % heads else None
+
+
+def _rope(rope: bool, width: int, heads: int, fraction: float, layers: Layers) -> str | None:
+    odd = _has_attention(fraction, layers) and width % heads == 0 and width // heads % 2 == 1
     return (
         f"false, or an even head width; model.d_model/model.attention.heads is {width // heads}"
         if rope and odd
@@ -68,38 +99,50 @@ def _rope(rope: bool, width: int, heads: int, fraction: float, attention: list[i
     )
 
 
-def _kv_heads(kv_heads: int, heads: int, fraction: float, attention: list[int]) -> str | None:
-    return f"must divide model.attention.heads={heads}" if (fraction > 0 or attention) and heads % kv_heads else None
+def _kv_heads(kv_heads: int, heads: int, fraction: float, layers: Layers) -> str | None:
+    divides = heads % kv_heads == 0
+    return None if divides or not _has_attention(fraction, layers) else f"must divide model.attention.heads={heads}"
 
 
-def _head_size(head_size: int, width: int, fraction: float, rwkv7: list[int]) -> str | None:
-    return f"must divide model.d_model={width}" if (fraction < 1 or rwkv7) and width % head_size else None
+def _head_size(head_size: int, width: int, fraction: float, layers: Layers) -> str | None:
+    has_rwkv = fraction < 1 or layers.get("rwkv7")
+    return f"must divide model.d_model={width}" if has_rwkv and width % head_size else None
 
 
-def _mixer_layers(listed: list[int], layers: int, *earlier: list[int]) -> Inside | None:
-    given = set(chain(*earlier))
-    for place, layer in enumerate(listed):
-        if layer >= layers:
-            return Inside((place,), f"at most {layers - 1}: layers count from 0, and model.layers={layers}")
-        if layer in given:
-            return Inside((place,), "each layer once in all of model.mixer_layers")
-        given.add(layer)
+def _mixer_layers(mixers: Layers, layers: int) -> Violation | None:
+    known = _known("mixer")
+    assigned: set[int] = set()
+    for mixer, chosen in mixers.items():
+        if mixer not in known:
+            close = nearest(mixer, known)
+            suggestion = f"model.mixer_layers.{close}" if close else None
+            return Violation((mixer,), f"one of the mixers {', '.join(known)}", suggestion, "unknown mixer")
+        for index, layer in enumerate(chosen):
+            if layer >= layers:
+                return Violation(
+                    (mixer, index), f"at most {layers - 1}: layers count from 0, and model.layers={layers}"
+                )
+            if layer in assigned:
+                return Violation((mixer, index), "each layer once in all of model.mixer_layers")
+            assigned.add(layer)
     return None
 
 
-def _mamba_head_dim(head_dim: int, expand: int, width: int, *listed: list[int]) -> str | None:
+def _mamba_head_dim(head_dim: int, expand: int, width: int, layers: Layers) -> str | None:
     inner = expand * width
-    return f"must divide model.mamba.expand * model.d_model={inner}" if any(listed) and inner % head_dim else None
+    return (
+        f"must divide model.mamba.expand * model.d_model={inner}" if _has_mamba(layers) and inner % head_dim else None
+    )
 
 
-def _mamba_groups(groups: int, head_dim: int, expand: int, width: int, *listed: list[int]) -> str | None:
+def _mamba_groups(groups: int, head_dim: int, expand: int, width: int, layers: Layers) -> str | None:
     heads, rest = divmod(expand * width, head_dim)
-    wrong = any(listed) and not rest and heads % groups
+    wrong = _has_mamba(layers) and not rest and heads % groups
     return f"must divide model.mamba.expand * model.d_model / model.mamba.head_dim={heads}" if wrong else None
 
 
-def _top_k(top_k: int, experts: int, kind: str, routing_mamba: list[int]) -> str | None:
-    routes = kind == "moe" or routing_mamba
+def _top_k(top_k: int, experts: int, kind: str, layers: Layers) -> str | None:
+    routes = kind == "moe" or layers.get("routing_mamba")
     return f"at most model.feed_forward.experts={experts}" if routes and top_k > experts else None
 
 
@@ -113,7 +156,7 @@ def _batch_rows(rows: int, micro: int) -> str | None:
 
 def _expert_parallel(processes: int, experts: int, kind: str) -> str | None:
     if kind != "moe":
-        return None if processes == 1 else f"1 for model.feed_forward.kind={kind}, which has no experts to share out"
+        return None if processes == 1 else f"1 for model.feed_forward.kind={kind}, which has no experts"
     return f"must divide model.feed_forward.experts={experts}" if experts % processes else None
 
 
@@ -123,8 +166,8 @@ def _rollouts(processes: int, *steps: int) -> str | None:
     return None
 
 
-def _beside(name: str, beside: list[str]) -> Inside | None:
-    return Inside((beside.index(name),), "another phase than the one it stands beside") if name in beside else None
+def _replay(name: str, replay: list[str]) -> Violation | None:
+    return Violation((replay.index(name),), "another phase than its own") if name in replay else None
 
 
 def _warmup_steps(warmup: int, steps: int) -> str | None:
@@ -143,7 +186,7 @@ def _vocab_size(vocabulary: int, tokenizer: str | None, fim: Mapping[str, Any] |
 
 def _domains(domains: Mapping[str, Any] | None, source: Mapping[str, Any] | None) -> str | None:
     if domains is not None and source is not None:
-        return "null beside data.source (the source can be one of the domains, with data.source: null)"
+        return "null if data.source is set (the source can be one of the domains, with data.source: null)"
     return "at least one domain, or null" if domains is not None and not domains else None
 
 
@@ -157,11 +200,11 @@ def _bands(bands: int, rows: int, num_perm: int) -> str | None:
     return None
 
 
-def _fim_domains(chosen: list[str] | None, domains: Mapping[str, Any] | None) -> Inside | None:
+def _fim_domains(chosen: list[str] | None, domains: Mapping[str, Any] | None) -> Violation | None:
     known = _domain_names(domains)
-    for place, name in enumerate(chosen or []):
+    for index, name in enumerate(chosen or []):
         if name not in known:
-            return Inside((place,), f"one of data.domains: {', '.join(known)}", nearest(name, known))
+            return Violation((index,), f"one of data.domains: {', '.join(known)}", nearest(name, known))
     return None
 
 
@@ -172,49 +215,49 @@ def _marks(prefix: str, middle: str, suffix: str, end_of_text: str) -> str | Non
     return None
 
 
-def _length_classes(bounds: list[int]) -> Inside | None:
-    for place, (low, high) in enumerate(pairwise(bounds)):
+def _length_classes(bounds: list[int]) -> Violation | None:
+    for index, (low, high) in enumerate(pairwise(bounds)):
         if high <= low:
-            return Inside((place + 1,), f"above the one before it, {low}")
+            return Violation((index + 1,), f"above the one before it, {low}")
     return None
 
 
-def _stage_ends(stages: list[Mapping[str, Any]]) -> Inside | None:
+def _stage_ends(stages: list[Mapping[str, Any]]) -> Violation | None:
     end = 0.0
-    for place, stage in enumerate(stages):
-        last = place == len(stages) - 1
+    for index, stage in enumerate(stages):
+        last = index == len(stages) - 1
         if stage["until"] <= end:
-            return Inside((place, "until"), f"above {end:g}, where the stage before it ends")
+            return Violation((index, "until"), f"above {end:g}, where the stage before it ends")
         end = stage["until"]
         if last and end != 1:
-            return Inside((place, "until"), "1: the last stage ends with the training")
+            return Violation((index, "until"), "1: the last stage ends with the training")
     return None
 
 
-def _stage_domains(stages: list[Mapping[str, Any]], domains: Mapping[str, Any] | None) -> Inside | None:
+def _stage_domains(stages: list[Mapping[str, Any]], domains: Mapping[str, Any] | None) -> Violation | None:
     known = _domain_names(domains)
-    for place, stage in enumerate(stages):
+    for index, stage in enumerate(stages):
         weights = stage.get("domains")
         if weights is None:
             continue
         for name in weights:
             if name not in known:
                 close = nearest(name, known)
-                near = dotted(("data", "curriculum", place, "domains", close)) if close else None
-                return Inside((place, "domains", name), f"weights of data.domains: {', '.join(known)}", near)
+                near = dotted(("data", "curriculum", index, "domains", close)) if close else None
+                return Violation((index, "domains", name), f"weights of data.domains: {', '.join(known)}", near)
         if not any(weights.values()):
-            return Inside((place, "domains"), "at least one weight above 0, or null")
+            return Violation((index, "domains"), "at least one weight above 0, or null")
     return None
 
 
-def _stage_lengths(stages: list[Mapping[str, Any]], bounds: list[int]) -> Inside | None:
-    for place, stage in enumerate(stages):
+def _stage_lengths(stages: list[Mapping[str, Any]], bounds: list[int]) -> Violation | None:
+    for index, stage in enumerate(stages):
         weights = stage.get("lengths")
         if weights is not None and len(weights) != len(bounds) + 1:
             wanted = f"a list of {len(bounds) + 1}, one more than data.length_classes has bounds, or null"
-            return Inside((place, "lengths"), wanted)
+            return Violation((index, "lengths"), wanted)
         if weights is not None and not any(weights):
-            return Inside((place, "lengths"), "at least one weight above 0, or null")
+            return Violation((index, "lengths"), "at least one weight above 0, or null")
     return None
 
 
@@ -233,23 +276,21 @@ def _residual_dtype(residual_dtype: str | None, precision: str) -> str | None:
     return "fp32 or null, or train.precision: bf16" if refused else None
 
 
-MIXER_LAYERS = tuple(f"model.mixer_layers.{kind}" for kind in ("attention", "rwkv7", "mamba2", "routing_mamba"))
-ATTENTION = ("model.attention_fraction", MIXER_LAYERS[0])  # whether there is any
-MAMBA = MIXER_LAYERS[2:]
+ATTENTION = ("model.attention_fraction", "model.mixer_layers")  # they decide which layers use attention
+WIDTH = ("model.mamba.expand", "model.d_model")
 
 RULES = (
-    *(
-        Rule((listed, "model.layers", *MIXER_LAYERS[:place]), _mixer_layers)
-        for place, listed in enumerate(MIXER_LAYERS)
-    ),
+    Rule(("model.mixer_layers", "model.layers"), _mixer_layers),
+    Rule(("model.feed_forward.kind",), partial(_registered_name, "feed-forward")),
+    Rule(("train.optimizer",), partial(_registered_name, "optimizer")),
     Rule(("model.attention.heads", "model.d_model", *ATTENTION), _heads),
     Rule(("model.attention.rope", "model.d_model", "model.attention.heads", *ATTENTION), _rope),
     Rule(("model.attention.kv_heads", "model.attention.heads", *ATTENTION), _kv_heads),
-    Rule(("model.rwkv.head_size", "model.d_model", "model.attention_fraction", MIXER_LAYERS[1]), _head_size),
-    Rule(("model.mamba.head_dim", "model.mamba.expand", "model.d_model", *MAMBA), _mamba_head_dim),
-    Rule(("model.mamba.groups", "model.mamba.head_dim", "model.mamba.expand", "model.d_model", *MAMBA), _mamba_groups),
+    Rule(("model.rwkv.head_size", "model.d_model", *ATTENTION), _head_size),
+    Rule(("model.mamba.head_dim", *WIDTH, "model.mixer_layers"), _mamba_head_dim),
+    Rule(("model.mamba.groups", "model.mamba.head_dim", *WIDTH, "model.mixer_layers"), _mamba_groups),
     Rule(
-        ("model.feed_forward.top_k", "model.feed_forward.experts", "model.feed_forward.kind", MAMBA[1]),
+        ("model.feed_forward.top_k", "model.feed_forward.experts", "model.feed_forward.kind", "model.mixer_layers"),
         _top_k,
     ),
     Rule(("model.feed_forward.activation", "model.feed_forward.kind"), _activation),
@@ -263,7 +304,7 @@ RULES = (
         _rollouts,
     ),
     *(
-        Rule((f"reasoning.phases.{name}.beside",), partial(_beside, name))
+        Rule((f"reasoning.phases.{name}.replay",), partial(_replay, name))
         for name in ("plasticity", "imitation", "operations_imitation")
     ),
     Rule(("train.warmup_steps", "train.steps"), _warmup_steps),

@@ -1,6 +1,6 @@
-"""What data hands to a model: rows of packed documents as tensors.
+"""A batch: rows of packed documents as tensors.
 
-It needs PyTorch alone, so that an engine runs where what makes batches of text (tokenizers, numba) is not installed.
+This module needs only PyTorch, so that an engine runs without the packages that make batches (tokenizers, numba).
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from torch import Tensor
 class Batch:
     """Rows of packed documents. B rows, T positions a row.
 
-    ids_BT, targets_BT: int64. weights_BT: float32, of each target 1 or the weight that the shards give it, 0 (and
-    target 0) in a row's filling.
-    cu_seqlens_N: int32, document starts in the flattened B * T positions, from 0 to B * T; every row starts one,
-    and a row's filling is one. step: number of the batch. token_count: sum of the weights over the whole global
-    batch, all ranks and micro-batches; 1 where that is 0.
+    ids_BT, targets_BT: int64. weights_BT: float32, the loss weight of each target: 1 or the weight of the shards.
+    Padding has the weight 0 and the target 0. cu_seqlens_N: int32, document starts in the flattened B * T positions,
+    from 0 to B * T. Every row starts a document, and so does the padding of a row. step: number of the batch.
+    token_count: sum of the weights of the global batch over all ranks and micro-batches; 1 if the sum is 0.
     """
 
     ids_BT: Tensor
@@ -31,7 +30,7 @@ class Batch:
     token_count: float
 
     def to(self, device: torch.device) -> Batch:
-        """The same batch with its tensors on a device; nothing is copied where they are there already."""
+        """The batch with its tensors on a device. Tensors that are already there are not copied."""
         return dataclasses.replace(
             self,
             ids_BT=self.ids_BT.to(device, non_blocking=True),
@@ -41,7 +40,7 @@ class Batch:
         )
 
     def pinned(self) -> Batch:
-        """The same batch in page-locked memory, from which a copy to a GPU does not keep the host waiting."""
+        """The batch in page-locked memory, from which copies to a GPU are asynchronous."""
         return dataclasses.replace(
             self,
             ids_BT=self.ids_BT.pin_memory(),

@@ -1,10 +1,10 @@
-"""The curriculum: which row of the shards the training takes at a position, as a function of the position alone.
+"""The curriculum: the row of the shards at a position of the training, as a function of the position only.
 
-A stage gives every stratum (a domain and a class of length) a weight. Its positions are dealt to the strata by a
-pattern of PERIOD slots, repeated: each stratum has its share of the slots, spread so that of any first n positions
-of the stage it has less than one row too many or too few. So the proportions hold in every window, not on average.
-Occurrence n of a stratum, counted over the whole training, is row n of the stratum's own order: epoch by epoch, each
-a keyed permutation. Nothing is remembered between positions.
+A stage has a weight for every stratum (a domain and a length class). A pattern of PERIOD slots, repeated, assigns the
+positions of the stage to the strata. The slots of a stratum are spread evenly: among the first n positions of the
+stage, its number of rows differs from its exact share by less than one. So the proportions hold in every window and not
+only on average. Occurrence n of a stratum, counted over the whole training, is row n of an order of the stratum: a
+keyed permutation for each epoch. There is no state between positions.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from cdrmix.data.shards import Split, Stratum
 from cdrmix.errors import ConfigError
 
 PERIOD = 2**16  # slots: shares are multiples of 1/65,536
-FITTING_ROUNDS = 200  # of the weights to two margins; what these do not reach is refused
-TOLERANCE = 0.005  # by which a length's share may miss its weight where the domains have other lengths
+FITTING_ROUNDS = 200  # of iterative proportional fitting; weights that do not converge are refused
+TOLERANCE = 0.005  # allowed difference between the share and the weight of a length class
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Stage(NamedTuple):
-    """A stage in rows: from position `start`, `slots` of the period for each stratum, `rows` of the training."""
+    """A stage: its first position, its number of rows, and the slots of the period of each stratum."""
 
     start: int
     rows: int
@@ -39,13 +39,12 @@ class Stage(NamedTuple):
 
 
 class Mixture:
-    """Rows by position, for a training of `total_rows` rows; positions beyond it go on as its last stage.
+    """The row of each position, for a training of `total_rows` rows. The last stage continues after its end.
 
-    stages: at least one, as data.curriculum. strata: of the split. limits: of domains that have one, how often
-    training may go through each of their rows.
+    stages: at least one, as in data.curriculum. strata: of the split. limits: domain -> maximum number of epochs.
 
-    Raises ConfigError for a domain or a class of length that has a weight but no rows, and for one that the
-    training would go through more often than its limit allows.
+    Raises ConfigError for a domain or a length class with a weight and without rows, and for a domain with more epochs
+    than its limit.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class Mixture:
         _check_limits(stages, strata, total_rows, limits or {})
         self._starts = np.array([stage.start for stage in self.stages], np.int64)
         patterns = [
-            interleave(np.array(stage.slots, np.int64), _number(seed, at)) for at, stage in enumerate(self.stages)
+            interleave(np.array(stage.slots, np.int64), _pattern_key(seed, at)) for at, stage in enumerate(self.stages)
         ]
         self._strata = np.stack([pattern[0] for pattern in patterns])  # [stages, PERIOD]
         self._occurrences = np.stack([pattern[1] for pattern in patterns])
@@ -74,7 +73,7 @@ class Mixture:
         self._first_rows = np.array([stratum.first_row for stratum in strata], np.int64)
 
     def stratum_of(self, positions: Array) -> tuple[Array, Array]:
-        """(stratum, occurrence), int64 [n] each: whose row a position takes, and the how-manieth of it, from 0."""
+        """(stratum, occurrence), int64 [n] each: the stratum of a position, and how often it occurred before."""
         positions = np.asarray(positions, np.int64)
         if len(positions) and positions.min() < 0:
             raise IndexError(f"position {positions.min()} is negative")
@@ -85,16 +84,16 @@ class Mixture:
         return strata, before + self._occurrences[stages, slots]
 
     def rows(self, positions: Array) -> Array:
-        """int64 [n]: the row of the split that the training takes at each of `positions`, int64 [n]."""
+        """int64 [n]: the row of the split at each of `positions`, int64 [n]."""
         strata, occurrences = self.stratum_of(positions)
-        epochs, places = np.divmod(occurrences, self._rows[strata])
+        epochs, within = np.divmod(occurrences, self._rows[strata])
         orders, which = np.unique(np.stack([strata, epochs]), axis=1, return_inverse=True)
         keys = [(self.seed, epoch, stratum) for stratum, epoch in orders.T.tolist()]
         sizes = self._rows[orders[0]].tolist()
-        return self._first_rows[strata] + permute_each(places, which.reshape(-1), sizes, keys)
+        return self._first_rows[strata] + permute_each(within, which.reshape(-1), sizes, keys)
 
     def lines(self) -> list[str]:
-        """What a person reads of it: of every stage the share of each domain, and how often it is gone through."""
+        """A summary: the share of each domain in each stage, and the epochs of each domain."""
         said = []
         for at, stage in enumerate(self.stages):
             shares = ", ".join(f"{name} {share:.1%}" for name, share in self._by_domain(stage.slots).items())
@@ -112,16 +111,16 @@ class Mixture:
         return sums
 
     def _taken_in(self, stage: int, rows: int) -> Array:
-        """int64 [strata]: how many of the first `rows` rows of a stage each stratum has."""
+        """int64 [strata]: the number of rows of each stratum among the first `rows` rows of a stage."""
         periods, slots = divmod(rows, PERIOD)
         rest = np.bincount(self._strata[stage, :slots], minlength=len(self.strata))
         return periods * self._slots[stage] + rest
 
 
 def make_mixture(config: Config, split: Split) -> Mixture | None:
-    """The mixture of a configured training; None without data.curriculum: then all rows are alike.
+    """The mixture of a configuration. None without data.curriculum: then all rows are equal.
 
-    Raises ConfigError as Mixture does, without a curriculum too.
+    Raises ConfigError as Mixture, also without a curriculum.
     """
     total_rows = config.train.steps * config.train.batch_rows
     limits = {
@@ -134,7 +133,7 @@ def make_mixture(config: Config, split: Split) -> Mixture | None:
         if total_rows > limit * split.rows:
             raise ConfigError(
                 f"data.domains.{name}.max_epochs={limit:g}: the training takes {total_rows:,} rows of the "
-                f"{split.rows:,} there are, {total_rows / split.rows:.2f} times each; lower train.steps to "
+                f"{split.rows:,} available rows, {total_rows / split.rows:.2f} times each; lower train.steps to "
                 f"{int(limit * split.rows) // config.train.batch_rows}, give the domain less weight by "
                 "data.curriculum, or raise the limit"
             )
@@ -144,12 +143,12 @@ def make_mixture(config: Config, split: Split) -> Mixture | None:
 def stratum_weights(
     stage: schema.CurriculumStage, strata: Sequence[Stratum], name: str = "data.curriculum"
 ) -> list[float]:
-    """The shares of the strata in a stage, 1 in sum: their rows, fitted to the weights of domains and of lengths.
+    """The shares of the strata in a stage: their numbers of rows, fitted to the weights of domains and lengths. Sum: 1.
 
-    Iterative proportional fitting (Deming and Stephan 1940): of all tables with the margins asked for the one
-    nearest to the rows there are. name: of the stage, for messages.
+    Iterative proportional fitting (Deming and Stephan 1940): the table with these margins that is closest to the
+    available rows. name: of the stage, for messages.
 
-    Raises ConfigError when a weight has no rows, or when both margins cannot be had together.
+    Raises ConfigError if a weight has no rows, or if both margins cannot be satisfied together.
     """
     domains = None if stage.domains is None else _shares(stage.domains)
     lengths = None if stage.lengths is None else _shares(dict(enumerate(stage.lengths)))
@@ -157,7 +156,7 @@ def stratum_weights(
     margins: list[tuple[str, Mapping[Any, float], list[Any]]] = []
     if lengths is not None:
         margins.append(("lengths", lengths, [stratum.length_class for stratum in strata]))
-    if domains is not None:  # last, so that the domains' shares are met in any case
+    if domains is not None:  # last, so that the shares of the domains are always exact
         margins.append(("domains", domains, [stratum.domain for stratum in strata]))
     for round_ in range(FITTING_ROUNDS if len(margins) > 1 else 1):
         before = weights
@@ -167,7 +166,7 @@ def stratum_weights(
             }
             for group, share in wanted.items():
                 if share > 0 and not sums[group]:
-                    among = "" if round_ == 0 and margin == margins[0][0] else ", of those that other weights leave"
+                    among = "" if round_ == 0 and margin == margins[0][0] else " with the other weights"
                     what = f"{margin}[{group}]" if margin == "lengths" else f"{margin}.{group}"
                     raise ConfigError(
                         f"{name}.{what}: there are no rows of it{among}; set its weight to 0, or prepare text of it"
@@ -184,47 +183,47 @@ def stratum_weights(
         found = math.fsum(w for w, stratum in zip(weights, strata, strict=True) if stratum.length_class == group)
         if abs(found - share) > TOLERANCE:
             raise ConfigError(
-                f"{name}.lengths[{group}]: {share:.1%} of this length cannot be had with these weights of domains, "
-                f"whose texts are of other lengths; the nearest is {found:.1%}. Change the stage's lengths or domains"
+                f"{name}.lengths[{group}]: a share of {share:.1%} is impossible with these weights of the domains, "
+                f"whose texts have other lengths; the nearest share is {found:.1%}. Change lengths or domains"
             )
     return weights
 
 
 @njit(cache=True)
 def interleave(slots: Array, key: int) -> tuple[Array, Array]:
-    """A pattern of slots.sum() places in which stratum s has slots[s], spread evenly.
+    """A pattern of M = slots.sum() positions in which stratum s has slots[s] positions, spread evenly.
 
-    slots: int64 [strata]. Returns (stratum int32 [places], how many places of it came before int64 [places]).
-    Place n of c among M belongs to stratum s in [floor(n M / c), ceil((n + 1) M / c)): a window of Baruah et al.
-    1996's fair schedules. Whichever window ends first is served, which on one processor meets all of them (Jackson
-    1955, Horn 1974), so that after any t places a stratum has more than c t / M - 1 and fewer than c t / M + 1. Among
-    windows that end together `key` draws, so that equal strata do not keep one order.
+    slots: int64 [strata]. Returns (stratum int32 [M], its number of earlier positions int64 [M]).
+    Position n of a stratum with c slots must be in the window [floor(n M / c), ceil((n + 1) M / c)): the proportionate
+    fair schedules of Baruah et al. 1996. The window with the earliest end is served first, which satisfies all windows
+    on one processor (Jackson 1955, Horn 1974). So after t positions, a stratum has more than c t / M - 1 and fewer than
+    c t / M + 1 of them. `key` decides among windows with the same end, so that equal strata do not keep one order.
     """
-    places = slots.sum()
-    stratum = np.empty(places, np.int32)
-    occurrence = np.empty(places, np.int64)
+    positions = slots.sum()
+    stratum = np.empty(positions, np.int32)
+    occurrence = np.empty(positions, np.int64)
     done = np.zeros(len(slots), np.int64)
-    for place in range(places):
+    for position in range(positions):
         chosen, first_end, lowest = -1, 0, np.uint64(0)
         for s in range(len(slots)):
-            if done[s] < slots[s] and done[s] * places // slots[s] <= place:
-                end = -(-(done[s] + 1) * places // slots[s])
-                drawn = (np.uint64(place * len(slots) + s) ^ np.uint64(key)) * np.uint64(0x9E3779B97F4A7C15)
-                drawn = (drawn ^ (drawn >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-                drawn ^= drawn >> np.uint64(27)
-                if chosen < 0 or end < first_end or (end == first_end and drawn < lowest):
-                    chosen, first_end, lowest = s, end, drawn
-        stratum[place], occurrence[place] = chosen, done[chosen]
+            if done[s] < slots[s] and done[s] * positions // slots[s] <= position:
+                end = -(-(done[s] + 1) * positions // slots[s])
+                random = (np.uint64(position * len(slots) + s) ^ np.uint64(key)) * np.uint64(0x9E3779B97F4A7C15)
+                random = (random ^ (random >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+                random ^= random >> np.uint64(27)
+                if chosen < 0 or end < first_end or (end == first_end and random < lowest):
+                    chosen, first_end, lowest = s, end, random
+        stratum[position], occurrence[position] = chosen, done[chosen]
         done[chosen] += 1
     return stratum, occurrence
 
 
 def period_slots(weights: Sequence[float]) -> list[int]:
-    """Slots of the period for shares that are 1 in sum: largest remainders, and at least one for any share above 0."""
+    """The slots of the period for shares with the sum 1: largest remainders, at least 1 for a share above 0."""
     slots = [max(int(weight * PERIOD), 1 if weight > 0 else 0) for weight in weights]
     while (missing := PERIOD - sum(slots)) != 0:
         step = 1 if missing > 0 else -1
-        # whose slots are furthest below (above) its share; of equal ones the first
+        # the stratum whose slots are furthest below (above) its share; the first of equal ones
         order = sorted(
             (number for number in range(len(slots)) if weights[number] > 0 and (step > 0 or slots[number] > 1)),
             key=lambda number: step * (slots[number] - weights[number] * PERIOD),
@@ -240,7 +239,7 @@ def _shares(weights: Mapping[Any, float]) -> dict[Any, float]:
     return {name: weight / total for name, weight in weights.items()}
 
 
-def _number(seed: int, stage: int) -> int:
+def _pattern_key(seed: int, stage: int) -> int:
     """A key below 2^63 for the pattern of a stage."""
     return int.from_bytes(hashlib.blake2b(repr((seed, stage)).encode(), digest_size=8).digest(), "big") >> 1
 
@@ -257,14 +256,14 @@ def _stages(stages: Sequence[schema.CurriculumStage], strata: Sequence[Stratum],
 
 
 def _rows_of(stages: Sequence[Stage], stratum: int) -> int:
-    """How many rows of a stratum the training takes, rounded up in every stage."""
+    """The number of rows of a stratum in the training, rounded up in every stage."""
     return sum(-(-stage.rows * stage.slots[stratum] // PERIOD) for stage in stages)
 
 
 def _excess(
     stages: Sequence[schema.CurriculumStage], strata: Sequence[Stratum], total_rows: int, limits: Mapping[str, float]
 ) -> Iterator[tuple[float, int, Stratum]]:
-    """(how many times the limit, rows wanted, stratum) of every stratum that is wanted more often than allowed."""
+    """(ratio to the limit, number of rows, stratum) of every stratum above its limit."""
     in_rows = _stages(stages, strata, total_rows)
     for number, stratum in enumerate(strata):
         limit = limits.get(stratum.domain)
@@ -301,9 +300,9 @@ def _fitting(
     limits: Mapping[str, float],
     name: str,
 ) -> list[tuple[int, float]]:
-    """(stage, weight) of the largest weights of a domain, in the proportions written, that its limit allows.
+    """(stage, weight) of the largest weights of a domain that its limit allows, in the configured proportions.
 
-    To three digits, downwards; empty where no factor above 0 on the written weights is enough.
+    Rounded down to three digits. Empty if no factor above 0 is small enough.
     """
 
     def scaled(factor: float) -> list[schema.CurriculumStage]:
@@ -321,7 +320,7 @@ def _fitting(
         middle = (low + high) / 2
         try:
             fits = next(_excess(scaled(middle), strata, total_rows, limits), None) is None
-        except ConfigError:  # such weights cannot be had together with the lengths
+        except ConfigError:  # these weights are impossible with the weights of the lengths
             fits = False
         low, high = (middle, high) if fits else (low, middle)
     if not low:

@@ -1,9 +1,9 @@
-"""What `cdrmix data inspect` prints: the figures of a folder of shards, and rows decoded, document by document.
+"""The output of `cdrmix data inspect`: statistics of a folder of shards, and decoded rows, document by document.
 
-Every line of text stands behind a gutter, so that no text can pass for a line of ours; what would steer the terminal
-is spelled out (see visible.py). The gutter holds the loss weight where it is not 1, and then
-    |   a line of the text
-    :   the line above goes on: its weight changed, or a special token stood there
+Every line of text has a prefix, so that no text can imitate a line of the tool. Control characters are escaped (see
+escaping.py). The prefix has the loss weight if it is not 1, and then
+    |   a new line of the text
+    :   continuation of the line above, after a change of the weight or a special token
     >   a special token
 """
 
@@ -15,71 +15,72 @@ from pathlib import Path
 
 import numpy as np
 
+from cdrmix.data.escaping import escape_unprintable
 from cdrmix.data.shards import Piece, ShardSet, Split, Stratum, open_shards
 from cdrmix.data.tokenizer import TextTokenizer
-from cdrmix.data.visible import visible
 from cdrmix.errors import ConfigError, ShardError
 from cdrmix.registry import nearest
 
-GUTTER = 6  # characters, for a weight
+PREFIX_WIDTH = 6  # characters of a weight
 BOUNDARY, ROW, SOFT, SPECIAL, PLAIN = "\x1b[1;36m", "\x1b[1;7m", "\x1b[2m", "\x1b[35m", "\x1b[0m"
 
 
-class Paper:
-    """Lines for a person. coloured: with escape sequences, for a terminal."""
+class LineFormatter:
+    """Formats lines. coloured: with escape sequences, for a terminal."""
 
     def __init__(self, *, coloured: bool) -> None:
         self.coloured = coloured
 
-    def line(self, style: str, words: str) -> str:
-        """A line of ours; what in it comes from the shards is made visible."""
-        words = visible(words).replace("\n", "<U+000A>").replace("\t", "<U+0009>")
-        return f"{style}{words}{PLAIN}" if self.coloured and style else words
+    def line(self, style: str, text: str) -> str:
+        """A line of the tool. Text of the shards in it is escaped."""
+        text = escape_unprintable(text).replace("\n", "<U+000A>").replace("\t", "<U+0009>")
+        return f"{style}{text}{PLAIN}" if self.coloured and style else text
 
     def text(self, mark: str, sign: str, text: str, style: str = "") -> str:
-        """A line of the text behind its gutter."""
-        gutter = f"{mark:>{GUTTER}} {sign} "
+        """A line of the text with its prefix."""
+        prefix = f"{mark:>{PREFIX_WIDTH}} {sign} "
         if not self.coloured:
-            return gutter + visible(text)
-        shown = visible(text, lambda name: f"{PLAIN}{SPECIAL}<{name}>{PLAIN}{style}")
-        return f"{SOFT}{gutter}{PLAIN}{style}{shown}{PLAIN if style else ''}"
+            return prefix + escape_unprintable(text)
+        shown = escape_unprintable(text, lambda name: f"{PLAIN}{SPECIAL}<{name}>{PLAIN}{style}")
+        return f"{SOFT}{prefix}{PLAIN}{style}{shown}{PLAIN if style else ''}"
 
 
 def inspect(
     folder: Path, *, split: str, row: int | None, rows: int, domain: str | None, coloured: bool
 ) -> Iterator[str]:
-    """Lines: the figures of the shards in `folder`, then `rows` rows of a split (fewer at its end) from `row` on.
+    """Yields lines: statistics of the shards in `folder`, then `rows` rows of a split from `row` on (fewer at its end).
 
-    row: None for the first one. domain: only rows of that domain; None for all. The sizes of all files are compared
-    with the index, their hashes are not: that would read the whole corpus.
+    row: None: the first row. domain: only rows of this domain; None: all. The sizes of all files are verified, but not
+    their hashes, because that would read the whole corpus.
 
-    Raises ShardError (no shards there, damaged ones), ConfigError (no such row, no such domain).
+    Raises ShardError (no shards, damaged shards), ConfigError (no such row, no such domain).
     """
     shards = _open(folder)
     tokenizer = shards.tokenizer
     chosen = {"train": shards.train, "valid": shards.valid}[split]
     numbers = _numbers(chosen, row, domain)
-    paper = Paper(coloured=coloured)
-    yield from _header(shards, paper)
+    formatter = LineFormatter(coloured=coloured)
+    yield from _header(shards, formatter)
     for number in islice(numbers, rows):
         yield ""
         try:
-            yield from _row(chosen, tokenizer, number, paper)
+            yield from _row(chosen, tokenizer, number, formatter)
         except (IndexError, ValueError) as error:
             raise ShardError(
-                f"{folder} is corrupt at row {number} of {split}: {error}. Delete the folder; it is then prepared anew."
+                f"{folder} is corrupt at row {number} of {split}: {error}. Delete the folder; it is then prepared "
+                "again."
             ) from error
 
 
 def _open(folder: Path) -> ShardSet:
     inside = sorted(path.parent for path in folder.glob("*/index.json"))
     if inside and not (folder / "index.json").exists():
-        raise ShardError(f"{folder} holds no shards itself, but {', '.join(map(str, inside))}; name one of these")
+        raise ShardError(f"{folder} has no shards itself, but {', '.join(map(str, inside))}; name one of these")
     return open_shards(folder, verify=False)
 
 
 def _numbers(split: Split, row: int | None, domain: str | None) -> Iterator[int]:
-    """The rows asked for, from the first one on."""
+    """The numbers of the selected rows."""
     strata = [stratum for stratum in split.strata if stratum.rows and domain in (None, stratum.domain)]
     if not strata:
         known = list(dict.fromkeys(stratum.domain for stratum in split.strata if stratum.rows))
@@ -101,7 +102,7 @@ def _numbers(split: Split, row: int | None, domain: str | None) -> Iterator[int]
 
 
 def _joined(strata: Sequence[Stratum]) -> list[Stratum]:
-    """Neighbouring strata as one."""
+    """Adjacent strata joined to one."""
     joined: list[Stratum] = []
     for stratum in strata:
         if joined and joined[-1].first_row + joined[-1].rows == stratum.first_row:
@@ -115,9 +116,9 @@ def _span(stratum: Stratum) -> str:
     return f"{stratum.first_row} to {stratum.first_row + stratum.rows - 1}"
 
 
-def _header(shards: ShardSet, paper: Paper) -> Iterator[str]:
+def _header(shards: ShardSet, formatter: LineFormatter) -> Iterator[str]:
     report = shards.report
-    yield paper.line(ROW, f"Shards in {shards.path}")
+    yield formatter.line(ROW, f"Shards in {shards.path}")
     tokenizer = f"{report['tokenizer_ids']:,} ids of {shards.vocab_size:,}, end of text {shards.end_of_text!r}"
     for name, value in (
         ("fingerprint", shards.fingerprint),
@@ -126,7 +127,7 @@ def _header(shards: ShardSet, paper: Paper) -> Iterator[str]:
         ("text", f"{report['text_bytes']:,} bytes, {report['bytes_per_token']:.2f} a token"),
         ("rows", f"{shards.train.row_length:,} positions, {report['padding_share']:.1%} filling"),
     ):
-        yield paper.line("", f"{name:<12} {value}")
+        yield formatter.line("", f"{name:<12} {value}")
     head = ("split", "domain", "length class", "rows", "documents", "tokens", "numbers of the rows")
     lines: list[tuple[str, ...]] = [head]
     for split in (shards.train, shards.valid):
@@ -141,15 +142,15 @@ def _header(shards: ShardSet, paper: Paper) -> Iterator[str]:
             for stratum in split.strata
             if stratum.rows
         ]
-    lines = [tuple(visible(cell) for cell in line) for line in lines]
+    lines = [tuple(escape_unprintable(cell) for cell in line) for line in lines]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     for number, line in enumerate(lines):
         cells = [cell.ljust(width) for cell, width in zip(line[:2], widths[:2], strict=True)]
         cells += [cell.rjust(width) for cell, width in zip(line[2:], widths[2:], strict=True)]
-        yield paper.line(SOFT if number == 0 else "", "  ".join(cells))
+        yield formatter.line(SOFT if number == 0 else "", "  ".join(cells))
 
 
-def _row(split: Split, tokenizer: TextTokenizer, row: int, paper: Paper) -> Iterator[str]:
+def _row(split: Split, tokenizer: TextTokenizer, row: int, formatter: LineFormatter) -> Iterator[str]:
     starts, lengths = (array.tolist() for array in split.segments(row))
     if any(
         not (start >= 0 and 0 < length <= split.row_length and start + length < split.tokens)
@@ -157,16 +158,16 @@ def _row(split: Split, tokenizer: TextTokenizer, row: int, paper: Paper) -> Iter
     ):
         raise ValueError("a segment lies outside the tokens")
     stratum = next(stratum for stratum in split.strata if stratum.first_row <= row < stratum.first_row + stratum.rows)
-    yield paper.line(
+    yield formatter.line(
         ROW,
         f"Row {row} of {split.name}: domain {stratum.domain}, length class {stratum.length_class}, "
         f"{len(starts)} {'segment' if len(starts) == 1 else 'segments'}, "
         f"{sum(lengths):,} of {split.row_length:,} positions",
     )
     for piece, start in zip(split.pieces(row), starts, strict=True):
-        yield paper.line(BOUNDARY, _begin(piece))
-        yield from _segment(split, tokenizer, start, piece.tokens, paper)
-        yield paper.line(BOUNDARY, _end(piece))
+        yield formatter.line(BOUNDARY, _begin(piece))
+        yield from _segment(split, tokenizer, start, piece.tokens, formatter)
+        yield formatter.line(BOUNDARY, _end(piece))
 
 
 def _begin(piece: Piece) -> str:
@@ -181,28 +182,30 @@ def _end(piece: Piece) -> str:
     return f"=== document {piece.document} {where} ==="
 
 
-def _segment(split: Split, tokenizer: TextTokenizer, start: int, length: int, paper: Paper) -> Iterator[str]:
-    """The targets of a segment, line by line, cut where the loss weight changes and around special tokens."""
+def _segment(
+    split: Split, tokenizer: TextTokenizer, start: int, length: int, formatter: LineFormatter
+) -> Iterator[str]:
+    """The targets of a segment, line by line, cut at changes of the loss weight and at special tokens."""
     sizes = split.token_byte_lengths()
     ids = split.read(start + 1, start + 1 + length).tolist()
     weights = np.ones(length, np.float32)
     if split.weighted:
         split.copy_weights(np.array([start]), np.array([length]), np.array([0]), weights)
-    place, goes_on = 0, False
+    position, goes_on = 0, False
     kinds = zip(weights.tolist(), (token >= len(sizes) or not sizes[token] for token in ids), strict=True)
     for (weight, special), run in groupby(kinds):
         count = sum(1 for _ in run)
-        tokens = ids[place : place + count]
-        place += count
+        tokens = ids[position : position + count]
+        position += count
         mark = "" if weight == 1 else f"{weight:.4g}"
         if special:
             for token in tokens:
-                name = tokenizer.show([token]) or f"id {token}, which the tokenizer does not know"
-                yield paper.text(mark, ">", name.replace("\n", "<U+000A>"), SPECIAL)
+                name = tokenizer.decode_with_special_tokens([token]) or f"id {token}, which the tokenizer does not know"
+                yield formatter.text(mark, ">", name.replace("\n", "<U+000A>"), SPECIAL)
             goes_on = True
             continue
-        text = tokenizer.show(tokens)
+        text = tokenizer.decode_with_special_tokens(tokens)
         for line in text.removesuffix("\n").split("\n"):
-            yield paper.text(mark, ":" if goes_on else "|", line)
+            yield formatter.text(mark, ":" if goes_on else "|", line)
             goes_on = False
         goes_on = not text.endswith("\n")

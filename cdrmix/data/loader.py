@@ -1,9 +1,9 @@
-"""Batches as a function of the step: keyed permutations of rows, so that resuming is O(1) and exact.
+"""Loaders: batches are a function of the step by keyed permutations of rows, so that resuming is O(1) and exact.
 
-Global batch n of B rows holds the positions n * B .. n * B + B - 1 of an endless sequence in which epoch e is
-the rows in an order given by (seed, e) alone, or of a curriculum's sequence (curriculum.py). Micro-batches are
-dealt to the ranks in turn: micro-batch j of rank r out of W is number j * W + r of its global batch. So neither the
-order nor the batches depend on W.
+Global batch n of B rows has the positions n * B .. n * B + B - 1 of an infinite sequence of rows. Epoch e of the
+sequence is a permutation of all rows that depends on (seed, e). With a curriculum, curriculum.py defines the sequence.
+Micro-batches are assigned to the ranks in turn: micro-batch j of rank r of W ranks is number j * W + r of its global
+batch. So neither the order nor the batches depend on W.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from cdrmix.errors import ConfigError, ShardError
 
 
 class TrainLoader:
-    """The batches of training: `micro_batches(step)` is a pure function of the arguments given here and the step.
+    """The training batches: `micro_batches(step)` is a pure function of the constructor's arguments and the step.
 
-    mixture: whose order of rows; None: all rows alike.
-    Raises ConfigError when the micro-batches of all ranks do not divide the global batch, ShardError when the
-    shards were packed at another row length.
+    mixture: determines the order of the rows; None: a permutation of all rows per epoch.
+    Raises ConfigError if the micro-batches of all ranks do not divide the global batch, and ShardError if the shards
+    were packed at another row length.
     """
 
     def __init__(
@@ -42,23 +42,23 @@ class TrainLoader:
         micro_batch_rows: int,
         seed: int,
         rank: int = 0,
-        world: int = 1,
+        world_size: int = 1,
         mixture: Mixture | None = None,
     ) -> None:
         check_row_length(split, row_length)
-        assert 0 <= rank < world, f"rank {rank} of {world}"
-        if batch_rows % (micro_batch_rows * world):
+        assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
+        if batch_rows % (micro_batch_rows * world_size):
             raise ConfigError(
                 f"train.batch_rows={batch_rows} must be a multiple of train.micro_batch_rows={micro_batch_rows} times "
-                f"the {world} processes, {micro_batch_rows * world}"
+                f"the {world_size} processes, {micro_batch_rows * world_size}"
             )
         self.split = split
         self.batch_rows, self.micro_batch_rows = batch_rows, micro_batch_rows
-        self.seed, self.rank, self.world = seed, rank, world
+        self.seed, self.rank, self.world_size = seed, rank, world_size
         self.mixture = mixture
 
     def epoch(self, step: int) -> float:
-        """How many times as many rows as the split has were taken before step `step`."""
+        """The number of rows before step `step`, divided by the rows of the split."""
         return step * self.batch_rows / self.split.rows
 
     def rows(self, step: int) -> Array:
@@ -68,23 +68,23 @@ class TrainLoader:
         positions = np.arange(step * self.batch_rows, (step + 1) * self.batch_rows, dtype=np.int64)
         if self.mixture is not None:
             return self.mixture.rows(positions)
-        epochs, places = np.divmod(positions, self.split.rows)
-        rows = np.empty_like(places)
+        epochs, within = np.divmod(positions, self.split.rows)
+        rows = np.empty_like(within)
         for epoch in np.unique(epochs):
             inside = epochs == epoch
-            rows[inside] = permute(places[inside], self.split.rows, (self.seed, int(epoch)))
+            rows[inside] = permute(within[inside], self.split.rows, (self.seed, int(epoch)))
         return rows
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """This rank's micro-batches of global batch `step`."""
+        """The micro-batches of this rank of global batch `step`."""
         rows = self.rows(step)
-        token_count = self.split.weight_in_rows(rows) or 1.0  # of weights that are all 0 the loss is 0, not 0 / 0
-        dealt = rows.reshape(-1, self.world, self.micro_batch_rows)[:, self.rank]
-        return [make_batch(self.split, micro, step=step, token_count=token_count) for micro in dealt]
+        token_count = self.split.weight_in_rows(rows) or 1.0  # if all weights are 0, the loss is 0, not 0 / 0
+        own = rows.reshape(-1, self.world_size, self.micro_batch_rows)[:, self.rank]
+        return [make_batch(self.split, micro, step=step, token_count=token_count) for micro in own]
 
 
-def train_loader(config: Config, split: Split, rank: int = 0, world: int = 1) -> TrainLoader:
-    """The batches of a configured training, in its curriculum's order; ConfigError as Mixture and TrainLoader do."""
+def train_loader(config: Config, split: Split, rank: int = 0, world_size: int = 1) -> TrainLoader:
+    """The training batches of a configuration, in the order of its curriculum. Raises as Mixture, TrainLoader."""
     return TrainLoader(
         split,
         row_length=config.data.row_length,
@@ -92,24 +92,22 @@ def train_loader(config: Config, split: Split, rank: int = 0, world: int = 1) ->
         micro_batch_rows=config.train.micro_batch_rows,
         seed=config.run.seed,
         rank=rank,
-        world=world,
+        world_size=world_size,
         mixture=make_mixture(config, split),
     )
 
 
 class Prefetcher:
-    """A TrainLoader's batches, made one step ahead in a thread; for a GPU in pinned memory.
+    """Makes the batches of a TrainLoader one step ahead in a thread; for a GPU in pinned memory.
 
-    Batches are a function of the step, so that there is nothing to save: a resumed run asks for the step it goes on
-    with. An error of the loader is raised by the call that asks for its step. end: the step behind the last one.
-    device: of the training.
-    A context manager: leaving it ends the thread.
+    Batches are a function of the step, so there is no state to save. An error of the loader is raised by the call for
+    its step. end: the step after the last one. device: of the training. A context manager: its exit ends the thread.
     """
 
     def __init__(self, loader: TrainLoader, end: int, device: torch.device) -> None:
         self.loader, self._end, self._pinned = loader, end, device.type == "cuda"
-        begin = functools.partial(torch.cuda.set_device, device) if self._pinned else None  # a thread begins on GPU 0
-        self._pool = ThreadPoolExecutor(1, "cdrmix-loader", begin)
+        start = functools.partial(torch.cuda.set_device, device) if self._pinned else None  # a thread starts on GPU 0
+        self._pool = ThreadPoolExecutor(1, "cdrmix-loader", start)
         self._ahead: dict[int, Future[list[Batch]]] = {}
 
     def __enter__(self) -> Prefetcher:
@@ -121,7 +119,7 @@ class Prefetcher:
         self._pool.shutdown(cancel_futures=True)
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """This rank's micro-batches of global batch `step`; the next one's are begun."""
+        """The micro-batches of this rank of global batch `step`. The thread then makes those of the next step."""
         made = self._ahead.pop(step, None) or self._pool.submit(self._make, step)
         self._ahead = {step + 1: self._pool.submit(self._make, step + 1)} if step + 1 < self._end else {}
         return made.result()
@@ -132,12 +130,12 @@ class Prefetcher:
 
 
 class EvalLoader:
-    """Rows in order, every row once over all ranks; the last batch may be smaller.
+    """The evaluation batches: rows in order, each row once over all ranks; the last batch may be smaller.
 
-    Every target has the weight 1, whatever the shards say: bits per byte are those of the whole text.
-    max_rows: as many rows, spread evenly over the split; None: all. token_count of a batch counts that batch alone.
-    Every rank yields the same number of batches, so that collective operations of the model match: where the
-    rows run out, a batch of one row without targets.
+    Every target has the weight 1, also if the shards have weights, because bits per byte are of the whole text.
+    max_rows: number of rows, spread evenly over the split; None: all. The token_count of a batch is of that batch only.
+    Every rank yields the same number of batches, so that collective operations match. A rank without further rows
+    yields a batch of one row without targets.
     """
 
     def __init__(
@@ -147,32 +145,32 @@ class EvalLoader:
         micro_batch_rows: int,
         max_rows: int | None = None,
         rank: int = 0,
-        world: int = 1,
+        world_size: int = 1,
     ) -> None:
         check_row_length(split, row_length)
-        assert 0 <= rank < world, f"rank {rank} of {world}"
+        assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
         count = split.rows if max_rows is None else min(max_rows, split.rows)
         self.split = split
         self.rows: Array = np.arange(count, dtype=np.int64) * split.rows // count
         self.micro_batch_rows = micro_batch_rows
-        self.rank, self.world = rank, world
+        self.rank, self.world_size = rank, world_size
 
     def __len__(self) -> int:
-        """Batches that each rank yields."""
-        return math.ceil(len(self.rows) / (self.micro_batch_rows * self.world))
+        """Number of batches of each rank."""
+        return math.ceil(len(self.rows) / (self.micro_batch_rows * self.world_size))
 
     def __iter__(self) -> Iterator[Batch]:
         for step in range(len(self)):
-            start = (step * self.world + self.rank) * self.micro_batch_rows
+            start = (step * self.world_size + self.rank) * self.micro_batch_rows
             rows = self.rows[start : start + self.micro_batch_rows]
             token_count = float(self.split.targets_in_rows(rows))
             yield make_batch(self.split, rows, step=step, token_count=token_count, weighted=False)
 
     @property
     def text_bytes(self) -> int:
-        """UTF-8 bytes that the targets of these rows, of all ranks, stand for; end-of-text stands for none.
+        """UTF-8 bytes of the targets of these rows over all ranks; an end-of-text has none.
 
-        For all rows this is the split's text.
+        For all rows this is the text of the split.
         """
         byte_lengths = np.array(self.split.token_byte_lengths(), np.int64)
         starts, lengths, _ = self.split.segments_of(self.rows)
@@ -183,24 +181,25 @@ class EvalLoader:
 
 
 def make_batch(split: Split, rows: Array, *, step: int, token_count: float, weighted: bool = True) -> Batch:
-    """The batch of these rows; of no rows, one row without targets. weighted: False gives every target the weight 1."""
+    """The batch of these rows; without rows, one row without targets. weighted: False sets all weights to 1."""
     height, width = max(len(rows), 1), split.row_length
     ids = np.full(height * width, split.end_of_text_id, np.int64)
     targets = np.zeros(height * width, np.int64)
     starts, lengths, counts = split.segments_of(rows)
-    # A segment begins where the ones before it in its row end: all before it less those of the rows before.
+    # A segment starts after the earlier segments of its row: the sum of all earlier lengths minus those of earlier
+    # rows.
     ends = np.cumsum(lengths)
     last = np.cumsum(counts) - 1
     filled = np.zeros(height, np.int64)
     filled[: len(rows)] = np.diff(ends[last], prepend=0)
     before = np.arange(len(rows)) * width - (ends[last] - filled[: len(rows)])
-    places = ends - lengths + np.repeat(before, counts)
-    split.copy_segments(starts, lengths, places, ids, targets)
+    positions = ends - lengths + np.repeat(before, counts)
+    split.copy_segments(starts, lengths, positions, ids, targets)
     weights = (np.arange(width) < filled[:, None]).astype(np.float32)
     if weighted and split.weighted:
-        split.copy_weights(starts, lengths, places, weights.reshape(-1))
+        split.copy_weights(starts, lengths, positions, weights.reshape(-1))
     row_ends = np.arange(1, height + 1) * width
-    boundaries = np.union1d(places + lengths, np.append(row_ends, 0))
+    boundaries = np.union1d(positions + lengths, np.append(row_ends, 0))
     return Batch(
         ids_BT=torch.from_numpy(ids.reshape(height, width)),
         targets_BT=torch.from_numpy(targets.reshape(height, width)),

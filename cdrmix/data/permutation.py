@@ -1,4 +1,4 @@
-"""Keyed permutations of 0 .. n - 1 whose value at a place is computed, not stored: orders of rows without state."""
+"""Keyed permutations of 0 .. n - 1 whose values are computed, not stored: orders of rows without state."""
 
 from __future__ import annotations
 
@@ -10,34 +10,35 @@ import numpy as np
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-ROUNDS = 8  # of the Feistel network; four already pass for random (Luby and Rackoff 1988), more cost microseconds
+ROUNDS = 8  # of the Feistel network; four are pseudorandom (Luby and Rackoff 1988), and more cost microseconds
 
 
-def permute(places: Array, size: int, key: tuple[int, ...]) -> Array:
-    """int64 [n]: where the permutation of 0 .. size - 1 that `key` names takes each of `places`, int64 [n].
+def permute(positions: Array, size: int, key: tuple[int, ...]) -> Array:
+    """int64 [n]: the values of the permutation of 0 .. size - 1 with key `key` at `positions`, int64 [n].
 
-    A Feistel network on the smallest even number of bits that holds `size`, walked until it lands inside
-    (Black and Rogaway 2002). Raises IndexError for a place outside, from which the walk need not end.
+    A Feistel network on the smallest even number of bits that holds `size`, with cycle walking (Black and Rogaway
+    2002).
+    Raises IndexError for a position outside of 0 .. size - 1, for which cycle walking may not end.
     """
-    places = np.asarray(places, np.int64)
-    return permute_each(places, np.zeros(len(places), np.int64), [size], [key])
+    positions = np.asarray(positions, np.int64)
+    return permute_each(positions, np.zeros(len(positions), np.int64), [size], [key])
 
 
-def permute_each(places: Array, which: Array, sizes: Sequence[int], keys: Sequence[tuple[int, ...]]) -> Array:
-    """As `permute`, each place by a permutation of its own: number which[i] of those of `sizes` and `keys`.
+def permute_each(positions: Array, which: Array, sizes: Sequence[int], keys: Sequence[tuple[int, ...]]) -> Array:
+    """As `permute`, but position i uses the permutation number which[i] of `sizes` and `keys`.
 
-    places, which: int64 [n]. Returns int64 [n].
+    positions, which: int64 [n]. Returns int64 [n].
     """
     size_of = np.array(sizes, np.uint64)
-    if len(places):
-        outside = (places < 0) | (places >= size_of.astype(np.int64)[which])
+    if len(positions):
+        outside = (positions < 0) | (positions >= size_of.astype(np.int64)[which])
         if outside.any():
             size = sizes[int(which[outside.argmax()])]
-            raise IndexError(f"places {places.min()} .. {places.max()} are not all in 0 .. {size - 1}")
+            raise IndexError(f"positions {positions.min()} .. {positions.max()} are not all in 0 .. {size - 1}")
     half_bits = np.array([max(2, ((size - 1).bit_length() + 1) // 2) for size in sizes], np.uint64)
     round_keys = np.stack([_round_keys(key) for key in keys], axis=1)  # [ROUNDS, permutations]
-    result = places.astype(np.uint64)
-    walking = np.arange(len(places))
+    result = positions.astype(np.uint64)
+    walking = np.arange(len(positions))
     while len(walking):
         chosen = which[walking]
         result[walking] = _feistel(result[walking], half_bits[chosen], round_keys[:, chosen])
@@ -55,7 +56,7 @@ def _feistel(values: Array, half_bits: Array, round_keys: Array) -> Array:
     mask = (np.uint64(1) << half_bits) - np.uint64(1)
     left, right = values >> half_bits, values & mask
     for round_key in round_keys:
-        # splitmix64's finalizer, a hash in which every bit of the input reaches every bit of the output
+        # The finalizer of splitmix64: every input bit affects every output bit.
         mixed = right ^ round_key
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

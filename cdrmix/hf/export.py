@@ -19,7 +19,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cdrmix.config.load import dump_config
 from cdrmix.durable import disk_guard, sha256_file, sync_file, sync_folder
 from cdrmix.errors import ConfigError, ExportMismatchError
 from cdrmix.hf.card import model_card
@@ -95,7 +94,7 @@ def _write(loaded: Loaded, folder: Path, summary: Mapping[str, Any], shard_bytes
     for file, group in zip(names, groups, strict=True):
         save_file({name: weights[name] for name in group}, folder / file, metadata={"format": "pt"})
     (folder / "tokenizer.json").write_bytes(loaded.tokenizer.json_bytes)
-    (folder / "config_snapshot.yaml").write_text(dump_config(loaded.config), encoding="utf-8")
+    (folder / "config_snapshot.yaml").write_text(loaded.config.to_yaml(), encoding="utf-8")
     description = {
         "format": "cdrmix",
         "format_version": 1,

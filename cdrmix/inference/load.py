@@ -12,7 +12,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from cdrmix.config.load import load_config
 from cdrmix.config.schema import Config
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.durable import sha256_file
@@ -55,7 +54,7 @@ def load_model(path: str | Path, device: torch.device | None = None) -> Loaded:
         loaded = load_exported(path)
     else:
         run = run_of(path)
-        config = load_config(run.config_snapshot)
+        config = Config.from_yaml(run.config_snapshot)
         checkpoint, weights = final_weights(path, average=config.train.ema_decay is not None)
         if not run.tokenizer.is_file():
             raise CheckpointError(f"{run.path}: tokenizer.json is missing, so its model cannot read or write text")
@@ -147,7 +146,7 @@ def load_exported(path: str | Path) -> Loaded:
     for name in ("config.json", "config_snapshot.yaml", "tokenizer.json"):
         if name not in sums:
             raise CheckpointError(f"{path / SUMS} does not list {name}: this is not a whole exported model")
-    config = load_config(path / "config_snapshot.yaml")
+    config = Config.from_yaml(path / "config_snapshot.yaml")
     weights: dict[str, Tensor] = {}
     for name in sorted(name for name in sums if name.startswith("model") and name.endswith(".safetensors")):
         try:

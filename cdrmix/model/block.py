@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from cdrmix.config.schema import Model
 from cdrmix.model.context import Context
 from cdrmix.model.fast_weights import FastWeightSpan, FastWeightUpdate, PlasticState
-from cdrmix.model.feed_forward.moe import ChannelMix, MoeFeedForward
+from cdrmix.model.feed_forward.moe import FEED_FORWARDS, MoeFeedForward
 from cdrmix.model.feed_forward.router import Routed
 from cdrmix.model.layers import AddNorm
 from cdrmix.model.mixers import MIXERS
@@ -59,10 +59,9 @@ class Block(nn.Module):
         self.mixer_norm = AddNorm(config)
         self.mixer: Mixer = MIXERS[mixer](config, layer)
         self.feed_forward_norm = AddNorm(config)
-        self.feed_forward: MoeFeedForward | ChannelMix = (
-            experts(config) if config.feed_forward.kind == "moe" else ChannelMix(config, layer)
-        )
-        self.plastic: nn.ModuleDict | None = None  # adapters of the mixer's projections, set by LanguageModel
+        kind = config.feed_forward.kind
+        self.feed_forward = experts(config) if kind == "moe" else FEED_FORWARDS[kind](config, layer)
+        self.plastic: nn.ModuleDict | None = None  # adapters of the mixer's projections: LanguageModel sets them
 
     def forward(
         self, x: Tensor, y: Tensor | None, context: Context, span: FastWeightSpan, cache: BlockCache | None

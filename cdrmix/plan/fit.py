@@ -1,4 +1,4 @@
-"""Whether a configuration fits its machine, what would fit where it does not, and the refusal that says so."""
+"""Whether a configuration fits its machine, which changes would fit, and the error message."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from cdrmix.training.engine import BUCKET
 from cdrmix.training.zero import zero_stage
 
 GB = 1e9
-MOST_USED = 0.9  # of a device's memory: what fragments, and what others hold, is not known to the byte
-MOST_PROCESSES = 1024  # that a remedy proposes
-SHORTEST_ROW = 256  # tokens, that a remedy proposes
+MAX_MEMORY_SHARE = 0.9  # of the memory of a device; fragmentation and other processes are not known exactly
+MAX_PROCESSES = 1024  # of a remedy
+MIN_ROW_LENGTH = 256  # tokens, of a remedy
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """Settings with which a configuration would fit, as words of the command line, and what it would take then."""
+    """Settings with which a configuration would fit, as command-line arguments, and the memory it would need."""
 
     settings: tuple[str, ...]
     processes: int
@@ -36,7 +36,7 @@ class Remedy:
 
 @dataclass(frozen=True)
 class Fit:
-    """A memory plan held against a machine. fits: None where the machine's memory is unknown."""
+    """A memory plan and the limit of a machine. fits: None if the memory of the machine is unknown."""
 
     memory: MemoryPlan
     limit: int | None
@@ -51,27 +51,29 @@ def _discard(_: str) -> None:
 def fit(
     config: Config, machine: Machine, processes: int, *, remedies: bool = True, say: Callable[[str], None] = _discard
 ) -> Fit:
-    """Whether the configuration fits, and where not, what would: fewer rows, checkpointing, ZeRO on more processes.
+    """Whether the configuration fits. If not, it searches for remedies: fewer rows, checkpointing, ZeRO on more
+    processes.
 
-    Where none of them suffices: narrower precision, then shorter rows.
+    If none of them is sufficient, it tries narrower precision, then shorter rows.
 
-    remedies: whether they are looked for, each by another trace. say: is told so first; it may take a minute.
+    remedies: whether to search for them, with one trace each. say: receives a message before the search, which may take
+    a minute.
     """
     memory = memory_of(config, machine.platform, processes)
-    limit = None if machine.memory_bytes is None else int(MOST_USED * machine.memory_bytes)
+    limit = None if machine.memory_bytes is None else int(MAX_MEMORY_SHARE * machine.memory_bytes)
     fits = None if limit is None else memory.total <= limit
     if limit is None or fits or not remedies:
         return Fit(memory, limit, fits, ())
-    say("It does not fit; looking for settings with which it would ...")
+    say("It does not fit; searching for settings that fit ...")
     return Fit(memory, limit, fits, tuple(_Search(config, machine, processes, limit).remedies()))
 
 
 def check_memory(config: Config, machine: Machine, processes: int, say: Callable[[str], None] = _discard) -> None:
-    """Raises ConfigError, with what would fit, where the machine's memory is known and too small; before any is used.
+    """Raises ConfigError with remedies if the memory of the machine is known and too small. It allocates nothing.
 
-    What obviously fits is not traced, which takes seconds.
+    A configuration that obviously fits is not traced, because a trace takes seconds.
     """
-    if machine.memory_bytes is None or at_most(config, processes) <= MOST_USED * machine.memory_bytes:
+    if machine.memory_bytes is None or at_most(config, processes) <= MAX_MEMORY_SHARE * machine.memory_bytes:
         return
     found = fit(config, machine, processes, say=say)
     if found.fits is False:
@@ -79,15 +81,16 @@ def check_memory(config: Config, machine: Machine, processes: int, say: Callable
 
 
 def at_most(config: Config, processes: int) -> int:
-    """Bytes that a process takes less than, by a count so coarse that it is some five times what a small model takes.
+    """A coarse upper bound of the bytes of a process, about five times the memory of a small model.
 
-    Of activations it has, a token and block: 120 numbers a width of the model (twelve streams, their gradients and
-    products are some 60), 12 a hidden one of the experts, 40 an inner one of Mamba-2, 8 a key of attention's heads.
+    Activations per token and block: 120 numbers per unit of the model width (twelve streams, their gradients and
+    products are about 60), 12 per hidden unit of the experts, 40 per inner channel of Mamba-2, 8 per key of the
+    attention heads.
     """
     model, train, ffn = config.model, config.train, config.model.feed_forward
     tokens = train.micro_batch_rows * config.data.row_length
     hidden = 12 * ffn.hidden * (ffn.top_k if ffn.kind == "moe" else 1)
-    inner = 40 * model.mamba.expand * model.d_model if any(model.mixer_layers.model_dump().values()) else 0
+    inner = 40 * model.mamba.expand * model.d_model if any(model.mixer_layers.values()) else 0
     attention = 8 * model.attention.heads * config.data.row_length if "attention" in model.mixers else 0
     widest = 120 * model.d_model + hidden + inner * (ffn.top_k if "routing_mamba" in model.mixers else 1) + attention
     activations = 4 * tokens * (model.layers * widest + 12 * model.d_model)
@@ -104,13 +107,13 @@ def shortfall(config: Config, found: Fit, machine: Machine, processes: int) -> s
     each = "each of the processes' shares" if machine.platform == "cpu" and processes > 1 else machine.name
     return (
         f"training {config.run.name} takes {found.memory.total / GB:,.1f} GB a process and {each} has "
-        f"{machine.memory_bytes / GB:,.1f} GB, of which {MOST_USED:.0%}, {found.limit / GB:,.1f} GB, may be planned "
-        f"with; most take {', '.join(f'{part.name} {part.bytes / GB:,.1f} GB' for part in largest)}."
+        f"{machine.memory_bytes / GB:,.1f} GB, of which {MAX_MEMORY_SHARE:.0%}, {found.limit / GB:,.1f} GB, "
+        f"may be planned with; most take {', '.join(f'{part.name} {part.bytes / GB:,.1f} GB' for part in largest)}."
     )
 
 
 def refusal(config: Config, found: Fit, machine: Machine, processes: int) -> str:
-    """Why the configuration does not fit, and what would, in a sentence each."""
+    """Why the configuration does not fit, and the remedies, in one sentence each."""
     text = shortfall(config, found, machine, processes)
     if found.remedies:
         return f"{text} What would fit: {'; or '.join(str(remedy) for remedy in found.remedies)}."
@@ -118,16 +121,16 @@ def refusal(config: Config, found: Fit, machine: Machine, processes: int) -> str
 
 
 def nothing_fits() -> str:
-    """What to do where no remedy was found, in a sentence."""
+    """The advice if no remedy was found, in one sentence."""
     return (
-        f"No number of rows, checkpointing, ZeRO stage, number of such devices up to {MOST_PROCESSES}, 16-bit "
-        f"precision or rows of down to {SHORTEST_ROW} tokens suffices; a larger device or a smaller model may."
+        f"No number of rows, checkpointing, ZeRO stage, number of such devices up to {MAX_PROCESSES}, 16-bit "
+        f"precision or rows of down to {MIN_ROW_LENGTH} tokens is sufficient; use a larger device or a smaller model."
     )
 
 
 @dataclass(frozen=True)
 class _Search:
-    """Changes of a configuration, by their keys, tried on a machine whose devices may use `limit` bytes each."""
+    """The search for changes of keys with which a configuration fits devices of `limit` bytes each."""
 
     config: Config
     machine: Machine
@@ -135,7 +138,7 @@ class _Search:
     limit: int
 
     def remedies(self) -> Iterator[Remedy]:
-        """The mildest change of each kind that fits; where none does, narrower precision and shorter rows."""
+        """The smallest change of each kind that fits. If none fits: narrower precision and shorter rows."""
         found = False
         for remedy in self._same_batch():
             found = True
@@ -146,9 +149,9 @@ class _Search:
     def _tried(self, changes: dict[str, Any], count: int) -> Remedy | None:
         taken = memory_of(_changed(self.config, changes), self.machine.platform, count).total
         # On a CPU the processes share one memory.
-        room = self.limit if self.machine.platform != "cpu" else self.limit * self.processes // count
+        limit = self.limit if self.machine.platform != "cpu" else self.limit * self.processes // count
         settings = tuple(f"{key}={str(value).lower()}" for key, value in changes.items())
-        return Remedy(settings, count, taken) if taken <= room else None
+        return Remedy(settings, count, taken) if taken <= limit else None
 
     def _first(self, choices: Iterable[dict[str, Any]]) -> Remedy | None:
         return next((fitting for changes in choices if (fitting := self._tried(changes, self.processes))), None)
@@ -157,7 +160,9 @@ class _Search:
         return {} if self.config.train.activation_checkpointing else {"train.activation_checkpointing": True}
 
     def _same_batch(self) -> Iterator[Remedy]:
-        """The mildest of fewer rows, of checkpointing, then of both, that fits on as many processes; then on more."""
+        """The smallest change that fits with the same processes: fewer rows, checkpointing, or both; then more
+        processes.
+        """
         rows = self.config.train.micro_batch_rows
         halves = [rows >> shift for shift in range(1, rows.bit_length()) if rows % (1 << shift) == 0]
         fewer = [{"train.micro_batch_rows": less} for less in halves]
@@ -170,14 +175,14 @@ class _Search:
             yield more
 
     def _on_more(self) -> Remedy | None:
-        """The fewest processes, a power of two times those of now, on which it fits: with nothing else changed, where
-        that suffices; else with a higher ZeRO stage; else with checkpointing and single rows as well.
+        """The smallest number of processes that fits, a power of two times the current number.
 
-        Where a step has no rows for twice the processes, those of a micro-batch go down with their number.
+        First without other changes, then with a higher ZeRO stage, then also with checkpointing and single rows. If a
+        step has too few rows for twice the processes, the rows of a micro-batch are reduced too.
         """
         train, processes = self.config.train, self.processes
         counts = [
-            processes << shift for shift in range(MOST_PROCESSES.bit_length()) if processes << shift <= MOST_PROCESSES
+            processes << shift for shift in range(MAX_PROCESSES.bit_length()) if processes << shift <= MAX_PROCESSES
         ]
         unchanged = [(count, int(zero_stage(train, count))) for count in counts[1:] if zero_stage(train, count) > 0]
         least = max(zero_stage(train, processes), 1)
@@ -199,9 +204,9 @@ class _Search:
         return None
 
     def _narrower_or_shorter(self) -> Remedy | None:
-        """bf16 instead of float32; where it does not suffice, also the longest rows that fit, halved some times.
+        """bf16 instead of float32. If that is not sufficient, also the longest halved rows that fit.
 
-        On as many processes, with checkpointing and single rows. Other results are to be expected of both.
+        With the same processes, checkpointing and single rows. Both change the results of the training.
         """
         narrower: dict[str, Any] = {"train.precision": "bf16"} if self.config.train.precision == "fp32" else {}
         if narrower and (remedy := self._tried(narrower, self.processes)) is not None:
@@ -211,10 +216,10 @@ class _Search:
         if narrower and (remedy := self._tried(least, self.processes)) is not None:
             return remedy
         length = self.config.data.row_length
-        lengths = [length >> shift for shift in range(1, length.bit_length()) if length >> shift >= SHORTEST_ROW]
+        lengths = [length >> shift for shift in range(1, length.bit_length()) if length >> shift >= MIN_ROW_LENGTH]
         shorter = [least | {"data.row_length": less} for less in lengths]
         if not shorter or self._tried(shorter[-1], self.processes) is None:
-            return None  # found out first: a trace of shorter rows takes less time
+            return None  # tried first, because a trace of shorter rows takes less time
         return self._first(shorter)
 
 

@@ -1,4 +1,4 @@
-"""The machine that a plan is for: the one at hand, or a card of the table of GPUs."""
+"""The machine of a plan: this machine, or a GPU of the table of GPUs."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from pathlib import Path
 import torch
 
 from cdrmix.config.schema import Config
-from cdrmix.gpus import GPUS, Gpu, gpu_named, gpu_of_key
+from cdrmix.gpus import GPUS, Gpu, gpu_by_key, gpu_by_name
 from cdrmix.ops.backend import Platform
 from cdrmix.runtime import device_type
 
 CGROUPS = Path("/sys/fs/cgroup")
-UNLIMITED = 1 << 60  # cgroup v1 says "no limit" by a number about as large as an address
+UNLIMITED = 1 << 60  # in cgroup v1, "no limit" is a number near 2^63
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A device that every process of a run has for itself; on a CPU the processes share the host's memory.
+    """A device that each process of a run has for itself. On a CPU the processes share the memory of the host.
 
-    memory_bytes, flops_per_second: None where nobody knows. at_hand: found here, not read in a table.
-    host_bytes: main memory of the machine at hand; None of another machine.
+    memory_bytes, flops_per_second: None if unknown. at_hand: a device of this machine, not of the table.
+    host_bytes: main memory of this machine; None for another machine.
     """
 
     name: str
@@ -34,9 +34,9 @@ class Machine:
 
 
 def machine_for(config: Config, key: str | None, processes: int) -> Machine:
-    """The machine of that key on the command line; None: the one at hand, on the device that run.device says."""
+    """The machine with this key of the command line. None: this machine, with the device of run.device."""
     if key not in (None, "cpu"):
-        gpu = gpu_of_key(key)
+        gpu = gpu_by_key(key)
         assert gpu is not None, f"{key} is none of {[gpu.key for gpu in GPUS]}"
         platform: Platform = "hip" if gpu.names[0].startswith("AMD") else "cuda"
         return Machine(gpu.names[0], platform, gpu.memory_bytes, gpu.flops_per_second, gpu.source, False, None)
@@ -45,7 +45,7 @@ def machine_for(config: Config, key: str | None, processes: int) -> Machine:
         each = None if memory is None else memory // processes
         return Machine("this machine's CPU", "cpu", each, None, "this machine", True, memory)
     name = torch.cuda.get_device_name(0)
-    known: Gpu | None = gpu_named(name)
+    known: Gpu | None = gpu_by_name(name)
     return Machine(
         name,
         "hip" if torch.version.hip is not None else "cuda",
@@ -77,7 +77,7 @@ def _total(meminfo: Path) -> int | None:
 
 
 def _limits(root: Path) -> list[int | None]:
-    """Of this process's control group and those above it, versions 2 and 1."""
+    """The limits of the control group of this process and of its parents, versions 2 and 1."""
     of_process = Path("/proc/self/cgroup")
     lines = of_process.read_text().splitlines() if of_process.is_file() else []
     found = []

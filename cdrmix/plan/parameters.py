@@ -23,10 +23,10 @@ UNITS = {"m": 10**6, "b": 10**9, "t": 10**12}
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Numbers of parameters by part, in the order of PARTS.
+    """Numbers of parameters by part, in the order of PARTS, then those of plugins.
 
-    stored: in the files. active: touched by one token, which is every one that is not an expert's, and
-    top_k of the experts. A tied embedding counts once, under embedding.
+    stored: in the files. active: used by one token: all parameters except those of experts, and top_k of the experts. A
+    tied embedding counts once, under embedding.
     """
 
     stored: dict[str, int]
@@ -42,23 +42,24 @@ class ParameterCount:
 
 
 def count_parameters(config: Model, reasoning: Reasoning | None = None) -> ParameterCount:
-    """Counts the parameters of the model itself, built on the meta device, where no number is allocated.
+    """Counts the parameters of the model, which is built on the meta device without allocating memory.
 
-    reasoning: with what stage B adds, where its phases have any steps.
+    reasoning: includes the parameters of stage B, if its phases have steps.
     """
     in_stage_b = reasoning is not None and any(section.steps for _, section in reasoning.phases)
     stored = dict.fromkeys(PARTS, 0)
     with torch.device("meta"):
         model = LanguageModel(config, reasoning=reasoning if in_stage_b else None)
         if reasoning is not None and in_stage_b:
-            from cdrmix.reason.build import with_heads  # here: it needs tokenizers, which the core does not
+            from cdrmix.reason.build import with_heads  # imported here because it needs tokenizers, unlike the core
 
             heads = with_heads(model, config, reasoning)
             stored["stage B heads"] = sum(p.numel() for p in heads.parameters()) - sum(
                 p.numel() for p in model.parameters()
             )
     for name, parameter in model.named_parameters():
-        stored[_part(model, name)] += parameter.numel()
+        part = _part(model, name)
+        stored[part] = stored.get(part, 0) + parameter.numel()  # the mixer of a plugin may name a part of its own
     active = dict(stored)
     feed_forward = config.feed_forward
     active["experts"] = stored["experts"] * feed_forward.top_k // feed_forward.experts
@@ -86,9 +87,9 @@ def _part(model: LanguageModel, name: str) -> str:
 
 
 def parameter_table(config: Config, count: ParameterCount) -> str:
-    """The counts as aligned lines, and how many times what the model's size names both totals are."""
+    """The counts as a table, and the ratio of both totals to the nominal size."""
     lines = [f"{'':<14}{'stored':>20}{'active':>20}"]
-    for part in PARTS:
+    for part in count.stored:
         tied = part == "head" and config.model.tie_embeddings
         if count.stored[part] or tied:
             line = f"{part:<14}{count.stored[part]:>20,}{count.active[part]:>20,}"
@@ -96,14 +97,14 @@ def parameter_table(config: Config, count: ParameterCount) -> str:
     lines.append(f"{'total':<14}{count.total_stored:>20,}{count.total_active:>20,}")
     if size := config.model.size:
         stored, active = (f"{total / nominal(size):.2f} x" for total in (count.total_stored, count.total_active))
-        lines.append(f"{f'of {size}':<14}{stored:>20}{active:>20}   (the name {size}: {nominal(size):,} active)")
+        lines.append(f"{f'of {size}':<14}{stored:>20}{active:>20}   ({size} means {nominal(size):,} active)")
     lines.append("")
     lines.append(f"{config.run.name}: {amount(count.total_active)} active of {amount(count.total_stored)} stored")
     return "\n".join(lines)
 
 
 def nominal(size: str) -> int:
-    """The number a size's name says: 1b is 10**9."""
+    """The number of parameters in the name of a size: 1b is 10**9."""
     match = re.fullmatch(r"(\d+)([mbt])", size)
     assert match, f"a size is digits and a unit, not {size!r}"
     return int(match[1]) * UNITS[match[2]]

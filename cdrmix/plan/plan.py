@@ -1,4 +1,4 @@
-"""The plan of a run: memory held against the machine, operations, time and disk, as data for a table and for JSON."""
+"""The plan of a run: memory against the machine, operations, time and disk, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from cdrmix.config.schema import Config
-from cdrmix.plan.fit import MOST_USED, Fit, fit, nothing_fits
+from cdrmix.plan.fit import MAX_MEMORY_SHARE, Fit, fit, nothing_fits
 from cdrmix.plan.flops import TokenFlops, training_flops_per_token
 from cdrmix.plan.machine import Machine
 from cdrmix.plan.memory import FP32
 from cdrmix.plan.parameters import count_parameters
 from cdrmix.training.zero import zero_stage
 
-PROCESSES_OF_A_HOST = 8
-ASSUMED_SHARE = 0.35  # of a card's bfloat16 peak
+PROCESSES_PER_HOST = 8
+ASSUMED_MFU = 0.35  # share of the bfloat16 peak of a card
 ASSUMPTION = (
-    f"assumed, not measured: {ASSUMED_SHARE:.0%} of the cards' bf16 peak, as others publish of mixtures of experts of "
-    "these sizes on eight H100 (30 to 40 %), communication included"
+    f"assumed, not measured: {ASSUMED_MFU:.0%} of the bf16 peak. Published values for mixtures of experts of these "
+    "sizes on eight H100 are 30 to 40 %, communication included"
 )
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens a second of all processes and hours of stage A, with where they come from; None where nobody knows."""
+    """Tokens per second of all processes, hours of stage A, and their source. None: unknown."""
 
     tokens_per_second: float | None
     hours: float | None
@@ -35,8 +35,11 @@ class Speed:
 
 @dataclass(frozen=True)
 class Disk:
-    """Bytes on disk. shards: of as much text as stage A reads, if none were read twice. checkpoint: one of them;
-    checkpoints: all that are there at a time, with the one being written."""
+    """Bytes on disk.
+
+    shards: of all tokens of stage A, if no text is read twice. checkpoint: of one checkpoint. checkpoints: of all that
+    exist at a time, with the one that is being written.
+    """
 
     shards: int
     checkpoint: int
@@ -46,7 +49,7 @@ class Disk:
 
 @dataclass(frozen=True)
 class Plan:
-    """What stage A of a configuration takes on a machine. tokens: in all. zero_stage: as it comes out."""
+    """The resources of stage A of a configuration on a machine. tokens: in total. zero_stage: with `auto` resolved."""
 
     name: str
     machine: Machine
@@ -60,7 +63,7 @@ class Plan:
     notes: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """Everything as plain data; sizes in bytes, rates a second, unknown figures null."""
+        """The plan as plain data: sizes in bytes, rates per second, unknown values null."""
         machine = dataclasses.asdict(self.machine)
         return {
             "name": self.name,
@@ -89,20 +92,20 @@ class Plan:
 
 
 def make_plan(config: Config, machine: Machine, processes: int, say: Callable[[str], None]) -> Plan:
-    """The plan of stage A on so many processes, each with such a device. say: is told of what takes long."""
+    """The plan of stage A on `processes` processes with one such device each. say: receives progress messages."""
     train = config.train
     flops = training_flops_per_token(config)
     tokens = train.steps * train.batch_rows * config.data.row_length
     notes = []
     found = fit(config, machine, processes, say=say)
-    if max(processes, *(remedy.processes for remedy in found.remedies), 0) > PROCESSES_OF_A_HOST:
+    if max(processes, *(remedy.processes for remedy in found.remedies), 0) > PROCESSES_PER_HOST:
         notes.append(
-            f"cdrmix train --nproc starts the processes of one machine: more than the {PROCESSES_OF_A_HOST} GPUs that "
-            "machines have need torchrun on each of them, which has not been tried."
+            f"cdrmix train --nproc starts the processes of one machine. More than {PROCESSES_PER_HOST} GPUs need "
+            "torchrun on several machines, which has not been tested."
         )
     if config.reasoning is not None:
         notes.append(
-            "Stage A alone: the phases of stage B are not planned; they are shorter, and need more for rollouts."
+            "The plan is for stage A only. The phases of stage B are shorter, and their rollouts need more memory."
         )
     return Plan(
         config.run.name,
@@ -121,8 +124,8 @@ def make_plan(config: Config, machine: Machine, processes: int, say: Callable[[s
 def _speed(flops: TokenFlops, tokens: int, machine: Machine, processes: int) -> Speed:
     peak = machine.flops_per_second
     if peak is None:
-        return Speed(None, None, f"unknown: no rates of {machine.name} are known, and none are guessed")
-    rate = ASSUMED_SHARE * peak * processes / flops.executed
+        return Speed(None, None, f"unknown: the table of GPUs has no rates of {machine.name}")
+    rate = ASSUMED_MFU * peak * processes / flops.executed
     return Speed(rate, tokens / rate / 3600, ASSUMPTION)
 
 
@@ -135,7 +138,7 @@ def _disk(config: Config, tokens: int) -> Disk:
 
 
 def plan_table(plan: Plan) -> str:
-    """The plan for a person, 100 columns wide at most."""
+    """The plan as a table of at most 100 columns."""
     memory, machine = plan.fit.memory, plan.machine
     lines = [f"{plan.name} on {plan.processes} x {machine.name}, ZeRO stage {plan.zero_stage}", f"  {machine.source}"]
     lines += ["", "Memory of a process, GB (10^9 bytes)"]
@@ -149,33 +152,33 @@ def plan_table(plan: Plan) -> str:
     elif plan.fit.fits is False:
         lines += textwrap.wrap(nothing_fits(), 98, initial_indent="  ", subsequent_indent="  ")
     if memory.host_bytes:
-        together = min(plan.processes, PROCESSES_OF_A_HOST)
+        together = min(plan.processes, PROCESSES_PER_HOST)
         several = f"; {together} on a machine: {memory.host_bytes * together / 1e9:,.0f}" if together > 1 else ""
-        lines.append(f"  {'main memory':<14}{_gb(memory.host_bytes)}   to build the model in and save it from{several}")
-    lines += ["", "Saved for the backward pass, GB, by the operator that made it"]
+        lines.append(f"  {'main memory':<14}{_gb(memory.host_bytes)}   to build the model and to save it{several}")
+    lines += ["", "Saved for the backward pass, GB, by operator"]
     lines += [
         f"  {name:<44}{_gb(size)}" for name, size in memory.saved_by_operator.items() if size >= 0.01 * memory.total
     ]
     flops = plan.flops
     unit, scale = ("GFLOP", 1e9) if flops.total >= 1e8 else ("MFLOP", 1e6)
-    lines += ["", f"Operations a token, {unit}"]
+    lines += ["", f"Operations per token, {unit}"]
     parts = {
         "parameters": (flops.parameters, f"6 x {flops.active_parameters:,} active"),
         "attention": (flops.attention, "scores and values over the causal half of a row"),
         "rwkv7": (flops.rwkv7, "the recurrence"),
         "mamba2": (flops.mamba2, "the recurrence and its convolution"),
-        "total": (flops.total, "of the model: what MFU counts"),
-        "recomputed": (flops.recomputed, "by activation checkpointing, on top"),
+        "total": (flops.total, "of the model, for MFU"),
+        "recomputed": (flops.recomputed, "additional, by activation checkpointing"),
     }
     lines += [f"  {name:<14}{number / scale:>11,.3f}   {why}" for name, (number, why) in parts.items() if number]
     speed = plan.speed
     lines += ["", f"Time, for {plan.tokens:,} tokens"]
     if speed.tokens_per_second is not None and speed.hours is not None:
-        if_so = ", if it fitted" if plan.fit.fits is False else ""
+        if_so = ", if it would fit" if plan.fit.fits is False else ""
         lines.append(f"  {'tokens/s':<14}{speed.tokens_per_second:>11,.0f}   {speed.hours:,.0f} hours{if_so}")
     lines += _wrapped(speed.source)
     disk = plan.disk
-    lines += ["", "Disk, GB", f"  {'shards':<14}{_gb(disk.shards)}   at most: if no text were read twice"]
+    lines += ["", "Disk, GB", f"  {'shards':<14}{_gb(disk.shards)}   at most, if no text is read twice"]
     lines.append(f"  {'checkpoints':<14}{_gb(disk.checkpoints)}   {disk.checkpoint / 1e9:,.2f} each")
     lines.append(f"  {'export':<14}{_gb(disk.export)}")
     for note in plan.notes:
@@ -185,10 +188,10 @@ def plan_table(plan: Plan) -> str:
 
 def _verdict(plan: Plan) -> str:
     if plan.fit.limit is None:
-        return "whether it fits is unknown: so is the machine's memory"
+        return "unknown whether it fits: the memory of the machine is unknown"
     assert plan.machine.memory_bytes is not None
-    room = f"{plan.fit.limit / 1e9:,.2f}, {MOST_USED:.0%} of {plan.machine.memory_bytes / 1e9:,.2f}"
-    return f"fits into {room}" if plan.fit.fits else f"DOES NOT FIT into {room}"
+    limit = f"{plan.fit.limit / 1e9:,.2f}, {MAX_MEMORY_SHARE:.0%} of {plan.machine.memory_bytes / 1e9:,.2f}"
+    return f"fits into {limit}" if plan.fit.fits else f"DOES NOT FIT into {limit}"
 
 
 def _gb(size: int) -> str:

@@ -1,9 +1,10 @@
-"""The memory of one micro-batch, found by sending fake tensors through the real model, forward and backward.
+"""The memory of one micro-batch, traced with fake tensors through the real model, forward and backward.
 
-Fake tensors (torch._subclasses.fake_tensor) have shapes, dtypes and lifetimes, and neither memory nor numbers, so every
-operator of the model and of autograd counts as the code has it: what is saved for the backward pass, what lives on, and
-what is freed when. Operators of `cdrmix.ops` give their results as registered for fake tensors, which are those of the
-kernels of the platform that is planned for; what a kernel allocates while it runs is added by `workspace`.
+Fake tensors (torch._subclasses.fake_tensor) have shapes, dtypes and lifetimes, but no memory and no values. So the
+trace
+includes every operator of the model and of autograd: tensors that are saved for the backward pass, and when tensors are
+freed. The operators of `cdrmix.ops` have implementations for fake tensors, which depend on the platform of the plan.
+`workspace` adds the temporary memory of kernels.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from cdrmix.plan.workspace import workspace
 from cdrmix.training.build import narrow_residual
 from cdrmix.training.engine import AUTOCAST, Autocast, attach_copies
 
-LONGEST_PERIOD = 8  # blocks after which the mixers may repeat for a model to be traced by two shorter ones
+MAX_PERIOD = 8  # blocks: longest period of the mixers for which two shorter models are traced
 NAMES: dict[Platform, str] = {"cpu": "a CPU", "cuda": "an NVIDIA GPU", "hip": "an AMD GPU"}
-DOCUMENT_TOKENS = 512  # of a packed document on average: kernels keep a state for each; web text has some 500 to 1,000
-WHOLE_LAYERS = 20  # up to so many a model is traced as it is
+DOCUMENT_TOKENS = 512  # assumed mean length of a document, for which kernels keep a state; web text has 500 to 1,000
+FULL_TRACE_LAYERS = 20  # up to this number of layers, the whole model is traced
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Bytes of a micro-batch, beside weights, optimizer state and gradients that were there before.
+    """Bytes of a micro-batch, without weights, optimizer state and earlier gradients.
 
-    saved: alive between the forward and the backward pass, by the operator that made them. copies: of the weights in
-    the products' dtype, kept from update to update, which `saved` and `peak` leave out. peak: the most alive at once.
+    saved: allocated between the forward and the backward pass, by operator. copies: weights in the dtype of the
+    products, which exist between updates; `saved` and `peak` do not include them. peak: the maximum at any time.
     """
 
     saved: dict[str, int]
@@ -54,10 +55,10 @@ class MicroBatch:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of every storage that an operator makes, for as long as it lives.
+    """Counts the bytes of all storages that operators allocate, until they are freed.
 
-    made: of the storages alive now, bytes and the operator that made them. levels: after each operator the bytes alive,
-    with what its kernel takes while it runs.
+    made: current storage -> (bytes, operator). levels: the allocated bytes after each operator, with the workspace of
+    its kernel.
     """
 
     def __init__(self, platform: Platform) -> None:
@@ -90,20 +91,20 @@ class LiveBytes(TorchDispatchMode):
         self.now -= self.made.pop(key, (0, ""))[0]
 
     def leave_out(self, tensors: Iterable[Tensor | None]) -> None:
-        """Does not count what was there before and stays: an operator may give it back, or a view of it."""
+        """Excludes tensors that existed before, because an operator may return them or a view of them."""
         self.there.update(tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None)
 
     def set_aside(self, tensor: Tensor) -> int:
-        """Leaves a tensor that stays out of `by_operator`, though not out of `now`. Returns its bytes."""
+        """Excludes a tensor from `by_operator`, but not from `now`. Returns its bytes."""
         return self.made.pop(tensor.untyped_storage()._cdata, (0, ""))[0]
 
     def pass_gradient(self, parameter: Tensor) -> None:
-        """Forgets a sum of gradients: PyTorch adds to it in place, but with fake tensors makes a new one."""
+        """Excludes a sum of gradients: PyTorch adds in place, but fake tensors allocate a new sum."""
         assert parameter.grad is not None
         self._forget(parameter.grad.untyped_storage()._cdata)
 
     def by_operator(self) -> dict[str, int]:
-        """Bytes alive now by the operator that made them, the most first."""
+        """The allocated bytes by operator, in descending order."""
         found: Counter[str] = Counter()
         for size, operator in self.made.values():
             found[operator] += size
@@ -111,16 +112,16 @@ class LiveBytes(TorchDispatchMode):
 
 
 def trace(config: Config, platform: Platform, *, zero_stage: int, accumulation: int) -> MicroBatch:
-    """What a micro-batch of stage A takes on one process. accumulation: micro-batches of a process in a step.
+    """The memory of a micro-batch of stage A on one process. accumulation: micro-batches of a process in a step.
 
-    A model whose mixers repeat every few blocks is traced with two smaller numbers of blocks: every block adds the same
-    to what is saved, and to what is alive at the same place of the model. Going down through the blocks, the backward
-    pass frees the same of every one; in a step with one micro-batch gradients of the same size come into being beside
-    it. So what is alive changes evenly between the top of the model and its bottom, and is the most at one of them.
+    A model with periodic mixers is traced with two smaller numbers of blocks and extrapolated. Each block adds the same
+    amount to the saved tensors and to the allocated memory at a given block. In the backward pass each block frees the
+    same amount and, in a step with one micro-batch, allocates gradients of the same size. So the allocated memory is
+    linear between the top and the bottom of the model, and its maximum is at one of the two.
     """
     train = config.train
-    # The rest of the configuration has no part in it, and must not make equal questions look different.
-    asked = _Question(
+    # Only these keys affect the trace; other keys must not cause another trace.
+    traced = _TraceInput(
         config.model,
         config.data.row_length,
         train.micro_batch_rows,
@@ -132,17 +133,17 @@ def trace(config: Config, platform: Platform, *, zero_stage: int, accumulation: 
         zero_stage,
     )
     period = _period(config.model)
-    if config.model.layers <= WHOLE_LAYERS or period is None:
-        return _trace(asked.key(config.model.layers), asked).micro_batch()
-    fewer = period * max(2, 8 // period)  # the upper half of it is a whole period, and the lower one another
+    if config.model.layers <= FULL_TRACE_LAYERS or period is None:
+        return _trace(traced.key(config.model.layers), traced).micro_batch()
+    fewer = period * max(2, 8 // period)  # each half has at least one whole period
     more = fewer + period * max(1, 4 // period)
     steps = (config.model.layers - fewer) / (more - fewer)
-    return _extended(_trace(asked.key(fewer), asked), _trace(asked.key(more), asked), steps).micro_batch()
+    return _extended(_trace(traced.key(fewer), traced), _trace(traced.key(more), traced), steps).micro_batch()
 
 
 @dataclass(frozen=True)
-class _Traced:
-    """A MicroBatch with two peaks: until half of the backward pass is done, and from there to its end."""
+class _TraceResult:
+    """A MicroBatch with two peaks: in the first half of the backward pass (and before), and in the second half."""
 
     saved: dict[str, int]
     copies: int
@@ -154,7 +155,7 @@ class _Traced:
 
 
 @dataclass(frozen=True)
-class _Question:
+class _TraceInput:
     model: Model
     row_length: int
     rows: int
@@ -162,20 +163,19 @@ class _Question:
     checkpointing: bool
     narrow_residual: bool
     platform: Platform
-    gradients_pass: bool  # each is added to the one that is there, or shared out: in either case it does not stay
+    gradients_pass: bool  # gradients are added to existing ones or partitioned, so they are freed at once
     zero_stage: int
 
     def key(self, layers: int) -> str:
-        """The same for equal questions."""
+        """Equal inputs have the same key."""
         return f"{layers} {self}"
 
     def of_layers(self, layers: int) -> Model:
-        listed = {kind: [i for i in chosen if i < layers] for kind, chosen in self.model.mixer_layers}
-        kept = self.model.mixer_layers.model_copy(update=listed)
-        return self.model.model_copy(update={"layers": layers, "mixer_layers": kept})
+        listed = {kind: [i for i in chosen if i < layers] for kind, chosen in self.model.mixer_layers.items()}
+        return self.model.model_copy(update={"layers": layers, "mixer_layers": listed})
 
 
-def _extended(fewer: _Traced, more: _Traced, steps: float) -> _Traced:
+def _extended(fewer: _TraceResult, more: _TraceResult, steps: float) -> _TraceResult:
     def line(first: int, second: int) -> int:
         return round(first + steps * (second - first))
 
@@ -183,54 +183,54 @@ def _extended(fewer: _Traced, more: _Traced, steps: float) -> _Traced:
     saved = {name: line(fewer.saved.get(name, 0), more.saved.get(name, 0)) for name in operators}
     saved = dict(sorted(saved.items(), key=lambda pair: -pair[1]))
     peaks = line(fewer.early, more.early), line(fewer.late, more.late)
-    return _Traced(saved, line(fewer.copies, more.copies), *peaks)
+    return _TraceResult(saved, line(fewer.copies, more.copies), *peaks)
 
 
 def _period(model: Model) -> int | None:
-    """After how many blocks the mixers repeat up to the last; None where they do not within LONGEST_PERIOD."""
+    """The period of the mixers in blocks; None if there is none of at most MAX_PERIOD."""
     mixers = model.mixers
-    for period in range(1, LONGEST_PERIOD + 1):
+    for period in range(1, MAX_PERIOD + 1):
         repeats = all(mixer == mixers[layer % period] for layer, mixer in enumerate(mixers))
         if repeats and model.layers % period == 0:
             return period
     return None
 
 
-_results: dict[str, _Traced] = {}
+_results: dict[str, _TraceResult] = {}
 
 
-def _trace(key: str, asked: _Question) -> _Traced:
+def _trace(key: str, traced: _TraceInput) -> _TraceResult:
     if key not in _results:
         try:
-            _results[key] = _run(asked, int(key.split()[0]))
-        except ValueError as error:  # an operator's: it has no kernel for such a shape there
-            raise ConfigError(f"this model cannot be trained on {NAMES[asked.platform]}: {error}") from error
+            _results[key] = _run(traced, int(key.split()[0]))
+        except ValueError as error:  # of an operator without a kernel for this shape on this platform
+            raise ConfigError(f"this model cannot be trained on {NAMES[traced.platform]}: {error}") from error
     return _results[key]
 
 
-def _run(asked: _Question, layers: int) -> _Traced:
-    rows, length = asked.rows, asked.row_length
+def _run(traced: _TraceInput, layers: int) -> _TraceResult:
+    rows, length = traced.rows, traced.row_length
     with torch.device("meta"):
         model = LossModel(
             LanguageModel(
-                asked.of_layers(layers),
-                activation_checkpointing=asked.checkpointing,
-                narrow_residual=asked.narrow_residual,
+                traced.of_layers(layers),
+                activation_checkpointing=traced.checkpointing,
+                narrow_residual=traced.narrow_residual,
             )
         )
-    dtype = AUTOCAST[asked.precision]
-    with assume_platform(asked.platform), FakeTensorMode():
+    dtype = AUTOCAST[traced.precision]
+    with assume_platform(traced.platform), FakeTensorMode():
         _make_fake(model)
         parameters = list(model.parameters())
-        live = LiveBytes(asked.platform)
-        if asked.gradients_pass:
+        live = LiveBytes(traced.platform)
+        if traced.gradients_pass:
             for parameter in parameters:
-                if asked.zero_stage < 2:
+                if traced.zero_stage < 2:
                     parameter.grad = torch.zeros_like(parameter)
                     parameter.register_post_accumulate_grad_hook(live.pass_gradient)
                 else:
                     parameter.register_post_accumulate_grad_hook(_drop_gradient)
-        attach_copies(parameters, dtype, asked.zero_stage)
+        attach_copies(parameters, dtype, traced.zero_stage)
         ids = torch.zeros(rows, length, dtype=torch.long)
         weights = torch.ones(rows, length)
         documents = torch.zeros(rows * max(1, length // DOCUMENT_TOKENS) + 1, dtype=torch.int32)
@@ -243,16 +243,16 @@ def _run(asked: _Question, layers: int) -> _Traced:
             forward = len(live.levels)
             losses.total.backward()
     half = (forward + len(live.levels)) // 2
-    return _Traced(saved, copies, max(live.levels[:half]) - copies, max(live.levels[half:]) - copies)
+    return _TraceResult(saved, copies, max(live.levels[:half]) - copies, max(live.levels[half:]) - copies)
 
 
 def _drop_gradient(parameter: Tensor) -> None:
-    """What ZeRO does that shares gradients out: none is kept whole."""
+    """Frees a whole gradient, as ZeRO with partitioned gradients does."""
     parameter.grad = None
 
 
 def _make_fake(module: nn.Module) -> None:
-    """Gives every parameter and buffer a fake tensor of its shape on the CPU; call it in a FakeTensorMode."""
+    """Replaces every parameter and buffer by a fake tensor of its shape on the CPU. Call it in a FakeTensorMode."""
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None:

@@ -1,8 +1,8 @@
-"""What an operator's kernels allocate while they run, beyond the results they give: of those that take most.
+"""Temporary memory of the kernels of an operator while they run, for the operators that need most.
 
-Read off the functions that launch the kernels: routed experts keep the hidden rows between their two products; the
-loss has a chunk of logits; CPU kernels compute in float32 and so copy narrower tensors. The others take less than the
-routed experts of the same model, and never at the same time.
+The formulas follow the functions that launch the kernels. Routed experts store the hidden rows between their two
+products. The loss has a chunk of logits. CPU kernels compute in float32 and copy narrower tensors. Other operators need
+less than the routed experts of the same model, and not at the same time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cdrmix.ops.backend import Platform
 
 
 def workspace(operator: Any, args: tuple[Any, ...], results: Any, platform: Platform) -> int:
-    """Bytes that an operator takes while it runs, beside its arguments and results; 0 for PyTorch's own."""
+    """Temporary bytes of an operator while it runs, without arguments and results; 0 for operators of PyTorch."""
     if operator.namespace != "cdrmix":
         return 0
     size = 0
@@ -39,7 +39,7 @@ def workspace(operator: Any, args: tuple[Any, ...], results: Any, platform: Plat
 
 
 def _experts_on_cpu(args: tuple[Any, ...], backward: bool) -> int:
-    """Rows of one expert at a time, of the one that has most: taken for twice the even share."""
+    """One expert is computed at a time. The largest is assumed to have twice the even share of rows."""
     w_up, w_down, weights_TK = args[2:5] if backward else args[1:4]
     experts, hidden, width = w_down.shape
     columns = w_up.shape[2]
@@ -52,14 +52,14 @@ def _narrow(dtype: torch.dtype) -> bool:
 
 
 def _loss(hidden: Tensor, weight: Tensor, dtype: torch.dtype, platform: Platform) -> int:
-    """A chunk's logits, and the weight in the products' dtype where it has another."""
+    """The logits of a chunk, and the weight in the dtype of the products if it has another dtype."""
     rows, (vocabulary, width) = hidden.numel() // hidden.shape[-1], weight.shape
     cast = weight.numel() * dtype.itemsize if weight.dtype != dtype else 0
     if platform == "cpu":
         wide = max(dtype.itemsize, 4)
         most = max(1, reference_loss.CHUNK_BYTES // (vocabulary * wide * reference_loss.LEAST_ROWS))
         chunk = min(rows, reference_loss.MOST_ROWS, most * reference_loss.LEAST_ROWS)
-        # The chunk's hidden states; its logits, once more in float32 where they are narrower, and as gradients.
+        # Per chunk: hidden states; logits, and again in float32 if they are narrower; gradients of the logits.
         return cast + chunk * (width * dtype.itemsize + vocabulary * (wide if not _narrow(dtype) else 8))
     from cdrmix.kernels.cross_entropy import triton as cross_entropy
 

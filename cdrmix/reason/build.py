@@ -66,24 +66,24 @@ def with_heads(language_model: LanguageModel, config: Model, reasoning: Reasonin
 def make_phase(
     name: str, config: Config, tokenizer: TextTokenizer | None, shards: ShardSet | None, world: DistributedContext
 ) -> Phase:
-    """A phase by its name in `reasoning.phases`, with what it has beside it."""
+    """A phase by its name in `reasoning.phases`, with the data that it replays."""
     reasoning = config.reasoning
     assert reasoning is not None
     phases = reasoning.phases
-    beside: list[str] = list(getattr(phases, name).beside)
+    replay: list[str] = list(getattr(phases, name).replay)
     if name == "joint":
         trained = [other for other in ("plasticity", "policy") if getattr(phases, other).steps]
-        beside = list(dict.fromkeys(["text", *trained, *beside]))
+        replay = list(dict.fromkeys(["text", *trained, *replay]))
 
     def sources(section: EpisodesOfTask) -> EpisodeSource:
         return source_of(section, reasoning.chunk, tokenizer)
 
     own = None if name == "joint" else PHASES[name](config, sources)
-    if own is not None and not beside:
+    if own is not None and not replay:
         return own
     loader = None
-    if "text" in beside:
+    if "text" in replay:
         assert shards is not None
         loader = train_loader(config, shards.train, world.rank, world.size)
-    others = [PHASES[other](config, sources) for other in beside if other != "text"]
+    others = [PHASES[other](config, sources) for other in replay if other != "text"]
     return JointPhase(config, name, own, others, loader)

@@ -1,6 +1,6 @@
 """Several losses in one step, so that what one of them learns is not at another's cost.
 
-Phase B4 is that; and any other phase may learn beside the text, or beside what phases before it have taught.
+Phase B4 is that; and any other phase may replay the text, or the data of earlier phases.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ TEXT = ("text/loss", "text/tokens")
 class JointPhase:
     """Every step takes one of each phase and, with a loader, a global batch of stage A's text with its routers' losses.
 
-    own: the phase that the others stand beside, whose measures keep their names, and which says what is trained; None
-    in B4, where the whole model is. beside: measures carry these phases' names. loader: of the text, by this process's
-    rank; its batches go on behind stage A's. Losses are added up, each a mean over its own tokens.
+    own: the phase that determines the trained parameters; its measures keep their names. None in B4, which trains the
+    whole model. replay: other phases; their measures are prefixed with the name of the phase. loader: of the text, for
+    the rank of this process; its batches continue those of stage A. The losses are added; each is a mean over its
+    own tokens.
     """
 
     def __init__(
-        self, config: Config, name: str, own: Phase | None, beside: Sequence[Phase], loader: TrainLoader | None
+        self, config: Config, name: str, own: Phase | None, replay: Sequence[Phase], loader: TrainLoader | None
     ) -> None:
-        self.name, self.own, self.beside = name, own, tuple(beside)
+        self.name, self.own, self.replay = name, own, tuple(replay)
         self._loader, self._first = loader, config.train.steps
         self._share = config.train.micro_batch_rows / config.train.batch_rows  # of one micro-batch, over all processes
         self.measures: tuple[str, ...] = () if own is None else tuple(own.measures)
         self._text = len(self.measures)
         self.measures += TEXT if loader is not None else ()
         self._places = []
-        for phase in self.beside:
+        for phase in self.replay:
             self._places.append(len(self.measures))
             self.measures += tuple(f"{phase.name}/{measure}" for measure in phase.measures)
 
@@ -47,7 +48,7 @@ class JointPhase:
         return self.own is None or self.own.trains(parameter)
 
     def losses(self, model: StageBModel, step: int, rank: int, processes: int) -> list[Loss]:
-        """The own phase's micro-batches, the text's, then those of each phase beside it."""
+        """The own phase's micro-batches, the text's, then those of the replayed phases."""
         count = len(self.measures)
         losses: list[Loss] = []
         if self.own is not None:
@@ -55,7 +56,7 @@ class JointPhase:
         if self._loader is not None:
             batches = self._loader.micro_batches(self._first + step)
             losses += [_Placed(_Text(batch, self._share), self._text, count) for batch in batches]
-        for phase, place in zip(self.beside, self._places, strict=True):
+        for phase, place in zip(self.replay, self._places, strict=True):
             losses += [_Placed(loss, place, count) for loss in phase.losses(model, step, rank, processes)]
         return losses
 
@@ -64,7 +65,7 @@ class JointPhase:
         shown = {} if self.own is None else self.own.record({name: sums[name] for name in self.own.measures})
         if self._loader is not None:
             shown["text_loss"] = sums["text/loss"] / sums["text/tokens"]
-        for phase in self.beside:
+        for phase in self.replay:
             measured = {measure: sums[f"{phase.name}/{measure}"] for measure in phase.measures}
             shown |= {f"{phase.name}/{name}": value for name, value in phase.record(measured).items()}
         return shown

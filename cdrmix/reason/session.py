@@ -28,7 +28,7 @@ from cdrmix.reason.agent.agent import TokenMemory, Window
 from cdrmix.reason.build import load_stage_b
 from cdrmix.reason.controller.controller import Controller, Group, configured
 from cdrmix.reason.episodes import EpisodeSource, source_of
-from cdrmix.reason.rl.rollout import proceed, read
+from cdrmix.reason.rl.rollout import decode, prefill
 
 FORMAT = "cdrmix session 1"
 
@@ -110,8 +110,8 @@ class Session:
             question = self._question_1Q[:, : int((self._question_1Q != self._source.pad).sum())]
             prompt = torch.cat([self._mark(marks.question), question, self._mark(marks.answer)], 1)
             model, generator = self._model.language_model, torch.Generator()
-            begun = read(model, prompt, group.cache)
-            said = proceed(model, begun, self._window.answer, temperature=0.0, generator=generator, end=marks.end)
+            begun = prefill(model, prompt, group.cache)
+            said = decode(model, begun, self._window.answer, temperature=0.0, generator=generator, end=marks.end)
             from_fast_weights = self._text(self._window.written(said)).strip()
         return Answers(from_memory, from_fast_weights)
 
@@ -173,7 +173,7 @@ class Session:
     def _write(self, prompt_1L: Tensor, tokens: int) -> Tensor:
         model, generator = self._model.language_model, torch.Generator()
         end = self._window.marks.end
-        said = proceed(model, read(model, prompt_1L), tokens, temperature=0.0, generator=generator, end=end)
+        said = decode(model, prefill(model, prompt_1L), tokens, temperature=0.0, generator=generator, end=end)
         return self._window.written(said)
 
     def _row(self, ids: list[int], width: int) -> Tensor:

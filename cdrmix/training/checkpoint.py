@@ -32,7 +32,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cdrmix.config.load import config_hash, dump_config
 from cdrmix.config.schema import Config
 from cdrmix.durable import disk_full, disk_guard, is_disk_full, sha256_file, sync_file, sync_folder, write_atomically
 from cdrmix.errors import CheckpointError, ConfigError, VocabularyError
@@ -116,7 +115,7 @@ def save_checkpoint(
                 entries[AVERAGE] = _write_tensors(temporary / AVERAGE, average)
             state = _state(engine, progress, config, fingerprints)
             entries["state.json"] = _write_text(temporary / "state.json", json.dumps(state, indent=2) + "\n")
-            entries["config_snapshot.yaml"] = _write_text(temporary / "config_snapshot.yaml", dump_config(config))
+            entries["config_snapshot.yaml"] = _write_text(temporary / "config_snapshot.yaml", config.to_yaml())
         name = _optimizer_file(engine.stage, world.rank)
         if world.is_main_process or engine.stage > 0:
             entries[name] = _write_tensors(temporary / name, optimizer)
@@ -185,10 +184,10 @@ def load_checkpoint(engine: Engine, checkpoint: Path, config: Config, fingerprin
             "restore the former file, or start a new run"
         )
     check_text(state["text"], fingerprints.text, checkpoint)
-    if state["config_hash"] != config_hash(config):
+    if state["config_hash"] != config.hash():
         raise ConfigError(
             f"{checkpoint} was made by configuration {state['config_hash'][:8]}, this one is "
-            f"{config_hash(config)[:8]}; resume with --config {checkpoint / 'config_snapshot.yaml'}"
+            f"{config.hash()[:8]}; resume with --config {checkpoint / 'config_snapshot.yaml'}"
         )
     if state["zero_stage"] != engine.stage:  # train.zero_stage: auto, and another number of processes
         raise CheckpointError(
@@ -300,7 +299,7 @@ def _together(world: DistributedContext, action: Callable[[], None], temporary: 
 def _state(engine: Engine, progress: Progress, config: Config, fingerprints: Fingerprints) -> dict[str, Any]:
     return {
         "progress": dataclasses.asdict(progress),
-        "config_hash": config_hash(config),
+        "config_hash": config.hash(),
         **fingerprints._asdict(),
         **_layout(engine),
         "zero_stage": engine.stage,

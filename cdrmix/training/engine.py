@@ -132,7 +132,7 @@ def deepspeed_config(config: Config, world: DistributedContext) -> dict[str, Any
             "log_trace_cache_warnings": False,
             "enable_sanity_checks": False,
         },
-        "zero_allow_untested_optimizer": False,
+        "zero_allow_untested_optimizer": train.optimizer != "adamw",
         "zero_force_ds_cpu_optimizer": False,
         "compile": {"deepcompile": False},
         "flops_profiler": {"enabled": False},
@@ -182,9 +182,9 @@ class Engine:
         self.loss_scale = LossScale(config.train.precision == "fp16")
         self.module = Autocast(loss_model, world.device.type, AUTOCAST[config.train.precision])
         self.any_threads = any_threads(config, world.device)  # no bit depends on the number of CPU threads
-        self.adamw = make_optimizer(parameter_groups(loss_model, config.train), config.train)
+        self.optimizer = make_optimizer(parameter_groups(loss_model, config.train), config.train)
         self._engine, *_ = deepspeed.initialize(
-            model=self.module, optimizer=self.adamw, config=deepspeed_config(config, world)
+            model=self.module, optimizer=self.optimizer, config=deepspeed_config(config, world)
         )
         self._last = False  # the current micro-batch ends the update
         self.parameters: dict[str, Any] = {  # Any: ZeRO-3 gives parameters ds_tensor, ds_numel and ds_shape
@@ -207,7 +207,7 @@ class Engine:
 
     def set_learning_rate(self, rate: float) -> None:
         """Sets the learning rate of every group for the next update: `rate` times the group's multiplier."""
-        for group in self.adamw.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = rate * group["multiplier"]
 
     def forward(self, batch: Batch, *, last: bool) -> Losses:
@@ -355,7 +355,7 @@ class Engine:
         """
         state = {}
         for name, parameter in self._optimized().items():
-            for key, value in self.adamw.state.get(parameter, {}).items():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
                 found: Tensor | None = value.detach() if self.stage > 0 or self.world.rank == 0 else None
                 if is_expert_shard(parameter) and value.shape == parameter.shape:
                     assert self._experts is not None
@@ -372,7 +372,7 @@ class Engine:
             parameter = optimized[name]
             if value.dim() == parameter.dim():  # otherwise it is the step count
                 value = self._shard(parameter, value)
-            self.adamw.state[parameter][slot] = value.to(parameter.device, copy=True)
+            self.optimizer.state[parameter][slot] = value.to(parameter.device, copy=True)
 
     def _replicated(self) -> list[ReplicatedParameters]:
         # The processes that hold the same parameters, and under ZeRO-1 the owner of each.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from cdrmix.config.schema import Train
 from cdrmix.model.layers import ParameterKind, parameter_kind
+from cdrmix.registry import Registry
+
+OPTIMIZERS = Registry[Callable[[list[dict[str, Any]], Train], torch.optim.Optimizer]]("optimizer")
 
 # Weight decay shrinks what multiplies activations; norms, biases, mixing vectors and embeddings are left alone.
 # RWKV-7's decay bias w0 learns at twice the rate, as published.
@@ -38,7 +41,13 @@ def parameter_groups(model: nn.Module, train: Train) -> list[dict[str, Any]]:
     ]
 
 
-def make_optimizer(groups: list[dict[str, Any]], train: Train) -> torch.optim.AdamW:
+def make_optimizer(groups: list[dict[str, Any]], train: Train) -> torch.optim.Optimizer:
+    """The optimizer `train.optimizer` over the groups of `parameter_groups`. Its state must consist of tensors."""
+    return OPTIMIZERS[train.optimizer](groups, train)
+
+
+@OPTIMIZERS("adamw")
+def adamw(groups: list[dict[str, Any]], train: Train) -> torch.optim.AdamW:
     """AdamW over the groups. Fused: one pass over memory, element by element, so also deterministic."""
     return torch.optim.AdamW(
         groups,

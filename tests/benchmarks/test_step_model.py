@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cdrmix.config.load import load_config
+from cdrmix.config.schema import Config
 from cdrmix.plan.flops import training_flops_per_token
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +32,7 @@ def modelled(folder: Path, *overrides: str) -> dict[str, Any]:
 
 def test_it_counts_the_products_of_the_formula(tmp_path: Path) -> None:
     row = modelled(tmp_path)
-    config = load_config(TINY)
+    config = Config.from_yaml(TINY)
     products = [cost["flops"] for part, cost in row["parts"].items() if part != "attention"]
     wanted = training_flops_per_token(config).parameters * row["tokens"]
     # The formula counts vectors (norms, mixes, biases: 2 % of this model's active parameters) as matrices.

@@ -15,7 +15,6 @@ import pytest
 import torch
 import yaml
 
-from cdrmix.config.load import load_config
 from cdrmix.config.schema import Config
 from cdrmix.plan.flops import training_flops_per_token
 
@@ -142,7 +141,7 @@ def configured(*overrides: str, **changes: Any) -> Config:
 
 
 def test_a_micro_batch_has_any_number_of_rows() -> None:
-    released = load_config(ROOT / "configs" / "cdrmix-core-4b.yaml").train.batch_rows
+    released = Config.from_yaml(ROOT / "configs" / "cdrmix-core-4b.yaml").train.batch_rows
     assert released % 3 > 0
     full = configured(micro_batch_rows=3)
     assert (full.train.micro_batch_rows, full.train.batch_rows) == (3, released // 3 * 3)
@@ -157,20 +156,22 @@ def test_one_process_shares_nothing_out_unless_told_to(monkeypatch: pytest.Monke
     assert stage() == 0
     assert stage("train.zero_stage=1") == stage(zero_stage=1) == 1
     monkeypatch.setenv("WORLD_SIZE", "8")
-    assert stage() == load_config(ROOT / "configs" / "cdrmix-core-4b.yaml").train.zero_stage
+    assert stage() == Config.from_yaml(ROOT / "configs" / "cdrmix-core-4b.yaml").train.zero_stage
 
 
 def test_the_dense_model_has_as_many_active_parameters() -> None:
     active = {}
     for name in ("core-1b", "dense-1b"):
         case = train_gpu.CASES[name]
-        config = load_config(ROOT / "configs" / case.config, case.overrides)
+        config = Config.from_yaml(ROOT / "configs" / case.config, case.overrides)
         active[name] = training_flops_per_token(config).active_parameters
     assert active["dense-1b"] == pytest.approx(active["core-1b"], rel=1e-3)
 
 
 def test_synthetic_batches_are_whole_packed_rows_of_log_normal_documents() -> None:
-    config = load_config(ROOT / "configs" / "cdrmix-core-tiny.yaml", ["data.row_length=1024", "train.batch_rows=32"])
+    config = Config.from_yaml(
+        ROOT / "configs" / "cdrmix-core-tiny.yaml", ["data.row_length=1024", "train.batch_rows=32"]
+    )
     batches = [train_gpu.synthetic_batch(config, number) for number in range(4)]
     again = train_gpu.synthetic_batch(config, 2)
     assert torch.equal(again.ids_BT, batches[2].ids_BT)
@@ -191,7 +192,7 @@ def test_synthetic_batches_are_whole_packed_rows_of_log_normal_documents() -> No
 
 
 def test_an_mfu_of_one_or_more_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config(ROOT / "configs" / "cdrmix-core-tiny.yaml")
+    config = Config.from_yaml(ROOT / "configs" / "cdrmix-core-tiny.yaml")
     world = train_gpu.DistributedContext(0, 1, 0, torch.device("cpu"))
     batches = [train_gpu.synthetic_batch(config, 0)]
     flops = training_flops_per_token(config).total

@@ -17,7 +17,7 @@ import torch
 
 from cdrmix import workflow as lifecycle
 from cdrmix.cli import main
-from cdrmix.config.load import load_config
+from cdrmix.config.schema import Config
 from cdrmix.config.schema_reasoning import Phases
 from cdrmix.errors import CheckpointError
 from cdrmix.eval.perplexity import Baselines, HeldOut, Score
@@ -163,13 +163,13 @@ def test_only_the_first_process_hashes_the_shards(
         DistributedContext, "gather", lambda world, item: [(copy, None), item]
     )  # as the first process answers
     run = RunFolder.open(finished.path, writes=False)
-    assert lifecycle._prepare(load_config(run.config_snapshot), run, second).path == copy
+    assert lifecycle._prepare(Config.from_yaml(run.config_snapshot), run, second).path == copy
 
 
 def test_an_unfinished_run_s_checkpoints_are_not_hashed_to_learn_that_it_is_unfinished(
     finished: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = load_config(finished.config_snapshot)
+    config = Config.from_yaml(finished.config_snapshot)
     assert lifecycle._finished(config, finished)
     monkeypatch.setattr(lifecycle, "newest_whole_checkpoint", None)  # not called
     longer = config.model_copy(update={"train": config.train.model_copy(update={"steps": 5})})

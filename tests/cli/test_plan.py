@@ -82,7 +82,7 @@ def test_a_card_without_a_name_in_the_table_has_no_rates(
     plan = json.loads(capsys.readouterr().out)
     assert plan["machine"]["memory_bytes"] == 10**10
     assert plan["machine"]["flops_per_second"] is plan["speed"]["tokens_per_second"] is None
-    assert "none are guessed" in plan["speed"]["source"]
+    assert "the table of GPUs has no rates" in plan["speed"]["source"]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

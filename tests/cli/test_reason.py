@@ -37,7 +37,7 @@ REASON = (
     "evaluation: {chunks: [4], episodes: 4}}",
     *(f"reasoning.phases.{name}={{steps: {STEPS}, episodes: 4, micro_batch: 8}}" for name in PHASES),
     "reasoning.phases.operations_imitation.train=all",
-    "reasoning.phases.operations_imitation.beside=[text, plasticity, imitation]",
+    "reasoning.phases.operations_imitation.replay=[text, plasticity, imitation]",
 )
 
 
@@ -54,9 +54,9 @@ def test_every_phase_is_done_measured_and_shown(finished: Path) -> None:
     rows = read_metrics(finished / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, STEPS_A + STEPS * len(PHASES) + 1))
     assert [row["phase"] for row in rows if "phase" in row] == [name for name in PHASES for _ in range(STEPS)]
-    (beside,) = (row for row in rows if row.get("phase") == "operations_imitation" and row["phase_step"] == STEPS)
+    (replaying,) = (row for row in rows if row.get("phase") == "operations_imitation" and row["phase_step"] == STEPS)
     (joint,) = (row for row in rows if row.get("phase") == "joint" and row["phase_step"] == STEPS)
-    assert {"agreed", "text_loss", "plasticity/accuracy", "imitation/accuracy"} <= beside["measures"].keys()
+    assert {"agreed", "text_loss", "plasticity/accuracy", "imitation/accuracy"} <= replaying["measures"].keys()
     assert {"text_loss", "plasticity/accuracy", "policy/reward"} <= joint["measures"].keys()
     summary = json.loads((finished / "metrics.json").read_text())
     assert summary["finished"]

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cdrmix.config.core_param_autosizer import core_defaults, low_ranks
-from cdrmix.config.load import load_config
-from cdrmix.config.reasoning_param_autosizer import reasoning_defaults
+from cdrmix.config.autosizers import core_param_autosizer, low_ranks, reasoning_param_autosizer
+from cdrmix.config.schema import Config
 
 TRAIN = "train: {steps: 5, batch_rows: 1, micro_batch_rows: 1, learning_rate: 1}\n"
 
@@ -52,10 +51,10 @@ def test_widths_follow_without_a_size(tmp_path: Path) -> None:
         TRAIN + "model: {d_model: 1024, layers: 2, attention: {heads: 8}, feed_forward: {hidden: 64}, "
         "rwkv: {gate_rank: 7}}\n"
     )
-    model = load_config(path).model
+    model = Config.from_yaml(path).model
     assert model.attention.kv_heads == 8
     assert (model.rwkv.decay_rank, model.rwkv.value_rank, model.rwkv.gate_rank) == (64, 32, 7)
-    assert load_config(path, ["model.attention.kv_heads=2"]).model.attention.kv_heads == 2
+    assert Config.from_yaml(path, ["model.attention.kv_heads=2"]).model.attention.kv_heads == 2
 
 
 def test_explicit_keys_win_over_the_size(tmp_path: Path) -> None:
@@ -63,7 +62,7 @@ def test_explicit_keys_win_over_the_size(tmp_path: Path) -> None:
     path.write_text(TRAIN + "model: {size: 40b}\nreasoning: {}\n")
     overrides = ["model.d_model=1024", "model.feed_forward.hidden=10", "train.gradient_clip=2", "model.layers=3",
                  "model.attention.heads=8", "reasoning.rl.horizon=9", "reasoning.plastic_lora.rank=1"]  # fmt: skip
-    config = load_config(path, overrides)
+    config = Config.from_yaml(path, overrides)
     assert (config.model.d_model, config.model.layers, config.model.feed_forward.hidden) == (1024, 3, 10)
     assert (config.train.gradient_clip, config.model.init_std_scale) == (2.0, 0.9)
     assert (config.model.attention.heads, config.model.attention.kv_heads) == (8, 8)
@@ -81,11 +80,11 @@ broken = st.recursive(
 
 @given(st.dictionaries(st.sampled_from(["model", "train", "reasoning"]), broken))
 def test_malformed_data_are_left_to_the_schema(data: dict[str, object]) -> None:
-    assert isinstance(core_defaults(data), dict)
-    assert isinstance(reasoning_defaults(data), dict)
+    assert isinstance(core_param_autosizer(data), dict)
+    assert isinstance(reasoning_param_autosizer(data), dict)
 
 
 def test_a_core_run_gets_no_reasoning() -> None:
-    assert reasoning_defaults({"model": {"size": "1b"}}) == {}
-    assert reasoning_defaults({"model": {"size": "1b"}, "reasoning": None}) == {}
-    assert reasoning_defaults({"model": {}, "reasoning": {}}) == {}
+    assert reasoning_param_autosizer({"model": {"size": "1b"}}) == {}
+    assert reasoning_param_autosizer({"model": {"size": "1b"}, "reasoning": None}) == {}
+    assert reasoning_param_autosizer({"model": {}, "reasoning": {}}) == {}

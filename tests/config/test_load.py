@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cdrmix.config.load import config_hash, dump_config, load_config
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_data import HuggingFaceSource, JsonlSource, StdlibSource, TextSource
 from cdrmix.errors import ConfigError
@@ -27,12 +26,12 @@ def write(folder: Path, **files: str) -> Path:
 
 
 def load(folder: Path, text: str = "", *overrides: str) -> Config:
-    return load_config(write(folder, run=GOOD + text), overrides)
+    return Config.from_yaml(write(folder, run=GOOD + text), overrides)
 
 
 def message(path: Path, *overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        load_config(path, overrides)
+        Config.from_yaml(path, overrides)
     return str(caught.value).replace(f"{path.parent}/", "")
 
 
@@ -41,7 +40,7 @@ def test_three_levels_merge_key_by_key(tmp_path: Path) -> None:
     (tmp_path / "shared" / "deep.yaml").write_text(GOOD + "run: {seed: 7, name: deep}\n")
     (tmp_path / "shared" / "middle.yaml").write_text("base: deep.yaml\nrun: {name: middle}\ntrain: {steps: 600}\n")
     path = write(tmp_path, top="base: shared/middle.yaml\ntrain: {betas: [0.8, 0.9]}\n")
-    config = load_config(path)
+    config = Config.from_yaml(path)
     assert (config.run.seed, config.run.name) == (7, "middle")
     assert (config.train.steps, config.train.betas, config.train.batch_rows) == (600, (0.8, 0.9), 8)
 
@@ -50,7 +49,7 @@ def test_a_problem_is_shown_in_the_file_that_wrote_it(tmp_path: Path) -> None:
     path = write(tmp_path, low=GOOD + "run:\n  seed: -1\n", top="base: low.yaml\nrun: {name: x}\n")
     assert "\nlow.yaml:4: run.seed: found -1" in message(path)
     # the heir's value covers it
-    assert load_config(write(tmp_path, top="base: low.yaml\nrun: {seed: 1}\n")).run.seed == 1
+    assert Config.from_yaml(write(tmp_path, top="base: low.yaml\nrun: {seed: 1}\n")).run.seed == 1
 
 
 def test_what_a_section_lacks_is_shown_in_the_heir(tmp_path: Path) -> None:
@@ -103,11 +102,11 @@ def test_syntax_of_a_base_is_shown_there(tmp_path: Path) -> None:
 def test_another_kind_of_source_replaces_the_section(tmp_path: Path) -> None:
     low = GOOD + "data: {row_length: 64, source: {kind: huggingface, name: some/text, split: test}}\n"
     path = write(tmp_path, low=low, top="base: low.yaml\ndata: {source: {kind: text, paths: [a]}}\n")
-    assert load_config(path).data.source == TextSource(kind="text", paths=["a"])
-    assert load_config(path).data.row_length == 64
-    overridden = load_config(tmp_path / "low.yaml", ["data.source.kind=text", "data.source.paths=[b]"])
+    assert Config.from_yaml(path).data.source == TextSource(kind="text", paths=["a"])
+    assert Config.from_yaml(path).data.row_length == 64
+    overridden = Config.from_yaml(tmp_path / "low.yaml", ["data.source.kind=text", "data.source.paths=[b]"])
     assert overridden.data.source == TextSource(kind="text", paths=["b"])
-    same_kind = load_config(tmp_path / "low.yaml", ["data.source.name=other/text"])
+    same_kind = Config.from_yaml(tmp_path / "low.yaml", ["data.source.name=other/text"])
     assert same_kind.data.source == HuggingFaceSource(kind="huggingface", name="other/text", split="test")
 
 
@@ -131,7 +130,7 @@ def test_overrides_win_create_keys_and_the_last_wins(tmp_path: Path) -> None:
         ("run.name={", "run.name: not valid YAML"),
         ("run.name=!!python/name:os.system", "run.name: the tag"),
         ("train.steps.more=3", "train.steps: found a section"),
-        ("base=other.yaml", "base: can only stand in a file"),
+        ("base=other.yaml", "base: only allowed in a file"),
         ("run={sed: 3}", "run.sed: unknown key"),
     ],
 )
@@ -173,8 +172,8 @@ def test_core_or_reasoning_by_the_section(tmp_path: Path) -> None:
     assert load(tmp_path).kind == "core"
     low = "model: {size: 1b}\ntrain: {steps: 5, batch_rows: 1, micro_batch_rows: 1, learning_rate: 1}\nreasoning: {}\n"
     path = write(tmp_path, low=low, top="base: low.yaml\nreasoning: null\n")
-    assert load_config(tmp_path / "low.yaml").kind == "reasoning"
-    assert load_config(path).kind == "core"
+    assert Config.from_yaml(tmp_path / "low.yaml").kind == "reasoning"
+    assert Config.from_yaml(path).kind == "core"
 
 
 def test_paths_are_left_as_written(tmp_path: Path) -> None:
@@ -186,7 +185,7 @@ def test_paths_are_left_as_written(tmp_path: Path) -> None:
 def test_byte_order_mark_and_windows_lines(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_bytes(b"\xef\xbb\xbf" + GOOD.replace("\n", "\r\n").encode())
-    assert load_config(path).train.steps == 500
+    assert Config.from_yaml(path).train.steps == 500
 
 
 def test_aliases_within_a_file(tmp_path: Path) -> None:
@@ -220,14 +219,14 @@ data:
 def test_domains_are_inherited_and_overridden_one_by_one(tmp_path: Path) -> None:
     heir = "base: low.yaml\ndata: {domains: {code: {source: {kind: stdlib}}, web: {max_epochs: 3}}}\n"
     path = write(tmp_path, low=GOOD + DOMAINS, top=heir)
-    config = load_config(path, ["data.domains.books.source.paths=[c]", "data.domains.books.priority=4"])
+    config = Config.from_yaml(path, ["data.domains.books.source.paths=[c]", "data.domains.books.priority=4"])
     domains = config.data.domains
     assert domains is not None
     assert list(domains) == ["web", "books", "code"]
     assert domains["web"].max_epochs == 3
     assert domains["books"].source == TextSource(kind="text", paths=["c"])
     assert domains["books"].priority == 4
-    assert load_config(write(tmp_path, dump=dump_config(config))) == config
+    assert Config.from_yaml(write(tmp_path, dump=config.to_yaml())) == config
 
 
 @pytest.mark.parametrize(
@@ -253,11 +252,11 @@ def test_bounds_are_merged_by_name(tmp_path: Path) -> None:
 
 def test_the_dump_stands_by_itself(tmp_path: Path) -> None:
     path = write(tmp_path, low=GOOD, top="base: low.yaml\nmodel: {attention: {kv_heads: 2}}\n")
-    config = load_config(path, ["run.name=3e-4x", "train.ema_decay=0.999"])
+    config = Config.from_yaml(path, ["run.name=3e-4x", "train.ema_decay=0.999"])
     (tmp_path / "low.yaml").unlink()
-    text = dump_config(config)
+    text = config.to_yaml()
     assert text.startswith("# One core run of cdrmix")
-    assert load_config(write(tmp_path, snapshot=text)) == config
+    assert Config.from_yaml(write(tmp_path, snapshot=text)) == config
     # any YAML 1.1 reader gets the same values
     assert yaml.safe_load(text)["train"]["learning_rate"] == config.train.learning_rate
     assert "base" not in yaml.safe_load(text)
@@ -266,11 +265,11 @@ def test_the_dump_stands_by_itself(tmp_path: Path) -> None:
 
 def test_the_hash_is_of_values_not_of_how_they_were_written(tmp_path: Path) -> None:
     plain = load(tmp_path)
-    assert len(config_hash(plain)) == 64
-    assert config_hash(load(tmp_path, "run: {seed: 1}\n")) == config_hash(plain)
-    assert config_hash(load(tmp_path, "", "train.learning_rate=0.003")) == config_hash(plain)
-    assert config_hash(load(tmp_path, "", "run.root=elsewhere")) == config_hash(plain)
-    assert config_hash(load_config(write(tmp_path, dump=dump_config(plain)))) == config_hash(plain)
+    assert len(plain.hash()) == 64
+    assert load(tmp_path, "run: {seed: 1}\n").hash() == plain.hash()
+    assert load(tmp_path, "", "train.learning_rate=0.003").hash() == plain.hash()
+    assert load(tmp_path, "", "run.root=elsewhere").hash() == plain.hash()
+    assert Config.from_yaml(write(tmp_path, dump=plain.to_yaml())).hash() == plain.hash()
 
 
 @pytest.mark.parametrize(
@@ -290,7 +289,7 @@ def test_the_hash_is_of_values_not_of_how_they_were_written(tmp_path: Path) -> N
 )
 def test_what_decides_no_weight_is_not_hashed(tmp_path: Path, change: str) -> None:
     assert load(tmp_path, "", change) != load(tmp_path)
-    assert config_hash(load(tmp_path, "", change)) == config_hash(load(tmp_path))
+    assert load(tmp_path, "", change).hash() == load(tmp_path).hash()
 
 
 @pytest.mark.parametrize(
@@ -298,7 +297,7 @@ def test_what_decides_no_weight_is_not_hashed(tmp_path: Path, change: str) -> No
     ["run.seed=2", "run.device=cpu", "data.row_length=8", "train.steps=9", "train.learning_rate=0.1"],
 )
 def test_what_decides_a_weight_is_hashed(tmp_path: Path, change: str) -> None:
-    assert config_hash(load(tmp_path, "", change)) != config_hash(load(tmp_path))
+    assert load(tmp_path, "", change).hash() != load(tmp_path).hash()
 
 
 def test_the_default_source_is_the_standard_library(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from textwrap import dedent
 
 import pytest
 
-from cdrmix.config.load import load_config
+from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
 
 # Lines are counted from here in the tests below.
@@ -30,14 +30,14 @@ def complaint(folder: Path, text: str | bytes, *overrides: str) -> str:
     path = folder / "run.yaml"
     path.write_bytes(text if isinstance(text, bytes) else dedent(text).encode())
     with pytest.raises(ConfigError) as caught:
-        load_config(path, overrides)
+        Config.from_yaml(path, overrides)
     assert caught.value.exit_code == 2
     return str(caught.value).replace(f"{folder}/", "")
 
 
 def test_the_file_that_the_others_are_broken_from_is_good(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(GOOD)
-    assert load_config(tmp_path / "run.yaml").train.learning_rate == 3e-3
+    assert Config.from_yaml(tmp_path / "run.yaml").train.learning_rate == 3e-3
 
 
 # (what is replaced, by what, the whole message after the headline)
@@ -172,14 +172,16 @@ BROKEN = {
         "",
         """\
         run.yaml:6: train.batch_rows: missing, and it has no default
-            allowed: an integer of at least 1""",
+            allowed: an integer of at least 1
+            meaning: Rows of one optimizer step (global batch), over all processes.""",
     ),
     "missing key that a size sets; what follows from it is not reported": (
         "  d_model: 128\n",
         "",
         """\
         run.yaml:1: model.d_model: missing, and it has no default
-            allowed: an integer of at least 1; or set model.size (1b, 4b, 40b, 200b), which sets it""",
+            allowed: an integer of at least 1; or set model.size (1b, 4b, 40b, 200b), which sets it
+            meaning: Width of the residual stream.""",
     ),
     "reasoning without a size": (
         "train:",
@@ -201,7 +203,7 @@ BROKEN = {
         "data: {source: {kind: jsnl, paths: [a]}}\ntrain:",
         """\
         run.yaml:6: data.source.kind: found "jsnl" (a string)
-            allowed: one of csv, html, huggingface, jsonl, parquet, stdlib, tasks or text
+            allowed: one of csv, html, huggingface, jsonl, parquet, plugin, stdlib, tasks or text
             did you mean jsonl?""",
     ),
     "source without a kind": (
@@ -209,7 +211,7 @@ BROKEN = {
         "data: {source: {paths: [a]}}\ntrain:",
         """\
         run.yaml:6: data.source.kind: missing, and it has no default
-            allowed: one of csv, html, huggingface, jsonl, parquet, stdlib, tasks or text""",
+            allowed: one of csv, html, huggingface, jsonl, parquet, plugin, stdlib, tasks or text""",
     ),
     "key of another kind of source": (
         "train:",
@@ -277,14 +279,14 @@ BROKEN = {
         run.yaml:8: train.expert_parallel: found 2 (an integer)
             allowed: 1 where a phase of reasoning.phases makes rollouts: processes end theirs at different tokens""",
     ),
-    "a phase beside itself": (
+    "a phase that replays itself": (
         "train:",
         "reasoning: {plastic_lora: {rank: 4, alpha: 0.2, decay: 0.9}, memory: {dim: 8, top_k: 1, max_tokens: 8}, "
         "controller: {step_budget: 4, max_branches: 1}, rl: {horizon: 8, latency_weight: 0, stability_weight: 0}, "
-        "phases: {imitation: {beside: [text, imitation]}}}\ntrain:",
+        "phases: {imitation: {replay: [text, imitation]}}}\ntrain:",
         """\
-        run.yaml:6: reasoning.phases.imitation.beside[1]: found "imitation" (a string)
-            allowed: another phase than the one it stands beside""",
+        run.yaml:6: reasoning.phases.imitation.replay[1]: found "imitation" (a string)
+            allowed: another phase than its own""",
     ),
     "fp16 on a CPU": (
         "train:",
@@ -293,7 +295,7 @@ BROKEN = {
         run.yaml:8: train.precision: found "fp16" (a string)
             allowed: bf16 or fp32 with run.device=cpu; fp16 needs a GPU""",
     ),
-    "a bfloat16 stream beside other products": (
+    "a bfloat16 stream with other products": (
         "train:",
         "train:\n  precision: fp32\n  residual_dtype: bf16",
         """\
@@ -362,7 +364,7 @@ BROKEN = {
     "half a character": (
         "model:",
         'run: {name: "\\ud800"}\nmodel:',
-        "run.yaml:1: run.name: half of a surrogate pair, which is no character\n    allowed: Unicode text",
+        "run.yaml:1: run.name: half of a surrogate pair, which is not a character\n    allowed: Unicode text",
     ),
 }  # fmt: skip
 
@@ -469,7 +471,7 @@ def test_control_characters_do_not_reach_the_terminal(tmp_path: Path) -> None:
 def test_no_file(tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(GOOD)
     with pytest.raises(ConfigError) as caught:
-        load_config(tmp_path / "tinny.yaml", ["train.steps=x"])
+        Config.from_yaml(tmp_path / "tinny.yaml", ["train.steps=x"])
     _, *said = str(caught.value).replace(f"{tmp_path}/", "").splitlines()
     # What else is missing cannot be known, but the override is wrong in any case.
     assert said == [
@@ -484,4 +486,4 @@ def test_no_file(tmp_path: Path) -> None:
 def test_what_is_no_file(name: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match="the configuration has one problem"):
-        load_config(f"{tmp_path}/{name}")
+        Config.from_yaml(f"{tmp_path}/{name}")

@@ -7,7 +7,7 @@ from textwrap import dedent
 
 import pytest
 
-from cdrmix.config.load import load_config
+from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
 
 # Lines are counted from here in the tests below.
@@ -35,7 +35,7 @@ BROKEN = {
         "data: {domains: {web: {source: {kind: jsnl, paths: [a]}}}}\ntrain:",
         """\
         run.yaml:6: data.domains.web.source.kind: found "jsnl" (a string)
-            allowed: one of csv, html, huggingface, jsonl, parquet, stdlib, tasks or text
+            allowed: one of csv, html, huggingface, jsonl, parquet, plugin, stdlib, tasks or text
             did you mean jsonl?""",
     ),
     "key of another kind in a domain": (
@@ -51,7 +51,8 @@ BROKEN = {
         "data: {domains: {web: {priority: 2}}}\ntrain:",
         """\
         run.yaml:6: data.domains.web.source: missing, and it has no default
-            allowed: a section whose kind is one of csv,*""",
+            allowed: a section whose kind is one of csv,*
+            meaning: Where the text comes from.""",
     ),
     "string for a bound": (
         "train:",
@@ -79,7 +80,7 @@ BROKEN = {
         "data: {source: {kind: stdlib}, domains: {web: {source: {kind: stdlib}}}}\ntrain:",
         """\
         run.yaml:6: data.domains: found a section
-            allowed: null beside data.source (the source can be one of the domains, with data.source: null)""",
+            allowed: null if data.source is set (the source can be one of the domains, with data.source: null)""",
     ),
     "no domain at all": (
         "train:",
@@ -182,10 +183,10 @@ def test_what_is_said(name: str, tmp_path: Path) -> None:
     old, new, expected = BROKEN[name]
     path = tmp_path / "run.yaml"
     path.write_text(GOOD)
-    load_config(path)
+    Config.from_yaml(path)
     path.write_text(GOOD.replace(old, new, 1))
     with pytest.raises(ConfigError) as caught:
-        load_config(path)
+        Config.from_yaml(path)
     headline, *said = str(caught.value).replace(f"{tmp_path}/", "").splitlines()
     assert headline == "the configuration has one problem:"
     wanted = dedent(expected).splitlines()

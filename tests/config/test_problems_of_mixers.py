@@ -7,7 +7,7 @@ from textwrap import dedent
 
 import pytest
 
-from cdrmix.config.load import load_config
+from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
 
 # Lines are counted from here in the tests below.
@@ -26,8 +26,8 @@ BROKEN = {
         "layers: 4",
         "layers: 4\n  mixer_layers: {mamba: [1]}",
         """\
-        run.yaml:4: model.mixer_layers.mamba: unknown key
-            allowed: in model.mixer_layers: attention, rwkv7, mamba2, routing_mamba
+        run.yaml:4: model.mixer_layers.mamba: unknown mixer
+            allowed: one of the mixers attention, rwkv7, mamba2, routing_mamba
             did you mean model.mixer_layers.mamba2?""",
     ),
     "a layer that is not there": (
@@ -82,7 +82,7 @@ def test_what_is_said(name: str, tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(GOOD.replace(old, new, 1))
     with pytest.raises(ConfigError) as caught:
-        load_config(path)
+        Config.from_yaml(path)
     headline, *said = str(caught.value).replace(f"{tmp_path}/", "").splitlines()
     assert headline == "the configuration has one problem:"
     assert said == dedent(expected).splitlines()
@@ -91,11 +91,14 @@ def test_what_is_said(name: str, tmp_path: Path) -> None:
 def test_every_layer_has_the_mixer_that_was_said(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(GOOD)
-    model = load_config(path).model
+    model = Config.from_yaml(path).model
     assert model.mixers == ("rwkv7", "rwkv7", "rwkv7", "attention")
     assert model.routers == ("0", "1", "2", "3")
     listed = "model.mixer_layers={mamba2: [3], routing_mamba: [1, 0], attention: [2]}"
-    model = load_config(path, [listed]).model
+    model = Config.from_yaml(path, [listed]).model
     assert model.mixers == ("routing_mamba", "routing_mamba", "attention", "mamba2")
     assert model.routers == ("0.mixer", "0", "1.mixer", "1", "2", "3")
-    assert load_config(path, [listed, "model.feed_forward.kind=channel_mix"]).model.routers == ("0.mixer", "1.mixer")
+    assert Config.from_yaml(path, [listed, "model.feed_forward.kind=channel_mix"]).model.routers == (
+        "0.mixer",
+        "1.mixer",
+    )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cdrmix.config.load import dump_config, load_config
+from cdrmix.config.schema import Config
 from cdrmix.data.curriculum import Mixture
 from cdrmix.data.shards import Stratum
 
@@ -43,19 +43,19 @@ def test_begins_with_what_it_is(path: Path) -> None:
 
 @pytest.mark.parametrize("path", RUNNABLE, ids=lambda path: path.stem)
 def test_loads_and_round_trips(path: Path, tmp_path: Path) -> None:
-    config = load_config(path)
+    config = Config.from_yaml(path)
     assert config.run.name == path.stem
     assert config.kind == ("reasoning" if "-reason-" in path.stem else "core")
     snapshot = tmp_path / "snapshot.yaml"
-    snapshot.write_text(dump_config(config))
-    assert load_config(snapshot) == config
-    assert dump_config(load_config(snapshot)) == snapshot.read_text()
+    snapshot.write_text(config.to_yaml())
+    assert Config.from_yaml(snapshot) == config
+    assert Config.from_yaml(snapshot).to_yaml() == snapshot.read_text()
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_sizes(kind: str, size: str) -> None:
-    config = load_config(CONFIGS / f"cdrmix-{kind}-{size}.yaml")
+    config = Config.from_yaml(CONFIGS / f"cdrmix-{kind}-{size}.yaml")
     model, train = config.model, config.train
     hidden = model.feed_forward.hidden
     scales = (train.gradient_clip, model.init_std_scale)
@@ -77,7 +77,7 @@ def test_sizes(kind: str, size: str) -> None:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_token_budget(kind: str, size: str) -> None:
-    config = load_config(CONFIGS / f"cdrmix-{kind}-{size}.yaml")
+    config = Config.from_yaml(CONFIGS / f"cdrmix-{kind}-{size}.yaml")
     tokens = config.train.steps * config.train.batch_rows * config.data.row_length
     active = {"1b": 1.4e9, "4b": 5e9, "40b": 35e9, "200b": 205e9}[size]
     assert tokens == pytest.approx(20 * active, rel=1e-3)  # steps are rounded to hundreds
@@ -106,7 +106,7 @@ TOKENS = {
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_curriculum_goes_through_no_part_too_often(kind: str, size: str) -> None:
-    config = load_config(CONFIGS / f"cdrmix-{kind}-{size}.yaml")
+    config = Config.from_yaml(CONFIGS / f"cdrmix-{kind}-{size}.yaml")
     data = config.data
     assert data.domains is not None
     classes = len(data.length_classes) + 1

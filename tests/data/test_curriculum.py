@@ -194,11 +194,11 @@ def test_both_margins_are_met() -> None:
         ),
         (
             CurriculumStage(until=1, domains={"code": 1}, lengths=[1, 1, 0]),
-            r"lengths\[1\]: there are no rows of it, of those that other weights leave",
+            r"lengths\[1\]: there are no rows of it with the other weights",
         ),
         (
             CurriculumStage(until=1, domains={"web": 1, "code": 1}, lengths=[0, 0.9, 0.1]),
-            r"lengths\[1\]: 90\.0% of this length cannot be had .* the nearest is 50\.0%",
+            r"lengths\[1\]: a share of 90\.0% is impossible .* the nearest share is 50\.0%",
         ),
     ],
 )

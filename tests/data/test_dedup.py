@@ -111,7 +111,9 @@ def test_the_preparation_counts_held_out_near_duplicates(make_config: Callable[.
     path = tmp_path / "twins.jsonl"
     texts = [*originals, *(text.upper() for text in originals[40:])]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    config = make_config({"kind": "jsonl", "paths": [str(path)]}, dedup={"near": False})  # which would drop the twins
+    config = make_config(
+        {"kind": "jsonl", "paths": [str(path)]}, dedup={"near_duplicates": False}
+    )  # which would drop the twins
     shards = prepare(config, say=lambda line: None)
     training = set(shards.train.text())
     held_out = list(shards.valid.text())

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from cdrmix.data.pipeline.executor import LocalEngine, make_executor
+from cdrmix.data.pipeline.executor import LocalExecutor, make_executor
 from cdrmix.data.prepare import prepare
 from cdrmix.errors import ConfigError, CorpusError, OutOfMemoryError
 
@@ -48,7 +48,7 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_every_task_once(tasks: Any, workers: int) -> None:
-    with LocalEngine(workers) as engine:
+    with LocalExecutor(workers) as engine:
         results = list(engine.run(tasks.square, range(20)))
         assert sorted(result for result, _ in results) == [task * task for task in range(20)]
         assert len({process for _, process in results}) <= workers
@@ -58,21 +58,21 @@ def test_every_task_once(tasks: Any, workers: int) -> None:
 
 
 def test_an_error_of_a_task_is_raised_here(tasks: Any) -> None:
-    with LocalEngine(2) as engine, pytest.raises(CorpusError, match="three is refused"):
+    with LocalExecutor(2) as engine, pytest.raises(CorpusError, match="three is refused"):
         list(engine.run(tasks.refuse, range(20)))
 
 
 def test_a_killed_process_is_told_of(tasks: Any) -> None:
-    with LocalEngine(2) as engine, pytest.raises(OutOfMemoryError, match=r"want of memory; lower data\.memory_mb"):
+    with LocalExecutor(2) as engine, pytest.raises(OutOfMemoryError, match=r"memory ran out; lower data\.memory_mb"):
         list(engine.run(tasks.kill_itself, range(20)))
 
 
 PARENT = """
 import os, signal
 from pids import pid_of
-from cdrmix.data.pipeline.executor import LocalEngine
+from cdrmix.data.pipeline.executor import LocalExecutor
 if __name__ == "__main__":
-    with LocalEngine(2) as engine:
+    with LocalExecutor(2) as engine:
         print(*set(engine.run(pid_of, range(8))), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -87,7 +87,10 @@ def pid_of(task):
 def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
     """Also when that is killed and cannot tell them."""
     (tmp_path / "pids.py").write_text(PIDS)
-    command, environment = [sys.executable, "-c", PARENT], {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command, environment = (
+        [sys.executable, "-c", PARENT],
+        {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+    )
     # output into a file: a pipe would be open until the processes are gone
     with (tmp_path / "out").open("w") as out:
         done = subprocess.run(command, env=environment, stdout=out, timeout=60, check=False)
@@ -119,7 +122,7 @@ import sys
 from cdrmix.config.schema import Config
 from cdrmix.data import prepare
 if __name__ == "__main__":
-    prepare.SHARE_OF_MEMORY = 30
+    prepare.MEMORY_PER_TEXT_BYTE = 30
     print(prepare.prepare(Config.model_validate_json(sys.argv[1])).fingerprint)
 """
 
@@ -134,9 +137,9 @@ def test_ray_makes_the_same_shards(make_config: Any, tmp_path: Path, monkeypatch
         lines += [{"text": lines[3]["text"] + " end"}, lines[4]]
         (folder / f"{number}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     source = {"kind": "jsonl", "paths": [str(folder)]}
-    monkeypatch.setattr("cdrmix.data.prepare.SHARE_OF_MEMORY", 30)
+    monkeypatch.setattr("cdrmix.data.prepare.MEMORY_PER_TEXT_BYTE", 30)
     local = prepare(make_config(source, workers=1, memory_mb=1), say=quiet)
-    assert local.report["dropped"] == {"exact_duplicate": 3, "near_duplicate": 3}
+    assert local.report["filtered"] == {"exact_duplicate": 3, "near_duplicate": 3}
     config = make_config(source, cache=str(tmp_path / "ray"), workers=2, memory_mb=1, engine="ray")
     command = [sys.executable, "-c", RAY, config.model_dump_json()]
     environment = {**os.environ, "RAY_TMPDIR": "/tmp", "RAY_USAGE_STATS_ENABLED": "0"}

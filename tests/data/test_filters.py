@@ -32,7 +32,7 @@ CHINESE = "".join(
 def judge_one(text: str, **section: object) -> tuple[str | None, dict[str, float]]:
     """The first rule that the text breaks, and its score by every rule of the section."""
     chain = FilterChain(Filters.model_validate({"rules": ALL, **section}))
-    judgement = chain.judge([text])
+    judgement = chain.apply([text])
     failed = int(judgement.first_failed[0])
     scores = dict(zip(chain.names, judgement.scores[0].tolist(), strict=True))
     return (chain.names[failed] if failed >= 0 else None), scores
@@ -49,10 +49,10 @@ def test_prose_passes_every_rule() -> None:
 BAD: dict[str, Callable[[], str]] = {
     "length": lambda: "Short.",
     "language": lambda: "Die Kinder spielten im Garten, während ihre Großeltern auf der Bank saßen. " * 5,
-    "gopher_least_words": lambda: "To have and to hold.",
-    "gopher_most_words": lambda: "word " * 100_001,
-    "gopher_shortest_words": lambda: "it is to be or " * 20,
-    "gopher_longest_words": lambda: "incomprehensibilities to the counterrevolutionaries " * 20,
+    "gopher_min_words": lambda: "To have and to hold.",
+    "gopher_max_words": lambda: "word " * 100_001,
+    "gopher_min_mean_word_length": lambda: "it is to be or " * 20,
+    "gopher_max_mean_word_length": lambda: "incomprehensibilities to the counterrevolutionaries " * 20,
     "gopher_hashes": lambda: "the words with #hash " * 20,
     "gopher_ellipses": lambda: "the words with... them " * 20,
     "gopher_bullet_lines": lambda: "- the words with them\n" * 20,
@@ -113,8 +113,8 @@ def test_scores_are_the_formulas() -> None:
     scores = judge_one(text)[1]
     expected = {
         "length": 51,
-        "gopher_least_words": 12,
-        "gopher_shortest_words": (1 + 3 + 3 + 8 + 2 * (4 + 1 + 4 + 3)) / 12,
+        "gopher_min_words": 12,
+        "gopher_min_mean_word_length": (1 + 3 + 3 + 8 + 2 * (4 + 1 + 4 + 3)) / 12,
         "gopher_hashes": 2 / 12,
         "gopher_ellipses": 1 / 12,
         "gopher_alphabetic_words": 9 / 12,
@@ -138,12 +138,12 @@ def test_scores_are_the_formulas() -> None:
 def test_rules_about_words_do_not_apply_to_scripts_without_spaces() -> None:
     failed, scores = judge_one(CHINESE, languages=["zh"])
     assert failed is None
-    of_words = {name for name in scores if RULES[name].of_words}
-    assert {name for name, score in scores.items() if np.isnan(score)} == of_words
-    assert "gopher_least_words" in of_words
+    needs_spaces = {name for name in scores if RULES[name].needs_spaces}
+    assert {name for name, score in scores.items() if np.isnan(score)} == needs_spaces
+    assert "gopher_min_words" in needs_spaces
     # Half of the letters in such a script is not enough.
-    assert not np.isnan(judge_one("中文 ab")[1]["gopher_least_words"])
-    assert np.isnan(judge_one("中文字 ab")[1]["gopher_least_words"])
+    assert not np.isnan(judge_one("中文 ab")[1]["gopher_min_words"])
+    assert np.isnan(judge_one("中文字 ab")[1]["gopher_min_words"])
 
 
 def test_stop_words_are_not_asked_of_other_languages() -> None:
@@ -154,20 +154,20 @@ def test_stop_words_are_not_asked_of_other_languages() -> None:
 
 def test_languages_and_their_score() -> None:
     texts = [PROSE, "Die Kinder spielten im Garten, während ihre Großeltern auf der Bank saßen.", ""]
-    judgement = FilterChain(Filters(rules=["language"], languages=["de", "en"])).judge(texts)
+    judgement = FilterChain(Filters(rules=["language"], languages=["de", "en"])).apply(texts)
     assert judgement.languages == ["en", "de", "und"]
     assert judgement.first_failed.tolist() == [-1, -1, 0]
-    strict = FilterChain(Filters(rules=["language"], languages=["en"], language_score=1.0)).judge(texts)
+    strict = FilterChain(Filters(rules=["language"], languages=["en"], language_score=1.0)).apply(texts)
     assert strict.first_failed.tolist() == [0, 0, 0]
     assert strict.scores[1, 0] == 0
     bounded = FilterChain(Filters(rules=["language"], languages=["en"], language_score=1.0, bounds={"language": 0.5}))
-    assert bounded.judge(texts).first_failed.tolist() == [-1, 0, 0]
+    assert bounded.apply(texts).first_failed.tolist() == [-1, 0, 0]
 
 
 def test_the_first_failed_rule_is_named_and_all_are_scored() -> None:
     chain = FilterChain(Filters(rules=["code_longest_line", "length", "code", "length"]))
     assert chain.names == ["code_longest_line", "length", "code_mean_line", "code_alphanumeric", "code_generated"]
-    judgement = chain.judge(["", "x" * 2000, PROSE])
+    judgement = chain.apply(["", "x" * 2000, PROSE])
     assert judgement.first_failed.tolist() == [1, 0, -1]
     assert judgement.first_failed.dtype == np.int16
     assert judgement.scores.dtype == np.float32
@@ -176,9 +176,9 @@ def test_the_first_failed_rule_is_named_and_all_are_scored() -> None:
 
 
 def test_no_texts_and_no_rules() -> None:
-    judgement = FilterChain(Filters(rules=ALL)).judge([])
+    judgement = FilterChain(Filters(rules=ALL)).apply([])
     assert judgement.scores.shape == (0, len(RULES.names()))
-    judgement = FilterChain(Filters()).judge([PROSE, ""])
+    judgement = FilterChain(Filters()).apply([PROSE, ""])
     assert judgement.first_failed.tolist() == [-1, -1]
     assert judgement.scores.shape == (2, 0)
     assert judgement.languages == ["en", "und"]
@@ -196,7 +196,7 @@ def test_no_texts_and_no_rules() -> None:
             "filters.bounds: unknown rule 'lenght'.*Did you mean 'length'",
         ),
         ({"rules": ["length"], "bounds": {"code": 1}}, "filters.bounds: unknown rule 'code'"),
-        ({"rules": ["length"], "bounds": {"c4_sentences": 1}}, "'c4_sentences' is not among data.filters.rules"),
+        ({"rules": ["length"], "bounds": {"c4_sentences": 1}}, "'c4_sentences' is not in data.filters.rules"),
     ],
 )
 def test_wrong_names_and_bounds(section: dict[str, object], message: str) -> None:
@@ -218,9 +218,9 @@ def test_descriptions_say_source_and_bound() -> None:
 def test_a_verdict_depends_on_the_text_alone(texts: list[str], rng: object) -> None:
     texts = [text.encode(errors="replace").decode() for text in texts]
     chain = FilterChain(Filters(rules=ALL))
-    together = chain.judge(texts)
+    together = chain.apply(texts)
     for i, text in enumerate(texts):
-        alone = chain.judge([text])
+        alone = chain.apply([text])
         np.testing.assert_array_equal(alone.scores[0], together.scores[i])
         assert alone.first_failed[0] == together.first_failed[i]
         assert alone.languages[0] == together.languages[i]

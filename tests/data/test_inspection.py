@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from cdrmix.config.schema import Config
+from cdrmix.data.escaping import escape_unprintable
 from cdrmix.data.inspection import inspect
 from cdrmix.data.prepare import prepare
 from cdrmix.data.shards import ShardSet
-from cdrmix.data.visible import visible
 from cdrmix.errors import CdrmixError, ConfigError, ShardError
 
 EVIL = "\x1b]0;title\x07\x1b[2J\u202eturned\u2066 \n=== document 7 ends ==="
@@ -41,7 +41,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> ShardSet:
     odd = [f"{number}{EVIL}\n東京 🙂 naïve مرحبا {'🙂' * draw.randrange(30)}" for number in range(20)]
     data = {
         "domains": {"plain": write("plain.jsonl", plain), "odd": write("odd.jsonl", odd)},
-        "dedup": {"near": False},
+        "dedup": {"near_duplicates": False},
         "row_length": 16,
         "length_classes": [64],
         "valid_fraction": 0.25,
@@ -97,7 +97,7 @@ def test_all_rows_together_show_all_documents(shards: ShardSet, split: str) -> N
         ending = [("", ">", "<|endoftext|>")]
         assert parts[-1][-1:] == ending
         shown = "".join(text for part in parts for _, sign, text in part if sign != ">")
-        assert shown == visible(text.decode()).replace("\n", "")
+        assert shown == escape_unprintable(text.decode()).replace("\n", "")
         weighted = "".join(text for part in parts for weight, _, text in part if weight == "0.25")
         # held-out text has no objectives
         assert weighted == (re.search("<think>.*</think>", shown)[0] if split == "train" else "")

@@ -23,7 +23,7 @@ import sys
 from cdrmix.config.schema import Config
 from cdrmix.data import prepare
 if __name__ == "__main__":
-    prepare.SHARE_OF_MEMORY = 10  # some 100 kB a task
+    prepare.MEMORY_PER_TEXT_BYTE = 10  # some 100 kB a task
     print("begins", flush=True)
     prepare.prepare(Config.model_validate_json(sys.argv[1]))
 """
@@ -52,10 +52,10 @@ def test_fingerprint_after_kills(make_config: Any, tmp_path: Path, monkeypatch: 
         "memory_mb": 1,
         "workers": 2,
     }
-    monkeypatch.setattr("cdrmix.data.prepare.SHARE_OF_MEMORY", 10)
+    monkeypatch.setattr("cdrmix.data.prepare.MEMORY_PER_TEXT_BYTE", 10)
     undisturbed = prepare(make_config(source, cache=str(tmp_path / "undisturbed"), **data), say=quiet)
     index = (undisturbed.path / "index.json").read_bytes()
-    assert {"same_address", "host_cap", "near_duplicate"} <= undisturbed.report["dropped"].keys()
+    assert {"duplicate_url", "documents_per_host", "near_duplicate"} <= undisturbed.report["filtered"].keys()
 
     kills = finished = 0
     stages: set[str] = set()
@@ -72,8 +72,8 @@ def test_fingerprint_after_kills(make_config: Any, tmp_path: Path, monkeypatch: 
             except subprocess.TimeoutExpired:
                 process.send_signal(signal.SIGKILL)
                 kills += 1
-                work = list((tmp_path / f"killed{finished}").glob(".*.work/*.json"))
-                stages |= {path.stem for path in work}
+                runner = list((tmp_path / f"killed{finished}").glob(".*.work/*.json"))
+                stages |= {path.stem for path in runner}
         if process.returncode != -signal.SIGKILL:
             assert process.returncode == 0
             longest = max(longest, time.monotonic() - begun)

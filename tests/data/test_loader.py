@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cdrmix.data.batch import Batch
-from cdrmix.data.hashed_files import write_file
 from cdrmix.data.loader import EvalLoader, Prefetcher, TrainLoader
 from cdrmix.data.permutation import permute, permute_each
 from cdrmix.data.shards import (
@@ -27,6 +26,7 @@ from cdrmix.data.shards import (
     write_index,
 )
 from cdrmix.data.tokenizer import TextTokenizer
+from cdrmix.durable import write_checksummed
 from cdrmix.errors import ConfigError, ShardError
 
 ROW = 16
@@ -41,7 +41,7 @@ def write_shards(
     """Shards of texts, every fourth held out. weights: of the tokens whose id is a key of it."""
     tokenizer = TextTokenizer.train(texts, vocab_size=320, end_of_text=END)
     folder.mkdir()
-    splits, files = {}, {"tokenizer.json": write_file(folder / "tokenizer.json", tokenizer.json_bytes)}
+    splits, files = {}, {"tokenizer.json": write_checksummed(folder / "tokenizer.json", tokenizer.json_bytes)}
     for name in SPLITS:
         writer = SplitWriter(
             folder, name, vocab_size=320, shard_tokens=500, row_length=row_length, weights=weights is not None
@@ -168,7 +168,7 @@ def test_batches_are_a_pure_function_of_the_step(shards: ShardSet) -> None:
 @pytest.mark.parametrize("world", [1, 2, 3, 6])
 def test_the_global_batch_does_not_depend_on_the_number_of_ranks(shards: ShardSet, world: int) -> None:
     alone = train_loader(shards.train, batch_rows=12, micro=2)
-    ranks = [train_loader(shards.train, batch_rows=12, micro=2, rank=rank, world=world) for rank in range(world)]
+    ranks = [train_loader(shards.train, batch_rows=12, micro=2, rank=rank, world_size=world) for rank in range(world)]
     for step in (0, 1, 100):
         batches = [loader.micro_batches(step) for loader in ranks]
         assert {len(of_rank) for of_rank in batches} == {6 // world}
@@ -244,7 +244,7 @@ def test_bytes_of_the_targets(shards: ShardSet) -> None:
 
 def test_what_does_not_fit_is_refused(shards: ShardSet) -> None:
     with pytest.raises(ConfigError, match=r"train\.batch_rows=4 must be a multiple .*micro_batch_rows=2 times the 3"):
-        train_loader(shards.train, world=3)
+        train_loader(shards.train, world_size=3)
     with pytest.raises(ShardError, match=r"rows of 16 tokens, the configuration says data\.row_length=32"):
         TrainLoader(shards.train, row_length=32, batch_rows=4, micro_batch_rows=2, seed=1)
     with pytest.raises(ShardError, match="row_length=8"):
@@ -296,7 +296,7 @@ def test_ranks_that_come_and_go_in_mid_epoch_leave_the_sequence_alone(tmp_path: 
 
     def global_batch(step: int, world: int) -> list[int]:
         ranks = [
-            TrainLoader(split, row_length=2, batch_rows=12, micro_batch_rows=2, seed=7, rank=rank, world=world)
+            TrainLoader(split, row_length=2, batch_rows=12, micro_batch_rows=2, seed=7, rank=rank, world_size=world)
             for rank in range(world)
         ]
         dealt = [loader.micro_batches(step) for loader in ranks]

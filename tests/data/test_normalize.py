@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cdrmix import _text
-from cdrmix.data.cleaning.normalize import DEEPEST, html_text, nesting, normalize
+from cdrmix.data.cleaning.normalize import MAX_NESTING, html_text, nesting, normalize
 
 texts = st.text() | st.text("ab\r\n\t\v\f\x00\x1b\x7f\x85\x9f\u0301\u2028\ufeffe\ud800 ")
 
@@ -100,7 +100,7 @@ def test_random_markup_gives_normal_text(pieces: list[str]) -> None:
 
 def test_deep_nesting() -> None:
     """The main part is not searched for in pages nested deeper than any real one; their text is kept all the same."""
-    depth = 50 * DEEPEST  # the search would take a minute
+    depth = 50 * MAX_NESTING  # the search would take a minute
     page = "<div>" * depth + "<p>deep</p><br>" + "</div>" * depth
     assert nesting(page) == depth
     assert html_text(page) == "deep"

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cdrmix.config.schema_data import Fim, Objectives, Span
-from cdrmix.data.objectives import draws, encode_documents, spans_of, special_tokens
+from cdrmix.data.objectives import encode_documents, random_numbers, spans_of, special_tokens
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import VocabularyError
 
@@ -73,7 +73,7 @@ def test_rates_and_cuts() -> None:
         assert back == text
         if kind == "rearranged":
             rearranged += 1
-            _, spm, first, second = draws(1, key_of(text))
+            _, spm, first, second = random_numbers(1, key_of(text))
             low, high = sorted((int(first * 41), int(second * 41)))
             stretch = ids.tolist()[1 : ids.tolist().index(SUFFIX)]
             expected = "" if spm < 0.2 else text[:low]

@@ -98,8 +98,8 @@ def test_counts_and_kinds() -> None:
 
 
 def luhn_sum(digits: str) -> int:
-    """By Luhn's patent: the digits doubled at every second place from the right, their own digits summed."""
-    doubled = [str(int(digit) * (1 + place % 2)) for place, digit in enumerate(reversed(digits))]
+    """By Luhn's patent: the digits doubled at every second candidate from the right, their own digits summed."""
+    doubled = [str(int(digit) * (1 + candidate % 2)) for candidate, digit in enumerate(reversed(digits))]
     return sum(int(digit) for number in doubled for digit in number)
 
 

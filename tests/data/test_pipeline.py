@@ -1,4 +1,4 @@
-"""The stages of a preparation: what is dropped, what stays, and that neither order nor processes decide anything."""
+"""The stages of a preparation: what is filtered, what stays, and that neither order nor processes decide anything."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from cdrmix import _text
 from cdrmix.config.schema_data import Dedup
 from cdrmix.data.pipeline.duplicates import deduplicate
-from cdrmix.data.pipeline.near import CROWDED
+from cdrmix.data.pipeline.near_duplicates import CROWDED_BUCKET
 from cdrmix.data.prepare import prepare
 from cdrmix.data.shards import ShardSet
 from cdrmix.data.sources.base import Document
@@ -70,10 +70,10 @@ def test_one_of_every_family_stays(make_config: Any, tmp_path: Path) -> None:
     shards = prepare(make_config(write(tmp_path / "a.jsonl", ({"text": text} for text in texts))), say=quiet)
     left = {texts.index(text) for text in decoded(shards)}
     assert [len(left & family) for family in families] == [1] * len(families)
-    assert shards.report["dropped"] == {"near_duplicate": len(texts) - len(families)}
+    assert shards.report["filtered"] == {"near_duplicate": len(texts) - len(families)}
     report = json.loads((shards.path / "report" / "report.json").read_text())
-    assert report["near"]["cluster_sizes"] == {"3": 20}
-    assert report["near"]["verified_pairs"] == 60
+    assert report["near_duplicates"]["cluster_sizes"] == {"3": 20}
+    assert report["near_duplicates"]["verified_pairs"] == 60
 
 
 def test_the_best_of_a_family_stays(make_config: Any, tmp_path: Path) -> None:
@@ -97,11 +97,11 @@ def test_the_best_of_a_family_stays(make_config: Any, tmp_path: Path) -> None:
 
 
 def test_empty_and_wordless_documents_do_not_collapse(make_config: Any, tmp_path: Path) -> None:
-    """Documents without text are dropped as such; those without words have no shingles and are nobody's duplicates."""
+    """Documents without text are filtered as such; those without words have no shingles and are nobody's duplicates."""
     texts = ["", " \n", "\0", "!!!", "???", "...", "one", "two words"]
     shards = prepare(make_config(write(tmp_path / "a.jsonl", ({"text": text} for text in texts))), say=quiet)
     assert sorted(decoded(shards)) == sorted(texts[3:])
-    assert shards.report["dropped"] == {"empty": 3}
+    assert shards.report["filtered"] == {"empty": 3}
 
 
 def test_addresses_and_hosts(make_config: Any, tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_addresses_and_hosts(make_config: Any, tmp_path: Path) -> None:
     shards = prepare(make_config(write(tmp_path / "a.jsonl", records), dedup=dedup), say=quiet)
     left = decoded(shards)
     urls = [record["url"] for record in records if record["text"] in left]
-    assert shards.report["dropped"] == {"same_address": 1, "host_cap": 3}
+    assert shards.report["filtered"] == {"duplicate_url": 1, "documents_per_host": 3}
     assert sum("example.org" in str(url) for url in urls) == 3
     assert sum("co.uk" in str(url) for url in urls) == 3
     assert urls.count(None) == 2
@@ -142,7 +142,7 @@ def test_nothing_but_the_text_decides(make_config: Any, tmp_path: Path, monkeypa
     for number in range(4):
         write(folder / f"{number}.jsonl", records[number::4])
     source = {"kind": "jsonl", "paths": [str(folder)]}
-    monkeypatch.setattr("cdrmix.data.prepare.SHARE_OF_MEMORY", 30)  # some 35 kB a task: many units and partitions
+    monkeypatch.setattr("cdrmix.data.prepare.MEMORY_PER_TEXT_BYTE", 30)  # some 35 kB a task: many units and partitions
     assert fingerprints(make_config, tmp_path, source, "b", workers=2, memory_mb=1, **data) == expected
     assert fingerprints(make_config, tmp_path, source, "c", workers=1, memory_mb=1, **data) == expected
 
@@ -165,7 +165,7 @@ def test_nothing_left(make_config: Any, tmp_path: Path) -> None:
     draw = random.Random(4)
     source = write(tmp_path / "a.jsonl", ({"text": sentence(draw, 20)} for _ in range(5)))
     with pytest.raises(
-        CorpusError, match=r"0 documents are left of 5 read, after 5 by \w+ were dropped.*data\.filters"
+        CorpusError, match=r"0 documents are left of 5 read, after 5 by \w+ were filtered.*data\.filters"
     ):
         prepare(make_config(source, filters={"rules": ["length"], "bounds": {"length": 1e6}}), say=quiet)
 
@@ -228,7 +228,7 @@ def test_a_stream_goes_on_where_it_stood(make_config: Any, tmp_path: Path, monke
     for number in range(2):
         write(folder / f"{number}.jsonl", ({"text": text} for text in texts[100 * number : 100 * number + 100]))
     source = {"kind": "huggingface", "name": str(folder)}
-    monkeypatch.setattr("cdrmix.data.prepare.SHARE_OF_MEMORY", 100)  # some 10 kB, 25 records, a unit
+    monkeypatch.setattr("cdrmix.data.prepare.MEMORY_PER_TEXT_BYTE", 100)  # some 10 kB, 25 records, a unit
     config = make_config(source, workers=1, memory_mb=1)
     given: list[str] = []
     broken_off = 120
@@ -283,7 +283,7 @@ def test_no_personal_data_in_the_report(make_config: Any, tmp_path: Path) -> Non
     records = ({"text": text, "author": "ann@example.org", "url": f"http://a.org/{text[:5]}"} for text in texts)
     data = {"pii": {"kinds": ["email"]}, "filters": {"rules": ["length"], "bounds": {"length": 30}}}
     shards = prepare(make_config(write(tmp_path / "a.jsonl", records), **data), say=quiet)
-    assert 0 < shards.report["dropped"]["length"] < 5
+    assert 0 < shards.report["filtered"]["length"] < 5
     for file in (shards.path / "report").rglob("*"):
         if file.is_file():
             plain = str(pyarrow.parquet.read_table(file).to_pylist()) if file.suffix == ".parquet" else file.read_text()
@@ -297,7 +297,7 @@ def test_a_crowd_of_look_alikes_is_one(make_config: Any, tmp_path: Path) -> None
     """More of them than documents of a bucket that all others are compared with."""
     draw = random.Random(9)
     base = sentence(draw, 120)
-    texts = [f"{base} {number}" for number in range(4 * CROWDED)] + [sentence(draw, 50) for _ in range(4)]
+    texts = [f"{base} {number}" for number in range(4 * CROWDED_BUCKET)] + [sentence(draw, 50) for _ in range(4)]
     source = write(tmp_path / "a.jsonl", ({"text": text} for text in texts))
     assert len(decoded(prepare(make_config(source, workers=1), say=quiet))) == 5
 
@@ -307,10 +307,10 @@ def test_memory_may_be_lowered_before_going_on(
 ) -> None:
     texts, _ = planted()
     source = write(tmp_path / "a.jsonl", ({"text": text} for text in texts))
-    monkeypatch.setattr("cdrmix.data.prepare.SHARE_OF_MEMORY", 30)
+    monkeypatch.setattr("cdrmix.data.prepare.MEMORY_PER_TEXT_BYTE", 30)
     expected = prepare(make_config(source, cache=str(tmp_path / "whole")), say=quiet).fingerprint
     for stage in ("merge", "sign", "match", "verify"):
-        module = "duplicates" if stage == "merge" else "near"
+        module = "duplicates" if stage == "merge" else "near_duplicates"
         calls = []
         with monkeypatch.context() as patch:
             function = getattr(importlib.import_module(f"cdrmix.data.pipeline.{module}"), stage)
@@ -348,9 +348,9 @@ def test_deduplication_by_itself(tmp_path: Path) -> None:
     assert [len(family & {int(document.id) for document in left}) for family in families] == [1] * len(families)
     assert all(document == documents[int(document.id)] for document in left)
     assert list(deduplicate(reversed(documents), Dedup(), memory_mb=1, folder=tmp_path)) == left
-    capped = list(deduplicate(documents, Dedup(near=False, documents_per_host=5), folder=tmp_path))
+    capped = list(deduplicate(documents, Dedup(near_duplicates=False, documents_per_host=5), folder=tmp_path))
     assert len(capped) == 5
-    unknown = list(deduplicate(documents, Dedup(near=False, documents_per_host=5), url_field=None))
+    unknown = list(deduplicate(documents, Dedup(near_duplicates=False, documents_per_host=5), url_field=None))
     assert len(unknown) == len(texts)
     assert list(tmp_path.iterdir()) == []
 

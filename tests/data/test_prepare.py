@@ -21,11 +21,11 @@ import pytest
 from cdrmix.config.schema import Config
 from cdrmix.data.cleaning.normalize import normalize
 from cdrmix.data.dedup import minhash as dedup
-from cdrmix.data.pipeline import drop_report
-from cdrmix.data.pipeline.reading import side
+from cdrmix.data.pipeline import filter_report
+from cdrmix.data.pipeline.reading import split_hash
 from cdrmix.data.prepare import prepare
 from cdrmix.data.shards import ShardSet
-from cdrmix.data.sources import JsonLines
+from cdrmix.data.sources.tables import JsonLines
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import ConfigError, CorpusError, DiskFullError, ShardError, VocabularyError
 
@@ -63,7 +63,7 @@ def test_the_text_comes_back_exactly(make_config: Any, corpus: dict[str, Any], t
     assert report["documents"] == len(clean(texts))
     assert report["text_bytes"] == sum(len(text.encode()) for text in clean(texts))
     assert report["bad_records"] == 0
-    assert report["dropped"] == {"empty": 1}
+    assert report["filtered"] == {"empty": 1}
     assert said[-1].startswith(f"Prepared {len(clean(texts))} documents, ")
 
 
@@ -107,7 +107,7 @@ def test_two_documents_are_enough(make_config: Any, tmp_path: Path, fraction: fl
     assert (set(shards.valid.text()), set(shards.train.text())) in (({b"a"}, {b"b"}), ({b"b"}, {b"a"}))
     assert min(shards.train.rows, shards.valid.rows) >= 1
     if fraction < 0.1:
-        assert set(shards.valid.text()) == {min("ab", key=side).encode()}
+        assert set(shards.valid.text()) == {min("ab", key=split_hash).encode()}
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_bad_records_are_counted_reported_and_skipped(make_config: Any, texts: l
     said: list[str] = []
     shards = prepare(make_config(source, max_bad_records=2), say=said.append)
     assert sorted(decoded(shards)) == clean(texts)
-    assert (shards.report["bad_records"], shards.report["dropped"]["empty"]) == (2, 2)
+    assert (shards.report["bad_records"], shards.report["filtered"]["empty"]) == (2, 2)
     where = f"{tmp_path}/a.jsonl:{len(texts) + 1}"
     assert [line for line in said if where in line] == [
         f"skipped a bad record: {where}: is not JSON: Expecting value (column 1)"
@@ -313,7 +313,7 @@ def test_another_machine_is_waited_for_while_it_gives_signs_of_life(
         if len(waits) == 3:  # no sign any more
             os.utime(lock, (time.time() - 61,) * 2)
 
-    monkeypatch.setattr("cdrmix.data.pipeline.work.time.sleep", sleep)
+    monkeypatch.setattr("cdrmix.data.pipeline.stages.time.sleep", sleep)
     said: list[str] = []
     assert prepare(make_config(corpus), say=said.append).path == prepared
     assert said[0] == "The machine elsewhere is preparing this text; waiting for it"
@@ -324,10 +324,10 @@ def test_another_machine_is_waited_for_while_it_gives_signs_of_life(
 def test_work_on_text_that_has_changed_is_removed_in_the_end(make_config: Any, corpus: dict[str, Any]) -> None:
     prepared = prepare(make_config(corpus), say=quiet).path
     for name, days in (("new", 6), ("old", 8), ("held", 8)):
-        work = prepared.with_name(f".{name}.work")
-        work.mkdir()
-        (work / "read.json").write_text("{}")
-        for path in (work / "read.json", work):
+        runner = prepared.with_name(f".{name}.work")
+        runner.mkdir()
+        (runner / "read.json").write_text("{}")
+        for path in (runner / "read.json", runner):
             os.utime(path, (time.time() - days * 24 * 3600,) * 2)
     shutil.rmtree(prepared)
     with prepared.with_name(".held.lock").open("w") as held:
@@ -342,7 +342,8 @@ def test_fingerprints_are_joined_block_by_block(
     # Half of the texts come twice but for a last word, so that some held-out ones have a near duplicate.
     words = [" ".join(f"w{number}x{place}" for place in range(200)) for number in range(30)]
     source = write(tmp_path / "a.jsonl", [*words, *(f"{text} end" for text in words[:15])])
-    expected = prepare(make_config(source, dedup={"near": False}), say=quiet).report["held_out_near_duplicates"]
+    exact = {"near_duplicates": False}
+    expected = prepare(make_config(source, dedup=exact), say=quiet).report["held_out_near_duplicates"]
     assert 0 < expected < 15
     sizes: list[int] = []
     join = dedup.near_duplicates
@@ -353,7 +354,9 @@ def test_fingerprints_are_joined_block_by_block(
 
     monkeypatch.setattr(dedup, "near_duplicates", spy)
     monkeypatch.setattr(dedup, "BLOCK", 4)
-    report = prepare(make_config(source, cache=str(tmp_path / "other"), dedup={"near": False}), say=quiet).report
+    report = prepare(
+        make_config(source, cache=str(tmp_path / "other"), dedup={"near_duplicates": False}), say=quiet
+    ).report
     assert report["held_out_near_duplicates"] == expected
     assert max(sizes) == 4
     assert len(sizes) == -(-report["valid"]["documents"] // 4) * -(-report["train"]["documents"] // 4)
@@ -363,12 +366,12 @@ def test_without_a_lock_the_first_to_finish_wins(
     make_config: Any, corpus: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a file system whose locks do not hold: the folder appears while this process makes its own."""
-    write_report = drop_report.write
+    write_report = filter_report.write
 
     def finish_first(folder: Path, *arguments: Any) -> None:
         write_report(folder, *arguments)
         shutil.copytree(folder.parent, tmp_path / "cache" / folder.parent.parent.name.split(".")[1])
 
-    monkeypatch.setattr(drop_report, "write", finish_first)
+    monkeypatch.setattr(filter_report, "write", finish_first)
     shards = prepare(make_config(corpus), say=quiet)
     assert [path for path in (tmp_path / "cache").iterdir() if path.is_dir()] == [shards.path]

@@ -109,16 +109,16 @@ def test_every_file_is_guarded(written: Path, tmp_path: Path) -> None:
     """Each file in turn altered in one bit, cut short, made longer, removed."""
     assert len(names(written)) == 15
     for name in names(written):
-        for damage in ("alter", "cut", "lengthen", "remove"):
-            copy = tmp_path / f"{damage}-{name}"
+        for damage_message in ("alter", "cut", "lengthen", "remove"):
+            copy = tmp_path / f"{damage_message}-{name}"
             shutil.copytree(written, copy)
             file = copy / name
             data = file.read_bytes()
-            if damage == "remove":
+            if damage_message == "remove":
                 file.unlink()
             else:
                 altered = bytes([data[0] ^ 1]) + data[1:]
-                file.write_bytes({"alter": altered, "cut": data[:-1], "lengthen": data + b"0"}[damage])
+                file.write_bytes({"alter": altered, "cut": data[:-1], "lengthen": data + b"0"}[damage_message])
             with pytest.raises(ShardError) as caught:
                 open_shards(copy)
             assert caught.value.exit_code == 4
@@ -165,7 +165,7 @@ def test_shards_that_another_process_verified_are_opened_without_hashing(tmp_pat
     with pytest.raises(ShardError, match="SHA-256"):
         open_shards(shards.path)
     file.write_bytes(whole[:-2])  # sizes are compared all the same
-    with pytest.raises(ShardError, match="cut short"):
+    with pytest.raises(ShardError, match="truncated"):
         open_shards(shards.path, verify=False)
 
 
@@ -278,7 +278,7 @@ def test_rows_decoded_piece_by_piece(tmp_path: Path) -> None:
     shards = write(tmp_path / "s", [[1, 2], [3, 4, 5, 6, 7]], domains=[1, 0])
 
     class Letters:
-        def show(self, ids: list[int]) -> str:
+        def decode_with_special_tokens(self, ids: list[int]) -> str:
             return "".join("." if token == 0 else chr(96 + token) for token in ids)
 
     shards.__dict__["tokenizer"] = Letters()

@@ -52,7 +52,7 @@ def parquet(texts: list[str], kind: pyarrow.DataType | None = None) -> bytes:
 
 
 def digits(number: int) -> str:
-    """Digits that do not compress away, so that what stands before some damage in the middle can be read."""
+    """Digits that do not compress away, so that what stands before some damage_message in the middle can be read."""
     return hashlib.shake_256(str(number).encode()).hexdigest(200)
 
 
@@ -189,8 +189,8 @@ def test_an_over_long_line_is_bad_and_its_neighbours_are_not(tmp_path: Path, mon
 
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "text"])
-@pytest.mark.parametrize("damage", ["cut", "altered", "not compressed"])
-def test_a_damaged_compressed_file(tmp_path: Path, kind: str, suffix: str, damage: str) -> None:
+@pytest.mark.parametrize("damage_message", ["cut", "altered", "not compressed"])
+def test_a_damaged_compressed_file(tmp_path: Path, kind: str, suffix: str, damage_message: str) -> None:
     texts = [digits(place) for place in range(3000)]
     data = as_csv(texts) if kind == "csv" else jsonl(texts)
     whole = gzip.compress(data) if suffix == "gz" else zstandard.ZstdCompressor(write_checksum=True).compress(data)
@@ -199,12 +199,12 @@ def test_a_damaged_compressed_file(tmp_path: Path, kind: str, suffix: str, damag
         "cut": whole[:middle],
         "altered": whole[:middle] + bytes(byte ^ 255 for byte in whole[middle : middle + 50]) + whole[middle + 50 :],
         "not compressed": data,
-    }[damage]
+    }[damage_message]
     path = tmp_path / f"a.{kind}.{suffix}"
     path.write_bytes(damaged)
     documents, bad = read({"kind": kind, "paths": [str(path)]})
     assert 0 < bad.count <= 100
-    if kind != "text" and damage == "cut":
+    if kind != "text" and damage_message == "cut":
         assert bad.count == 1
         assert [document.text for document in documents] == texts[: len(documents)]
         assert len(documents) > 100
@@ -233,7 +233,7 @@ def test_an_over_long_csv_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ("row", "reason", "lost"),
     [
         ('3,"he said "no" twice"', "is not CSV: ',' expected after '\"'", 0),
-        ('3,"never closed', "is not CSV: unexpected end of data; passed over to line 6", 2),
+        ('3,"never closed', "is not CSV: unexpected end of data; skipped to line 6", 2),
         ('3,"closed by the next but one\r\n4,text4\r\n5,"x', "is not CSV: ',' expected after '\"'", 0),
     ],
 )
@@ -320,11 +320,11 @@ def test_parquet_rows_that_cannot_be_used(tmp_path: Path) -> None:
     assert [line.split(": ")[0] for line in bad.shown] == [f"{path}:2", f"{path}:3"]
 
 
-@pytest.mark.parametrize("damage", ["cut", "altered"])
-def test_a_damaged_parquet_file(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize("damage_message", ["cut", "altered"])
+def test_a_damaged_parquet_file(tmp_path: Path, damage_message: str) -> None:
     whole = parquet([digits(place) for place in range(1000)])
     quarter = len(whole) // 4
-    damaged = whole[:quarter] if damage == "cut" else whole[:quarter] + bytes(quarter) + whole[2 * quarter :]
+    damaged = whole[:quarter] if damage_message == "cut" else whole[:quarter] + bytes(quarter) + whole[2 * quarter :]
     (tmp_path / "a.parquet").write_bytes(damaged)
     documents, bad = read({"kind": "parquet", "paths": [str(tmp_path)]})
     assert "is not readable Parquet" in bad.shown[-1]
@@ -407,7 +407,7 @@ def test_hugging_face_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ConnectionError("reset by peer")
 
     monkeypatch.setattr(datasets, "load_dataset", break_off)
-    with pytest.raises(CorpusError, match=r"reset by peer.*the preparation then goes on where it stood"):
+    with pytest.raises(CorpusError, match=r"reset by peer.*the preparation is then resumed"):
         read({"kind": "huggingface", "name": "someone/something"})
 
     def fill_up(*arguments: Any, **options: Any) -> Any:
@@ -443,4 +443,4 @@ def test_a_hugging_face_revision(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_kind_of_the_schema_has_a_source() -> None:
     kinds = {section.model_fields["kind"].annotation.__args__[0] for section in schema.Source.__origin__.__args__}
-    assert set(SOURCES) == kinds
+    assert {*SOURCES.names(), "plugin"} == kinds

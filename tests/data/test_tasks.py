@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cdrmix.config.schema_data import TasksSource
-from cdrmix.data.tasks import TASKS, THINK_BEGIN, THINK_END, Filler, exercise, generate, score
+from cdrmix.data.tasks import TASKS, THINK_BEGIN, THINK_END, Filler, generate, make_example, score
 from cdrmix.data.tasks.babilong import World, before_questions, person_questions, story, thing_questions
 from cdrmix.data.tasks.rng import Rng
 from cdrmix.errors import ConfigError
@@ -296,7 +296,7 @@ def test_every_task_has_a_solver() -> None:
 def test_the_answer_follows_from_the_prompt(
     task: str, seed: int, number: int, characters: int, filler: Filler | None
 ) -> None:
-    made = exercise(task, seed, number, characters, filler=filler)
+    made = make_example(task, seed, number, characters, filler=filler)
     answer = made.answer.removeprefix("Answer:").strip()
     assert answer == SOLVERS[task](made.prompt)
     assert made.text == made.prompt + made.steps + made.answer
@@ -309,7 +309,7 @@ def test_the_answer_follows_from_the_prompt(
     if characters > 1000:
         least, most = BOUNDS.get(task, (0.7, 1.4))
         assert least * characters < len(made.text) < most * characters or (task == "mqar" and characters > 4000)
-    assert made == exercise(task, seed, number, characters, filler=filler)
+    assert made == make_example(task, seed, number, characters, filler=filler)
     assert task.startswith("ruler") == bool(made.references)
     if made.references:
         assert answer == ", ".join(made.references)
@@ -321,7 +321,7 @@ def digest_of(task: str, numbers: int, seeds: tuple[int, ...], lengths: tuple[in
     for number in range(numbers):
         for seed in seeds:
             for characters in lengths:
-                made = exercise(task, seed, number, characters)
+                made = make_example(task, seed, number, characters)
                 digest.update(repr((made.prompt, made.steps, made.answer)).encode() + b"\n")
     return digest.hexdigest()
 
@@ -347,15 +347,15 @@ def test_stories_of_all_that_people_do(number: int, facts: int) -> None:
 
 def test_steps_are_true() -> None:
     for number in range(20):
-        steps = exercise("arithmetic", 1, number, 2000).steps
+        steps = make_example("arithmetic", 1, number, 2000).steps
         signs = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
         for one, sign, other, result in re.findall(r"(-?\d+) ([-+*]) (\d+) = (-?\d+)\.", steps):
             assert signs[sign](int(one), int(other)) == int(result)
-        steps = exercise("multi_step_arithmetic", 1, number, 2000).steps
+        steps = make_example("multi_step_arithmetic", 1, number, 2000).steps
         for one, sign, other, result in re.findall(r"(-?\d+) ([-+*]) (-?\d+) = (-?\d+)\.", steps):
             assert signs[sign](int(one), int(other)) == int(result)
             assert abs(int(result)) <= 9999
-        made = exercise("hops", 1, number, 2000)
+        made = make_example("hops", 1, number, 2000)
         assert set(re.findall(r"The guard of \w+ is \w+\.", made.steps)) <= set(
             re.findall(r"The guard of \w+ is \w+\.", made.prompt)
         )
@@ -364,14 +364,14 @@ def test_steps_are_true() -> None:
 def test_exercises_differ_and_answers_lie_everywhere() -> None:
     places = []
     for number in range(200):
-        made = exercise("recall", 1, number, 3000)
+        made = make_example("recall", 1, number, 3000)
         fact = f"{question_of(made.prompt, 'What is the code of ([A-Za-z]+)[?]')} is{made.answer}."
         places.append(made.prompt.index(fact) / len(made.prompt))
-    assert len({exercise("recall", 1, number, 500).text for number in range(200)}) == 200
+    assert len({make_example("recall", 1, number, 500).text for number in range(200)}) == 200
     # uniform over the text: mean 1/2, standard deviation 0.29 / sqrt(200); five of these are passed once in 10^6
     assert abs(sum(places) / 200 - 0.5) < 5 * 0.29 / 200**0.5
     assert min(places) < 0.1 < 0.9 < max(places)
-    assert exercise("recall", 2, 0, 500) != exercise("recall", 1, 0, 500)
+    assert make_example("recall", 2, 0, 500) != make_example("recall", 1, 0, 500)
 
 
 @pytest.mark.parametrize("task", TASKS.names())
@@ -380,7 +380,7 @@ def test_no_two_exercises_are_near_duplicates(task: str, characters: int) -> Non
     """Else a corpus would keep one of them: the Jaccard similarity of their five-word shingles, at most 0.8 there."""
     shingles = []
     for number in range(12):
-        words = re.findall(r"\w+", exercise(task, 1, number, characters).text.lower())
+        words = re.findall(r"\w+", make_example(task, 1, number, characters).text.lower())
         shingles.append({tuple(words[place : place + 5]) for place in range(len(words) - 4)})
     for one, other in combinations(shingles, 2):
         assert len(one & other) / len(one | other) < 0.2
@@ -389,7 +389,7 @@ def test_no_two_exercises_are_near_duplicates(task: str, characters: int) -> Non
 def test_a_known_exercise_stays_what_it_is() -> None:
     """Corpora made by another version of this or of Python must be the same: the text of the first one."""
     words = "buda kile buna lebi kamu kiku"
-    assert exercise("copying", 1, 0, 60).text == f"Words: {words}\nQuestion: What were the words?\nAnswer: {words}"
+    assert make_example("copying", 1, 0, 60).text == f"Words: {words}\nQuestion: What were the words?\nAnswer: {words}"
 
 
 def test_documents_of_a_source() -> None:
@@ -398,7 +398,7 @@ def test_documents_of_a_source() -> None:
     assert [where for where, _, _ in made] == ["recall 0", "sorting 0", "recall 1", "sorting 1", "recall 2"]
     for where, text, meta in made:
         task, number = where.split()
-        assert text == exercise(task, 4, int(number), 300).text
+        assert text == make_example(task, 4, int(number), 300).text
         assert meta["task"] == task
         assert text.startswith(meta["prompt"])
         assert text.endswith(meta["answer"])

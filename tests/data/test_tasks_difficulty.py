@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from cdrmix.config.schema_data import TasksSource
-from cdrmix.data.tasks import TASKS, Example, Filler, difficulties, episode, exercise, generate, score
+from cdrmix.data.tasks import TASKS, Example, Filler, difficulties, episode, generate, make_example, score
 from cdrmix.data.tasks.arithmetic import Expression
 from cdrmix.data.tasks.babilong import PEOPLE, THINGS, Story
 from cdrmix.data.tasks.example import Length, Value
@@ -25,13 +25,13 @@ STORIES = {"babilong_qa1": 1, "babilong_qa2": 2, "babilong_qa3": 3, "babilong_qa
 @pytest.mark.parametrize("task", TASKS.names())
 def test_a_number_of_characters_is_the_published_difficulty_at_that_length(task: str) -> None:
     standard = TASKS[task].standard
-    assert exercise(task, 3, 5, 2500) == exercise(task, 3, 5, standard.at_length(2500))
-    assert exercise(task, 3, 5) == exercise(task, 3, 5, standard)
-    lengths = [len(exercise(task, 3, 5, characters).text) for characters in (2000, 8000, 32_000)]
+    assert make_example(task, 3, 5, 2500) == make_example(task, 3, 5, standard.at_length(2500))
+    assert make_example(task, 3, 5) == make_example(task, 3, 5, standard)
+    lengths = [len(make_example(task, 3, 5, characters).text) for characters in (2000, 8000, 32_000)]
     assert lengths == sorted(lengths)
     assert lengths[0] < lengths[2] / 8 or task in ("mqar", "ruler_cwe")  # whose text has a longest, a shortest
     with pytest.raises(ConfigError, match="is of other tasks"):
-        exercise(task, 1, 0, Expression() if task != "multi_step_arithmetic" else Length())
+        make_example(task, 1, 0, Expression() if task != "multi_step_arithmetic" else Length())
 
 
 def test_a_difficulty_says_what_cannot_be() -> None:
@@ -67,7 +67,7 @@ def test_difficulty_of_a_source() -> None:
     assert levels["recall"] == Length(characters=900)
     for where, text, meta in generate(section):
         task, number = where.split()
-        assert text == exercise(task, 1, int(number), levels[task]).text
+        assert text == make_example(task, 1, int(number), levels[task]).text
         assert set(meta) == {"task", "prompt", "answer"}
         if task == "ruler_niah_single_2":
             assert len(re.findall(r"The hidden number of", text)) == 3
@@ -89,44 +89,44 @@ def test_difficulty_of_a_source() -> None:
 @given(number=st.integers(0, 10**9), more=st.integers(0, 60))
 def test_a_story_has_as_many_facts_as_asked_for(task: str, number: int, more: int) -> None:
     level = Story(characters=4000, facts=STORIES[task] + more)
-    made = exercise(task, 1, number, level)
+    made = make_example(task, 1, number, level)
     facts = re.findall(rf"(?:{'|'.join(PEOPLE)}) [a-z ]+ the \w+(?: to \w+)?\.", made.prompt)
     assert len(facts) == level.facts
     if STORIES[task] > 1:
         with pytest.raises(ConfigError, match="needs at least"):
-            exercise(task, 1, number, Story(facts=STORIES[task] - 1))
+            make_example(task, 1, number, Story(facts=STORIES[task] - 1))
 
 
 @pytest.mark.parametrize("facts", [1, 2, 3, 5, 6])
 def test_rooms_in_a_line(facts: int) -> None:
     if not 2 <= facts <= 5:
         with pytest.raises(ConfigError, match="this task has 2 to 5"):
-            exercise("babilong_qa4", 1, 0, Story(facts=facts))
+            make_example("babilong_qa4", 1, 0, Story(facts=facts))
         return
     for number in range(20):
-        made = exercise("babilong_qa4", 1, number, Story(facts=facts))
+        made = make_example("babilong_qa4", 1, number, Story(facts=facts))
         assert len(re.findall(r"The \w+ is (?:north|south|east|west) of the \w+\.", made.prompt)) == facts
 
 
 def test_answers_of_stories_are_even() -> None:
     """No answer is so common that guessing it would do, as far as the benchmark's kinds of question let it."""
     for task, choices in (("babilong_qa1", 6), ("babilong_qa2", 6), ("babilong_qa3", 6), ("babilong_qa4", 6)):
-        answers = Counter(exercise(task, 1, number, 100).answer for number in range(600))
+        answers = Counter(make_example(task, 1, number, 100).answer for number in range(600))
         assert len(answers) == choices
         assert max(answers.values()) < 600 / choices + 6 * (600 / choices) ** 0.5
-    answers = Counter(exercise("babilong_qa5", 1, number, 100).answer.strip() for number in range(600))
+    answers = Counter(make_example("babilong_qa5", 1, number, 100).answer.strip() for number in range(600))
     assert set(answers) == {*PEOPLE, *THINGS}
     assert max(answers.values()) < 180
 
 
 def test_filler_of_a_story_says_nothing_of_it() -> None:
     text = "Agnes is in the zoo. An apple fell from the tree, and nobody saw it. The sea was calm that day."
-    made = exercise("babilong_qa2", 1, 0, 3000, filler=Filler([text]))
+    made = make_example("babilong_qa2", 1, 0, 3000, filler=Filler([text]))
     assert "zoo" not in made.prompt
     assert "tree" not in made.prompt
     assert made.prompt.count("The sea was calm that day.") > 50
     with pytest.raises(ValueError, match="every sentence of the filler has one of Agnes"):
-        exercise("babilong_qa2", 1, 0, 3000, filler=Filler(["Agnes is in the zoo."]))
+        make_example("babilong_qa2", 1, 0, 3000, filler=Filler(["Agnes is in the zoo."]))
 
 
 @settings(max_examples=40)
@@ -160,7 +160,7 @@ def test_episodes_tell_each_fact_in_one_chunk(
     assert set(made.asked) <= set(made.facts)
     assert made.answer == ", ".join(fact.value for fact in made.asked)
     assert all(fact.key in made.question for fact in made.asked)
-    text = exercise("chunk_recall", 1, number, level)
+    text = make_example("chunk_recall", 1, number, level)
     assert text.answer == f" {made.answer}"
     assert text.prompt == "\n".join([*filter(None, made.chunks), f"Question: {made.question}", "Answer:"])
 
@@ -219,7 +219,7 @@ def test_as_many_lies_as_chunks_are_refused() -> None:
     bound=st.sampled_from([9, 99, 9999]),
 )
 def test_expressions_are_as_large_as_asked_for(number: int, operators: int, largest: int, bound: int) -> None:
-    made = exercise("multi_step_arithmetic", 1, number, Expression(operators, largest, bound))
+    made = make_example("multi_step_arithmetic", 1, number, Expression(operators, largest, bound))
     numbers = [int(written) for written in re.findall(r"\d+", made.prompt)]
     assert len(numbers) == operators + 1
     assert all(1 <= written <= largest for written in numbers)
@@ -228,13 +228,13 @@ def test_expressions_are_as_large_as_asked_for(number: int, operators: int, larg
 
 
 def test_exact_match_elsewhere() -> None:
-    made = exercise("recall", 1, 0)
+    made = make_example("recall", 1, 0)
     code = made.answer.strip()
     for answer in (made.answer, code, f"  {code}\n", f"{code}\nQuestion: more", f"\nAnswer: {code}"):
         assert score(made, answer) == 1
     for answer in ("", "Answer:", f"{code}0", f"{code}.", f"It is {code}", f"9999\n{code}"):
         assert score(made, answer) == 0
-    stepped = exercise("arithmetic", 1, 0)
+    stepped = make_example("arithmetic", 1, 0)
     assert score(stepped, stepped.steps + stepped.answer) == 1
     assert score(stepped, stepped.steps) == 0
     assert score(stepped, stepped.answer + "1") == 0
@@ -272,8 +272,8 @@ def test_filler_is_read_as_far_as_it_is_needed() -> None:
 @given(number=st.integers(0, 10**9), characters=st.integers(-5, 3000), size=st.integers(1, 50))
 def test_a_passage_is_at_most_one_sentence_too_long(number: int, characters: int, size: int) -> None:
     filler = Filler([" ".join(f"It was {place} o'clock." for place in range(size))])
-    for draws in (Rng(1, "test", number), Rng(1, "test", number, filler)):
-        passage = draws.passage(characters)
+    for rng in (Rng(1, "test", number), Rng(1, "test", number, filler)):
+        passage = rng.passage(characters)
         length = sum(len(sentence) + 1 for sentence in passage)
         assert length >= characters
         assert length - (len(passage[-1]) + 1 if passage else 0) < max(characters, 1)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cdrmix.data.tasks import TASKS, Example, Filler, exercise, score
+from cdrmix.data.tasks import TASKS, Example, Filler, make_example, score
 from cdrmix.data.tasks.example import Value
 from cdrmix.data.tasks.ruler import CommonWords, FrequentWords, Needles, Tracking, frequencies, zeta
 from cdrmix.errors import ConfigError
@@ -36,7 +36,7 @@ def test_needles_are_as_many_as_published(variant: str, characters: int) -> None
     keys, values, queries, haystack, key_form, value_form = PUBLISHED[variant]
     places = []
     for number in range(20):
-        made = exercise(f"ruler_niah_{variant}", 1, number, characters)
+        made = make_example(f"ruler_niah_{variant}", 1, number, characters)
         needles = re.findall(rf"The hidden (?:number|code) of ({key_form}) is ({value_form})\.", made.prompt)
         asked = set(re.findall(key_form, made.prompt.rpartition(" of ")[2].removesuffix("Answer:")))
         assert len(asked) == queries
@@ -86,7 +86,7 @@ def test_any_number_of_needles(
             Needles().changed(changes)
         return
     level = Needles().changed({**changes, "key_kind": kinds[0], "value_kind": kinds[1]})
-    made = exercise("ruler_niah_multivalue", 1, number, level)
+    made = make_example("ruler_niah_multivalue", 1, number, level)
     needles: dict[str, list[str]] = {}
     for key, value in re.findall(r"The hidden \w+ of (\S+) is (\S+)\.(?=\s)", made.prompt):
         needles.setdefault(key, []).append(value)
@@ -101,7 +101,7 @@ def test_any_number_of_needles(
 @settings(max_examples=40)
 @given(number=st.integers(0, 10**9), chains=st.integers(1, 8), hops=st.integers(1, 9))
 def test_chains_are_whole_and_in_order(number: int, chains: int, hops: int) -> None:
-    made = exercise("ruler_vt", 1, number, Tracking(characters=3000, chains=chains, hops=hops))
+    made = make_example("ruler_vt", 1, number, Tracking(characters=3000, chains=chains, hops=hops))
     lines = re.findall(r"Let ([A-Z]{5}) = (\w+)\.", made.prompt)
     assert len(lines) == len(dict(lines)) == chains * (hops + 1)
     assert sum(source.isdigit() for _, source in lines) == chains
@@ -130,7 +130,7 @@ def test_counts_of_common_words_are_exact(
         with pytest.raises(ConfigError, match="less often"):
             CommonWords().changed(changes)
         return
-    made = exercise("ruler_cwe", 1, number, CommonWords().changed(changes))
+    made = make_example("ruler_cwe", 1, number, CommonWords().changed(changes))
     items = re.findall(r"(\d+)\. ([a-z]+)", made.prompt)
     assert [int(place) for place, _ in items] == list(range(1, len(items) + 1))
     counts = Counter(word for _, word in items)
@@ -144,7 +144,7 @@ def test_counts_of_common_words_are_exact(
 
 
 def test_published_counts_of_common_words() -> None:
-    made = exercise("ruler_cwe", 1, 0, 16_000)
+    made = make_example("ruler_cwe", 1, 0, 16_000)
     counts = Counter(re.findall(r"\d+\. ([a-z]+)", made.prompt)).values()
     assert Counter(counts)[30] == 10
     assert set(counts) == {30, 3}
@@ -164,7 +164,7 @@ def test_zeta(alpha: float) -> None:
 @settings(max_examples=40)
 @given(number=st.integers(0, 10**9), alpha=st.sampled_from([1.2, 1.5, 2.0, 2.5]), characters=st.integers(1, 30_000))
 def test_counts_of_frequent_words_are_the_zeta_distribution(number: int, alpha: float, characters: int) -> None:
-    made = exercise("ruler_fwe", 1, number, FrequentWords(characters=characters, alpha=alpha))
+    made = make_example("ruler_fwe", 1, number, FrequentWords(characters=characters, alpha=alpha))
     words = made.prompt.split("\n")[1].split()
     counts = [count for _, count in Counter(words).most_common()]
     assert Counter(words).most_common(4)[0][0] == "..."
@@ -181,7 +181,7 @@ def test_counts_of_frequent_words_are_the_zeta_distribution(number: int, alpha: 
 
 def test_of_the_published_frequent_words() -> None:
     """alpha = 2: of a total N the ranks have N / zeta(2) / k^2, to be found from the words alone."""
-    made = exercise("ruler_fwe", 1, 0, 20_000)
+    made = make_example("ruler_fwe", 1, 0, 20_000)
     counts = [count for _, count in Counter(made.prompt.split("\n")[1].split()).most_common()]
     total = counts[0] * math.pi**2 / 6
     for rank, count in enumerate(counts, 1):
@@ -191,7 +191,7 @@ def test_of_the_published_frequent_words() -> None:
 
 
 def test_the_score_is_the_share_of_references_found() -> None:
-    made = exercise("ruler_niah_multivalue", 1, 0)
+    made = make_example("ruler_niah_multivalue", 1, 0)
     assert score(made, made.answer) == 1
     assert score(made, " and ".join(reversed(made.references))) == 1
     assert score(made, f"They are {made.references[2]} and {made.references[0]}.") == 0.5
@@ -207,8 +207,8 @@ def test_filler_of_a_corpus(task: str) -> None:
     filler = Filler(["\n\n".join(corpus)])
     starts = set()
     for number in range(8):
-        made = exercise(task, 1, number, 3000, filler=filler)
-        assert made == exercise(task, 1, number, 3000, filler=filler)
+        made = make_example(task, 1, number, 3000, filler=filler)
+        assert made == make_example(task, 1, number, 3000, filler=filler)
         told = [int(number) for number in re.findall(r"Sentence (\d+) of the corpus is here\.", made.prompt)]
         if task.endswith(("single_1", "vt")):
             assert told[:5] == [(told[0] + more) % 500 for more in range(5)]
@@ -224,10 +224,10 @@ def test_filler_of_a_corpus(task: str) -> None:
 
 def test_sentences_with_a_key_are_no_filler() -> None:
     """Else the text might say something of the key."""
-    key = re.findall(r"number of (\w+) is", exercise("ruler_niah_single_2", 1, 0, 1000).prompt)[0]
+    key = re.findall(r"number of (\w+) is", make_example("ruler_niah_single_2", 1, 0, 1000).prompt)[0]
     filler = Filler([f"Perhaps {key} was here. Some other sentence stands here."])
-    made = exercise("ruler_niah_single_2", 1, 0, 1000, filler=filler)
+    made = make_example("ruler_niah_single_2", 1, 0, 1000, filler=filler)
     assert re.findall(r"number of (\w+) is", made.prompt) == [key]
     assert "Perhaps" not in made.prompt
     with pytest.raises(ValueError, match="give more text"):
-        exercise("ruler_niah_single_2", 1, 0, 1000, filler=Filler([f"Perhaps {key} was here."]))
+        make_example("ruler_niah_single_2", 1, 0, 1000, filler=Filler([f"Perhaps {key} was here."]))

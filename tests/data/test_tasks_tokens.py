@@ -1,4 +1,4 @@
-"""Token exercises: MQAR as zoology defines it, word problems of groups, and both beside their text."""
+"""Token examples: MQAR as zoology defines it, word problems of groups, and both beside their text."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cdrmix.data.tasks import IGNORED, TASKS, exercise, score_tokens, token_exercise
+from cdrmix.data.tasks import IGNORED, TASKS, make_example, make_token_example, score_tokens
 from cdrmix.data.tasks.groups import elements_of, product
-from cdrmix.data.tasks.mqar import RUNGS, Mqar, word_of
+from cdrmix.data.tasks.mqar import PUBLISHED_SIZES, Mqar, word_of
 from cdrmix.errors import ConfigError
 
 TOKENS = [task for task in TASKS.names() if TASKS[task].tokens]
@@ -33,7 +33,7 @@ def mqar_difficulties(draw: st.DrawFn) -> Mqar:
 @settings(max_examples=150)
 @given(number=st.integers(0, 10**9), difficulty=mqar_difficulties())
 def test_mqar_asks_every_key_once_more(number: int, difficulty: Mqar) -> None:
-    made = token_exercise("mqar", 1, number, difficulty)
+    made = make_token_example("mqar", 1, number, difficulty)
     context, half = 2 * difficulty.pairs, difficulty.vocabulary // 2
     assert len(made.inputs) == len(made.targets) == difficulty.tokens
     value_of = dict(zip(made.inputs[:context:2], made.inputs[1:context:2], strict=True))
@@ -54,7 +54,7 @@ def test_mqar_asks_every_key_once_more(number: int, difficulty: Mqar) -> None:
 def test_gaps_of_mqar_follow_the_power_law(power_a: float) -> None:
     """The first key's slot has the law itself; the second's is drawn from what the first has left."""
     difficulty = Mqar(tokens=40, pairs=4, power_a=power_a)
-    slots, draws = 16, 12_000
+    slots, rng = 16, 12_000
     weights = [gap ** (power_a - 1) for gap in range(1, slots + 1)]
     law = [weight / sum(weights) for weight in weights]
     second = [
@@ -62,24 +62,24 @@ def test_gaps_of_mqar_follow_the_power_law(power_a: float) -> None:
         for slot in range(slots)
     ]
     counts: list[Counter[int]] = [Counter(), Counter()]
-    for number in range(draws):
-        made = token_exercise("mqar", 5, number, difficulty)
+    for number in range(rng):
+        made = make_token_example("mqar", 5, number, difficulty)
         for count, key in zip(counts, made.inputs[:4:2], strict=True):
             count[(made.inputs.index(key, 8) - 8) // 2] += 1
     for count, expected in zip(counts, (law, second), strict=True):
         # chi-square of 15 degrees of freedom: mean 15; above 54 once in 4 * 10^5 tests
-        chi_square = sum((count[slot] - draws * chance) ** 2 / (draws * chance) for slot, chance in enumerate(expected))
+        chi_square = sum((count[slot] - rng * chance) ** 2 / (rng * chance) for slot, chance in enumerate(expected))
         assert chi_square < 54
 
 
 def test_published_settings_of_mqar() -> None:
-    assert RUNGS == [(64, 4), (128, 8), (256, 16), (512, 64)]
+    assert PUBLISHED_SIZES == [(64, 4), (128, 8), (256, 16), (512, 64)]
     standard = TASKS["mqar"].standard
     assert (standard.tokens, standard.pairs, standard.vocabulary, standard.power_a) == (64, 4, 8192, 0.01)
     for characters, rung in ((1, 0), (447, 0), (896, 1), (2000, 2), (3584, 3), (10**6, 3)):
         level = standard.at_length(characters)
-        assert (level.tokens, level.pairs) == RUNGS[rung]
-        text = exercise("mqar", 1, 0, characters)
+        assert (level.tokens, level.pairs) == PUBLISHED_SIZES[rung]
+        text = make_example("mqar", 1, 0, characters)
         assert len(text.prompt.split("\n")[0]) <= len("Pairs: ") + 7 * level.tokens
     for changes, message in (
         ({"tokens": 63}, "must be even"),
@@ -97,7 +97,7 @@ def test_words_of_mqar_are_its_ids() -> None:
     id_of = {word_of(token): token for token in range(8192)}
     for number in range(20):
         difficulty = Mqar(tokens=128, pairs=8, noise=number % 2 == 1)
-        made, text = token_exercise("mqar", 3, number, difficulty), exercise("mqar", 3, number, difficulty)
+        made, text = make_token_example("mqar", 3, number, difficulty), make_example("mqar", 3, number, difficulty)
         ids = [id_of[word] for word in text.prompt.split("\n")[0].removeprefix("Pairs: ").split()]
         for place, token in enumerate(ids):
             told_before = made.targets[place - 1]
@@ -111,7 +111,7 @@ def test_words_of_mqar_are_its_ids() -> None:
 @given(number=st.integers(0, 10**9), elements=st.integers(1, 300))
 def test_targets_of_word_problems_are_prefix_products(task: str, order: int, number: int, elements: int) -> None:
     difficulty = TASKS[task].standard.changed({"elements": elements})
-    made = token_exercise(task, 1, number, difficulty)
+    made = make_token_example(task, 1, number, difficulty)
     assert len(made.inputs) == len(made.targets) == elements
     assert made.vocabulary == order
     permutations = elements_of(difficulty.size)
@@ -120,7 +120,7 @@ def test_targets_of_word_problems_are_prefix_products(task: str, order: int, num
     for token, target in zip(made.inputs, made.targets, strict=True):
         row = [row[place] for place in permutations[token]]
         assert permutations[target] == tuple(row)
-    text = exercise(task, 1, number, difficulty)
+    text = make_example(task, 1, number, difficulty)
     line = text.prompt.split("\n")[-3].partition(": ")[2]
     assert len(line.split()) == elements
     if task == "parity":
@@ -143,7 +143,7 @@ def test_words_are_uniform() -> None:
     inputs: Counter[int] = Counter()
     targets: Counter[int] = Counter()
     for number in range(50):
-        made = token_exercise("s5", 2, number, TASKS["s5"].standard.changed({"elements": 480}))
+        made = make_token_example("s5", 2, number, TASKS["s5"].standard.changed({"elements": 480}))
         inputs.update(made.inputs)
         targets.update(made.targets)
     for counts in (inputs, targets):  # 24,000 of 120: 119 degrees of freedom, standard deviation 15.4
@@ -152,9 +152,9 @@ def test_words_are_uniform() -> None:
 
 @pytest.mark.parametrize("task", TOKENS)
 def test_token_exercises_are_reproducible_and_scored(task: str) -> None:
-    made = token_exercise(task, 1, 7)
-    assert made == token_exercise(task, 1, 7)
-    assert made != token_exercise(task, 1, 8)
+    made = make_token_example(task, 1, 7)
+    assert made == make_token_example(task, 1, 7)
+    assert made != make_token_example(task, 1, 8)
     assert score_tokens(made, made.targets) == 1
     assert score_tokens(made, [-1] * len(made.targets)) == 0
     asked = [place for place, target in enumerate(made.targets) if target != IGNORED]
@@ -166,4 +166,4 @@ def test_token_exercises_are_reproducible_and_scored(task: str) -> None:
 
 def test_tasks_of_text_alone_have_no_token_ids() -> None:
     with pytest.raises(ConfigError, match="'recall' has no token ids; mqar, parity, s3, s5 have"):
-        token_exercise("recall", 1, 0)
+        make_token_example("recall", 1, 0)

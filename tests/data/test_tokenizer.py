@@ -207,9 +207,9 @@ def test_further_special_tokens() -> None:
     assert tokenizer.vocab_size == 400
     spelled = tokenizer.encode(f"{marks[0]}a{marks[1]}")
     assert not set(ids) & set(spelled)
-    assert tokenizer.show(spelled) == f"{marks[0]}a{marks[1]}"
+    assert tokenizer.decode_with_special_tokens(spelled) == f"{marks[0]}a{marks[1]}"
     assert tokenizer.decode_bytes([ids[0], *tokenizer.encode("a"), ids[1]]) == b"a"
-    assert tokenizer.show([ids[0], *tokenizer.encode("é"), ids[1], tokenizer.end_of_text_id]) == (
+    assert tokenizer.decode_with_special_tokens([ids[0], *tokenizer.encode("é"), ids[1], tokenizer.end_of_text_id]) == (
         f"{marks[0]}é{marks[1]}{END}"
     )
     again = TextTokenizer(tokenizer.json_bytes, END)

@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 from cdrmix import workflow as lifecycle
 from cdrmix.cli import main
 from cdrmix.compare import compare
-from cdrmix.config.load import load_config
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_reasoning import Phases
 from cdrmix.data.tokenizer import TextTokenizer
@@ -51,7 +50,7 @@ EVERY_MIXER = ("model.layers=4", "model.mixer_layers={mamba2: [0], routing_mamba
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    return load_config(TINY, [f"run.root={tmp_path / 'experiments'}", *TOY])
+    return Config.from_yaml(TINY, [f"run.root={tmp_path / 'experiments'}", *TOY])
 
 
 def save_checkpoint(
@@ -235,9 +234,9 @@ def test_commands_run_where_and_as_the_configuration_says(
 
 def test_the_card_of_a_reasoning_model_says_what_was_trained(config: Config) -> None:
     reasoning = TINY.with_name("cdrmix-reason-1b.yaml")
-    without_phases = load_config(reasoning, [f"reasoning.phases.{name}.steps=0" for name, _ in Phases()])
+    without_phases = Config.from_yaml(reasoning, [f"reasoning.phases.{name}.steps=0" for name, _ in Phases()])
     assert STAGE_A_ONLY in model_card(without_phases, 1, 1, {})
-    assert STAGE_A_ONLY not in model_card(load_config(reasoning), 1, 1, {})
+    assert STAGE_A_ONLY not in model_card(Config.from_yaml(reasoning), 1, 1, {})
     assert STAGE_A_ONLY not in model_card(config, 1, 1, {})
 
 
@@ -245,7 +244,7 @@ def test_a_pure_rwkv7_is_exported_for_the_rwkv_package(
     tmp_path: Path, run: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pure = ["model.attention_fraction=0.0", "model.feed_forward.kind=channel_mix", "model.tie_embeddings=false"]
-    other = make_run(load_config(TINY, [f"run.root={tmp_path / 'pure'}", *TOY, *pure]))
+    other = make_run(Config.from_yaml(TINY, [f"run.root={tmp_path / 'pure'}", *TOY, *pure]))
     out = tmp_path / "model.pth"
     assert main(["export", "--model", str(other.path), "--rwkv", str(out)]) == 0
     assert capsys.readouterr().out.strip() == str(out)
@@ -355,7 +354,7 @@ def test_compare_is_about_bits_not_values(config: Config) -> None:
 def test_generation_repeats_for_a_seed_and_equals_the_full_forward_pass(
     tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
-    run = make_run(load_config(TINY, [f"run.root={tmp_path / 'experiments'}", *TOY, *overrides]))
+    run = make_run(Config.from_yaml(TINY, [f"run.root={tmp_path / 'experiments'}", *TOY, *overrides]))
     loaded = load_exported(export_model(load_model(run.path), tmp_path / "export"))
     card = (tmp_path / "export" / "README.md").read_text()
     assert ("1 RWKV-7, 1 attention, 1 Mamba-2, 1 Routing-Mamba" in card) == bool(overrides)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cdrmix.config.schema import Attention, FeedForward, MixerLayers, Model, Rwkv
+from cdrmix.config.schema import Attention, FeedForward, Model, Rwkv
 from cdrmix.errors import ConfigError
 from cdrmix.hf.rwkv_names import export_official_rwkv7, official_rwkv7_weights
 from cdrmix.model.language_model import LanguageModel
@@ -92,8 +92,8 @@ def test_a_model_without_official_form_is_refused_with_every_reason() -> None:
             "norm": "rmsnorm",
             "feed_forward": FeedForward(hidden=8),
             "attention_fraction": 1.0,
-            "mixer_layers": MixerLayers(mamba2=[0]),
             "rwkv": model.config.rwkv.model_copy(update={"allow_neg_eigval": True}),
+            "mixer_layers": {"mamba2": [0]},
         }
     )
     with pytest.raises(ConfigError) as raised:

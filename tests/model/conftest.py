@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("pydantic", reason="needs pydantic, which is not installed")
 import torch
 
-from cdrmix.config.schema import Attention, FeedForward, Mamba, MixerLayers, Model, Rwkv
+from cdrmix.config.schema import Attention, FeedForward, Mamba, Model, Rwkv
 from cdrmix.model.language_model import LanguageModel
 
 MakeModel = Callable[..., LanguageModel]
@@ -45,7 +45,7 @@ def make_model() -> MakeModel:
             norm=norm,  # type: ignore[arg-type]
             tie_embeddings=tie_embeddings,
             attention=Attention(heads=2, kv_heads=kv_heads, qk_norm=qk_norm),
-            mixer_layers=MixerLayers.model_validate(mixer_layers or {}),
+            mixer_layers=mixer_layers or {},
             rwkv=Rwkv(head_size=16, decay_rank=3, iclr_rank=3, value_rank=2, gate_rank=4),
             mamba=Mamba(d_state=12, head_dim=8, groups=2),
             feed_forward=FeedForward(

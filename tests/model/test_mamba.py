@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from cdrmix.config.schema import Attention, FeedForward, Mamba, MixerLayers, Model, Rwkv
+from cdrmix.config.schema import Attention, FeedForward, Mamba, Model, Rwkv
+from cdrmix.config.validators import BUILT_IN
 from cdrmix.model.context import Context, make_context
 from cdrmix.model.feed_forward.router import balance_routers
 from cdrmix.model.language_model import LanguageModel
@@ -33,7 +34,7 @@ def config(*, groups: int = 2, conv_width: int = 4, d_model: int = 24, **feed_fo
         d_model=d_model,
         layers=2,
         attention=Attention(heads=2, kv_heads=2),
-        mixer_layers=MixerLayers(routing_mamba=[1]),
+        mixer_layers={"routing_mamba": [1]},
         rwkv=Rwkv(head_size=16, decay_rank=2, iclr_rank=2, value_rank=2, gate_rank=2),
         mamba=Mamba(d_state=16, head_dim=8, groups=groups, conv_width=conv_width),
         feed_forward=FeedForward.model_validate({"hidden": 8, "experts": 4, **feed_forward}),
@@ -258,7 +259,7 @@ def test_parameter_kinds(make_model: MakeModel) -> None:
 
 
 def test_every_mixer_that_a_configuration_may_name_is_there() -> None:
-    assert MIXERS.names() == sorted(MixerLayers.model_fields)
+    assert MIXERS.names() == sorted(BUILT_IN["mixer"])
     with pytest.raises(ValueError, match=r"unknown mixer 'mamba'.*Did you mean 'mamba2'"):
         MIXERS["mamba"]
 

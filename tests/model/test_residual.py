@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cdrmix.config.load import load_config
+from cdrmix.config.schema import Config
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.training.build import build_loss_model
 
@@ -18,7 +18,7 @@ SMALL = ("model.d_model=64", "model.vocab_size=300", "model.feed_forward.hidden=
 
 def make(*overrides: str) -> LanguageModel:
     torch.manual_seed(0)
-    model = build_loss_model(load_config(TINY, (*SMALL, "model.attention.kv_heads=2", *overrides))).language_model
+    model = build_loss_model(Config.from_yaml(TINY, (*SMALL, "model.attention.kv_heads=2", *overrides))).language_model
     with torch.no_grad():
         for parameter in model.parameters():  # no output is zero
             parameter += 0.05 * torch.randn_like(parameter)

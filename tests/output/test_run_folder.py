@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from cdrmix import workflow as lifecycle
-from cdrmix.config.load import config_hash, load_config
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError, DiskFullError
 from cdrmix.run_folder import RunFolder, finite, read_metrics
@@ -27,7 +26,7 @@ TINY = Path(__file__).parents[2] / "configs" / "cdrmix-core-tiny.yaml"
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    return load_config(TINY, [f"run.root={tmp_path / 'experiments'}"])
+    return Config.from_yaml(TINY, [f"run.root={tmp_path / 'experiments'}"])
 
 
 def record(step: int, *, loss: float = 2.5, valid: float | None = None) -> StepRecord:
@@ -54,8 +53,8 @@ def test_a_run_folder_is_named_by_time_and_hash_and_never_overwritten(config: Co
     runs = [RunFolder.create(config) for _ in range(3)]
     assert len({run.path for run in runs}) == 3
     for run in runs:
-        assert re.fullmatch(rf"\d{{8}}T\d{{6}}Z-{config_hash(config)[:8]}(-\d)?", run.path.name)
-        assert load_config(run.config_snapshot) == config
+        assert re.fullmatch(rf"\d{{8}}T\d{{6}}Z-{config.hash()[:8]}(-\d)?", run.path.name)
+        assert Config.from_yaml(run.config_snapshot) == config
         assert run.checkpoints.is_dir()
         assert not run.finished
     assert runs[0].summary()["environment"]["versions"]["torch"]
@@ -97,12 +96,12 @@ def test_a_run_goes_on_under_other_values_of_what_decides_no_weight(config: Conf
     run = RunFolder.create(config)
     moved = [f"run.root={tmp_path / 'experiments'}", "run.name=other", "data.cache=elsewhere", "train.keep_last=1"]
     for resume, more in (("auto", []), (str(run.path), ["train.log_every=3", "logging.wandb=true"])):
-        other = load_config(TINY, [*moved, *more])
+        other = Config.from_yaml(TINY, [*moved, *more])
         found = RunFolder.resume(other, resume)
         assert found is not None
         assert found.path == run.path
-        assert load_config(run.config_snapshot) == other
-        assert config_hash(load_config(run.config_snapshot)) == run.summary()["config_hash"]
+        assert Config.from_yaml(run.config_snapshot) == other
+        assert Config.from_yaml(run.config_snapshot).hash() == run.summary()["config_hash"]
     assert run.summary()["name"] == "other"
     first, second = run.log.read_text().splitlines()
     assert first.endswith("decide no weight: name: other, cache: elsewhere, keep_last: 1")
@@ -111,7 +110,7 @@ def test_a_run_goes_on_under_other_values_of_what_decides_no_weight(config: Conf
     assert len(run.log.read_text().splitlines()) == 2  # nothing to say when nothing changed
     with run.locked(), pytest.raises(ConfigError, match="another process"):
         RunFolder.resume(config, str(run.path))
-    assert load_config(run.config_snapshot) == other
+    assert Config.from_yaml(run.config_snapshot) == other
 
 
 def test_the_home_folder_in_the_root(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-from cdrmix.config.load import load_config
 from cdrmix.config.schema import Config
 from cdrmix.data.batch import Batch
 from cdrmix.training.build import build_loss_model
@@ -42,14 +41,14 @@ def resident(name: str) -> int:
 
 
 def main() -> None:
-    config = load_config(Path(sys.argv[1]), sys.argv[2:])
+    config = Config.from_yaml(Path(sys.argv[1]), sys.argv[2:])
     world = join(config)
     torch.manual_seed(1)  # what the routers choose decides how many rows an expert has
     engine = make_engine(config, build_loss_model(config), world)
     step(config, world, engine, 0)  # compiles, and makes the optimizer's state
     gc.collect()
-    weights = [parameter for group in engine.adamw.param_groups for parameter in group["params"]]
-    state = [value for slots in engine.adamw.state.values() for value in slots.values()]
+    weights = [parameter for group in engine.optimizer.param_groups for parameter in group["params"]]
+    state = [value for slots in engine.optimizer.state.values() for value in slots.values()]
     there = sum(tensor.untyped_storage().nbytes() for tensor in [*weights, *state])
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the highest is counted from here on

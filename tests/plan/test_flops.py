@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from cdrmix.config.load import load_config
+from cdrmix.config.schema import Config
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.plan.flops import training_flops_per_token
 
@@ -16,7 +16,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def test_the_1b_models_operations_are_those_counted_by_hand() -> None:
-    flops = training_flops_per_token(load_config(CONFIGS / "cdrmix-core-1b.yaml"))
+    flops = training_flops_per_token(Config.from_yaml(CONFIGS / "cdrmix-core-1b.yaml"))
     assert flops.parameters == 6 * flops.active_parameters == pytest.approx(8.70e9, rel=0.001)
     assert flops.attention == 3 * 6 * 2 * 2048 * 2049  # six layers; 2,049 / 2 keys a token, scores and values
     assert flops.rwkv7 == 18 * 28 * 32 * 64 * 64  # 18 layers of 32 heads with states of 64 x 64
@@ -25,9 +25,9 @@ def test_the_1b_models_operations_are_those_counted_by_hand() -> None:
 
 
 def test_checkpointing_runs_the_blocks_forward_pass_again() -> None:
-    plain = training_flops_per_token(load_config(CONFIGS / "cdrmix-hybrid-tiny.yaml"))
+    plain = training_flops_per_token(Config.from_yaml(CONFIGS / "cdrmix-hybrid-tiny.yaml"))
     again = training_flops_per_token(
-        load_config(CONFIGS / "cdrmix-hybrid-tiny.yaml", ["train.activation_checkpointing=true"])
+        Config.from_yaml(CONFIGS / "cdrmix-hybrid-tiny.yaml", ["train.activation_checkpointing=true"])
     )
     assert again.total == plain.total == plain.executed
     matrices = 2 * (plain.active_parameters - 4096 * 128)
@@ -38,8 +38,8 @@ def test_checkpointing_runs_the_blocks_forward_pass_again() -> None:
 
 
 def test_an_embedding_that_is_not_the_head_is_a_look_up() -> None:
-    tied = training_flops_per_token(load_config(CONFIGS / "cdrmix-core-tiny.yaml"))
-    own = training_flops_per_token(load_config(CONFIGS / "cdrmix-core-tiny.yaml", ["model.tie_embeddings=false"]))
+    tied = training_flops_per_token(Config.from_yaml(CONFIGS / "cdrmix-core-tiny.yaml"))
+    own = training_flops_per_token(Config.from_yaml(CONFIGS / "cdrmix-core-tiny.yaml", ["model.tie_embeddings=false"]))
     assert own == tied
 
 
@@ -47,7 +47,7 @@ def test_an_embedding_that_is_not_the_head_is_a_look_up() -> None:
 def test_pytorch_counts_as_many_in_the_matrices(overrides: list[str]) -> None:
     """Of a dense attention model every matrix product is PyTorch's own, and its counter sees each."""
     words = ["model.attention_fraction=1.0", "model.feed_forward.experts=1", "model.feed_forward.top_k=1", *overrides]
-    config = load_config(CONFIGS / "cdrmix-core-tiny.yaml", words)
+    config = Config.from_yaml(CONFIGS / "cdrmix-core-tiny.yaml", words)
     model, rows, length = LanguageModel(config.model), 2, config.data.row_length
     counter = FlopCounterMode(display=False)
     with counter:

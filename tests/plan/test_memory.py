@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from cdrmix.config.load import load_config
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
-from cdrmix.gpus import gpu_of_key
+from cdrmix.gpus import gpu_by_key
 from cdrmix.plan import trace as tracing
-from cdrmix.plan.fit import MOST_USED, Remedy, at_most, check_memory, fit
+from cdrmix.plan.fit import MAX_MEMORY_SHARE, Remedy, at_most, check_memory, fit
 from cdrmix.plan.machine import Machine, host_memory, machine_for
 from cdrmix.plan.memory import memory_of
 from cdrmix.plan.parameters import count_parameters
@@ -33,7 +32,7 @@ TINY = {
 
 
 def config_of(name: str, *overrides: str) -> Config:
-    return load_config(CONFIGS / f"cdrmix-{name}.yaml", list(overrides))
+    return Config.from_yaml(CONFIGS / f"cdrmix-{name}.yaml", list(overrides))
 
 
 def card(memory_bytes: int | None, flops: float | None = 1e15) -> Machine:
@@ -64,7 +63,7 @@ def test_two_short_models_say_what_a_long_one_takes(
     words += ["train.batch_rows=16", f"train.activation_checkpointing={checkpointing}", "model.vocab_size=512"]
     config = config_of("core-tiny", *words, "train.micro_batch_rows=2", f"data.row_length={row_length}")
     short = tracing.trace(config, "cuda", zero_stage=0, accumulation=accumulation)
-    monkeypatch.setattr(tracing, "WHOLE_LAYERS", 24)
+    monkeypatch.setattr(tracing, "FULL_TRACE_LAYERS", 24)
     whole = tracing.trace(config, "cuda", zero_stage=0, accumulation=accumulation)
     assert short == whole
     if accumulation == 1:
@@ -117,8 +116,8 @@ def test_a_released_configuration_is_refused_on_half_of_what_it_needs(name: str)
     config = config_of(name)
     processes = PROCESSES[name.split("-")[1]]
     needed = memory_of(config, "cuda", processes).total
-    check_memory(config, card(int(needed / MOST_USED) + 1), processes)
-    half = card(int(needed / MOST_USED) // 2)
+    check_memory(config, card(int(needed / MAX_MEMORY_SHARE) + 1), processes)
+    half = card(int(needed / MAX_MEMORY_SHARE) // 2)
     if name != "core-200b":  # which has the fewest remedies, each of which takes a trace
         assert fit(config, half, processes, remedies=False).fits is False
         return
@@ -137,7 +136,7 @@ def test_the_1b_model_fits_as_it_is_released() -> None:
 def test_a_refusal_names_what_would_fit_and_that_does_fit() -> None:
     config = config_of("core-tiny", "train.batch_rows=64", "train.micro_batch_rows=16", "run.name=big")
     needed = memory_of(config, "cpu", 1).total
-    small = Machine("a small machine", "cpu", int(0.95 * needed / MOST_USED), None, "a test", True, None)
+    small = Machine("a small machine", "cpu", int(0.95 * needed / MAX_MEMORY_SHARE), None, "a test", True, None)
     with pytest.raises(
         ConfigError, match=r"training big takes .* What would fit: train\.micro_batch_rows=8"
     ) as refused:
@@ -151,7 +150,7 @@ def test_more_devices_are_proposed_with_nothing_else_changed() -> None:
     config = config_of("core-1b", "model.layers=4", "train.zero_stage=auto", "train.batch_rows=64")
     at_four = memory_of(config, "cuda", 4).total
     assert memory_of(config, "cuda", 2).total > at_four
-    room = card(int(at_four / MOST_USED) + 1)
+    room = card(int(at_four / MAX_MEMORY_SHARE) + 1)
     assert fit(config, room, 1).remedies[-1] == Remedy((), 4, at_four)
     # A step of as many rows as a micro-batch has none for a second process: its rows go down with the number.
     small = config_of("core-1b", "model.layers=4", "train.zero_stage=auto", "train.batch_rows=8")
@@ -165,12 +164,12 @@ def test_narrower_precision_and_shorter_rows_are_proposed_where_nothing_else_suf
     words = ["train.batch_rows=1", "train.micro_batch_rows=1", "train.activation_checkpointing=true"]
     words += ["train.precision=fp32", "data.row_length=4096"]
     needed = memory_of(config_of("core-tiny", *words, *least), "cuda", 1).total
-    room = card(int(needed / MOST_USED) + 1)
+    room = card(int(needed / MAX_MEMORY_SHARE) + 1)
     assert fit(config_of("core-tiny", *words), room, 1).remedies == (Remedy(tuple(least), 1, needed),)
 
 
 def test_where_nothing_suffices_it_is_said() -> None:
-    with pytest.raises(ConfigError, match=r"No number of rows, .* or rows of down to 256 tokens suffices"):
+    with pytest.raises(ConfigError, match=r"No number of rows, .* or rows of down to 256 tokens is sufficient"):
         check_memory(config_of("core-tiny", "train.batch_rows=1", "train.micro_batch_rows=1"), card(10**7), 1)
 
 
@@ -209,7 +208,7 @@ def test_main_memory_is_that_of_the_control_group(tmp_path: Path) -> None:
 
 def test_a_card_of_the_table_has_its_memory() -> None:
     config = config_of("core-tiny")
-    gpu = gpu_of_key("mi300x")
+    gpu = gpu_by_key("mi300x")
     assert gpu is not None
     machine = machine_for(config, "mi300x", 1)
     assert (machine.platform, machine.memory_bytes) == ("hip", gpu.memory_bytes)

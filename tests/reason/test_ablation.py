@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cdrmix.config.load import load_config
+from cdrmix.config.schema import Config
 from cdrmix.config.schema_ablation import Demand
 from cdrmix.errors import ConfigError
 from cdrmix.reason.experiments import ablation
@@ -135,12 +135,12 @@ def test_an_interrupted_table_goes_on(counted: tuple[Path, list[tuple[int, int]]
 
 def test_what_decides_a_result_decides_its_mark(counted: tuple[Path, list[tuple[int, int]]]) -> None:
     path, _ = counted
-    one = ablation.fingerprint(load_config(path), 1)
+    one = ablation.fingerprint(Config.from_yaml(path), 1)
     same = ['ablation.row="9"', "ablation.shows=x", "ablation.demands=[]", "run.name=other", "run.seed=7"]
-    assert ablation.fingerprint(load_config(path, same), 1) == one
+    assert ablation.fingerprint(Config.from_yaml(path, same), 1) == one
     others = ["train.steps=6", "ablation.episodes=3", "ablation.tracking.task=s3", "model.rwkv.allow_neg_eigval=true"]
-    marks = {ablation.fingerprint(load_config(path, [other]), 1) for other in others}
-    assert len(marks | {one, ablation.fingerprint(load_config(path), 2)}) == len(others) + 2
+    marks = {ablation.fingerprint(Config.from_yaml(path, [other]), 1) for other in others}
+    assert len(marks | {one, ablation.fingerprint(Config.from_yaml(path), 2)}) == len(others) + 2
 
 
 def test_mistakes_are_said_before_anything_is_run(counted: tuple[Path, list[tuple[int, int]]], tmp_path: Path) -> None:
@@ -162,10 +162,10 @@ def test_mistakes_are_said_before_anything_is_run(counted: tuple[Path, list[tupl
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_file_says_what_it_demands_of_arms_that_it_has(path: Path) -> None:
-    section = load_config(path).ablation
+    section = Config.from_yaml(path).ablation
     assert section is not None
     check(section)
     for arm in section.arms.values():
-        load_config(path, arm.set)
+        Config.from_yaml(path, arm.set)
     assert callable(ablation.EXPERIMENTS[section.experiment])
     assert all(in_words(judge(demand, {})).endswith("not run") for demand in section.demands)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from cdrmix.config.load import load_config
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
 from cdrmix.model.cache import select
@@ -29,7 +28,7 @@ SMALL = (
 
 
 def make(*overrides: str) -> tuple[Config, StageBModel, TokenSource]:
-    config = load_config(FILE, [*SMALL, *overrides])
+    config = Config.from_yaml(FILE, [*SMALL, *overrides])
     assert config.reasoning is not None
     assert config.reasoning.acceptance is not None
     model = small_model(config, 1)

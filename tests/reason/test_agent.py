@@ -104,11 +104,11 @@ def teacher(monkeypatch: pytest.MonkeyPatch, window: Window, episodes: Episodes)
     masks = [*demonstrations[0].mask_SN.chunk(episodes.chunks_BNC.shape[1]), demonstrations[1].mask_SN]
     said = iter(zip(texts, masks, strict=True))
 
-    def proceed(*_: object, **__: object) -> Generated:
+    def decode(*_: object, **__: object) -> Generated:
         text, mask = next(said)
         return Generated(text, torch.zeros(text.shape), mask)
 
-    monkeypatch.setattr(agent, "proceed", proceed)
+    monkeypatch.setattr(agent, "decode", decode)
     prompts = [*demonstrations[0].prompts_SL.chunk(episodes.chunks_BNC.shape[1]), demonstrations[1].prompts_SL]
     return list(prompts)
 

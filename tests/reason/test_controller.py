@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cdrmix.config.schema import Attention, FeedForward, Mamba, MixerLayers, Model, Rwkv
+from cdrmix.config.schema import Attention, FeedForward, Mamba, Model, Rwkv
 from cdrmix.config.schema_reasoning import Controller as ControllerSection
 from cdrmix.config.schema_reasoning import Memory, PlasticLora, Reasoning, Rl
 from cdrmix.model.cache import fast_weights
@@ -57,7 +57,7 @@ def make(
         layers=3,
         attention_fraction=attention_fraction,
         attention=Attention(heads=2, kv_heads=1),
-        mixer_layers=MixerLayers.model_validate(mixer_layers or {}),
+        mixer_layers=mixer_layers or {},
         rwkv=Rwkv(head_size=16, decay_rank=3, iclr_rank=3, value_rank=2, gate_rank=4),
         mamba=Mamba(d_state=8, head_dim=8),
         feed_forward=FeedForward(kind="channel_mix", hidden=8),

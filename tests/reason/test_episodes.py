@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from cdrmix.config.load import load_config
+from cdrmix.config.schema import Config
 from cdrmix.config.schema_reasoning import EpisodesOfTask
 from cdrmix.data.tasks import IGNORED, exercise
 from cdrmix.data.tasks import episodes as tokens
@@ -180,10 +180,10 @@ def test_episodes_that_cannot_be_made_are_found_at_once(name: str, tokenizer: Te
     override, message = MISTAKES[name]
     difficulty = "reasoning.plasticity.difficulty={keys: 128}"
     with pytest.raises(ConfigError, match=message):
-        check_episodes(load_config("configs/cdrmix-reason-tiny.yaml", [difficulty, override]), tokenizer)
+        check_episodes(Config.from_yaml("configs/cdrmix-reason-tiny.yaml", [difficulty, override]), tokenizer)
 
 
 def test_shipped_episodes_can_be_made(tokenizer: TextTokenizer) -> None:
-    check_episodes(load_config("configs/cdrmix-reason-tiny.yaml"), tokenizer)
+    check_episodes(Config.from_yaml("configs/cdrmix-reason-tiny.yaml"), tokenizer)
     for size in ("1b", "4b", "40b", "200b"):
-        check_episodes(load_config(f"configs/cdrmix-reason-{size}.yaml"))
+        check_episodes(Config.from_yaml(f"configs/cdrmix-reason-{size}.yaml"))

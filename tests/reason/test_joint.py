@@ -8,7 +8,6 @@ from typing import cast
 import pytest
 import torch
 
-from cdrmix.config.load import load_config
 from cdrmix.config.schema import Config
 from cdrmix.data.batch import Batch
 from cdrmix.data.loader import TrainLoader
@@ -62,7 +61,7 @@ class Text:
 @pytest.fixture
 def config() -> Config:
     changes = ["train.steps=7", "train.batch_rows=2", "reasoning.plastic_lora.rank=4"]
-    return load_config("configs/ablations/delta-recall.yaml", changes)
+    return Config.from_yaml("configs/ablations/delta-recall.yaml", changes)
 
 
 def test_losses_add_up_and_measures_keep_their_places(config: Config) -> None:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from cdrmix.config.load import load_config
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
 from cdrmix.model.language_model import LanguageModel
@@ -35,7 +34,7 @@ SMALL = (
 
 
 def config_of(*overrides: str) -> Config:
-    return load_config(FILE, [*SMALL, *overrides])
+    return Config.from_yaml(FILE, [*SMALL, *overrides])
 
 
 def model_of(config: Config, seed: int = 1) -> StageBModel:

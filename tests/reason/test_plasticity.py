@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from cdrmix.config.load import load_config
 from cdrmix.config.schema import Config
 from cdrmix.data.tasks import IGNORED
 from cdrmix.model.cache import fast_weights, with_fast_weights
@@ -23,7 +22,7 @@ ABLATIONS = Path(__file__).parents[2] / "configs" / "ablations"
 
 
 def cell(*overrides: str) -> Config:
-    return load_config(ABLATIONS / "delta-recall.yaml", ["model.d_model=32", *overrides])
+    return Config.from_yaml(ABLATIONS / "delta-recall.yaml", ["model.d_model=32", *overrides])
 
 
 def source_for(config: Config) -> TokenSource:

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from cdrmix.config.schema import Attention, FeedForward, Mamba, MixerLayers, Model, Rwkv
+from cdrmix.config.schema import Attention, FeedForward, Mamba, Model, Rwkv
 from cdrmix.errors import NonFiniteLogitsError
 from cdrmix.model.cache import flattened, select
 from cdrmix.model.language_model import LanguageModel
-from cdrmix.reason.rl.rollout import generate, micro_batches, proceed, read, repeat, taken
+from cdrmix.reason.rl.rollout import decode, generate, micro_batches, prefill, repeat, taken
 
 VOCABULARY = 24
 
@@ -23,7 +23,7 @@ def model_of(*, mamba: bool = False) -> LanguageModel:
         d_model=32,
         layers=2,
         attention_fraction=0.5,
-        mixer_layers=MixerLayers(mamba2=[0] if mamba else []),
+        mixer_layers={"mamba2": [0]} if mamba else {},
         attention=Attention(heads=2, kv_heads=1),
         rwkv=Rwkv(head_size=16, decay_rank=4, iclr_rank=4, value_rank=4, gate_rank=4),
         mamba=Mamba(d_state=16, head_dim=16),
@@ -80,8 +80,8 @@ def test_the_end_closes_a_row() -> None:
 
 def test_draws_are_as_often_as_the_model_says() -> None:
     model, rows = model_of(), 20_000
-    prefix = repeat(read(model, prompts(1)), rows)
-    drawn = proceed(model, prefix, 1, temperature=1.3, generator=seeded()).tokens_BN.flatten()
+    prefix = repeat(prefill(model, prompts(1)), rows)
+    drawn = decode(model, prefix, 1, temperature=1.3, generator=seeded()).tokens_BN.flatten()
     expected = (prefix.logits_BV[0] / 1.3).softmax(-1)
     found = torch.bincount(drawn, minlength=VOCABULARY) / rows
     deviation = (expected * (1 - expected) / rows).sqrt()
@@ -90,10 +90,10 @@ def test_draws_are_as_often_as_the_model_says() -> None:
 
 def test_what_has_no_probability_is_never_drawn() -> None:
     """Tokens of probability 0 at both ends of the vocabulary, and points as near to 0 and 1 as there are."""
-    prefix = repeat(read(model_of(), prompts(1)), 2000)
+    prefix = repeat(prefill(model_of(), prompts(1)), 2000)
     logits = torch.full_like(prefix.logits_BV, float("-inf"))
     logits[:, 7], logits[:, 11] = 0.0, -30.0
-    drawn = proceed(model_of(), prefix._replace(logits_BV=logits), 1, temperature=1.0, generator=seeded())
+    drawn = decode(model_of(), prefix._replace(logits_BV=logits), 1, temperature=1.0, generator=seeded())
     assert set(drawn.tokens_BN.flatten().tolist()) <= {7, 11}
 
 
@@ -113,12 +113,12 @@ def test_a_row_draws_for_itself() -> None:
 
 def test_a_prefix_serves_many_and_stays_as_it_is() -> None:
     model = model_of()
-    begun = read(model, prompts(2))
+    begun = prefill(model, prompts(2))
     copy = select(begun.cache, torch.arange(2))
-    group = proceed(model, repeat(begun, 3), 5, temperature=0.0, generator=seeded())
+    group = decode(model, repeat(begun, 3), 5, temperature=0.0, generator=seeded())
     assert torch.equal(group.tokens_BN[0::3], group.tokens_BN[2::3])
-    more = read(model, prompts(2, 4), begun.cache)
-    whole = read(model, torch.cat([prompts(2), prompts(2, 4)], 1))
+    more = prefill(model, prompts(2, 4), begun.cache)
+    whole = prefill(model, torch.cat([prompts(2), prompts(2, 4)], 1))
     torch.testing.assert_close(more.logits_BV, whole.logits_BV, rtol=1e-4, atol=1e-4)
     now, before = flattened(begun.cache), flattened(copy)
     assert now.keys() == before.keys()

@@ -18,7 +18,6 @@ import yaml
 for name in ("pydantic", "zstandard", "tokenizers", "safetensors", "numba"):
     pytest.importorskip(name, reason=f"needs {name}, which is not installed")
 
-from cdrmix.config.load import load_config
 from cdrmix.config.schema import Config
 from cdrmix.data.shards import ShardSet, open_shards
 
@@ -81,7 +80,7 @@ def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def make_config(config_file: Path) -> Callable[..., Config]:
     """The configuration with overrides: make_config("train.steps=3")."""
-    return lambda *overrides: load_config(config_file, overrides)
+    return lambda *overrides: Config.from_yaml(config_file, overrides)
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cdrmix.config.load import load_config
 from cdrmix.config.schema import Config
 from cdrmix.data.loader import Batch, TrainLoader
 from cdrmix.data.shards import open_shards
@@ -48,14 +47,14 @@ def load(order: dict[str, Any], stage: int, reduced: str) -> tuple[Config, Distr
         "train.gradient_clip=0.3",  # below the norm, so that clipping acts
         f"train.epsilon={EPSILON}",
     )
-    config = load_config(order["config"], [*fixed, *order["overrides"]])
+    config = Config.from_yaml(order["config"], [*fixed, *order["overrides"]])
     return config, join(config)
 
 
 def batches(order: dict[str, Any], config: Config, step: int, rank: int = 0, size: int = 1) -> list[Batch]:
     split = open_shards(Path(order["shards"])).train
     rows = {"row_length": config.data.row_length, "batch_rows": ROWS, "micro_batch_rows": MICRO, "seed": 5}
-    return TrainLoader(split, rank=rank, world=size, **rows).micro_batches(step)
+    return TrainLoader(split, rank=rank, world_size=size, **rows).micro_batches(step)
 
 
 def steps(order: dict[str, Any], stage: int, reduced: str) -> dict[str, Any]:
@@ -156,7 +155,7 @@ class Reference:
         seed_everything(3)
         self.order, self.config = order, config
         self.model = stage_a.build_loss_model(config)
-        self.adamw = make_optimizer(parameter_groups(self.model, config.train), config.train)
+        self.optimizer = make_optimizer(parameter_groups(self.model, config.train), config.train)
         self.largest: dict[str, Tensor] = {}  # of each gradient: the sum over micro-batches of absolute values
 
     def micro_batches(self, step: int) -> float:
@@ -190,10 +189,10 @@ class Reference:
 
     def update(self) -> None:
         nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.gradient_clip)
-        for group in self.adamw.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = RATE * group["multiplier"]
-        self.adamw.step()
-        self.adamw.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 if __name__ == "__main__":

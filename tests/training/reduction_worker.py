@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cdrmix import ops
-from cdrmix.config.load import load_config
+from cdrmix.config.schema import Config
 from cdrmix.data.loader import TrainLoader
 from cdrmix.data.shards import open_shards
 from cdrmix.ops import weights as compute_weights
@@ -33,7 +33,7 @@ def toy(order: dict[str, Any]) -> dict[str, Any]:
     nowhere. They are named in an order in which these two come last, so that the others leave before them.
     """
     rank, size, _ = rank_size_local_rank()
-    join(load_config(order["config"], []))  # settles threads and the process group
+    join(Config.from_yaml(order["config"], []))  # settles threads and the process group
     ranks = sum(range(1, size + 1))
     # A micro-batch's gradient, over rank + 1. The outer product gives every element of `twice` 5; the inner one gives
     # those of row i what the outer one has of column i, over its 4 rows: 4, and 8 where the input reads it twice.
@@ -87,7 +87,7 @@ def run_engine(
     rank, size, _ = rank_size_local_rank()
     words = [f"train.zero_stage={stage}", f"train.precision={precision}", f"train.expert_parallel={experts}"]
     words += [f"train.reduce_dtype={reduced}", f"train.micro_batch_rows={4 // size}", *order["overrides"]]
-    config = load_config(order["config"], words)
+    config = Config.from_yaml(order["config"], words)
     world = join(config)
     engine_module.GradientReduction = functools.partial(GradientReduction, overlap=overlap)  # type: ignore[misc]
     engine_module.BUCKET = 1000
@@ -110,7 +110,7 @@ def run_engine(
         micro_batch_rows=4 // size,
         seed=5,
         rank=rank,
-        world=size,
+        world_size=size,
     )
     for step in range(2):
         batches = loader.micro_batches(step)

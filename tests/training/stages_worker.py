@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from cdrmix.config.load import load_config
+from cdrmix.config.schema import Config
 from cdrmix.data.loader import train_loader
 from cdrmix.data.shards import open_shards
 from cdrmix.runtime import seed_everything
@@ -38,7 +38,7 @@ def main(order: dict[str, Any]) -> int:
     results: dict[str, float] = {}
     first: dict[str, torch.Tensor] = {}
     for stage in (0, 1, 2, 3):
-        config = load_config(order["config"], [*order["overrides"], f"train.zero_stage={stage}"])
+        config = Config.from_yaml(order["config"], [*order["overrides"], f"train.zero_stage={stage}"])
         world = join(config)
         from deepspeed.utils import safe_get_full_grad  # after join, which tells it the accelerator
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from cdrmix.compare import compare
-from cdrmix.config.load import load_config
-from cdrmix.data.hashed_files import write_file
+from cdrmix.config.schema import Config
 from cdrmix.data.shards import FORMAT, SPLITS, SplitWriter, token_dtype, write_index
 from cdrmix.data.tokenizer import TextTokenizer
+from cdrmix.durable import write_checksummed
 from cdrmix.hf.export import export_model
 from cdrmix.inference.checkpoints import newest_whole_checkpoint
 from cdrmix.inference.load import load_model
@@ -81,7 +81,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder.mkdir()
     texts = [" ".join(f"word{(n * 7 + i * i) % 23} = {i % 9}" for i in range(4 + n % 17)) + "\n" for n in range(160)]
     tokenizer = TextTokenizer.train(texts, vocab_size=VOCABULARY, end_of_text="<|endoftext|>")
-    splits, files = {}, {"tokenizer.json": write_file(folder / "tokenizer.json", tokenizer.json_bytes)}
+    splits, files = {}, {"tokenizer.json": write_checksummed(folder / "tokenizer.json", tokenizer.json_bytes)}
     for name, part in zip(SPLITS, (texts[:128], texts[128:]), strict=True):
         with SplitWriter(folder, name, vocab_size=VOCABULARY, shard_tokens=10_000, row_length=ROW) as writer:
             for text in part:
@@ -156,6 +156,6 @@ def test_zero_has_the_gradients_of_one_process(work, tmp_path: Path, corpus: Pat
 
 
 def test_the_configuration_on_a_gpu_is_the_released_one() -> None:
-    config = load_config(CONFIG, [*COMMON, *DEVICES["cuda"].overrides])
-    released = load_config(CONFIG, [])
+    config = Config.from_yaml(CONFIG, [*COMMON, *DEVICES["cuda"].overrides])
+    released = Config.from_yaml(CONFIG, [])
     assert config.model.model_copy(update={"vocab_size": released.model.vocab_size}) == released.model

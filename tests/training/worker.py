@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from cdrmix import ops
-from cdrmix.config.load import load_config
 from cdrmix.config.schema import Config, Train
 from cdrmix.data.loader import TrainLoader
 from cdrmix.data.shards import open_shards
@@ -51,7 +50,7 @@ def train(order: dict[str, Any]) -> int:
 
 
 def train_in(where: Path, order: dict[str, Any], overrides: list[str], *, resume: str | None = None) -> int:
-    config = load_config(order["config"], overrides)
+    config = Config.from_yaml(order["config"], overrides)
     rank = rank_size_local_rank()[0]
     if rank == 0 and not where.exists():
         RunFolder.create(config).path.rename(where)
@@ -128,7 +127,7 @@ def compare_scaled(order: dict[str, Any], stage: int, parallel: int = 1) -> dict
     """A step with a loss scale against one without, and what is left of the weights after an overflow: all errors."""
     rank, size, _ = rank_size_local_rank()
     overrides = [f"train.zero_stage={stage}", f"train.expert_parallel={parallel}"]
-    config = load_config(order["config"], [*overrides, f"train.micro_batch_rows={8 // size}"])
+    config = Config.from_yaml(order["config"], [*overrides, f"train.micro_batch_rows={8 // size}"])
     world = join(config)
     loader = TrainLoader(
         open_shards(Path(order["shards"])).train,
@@ -137,7 +136,7 @@ def compare_scaled(order: dict[str, Any], stage: int, parallel: int = 1) -> dict
         micro_batch_rows=8 // size,
         seed=5,
         rank=rank,
-        world=size,
+        world_size=size,
     )
     (batch,) = loader.micro_batches(0)
     norms = []
@@ -170,7 +169,7 @@ def compare_scaled(order: dict[str, Any], stage: int, parallel: int = 1) -> dict
 def compare(order: dict[str, Any], overrides: list[str], accumulation: int) -> dict[str, float]:
     rank, size, _ = rank_size_local_rank()
     overrides += [f"train.micro_batch_rows={8 // accumulation // size}", *order["overrides"]]
-    config = load_config(order["config"], overrides)
+    config = Config.from_yaml(order["config"], overrides)
     world = join(config)
     from deepspeed.utils import safe_get_full_grad  # after join, which tells it the accelerator
 
@@ -178,7 +177,7 @@ def compare(order: dict[str, Any], overrides: list[str], accumulation: int) -> d
     rows = {"row_length": config.data.row_length, "batch_rows": 8, "seed": 5}
 
     seed_everything(3)
-    plain = build_loss_model(load_config(order["config"], order["overrides"]))
+    plain = build_loss_model(Config.from_yaml(order["config"], order["overrides"]))
     # The routers' losses are means over a micro-batch, so plain PyTorch sees the same micro-batches, of all ranks.
     for batch in TrainLoader(split, micro_batch_rows=8 // accumulation // size, **rows).micro_batches(0):
         plain(
@@ -199,7 +198,7 @@ def compare(order: dict[str, Any], overrides: list[str], accumulation: int) -> d
     seed_everything(3)
     model = build_loss_model(config)
     engine = make_engine(config, model, world)
-    mine = TrainLoader(split, micro_batch_rows=8 // accumulation // size, rank=rank, world=size, **rows)
+    mine = TrainLoader(split, micro_batch_rows=8 // accumulation // size, rank=rank, world_size=size, **rows)
     batches = mine.micro_batches(0)
     assert len(batches) == accumulation
     engine.set_learning_rate(1e-2)
@@ -254,7 +253,7 @@ def expert_config(order: dict[str, Any], stage: int, parallel: int) -> Config:
         "train.epsilon=0.01",  # with AdamW's usual one an update of elements near zero magnifies rounding
         "train.ema_decay=0.9",
     )
-    return load_config(order["config"], [*fixed, *order["overrides"]])
+    return Config.from_yaml(order["config"], [*fixed, *order["overrides"]])
 
 
 def expert_steps(order: dict[str, Any], stage: int, save: Path) -> dict[str, float]:
@@ -267,7 +266,7 @@ def expert_steps(order: dict[str, Any], stage: int, save: Path) -> dict[str, flo
     split = open_shards(Path(order["shards"])).train
     rows = {"row_length": config.data.row_length, "batch_rows": 8, "micro_batch_rows": 2, "seed": 5}
     everyone = TrainLoader(split, **rows)
-    mine = TrainLoader(split, rank=rank, world=size, **rows)
+    mine = TrainLoader(split, rank=rank, world_size=size, **rows)
     seed_everything(3)
     plain = build_loss_model(expert_config(order, 0, 1))
     adamw = make_optimizer(parameter_groups(plain, config.train), config.train)

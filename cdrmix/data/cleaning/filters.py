@@ -1,4 +1,4 @@
-"""Judging documents: which of the configured rules each breaks first, and its score by all of them."""
+"""The filter: applies the configured rules to documents and records the score of every rule."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from numpy.typing import NDArray
 from cdrmix import _text
 from cdrmix.config.schema_data import Filters
 from cdrmix.data.cleaning import language
-from cdrmix.data.cleaning.rules import GROUPS, RULES, Facts, Rule
+from cdrmix.data.cleaning.rules import GROUPS, RULES, Rule, TextStatistics
 from cdrmix.errors import ConfigError
 from cdrmix.registry import nearest
 
 
 class Judgement(NamedTuple):
-    """What a chain of rules says of n documents.
+    """The result of a chain of rules for n documents.
 
-    first_failed: int16 [n], the number of the first rule that the document breaks, -1 when it is kept.
-    scores: float32 [n, rules], of dropped documents too; NaN where a rule does not apply.
-    languages: the detected ISO 639 code of each document, "und" of one without text.
+    first_failed: int16 [n], the number of the first rule that the document fails; -1 if it passes all.
+    scores: float32 [n, rules], also of filtered documents; NaN if a rule does not apply.
+    languages: the detected ISO 639 code of each document; "und" if it has no text.
     """
 
     first_failed: NDArray[np.int16]
@@ -30,9 +30,9 @@ class Judgement(NamedTuple):
 
 
 class FilterChain:
-    """The rules of a configuration in their order, groups replaced by their rules, each rule once.
+    """The rules of a configuration in their order. Groups are replaced by their rules; each rule occurs once.
 
-    Raises ConfigError for an unknown name, and for a bound of a rule that is unknown or not in use.
+    Raises ConfigError for an unknown name, and for a bound of a rule that is unknown or not used.
     """
 
     def __init__(self, section: Filters, key: str = "data.filters") -> None:
@@ -41,10 +41,10 @@ class FilterChain:
             if name not in RULES.names():
                 raise ConfigError(_unknown(f"{key}.bounds", name, RULES.names(), self.names))
             if name not in self.names:
-                raise ConfigError(f"{key}.bounds: {name!r} is not among {key}.rules; add it there or drop its bound")
+                raise ConfigError(f"{key}.bounds: {name!r} is not in {key}.rules; add it there or remove its bound")
         if "language" in self.names and (unknown := set(section.languages) - set(language.model().labels)):
             raise ConfigError(
-                f"{key}.languages: {', '.join(sorted(unknown))}: not among the ISO 639 codes that can be recognised: "
+                f"{key}.languages: {', '.join(sorted(unknown))}: not ISO 639 codes of the language model, which has: "
                 f"{', '.join(sorted(language.model().labels))}"
             )
         self._rules: list[Rule] = [RULES[name] for name in self.names]
@@ -53,24 +53,29 @@ class FilterChain:
         configured = {"language": section.language_score, **section.bounds}
         self._bounds = [configured.get(rule.name, rule.bound) for rule in self._rules]
 
-    def judge(self, texts: Sequence[str]) -> Judgement:
-        """Judge normalised texts; each one's result depends on it alone. UnicodeEncodeError for lone surrogates."""
+    def apply(self, texts: Sequence[str]) -> Judgement:
+        """Applies the rules to normalised texts. The result of a text does not depend on the other texts.
+
+        Raises UnicodeEncodeError for lone surrogates.
+        """
         languages, probabilities = language.detect(texts)
         if not self._rules:
             return Judgement(np.full(len(texts), -1, np.int16), np.empty((len(texts), 0), np.float32), languages)
         counts = _text.statistics(texts)
         codes = np.array(languages, dtype=np.str_)
-        facts = Facts(counts, np.where(np.isin(codes, self._languages), probabilities, 0.0).astype(np.float64))
+        statistics = TextStatistics(
+            counts, np.where(np.isin(codes, self._languages), probabilities, 0.0).astype(np.float64)
+        )
         foreign = (codes != "en") & (probabilities >= self._language_score)
-        unspaced = 2 * facts["unspaced_characters"] > facts["alphabetic_characters"]
+        unspaced = 2 * statistics["unspaced_characters"] > statistics["alphabetic_characters"]
 
         scores = np.empty((len(texts), len(self._rules)), dtype=np.float32)
         first_failed = np.full(len(texts), -1, dtype=np.int16)
         for number, (rule, bound) in enumerate(zip(self._rules, self._bounds, strict=True)):
-            column = rule.score(facts)
-            if rule.of_words:
+            column = rule.score(statistics)
+            if rule.needs_spaces:
                 column = np.where(unspaced, np.nan, column)
-            if rule.of_english:
+            if rule.english_only:
                 column = np.where(foreign, np.nan, column)
             scores[:, number] = column
             failed = ~rule.passes(scores[:, number], bound)

@@ -1,4 +1,4 @@
-"""Raw text to clean text: one Unicode form, one kind of newline, no control characters; HTML to its main text."""
+"""Text normalisation: Unicode NFC, one kind of line break, no control characters; HTML to its main text."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from resiliparse.parse.html import HTMLParserException
 
 from cdrmix import _text
 
-# Every character that breaks a line becomes \n (Unicode 5.8, "Newline Guidelines"); \r\n is replaced before.
+# Every line break becomes \n (Unicode 5.8, "Newline Guidelines"). \r\n is replaced before.
 LINE_BREAKS = "\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
-SURROGATES = "\ud800-\udfff"  # alone they are no characters; UTF-8 cannot hold them
+SURROGATES = "\ud800-\udfff"  # a lone surrogate is not a character; UTF-8 cannot hold it
 ODD = re.compile(f"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff{SURROGATES}]")
 
-# The search for the main part takes time quadratic in the nesting: 2 s at 10,000 levels. Browsers stop at 512.
-DEEPEST = 1000
+# The search for the main content takes quadratic time in the nesting depth: 2 s at 10,000 levels. Browsers stop at 512.
+MAX_NESTING = 1000
 NESTING = re.compile(
     r"<(/?)(?!(?:area|base|br|col|dd|dt|embed|hr|img|input|li|link|meta|option|p|param|source|td|th|tr|track|wbr)\b)"
     r"[a-z]",
@@ -33,11 +33,11 @@ ASCII_REMOVED = bytes(byte for byte in ASCII_ODD if byte not in ASCII_BREAKS)
 def normalize(text: str) -> str:
     r"""The text in NFC with \n as its only line break.
 
-    Control characters but \n and \t, byte order marks and non-characters go; a lone surrogate becomes U+FFFD, the
-    replacement character. Never raises, and applying it twice changes nothing.
+    Control characters except \n and \t, byte order marks and non-characters are removed. A lone surrogate becomes
+    U+FFFD, the replacement character. The function never raises, and it is idempotent.
     """
     try:
-        if _text.is_surely_normal(text):  # 0.7 GB/s; what follows makes 0.15
+        if _text.is_surely_normal(text):  # 0.7 GB/s; the code below has 0.15 GB/s
             return text
     except UnicodeEncodeError:
         pass  # a lone surrogate
@@ -46,7 +46,7 @@ def normalize(text: str) -> str:
         return text.encode().translate(ASCII_TABLE, ASCII_REMOVED).decode("ascii")
     if ODD.search(text):
         text = ODD.sub(_replacement, text)
-    # After the removals: a mark may now stand beside the letter that it composes with.
+    # After the removals, because a combining mark may now follow the letter that it composes with.
     return unicodedata.normalize("NFC", text)
 
 
@@ -58,25 +58,27 @@ def _replacement(match: re.Match[str]) -> str:
 
 
 def html_text(html: str) -> str:
-    """The visible main text of an HTML page, normalised, without menus, footers, scripts and pictures' descriptions.
+    """The visible main text of an HTML page, normalised, without menus, footers, scripts and image descriptions.
 
-    A page in which no main part is found gives all of its visible text; what no parser can read gives "".
+    A page without main content gives all its visible text. A page that cannot be parsed gives "".
     """
-    html = normalize(html)  # the parser takes no surrogates
+    html = normalize(html)  # the parser rejects surrogates
     try:
-        text = _extract(html, main_content=True).strip() if nesting(html) <= DEEPEST else ""
-        return normalize(text or _extract(html, main_content=False).strip())  # &#0; and the like were no characters yet
+        text = _extract(html, main_content=True).strip() if nesting(html) <= MAX_NESTING else ""
+        return normalize(
+            text or _extract(html, main_content=False).strip()
+        )  # entities such as &#0; become characters in the parser
     except HTMLParserException:
         return ""
 
 
 def nesting(html: str) -> int:
-    """About how deep the page's elements are nested, those left out that close themselves (br) or their like (li).
+    """The approximate nesting depth of the page, without void elements (br) and elements with optional end tags (li).
 
-    Of a page with few tags, their number: counting takes a third of the time of the extraction.
+    For a page with few tags, their number: the exact count takes a third of the time of the extraction.
     """
     tags = html.count("<")
-    if tags <= DEEPEST:
+    if tags <= MAX_NESTING:
         return tags
     steps = (-1 if slash else 1 for slash in NESTING.findall(html))
     return max(itertools.accumulate(steps, initial=0))

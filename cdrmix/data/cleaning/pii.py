@@ -1,8 +1,9 @@
 """Personal data and secrets in text, replaced by placeholders such as <EMAIL>.
 
-csrc/personal.hpp finds what has the shape; here each is proved: a mail's domain must exist, an address must be public,
-a card must pass Luhn's check, an IBAN its check digits, a key must look random. What is doubtful stays: numbers in
-code, versions and sections of a document are far more frequent in text than what they could be taken for.
+csrc/personal.hpp finds candidates by their form. This module validates each of them: the domain of an e-mail address
+must exist, an IP address must be public, a card number must pass the Luhn check, an IBAN must have valid check digits,
+a key must look random. Doubtful candidates are kept, because numbers in code, versions and section numbers are far more
+frequent in text than personal data of the same form.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ PRIVATE_KEY = re.compile(
     r"-----BEGIN (?:[A-Z]+ )*PRIVATE KEY(?: BLOCK)?-----(?:[^-]|-(?!----))*"
     r"-----END (?:[A-Z]+ )*PRIVATE KEY(?: BLOCK)?-----"
 )
-# What stands before a version or the number of a section: `version 1.2.3.4`, `Chrome/1.2.3.4`, `package-1.2.3.4`.
+# The text before a version or a section number: `version 1.2.3.4`, `Chrome/1.2.3.4`, `package-1.2.3.4`.
 BEFORE_VERSION = re.compile(
     rb"(?:\b(?:v|ver|vers|versions?|releases?|rev|revision|build|firmware|drivers?|sections?|sec|sect|chapters?|clauses?"
     rb"|rfc|figure|fig|table|step|oid|paragraph|appendix|annex)[\"']?[.:=]?[\s(\"'`]*|\xc2\xa7\s*|[=<>~!]=\s*|[~^]\s*|\w/|[\w.#-])\Z",
@@ -57,7 +58,7 @@ IBAN_LENGTHS = {
     }.items()
     for country in countries.split()
 }  # fmt: skip
-# Keys that say by their beginning what they are, as their issuers document them.
+# Keys with a prefix that their issuers document.
 KEY = re.compile(
     rb"(?:AKIA|ASIA)[A-Z0-9]{16}(?![A-Za-z0-9])|AIza[\w-]{35}|gh[pousr]_[A-Za-z0-9]{36,}|github_pat_\w{36,}"
     rb"|glpat-[\w-]{20,}|xox[abeoprs]-[\w-]{16,}|sk-[\w-]{20,}|(?:sk|rk)_(?:live|test)_[A-Za-z0-9]{16,}"
@@ -72,7 +73,7 @@ BEFORE_SECRET = re.compile(
 ASSIGNED = re.compile(rb"[\w+/-]{20,}={0,2}")
 
 
-class Place(NamedTuple):
+class Candidate(NamedTuple):
     """Bytes data[begin:end] of a text in UTF-8."""
 
     data: bytes
@@ -84,14 +85,14 @@ class Place(NamedTuple):
         return self.data[self.begin : self.end]
 
     def before(self, size: int) -> bytes:
-        """At most `size` bytes before the place."""
+        """At most `size` bytes before the candidate."""
         return self.data[max(0, self.begin - size) : self.begin]
 
 
 def scrub(text: str, kinds: Collection[str]) -> tuple[str, dict[str, int]]:
-    """The text with placeholders for what is of the given kinds, and how many of each kind were replaced.
+    """The text with placeholders for personal data of the given kinds, and the number of replacements of each kind.
 
-    `kinds` are keys of PLACEHOLDERS (ValueError otherwise). Scrubbing twice changes nothing.
+    kinds: keys of PLACEHOLDERS. Raises ValueError for other values. The function is idempotent.
     """
     if unknown := set(kinds) - PLACEHOLDERS.keys():
         raise ValueError(f"unknown kinds of personal data {sorted(unknown)}; known: {', '.join(PLACEHOLDERS)}")
@@ -103,7 +104,7 @@ def scrub(text: str, kinds: Collection[str]) -> tuple[str, dict[str, int]]:
         text, found = _replaced(text, kinds)
         if not found:
             return text, {kind: number for kind, number in counts.items() if number}
-        counts += found  # and again: what was replaced may have hidden something beside it
+        counts += found  # repeat: a replaced candidate may have hidden one next to it
 
 
 def _replaced(text: str, kinds: Collection[str]) -> tuple[str, Counter[str]]:
@@ -116,7 +117,7 @@ def _replaced(text: str, kinds: Collection[str]) -> tuple[str, Counter[str]]:
     for shape, begin, end in sorted(candidates, key=lambda entry: (entry[1], -entry[2])):
         if begin < done:
             continue
-        size = PROOFS[shape](Place(data, begin, end))
+        size = VALIDATORS[shape](Candidate(data, begin, end))
         if size:
             kind = KIND_OF.get(shape, shape)
             pieces += [data[done:begin], PLACEHOLDERS[kind].encode()]
@@ -127,40 +128,40 @@ def _replaced(text: str, kinds: Collection[str]) -> tuple[str, Counter[str]]:
     return b"".join([*pieces, data[done:]]).decode(), counts
 
 
-def _email(place: Place) -> int:
-    local, _, domain = place.value.partition(b"@")
-    # git@host:path is how repositories are named, and nobody's address.
-    return len(place.value) if local != b"git" and is_known_domain(domain.decode().lower()) else 0
+def _email(candidate: Candidate) -> int:
+    local, _, domain = candidate.value.partition(b"@")
+    # git@host:path names a repository, not a person.
+    return len(candidate.value) if local != b"git" and is_known_domain(domain.decode().lower()) else 0
 
 
-def _phone(place: Place) -> int:
-    return len(place.value)
+def _phone(candidate: Candidate) -> int:
+    return len(candidate.value)
 
 
-def _ip(place: Place) -> int:
+def _ip(candidate: Candidate) -> int:
     try:
-        address = ipaddress.ip_address(place.value.decode())
+        address = ipaddress.ip_address(candidate.value.decode())
     except ValueError:
         return 0
     if not address.is_global or address.is_multicast:
         return 0
     if address.version == 4:
-        before = place.before(32)
+        before = candidate.before(32)
         if BEFORE_VERSION.search(before) and not before.endswith(b"//"):
             return 0
-        # Four small numbers are the number of a section or a version, unless the text speaks of the network: of all
-        # public addresses one in 4,000 has no number above 31.
-        if re.match(rb"-[A-Za-z]", place.data[place.end : place.end + 2]):  # 12.4.254.14-node.11
+        # Four small numbers are a section number or a version, unless the line mentions the network. Only one in 4,000
+        # public addresses has no number above 31.
+        if re.match(rb"-[A-Za-z]", candidate.data[candidate.end : candidate.end + 2]):  # 12.4.254.14-node.11
             return 0
         small = max(address.packed) < 32 and len(set(address.packed)) > 1
-        if small and not NETWORK.search(place.before(64).rpartition(b"\n")[2]):
+        if small and not NETWORK.search(candidate.before(64).rpartition(b"\n")[2]):
             return 0
-    return len(place.value)
+    return len(candidate.value)
 
 
-def _credit_card(place: Place) -> int:
-    digits = place.value.replace(b" ", b"").replace(b"-", b"")
-    return len(place.value) if CARD.fullmatch(digits) and _luhn(digits) else 0
+def _credit_card(candidate: Candidate) -> int:
+    digits = candidate.value.replace(b" ", b"").replace(b"-", b"")
+    return len(candidate.value) if CARD.fullmatch(digits) and _luhn(digits) else 0
 
 
 def _luhn(digits: bytes) -> bool:
@@ -170,35 +171,35 @@ def _luhn(digits: bytes) -> bool:
     return (sum(values[::2]) + sum(doubled)) % 10 == 0
 
 
-def _iban(place: Place) -> int:
-    """The bytes of the IBAN at the place's beginning (ISO 13616: remainder 1 modulo 97), which may be shorter."""
-    value = place.value
+def _iban(candidate: Candidate) -> int:
+    """The length of the IBAN at the start of the candidate (ISO 13616: remainder 1 modulo 97), or 0."""
+    value = candidate.value
     length = IBAN_LENGTHS.get(value[:2].decode(), 0)
     size = letters = 0
     while size < len(value) and letters < length:
         letters += value[size] != ord(" ")
         size += 1
     compact = value[:size].replace(b" ", b"").decode()
-    after = place.data[place.begin + size : place.begin + size + 1]
+    after = candidate.data[candidate.begin + size : candidate.begin + size + 1]
     if not length or letters < length or (after.isascii() and after.isalnum()) or after == b"_":
         return 0
     return size if int("".join(str(int(character, 36)) for character in compact[4:] + compact[:4])) % 97 == 1 else 0
 
 
-def _token(place: Place) -> int:
-    match = KEY.match(place.value)
+def _token(candidate: Candidate) -> int:
+    match = KEY.match(candidate.value)
     return match.end() if match and _is_random(match[0]) else 0
 
 
-def _assigned(place: Place) -> int:
-    match = ASSIGNED.match(place.value)
-    return match.end() if match and BEFORE_SECRET.search(place.before(48)) and _is_random(match[0]) else 0
+def _assigned(candidate: Candidate) -> int:
+    match = ASSIGNED.match(candidate.value)
+    return match.end() if match and BEFORE_SECRET.search(candidate.before(48)) and _is_random(match[0]) else 0
 
 
 def _is_random(value: bytes) -> bool:
-    """Letters and digits of at least 3 bits of entropy a character: examples such as xxxx1234 have less.
+    """Whether the value has letters, digits and at least 3 bits of entropy per character. xxxx1234 has less.
 
-    20 random hexadecimal digits have 3.3 bits in the mean, 32 have 3.6, base64 4 and more.
+    On average, 20 random hexadecimal digits have 3.3 bits, 32 have 3.6, and base64 has 4 or more.
     """
     if not any(byte in b"0123456789" for byte in value) or not any(chr(byte).isalpha() for byte in value):
         return False
@@ -206,8 +207,8 @@ def _is_random(value: bytes) -> bool:
     return -sum(count / len(value) * math.log2(count / len(value)) for count in counts) >= 3
 
 
-KIND_OF = {"token": "secret", "assigned": "secret"}  # two shapes of one kind
-PROOFS: dict[str, Callable[[Place], int]] = {
+KIND_OF = {"token": "secret", "assigned": "secret"}  # two forms of one kind
+VALIDATORS: dict[str, Callable[[Candidate], int]] = {
     "email": _email,
     "phone": _phone,
     "ip": _ip,
@@ -215,4 +216,4 @@ PROOFS: dict[str, Callable[[Place], int]] = {
     "iban": _iban,
     "token": _token,
     "assigned": _assigned,
-}  # each gives the bytes to replace, 0 for none
+}  # each returns the number of bytes to replace; 0: the candidate is not valid

@@ -1,6 +1,6 @@
-"""Addresses: one canonical form for the many spellings of a page's URL, and the domain somebody registered.
+"""URLs: the canonical form of a page's URL, and its registrable domain.
 
-Follows RFC 3986 section 6 (syntax-based normalisation) and what crawlers have learnt: see `canonical_url`.
+It follows RFC 3986 section 6 (syntax-based normalisation) and the practice of crawlers: see `canonical_url`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import idna
 from publicsuffixlist import PublicSuffixList
 
-RULES_VERSION = 1  # goes up whenever an address may get another canonical form, so that kept results are made anew
+RULES_VERSION = 1  # increased when a URL may get another canonical form, so that cached shards are prepared again
 
 TRACKING = re.compile(
     r"utm_.*|mtm_.*|pk_.*|hsa_.*|gclid|gclsrc|dclid|gbraid|wbraid|fbclid|msclkid|yclid|twclid|ttclid|igshid|igsh|mc_cid"
@@ -25,8 +25,8 @@ PATH_SESSION = re.compile(r";(?:jsessionid|phpsessid|sessionid)=[^/;]*", re.IGNO
 INDEX_PAGE = re.compile(
     r"(?:index\.(?:html?|shtml|xhtml|php\d?|aspx?|jsp|cgi|cfm)|default\.(?:html?|aspx?))", re.IGNORECASE
 )
-AROUND = "".join(map(chr, range(33)))
-ADDRESS = re.compile(r"https?://([^/\\?#]*)([^?#]*)(?:\?([^#]*))?", re.IGNORECASE)
+STRIPPED = "".join(map(chr, range(33)))
+HTTP_URL = re.compile(r"https?://([^/\\?#]*)([^?#]*)(?:\?([^#]*))?", re.IGNORECASE)
 HOST_AND_PORT = re.compile(r"(\[[^\]]*\]|[^:]*)(?::([0-9]{0,5}))?")
 HOST = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?:\.[a-z0-9_-]{1,63})*")
 DOTTED_QUAD = re.compile(r"[0-9]+(?:\.[0-9]+){3}")
@@ -35,7 +35,7 @@ UNRESERVED = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123
 
 
 class Parts(NamedTuple):
-    """What is left of an address: `host` in ASCII, `port` with its colon or empty, `path` from its slash, `query`."""
+    """The canonical parts of a URL: `host` in ASCII, `port` with its colon or empty, `path` from its slash, `query`."""
 
     host: str
     port: str
@@ -45,7 +45,7 @@ class Parts(NamedTuple):
 
 @functools.cache
 def suffixes() -> PublicSuffixList:
-    """The public suffix list that the library embeds, private suffixes (github.io) included."""
+    """The public suffix list of the library, with private suffixes (github.io)."""
     return PublicSuffixList()
 
 
@@ -56,11 +56,11 @@ def is_known_domain(host: str) -> bool:
 
 
 def canonical_url(url: str) -> str | None:
-    """The spelling that all addresses of one page share, or None when `url` is no http(s) address.
+    """The canonical form of all URLs of one page, or None if `url` is not an http(s) URL.
 
-    Scheme https (http is the same page), host in lower case and IDNA ASCII without `www.` and without a final dot; no
-    user, default port, fragment; dot segments resolved; percent-encoding only where needed and in upper case; no index
-    page, session id or trailing slash; query sorted, without tracking parameters. Applying it twice changes nothing.
+    Scheme https (http is the same page). Host in lower case and IDNA ASCII, without `www.` and without a final dot. No
+    user, default port or fragment. Dot segments resolved. Percent-encoding in upper case, only where needed. No index
+    page, session id or trailing slash. Query sorted, without tracking parameters. The function is idempotent.
     """
     parts = split(url)
     if parts is None:
@@ -70,9 +70,9 @@ def canonical_url(url: str) -> str | None:
 
 
 def registrable_domain(url: str) -> str | None:
-    """The part of the host that somebody registered (example.co.uk), or None when `url` is no http(s) address.
+    """The registrable domain of a URL (example.co.uk), or None if `url` is not an http(s) URL.
 
-    An IP address, a name without dots and a public suffix itself stand for themselves.
+    For an IP address, a name without dots or a public suffix, the host itself.
     """
     parts = split(url)
     return None if parts is None else domain_of_host(parts.host)
@@ -86,12 +86,13 @@ def domain_of_host(host: str) -> str:
     return suffixes().privatesuffix(host) or host
 
 
-@functools.lru_cache(maxsize=16)  # of an address both its spelling and its host are wanted
+@functools.lru_cache(maxsize=16)  # callers need both the canonical URL and the domain of one URL
 def split(url: str) -> Parts | None:
-    """The canonical parts of an http(s) address, or None."""
-    # As browsers do (WHATWG URL 4.4): tabs and newlines go, so do controls and spaces around; backslashes are slashes.
-    url = url.strip(AROUND).replace("\t", "").replace("\n", "").replace("\r", "")
-    match = ADDRESS.match(url)
+    """The canonical parts of an http(s) URL, or None."""
+    # As in browsers (WHATWG URL 4.4): tabs, newlines and surrounding controls and spaces are removed; backslash is
+    # slash.
+    url = url.strip(STRIPPED).replace("\t", "").replace("\n", "").replace("\r", "")
+    match = HTTP_URL.match(url)
     if match is None:
         return None
     authority, path, query = match.groups()
@@ -106,13 +107,13 @@ def split(url: str) -> Parts | None:
         path, query = canonical_path(path.replace("\\", "/")), canonical_query(query or "")
     except UnicodeEncodeError:  # a lone surrogate
         return None
-    # Port 443 of http and 80 of https go too: the scheme is forgotten, so they could not be told apart later.
+    # Port 443 of http and port 80 of https are removed too, because the canonical form has one scheme.
     return Parts(host, "" if port in (0, 80, 443) else f":{port}", path, query)
 
 
 @functools.lru_cache(maxsize=65536)
 def canonical_host(host: str) -> str | None:
-    """The host in ASCII without `www.`, an IPv6 address in its brackets and shortest form; None when there is none."""
+    """The host in ASCII without `www.`; an IPv6 address in brackets in its shortest form; None if it is not valid."""
     if host.startswith("["):
         try:
             return f"[{ipaddress.IPv6Address(host[1:-1].partition('%')[0]).compressed}]"
@@ -126,14 +127,16 @@ def canonical_host(host: str) -> str | None:
             return None
     if not HOST.fullmatch(host) or len(host) > 253:
         return None
-    # www.com and www.co.uk are names of their own: what remains must be below a public suffix.
+    # The rest must be below a public suffix: in www.com and www.co.uk, www is the registered name.
     while host.startswith("www.") and suffixes().privatesuffix(host[4:]) is not None:
         host = host[4:]
     return host
 
 
 def canonical_path(path: str) -> str:
-    """The path: escapes normal, dot segments resolved (RFC 3986 5.2.4), no session, index page or final slash."""
+    """The path with normal escapes and resolved dot segments (RFC 3986 5.2.4), without session, index page, final
+    slash.
+    """
     segments: list[str] = []
     for segment in PATH_SESSION.sub("", escaped(path)).split("/"):
         if segment == "..":
@@ -146,13 +149,13 @@ def canonical_path(path: str) -> str:
 
 
 def canonical_query(query: str) -> str:
-    """The parameters in order of their escaped spelling, without those that only follow a visitor."""
+    """The parameters in the order of their escaped form, without tracking parameters."""
     pairs = (escaped(pair) for pair in query.split("&"))
     return "&".join(sorted(pair for pair in pairs if pair and not TRACKING.fullmatch(pair.partition("=")[0])))
 
 
 def escaped(text: str) -> str:
-    """Percent-encoding of exactly the characters that need it, in upper case; UnicodeEncodeError for surrogates."""
+    """Percent-encoding, in upper case, of exactly the characters that need it. UnicodeEncodeError for surrogates."""
 
     def replace(match: re.Match[str]) -> str:
         if match[1] is None:

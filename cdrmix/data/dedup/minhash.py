@@ -1,9 +1,9 @@
 r"""Near-duplicate texts: MinHash signatures, candidates by bands, exact similarity, clusters; SimHash fingerprints.
 
-The words of a text are `re.findall(r"\w+", text.lower())`, of Unicode 14 whatever Python runs; a shingle is `ngram` of
-them in a row, or all of a text that has fewer. The similarity of two texts is the Jaccard similarity of their sets of
-shingles, |A and B| / |A or B|. The work is done in csrc/; results depend neither on the number of threads nor on the
-processor's instruction set nor on the order of texts.
+The words of a text are `re.findall(r"\w+", text.lower())` of Unicode 14, independent of the Python version. A shingle
+is `ngram` consecutive words, or the whole text if it has fewer. The similarity of two texts is the Jaccard similarity
+of their sets of shingles, |A and B| / |A or B|. The code is in csrc/. The results do not depend on the number of
+threads, the instruction set of the processor or the order of the texts.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer  # collections.abc has it from Python 3.12 on
 
 
-BLOCK = 2**22  # fingerprints of one side that are in memory and joined at a time: 32 MiB, the join some times that
+BLOCK = 2**22  # fingerprints of one split that are joined at a time: 32 MiB; the join takes a multiple of that
 EMPTY = 2**32 - 1  # every value of the signature of a text without words
 NO_BUCKET = 2**64 - 1  # every band hash of a text without words: it is in no bucket
-MOST_PERMUTATIONS = 2**16
-MOST_WORDS = 2**16  # of a shingle
-NEIGHBOURS = 8  # in a bucket of more than `limit` ids, those that an id is paired with besides the `limit` least ones
+MAX_PERMUTATIONS = 2**16
+MAX_SHINGLE_WORDS = 2**16
+NEIGHBOURS = 8  # ids before an id that it is paired with in a bucket of more than `limit` ids
 
 
 class PackedTexts(NamedTuple):
@@ -52,7 +52,7 @@ def minhash_signatures(
     value. `threads` 0 means one a core. Raises ValueError for arguments out of range, offsets that do not fit their
     blob and text that UTF-8 cannot hold (lone surrogates), TypeError for what is no text.
     """
-    _check_range("num_perm", num_perm, 1, MOST_PERMUTATIONS)
+    _check_range("num_perm", num_perm, 1, MAX_PERMUTATIONS)
     _check_range("seed", seed, 0, 2**64 - 1)
     return _dedup.minhash(_texts(texts), num_perm, _checked_ngram(ngram), seed, _count_of(threads))
 
@@ -63,8 +63,8 @@ def band_hashes(signatures: NDArray[np.uint32], *, bands: int = 16, rows: int = 
     Values beyond bands * rows are not looked at. A text without words has NO_BUCKET, and no other text has that.
     Raises ValueError for bands that do not fit the signatures, TypeError for another dtype.
     """
-    _check_range("bands", bands, 1, MOST_PERMUTATIONS)
-    _check_range("rows", rows, 1, MOST_PERMUTATIONS)
+    _check_range("bands", bands, 1, MAX_PERMUTATIONS)
+    _check_range("rows", rows, 1, MAX_PERMUTATIONS)
     return _dedup.band_hashes(np.ascontiguousarray(signatures), bands, rows)
 
 
@@ -87,8 +87,8 @@ def candidate_pairs(
     A pair of similarity s is among them with probability 1 - (1 - s^rows)^bands, but for the crowded bands of which
     `bucket_pairs` tells. Texts without words are in no pair. Raises ValueError as `band_hashes` does.
     """
-    _check_range("bands", bands, 1, MOST_PERMUTATIONS)
-    _check_range("rows", rows, 1, MOST_PERMUTATIONS)
+    _check_range("bands", bands, 1, MAX_PERMUTATIONS)
+    _check_range("rows", rows, 1, MAX_PERMUTATIONS)
     _check_range("limit", limit, 1, 2**62)
     return _dedup.candidate_pairs(np.ascontiguousarray(signatures), bands, rows, limit, _count_of(threads))
 
@@ -198,7 +198,7 @@ def _count_of(threads: int) -> int:
 
 
 def _checked_ngram(ngram: int) -> int:
-    _check_range("ngram", ngram, 1, MOST_WORDS)
+    _check_range("ngram", ngram, 1, MAX_SHINGLE_WORDS)
     return ngram
 
 

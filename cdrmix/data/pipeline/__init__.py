@@ -1,1 +1,1 @@
-"""Preparation by stages, each a set of tasks that leave whole files: reading, duplicates, tokens, report."""
+"""The stages of the preparation: reading, deduplication, tokenisation, report. Each task writes whole files."""

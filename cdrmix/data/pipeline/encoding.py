@@ -1,4 +1,4 @@
-"""The last stages: the documents that stay to tokens, partition by partition, and these to shards."""
+"""The last stages: from the kept documents to tokens, partition by partition, and to shards."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from cdrmix.config.schema_data import Objectives
 from cdrmix.data import shards
 from cdrmix.data.dedup.minhash import FingerprintFile, count_contaminated, simhash
 from cdrmix.data.objectives import encode_documents
-from cdrmix.data.pipeline.columns import Array, column, read_table, texts_of, whole, write_table
 from cdrmix.data.pipeline.duplicates import Survivors
 from cdrmix.data.pipeline.merging import Documents
+from cdrmix.data.pipeline.storage import Array, column, read_table, texts_of, whole, write_table
 from cdrmix.data.shards import SplitWriter
 from cdrmix.data.tokenizer import TextTokenizer
 
 HASH_RANGE = 2**64
-DOCUMENTS_AT_ONCE = 1024
+ENCODE_BLOCK_DOCUMENTS = 1024
 
 TOKENS = pa.schema(
     {
@@ -42,24 +42,24 @@ TOKENS = pa.schema(
 
 
 def training_texts(survivors: Survivors, threshold: int) -> Iterator[str]:
-    """The texts that are not held out, in order."""
+    """The training texts in order."""
     for partition in range(len(survivors)):
-        table = survivors.table(partition, ["text", "side"])
-        kept = table.filter(pa.array(column(table, "side") >= np.uint64(threshold)))
+        table = survivors.table(partition, ["text", "split_hash"])
+        kept = table.filter(pa.array(column(table, "split_hash") >= np.uint64(threshold)))
         for batch in kept.to_batches(max_chunksize=256):
             yield from batch.column("text").to_pylist()
 
 
 def held_out_threshold(survivors: Survivors, fraction: float) -> tuple[int, int]:
-    """The documents whose `side` is below the first number are held out; the second: how many sides were looked at.
+    """(threshold, number of documents): documents with a `split_hash` below the threshold are held out.
 
-    `fraction` of the range of hashes; in a small corpus that this would put on one side, moved just so far that the
-    other side gets a text. 0 when there are not two different texts.
+    The threshold is `fraction` of the hash range. In a small corpus, one split could be empty; then the threshold is
+    moved just far enough that each split has a text. It is 0 if there are not two different texts.
     """
     threshold = int(fraction * HASH_RANGE)
     lowest, highest, count = HASH_RANGE, -1, 0
     for partition in range(len(survivors)):
-        sides = column(survivors.table(partition, ["side"]), "side")
+        sides = column(survivors.table(partition, ["split_hash"]), "split_hash")
         if len(sides):
             lowest, highest, count = min(lowest, int(sides.min())), max(highest, int(sides.max())), count + len(sides)
         if lowest < threshold <= highest:
@@ -71,7 +71,7 @@ def held_out_threshold(survivors: Survivors, fraction: float) -> tuple[int, int]
 
 @dataclass(frozen=True)
 class Encode:
-    """The documents of a partition that stay, to be tokenised into `path`."""
+    """A task: tokenise the kept documents of a partition to `path`."""
 
     path: Path
     survivors: Survivors
@@ -84,20 +84,20 @@ class Encode:
 
 
 def encode(task: Encode) -> dict[str, Any]:
-    """Write the tokens of a partition."""
+    """Writes the tokens of a partition."""
     rows = task.survivors.rows(task.partition)
-    table = task.survivors.table(task.partition, ["hash", "text", "domain", "side"]).combine_chunks()
+    table = task.survivors.table(task.partition, ["hash", "text", "domain", "split_hash"]).combine_chunks()
     tokenizer = _tokenizer(task.tokenizer, task.end_of_text)
     packed = texts_of(table)
     sizes = np.diff(packed.offsets)
     domains = column(table, "domain")
-    held_out = column(table, "side") < np.uint64(task.threshold)
+    held_out = column(table, "split_hash") < np.uint64(task.threshold)
     ids: list[Array] = [np.zeros(0, np.uint32)] * len(table)
     weights: list[Array | None] = [None] * len(table)
-    # held-out text stays as it was written: it measures how well text is predicted
+    # held-out text is not rearranged, because it measures how well text is predicted
     for rows_of_side, objectives in ((~held_out, task.objectives), (held_out, Objectives())):
         chosen = np.flatnonzero(rows_of_side)
-        for some in np.array_split(chosen, -(-len(chosen) // DOCUMENTS_AT_ONCE) or 1):
+        for some in np.array_split(chosen, -(-len(chosen) // ENCODE_BLOCK_DOCUMENTS) or 1):
             part = table.take(pa.array(some))
             encoded = encode_documents(
                 part.column("text").to_pylist(),
@@ -141,7 +141,7 @@ def _tokenizer(path: Path, end_of_text: str) -> TextTokenizer:
 
 @dataclass(frozen=True)
 class Assembled:
-    """What the shards hold: the entry of each split in the index, those of all files, and counts for the report."""
+    """The finished shards: index entries of the splits and the files, and counts for the report."""
 
     splits: dict[str, dict[str, Any]]
     files: dict[str, dict[str, Any]]
@@ -162,9 +162,10 @@ def assemble(
     length_classes: list[int],
     weights: bool,
 ) -> Assembled:
-    """Write both splits into `folder`, in the order of the partitions.
+    """Writes both splits to `folder`, in the order of the partitions.
 
-    Also report/documents.parquet: where each document came from. parts: what `encode` left, for each partition.
+    It also writes report/documents.parquet: the origin of each document. parts: the files of `encode`, one per
+    partition.
     """
     sources: Counter[str] = Counter()
     (folder / "report").mkdir()
@@ -184,7 +185,7 @@ def assemble(
             )
             for name in shards.SPLITS
         )
-        # nameless files: gone when they are closed, also by a kill
+        # files without a name: they are deleted when the process ends, even if it is killed
         train_fingerprints, valid_fingerprints = (
             FingerprintFile(stack.enter_context(tempfile.TemporaryFile(dir=folder))) for _ in shards.SPLITS
         )

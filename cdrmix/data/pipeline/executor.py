@@ -1,7 +1,7 @@
-"""Where the tasks of a stage run: in processes of this machine, or on Ray. Neither decides anything about the result.
+"""Executors: run the tasks of a stage in processes of this machine or on Ray. The result does not depend on it.
 
-A task is a picklable value; the function of a stage turns it into a small result and leaves what is large in a file
-that appears by a rename. So a task may run twice, anywhere, and a stage that was killed goes on with what is missing.
+A task is a picklable value. The function of a stage returns a small result and writes large data to a file, which it
+renames to its final name. So a task may run twice and on any machine, and an interrupted stage runs its missing tasks.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ Task = TypeVar("Task")
 Part = TypeVar("Part")
 Result = TypeVar("Result")
 
-QUEUED = 2  # tasks that wait for each process: it never idles, and the tasks' contents stay bounded in memory
+QUEUED = 2  # tasks in the queue per process: processes are never idle, and memory is bounded
 
 
 class Executor(ABC):
-    """Runs a function over tasks; results come in any order."""
+    """Runs a function on tasks. Results come in any order."""
 
     workers: int
 
     @abstractmethod
     def run(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
-        """The result of every task, as it is ready."""
+        """The result of each task, as soon as it is ready."""
 
     @abstractmethod
     def run_parts(
         self, function: Callable[[Task], Result], tasks_of: Callable[[Part], Iterable[Task]], parts: Iterable[Part]
     ) -> Iterator[Result]:
-        """The result of every task that the parts hold, where making the tasks of a part means reading it."""
+        """The result of each task of all parts. `tasks_of` reads a part to make its tasks."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of processes; tasks that run are given up."""
+        """Stops the processes and cancels running tasks."""
 
     def __enter__(self) -> Executor:
         return self
@@ -53,8 +53,8 @@ class Executor(ABC):
         self.close()
 
 
-class LocalEngine(Executor):
-    """Processes of this machine, started when there is more than one task; with one worker, this process alone."""
+class LocalExecutor(Executor):
+    """Processes of this machine, started if there is more than one task. With one worker, only this process."""
 
     def __init__(self, workers: int) -> None:
         self.workers = workers or len(os.sched_getaffinity(0))
@@ -68,7 +68,7 @@ class LocalEngine(Executor):
                 yield function(task)
             return
         if self._pool is None:
-            # not forked: libraries that have started threads do not survive it
+            # not fork: libraries that have started threads do not survive a fork
             self._pool = ProcessPoolExecutor(self.workers, get_context("forkserver"), initializer=_begin_worker)
         running: set[Future[Result]] = set()
         try:
@@ -82,14 +82,14 @@ class LocalEngine(Executor):
                 yield from (future.result() for future in done)
         except BrokenProcessPool as error:
             raise OutOfMemoryError(
-                "a process of the preparation was killed, as a rule for want of memory; lower data.memory_mb or "
-                "data.workers. What it had finished is kept: the same command goes on from there"
+                "a process of the preparation was killed, usually because memory ran out; lower data.memory_mb or "
+                "data.workers. Finished tasks are kept: the same command continues from there"
             ) from error
 
     def run_parts(
         self, function: Callable[[Task], Result], tasks_of: Callable[[Part], Iterable[Task]], parts: Iterable[Part]
     ) -> Iterator[Result]:
-        # This process reads and the others work, so that one large file keeps all of them busy.
+        # This process reads and the others runner, so that one large file keeps all of them busy.
         return self.run(function, (task for part in parts for task in tasks_of(part)))
 
     def close(self) -> None:
@@ -101,11 +101,11 @@ class LocalEngine(Executor):
             self._pool = None
 
 
-class RayEngine(Executor):
-    """Ray Data: tasks are rows of a dataset, each its own block. A part is read where its tasks run.
+class RayExecutor(Executor):
+    """Ray Data: tasks are rows of a dataset, one block each. A part is read by the process that runs its tasks.
 
-    Uses the cluster that the environment (RAY_ADDRESS) or an earlier `ray.init` names, else starts one on this machine
-    with `workers` processors. All its machines must see data.cache and the corpus under the same paths.
+    It uses the cluster of the environment (RAY_ADDRESS) or of an earlier `ray.init`. Otherwise it starts one on this
+    machine with `workers` processors. All machines must see data.cache and the corpus under the same paths.
     """
 
     def __init__(self, workers: int) -> None:
@@ -149,14 +149,14 @@ class RayEngine(Executor):
 
 
 def make_executor(name: str, workers: int) -> Executor:
-    """The engine that `data.engine` names. Raises ConfigError when its package is not installed."""
-    return RayEngine(workers) if name == "ray" else LocalEngine(workers)
+    """The executor of `data.engine`. Raises ConfigError if its package is not installed."""
+    return RayExecutor(workers) if name == "ray" else LocalExecutor(workers)
 
 
 def _begin_worker() -> None:
-    """In a new process: Ctrl-C is the parent's to answer, and a parent that is killed takes its processes along."""
+    """Initialises a new process: it ignores Ctrl-C, which the parent handles, and exits when the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process a core already
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is already one process per core
     parent = parent_process()
     assert parent is not None
 
@@ -178,7 +178,7 @@ def _run_part(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pickled(call: Callable[[], Any]) -> bytes:
-    """What a call gives or raises: Ray would wrap an exception in one of its own."""
+    """The pickled result or exception of a call. Ray would wrap an exception in its own class."""
     try:
         return pickle.dumps(call())
     except (ValueError, OSError, RuntimeError, MemoryError) as error:

@@ -1,6 +1,6 @@
-"""The second stage: all units to partitions in the order of the content hashes, exact duplicates dropped on the way.
+"""The second stage: merges all units to partitions in the order of the content hashes and removes exact duplicates.
 
-A document's number from here on is its place in that order, whatever the order in which the corpus was read.
+The number of a document is its position in that order. It does not depend on the order in which the corpus was read.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import numpy as np
 import pyarrow as pa
 
 from cdrmix.data.dedup.minhash import PackedTexts
-from cdrmix.data.pipeline.columns import Array, column, hashes_of, read_table, rows_between, texts_of, write_table
 from cdrmix.data.pipeline.reading import COLUMNS
 from cdrmix.data.pipeline.stats import PipelineStats, Sample, excerpt
+from cdrmix.data.pipeline.storage import Array, column, hashes_of, read_table, rows_between, texts_of, write_table
 
 
 @dataclass(frozen=True)
 class Merge:
-    """The documents of all units whose keys are in low .. high - 1, to be written to `path`."""
+    """A task: write the documents of all units whose keys are in low .. high - 1 to `path`."""
 
     path: Path
     units: tuple[Path, ...]
@@ -32,20 +32,20 @@ class Merge:
 
 
 def merge(task: Merge) -> dict[str, Any]:
-    """Write a partition; its number of rows and bytes, and the tally of what was dropped."""
+    """Writes a partition. Returns its numbers of rows and bytes, and the statistics of the filtered documents."""
     pieces = [COLUMNS.empty_table()]
     for path in task.units:
         table = read_table(path)
         first, last = rows_between(table, task.low, task.high)
-        if last > first:  # copied, so that not thousands of files stay mapped
+        if last > first:  # copied, so that the files can be unmapped
             pieces.append(table.slice(first, last - first).take(pa.array(range(last - first))))
     table = pa.concat_tables([piece.cast(COLUMNS) for piece in pieces]).combine_chunks()
     halves = hashes_of(table).view(">u8").reshape(-1, 2)
     order = np.lexsort(
         [
-            column(table, "address"),
+            column(table, "url_hash"),
             column(table, "domain"),
-            column(table, "side"),  # a hash of the exact text: what is equal up to here is interchangeable
+            column(table, "split_hash"),  # a hash of the exact text: rows that are equal up to here are interchangeable
             -column(table, "priority").astype(np.int64),
             -column(table, "quality"),
             halves[:, 1],
@@ -53,34 +53,34 @@ def merge(task: Merge) -> dict[str, Any]:
         ]
     )
     table, halves = table.take(pa.array(order)), halves[order]
-    tally = PipelineStats()
+    stats = PipelineStats()
     if task.exact and len(table):
-        first_of_its_kind = np.concatenate([[True], (halves[1:] != halves[:-1]).any(1)])
-        drop(tally, "exact_duplicate", table, np.flatnonzero(~first_of_its_kind))
-        table = table.filter(pa.array(first_of_its_kind))
+        is_first = np.concatenate([[True], (halves[1:] != halves[:-1]).any(1)])
+        count_filtered(stats, "exact_duplicate", table, np.flatnonzero(~is_first))
+        table = table.filter(pa.array(is_first))
     table = table.combine_chunks()
     size = int(np.diff(texts_of(table).offsets).sum())
-    tally.kept.add(size, len(table))
+    stats.kept.add(size, len(table))
     write_table(task.path, table, {})
-    return {"rows": len(table), "bytes": size, "tally": tally.as_json()}
+    return {"rows": len(table), "bytes": size, "stats": stats.as_json()}
 
 
-def drop(tally: PipelineStats, rule: str, table: pa.Table, rows: Array) -> None:
-    """Count rows of a table as dropped by `rule`."""
+def count_filtered(stats: PipelineStats, rule: str, table: pa.Table, rows: Array) -> None:
+    """Counts rows of a table as filtered by `rule`."""
     if not len(rows):
         return
-    dropped = table.take(pa.array(rows)).combine_chunks()
-    sizes = np.diff(texts_of(dropped).offsets)
+    filtered = table.take(pa.array(rows)).combine_chunks()
+    sizes = np.diff(texts_of(filtered).offsets)
     for number, (digest, where, text) in enumerate(
-        zip(*(dropped.column(name).to_pylist() for name in ("hash", "where", "text")), strict=True)
+        zip(*(filtered.column(name).to_pylist() for name in ("hash", "where", "text")), strict=True)
     ):
-        tally.drop(rule, int(sizes[number]), Sample(digest.hex(), where, None, excerpt(text)))
+        stats.add_filtered(rule, int(sizes[number]), Sample(digest.hex(), where, None, excerpt(text)))
 
 
 class Documents:
-    """The merged documents, found by number.
+    """The merged documents, by number.
 
-    paths: of the partitions; offsets: int64 [partitions + 1], the number of each one's first document.
+    paths: the files of the partitions. offsets: int64 [partitions + 1], the number of the first document of each.
     """
 
     def __init__(self, paths: Sequence[Path], rows: Sequence[int]) -> None:
@@ -95,11 +95,11 @@ class Documents:
         return sum(self.rows)
 
     def span(self, partition: int) -> tuple[int, int]:
-        """[low, high): the numbers of a partition's documents."""
+        """[low, high): the numbers of the documents of a partition."""
         return int(self.offsets[partition]), int(self.offsets[partition + 1])
 
     def take(self, numbers: Array, columns: Sequence[str]) -> pa.Table:
-        """Columns of the documents with these numbers, which are ascending; in their order."""
+        """Columns of the documents with these numbers. The numbers must be ascending."""
         owners = np.searchsorted(self.offsets, numbers, side="right") - 1
         pieces = []
         for owner in np.unique(owners):
@@ -110,7 +110,7 @@ class Documents:
         return pa.concat_tables(pieces).combine_chunks()
 
     def sizes(self, numbers: Array) -> Array:
-        """int64 [n]: UTF-8 bytes of the texts of the documents with these numbers, which are ascending."""
+        """int64 [n]: UTF-8 bytes of the texts of these documents. The numbers must be ascending."""
         owners = np.searchsorted(self.offsets, numbers, side="right") - 1
         sizes = np.empty(len(numbers), np.int64)
         for owner in np.unique(owners):
@@ -120,5 +120,5 @@ class Documents:
         return sizes
 
     def texts(self, numbers: Array) -> PackedTexts:
-        """The texts of the documents with these numbers, which are ascending."""
+        """The texts of these documents. The numbers must be ascending."""
         return texts_of(self.take(numbers, ["text"]))

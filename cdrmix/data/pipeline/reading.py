@@ -1,7 +1,7 @@
-"""The first stage: records of the sources to clean texts, each with a hash of its content.
+"""The first stage: from the records of the sources to clean texts with content hashes.
 
-A source's part is cut into units of about `unit_bytes`. Each unit is parsed, cleaned and judged by one task, which
-leaves one Arrow file sorted by content hash; from there on the order of the corpus no longer matters.
+A part of a source is cut into units of about `unit_bytes`. One task parses, cleans and filters each unit, and writes
+one Arrow file sorted by content hash. The following stages do not depend on the order of the corpus.
 """
 
 from __future__ import annotations
@@ -26,24 +26,33 @@ from cdrmix.data.cleaning.filters import FilterChain
 from cdrmix.data.cleaning.normalize import html_text, normalize
 from cdrmix.data.cleaning.pii import scrub
 from cdrmix.data.cleaning.urls import canonical_url, registrable_domain
-from cdrmix.data.pipeline.columns import appearing, read_report, write_table
 from cdrmix.data.pipeline.stats import Amount, PipelineStats, Sample, excerpt
-from cdrmix.data.sources.base import BAD_RECORDS_SHOWN, BadRecord, Meta, Record, Source, parse_record, place, utf8_size
+from cdrmix.data.pipeline.storage import atomic_file, read_report, write_table
+from cdrmix.data.sources.base import (
+    BAD_RECORDS_SHOWN,
+    BadRecord,
+    Meta,
+    Record,
+    Source,
+    parse_record,
+    record_location,
+    utf8_size,
+)
 
 UNIT_RECORDS = 50_000
-META_CHARACTERS = 4096  # of one field of metadata: longer ones, such as the page that a text is from, are left out
-HELD_OUT_KEY = b"cdrmix held-out split 1"  # fixed: a text is on the same side in every corpus
+META_CHARACTERS = 4096  # of one metadata field; longer fields, such as the page of a text, are left out
+HELD_OUT_KEY = b"cdrmix held-out split 1"  # fixed, so that a text is in the same split in every corpus
 
 COLUMNS = pa.schema(
     {
-        "hash": pa.binary(16),  # of the text, white space apart
+        "hash": pa.binary(16),  # of the text, with white space normalised
         "text": pa.large_string(),
         "domain": pa.uint16(),
         "quality": pa.float64(),
         "priority": pa.int32(),
-        "address": pa.uint64(),  # hash of the canonical URL; 0: none
-        "host": pa.uint64(),  # hash of its registrable domain
-        "side": pa.uint64(),  # decides whether the document is held out
+        "url_hash": pa.uint64(),  # hash of the canonical URL; 0: none
+        "host_hash": pa.uint64(),  # hash of its registrable domain
+        "split_hash": pa.uint64(),  # determines whether the document is held out
         "language": pa.large_string(),
         "where": pa.large_string(),
         "meta": pa.large_string(),  # JSON
@@ -53,7 +62,7 @@ COLUMNS = pa.schema(
 
 @dataclass(frozen=True)
 class Cleaning:
-    """What is done to the documents of one domain."""
+    """How the documents of one domain are cleaned and filtered."""
 
     number: int  # of the domain
     priority: int
@@ -66,7 +75,7 @@ class Cleaning:
 
 @dataclass(frozen=True)
 class Part:
-    """Some parts of a domain's source, read one after the other; `name` sorts and tells them from all others."""
+    """Some parts of the source of a domain, read one after the other. name: unique and sortable."""
 
     name: str
     parts: tuple[str, ...]
@@ -76,23 +85,23 @@ class Part:
     unit_bytes: int
 
     def unit(self, number: int) -> Path:
-        """Where unit `number` of the part is left."""
+        """The file of unit `number` of the part."""
         return self.folder / f"{self.name}-{number:06d}.arrow"
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Records of a part, to be read into `path`."""
+    """A task: records of a part, to be written to `path`."""
 
     path: Path
     parse: Callable[[Any], tuple[str, Meta]]
     cleaning: Cleaning
     records: list[tuple[str, Record]]  # with the part of each
-    checkpoint: Any  # of the source, behind the last record
+    checkpoint: Any  # of the source, after the last record
 
 
 def grouped(source: Source, unit_bytes: int) -> Iterator[tuple[str, ...]]:
-    """A source's parts in order, small ones together: thousands of short files are a few units, not as many."""
+    """The parts of a source in order, small ones grouped, so that thousands of short files become a few units."""
     group: list[str] = []
     total = 0
     for part in source.parts():
@@ -107,7 +116,7 @@ def grouped(source: Source, unit_bytes: int) -> Iterator[tuple[str, ...]]:
 
 
 class Quota:
-    """How many records of a domain may still be read; None: any number."""
+    """The number of records of a domain that may still be read. None: no limit."""
 
     def __init__(self, left: int | None) -> None:
         self.left = left
@@ -118,10 +127,10 @@ class Quota:
 
 
 def units(part: Part, quota: Quota | None = None) -> Iterator[Unit]:
-    """The units of a part that are not there yet."""
+    """The units of a part that are not finished yet."""
     quota = quota or Quota(None)
     number, checkpoint = 0, None
-    # A source that can start in the middle does so, behind the units that are there.
+    # A source with checkpoints continues after the finished units.
     while (path := part.unit(number)).exists() and (found := read_report(path))["checkpoint"] is not None:
         quota.take(found["records"])
         number, checkpoint = number + 1, found["checkpoint"]
@@ -146,13 +155,13 @@ def _unit(part: Part, number: int, records: list[tuple[str, Record]]) -> Iterato
 
 
 def read_unit(unit: Unit) -> PipelineStats:
-    """Parse, clean and judge the records; write what is kept, and the scores of all beside it."""
+    """Parses, cleans and filters the records. Writes the kept documents, and the scores of all documents."""
     started = time.process_time()
-    tally = PipelineStats()
-    documents = list(_parsed(unit, tally))
+    stats = PipelineStats()
+    documents = list(_parsed(unit, stats))
     chain = _chain(unit.cleaning.filters.model_dump_json())
     texts = [text for _, text, _ in documents]
-    judgement = chain.judge(texts)
+    judgement = chain.apply(texts)
     rows: dict[str, list[Any]] = {name: [] for name in COLUMNS.names}
     hashes = []
     for index, (where, text, meta) in enumerate(documents):
@@ -163,91 +172,91 @@ def read_unit(unit: Unit) -> PipelineStats:
         if failed >= 0:
             score = float(judgement.scores[index, failed])
             shown = scrub(excerpt(text), unit.cleaning.pii)[0]
-            tally.drop(chain.names[failed], size, Sample(digest.hex(), where, score, shown))
+            stats.add_filtered(chain.names[failed], size, Sample(digest.hex(), where, score, shown))
             hashes.append(digest)
             continue
-        tally.languages.setdefault(language, Amount()).add(size)
+        stats.languages.setdefault(language, Amount()).add(size)
         if unit.cleaning.pii:
             text, found = scrub(text, unit.cleaning.pii)
             if found:
-                tally.found(found)
+                stats.found(found)
                 digest = content_hash(text)
         hashes.append(digest)
-        tally.kept.add(utf8_size(text))
+        stats.kept.add(utf8_size(text))
         add_row(rows, text, digest, where, meta, unit.cleaning, language)
-    tally.metadata_bytes = metadata_bytes(rows)
+    stats.metadata_bytes = metadata_bytes(rows)
     if chain.names:
         _write_scores(unit.path, documents, hashes, chain.names, judgement)
-    tally.cpu_seconds = time.process_time() - started
-    report = {"tally": tally.as_json(), "records": len(unit.records), "checkpoint": unit.checkpoint}
+    stats.cpu_seconds = time.process_time() - started
+    report = {"stats": stats.as_json(), "records": len(unit.records), "checkpoint": unit.checkpoint}
     write_rows(unit.path, rows, report)
-    return tally
+    return stats
 
 
-def _parsed(unit: Unit, tally: PipelineStats) -> Iterator[tuple[str, str, Meta]]:
-    """(where, normalised text, metadata) of every record with text; the others are counted."""
+def _parsed(unit: Unit, stats: PipelineStats) -> Iterator[tuple[str, str, Meta]]:
+    """(location, normalised text, metadata) of each record with text. Other records are counted."""
     for part, record in unit.records:
-        where = place(part, record.number)
+        where = record_location(part, record.number)
         try:
             text, meta = parse_record(unit.parse, record)
         except BadRecord as error:
-            tally.bad += 1
-            if len(tally.bad_shown) < BAD_RECORDS_SHOWN:
-                tally.bad_shown.append(f"{where}: {error}")
+            stats.bad += 1
+            if len(stats.bad_shown) < BAD_RECORDS_SHOWN:
+                stats.bad_shown.append(f"{where}: {error}")
             continue
-        tally.read.add(utf8_size(text))
+        stats.read.add(utf8_size(text))
         text = normalize(html_text(text) if unit.cleaning.html else text)
         if text and not text.isspace():
             yield where, text, meta
         else:
-            tally.drop("empty", 0, Sample("", where, None, ""))
+            stats.add_filtered("empty", 0, Sample("", where, None, ""))
 
 
 def add_row(
     rows: dict[str, list[Any]], text: str, digest: bytes, where: str, meta: Meta, cleaning: Cleaning, language: str = ""
 ) -> None:
-    """Append a document, with its content hash, to columns of the names of COLUMNS."""
-    address = host = 0
+    """Appends a document with its content hash to the columns of COLUMNS."""
+    url_hash = host_hash = 0
     if cleaning.url_field and isinstance(url := meta.get(cleaning.url_field), str) and (url := canonical_url(url)):
-        address = hash64(url)
+        url_hash = hash64(url)
         if domain := registrable_domain(url):
-            host = hash64(domain)
+            host_hash = hash64(domain)
     for name, value in {
         "hash": digest,
         "text": text,
         "domain": cleaning.number,
         "quality": quality_of(meta.get(cleaning.quality_field)) if cleaning.quality_field else 0.0,
         "priority": cleaning.priority,
-        "address": address,
-        "host": host,
-        "side": side(text),
+        "url_hash": url_hash,
+        "host_hash": host_hash,
+        "split_hash": split_hash(text),
         "language": language,
         "where": where,
-        "meta": kept_meta(meta, cleaning.pii) if meta else "",
+        "meta": stored_metadata(meta, cleaning.pii) if meta else "",
     }.items():
         rows[name].append(value)
 
 
 def metadata_bytes(rows: dict[str, list[Any]]) -> int:
-    """What the columns of `rows` hold beside the texts, about."""
+    """The approximate size of the columns of `rows` without the texts."""
     return sum(map(len, rows["meta"])) + sum(map(len, rows["where"]))
 
 
 def write_rows(path: Path, rows: dict[str, list[Any]], report: dict[str, Any]) -> None:
-    """A unit: columns of the names of COLUMNS, written in the order of the content hashes."""
+    """Writes a unit: the columns of COLUMNS, in the order of the content hashes."""
     order = sorted(range(len(rows["hash"])), key=lambda row: (rows["hash"][row], rows["where"][row]))
     write_table(path, pa.table(rows, schema=COLUMNS).take(pa.array(order, pa.int64())), report)
 
 
 def quality_of(value: Any) -> float:
-    """A number of the metadata as a quality; 0 for what is none."""
+    """A metadata value as a quality; 0 if it is not a number."""
     if not isinstance(value, int | float) or value != value:  # NaN
         return 0.0
     return max(min(value, sys.float_info.max), -sys.float_info.max) + 0.0
 
 
-def kept_meta(meta: Meta, pii: tuple[str, ...]) -> str:
-    """The fields of metadata that are not too long, as JSON, personal data replaced as in the text."""
+def stored_metadata(meta: Meta, pii: tuple[str, ...]) -> str:
+    """The metadata fields that are not too long, as JSON. Personal data are replaced as in the text."""
     kept = {}
     for name, value in meta.items():
         if isinstance(value, str):
@@ -260,17 +269,17 @@ def kept_meta(meta: Meta, pii: tuple[str, ...]) -> str:
 
 
 def content_hash(text: str) -> bytes:
-    """16 bytes of BLAKE2b of the text with every run of white space as one space, none at its ends."""
+    """16 bytes of BLAKE2b of the text, with every run of white space as one space and none at the ends."""
     return blake2b(_text.squeezed(text), digest_size=16).digest()
 
 
 def hash64(text: str) -> int:
-    """A number of 64 bits, not 0, that depends on the text only."""
+    """A 64-bit hash of the text that is not 0."""
     return int.from_bytes(blake2b(text.encode("utf-8"), digest_size=8).digest(), "big") or 1
 
 
-def side(text: str) -> int:
-    """A number of 64 bits that depends on the text only; below a threshold the document is held out."""
+def split_hash(text: str) -> int:
+    """A 64-bit hash of the text. Documents below a threshold are held out."""
     return int.from_bytes(blake2b(text.encode("utf-8"), key=HELD_OUT_KEY, digest_size=8).digest(), "big")
 
 
@@ -280,16 +289,18 @@ def _chain(section: str) -> FilterChain:
 
 
 def _write_scores(path: Path, documents: list[Any], hashes: list[bytes], names: list[str], judgement: Any) -> None:
-    """The scores of all documents, kept or not, so that bounds can be chosen without reading the text again."""
+    """Writes the scores of all documents, kept or filtered, so that bounds can be chosen without reading the text
+    again.
+    """
     failed = [names[index] if index >= 0 else None for index in judgement.first_failed]
     columns = {
         "hash": pa.array(hashes, pa.binary(16)),
         "where": pa.array([where for where, _, _ in documents], pa.string()),
         "language": pa.array(judgement.languages, pa.string()),
-        "dropped_by": pa.array(failed, pa.string()),
+        "filtered_by": pa.array(failed, pa.string()),
         **{name: pa.array(judgement.scores[:, place], pa.float32()) for place, name in enumerate(names)},
     }
     folder = path.parent.parent / "scores"
     folder.mkdir(exist_ok=True)
-    with appearing(folder / f"{path.stem}.parquet") as temporary:
+    with atomic_file(folder / f"{path.stem}.parquet") as temporary:
         pyarrow.parquet.write_table(pa.table(columns), temporary, compression="zstd")

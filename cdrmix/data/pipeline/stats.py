@@ -1,4 +1,4 @@
-"""Counts of what the preparation kept and dropped, and why: added up over tasks in any order to the same result."""
+"""Counts of read, kept and filtered documents. The sum over tasks does not depend on the order of the tasks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-SAMPLES = 3  # of each rule: those with the smallest content hashes, so that they do not depend on the order of reading
+SAMPLES = 3  # of each rule: those with the smallest content hashes, which do not depend on the order of reading
 EXCERPT_CHARACTERS = 400
 BAD_SHOWN = 5
 
@@ -25,9 +25,9 @@ class Amount:
 
 @dataclass
 class Sample:
-    """A dropped document: its content hash (hexadecimal), where it was read, the rule's score, the text's beginning.
+    """A filtered document: content hash (hexadecimal), location of the record, score of the rule, start of the text.
 
-    like: the beginning of the text that was kept instead, for duplicates.
+    like: for a duplicate, the start of the text that was kept instead.
     """
 
     hash: str
@@ -38,24 +38,24 @@ class Sample:
 
 
 @dataclass
-class Dropped(Amount):
-    """What one rule dropped."""
+class Filtered(Amount):
+    """The documents that one rule filtered."""
 
     samples: list[Sample] = field(default_factory=list)
 
-    def show(self, samples: list[Sample]) -> None:
-        """Keep the SAMPLES with the smallest hashes of those here and those given."""
+    def add_samples(self, samples: list[Sample]) -> None:
+        """Keeps the SAMPLES with the smallest hashes."""
         distinct = {(sample.hash, sample.where): sample for sample in (*self.samples, *samples)}
         self.samples = [distinct[key] for key in sorted(distinct)[:SAMPLES]]
 
 
 @dataclass
 class PipelineStats:
-    """What went into a stage, what came out, and what each rule dropped, by rule."""
+    """Documents that a stage read and kept, and those that each rule filtered."""
 
     read: Amount = field(default_factory=Amount)
     kept: Amount = field(default_factory=Amount)
-    dropped: dict[str, Dropped] = field(default_factory=dict)
+    filtered: dict[str, Filtered] = field(default_factory=dict)
     languages: dict[str, Amount] = field(default_factory=dict)
     pii: dict[str, int] = field(default_factory=dict)  # kind -> placeholders written
     metadata_bytes: int = 0  # of the kept documents, beside their texts
@@ -63,11 +63,11 @@ class PipelineStats:
     bad_shown: list[str] = field(default_factory=list)
     cpu_seconds: float = 0.0
 
-    def drop(self, rule: str, size: int, sample: Sample) -> None:
-        """Count a document that `rule` dropped."""
-        dropped = self.dropped.setdefault(rule, Dropped())
-        dropped.add(size)
-        dropped.show([sample])
+    def add_filtered(self, rule: str, size: int, sample: Sample) -> None:
+        """Count a document that `rule` filtered."""
+        filtered = self.filtered.setdefault(rule, Filtered())
+        filtered.add(size)
+        filtered.add_samples([sample])
 
     def found(self, pii: Mapping[str, int]) -> None:
         """Add counts of personal data by kind."""
@@ -75,13 +75,13 @@ class PipelineStats:
             self.pii[kind] = self.pii.get(kind, 0) + count
 
     def merge(self, other: PipelineStats) -> None:
-        """Add another tally to this one."""
+        """Add another stats to this one."""
         for mine, theirs in ((self.read, other.read), (self.kept, other.kept)):
             mine.add(theirs.bytes, theirs.documents)
-        for rule, theirs in other.dropped.items():
-            dropped = self.dropped.setdefault(rule, Dropped())
-            dropped.add(theirs.bytes, theirs.documents)
-            dropped.show(theirs.samples)
+        for rule, theirs in other.filtered.items():
+            filtered = self.filtered.setdefault(rule, Filtered())
+            filtered.add(theirs.bytes, theirs.documents)
+            filtered.add_samples(theirs.samples)
         for language, amount in other.languages.items():
             self.languages.setdefault(language, Amount()).add(amount.bytes, amount.documents)
         self.found(other.pii)
@@ -91,20 +91,20 @@ class PipelineStats:
         self.cpu_seconds += other.cpu_seconds
 
     def as_json(self) -> dict[str, Any]:
-        """The tally as JSON values."""
+        """The stats as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> PipelineStats:
-        """The tally that `as_json` gave."""
+        """The stats that `as_json` gave."""
         return cls(
             read=Amount(**data["read"]),
             kept=Amount(**data["kept"]),
-            dropped={
-                rule: Dropped(
-                    dropped["documents"], dropped["bytes"], [Sample(**sample) for sample in dropped["samples"]]
+            filtered={
+                rule: Filtered(
+                    filtered["documents"], filtered["bytes"], [Sample(**sample) for sample in filtered["samples"]]
                 )
-                for rule, dropped in data["dropped"].items()
+                for rule, filtered in data["filtered"].items()
             },
             languages={language: Amount(**amount) for language, amount in data["languages"].items()},
             pii=data["pii"],

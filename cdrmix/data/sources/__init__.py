@@ -1,25 +1,26 @@
-"""The sources of text by name: what `data.source.kind` may say, and the class behind each."""
+"""The sources of text by name. Importing this package registers the built-in ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from cdrmix.config import schema_data
-from cdrmix.data.sources.base import Source
-from cdrmix.data.sources.streams import HuggingFace, Tasks
-from cdrmix.data.sources.tables import CommaSeparated, JsonLines, Parquet
-from cdrmix.data.sources.text_files import Html, PlainText, StandardLibrary
+from cdrmix.data.sources import streams, tables, text_files  # each registers its sources
+from cdrmix.data.sources.base import SOURCES, Source
+from cdrmix.errors import ConfigError
 
-SOURCES: dict[str, Callable[[Any, int], Source]] = {
-    source.kind: source
-    for source in (StandardLibrary, PlainText, Html, JsonLines, CommaSeparated, Parquet, HuggingFace, Tasks)
-}
+__all__ = ["SOURCES", "make_source", "streams", "tables", "text_files"]
 
 
 def make_source(section: schema_data.Source, max_expansion: int = 1000) -> Source:
-    """The source that a section describes; CorpusError when its files are not there.
+    """The source that a section describes.
 
-    max_expansion: times its size that a compressed file may unfold to before it is taken for an attack.
+    max_expansion: the largest ratio of decompressed to compressed bytes; a file above it is taken for an attack.
+
+    Raises CorpusError if a path has no files, ConfigError if no plugin has registered the name of a `kind: plugin`.
     """
-    return SOURCES[section.kind](section, max_expansion)
+    if section.kind != "plugin":
+        return SOURCES[section.kind](section, max_expansion)
+    try:
+        source = SOURCES[section.name]
+    except ValueError as error:
+        raise ConfigError(f"data.source.name: {error}") from error
+    return source(section, max_expansion)

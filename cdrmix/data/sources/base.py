@@ -1,8 +1,8 @@
-"""What a source of text is: parts, read record by record, each parsed into a document or refused with a reason.
+"""The base class of sources: a source has parts, a part has records, and a record is parsed to a document.
 
-Reading a part is cheap and goes on in one process; parsing a record costs more and may happen in any other. A record
-that cannot be used is counted by a `BadRecords`, shown with its file and line, and skipped; more of them than the limit
-allows, or a source that cannot be read at all, are a CorpusError.
+Reading a part is cheap and happens in one process. Parsing a record is expensive and may happen in another process. A
+bad record is counted by `BadRecords`, reported with its file and line, and skipped. Too many bad records, or a source
+that cannot be read, raise CorpusError.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from cdrmix.data.escaping import escape_unprintable
 from cdrmix.data.sources import files
 from cdrmix.data.sources.files import find_files, reading
-from cdrmix.data.visible import visible
 from cdrmix.errors import CorpusError
+from cdrmix.registry import Registry
 
 BAD_RECORDS_SHOWN = 5
 
@@ -25,7 +26,7 @@ Meta = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Document:
-    """One text and where it came from: `source` is the kind of source, `id` its file and line or row."""
+    """A text and its origin. source: the kind of the source. id: file and line or row."""
 
     text: str
     source: str
@@ -35,23 +36,23 @@ class Document:
 
 @dataclass(frozen=True)
 class Record:
-    """What lies at line or row `number` of a part, unparsed; or, when it could not be read, the reason in `error`.
+    """An unparsed record at line or row `number` of a part. error: the reason why it could not be read, or empty.
 
     number: from 1; 0 for a part that is one document.
     """
 
     number: int
     raw: Any = None
-    size: int = 0  # bytes, about
+    size: int = 0  # approximate bytes
     error: str = ""
 
 
 class BadRecord(ValueError):
-    """A record is no document; the message is the reason."""
+    """A record that is not a document. The message is the reason."""
 
 
 class BadRecords:
-    """Counts the records that could not be read, says the first few, and gives up beyond `limit` of them."""
+    """Counts bad records, reports the first few, and raises CorpusError for more than `limit`."""
 
     def __init__(self, limit: int, say: Callable[[str], None]) -> None:
         self.limit = limit
@@ -60,13 +61,13 @@ class BadRecords:
         self._say = say
 
     def add(self, where: str, reason: str) -> None:
-        """Count one more; raises CorpusError naming it when it is one too many."""
+        """Counts one record. Raises CorpusError above the limit."""
         self.add_many(1, [f"{where}: {reason}"])
 
     def add_many(self, count: int, shown: list[str]) -> None:
-        """Count some, of which the first few are given as text; raises CorpusError when they are too many."""
+        """Counts records, of which `shown` has the first messages. Raises CorpusError above the limit."""
         self.count += count
-        shown = [visible(record).replace("\n", " ") for record in shown]
+        shown = [escape_unprintable(record).replace("\n", " ") for record in shown]
         for record in shown[: BAD_RECORDS_SHOWN - len(self.shown)]:
             self.shown.append(record)
             self._say(f"skipped a bad record: {record}")
@@ -74,14 +75,15 @@ class BadRecords:
             later = f"; a later one {shown[-1]}" if shown[-1] != self.shown[0] else ""
             raise CorpusError(
                 f"{self.count} bad records in the corpus, more than data.max_bad_records={self.limit} allows; the "
-                f"first is {self.shown[0]}{later}. Mend the corpus, or raise data.max_bad_records."
+                f"first is {self.shown[0]}{later}. Correct the corpus, or raise data.max_bad_records."
             )
 
 
 class Source(ABC):
-    """A stream of documents that can be read again and again, always in the same order.
+    """A sequence of documents that can be read repeatedly in the same order.
 
-    parse: turns a record's `raw` into (text, meta), or raises BadRecord. It can be pickled and sent to other processes.
+    kind: the name of the source in documents. parse: from the `raw` of a record to (text, metadata), or raises
+    BadRecord; it can be pickled for other processes.
     """
 
     kind: ClassVar[str]
@@ -89,33 +91,35 @@ class Source(ABC):
 
     @abstractmethod
     def identity(self) -> list[Any]:
-        """What tells this text from other text, as JSON values, without reading it."""
+        """JSON values that identify the text. It is not read for them."""
 
     @abstractmethod
     def describe(self) -> str:
-        """What is read, for messages."""
+        """A description of the source for messages."""
 
     @abstractmethod
     def parts(self) -> list[str]:
-        """Names of what can be read apart: files, as a rule."""
+        """Names of the parts that can be read independently, usually files."""
 
     def size(self, part: str) -> int | None:
-        """Bytes of a part as it is stored, where they are known."""
+        """Stored bytes of a part, or None if unknown."""
         return None
 
     @abstractmethod
     def records(self, part: str, checkpoint: Any = None) -> Iterator[Record]:
-        """Every record of a part in order; from `checkpoint` on, where the source gives any."""
+        """The records of a part in order. checkpoint: of an earlier reading, to continue from, if the source supports
+        it.
+        """
 
     def checkpoint(self) -> Any:
-        """Where the last `records` stands, as a JSON value; None for sources that are read from the start again."""
+        """The position of the last `records` as a JSON value. None: the source is read from the start again."""
         return None
 
     def documents(self, bad: BadRecords) -> Iterator[Document]:
-        """Every document in order; malformed records go to `bad`."""
+        """The documents in order. Bad records are counted in `bad`."""
         for part in self.parts():
             for record in self.records(part):
-                where = place(part, record.number)
+                where = record_location(part, record.number)
                 try:
                     text, meta = parse_record(self.parse, record)
                 except BadRecord as error:
@@ -124,19 +128,22 @@ class Source(ABC):
                     yield Document(text, self.kind, where, meta)
 
 
+SOURCES = Registry[Callable[[Any, int], Source]]("source")
+
+
 def utf8_size(text: str) -> int:
     """Bytes of a text in UTF-8."""
     return len(text) if text.isascii() else len(text.encode("utf-8"))
 
 
-def place(part: str, number: int) -> str:
-    """Where a record is, for people; a name that is not UTF-8 with its odd bytes spelled out."""
+def record_location(part: str, number: int) -> str:
+    """The location of a record for messages. Bytes of a name that are not UTF-8 are escaped."""
     shown = part.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
     return f"{shown}:{number}" if number else shown
 
 
 def parse_record(parse: Callable[[Any], tuple[str, Meta]], record: Record) -> tuple[str, Meta]:
-    """(text, meta) of a record. Raises BadRecord, also for a text that has no UTF-8 form or is too long."""
+    """(text, metadata) of a record. Raises BadRecord, also for a text that is not valid UTF-8 or is too long."""
     if record.error:
         raise BadRecord(record.error)
     text, meta = parse(record.raw)
@@ -146,14 +153,14 @@ def parse_record(parse: Callable[[Any], tuple[str, Meta]], record: Record) -> tu
         except UnicodeEncodeError as error:  # a lone surrogate from a JSON escape, a byte that was not UTF-8
             raise BadRecord("the text is not valid UTF-8") from error
         if size > files.MAX_RECORD_BYTES:
-            raise BadRecord(over_long())
+            raise BadRecord(over_long_message())
     return text, meta
 
 
 class FileSource(Source):
-    """Documents read from a sorted list of files, each of them a part."""
+    """Documents of a sorted list of files. Each file is a part."""
 
-    suffixes: ClassVar[tuple[str, ...]]  # of the files taken from a folder; () takes every file
+    suffixes: ClassVar[tuple[str, ...]]  # of the files of a folder; (): all files
 
     def __init__(self, paths: list[str], max_expansion: int) -> None:
         self.paths = paths
@@ -169,7 +176,10 @@ class FileSource(Source):
         return identity
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "files": []}  # sent with every part: of millions, the list would be too long
+        return {
+            **vars(self),
+            "files": [],
+        }  # the source is sent with every part, and the list may have millions of files
 
     def describe(self) -> str:
         return f"{len(self.files)} files of data.source.paths={self.paths}"
@@ -186,27 +196,27 @@ class FileSource(Source):
 
     @abstractmethod
     def read(self, path: Path) -> Iterator[Record]:
-        """Every record of one file."""
+        """The records of one file."""
 
 
-def damage(error: Exception) -> str:
-    """What is wrong with a compressed file."""
+def damage_message(error: Exception) -> str:
+    """The message for a damaged compressed file."""
     return str(error) if isinstance(error, files.ExpansionError) else f"the compressed file is damaged: {error}"
 
 
-def over_long() -> str:
-    """What is wrong with a record of more than MAX_RECORD_BYTES."""
+def over_long_message() -> str:
+    """The message for a record of more than MAX_RECORD_BYTES."""
     return f"is longer than {files.MAX_RECORD_BYTES} bytes"
 
 
 def invalid_utf8(error: UnicodeDecodeError) -> str:
-    """What is wrong with a record that does not decode."""
+    """The message for a record that is not UTF-8."""
     return f"invalid UTF-8 (byte 0x{error.object[error.start]:02x} at offset {error.start})"
 
 
 def missing_column(wanted: str, where: str, columns: list[str]) -> CorpusError:
-    """The error for a table that has no column of the configured name."""
+    """The error for a table without a column of the configured name."""
     return CorpusError(
         f"data.source.text_field: no column {wanted!r} in {where}; its columns are: "
-        f"{visible(', '.join(columns)) or '(none)'}"
+        f"{escape_unprintable(', '.join(columns)) or '(none)'}"
     )

@@ -1,4 +1,4 @@
-"""Files of text: finding them by path, folder or glob, and reading them, decompressed, in constant memory."""
+"""Text files: finding them by path, folder or glob, and reading them decompressed in bounded memory."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ import zstandard
 
 from cdrmix.errors import CorpusError
 
-# Of one text, whatever it is read from: beyond it a record is bad. Judging a text takes some 50 bytes a word on top.
+# The longest text of any source; a longer record is bad. Filtering a text takes about 50 bytes per word in addition.
 MAX_RECORD_BYTES = 64 * 2**20
-ANY_EXPANSION_BYTES = 64 * 2**20  # what a compressed file may unfold to however small it is
+MIN_EXPANSION_LIMIT = 64 * 2**20  # a compressed file may always expand to this size
 
 
 class ExpansionError(ValueError):
-    """A compressed file unfolds to more than it may."""
+    """A compressed file expands to more than its limit."""
 
 
 DAMAGED_STREAM = (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError, ExpansionError)
 
 
 def find_files(paths: list[str], suffixes: tuple[str, ...]) -> list[Path]:
-    """The files that `paths` (files, folders searched for `suffixes`, globs) stand for, sorted, each once.
+    """The files of `paths` (files, folders searched for `suffixes`, globs), sorted and without duplicates.
 
-    Raises CorpusError when one of the paths stands for nothing.
+    Raises CorpusError if a path has no files.
     """
     found: set[Path] = set()
     for given in paths:
@@ -52,10 +52,10 @@ def find_files(paths: list[str], suffixes: tuple[str, ...]) -> list[Path]:
     return sorted(found)
 
 
-def walk(root: Path, suffixes: tuple[str, ...], left_out: frozenset[str]) -> Iterator[Path]:
-    """Files below `root` in sorted order, hidden ones and folders named in `left_out` aside."""
+def walk(root: Path, suffixes: tuple[str, ...], excluded: frozenset[str]) -> Iterator[Path]:
+    """Files below `root` in sorted order, without hidden files and without folders with a name in `excluded`."""
     for folder, folders, names in os.walk(root):
-        folders[:] = sorted(name for name in folders if name not in left_out and not name.startswith("."))
+        folders[:] = sorted(name for name in folders if name not in excluded and not name.startswith("."))
         for name in sorted(names):
             if not name.startswith(".") and (not suffixes or name.lower().endswith(suffixes)):
                 yield Path(folder, name)
@@ -63,7 +63,7 @@ def walk(root: Path, suffixes: tuple[str, ...], left_out: frozenset[str]) -> Ite
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turns the operating system's refusal to read `path` into a CorpusError."""
+    """Raises CorpusError if the operating system cannot read `path`."""
     try:
         yield
     except gzip.BadGzipFile:
@@ -73,22 +73,22 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def open_bytes(path: Path, max_expansion: int) -> BinaryIO:
-    """`path` for reading, decompressed when it ends in .gz or .zst; damage shows as one of DAMAGED_STREAM.
+    """Opens `path` for reading; .gz and .zst files are decompressed. A damaged file raises one of DAMAGED_STREAM.
 
-    max_expansion: times its size that a compressed file may unfold to; 64 MiB are always allowed.
+    max_expansion: maximum ratio of decompressed to compressed size; 64 MiB are always allowed.
     """
     if path.suffix.lower() == ".gz":
-        unfolded: GzipPieces | ZstandardFile = GzipPieces(path)
+        expanded: PartialGzipFile | ZstandardFile = PartialGzipFile(path)
     elif path.suffix.lower() == ".zst":
-        unfolded = ZstandardFile(path)
+        expanded = ZstandardFile(path)
     else:
         return path.open("rb")
-    limit = max(path.stat().st_size * max_expansion, ANY_EXPANSION_BYTES)
-    return cast(BinaryIO, io.BufferedReader(Limited(unfolded, limit, max_expansion), 2**20))
+    limit = max(path.stat().st_size * max_expansion, MIN_EXPANSION_LIMIT)
+    return cast(BinaryIO, io.BufferedReader(SizeLimitedFile(expanded, limit, max_expansion), 2**20))
 
 
-class GzipPieces(gzip.GzipFile):
-    """A .gz file that gives what it has unfolded before it raises for damage that comes later."""
+class PartialGzipFile(gzip.GzipFile):
+    """A .gz file that returns all data before the first damaged block, and raises only then."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, "rb")
@@ -97,10 +97,10 @@ class GzipPieces(gzip.GzipFile):
         return self.readinto1(buffer)
 
 
-class ReadsAnother(io.RawIOBase):
-    """A file that is read out of another one, and closed with it."""
+class WrapperFile(io.RawIOBase):
+    """A file that reads from another file and closes it."""
 
-    def __init__(self, file: IO[bytes] | GzipPieces | ZstandardFile) -> None:
+    def __init__(self, file: IO[bytes] | PartialGzipFile | ZstandardFile) -> None:
         self._file: Any = file
 
     def readable(self) -> bool:
@@ -111,10 +111,10 @@ class ReadsAnother(io.RawIOBase):
         super().close()
 
 
-class Limited(ReadsAnother):
-    """A decompressed file that raises ExpansionError instead of giving more than `limit` bytes."""
+class SizeLimitedFile(WrapperFile):
+    """A decompressed file that raises ExpansionError after `limit` bytes."""
 
-    def __init__(self, file: GzipPieces | ZstandardFile, limit: int, max_expansion: int) -> None:
+    def __init__(self, file: PartialGzipFile | ZstandardFile, limit: int, max_expansion: int) -> None:
         super().__init__(file)
         self._left, self._max_expansion = limit, max_expansion
 
@@ -123,14 +123,14 @@ class Limited(ReadsAnother):
         self._left -= count
         if self._left < 0:
             raise ExpansionError(
-                f"it unfolds to more than {self._max_expansion} times its size; if it is no attack, raise "
+                f"it expands to more than {self._max_expansion} times its size; if it is not an attack, raise "
                 f"data.max_expansion={self._max_expansion}"
             )
         return count
 
 
-class ZstandardFile(ReadsAnother):
-    """Reads all frames of a .zst file; EOFError when the last one is cut short, which zstandard's reader hides."""
+class ZstandardFile(WrapperFile):
+    """Reads all frames of a .zst file. A truncated last frame raises EOFError, unlike in zstandard."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path.open("rb"))
@@ -142,7 +142,7 @@ class ZstandardFile(ReadsAnother):
 
     def readinto(self, buffer: Any) -> int:
         while not self._output:
-            # Small reads: a block that repeats one byte can unfold to tens of thousands of times its size.
+            # Small reads, because a block that repeats one byte can expand by a factor of more than 10,000.
             chunk = self._input or self._file.read(2**13)
             if not chunk:
                 if self._inside_frame:
@@ -161,14 +161,14 @@ class ZstandardFile(ReadsAnother):
 
 
 class OverLongRecord(Exception):
-    """A record of a text file goes on for more than MAX_RECORD_BYTES."""
+    """A record of a text file has more than MAX_RECORD_BYTES."""
 
 
 class RecordLines:
-    """The lines of a text stream, line ends and all, for a reader whose records may go over several lines.
+    """The lines of a text stream with their line ends, for a reader whose records may have several lines.
 
-    number: lines read so far. Raises OverLongRecord, past the line in question, when the lines since `begin_record`
-    take more than MAX_RECORD_BYTES in UTF-8.
+    number: lines read so far. Raises OverLongRecord, after the line, if the lines since `begin_record` have more than
+    MAX_RECORD_BYTES in UTF-8.
     """
 
     def __init__(self, stream: io.TextIOWrapper) -> None:
@@ -177,7 +177,7 @@ class RecordLines:
         self._bytes = 0
 
     def begin_record(self) -> None:
-        """The next line is the first of a record."""
+        """Marks the next line as the first line of a record."""
         self._bytes = 0
 
     def __iter__(self) -> RecordLines:
@@ -197,7 +197,7 @@ class RecordLines:
 
 
 def read_at_most(stream: BinaryIO, limit: int) -> bytes:
-    """The first `limit` bytes of a stream, or all it has."""
+    """The first `limit` bytes of a stream, or all of it."""
     pieces, left = [], limit
     while left and (piece := stream.read(min(left, 2**20))):
         pieces.append(piece)

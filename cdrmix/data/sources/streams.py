@@ -1,4 +1,4 @@
-"""Sources without files: Hugging Face datasets, streamed unshuffled and resumed where they stood; generated tasks."""
+"""Sources without files: Hugging Face datasets, which are streamed and can be resumed, and generated tasks."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from cdrmix.config import schema_data
-from cdrmix.data.sources.base import BadRecord, Meta, Record, Source, missing_column
+from cdrmix.data.sources.base import SOURCES, BadRecord, Meta, Record, Source, missing_column
 from cdrmix.data.sources.files import walk
 from cdrmix.durable import disk_full, is_disk_full
 from cdrmix.errors import CdrmixError, CorpusError
 
 
+@SOURCES("huggingface")
 class HuggingFace(Source):
-    """A Hugging Face dataset, streamed unshuffled.
+    """A Hugging Face dataset, streamed without shuffling.
 
-    Its identity is its name, so shards are reused offline; give a revision where the dataset may change.
+    Its identity is its name, so that shards are reused offline. Set a revision if the dataset may change.
     """
 
     kind = "huggingface"
@@ -35,7 +36,7 @@ class HuggingFace(Source):
             self.section.revision,
             self.section.split,
         ]
-        if (folder := Path(self.section.name)).is_dir():  # changes without a revision
+        if (folder := Path(self.section.name)).is_dir():  # a local folder has no revision
             for path in walk(folder, (), frozenset()):
                 status = path.stat()
                 identity.append([str(path), status.st_size, status.st_mtime_ns])
@@ -60,7 +61,7 @@ class HuggingFace(Source):
                 f"data.source.kind=huggingface needs the package {error.name}: pip install datasets"
             ) from error
         section = self.section
-        # HfHubHTTPError's bases hold the error of the HTTP library that the hub client uses, whichever it is
+        # the bases of HfHubHTTPError include the error class of the HTTP library of the hub client
         failures = (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError, *HfHubHTTPError.__bases__)
         try:
             self._dataset = datasets.load_dataset(
@@ -87,17 +88,17 @@ class HuggingFace(Source):
 
     def _unreadable(self, error: BaseException) -> CdrmixError:
         cause: BaseException | None = error
-        while cause is not None:  # libraries wrap what the system said
+        while cause is not None:  # libraries wrap the system error
             if is_disk_full(cause):
                 return disk_full(
-                    f"what the {self.describe()} keeps beside its stream",
+                    f"the cache of the {self.describe()}",
                     "Free some space, or set HF_HOME to a folder on another disk. What was prepared is kept.",
                 )
             cause = cause.__cause__ or cause.__context__
         return CorpusError(
             f"data.source: cannot stream the {self.describe()}: {error}. Check data.source.name, config_name, "
             "revision and split, and that this machine reaches huggingface.co (HF_HUB_OFFLINE unset; HF_TOKEN set if "
-            "it is gated); the preparation then goes on where it stood. Where the line is bad, download the dataset "
+            "it is gated); the preparation is then resumed. If the connection is unreliable, download the dataset "
             "and use kind: parquet or jsonl with paths."
         )
 
@@ -111,20 +112,21 @@ def parse_row(raw: dict[str, Any], text_field: str) -> tuple[str, Meta]:
     return text, {name: value for name, value in raw.items() if name != text_field and isinstance(value, scalars)}
 
 
+@SOURCES("tasks")
 class Tasks(Source):
-    """Exercises of the tasks in tasks/; a function of the section alone."""
+    """Generated examples of tasks. They depend only on the section."""
 
     kind = "tasks"
 
     def __init__(self, section: schema_data.TasksSource, max_expansion: int = 1) -> None:
         self.section = section
-        self.parse = parse_exercise
+        self.parse = parse_example
 
     def identity(self) -> list[Any]:
         return [self.section.model_dump()]
 
     def describe(self) -> str:
-        return f"{self.section.documents:,} generated exercises ({', '.join(self.section.tasks)})"
+        return f"{self.section.documents:,} generated examples ({', '.join(self.section.tasks)})"
 
     def parts(self) -> list[str]:
         return ["tasks"]
@@ -133,9 +135,9 @@ class Tasks(Source):
         from cdrmix.data.tasks import generate
 
         for number, (where, text, meta) in enumerate(generate(self.section), 1):
-            yield Record(number, (text, {**meta, "exercise": where}), len(text))
+            yield Record(number, (text, {**meta, "example": where}), len(text))
 
 
-def parse_exercise(raw: tuple[str, Meta]) -> tuple[str, Meta]:
-    """An exercise is a document as it is."""
+def parse_example(raw: tuple[str, Meta]) -> tuple[str, Meta]:
+    """Returns the text and metadata of a generated example unchanged."""
     return raw

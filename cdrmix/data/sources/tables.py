@@ -1,4 +1,4 @@
-"""Sources whose files hold many documents: JSON lines, CSV, Parquet. Fields beside the text become metadata."""
+"""Sources with many documents per file: JSON lines, CSV, Parquet. Fields other than the text become metadata."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ from typing import Any
 from cdrmix.config import schema_data
 from cdrmix.data.sources import files
 from cdrmix.data.sources.base import (
+    SOURCES,
     BadRecord,
     FileSource,
     Meta,
     Record,
-    damage,
+    damage_message,
     invalid_utf8,
     missing_column,
-    over_long,
+    over_long_message,
 )
 from cdrmix.data.sources.files import DAMAGED_STREAM, OverLongRecord, RecordLines, open_bytes, reading
 from cdrmix.errors import CorpusError
 
 
+@SOURCES("jsonl")
 class JsonLines(FileSource):
-    """One JSON object a line, with the text in one of its fields."""
+    """Files with one JSON object per line. One of its fields is the text."""
 
     kind = "jsonl"
     suffixes = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst")
@@ -48,12 +50,12 @@ class JsonLines(FileSource):
                     while too_long and rest and not rest.endswith(b"\n"):
                         rest = stream.readline(2**20)
                 except DAMAGED_STREAM as error:
-                    yield Record(number + 1, error=damage(error))
+                    yield Record(number + 1, error=damage_message(error))
                     return
                 if not line:
                     return
                 if too_long:
-                    yield Record(number, error=over_long())
+                    yield Record(number, error=over_long_message())
                 elif not line.isspace():
                     yield Record(number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line, len(line))
 
@@ -66,7 +68,7 @@ def parse_json(raw: bytes, text_field: str) -> tuple[str, Meta]:
         raise BadRecord(invalid_utf8(error)) from error
     except json.JSONDecodeError as error:
         raise BadRecord(f"is not JSON: {error.msg} (column {error.colno})") from error
-    except (ValueError, RecursionError) as error:  # an integer of thousands of digits; nesting without end
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits; too deep nesting
         raise BadRecord(f"is not usable JSON: {error}") from error
     if not isinstance(record, dict):
         raise BadRecord(f"is a JSON {type(record).__name__}, not an object")
@@ -78,8 +80,9 @@ def parse_json(raw: bytes, text_field: str) -> tuple[str, Meta]:
     return text, record
 
 
+@SOURCES("csv")
 class CommaSeparated(FileSource):
-    """Rows of CSV files whose header line names the text column."""
+    """Rows of CSV files with a header line. One of the columns is the text."""
 
     kind = "csv"
     suffixes = (".csv", ".csv.gz", ".csv.zst")
@@ -90,12 +93,14 @@ class CommaSeparated(FileSource):
         super().__init__(section.paths, max_expansion)
 
     def read(self, path: Path) -> Iterator[Record]:
-        csv.field_size_limit(files.MAX_RECORD_BYTES)  # the module's own limit, 128 KiB, is too short for documents
+        csv.field_size_limit(files.MAX_RECORD_BYTES)  # the default limit of 128 KiB is too short for documents
         with reading(path), open_bytes(path, self.max_expansion) as stream:
-            # surrogateescape keeps one bad byte from ending the file; parsing then refuses that one row
+            # surrogateescape, so that a bad byte does not end the file; parsing then rejects only that row
             text_stream = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
             record_lines = RecordLines(text_stream)
-            reader = csv.reader(record_lines, strict=True)  # else a stray quote takes the rest of the file as its text
+            reader = csv.reader(
+                record_lines, strict=True
+            )  # otherwise an unmatched quote extends to the end of the file
             header: list[str] | None = None
             while True:
                 record_lines.begin_record()
@@ -103,14 +108,14 @@ class CommaSeparated(FileSource):
                 try:
                     row = next(reader, None)
                 except csv.Error as error:
-                    rows = f"; passed over to line {record_lines.number}" if record_lines.number > first else ""
+                    rows = f"; skipped to line {record_lines.number}" if record_lines.number > first else ""
                     yield Record(first, error=f"is not CSV: {error}{rows}")
                     continue
                 except OverLongRecord:
-                    yield Record(first, error=over_long())
+                    yield Record(first, error=over_long_message())
                     continue
                 except DAMAGED_STREAM as error:
-                    yield Record(first, error=damage(error))
+                    yield Record(first, error=damage_message(error))
                     return
                 if row is None:
                     return
@@ -125,7 +130,7 @@ class CommaSeparated(FileSource):
 
 
 def parse_row(raw: tuple[list[str], list[str]], text_field: str) -> tuple[str, Meta]:
-    """The text and the other columns of a row, given with its header."""
+    """The text and the other columns of a row. raw: (header, row)."""
     header, row = raw
     column = header.index(text_field)
     if len(row) <= column:
@@ -133,12 +138,13 @@ def parse_row(raw: tuple[list[str], list[str]], text_field: str) -> tuple[str, M
     return row[column], {name: value for name, value in zip(header, row, strict=False) if name != text_field}
 
 
+@SOURCES("parquet")
 class Parquet(FileSource):
     """Rows of Parquet files with a string column."""
 
     kind = "parquet"
     suffixes = (".parquet", ".pq")
-    batch_bytes = 2**22  # held as Python objects at a time, about
+    batch_bytes = 2**22  # approximate bytes that are converted to Python objects at a time
 
     def __init__(self, section: schema_data.ParquetSource, max_expansion: int) -> None:
         self.text_field = section.text_field
@@ -159,7 +165,7 @@ class Parquet(FileSource):
                 names = [field.name for field in table.schema_arrow if is_scalar(field.type)]
                 columns = [self.text_field, *(name for name in names if name != self.text_field)]
                 for batch in table.iter_batches(self._batch_rows(table.metadata), columns=columns, use_threads=False):
-                    # as bytes, so that one row of invalid UTF-8 spoils no other
+                    # as bytes, so that a row of invalid UTF-8 does not affect other rows
                     texts = batch.column(self.text_field).cast(pyarrow.large_binary()).to_pylist()
                     others = {name: cells(batch.column(name)) for name in columns if name != self.text_field}
                     for place, text in enumerate(texts):
@@ -167,11 +173,11 @@ class Parquet(FileSource):
                         meta = {name: values[place] for name, values in others.items()}
                         size = len(text or b"") + sum(len(cell) for cell in meta.values() if isinstance(cell, str))
                         yield Record(row, (text, meta), size)
-        except (pyarrow.ArrowException, OSError) as error:  # OSError: what pyarrow raises at a damaged page
+        except (pyarrow.ArrowException, OSError) as error:  # pyarrow raises OSError for a damaged page
             yield Record(row + 1, error=f"is not readable Parquet: {error}")
 
     def _batch_rows(self, metadata: Any) -> int:
-        """Rows of a batch of `batch_bytes`, by the file's own word for its size."""
+        """Rows of a batch of about `batch_bytes`, by the sizes in the metadata of the file."""
         size = sum(metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups))
         return max(1, min(256, self.batch_bytes * metadata.num_rows // max(size, 1)))
 
@@ -187,7 +193,7 @@ class Parquet(FileSource):
 
 
 def is_text(found: Any) -> bool:
-    """Whether an Arrow type holds strings."""
+    """Whether an Arrow type is a string type."""
     from pyarrow import types
 
     value = found.value_type if types.is_dictionary(found) else found
@@ -195,14 +201,14 @@ def is_text(found: Any) -> bool:
 
 
 def is_scalar(found: Any) -> bool:
-    """Whether an Arrow type's values can be metadata: text, numbers, truth values."""
+    """Whether values of an Arrow type can be metadata: strings, numbers, booleans."""
     from pyarrow import types
 
     return is_text(found) or types.is_integer(found) or types.is_floating(found) or types.is_boolean(found)
 
 
 def cells(column: Any) -> list[Any]:
-    """A column as Python values; text that is not UTF-8 with replacement characters."""
+    """A column as Python values. Invalid UTF-8 is replaced by replacement characters."""
     import pyarrow
 
     if not is_text(column.type):

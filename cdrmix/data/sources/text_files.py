@@ -1,4 +1,4 @@
-"""Sources whose files are one document each: the Python standard library, plain text, HTML."""
+"""Sources with one document per file: the Python standard library, plain text, HTML."""
 
 from __future__ import annotations
 
@@ -12,26 +12,36 @@ from typing import Any, ClassVar
 
 from cdrmix.config import schema_data
 from cdrmix.data.sources import files
-from cdrmix.data.sources.base import BadRecord, FileSource, Meta, Record, damage, invalid_utf8, over_long
+from cdrmix.data.sources.base import (
+    SOURCES,
+    BadRecord,
+    FileSource,
+    Meta,
+    Record,
+    damage_message,
+    invalid_utf8,
+    over_long_message,
+)
 from cdrmix.data.sources.files import DAMAGED_STREAM, open_bytes, read_at_most, reading, walk
 from cdrmix.errors import CorpusError
 
 
+@SOURCES("stdlib")
 class StandardLibrary(FileSource):
-    """The .py files of the running Python's standard library, without its tests and installed packages."""
+    """The .py files of the standard library of this Python, without its tests and installed packages."""
 
     kind = "stdlib"
     suffixes = (".py",)
-    left_out = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+    excluded = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
     def __init__(self, section: schema_data.StdlibSource, max_expansion: int = 1) -> None:
         self.root = Path(sysconfig.get_path("stdlib"))
-        self.files = list(walk(self.root, self.suffixes, self.left_out))
+        self.files = list(walk(self.root, self.suffixes, self.excluded))
         self.parse = parse_python
         if not self.files:
             raise CorpusError(
-                f"data.source.kind=stdlib: no .py files under {self.root}; this Python comes without its library's "
-                "source. Name other text, as in data.source={kind: text, paths: [folder]}"
+                f"data.source.kind=stdlib: no .py files under {self.root}; this Python has no library "
+                "source. Configure another source, for example data.source={kind: text, paths: [folder]}"
             )
 
     def identity(self) -> list[Any]:
@@ -57,7 +67,7 @@ class StandardLibrary(FileSource):
 
 
 def parse_python(raw: bytes) -> tuple[str, Meta]:
-    """A Python file's text in the encoding that it declares for itself (PEP 263); line ends stay as they are."""
+    """The text of a Python file in the encoding that it declares (PEP 263). Line ends are not changed."""
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
         return raw.decode(encoding), {}
@@ -65,8 +75,9 @@ def parse_python(raw: bytes) -> tuple[str, Meta]:
         raise BadRecord(f"cannot be decoded: {error}") from error
 
 
+@SOURCES("text")
 class PlainText(FileSource):
-    """UTF-8 files, each one document; a folder gives all its files that are not hidden."""
+    """UTF-8 files, one document each. All files of a folder that are not hidden are read."""
 
     kind = "text"
     suffixes: ClassVar[tuple[str, ...]] = ()
@@ -80,13 +91,14 @@ class PlainText(FileSource):
             try:
                 raw = read_at_most(stream, files.MAX_RECORD_BYTES + 1)
             except DAMAGED_STREAM as error:
-                yield Record(0, error=damage(error))
+                yield Record(0, error=damage_message(error))
                 return
         yield Record(0, raw, len(raw))
 
 
+@SOURCES("html")
 class Html(PlainText):
-    """HTML files in UTF-8; a folder gives those whose name ends as such files' names do."""
+    """HTML files in UTF-8, one document each. The files of a folder with a suffix of HTML files are read."""
 
     kind = "html"
     suffixes = (".html", ".htm", ".xhtml", ".html.gz", ".htm.gz", ".html.zst", ".htm.zst")
@@ -95,7 +107,7 @@ class Html(PlainText):
 def parse_text(raw: bytes) -> tuple[str, Meta]:
     """The text of a UTF-8 file."""
     if len(raw) > files.MAX_RECORD_BYTES:
-        raise BadRecord(over_long())
+        raise BadRecord(over_long_message())
     try:
         return raw.decode("utf-8-sig"), {}
     except UnicodeDecodeError as error:

@@ -1,12 +1,12 @@
-"""Generated exercises whose answer follows from their text: recall, tracking, counting, arithmetic, stories.
+"""Generated tasks whose answers follow from their text: recall, tracking, counting, arithmetic, stories.
 
-They are of the kinds on which models of long context are compared, written out anew: RULER (arXiv 2404.06654),
-BABILong (arXiv 2406.10149), zoology's associative recall (arXiv 2312.04927), permutation tracking (arXiv 2404.08819).
-Example n of a task is a function of (seed, task, n, difficulty, filler) alone, so that an evaluation can make the ones
-that no training has seen, by a seed of its own.
+They are new implementations of common benchmarks for long context: RULER (arXiv 2404.06654), BABILong (arXiv
+2406.10149), associative recall of zoology (arXiv 2312.04927), permutation tracking (arXiv 2404.08819). Example n of a
+task depends only on (seed, task, n, difficulty, filler). So an evaluation can generate unseen examples with another
+seed.
 
-A document is prompt, steps and answer, one behind the other; steps, where a task has any, stand between THINK_BEGIN
-and THINK_END, so that data.objectives.spans can weigh them. `score` says how right a model's answer is.
+A document is the concatenation of prompt, steps and answer. Steps are between THINK_BEGIN and THINK_END, so that
+data.objectives.spans can weight them. `score` gives the score of an answer.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 from cdrmix.config import schema_data as schema
 
-# each family adds its tasks to TASKS
-from cdrmix.data.tasks import arithmetic, babilong, chunked, groups, lists, mqar, recall, ruler, state_tracking
+# each module registers its tasks
+from cdrmix.data.tasks import arithmetic, babilong, chunked, groups, mqar, recall, ruler, sort_and_copy, state_tracking
 from cdrmix.data.tasks.example import (
     IGNORED,
     TASKS,
@@ -27,7 +27,7 @@ from cdrmix.data.tasks.example import (
     Example,
     Task,
     TextDifficulty,
-    TokenExercise,
+    TokenExample,
     score,
     score_tokens,
 )
@@ -43,21 +43,21 @@ __all__ = [
     "Episode",
     "Example",
     "Filler",
-    "TokenExercise",
+    "TokenExample",
     "episode",
-    "exercise",
     "generate",
     "known_task",
+    "make_example",
+    "make_token_example",
     "score",
     "score_tokens",
-    "token_exercise",
 ]
 
-FAMILIES = (arithmetic, babilong, chunked, groups, lists, mqar, recall, ruler, state_tracking)
+FAMILIES = (arithmetic, babilong, chunked, groups, mqar, recall, ruler, sort_and_copy, state_tracking)
 
 
 def known_task(task: str) -> Task[Any]:
-    """The task of that name; ConfigError for one that there is not."""
+    """The task with this name. Raises ConfigError if there is none."""
     if task not in TASKS.names():
         close = nearest(task, TASKS.names())
         hint = f"; did you mean {close!r}?" if close else ""
@@ -66,7 +66,7 @@ def known_task(task: str) -> Task[Any]:
 
 
 def difficulty_of(task: Task[Any], asked: int | TextDifficulty | None) -> TextDifficulty:
-    """The difficulty asked for: itself, the published one at a number of characters or, for None, as it is."""
+    """A difficulty; for a number of characters the published one at that length; for None the published one."""
     if asked is None:
         return task.standard
     if isinstance(asked, int):
@@ -78,23 +78,25 @@ def difficulty_of(task: Task[Any], asked: int | TextDifficulty | None) -> TextDi
     return asked
 
 
-def exercise(
+def make_example(
     task: str, seed: int, number: int, difficulty: int | TextDifficulty | None = None, *, filler: Filler | None = None
 ) -> Example:
     """Example `number` of a task.
 
-    difficulty: a record of the task's own kind (TASKS[task].standard and what `changed` makes of it), or a number of
-        characters, for the published difficulty in a text of about that length (more where the task needs more), or
-        None, for the published one.
-    filler: the text among which facts are hidden; None: sentences that are made up.
-    Raises ConfigError for a task that there is not and for a difficulty that cannot be.
+    difficulty: a record of the class of the task (TASKS[task].standard, or a copy by `changed`); or a number of
+        characters, for the published difficulty in a text of about that length (longer if the task needs more); or
+        None, for the published difficulty.
+    filler: the text in which facts are hidden; None: generated sentences.
+    Raises ConfigError for an unknown task and for an invalid difficulty.
     """
     known = known_task(task)
     return known.make(Rng(seed, task, number, filler), difficulty_of(known, difficulty))
 
 
-def token_exercise(task: str, seed: int, number: int, difficulty: int | TextDifficulty | None = None) -> TokenExercise:
-    """As `exercise`, in token ids of the task's own vocabulary; ConfigError for a task that is text alone."""
+def make_token_example(
+    task: str, seed: int, number: int, difficulty: int | TextDifficulty | None = None
+) -> TokenExample:
+    """As `make_example`, in token ids of the vocabulary of the task. ConfigError for a task without token ids."""
     known = known_task(task)
     if known.tokens is None:
         those = [name for name in TASKS.names() if TASKS[name].tokens]
@@ -105,7 +107,7 @@ def token_exercise(task: str, seed: int, number: int, difficulty: int | TextDiff
 def episode(
     task: str, seed: int, number: int, difficulty: int | TextDifficulty | None = None, *, filler: Filler | None = None
 ) -> Episode:
-    """As `exercise`, the same one in chunks; ConfigError for a task that has none."""
+    """As `make_example`, in chunks. Raises ConfigError for a task without chunks."""
     known = known_task(task)
     if known.episode is None:
         those = [name for name in TASKS.names() if TASKS[name].episode]
@@ -114,10 +116,10 @@ def episode(
 
 
 def difficulties(section: schema.TasksSource) -> dict[str, TextDifficulty]:
-    """The difficulty of each task of a source: the published one, of section.characters, with section.difficulty.
+    """The difficulty of each task of a source: the published one at section.characters, with section.difficulty.
 
-    A key of section.difficulty counts for every task that has it. Raises ConfigError for a task that there is not, a
-    key that no task has, a value that cannot be.
+    A key of section.difficulty applies to every task that has it. Raises ConfigError for an unknown task, a key that no
+    task has, and an invalid value.
     """
     standards = {task: known_task(task).standard for task in section.tasks}
     known = sorted({name for standard in standards.values() for name in standard.names()})
@@ -135,13 +137,13 @@ def difficulties(section: schema.TasksSource) -> dict[str, TextDifficulty]:
 
 
 def generate(section: schema.TasksSource, filler: Filler | None = None) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(where, text, meta) of section.documents documents, the tasks in turn; meta has task, prompt and answer.
+    """(location, text, metadata) of section.documents documents, the tasks in turn. Metadata: task, prompt, answer.
 
-    Raises ConfigError for a task or a difficulty that there is not.
+    Raises ConfigError for an unknown task or an invalid difficulty.
     """
     levels = difficulties(section)
-    for place in range(section.documents):
-        number, of_tasks = divmod(place, len(section.tasks))
+    for index in range(section.documents):
+        number, of_tasks = divmod(index, len(section.tasks))
         task = section.tasks[of_tasks]
-        made = exercise(task, section.seed, number, levels[task], filler=filler)
+        made = make_example(task, section.seed, number, levels[task], filler=filler)
         yield f"{task} {number}", made.text, {"task": task, "prompt": made.prompt, "answer": made.answer}

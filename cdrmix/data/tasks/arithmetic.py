@@ -1,21 +1,21 @@
-"""Arithmetic in many steps: a number changed again and again, and nested brackets."""
+"""Arithmetic in many steps: repeated changes of a number, and nested brackets."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
-from cdrmix.data.tasks.example import ANSWER, THINK_BEGIN, THINK_END, Example, Length, TextDifficulty, register
+from cdrmix.data.tasks.example import ANSWER, THINK_BEGIN, THINK_END, Example, Length, TextDifficulty, task
 from cdrmix.data.tasks.rng import Rng
 
 
-@register("arithmetic", Length())
-def arithmetic(draws: Rng, difficulty: Length) -> Example:
-    """A number changed step by step; the steps give every number in between."""
-    value = 1 + draws.below(99)
+@task("arithmetic", Length())
+def arithmetic(rng: Rng, difficulty: Length) -> Example:
+    """A number that is changed step by step. The steps contain all intermediate numbers."""
+    value = 1 + rng.randrange(99)
     orders, steps = [f"Start with {value}."], []
     for _ in range(max(2, difficulty.characters // 30)):
-        kind, number = draws.below(3), 2 + draws.below(98)
+        kind, number = rng.randrange(3), 2 + rng.randrange(98)
         before = value
         if kind == 2 and abs(value) < 1000:
             number = 2 + number % 8
@@ -39,40 +39,40 @@ class Expression(TextDifficulty):
     """Nested brackets: harder with more operators and larger numbers; 7 as in BIG-Bench Hard (arXiv 2210.09261)."""
 
     operators: int = 7
-    largest: int = 9  # of the numbers written
-    bound: int = 9999  # no number on the way is larger, of either sign
+    largest: int = 9  # number in the expression
+    bound: int = 9999  # of the absolute value of intermediate results
 
     def at_length(self, characters: int) -> Self:
         return replace(self, operators=max(1, characters // 23))  # of prompt and steps together
 
 
 class Part(NamedTuple):
-    """A part of an expression: its value, how it is written, and the steps that give the value, innermost first."""
+    """A part of an expression: its value, its text, and the steps to the value, innermost first."""
 
     value: int
     text: str
     steps: list[str]
 
 
-def joined(draws: Rng, left: Part, right: Part, bound: int) -> Part:
-    """Two parts and an operator between them; where the one drawn would leave the bound, one that does not."""
+def joined(rng: Rng, left: Part, right: Part, bound: int) -> Part:
+    """Two parts joined by a random operator, or by another operator if the result would exceed the bound."""
     results = {"+": left.value + right.value, "-": left.value - right.value, "*": left.value * right.value}
-    sign = draws.pick("+-*")
-    if abs(results[sign]) > bound:  # the difference or the sum of two numbers within a bound is within it
+    sign = rng.choice("+-*")
+    if abs(results[sign]) > bound:  # the sum or the difference of two numbers within the bound is within it
         sign = min("+-", key=lambda other: abs(results[other]))
     step = f"{left.value} {sign} {right.value} = {results[sign]}."
     return Part(results[sign], f"({left.text} {sign} {right.text})", [*left.steps, *right.steps, step])
 
 
-@register("multi_step_arithmetic", Expression())
-def multi_step_arithmetic(draws: Rng, difficulty: Expression) -> Example:
-    """An expression in brackets, put together from random neighbours; the steps open the brackets one by one."""
+@task("multi_step_arithmetic", Expression())
+def multi_step_arithmetic(rng: Rng, difficulty: Expression) -> Example:
+    """An expression with brackets, joined from random neighbours. The steps evaluate the brackets one by one."""
     largest = min(difficulty.largest, difficulty.bound)
-    numbers = [1 + draws.below(largest) for _ in range(difficulty.operators + 1)]
+    numbers = [1 + rng.randrange(largest) for _ in range(difficulty.operators + 1)]
     parts = [Part(number, str(number), []) for number in numbers]
     while len(parts) > 1:
-        place = draws.below(len(parts) - 1)
-        parts[place : place + 2] = [joined(draws, parts[place], parts[place + 1], difficulty.bound)]
+        index = rng.randrange(len(parts) - 1)
+        parts[index : index + 2] = [joined(rng, parts[index], parts[index + 1], difficulty.bound)]
     whole = parts[0]
     steps = f"{THINK_BEGIN}{' '.join(whole.steps)}{THINK_END}\n"
     return Example(f"Question: What is {whole.text[1:-1]}?\n", steps, f"{ANSWER} {whole.value}")

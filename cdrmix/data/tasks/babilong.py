@@ -1,13 +1,13 @@
-"""BABILong's tasks qa1 to qa5: small stories hidden in long text, by a simulator of our own (arXiv 2406.10149).
+"""The tasks qa1 to qa5 of BABILong: short stories hidden in long text, with our own simulator (arXiv 2406.10149).
 
 BABILong hides the sentences of a bAbI story (Weston et al., arXiv 1502.05698: one, two and three supporting facts,
-two-argument and three-argument relations) in their order among sentences of books. Here the filler is the caller's;
-sentences of it that have a person or thing of the story are passed over. As there: six rooms, four people, three
-things, so that chance is the same; the words are others.
+two-argument and three-argument relations) in their order among sentences of books. Here the caller gives the filler;
+sentences with a person or thing of the story are skipped. As in BABILong there are six rooms, four people and three
+things, so the chance level is the same; the words are different.
 
-People move, take things, put them down, give them to others in the same room. Where people and things are at first, a
-reader is not told: a place is known from a person's first move on, and only what is known is asked for. Questions that
-two answers would fit are not asked.
+People move, take things, put them down and give them to others in the same room. The initial locations are not told.
+The location of a person is known after the first move, and only known locations are asked for. Ambiguous questions are
+not asked.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from cdrmix.data.tasks.example import ANSWER, Example, Length, register
+from cdrmix.data.tasks.example import ANSWER, Example, Length, task
 from cdrmix.data.tasks.rng import Rng
 from cdrmix.errors import ConfigError
 
@@ -34,7 +34,7 @@ AXES = (("north", "south"), ("east", "west"))
 
 @dataclass(frozen=True)
 class Story(Length):
-    """Harder with more facts, of which one to three matter, and in longer text."""
+    """Harder with more facts, of which one to three are needed, and with longer text."""
 
     facts: int = 10
 
@@ -48,69 +48,71 @@ class Gift(NamedTuple):
 
 
 class World:
-    """Where everybody and everything is, and what a reader of the sentences so far can know of it."""
+    """The locations of people and things, and what a reader of the sentences so far knows."""
 
-    def __init__(self, draws: Rng) -> None:
-        self.draws = draws
-        self.places = {name: draws.pick(ROOMS) for name in (*PEOPLE, *THINGS)}
+    def __init__(self, rng: Rng) -> None:
+        self.rng = rng
+        self.locations = {name: rng.choice(ROOMS) for name in (*PEOPLE, *THINGS)}
         self.holders: dict[str, str] = {}
-        self.seen: set[str] = set()  # people who have moved: their places are known
+        self.seen: set[str] = set()  # people who have moved, so that their locations are known
         self.trails: dict[str, list[tuple[str, bool]]] = {thing: [] for thing in THINGS}  # rooms since first taken
         self.gifts: list[Gift] = []
 
     def note(self, thing: str, known: bool) -> None:
-        """Adds a thing's room to its trail, where it is another one; `known`: a reader knows it."""
-        trail, room = self.trails[thing], self.places[thing]
+        """Adds the room of a thing to its trail if it changed. known: whether a reader knows it."""
+        trail, room = self.trails[thing], self.locations[thing]
         if trail and trail[-1][0] == room:
             trail[-1] = (room, known or trail[-1][1])
         else:
             trail.append((room, known))
 
     def move(self) -> str:
-        """Somebody goes to another room, with what they hold."""
-        person = self.draws.pick(PEOPLE)
-        room = self.draws.pick([room for room in ROOMS if room != self.places[person]])
-        self.places[person] = room
+        """A person moves to another room with the things they hold."""
+        person = self.rng.choice(PEOPLE)
+        room = self.rng.choice([room for room in ROOMS if room != self.locations[person]])
+        self.locations[person] = room
         self.seen.add(person)
         for thing, holder in self.holders.items():
             if holder == person:
-                self.places[thing] = room
+                self.locations[thing] = room
                 self.note(thing, known=True)
-        return f"{person} {self.draws.pick(MOVE)} the {room}."
+        return f"{person} {self.rng.choice(MOVE)} the {room}."
 
     def take(self) -> str | None:
-        """Somebody takes a thing that lies in their room; None where nobody can."""
+        """A person takes a thing in the same room. None if nobody can."""
         free = [thing for thing in THINGS if thing not in self.holders]
-        able = [(person, thing) for person in PEOPLE for thing in free if self.places[person] == self.places[thing]]
+        able = [
+            (person, thing) for person in PEOPLE for thing in free if self.locations[person] == self.locations[thing]
+        ]
         if not able:
             return None
-        person, thing = self.draws.pick(able)
+        person, thing = self.rng.choice(able)
         self.holders[thing] = person
         self.note(thing, known=person in self.seen)
-        return f"{person} {self.draws.pick(TAKE)} the {thing}."
+        return f"{person} {self.rng.choice(TAKE)} the {thing}."
 
     def drop(self) -> str | None:
-        """Somebody puts down what they hold; None where nobody holds anything."""
+        """A person puts down a thing. None if nobody holds one."""
         if not self.holders:
             return None
-        thing = self.draws.pick(list(self.holders))
-        return f"{self.holders.pop(thing)} {self.draws.pick(DROP)} the {thing}."
+        thing = self.rng.choice(list(self.holders))
+        return f"{self.holders.pop(thing)} {self.rng.choice(DROP)} the {thing}."
 
     def give(self) -> str | None:
-        """Somebody gives what they hold to another in the same room; None where nobody can."""
+        """A person gives a thing to another person in the same room. None if nobody can."""
         able = [
             Gift(giver, thing, person)
             for thing, giver in self.holders.items()
             for person in PEOPLE
-            if person != giver and self.places[person] == self.places[giver]
+            if person != giver and self.locations[person] == self.locations[giver]
         ]
         if not able:
             return None
-        gift = self.draws.pick(able)
+        gift = self.rng.choice(able)
         self.holders[gift.thing] = gift.receiver
         self.note(gift.thing, known=gift.receiver in self.seen)
         self.gifts.append(gift)
-        return f"{gift.giver} {self.draws.pick(GIVE)} the {gift.thing} to {gift.receiver}."
+        return f"{gift.giver} {self.rng.choice(GIVE)} the {gift.thing} to {gift.receiver}."
 
 
 Question = tuple[str, str]  # and its answer
@@ -118,7 +120,7 @@ Question = tuple[str, str]  # and its answer
 
 def person_questions(world: World) -> list[Question]:
     """Where somebody is."""
-    return [(f"Where is {person}?", world.places[person]) for person in PEOPLE if person in world.seen]
+    return [(f"Where is {person}?", world.locations[person]) for person in PEOPLE if person in world.seen]
 
 
 def thing_questions(world: World) -> list[Question]:
@@ -153,7 +155,7 @@ def gift_questions(world: World) -> list[Question]:
 
 
 def story(
-    draws: Rng,
+    rng: Rng,
     facts: int,
     doings: Sequence[Callable[[World], str | None]],
     questions: Callable[[World], list[Question]],
@@ -163,21 +165,21 @@ def story(
     Each sentence is of one of `doings`, drawn evenly, or a move where that one cannot be.
     """
     while True:
-        world = World(draws)
-        told = [draws.pick(doings)(world) or world.move() for _ in range(facts)]
+        world = World(rng)
+        told = [rng.choice(doings)(world) or world.move() for _ in range(facts)]
         if possible := questions(world):
-            return told, draws.pick(possible)
+            return told, rng.choice(possible)
 
 
-def hidden(draws: Rng, difficulty: Story, facts: Sequence[str], question: Question, words: Sequence[str]) -> Example:
+def hidden(rng: Rng, difficulty: Story, facts: Sequence[str], question: Question, words: Sequence[str]) -> Example:
     """The facts in their order among filler without the story's words, and the question."""
     asked = f"\nQuestion: {question[0]}\n{ANSWER}"
-    text = draws.among_filler(facts, difficulty.characters - len(asked), words)
+    text = rng.among_filler(facts, difficulty.characters - len(asked), words)
     return Example(text + asked, "", f" {question[1]}")
 
 
 def simulated(
-    draws: Rng,
+    rng: Rng,
     difficulty: Story,
     least: int,
     doings: Sequence[Callable[[World], str | None]],
@@ -186,41 +188,41 @@ def simulated(
     """A hidden story; ConfigError for fewer facts than a question of the kind follows from."""
     if difficulty.facts < least:
         raise ConfigError(f"difficulty: facts = {difficulty.facts}; this task needs at least {least}")
-    return hidden(draws, difficulty, *story(draws, difficulty.facts, doings, questions), (*PEOPLE, *THINGS))
+    return hidden(rng, difficulty, *story(rng, difficulty.facts, doings, questions), (*PEOPLE, *THINGS))
 
 
-@register("babilong_qa1", Story())
-def one_fact(draws: Rng, difficulty: Story) -> Example:
+@task("babilong_qa1", Story())
+def one_fact(rng: Rng, difficulty: Story) -> Example:
     """Where is a person: one supporting fact, their last move."""
-    return simulated(draws, difficulty, 1, [World.move], person_questions)
+    return simulated(rng, difficulty, 1, [World.move], person_questions)
 
 
-@register("babilong_qa2", Story(facts=16))
-def two_facts(draws: Rng, difficulty: Story) -> Example:
+@task("babilong_qa2", Story(facts=16))
+def two_facts(rng: Rng, difficulty: Story) -> Example:
     """Where is a thing: two supporting facts, who took it and where they went."""
-    return simulated(draws, difficulty, 2, [World.move, World.take, World.drop], thing_questions)
+    return simulated(rng, difficulty, 2, [World.move, World.take, World.drop], thing_questions)
 
 
-@register("babilong_qa3", Story(facts=24))
-def three_facts(draws: Rng, difficulty: Story) -> Example:
+@task("babilong_qa3", Story(facts=24))
+def three_facts(rng: Rng, difficulty: Story) -> Example:
     """Where was a thing before: three supporting facts, who took it and where they went twice."""
-    return simulated(draws, difficulty, 3, [World.move, World.take, World.drop], before_questions)
+    return simulated(rng, difficulty, 3, [World.move, World.take, World.drop], before_questions)
 
 
-@register("babilong_qa4", Story(facts=2))
-def two_arguments(draws: Rng, difficulty: Story) -> Example:
+@task("babilong_qa4", Story(facts=2))
+def two_arguments(rng: Rng, difficulty: Story) -> Example:
     """Rooms in a line: which room is on one side of another; the direction of the question matters."""
     if not 2 <= difficulty.facts < len(ROOMS):
         raise ConfigError(f"difficulty: facts = {difficulty.facts}; this task has 2 to {len(ROOMS) - 1}")
-    line = draws.shuffled(ROOMS)[: difficulty.facts + 1]  # each on the side `ahead` of the next one
-    ahead, behind = draws.shuffled(draws.pick(AXES))
+    line = rng.shuffled(ROOMS)[: difficulty.facts + 1]  # each on the side `ahead` of the next one
+    ahead, behind = rng.shuffled(rng.choice(AXES))
     facts = []
     for one, other in pairwise(line):
         forwards = f"The {one} is {ahead} of the {other}."
-        facts.append(draws.pick((forwards, f"The {other} is {behind} of the {one}.")))
-    middle = 1 + draws.below(len(line) - 2)
+        facts.append(rng.choice((forwards, f"The {other} is {behind} of the {one}.")))
+    middle = 1 + rng.randrange(len(line) - 2)
     one, room, other = line[middle - 1 : middle + 2]
-    question = draws.pick(
+    question = rng.choice(
         (
             (f"Which room is {ahead} of the {room}?", one),
             (f"Which room is {behind} of the {room}?", other),
@@ -228,10 +230,10 @@ def two_arguments(draws: Rng, difficulty: Story) -> Example:
             (f"Which room is the {room} {behind} of?", one),
         )
     )
-    return hidden(draws, difficulty, draws.shuffled(facts), question, ROOMS)
+    return hidden(rng, difficulty, rng.shuffled(facts), question, ROOMS)
 
 
-@register("babilong_qa5", Story(facts=16))
-def three_arguments(draws: Rng, difficulty: Story) -> Example:
+@task("babilong_qa5", Story(facts=16))
+def three_arguments(rng: Rng, difficulty: Story) -> Example:
     """Who gave what to whom: one supporting fact of three arguments."""
-    return simulated(draws, difficulty, 2, [World.move, World.take, World.give], gift_questions)
+    return simulated(rng, difficulty, 2, [World.move, World.take, World.give], gift_questions)

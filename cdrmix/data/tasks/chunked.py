@@ -1,21 +1,21 @@
-"""Episodes of text in chunks that ask for more than recall: chunks that lie, and chains of variables."""
+"""Episodes of text in chunks beyond recall: chunks with false facts, and chains of variables."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
 
-from cdrmix.data.tasks.example import ANSWER, Episode, Example, Fact, Length, listed, register
+from cdrmix.data.tasks.example import ANSWER, Episode, Example, Fact, Length, listed, task
 from cdrmix.data.tasks.recall import ChunkRecall
 from cdrmix.data.tasks.rng import Rng
 from cdrmix.errors import ConfigError
 
-LIE = "None of this is true."  # the last sentence of a chunk that lies: known only when it has been read
+LIE = "None of this is true."  # the last sentence of a chunk with false facts
 
 
 @dataclass(frozen=True)
 class Poisoned(ChunkRecall):
-    """Recall over chunks of which some lie about keys that others tell the truth about; harder with more of them."""
+    """Recall over chunks, some of which have false values for the keys of others; harder with more of them."""
 
     bad: int = 2
 
@@ -25,76 +25,76 @@ class Poisoned(ChunkRecall):
             raise ConfigError(f"difficulty: bad = {self.bad} of chunks = {self.chunks}; one must tell the truth")
 
 
-def poisoned_episode(draws: Rng, difficulty: Poisoned) -> Episode:
-    """As `chunk_recall`, but bad chunks tell other codes of the same names, and say at their end that it is not so.
+def poisoned_episode(rng: Rng, difficulty: Poisoned) -> Episode:
+    """As `chunk_recall`, but bad chunks have other codes for the same names, and their last sentence says so.
 
-    The bad ones are drawn among all; a fact is told by a good chunk. Of as many keys as a good chunk tells, on average,
-    a bad one tells.
+    The bad chunks are a random subset. Facts are in good chunks. A bad chunk has as many keys as a good chunk on
+    average.
     """
-    bad = tuple(sorted(draws.different(difficulty.bad, 0, difficulty.chunks)))
+    bad = tuple(sorted(rng.sample(difficulty.bad, 0, difficulty.chunks)))
     good = [chunk for chunk in range(difficulty.chunks) if chunk not in bad]
-    names = draws.names(difficulty.pairs)
-    values = draws.different(2 * difficulty.pairs, 1000, max(10_000, 8 * difficulty.pairs))
+    names = rng.names(difficulty.pairs)
+    values = rng.sample(2 * difficulty.pairs, 1000, max(10_000, 8 * difficulty.pairs))
     true, false = values[: difficulty.pairs], values[difficulty.pairs :]
-    facts = tuple(Fact(name, str(value), draws.pick(good)) for name, value in zip(names, true, strict=True))
-    asked = tuple(facts[place] for place in draws.different(difficulty.queries, 0, difficulty.pairs))
+    facts = tuple(Fact(name, str(value), rng.choice(good)) for name, value in zip(names, true, strict=True))
+    asked = tuple(facts[index] for index in rng.sample(difficulty.queries, 0, difficulty.pairs))
     keys = listed([fact.key for fact in asked])
     question = f"What is the code of {keys}?" if len(asked) == 1 else f"What are the codes of {keys}?"
     lies = max(1, difficulty.pairs // len(good))
     chunks = []
     for chunk in range(difficulty.chunks):
         if chunk in bad:
-            places = draws.different(lies, 0, difficulty.pairs)
-            told = [f"The code of {names[place]} is {false[place]}." for place in places]
+            indices = rng.sample(lies, 0, difficulty.pairs)
+            told = [f"The code of {names[index]} is {false[index]}." for index in indices]
         else:
             told = [f"The code of {fact.key} is {fact.value}." for fact in facts if fact.chunk == chunk]
-        room = difficulty.characters // difficulty.chunks - 1 - (len(LIE) + 1 if chunk in bad else 0)
-        text = draws.among_filler(told, room)
+        length = difficulty.characters // difficulty.chunks - 1 - (len(LIE) + 1 if chunk in bad else 0)
+        text = rng.among_filler(told, length)
         chunks.append(f"{text} {LIE}".lstrip() if chunk in bad else text)
     answer = ", ".join(fact.value for fact in asked)
     return Episode(question, tuple(chunks), answer, facts, asked, bad, (LIE, "The code of "))
 
 
-@register("poisoned_recall", Poisoned(), episode=poisoned_episode)
-def poisoned_recall(draws: Rng, difficulty: Poisoned) -> Example:
-    """The same episode as one text, a chunk a paragraph: what a paragraph says last of itself counts."""
-    made = poisoned_episode(draws, difficulty)
+@task("poisoned_recall", Poisoned(), episode=poisoned_episode)
+def poisoned_recall(rng: Rng, difficulty: Poisoned) -> Example:
+    """The same episode as one text, with one paragraph per chunk. The last sentence of a paragraph decides."""
+    made = poisoned_episode(rng, difficulty)
     paragraphs = "\n".join(chunk for chunk in made.chunks if chunk)
     return Example(f"{paragraphs}\nQuestion: {made.question}\n{ANSWER}", "", f" {made.answer}")
 
 
 @dataclass(frozen=True)
 class ChunkHops(Length):
-    """Chains of variables over chunks: harder with more chunks, longer chains and more of them."""
+    """Chains of variables over chunks: harder with more chunks and with longer and more chains."""
 
     chunks: int = 4
     hops: int = 2  # assignments of a chain: the first gives a number, each other the variable before
     chains: int = 2
 
 
-def hops_episode(draws: Rng, difficulty: ChunkHops) -> Episode:
+def hops_episode(rng: Rng, difficulty: ChunkHops) -> Episode:
     """`Let a = 1234.` somewhere, `Let b = a.` in the same chunk or a later one, and so on; the last one's value is
     asked for behind the last chunk: variable tracking as RULER's (arXiv 2404.06654), over chunks."""
-    names = draws.names(difficulty.chains * difficulty.hops)
-    values = draws.different(difficulty.chains, 1000, 10_000)
+    names = rng.names(difficulty.chains * difficulty.hops)
+    values = rng.sample(difficulty.chains, 1000, 10_000)
     facts: list[Fact] = []
     for chain, value in enumerate(values):
         own = names[chain * difficulty.hops : (chain + 1) * difficulty.hops]
-        places = sorted(draws.below(difficulty.chunks) for _ in own)
+        indices = sorted(rng.randrange(difficulty.chunks) for _ in own)
         told = [str(value), *(before for before, _ in pairwise(own))]
-        facts += [Fact(name, what, place) for name, what, place in zip(own, told, places, strict=True)]
+        facts += [Fact(name, what, index) for name, what, index in zip(own, told, indices, strict=True)]
     asked = tuple(facts[: difficulty.hops])
     chunks = []
     for chunk in range(difficulty.chunks):
         told = [f"Let {fact.key} = {fact.value}." for fact in facts if fact.chunk == chunk]
-        chunks.append(draws.among_filler(told, difficulty.characters // difficulty.chunks - 1))
+        chunks.append(rng.among_filler(told, difficulty.characters // difficulty.chunks - 1))
     question = f"What is the value of {asked[-1].key}?"
     return Episode(question, tuple(chunks), str(values[0]), tuple(facts), asked, (), ("Let ",))
 
 
-@register("chunk_hops", ChunkHops(), episode=hops_episode)
-def chunk_hops(draws: Rng, difficulty: ChunkHops) -> Example:
+@task("chunk_hops", ChunkHops(), episode=hops_episode)
+def chunk_hops(rng: Rng, difficulty: ChunkHops) -> Example:
     """The same episode as one text, a chunk a paragraph."""
-    made = hops_episode(draws, difficulty)
+    made = hops_episode(rng, difficulty)
     paragraphs = "\n".join(chunk for chunk in made.chunks if chunk)
     return Example(f"{paragraphs}\nQuestion: {made.question}\n{ANSWER}", "", f" {made.answer}")

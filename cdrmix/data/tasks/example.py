@@ -1,8 +1,8 @@
-"""What an exercise, a difficulty and a task are; the registry of tasks; how an answer is scored.
+"""Examples, difficulties and tasks; the registry of tasks; the scoring of answers.
 
-A difficulty is a frozen record of the numbers that make a task hard: how long its text is and how much must be kept in
-mind to answer. Every family has its own, checked when it is made; a task is registered with the one that its benchmark
-is published with. `at_length` gives the same difficulty in a text of another length.
+A difficulty is a frozen record of the parameters of a task: the length of its text and the amount of information that
+an answer needs. Each family of tasks has its own class, which checks its values. A task is registered with the
+difficulty of the published benchmark. `at_length` gives the same difficulty for a text of another length.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from cdrmix.registry import Registry, nearest
 
 THINK_BEGIN, THINK_END = "<think>", "</think>"
 ANSWER = "Answer:"
-IGNORED = -100  # a target that no loss and no score looks at: PyTorch's ignore_index
+IGNORED = -100  # a target without loss and score: the ignore_index of PyTorch
 Value = bool | int | float | str
 
 
 class Example(NamedTuple):
-    """A task's text in three parts; `steps` may be empty, `answer` begins with what parts it from the text before.
+    """The text of an example in three parts. steps may be empty. answer begins with its separator.
 
-    references: what an answer is searched for, where the score is the share of them that it has; empty: the answer as
-    a whole is compared.
+    references: the score is the share of these strings that an answer contains. Empty: the whole answer is compared.
     """
 
     prompt: str
@@ -39,10 +38,11 @@ class Example(NamedTuple):
         return self.prompt + self.steps + self.answer
 
 
-class TokenExercise(NamedTuple):
-    """An exercise as token ids of a vocabulary of its own; targets are as many, IGNORED where nothing is asked.
+class TokenExample(NamedTuple):
+    """An example as token ids of its own vocabulary. targets has the same length, with IGNORED at positions without a
+    question.
 
-    targets[t] is what is right behind inputs[: t + 1]: they need no shift.
+    targets[t] is the correct token after inputs[: t + 1], so no shift is needed.
     """
 
     inputs: list[int]
@@ -51,7 +51,7 @@ class TokenExercise(NamedTuple):
 
 
 class Fact(NamedTuple):
-    """One key and value of an episode, and the number of the chunk that tells it."""
+    """A key and value of an episode, and the number of its chunk."""
 
     key: str
     value: str
@@ -59,10 +59,11 @@ class Fact(NamedTuple):
 
 
 class Episode(NamedTuple):
-    """An exercise in chunks, for readers that see one at a time: which facts are captured and kept can be counted.
+    """An example in chunks, for a model that reads one chunk at a time. Captured and retained facts can be counted.
 
-    facts, asked: of a chain each behind those that it builds on. bad: numbers of chunks that are not to be believed.
-    kept: words of the sentences that a chunk must not lose when it is cut to a length; none: those with a fact's key.
+    facts, asked: in a chain, each fact after the facts it depends on. bad: numbers of the chunks with false facts.
+    kept: words of the sentences that must stay when a chunk is cut to a length; empty: sentences with the key of a
+    fact.
     """
 
     question: str
@@ -76,7 +77,7 @@ class Episode(NamedTuple):
 
 @dataclass(frozen=True)
 class Difficulty:
-    """Named numbers that make an exercise hard; counts are at least 1. Raises ConfigError for what cannot be."""
+    """Named parameters of an example. Counts must be at least 1. Raises ConfigError for invalid values."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -85,7 +86,7 @@ class Difficulty:
                 raise ConfigError(f"difficulty: {field.name} = {value}; it must be at least 1")
 
     def changed(self, changes: Mapping[str, Value]) -> Self:
-        """With other values of the fields named; ConfigError for a field that there is not or another type."""
+        """A copy with other values. Raises ConfigError for an unknown field or another type."""
         for name, value in changes.items():
             known = self.names()
             if name not in known:
@@ -98,22 +99,22 @@ class Difficulty:
         return replace(self, **changes)
 
     def names(self) -> list[str]:
-        """The names of its fields."""
+        """The names of the fields."""
         return [field.name for field in fields(self)]
 
 
 @dataclass(frozen=True)
 class TextDifficulty(Difficulty, ABC):
-    """Of a task that is text, which can be made longer without being made harder."""
+    """The difficulty of a text task, whose length can change at the same difficulty."""
 
     @abstractmethod
     def at_length(self, characters: int) -> Self:
-        """As hard, in a text of about so many characters."""
+        """The same difficulty in a text of about `characters` characters."""
 
 
 @dataclass(frozen=True)
 class Length(TextDifficulty):
-    """About how long the text is; exercises that need more take more."""
+    """The approximate length of the text. An example that needs more is longer."""
 
     characters: int = 4000
 
@@ -126,25 +127,25 @@ Level = TypeVar("Level", bound=TextDifficulty)
 
 @dataclass(frozen=True)
 class Task(Generic[Level]):
-    """A generator and the difficulty that it is published with; token ids and chunks where the task has them."""
+    """A generator and its published difficulty, and generators of token ids and chunks if the task has them."""
 
     make: Callable[[Rng, Level], Example]
     standard: Level
-    tokens: Callable[[Rng, Level], TokenExercise] | None = None
+    tokens: Callable[[Rng, Level], TokenExample] | None = None
     episode: Callable[[Rng, Level], Episode] | None = None
 
 
 TASKS: Registry[Task[Any]] = Registry("task")
 
 
-def register(
+def task(
     name: str,
     standard: Level,
     *,
-    tokens: Callable[[Rng, Level], TokenExercise] | None = None,
+    tokens: Callable[[Rng, Level], TokenExample] | None = None,
     episode: Callable[[Rng, Level], Episode] | None = None,
 ) -> Callable[[Callable[[Rng, Level], Example]], Callable[[Rng, Level], Example]]:
-    """A decorator that adds a generator to TASKS under `name`; the same one may have several names."""
+    """A decorator that registers a generator in TASKS. A generator may have several names."""
 
     def add(make: Callable[[Rng, Level], Example]) -> Callable[[Rng, Level], Example]:
         TASKS(name)(Task(make, standard, tokens, episode))
@@ -159,30 +160,30 @@ def listed(items: Sequence[str]) -> str:
 
 
 def normalised(answer: str) -> str:
-    """What an answer says: its first line that is not empty behind the last `Answer:`, with single blanks."""
+    """The first non-empty line after the last `Answer:`, with single spaces."""
     lines = answer.rpartition(ANSWER)[2].strip().splitlines()
     return " ".join(lines[0].split()) if lines else ""
 
 
-def score(exercise: Example, answer: str) -> float:
-    """How right an answer is, from 0 to 1; `answer` is what a model wrote behind the prompt, steps and all.
+def score(example: Example, answer: str) -> float:
+    """The score of an answer from 0 to 1. answer: the text of a model after the prompt, with its steps.
 
-    With references, the share of them that stands anywhere in the answer, in capitals or not: RULER's string_match_all
-    (arXiv 2404.06654). Without, 1 for exactly the answer, else 0; what follows the answer's line is not
-    read, as a model may go on writing.
+    With references: the share of them that the answer contains, ignoring case (string_match_all of RULER, arXiv
+    2404.06654). Without references: 1 for the exact answer, otherwise 0. Text after the line of the answer is ignored,
+    because a model may continue to write.
     """
-    if exercise.references:
+    if example.references:
         found = answer.lower()
-        return sum(reference.lower() in found for reference in exercise.references) / len(exercise.references)
-    return float(normalised(answer) == normalised(exercise.answer))
+        return sum(reference.lower() in found for reference in example.references) / len(example.references)
+    return float(normalised(answer) == normalised(example.answer))
 
 
-def score_tokens(exercise: TokenExercise, predicted: Sequence[int]) -> float:
-    """The share of the targets that were predicted; predicted[t] is a model's choice behind inputs[: t + 1].
+def score_tokens(example: TokenExample, predicted: Sequence[int]) -> float:
+    """The share of correct predictions. predicted[t]: the prediction after inputs[: t + 1].
 
-    Raises ValueError where there are not as many predictions as targets.
+    Raises ValueError if the numbers of predictions and targets differ.
     """
-    if len(predicted) != len(exercise.targets):
-        raise ValueError(f"{len(predicted)} predictions for {len(exercise.targets)} targets; give one for each")
-    asked = [(target, choice) for target, choice in zip(exercise.targets, predicted, strict=True) if target != IGNORED]
+    if len(predicted) != len(example.targets):
+        raise ValueError(f"{len(predicted)} predictions for {len(example.targets)} targets; give one for each")
+    asked = [(target, choice) for target, choice in zip(example.targets, predicted, strict=True) if target != IGNORED]
     return sum(target == choice for target, choice in asked) / len(asked)

@@ -1,8 +1,8 @@
 """Word problems of groups: parity, S3 and S5 (Merrill, Petty and Sabharwal, arXiv 2404.08819, section 5).
 
-A word is a sequence of elements of a group, and its value is their product. Parity and S3 can be told at fixed depth,
-S5 can not unless NC1 = TC0 (Barrington 1989): the length of the word is what makes it hard. As token ids every prefix
-is asked for, as in that paper: target t is the product of inputs 0 .. t; as text the whole word alone.
+A word is a sequence of elements of a group, and its value is their product. A model of fixed depth can compute parity
+and S3, but not S5 unless NC1 = TC0 (Barrington 1989). The length of the word is the difficulty. With token ids, as in
+the paper, target t is the product of inputs 0 .. t. As text, only the value of the whole word is asked for.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import ClassVar, Self
 
-from cdrmix.data.tasks.example import ANSWER, Example, TextDifficulty, TokenExercise, register
+from cdrmix.data.tasks.example import ANSWER, Example, TextDifficulty, TokenExample, task
 from cdrmix.data.tasks.rng import Rng
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -54,40 +54,40 @@ def elements_of(size: int) -> list[tuple[int, ...]]:
 
 
 def product(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
-    """first and then second: place i gets what stood, after the first, at place second[i]."""
-    return tuple(first[place] for place in second)
+    """The composition: first, then second. Element i of the result is first[second[i]]."""
+    return tuple(first[index] for index in second)
 
 
-def word_tokens(draws: Rng, difficulty: Word) -> TokenExercise:
+def word_tokens(rng: Rng, difficulty: Word) -> TokenExample:
     """Random elements, and the product of every prefix."""
     elements = elements_of(difficulty.size)
     number_of = {element: number for number, element in enumerate(elements)}
-    inputs = [draws.below(len(elements)) for _ in range(difficulty.elements)]
+    inputs = [rng.randrange(len(elements)) for _ in range(difficulty.elements)]
     targets, value = [], elements[0]
     for number in inputs:
         value = product(value, elements[number])
         targets.append(number_of[value])
-    return TokenExercise(inputs, targets, len(elements))
+    return TokenExample(inputs, targets, len(elements))
 
 
-@register("parity", Parity(), tokens=word_tokens)
-def parity(draws: Rng, difficulty: Parity) -> Example:
-    """Two words in random order; whether one of them comes an even or an odd number of times is asked for.
+@task("parity", Parity(), tokens=word_tokens)
+def parity(rng: Rng, difficulty: Parity) -> Example:
+    """Two words in random order. Asked: does one of them occur an even or an odd number of times?
 
-    The words are other ones in every exercise: of 0 and 1, all would be near-duplicates.
+    Every example has other words, because with 0 and 1 all examples would be near-duplicates.
     """
-    made = word_tokens(draws, difficulty)
-    words = [name.lower() for name in draws.names(2)]
+    made = word_tokens(rng, difficulty)
+    words = [name.lower() for name in rng.names(2)]
     text = " ".join(words[number] for number in made.inputs)
     question = f"Question: Is the number of times that {words[1]} stands there even or odd?\n{ANSWER}"
     return Example(f"Words: {text}\n{question}", "", " odd" if made.targets[-1] else " even")
 
 
-def symmetric(draws: Rng, difficulty: Word) -> Example:
-    """Letters in a row that are put in another order again and again; their last order is asked for."""
-    made = word_tokens(draws, difficulty)
-    letters = "".join(draws.shuffled(LETTERS)[: difficulty.size])  # others in every exercise, as above
-    elements = ["".join(letters[place] for place in element) for element in elements_of(difficulty.size)]
+def symmetric(rng: Rng, difficulty: Word) -> Example:
+    """Letters that are permuted repeatedly. Asked: their last order."""
+    made = word_tokens(rng, difficulty)
+    letters = "".join(rng.shuffled(LETTERS)[: difficulty.size])  # different in every example, as above
+    elements = ["".join(letters[index] for index in element) for element in elements_of(difficulty.size)]
     orders = " ".join(elements[number] for number in made.inputs)
     prompt = (
         f"The letters {letters} stand in a row. Each order below moves the row as it moves {letters} itself: the "
@@ -97,5 +97,5 @@ def symmetric(draws: Rng, difficulty: Word) -> Example:
     return Example(prompt, "", f" {elements[made.targets[-1]]}")
 
 
-register("s3", S3(), tokens=word_tokens)(symmetric)
-register("s5", S5(), tokens=word_tokens)(symmetric)
+task("s3", S3(), tokens=word_tokens)(symmetric)
+task("s5", S5(), tokens=word_tokens)(symmetric)

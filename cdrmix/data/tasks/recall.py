@@ -1,45 +1,45 @@
-"""Key and value recall: among filler, with values that change, and over chunks that are read one at a time."""
+"""Recall of key-value pairs: among filler, with changing values, and over chunks that are read one at a time."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cdrmix.data.tasks.example import ANSWER, Episode, Example, Fact, Length, listed, register
+from cdrmix.data.tasks.example import ANSWER, Episode, Example, Fact, Length, listed, task
 from cdrmix.data.tasks.rng import Rng
 from cdrmix.errors import ConfigError
 
 
-@register("recall", Length())
-def recall(draws: Rng, difficulty: Length) -> Example:
-    """Key and value pairs among filler; the value of one key is asked for."""
-    names = draws.names(max(2, difficulty.characters // 200))
-    codes = [1000 + draws.below(9000) for _ in names]
+@task("recall", Length())
+def recall(rng: Rng, difficulty: Length) -> Example:
+    """Key-value pairs among filler. Asked: the value of one key."""
+    names = rng.names(max(2, difficulty.characters // 200))
+    codes = [1000 + rng.randrange(9000) for _ in names]
     facts = [f"The code of {name} is {code}." for name, code in zip(names, codes, strict=True)]
-    asked = draws.below(len(names))
+    asked = rng.randrange(len(names))
     question = f"\nQuestion: What is the code of {names[asked]}?\n{ANSWER}"
-    text = draws.among_filler(facts, difficulty.characters - len(question))
+    text = rng.among_filler(facts, difficulty.characters - len(question))
     return Example(text + question, "", f" {codes[asked]}")
 
 
-@register("update", Length())
-def update(draws: Rng, difficulty: Length) -> Example:
-    """As recall, but codes change: the latest one counts."""
-    names = draws.names(max(2, difficulty.characters // 600))
+@task("update", Length())
+def update(rng: Rng, difficulty: Length) -> Example:
+    """As recall, but values change. Asked: the latest value of one key."""
+    names = rng.names(max(2, difficulty.characters // 600))
     codes: dict[str, int] = {}
     facts = []
-    for place in range(max(4, difficulty.characters // 200)):
-        name = names[place] if place < len(names) else draws.pick(names)  # everyone once, then changes
-        codes[name] = 1000 + draws.below(9000)
+    for index in range(max(4, difficulty.characters // 200)):
+        name = names[index] if index < len(names) else rng.choice(names)  # every name once, then changes
+        codes[name] = 1000 + rng.randrange(9000)
         facts.append(f"From now on the code of {name} is {codes[name]}.")
-    asked = draws.pick(names)
+    asked = rng.choice(names)
     question = f"\nQuestion: What is the code of {asked} now?\n{ANSWER}"
-    text = draws.among_filler(facts, difficulty.characters - len(question))
+    text = rng.among_filler(facts, difficulty.characters - len(question))
     return Example(text + question, "", f" {codes[asked]}")
 
 
 @dataclass(frozen=True)
 class ChunkRecall(Length):
-    """Recall over chunks of equal length: harder with more chunks, more pairs to keep and more keys asked for."""
+    """Recall over chunks of equal length: harder with more chunks, more pairs and more keys in the question."""
 
     chunks: int = 4
     pairs: int = 8
@@ -51,30 +51,30 @@ class ChunkRecall(Length):
             raise ConfigError(f"difficulty: queries = {self.queries} of pairs = {self.pairs}; ask for fewer")
 
 
-def chunk_episode(draws: Rng, difficulty: ChunkRecall) -> Episode:
-    """Pairs spread at random over chunks, none over two; the values of some keys are asked for behind the last.
+def chunk_episode(rng: Rng, difficulty: ChunkRecall) -> Episode:
+    """Pairs at random positions in chunks. Asked after the last chunk: the values of some keys.
 
-    The setting of a reader with a memory that is overwritten, as MemAgent's (arXiv 2507.02259): what it must keep is
-    `facts`, what it is asked for is `asked`, and the chunk of each tells how long it had to keep it.
+    The setting of MemAgent (arXiv 2507.02259), a model with a memory that is overwritten. `facts` must be remembered,
+    and `asked` are needed for the answer. The chunk of a fact tells how long it must be remembered.
     """
-    names = draws.names(difficulty.pairs)
-    values = draws.different(difficulty.pairs, 1000, max(10_000, 4 * difficulty.pairs))
+    names = rng.names(difficulty.pairs)
+    values = rng.sample(difficulty.pairs, 1000, max(10_000, 4 * difficulty.pairs))
     facts = tuple(
-        Fact(name, str(value), draws.below(difficulty.chunks)) for name, value in zip(names, values, strict=True)
+        Fact(name, str(value), rng.randrange(difficulty.chunks)) for name, value in zip(names, values, strict=True)
     )
-    asked = tuple(facts[place] for place in draws.different(difficulty.queries, 0, difficulty.pairs))
+    asked = tuple(facts[index] for index in rng.sample(difficulty.queries, 0, difficulty.pairs))
     keys = listed([fact.key for fact in asked])
     question = f"What is the code of {keys}?" if len(asked) == 1 else f"What are the codes of {keys}?"
     chunks = []
     for chunk in range(difficulty.chunks):
         told = [f"The code of {fact.key} is {fact.value}." for fact in facts if fact.chunk == chunk]
-        chunks.append(draws.among_filler(told, difficulty.characters // difficulty.chunks - 1))
+        chunks.append(rng.among_filler(told, difficulty.characters // difficulty.chunks - 1))
     return Episode(question, tuple(chunks), ", ".join(fact.value for fact in asked), facts, asked)
 
 
-@register("chunk_recall", ChunkRecall(), episode=chunk_episode)
-def chunk_recall(draws: Rng, difficulty: ChunkRecall) -> Example:
-    """The same episode as one text, a chunk a paragraph."""
-    made = chunk_episode(draws, difficulty)
+@task("chunk_recall", ChunkRecall(), episode=chunk_episode)
+def chunk_recall(rng: Rng, difficulty: ChunkRecall) -> Example:
+    """The same episode as one text, with one paragraph per chunk."""
+    made = chunk_episode(rng, difficulty)
     paragraphs = "\n".join(chunk for chunk in made.chunks if chunk)
     return Example(f"{paragraphs}\nQuestion: {made.question}\n{ANSWER}", "", f" {made.answer}")

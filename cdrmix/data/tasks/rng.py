@@ -1,4 +1,4 @@
-"""Random draws that are the same on every machine, and the filler text between which facts are hidden."""
+"""Random numbers that are the same on every machine, and the filler text in which facts are hidden."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ NOUNS = [
     "stair",
 ]
 VERBS = ["stood", "waited", "turned", "rested", "shone", "leaned", "remained", "slept", "faded", "moved"]
-PLACES = ["beside", "under", "behind", "above", "near", "beyond", "before"]
+PREPOSITIONS = ["beside", "under", "behind", "above", "near", "beyond", "before"]
 
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
-LONGEST_SENTENCE = 400  # characters; what has no full stop for longer, a table or code, is cut here
+LONGEST_SENTENCE = 400  # characters; longer text without a full stop, such as a table or code, is cut
 
 
 class Filler:
-    """Sentences of a corpus, of which exercises take a run to hide their facts in, as RULER and BABILong do.
+    """Sentences of a corpus in which examples hide their facts, as in RULER and BABILong.
 
-    documents: texts of any length, read once; white space counts as one blank.
-    max_characters: where reading stops; the sentences are held in memory.
-    Raises ValueError when the documents hold no text.
+    documents: texts of any length, read once; white space is normalised to single spaces.
+    max_characters: limit of the text, which is kept in memory.
+    Raises ValueError if the documents have no text.
     """
 
     def __init__(self, documents: Iterable[str], max_characters: int = 50_000_000) -> None:
@@ -68,14 +68,14 @@ class Filler:
             raise ValueError("the filler's documents hold no text; give at least one sentence, or no filler at all")
 
     def run(self, start: int) -> Iterator[str]:
-        """The sentences from number `start` on, from the beginning again behind the last one, without end."""
+        """An infinite sequence of the sentences from number `start` on, cyclically."""
         while True:
             yield self.sentences[start % len(self.sentences)]
             start += 1
 
 
 def sentences_of(document: str) -> Iterator[str]:
-    """The sentences of a text, none empty, none longer than LONGEST_SENTENCE."""
+    """The non-empty sentences of a text, of at most LONGEST_SENTENCE characters."""
     for sentence in SENTENCE_END.split(document):
         words = " ".join(sentence.split())
         while len(words) > LONGEST_SENTENCE:
@@ -88,88 +88,88 @@ def sentences_of(document: str) -> Iterator[str]:
 
 
 class Rng:
-    """Random choices that depend on the seed, the task and the number of the exercise, on any version of Python.
+    """Random choices that depend on the seed, the task and the number of the example, in every version of Python.
 
-    filler: where the text between facts is taken from; None: sentences that are made up.
+    filler: the source of the text between facts; None: generated sentences.
     """
 
     def __init__(self, seed: int, task: str, number: int, filler: Filler | None = None) -> None:
         digest = hashlib.blake2b(repr((seed, task, number)).encode(), digest_size=16).digest()
-        # random() is what Python promises to keep; how choice and shuffle use it may change
+        # Python guarantees the values of random(); those of choice and shuffle may change
         self._random = random.Random(int.from_bytes(digest, "big")).random
         self.filler = filler
 
-    def below(self, limit: int) -> int:
+    def randrange(self, limit: int) -> int:
         """An integer from 0 to limit - 1."""
         return int(self._random() * limit)
 
-    def pick(self, items: Sequence[Item]) -> Item:
-        return items[self.below(len(items))]
+    def choice(self, items: Sequence[Item]) -> Item:
+        return items[self.randrange(len(items))]
 
     def shuffled(self, items: Sequence[Item]) -> list[Item]:
         items = list(items)
         for last in range(len(items) - 1, 0, -1):
-            other = self.below(last + 1)
+            other = self.randrange(last + 1)
             items[last], items[other] = items[other], items[last]
         return items
 
-    def different(self, count: int, first: int, end: int) -> list[int]:
-        """Different integers from `first` to end - 1, in random order; there must be so many."""
+    def sample(self, count: int, first: int, end: int) -> list[int]:
+        """`count` different integers from `first` to end - 1, in random order."""
         if 2 * count > end - first:
             return self.shuffled(range(first, end))[:count]
         found: dict[int, None] = {}
         while len(found) < count:
-            found[first + self.below(end - first)] = None
+            found[first + self.randrange(end - first)] = None
         return list(found)
 
-    def weighted(self, count: int, weights: Sequence[float]) -> list[int]:
-        """Different places in `weights`, one after another, each drawn in proportion to the weights still left."""
+    def weighted_sample(self, count: int, weights: Sequence[float]) -> list[int]:
+        """Different indices of `weights`, drawn one after another in proportion to the remaining weights."""
         sums = list(accumulate(weights))
         found: dict[int, None] = {}
-        while len(found) < count:  # a place drawn again is drawn anew: the same as taking it out of the weights
-            place = bisect_right(sums, self._random() * sums[-1])
-            found[min(place, len(sums) - 1)] = None
+        while len(found) < count:  # rejecting a repeated index is the same as removing it from the weights
+            index = bisect_right(sums, self._random() * sums[-1])
+            found[min(index, len(sums) - 1)] = None
         return list(found)
 
     def names(self, count: int) -> list[str]:
-        """Different names of three syllables or, where those run short, more."""
+        """Different names of three syllables, or of five for many names."""
         names: dict[str, None] = {}
         while len(names) < count:
             length = 3 if len(names) < len(SYLLABLES) ** 3 // 4 else 5
-            names["".join(self.pick(SYLLABLES) for _ in range(length)).capitalize()] = None
+            names["".join(self.choice(SYLLABLES) for _ in range(length)).capitalize()] = None
         return list(names)
 
-    def coded(self, count: int, length: int, letters: str) -> list[str]:
+    def random_words(self, count: int, length: int, letters: str) -> list[str]:
         """Different words of `length` random letters."""
         words: dict[str, None] = {}
         while len(words) < count:
-            words["".join(self.pick(letters) for _ in range(length))] = None
+            words["".join(self.choice(letters) for _ in range(length))] = None
         return list(words)
 
     def sentence(self) -> str:
-        """A sentence that says nothing of any task."""
-        first, second = self.pick(NOUNS), self.pick(NOUNS)
-        return f"The {self.pick(ADJECTIVES)} {first} {self.pick(VERBS)} {self.pick(PLACES)} the {second}."
+        """A sentence without information for any task."""
+        first, second = self.choice(NOUNS), self.choice(NOUNS)
+        return f"The {self.choice(ADJECTIVES)} {first} {self.choice(VERBS)} {self.choice(PREPOSITIONS)} the {second}."
 
     def source(self) -> Iterator[str]:
-        """Filler sentences without end: a run of the corpus from a random place, or made up."""
+        """An infinite sequence of filler sentences: of the corpus from a random sentence on, or generated."""
         if self.filler is not None:
-            return self.filler.run(self.below(len(self.filler.sentences)))
+            return self.filler.run(self.randrange(len(self.filler.sentences)))
         return iter(self.sentence, None)
 
     def passage(self, characters: int, without: Sequence[str] = ()) -> list[str]:
-        """Filler sentences of about `characters` in all, blanks between them counted: at most one too long.
+        """Filler sentences of about `characters` characters in total with spaces, at most one sentence too long.
 
-        without: words that the sentences must not have, as a reader would take them for a part of the exercise.
-        Raises ValueError where the corpus has no sentence without them.
+        without: words that the sentences must not contain, because they could be taken for a part of the example.
+        Raises ValueError if the corpus has no sentence without them.
         """
-        barred = re.compile(rf"\b({'|'.join(map(re.escape, without))})\b", re.IGNORECASE) if without else None
+        excluded = re.compile(rf"\b({'|'.join(map(re.escape, without))})\b", re.IGNORECASE) if without else None
         source = self.source()
         sentences: list[str] = []
         skipped = 0
         while characters > 0:
             sentence = next(source)
-            if barred is None or not barred.search(sentence):
+            if excluded is None or not excluded.search(sentence):
                 sentences.append(sentence)
                 characters -= len(sentence) + 1
                 skipped = 0
@@ -180,12 +180,12 @@ class Rng:
         return sentences
 
     def among_filler(self, facts: Sequence[str], characters: int, without: Sequence[str] = ()) -> str:
-        """The facts in their order, spread at random among filler sentences to about `characters` in all."""
+        """The facts in their order, at random positions among filler sentences, about `characters` in total."""
         filler = self.passage(characters - sum(len(fact) + 1 for fact in facts), without)
         return " ".join(self.interleaved(facts, filler))
 
     def interleaved(self, facts: Sequence[str], filler: Sequence[str]) -> list[str]:
-        """Facts and filler in one list, each in its own order, every way of it equally likely."""
+        """Facts and filler in one list, each in its own order. Every interleaving has the same probability."""
         marks = self.shuffled([True] * len(facts) + [False] * len(filler))
         given, noise = iter(facts), iter(filler)
         return [next(given) if mark else next(noise) for mark in marks]

@@ -1,10 +1,10 @@
-"""RULER's synthetic tasks, written out anew (Hsieh et al., arXiv 2404.06654, section 3, and its synthetic.yaml).
+"""The synthetic tasks of RULER, reimplemented (Hsieh et al., arXiv 2404.06654, section 3, and its synthetic.yaml).
 
-Eight needles in haystacks, variable tracking, common words, frequent words, with the published numbers of keys, values,
-queries, chains, hops and counts. Three things are not RULER's: lengths are characters, not a tokenizer's tokens;
-sentences and words are our own, and other ones in every exercise where RULER repeats five fixed sentences or draws from
-a word list; needles stand anywhere between two sentences, not at one of forty depths. Its two tasks of question
-answering need data sets and are not here. All are scored by the share of references found.
+Eight needle-in-a-haystack tasks, variable tracking, common words and frequent words, with the published numbers of
+keys, values, queries, chains, hops and counts. There are three differences. Lengths are in characters, not in tokens of
+a tokenizer. Sentences and words are generated for every example, where RULER repeats five fixed sentences or uses a
+word list. Needles are at any position between sentences, not at one of forty depths. The two question-answering tasks
+need data sets and are not included. The score is the share of references in the answer.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from dataclasses import dataclass
 from itertools import pairwise
 from string import ascii_lowercase, ascii_uppercase
 
-from cdrmix.data.tasks.example import ANSWER, Example, Length, listed, register
+from cdrmix.data.tasks.example import ANSWER, Example, Length, listed, task
 from cdrmix.data.tasks.rng import Rng
 from cdrmix.errors import ConfigError
 
 REPEATED = 5  # sentences of the passage that a haystack of one passage repeats
 HAYSTACKS = ("passage", "text", "needles")
-KINDS = {"numbers": "number", "words": "word", "uuids": "code"}  # of keys and values, and what a needle calls them
+KINDS = {"numbers": "number", "words": "word", "uuids": "code"}  # kinds of keys and values, and their names in needles
 ASKED_RANKS = (2, 3, 4)  # of frequent words; the first rank is noise
 
 
 @dataclass(frozen=True)
 class Needles(Length):
-    """Harder with more keys to tell apart, more values a key, more keys asked for, and a haystack like the needles.
+    """Harder with more keys, more values per key, more keys in the question, and a haystack similar to the needles.
 
-    haystack: passage (RULER's repeat), text (its essay: the filler), needles (the same sentence about other keys).
+    haystack: passage (repeat in RULER), text (essay in RULER: the filler), needles (the same sentence with other keys).
     key_kind, value_kind: numbers, words, uuids.
     """
 
@@ -49,9 +49,9 @@ class Needles(Length):
                 raise ConfigError(f"difficulty: {name} = {getattr(self, name)!r}; it must be {' or '.join(known)}")
 
 
-def passage_repeated(draws: Rng, characters: int) -> list[str]:
-    """One passage of a few sentences, again and again: at most one sentence too long."""
-    source = draws.source()
+def passage_repeated(rng: Rng, characters: int) -> list[str]:
+    """A passage of a few sentences, repeated; at most one sentence too long."""
+    source = rng.source()
     passage = [next(source) for _ in range(REPEATED)]
     sentences: list[str] = []
     while characters > 0:
@@ -60,35 +60,35 @@ def passage_repeated(draws: Rng, characters: int) -> list[str]:
     return sentences
 
 
-def uuids(draws: Rng, count: int) -> list[str]:
+def uuids(rng: Rng, count: int) -> list[str]:
     """Different random UUIDs, version 4 (RFC 9562)."""
-    digits = draws.coded(count, 30, "0123456789abcdef")
-    return [f"{one[:8]}-{one[8:12]}-4{one[12:15]}-{draws.pick('89ab')}{one[15:18]}-{one[18:]}" for one in digits]
+    digits = rng.random_words(count, 30, "0123456789abcdef")
+    return [f"{one[:8]}-{one[8:12]}-4{one[12:15]}-{rng.choice('89ab')}{one[15:18]}-{one[18:]}" for one in digits]
 
 
-def things(draws: Rng, kind: str, count: int) -> list[str]:
+def things(rng: Rng, kind: str, count: int) -> list[str]:
     """Different keys or values: numbers of seven digits, words or UUIDs."""
     if kind == "numbers":
-        return [str(number) for number in draws.different(count, 1_000_000, 10_000_000)]
-    return draws.names(count) if kind == "words" else uuids(draws, count)
+        return [str(number) for number in rng.sample(count, 1_000_000, 10_000_000)]
+    return rng.names(count) if kind == "words" else uuids(rng, count)
 
 
 def needle(difficulty: Needles, key: str, value: str) -> str:
-    """The sentence that tells a value."""
+    """The sentence with a value."""
     return f"The hidden {KINDS[difficulty.value_kind]} of {key} is {value}."
 
 
-def haystack(draws: Rng, difficulty: Needles, keys: Sequence[str], characters: int) -> list[str]:
-    """Lines of about so many characters in all, which say nothing of the keys."""
+def haystack(rng: Rng, difficulty: Needles, keys: Sequence[str], characters: int) -> list[str]:
+    """Lines of about `characters` characters in total, without the keys."""
     if difficulty.haystack == "passage":
-        return passage_repeated(draws, characters)
+        return passage_repeated(rng, characters)
     if difficulty.haystack == "text":
-        return draws.passage(characters, keys)
+        return rng.passage(characters, keys)
     short = len(needle(difficulty, "", "")) + {"numbers": 7, "words": 6, "uuids": 36}[difficulty.value_kind] + 7
     count = max(0, characters) // short + 1
-    others = [key for key in things(draws, difficulty.key_kind, count + len(keys)) if key not in keys]
+    others = [key for key in things(rng, difficulty.key_kind, count + len(keys)) if key not in keys]
     lines: list[str] = []
-    for key, value in zip(others, things(draws, difficulty.value_kind, len(others)), strict=True):
+    for key, value in zip(others, things(rng, difficulty.value_kind, len(others)), strict=True):
         if characters <= 0:
             break
         lines.append(needle(difficulty, key, value))
@@ -96,21 +96,21 @@ def haystack(draws: Rng, difficulty: Needles, keys: Sequence[str], characters: i
     return lines
 
 
-@register("ruler_niah_single_1", Needles(haystack="passage"))
-@register("ruler_niah_single_2", Needles())
-@register("ruler_niah_single_3", Needles(value_kind="uuids"))
-@register("ruler_niah_multikey_1", Needles(keys=4))
-@register("ruler_niah_multikey_2", Needles(haystack="needles"))
-@register("ruler_niah_multikey_3", Needles(haystack="needles", key_kind="uuids", value_kind="uuids"))
-@register("ruler_niah_multivalue", Needles(values=4))
-@register("ruler_niah_multiquery", Needles(keys=4, queries=4))
-def needles(draws: Rng, difficulty: Needles) -> Example:
-    """Needles in a haystack: all values of some keys are asked for, in the order of the keys and then of the text."""
-    keys = things(draws, difficulty.key_kind, difficulty.keys)
-    values = things(draws, difficulty.value_kind, difficulty.keys * difficulty.values)
-    told = draws.shuffled([(key, values[place :: difficulty.keys]) for place, key in enumerate(keys)])
-    facts = draws.shuffled([(key, value) for key, those in told for value in those])
-    asked = [keys[place] for place in draws.different(difficulty.queries, 0, difficulty.keys)]
+@task("ruler_niah_single_1", Needles(haystack="passage"))
+@task("ruler_niah_single_2", Needles())
+@task("ruler_niah_single_3", Needles(value_kind="uuids"))
+@task("ruler_niah_multikey_1", Needles(keys=4))
+@task("ruler_niah_multikey_2", Needles(haystack="needles"))
+@task("ruler_niah_multikey_3", Needles(haystack="needles", key_kind="uuids", value_kind="uuids"))
+@task("ruler_niah_multivalue", Needles(values=4))
+@task("ruler_niah_multiquery", Needles(keys=4, queries=4))
+def needles(rng: Rng, difficulty: Needles) -> Example:
+    """Needles in a haystack. Asked: all values of some keys, in the order of the keys and then of the text."""
+    keys = things(rng, difficulty.key_kind, difficulty.keys)
+    values = things(rng, difficulty.value_kind, difficulty.keys * difficulty.values)
+    told = rng.shuffled([(key, values[index :: difficulty.keys]) for index, key in enumerate(keys)])
+    facts = rng.shuffled([(key, value) for key, those in told for value in those])
+    asked = [keys[index] for index in rng.sample(difficulty.queries, 0, difficulty.keys)]
     found = [value for key in asked for other, value in facts if other == key]
     kind = KINDS[difficulty.value_kind]
     be, noun = ("is", kind) if len(found) == 1 else ("are all", f"{kind}s")
@@ -119,42 +119,42 @@ def needles(draws: Rng, difficulty: Needles) -> Example:
     lines = [needle(difficulty, key, value) for key, value in facts]
     missing = difficulty.characters - len(before) - len(question) - sum(len(line) + 1 for line in lines)
     separator = " " if difficulty.haystack == "text" else "\n"
-    text = separator.join(draws.interleaved(lines, haystack(draws, difficulty, keys, missing)))
+    text = separator.join(rng.interleaved(lines, haystack(rng, difficulty, keys, missing)))
     return Example(before + text + question, "", f" {', '.join(found)}", tuple(found))
 
 
 @dataclass(frozen=True)
 class Tracking(Length):
-    """Harder with more chains to tell apart and more hops of each."""
+    """Harder with more chains and more hops per chain."""
 
     chains: int = 1
     hops: int = 4
 
 
-@register("ruler_vt", Tracking())
-def variable_tracking(draws: Rng, difficulty: Tracking) -> Example:
-    """Chains of assignments in a repeated passage; all variables with the value of one chain are asked for."""
+@task("ruler_vt", Tracking())
+def variable_tracking(rng: Rng, difficulty: Tracking) -> Example:
+    """Chains of assignments in a repeated passage. Asked: all variables with the value of one chain."""
     steps = difficulty.hops + 1
-    names = draws.coded(difficulty.chains * steps, 5, ascii_uppercase)
-    values = draws.different(difficulty.chains, 10_000, max(100_000, 4 * difficulty.chains))
+    names = rng.random_words(difficulty.chains * steps, 5, ascii_uppercase)
+    values = rng.sample(difficulty.chains, 10_000, max(100_000, 4 * difficulty.chains))
     chains = [names[start : start + steps] for start in range(0, len(names), steps)]
     waiting = [
         iter([f"Let {chain[0]} = {value}."] + [f"Let {name} = {before}." for before, name in pairwise(chain)])
         for chain, value in zip(chains, values, strict=True)
     ]
-    order = draws.shuffled([chain for chain in range(difficulty.chains) for _ in range(steps)])
+    order = rng.shuffled([chain for chain in range(difficulty.chains) for _ in range(steps)])
     facts = [next(waiting[chain]) for chain in order]
-    asked = draws.below(difficulty.chains)
+    asked = rng.randrange(difficulty.chains)
     before = "In this text variables are given values, one from another. Keep track of them.\n"
     question = f"\nQuestion: Which variables have the value {values[asked]}?\n{ANSWER}"
     missing = difficulty.characters - len(before) - len(question) - sum(len(fact) + 1 for fact in facts)
-    text = " ".join(draws.interleaved(facts, passage_repeated(draws, missing)))
+    text = " ".join(rng.interleaved(facts, passage_repeated(rng, missing)))
     return Example(before + text + question, "", f" {', '.join(chains[asked])}", tuple(chains[asked]))
 
 
 @dataclass(frozen=True)
 class CommonWords(Length):
-    """Harder with more words to find and the less often they come than the others do; RULER's 30 times and 3."""
+    """Harder with more common words and a smaller difference in frequency; in RULER 30 times and 3 times."""
 
     words: int = 10
     times: int = 30
@@ -168,9 +168,9 @@ class CommonWords(Length):
             )
 
 
-@register("ruler_cwe", CommonWords())
-def common_words(draws: Rng, difficulty: CommonWords) -> Example:
-    """A numbered list of words; those that come most often are asked for, in the order of their first places.
+@task("ruler_cwe", CommonWords())
+def common_words(rng: Rng, difficulty: CommonWords) -> Example:
+    """A numbered list of words; the most frequent ones are asked for, in the order of their first occurrence.
 
     There are as many other words as fit the length, at least one.
     """
@@ -185,9 +185,9 @@ def common_words(draws: Rng, difficulty: CommonWords) -> Example:
         items += difficulty.other_times
     if left < 0 and others > 1:  # the last one was too much
         others -= 1
-    names = [name.lower() for name in draws.names(difficulty.words + others)]
+    names = [name.lower() for name in rng.names(difficulty.words + others)]
     common = names[: difficulty.words]
-    shuffled = draws.shuffled(common * difficulty.times + names[difficulty.words :] * difficulty.other_times)
+    shuffled = rng.shuffled(common * difficulty.times + names[difficulty.words :] * difficulty.other_times)
     text = " ".join(f"{number}. {word}" for number, word in enumerate(shuffled, 1))
     found = sorted(common, key=shuffled.index)
     return Example(before + text + question, "", f" {', '.join(found)}", tuple(found))
@@ -195,7 +195,7 @@ def common_words(draws: Rng, difficulty: CommonWords) -> Example:
 
 @dataclass(frozen=True)
 class FrequentWords(Length):
-    """Harder the nearer alpha is to 1: frequencies of neighbouring ranks are the closer."""
+    """Harder with alpha near 1, because the frequencies of neighbouring ranks are then similar."""
 
     alpha: float = 2.0
 
@@ -206,20 +206,20 @@ class FrequentWords(Length):
 
 
 def zeta(alpha: float, terms: int = 30) -> float:
-    """Riemann's zeta of a number above 1, by Euler and Maclaurin: the error is below 10^-11."""
+    """The Riemann zeta function above 1, by the Euler-Maclaurin formula; the error is below 10^-11."""
     head = sum(rank**-alpha for rank in range(1, terms))
     tail = terms ** (1 - alpha) / (alpha - 1) + terms**-alpha / 2 + alpha * terms ** (-alpha - 1) / 12
     return head + tail - alpha * (alpha + 1) * (alpha + 2) * terms ** (-alpha - 3) / 720
 
 
 def frequencies(total: int, alpha: float, ranks: int) -> list[int]:
-    """How often each rank comes of about `total` words: the whole part of total * rank^-alpha / zeta(alpha)."""
+    """The frequency of each rank among about `total` words: floor(total * rank^-alpha / zeta(alpha))."""
     whole = zeta(alpha)
     return [int(total * rank**-alpha / whole) for rank in range(1, ranks + 1)]
 
 
 def frequent_total(characters: int, alpha: float, ranks: int) -> int:
-    """The most words in all that fit so many characters and tell the ranks asked for from one another and the next."""
+    """The largest total number of words that fits `characters` and gives different frequencies to the asked ranks."""
 
     def fits(total: int) -> bool:
         counts = frequencies(total, alpha, ranks)
@@ -244,19 +244,19 @@ def frequent_total(characters: int, alpha: float, ranks: int) -> int:
     return total
 
 
-@register("ruler_fwe", FrequentWords())
-def frequent_words(draws: Rng, difficulty: FrequentWords) -> Example:
-    """Words of random letters with zeta-distributed counts, the first of them dots; the next three are asked for.
+@task("ruler_fwe", FrequentWords())
+def frequent_words(rng: Rng, difficulty: FrequentWords) -> Example:
+    """Words of random letters with zeta-distributed frequencies; the first is dots. Asked: the next three.
 
-    There is a word for each 200 characters, RULER's for each 50 tokens, at least five.
+    One word per 200 characters (in RULER per 50 tokens), at least five.
     """
     before = "In this coded text some words come more often than others. Keep count of them, not of the dots.\n"
     question = f"\nQuestion: Which {len(ASKED_RANKS)} words come most often in the coded text?\n{ANSWER}"
     ranks = max(ASKED_RANKS[-1] + 1, difficulty.characters // 200)
-    words = ["...", *draws.coded(ranks - 1, 6, ascii_lowercase)]
+    words = ["...", *rng.random_words(ranks - 1, 6, ascii_lowercase)]
     total = frequent_total(difficulty.characters - len(before) - len(question), difficulty.alpha, ranks)
     counts = frequencies(total, difficulty.alpha, ranks)
     drawn = Counter(dict(zip(words, counts, strict=True)))
     found = [words[rank - 1] for rank in ASKED_RANKS]
-    text = " ".join(draws.shuffled(list(drawn.elements())))
+    text = " ".join(rng.shuffled(list(drawn.elements())))
     return Example(before + text + question, "", f" {', '.join(found)}", tuple(found))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from cdrmix.config.schema import Model
 from cdrmix.model.context import Context
 from cdrmix.model.feed_forward.router import Routed, Router
 from cdrmix.model.layers import linear
+from cdrmix.registry import Registry
 
 EXPERT_PARAMETERS = ("w_up", "w_down")  # names of the parameters whose first dimension is experts
 
@@ -25,10 +27,14 @@ class FedForward(NamedTuple):
     routed: Routed | None = None
 
 
+FEED_FORWARDS = Registry[Callable[[Model, int], nn.Module]]("feed-forward")
+
+
+@FEED_FORWARDS("moe")
 class MoeFeedForward(nn.Module):
     """Top-k of E experts for each token, each two matrices around relu^2 (or three around SwiGLU)."""
 
-    def __init__(self, config: Model) -> None:
+    def __init__(self, config: Model, layer: int = 0) -> None:  # every layer has the same shape
         super().__init__()
         ffn = config.feed_forward
         self.activation = ffn.activation
@@ -51,6 +57,7 @@ class MoeFeedForward(nn.Module):
         return ops.moe_experts(x_TD, self.w_up, self.w_down, routing, activation=self.activation)
 
 
+@FEED_FORWARDS("channel_mix")
 class ChannelMix(nn.Module):
     """RWKV-7's own feed-forward: token shift, then relu(x_k W_key)^2 W_value."""
 

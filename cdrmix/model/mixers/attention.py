@@ -11,7 +11,7 @@ from cdrmix import ops
 from cdrmix.config.schema import Model
 from cdrmix.model.context import Angles, Context
 from cdrmix.model.layers import linear
-from cdrmix.model.mixers.base import Mixed, Mixer
+from cdrmix.model.mixers.base import MIXERS, Mixed, Mixer
 
 
 class KeyValueBuffer:
@@ -74,6 +74,7 @@ def rotate(x_BTHN: Tensor, angles: Angles) -> Tensor:
     return torch.cat([left * cosine - right * sine, right * cosine + left * sine], -1)
 
 
+@MIXERS("attention")
 class Attention(Mixer):
     """Multi-head attention with `kv_heads` key/value heads for `heads` query heads."""
 

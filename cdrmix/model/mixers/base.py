@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
+from cdrmix.config.schema import Model
 from cdrmix.model.context import Context
 from cdrmix.model.feed_forward.router import Routed
+from cdrmix.registry import Registry
 
 
 class Mixed(NamedTuple):
@@ -38,3 +41,6 @@ class Mixer(nn.Module, ABC):
         """The projection `name` of x, with the block's fast weights where it has some."""
         layer: nn.Linear = getattr(self, name)
         return layer(x) if context.fast_weights is None else context.fast_weights.project(name, layer, x)
+
+
+MIXERS = Registry[Callable[[Model, int], Mixer]]("mixer")

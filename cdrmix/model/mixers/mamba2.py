@@ -18,7 +18,7 @@ from cdrmix.config.schema import Model
 from cdrmix.model.context import Context
 from cdrmix.model.feed_forward.router import Routed
 from cdrmix.model.layers import linear
-from cdrmix.model.mixers.base import Mixed, Mixer
+from cdrmix.model.mixers.base import MIXERS, Mixed, Mixer
 
 DECAY_RANGE = (1.0, 16.0)  # initial -A, uniform
 STEP_RANGE = (1e-3, 1e-1)  # initial dt without the token's part, log-uniform
@@ -41,6 +41,7 @@ class Projected(NamedTuple):
     routing: ops.Routing | None = None
 
 
+@MIXERS("mamba2")
 class Mamba2(Mixer):
     """Mamba-2's mixer.
 

@@ -12,10 +12,12 @@ from cdrmix import ops
 from cdrmix.config.schema import Model
 from cdrmix.model.feed_forward.router import Router
 from cdrmix.model.layers import linear, uniform_
+from cdrmix.model.mixers.base import MIXERS
 from cdrmix.model.mixers.mamba2 import Mamba2, Projected
 from cdrmix.ops.backend import compute_dtype
 
 
+@MIXERS("routing_mamba")
 class RoutingMamba(Mamba2):
     """Mamba-2's mixer with one router for three projections; its other parts have no experts.
 

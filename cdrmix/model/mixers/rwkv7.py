@@ -12,7 +12,7 @@ from cdrmix import ops
 from cdrmix.config.schema import Model
 from cdrmix.model.context import Context
 from cdrmix.model.layers import linear, orthogonal_
-from cdrmix.model.mixers.base import Mixed, Mixer
+from cdrmix.model.mixers.base import MIXERS, Mixed, Mixer
 
 
 class TimeMixCache(NamedTuple):
@@ -22,6 +22,7 @@ class TimeMixCache(NamedTuple):
     wkv_BHVK: Tensor
 
 
+@MIXERS("rwkv7")
 class TimeMix(Mixer):
     """RWKV-7's mixer: token shift, six data-dependent streams, the generalised delta rule, norm, bonus and gate.
 

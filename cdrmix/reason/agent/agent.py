@@ -26,7 +26,7 @@ from cdrmix.config.schema_reasoning import Reasoning, Rl
 from cdrmix.errors import ConfigError
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.reason.episodes import Episodes, EpisodeSource, Marks
-from cdrmix.reason.rl.rollout import Generated, Prefix, proceed, read, repeat
+from cdrmix.reason.rl.rollout import Generated, Prefix, decode, prefill, repeat
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def read_episodes(
     parts = (episodes.answer_BA, episodes.facts_BFW, episodes.fact_chunk_BF, episodes.asked_BF)
     begin_BL = window.begin(episodes.question_BQ.to(device))
     answer, facts, told, asked = (part.to(device)[rows_R] for part in parts)
-    begun = read(model, begin_BL)
+    begun = prefill(model, begin_BL)
     whole = repeat(begun, group)
     begin_RL = begin_BL[rows_R]
     memory = TokenMemory.empty(window, len(rows_R), device)
@@ -188,7 +188,7 @@ def read_episodes(
     turns: list[Turn] = []
 
     def go_on(prefix: Prefix, prompt_BL: Tensor, new_tokens: int) -> Generated:
-        generated = proceed(
+        generated = decode(
             model, prefix, new_tokens, temperature=temperature, generator=generator, end=window.marks.end
         )
         if keep_turns:
@@ -198,15 +198,15 @@ def read_episodes(
     for number in range(chunks_BNC.shape[1]):
         prompt = window.turn(memory.shown(), chunks_BNC[:, number].to(device)[rows_R])
         if number == 0:  # the same in all rows of a group
-            prefix = repeat(read(model, prompt[::group], begun.cache), group)
+            prefix = repeat(prefill(model, prompt[::group], begun.cache), group)
         else:
-            prefix = read(model, prompt, whole.cache)
+            prefix = prefill(model, prompt, whole.cache)
         memory = memory.write(window.written(go_on(prefix, prompt, window.part)), number + 1)
         changes_B += (memory.changed_BH == number + 1).any(1)
         now = told == number
         captured_BF |= now & asked & holds(memory.parts_BHP, facts, window.pad)
     prompt = window.last(memory.shown())
-    said = window.written(go_on(read(model, prompt, whole.cache), prompt, window.answer))
+    said = window.written(go_on(prefill(model, prompt, whole.cache), prompt, window.answer))
     right = said == answer
     wanted = answer != window.pad
     return Reading(

@@ -17,7 +17,6 @@ from typing import NamedTuple, cast
 import torch
 
 import cdrmix
-from cdrmix.config.load import config_hash, load_config
 from cdrmix.config.schema import Config
 from cdrmix.durable import write_atomically
 from cdrmix.errors import ConfigError
@@ -33,6 +32,7 @@ from cdrmix.reason.experiments.base import EXPERIMENTS, Experiment, Say
 from cdrmix.reason.experiments.table import Verdict, check, judge, markdown
 
 RESULTS = "results.jsonl"
+
 
 class Outcome(NamedTuple):
     """What an ablation showed. table: markdown. measured: arm -> seed -> measurement -> value."""
@@ -64,7 +64,7 @@ def run(
     Raises ConfigError for a file without an ablation and for demands about what there is not.
     """
     path, folder = Path(path), Path("experiments/ablations" if out is None else out)
-    config = load_config(path, overrides)
+    config = Config.from_yaml(path, overrides)
     ablation = config.ablation
     if ablation is None:
         raise ConfigError(f"{path} has no section `ablation:`; configs/ablations/ has files that do")
@@ -106,7 +106,7 @@ def fingerprint(config: Config, seed: int) -> str:
     decisive = config.ablation.model_dump(
         mode="json", include={"experiment", "chunks", "episodes", "difficulty", "harder_chunks", "tracking"}
     )
-    words = [cdrmix.__version__, config_hash(config.model_copy(update={"run": _run_of(config, seed)})), decisive]
+    words = [cdrmix.__version__, config.model_copy(update={"run": _run_of(config, seed)}).hash(), decisive]
     return hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()[:24]
 
 
@@ -115,7 +115,7 @@ def _run_of(config: Config, seed: int) -> object:
 
 
 def _arm(path: Path, changes: Sequence[str], overrides: Sequence[str]) -> Config:
-    return load_config(path, [*changes, *overrides])
+    return Config.from_yaml(path, [*changes, *overrides])
 
 
 def _run_one(experiment: Experiment, config: Config, seed: int, mark: str, what: str, say: Say) -> dict[str, object]:

@@ -14,15 +14,14 @@ from torch.nn import functional
 
 from cdrmix.config.schema import Config
 from cdrmix.data.tasks import TASKS
-from cdrmix.data.tasks.episodes import Hashed
+from cdrmix.data.tasks.episodes import HashedRng
 from cdrmix.data.tasks.groups import elements_of, product
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.reason.episodes import FIRST_HELD_OUT
+from cdrmix.reason.experiments.base import EXPERIMENTS, Say, small_model
+from cdrmix.reason.model import Loss, StageBModel
 from cdrmix.reason.phase import generator_of, phase_config, train_alone
 from cdrmix.training.objective import Outcome
-from cdrmix.reason.model import Loss
-from cdrmix.reason.experiments.base import EXPERIMENTS, Say, small_model
-from cdrmix.reason.model import StageBModel
 
 ROWS = 64  # words of one forward pass
 
@@ -41,7 +40,7 @@ class Words:
 
         The first token says nothing; without it a state of zeros would have nothing to turn.
         """
-        elements = Hashed(self._seed, self._task, numbers).below(f"word {length}", len(self._products), length)
+        elements = HashedRng(self._seed, self._task, numbers).randrange(f"word {length}", len(self._products), length)
         values = np.empty_like(elements)
         value = np.zeros(len(elements), dtype=np.int64)  # the identity
         for place in range(length):

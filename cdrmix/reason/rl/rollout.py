@@ -32,14 +32,14 @@ class Generated(NamedTuple):
 
 
 class Prefix(NamedTuple):
-    """What reading a prompt leaves: the cache, and the logits [B, V] of the token after it."""
+    """The state after a prefill: the cache, and the logits [B, V] of the token after it."""
 
     logits_BV: Tensor
     cache: Cache
 
 
-def read(model: LanguageModel, prompts_BL: Tensor, cache: Cache | None = None) -> Prefix:
-    """Reads prompts of one length, on from `cache` where it is given (which stays as it is)."""
+def prefill(model: LanguageModel, prompts_BL: Tensor, cache: Cache | None = None) -> Prefix:
+    """Prefills prompts of one length, from the state `cache` if it is given. The cache is not changed."""
     with _inference(model):
         output = model(prompts_BL, cache=cache, return_cache=True)
         return Prefix(model.logits(output.hidden_BTD[:, -1]), output.cache)
@@ -51,7 +51,7 @@ def repeat(prefix: Prefix, times: int) -> Prefix:
     return Prefix(prefix.logits_BV[rows_R], select(prefix.cache, rows_R))
 
 
-def proceed(
+def decode(
     model: LanguageModel,
     prefix: Prefix,
     new_tokens: int,
@@ -60,7 +60,7 @@ def proceed(
     generator: torch.Generator,
     end: int | None = None,
 ) -> Generated:
-    """Up to new_tokens behind a prefix, for every row; temperature 0 takes the likeliest token.
+    """Decodes up to new_tokens for every row of a prefix; temperature 0 takes the likeliest token.
 
     generator: of the CPU. It gives one number a row and token, all of them at once and in this order, so that what a
     row draws depends neither on the other rows nor on where they end. end: a token behind which a row takes no more.
@@ -109,9 +109,9 @@ def generate(
     group: int = 1,
 ) -> Generated:
     """Reads prompts of one length and goes on behind each of them `group` times: rows of a group are neighbours."""
-    prefix = read(model, prompts_BL, cache)
+    prefix = prefill(model, prompts_BL, cache)
     prefix = repeat(prefix, group) if group > 1 else prefix
-    return proceed(model, prefix, new_tokens, temperature=temperature, generator=generator, end=end)
+    return decode(model, prefix, new_tokens, temperature=temperature, generator=generator, end=end)
 
 
 class Taken(NamedTuple):

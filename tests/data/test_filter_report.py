@@ -15,12 +15,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cdrmix.data.cleaning.rules import GROUPS, RULES
-from cdrmix.data.pipeline.drop_page import drop_page
-from cdrmix.data.pipeline.drop_report import gather
-from cdrmix.data.pipeline.stats import SAMPLES, Amount, Dropped, PipelineStats, Sample
+from cdrmix.data.escaping import escape_unprintable
+from cdrmix.data.pipeline.filter_page import filter_page
+from cdrmix.data.pipeline.filter_report import gather
+from cdrmix.data.pipeline.stats import SAMPLES, Amount, Filtered, PipelineStats, Sample
 from cdrmix.data.prepare import prepare
 from cdrmix.data.shards import Stratum
-from cdrmix.data.visible import visible
 
 HOSTILE = [
     "</script><script>alert(1)</script>",
@@ -128,32 +128,34 @@ class Reader(HTMLParser):
             self.rows[-1][-1] += data
 
 
-def tally_of(**dropped: Dropped) -> PipelineStats:
-    """A tally of six documents and 900 bytes kept, beside what was dropped."""
-    tally = PipelineStats(kept=Amount(6, 900), dropped=dropped)
-    late = ("exact_duplicate", "same_address", "host_cap", "near_duplicate")
-    for name, amount in dropped.items():
+def tally_of(**filtered: Filtered) -> PipelineStats:
+    """A stats of six documents and 900 bytes kept, beside what was filtered."""
+    stats = PipelineStats(kept=Amount(6, 900), filtered=filtered)
+    late = ("exact_duplicate", "duplicate_url", "documents_per_host", "near_duplicate")
+    for name, amount in filtered.items():
         if name in late:
-            tally.kept.add(amount.bytes, amount.documents)
-    tally.read = Amount(
-        6 + sum(amount.documents for amount in dropped.values()),
-        1000 + sum(amount.bytes for amount in dropped.values()),
+            stats.kept.add(amount.bytes, amount.documents)
+    stats.read = Amount(
+        6 + sum(amount.documents for amount in filtered.values()),
+        1000 + sum(amount.bytes for amount in filtered.values()),
     )
-    return tally
+    return stats
 
 
-def contents(make_config: Any, tally: PipelineStats, near: dict[str, Any] | None = None, **data: Any) -> dict[str, Any]:
+def contents(
+    make_config: Any, stats: PipelineStats, near_duplicates: dict[str, Any] | None = None, **data: Any
+) -> dict[str, Any]:
     stages = {
         "read_all": {"seconds": 2.0, "cpu_seconds": 3.0, "bytes": 5_000_000},
         "pairs": {"seconds": 0.0, "cpu_seconds": 0.0, "bytes": 0},
     }
     strata = [Stratum("text", 0, 0, 5, 300, 6)]
-    content = gather(make_config(None, **data), tally, near or {}, REPORT, stages, strata)
+    content = gather(make_config(None, **data), stats, near_duplicates or {}, REPORT, stages, strata)
     return json.loads(json.dumps(content, allow_nan=False))
 
 
 def read(content: dict[str, Any]) -> Reader:
-    page = drop_page(content, "key: value")
+    page = filter_page(content, "key: value")
     page.encode("utf-8")
     assert not [
         c for c in page if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp") and c not in "\n\t\u200c\u200d"
@@ -178,7 +180,7 @@ def check_sums(report: dict[str, Any]) -> None:
         documents, size = documents - rule["documents"], size - (rule["bytes"] or 0)
         assert rule["left"] == {"documents": documents, "bytes": size}
         assert len(rule["samples"]) == min(rule["documents"], SAMPLES) or rule["name"] == "bad_records"
-        assert rule["says"]
+        assert rule["description"]
     assert {"documents": documents, "bytes": size} == report["kept"]
 
 
@@ -214,7 +216,7 @@ def test_a_preparation_s_report_adds_up(make_config: Any, tmp_path: Path) -> Non
     report = json.loads((shards.path / "report" / "report.json").read_text())
     rules = {rule["name"]: rule for rule in report["rules"]}
     filters = ["length", "c4_curly_brackets", "code_longest_line"]
-    duplicates = ["exact_duplicate", "same_address", "host_cap", "near_duplicate"]
+    duplicates = ["exact_duplicate", "duplicate_url", "documents_per_host", "near_duplicate"]
     assert [*rules] == ["bad_records", "empty", *filters, *duplicates]
     found = {name: rule["documents"] for name, rule in rules.items()}
     assert {name: count for name, count in found.items() if count} == {
@@ -223,7 +225,7 @@ def test_a_preparation_s_report_adds_up(make_config: Any, tmp_path: Path) -> Non
         "length": 1,
         "c4_curly_brackets": 1,
         "exact_duplicate": 1,
-        "same_address": 1,
+        "duplicate_url": 1,
         "near_duplicate": 1,
     }
     check_sums(report)
@@ -232,14 +234,14 @@ def test_a_preparation_s_report_adds_up(make_config: Any, tmp_path: Path) -> Non
         len(f"code {n} " * 40) for n in range(6)
     )
     assert rules["length"]["bounds"] == {"web": RULES["length"].bound, "code": 20}
-    assert RULES["length"].description in rules["length"]["says"]
+    assert RULES["length"].description in rules["length"]["description"]
     assert rules["length"]["samples"][0]["score"] == 5
     assert rules["length"]["samples"][0]["where"].endswith("a.jsonl:34")
     (near,) = rules["near_duplicate"]["samples"]
     assert {near["text"][:9], near["kept_instead"][:9]} == {"Write to ", "The river"}
     assert any(text.startswith("Write to <EMAIL>. The river") for text in (near["text"], near["kept_instead"]))
-    assert report["near"]["cluster_sizes"] == {"2": 1}
-    assert report["near"]["verified_pairs"] == 1
+    assert report["near_duplicates"]["cluster_sizes"] == {"2": 1}
+    assert report["near_duplicates"]["verified_pairs"] == 1
     assert report["pii"] == {"email": 1}
     assert report["domains"]["code"]["documents"] == 6
     assert (
@@ -267,12 +269,12 @@ def test_every_configured_rule_is_there_in_its_order(make_config: Any) -> None:
 
 
 def test_nothing_dropped(make_config: Any) -> None:
-    tally = tally_of()
-    tally.read.bytes = 900
-    content = contents(make_config, tally, dedup={"exact": False, "near": False})
+    stats = tally_of()
+    stats.read.bytes = 900
+    content = contents(make_config, stats, dedup={"exact": False, "near_duplicates": False})
     check_sums(content)
     reader = read(content)
-    assert "every document was kept" in reader.words
+    assert "Every document was kept" in reader.words
     assert [*waterfall(reader)] == ["read", "kept"]
     assert content["stages"][0]["megabytes_per_second"] == 2.5
     assert content["stages"][1]["megabytes_per_second"] is None
@@ -280,16 +282,16 @@ def test_nothing_dropped(make_config: Any) -> None:
 
 def test_a_waterfall_of_sixty_rules_falls_from_read_to_kept(make_config: Any) -> None:
     """Each bar's rest and its part that goes are the rest of the bar above; 0.01: widths have two digits."""
-    dropped = {
-        f"rule_{number:02d}": Dropped(number + 1, 10 * number, [Sample(f"{number:032x}", "a:1", 0.5, "text")])
+    filtered = {
+        f"rule_{number:02d}": Filtered(number + 1, 10 * number, [Sample(f"{number:032x}", "a:1", 0.5, "text")])
         for number in range(60)
     }
-    tally = tally_of(**dropped)
-    tally.kept.add(sum(amount.bytes for amount in dropped.values()))  # as if they came after reading
-    content = contents(make_config, tally)
+    stats = tally_of(**filtered)
+    stats.kept.add(sum(amount.bytes for amount in filtered.values()))  # as if they came after reading
+    content = contents(make_config, stats)
     reader = read(content)
     rows = waterfall(reader)
-    assert [*rows] == ["read", "markup, normalisation, placeholders", *dropped, "kept"]
+    assert [*rows] == ["read", "markup, normalisation, placeholders", *filtered, "kept"]
     assert rows["rule_59"][0][1] == "\N{MINUS SIGN}60"
     assert rows["kept"][0][1] == "6"
     for column, kept in ((0, 6 / (6 + 1830)), (1, 900 / (1000 + 17700))):
@@ -308,8 +310,8 @@ def test_texts_of_strangers_stay_texts(texts: list[str]) -> None:
     samples = [
         {"hash": "", "where": text, "score": None, "text": f"a{text}", "kept_instead": f"b{text}"} for text in texts
     ]
-    rule = {"says": texts[0], "bounds": {texts[0]: 1.0, "x": 2.0}, "documents": 1, "bytes": 1, "samples": samples}
-    rule |= {"share": 1.0, "byte_share": 1.0, "left": {"documents": 0, "bytes": 0}}
+    rule = {"description": texts[0], "bounds": {texts[0]: 1.0, "x": 2.0}, "documents": 1, "bytes": 1}
+    rule |= {"samples": samples, "share": 1.0, "byte_share": 1.0, "left": {"documents": 0, "bytes": 0}}
     amount = {"documents": 1, "bytes": 1, "tokens": 1, "rows": 1, "share": 1.0}
     content = {
         "records": 1,
@@ -317,7 +319,12 @@ def test_texts_of_strangers_stay_texts(texts: list[str]) -> None:
         "cleaned_bytes": 0,
         "kept": {"documents": 0, "bytes": 0},
         "rules": [{**rule, "name": text} for text in texts] + [{**rule, "name": "bad_records"}],
-        "near": {"candidate_pairs": 1, "likely_pairs": 1, "verified_pairs": 1, "cluster_sizes": {"2": 1, "300": 2}},
+        "near_duplicates": {
+            "candidate_pairs": 1,
+            "likely_pairs": 1,
+            "verified_pairs": 1,
+            "cluster_sizes": {"2": 1, "300": 2},
+        },
         "languages": dict.fromkeys(texts, amount),
         "domains": dict.fromkeys(texts, amount),
         "pii": dict.fromkeys(texts, 1),
@@ -329,14 +336,14 @@ def test_texts_of_strangers_stay_texts(texts: list[str]) -> None:
         "shards": REPORT,
     }
     reader = read(content)
-    expected = [visible(f"{side}{text}", str) for text in texts for side in "ab"]
+    expected = [escape_unprintable(f"{side}{text}", str) for text in texts for side in "ab"]
     assert reader.pre == [*(expected * (len(texts))), "key: value"]
 
 
 @given(st.text(st.characters()))
 @example("".join(HOSTILE))
 def test_visible_keeps_what_is_harmless_and_spells_the_rest(text: str) -> None:
-    shown = visible(text)
+    shown = escape_unprintable(text)
     assert all(
         character.isprintable() or character in "\n\t\u200c\u200d" or unicodedata.category(character) == "Zs"
         for character in shown

@@ -1,4 +1,4 @@
-"""Files of the preparation: Arrow tables and numpy arrays that appear whole, by a rename, and are memory-mapped."""
+"""Files of the preparation: Arrow tables and numpy arrays, written atomically and read memory-mapped."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ REPORT = b"report"
 
 
 @contextmanager
-def appearing(path: Path) -> Iterator[Path]:
-    """A place to write; on leaving, what is there is brought to the disk and becomes `path`, in one move."""
+def atomic_file(path: Path) -> Iterator[Path]:
+    """A temporary path to write to. On exit, the file is flushed to the disk and renamed to `path`."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
@@ -36,10 +36,10 @@ def appearing(path: Path) -> Iterator[Path]:
 
 
 def write_table(path: Path, table: pa.Table, report: dict[str, Any]) -> None:
-    """An Arrow file with a report, of JSON values, in its schema."""
+    """Writes an Arrow file. report: JSON values, stored in the schema."""
     schema = table.schema.with_metadata({REPORT: json.dumps(report).encode()})
     with (
-        appearing(path) as temporary,
+        atomic_file(path) as temporary,
         pa.OSFile(str(temporary), "wb") as sink,
         pa.ipc.new_file(sink, schema) as writer,
     ):
@@ -47,19 +47,19 @@ def write_table(path: Path, table: pa.Table, report: dict[str, Any]) -> None:
 
 
 def read_table(path: Path) -> pa.Table:
-    """The table, memory-mapped: only what is looked at is read."""
+    """The table, memory-mapped."""
     with pa.memory_map(str(path)) as source:
         return pa.ipc.open_file(source).read_all()
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """The report that a table was written with."""
+    """The report of a table."""
     with pa.memory_map(str(path)) as source:
         return dict(json.loads(pa.ipc.open_file(source).schema.metadata[REPORT]))
 
 
 def column(table: pa.Table, name: str) -> Array:
-    """A column of numbers without nulls, as numpy."""
+    """A numeric column without nulls, as a numpy array."""
     return np.asarray(table.column(name).to_numpy())
 
 
@@ -71,9 +71,9 @@ def hashes_of(table: pa.Table) -> Array:
 
 
 def rows_between(table: pa.Table, low: int, high: int) -> tuple[int, int]:
-    """[first, last) of the rows whose content hash begins with 8 bytes, big-endian, in low .. high - 1.
+    """[first, last): the rows whose first 8 bytes of the content hash, big-endian, are in low .. high - 1.
 
-    The table is sorted by its hashes, and only those that the search comes by are read.
+    The table must be sorted by its hashes. The binary search reads only a few of them.
     """
     hashes = hashes_of(table)
 
@@ -85,7 +85,7 @@ def rows_between(table: pa.Table, low: int, high: int) -> tuple[int, int]:
 
 
 def texts_of(table: pa.Table) -> PackedTexts:
-    """The texts of a table, not copied: their UTF-8 bytes end to end, and where each begins."""
+    """The texts of a table, not copied: their UTF-8 bytes end to end, and the offset of each."""
     array = whole(table.column("text"))
     _, offsets, data = array.buffers()
     starts = np.frombuffer(offsets or bytes(8), np.int64)[array.offset : array.offset + len(array) + 1]
@@ -93,13 +93,13 @@ def texts_of(table: pa.Table) -> PackedTexts:
 
 
 def whole(column: pa.ChunkedArray) -> pa.Array:
-    """A column in one piece; copied only where it is in several."""
+    """A column as one array. It is copied only if it has several chunks."""
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
 def write_array(path: Path, array: Array) -> None:
-    """A numpy array, or a structured one."""
-    with appearing(path) as temporary, temporary.open("wb") as file:
+    """Writes a numpy array."""
+    with atomic_file(path) as temporary, temporary.open("wb") as file:
         np.save(file, array)
 
 
@@ -109,15 +109,15 @@ def read_array(path: Path) -> Array:
 
 
 def write_run(path: Path, entries: Array) -> None:
-    """A structured array, sorted by its fields in their order."""
+    """Writes a structured array, sorted by its fields in their order."""
     write_array(path, entries[_order(entries)])
 
 
 def read_range(paths: Sequence[Path], low: int, high: int) -> Array:
-    """The entries of runs whose first field is in low .. high - 1, sorted by all fields.
+    """The entries of sorted runs whose first field is in low .. high - 1, sorted by all fields.
 
-    Over the ranges of `bounds` this is an external radix sort: each run is sorted where it is made, and every range is
-    read from all of them, so that memory holds one run or one range at a time.
+    With the ranges of `key_ranges` this is an external radix sort: the writer sorts each run, and every range is read
+    from all runs. So memory holds one run or one range at a time.
     """
     parts = []
     for path in paths:
@@ -128,8 +128,8 @@ def read_range(paths: Sequence[Path], low: int, high: int) -> Array:
     return entries[_order(entries)]
 
 
-def bounds(count: int, end: int = 2**64) -> list[tuple[int, int]]:
-    """[low, high) of `count` equal ranges of the keys below `end`."""
+def key_ranges(count: int, end: int = 2**64) -> list[tuple[int, int]]:
+    """[low, high) of `count` ranges of equal size that cover the keys below `end`."""
     cuts = [end * place // count for place in range(count + 1)]
     return list(pairwise(cuts))
 

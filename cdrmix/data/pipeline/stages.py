@@ -1,7 +1,7 @@
-"""The folder of a preparation that is under way: stages whose tasks leave whole files, and are passed over when there.
+"""Resumable stages: runs the stages of a preparation in a working folder and skips tasks that are finished.
 
-A stage is a function and its tasks. A task's result, JSON, is written behind its files; the results of a stage are
-gathered in one file when all are there. So a preparation that was killed at any moment goes on with what is missing.
+A stage is a function and its tasks. A task writes its files first and then its result as JSON. When all tasks are
+finished, their results are collected in one file. So a preparation that was killed at any time runs the missing tasks.
 """
 
 from __future__ import annotations
@@ -26,64 +26,64 @@ from cdrmix.durable import write_atomically
 Task = TypeVar("Task")
 Say = Callable[[str], None]
 
-SECONDS_BETWEEN_LINES = 10.0
-SECONDS_WORTH_A_LINE = 1.0
-SECONDS_BETWEEN_SIGNS = 5.0  # of life, by the process that prepares
-SECONDS_UNTIL_GONE = 60.0  # without one
-SECONDS_UNTIL_LEFT_BEHIND = 7 * 24 * 60 * 60.0
+PROGRESS_INTERVAL_SECONDS = 10.0
+MIN_REPORTED_SECONDS = 1.0
+HEARTBEAT_SECONDS = 5.0
+HEARTBEAT_TIMEOUT_SECONDS = 60.0
+STALE_AFTER_SECONDS = 7 * 24 * 60 * 60.0
 
 
 @dataclass
 class Progress:
-    """Says from time to time how far a stage is, and at its end how fast it was."""
+    """Reports the progress of a stage at intervals, and its speed at the end."""
 
     say: Say
     name: str
-    tasks: int | None = None  # where their number is known
+    tasks: int | None = None  # None: unknown
     done: int = 0
     bytes: int = 0
     started: float = field(default_factory=time.monotonic)
     last: float = field(default_factory=time.monotonic)
 
     def add(self, size: int) -> None:
-        """Count a task, and the bytes of text that it went through."""
+        """Counts a finished task and the bytes of text that it processed."""
         self.bytes += size
         self.done += 1
-        if time.monotonic() - self.last >= SECONDS_BETWEEN_LINES:
+        if time.monotonic() - self.last >= PROGRESS_INTERVAL_SECONDS:
             self.last = time.monotonic()
             told = [f"{self.done:,} of {self.tasks:,} tasks"] if self.tasks else []
             told += [f"{self.bytes / 1e6:,.0f} MB, {self.rate():,.1f} MB/s"] if self.bytes else []
             self.say(f"  {self.name}: {'; '.join(told)}")
 
     def end(self) -> None:
-        """Say how fast the stage was, unless it was over at once."""
+        """Reports the speed of the stage, if it took at least MIN_REPORTED_SECONDS."""
         seconds = time.monotonic() - self.started
-        if seconds >= SECONDS_WORTH_A_LINE:
+        if seconds >= MIN_REPORTED_SECONDS:
             speed = f"{self.bytes / 1e6:,.1f} MB, {self.rate():,.1f} MB/s, " if self.bytes else ""
             self.say(f"  {self.name}: {speed}{seconds:,.1f} s")
 
     def rate(self) -> float:
-        """Megabytes a second since the stage began."""
+        """Megabytes per second since the start of the stage."""
         return self.bytes / 1e6 / max(time.monotonic() - self.started, 1e-9)
 
 
-class Work:
-    """The folder, and the engine that runs tasks. One process at a time holds it."""
+class StageRunner:
+    """Runs stages in a working folder. Only one process may use the folder at a time."""
 
     def __init__(self, folder: Path, engine: Executor, say: Say) -> None:
-        self.folder, self.engine, self.say = folder, engine, say
+        self.folder, self.executor, self.say = folder, engine, say
         folder.mkdir(parents=True, exist_ok=True)
         for left_behind in folder.rglob(".*.tmp"):
             left_behind.unlink(missing_ok=True)
 
-    def place(self, stage: str) -> Path:
-        """The folder of a stage's files."""
+    def folder_of(self, stage: str) -> Path:
+        """The folder for the files of a stage."""
         folder = self.folder / stage
         folder.mkdir(exist_ok=True)
         return folder
 
-    def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """What `make` gives, JSON, made once: kept in a file."""
+    def cached(self, name: str, make: Callable[[], Any]) -> Any:
+        """The result of `make`, JSON. It is computed once and stored in a file."""
         path = self.folder / f"{name}.json"
         if not path.exists():
             write_atomically(path, json.dumps(make()))
@@ -97,17 +97,17 @@ class Work:
         *,
         about: str,
     ) -> list[dict[str, Any]]:
-        """The results of the tasks, in their order; `function` has left its files when it gives a result.
+        """The results of the tasks, in their order. `function` must write its files before it returns.
 
-        A result may say under "bytes" how much text was gone through; `about` names the stage for people.
+        A result may have the key "bytes": the size of the processed text. about: name of the stage in messages.
         """
 
         def make() -> dict[str, Any]:
-            folder = self.place(f"{name}.results")
+            folder = self.folder_of(f"{name}.results")
             numbered = [(folder / f"{number:06d}.json", task) for number, task in enumerate(tasks)]
             missing = [(path, task) for path, task in numbered if not path.exists()]
             progress = Progress(self.say, about, len(missing))
-            for size in self.engine.run(partial(_run, function), missing):
+            for size in self.executor.run(partial(_run, function), missing):
                 progress.add(size)
             progress.end()
             results = [json.loads(path.read_bytes()) for path, _ in numbered]
@@ -118,26 +118,27 @@ class Work:
                 "bytes": progress.bytes,
             }
 
-        made = self.once(name, make)
+        made = self.cached(name, make)
         shutil.rmtree(self.folder / f"{name}.results", ignore_errors=True)
         return list(made["results"])
 
     def task_count(self, name: str, otherwise: int) -> int:
-        """How many tasks a stage had that is over; else `otherwise`, and what it left with another number is forgotten.
+        """The number of tasks of a finished stage; otherwise `otherwise`.
 
-        The number may follow from data.memory_mb, which may be lowered between two processes.
+        Results of an unfinished stage with another number of tasks are deleted: the number depends on data.memory_mb,
+        which the user may change between two attempts.
         """
         path = self.folder / f"{name}.json"
         if path.exists():
             return len(json.loads(path.read_bytes())["results"])
         begun = self.folder / f"{name}.tasks"
         if not begun.exists() or begun.read_text() != str(otherwise):
-            self.forget(f"{name}.results")
+            self.remove(f"{name}.results")
             write_atomically(begun, str(otherwise))
         return otherwise
 
     def timings(self) -> dict[str, dict[str, float]]:
-        """What every stage took, by name: seconds, cpu_seconds of its tasks, bytes of text gone through."""
+        """By stage: seconds, cpu_seconds of its tasks, bytes of processed text."""
         found = {}
         for path in sorted(self.folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns):
             content = json.loads(path.read_bytes())
@@ -145,8 +146,8 @@ class Work:
                 found[path.stem] = {name: content[name] for name in ("seconds", "cpu_seconds", "bytes")}
         return found
 
-    def forget(self, stage: str) -> None:
-        """Remove a stage's files, which nothing needs any more."""
+    def remove(self, stage: str) -> None:
+        """Deletes the files of a stage."""
         shutil.rmtree(self.folder / stage, ignore_errors=True)
 
 
@@ -159,11 +160,12 @@ def _run(function: Callable[[Any], dict[str, Any]], task: tuple[Path, Any]) -> i
 
 
 @contextmanager
-def alone(lock: Path, say: Say) -> Iterator[None]:
-    """Lets one process at a time go on; the lock of a process that dies is free at once.
+def exclusive_lock(lock: Path, say: Say) -> Iterator[None]:
+    """A context that one process at a time can enter. The lock of a process that dies is released at once.
 
-    On some network file systems locks do not hold between machines. So the holder gives a sign of life every few
-    seconds, by the time and contents of the lock's file; a sign of another machine is waited for to grow old.
+    On some network file systems, locks do not work between machines. So the holder writes its host name to the lock
+    file and updates the modification time every HEARTBEAT_SECONDS. Another machine waits until the heartbeat is too
+    old.
     """
     me = f"{socket.gethostname()} {os.getpid()}"
     with lock.open("a+") as file:
@@ -173,7 +175,11 @@ def alone(lock: Path, say: Say) -> Iterator[None]:
             say("Another process is preparing this text; waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
         said = False
-        while (holder := lock.read_text()) and holder.split()[0] != me.split()[0] and _age(lock) < SECONDS_UNTIL_GONE:
+        while (
+            (holder := lock.read_text())
+            and holder.split()[0] != me.split()[0]
+            and _age(lock) < HEARTBEAT_TIMEOUT_SECONDS
+        ):
             if not said:
                 say(f"The machine {holder.split()[0]} is preparing this text; waiting for it")
                 said = True
@@ -181,25 +187,25 @@ def alone(lock: Path, say: Say) -> Iterator[None]:
         lock.write_text(me)
         stop = threading.Event()
 
-        def give_signs() -> None:
-            while not stop.wait(SECONDS_BETWEEN_SIGNS):
+        def heartbeat() -> None:
+            while not stop.wait(HEARTBEAT_SECONDS):
                 os.utime(lock)
 
-        signs = threading.Thread(target=give_signs, daemon=True)
-        signs.start()
+        thread = threading.Thread(target=heartbeat, daemon=True)
+        thread.start()
         try:
             yield
         finally:
             stop.set()
-            signs.join()
+            thread.join()
             lock.write_text("")
 
 
-def forget_left_behind(cache: Path) -> None:
-    """Remove folders of work that nobody holds and nobody has touched for a week: of text that has changed since."""
+def remove_stale_folders(cache: Path) -> None:
+    """Deletes working folders that no process uses and that have not changed for a week."""
     for place in cache.glob(".*.work"):
         lock = place.with_suffix(".lock")
-        if min(_age(path) for path in (place, *place.glob("*"))) < SECONDS_UNTIL_LEFT_BEHIND:
+        if min(_age(path) for path in (place, *place.glob("*"))) < STALE_AFTER_SECONDS:
             continue
         with lock.open("a+") as file:
             try:
@@ -209,8 +215,12 @@ def forget_left_behind(cache: Path) -> None:
             shutil.rmtree(place, ignore_errors=True)
 
 
+def _is_other_machine(holder: str, me: str) -> bool:
+    return holder.split()[0] != me.split()[0]
+
+
 def _age(path: Path) -> float:
-    """Seconds since a file was written or touched; 0 when it has gone."""
+    """Seconds since the last modification of a file; 0 if it does not exist."""
     try:
         return time.time() - path.stat().st_mtime
     except FileNotFoundError:

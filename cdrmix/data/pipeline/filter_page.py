@@ -1,11 +1,11 @@
-"""report.html of a preparation: a waterfall from what was read to what was kept, samples folded, all escaped."""
+"""report.html of a preparation: a waterfall from read to kept documents, with samples; all text is escaped."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cdrmix.data.visible import visible
+from cdrmix.data.escaping import escape_unprintable
 from cdrmix.page import escaped, html_page, tiles
 
 STYLE = """
@@ -31,46 +31,46 @@ pre{max-height:16rem;overflow:auto;margin:.4rem 0;unicode-bidi:isolate}
 bdi{unicode-bidi:isolate}
 """
 STAGES = {
-    "read_all": "read, clean, judge",
+    "read_all": "read, clean, filter",
     "exact_duplicate": "exact duplicates",
-    "same_address_entries": "addresses, sorted",
-    "same_address": "addresses",
-    "host_cap_entries": "hosts, sorted",
-    "host_cap": "hosts",
+    "duplicate_url_entries": "URLs, sorted",
+    "duplicate_url": "URLs",
+    "documents_per_host_entries": "hosts, sorted",
+    "documents_per_host": "hosts",
     "signatures": "MinHash signatures",
     "pairs": "candidate pairs",
     "edges": "exact similarities",
     "near_duplicate": "clusters",
-    "tokenizer_trained": "tokenizer, trained",
+    "tokenizer_trained": "tokenizer training",
     "tokens": "tokens",
-    "shards": "shards, written",
+    "shards": "writing of shards",
 }
 UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-BARS = 16  # of languages and domains; the rest is one more
+BARS = 16  # languages and domains shown; one more bar has the rest
 
 
-def drop_page(content: Mapping[str, Any], configuration: str) -> str:
-    """The page of what report.json holds (see drop_report.py). configuration: YAML, shown folded."""
+def filter_page(content: Mapping[str, Any], configuration: str) -> str:
+    """The page for the contents of report.json (see filter_report.py). configuration: YAML, shown folded."""
     shards = content["shards"]
     sections = [
-        "<header><h1>What became of the text</h1></header>",
+        "<header><h1>Text preparation</h1></header>",
         _tiles(content, shards),
         _waterfall(content),
         _rules(content["rules"], content["bad_records"]),
-        _near(content["near"]),
+        _near_duplicates(content["near_duplicates"]),
         _shares("Languages, by bytes", content["languages"], "bytes"),
         _shares("Domains, by tokens", content["domains"], "tokens"),
-        _counts("Personal data and secrets, placeholders put in", content["pii"]),
+        _counts("Personal data and secrets: placeholders", content["pii"]),
         _stages(content),
         "<h2>Configuration</h2><details><summary>Every key, resolved</summary>"
         f"<pre>{shown(configuration)}</pre></details>",
     ]
-    return html_page("What became of the text", sections, style=STYLE)
+    return html_page("Text preparation", sections, style=STYLE)
 
 
 def shown(value: object) -> str:
-    """A text of strangers as HTML that cannot do anything: escaped, steering characters spelled out."""
-    return visible(escaped(value), lambda name: f"<em>{name}</em>")
+    """Untrusted text as HTML: escaped, with control characters shown by name."""
+    return escape_unprintable(escaped(value), lambda name: f"<em>{name}</em>")
 
 
 def _tiles(content: Mapping[str, Any], shards: Mapping[str, Any]) -> str:
@@ -90,10 +90,12 @@ def _tiles(content: Mapping[str, Any], shards: Mapping[str, Any]) -> str:
 
 def _waterfall(content: Mapping[str, Any]) -> str:
     records, size = content["records"], content["read"]["bytes"]
-    unit = _unit(size / 100)  # one smaller, for what a single rule drops
+    unit = _unit(size / 100)  # smaller than for the total, because one rule filters little
 
     def line(name: str, documents: int, left: int, gone: int | None, bytes_left: int, *, end: bool = False) -> str:
-        """name: HTML. documents, gone (bytes; None: not known): what goes here. left, bytes_left: what is left then."""
+        """name: HTML. documents, gone (bytes; None: unknown): removed by the rule. left, bytes_left: remaining after
+        it.
+        """
         sign = "" if end else "&minus;"
         cells = f"<td>{name}</td>"
         for value, words, rest, whole in (
@@ -126,48 +128,51 @@ def _waterfall(content: Mapping[str, Any]) -> str:
     return (
         '<h2>From read to kept</h2><div class="scroll"><table class="fall">'
         f"<tr><th></th>{heads}</tr>{''.join(lines)}</table></div>"
-        '<p class="soft">Rules from top to bottom in the order in which they are applied: a document counts with the '
-        "first that drops it. Shares are of all that was read. Bytes are of UTF-8 text.</p>"
+        '<p class="soft">The rules are listed in the order in which they are applied. A document counts for the first '
+        "rule that filters it. Shares are of all documents read. Bytes are of UTF-8 text.</p>"
     )
 
 
 def _rules(rules: Sequence[Mapping[str, Any]], bad: Mapping[str, Any]) -> str:
     idle = [rule for rule in rules if not rule["documents"]]
-    parts = ["<h2>What was dropped</h2>"]
+    parts = ["<h2>Filtered documents</h2>"]
     for number, rule in enumerate(rules):
         if rule["documents"]:
             samples = "".join(map(_sample, rule["samples"]))
             if rule["name"] == "bad_records":
                 samples = _bad_records(bad)
             facts = f"{rule['documents']:,}, {rule['share']:.2%}"
-            # The mark is within the folded part, which browsers open to go to it.
+            # The link target is inside the folded part, because browsers then unfold it.
             parts.append(
                 f"<details><summary>{shown(rule['name'])} <span>{facts}</span></summary>"
-                f'<div id="rule-{number}">{_says(rule)}{samples}</div></details>'
+                f'<div id="rule-{number}">{_description(rule)}{samples}</div></details>'
             )
     if len(idle) == len(rules):
-        parts.append("<p>Nothing: every document was kept.</p>")
+        parts.append("<p>Every document was kept.</p>")
     if idle:
-        words = "".join(f"<details><summary>{shown(rule['name'])}</summary>{_says(rule)}</details>" for rule in idle)
-        verb = "rule" if len(idle) == 1 else "rules"
-        parts.append(f"<details><summary><span>{len(idle)} {verb} dropped nothing</span></summary>{words}</details>")
+        entries = "".join(
+            f"<details><summary>{shown(rule['name'])}</summary>{_description(rule)}</details>" for rule in idle
+        )
+        noun = "rule" if len(idle) == 1 else "rules"
+        summary = f"{len(idle)} {noun} filtered nothing"
+        parts.append(f"<details><summary><span>{summary}</span></summary>{entries}</details>")
     return "".join(parts)
 
 
-def _says(rule: Mapping[str, Any]) -> str:
+def _description(rule: Mapping[str, Any]) -> str:
     bounds: dict[str, list[str]] = {}
     for domain, bound in rule["bounds"].items():
         bounds.setdefault("none" if bound is None else f"{bound:g}", []).append(domain)
     here = "; ".join(
         words if len(bounds) == 1 else f"{words} for {', '.join(domains)}" for words, domains in bounds.items()
     )
-    return f"<p>{shown(rule['says'])}{f' Bound here: {shown(here)}.' if here else ''}</p>"
+    return f"<p>{shown(rule['description'])}{f' Bound here: {shown(here)}.' if here else ''}</p>"
 
 
 def _sample(sample: Mapping[str, Any]) -> str:
     facts = [f"<bdi>{shown(sample['where'])}</bdi>"]
     facts += [] if sample["score"] is None else [f"score {sample['score']:.6g}"]
-    texts = [("" if sample["kept_instead"] is None else "dropped", sample["text"])]
+    texts = [("" if sample["kept_instead"] is None else "filtered", sample["text"])]
     if sample["kept_instead"] is not None:
         texts.append(("kept instead", sample["kept_instead"]))
     columns = "".join(
@@ -178,28 +183,28 @@ def _sample(sample: Mapping[str, Any]) -> str:
     return f'<div class="sample"><p class="soft">{" · ".join(facts)}</p><div class="pair">{columns}</div></div>'
 
 
-def _near(near: Mapping[str, Any]) -> str:
-    if not near["candidate_pairs"]:
+def _near_duplicates(near_duplicates: Mapping[str, Any]) -> str:
+    if not near_duplicates["candidate_pairs"]:
         return ""
     bins: dict[int, int] = {}  # by the power of two at or above the size
-    for size, count in near["cluster_sizes"].items():
+    for size, count in near_duplicates["cluster_sizes"].items():
         power = (int(size) - 1).bit_length()
         bins[power] = bins.get(power, 0) + count
     labels = [
         (f"{2**p // 2 + 1:,} to {2**p:,}" if p > 1 else "2", bins.get(p, 0)) for p in range(1, max(bins, default=0) + 1)
     ]
     funnel = [
-        (_count(near["candidate_pairs"]), "candidate pairs: an equal band of their signatures"),
-        (_count(near["likely_pairs"]), "likely ones, by the signatures"),
-        (_count(near["verified_pairs"]), "verified ones, by the exact similarity"),
-        (_count(sum(near["cluster_sizes"].values())), "clusters"),
+        (_count(near_duplicates["candidate_pairs"]), "candidate pairs: a band of their signatures is equal"),
+        (_count(near_duplicates["likely_pairs"]), "likely pairs, by the signatures"),
+        (_count(near_duplicates["verified_pairs"]), "verified pairs, by the exact similarity"),
+        (_count(sum(near_duplicates["cluster_sizes"].values())), "clusters"),
     ]
     histogram = f'<p class="soft">Clusters by their number of documents</p>{_bars(labels)}' if labels else ""
     return f"<h2>Near-duplicates</h2>{tiles(funnel, stress_first=False)}{histogram}"
 
 
 def _shares(title: str, entries: Mapping[str, Mapping[str, Any]], of: str) -> str:
-    """Bars of the share of each entry in `of`, which is one of its counts, the largest first."""
+    """Bars of the share of each entry, the largest first. of: the count that the shares are of."""
     ordered = sorted(entries.items(), key=lambda item: -item[1]["share"])
     rows = [(name, entry["share"], entry["documents"], entry[of]) for name, entry in ordered[:BARS]]
     if rest := [entry for _, entry in ordered[BARS:]]:
@@ -260,14 +265,14 @@ def _bad_records(bad: Mapping[str, Any]) -> str:
 
 
 def _count(count: int) -> str:
-    """Exact as far as it fits into a tile."""
+    """A count as text: exact, or rounded if it does not fit into a tile."""
     if count < 1e8:
         return f"{count:,}"
     return next(f"{count / size:,.2f}{unit}" for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")) if count >= size)
 
 
 def _unit(size: float) -> tuple[float, str]:
-    """The unit in which all sizes of a table stand, so that they can be compared: that of the whole."""
+    """The unit for all sizes of a table: that of the total, so that the sizes can be compared."""
     return next((unit for unit in UNITS if size >= unit[0]), (1.0, "bytes"))
 
 

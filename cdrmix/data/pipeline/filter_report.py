@@ -1,24 +1,24 @@
-"""The report of a preparation: what was read, kept and dropped, by which rule, with samples; JSON and one page.
+"""The report of a preparation, as JSON and HTML: documents read, kept and filtered by each rule, with samples.
 
-report.json is one object. Amounts are {"documents", "bytes"}; bytes are of UTF-8; shares are between 0 and 1.
-    format           1; goes up when something below gets another meaning
-    records          what the sources gave, bad records included
-    read             amount: the records that had a text, before anything was done to it
-    cleaned_bytes    by how much normalisation, the extraction from HTML and placeholders made the texts shorter
-    kept             amount: what is in the shards
-    rules            a list in the order in which the rules are applied, those that dropped nothing included; of each
-        name, says, documents, bytes (null: not known), share (of `records`), byte_share (of read bytes)
-        bounds       of a filter rule, by domain, the score where dropping begins; null: infinite
-        left         amount that passed this rule and all before it
-        samples      up to three: hash (of the content), where (it was read), score or null, text (its beginning),
-                     kept_instead (the beginning of the near-duplicate that stayed) or null
-    near             what the near-duplicate stage found; 0 and {} where there was none
+report.json is one object. An amount is {"documents", "bytes"}. Bytes are of UTF-8 text. Shares are between 0 and 1.
+    format           1; increased when a field gets another meaning
+    records          number of records of the sources, bad records included
+    read             amount: the records with a text, before cleaning
+    cleaned_bytes    bytes removed by normalisation, by the extraction from HTML and by placeholders
+    kept             amount: the documents in the shards
+    rules            a list in the order in which the rules are applied, with rules that filtered nothing; of each
+        name, description, documents, bytes (null: not known), share (of `records`), byte_share (of read bytes)
+        bounds       of a filter rule, by domain: the bound of the score; null: infinite
+        left         amount that passed this rule and all earlier rules
+        samples      up to three: hash (of the content), where (location of the record), score or null, text (its
+                     start), kept_instead (start of the kept near-duplicate) or null
+    near_duplicates  counts of the near-duplicate stage; 0 and {} without that stage
         candidate_pairs, likely_pairs, verified_pairs
-        cluster_sizes  number of documents, as text -> how many clusters of so many
-    languages        code -> amount and share of its bytes, of what passed the filters
+        cluster_sizes  number of documents, as text -> number of clusters of this size
+    languages        code -> amount and share of the bytes, of the documents that passed the filters
     domains          name -> documents, tokens, rows, share of its tokens, in both splits
-    pii              kind -> how many placeholders were put in
-    bad_records      count and shown, the first messages
+    pii              kind -> number of placeholders
+    bad_records      count, and shown: the first messages
     stages           a list in order: name, seconds, cpu_seconds of all processes, bytes (of text),
                      megabytes_per_second or null
     shards           the report of the shards' index
@@ -32,12 +32,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from cdrmix.config.load import dump_config
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_data import Dedup
 from cdrmix.data.cleaning.filters import FilterChain
 from cdrmix.data.cleaning.rules import RULES
-from cdrmix.data.pipeline.drop_page import drop_page
+from cdrmix.data.pipeline.filter_page import filter_page
 from cdrmix.data.pipeline.stats import Amount, PipelineStats, Sample
 from cdrmix.data.shards import Stratum, open_shards
 from cdrmix.data.sources.base import BAD_RECORDS_SHOWN
@@ -45,56 +44,57 @@ from cdrmix.durable import write_atomically
 
 FORMAT = 1
 BAD_RECORDS = (
-    "Records that could not be read: malformed, without the text field, not UTF-8, or too large. They are counted "
-    "here alone; data.max_bad_records says how many are too many."
+    "Records that could not be read: malformed, without the text field, not UTF-8, or too large. They are counted only "
+    "here. data.max_bad_records limits their number."
 )
-EMPTY = "Nothing but white space is left after normalisation."
+EMPTY = "The text is empty or white space after normalisation."
 UNKNOWN = "No rule of this name is configured."
 
 
 def write(
     folder: Path,
     config: Config,
-    tally: PipelineStats,
-    near: dict[str, Any],
+    stats: PipelineStats,
+    near_duplicates: dict[str, Any],
     report: dict[str, Any],
     timings: dict[str, dict[str, float]],
 ) -> None:
-    """Write report.json and report.html into `folder`, which lies in a folder of whole shards.
+    """Writes report.json and report.html to `folder`, a folder inside a folder of finished shards.
 
-    near: what the near-duplicate stage found. report: of the index. timings: seconds and bytes of every stage.
+    near_duplicates: the results of the near-duplicate stage. report: of the index. timings: seconds and bytes of each
+    stage.
     """
     prepared = open_shards(folder.parent, verify=False)
     strata = [*prepared.train.strata, *prepared.valid.strata]
-    content = gather(config, tally, near, report, timings, strata)
+    content = gather(config, stats, near_duplicates, report, timings, strata)
     write_atomically(folder / "report.json", json.dumps(content, indent=1, allow_nan=False))
-    write_atomically(folder / "report.html", drop_page(content, dump_config(config)))
+    write_atomically(folder / "report.html", filter_page(content, config.to_yaml()))
 
 
 def gather(
     config: Config,
-    tally: PipelineStats,
-    near: dict[str, Any],
+    stats: PipelineStats,
+    near_duplicates: dict[str, Any],
     report: dict[str, Any],
     timings: dict[str, dict[str, float]],
     strata: Sequence[Stratum],
 ) -> dict[str, Any]:
     """The contents of report.json; strata: of both splits."""
-    read = tally.read
+    read = stats.read
     rules = [*_rules(config)]
     names = {rule["name"] for rule in rules}
-    dropped_while_reading = {"empty", *(rule["name"] for rule in rules if rule["bounds"])}
-    # What nobody foresaw is shown too, at the end, rather than left out of the sum.
-    rules += [_rule(name, UNKNOWN) for name in sorted(tally.dropped.keys() - names)]
-    taken = sum(amount.bytes for name, amount in tally.dropped.items() if name in dropped_while_reading)
-    cleaned = read.bytes - taken - tally.kept.bytes
-    records = read.documents + tally.bad
+    reading_rules = {"empty", *(rule["name"] for rule in rules if rule["bounds"])}
+    # Rules that are not configured are listed at the end, so that the sum is complete.
+    rules += [_rule(name, UNKNOWN) for name in sorted(stats.filtered.keys() - names)]
+    taken = sum(amount.bytes for name, amount in stats.filtered.items() if name in reading_rules)
+    cleaned = read.bytes - taken - stats.kept.bytes
+    records = read.documents + stats.bad
     left = Amount(records, read.bytes - cleaned)
     for rule in rules:
-        dropped = tally.dropped.get(rule["name"])
-        documents, size = (dropped.documents, dropped.bytes) if dropped else (0, 0)
+        filtered = stats.filtered.get(rule["name"])
+        documents, size = (filtered.documents, filtered.bytes) if filtered else (0, 0)
         if rule["name"] == "bad_records":
-            documents = tally.bad
+            documents = stats.bad
         left = Amount(left.documents - documents, left.bytes - size)
         rule |= {
             "documents": documents,
@@ -102,10 +102,10 @@ def gather(
             "share": _share(documents, records),
             "byte_share": None if rule["name"] == "bad_records" else _share(size, read.bytes),
             "left": vars(left),
-            "samples": [_sample(sample) for sample in dropped.samples] if dropped else [],
+            "samples": [_sample(sample) for sample in filtered.samples] if filtered else [],
         }
-    of_languages = sum(amount.bytes for amount in tally.languages.values())
-    by_bytes = sorted(tally.languages.items(), key=lambda item: (-item[1].bytes, item[0]))
+    of_languages = sum(amount.bytes for amount in stats.languages.values())
+    by_bytes = sorted(stats.languages.items(), key=lambda item: (-item[1].bytes, item[0]))
     return {
         "format": FORMAT,
         "records": records,
@@ -113,14 +113,14 @@ def gather(
         "cleaned_bytes": cleaned,
         "kept": {"documents": report["documents"], "bytes": report["text_bytes"]},
         "rules": rules,
-        "near": {
-            **{name: near.get(name, 0) for name in ("candidate_pairs", "likely_pairs", "verified_pairs")},
-            "cluster_sizes": near.get("cluster_sizes", {}),
+        "near_duplicates": {
+            **{name: near_duplicates.get(name, 0) for name in ("candidate_pairs", "likely_pairs", "verified_pairs")},
+            "cluster_sizes": near_duplicates.get("cluster_sizes", {}),
         },
         "languages": {name: {**vars(amount), "share": _share(amount.bytes, of_languages)} for name, amount in by_bytes},
         "domains": _domains(strata),
-        "pii": dict(sorted(tally.pii.items())),
-        "bad_records": {"count": tally.bad, "shown": tally.bad_shown[:BAD_RECORDS_SHOWN]},
+        "pii": dict(sorted(stats.pii.items())),
+        "bad_records": {"count": stats.bad, "shown": stats.bad_shown[:BAD_RECORDS_SHOWN]},
         "stages": [
             {
                 "name": name,
@@ -138,9 +138,10 @@ def gather(
 
 
 def _rules(config: Config) -> Iterator[dict[str, Any]]:
-    """Name, words and bounds of every configured rule, in the order of the pipeline; filters as the domains have them.
+    """Name, description and bounds of every configured rule, in the order of the pipeline.
 
-    Where domains have filters of their own, those of the first domain come first, then what only later ones have.
+    If domains have their own filters, the rules of the first domain come first, then those that only later domains
+    have.
     """
     yield _rule("bad_records", BAD_RECORDS)
     yield _rule("empty", EMPTY)
@@ -157,29 +158,31 @@ def _rules(config: Config) -> Iterator[dict[str, Any]]:
 
 
 def _duplicates(dedup: Dedup) -> dict[str, str]:
-    """What the rules say that compare documents, in their order."""
-    stays = "Of these the one of the highest quality stays, then of the highest priority, then of the smallest hash."
+    """Descriptions of the deduplication rules, in their order."""
+    kept = "The document of the highest quality is kept, then of the highest priority, then of the smallest hash."
     rules = {}
     if dedup.exact:
-        rules["exact_duplicate"] = f"The text of another document, white space apart (data.dedup.exact). {stays}"
+        rules["exact_duplicate"] = (
+            f"The text equals that of another document, except for white space (data.dedup.exact). {kept}"
+        )
     if dedup.url:
-        rules["same_address"] = f"The canonical address of another document (data.dedup.url). {stays}"
+        rules["duplicate_url"] = f"The canonical URL equals that of another document (data.dedup.url). {kept}"
     if dedup.documents_per_host is not None:
         most = f"{dedup.documents_per_host:,}"
-        rules["host_cap"] = (
-            f"More than {most} of one registrable domain (data.dedup.documents_per_host). Those of the highest quality "
-            "stay, then of the highest priority, then of the smallest hash."
+        rules["documents_per_host"] = (
+            f"The registrable domain has more than {most} documents (data.dedup.documents_per_host). Those of the "
+            "highest quality are kept, then of the highest priority, then of the smallest hash."
         )
-    if dedup.near:
+    if dedup.near_duplicates:
         rules["near_duplicate"] = (
-            f"At least {dedup.threshold:g} of the runs of {dedup.ngram} words that it or another document has are in "
-            f"both (exact Jaccard similarity, data.dedup.threshold); also through documents between them. {stays}"
+            f"The exact Jaccard similarity with another document, over runs of {dedup.ngram} words, is at least "
+            f"{dedup.threshold:g} (data.dedup.threshold), directly or through a chain of documents. {kept}"
         )
     return rules
 
 
 def _rule(name: str, words: str, bounds: dict[str, float | None] | None = None) -> dict[str, Any]:
-    return {"name": name, "says": words, "bounds": bounds or {}}
+    return {"name": name, "description": words, "bounds": bounds or {}}
 
 
 def _sample(sample: Sample) -> dict[str, Any]:

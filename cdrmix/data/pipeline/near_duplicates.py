@@ -1,8 +1,8 @@
 """Near-duplicates in external memory: signatures, bands, candidate pairs, verification, clusters, survivors.
 
-Two documents are candidates when a band of their MinHash signatures is equal; a pair is verified by the estimated and
-then the exact Jaccard similarity of its shingles; what verified pairs join is a cluster, of which the document of the
-highest quality, then the highest priority, then the smallest content hash survives.
+Two documents are candidates if a band of their MinHash signatures is equal. A pair is verified first by the estimated
+and then by the exact Jaccard similarity of its shingles. Verified pairs are joined to clusters. Of each cluster, the
+document of the highest quality is kept, then of the highest priority, then of the smallest content hash.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ import numpy as np
 
 from cdrmix.config.schema_data import Dedup
 from cdrmix.data.dedup import minhash as dedup
-from cdrmix.data.pipeline.addresses import NUMBER, dropped_rows
-from cdrmix.data.pipeline.columns import (
+from cdrmix.data.pipeline.merging import Documents
+from cdrmix.data.pipeline.stages import StageRunner
+from cdrmix.data.pipeline.stats import EXCERPT_CHARACTERS, Filtered, PipelineStats, Sample, excerpt
+from cdrmix.data.pipeline.storage import (
     Array,
-    bounds,
     column,
+    key_ranges,
     read_array,
     read_range,
     read_table,
@@ -30,34 +32,37 @@ from cdrmix.data.pipeline.columns import (
     write_array,
     write_run,
 )
-from cdrmix.data.pipeline.merging import Documents
-from cdrmix.data.pipeline.stats import EXCERPT_CHARACTERS, Dropped, PipelineStats, Sample, excerpt
-from cdrmix.data.pipeline.work import Work
+from cdrmix.data.pipeline.url_duplicates import NUMBER, filtered_rows
 
 BAND = np.dtype([("hash", "<u8"), ("number", "<i8")])
-# By the greater number: in a crowded bucket the smaller ones are the same few, and would all meet in one range.
+# Sorted by the greater number: in a crowded bucket many pairs have the same smaller number, so one range would have
+# all.
 PAIR = np.dtype([("b", "<i8"), ("a", "<i8")])
 EMPTY = np.uint32(2**32 - 1)
-PAIRS_AT_ONCE = 4096
-CROWDED = 32  # documents of a bucket that all others in it are compared with: what is alike in one band is so in others
-SLACK = 4  # standard deviations of the estimate below the threshold that a pair may be and still be looked at exactly
+PAIR_BLOCK = 4096
+CROWDED_BUCKET = (
+    32  # documents of a bucket that all others in it are compared with: what is alike in one band is so in others
+)
+MARGIN_DEVIATIONS = (
+    4  # standard deviations of the estimate below the threshold that a pair may be and still be looked at exactly
+)
 
 
 @dataclass(frozen=True)
 class Sign:
-    """Signatures and band entries of a partition."""
+    """A task: signatures and band entries of a partition."""
 
     signatures: Path
     bands: Path
     table: Path
     span: tuple[int, int]
-    dropped: tuple[Path, ...]
+    filtered: tuple[Path, ...]
     section: Dedup
 
 
 @dataclass(frozen=True)
 class Match:
-    """Candidates of the band hashes low .. high - 1 whose estimated similarity is near the threshold or above."""
+    """A task: candidate pairs of the band hashes low .. high - 1, without those that are surely below the threshold."""
 
     path: Path
     bands: tuple[Path, ...]
@@ -70,7 +75,7 @@ class Match:
 
 @dataclass(frozen=True)
 class Verify:
-    """The pairs whose second document is number low .. high - 1, if their exact similarity reaches the threshold."""
+    """A task: the pairs with the second document in low .. high - 1 whose exact similarity reaches the threshold."""
 
     path: Path
     pairs: tuple[Path, ...]
@@ -78,12 +83,12 @@ class Verify:
     high: int
     documents: Documents
     section: Dedup
-    memory: int  # bytes of texts held at a time
+    memory: int  # bytes of texts in memory at a time
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """All verified pairs to the numbers that do not survive."""
+    """A task: from all verified pairs to the numbers of the filtered documents."""
 
     path: Path
     edges: tuple[Path, ...]
@@ -91,29 +96,31 @@ class Cluster:
 
 
 def near_duplicates(
-    work: Work, documents: Documents, dropped: list[Path], section: Dedup, memory: int
+    runner: StageRunner, documents: Documents, filtered: list[Path], section: Dedup, memory: int
 ) -> tuple[list[Path], dict[str, Any], list[dict[str, Any]]]:
-    """The run of the numbers that are near-duplicates of a survivor; what was found, for the report; the tallies.
+    """Finds near-duplicates.
 
-    dropped: runs of documents that do not count any more. memory: bytes that a task may take, about.
+    filtered: runs of documents that earlier stages have filtered. memory: approximate bytes that a task may use.
+
+    Returns the run of the filtered documents, the counts for the report, and the results with their statistics.
     """
-    signatures, bands = work.place("signatures"), work.place("bands")
+    signatures, bands = runner.folder_of("signatures"), runner.folder_of("bands")
     signed = [
         Sign(
             signatures / f"{number:06d}.npy",
             bands / f"{number:06d}.npy",
             path,
             documents.span(number),
-            tuple(dropped),
+            tuple(filtered),
             section,
         )
         for number, path in enumerate(documents.paths)
     ]
-    entries = sum(result["entries"] for result in work.stage("signatures", sign, signed, about="signatures"))
-    ranges = work.task_count("pairs", max(len(signed), math.ceil(entries * BAND.itemsize * 8 / memory)))
+    entries = sum(result["entries"] for result in runner.stage("signatures", sign, signed, about="signatures"))
+    ranges = runner.task_count("pairs", max(len(signed), math.ceil(entries * BAND.itemsize * 8 / memory)))
     matched = [
         Match(
-            work.place("pairs") / f"{number:06d}.npy",
+            runner.folder_of("pairs") / f"{number:06d}.npy",
             tuple(task.bands for task in signed),
             tuple(task.signatures for task in signed),
             tuple(map(int, documents.offsets)),
@@ -121,14 +128,14 @@ def near_duplicates(
             high,
             section,
         )
-        for number, (low, high) in enumerate(bounds(ranges))
+        for number, (low, high) in enumerate(key_ranges(ranges))
     ]
-    candidates = work.stage("pairs", match, matched, about="candidate pairs")
-    work.forget("bands")
-    work.forget("signatures")
+    candidates = runner.stage("pairs", match, matched, about="candidate pairs")
+    runner.remove("bands")
+    runner.remove("signatures")
     verified = [
         Verify(
-            work.place("edges") / f"{number:06d}.npy",
+            runner.folder_of("edges") / f"{number:06d}.npy",
             tuple(task.path for task in matched),
             low,
             high,
@@ -136,14 +143,14 @@ def near_duplicates(
             section,
             memory // 4,
         )
-        for number, (low, high) in enumerate(bounds(len(documents.paths), len(documents)))
+        for number, (low, high) in enumerate(key_ranges(len(documents.paths), len(documents)))
     ]
-    edges = work.stage("edges", verify, verified, about="exact similarities")
-    work.forget("pairs")
-    path = work.place("near_duplicate") / "000000.npy"
+    edges = runner.stage("edges", verify, verified, about="exact similarities")
+    runner.remove("pairs")
+    path = runner.folder_of("near_duplicate") / "000000.npy"
     task = Cluster(path, tuple(task.path for task in verified), documents)
-    (clusters,) = work.stage("near_duplicate", cluster, [task], about="clusters")
-    work.forget("edges")
+    (clusters,) = runner.stage("near_duplicate", cluster, [task], about="clusters")
+    runner.remove("edges")
     found = {
         "candidate_pairs": sum(result["candidates"] for result in candidates),
         "likely_pairs": sum(result["likely"] for result in edges),
@@ -154,13 +161,13 @@ def near_duplicates(
 
 
 def sign(task: Sign) -> dict[str, Any]:
-    """Write the signatures, uint32 [rows, num_perm], and the run of band entries of a partition."""
+    """Writes the signatures, uint32 [rows, num_perm], and the run of band entries of a partition."""
     section = task.section
     texts = texts_of(read_table(task.table))
     signatures = dedup.minhash_signatures(
         texts, num_perm=section.num_perm, ngram=section.ngram, seed=section.seed, threads=1
     )
-    rows = np.flatnonzero(~dropped_rows(task.dropped, task.span) & (signatures != EMPTY).any(1))
+    rows = np.flatnonzero(~filtered_rows(task.filtered, task.span) & (signatures != EMPTY).any(1))
     hashes = dedup.band_hashes(signatures[rows], bands=section.bands, rows=section.rows)
     entries = np.zeros(hashes.size, BAND)
     entries["hash"] = hashes.ravel()
@@ -171,17 +178,17 @@ def sign(task: Sign) -> dict[str, Any]:
 
 
 def match(task: Match) -> dict[str, Any]:
-    """Write the run of pairs of a range of band hashes."""
+    """Writes the run of pairs of a range of band hashes."""
     section = task.section
     entries = read_range(task.bands, task.low, task.high)
     hashes, numbers = np.ascontiguousarray(entries["hash"]), np.ascontiguousarray(entries["number"])
-    pairs = dedup.bucket_pairs(hashes, numbers, limit=CROWDED)
+    pairs = dedup.bucket_pairs(hashes, numbers, limit=CROWDED_BUCKET)
     deviation = math.sqrt(section.threshold * (1 - section.threshold) / section.num_perm)
-    least = section.threshold - SLACK * deviation
+    least = section.threshold - MARGIN_DEVIATIONS * deviation
     signatures = [read_array(path) for path in task.signatures]
     offsets = np.array(task.offsets)
     likely = []
-    for chunk in np.array_split(pairs, max(math.ceil(len(pairs) / PAIRS_AT_ONCE), 1)):
+    for chunk in np.array_split(pairs, max(math.ceil(len(pairs) / PAIR_BLOCK), 1)):
         a, b = (_gather(signatures, offsets, np.ascontiguousarray(chunk[:, side])) for side in (0, 1))
         likely.append(chunk[dedup.estimated_jaccard(a, b) >= least])
     write_run(task.path, _as_pairs(np.concatenate(likely)))
@@ -189,11 +196,11 @@ def match(task: Match) -> dict[str, Any]:
 
 
 def verify(task: Verify) -> dict[str, Any]:
-    """Write the run of verified pairs of a range of documents."""
+    """Writes the run of verified pairs of a range of documents."""
     entries = read_range(task.pairs, task.low, task.high)
     pairs = np.unique(np.stack([entries["a"], entries["b"]], 1), axis=0)
     edges = np.concatenate([pairs[:0], *_similar(pairs, task)])
-    # What hangs together hangs on its smallest number: one edge a document instead of one a pair.
+    # Connect each document with the smallest number of its component: one edge per document instead of one per pair.
     numbers, local = np.unique(edges, return_inverse=True)
     smallest = numbers[dedup.clusters(local.reshape(-1, 2), len(numbers))]
     star = np.stack([smallest, numbers], 1)[smallest != numbers]
@@ -202,7 +209,7 @@ def verify(task: Verify) -> dict[str, Any]:
 
 
 def _similar(pairs: Array, task: Verify) -> Iterator[Array]:
-    """The pairs that are similar enough, looked at in pieces whose texts fit into memory."""
+    """The pairs that reach the threshold. They are compared in pieces whose texts fit into memory."""
     numbers, local = np.unique(pairs, return_inverse=True)
     if len(pairs) > 1 and task.documents.sizes(numbers).sum() > task.memory:
         middle = len(pairs) // 2
@@ -215,34 +222,34 @@ def _similar(pairs: Array, task: Verify) -> Iterator[Array]:
 
 
 def cluster(task: Cluster) -> dict[str, Any]:
-    """Write the run of the numbers that do not survive. Memory: some 100 bytes a document that has a verified pair."""
+    """Writes the run of filtered documents. Memory: about 100 bytes per document with a verified pair."""
     edges = np.concatenate([read_array(path) for path in task.edges])
     numbers, local = np.unique(np.stack([edges["a"], edges["b"]], 1), return_inverse=True)
     labels = dedup.clusters(local.reshape(-1, 2), len(numbers))
     table = task.documents.take(numbers, ["quality", "priority"])
-    # the best of each cluster first; numbers, which are in the order of content hashes, settle what is equal
+    # the best document of each cluster first; ties are decided by the numbers, which follow the content hashes
     order = np.lexsort([numbers, -column(table, "priority").astype(np.int64), -column(table, "quality"), labels])
     survives = np.concatenate([[True], labels[order][1:] != labels[order][:-1]]) if len(order) else np.zeros(0, bool)
     survivor_of = np.repeat(numbers[order[survives]], np.bincount(np.cumsum(survives))[1:])  # in the order of `order`
     lost = np.sort(numbers[order[~survives]])
-    tally = PipelineStats()
+    stats = PipelineStats()
     if len(lost):
-        tally.dropped["near_duplicate"] = Dropped(len(lost), int(task.documents.sizes(lost).sum()))
+        stats.filtered["near_duplicate"] = Filtered(len(lost), int(task.documents.sizes(lost).sum()))
     kept_instead = dict(zip(numbers[order].tolist(), survivor_of.tolist(), strict=True))
     samples = [_sample(task.documents, number, kept_instead[number]) for number in lost[:3].tolist()]
     if samples:
-        tally.dropped["near_duplicate"].show(samples)
+        stats.filtered["near_duplicate"].add_samples(samples)
     entries = np.zeros(len(lost), NUMBER)
     entries["number"] = lost
     write_run(task.path, entries)
     sizes_of = Counter(np.unique(labels, return_counts=True)[1].tolist())
-    return {"tally": tally.as_json(), "sizes": {str(size): sizes_of[size] for size in sorted(sizes_of)}}
+    return {"stats": stats.as_json(), "sizes": {str(size): sizes_of[size] for size in sorted(sizes_of)}}
 
 
 def _sample(documents: Documents, lost: int, kept: int) -> Sample:
     (row,) = documents.take(np.array([lost]), ["hash", "where", "text"]).to_pylist()
     (like,) = documents.take(np.array([kept]), ["text"]).to_pylist()
-    # from a little before the first difference on
+    # the excerpts start a little before the first difference
     pairs = enumerate(zip(row["text"], like["text"], strict=False))
     difference = next((place for place, (one, other) in pairs if one != other), 0)
     start = max(difference - EXCERPT_CHARACTERS // 4, 0)
@@ -251,7 +258,7 @@ def _sample(documents: Documents, lost: int, kept: int) -> Sample:
 
 
 def _gather(signatures: list[Array], offsets: Array, numbers: Array) -> Array:
-    """The signatures of the documents with these numbers, in any order."""
+    """The signatures of the documents with these numbers. The numbers may be in any order."""
     owners = np.searchsorted(offsets, numbers, side="right") - 1
     out = np.empty((len(numbers), signatures[0].shape[1]), np.uint32)
     for owner in np.unique(owners):

@@ -1,0 +1,156 @@
+"""Plugins: an installed distribution registers a mixer, a task, a source and an optimizer, and a run uses them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cdrmix.errors import ConfigError, PluginError
+
+PLUGIN = """
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from cdrmix.data.sources.base import SOURCES, Record, Source
+from cdrmix.data.tasks.example import ANSWER, Example, Length, task
+from cdrmix.data.tasks.rng import Rng
+from cdrmix.model.mixers.base import MIXERS, Mixed, Mixer
+from cdrmix.training.optim import OPTIMIZERS
+
+
+@MIXERS("pointwise")
+class Pointwise(Mixer):
+    part = "pointwise"
+
+    def __init__(self, config: Any, layer: int) -> None:
+        super().__init__()
+        self.output = nn.Linear(config.d_model, config.d_model, bias=False)
+
+    def forward(self, x: Any, context: Any, cache: Any) -> Mixed:
+        return Mixed(self.projected("output", x, context))
+
+
+@task("backwards", Length())
+def backwards(rng: Rng, difficulty: Length) -> Example:
+    word = "".join(rng.choice("abcdefgh") for _ in range(difficulty.characters // 4))
+    return Example(f"Word: {word}\\n{ANSWER}", "", f" {word[::-1]}")
+
+
+@SOURCES("counting")
+class Counting(Source):
+    kind = "counting"
+
+    def __init__(self, section: Any, max_expansion: int = 1) -> None:
+        self.count = section.options["count"]
+        self.parse = parse
+
+    def identity(self) -> list[Any]:
+        return [self.count]
+
+    def describe(self) -> str:
+        return f"{self.count} numbers"
+
+    def parts(self) -> list[str]:
+        return ["numbers"]
+
+    def records(self, part: str, checkpoint: Any = None) -> Iterator[Record]:
+        for number in range(1, self.count + 1):
+            yield Record(number, number, 10)
+
+
+def parse(raw: int) -> tuple[str, dict[str, Any]]:
+    return f"The number {raw} comes before {raw + 1}. " * 5, {}
+
+
+@OPTIMIZERS("nadam")
+def nadam(groups: list[dict[str, Any]], train: Any) -> torch.optim.Optimizer:
+    return torch.optim.NAdam(groups, lr=train.learning_rate)
+"""
+OVERRIDES = (
+    "model.layers=3",
+    "model.mixer_layers={pointwise: [1]}",
+    "train.steps=2",
+    "train.warmup_steps=0",
+    "train.optimizer=nadam",
+    "data.source=null",
+    "data.domains={numbers: {source: {kind: plugin, name: counting, options: {count: 60}}}, "
+    "tasks: {source: {kind: tasks, tasks: [backwards], documents: 20, characters: 100}}}",
+)
+
+
+def install(folder: Path, module: str, entry: str) -> dict[str, str]:
+    """A distribution with one entry point below `folder`; the environment of a process that has it installed."""
+    (folder / "toy_plugin.py").write_text(module)
+    information = folder / "toy_distribution-1.2.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-distribution\nVersion: 1.2\n")
+    (information / "entry_points.txt").write_text(f"[cdrmix.plugins]\ntoy = {entry}\n")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
+
+
+def cdrmix(environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "import sys; from cdrmix.cli import main; sys.exit(main())", *words]
+    return subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
+
+
+def test_a_run_uses_the_entries_of_a_plugin(tmp_path: Path, arguments: Callable[..., list[str]]) -> None:
+    environment = install(tmp_path, PLUGIN, "toy_plugin")
+    runs = tmp_path / "runs"
+    done = cdrmix(environment, "train", *arguments(*OVERRIDES, f"run.root={runs}", f"data.cache={tmp_path / 'cache'}"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run,) = runs.glob("*-*")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2]
+    said = cdrmix(environment, "params", *arguments(*OVERRIDES))
+    assert said.returncode == 0, said.stderr
+    assert "pointwise" in said.stdout
+    generated = cdrmix(environment, "generate", "--model", str(run), "--prompt", "The", "--max-new-tokens", "2")
+    assert generated.returncode == 0, generated.stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "model.mixer_layers={pointwize: [1]}",
+            "model.mixer_layers.pointwize: unknown mixer\n"
+            "    allowed: one of the mixers attention, rwkv7, mamba2, routing_mamba, pointwise\n"
+            "    did you mean model.mixer_layers.pointwise?",
+        ),
+        ("train.optimizer=nadams", 'found "nadams" (a string)\n    allowed: one of adamw, nadam\n'),
+        ("data.source={kind: plugin, name: count}", "data.source.name: unknown source 'count'; known: "),
+        ("data.source={kind: tasks, tasks: [backward], documents: 1}", "did you mean 'backwards'?"),
+    ],
+)
+def test_a_name_that_no_plugin_registers_is_refused(
+    tmp_path: Path, arguments: Callable[..., list[str]], override: str, message: str
+) -> None:
+    done = cdrmix(install(tmp_path, PLUGIN, "toy_plugin"), "train", *arguments(override))
+    assert done.returncode == ConfigError.exit_code, done.stderr
+    assert message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "entry", "reason"),
+    [
+        ("raise OSError('no such device')", "toy_plugin", "failed with OSError: no such device"),
+        ("def start():\n    raise KeyError('x')", "toy_plugin:start", "failed with KeyError: 'x'"),
+        ("start = 3", "toy_plugin:start", "is neither a module nor a function, but int"),
+        ("", "toy_plugin:start", "failed with AttributeError: module 'toy_plugin' has no attribute 'start'"),
+    ],
+)
+def test_a_broken_plugin_is_named(
+    tmp_path: Path, arguments: Callable[..., list[str]], module: str, entry: str, reason: str
+) -> None:
+    done = cdrmix(install(tmp_path, module, entry), "validate", *arguments())
+    assert done.returncode == PluginError.exit_code, done.stderr
+    assert f"the plugin 'toy' = '{entry}' of the distribution toy-distribution 1.2 {reason}" in done.stderr
