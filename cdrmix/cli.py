@@ -1,7 +1,7 @@
-"""The command line: argv to a configuration to the package that serves it.
+"""The command line: parses the arguments, loads the configuration and calls the package that does the work.
 
-Every error that a person can mend is a CdrmixError: its message goes to standard error, its exit code to the shell.
-Packages are imported where a command needs them, so that `cdrmix --help` does not wait for PyTorch.
+A CdrmixError is an error that the user can correct: its message goes to standard error and its exit code to the shell.
+Each command imports the packages it needs itself, so that `cdrmix --help` does not import PyTorch.
 """
 
 from __future__ import annotations
@@ -23,27 +23,28 @@ from cdrmix.training import launch
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
-UNEXPECTED = 70  # sysexits.h EX_SOFTWARE: our mistake, not the person's
-# Of a place that a person named: --out, --model, a run folder.
+UNEXPECTED = 70  # sysexits.h EX_SOFTWARE: a defect of cdrmix, not a mistake of the user
+# The user named a path that cannot be used: --out, --model, a run folder.
 UNUSABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
-OVERRIDES = "key.path=value arguments after --config X override keys of the file, for example train.steps=100"
+OVERRIDES = "Arguments of the form key.path=value override keys of the file. Example: train.steps=100"
 
 GUTTER = (
-    "Text stands behind a gutter: its loss weight where that is not 1, then | for a line, : for the rest of one, "
-    "> for a special token. Control characters are spelled out: <U+001B>."
+    "Each line of text has a prefix: the loss weight if it is not 1, then | for a new line, : for the continuation "
+    "of a long line, > for a special token. Control characters are printed as <U+001B>."
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code (0, or a CdrmixError's).
+    """Runs one command and returns the exit code: 0, or the exit code of a CdrmixError.
 
-    Raises SystemExit with 70, after printing where it arose, for an error that nobody foresaw: 1 is `compare`'s answer.
+    Raises SystemExit with 70 for an unexpected error, after printing its traceback. The code is not 1, because 1 is an
+    answer of `compare`.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
         return _run(arguments)
     except Exception as error:
-        message = "cdrmix: error: this was not foreseen; the lines above tell where it happened"
+        message = "cdrmix: error: unexpected error (a defect of cdrmix); the traceback is above"
         raise SystemExit(_fail(UNEXPECTED, message, show_traceback=True)) from error
     finally:
         if launch.is_worker():
@@ -63,14 +64,16 @@ def _run(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return _fail(INTERRUPTED, "cdrmix: interrupted", show_traceback, agreed=True)
     except BrokenPipeError:
-        # The reader (head, less) went away. Python would complain again when it flushes at exit.
+        # The reader of the output (head, less) has exited. Without this, Python fails again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             where = f" while writing {error.filename}" if error.filename else ""
             return _fail(
-                DiskFullError.exit_code, f"cdrmix: error: the disk is full{where}; free some space", show_traceback
+                DiskFullError.exit_code,
+                f"cdrmix: error: the disk is full{where}; free some space and run again",
+                show_traceback,
             )
         if error.errno not in UNUSABLE or not error.filename:
             raise
@@ -84,7 +87,7 @@ def train_main() -> int:
 
 
 def _fail(status: int, message: str, show_traceback: bool, *, agreed: bool = False) -> int:
-    """Says what went wrong. `agreed`: every process of the run fails alike, so none need be stopped by torchrun."""
+    """Reports an error. `agreed`: every process of the run fails in the same way, so torchrun need not stop any."""
     if show_traceback:
         message = traceback.format_exc() + message
     if launch.is_worker():
@@ -98,20 +101,20 @@ def _overrides(options: argparse.Namespace, rest: Sequence[str]) -> list[str]:
     for word in rest:
         if word.startswith("-") or "=" not in word or not hasattr(options, "config"):
             raise ConfigError(
-                f"unknown argument {word!r}; `cdrmix {options.name} --help` lists what is known"
-                + (f" ({OVERRIDES})" if hasattr(options, "config") else "")
+                f"unknown argument {word!r}; `cdrmix {options.name} --help` lists the arguments"
+                + (f". {OVERRIDES}" if hasattr(options, "config") else "")
             )
     return list(rest)
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of every command; each sets `command`, a function of the parsed options that returns an exit code."""
+    """The parser of all commands. Each command sets `command`: a function from the parsed options to an exit code."""
     top = argparse.ArgumentParser(
         prog="cdrmix",
-        description="Train mixture-of-experts models that mix RWKV-7 and attention, from raw text to an export.",
+        description="Train hybrid mixture-of-experts language models, from raw text to an exported model.",
         allow_abbrev=False,
     )
-    top.add_argument("--traceback", action="store_true", help="show where in the program an error arose")
+    top.add_argument("--traceback", action="store_true", help="print the Python traceback of an error")
     commands = top.add_subparsers(dest="name", required=True, metavar="COMMAND")
 
     def add(name: str, command: object, text: str, *, config: bool | None = None) -> argparse.ArgumentParser:
@@ -123,104 +126,138 @@ def parser() -> argparse.ArgumentParser:
             sub.add_argument("--config", required=config, type=Path, metavar="YAML", help="the configuration file")
         return sub
 
-    train = add("train", _train, "prepare text, train, evaluate, export and report: one run", config=True)
-    train.add_argument("--nproc", type=_positive, default=1, metavar="N", help="processes on this machine (torchrun)")
-    train.add_argument("--resume", metavar="auto|PATH", help="go on with an unfinished run of this configuration")
+    train = add("train", _train, "run everything: prepare the text, train, evaluate, export, report", config=True)
+    train.add_argument("--nproc", type=_positive, default=1, metavar="N", help="number of processes on this machine")
+    train.add_argument(
+        "--resume", metavar="auto|PATH", help="continue a run: auto is the newest unfinished run of this configuration"
+    )
     text = (
-        "print what the run takes on this machine and stop: exit 2 where it does not fit, 3 where its text is not there"
+        "print the plan of the run on this machine and stop; exit code 2 if it does not fit, 3 if the text is missing"
     )
     train.add_argument("--dry-run", action="store_true", help=text)
     _add_data(commands)
-    add("validate", _validate, "check a configuration and print it with every key resolved", config=True)
-    text = "what training takes: memory by component, operations, time, disk; and what would fit where it does not"
+    add("validate", _validate, "check a configuration and print the value of every key", config=True)
+    text = "estimate memory, operations, time and disk of a training; if it does not fit, suggest settings that do"
     plan = add("plan", _plan, text, config=True)
     plan.add_argument(
         "--gpu",
         choices=[*(gpu.key for gpu in GPUS), "cpu"],
-        help="for this card (default: what run.device means on this machine)",
+        help="plan for this device (default: the device that run.device selects on this machine)",
     )
-    plan.add_argument("--gpus", type=_positive, default=1, metavar="N", help="devices, one a process (default 1)")
-    plan.add_argument("--json", action="store_true", help="print JSON instead of a table; unknown figures are null")
-    add("params", _params, "count parameters, stored and active, without building the model", config=True)
+    plan.add_argument(
+        "--gpus", type=_positive, default=1, metavar="N", help="number of devices, one process each (default 1)"
+    )
+    plan.add_argument("--json", action="store_true", help="print JSON instead of a table; unknown values are null")
+    add("params", _params, "count stored and active parameters without building the model", config=True)
 
     evaluate = add(
-        "eval", _eval, "held-out bits per byte of a model, beside unigram, gzip -9 and zstd -19", config=False
+        "eval", _eval, "measure bits per byte on held-out text, and compare with unigram, gzip, zstd", config=False
     )
     _model(evaluate)
     _device(evaluate)
     evaluate.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    generate = add("generate", _generate, "let a model continue a prompt, streaming")
+    generate = add("generate", _generate, "continue a prompt and print the text while it is generated")
     _model(generate)
     _device(generate)
-    generate.add_argument("--prompt", default="", help="text to continue; empty: a new document")
-    generate.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
-    generate.add_argument("--top-p", type=float, default=0.95, help="least probability mass kept (default 0.95)")
-    generate.add_argument("--top-k", type=int, default=0, help="tokens kept; 0: all (default)")
+    generate.add_argument("--prompt", default="", help="text to continue (default: empty, which begins a new document)")
+    generate.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        help="sampling temperature; 0 takes the most likely token (default 0.8)",
+    )
+    generate.add_argument(
+        "--top-p",
+        type=float,
+        default=0.95,
+        help="keep the most likely tokens up to this total probability (default 0.95)",
+    )
+    generate.add_argument(
+        "--top-k", type=int, default=0, help="keep only the K most likely tokens; 0 keeps all (default 0)"
+    )
     generate.add_argument("--seed", type=int, default=1, help="the same seed gives the same text (default 1)")
-    generate.add_argument("--min-p", type=float, default=0.0, help="least share of the likeliest's (default 0: none)")
-    text = "above 1, tokens that were there become less likely (default 1)"
+    generate.add_argument(
+        "--min-p", type=float, default=0.0, help="drop tokens below this share of the most likely one (default 0)"
+    )
+    text = "a value above 1 makes tokens of the text so far less likely (default 1)"
     generate.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help=text)
     generate.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end before this; may be repeated"
+        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated"
     )
-    generate.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="stop after N (default 256)")
-    export = add("export", _export, "write a run's model as a checksummed, read-only folder")
+    generate.add_argument(
+        "--max-new-tokens", type=int, default=256, metavar="N", help="end after N tokens (default 256)"
+    )
+    export = add("export", _export, "write the model of a run to a read-only folder with checksums")
     _model(export)
     where = export.add_mutually_exclusive_group()
-    where.add_argument("--out", type=Path, metavar="PATH", help="the new folder (default: export/ in the run folder)")
+    where.add_argument("--out", type=Path, metavar="PATH", help="folder to create (default: export/ in the run folder)")
     where.add_argument(
-        "--rwkv", type=Path, metavar="OUT.pth", help="instead, the weights of a pure RWKV-7 for the rwkv package"
+        "--rwkv", type=Path, metavar="OUT.pth", help="write a pure RWKV-7 model for the rwkv package instead"
     )
     _add_reason(commands)
     ablate = add(
-        "ablate", _ablate, "train small models with a mechanism on and off, and print what it does", config=True
+        "ablate", _ablate, "train small models with a mechanism on and off, and print a comparison", config=True
     )
-    ablate.add_argument("--seeds", type=_seeds, metavar="1,2,3", help="these seeds (default: the file's)")
-    ablate.add_argument("--arms", type=lambda text: text.split(","), metavar="A,B", help="these arms (default: all)")
-    ablate.add_argument("--out", type=Path, metavar="FOLDER", help="of results (default: experiments/ablations)")
-    compare = add("compare", _compare, "whether two runs ended with the same weights, bit for bit (exit 0) or not (1)")
+    ablate.add_argument("--seeds", type=_seeds, metavar="1,2,3", help="seeds to run (default: those of the file)")
+    ablate.add_argument("--arms", type=lambda text: text.split(","), metavar="A,B", help="arms to run (default: all)")
+    ablate.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="folder of the results (default: experiments/ablations)"
+    )
+    compare = add(
+        "compare", _compare, "compare the final weights of two runs bit for bit; exit code 0 if identical, 1 if not"
+    )
     compare.add_argument("runs", nargs=2, type=Path, metavar="RUN", help="a run, checkpoint or export folder")
-    report = add("report", _report, "draw loss.png and write report.html of a run")
+    report = add("report", _report, "write loss.png, load.png and report.html of a run again")
     report.add_argument("run", type=Path, metavar="RUN", help="the run folder")
     return top
 
 
 def _add_data(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """`data` has commands of its own."""
-    text = "work on the text alone: prepare shards, look into them"
+    text = "prepare text without training, and inspect prepared text"
     data = commands.add_parser("data", help=text, description=text, allow_abbrev=False)
     actions = data.add_subparsers(dest="action", required=True, metavar="COMMAND")
-    text = "clean, deduplicate and tokenise the text into shards, which later runs reuse; prints their folder last"
+    text = "clean, deduplicate, tokenise and pack the text into shards, which later runs reuse; print their folder"
     prepare = actions.add_parser("prepare", help=text, description=text, allow_abbrev=False, epilog=OVERRIDES)
     prepare.set_defaults(command=_data_prepare, name="data prepare")
     prepare.add_argument("--config", required=True, type=Path, metavar="YAML", help="the configuration file")
-    text = "print the figures of prepared shards, and rows of them decoded, document by document"
+    text = "print statistics of prepared shards, and decoded rows with their documents"
     inspect = actions.add_parser("inspect", help=text, description=text, allow_abbrev=False, epilog=GUTTER)
     inspect.set_defaults(command=_data_inspect, name="data inspect")
-    inspect.add_argument("shards", type=Path, metavar="SHARDS", help="the folder that `cdrmix data prepare` printed")
-    inspect.add_argument("--split", choices=["train", "valid"], default="train", help="default: train")
-    inspect.add_argument("--row", type=int, metavar="N", help="the first row to print, from 0 (default: the first)")
-    inspect.add_argument("--rows", type=_positive, default=1, metavar="N", help="how many rows to print (default 1)")
-    inspect.add_argument("--domain", metavar="NAME", help="only rows of this domain")
+    inspect.add_argument("shards", type=Path, metavar="SHARDS", help="the folder that `cdrmix data prepare` prints")
+    inspect.add_argument("--split", choices=["train", "valid"], default="train", help="which split (default: train)")
+    inspect.add_argument("--row", type=int, metavar="N", help="first row to print, counted from 0 (default 0)")
+    inspect.add_argument("--rows", type=_positive, default=1, metavar="N", help="number of rows to print (default 1)")
+    inspect.add_argument("--domain", metavar="NAME", help="print only rows of this domain")
 
 
 def _add_reason(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """`reason` has commands of its own."""
-    text = "work with a model that has been through stage B"
+    text = "use a model that was trained in stage B"
     reason = commands.add_parser("reason", help=text, description=text, allow_abbrev=False)
     actions = reason.add_subparsers(dest="action", required=True, metavar="COMMAND")
-    text = "read a long document chunk by chunk, show what is written and remembered, answer a question about it"
+    text = "read a document chunk by chunk, show what the model stores, answer a question about it"
     demo = actions.add_parser("demo", help=text, description=text, allow_abbrev=False)
     demo.set_defaults(command=_reason_demo, name="reason demo")
     _model(demo)
     _device(demo)
-    demo.add_argument("--document", type=Path, metavar="FILE", help="UTF-8 text (default: one of generated facts)")
-    demo.add_argument("--question", metavar="TEXT", help="what to answer; goes with --document")
     demo.add_argument(
-        "--chunks", type=_positive, default=8, metavar="N", help="of the generated one, about (default 8)"
+        "--document", type=Path, metavar="FILE", help="UTF-8 text (default: a generated document of facts)"
     )
-    demo.add_argument("--number", type=_positive, default=1, metavar="N", help="which generated one (default 1)")
-    demo.add_argument("--session", type=Path, metavar="FILE", help="go on from this file where it is there; save there")
+    demo.add_argument("--question", metavar="TEXT", help="question about --document; the two are given together")
+    demo.add_argument(
+        "--chunks",
+        type=_positive,
+        default=8,
+        metavar="N",
+        help="approximate length of the generated document (default 8)",
+    )
+    demo.add_argument(
+        "--number", type=_positive, default=1, metavar="N", help="number of the generated document (default 1)"
+    )
+    demo.add_argument(
+        "--session", type=Path, metavar="FILE", help="continue from this file if it exists, and save to it"
+    )
 
 
 def _model(sub: argparse.ArgumentParser) -> None:
@@ -233,7 +270,7 @@ def _device(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--device",
         choices=["auto", "cpu", "cuda"],
-        help="where the model runs (default: its configuration's run.device)",
+        help="device of the model (default: run.device of its configuration)",
     )
 
 
@@ -249,11 +286,11 @@ def _train(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides)
     if options.dry_run:
         if options.resume:
-            raise ConfigError("--dry-run plans a run from its start: leave out --resume")
+            raise ConfigError("--dry-run plans a new run; remove --resume")
         from cdrmix.data.prepare import open_inputs
 
         status = _print_plan(config, None, options.nproc, False)
-        open_inputs(config)  # what is missing of them would stop the run too
+        open_inputs(config)  # a missing input would stop the run too
         return status
     if options.nproc > 1:
         launch.check_processes(config, options.nproc)
@@ -316,7 +353,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _print_plan(config: Config, gpu: str | None, processes: int, as_json: bool) -> int:
-    """Exit code 0 where the configuration fits, or nobody knows; 2 where not."""
+    """Returns exit code 0 if the configuration fits or the memory is unknown, 2 if it does not fit."""
     import torch
 
     from cdrmix.plan.machine import machine_for
@@ -376,7 +413,7 @@ def _generate(options: argparse.Namespace) -> int:
 
 
 def _show_every_character() -> None:
-    """A terminal that cannot show a character gets its code instead of an end in the middle of the text."""
+    """Prints a character that the terminal cannot encode as its code; without this, printing would fail midway."""
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 
 
@@ -385,7 +422,7 @@ def _reason_demo(options: argparse.Namespace) -> int:
     from cdrmix.workflow import load_alone
 
     if (options.document is None) != (options.question is None):
-        raise ConfigError("--document and --question go together: a text of your own, and what to answer about it")
+        raise ConfigError("--document and --question must be given together: a text, and a question about it")
     _show_every_character()
     demonstrate(
         load_alone(options.model, options.device),
