@@ -1,8 +1,8 @@
-"""The schema of a run: every key a YAML may hold, its type, its range and its default.
+"""The schema of a run: every key of a configuration, with its type, range, default and description.
 
-Sections are frozen and refuse unknown keys. What concerns one key is said by its type; what
-concerns several is checked in validators.py. A key without a default must be written, unless
-the autosizers derive it from `model.size`, `model.d_model` or `model.attention.heads`.
+Sections are frozen and refuse unknown keys. The type of a key checks that key; validators.py checks combinations of
+keys. A key without a default must be set, unless the autosizers derive it from `model.size`, `model.d_model` or
+`model.attention.heads`.
 """
 
 from __future__ import annotations
@@ -30,90 +30,140 @@ Size = Literal["1b", "4b", "40b", "200b"]
 
 
 class Run(Section):
-    """Where the run lives and what makes it repeatable."""
+    """Name, seed, folder and device of the run."""
 
     name: Text = "run"
+    """Name of the run in the report, the model card and the trackers."""
     seed: NonNegativeInt = 1
+    """Seed of everything random: initial weights, order of the rows, router jitter."""
     root: Text = "experiments"
+    """Folder in which run folders are created."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: NonNegativeInt = 0  # CPU threads a process; 0: chosen by the time of steps; never decides a bit
+    """Device of this run. auto: a GPU if PyTorch can use one, otherwise the CPU."""
+    threads: NonNegativeInt = 0
+    """CPU threads of a process. 0: the run measures its own steps and selects the fastest number. The number of threads
+    never changes a result."""
 
 
 class Attention(Section):
-    """Softmax attention blocks. heads and kv_heads give grouped-query attention."""
+    """Softmax attention layers, with grouped-query attention if kv_heads is below heads."""
 
     heads: PositiveInt
+    """Number of query heads. Must divide model.d_model."""
     kv_heads: PositiveInt
+    """Number of key and value heads. Fewer than heads: grouped-query attention. Default: heads."""
     rope: bool = True
+    """Rotary position embedding."""
     rope_theta: PositiveFloat = 10000.0
+    """Base of the rotary angles."""
     qk_norm: bool = False
+    """Normalise queries and keys before their product."""
 
 
 class Rwkv(Section):
-    """RWKV-7 time-mix blocks: heads of `head_size`, low-rank maps of the given ranks."""
+    """RWKV-7 time-mix layers (arXiv 2503.14456)."""
 
     head_size: Literal[16, 32, 64, 128] = 64
-    removal: Literal[1, 2] = 1  # factor of what a token removes; 2: eigenvalues down to -1, which track states
+    """Width of a head. Must divide model.d_model."""
+    removal: Literal[1, 2] = 1
+    """Factor of the in-context learning rate in the state transition. 2 allows eigenvalues down to -1, which state
+    tracking needs."""
     decay_rank: PositiveInt
-    iclr_rank: PositiveInt  # in-context learning rate, `a` in the paper
+    """Rank of the low-rank map of the decay. Derived from model.d_model if it is not set."""
+    iclr_rank: PositiveInt
+    """Rank of the low-rank map of the in-context learning rate (`a` in the paper). Derived from model.d_model."""
     value_rank: PositiveInt
+    """Rank of the low-rank map of the value residual. Derived from model.d_model."""
     gate_rank: PositiveInt
+    """Rank of the low-rank map of the output gate. Derived from model.d_model."""
 
 
 class Mamba(Section):
-    """Mamba-2 blocks: expand * d_model channels in heads of `head_dim`, each with a state of head_dim x d_state.
+    """Mamba-2 layers (arXiv 2405.21060): expand * d_model channels in heads of head_dim; a state is head_dim x d_state.
 
-    The experts of routing_mamba blocks are as many, chosen and balanced as model.feed_forward says of its own.
+    Routing-Mamba layers have as many experts as model.feed_forward, routed and balanced in the same way.
     """
 
     d_state: Annotated[int, Field(ge=8, le=256)] = 128
+    """Width of the state of a channel."""
     head_dim: Annotated[int, Field(ge=8, le=256)] = 64
+    """Channels of a head. Must divide expand * model.d_model."""
     expand: PositiveInt = 2
-    groups: PositiveInt = 1  # of heads that share their B and C, and their norm
+    """Inner width, as a multiple of model.d_model."""
+    groups: PositiveInt = 1
+    """Number of groups of heads. The heads of a group share B, C and the norm."""
     conv_width: Annotated[int, Field(ge=2, le=16)] = 4
+    """Width of the short causal convolution, in tokens."""
 
 
 class MixerLayers(Section):
-    """Layers, counted from 0, whose mixer is another one than `schedule` gives them."""
+    """Layers, counted from 0, that use another mixer than `schedule` assigns to them."""
 
     attention: list[NonNegativeInt] = []
+    """Layers that use softmax attention."""
     rwkv7: list[NonNegativeInt] = []
+    """Layers that use RWKV-7."""
     mamba2: list[NonNegativeInt] = []
+    """Layers that use Mamba-2."""
     routing_mamba: list[NonNegativeInt] = []
+    """Layers that use Routing-Mamba: Mamba-2 whose projections are experts of one router."""
 
 
 class FeedForward(Section):
-    """The second half of a block: a mixture of experts, or RWKV-7's dense channel-mix."""
+    """The second half of a block: a mixture of experts, or the dense channel-mix of RWKV-7."""
 
     kind: Literal["moe", "channel_mix"] = "moe"
-    hidden: PositiveInt  # of one expert
+    """moe: mixture of experts. channel_mix: the dense feed-forward of RWKV-7."""
+    hidden: PositiveInt
+    """Hidden width of one expert, or of the channel-mix."""
     experts: PositiveInt = 8
+    """Number of experts of a layer."""
     top_k: PositiveInt = 2
+    """Number of experts that compute each token."""
     activation: Literal["relu2", "swiglu"] = "relu2"
-    capacity_factor: PositiveFloat = 1.25  # capacity of an expert over its even share: of overflow, and of `drop`
-    drop: bool = False  # in training an expert takes no more rows of a micro-batch than its capacity; false: all
+    """Activation of the experts."""
+    capacity_factor: PositiveFloat = 1.25
+    """Capacity of an expert, as a multiple of its even share of the tokens. Used by `drop` and to report overflow."""
+    drop: bool = False
+    """In training, drop the tokens of a micro-batch that exceed the capacity of an expert. false: dropless."""
     load_balance_weight: NonNegativeFloat = 0.01
+    """Weight of the load-balancing loss."""
     z_loss_weight: NonNegativeFloat = 0.001
-    bias_update_rate: NonNegativeFloat = 0.0  # a step of the selection bias that evens the load; 0: no bias
-    router_jitter: Below1 = 0.0  # in training the router reads x times a random number within 1 -+ this
+    """Weight of the router z-loss."""
+    bias_update_rate: NonNegativeFloat = 0.0
+    """Step size of the selection bias that balances the experts without a loss. 0: no bias."""
+    router_jitter: Below1 = 0.0
+    """In training, the router input is multiplied by random numbers in [1 - router_jitter, 1 + router_jitter]."""
 
 
 class Model(Section):
-    """A stack of blocks: a mixer (attention, RWKV-7 or Mamba-2), then a feed-forward."""
+    """A stack of blocks. A block is a mixer (attention, RWKV-7 or Mamba-2) and a feed-forward."""
 
     family: Literal["cdrmix"] = "cdrmix"
+    """Model family. There is one."""
     size: Size | None = None
+    """Named size. It sets d_model, layers, heads, expert width and training keys that the file does not set."""
     vocab_size: PositiveInt = 50272
+    """Number of token ids of the model. A tokenizer that is trained on the text gets this size."""
     d_model: PositiveInt
+    """Width of the residual stream."""
     layers: PositiveInt
+    """Number of blocks."""
     schedule: Literal["interleave-x", "top-of-x"] = "interleave-x"
-    attention_fraction: Fraction = 0.25  # of the layers; the others are RWKV-7, but where mixer_layers says otherwise
+    """Position of the attention layers. interleave-x: evenly distributed. top-of-x: the last layers."""
+    attention_fraction: Fraction = 0.25
+    """Share of the layers that use attention. The others use RWKV-7, except where mixer_layers sets another mixer."""
     mixer_layers: MixerLayers = Field(default_factory=MixerLayers)
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Norm before the mixer and before the feed-forward."""
     norm_eps: PositiveFloat = 1e-5
-    embedding_norm: bool = True  # RWKV's ln0: a norm between embedding and first block
+    """Constant added to the variance in a norm."""
+    embedding_norm: bool = True
+    """Norm between the embedding and the first block (ln0 of RWKV)."""
     tie_embeddings: bool = True
+    """Use the embedding matrix as the output matrix too."""
     init_std_scale: PositiveFloat = 1.0
+    """Factor on the standard deviation of the initial weights."""
     attention: Attention
     rwkv: Rwkv
     mamba: Mamba = Field(default_factory=Mamba)
@@ -121,7 +171,7 @@ class Model(Section):
 
     @property
     def mixers(self) -> tuple[str, ...]:
-        """The mixer of every layer, by name."""
+        """The name of the mixer of each layer."""
         attention = attention_layers(self.layers, self.attention_fraction, self.schedule)
         kinds = ["attention" if layer in attention else "rwkv7" for layer in range(self.layers)]
         for kind, layers in self.mixer_layers:
@@ -131,7 +181,7 @@ class Model(Section):
 
     @property
     def routers(self) -> tuple[str, ...]:
-        """The routers in the model's order, by layer: "3" is its feed-forward's, "3.mixer" its mixer's."""
+        """The names of the routers in model order: "3" in the feed-forward of layer 3, "3.mixer" in its mixer."""
         names = []
         for layer, mixer in enumerate(self.mixers):
             names += [f"{layer}.mixer"] if mixer == "routing_mamba" else []
@@ -152,57 +202,85 @@ def attention_layers(layers: int, fraction: float, schedule: str) -> frozenset[i
 
 
 class Profile(Section):
-    """Steps that are traced, counted from where this process begins; written to profile/ in the run folder."""
+    """Steps that the profiler traces. It writes to profile/ in the run folder."""
 
     first: PositiveInt = 10
+    """First step to trace, counted from the start of this process."""
     steps: PositiveInt = 3
+    """Number of steps to trace."""
 
 
 class Train(Section):
-    """Stage A: next-token training."""
+    """Stage A: training on next-token prediction."""
 
     steps: PositiveInt
-    batch_rows: PositiveInt  # rows of one optimizer step, over all processes
-    micro_batch_rows: PositiveInt  # rows of one forward pass of one process
+    """Number of optimizer steps of stage A."""
+    batch_rows: PositiveInt
+    """Rows of one optimizer step (global batch), over all processes."""
+    micro_batch_rows: PositiveInt
+    """Rows of one forward pass of one process. Must divide batch_rows."""
     learning_rate: PositiveFloat
-    final_learning_rate_ratio: Fraction = 0.1  # the cosine ends at this share of the peak
+    """Peak learning rate."""
+    final_learning_rate_ratio: Fraction = 0.1
+    """Learning rate at the end of the cosine decay, as a share of the peak."""
     warmup_steps: NonNegativeInt = 0
+    """Steps of linear warmup. Must be below steps."""
     betas: tuple[Below1, Below1] = (0.9, 0.95)
+    """AdamW: decay rates of the two moments."""
     epsilon: PositiveFloat = 1e-8
+    """AdamW: constant added to the denominator."""
     weight_decay: NonNegativeFloat = 0.1
+    """AdamW: decoupled weight decay."""
     gradient_clip: PositiveFloat = 1.0
+    """Largest global norm of the gradient; a larger gradient is scaled down."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
-    # Of the residual stream between blocks; null: bf16 with precision bf16, else fp32. Norms and sums are computed in
-    # float32 either way.
+    """Data type of matrix products. The master weights stay float32."""
     residual_dtype: Literal["fp32", "bf16"] | None = None
-    # What processes share out: nothing, optimizer state (1), gradients too (2), weights too (3). Stages 0 and 1 reduce
-    # gradients once a step, 2 and 3 once a micro-batch. auto: 0 in one process, 1 in several.
+    """Data type of the residual stream between blocks. null: bf16 with precision bf16, otherwise fp32. Norms and sums
+    are always computed in float32."""
     zero_stage: Literal["auto", 0, 1, 2, 3] = 0
-    # Of gradients while they are summed over processes. bf16 halves what is sent and rounds each term and partial sum.
+    """ZeRO: what processes shard. 0: nothing. 1: optimizer state. 2: gradients too. 3: weights too. auto: 0 for one
+    process, 1 for several. Stages 0 and 1 reduce gradients once a step, 2 and 3 once a micro-batch."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    # processes that share out the feed-forwards' experts; divides their number and the processes'
+    """Data type of gradients while they are summed over processes. bf16 halves the communication and rounds each
+    partial sum."""
     expert_parallel: PositiveInt = 1
+    """Number of neighbouring processes that shard the experts of every layer. Must divide the number of experts and of
+    processes."""
     activation_checkpointing: bool = False
-    compile: bool = False  # torch.compile fuses a block's element-wise operations; other bits than without
+    """Recompute activations in the backward pass: less memory, more time."""
+    compile: bool = False
+    """Use torch.compile to fuse element-wise operations of a block. Results differ in rounding from those without it.
+    """
     ema_decay: Between0And1 | None = None
+    """Decay rate of a running average of the weights, which is then evaluated and exported. null: no average."""
     log_every: PositiveInt = 10
+    """Steps between two lines of metrics.jsonl."""
     evaluate_every: PositiveInt = 500
-    evaluate_rows: PositiveInt = 64  # of the periodic validation; the final one reads all
+    """Steps between two validations."""
+    evaluate_rows: PositiveInt = 64
+    """Held-out rows of a validation. The final evaluation uses all of them."""
     checkpoint_every: PositiveInt = 1000
-    keep_last: PositiveInt = 2  # periodic checkpoints kept, besides the best
+    """Steps between two checkpoints."""
+    keep_last: PositiveInt = 2
+    """Number of periodic checkpoints to keep. The best checkpoint is kept in addition."""
     profile: Profile | None = None
+    """Trace some steps to profile/ in the run folder. null: no trace."""
 
 
 class Logging(Section):
-    """Trackers beside the run folder; each needs its optional package."""
+    """Experiment trackers, in addition to the run folder. Each needs an optional package."""
 
     tensorboard: bool = False
+    """Log to TensorBoard."""
     wandb: bool = False
+    """Log to Weights & Biases."""
     mlflow: bool = False
+    """Log to MLflow."""
 
 
 class Config(Section):
-    """One run. `kind` is read off the structure: a `reasoning` section makes a reasoning run."""
+    """One run. A `reasoning` section makes it a reasoning run (stage A, then stage B)."""
 
     run: Run = Field(default_factory=Run)
     model: Model
@@ -210,7 +288,9 @@ class Config(Section):
     train: Train
     logging: Logging = Field(default_factory=Logging)
     reasoning: Reasoning | None = None
+    """Stage B. null: the run trains stage A only."""
     ablation: Ablation | None = None
+    """Comparison of small models for `cdrmix ablate`. null: this file is not an ablation."""
 
     @property
     def kind(self) -> Literal["core", "reasoning"]:

@@ -1,4 +1,4 @@
-"""The schema of an ablation: arms that differ in a few keys, what is measured of them, and what they must show."""
+"""The schema of an ablation: arms that differ in a few keys, measurements, and demands on the results."""
 
 from __future__ import annotations
 
@@ -10,25 +10,34 @@ from cdrmix.config.section import NonNegativeInt, PositiveInt, Section, Text
 
 
 class Arm(Section):
-    """One way to run the file: itself with these overrides, written as on the command line."""
+    """One variant of the file: the file with these overrides."""
 
-    says: Text = "as the file says"  # what is other here, in words
-    set: list[Text] = []  # key.path=value
+    says: Text = "as the file says"
+    """Description of what differs in this arm."""
+    set: list[Text] = []
+    """Overrides of the arm, each key.path=value."""
 
 
 class Demand(Section):
-    """What the mean over seeds must be: of a measurement of an arm, or of a difference of two.
+    """A bound on the mean over seeds of a measurement, or of the difference of two measurements.
 
-    With at_least above 0 or at_most below 0, a difference's confidence interval must also exclude 0.
+    If at_least is above 0 or at_most is below 0, the confidence interval of a difference must also exclude 0.
     """
 
     arm: Text
-    of: Text  # a measurement, such as accuracy@64
-    minus_arm: Text | None = None  # null with minus_of: the same arm
-    minus_of: Text | None = None  # null with minus_arm: the same measurement
-    times: float = 1.0  # what is taken away is multiplied by it
+    """Arm that is measured."""
+    of: Text
+    """Name of the measurement, such as accuracy@64."""
+    minus_arm: Text | None = None
+    """Arm to subtract. null together with minus_of: the same arm."""
+    minus_of: Text | None = None
+    """Measurement to subtract. null together with minus_arm: the same measurement."""
+    times: float = 1.0
+    """Factor on the subtracted value."""
     at_least: float | None = None
+    """Smallest mean that satisfies the demand."""
     at_most: float | None = None
+    """Largest mean that satisfies the demand."""
 
     @property
     def is_difference(self) -> bool:
@@ -36,25 +45,39 @@ class Demand(Section):
 
 
 class Tracking(Section):
-    """State tracking (experiment tracking): one sequence of group elements, read at every prefix."""
+    """State tracking (experiment: tracking): the product of a sequence of group elements, predicted at each prefix."""
 
     task: Literal["parity", "s3", "s5"] = "parity"
-    tokens: PositiveInt = 32  # the longest word in training
+    """Group whose elements are multiplied."""
+    tokens: PositiveInt = 32
+    """Longest sequence in training."""
     lengths: Annotated[list[PositiveInt], Field(min_length=1)] = [32, 64, 256]
-    last: PositiveInt = 8  # positions at the end of a word that are counted
+    """Lengths that are evaluated."""
+    last: PositiveInt = 8
+    """Positions at the end of a sequence that are counted."""
 
 
 class Ablation(Section):
-    """Arms x seeds, each trained and measured by `experiment`; a table; demands that hold or do not."""
+    """An ablation: trains each arm with each seed, measures it, prints a table and checks the demands."""
 
-    row: Text  # of the table of ablations: which claim is tested
-    shows: Text  # the claim, a sentence
+    row: Text
+    """Row of the table of ablations: the claim that is tested."""
+    shows: Text
+    """The claim as a sentence."""
     experiment: Literal["plasticity", "acceptance", "token_memory", "operations", "tracking"]
+    """What is trained and measured."""
     arms: Annotated[dict[Text, Arm], Field(min_length=1)]
+    """Variants to compare, by name."""
     seeds: Annotated[list[NonNegativeInt], Field(min_length=1)] = [1, 2, 3]
-    chunks: Annotated[list[PositiveInt], Field(min_length=1)] = [4, 64, 256]  # of the episodes that are measured
-    episodes: PositiveInt = 256  # that are measured, at each number of chunks
-    difficulty: dict[Text, bool | int | float | Text] = {}  # what is other in them (plasticity: in harder ones)
-    harder_chunks: list[PositiveInt] = []  # of the harder episodes of plasticity
+    """Seeds of each arm."""
+    chunks: Annotated[list[PositiveInt], Field(min_length=1)] = [4, 64, 256]
+    """Numbers of chunks of the episodes that are measured."""
+    episodes: PositiveInt = 256
+    """Episodes that are measured at each number of chunks."""
+    difficulty: dict[Text, bool | int | float | Text] = {}
+    """Task parameters that differ in the measured episodes (plasticity: in the harder ones)."""
+    harder_chunks: list[PositiveInt] = []
+    """Numbers of chunks of the harder episodes of plasticity."""
     tracking: Tracking = Field(default_factory=Tracking)
     demands: list[Demand] = []
+    """What the results must show."""

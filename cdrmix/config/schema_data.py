@@ -1,4 +1,4 @@
-"""The part of the schema that concerns text: sources, cleaning, near-duplicates, tokens, mixture."""
+"""The schema of the data: sources, cleaning, deduplication, tokenizer, objectives, curriculum."""
 
 from __future__ import annotations
 
@@ -23,66 +23,92 @@ class StdlibSource(Section):
     """The Python standard library installed on this machine: real text without a network."""
 
     kind: Literal["stdlib"]
+    """Kind of the source. It decides which other keys the section has."""
 
 
 class JsonlSource(Section):
-    """JSON lines, plain or compressed (.jsonl, .jsonl.gz, .jsonl.zst); other fields than the text are metadata."""
+    """JSON lines, plain or compressed (.jsonl, .jsonl.gz, .jsonl.zst). The other fields are metadata."""
 
     kind: Literal["jsonl"]
+    """Kind of the source. It decides which other keys the section has."""
     paths: Paths
+    """Files, folders or glob patterns, relative to the working directory."""
     text_field: Text = "text"
+    """Field that holds the text."""
 
 
 class ParquetSource(Section):
-    """Parquet files with a text column; other scalar columns are metadata."""
+    """Parquet files with a text column. The other scalar columns are metadata."""
 
     kind: Literal["parquet"]
+    """Kind of the source. It decides which other keys the section has."""
     paths: Paths
+    """Files, folders or glob patterns, relative to the working directory."""
     text_field: Text = "text"
+    """Column that holds the text."""
 
 
 class CsvSource(Section):
-    """CSV files with a header line and a text column; other columns are metadata."""
+    """CSV files with a header line and a text column. The other columns are metadata."""
 
     kind: Literal["csv"]
+    """Kind of the source. It decides which other keys the section has."""
     paths: Paths
+    """Files, folders or glob patterns, relative to the working directory."""
     text_field: Text = "text"
+    """Column that holds the text."""
 
 
 class TextSource(Section):
-    """Plain UTF-8 files, each one document."""
+    """UTF-8 text files. Each file is one document."""
 
     kind: Literal["text"]
+    """Kind of the source. It decides which other keys the section has."""
     paths: Paths
+    """Files, folders or glob patterns, relative to the working directory."""
 
 
 class HtmlSource(Section):
-    """HTML files, each one document; only the visible main text is kept."""
+    """HTML files. Each file is one document; only the visible main text is kept."""
 
     kind: Literal["html"]
+    """Kind of the source. It decides which other keys the section has."""
     paths: Paths
+    """Files, folders or glob patterns, relative to the working directory."""
 
 
 class HuggingFaceSource(Section):
-    """A Hugging Face dataset by name, streamed in its own order."""
+    """A Hugging Face dataset, streamed in its own order."""
 
     kind: Literal["huggingface"]
+    """Kind of the source. It decides which other keys the section has."""
     name: Text
+    """Name of the dataset on the hub, or a local folder."""
     config_name: Text | None = None
-    revision: Text | None = None  # branch, tag or commit; null: what the hub serves at the time
+    """Configuration of the dataset. null: its default."""
+    revision: Text | None = None
+    """Branch, tag or commit. null: the current state on the hub."""
     split: Text = "train"
+    """Split to read."""
     text_field: Text = "text"
+    """Column that holds the text."""
 
 
 class TasksSource(Section):
-    """Generated exercises whose answers follow from their text: recall, variable tracking, arithmetic and others."""
+    """Generated tasks whose answers follow from their text: recall, variable tracking, arithmetic and others."""
 
     kind: Literal["tasks"]
-    tasks: Annotated[list[Text], Field(min_length=1)]  # names of cdrmix/data/tasks
-    documents: PositiveInt  # of all tasks together
-    characters: PositiveInt = 4000  # about the length of a document
-    difficulty: dict[Text, bool | int | float | Text] = {}  # a field of a task's difficulty there -> its value
+    """Kind of the source. It decides which other keys the section has."""
+    tasks: Annotated[list[Text], Field(min_length=1)]
+    """Names of the tasks."""
+    documents: PositiveInt
+    """Number of documents of all tasks together."""
+    characters: PositiveInt = 4000
+    """Approximate length of a document in characters."""
+    difficulty: dict[Text, bool | int | float | Text] = {}
+    """Difficulty of the tasks: name of a task parameter to its value."""
     seed: NonNegativeInt = 1
+    """Seed of the generated documents."""
 
 
 Source = Annotated[
@@ -92,116 +118,172 @@ Source = Annotated[
 
 
 class Filters(Section):
-    """What a document must pass to be kept. Scores of all rules are recorded, of dropped documents too."""
+    """Rules that a document must pass. The scores of all rules are recorded, also for dropped documents."""
 
-    rules: list[Text] = []  # names of rules or groups of data/cleaning/filters.py
-    bounds: dict[Text, float] = {}  # a rule's name -> its bound, where it shall not be the published one
-    languages: list[Text] = ["en"]  # for the rule `language`: ISO 639 codes
-    language_score: Fraction = 0.65  # the least probability of that language
+    rules: list[Text] = []
+    """Names of rules or groups of rules. A document that fails a rule is dropped."""
+    bounds: dict[Text, float] = {}
+    """Name of a rule to the bound that replaces the published one."""
+    languages: list[Text] = ["en"]
+    """ISO 639 codes of the languages that the rule `language` keeps."""
+    language_score: Fraction = 0.65
+    """Smallest probability of the detected language that the rule `language` accepts."""
 
 
 class Pii(Section):
-    """Which personal data and secrets become placeholders such as <EMAIL>."""
+    """Personal data and secrets to replace by placeholders such as <EMAIL>."""
 
     kinds: list[Literal["email", "phone", "ip", "credit_card", "iban", "secret"]] = []
+    """Kinds of personal data and secrets to replace."""
 
 
 class Domain(Section):
-    """A part of the corpus with weights of its own in the mixture."""
+    """A named part of the corpus, with its own weight in the mixture."""
 
     source: Source
-    priority: int = 0  # of near-duplicates of equal quality, the document of the highest priority survives
-    html: bool = False  # the text is HTML: only the visible main text is kept
-    url_field: Text | None = "url"  # metadata field with the document's address; absent ones do no harm
-    quality_field: Text | None = None  # metadata field with a number; of duplicates the highest survives
-    filters: Filters | None = None  # null: data.filters
-    pii: Pii | None = None  # null: data.pii
-    max_epochs: PositiveFloat | None = None  # how often training may go through this domain; null: any number
+    """Where the text comes from."""
+    priority: int = 0
+    """Of near-duplicates of equal quality, the document of the highest priority is kept."""
+    html: bool = False
+    """The text is HTML: keep only the visible main text."""
+    url_field: Text | None = "url"
+    """Metadata field that holds the address of the document. Documents without it are accepted."""
+    quality_field: Text | None = None
+    """Metadata field that holds a number. Of near-duplicates, the document with the highest number is kept."""
+    filters: Filters | None = None
+    """Filters of this domain. null: data.filters."""
+    pii: Pii | None = None
+    """Personal data to replace in this domain. null: data.pii."""
+    max_epochs: PositiveFloat | None = None
+    """Largest number of passes over this domain in the training. null: no limit."""
 
 
 class Dedup(Section):
-    """Which documents are the same. MinHash: bands x rows of num_perm are compared, then the exact similarity."""
+    """Deduplication: exact, by URL, and of near-duplicates."""
 
-    exact: bool = True  # equal but for white space
-    url: bool = False  # one document a canonical address
-    documents_per_host: PositiveInt | None = None  # at most, of a registrable domain; null: any number
+    exact: bool = True
+    """Drop documents that are equal after white space is normalised."""
+    url: bool = False
+    """Keep one document for each canonical URL."""
+    documents_per_host: PositiveInt | None = None
+    """Largest number of documents of a registrable domain. null: no limit."""
     near: bool = True
-    ngram: PositiveInt = 5  # words a shingle
-    num_perm: PositiveInt = 128  # values of a signature
+    """Drop near-duplicates (MinHash LSH, verified by exact Jaccard similarity)."""
+    ngram: PositiveInt = 5
+    """Words of a shingle."""
+    num_perm: PositiveInt = 128
+    """Values of a MinHash signature."""
     bands: PositiveInt = 16
-    rows: PositiveInt = 8  # values a band; two documents of similarity s meet with 1 - (1 - s^rows)^bands
-    threshold: Between0And1 = 0.8  # exact Jaccard similarity of the shingles from which two documents are one
+    """Number of LSH bands. bands * rows must not exceed num_perm."""
+    rows: PositiveInt = 8
+    """Signature values of a band. Two documents of similarity s become candidates with probability 1 - (1 -
+    s^rows)^bands."""
+    threshold: Between0And1 = 0.8
+    """Jaccard similarity of the shingle sets from which two documents are near-duplicates."""
     seed: NonNegativeInt = 1
+    """Seed of the hash functions."""
 
 
 class Tokenizer(Section):
-    """Byte-level BPE: trained on the corpus at `model.vocab_size`, or loaded from a tokenizer.json."""
+    """Byte-level BPE tokenizer, trained on the text or loaded from a tokenizer.json."""
 
     path: Text | None = None
+    """A tokenizer.json to use. null: train a tokenizer on the text."""
     end_of_text: Text = "<|endoftext|>"
-    train_bytes: PositiveInt = 100_000_000  # at most this much of the corpus is read to train it
+    """Token between documents."""
+    train_bytes: PositiveInt = 100_000_000
+    """Bytes of text that the tokenizer is trained on, at most."""
 
 
 class Fim(Section):
-    """Fill in the middle (Bavarian et al. 2022): documents rearranged as prefix, suffix, middle."""
+    """Fill in the middle (arXiv 2207.14255): some documents are rearranged as prefix, suffix, middle."""
 
-    rate: Fraction = 0.5  # of documents
-    spm_fraction: Fraction = 0.5  # of those, as suffix, prefix, middle
-    domains: list[Text] | None = None  # null: all
+    rate: Fraction = 0.5
+    """Share of the documents that are rearranged."""
+    spm_fraction: Fraction = 0.5
+    """Of these, the share in the order suffix, prefix, middle. The others have the order prefix, suffix, middle."""
+    domains: list[Text] | None = None
+    """Domains whose documents are rearranged. null: all."""
     seed: NonNegativeInt = 1
+    """Seed of the choice of documents and of the positions."""
     prefix: Text = "<|fim_prefix|>"
+    """Token before the prefix."""
     middle: Text = "<|fim_middle|>"
+    """Token before the middle."""
     suffix: Text = "<|fim_suffix|>"
+    """Token before the suffix."""
 
 
 class Span(Section):
-    """Text between two marks, the marks included, with a loss weight of its own: a chain of thought, a prompt."""
+    """A span of text between two marks, the marks included, with its own loss weight."""
 
     begin: Text
+    """Text that begins the span."""
     end: Text
+    """Text that ends the span."""
     weight: NonNegativeFloat
+    """Loss weight of the tokens of the span. 0: not trained on."""
 
 
 class Objectives(Section):
-    """What training makes of a document besides predicting its next token."""
+    """Training objectives in addition to next-token prediction."""
 
     fim: Fim | None = None
+    """Fill in the middle. null: off."""
     spans: list[Span] = []
+    """Spans of text with a loss weight of their own."""
 
 
 class CurriculumStage(Section):
-    """A part of the training with proportions of its own: what a row at this position is drawn from."""
+    """A stage of the training with its own data mixture."""
 
-    until: Annotated[float, Field(gt=0, le=1)]  # where the stage ends, as a share of all rows of the training
-    domains: dict[Text, NonNegativeFloat] | None = None  # weights; null: in proportion to the rows of each
-    lengths: list[NonNegativeFloat] | None = None  # weights of the classes of data.length_classes; null: as above
+    until: Annotated[float, Field(gt=0, le=1)]
+    """End of the stage, as a share of all rows of the training. The last stage ends at 1."""
+    domains: dict[Text, NonNegativeFloat] | None = None
+    """Domain to its sampling weight. null: in proportion to the rows of each domain."""
+    lengths: list[NonNegativeFloat] | None = None
+    """Sampling weight of each length class. null: in proportion to the rows of each class."""
 
 
 class Data(Section):
-    """Text to rows of `row_length` tokens."""
+    """From text to rows of `row_length` tokens."""
 
-    source: Source | None = None  # null, without domains: the Python standard library
-    domains: dict[Text, Domain] | None = None  # instead of `source`: several, by name
+    source: Source | None = None
+    """Source of the text, if there is one. null without domains: the Python standard library."""
+    domains: dict[Text, Domain] | None = None
+    """Several sources by name, instead of source."""
     filters: Filters = Field(default_factory=Filters)
     pii: Pii = Field(default_factory=Pii)
     dedup: Dedup = Field(default_factory=Dedup)
     tokenizer: Tokenizer = Field(default_factory=Tokenizer)
     objectives: Objectives = Field(default_factory=Objectives)
     row_length: PositiveInt = 2048
-    length_classes: list[PositiveInt] = []  # tokens: rows are made of documents between two neighbours of these
-    curriculum: list[CurriculumStage] = []  # empty: all rows alike
-    valid_fraction: Between0And1 = 0.05  # of documents, chosen by hash
-    cache: Text = "data_cache"  # prepared shards, one folder per content key
-    shard_tokens: PositiveInt = 100_000_000  # tokens of one shard file
-    max_documents: PositiveInt | None = None  # of each domain, only the first records are read
-    max_bad_records: NonNegativeInt = 100  # malformed records skipped before the preparation gives up
-    max_expansion: PositiveInt = 1000  # times its size that a compressed file may unfold to
+    """Tokens of a row."""
+    length_classes: list[PositiveInt] = []
+    """Document lengths in tokens that separate length classes. A row holds documents of one class."""
+    curriculum: list[CurriculumStage] = []
+    """Stages of the data mixture. Empty: one mixture in proportion to the rows."""
+    valid_fraction: Between0And1 = 0.05
+    """Share of the documents that are held out. A hash of the content selects them."""
+    cache: Text = "data_cache"
+    """Folder of prepared shards. Each preparation has a folder of its own, named by a hash of its content."""
+    shard_tokens: PositiveInt = 100_000_000
+    """Tokens of a shard file."""
+    max_documents: PositiveInt | None = None
+    """Number of records to read of each domain, at most. null: all."""
+    max_bad_records: NonNegativeInt = 100
+    """Malformed records that are skipped before the preparation stops with an error."""
+    max_expansion: PositiveInt = 1000
+    """Largest ratio of decompressed to compressed size of a file."""
     engine: Literal["local", "ray"] = "local"
-    workers: NonNegativeInt = 0  # processes of the preparation; 0: one a core
-    memory_mb: PositiveInt = 256  # of text that one process works on at a time
+    """local: processes on this machine. ray: tasks on a Ray cluster."""
+    workers: NonNegativeInt = 0
+    """Processes of the preparation. 0: one per core."""
+    memory_mb: PositiveInt = 256
+    """Text in MB that one process holds in memory at a time."""
 
     def all_domains(self) -> dict[str, Domain]:
-        """`domains`, or `source` as the one domain `text`."""
+        """`domains`; without domains, `source` as one domain named `text`."""
         if self.domains is not None:
             return self.domains
         return {"text": Domain(source=self.source or StdlibSource(kind="stdlib"))}

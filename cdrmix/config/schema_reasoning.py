@@ -1,4 +1,4 @@
-"""The schema of stage B: plastic adapters, the controller, memories, the agent, and the phases that train them."""
+"""The schema of stage B: fast weights, controller, memories, agent, and the phases that train them."""
 
 from __future__ import annotations
 
@@ -10,142 +10,211 @@ from cdrmix.config.section import Fraction, NonNegativeFloat, NonNegativeInt, Po
 
 
 class PlasticLora(Section):
-    """Fast weights beside projections: a chunk of tokens reads them, its end writes them."""
+    """Fast weights: low-rank terms of projections that are updated after each chunk of tokens."""
 
     enabled: bool = True
+    """Switch fast weights on."""
     rank: PositiveInt
-    key_width: PositiveInt | None = None  # of the keys; null: as wide as the rank
+    """Rank of the low-rank term."""
+    key_width: PositiveInt | None = None
+    """Width of the keys. null: the rank."""
     alpha: PositiveFloat
-    decay: Fraction  # of the fast weights, each controller step
-    clamp: PositiveFloat = 2.0  # the norm that a row of fast weights may have after a step
+    """Factor of the low-rank term."""
+    decay: Fraction
+    """Factor on the fast weights at each controller step."""
+    clamp: PositiveFloat = 2.0
+    """Largest norm of a row of the fast weights after a step."""
     rule: Literal["delta", "hebb", "oja"] = "delta"
-    gated: bool = True  # whether tokens say how strongly they are written; false: all alike
+    """Update rule of the fast weights."""
+    gated: bool = True
+    """Each token has a learned update strength. false: all tokens have the same."""
     attention: list[Literal["query", "key", "value", "output"]] = ["query", "key", "value", "output"]
+    """Projections of attention blocks that have fast weights."""
     rwkv7: list[Literal["receptance", "key", "value", "output"]] = ["receptance", "key", "value"]
-    correlation_weight: NonNegativeFloat = 0.0  # of the writes' own objective in the loss; above 0 keys collapse
+    """Projections of RWKV-7 blocks that have fast weights."""
+    correlation_weight: NonNegativeFloat = 0.0
+    """Weight in the loss of the objective that the update rule minimises. A value above 0 makes the keys collapse."""
 
 
 class Controller(Section):
-    """Accepts or rolls back what the plastic adapters propose."""
+    """The controller, which accepts or rolls back updates of the fast weights."""
 
     enabled: bool = True
-    step_budget: PositiveInt  # controller steps that cost as much as an answer is worth
-    max_branches: Annotated[int, Field(ge=1, le=4)]  # proposals of a step, by the strength of their writes
-    accept_threshold: float = 0.0  # on the accept head's logit, or on the advantage in value
+    """Switch the controller on. false: every proposal is accepted."""
+    step_budget: PositiveInt
+    """Number of controller steps that cost as much as a correct answer is worth."""
+    max_branches: Annotated[int, Field(ge=1, le=4)]
+    """Proposals of a step, which differ in update strength."""
+    accept_threshold: float = 0.0
+    """Threshold of the logit of the accept head, or of the advantage with decide_by: value."""
     decide_by: Literal["head", "value"] = "head"
+    """head: the accept head decides. value: the value head decides."""
 
 
 class Memory(Section):
-    """Working memory (summaries put in front), token memory (what the agent writes) and episodic memory (an index)."""
+    """Working memory (summaries), token memory (written by the agent) and episodic memory (an index)."""
 
-    dim: PositiveInt  # of summaries and of the index's keys
-    summary_stride: PositiveInt = 8  # tokens a summary
-    top_k: PositiveInt  # episodes that a retrieval gives
-    max_tokens: PositiveInt  # of the episodic memory
-    time_to_live: PositiveInt | None = None  # in controller steps; null: for ever
-    episodic: bool = True  # whether operations have an index to write to; false: what an ablation compares with
-    tokens: PositiveInt = 64  # of the token memory
-    heads: PositiveInt = 1  # parts of the token memory, of which a step rewrites the one that was not for longest
+    dim: PositiveInt
+    """Width of summaries and of the keys of the index."""
+    summary_stride: PositiveInt = 8
+    """Tokens of a summary."""
+    top_k: PositiveInt
+    """Episodes that a retrieval returns."""
+    max_tokens: PositiveInt
+    """Capacity of the episodic memory in tokens."""
+    time_to_live: PositiveInt | None = None
+    """Controller steps until an episode expires. null: never."""
+    episodic: bool = True
+    """Operations have an index to write to. false: the baseline of an ablation."""
+    tokens: PositiveInt = 64
+    """Tokens of the token memory."""
+    heads: PositiveInt = 1
+    """Parts of the token memory. A step rewrites the part that was rewritten longest ago."""
 
 
 class Rl(Section):
-    """Reinforcement learning by groups of rollouts (GRPO and its relatives)."""
+    """Reinforcement learning with groups of rollouts (GRPO and related objectives)."""
 
-    horizon: PositiveInt  # most actions of an episode
+    horizon: PositiveInt
+    """Largest number of actions of an episode."""
     objective: Literal["memagent", "grpo", "dapo", "dr_grpo", "gspo"] = "memagent"
+    """Policy-gradient objective."""
     group_size: Annotated[int, Field(ge=2)] = 8
-    clip_low: PositiveFloat | None = None  # null: the objective's own
+    """Rollouts of a group."""
+    clip_low: PositiveFloat | None = None
+    """Lower clipping distance of the probability ratio. null: that of the objective."""
     clip_high: PositiveFloat | None = None
-    deviation: bool | None = None  # whether advantages are divided by the group's standard deviation
+    """Upper clipping distance of the probability ratio. null: that of the objective."""
+    deviation: bool | None = None
+    """Divide advantages by the standard deviation of the group. null: as the objective does."""
     kl_weight: NonNegativeFloat | None = None
-    credit: Literal["all_turns", "final_turn"] = "all_turns"  # whose tokens an episode's advantage teaches
+    """Weight of the KL divergence to the model before the phase. null: that of the objective."""
+    credit: Literal["all_turns", "final_turn"] = "all_turns"
+    """Turns whose tokens receive the advantage of the episode: all of them, or the last."""
     temperature: PositiveFloat = 1.0
+    """Sampling temperature of the rollouts."""
     task_weight: NonNegativeFloat = 1.0
+    """Weight of a correct answer in the reward."""
     latency_weight: NonNegativeFloat
+    """Weight of the cost of the steps in the reward."""
     stability_weight: NonNegativeFloat
+    """Weight of retained facts in the reward."""
 
 
 class EpisodesOfTask(Section):
-    """What stage B is trained and measured on: a task in chunks of `reasoning.chunk` tokens."""
+    """A task, in chunks of `reasoning.chunk` tokens, that a phase is trained and evaluated on."""
 
     task: Text
-    tokens: bool = False  # of ids of the task's own vocabulary instead of text
-    chunks: PositiveInt = 4  # of a training episode
-    difficulty: dict[Text, bool | int | float | Text] = {}  # a field of the task's difficulty -> its value
+    """Name of the task."""
+    tokens: bool = False
+    """Use token ids of a vocabulary of the task instead of text."""
+    chunks: PositiveInt = 4
+    """Chunks of a training episode."""
+    difficulty: dict[Text, bool | int | float | Text] = {}
+    """Name of a task parameter to its value."""
     seed: NonNegativeInt = 1
+    """Seed of the episodes."""
 
 
 class Phase(Section):
-    """One phase of stage B. Steps 0: passed over."""
+    """One phase of stage B."""
 
     steps: NonNegativeInt = 0
-    episodes: PositiveInt = 32  # of one step, over all processes; with groups each is rolled out group_size times
-    micro_batch: PositiveInt = 32  # sequences of one forward pass
+    """Optimizer steps of the phase. 0: the phase is skipped."""
+    episodes: PositiveInt = 32
+    """Episodes of one step, over all processes. In phases with rollouts each episode has group_size rollouts."""
+    micro_batch: PositiveInt = 32
+    """Sequences of one forward pass."""
     learning_rate: PositiveFloat = 1e-3
+    """Peak learning rate of the phase."""
     warmup_steps: NonNegativeInt = 10
+    """Steps of linear warmup."""
     weight_decay: NonNegativeFloat = 0.0
-    train: Literal["own", "all"] = "own"  # the phase's own parts, or the whole model
-    # What every step learns too, lest it be forgotten: stage A's text, episodes of other phases. `joint` has the text,
-    # and plasticity and policy where they have steps, in any case. Not in ablations.
+    """AdamW: decoupled weight decay."""
+    train: Literal["own", "all"] = "own"
+    """own: train only the parameters of the mechanism. all: train the whole model."""
     beside: list[Literal["text", "plasticity", "imitation", "operations_imitation"]] = []
+    """Other training data of every step, so that the model does not forget it: text of stage A, or episodes of other
+    phases. The phase joint always includes text, and plasticity and policy if they have steps."""
 
 
 class Plasticity(Phase):
-    """Episodes may grow: what has nothing but its states to carry a fact learns long ones through short ones alone."""
+    """The phase of the fast weights. Its episodes may grow during the phase."""
 
-    growth_steps: NonNegativeInt = 0  # until episodes have all their chunks, evenly from the fewest; 0: from the start
+    growth_steps: NonNegativeInt = 0
+    """Steps over which episodes grow to their full number of chunks. 0: full length from the start."""
 
 
 class Imitation(Phase):
-    """Demonstrations of the memory agent; an ablation makes them worse than they could be."""
+    """The phase of imitation: demonstrations of the memory agent."""
 
-    leak: Fraction = 0.0  # of the demonstrations of keeping, the share that loses a fact
+    leak: Fraction = 0.0
+    """Share of the demonstrations of keeping that lose a fact. For ablations."""
 
 
 class Policy(Phase):
-    """Rollouts of the memory agent; shorter ones than its demonstrations are cheaper."""
+    """The phase of rollouts of the memory agent."""
 
-    chunks: PositiveInt | None = None  # of an episode; null: as many as reasoning.agent says
+    chunks: PositiveInt | None = None
+    """Chunks of an episode. null: reasoning.agent.chunks."""
 
 
 class OperationsImitation(Phase):
-    """Demonstrations of operations on memories."""
+    """The phase of imitation of operations on memories."""
 
-    waste: Fraction = 0.0  # of the chunks that tell nothing, the share that is written to the index all the same
+    waste: Fraction = 0.0
+    """Share of the chunks without facts that are written to the index all the same. For ablations."""
 
 
 class Phases(Section):
-    """In this order."""
+    """The phases of stage B, in order."""
 
-    plasticity: Plasticity = Field(default_factory=Plasticity)  # B1: adapters, by cross-entropy through their writes
-    acceptance: Phase = Field(default_factory=Phase)  # B2: the accept head, by groups of rollouts; all else is frozen
-    imitation: Imitation = Field(default_factory=Imitation)  # B3: the memory agent, by demonstrations
-    policy: Policy = Field(default_factory=Policy)  # B3: the memory agent, by groups of rollouts
-    operations_imitation: OperationsImitation = Field(default_factory=OperationsImitation)  # B3: operations, likewise
-    operations: Phase = Field(default_factory=Phase)  # B3: the operations head, likewise
-    joint: Phase = Field(default_factory=Phase)  # B4: text, writes and memory together
+    plasticity: Plasticity = Field(default_factory=Plasticity)
+    """Phase B1: fast weights, by cross-entropy through their updates."""
+    acceptance: Phase = Field(default_factory=Phase)
+    """Phase B2: the accept head, by groups of rollouts. All other parameters are frozen."""
+    imitation: Imitation = Field(default_factory=Imitation)
+    """Phase B3: the memory agent, by demonstrations."""
+    policy: Policy = Field(default_factory=Policy)
+    """Phase B3: the memory agent, by groups of rollouts."""
+    operations_imitation: OperationsImitation = Field(default_factory=OperationsImitation)
+    """Phase B3: the operations, by demonstrations."""
+    operations: Phase = Field(default_factory=Phase)
+    """Phase B3: the operations head, by groups of rollouts."""
+    joint: Phase = Field(default_factory=Phase)
+    """Phase B4: text, fast weights and memory together."""
 
 
 class StageBEvaluation(Section):
-    """Every mechanism on and off, over numbers of chunks, on episodes that no phase trained on."""
+    """The evaluation of stage B: every mechanism on and off, on held-out episodes."""
 
     chunks: Annotated[list[PositiveInt], Field(min_length=1)] = [2, 4, 16]
+    """Numbers of chunks at which every mechanism is evaluated."""
     episodes: PositiveInt = 64
+    """Episodes at each number of chunks."""
 
 
 class Reasoning(Section):
-    """Stage B; its presence makes a configuration a reasoning one."""
+    """Stage B."""
 
-    backbone: Text | None = None  # a run, checkpoint or export of stage A to begin with; null: this run's own
-    chunk: PositiveInt = 64  # tokens of a controller step
-    carry: Literal["all", "fast"] = "all"  # from step to step: also the mixers' states, or the fast weights alone
+    backbone: Text | None = None
+    """A run, checkpoint or export of stage A to start from. null: this run trains stage A first."""
+    chunk: PositiveInt = 64
+    """Tokens of a controller step."""
+    carry: Literal["all", "fast"] = "all"
+    """State that is carried from step to step. all: the states of the mixers and the fast weights. fast: the fast
+    weights only."""
     plastic_lora: PlasticLora
     controller: Controller
     memory: Memory
     rl: Rl
     plasticity: EpisodesOfTask = Field(default_factory=lambda: EpisodesOfTask(task="chunk_recall"))
-    acceptance: EpisodesOfTask | None = None  # what the accept head learns by; null: plasticity's
+    """Episodes of the phase plasticity."""
+    acceptance: EpisodesOfTask | None = None
+    """Episodes of the phase acceptance. null: those of plasticity."""
     agent: EpisodesOfTask = Field(default_factory=lambda: EpisodesOfTask(task="chunk_recall"))
+    """Episodes of the memory agent."""
     operations: EpisodesOfTask = Field(default_factory=lambda: EpisodesOfTask(task="hops"))
+    """Episodes of the operations."""
     phases: Phases = Field(default_factory=Phases)
     evaluation: StageBEvaluation = Field(default_factory=StageBEvaluation)

@@ -1,4 +1,4 @@
-"""What every section of the configuration is, and the types that its keys have."""
+"""The base class of all configuration sections, and the types of their keys."""
 
 from __future__ import annotations
 
@@ -14,10 +14,15 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Below1 = Annotated[float, Field(ge=0, lt=1)]
 Between0And1 = Annotated[float, Field(gt=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
-Paths = Annotated[list[Text], Field(min_length=1)]  # files, folders or globs, relative to the working directory
+Paths = Annotated[list[Text], Field(min_length=1)]
 
 
 class Section(BaseModel):
-    """A part of the configuration: frozen, strict about types, closed to unknown keys."""
+    """A part of the configuration: frozen, with strict types, without unknown keys.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    The docstring below a key is its description: `cdrmix config` prints it, and docs/configuration.md is made of them.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
