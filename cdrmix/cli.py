@@ -137,6 +137,10 @@ def parser() -> argparse.ArgumentParser:
     train.add_argument("--dry-run", action="store_true", help=text)
     _add_data(commands)
     add("validate", _validate, "check a configuration and print the value of every key", config=True)
+    text = "print every key of a configuration file, or one key or section: type, default, meaning"
+    add("config", _config, text).add_argument(
+        "key", nargs="?", metavar="KEY", help="a key or a section, for example train.zero_stage or data (default: all)"
+    )
     text = "estimate memory, operations, time and disk of a training; if it does not fit, suggest settings that do"
     plan = add("plan", _plan, text, config=True)
     plan.add_argument(
@@ -343,6 +347,13 @@ def _validate(options: argparse.Namespace) -> int:
 
         check_stage_b(config)
     print(dump_config(config), end="")
+    return 0
+
+
+def _config(options: argparse.Namespace) -> int:
+    from cdrmix.config.reference import reference
+
+    print(reference(options.key), end="")
     return 0
 
 

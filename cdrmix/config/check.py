@@ -131,7 +131,8 @@ def _missing(place: Place, path: Path, data: object) -> Problem:
     if any(f"{key}.".startswith(f"{dotted(path)}.") for key in _sized()):
         sizes = ", ".join(get_args(Size))
         allowed += f"; or set model.size ({sizes}), which sets it"
-    return Problem(place, dotted(path), "missing, and it has no default", allowed)
+    meaning = " ".join(schema.get("description", "").split()) if schema else ""
+    return Problem(place, dotted(path), "missing, and it has no default", allowed, meaning=meaning)
 
 
 def _sized() -> list[str]:

@@ -20,11 +20,14 @@ class Problem:
     found: str
     allowed: str = ""
     nearest: str | None = None
+    meaning: str = ""
 
     def __str__(self) -> str:
         lines = [": ".join(part for part in (str(self.place), self.key, self.found) if part)]
         if self.allowed:
             lines.append(f"allowed: {self.allowed}")
+        if self.meaning:
+            lines.append(f"meaning: {self.meaning}")
         if self.nearest:
             lines.append(f"did you mean {self.nearest}?")
         return "\n    ".join(map(_printable, lines))

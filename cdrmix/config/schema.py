@@ -51,7 +51,7 @@ class Attention(Section):
     heads: PositiveInt
     """Number of query heads. Must divide model.d_model."""
     kv_heads: PositiveInt
-    """Number of key and value heads. Fewer than heads: grouped-query attention. Default: heads."""
+    """Number of key and value heads. Fewer than heads: grouped-query attention."""
     rope: bool = True
     """Rotary position embedding."""
     rope_theta: PositiveFloat = 10000.0
@@ -69,13 +69,13 @@ class Rwkv(Section):
     """Factor of the in-context learning rate in the state transition. 2 allows eigenvalues down to -1, which state
     tracking needs."""
     decay_rank: PositiveInt
-    """Rank of the low-rank map of the decay. Derived from model.d_model if it is not set."""
+    """Rank of the low-rank map of the decay."""
     iclr_rank: PositiveInt
-    """Rank of the low-rank map of the in-context learning rate (`a` in the paper). Derived from model.d_model."""
+    """Rank of the low-rank map of the in-context learning rate (`a` in the paper)."""
     value_rank: PositiveInt
-    """Rank of the low-rank map of the value residual. Derived from model.d_model."""
+    """Rank of the low-rank map of the value residual."""
     gate_rank: PositiveInt
-    """Rank of the low-rank map of the output gate. Derived from model.d_model."""
+    """Rank of the low-rank map of the output gate."""
 
 
 class Mamba(Section):

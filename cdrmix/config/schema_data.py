@@ -131,7 +131,7 @@ class Filters(Section):
 
 
 class Pii(Section):
-    """Personal data and secrets to replace by placeholders such as <EMAIL>."""
+    """Personal data and secrets to replace by placeholders such as `<EMAIL>`."""
 
     kinds: list[Literal["email", "phone", "ip", "credit_card", "iban", "secret"]] = []
     """Kinds of personal data and secrets to replace."""

@@ -24,25 +24,25 @@ def root() -> Schema:
     return _document()
 
 
-def _resolve(schema: Schema) -> Schema:
+def resolve(schema: Schema) -> Schema:
     """Follow references, and look through "or null"; a choice between several kinds of scalars stays one."""
     if "$ref" in schema:
-        return _resolve(_document()["$defs"][schema["$ref"].rsplit("/", 1)[-1]])
+        return resolve(_document()["$defs"][schema["$ref"].rsplit("/", 1)[-1]])
     if "anyOf" in schema:
         others = [choice for choice in schema["anyOf"] if choice.get("type") != "null"]
-        return _resolve(others[0]) if len(others) == 1 else schema
+        return resolve(others[0]) if len(others) == 1 else schema
     return schema
 
 
 def kinds(schema: Schema) -> dict[str, Schema]:
     """The variants of a section whose keys depend on its `kind`; empty for any other key."""
-    mapping = _resolve(schema).get("discriminator", {}).get("mapping", {})
-    return {kind: _resolve({"$ref": reference}) for kind, reference in mapping.items()}
+    mapping = resolve(schema).get("discriminator", {}).get("mapping", {})
+    return {kind: resolve({"$ref": reference}) for kind, reference in mapping.items()}
 
 
 def free(schema: Schema) -> Schema | None:
     """What a mapping whose keys are free holds under each of them; None for any other key."""
-    inner = _resolve(schema).get("additionalProperties")
+    inner = resolve(schema).get("additionalProperties")
     return inner if isinstance(inner, Mapping) else None
 
 
@@ -54,17 +54,17 @@ def keys(schema: Schema, data: object = None) -> dict[str, Schema]:
     if variants:
         kind = data.get("kind") if isinstance(data, Mapping) else None
         return keys(variants[kind]) if isinstance(kind, str) and kind in variants else {"kind": {"enum": [*variants]}}
-    return dict(_resolve(schema).get("properties", {}))
+    return dict(resolve(schema).get("properties", {}))
 
 
 def is_section(schema: Schema) -> bool:
     """Whether the key holds a mapping of further keys, which the schema names or which are free."""
-    return bool(kinds(schema)) or "properties" in _resolve(schema) or free(schema) is not None
+    return bool(kinds(schema)) or "properties" in resolve(schema) or free(schema) is not None
 
 
 def required(schema: Schema) -> list[str]:
     """The keys of a section that have no default."""
-    return list(_resolve(schema).get("required", []))
+    return list(resolve(schema).get("required", []))
 
 
 def at(path: Path, data: object) -> Schema | None:
@@ -72,7 +72,7 @@ def at(path: Path, data: object) -> Schema | None:
     schema: Schema = _document()
     for part in path:
         if isinstance(part, int):
-            items = _resolve(schema)
+            items = resolve(schema)
             prefix = items.get("prefixItems", [])
             schema = prefix[part] if part < len(prefix) else items.get("items", {})
             data = data[part] if isinstance(data, list) and part < len(data) else None
@@ -141,14 +141,14 @@ def nearest_key(path: Path, data: object) -> Path | None:
 
 def allowed(schema: Schema) -> str:
     """What a key may hold, for a person: type, range or choices."""
-    text = _allowed(_resolve(schema))
+    text = _allowed(resolve(schema))
     null = any(choice.get("type") == "null" for choice in schema.get("anyOf", ()))
     return f"{text}, or null" if null else text
 
 
 def choices(schema: Schema) -> list[str]:
     """The strings that a key may be one of; empty where it is not such a key."""
-    schema = _resolve(schema)
+    schema = resolve(schema)
     listed = schema.get("enum", [schema["const"]] if "const" in schema else [])
     return [choice for choice in listed if isinstance(choice, str)]
 

@@ -172,14 +172,16 @@ BROKEN = {
         "",
         """\
         run.yaml:6: train.batch_rows: missing, and it has no default
-            allowed: an integer of at least 1""",
+            allowed: an integer of at least 1
+            meaning: Rows of one optimizer step (global batch), over all processes.""",
     ),
     "missing key that a size sets; what follows from it is not reported": (
         "  d_model: 128\n",
         "",
         """\
         run.yaml:1: model.d_model: missing, and it has no default
-            allowed: an integer of at least 1; or set model.size (1b, 4b, 40b, 200b), which sets it""",
+            allowed: an integer of at least 1; or set model.size (1b, 4b, 40b, 200b), which sets it
+            meaning: Width of the residual stream.""",
     ),
     "reasoning without a size": (
         "train:",

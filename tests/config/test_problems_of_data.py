@@ -51,7 +51,8 @@ BROKEN = {
         "data: {domains: {web: {priority: 2}}}\ntrain:",
         """\
         run.yaml:6: data.domains.web.source: missing, and it has no default
-            allowed: a section whose kind is one of csv,*""",
+            allowed: a section whose kind is one of csv,*
+            meaning: Where the text comes from.""",
     ),
     "string for a bound": (
         "train:",
