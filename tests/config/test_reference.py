@@ -24,7 +24,7 @@ def test_every_key_is_there_and_has_a_meaning() -> None:
     for name, section in schema["$defs"].items():
         for key, value in section["properties"].items():
             described = value if "description" in value else schema["$defs"][value["$ref"].rpartition("/")[2]]
-            assert described["description"].endswith("."), f"{name}.{key}"
+            assert described["description"].rstrip().endswith("."), f"{name}.{key}"
             assert f".{key}`: " in page, f"{name}.{key}"
 
 
