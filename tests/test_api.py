@@ -120,7 +120,7 @@ def test_logits_and_text_of_a_loaded_model(run: Path) -> None:
     assert torch.equal(cdrmix.load(run / "export", device="cpu").logits(ids), logits)
     with pytest.raises(ValueError, match=r"ids must lie in \[0, 512\); found 0 to 512"):
         model.logits([0, 512])
-    with pytest.raises(ValueError, match=r"rows of one length"):
+    with pytest.raises(ValueError, match=r"rows of the same length"):
         model.logits([[1, 2], [3]])
     with pytest.raises(ValueError, match=r"found torch.float32"):
         model.logits([0.5])
@@ -143,8 +143,8 @@ def test_logits_and_text_of_a_loaded_model(run: Path) -> None:
         ({"max_new_tokens": 2.5}, "max_new_tokens must be an integer; found 2.5"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1; found 0"),
         ({"temperature": "0"}, "temperature must be a number; found '0'"),
-        ({"stop": [3]}, "stop must be strings that are not empty"),
-        ({"stop": ""}, "stop must be strings that are not empty"),
+        ({"stop": [3]}, "stop must be one or several strings that are not empty"),
+        ({"stop": ""}, "stop must be one or several strings that are not empty"),
     ],
 )
 def test_wrong_arguments_are_told_before_anything_is_drawn(run: Path, arguments: dict[str, Any], message: str) -> None:

@@ -113,7 +113,7 @@ def test_a_backbone_of_other_sizes_is_refused(
 ) -> None:
     words = arguments(*REASON, f"run.root={tmp_path}", f"reasoning.backbone={finished}", "model.feed_forward.hidden=32")
     assert main(["train", *words, f"data.tokenizer.path={finished / 'tokenizer.json'}"]) == 5
-    assert "feed_forward.w_up is [4, 32, 16], but the configuration makes it [4, 32, 32]" in capsys.readouterr().err
+    assert "feed_forward.w_up with shape [4, 32, 16]; the configuration needs [4, 32, 32]" in capsys.readouterr().err
 
 
 def test_stage_b_begins_with_a_trained_backbone(finished: Path, arguments: Arguments, tmp_path: Path) -> None:

@@ -206,7 +206,7 @@ def test_only_what_is_read_of_a_checkpoint_is_verified(run: RunFolder) -> None:
     assert load_model(run.path).step == 20
     weights = checkpoint / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match=r"no whole checkpoint.*is corrupt"):
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint.*is corrupt"):
         load_model(run.path)
 
 
@@ -270,7 +270,7 @@ def test_what_is_no_model_is_refused_with_a_reason(config: Config, run: RunFolde
     with pytest.raises(CheckpointError, match="neither"):
         load_model(tmp_path)
     empty = RunFolder.create(config)
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
         load_model(empty.path)
     weights = dict(LanguageModel(config.model).state_dict())
     del weights["final_norm.weight"]
