@@ -237,6 +237,20 @@ def test_text_ends_before_a_stop_string_wherever_tokens_are_cut(cut: int) -> Non
     assert [stream.push(b"a\n\n"), stream.push(b"b"), stream.push(b"\n", last=True)] == ["a", "\n\nb", "\n"]
 
 
+def test_the_examples_of_the_documentation_run(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "README.md").read_text() + (ROOT / "docs" / "api.md").read_text()
+    snapshot = run / "config_snapshot.yaml"
+    # The examples train on the standard library; here on the text of the toy, and its steps.
+    text = text.replace("experiments/RUN", str(run)).replace("configs/cdrmix-core-tiny.yaml", str(snapshot))
+    text = text.replace("train.steps=100", "train.steps=2")
+    examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(examples) == 4
+    monkeypatch.chdir(tmp_path)
+    for example in examples:
+        exec(example, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+
+
 def test_stop_strings_of_a_model(run: Path) -> None:
     model = cdrmix.load(run, device="cpu")
     text = model.generate("def ", max_new_tokens=30, seed=2)

@@ -48,7 +48,7 @@ def reference(key: str | None = None) -> str:
         return HEAD + "".join(entry.text for entry in _sections(schema_types.root(), "", {}))
     entries = list(_sections(schema_types.root(), ""))
     chosen = [entry for entry in entries if entry.name == key or entry.name.startswith((f"{key}.", f"{key}["))]
-    if len(chosen) > 1:  # a section: the line about it in the section above is left out
+    if any(entry.is_heading for entry in chosen):  # a section: its line in the section above is left out
         chosen = [entry for entry in chosen if entry.is_heading or entry.name != key]
     if not chosen:
         names = {entry.name.rpartition(".")[2]: entry.name for entry in reversed(entries)}

@@ -145,7 +145,7 @@ def test_an_export_made_before_training_went_on_is_made_anew(
     assert figure not in (finished.export / "README.md").read_text()  # the figures of step 4
     finished.update_summary({"finished": False})
     assert main(["train", *arguments(), "--resume", "auto"]) == 0
-    assert "holds the model of step 2, not of 4" in capsys.readouterr().out
+    assert "has the model of step 2, not of step 4" in capsys.readouterr().out
     assert main(["compare", str(finished.path), str(finished.export)]) == 0
     assert figure in (finished.export / "README.md").read_text()
 

@@ -39,6 +39,8 @@ def test_a_key_is_printed_with_type_default_and_meaning(capsys: pytest.CaptureFi
     assert "*required*" in capsys.readouterr().out
     assert main(["config", "model.attention.kv_heads"]) == 0
     assert "derived from `model.attention.heads`" in capsys.readouterr().out
+    assert main(["config", "data.source.text_field"]) == 0  # a key of several kinds of source
+    assert capsys.readouterr().out.count("- `data.source.text_field`") == 4
 
 
 def test_a_section_is_printed_with_the_sections_in_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -267,7 +267,7 @@ def test_a_pure_rwkv7_is_exported_for_the_rwkv_package(
 def test_what_is_no_model_is_refused_with_a_reason(config: Config, run: RunFolder, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="does not exist"):
         load_model(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match="neither"):
+    with pytest.raises(CheckpointError, match="is not a run folder"):
         load_model(tmp_path)
     empty = RunFolder.create(config)
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
