@@ -88,6 +88,8 @@ format: install
 docs: install
 	@$(PIP) 'cdrmix[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@! grep -rlE '<(script|link|img|source|iframe)[^>]+(src|href)="?(https?:)?//' build/docs --include='*.html' || { \
+	    echo 'These pages load something from a network' >&2; exit 1; }
 	@echo 'build/docs/index.html'
 
 # With clang by libFuzzer, which goes on from what it found before; else with g++ and a driver that knows no coverage.
