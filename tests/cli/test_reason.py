@@ -62,7 +62,7 @@ def test_every_phase_is_done_measured_and_shown(finished: Path) -> None:
     assert summary["finished"]
     assert set(summary["mechanisms"]) == {"plasticity", "acceptance", "agent", "operations"}
     page = (finished / "report.html").read_text()
-    assert "every mechanism on and off" in page
+    assert "each mechanism on and off" in page
     assert "Stage B: phases" in page
     assert page.count("<picture>") >= 3
 
