@@ -275,7 +275,7 @@ def test_what_is_no_model_is_refused_with_a_reason(config: Config, run: RunFolde
     weights = dict(LanguageModel(config.model).state_dict())
     del weights["final_norm.weight"]
     save_checkpoint(run.checkpoints, 30, weights)
-    with pytest.raises(CheckpointError, match=r"do not fit.*final_norm\.weight"):
+    with pytest.raises(CheckpointError, match=r"does not match the configuration.*final_norm\.weight"):
         load_model(run.path)
 
 
