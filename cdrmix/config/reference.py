@@ -72,7 +72,7 @@ def _sections(schema: Schema, name: str, seen: dict[str, str] | None = None) -> 
             if first != name:
                 yield Entry(name, f"\n## `{name}`\n\nThe same keys as `{first}`.\n", is_heading=True)
                 return
-            yield Entry(name, f"{heading}\n\n{_paragraph(section['description'])}\n\n", is_heading=True)
+            yield Entry(name, f"{heading}\n\n{_paragraph(section.get('description', ''))}\n\n", is_heading=True)
         keys = {f"{name}.{key}" if name else key: inner for key, inner in schema_types.keys(section).items()}
         for path, inner in keys.items() if name else ():
             required = path.rpartition(".")[2] in schema_types.required(section)
@@ -100,7 +100,7 @@ def _key(name: str, schema: Schema, required: bool) -> str:
     if required:
         default = f"derived from `{source}`" if source else "*required*"
     allowed = ", ".join(part for part in (_allowed(schema), default) if part)
-    meaning = schema.get("description") or schema_types.resolve(schema)["description"]
+    meaning = schema.get("description") or schema_types.resolve(schema).get("description", "")
     return _paragraph(f"- `{name}`: {allowed}. {meaning}", indent="  ") + "\n"
 
 
