@@ -1,4 +1,4 @@
-# make install | train | test | lint | format | fuzz | gpu-wheels | clean: each does everything it needs from nothing, and is quick the second time.
+# make install | train | test | lint | format | docs | fuzz | gpu-wheels | clean: each does everything it needs from nothing, and is quick the second time.
 
 PYTHON ?= python3
 CONFIG ?= configs/cdrmix-core-tiny.yaml
@@ -17,13 +17,14 @@ INSTALLED := .venv/.installed
 UNFINISHED := .venv/.unfinished
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 
-.PHONY: help install train test lint gate format fuzz gpu-wheels clean
+.PHONY: help install train test lint gate format docs fuzz gpu-wheels clean
 
 help:
 	@echo 'make install   a virtual environment in .venv with PyTorch, the pinned dependencies and the C++ extension'
 	@echo 'make train     prepare, train, evaluate and export CONFIG ($(CONFIG)); ARGS="key.path=value ..." overrides'
 	@echo 'make test      lint, types and tests;  make gate  of the tests what stage B stands on, in five minutes'
 	@echo 'make lint      ruff and mypy alone;  make format  rewrites what ruff can;  make clean  forgets .venv and builds'
+	@echo 'make docs      the documentation as a web site in build/docs, which needs no network'
 	@echo 'make gpu-wheels  what a bare GPU machine lacks for benchmarks/gpu.sh, in .whl: at most 64 MiB'
 	@echo 'make fuzz      the C++ of csrc/ against any input, under sanitizers, SECONDS ($(SECONDS)) for each target'
 
@@ -82,6 +83,14 @@ gate: install
 format: install
 	$(BIN)/ruff check --fix --exit-zero .
 	$(BIN)/ruff format .
+
+# The extra's packages alone: cdrmix itself is installed already.
+docs: install
+	@$(PIP) 'cdrmix[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@! grep -rlE '<(script|link|img|source|iframe)[^>]+(src|href)="?(https?:)?//' build/docs --include='*.html' || { \
+	    echo 'These pages load something from a network' >&2; exit 1; }
+	@echo 'build/docs/index.html'
 
 # With clang by libFuzzer, which goes on from what it found before; else with g++ and a driver that knows no coverage.
 CLANGS := clang++ clang++-22 clang++-20 clang++-19 clang++-18 clang++-16 clang++-14

@@ -1,16 +1,16 @@
-"""cdrmix trains hybrid RWKV-7 / attention mixture-of-experts language models, from raw text to an exported model.
+"""cdrmix trains hybrid mixture-of-experts language models, from raw text to an exported model.
 
-From Python (docs/api.md), each loaded when it is first used:
+The Python API (docs/api.md). Each name is imported when it is used first:
 
-    load(path)              the model in a run, checkpoint or export folder: TextModel, with logits, generate, stream
-    Sampling                how tokens are drawn
-    Config.from_yaml(path)  the configuration of a YAML file
-    Callback                a base class for callbacks on steps, records and checkpoints: train(config, callbacks=[...])
-    LanguageModel(model)    the torch module of a configuration's model section
-    train(config)           a run, from raw text to an exported model, as `cdrmix train` makes it
-    prepare(config)         the text of a configuration to tokenised, packed shards
-    errors                  what can go wrong, by kind
-    ops                     the operators: attention, wkv7, ssd_scan, moe_experts, linear_cross_entropy, ...
+    load(path)            loads a run, checkpoint or export folder; returns a TextModel: logits, generate, stream
+    Sampling              how tokens are sampled
+    Config                Config.from_yaml(path) reads a YAML file
+    Callback              base class of callbacks for steps, records and checkpoints: train(config, callbacks=[...])
+    LanguageModel(model)  the torch module of the model section of a configuration
+    train(config)         does a whole run, the same as `cdrmix train`
+    prepare(config)       prepares the text of a configuration: tokenised, packed shards
+    errors                the exceptions
+    ops                   the operators: attention, wkv7, ssd_scan, moe_experts, linear_cross_entropy, ...
 """
 
 from __future__ import annotations

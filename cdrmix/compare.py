@@ -1,4 +1,4 @@
-"""Whether two runs ended with the same weights, bit for bit, and if not, where they first differ."""
+"""Compares the final weights of two runs bit for bit. If they differ, it reports the first difference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cdrmix.run_folder import read_metrics
 
 @dataclass(frozen=True)
 class Comparison:
-    """The verdict and the lines that explain it to a person."""
+    """The result, and the lines of text that explain it."""
 
     identical: bool
     lines: tuple[str, ...]
@@ -24,15 +24,15 @@ class Comparison:
 def compare(path_a: Path, path_b: Path) -> Comparison:
     """Compares the final weights of two runs, checkpoints or exports.
 
-    Of runs that keep a running average of their weights (train.ema_decay) both are compared; with an export,
-    which holds the average alone, that.
-    Raises CheckpointError when one of them cannot be read.
+    If runs have a running average of the weights (train.ema_decay), the weights and the average are compared. An
+    export has only the average; then only that is compared.
+    Raises CheckpointError if one of them cannot be read.
     """
     a, b = _read(path_a), _read(path_b)
     lines: list[str] = []
     if a.step != b.step:
         lines.append(f"steps differ: {a.step} in {path_a}, {b.step} in {path_b}")
-    if a.exported or b.exported:  # an export holds what runs: the running average, where one is kept
+    if a.exported or b.exported:  # an export has the running average if there is one
         pairs = [("", a.average or a.weights, b.average or b.weights)]
     else:
         pairs = [("", a.weights, b.weights), ("of the running averages, ", a.average, b.average)]
@@ -44,12 +44,12 @@ def compare(path_a: Path, path_b: Path) -> Comparison:
         return Comparison(True, (f"identical: {len(tensors)} tensors, {parameters:,} parameters, step {a.step}",))
     if step := first_metric_difference(path_a, path_b):
         lines.append(step)
-    return Comparison(False, ("different: the final weights are not the same", *lines))
+    return Comparison(False, ("different: the final weights are not identical", *lines))
 
 
 @dataclass(frozen=True)
 class _Model:
-    """What is compared of a place: weights, their running average ({} where none is kept), step."""
+    """The values to compare: weights, their running average ({} if there is none), step."""
 
     weights: dict[str, Tensor]
     average: dict[str, Tensor]
@@ -67,10 +67,10 @@ def _read(path: Path) -> _Model:
 
 
 def _differences(weights_a: dict[str, Tensor], weights_b: dict[str, Tensor]) -> list[str]:
-    """Where two sets of weights differ; [] when they hold the same names, shapes, types and bits."""
+    """The differences of two sets of weights; [] if names, shapes, types and bits are the same."""
     only_a, only_b = sorted(weights_a.keys() - weights_b.keys()), sorted(weights_b.keys() - weights_a.keys())
     if only_a or only_b:
-        return [f"tensors only in the first: {only_a[:5]}, only in the second: {only_b[:5]}"]
+        return [f"tensors only in the first: {only_a[:5]}; only in the second: {only_b[:5]}"]
     differing = [name for name in weights_a if not _same_bits(weights_a[name], weights_b[name])]
     if not differing:
         return []
@@ -85,8 +85,8 @@ def _differences(weights_a: dict[str, Tensor], weights_b: dict[str, Tensor]) -> 
     worst = (a.double() - b.double()).abs().max().item()
     return [
         *lines,
-        f"first at {index}: {a.flatten()[flat].item()!r} against {b.flatten()[flat].item()!r}",
-        f"{int(unequal.sum()):,} of its {a.numel():,} values differ, by at most {worst:g}",
+        f"first difference at index {index}: {a.flatten()[flat].item()!r} and {b.flatten()[flat].item()!r}",
+        f"{int(unequal.sum()):,} of its {a.numel():,} values differ; the largest difference is {worst:g}",
     ]
 
 
@@ -95,17 +95,17 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The tensor's bit patterns as integers of its own shape: -0.0 is not 0.0, and a NaN equals itself."""
+    """The bits of the tensor as integers of the same shape. So -0.0 differs from 0.0, and a NaN equals itself."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.contiguous().view(integers[tensor.element_size()])
 
 
 def first_metric_difference(path_a: Path, path_b: Path) -> str | None:
-    """The first step that both metrics.jsonl hold with another loss or gradient norm, in words; None when none is."""
+    """Describes the first step whose loss or gradient norm differs in the two metrics.jsonl; None if there is none."""
     rows_b = {row["step"]: row for row in read_metrics(path_b / "metrics.jsonl")}
     for row in read_metrics(path_a / "metrics.jsonl"):
         other = rows_b.get(row["step"])
         for name in ("loss", "gradient_norm"):
             if other is not None and row.get(name) != other.get(name):
-                return f"{name} first differs at step {row['step']}: {row.get(name)!r} against {other.get(name)!r}"
+                return f"{name} first differs at step {row['step']}: {row.get(name)!r} and {other.get(name)!r}"
     return None

@@ -1,74 +1,74 @@
-"""What can go wrong for a user, and the exit code that each kind of failure has."""
+"""The exceptions for failures that a user can correct, each with its exit code."""
 
 from __future__ import annotations
 
 
 class CdrmixError(Exception):
-    """A failure with a message for the person at the console; `exit_code` is the process's status."""
+    """A failure with a message for the user. The process ends with `exit_code`."""
 
     exit_code = 1
 
 
 class ConfigError(CdrmixError, ValueError):
-    """The configuration (or the command line) asks for something that is not allowed."""
+    """The configuration or the command line is wrong, or the configuration does not fit the machine."""
 
     exit_code = 2
 
 
 class CorpusError(CdrmixError, ValueError):
-    """The text to train on is missing, empty or malformed beyond the configured limit."""
+    """The text is missing, is empty, or has more malformed records than the configured limit."""
 
     exit_code = 3
 
 
 class ShardError(CdrmixError, ValueError):
-    """Tokenised shards are corrupt, truncated, or not made by this configuration or of the text a run began with."""
+    """Prepared shards are damaged, or belong to another configuration or another text than the run."""
 
     exit_code = 4
 
 
 class CheckpointError(CdrmixError, ValueError):
-    """No whole checkpoint, or no whole exported model, can be read from the place named."""
+    """The path has no complete checkpoint or exported model."""
 
     exit_code = 5
 
 
 class DiskFullError(CdrmixError, OSError):
-    """The disk filled up; the last good checkpoint is untouched."""
+    """The disk is full. Existing checkpoints are not affected."""
 
     exit_code = 6
 
 
 class VocabularyError(CdrmixError, ValueError):
-    """Tokenizer, shards and model disagree about the vocabulary."""
+    """The tokenizer, the shards and the model do not have the same vocabulary."""
 
     exit_code = 7
 
 
 class OutOfMemoryError(CdrmixError, RuntimeError):
-    """The device's memory does not hold the step; the message names the keys that shrink it."""
+    """A training step does not fit in the memory of the device. The message names the keys that reduce its memory."""
 
     exit_code = 8
 
 
 class NonFiniteLossError(CdrmixError, ArithmeticError):
-    """The loss or the gradient norm became NaN or infinite before the update was applied."""
+    """The loss or the gradient norm is NaN or infinite. The update was not applied."""
 
     exit_code = 9
 
 
 class NonFiniteLogitsError(NonFiniteLossError, ValueError):
-    """A router's logits are NaN; the message names the layer. Training ends as for a loss that is NaN."""
+    """The logits of a router are NaN. The message names the layer. Training ends as for a loss that is NaN."""
 
 
 class ExportMismatchError(CdrmixError, RuntimeError):
-    """An exported model, read back, does not give the logits of the model it was made from."""
+    """An exported model that was read back does not give the same logits as the original."""
 
     exit_code = 10
 
 
 class MemoryLogError(CdrmixError, ValueError):
-    """The log of a run's episodic memory is damaged, of another model, or open in another process."""
+    """The log of an episodic memory is damaged, belongs to another model, or is open in another process."""
 
     exit_code = 11
 
@@ -80,6 +80,6 @@ class PluginError(CdrmixError, RuntimeError):
 
 
 class Preempted(CdrmixError):
-    """SIGTERM or SIGINT arrived; a checkpoint was written and `--resume auto` continues the run."""
+    """A signal stopped the training after a checkpoint was written. `--resume auto` continues the run."""
 
     exit_code = 75  # sysexits.h EX_TEMPFAIL: try again later

@@ -1,4 +1,4 @@
-"""The run folder: one directory that holds everything a run made, never overwritten."""
+"""The run folder: one folder that holds all results of a run. An existing run is never overwritten."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ PACKAGES = ("cdrmix", "torch", "deepspeed", "numpy", "tokenizers", "safetensors"
 
 
 class RunFolder:
-    """`<run.root>/<UTC timestamp>-<first 8 of the config hash>/` and the paths in it.
+    """`<run.root>/<UTC timestamp>-<first 8 digits of the configuration hash>/`, and the paths in it.
 
-    Only a writing run folder (rank 0) prints and writes; on the other ranks the same object answers
-    with paths and stays silent.
+    writes: True in the main process, which prints and writes files. In the other processes it is False, and the object
+    only gives paths.
     """
 
     def __init__(self, path: Path, *, writes: bool = True) -> None:
@@ -34,9 +34,9 @@ class RunFolder:
 
     @classmethod
     def create(cls, config: Config) -> RunFolder:
-        """A new folder under `config.run.root`; a name that is taken gets -2, -3, ... appended.
+        """Creates a folder under `config.run.root`. If the name exists, -2, -3, ... is appended.
 
-        Raises ConfigError when the root cannot be written, DiskFullError when nothing more fits there.
+        Raises ConfigError if the root cannot be written, DiskFullError if the disk is full.
         """
         root = _root(config)
         timestamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
@@ -61,13 +61,13 @@ class RunFolder:
         except OSError as error:
             raise ConfigError(
                 f"run.root: cannot create a run folder under {root}: {error.strerror}; "
-                "set run.root to a folder that you may write"
+                "set run.root to a folder that you can write"
             ) from error
         return run
 
     @classmethod
     def open(cls, path: str | Path, *, writes: bool = True) -> RunFolder:
-        """An existing run folder. Raises ConfigError when `path` is not one."""
+        """Opens an existing run folder. Raises ConfigError if `path` is not a run folder."""
         path = Path(path)
         if not (path / "config_snapshot.yaml").is_file():
             raise ConfigError(f"{path} is not a run folder: it has no config_snapshot.yaml")
@@ -77,12 +77,12 @@ class RunFolder:
 
     @classmethod
     def resume(cls, config: Config, resume: str) -> RunFolder | None:
-        """The run folder that `--resume` names: a path, or 'auto' for the newest unfinished run of this config.
+        """Finds the run folder for `--resume`: a path, or 'auto' for the newest unfinished run of this configuration.
 
-        One with a checkpoint goes before a newer one without, which a start that failed may have left. None when
-        'auto' finds no such run; one that a live process holds is not taken for unfinished.
-        Raises ConfigError when a named folder belongs to another config, or is held by another process.
-        The run goes on under this configuration, whose keys outside the hash may differ from before: see `adopt`.
+        'auto' prefers a run with a checkpoint to a newer run without one, which a failed start can leave. It skips
+        runs that another process is working on. Returns None if there is no such run.
+        The run continues with this configuration. Keys outside the hash may have changed: see `update_config`.
+        Raises ConfigError if a named folder belongs to another configuration, or another process is working on it.
         """
         if resume == "auto":
             unfinished = [run for run in cls.all_of(config) if not run.finished and not run.is_locked()]
@@ -96,7 +96,7 @@ class RunFolder:
         theirs = run.summary().get("config_hash")
         if theirs != config.hash():
             raise ConfigError(
-                f"--resume {resume}: that run has config hash {str(theirs)[:8]}, this configuration has "
+                f"--resume {resume}: the run has the configuration hash {str(theirs)[:8]}, this configuration has "
                 f"{config.hash()[:8]}; resume with --config {run.config_snapshot}"
             )
         run.update_config(config)
@@ -104,29 +104,29 @@ class RunFolder:
 
     @classmethod
     def all_of(cls, config: Config) -> list[RunFolder]:
-        """Every run folder of this configuration under its root, oldest first."""
+        """All run folders of this configuration under its root, oldest first."""
         suffix = config.hash()[:8]
         found = [path.parent for path in _root(config).glob(f"*-{suffix}*/config_snapshot.yaml")]
         runs = [cls(path) for path in sorted(found, key=_age)]
         return [run for run in runs if run.summary().get("config_hash") == config.hash()]
 
     def update_config(self, config: Config) -> None:
-        """Goes on under a configuration of the same hash: it becomes the snapshot, and train.log says what changed.
+        """Writes a configuration of the same hash as the new snapshot, and notes the changed keys in train.log.
 
-        So the snapshot names the places of today (run.root, data.cache), and as these keys decide no weight it
-        reproduces the whole run as before; each checkpoint keeps the snapshot it was made under.
-        Raises ConfigError when another process works on the run.
+        The snapshot then has the current paths (run.root, data.cache). These keys do not affect the weights, so the
+        snapshot still reproduces the run. Each checkpoint keeps the snapshot of its own time.
+        Raises ConfigError if another process is working on the run.
         """
         text = config.to_yaml()
         before = self.config_snapshot.read_text(encoding="utf-8")
         if text == before:
             return
         with self.locked():
-            # The dump has one key a line, so the lines that are new are the keys that changed.
+            # The dump has one key on each line, so a new line is a changed key.
             new = [line.strip() for line in text.splitlines() if line not in before.splitlines()]
             write_atomically(self.config_snapshot, text)
             self.update_summary({"name": config.run.name})
-            self.note(f"going on with other values of keys that decide no weight: {', '.join(new)}")
+            self.note(f"changed keys, which do not affect the weights: {', '.join(new)}")
 
     @property
     def config_snapshot(self) -> Path:
@@ -178,14 +178,14 @@ class RunFolder:
 
     @property
     def finished(self) -> bool:
-        """Whether every step of the run's life, the report included, has been done."""
+        """Whether the run has completed all its stages, including the report."""
         return bool(self.summary().get("finished"))
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keeps other processes from writing into this run; the lock of a process that dies is free at once.
+        """Locks the run against writes of other processes. The lock ends with the process.
 
-        Raises ConfigError when another process holds it.
+        Raises ConfigError if another process has the lock.
         """
         if not self.writes:
             yield
@@ -195,12 +195,12 @@ class RunFolder:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise ConfigError(
-                    f"{self.path}: another process is working on this run; wait for it, or stop it"
+                    f"{self.path}: another process is working on this run; wait until it ends, or stop it"
                 ) from error
             yield
 
     def is_locked(self) -> bool:
-        """Whether some process holds this run now."""
+        """Whether another process has the lock of this run."""
         try:
             with self.locked():
                 return False
@@ -221,7 +221,7 @@ class RunFolder:
                 log.writelines(f"{now} {line}\n" for line in text.splitlines() or [""])
 
     def summary(self) -> dict[str, Any]:
-        """What metrics.json says; {} when it is missing or torn."""
+        """The contents of metrics.json; {} if it is missing or incomplete."""
         try:
             summary = json.loads(self.metrics_json.read_text(encoding="utf-8"))
         except (FileNotFoundError, json.JSONDecodeError):
@@ -229,28 +229,28 @@ class RunFolder:
         return summary if isinstance(summary, dict) else {}
 
     def update_summary(self, values: Mapping[str, Any]) -> None:
-        """Sets keys of metrics.json, replacing the file in one move."""
+        """Sets keys of metrics.json. The file is replaced atomically."""
         if self.writes:
             summary = self.summary() | dict(values)
             write_atomically(self.metrics_json, json.dumps(finite(summary), indent=2, allow_nan=False) + "\n")
 
     def keep_text(self, fingerprint: str) -> None:
-        """Notes the fingerprint of the text that this run is about.
+        """Records the fingerprint of the text of this run.
 
-        Raises ShardError when it began with another text.
+        Raises ShardError if the run began with another text.
         """
         check_text(self.summary().get("text_fingerprint", fingerprint), fingerprint, self.path)
         self.update_summary({"text_fingerprint": fingerprint})
 
     def keep_tokenizer(self, source: Path) -> None:
-        """Copies the tokenizer into the run, so that the run is readable after the data cache is gone."""
+        """Copies the tokenizer into the run, so that the run does not depend on the data cache."""
         if self.writes and not self.tokenizer.exists():
             write_atomically(self.tokenizer, source.read_bytes())
 
     def drop_metrics_after(self, step: int) -> int:
-        """Removes the rows of metrics.jsonl beyond `step`, so that a resumed run has every step once.
+        """Removes the rows of metrics.jsonl after `step`, so that a resumed run has each step once.
 
-        Returns how many were removed; a torn last line counts as one.
+        Returns the number of removed rows. An incomplete last line counts as one.
         """
         if not self.writes or not self.metrics_jsonl.exists():
             return 0
@@ -261,12 +261,12 @@ class RunFolder:
 
 
 def check_text(before: str, now: str, origin: Path) -> None:
-    """Raises ShardError when the fingerprint of the text a run began with (`origin`: the run's) is another one now."""
+    """Raises ShardError if the fingerprint of the text has changed since the start of the run (`origin`)."""
     if before != now:
         raise ShardError(
-            f"the text has changed since this run began: {origin} was made from shards with the fingerprint "
-            f"{before[:12]}, the shards of the text as it is now have {now[:12]}. Put the former text back (or "
-            "data.source.revision, for a Hugging Face dataset), or start a new run."
+            f"the text has changed since this run began: {origin} was trained on shards with the fingerprint "
+            f"{before[:12]}, the current text gives {now[:12]}. Restore the former text (for a Hugging Face dataset, "
+            "set data.source.revision), or start a new run."
         )
 
 
@@ -279,7 +279,7 @@ def _make_new(root: Path, name: str) -> Path:
     while True:
         path = root / (name if number == 1 else f"{name}-{number}")
         try:
-            path.mkdir()  # exclusive: two runs started in one second get two folders
+            path.mkdir()  # fails if it exists: two runs that start in the same second get two folders
             return path
         except FileExistsError:
             number += 1
@@ -292,7 +292,7 @@ def _age(path: Path) -> tuple[str, int]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; a line that is not a whole JSON object with a step (torn by a kill) is left out."""
+    """The rows of a metrics.jsonl. A line that is not a complete JSON object with a step (after a kill) is left out."""
     rows: list[dict[str, Any]] = []
     if not path.exists():
         return rows
@@ -307,7 +307,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def environment(packages: Iterable[str] = PACKAGES) -> dict[str, Any]:
-    """Versions of what computed the run, and the machine it ran on."""
+    """The versions of the packages of a run, and its machine."""
     versions = {}
     for name in packages:
         try:
@@ -324,7 +324,7 @@ def environment(packages: Iterable[str] = PACKAGES) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """`value` with every non-finite float replaced by None: JSON has no NaN."""
+    """`value` with each non-finite float replaced by None, because JSON has no NaN."""
     if isinstance(value, float):
         return value if value - value == 0.0 else None
     if isinstance(value, Mapping):

@@ -1,6 +1,6 @@
-"""How this process computes: its device, CPU threads, determinism, allocator and seeds.
+"""The settings of this process: device, CPU threads, determinism, memory allocator and seeds.
 
-Also why a GPU cannot be used: its build of PyTorch, driver, kernels or precision.
+If a GPU cannot be used, the errors give the reason: the build of PyTorch, the driver, the kernels or the precision.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from cdrmix.errors import ConfigError
 from cdrmix.kernels.common.products import multiply_on_one_thread, set_num_threads
 from cdrmix.ops.backend import check_served
 
-BF16_CAPABILITY = (8, 0)  # compute capability of the first NVIDIA GPUs that multiply bfloat16, Ampere
+BF16_CAPABILITY = (8, 0)  # lowest compute capability with bfloat16 products (Ampere)
 DEVICES = ("auto", "cpu", "cuda")
-DEVICE_FILES = {"NVIDIA": Path("/dev/nvidiactl"), "AMD": Path("/dev/kfd")}  # where the driver of a maker is loaded
+DEVICE_FILES = {"NVIDIA": Path("/dev/nvidiactl"), "AMD": Path("/dev/kfd")}  # exist if the driver is loaded
 
 
 def device_type(wanted: str) -> str:
-    """cpu or cuda: what auto, cpu or cuda (run.device) means on this machine.
+    """The device type, cpu or cuda, that run.device (auto, cpu or cuda) selects on this machine.
 
-    Raises ConfigError for another word, and where cuda is asked for and PyTorch cannot use a GPU: with the reason.
+    Raises ConfigError for any other string, and for cuda if PyTorch cannot use a GPU. The message gives the reason.
     """
     if wanted not in DEVICES:
         raise ConfigError(f"device must be one of {', '.join(DEVICES)}; found {wanted!r}")
@@ -35,8 +35,8 @@ def device_type(wanted: str) -> str:
         return "cpu" if wanted == "cpu" else "cuda"
     if wanted == "cuda":
         raise ConfigError(
-            f"run.device: cuda, but PyTorch sees no GPU on this machine{_reason()}; "
-            "or set run.device (where there is one, --device) to auto or cpu"
+            f"run.device is cuda, but PyTorch finds no GPU on this machine{_reason()}; "
+            "or set run.device (or the option --device) to auto or cpu"
         )
     return "cpu"
 
@@ -46,43 +46,44 @@ def _reason() -> str:
     build = torch.version.cuda or torch.version.hip
     if build is None:
         if not makers:
-            return f": PyTorch {torch.__version__} is a CPU build. On a machine with a GPU install its GPU build"
+            return f": PyTorch {torch.__version__} is a CPU build; on a machine with a GPU, install the GPU build"
         kind = "CUDA" if makers[0] == "NVIDIA" else "ROCm"
         return (
-            f": PyTorch {torch.__version__} is a CPU build, though an {makers[0]} driver is loaded; install PyTorch's "
-            f"{kind} build (make install TORCH_INDEX=...)"
+            f": PyTorch {torch.__version__} is a CPU build, but an {makers[0]} driver is loaded; install the "
+            f"{kind} build of PyTorch (make install TORCH_INDEX=...)"
         )
     try:
         torch.cuda.init()
     except RuntimeError as error:
         told = str(error).strip().splitlines()[0].split(". ")[0].rstrip(".")
-        return f": {told} (PyTorch {torch.__version__} is built for {build}); install a driver and a build that agree"
-    return ": a driver is there, and no GPU that this process may use (CUDA_VISIBLE_DEVICES)"
+        return f": {told} (PyTorch {torch.__version__} is built for {build}); install a driver and a build that match"
+    return ": the driver is loaded, but this process has access to no GPU; check CUDA_VISIBLE_DEVICES"
 
 
 def check_cpu(precision: str) -> None:
-    """Raises ConfigError for a precision that CPUs have no products in."""
+    """Raises ConfigError for a precision that CPUs do not support."""
     if precision == "fp16":
-        raise ConfigError("train.precision: fp16 needs a GPU, and this run is on a CPU; set bf16 or fp32")
+        raise ConfigError("train.precision is fp16, which needs a GPU, but this run uses the CPU; set bf16 or fp32")
 
 
 def check_gpu(device: torch.device, precision: str) -> None:
-    """Raises ConfigError for a GPU without kernels, or on which bf16 would only be imitated."""
+    """Raises ConfigError for a GPU that the kernels do not support, or that has no bf16 products."""
     check_served(device)
     if precision == "bf16" and torch.version.hip is None:
         found = torch.cuda.get_device_capability(device)
         if found < BF16_CAPABILITY:
             raise ConfigError(
-                f"train.precision: bf16, but {torch.cuda.get_device_name(device)} has no bfloat16 (compute capability "
-                f"{found[0]}.{found[1]}, from {BF16_CAPABILITY[0]}.{BF16_CAPABILITY[1]} on); set fp16 or fp32"
+                f"train.precision is bf16, but {torch.cuda.get_device_name(device)} does not support bfloat16: it has "
+                f"compute capability {found[0]}.{found[1]}, bfloat16 needs {BF16_CAPABILITY[0]}.{BF16_CAPABILITY[1]}; "
+                "set fp16 or fp32"
             )
 
 
 def work_alone(config: Config, wanted: str | None = None) -> torch.device:
-    """The device of a command that runs a trained model in this process alone; threads and determinism are settled.
+    """Sets threads and determinism for a command that runs a trained model in one process; returns the device.
 
-    wanted: auto, cpu or cuda, in place of the configuration's run.device.
-    Raises ConfigError when the device asked for is missing.
+    wanted: auto, cpu or cuda; it replaces run.device of the configuration.
+    Raises ConfigError if the device does not exist.
     """
     device = device_type(config.run.device if wanted is None else wanted)
     set_num_threads(threads(config, 1))
@@ -91,33 +92,33 @@ def work_alone(config: Config, wanted: str | None = None) -> torch.device:
 
 
 def threads(config: Config, processes: int) -> int:
-    """CPU threads of one process at most: `run.threads`, or the cores it may use divided by the processes."""
+    """The largest number of CPU threads of a process: `run.threads`, or the available cores / processes."""
     return config.run.threads or max(1, len(os.sched_getaffinity(0)) // processes)
 
 
 def be_deterministic() -> None:
-    """Makes PyTorch refuse operations whose result depends on timing, on every device, or on a CPU on its threads."""
+    """Makes PyTorch refuse operations whose result depends on timing or, on a CPU, on the number of threads."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     os.environ.setdefault("NCCL_ALGO", "Ring")  # one order of summation
     torch.use_deterministic_algorithms(True)
-    # That also fills every torch.empty, which costs a pass over memory; our code never reads what it did not write.
+    # That setting also fills each torch.empty, which costs a pass over memory. cdrmix never reads such values.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
     multiply_on_one_thread()
 
 
 def keep_freed_memory() -> None:
-    """Lets glibc keep what PyTorch frees, instead of giving every tensor's pages back and faulting them in again.
+    """Makes glibc keep the memory that PyTorch frees. Otherwise each new tensor causes page faults.
 
-    Measured on core-tiny, one CPU thread: 10,000 page faults a step become none, 5 % of its time. Settings that
-    the environment makes (MALLOC_ARENA_MAX and its kin) win; another C library is left alone.
+    Measured on core-tiny with one CPU thread: 10,000 page faults a step become 0, which saves 5 % of the time.
+    Environment variables such as MALLOC_ARENA_MAX take precedence. Other C libraries are not changed.
     """
     if platform.libc_ver()[0] != "glibc" or any(name.startswith("MALLOC_") for name in os.environ):
         return
     libc = ctypes.CDLL(None)
     arena_max, mmap_threshold, top_pad, trim_threshold = -8, -3, -2, -1  # malloc.h
-    libc.mallopt(arena_max, 1)  # the backward pass runs in a thread of its own; one heap serves both
-    libc.mallopt(mmap_threshold, 32 * 2**20)  # the largest that glibc allows
+    libc.mallopt(arena_max, 1)  # the backward pass runs in another thread; one heap serves both
+    libc.mallopt(mmap_threshold, 32 * 2**20)  # the maximum of glibc
     libc.mallopt(top_pad, 256 * 2**20)
     libc.mallopt(trim_threshold, 2**31 - 1)
 
@@ -125,5 +126,5 @@ def keep_freed_memory() -> None:
 def seed_everything(seed: int) -> None:
     """Seeds Python, NumPy and PyTorch (all devices)."""
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002  the global generator that libraries draw from
+    np.random.seed(seed % 2**32)  # noqa: NPY002  libraries use the global generator
     torch.manual_seed(seed)

@@ -1,7 +1,7 @@
 """A run from raw text to an exported model: prepare, stage A, stage B, evaluate, export, sample, report.
 
-Every step leaves its result in the run folder or the data cache and is passed over when that is there, so a
-run that was stopped anywhere goes on with what is missing.
+Each of these leaves its result in the run folder or in the data cache. If the result is there, it is not done again. So
+a run that was stopped at any point continues from that point.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ SAMPLE = Sampling(temperature=0.6, top_p=0.9, max_new_tokens=160)
 
 
 def run_all(config: Config, resume: str | Path | None = None, *, callbacks: Sequence[Callback] = ()) -> Path:
-    """Does whatever is not done yet; every process of the run calls it. Returns the run folder's path.
+    """Does everything of a run that is not done yet. All processes of the run call it. Returns the run folder.
 
-    resume: None starts a new run; 'auto' goes on with the newest unfinished one of this configuration, if
-    there is one; a path goes on with that one. callbacks: are told of steps, records and checkpoints of both stages.
-    The last line printed is the run folder's path.
+    resume: None starts a new run. 'auto' continues the newest unfinished run of this configuration, or starts a new
+    run if there is none. A path continues that run. callbacks: receive the steps, records and checkpoints of both
+    stages. The last line that is printed is the path of the run folder.
     """
     if not isinstance(config, Config):
         raise ConfigError(f"config must be a cdrmix.Config, for example of Config.from_yaml(path); found {config!r}")
@@ -99,7 +99,7 @@ def run_all(config: Config, resume: str | Path | None = None, *, callbacks: Sequ
 
 
 def _first_process(world: DistributedContext, action: Callable[[], Item]) -> Item:
-    """What the action returns in the first process, in all of them; a CdrmixError of it is raised in all of them."""
+    """Runs the action in the first process. Returns its result, or raises its CdrmixError, in all processes."""
     outcome: tuple[Item | None, CdrmixError | None] = (None, None)
     if world.is_main_process:
         try:
@@ -116,12 +116,12 @@ def _run_folder(config: Config, resume: str | None, world: DistributedContext) -
     def choose() -> Path:
         run = RunFolder.resume(config, resume) if resume else None
         if run is not None:
-            run.say(f"Going on with {run.path} ({config.run.name}, seed {config.run.seed})")
+            run.say(f"Continuing {run.path} ({config.run.name}, seed {config.run.seed})")
             return run.path
         run = RunFolder.create(config)
         run.say(f"Run {run.path} ({config.run.name}, seed {config.run.seed})")
         if resume:
-            run.say(f"No unfinished run of this configuration ({config.hash()[:8]}) in {config.run.root}")
+            run.say(f"There was no unfinished run of this configuration ({config.hash()[:8]}) in {config.run.root}")
         return run.path
 
     return RunFolder.open(_first_process(world, choose), writes=world.is_main_process)
@@ -136,7 +136,7 @@ def _prepare(config: Config, run: RunFolder, world: DistributedContext) -> Shard
         return made[0].path
 
     path = _first_process(world, make)
-    shards = made[0] if made else open_shards(path, verify=False)  # the first process has just hashed every file
+    shards = made[0] if made else open_shards(path, verify=False)  # the first process has verified all files
     run.keep_tokenizer(shards.tokenizer_path)
     run.update_summary(
         {
@@ -161,7 +161,7 @@ def _train(
     callbacks: Sequence[Callback],
 ) -> None:
     if world.gather(world.is_main_process and _finished(config, run))[0]:
-        run.say(f"Stage A is finished: {config.train.steps} steps")
+        run.say(f"Stage A is already complete: {config.train.steps} steps")
         return
     count = count_parameters(config.model, config.reasoning)
     run.update_summary({"parameters": {"stored": count.total_stored, "active": count.total_active, **count.stored}})
@@ -180,7 +180,7 @@ def _train_stage_b(
 ) -> None:
     last = spans(config)[-1]
     if world.gather(world.is_main_process and _reached(run, "stage_b", last.last))[0]:
-        run.say(f"Stage B is finished: {last.last} steps")
+        run.say(f"Stage B is already complete: {last.last} steps")
         return
     if (
         world.is_main_process
@@ -188,7 +188,7 @@ def _train_stage_b(
         and run.checkpoints.joinpath("latest").is_file()
     ):
         loaded = load_model(run.path, world.device)
-        if loaded.step == config.train.steps:  # what stage B must not lose
+        if loaded.step == config.train.steps:  # stage B must not make this worse
             run.update_summary({"held_out_before": dataclasses.asdict(_held_out(loaded, shards, config))})
     phases = ", ".join(f"{span.name} {span.section.steps}" for span in spans(config))
     run.say(f"Stage B, steps by phase: {phases}")
@@ -197,8 +197,8 @@ def _train_stage_b(
 
 
 def _finished(config: Config, run: RunFolder) -> bool:
-    """Whether the last step's checkpoint is there and whole; nothing is hashed for an earlier one."""
-    # After a signal in the last step its checkpoint is there, but neither its validation nor the summary.
+    """Whether the checkpoint of the last step exists and is complete. Earlier checkpoints are not verified."""
+    # After a signal in the last step its checkpoint exists, but its validation and the summary do not.
     return _reached(run, "stage_a", config.train.steps)
 
 
@@ -226,21 +226,21 @@ def _after_training(run: RunFolder, shards: ShardSet, device: torch.device) -> N
         row = shards.valid.read(0, min(loaded.config.data.row_length, shards.valid.tokens)).tolist()
         sessions = _demonstrate(loaded, run)
         export_model(loaded, run.export, summary=run.summary(), held_out_row=row, replace=True, attachments=sessions)
-        run.say(f"Exported to {run.export}: read back, the same logits bit for bit")
+        run.say(f"Exported to {run.export}. The exported model gives the same logits, bit for bit")
         if sessions:
             _answers_the_same(run)
     sizes = [path.stat().st_size for path in run.export.iterdir()]
     run.update_summary({"export": {"path": run.export.name, "files": len(sizes), "bytes": sum(sizes)}})
     text = "".join(piece for _, piece in generate(loaded.model, loaded.tokenizer, [SAMPLE_PROMPT], [SAMPLE]))
     run.update_summary({"sample": {"prompt": SAMPLE_PROMPT, "text": text}})
-    run.say(f"It writes:\n{SAMPLE_PROMPT}{text}\n")
+    run.say(f"Sample:\n{SAMPLE_PROMPT}{text}\n")
     write_report(run)
     run.update_summary({"finished": True})
     run.say(f"Report: {run.report}")
 
 
 def _demonstrate(loaded: Loaded, run: RunFolder) -> list[Path]:
-    """Of a model that has been through stage B on text: a document read before one's eyes, and what is remembered."""
+    """Shows a model of stage B at work on a generated document. Returns the session file to export."""
     reasoning = loaded.config.reasoning
     if reasoning is None or not spans(loaded.config) or reasoning.agent.tokens:
         return []
@@ -257,32 +257,32 @@ def _demonstrate(loaded: Loaded, run: RunFolder) -> list[Path]:
 
 
 def _answers_the_same(run: RunFolder) -> None:
-    """Raises ExportMismatchError where the exported model, with the exported memory, answers otherwise than before."""
+    """Raises ExportMismatchError if the exported model with the exported memory gives another answer than before."""
     loaded = load_model(run.export)
     answers = Session.load(loaded, run.export / run.session.name).answer()
     before = run.summary()["demonstration"]["answers"]
     if list(answers) != before:
         raise ExportMismatchError(
-            f"the exported model, read back with its memory, answers {list(answers)}, not {before}"
+            f"the exported model with its memory answers {list(answers)}; the original answered {before}"
         )
-    run.say("Read back with its memory, it answers the same")
+    run.say("The exported model with its memory gives the same answer")
 
 
 def _is_exported(run: RunFolder, step: int) -> bool:
-    """Whether the run's export/ holds the model of that step, whole; it does not if training went on after it.
+    """Whether export/ of the run has the complete model of that step. If training continued after it, it has not.
 
-    Says why an export that is there is made anew.
+    If the export must be replaced, the reason is printed.
     """
     if not run.export.exists():
         return False
     exported = exported_step(run.export)
     if exported != step:
-        run.say(f"{run.export} holds the model of step {exported}, not of {step}: it is made anew")
+        run.say(f"{run.export} has the model of step {exported}, not of step {step}. It is exported again")
         return False
     try:
         verify(run.export)
     except CheckpointError as error:
-        run.say(f"{error}: it is made anew")
+        run.say(f"{error}. It is exported again")
         return False
     return True
 
@@ -295,11 +295,11 @@ def _held_out(loaded: Loaded, shards: ShardSet, config: Config) -> HeldOut:
 def evaluate_model(
     model: Path, config_path: Path | None = None, overrides: Sequence[str] = (), *, device: str | None = None
 ) -> HeldOut:
-    """The held-out figures of the model in a run, checkpoint or export folder.
+    """Evaluates the model of a run, checkpoint or export folder on held-out text.
 
-    The text is that of the model's own configuration, or of another one, or of overridden keys; it is cut into
-    tokens by the model's tokenizer. device: auto, cpu or cuda, in place of the configuration's run.device.
-    Progress of a preparation goes to standard error, where it does not mix with the figures.
+    The text is that of the configuration of the model, or that of config_path and overrides. The tokenizer is that of
+    the model. device: auto, cpu or cuda; it replaces run.device of the configuration.
+    Progress of a preparation goes to standard error, so that standard output has the results only.
     """
     loaded = load_alone(model, device)
     folder = model if (model / "tokenizer.json").is_file() else run_of(model).path
@@ -317,9 +317,9 @@ def evaluate_model(
 
 
 def load_alone(model: Path, device: str | None = None) -> Loaded:
-    """The model on the device that it is to run on, in this process alone, with the threads its configuration says.
+    """Loads a model for use in this process alone, on its device and with the threads of its configuration.
 
-    device: auto, cpu or cuda, in place of the configuration's run.device.
+    device: auto, cpu or cuda; it replaces run.device of the configuration.
     """
     loaded = load_model(model)
     return loaded._replace(model=loaded.model.to(work_alone(loaded.config, device)))
@@ -332,33 +332,33 @@ def _to_standard_error(text: str) -> None:
 def export_to(model: Path, out: Path | None) -> Path:
     """Exports the model of a run or checkpoint folder to `out`, or to export/ in its run folder.
 
-    Raises ConfigError when another process works on the run whose export/ is to be written.
+    Raises ConfigError if another process is working on the run and `out` is None.
     """
     if (model / SUMS).is_file():
-        raise CheckpointError(f"{model} is an exported model already")
+        raise CheckpointError(f"{model} is already an exported model")
     run = RunFolder.open(run_of(model).path)
     with contextlib.nullcontext() if out else run.locked():
         return export_model(load_model(model), out or run.export, summary=run.summary())
 
 
 def export_rwkv(model: Path, out: Path) -> Path:
-    """Writes the model of a run, checkpoint or export folder as a .pth file that the `rwkv` package reads.
+    """Writes the model of a run, checkpoint or export folder to a .pth file for the `rwkv` package.
 
-    Raises ConfigError, with every reason, for a model that is not a pure RWKV-7.
+    Raises ConfigError with all reasons if the model is not a pure RWKV-7.
     """
     loaded = load_model(model)
     return export_official_rwkv7(loaded.config.model, loaded.model.state_dict(), out)
 
 
 def held_out_table(figures: HeldOut) -> str:
-    """The figures as aligned lines."""
+    """The results as aligned lines of text."""
     ratio = figures.bits_per_byte / figures.unigram_bits_per_byte
     return "\n".join(
         [
             f"Held-out text: {figures.tokens:,} tokens, {figures.text_bytes:,} bytes",
             f"  {'':<12}{'bits per byte':>14}",
-            f"  {'model':<12}{figures.bits_per_byte:>14.4f}   {ratio:.3f} of the unigram's; "
-            f"perplexity {figures.perplexity:.3f} a token",
+            f"  {'model':<12}{figures.bits_per_byte:>14.4f}   {ratio:.3f} of unigram; "
+            f"perplexity per token {figures.perplexity:.3f}",
             f"  {'unigram':<12}{figures.unigram_bits_per_byte:>14.4f}",
             f"  {'gzip -9':<12}{figures.gzip9_bits_per_byte:>14.4f}",
             f"  {'zstd -19':<12}{figures.zstd19_bits_per_byte:>14.4f}",

@@ -120,7 +120,7 @@ def test_logits_and_text_of_a_loaded_model(run: Path) -> None:
     assert torch.equal(cdrmix.load(run / "export", device="cpu").logits(ids), logits)
     with pytest.raises(ValueError, match=r"ids must lie in \[0, 512\); found 0 to 512"):
         model.logits([0, 512])
-    with pytest.raises(ValueError, match=r"rows of one length"):
+    with pytest.raises(ValueError, match=r"rows of the same length"):
         model.logits([[1, 2], [3]])
     with pytest.raises(ValueError, match=r"found torch.float32"):
         model.logits([0.5])
@@ -143,8 +143,8 @@ def test_logits_and_text_of_a_loaded_model(run: Path) -> None:
         ({"max_new_tokens": 2.5}, "max_new_tokens must be an integer; found 2.5"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1; found 0"),
         ({"temperature": "0"}, "temperature must be a number; found '0'"),
-        ({"stop": [3]}, "stop must be strings that are not empty"),
-        ({"stop": ""}, "stop must be strings that are not empty"),
+        ({"stop": [3]}, "stop must be one or several strings that are not empty"),
+        ({"stop": ""}, "stop must be one or several strings that are not empty"),
     ],
 )
 def test_wrong_arguments_are_told_before_anything_is_drawn(run: Path, arguments: dict[str, Any], message: str) -> None:
@@ -235,6 +235,21 @@ def test_text_ends_before_a_stop_string_wherever_tokens_are_cut(cut: int) -> Non
     assert "".join(stream.push(text[start : start + cut]) for start in range(0, len(text), cut)) == "xa"
     stream = TextStream(("\n\n\n",))
     assert [stream.push(b"a\n\n"), stream.push(b"b"), stream.push(b"\n", last=True)] == ["a", "\n\nb", "\n"]
+
+
+def test_the_examples_of_the_documentation_run(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "README.md").read_text() + (ROOT / "docs" / "api.md").read_text()
+    snapshot = run / "config_snapshot.yaml"
+    # The examples train on the standard library; here on the text of the toy, and its steps.
+    text = text.replace("experiments/RUN", str(run)).replace("configs/cdrmix-core-tiny.yaml", str(snapshot))
+    text = text.replace("train.steps=100", "train.steps=2")
+    examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(examples) == 5
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}  # the examples of a page continue each other
+    for example in examples:
+        exec(example, names)
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
 def test_stop_strings_of_a_model(run: Path) -> None:

@@ -49,7 +49,7 @@ def reference(key: str | None = None) -> str:
         return HEAD + "".join(entry.text for entry in _sections(schema_types.root(Config), "", {}))
     entries = list(_sections(schema_types.root(Config), ""))
     chosen = [entry for entry in entries if entry.name == key or entry.name.startswith((f"{key}.", f"{key}["))]
-    if len(chosen) > 1:  # a section: the line about it in the section above is left out
+    if any(entry.is_heading for entry in chosen):  # a section: its line in the section above is left out
         chosen = [entry for entry in chosen if entry.is_heading or entry.name != key]
     if not chosen:
         names = {entry.name.rpartition(".")[2]: entry.name for entry in reversed(entries)}
@@ -73,7 +73,7 @@ def _sections(schema: Schema, name: str, seen: dict[str, str] | None = None) -> 
             if first != name:
                 yield Entry(name, f"\n## `{name}`\n\nThe same keys as `{first}`.\n", is_heading=True)
                 return
-            yield Entry(name, f"{heading}\n\n{_paragraph(section['description'])}\n\n", is_heading=True)
+            yield Entry(name, f"{heading}\n\n{_paragraph(section.get('description', ''))}\n\n", is_heading=True)
         keys = {f"{name}.{key}" if name else key: inner for key, inner in schema_types.keys(section).items()}
         for path, inner in keys.items() if name else ():
             required = path.rpartition(".")[2] in schema_types.required(section)
@@ -101,7 +101,7 @@ def _key(name: str, schema: Schema, required: bool) -> str:
     if required:
         default = f"derived from `{source}`" if source else "*required*"
     allowed = ", ".join(part for part in (_allowed(schema), default) if part)
-    meaning = schema.get("description") or schema_types.resolve(schema)["description"]
+    meaning = schema.get("description") or schema_types.resolve(schema).get("description", "")
     return _paragraph(f"- `{name}`: {allowed}. {meaning}", indent="  ") + "\n"
 
 

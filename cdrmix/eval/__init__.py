@@ -1,1 +1,1 @@
-"""How good a model is: perplexity, bits per byte, routing health."""
+"""Evaluation of models: perplexity, bits per byte, load of the experts."""

@@ -1,10 +1,10 @@
-"""How well a model predicts held-out text: perplexity and bits per byte, beside what needs no model.
+"""Perplexity and bits per byte of a model on held-out text, and baselines that need no model.
 
-Bits per byte = (sum of the nats of all predicted tokens) / ln 2 / (bytes of the text these tokens spell),
-so it can be held against a compressor whatever the tokenizer. Every token is predicted: a document's first
-from the end-of-text before it, and the end-of-text that closes it, which spells no byte.
-The unigram figure is the entropy of the held-out tokens' own distribution: no distribution that ignores the
-context does better on this text. gzip and zstd compress the whole held-out text as one stream.
+Bits per byte = (sum of the nats of all predicted tokens) / ln 2 / (bytes of the text of these tokens). So models with
+different tokenizers, and compressors, can be compared. All tokens are predicted: the first token of a document from the
+end-of-text token before it, and also the end-of-text token at its end, which has no bytes.
+The unigram baseline is the entropy of the distribution of the held-out tokens. No other distribution that ignores the
+context is better on this text. gzip and zstd compress the whole held-out text as one stream.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cdrmix.model.loss import LossModel
 
 @dataclass(frozen=True)
 class Score:
-    """A model's figures on held-out rows."""
+    """The results of a model on held-out rows."""
 
     loss_nats_per_token: float
     perplexity: float
@@ -49,11 +49,11 @@ class Baselines:
 
 @dataclass(frozen=True)
 class HeldOut(Baselines, Score):
-    """A model's figures on held-out text, and the baselines beside them."""
+    """The results of a model on held-out text, and the baselines."""
 
     @classmethod
     def of(cls, score: Score, baselines: Baselines) -> HeldOut:
-        """The two put side by side."""
+        """Combines the two."""
         return cls(**vars(score), **vars(baselines))
 
 
@@ -62,12 +62,12 @@ Nats = Callable[[nn.Module, Batch], Tensor]
 
 def loss_model_nats(model: nn.Module, batch: Batch) -> Tensor:
     """Summed nats of a batch from a LossModel, or an engine around one: a scalar."""
-    # token_count and share scale only the training total, not the sum that is read here.
+    # token_count and share scale only the total loss of the training, not the sum that is used here.
     return model(batch.ids_BT, batch.targets_BT, batch.weights_BT, batch.cu_seqlens_N, 1.0, 1.0).next_token_sum
 
 
 def logits_nats(logits_BTV: Tensor, batch: Batch) -> Tensor:
-    """Summed nats of a batch's targets under logits [B, T, V], weighted: a float64 scalar. For models of others."""
+    """Weighted sum of the nats of the targets under logits [B, T, V]: a float64 scalar. For other models."""
     nats_BT = nn.functional.cross_entropy(
         logits_BTV.flatten(0, 1).float(), batch.targets_BT.flatten(), reduction="none"
     ).view_as(batch.targets_BT)
@@ -82,18 +82,18 @@ def evaluate(
     nats: Nats = loss_model_nats,
     together: bool = True,
 ) -> Score:
-    """Scores held-out batches without touching gradients or the model's training mode.
+    """Scores held-out batches. Gradients and the training mode of the model do not change.
 
-    model: what `nats` calls; by default a LossModel or an engine around one.
-    batches: this process's rows; with torch.distributed initialised, every rank brings its own, as many
-        batches as the others (sharded weights are gathered together), and gets the score of them all.
-    text_bytes: UTF-8 bytes spelled by the targets of all ranks' batches together.
-    together: False scores this process's batches alone, whatever other processes do.
-    Returns loss in nats per token (float64 sums), its exponential and bits per byte.
-    Raises ValueError when there is nothing to predict.
+    model: the argument of `nats`; by default a LossModel or an engine around one.
+    batches: the rows of this process. With torch.distributed, each rank has its own rows and the same number of
+        batches (sharded weights are gathered together); each rank gets the score of all rows.
+    text_bytes: number of UTF-8 bytes of the targets of all ranks.
+    together: False scores the batches of this process alone.
+    Returns the loss in nats per token (float64 sums), its exponential, and bits per byte.
+    Raises ValueError if there is nothing to predict.
     """
     device = next(model.parameters()).device
-    # Module by module: a wrapper may be in training mode around a model that is not.
+    # Each module separately: a wrapper can be in training mode while its model is not.
     training = [module for module in model.modules() if module.training]
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # nats, tokens
@@ -108,7 +108,7 @@ def evaluate(
         dist.all_reduce(sums)
     nats_sum, tokens = sums.tolist()
     if tokens == 0 or text_bytes <= 0:
-        raise ValueError(f"nothing to evaluate: {tokens:.0f} predicted tokens, {text_bytes} bytes of text")
+        raise ValueError(f"there is nothing to evaluate: {tokens:.0f} predicted tokens, {text_bytes} bytes of text")
     loss = nats_sum / tokens
     return Score(
         loss_nats_per_token=loss,
@@ -120,17 +120,14 @@ def evaluate(
 
 
 def unigram_bits_per_byte(counts: np.ndarray, text_bytes: int) -> float:
-    """Bits per byte of tokens under their own distribution: counts int64 [vocab_size]."""
+    """Bits per byte of tokens under their own distribution. counts: int64 [vocab_size]."""
     occurring = counts[counts > 0].astype(np.float64)
     bits = -(occurring * np.log2(occurring / occurring.sum())).sum()
     return float(bits) / text_bytes
 
 
 def compressed_bits_per_byte(documents: Iterable[bytes], text_bytes: int) -> tuple[float, float]:
-    """Bits per byte of `gzip -9` and `zstd -19` over the documents, one after another with nothing between.
-
-    Streams: memory does not grow with the text.
-    """
+    """Bits per byte of `gzip -9` and `zstd -19` on the concatenated documents. Memory does not grow with the text."""
     gzip = zlib.compressobj(9, zlib.DEFLATED, 16 + zlib.MAX_WBITS)  # 16: with gzip's header and checksum
     zstd = zstandard.ZstdCompressor(level=19).compressobj()
     gzip_bytes = zstd_bytes = 0
@@ -143,7 +140,7 @@ def compressed_bits_per_byte(documents: Iterable[bytes], text_bytes: int) -> tup
 
 
 def baselines(split: Split) -> Baselines:
-    """Unigram, gzip -9 and zstd -19 on the whole of a split, in bits per byte."""
+    """Bits per byte of unigram, gzip -9 and zstd -19 on a whole split."""
     gzip9, zstd19 = compressed_bits_per_byte(split.text(), split.text_bytes)
     return Baselines(
         unigram_bits_per_byte=unigram_bits_per_byte(split.token_counts(), split.text_bytes),
@@ -153,8 +150,8 @@ def baselines(split: Split) -> Baselines:
 
 
 def held_out(model: LanguageModel, split: Split, *, row_length: int, micro_batch_rows: int) -> HeldOut:
-    """A model's figures on the whole of a split, in this process alone, beside the baselines."""
+    """The results of a model on a whole split, in this process alone, and the baselines."""
     loader = EvalLoader(split, row_length, micro_batch_rows)
-    # Through the loss model, which never holds the logits of a whole batch.
+    # With the loss model, which never stores the logits of a whole batch.
     score = evaluate(LossModel(model), loader, split.text_bytes, together=False)
     return HeldOut.of(score, baselines(split))

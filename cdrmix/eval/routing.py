@@ -1,4 +1,4 @@
-"""What the load of the experts tells about the health of the routers."""
+"""Metrics of the load of the experts."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from torch import Tensor
 def routing_metrics(
     tokens_per_expert_LE: Tensor, capacity_factor: float, counts_LE: Tensor | None = None
 ) -> dict[str, list[float]]:
-    """Router health by layer, from the routes that wanted each expert of one global batch, [layers, E].
+    """Load metrics of each layer for one global batch.
 
-    counts_LE: the rows that each expert computed, fewer where a capacity dropped some; None: nothing was dropped.
-    entropy_bits: of the load's distribution; at most log2 E. entropy_normalised: the same over log2 E.
-    overflow: the share of routes above a capacity of capacity_factor times the mean over the global batch: what a
-    capacity would drop, whether there is one or not. dropped: the share that was dropped; 0 without a capacity, else
-    near the overflow, as each micro-batch of each process has a capacity of its own. max_over_mean: the most wanted
-    expert's load. dead_experts: those that no route wanted.
+    demand_LE: number of routes to each expert before a capacity is applied, [layers, E].
+    counts_LE: number of rows that each expert computed after the capacity; None if nothing was dropped.
+
+    Returns lists with one value for each layer:
+        entropy_bits: entropy of the load, at most log2 E. entropy_normalised: entropy_bits / log2 E.
+        overflow: share of the routes above a capacity of capacity_factor times the mean load of the global batch. A
+            capacity would drop about this share.
+        dropped: share of the routes that were dropped; 0 without a capacity. It differs from the overflow, because
+            each micro-batch of each process has its own capacity.
+        max_over_mean: largest load over the mean load. dead_experts: number of experts without routes.
     """
     tokens_LE = tokens_per_expert_LE.double()
     experts = tokens_LE.shape[-1]

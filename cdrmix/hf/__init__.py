@@ -1,1 +1,1 @@
-"""Models on their way out of a run and back in: export and reload."""
+"""Export of trained models."""

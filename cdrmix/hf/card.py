@@ -1,4 +1,4 @@
-"""The model card that an exported model carries as README.md."""
+"""The model card: the file README.md of an exported model."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 from cdrmix.config.schema import Config
 
-STAGE_A_ONLY = "Stage A, the backbone, alone is trained: no phase of stage B (`reasoning.phases`) has any steps."
+STAGE_A_ONLY = "Only stage A (the backbone) is trained: all phases of stage B (`reasoning.phases`) have 0 steps."
 
 NAMES = {"rwkv7": "RWKV-7", "attention": "attention", "mamba2": "Mamba-2", "routing_mamba": "Routing-Mamba"}
 
 
 def model_card(config: Config, step: int, stored: int, summary: Mapping[str, Any]) -> str:
-    """Markdown with a front matter: what the model is, how it did on held-out text, how to use it.
+    """Markdown with front matter: what the model is, its results on held-out text, and how to use it.
 
-    stored: number of parameters in the files. summary: a run's metrics.json; figures that it lacks, or has of
-    another step, are left out.
+    stored: number of parameters in the files. summary: metrics.json of the run. Results that are missing, or that
+    belong to another step, are omitted.
     """
     model = config.model
     feed_forward = model.feed_forward
@@ -32,7 +32,7 @@ def model_card(config: Config, step: int, stored: int, summary: Mapping[str, Any
     kind = f"{'hybrid ' if len(counts) > 1 else ''}{'/'.join(counts)}"
     parameters = f"{stored:,} stored"
     if active := summary.get("parameters", {}).get("active"):
-        parameters += f", {active:,} active a token"
+        parameters += f", {active:,} active per token"
     held_out = summary.get("held_out") if summary.get("held_out_step") == step else None
     return f"""---
 library_name: cdrmix
@@ -59,8 +59,8 @@ A {kind} language model, trained by cdrmix for {step:,} steps of {config.train.b
     cdrmix generate --model PATH_OF_THIS_FOLDER --prompt "def "
     cdrmix eval --model PATH_OF_THIS_FOLDER
 
-`sha256sum -c SHA256SUMS` verifies the files; cdrmix does so whenever it loads them. `config_snapshot.yaml`
-reproduces the training by itself.
+`sha256sum -c SHA256SUMS` verifies the files. cdrmix verifies them each time it loads them. The configuration
+`config_snapshot.yaml` is complete: it reproduces the training.
 """
 
 
@@ -70,7 +70,7 @@ def _stages(config: Config) -> str:
     phases = [f"{name} ({section.steps:,} steps)" for name, section in config.reasoning.phases if section.steps]
     if not phases:
         return f"\n\n**{STAGE_A_ONLY}**"
-    return f" Of these, stage B: {', '.join(phases)}; `cdrmix reason demo` shows what it learnt."
+    return f" Of these, stage B: {', '.join(phases)}; `cdrmix reason demo` shows it at work."
 
 
 def _figures(held_out: Mapping[str, Any] | None) -> str:
@@ -79,11 +79,11 @@ def _figures(held_out: Mapping[str, Any] | None) -> str:
     return f"""
 ## Held-out text
 
-{held_out["tokens"]:,} tokens, {held_out["text_bytes"]:,} bytes that training never saw; less is better.
+{held_out["tokens"]:,} tokens, {held_out["text_bytes"]:,} bytes that were not in the training text; lower is better.
 
 | | bits per byte |
 |---|---|
-| this model | **{held_out["bits_per_byte"]:.4f}** (perplexity {held_out["perplexity"]:.3f} a token) |
+| this model | **{held_out["bits_per_byte"]:.4f}** (perplexity per token {held_out["perplexity"]:.3f}) |
 | unigram distribution of the same tokens | {held_out["unigram_bits_per_byte"]:.4f} |
 | gzip -9 | {held_out["gzip9_bits_per_byte"]:.4f} |
 | zstd -19 | {held_out["zstd19_bits_per_byte"]:.4f} |

@@ -1,9 +1,8 @@
-"""Export of a trained model to one checksummed, read-only folder, and reading models back.
+"""Exports a trained model to a read-only folder with checksums.
 
-The folder holds safetensors, tokenizer.json, config.json, config_snapshot.yaml, README.md (the model
-card) and SHA256SUMS, which `sha256sum -c` understands. It appears under its name only after it was
-read back and gave the very logits of the model it was made from. Its files are read-only; the folder
-itself stays writable for its owner, because without that `rm -rf` of a run would fail.
+The folder has safetensors, tokenizer.json, config.json, config_snapshot.yaml, README.md (the model card) and
+SHA256SUMS, which `sha256sum -c` reads. The export gets its final name only after it was read back and gave exactly the
+logits of the original. The files are read-only. The folder is writable by its owner; otherwise `rm -rf` of a run fails.
 """
 
 from __future__ import annotations
@@ -39,18 +38,20 @@ def export_model(
     replace: bool = False,
     attachments: Sequence[Path] = (),
 ) -> Path:
-    """Writes the model to `target` and returns it; nothing is left there unless the reading back agreed bit for bit.
+    """Writes the model to `target` and returns `target`. It appears only if the model that is read back agrees.
 
-    summary: a run's metrics.json, for the figures of the model card, if they are of this step.
-    held_out_row: token ids that are compared too, besides a fixed prompt.
-    replace: puts the model in the place of an older export, once it is whole. attachments: files that go with it.
-    Raises ConfigError when `target` exists and is not to be replaced, ExportMismatchError when the model read back
+    summary: metrics.json of the run, for the results in the model card. Results of another step are omitted.
+    held_out_row: token ids to compare, in addition to a fixed prompt.
+    replace: replace an older export when the new one is complete. attachments: files to add to the folder.
+    Raises ConfigError if `target` exists and replace is False, ExportMismatchError if the model that is read back
     differs, DiskFullError.
     """
     if target.exists() and not replace:
-        raise ConfigError(f"{target} exists; an export is never overwritten: name another place, or remove it first")
+        raise ConfigError(f"{target} exists; an export is never overwritten: choose another path, or remove it first")
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    with disk_guard(f"the export {target}", "Nothing of it is left. Free some space, or name a place on another disk."):
+    with disk_guard(
+        f"the export {target}", "The incomplete export was removed. Free some space, or choose a path on another disk."
+    ):
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_remains(target)
         temporary.mkdir()
@@ -72,7 +73,7 @@ def export_model(
 
 
 def exported_step(path: Path) -> int | None:
-    """The step of the model in an export folder, as its config.json has it; None when that is missing or damaged."""
+    """The step of an exported model, from its config.json; None if that is missing or damaged."""
     try:
         step = json.loads((path / "config.json").read_text(encoding="utf-8"))["step"]
     except (OSError, ValueError, LookupError, TypeError):
@@ -129,7 +130,7 @@ def _shards(weights: Mapping[str, Tensor], limit: int) -> list[list[str]]:
 def _compare(ours: Loaded, theirs: Loaded, held_out_row: Sequence[int] | None) -> None:
     rows = {"the prompt": ours.tokenizer.encode(PROMPT)}
     if theirs.tokenizer.encode(PROMPT) != rows["the prompt"]:
-        raise ExportMismatchError("the exported tokenizer, read back, cuts the prompt differently")
+        raise ExportMismatchError("the exported tokenizer gives other tokens for the prompt than the original")
     device = ours.model.embedding.weight.device
     theirs.model.to(device)
     vocabulary, length = ours.config.model.vocab_size, ours.config.data.row_length
@@ -142,11 +143,13 @@ def _compare(ours: Loaded, theirs: Loaded, held_out_row: Sequence[int] | None) -
             expected, found = (each.model.logits(each.model(ids_BT).hidden_BTD) for each in (ours, theirs))
         if not torch.equal(expected, found):
             worst = (expected - found).abs().max().item()
-            raise ExportMismatchError(f"the exported model, read back, gives other logits on {name}: off by {worst:g}")
+            raise ExportMismatchError(
+                f"the exported model gives other logits on {name} than the original; largest difference: {worst:g}"
+            )
 
 
 def _remove_remains(target: Path) -> None:
-    """Removes what exports to the same target left when they were killed; a live process's folder stays."""
+    """Removes temporary folders of killed exports to the same target. Folders of running processes are kept."""
     for remains in target.parent.glob(f".{target.name}.*.tmp"):
         process = remains.name.split(".")[-2]
         if process == str(os.getpid()) or not Path(f"/proc/{process}").exists():

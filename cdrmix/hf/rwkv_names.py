@@ -1,4 +1,4 @@
-"""A pure RWKV-7 model's weights under the official parameter names, as the `rwkv` package and RWKV-LM read them."""
+"""Exports a pure RWKV-7 model under the official parameter names, for the `rwkv` package and RWKV-LM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cdrmix.config.schema import Model
 from cdrmix.durable import disk_guard, sync_file, sync_folder
 from cdrmix.errors import ConfigError
 
-# Ours -> official, within a block and outside; vectors have the shape [1, 1, D] there.
+# cdrmix name -> official name, in a block and outside of blocks. Official vectors have the shape [1, 1, D].
 _BLOCK = {
     "mixer_norm.": "ln1.",
     "feed_forward_norm.": "ln2.",
@@ -42,22 +42,30 @@ def _official_name(name: str) -> str:
 
 
 def official_rwkv7_weights(config: Model, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors by official names and shapes. `weights` is a LanguageModel's state_dict.
+    """The tensors with official names and shapes. weights: the state_dict of a LanguageModel.
 
-    Raises ConfigError for a model that RWKV-7's own code cannot run, naming every key that stands in the way.
+    Raises ConfigError for a model that the official code cannot run. The message names every key that prevents it.
     """
     wanted = {
-        "model.attention_fraction": ("attention" in config.mixers, False, "no attention block"),
-        "model.mixer_layers": (any("mamba" in mixer for mixer in config.mixers), False, "no Mamba block"),
+        "model.attention_fraction": (
+            "attention" in config.mixers,
+            False,
+            "0, with no attention layer in model.mixer_layers",
+        ),
+        "model.mixer_layers": (
+            any("mamba" in mixer for mixer in config.mixers),
+            False,
+            "without mamba2 and routing_mamba layers",
+        ),
         "model.feed_forward.kind": (config.feed_forward.kind, "channel_mix", "channel_mix"),
         "model.norm": (config.norm, "layernorm", "layernorm"),
         "model.norm_eps": (config.norm_eps, 1e-5, "1e-5"),
         "model.embedding_norm": (config.embedding_norm, True, "true"),
         "model.rwkv.allow_neg_eigval": (config.rwkv.allow_neg_eigval, False, "false"),
     }
-    problems = [f"{key}: needs {words}" for key, (found, allowed, words) in wanted.items() if found != allowed]
+    problems = [f"{key}: must be {words}" for key, (found, allowed, words) in wanted.items() if found != allowed]
     if problems:
-        raise ConfigError("this model has no official RWKV-7 form:\n  " + "\n  ".join(problems))
+        raise ConfigError("this model cannot be written as an official RWKV-7 model:\n  " + "\n  ".join(problems))
     official = {}
     for name, tensor in weights.items():
         official[_official_name(name)] = tensor.reshape(1, 1, -1) if _VECTORS.search(name) else tensor
@@ -67,18 +75,22 @@ def official_rwkv7_weights(config: Model, weights: dict[str, Tensor]) -> dict[st
 
 
 def export_official_rwkv7(config: Model, weights: dict[str, Tensor], target: Path) -> Path:
-    """Writes official_rwkv7_weights to one .pth file and returns it: float32 tensors on the CPU, saved by torch.
+    """Writes official_rwkv7_weights to a .pth file and returns its path: float32 CPU tensors, saved with torch.save.
 
-    Raises ConfigError when `target` exists, does not end in .pth (the package appends that itself), or the model has
-    no official form; DiskFullError. Nothing is left at `target` when it fails.
+    Raises ConfigError if `target` exists, if it does not end in .pth (the package appends that suffix), or if the
+    model has no official form; DiskFullError. After an error there is no file at `target`.
     """
     if target.suffix != ".pth":
-        raise ConfigError(f"{target}: the name must end in .pth, which the rwkv package appends to what it is given")
+        raise ConfigError(
+            f"{target}: the name must end in .pth, because the rwkv package appends .pth to the name it is given"
+        )
     if target.exists():
-        raise ConfigError(f"{target} exists; an export is never overwritten: name another place, or remove it first")
+        raise ConfigError(f"{target} exists; an export is never overwritten: choose another path, or remove it first")
     official = {name: tensor.contiguous().cpu() for name, tensor in official_rwkv7_weights(config, weights).items()}
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    with disk_guard(f"the export {target}", "Nothing of it is left. Free some space, or name a place on another disk."):
+    with disk_guard(
+        f"the export {target}", "The incomplete export was removed. Free some space, or choose a path on another disk."
+    ):
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             with temporary.open("wb") as file:

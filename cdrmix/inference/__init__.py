@@ -1,1 +1,1 @@
-"""Trained models at work: text from prompts. It never imports the trainer."""
+"""Use of trained models: loading and text generation. It never imports the trainer."""

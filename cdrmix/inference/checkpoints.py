@@ -1,6 +1,7 @@
-"""Checkpoints as they are read: the folders of a run, their manifests of hashes, and the weights in them.
+"""Reads checkpoints: the checkpoint folders of a run, their manifests with hashes, and their weights.
 
-training/checkpoint.py writes them, and says what is in a folder. Nothing is pickled: reading one cannot run code.
+training/checkpoint.py writes checkpoints and documents their files. Nothing is pickled, so reading a checkpoint cannot
+run code.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ AVERAGE = "ema.safetensors"
 
 
 def read_weights(checkpoint: Path, *, average: bool = False) -> dict[str, Tensor]:
-    """The fp32 weights of a checkpoint on the CPU, by LanguageModel parameter name; verified before they are read.
+    """The fp32 weights of a checkpoint on the CPU, by LanguageModel parameter name. The file is verified first.
 
-    average: the running average (train.ema_decay) in place of the last weights.
-    Raises CheckpointError when the file is missing or differs from its manifest.
+    average: read the running average (train.ema_decay) instead of the last weights.
+    Raises CheckpointError if the file is missing or differs from its manifest.
     """
     name = AVERAGE if average else MODEL
     files = read_manifest(checkpoint)["files"]
@@ -37,34 +38,34 @@ def read_weights(checkpoint: Path, *, average: bool = False) -> dict[str, Tensor
 
 
 def newest_whole_checkpoint(folder: Path, say: Callable[[str], None] | None = None) -> Path | None:
-    """The checkpoint of the highest step whose every file has the hash of its manifest; None when there is none.
+    """The newest checkpoint of which all files match the manifest; None if there is none.
 
-    say: hears about each newer one that was passed over, and why.
+    say: receives a message for each newer checkpoint that was skipped, with the reason.
     """
     for checkpoint in reversed(list_checkpoints(folder)):
         try:
             verify_checkpoint(checkpoint)
         except CheckpointError as error:
             if say is not None:
-                say(f"passed over {checkpoint.name}: {error}")
+                say(f"skipped {checkpoint.name}: {error}")
             continue
         return checkpoint
     return None
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Every committed checkpoint folder, whole or not, in order of step."""
+    """All committed checkpoint folders, damaged ones too, in order of step."""
     return sorted(path for path in folder.glob("step-*") if path.is_dir() and path.name[5:].isdigit())
 
 
 def verify_checkpoint(checkpoint: Path) -> None:
-    """Raises CheckpointError when a file is missing, or its size or hash is not that of the manifest."""
+    """Raises CheckpointError if a file is missing, or its size or hash differs from the manifest."""
     for name, entry in read_manifest(checkpoint)["files"].items():
         _verify_file(checkpoint / name, entry)
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step in a checkpoint's name, step-00000500."""
+    """The step in the name of a checkpoint, such as step-00000500."""
     number = checkpoint.name.rpartition("-")[2]
     if not number.isdigit():
         raise CheckpointError(f"{checkpoint}: expected a folder named step-NNNNNNNN")
@@ -72,15 +73,15 @@ def step_of(checkpoint: Path) -> int:
 
 
 def state_dict_mismatch(weights: Mapping[str, Tensor], wanted: Mapping[str, Sequence[int]]) -> str | None:
-    """What of some weights does not fit a model that wants those names and shapes, in words; None when all does."""
+    """Describes the first mismatch between weights and the names and shapes of a model; None if they match."""
     lacking, more = sorted(wanted.keys() - weights.keys()), sorted(weights.keys() - wanted.keys())
-    for what, names in (("lacks", lacking), ("has, beside those of the model,", more)):
+    for what, names in (("lacks", lacking), ("has, in addition to those of the model,", more)):
         if names:
-            without = " (it was written by a model without plastic adapters)" if _all_plastic(lacking) else ""
+            without = " (it was written by a model without fast weights)" if _all_plastic(lacking) else ""
             return f"{what} {len(names)} tensors, the first is {names[0]}{without}"
     for name, shape in wanted.items():
         if list(weights[name].shape) != list(shape):
-            return f"{name} is {list(weights[name].shape)}, but the configuration makes it {list(shape)}"
+            return f"has {name} with shape {list(weights[name].shape)}; the configuration needs {list(shape)}"
     return None
 
 
@@ -94,11 +95,11 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         known = manifest["format"] == FORMAT and isinstance(manifest["files"], dict)
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: this is not a whole checkpoint") from None
+        raise CheckpointError(f"{path} is missing: the checkpoint is incomplete") from None
     except (ValueError, KeyError, TypeError):
-        raise CheckpointError(f"{path} is corrupt: it is not a checkpoint's manifest") from None
+        raise CheckpointError(f"{path} is corrupt: it is not the manifest of a checkpoint") from None
     if not known:
-        raise CheckpointError(f"{path} has format {manifest['format']!r}; this version reads format {FORMAT}")
+        raise CheckpointError(f"{path} has format {manifest['format']!r}; this version of cdrmix reads format {FORMAT}")
     return manifest
 
 
@@ -107,10 +108,10 @@ def _verify_file(path: Path, entry: dict[str, Any]) -> None:
         raise CheckpointError(f"{path} is missing")
     size = path.stat().st_size
     if size != entry["bytes"]:
-        raise CheckpointError(f"{path} is corrupt: it has {size} bytes, its manifest says {entry['bytes']}")
+        raise CheckpointError(f"{path} is corrupt: it has {size} bytes, the manifest says {entry['bytes']}")
     digest = sha256_file(path)
     if digest != entry["sha256"]:
-        raise CheckpointError(f"{path} is corrupt: its SHA-256 is {digest}, its manifest says {entry['sha256']}")
+        raise CheckpointError(f"{path} is corrupt: its SHA-256 is {digest}, the manifest says {entry['sha256']}")
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
-"""Text from a model, token by token: each costs one forward pass of one token on the cache of what came before.
+"""Generates text token by token. Each token costs one forward pass of one token with the cache of the tokens before it.
 
-That cache has a constant size in the RWKV-7 and Mamba-2 blocks; the attention blocks keep their keys and values.
-Several prompts are continued together: those of one length in one batch, since an attention cache has one length.
+The cache of RWKV-7 and Mamba-2 blocks has a constant size. Attention blocks keep their keys and values. Prompts of the
+same length run in one batch, because an attention cache has one length.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from cdrmix.model.language_model import Cache, LanguageModel
 
 @dataclass
 class Row:
-    """One sequence that is continued.
+    """One sequence to continue.
 
-    ids: token ids, not empty; those that are drawn are appended. first: the first one drawn is one of these, if any.
-    ended: whoever reads the tokens sets it, and no more are drawn.
+    ids: token ids, not empty; each sampled token is appended. first: if not empty, the first sampled token is one of
+    these. ended: the reader of the tokens sets it to stop the sampling. drawn: number of sampled tokens.
     """
 
     ids: list[int]
@@ -39,7 +39,7 @@ class Row:
         self.random = torch.Generator().manual_seed(self.sampling.seed)
 
     def draw(self, logits_V: Tensor) -> int:
-        """The next token id, appended to `ids`."""
+        """Samples the next token id and appends it to `ids`."""
         if self.first:
             kept = torch.full_like(logits_V, float("-inf"))
             kept[list(self.first)] = logits_V[list(self.first)]
@@ -51,12 +51,12 @@ class Row:
 
 
 def decode(model: LanguageModel, rows: Sequence[Row], vocabulary: int | None = None) -> Iterator[tuple[int, int]]:
-    """Yields (row, token id), row by number, until each has ended or has its max_new_tokens.
+    """Yields (number of the row, token id) until each row has ended or has max_new_tokens.
 
-    vocabulary: only ids below it are drawn; a tokenizer may have fewer than the model.
+    vocabulary: only ids below it are sampled; a tokenizer may have fewer ids than the model.
 
-    What a row draws depends on its ids and its sampling, and on the other rows only by rounding: matrix products of
-    more rows may round otherwise.
+    The tokens of a row depend on its ids and its sampling. They depend on the other rows only through rounding: a
+    matrix product with more rows may round differently.
     """
     device = next(model.parameters()).device
     by_length: dict[int, list[int]] = {}
@@ -87,17 +87,17 @@ def decode(model: LanguageModel, rows: Sequence[Row], vocabulary: int | None = N
 
 
 def _forward(model: LanguageModel, ids_BT: Tensor, cache: Cache | None, vocabulary: int | None) -> tuple[Tensor, Cache]:
-    """Logits [B, vocabulary] behind each row's last token, and the cache after it."""
-    with torch.no_grad():  # here, and not around the generator: one that is abandoned would close it at exit
+    """Logits [B, vocabulary] after the last token of each row, and the cache after it."""
+    with torch.no_grad():  # not around the generator: an abandoned generator would leave it at exit
         output = model(ids_BT, cache=cache, return_cache=True)
         return model.logits(output.hidden_BTD[:, -1])[:, :vocabulary], output.cache
 
 
 class TextStream:
-    """The text of one row as its tokens come: whole characters, up to a stop string.
+    """Decodes the tokens of one row to text: complete characters, up to a stop string.
 
-    Bytes of a character that spans tokens are held back until it is complete; bytes that are not UTF-8 become U+FFFD.
-    Text that may be the beginning of a stop string is held back until it is told apart.
+    The bytes of an incomplete character are held back until it is complete. Bytes that are not UTF-8 become U+FFFD.
+    Text that may be the beginning of a stop string is held back until this is certain.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
@@ -107,11 +107,11 @@ class TextStream:
         self._held = ""
 
     def push(self, spelled: bytes, *, last: bool = False) -> str:
-        """The text that is certain after these bytes. last: nothing comes after them."""
+        """Returns the text that is certain after these bytes. last: no bytes follow."""
         if self.stopped:
             return ""
         text = self._held + self._decoder.decode(spelled, final=last)
-        # The match that ends first, and of those the longest: so it does not matter where tokens are cut.
+        # The match that ends first; of several, the longest. So the boundaries of tokens do not matter.
         ends = [(place + len(stop), place) for stop in self._stop if (place := text.find(stop)) >= 0]
         if ends:
             self.stopped, self._held = True, ""
@@ -122,7 +122,7 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of the text that is a beginning of `stop`."""
+    """The length of the longest suffix of the text that is a prefix of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
 
@@ -130,17 +130,19 @@ def _overlap(text: str, stop: str) -> int:
 def generate(
     model: LanguageModel, tokenizer: TextTokenizer, prompts: Sequence[str], samplings: Sequence[Sampling]
 ) -> Iterator[tuple[int, str]]:
-    """Yields (prompt, piece): the continuations of the prompts, by number, piece by piece as they are drawn.
+    """Yields (number of the prompt, piece of text) while the continuations are generated.
 
-    A prompt begins a document, after an end-of-text, as in training; it may be empty. Its continuation ends at the
-    end-of-text token, before a stop string, or at max_new_tokens. The same model, prompts and samplings give the same
-    text. Raises ConfigError, at once, for a prompt that is not Unicode text.
+    A prompt begins a document: an end-of-text token comes before it, as in training. It may be empty. Its continuation
+    ends at the end-of-text token, before a stop string, or after max_new_tokens. The same model, prompts and samplings
+    give the same text. Raises ConfigError immediately for a prompt that is not Unicode text.
     """
     for prompt in prompts:
         if not isinstance(prompt, str):
             raise ConfigError(f"a prompt must be a string; found {prompt!r}")
-        if any("\ud800" <= character <= "\udfff" for character in prompt):  # how Python hands on other bytes than UTF-8
-            raise ConfigError("a prompt must be UTF-8 text; this one has bytes that are not")
+        if any(
+            "\ud800" <= character <= "\udfff" for character in prompt
+        ):  # how Python represents bytes that are not UTF-8
+            raise ConfigError("a prompt must be UTF-8 text; this prompt has bytes that are not UTF-8")
     return _generate(model, tokenizer, prompts, samplings)
 
 
@@ -148,10 +150,10 @@ def _generate(
     model: LanguageModel, tokenizer: TextTokenizer, prompts: Sequence[str], samplings: Sequence[Sampling]
 ) -> Iterator[tuple[int, str]]:
     rows, streams, spaces = [], [], []
-    spaced: list[int] = []  # tokens that begin with a space; made once
+    spaced: list[int] = []  # tokens that begin with a space, computed once
     for prompt, sampling in zip(prompts, samplings, strict=True):
-        # Words carry the space before them: after a lone space token the model has seen next to nothing. So a last
-        # space is left to the first token drawn, which must begin with it.
+        # Tokens of words include the space before the word. A separate space token hardly occurs in training. So a
+        # space at the end of the prompt is removed, and the first sampled token must begin with a space.
         space = prompt.endswith(" ") and bool(prompt.strip())
         ids = [tokenizer.end_of_text_id, *tokenizer.encode(prompt[:-1] if space else prompt)]
         if space and not spaced:

@@ -1,4 +1,4 @@
-"""Trained models read back: from a run, a checkpoint or an export folder, verified, without the trainer."""
+"""Loads trained models from a run, checkpoint or export folder. Verifies the files and does not import the trainer."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from cdrmix.model.language_model import LanguageModel
 from cdrmix.run_folder import RunFolder
 
 SUMS = "SHA256SUMS"
-HEADS = ("controller", "operations", "summary")  # what stage B has beside a language model, by its first word
+HEADS = ("controller", "operations", "summary")  # first component of the names of the weights that stage B adds
 
 
 class Loaded(NamedTuple):
-    """A model ready to run (evaluation mode, float32), with what belongs to it. heads: stage B's, by name."""
+    """A model in evaluation mode (float32) with its tokenizer and configuration. heads: weights of stage B."""
 
     model: LanguageModel
     tokenizer: TextTokenizer
@@ -35,20 +35,20 @@ class Loaded(NamedTuple):
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """Everything that is kept of it, by name."""
+        """All weights by name, including those of stage B."""
         return {**self.model.state_dict(), **self.heads}
 
 
 def load_model(path: str | Path, device: torch.device | None = None) -> Loaded:
-    """The model in a run folder (of its newest checkpoint with whole weights), a checkpoint or an export folder.
+    """Loads the model of a checkpoint, an export folder, or a run folder (its newest checkpoint with valid weights).
 
-    Of a run that keeps a running average of its weights (train.ema_decay), the average. device: where the model is
-    to be, the CPU by default.
-    Raises CheckpointError when there is none, or when a file is not what its hash says; VocabularyError when the
-    tokenizer beside it has more tokens than the model.
+    If the run has a running average of the weights (train.ema_decay), the average is loaded. device: the CPU by
+    default.
+    Raises CheckpointError if there is no model or a file does not match its hash; VocabularyError if the tokenizer has
+    more tokens than the model.
     """
     path = Path(path)
-    if path.name in ("latest", "best") and path.is_file():  # in checkpoints/: they name one
+    if path.name in ("latest", "best") and path.is_file():  # files in checkpoints/ with the name of a checkpoint
         path = path.with_name(path.read_text(encoding="utf-8").strip())
     if (path / SUMS).is_file():
         loaded = load_exported(path)
@@ -57,7 +57,7 @@ def load_model(path: str | Path, device: torch.device | None = None) -> Loaded:
         config = Config.from_yaml(run.config_snapshot)
         checkpoint, weights = final_weights(path, average=config.train.ema_decay is not None)
         if not run.tokenizer.is_file():
-            raise CheckpointError(f"{run.path}: tokenizer.json is missing, so its model cannot read or write text")
+            raise CheckpointError(f"{run.path}: tokenizer.json is missing, and the model cannot be used without it")
         model, heads = build(config, weights, origin=checkpoint)
         loaded = Loaded(model, _tokenizer(run.tokenizer, config), config, step_of(checkpoint), heads)
     return loaded if device is None else loaded._replace(model=loaded.model.to(device))
@@ -67,30 +67,30 @@ def _tokenizer(path: Path, config: Config) -> TextTokenizer:
     tokenizer = TextTokenizer.load(path, config.data.tokenizer.end_of_text)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise VocabularyError(
-            f"{path} knows {tokenizer.vocab_size} tokens, but the model's vocabulary has {config.model.vocab_size}"
+            f"{path} has {tokenizer.vocab_size} tokens, but the vocabulary of the model has {config.model.vocab_size}"
         )
     return tokenizer
 
 
 def run_of(path: Path) -> RunFolder:
-    """The run folder that `path` is, or that the checkpoint at `path` lies in, for reading.
+    """The run folder at `path`, or the run folder of the checkpoint at `path`, for reading.
 
-    Raises CheckpointError when it is neither.
+    Raises CheckpointError if `path` is neither.
     """
     if (path / "manifest.json").is_file():
         path = path.resolve().parent.parent
     elif not (path / "config_snapshot.yaml").is_file():
-        what = "is neither a run folder, a checkpoint nor an exported model" if path.exists() else "does not exist"
+        what = "is not a run folder, a checkpoint or an exported model" if path.exists() else "does not exist"
         raise CheckpointError(f"{path} {what}")
     return RunFolder.open(path, writes=False)
 
 
 def final_weights(path: Path, *, average: bool = False) -> tuple[Path, dict[str, Tensor]]:
-    """The checkpoint that `path` means, and its weights or their running average, on the CPU.
+    """The checkpoint of `path`, and its weights or their running average, on the CPU.
 
-    path: a checkpoint, or a run folder, of which the newest checkpoint whose weights are whole. Only what is read is
-    verified: not the optimizer's state, which is twice as large.
-    Raises CheckpointError when there is none, with the reason for the newest.
+    path: a checkpoint, or a run folder, of which the newest checkpoint with valid weights is taken. Only the weights
+    are verified, not the optimizer state, which is twice as large.
+    Raises CheckpointError if there is none; the message gives the problem of the newest checkpoint.
     """
     if (path / "manifest.json").is_file():
         return path, read_weights(path, average=average)
@@ -101,29 +101,29 @@ def final_weights(path: Path, *, average: bool = False) -> tuple[Path, dict[str,
             return checkpoint, read_weights(checkpoint, average=average)
         except CheckpointError as error:
             problems.append(str(error))
-    raise CheckpointError(f"{path}: no whole checkpoint in {folder}" + (f": {problems[0]}" if problems else ""))
+    raise CheckpointError(f"{path}: no complete checkpoint in {folder}" + (f": {problems[0]}" if problems else ""))
 
 
 def backbone_weights(path: Path, config: Config, tokenizer: Path) -> dict[str, Tensor]:
-    """The weights of a trained model that stage B is to begin with (reasoning.backbone): a run, checkpoint or export.
+    """The weights of the trained model that stage B starts from (reasoning.backbone): a run, checkpoint or export.
 
-    tokenizer: the run's, which must be the backbone's. Raises CheckpointError and VocabularyError.
+    tokenizer: the tokenizer of this run; it must be that of the backbone. Raises CheckpointError, VocabularyError.
     """
     loaded = load_model(path)
     ours = TextTokenizer.load(tokenizer, config.data.tokenizer.end_of_text)
     if ours.fingerprint != loaded.tokenizer.fingerprint:
         raise VocabularyError(
-            f"reasoning.backbone: {path} was trained with another tokenizer ({loaded.tokenizer.fingerprint[:12]}) than "
-            f"this run's text is cut by ({ours.fingerprint[:12]}): set data.tokenizer.path to the tokenizer.json there"
+            f"reasoning.backbone: {path} has another tokenizer ({loaded.tokenizer.fingerprint[:12]}) than the text of "
+            f"this run ({ours.fingerprint[:12]}); set data.tokenizer.path to the tokenizer.json of the backbone"
         )
     return loaded.weights
 
 
 def build(config: Config, weights: Mapping[str, Tensor], *, origin: Path) -> tuple[LanguageModel, dict[str, Tensor]]:
-    """A LanguageModel with the given weights, in evaluation mode; and the weights of stage B's heads among them.
+    """A LanguageModel with the given weights, in evaluation mode, and the weights of the heads of stage B.
 
-    It has plastic adapters if the weights have: a reasoning run's model of stage A has none yet.
-    Raises CheckpointError, naming `origin`, when names or shapes do not fit the configuration.
+    The model has fast weights if the given weights include them; after stage A they do not.
+    Raises CheckpointError, naming `origin`, if names or shapes do not match the configuration.
     """
     heads = {name: tensor for name, tensor in weights.items() if name.split(".")[0] in HEADS}
     weights = {name: tensor for name, tensor in weights.items() if name not in heads}
@@ -131,21 +131,21 @@ def build(config: Config, weights: Mapping[str, Tensor], *, origin: Path) -> tup
     model = LanguageModel(config.model, reasoning=config.reasoning if plastic else None)
     problem = state_dict_mismatch(weights, {name: tensor.shape for name, tensor in model.state_dict().items()})
     if problem is not None:
-        raise CheckpointError(f"{origin}: the weights do not fit the configuration: it {problem}")
+        raise CheckpointError(f"{origin} does not match the configuration: it {problem}")
     model.load_state_dict(weights)
     return model.eval().requires_grad_(False), heads
 
 
 def load_exported(path: str | Path) -> Loaded:
-    """The model in an export folder; every file is checked against SHA256SUMS first, and none is read that it lacks.
+    """Loads the model of an export folder. All files are verified first; a file that is not in SHA256SUMS is not read.
 
-    Raises CheckpointError naming the file that is missing or altered, or that a model needs and SHA256SUMS lacks.
+    Raises CheckpointError with the name of a file that is missing, altered, or not in SHA256SUMS.
     """
     path = Path(path)
     sums = verify(path)
     for name in ("config.json", "config_snapshot.yaml", "tokenizer.json"):
         if name not in sums:
-            raise CheckpointError(f"{path / SUMS} does not list {name}: this is not a whole exported model")
+            raise CheckpointError(f"{path / SUMS} does not list {name}: the exported model is incomplete")
     config = Config.from_yaml(path / "config_snapshot.yaml")
     weights: dict[str, Tensor] = {}
     for name in sorted(name for name in sums if name.startswith("model") and name.endswith(".safetensors")):
@@ -159,14 +159,14 @@ def load_exported(path: str | Path) -> Loaded:
 
 
 def verify(path: Path) -> dict[str, str]:
-    """Checks every file of a folder against its SHA256SUMS and returns the hashes by file name.
+    """Verifies all files of a folder with its SHA256SUMS. Returns the hashes by file name.
 
-    Raises CheckpointError naming the first file that is missing or differs, with both hashes.
+    Raises CheckpointError with the name of the first file that is missing or differs, and both hashes.
     """
     try:
         lines = (path / SUMS).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path / SUMS} cannot be read: this is not a whole exported model") from error
+        raise CheckpointError(f"{path / SUMS} cannot be read: the exported model is incomplete") from error
     sums: dict[str, str] = {}
     for line in lines:
         expected, _, name = line.partition("  ")
@@ -175,7 +175,7 @@ def verify(path: Path) -> dict[str, str]:
         sums[name] = expected
     for name, expected in sums.items():
         if not (path / name).is_file():
-            raise CheckpointError(f"{path / name} is missing, though {SUMS} lists it")
+            raise CheckpointError(f"{path / name} is missing, but {SUMS} lists it")
         found = sha256_file(path / name)
         if found != expected:
             raise CheckpointError(f"{path / name} was altered: its SHA-256 is {found}, {SUMS} says {expected}")

@@ -1,4 +1,4 @@
-"""How the next token is drawn from a model's logits."""
+"""Samples the next token from the logits of a model."""
 
 from __future__ import annotations
 
@@ -14,12 +14,21 @@ from cdrmix.errors import ConfigError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn, and when a text ends.
+    """How tokens are sampled, and when the text ends.
 
-    temperature: 0 takes the likeliest token. top_k: only the k likeliest; 0: all. top_p: only the likeliest that sum to
-    this probability; 1: all. min_p: only those of at least this share of the likeliest one's probability; 0: all.
-    repetition_penalty: divides positive logits of tokens that were there before, prompt included, and multiplies
-    negative ones (arXiv 1909.05858, section 4.1); 1: none. stop: the text ends before this string, or any of these.
+    Args:
+        temperature: divides the logits. 0 takes the most likely token.
+        top_p: keeps the most likely tokens up to this total probability. 1 keeps all.
+        top_k: keeps the k most likely tokens. 0 keeps all.
+        min_p: drops tokens below this share of the probability of the most likely token. 0 drops none.
+        repetition_penalty: divides the positive logits of tokens that occur in the prompt or the text so far, and
+            multiplies the negative ones (arXiv 1909.05858, section 4.1). 1 changes nothing.
+        seed: the same seed gives the same text.
+        max_new_tokens: the text ends after this number of tokens.
+        stop: the text ends before this string, or before the first of several strings.
+
+    Raises:
+        ConfigError: a value is out of range. It is a ValueError.
     """
 
     temperature: float = 0.8
@@ -40,7 +49,7 @@ class Sampling:
                 raise ConfigError(f"{name} must be a number; found {value!r}")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if not all(isinstance(text, str) and text for text in stop):
-            raise ConfigError(f"stop must be strings that are not empty; found {self.stop!r}")
+            raise ConfigError(f"stop must be one or several strings that are not empty; found {self.stop!r}")
         object.__setattr__(self, "stop", stop)
         for name, value, allowed, text in (
             ("temperature", self.temperature, 0 <= self.temperature < float("inf"), "at least 0"),
@@ -56,17 +65,17 @@ class Sampling:
 
 
 def _integer(name: str, value: object) -> int:
-    """A whole number of Python's or of NumPy's."""
+    """An integer of Python or NumPy as a Python int."""
     try:
-        return operator.index(value)  # type: ignore[arg-type]  # what has no __index__ is refused
+        return operator.index(value)  # type: ignore[arg-type]  # a value without __index__ raises TypeError
     except TypeError:
         raise ConfigError(f"{name} must be an integer; found {value!r}") from None
 
 
 def draw(logits_V: Tensor, sampling: Sampling, random: torch.Generator, seen: Sequence[int] = ()) -> int:
-    """One token id from logits [vocab_size], in float64 on the CPU.
+    """Samples one token id from logits [vocab_size], in float64 on the CPU.
 
-    seen: token ids so far, for the repetition penalty. In this order: penalty, top-k, temperature, min-p, top-p.
+    seen: token ids so far, for the repetition penalty. The order is: penalty, top-k, temperature, min-p, top-p.
     """
     logits_V = logits_V.double().cpu()
     if sampling.repetition_penalty != 1 and seen:
@@ -85,7 +94,7 @@ def draw(logits_V: Tensor, sampling: Sampling, random: torch.Generator, seen: Se
         probability = probability.masked_fill(probability < sampling.min_p * probability[0], 0.0)
         probability = probability / probability.sum()
     cumulative = probability.cumsum(0)
-    # Kept: every token that the more likely ones do not already cover; so always at least one.
+    # A token is kept if the more likely tokens sum to less than top_p. So at least one token is kept.
     probability = probability.masked_fill(cumulative - probability >= sampling.top_p, 0.0)
     cumulative = probability.cumsum(0)
     point = torch.rand((), generator=random, dtype=torch.float64) * cumulative[-1]

@@ -1,4 +1,4 @@
-"""A trained model for use from Python: text in, text and logits out."""
+"""A trained model for use from Python: generates text and computes logits."""
 
 from __future__ import annotations
 
@@ -20,9 +20,13 @@ from cdrmix.runtime import work_alone
 
 
 class TextModel:
-    """A language model with its tokenizer, as `cdrmix.load` gives it: in evaluation mode, in float32.
+    """A language model with its tokenizer, in evaluation mode and float32. `cdrmix.load` returns it.
 
-    config: of the run that made it. step: optimizer steps that it was trained for. model: the torch module.
+    Attributes:
+        model: the torch module.
+        tokenizer: the tokenizer.
+        config: the configuration of the run that trained the model.
+        step: number of optimizer steps of the training.
     """
 
     def __init__(self, loaded: Loaded) -> None:
@@ -37,22 +41,22 @@ class TextModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self.model.embedding.weight.device
 
     def to(self, device: str | torch.device) -> TextModel:
-        """Moves the weights; returns the model itself."""
+        """Moves the weights to a device and returns this object."""
         self.model.to(device)
         return self
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without an end-of-text."""
+        """The token ids of a text, without an end-of-text token."""
         return self.tokenizer.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids; bytes that are not UTF-8 become U+FFFD, ids that no token has nothing.
+        """The text of token ids. Bytes that are not UTF-8 become U+FFFD. Ids without a token give no text.
 
-        Raises ValueError for ids outside of the model's vocabulary.
+        Raises ValueError for ids outside of the vocabulary of the model.
         """
         if len(ids):
             self._check_range(min(ids), max(ids))
@@ -60,17 +64,18 @@ class TextModel:
 
     @torch.no_grad()
     def logits(self, ids: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-        """Next-token logits, float32 [B, T, vocab_size], of token ids [B, T]; of one row [T], [T, vocab_size].
+        """Next-token logits: float32 [B, T, vocab_size] for token ids [B, T], or [T, vocab_size] for one row [T].
 
-        Each row begins a document. In training an end-of-text (`tokenizer.end_of_text_id`) stands before it; `generate`
-        puts it there, and this does not. Raises ValueError for ids that are no rectangle of the vocabulary's integers.
+        Each row begins a document. In training, an end-of-text token (`tokenizer.end_of_text_id`) comes before a
+        document. `generate` adds it; this method does not.
+        Raises ValueError if the ids are not integers of the vocabulary, or the rows do not have the same length.
         """
         try:
             ids_BT = torch.as_tensor(ids, device=self.device)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(f"ids must be integers [T] or [B, T], rows of one length: {error}") from error
+            raise ValueError(f"ids must be integers [T] or [B, T], with rows of the same length: {error}") from error
         if not ids_BT.numel():
-            raise ValueError("ids are empty: give at least one token")
+            raise ValueError("ids are empty; give at least one token")
         kind = ids_BT.dtype
         if ids_BT.ndim not in (1, 2) or kind.is_floating_point or kind.is_complex or kind == torch.bool:
             raise ValueError(f"ids must be integers [T] or [B, T]; found {kind} {list(ids_BT.shape)}")
@@ -128,10 +133,10 @@ class TextModel:
         stop: str | Sequence[str] = (),
         seed: int | Sequence[int] = 1,
     ) -> str | list[str]:
-        """The continuations of one prompt or of several, which may be of any lengths; of a list of prompts, a list.
+        """Continues one prompt (returns a string) or a list of prompts of any lengths (returns a list).
 
-        The other arguments are those of `cdrmix.Sampling`. seed: of all prompts, or one of each.
-        Raises ValueError for arguments out of range.
+        The other arguments are those of `cdrmix.Sampling`. seed: one seed for all prompts, or a list with one seed for
+        each prompt. Raises ValueError for arguments out of range.
         """
         texts = _texts(prompts)
         sampling = Sampling(
@@ -156,9 +161,9 @@ class TextModel:
         *,
         seed: int | Sequence[int] | None = None,
     ) -> Iterator[tuple[int, str]]:
-        """Yields (prompt, piece) as the texts are drawn: the prompt's number, and whole characters that follow.
+        """Yields (number of the prompt, piece of text) while the texts are generated. A piece has complete characters.
 
-        seed: of all prompts, or one of each, in place of the sampling's.
+        seed: one seed for all prompts, or one for each prompt; it replaces the seed of the sampling.
         """
         sampling = sampling or Sampling()
         return self._stream(_texts(prompts), sampling, sampling.seed if seed is None else seed)
@@ -166,7 +171,9 @@ class TextModel:
     def _stream(self, texts: list[str], sampling: Sampling, seed: int | Sequence[int]) -> Iterator[tuple[int, str]]:
         seeds = list(seed) if isinstance(seed, Sized) else [seed] * len(texts)
         if len(seeds) != len(texts):
-            raise ValueError(f"seed has {len(seeds)} numbers for {len(texts)} prompts: give one, or one of each")
+            raise ValueError(
+                f"seed has {len(seeds)} numbers for {len(texts)} prompts; give one seed, or one for each prompt"
+            )
         return generate(self.model, self.tokenizer, texts, [replace(sampling, seed=each) for each in seeds])
 
 
@@ -179,10 +186,19 @@ def _texts(prompts: str | list[str] | tuple[str, ...]) -> list[str]:
 
 
 def load(path: str | Path, *, device: str | None = None) -> TextModel:
-    """The model in a run folder (of its newest whole checkpoint), a checkpoint or an export folder, verified.
+    """Loads the model of a run folder (its newest complete checkpoint), a checkpoint or an export folder.
 
-    device: auto, cpu or cuda; by default what the run's configuration says. CPU threads and determinism of this process
-    are set as that configuration says. Raises CheckpointError, ConfigError, VocabularyError.
+    The files are verified first. The CPU threads and the determinism settings of this process are set as the
+    configuration of the run says.
+
+    Args:
+        path: the folder.
+        device: auto, cpu or cuda. Default: run.device of the configuration.
+
+    Raises:
+        CheckpointError: there is no complete model at the path.
+        ConfigError: the device does not exist.
+        VocabularyError: the tokenizer does not match the model.
     """
     loaded = load_model(Path(path))
     return TextModel(loaded).to(work_alone(loaded.config, device))

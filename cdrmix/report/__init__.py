@@ -1,1 +1,1 @@
-"""The report of a run: page, plots and their sections."""
+"""The report of a run: page, plots and sections."""

@@ -1,4 +1,4 @@
-"""The pictures of a run: loss, routers' balance, learning rate and gradient norm; and the load of every expert."""
+"""The plots of a run: loss, balance of the experts, learning rate and gradient norm; and the load of each expert."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from cdrmix.training.metrics import router_names
 from cdrmix.units import amount
 
 Row = Mapping[str, Any]
-MOST_BLOCKS = 16  # that the picture of the experts' load has room for
-LAST_ROWS = 10  # of the metrics: what a mean over a run's end takes in
+MOST_BLOCKS = 16  # in the plot of the load of the experts
+LAST_ROWS = 10  # of metrics.jsonl in a mean over the end of a run
 
 
 @dataclass(frozen=True)
 class Palette:
-    """Colours of one picture; `layers` are ordered from the first block to the last."""
+    """The colours of a plot. layers: a colour map from the first block to the last."""
 
     paper: str
     ink: str
@@ -40,10 +40,10 @@ DARK = Palette(paper="#14171d", ink="#dfe3ea", faint="#3a414d", train="#74a5ff",
 
 
 def draw(rows: Sequence[Row], held_out: Mapping[str, float] | None, *, title: str, palette: Palette = LIGHT) -> bytes:
-    """A PNG of the run.
+    """Draws loss.png; returns the PNG.
 
     rows: metrics.jsonl as dictionaries, in order of step; may be empty.
-    held_out: the final figures on held-out text (HeldOut as a dictionary), or None before the evaluation.
+    held_out: the final results on held-out text (HeldOut as a dictionary), or None before the evaluation.
     """
     layout = ConstrainedLayoutEngine(h_pad=0.09, w_pad=0.07)
     figure = Figure(figsize=(8.0, 7.6), dpi=160, facecolor=palette.paper, layout=layout)
@@ -56,16 +56,17 @@ def draw(rows: Sequence[Row], held_out: Mapping[str, float] | None, *, title: st
     _rate(rate, rows, palette)
     loss.set_title(title, loc="left", color=palette.ink, fontsize=13, fontweight="bold", pad=10)
     picture = io.BytesIO()
-    # No software version or date in the file: the same run draws the same bytes.
+    # The file has no software version and no date: the same run gives the same bytes.
     figure.savefig(picture, format="png", facecolor=palette.paper, metadata={"Software": None})
     return picture.getvalue()
 
 
 def draw_load(rows: Sequence[Row], *, title: str, palette: Palette = LIGHT) -> bytes | None:
-    """A PNG of each expert's load over the steps, a heat map a routed block; None where nothing was routed.
+    """Draws load.png: the load of each expert over the steps, one heat map for each routed block; None without routers.
 
-    Loads are over the even share, 1 / E, in the paper's colour where they are 1. Of more than MOST_BLOCKS blocks some
-    are shown, evenly chosen. Beside a block's number stands its fullest expert's load in the mean of the last rows.
+    The load is relative to the even share 1 / E; the value 1 has the background colour. If there are more than
+    MOST_BLOCKS blocks, evenly spaced ones are shown. The title of a block gives the largest mean load of an expert over
+    the last rows.
     """
     routed = [row for row in rows if row.get("load")]
     if not routed:
@@ -79,7 +80,7 @@ def draw_load(rows: Sequence[Row], *, title: str, palette: Palette = LIGHT) -> b
     layout = ConstrainedLayoutEngine(h_pad=0.07, w_pad=0.06)
     figure = Figure(figsize=(8.0, 1.0 + 1.75 * lines), dpi=160, facecolor=palette.paper, layout=layout)
     grid = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
-    # Colours change evenly with the ratio: half and double the even share lie equally far from it.
+    # The colour scale is logarithmic: 1/2 and 2 have the same distance from 1.
     colours = LinearSegmentedColormap.from_list("load", [palette.train, palette.paper, palette.valid])
     steps = [row["step"] for row in routed]
     ends = [steps[0] - 0.5, *((left + right) / 2 for left, right in itertools.pairwise(steps)), steps[-1] + 0.5]
@@ -105,7 +106,7 @@ def draw_load(rows: Sequence[Row], *, title: str, palette: Palette = LIGHT) -> b
         fullest = max(sum(row[expert] for row in last) / len(last) for expert in range(experts))
         axes.set_title(f"block {names[block]}", loc="left", color=palette.ink, fontsize=9.5, fontweight="bold", pad=4)
         axes.set_title(
-            f"fullest, last {len(last)} logged: {fullest:.2f}",
+            f"maximum, mean of last {len(last)} rows: {fullest:.2f}",
             loc="right",
             color=palette.ink,
             fontsize=8.5,
@@ -163,7 +164,7 @@ def _loss(axes: Axes, rows: Sequence[Row], held_out: Mapping[str, float] | None,
     )
     label(axes, "step", "loss, nats per token", palette)
     if valid:
-        # On held-out text nats and bits per byte differ by a constant: tokens a byte, over ln 2.
+        # On held-out text, bits per byte = nats per token * (tokens per byte / ln 2).
         last = valid[-1]
         factor = last["valid_bits_per_byte"] / last["valid_loss"]
         right = axes.secondary_yaxis("right", functions=(lambda nats: nats * factor, lambda bits: bits / factor))
@@ -181,7 +182,7 @@ def _loss(axes: Axes, rows: Sequence[Row], held_out: Mapping[str, float] | None,
             fontsize=9.5,
             fontweight="bold",
         )
-        # Of a model that is still worse than the baselines too: a label outside of the axes leaves these no room.
+        # The lower limit includes the baselines, also if the model is worse: a label outside would shrink the axes.
         drawn = [*train, *(row["valid_loss"] for row in valid), *_baseline_bits(held_out, 1 / factor)]
         axes.set_ylim(bottom=max(0.0, min(drawn) * 0.84))
     legend = axes.legend(loc="upper right", frameon=False, fontsize=9.5, labelcolor=palette.ink)
@@ -192,12 +193,12 @@ BASELINES = ("unigram", "gzip9", "zstd19")
 
 
 def _baseline_bits(held_out: Mapping[str, float] | None, scale: float) -> list[float]:
-    """The baselines' bits per byte times `scale`, in the order of BASELINES; none before the evaluation."""
+    """The bits per byte of the baselines times `scale`, in the order of BASELINES; [] before the evaluation."""
     return [held_out[f"{name}_bits_per_byte"] * scale for name in BASELINES] if held_out else []
 
 
 def _baselines(axes: Axes, held_out: Mapping[str, float] | None, factor: float, palette: Palette) -> None:
-    # zstd's label hangs below its line: its figure is close to gzip's.
+    # The label of zstd is below its line, because its value is close to that of gzip.
     labels = (("unigram", 2.5), ("gzip -9", 2.5), ("zstd -19", -10.0))
     for (name, above), bits in zip(labels, _baseline_bits(held_out, 1.0), strict=False):
         axes.axhline(bits / factor, color=palette.ink, linewidth=0.9, linestyle=(0, (4, 3)), alpha=0.55, zorder=1)
@@ -253,7 +254,7 @@ def _rate(axes: Axes, rows: Sequence[Row], palette: Palette) -> None:
     right.tick_params(colors=palette.ink, labelsize=9, length=3)
     right.set_ylim(bottom=0)
     if norms and all(norm is not None for norm in norms):
-        # The first steps' norms may be tens of times the later ones and would flatten the curve.
+        # The norms of the first steps can be ten times the later ones and would flatten the curve.
         right.set_ylim(top=1.25 * sorted(norms)[int(0.98 * (len(norms) - 1))] or 1.0)
     for side in ("top", "left"):
         right.spines[side].set_visible(False)
@@ -262,10 +263,10 @@ def _rate(axes: Axes, rows: Sequence[Row], palette: Palette) -> None:
 
 
 def smooth(values: Sequence[float | None]) -> list[float]:
-    """Centred mean under a triangular window of about a twentieth of the curve: smooth, and without lag.
+    """Centred mean with a triangular window of about 1/20 of the curve. It has no lag.
 
-    The window shrinks at both ends, so that the first and the last value stay in place. Missing values
-    (JSON null, a non-finite figure) are left out of the means; NaN where a whole window is missing.
+    The window shrinks at both ends, so that the first and the last value do not change. Missing values (JSON null) are
+    ignored. The result is NaN if all values of a window are missing.
     """
     reach = max(1, len(values) // 40)
     result: list[float] = []

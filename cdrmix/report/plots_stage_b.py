@@ -1,4 +1,4 @@
-"""The pictures of stage B: every mechanism on and off over numbers of chunks, and the phases' measures by step."""
+"""The plots of stage B: each mechanism on and off over the number of chunks, and the measures of the phases."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ TITLES = {
     "agent": "token memory",
     "operations": "operations on an index",
 }
-LINES = {  # of each mechanism: what is drawn beside on and off, and how it is called
-    "plasticity": {"on": "written", "off": "zeroed", "swapped": "another row's"},
+LINES = {  # measures that are plotted for each mechanism, with their labels
+    "plasticity": {"on": "written", "off": "zeroed", "swapped": "of another row"},
     "acceptance": {"on": "by the head", "off": "all committed", "never": "none committed"},
     "agent": {"on": "with memory", "off": "last chunk alone", "capture": "captured", "retention": "retained"},
     "operations": {"on": "with the index", "off": "without"},
 }
-# Of each phase's measures these, in one panel each; several are lines of one panel.
+# The panels of each phase; the measures of one panel are lines in it.
 PANELS: dict[str, list[tuple[str, ...]]] = {
     "plasticity": [("accuracy",), ("loss",)],
     "acceptance": [("accept_good", "accept_bad"), ("reward", "entropy"), ("clip_fraction", "dropped_groups")],
@@ -38,7 +38,7 @@ PANELS: dict[str, list[tuple[str, ...]]] = {
 
 
 def draw_mechanisms(found: Mechanisms, *, title: str, palette: Palette = LIGHT) -> bytes | None:
-    """A PNG, a panel a mechanism: shares of right answers over numbers of chunks. None where none was measured."""
+    """Draws one panel for each mechanism: accuracy over the number of chunks. None if nothing was measured."""
     names = [name for name in TITLES if name in found]
     if not names:
         return None
@@ -78,13 +78,13 @@ def draw_mechanisms(found: Mechanisms, *, title: str, palette: Palette = LIGHT) 
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.set_ylim(-0.04, 1.04)
         axes.set_title(TITLES[name], loc="left", color=palette.ink, fontsize=10.5, fontweight="bold")
-        label(axes, "chunks read", "answers that are right", palette)
+        label(axes, "chunks read", "accuracy", palette)
         axes.legend(loc="best", frameon=False, fontsize=8.5, labelcolor=palette.ink)
     return _png(figure, title, palette)
 
 
 def draw_phases(rows: Sequence[Row], *, title: str, palette: Palette = LIGHT) -> bytes | None:
-    """A PNG, a line of panels a phase: what it measured by step. None where no phase has begun."""
+    """Draws one line of panels for each phase: its measures over the steps. None if no phase has begun."""
     phases = [name for name in PANELS if any(row["phase"] == name for row in rows)]
     if not phases:
         return None

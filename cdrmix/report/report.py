@@ -1,4 +1,4 @@
-"""The report of a run: loss.png, load.png and one report.html that needs no network."""
+"""The report of a run: loss.png, load.png and report.html, a page that needs no network."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cdrmix.run_folder import RunFolder, read_metrics
 from cdrmix.training.metrics import router_names
 from cdrmix.units import amount, clock
 
-CURVES = "Loss, load entropy of the experts, learning rate and gradient norm by step"
+CURVES = "Loss, entropy of the expert load, learning rate and gradient norm over the steps"
 UNHEALTHY: dict[str, Callable[[float], bool]] = {
     "entropy_normalised": lambda value: value < 0.95,
     "fullest": lambda value: value > 1.3,
@@ -25,9 +25,9 @@ UNHEALTHY: dict[str, Callable[[float], bool]] = {
 
 
 def write_report(run: RunFolder) -> Path:
-    """Draws loss.png, of routed blocks load.png, and writes report.html, all from the run folder; returns its path.
+    """Writes loss.png, load.png (if the model has routers) and report.html from the run folder. Returns report.html.
 
-    Works for a run at any point of its life: what has not happened yet is left out.
+    It works at any point of a run. Results that do not exist yet are omitted.
     """
     every, summary = read_metrics(run.metrics_jsonl), run.summary()
     rows, of_phases = ([row for row in every if ("phase" in row) == is_phase] for is_phase in (False, True))
@@ -64,13 +64,13 @@ def page(
         *stage_b,
         f"<h2>Curves</h2>{picture(curves, CURVES)}",
         _router(rows),
-        picture(loads, "Load of every expert by step, a heat map a block") if loads else "",
+        picture(loads, "Load of each expert over the steps: one heat map for each block") if loads else "",
         _sample(summary.get("sample")),
         _demonstration(summary.get("demonstration")),
         _facts("Text", summary.get("corpus")),
         _checkpoints(run.checkpoints),
         _facts("Export", summary.get("export")),
-        f"<h2>Configuration</h2><details><summary>config_snapshot.yaml: reproduces this run by itself</summary>"
+        f"<h2>Configuration</h2><details><summary>config_snapshot.yaml: the complete configuration</summary>"
         f"<pre>{escaped(config)}</pre></details>",
         _facts("Environment", summary.get("environment")),
     ]
@@ -83,7 +83,7 @@ def _tiles(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str
     if held_out:
         facts += [
             (f"{held_out['bits_per_byte']:.3f}", "bits per byte of held-out text"),
-            (f"{held_out['bits_per_byte'] / held_out['unigram_bits_per_byte']:.3f}", "of the unigram's bits"),
+            (f"{held_out['bits_per_byte'] / held_out['unigram_bits_per_byte']:.3f}", "of the unigram baseline"),
             (f"{held_out['perplexity']:.2f}" if held_out["perplexity"] else "-", "perplexity per token"),
         ]
     if parameters:
@@ -96,7 +96,7 @@ def _tiles(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str
             (amount(last["tokens"]), f"tokens in {clock(last['seconds'])}"),
         ]
         if rates:
-            facts.append((amount(rates[len(rates) // 2]), "tokens a second, median"))
+            facts.append((amount(rates[len(rates) // 2]), "tokens per second, median"))
     else:
         facts.append(("0", "steps so far"))
     return tiles(facts, stress_first=bool(held_out))
@@ -115,9 +115,9 @@ def _held_out(held_out: Mapping[str, Any] | None) -> str:
     )
     return (
         f'<h2>Held-out text, bits per byte</h2><div class="bars">{lines}</div>'
-        f'<p class="soft">{held_out["tokens"]:,} predicted tokens, {held_out["text_bytes"]:,} bytes; less is better. '
-        "The unigram figure is the entropy of the held-out tokens' own distribution; gzip and zstd compress the whole "
-        "held-out text as one stream.</p>"
+        f'<p class="soft">{held_out["tokens"]:,} predicted tokens, {held_out["text_bytes"]:,} bytes; lower is better. '
+        "Unigram is the entropy of the distribution of the held-out tokens. gzip and zstd compress the whole held-out "
+        "text as one stream.</p>"
     )
 
 
@@ -138,11 +138,11 @@ def _router(rows: Sequence[Mapping[str, Any]]) -> str:
     columns = [
         ("entropy_bits", "load entropy, bits", "{:.3f}"),
         ("entropy_normalised", "normalised", "{:.3f}"),
-        ("max_over_mean", "fullest / mean", "{:.2f}"),
-        ("fullest", "of the summed load", "{:.2f}"),
+        ("max_over_mean", "max / mean load", "{:.2f}"),
+        ("fullest", "max / mean, summed", "{:.2f}"),
         ("overflow", "overflow at capacity", "{:.1%}"),
         ("dropped", "dropped", "{:.1%}"),
-        ("dead_experts", "idle experts", "{:.1f}"),
+        ("dead_experts", "unused experts", "{:.1f}"),
     ]
     columns = [column for column in columns if column[0] in means]
     head = "".join(f"<th>{label}</th>" for _, label, _ in columns)
@@ -157,23 +157,23 @@ def _router(rows: Sequence[Mapping[str, Any]]) -> str:
     return (
         f'<h2>Routers, mean of the last {len(last)} logged steps</h2><div class="scroll">'
         f"<table><tr><th>block</th>{head}</tr>{body}</table></div>"
-        '<p class="soft">Each step is a global batch; the fullest expert is also that of their summed load. Overflow '
-        "says what share of routed tokens is above the capacity, dropped what share was dropped for it: none, unless "
-        "the configuration asks to. Coloured: normalised entropy below 0.95, the fullest expert of the summed load "
-        "above 1.3 times the mean, overflow of 5% and more, idle experts.</p>"
+        '<p class="soft">Each value is the mean over global batches. "max / mean, summed" is computed from the load '
+        "summed over these steps. Overflow is the share of routed tokens above the capacity. Dropped is the share that "
+        "was dropped, which is 0 unless model.feed_forward.drop is true. Coloured: normalised entropy below 0.95, "
+        "max / mean, summed above 1.3, overflow of 5% or more, unused experts.</p>"
     )
 
 
 def _sample(sample: Mapping[str, str] | None) -> str:
     if not sample:
         return ""
-    return f"<h2>It writes</h2><pre><em>{escaped(sample['prompt'])}</em>{escaped(sample['text'])}</pre>"
+    return f"<h2>Sample</h2><pre><em>{escaped(sample['prompt'])}</em>{escaped(sample['text'])}</pre>"
 
 
 def _demonstration(found: Mapping[str, Any] | None) -> str:
     if not found:
         return ""
-    return f"<h2>It reads, chunk by chunk</h2><pre>{escaped(chr(10).join(found['lines']))}</pre>"
+    return f"<h2>Reading a document, chunk by chunk</h2><pre>{escaped(chr(10).join(found['lines']))}</pre>"
 
 
 def _facts(title: str, facts: Mapping[str, Any] | None) -> str:

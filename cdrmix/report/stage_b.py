@@ -1,4 +1,4 @@
-"""Stage B's part of a run's report: its mechanisms on and off, its phases, what the text lost by it."""
+"""The sections of stage B in a report: the mechanisms on and off, the phases, and the change on held-out text."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from cdrmix.page import escaped, picture
 from cdrmix.report.plots import DARK, LIGHT
 from cdrmix.report.plots_stage_b import TITLES, draw_mechanisms, draw_phases
 
-MOST_LOST = 0.01  # of stage A's bits per byte, that stage B may add
+MOST_LOST = 0.01  # largest accepted increase of the bits per byte of stage A
 
 
 def stage_b_sections(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], title: str) -> list[str]:
-    """HTML sections; none where stage B has not begun. rows: metrics.jsonl's of phases; summary: metrics.json."""
+    """HTML sections; [] if stage B has not begun. rows: rows of phases in metrics.jsonl. summary: metrics.json."""
     found = summary.get("mechanisms") or {}
     mechanisms = [draw_mechanisms(found, title=f"Mechanisms: {title}", palette=palette) for palette in (LIGHT, DARK)]
     phases = [draw_phases(rows, title=f"Phases: {title}", palette=palette) for palette in (LIGHT, DARK)]
     sections = []
     if light_dark := [drawn for drawn in mechanisms if drawn is not None]:
         sections.append(
-            "<h2>Stage B: every mechanism on and off</h2>"
-            + picture(light_dark, "Share of right answers over chunks read, each mechanism on and off")
+            "<h2>Stage B: each mechanism on and off</h2>"
+            + picture(light_dark, "Accuracy over the number of chunks, each mechanism on and off")
             + "".join(_table(name, found[name]) for name in TITLES if name in found)
-            + '<p class="soft">Episodes that no phase trained on, answered greedily. Swapped: with the fast weights of '
-            "another episode. Never: nothing committed. Accept good, accept bad: of the chunks that tell the truth "
-            "and of those that lie, the share committed. Captured: of the facts asked for, those in memory behind the "
-            "chunk that tells them; retained: of those, the ones that are still there at the end.</p>"
+            + '<p class="soft">Held-out episodes, greedy decoding. Swapped: with the fast weights of another episode. '
+            "Never: nothing is committed. Accept good, accept bad: share of the true and of the false chunks that are "
+            "committed. Captured: share of the requested facts that are in memory after the chunk with the fact. "
+            "Retained: share of these that are still in memory at the end.</p>"
         )
     sections.append(_text(summary))
     if light_dark := [drawn for drawn in phases if drawn is not None]:
-        sections.append("<h2>Stage B: phases</h2>" + picture(light_dark, "What each phase measured by step"))
+        sections.append("<h2>Stage B: phases</h2>" + picture(light_dark, "Measures of each phase over the steps"))
         sections.append(_last(rows))
     return sections
 
@@ -47,7 +47,7 @@ def _table(name: str, curve: Mapping[str, Mapping[str, float]]) -> str:
         for measure in measures
     )
     return (
-        f'<details><summary>{escaped(TITLES[name])}: figures by chunks read</summary><div class="scroll">'
+        f'<details><summary>{escaped(TITLES[name])}: values by number of chunks</summary><div class="scroll">'
         f"<table><tr><th>chunks</th>{head}</tr>{body}</table></div></details>"
     )
 
@@ -60,12 +60,12 @@ def _text(summary: Mapping[str, Any]) -> str:
     bad = ' class="bad"' if change > MOST_LOST else ""
     return (
         f"<p>Held-out text after stage A: {before['bits_per_byte']:.4f} bits per byte, after stage B "
-        f"{after['bits_per_byte']:.4f}: <span{bad}>{change:+.2%}</span> (at most {MOST_LOST:+.0%} is meant to be).</p>"
+        f"{after['bits_per_byte']:.4f}: <span{bad}>{change:+.2%}</span> (accepted: at most {MOST_LOST:+.0%}).</p>"
     )
 
 
 def _last(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The last record of every phase."""
+    """A table with the last row of each phase."""
     last = {row["phase"]: row for row in rows}
     text = ""
     for phase, row in last.items():

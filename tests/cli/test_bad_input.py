@@ -118,7 +118,7 @@ def test_a_corrupt_checkpoint_is_passed_over(
     words = ["train", *arguments(f"run.root={half_done.parent}"), "--resume", str(copy)]
     assert main(words) == 0
     out = capsys.readouterr().out
-    assert "passed over step-00000004" in out
+    assert "skipped step-00000004" in out
     assert "continuing from step-00000002" in out
     assert main(["compare", str(half_done), str(copy)]) == 0  # trained again to the same bits
     for checkpoint in (copy / "checkpoints").glob("step-*/model.safetensors"):

@@ -52,7 +52,7 @@ def test_a_run_folder_holds_everything_and_its_path_is_the_last_line(place: Path
     assert summary["finished"]
     assert summary["held_out"]["bits_per_byte"] > 0
     assert summary["corpus"]["documents"] == 24
-    for line in ("gzip -9", "zstd -19", "unigram", "It writes:"):
+    for line in ("gzip -9", "zstd -19", "unigram", "Sample:"):
         assert line in finished.log.read_text()
 
 
@@ -145,7 +145,7 @@ def test_an_export_made_before_training_went_on_is_made_anew(
     assert figure not in (finished.export / "README.md").read_text()  # the figures of step 4
     finished.update_summary({"finished": False})
     assert main(["train", *arguments(), "--resume", "auto"]) == 0
-    assert "holds the model of step 2, not of 4" in capsys.readouterr().out
+    assert "has the model of step 2, not of step 4" in capsys.readouterr().out
     assert main(["compare", str(finished.path), str(finished.export)]) == 0
     assert figure in (finished.export / "README.md").read_text()
 
@@ -189,7 +189,7 @@ def test_a_finished_training_goes_on_with_what_is_missing(
     assert "another process" in capsys.readouterr().err
     assert main(["train", *arguments(), "--resume", "auto"]) == 0
     out = capsys.readouterr().out
-    assert "Stage A is finished: 4 steps" in out
+    assert "Stage A is already complete: 4 steps" in out
     assert out.splitlines()[-1] == str(finished.path)
     assert finished.export.is_dir()
     assert finished.report.is_file()
@@ -317,4 +317,4 @@ def test_a_reasoning_run_says_that_the_backbone_alone_is_trained(
         assert (STAGE_A_ONLY in capsys.readouterr().out) == (kind == "reason")
         assert RunFolder.open(path).summary().get("not_trained") == (STAGE_A_ONLY if kind == "reason" else None)
         page = write_report(RunFolder.open(path)).read_text()
-        assert ("Stage A, the backbone, alone" in page) == (kind == "reason")
+        assert ("Only stage A (the backbone)" in page) == (kind == "reason")

@@ -62,7 +62,7 @@ def test_every_phase_is_done_measured_and_shown(finished: Path) -> None:
     assert summary["finished"]
     assert set(summary["mechanisms"]) == {"plasticity", "acceptance", "agent", "operations"}
     page = (finished / "report.html").read_text()
-    assert "every mechanism on and off" in page
+    assert "each mechanism on and off" in page
     assert "Stage B: phases" in page
     assert page.count("<picture>") >= 3
 
@@ -113,7 +113,7 @@ def test_a_backbone_of_other_sizes_is_refused(
 ) -> None:
     words = arguments(*REASON, f"run.root={tmp_path}", f"reasoning.backbone={finished}", "model.feed_forward.hidden=32")
     assert main(["train", *words, f"data.tokenizer.path={finished / 'tokenizer.json'}"]) == 5
-    assert "feed_forward.w_up is [4, 32, 16], but the configuration makes it [4, 32, 32]" in capsys.readouterr().err
+    assert "feed_forward.w_up with shape [4, 32, 16]; the configuration needs [4, 32, 32]" in capsys.readouterr().err
 
 
 def test_stage_b_begins_with_a_trained_backbone(finished: Path, arguments: Arguments, tmp_path: Path) -> None:

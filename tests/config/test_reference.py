@@ -23,8 +23,9 @@ def test_every_key_is_there_and_has_a_meaning() -> None:
     page = reference()
     for name, section in schema["$defs"].items():
         for key, value in section["properties"].items():
-            described = value if "description" in value else schema["$defs"][value["$ref"].rpartition("/")[2]]
-            assert described["description"].endswith("."), f"{name}.{key}"
+            if "description" not in value and "$ref" in value:  # a section, described by its class
+                value = schema["$defs"][value["$ref"].rpartition("/")[2]]
+            assert value.get("description", "").rstrip().endswith("."), f"{name}.{key} has no docstring below it"
             assert f".{key}`: " in page, f"{name}.{key}"
 
 
@@ -39,6 +40,8 @@ def test_a_key_is_printed_with_type_default_and_meaning(capsys: pytest.CaptureFi
     assert "*required*" in capsys.readouterr().out
     assert main(["config", "model.attention.kv_heads"]) == 0
     assert "derived from `model.attention.heads`" in capsys.readouterr().out
+    assert main(["config", "data.source.text_field"]) == 0  # a key of several kinds of source
+    assert capsys.readouterr().out.count("- `data.source.text_field`") == 4
 
 
 def test_a_section_is_printed_with_the_sections_in_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -355,9 +355,9 @@ def test_deduplication_by_itself(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_example_of_the_readme_runs() -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    (example,) = (block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "minhash" in block)
+def test_the_example_of_the_documentation_runs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     names: dict[str, Any] = {}
     exec(example, names)
     assert sorted(document.text for document in names["survivors"]) == ["a text", "another"]

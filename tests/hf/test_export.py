@@ -205,7 +205,7 @@ def test_only_what_is_read_of_a_checkpoint_is_verified(run: RunFolder) -> None:
     assert load_model(run.path).step == 20
     weights = checkpoint / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match=r"no whole checkpoint.*is corrupt"):
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint.*is corrupt"):
         load_model(run.path)
 
 
@@ -266,15 +266,15 @@ def test_a_pure_rwkv7_is_exported_for_the_rwkv_package(
 def test_what_is_no_model_is_refused_with_a_reason(config: Config, run: RunFolder, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="does not exist"):
         load_model(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match="neither"):
+    with pytest.raises(CheckpointError, match="is not a run folder"):
         load_model(tmp_path)
     empty = RunFolder.create(config)
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
         load_model(empty.path)
     weights = dict(LanguageModel(config.model).state_dict())
     del weights["final_norm.weight"]
     save_checkpoint(run.checkpoints, 30, weights)
-    with pytest.raises(CheckpointError, match=r"do not fit.*final_norm\.weight"):
+    with pytest.raises(CheckpointError, match=r"does not match the configuration.*final_norm\.weight"):
         load_model(run.path)
 
 

@@ -86,7 +86,7 @@ def test_resuming_another_configuration_is_refused(config: Config, tmp_path: Pat
     resumed = RunFolder.resume(config, str(run.path))
     assert resumed is not None
     assert resumed.path == run.path
-    with pytest.raises(ConfigError, match="config hash"):
+    with pytest.raises(ConfigError, match="the configuration hash"):
         RunFolder.resume(other, str(run.path))
     with pytest.raises(ConfigError, match="not a run folder"):
         RunFolder.resume(config, str(tmp_path / "nowhere"))
@@ -104,8 +104,8 @@ def test_a_run_goes_on_under_other_values_of_what_decides_no_weight(config: Conf
         assert Config.from_yaml(run.config_snapshot).hash() == run.summary()["config_hash"]
     assert run.summary()["name"] == "other"
     first, second = run.log.read_text().splitlines()
-    assert first.endswith("decide no weight: name: other, cache: elsewhere, keep_last: 1")
-    assert second.endswith("decide no weight: log_every: 3, wandb: true")
+    assert first.endswith("do not affect the weights: name: other, cache: elsewhere, keep_last: 1")
+    assert second.endswith("do not affect the weights: log_every: 3, wandb: true")
     RunFolder.resume(other, "auto")
     assert len(run.log.read_text().splitlines()) == 2  # nothing to say when nothing changed
     with run.locked(), pytest.raises(ConfigError, match="another process"):

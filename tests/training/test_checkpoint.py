@@ -127,7 +127,7 @@ def test_a_manifest_that_is_none_is_refused(place: Place, text: str) -> None:
     with pytest.raises(CheckpointError, match=r"manifest\.json"):
         verify_checkpoint(saved)
     (saved / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match="not a whole checkpoint"):
+    with pytest.raises(CheckpointError, match="the checkpoint is incomplete"):
         verify_checkpoint(saved)
     assert newest_whole_checkpoint(place.folder) is None
 

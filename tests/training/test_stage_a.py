@@ -241,7 +241,7 @@ def test_resume_passes_over_a_corrupt_checkpoint_and_says_so(
     capsys.readouterr()
     trainer(folder=run)
     said = capsys.readouterr().out
-    assert "passed over step-00000006" in said
+    assert "skipped step-00000006" in said
     assert "continuing from step-00000004" in said
     assert_same_bits(weights(run), expected)
     for checkpoint in list_checkpoints(run.checkpoints):

@@ -1,0 +1,135 @@
+"""The documentation against the program: commands, keys, exit codes, examples and links."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cdrmix import cli, errors
+from cdrmix.config import schema_types
+from cdrmix.config.reference import reference
+from cdrmix.config.schema import Config
+from cdrmix.errors import ConfigError
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+IDS = [page.stem for page in PAGES]
+SECTIONS = "|".join(schema_types.keys(schema_types.root()))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+def code(page: Path) -> list[str]:
+    """What stands between single backticks."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return re.findall(r"`([^`]+)`", text)
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    for page in PAGES:
+        for line in "".join(blocks(page, "sh")).splitlines():
+            words = shlex.split(line, comments=True)
+            if words:
+                yield page.name, words
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+
+
+@pytest.mark.parametrize(("page", "words"), list(commands()), ids=str)
+def test_a_command_is_one_that_the_program_takes(page: str, words: list[str]) -> None:
+    program = words[0].removeprefix(".venv/bin/")
+    if program == "make":
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), page
+    elif program in ("cdrmix", "cdrmix-train"):
+        options, overrides = cli.parser().parse_known_args([*(["train"] if program != "cdrmix" else []), *words[1:]])
+        assert all("=" in word for word in overrides), page
+        config = getattr(options, "config", None)
+        if config is not None:
+            path = ROOT / config
+            if not path.is_file():
+                assert str(config) == "my.yaml", f"{page}: {config}"  # stands for a file of the reader
+                path = ROOT / "configs" / "cdrmix-core-tiny.yaml"
+            Config.from_yaml(path, overrides)
+    elif program == "python":
+        assert (ROOT / words[1]).is_file(), page
+        assert {it for it in words if it.startswith("--")} <= {"--list", "--suite"}, page
+    else:
+        assert program in ("pip", "pytest"), f"{page}: {words}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_a_command_in_a_sentence_exists(page: Path) -> None:
+    for text in code(page):
+        program, *words = text.removeprefix(".venv/bin/").split() or [""]
+        if program == "cdrmix" and words and words[0] != "COMMAND":
+            known = cli.parser().format_help()
+            assert re.search(rf"^    {words[0]} ", known, re.MULTILINE), text
+        if program == "make" and words and "=" not in words[0]:
+            assert re.search(rf"^{words[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_a_key_in_a_sentence_exists(page: Path) -> None:
+    for text in code(page):
+        if match := re.match(rf"((?:{SECTIONS})(?:\.[a-z_0-9<>]+)+)(?![\w/(])", text):
+            try:
+                reference(match[1])
+            except ConfigError as error:
+                pytest.fail(f"{page.name}: {error}")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_a_yaml_example_is_a_configuration(page: Path, tmp_path: Path) -> None:
+    for example in blocks(page, "yaml"):
+        path = tmp_path / "example.yaml"
+        path.write_text(example.replace("base: configs/", f"base: {ROOT}/configs/"))
+        Config.from_yaml(path)
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_a_link_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        path = page.parent / name if name else page
+        assert path.exists(), f"{page.name}: {target}"
+        assert not anchor or anchor in anchors(path), f"{page.name}: {target}"
+
+
+def test_the_page_of_exit_codes_is_complete() -> None:
+    rows = re.findall(r"^\| ([\d, ]+) \|([^|]*)\|", (ROOT / "docs" / "exit-codes.md").read_text(), re.MULTILINE)
+    told = {
+        (int(number), name.strip()) for code, names in rows for number in code.split(",") for name in names.split(",")
+    }
+    classes = [it for it in vars(errors).values() if isinstance(it, type) and issubclass(it, errors.CdrmixError)]
+    assert {(it.exit_code, f"`{it.__name__}`") for it in classes} == {it for it in told if it[1]}
+    others = {number for number, name in told if not name}
+    assert others == {0, 143, cli.INTERRUPTED, cli.BROKEN_PIPE, cli.UNEXPECTED}
+
+
+def test_the_example_of_the_operators_runs() -> None:
+    (example,) = blocks(ROOT / "docs" / "operators.md", "python")
+    names: dict[str, object] = {}
+    exec(example, names)
+    assert names["loss"].isfinite()  # type: ignore[attr-defined]
+
+
+def test_the_page_of_operators_lists_them_all() -> None:
+    from cdrmix.ops import OPS
+
+    rows = re.findall(r"^\| (`[^|]*) \|", (ROOT / "docs" / "operators.md").read_text(), re.MULTILINE)
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == set(OPS)
