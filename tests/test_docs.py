@@ -18,7 +18,7 @@ from cdrmix.errors import ConfigError
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 IDS = [page.stem for page in PAGES]
-SECTIONS = "|".join(schema_types.keys(schema_types.root()))
+SECTIONS = "|".join(schema_types.keys(schema_types.root(Config)))
 
 
 def blocks(page: Path, language: str) -> list[str]:
