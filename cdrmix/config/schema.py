@@ -158,6 +158,13 @@ class Profile(Section):
     steps: PositiveInt = 3
 
 
+class LossScale(Section):
+    """Dynamic loss scaling of fp16: the scale halves on overflow, and doubles after `interval` steps without one."""
+
+    initial: PositiveFloat = 65536.0
+    interval: PositiveInt = 1000
+
+
 class Train(Section):
     """Stage A: next-token training."""
 
@@ -170,8 +177,10 @@ class Train(Section):
     betas: tuple[Below1, Below1] = (0.9, 0.95)
     epsilon: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.1
+    decay_bias_multiplier: PositiveFloat = 2.0  # times the learning rate: of RWKV-7's decay bias w0, as published
     gradient_clip: PositiveFloat = 1.0
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    loss_scale: LossScale = Field(default_factory=LossScale)  # with precision fp16
     # Of the residual stream between blocks; null: bf16 with precision bf16, else fp32. Norms and sums are computed in
     # float32 either way.
     residual_dtype: Literal["fp32", "bf16"] | None = None

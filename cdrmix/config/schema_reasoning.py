@@ -29,8 +29,13 @@ class Controller(Section):
     """Accepts or rolls back what the plastic adapters propose."""
 
     enabled: bool = True
-    step_budget: PositiveInt  # controller steps that cost as much as an answer is worth
+    # Of an episode: the chunks that the controller reads, the changes of the token memory, the cost of the operations.
+    # What would exceed it is not done; the price of latency is a share of it.
+    step_budget: PositiveInt
     max_branches: Annotated[int, Field(ge=1, le=4)]  # proposals of a step, by the strength of their writes
+    # The strengths, of which the first max_branches are tried. The delta rule leaves 1 - s beta of the error to a key's
+    # old value: as trained; half; twice (beta is kept at 2 at most); and a quarter, an average of four tellings.
+    write_strengths: Annotated[list[PositiveFloat], Field(min_length=1)] = [1.0, 0.5, 2.0, 0.25]
     accept_threshold: float = 0.0  # on the accept head's logit, or on the advantage in value
     decide_by: Literal["head", "value"] = "head"
 
@@ -43,9 +48,19 @@ class Memory(Section):
     top_k: PositiveInt  # episodes that a retrieval gives
     max_tokens: PositiveInt  # of the episodic memory
     time_to_live: PositiveInt | None = None  # in controller steps; null: for ever
+    max_spliced: PositiveInt = 4  # episodes in front of a chunk: what a window may be wider
     episodic: bool = True  # whether operations have an index to write to; false: what an ablation compares with
     tokens: PositiveInt = 64  # of the token memory
     heads: PositiveInt = 1  # parts of the token memory, of which a step rewrites the one that was not for longest
+
+
+class OperationCosts(Section):
+    """What operations cost of controller.step_budget, and of the reward by rl.latency_weight. noop costs nothing."""
+
+    summarize: NonNegativeFloat = 1.0
+    retrieve: NonNegativeFloat = 1.0
+    splice_window: NonNegativeFloat = 2.0
+    cache_write: NonNegativeFloat = 1.0
 
 
 class Rl(Section):
@@ -63,6 +78,10 @@ class Rl(Section):
     task_weight: NonNegativeFloat = 1.0
     latency_weight: NonNegativeFloat
     stability_weight: NonNegativeFloat
+    costs: OperationCosts = Field(default_factory=OperationCosts)
+    # Steps in a row in which no group's rewards differ: the acceptance phase then gives up, the policy phase warns.
+    patience: PositiveInt = 20
+    solved: Fraction = 0.95  # mean reward from which such steps mean that nothing is left to learn
 
 
 class EpisodesOfTask(Section):
@@ -96,6 +115,12 @@ class Plasticity(Phase):
     growth_steps: NonNegativeInt = 0  # until episodes have all their chunks, evenly from the fewest; 0: from the start
 
 
+class Acceptance(Phase):
+    """The controller's heads; the value head is fitted to the rewards by squares."""
+
+    value_weight: NonNegativeFloat = 1.0  # of those squares in the loss
+
+
 class Imitation(Phase):
     """Demonstrations of the memory agent; an ablation makes them worse than they could be."""
 
@@ -111,18 +136,30 @@ class Policy(Phase):
 class OperationsImitation(Phase):
     """Demonstrations of operations on memories."""
 
+    key_temperature: PositiveFloat = 0.03  # divides the keys' cosines in the loss; at 0.1 they are learnt half as fast
+    # Of the chunks that tell nothing, the share that is summarised, in so large a share of the batches.
+    summarised: Fraction = 0.4
+    summarised_batches: Fraction = 0.25
     waste: Fraction = 0.0  # of the chunks that tell nothing, the share that is written to the index all the same
+
+
+class Operations(Phase):
+    """The policy over operations; the value head is fitted to the rewards by squares."""
+
+    value_weight: NonNegativeFloat = 0.5  # of those squares in the loss
 
 
 class Phases(Section):
     """In this order."""
 
     plasticity: Plasticity = Field(default_factory=Plasticity)  # B1: adapters, by cross-entropy through their writes
-    acceptance: Phase = Field(default_factory=Phase)  # B2: the accept head, by groups of rollouts; all else is frozen
+    acceptance: Acceptance = Field(
+        default_factory=Acceptance
+    )  # B2: the accept head, by groups of rollouts; all else is frozen
     imitation: Imitation = Field(default_factory=Imitation)  # B3: the memory agent, by demonstrations
     policy: Policy = Field(default_factory=Policy)  # B3: the memory agent, by groups of rollouts
     operations_imitation: OperationsImitation = Field(default_factory=OperationsImitation)  # B3: operations, likewise
-    operations: Phase = Field(default_factory=Phase)  # B3: the operations head, likewise
+    operations: Operations = Field(default_factory=Operations)  # B3: the operations head, likewise
     joint: Phase = Field(default_factory=Phase)  # B4: text, writes and memory together
 
 

@@ -123,6 +123,20 @@ def _rollouts(processes: int, *steps: int) -> str | None:
     return None
 
 
+def _within_budget(chunks: int | None, step_budget: int, *steps: int) -> str | None:
+    if chunks is not None and chunks > step_budget and any(steps):
+        return f"at most reasoning.controller.step_budget={step_budget}"
+    return None
+
+
+def _acceptance_of_plasticity(chunks: int, step_budget: int, steps: int, own: object) -> str | None:
+    return None if own is not None else _within_budget(chunks, step_budget, steps)
+
+
+def _write_strengths(strengths: list[float], branches: int) -> str | None:
+    return f"at least reasoning.controller.max_branches={branches} of them" if len(strengths) < branches else None
+
+
 def _beside(name: str, beside: list[str]) -> Inside | None:
     return Inside((beside.index(name),), "another phase than the one it stands beside") if name in beside else None
 
@@ -236,6 +250,7 @@ def _residual_dtype(residual_dtype: str | None, precision: str) -> str | None:
 MIXER_LAYERS = tuple(f"model.mixer_layers.{kind}" for kind in ("attention", "rwkv7", "mamba2", "routing_mamba"))
 ATTENTION = ("model.attention_fraction", MIXER_LAYERS[0])  # whether there is any
 MAMBA = MIXER_LAYERS[2:]
+STEP_BUDGET = "reasoning.controller.step_budget"
 
 RULES = (
     *(
@@ -262,6 +277,21 @@ RULES = (
         ),
         _rollouts,
     ),
+    Rule(("reasoning.controller.write_strengths", "reasoning.controller.max_branches"), _write_strengths),
+    Rule(("reasoning.acceptance.chunks", STEP_BUDGET, "reasoning.phases.acceptance.steps"), _within_budget),
+    Rule(
+        ("reasoning.plasticity.chunks", STEP_BUDGET, "reasoning.phases.acceptance.steps", "reasoning.acceptance"),
+        _acceptance_of_plasticity,
+    ),
+    Rule(
+        (
+            "reasoning.agent.chunks",
+            STEP_BUDGET,
+            *(f"reasoning.phases.{name}.steps" for name in ("imitation", "policy")),
+        ),
+        _within_budget,
+    ),
+    Rule(("reasoning.phases.policy.chunks", STEP_BUDGET, "reasoning.phases.policy.steps"), _within_budget),
     *(
         Rule((f"reasoning.phases.{name}.beside",), partial(_beside, name))
         for name in ("plasticity", "imitation", "operations_imitation")
