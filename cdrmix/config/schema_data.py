@@ -112,7 +112,9 @@ class Domain(Section):
     source: Source
     priority: int = 0  # of near-duplicates of equal quality, the document of the highest priority survives
     html: bool = False  # the text is HTML: only the visible main text is kept
-    url_field: Text | None = "url"  # metadata field with the document's address; absent ones do no harm
+    # Metadata field with the document's address; absent ones do no harm. "metadata.url": the field url of metadata.
+    url_field: Text | None = "url"
+    cap_hosts: bool = True  # whether data.dedup.documents_per_host counts its documents; false for one site's own set
     quality_field: Text | None = None  # metadata field with a number; of duplicates the highest survives
     filters: Filters | None = None  # null: data.filters
     pii: Pii | None = None  # null: data.pii
@@ -189,7 +191,9 @@ class Data(Section):
     objectives: Objectives = Field(default_factory=Objectives)
     row_length: PositiveInt = 2048
     length_classes: list[PositiveInt] = []  # tokens: rows are made of documents between two neighbours of these
-    curriculum: list[CurriculumStage] = []  # empty: all rows alike
+    curriculum: list[CurriculumStage] = []  # empty: the mixture; without one all rows alike
+    mixtures: dict[Text, list[CurriculumStage]] = {}  # curricula by name, of which one is chosen
+    mixture: Text | None = None  # the name of the one chosen; null: `curriculum`
     valid_fraction: Between0And1 = 0.05  # of documents, chosen by hash
     cache: Text = "data_cache"  # prepared shards, one folder per content key
     shard_tokens: PositiveInt = 100_000_000  # tokens of one shard file
@@ -205,6 +209,12 @@ class Data(Section):
         if self.domains is not None:
             return self.domains
         return {"text": Domain(source=self.source or StdlibSource(kind="stdlib"))}
+
+    def stages(self) -> tuple[str, list[CurriculumStage]]:
+        """The curriculum that training follows and its key: `curriculum`, or the chosen one of `mixtures`."""
+        if self.mixture is None:
+            return "data.curriculum", self.curriculum
+        return f"data.mixtures.{self.mixture}", self.mixtures[self.mixture]
 
     def source_kinds(self) -> str:
         """The kinds of all sources, for messages."""

@@ -232,6 +232,31 @@ def _stage_lengths(stages: list[Mapping[str, Any]], bounds: list[int]) -> Inside
     return None
 
 
+def _mixture(mixture: str | None, mixtures: Mapping[str, Any], curriculum: list[Any]) -> Inside | str | None:
+    if mixture is None:
+        return None
+    if curriculum:
+        return "null beside data.curriculum (the curriculum can be one of data.mixtures, with data.curriculum: [])"
+    if mixture not in mixtures:
+        known = ", ".join(mixtures) or "(none)"
+        return Inside((), f"one of data.mixtures: {known}, or null", nearest(mixture, mixtures))
+    return None
+
+
+def _of_mixtures(check: Callable[..., Inside | None], mixtures: Mapping[str, Any], *others: Any) -> Inside | None:
+    """A rule about the stages of data.curriculum, asked of every mixture."""
+    for name, stages in mixtures.items():
+        found = check(stages, *others)
+        if found is not None:
+            near = found.nearest and found.nearest.replace("data.curriculum", dotted(("data", "mixtures", name)), 1)
+            return found._replace(path=(name, *found.path), nearest=near)
+    return None
+
+
+def _no_stages(stages: list[Mapping[str, Any]]) -> Inside | None:
+    return _stage_ends(stages) if stages else Inside((), "at least one stage")
+
+
 def _compile(compiled: bool, zero_stage: int, expert_parallel: int) -> str | None:
     # Both gather or exchange in hooks of modules, which compiled code does not call.
     refused = compiled and (zero_stage == 3 or expert_parallel > 1)
@@ -309,6 +334,10 @@ RULES = (
     Rule(("data.curriculum",), _stage_ends),
     Rule(("data.curriculum", "data.domains"), _stage_domains),
     Rule(("data.curriculum", "data.length_classes"), _stage_lengths),
+    Rule(("data.mixture", "data.mixtures", "data.curriculum"), _mixture),
+    Rule(("data.mixtures",), partial(_of_mixtures, _no_stages)),
+    Rule(("data.mixtures", "data.domains"), partial(_of_mixtures, _stage_domains)),
+    Rule(("data.mixtures", "data.length_classes"), partial(_of_mixtures, _stage_lengths)),
     Rule(("train.precision", "run.device"), _precision),
     Rule(("train.residual_dtype", "train.precision"), _residual_dtype),
     Rule(("train.compile", "train.zero_stage", "train.expert_parallel"), _compile),

@@ -41,8 +41,8 @@ class Stage(NamedTuple):
 class Mixture:
     """Rows by position, for a training of `total_rows` rows; positions beyond it go on as its last stage.
 
-    stages: at least one, as data.curriculum. strata: of the split. limits: of domains that have one, how often
-    training may go through each of their rows.
+    stages: at least one. strata: of the split. limits: of domains that have one, how often training may go through
+    each of their rows. name: the curriculum's key, for messages.
 
     Raises ConfigError for a domain or a class of length that has a weight but no rows, and for one that the
     training would go through more often than its limit allows.
@@ -56,11 +56,12 @@ class Mixture:
         total_rows: int,
         seed: int,
         limits: Mapping[str, float] | None = None,
+        name: str = "data.curriculum",
     ) -> None:
         self.strata = [*strata]
         self.seed, self.total_rows = seed, total_rows
-        self.stages = _stages(stages, strata, total_rows)
-        _check_limits(stages, strata, total_rows, limits or {})
+        self.stages = _stages(stages, strata, total_rows, name)
+        _check_limits(stages, strata, total_rows, limits or {}, name)
         self._starts = np.array([stage.start for stage in self.stages], np.int64)
         patterns = [
             interleave(np.array(stage.slots, np.int64), _number(seed, at)) for at, stage in enumerate(self.stages)
@@ -119,7 +120,7 @@ class Mixture:
 
 
 def make_mixture(config: Config, split: Split) -> Mixture | None:
-    """The mixture of a configured training; None without data.curriculum: then all rows are alike.
+    """The mixture of a configured training; None without a curriculum: then all rows are alike.
 
     Raises ConfigError as Mixture does, without a curriculum too.
     """
@@ -127,9 +128,10 @@ def make_mixture(config: Config, split: Split) -> Mixture | None:
     limits = {
         name: domain.max_epochs for name, domain in config.data.all_domains().items() if domain.max_epochs is not None
     }
-    if config.data.curriculum:
+    key, stages = config.data.stages()
+    if stages:
         seed = config.run.seed
-        return Mixture(config.data.curriculum, split.strata, total_rows=total_rows, seed=seed, limits=limits)
+        return Mixture(stages, split.strata, total_rows=total_rows, seed=seed, limits=limits, name=key)
     for name, limit in limits.items():
         if total_rows > limit * split.rows:
             raise ConfigError(
@@ -245,12 +247,14 @@ def _number(seed: int, stage: int) -> int:
     return int.from_bytes(hashlib.blake2b(repr((seed, stage)).encode(), digest_size=8).digest(), "big") >> 1
 
 
-def _stages(stages: Sequence[schema.CurriculumStage], strata: Sequence[Stratum], total_rows: int) -> list[Stage]:
+def _stages(
+    stages: Sequence[schema.CurriculumStage], strata: Sequence[Stratum], total_rows: int, name: str = "data.curriculum"
+) -> list[Stage]:
     found = []
     start = 0
     for at, stage in enumerate(stages):
         stop = round(stage.until * total_rows)
-        slots = period_slots(stratum_weights(stage, strata, f"data.curriculum[{at}]"))
+        slots = period_slots(stratum_weights(stage, strata, f"{name}[{at}]"))
         found.append(Stage(start, stop - start, slots))
         start = stop
     return found
@@ -274,7 +278,11 @@ def _excess(
 
 
 def _check_limits(
-    stages: Sequence[schema.CurriculumStage], strata: Sequence[Stratum], total_rows: int, limits: Mapping[str, float]
+    stages: Sequence[schema.CurriculumStage],
+    strata: Sequence[Stratum],
+    total_rows: int,
+    limits: Mapping[str, float],
+    key: str,
 ) -> None:
     worst = max(_excess(stages, strata, total_rows, limits), key=lambda found: found[0], default=None)
     if worst is None:
@@ -286,7 +294,7 @@ def _check_limits(
     remedy = (
         f"the largest weights that fit: {', '.join(f'{weight:.3g} in stage {at + 1}' for at, weight in fitting)}"
         if fitting
-        else "give it a lower weight in data.curriculum, or train for fewer rows"
+        else f"give it a lower weight in {key}, or train for fewer rows"
     )
     raise ConfigError(
         f"data.domains.{name}.max_epochs={limit:g}: the training takes {wanted:,} rows of {name}{of_class}, which has "

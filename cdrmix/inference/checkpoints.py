@@ -36,6 +36,11 @@ def read_weights(checkpoint: Path, *, average: bool = False) -> dict[str, Tensor
     return read_tensors(checkpoint / name)
 
 
+def has_average(checkpoint: Path) -> bool:
+    """Whether a checkpoint was written with a running average of its weights. Raises CheckpointError."""
+    return AVERAGE in read_manifest(checkpoint)["files"]
+
+
 def newest_whole_checkpoint(folder: Path, say: Callable[[str], None] | None = None) -> Path | None:
     """The checkpoint of the highest step whose every file has the hash of its manifest; None when there is none.
 

@@ -17,7 +17,7 @@ from cdrmix.config.schema import Config
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.durable import sha256_file
 from cdrmix.errors import CheckpointError, VocabularyError
-from cdrmix.inference.checkpoints import list_checkpoints, read_weights, state_dict_mismatch, step_of
+from cdrmix.inference.checkpoints import has_average, list_checkpoints, read_weights, state_dict_mismatch, step_of
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.run_folder import RunFolder
 
@@ -43,8 +43,8 @@ class Loaded(NamedTuple):
 def load_model(path: str | Path, device: torch.device | None = None) -> Loaded:
     """The model in a run folder (of its newest checkpoint with whole weights), a checkpoint or an export folder.
 
-    Of a run that keeps a running average of its weights (train.ema_decay), the average. device: where the model is
-    to be, the CPU by default.
+    Of a checkpoint that holds a running average of the weights (train.ema_decay; stage B's hold none), the average.
+    device: where the model is to be, the CPU by default.
     Raises CheckpointError when there is none, or when a file is not what its hash says; VocabularyError when the
     tokenizer beside it has more tokens than the model.
     """
@@ -56,7 +56,7 @@ def load_model(path: str | Path, device: torch.device | None = None) -> Loaded:
     else:
         run = run_of(path)
         config = load_config(run.config_snapshot)
-        checkpoint, weights = final_weights(path, average=config.train.ema_decay is not None)
+        checkpoint, weights = final_weights(path, average=True)
         if not run.tokenizer.is_file():
             raise CheckpointError(f"{run.path}: tokenizer.json is missing, so its model cannot read or write text")
         model, heads = build(config, weights, origin=checkpoint)
@@ -87,19 +87,19 @@ def run_of(path: Path) -> RunFolder:
 
 
 def final_weights(path: Path, *, average: bool = False) -> tuple[Path, dict[str, Tensor]]:
-    """The checkpoint that `path` means, and its weights or their running average, on the CPU.
+    """The checkpoint that `path` means, and its weights or (`average`) their running average if it has one, on the CPU.
 
     path: a checkpoint, or a run folder, of which the newest checkpoint whose weights are whole. Only what is read is
     verified: not the optimizer's state, which is twice as large.
     Raises CheckpointError when there is none, with the reason for the newest.
     """
     if (path / "manifest.json").is_file():
-        return path, read_weights(path, average=average)
+        return path, read_weights(path, average=average and has_average(path))
     folder = run_of(path).checkpoints
     problems: list[str] = []
     for checkpoint in reversed(list_checkpoints(folder)):
         try:
-            return checkpoint, read_weights(checkpoint, average=average)
+            return checkpoint, read_weights(checkpoint, average=average and has_average(checkpoint))
         except CheckpointError as error:
             problems.append(str(error))
     raise CheckpointError(f"{path}: no whole checkpoint in {folder}" + (f": {problems[0]}" if problems else ""))

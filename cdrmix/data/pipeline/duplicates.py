@@ -149,7 +149,7 @@ def _write_unit(work: Work, batch: list[Document], sources: list[str], tally: Pi
     for document in batch:
         if document.source not in sources:
             sources.append(document.source)
-        cleaning = Cleaning(sources.index(document.source), 0, False, *fields, Filters(), ())
+        cleaning = Cleaning(sources.index(document.source), 0, False, fields.url, True, fields.quality, Filters(), ())
         add_row(rows, document.text, content_hash(document.text), document.id, document.meta, cleaning)
         tally.kept.add(utf8_size(document.text))
     tally.metadata_bytes += metadata_bytes(rows)

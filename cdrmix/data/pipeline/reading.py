@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
@@ -59,6 +59,7 @@ class Cleaning:
     priority: int
     html: bool
     url_field: str | None
+    cap_hosts: bool
     quality_field: str | None
     filters: Filters
     pii: tuple[str, ...]
@@ -208,15 +209,15 @@ def add_row(
 ) -> None:
     """Append a document, with its content hash, to columns of the names of COLUMNS."""
     address = host = 0
-    if cleaning.url_field and isinstance(url := meta.get(cleaning.url_field), str) and (url := canonical_url(url)):
+    if cleaning.url_field and isinstance(url := field(meta, cleaning.url_field), str) and (url := canonical_url(url)):
         address = hash64(url)
-        if domain := registrable_domain(url):
+        if cleaning.cap_hosts and (domain := registrable_domain(url)):
             host = hash64(domain)
     for name, value in {
         "hash": digest,
         "text": text,
         "domain": cleaning.number,
-        "quality": quality_of(meta.get(cleaning.quality_field)) if cleaning.quality_field else 0.0,
+        "quality": quality_of(field(meta, cleaning.quality_field)) if cleaning.quality_field else 0.0,
         "priority": cleaning.priority,
         "address": address,
         "host": host,
@@ -226,6 +227,14 @@ def add_row(
         "meta": kept_meta(meta, cleaning.pii) if meta else "",
     }.items():
         rows[name].append(value)
+
+
+def field(meta: Meta, name: str) -> Any:
+    """A field of the metadata, or with dots in its name one of a mapping in it; None where there is none."""
+    if name in meta:
+        return meta[name]
+    outer, _, inner = name.partition(".")
+    return field(within, inner) if inner and isinstance(within := meta.get(outer), Mapping) else None
 
 
 def metadata_bytes(rows: dict[str, list[Any]]) -> int:

@@ -256,8 +256,8 @@ class AcceptancePhase:
             )
         raise ConfigError(
             f"reasoning.phases.acceptance: in {self.rl.patience} steps in a row all {advantages.groups} groups of "
-            f"rollouts were dropped, since the rollouts of each had one reward (on average {reward:.3f}), so nothing is "
-            f"learnt: {why}"
+            f"rollouts were dropped, since the rollouts of each had one reward (on average {reward:.3f}), so nothing "
+            f"is learnt: {why}"
         )
 
 
