@@ -160,7 +160,8 @@ def _documents(tokens: int, rows: int = ROWS) -> Episodes:
 
 
 def _read(model: LanguageModel, window: Window, episodes: Episodes) -> None:
-    read_episodes(model, window, episodes, temperature=1.0, generator=torch.Generator().manual_seed(1))
+    generator, chunks = torch.Generator().manual_seed(1), episodes.chunks_BNC.shape[1]
+    read_episodes(model, window, episodes, temperature=1.0, generator=generator, step_budget=chunks)
 
 
 CASES = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar, cast
 
@@ -13,9 +13,52 @@ Registered = TypeVar("Registered")
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is most similar to `name`, or None if none is similar (difflib ratio below 0.6)."""
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return matches[0] if matches else None
+    """The known name that `name` was probably meant to be, or None when none is near.
+
+    Near is a name at an edit distance of at most a third of the shorter name's letters, as in the Rust compiler. Else
+    all words of one name must be in the other (num_heads, heads), and be at least half of the longer name's letters;
+    beside a word that both have, one may be cut after four letters or more (grad_clip, gradient_clip). Case does not
+    count. Of several near names the one at the smallest distance is taken, of equal ones the first.
+    """
+    found = [(rank, other) for other in known if (rank := _rank(name.lower(), other.lower())) is not None]
+    return min(found, key=lambda pair: pair[0])[1] if found else None
+
+
+def _rank(name: str, other: str) -> tuple[int, int] | None:
+    """How near two names are, nearer ones first; None where they are not near."""
+    if (distance := edit_distance(name, other)) <= min(len(name), len(other)) // 3:
+        return 0, distance
+    ours, theirs = ([word for word in re.split(r"[^a-z0-9]+", text) if word] for text in (name, other))
+    few, many = sorted((ours, theirs), key=len)
+    pairs = [next(((word, like) for like in many if _same_word(word, like)), None) for word in few]
+    if not any(pair and pair[0].rstrip("s") == pair[1].rstrip("s") for pair in pairs):
+        return None
+    letters = sum(min(map(len, pair)) for pair in pairs if pair)
+    longest = max(sum(map(len, ours)), sum(map(len, theirs)))
+    return (1, longest - letters) if None not in pairs and 2 * letters >= longest else None
+
+
+def _same_word(a: str, b: str) -> bool:
+    """Whether two words are one, in the plural perhaps, or one is the other's beginning."""
+    short, long = sorted((a, b), key=len)
+    return short.rstrip("s") == long.rstrip("s") or (len(short) >= 4 and long.startswith(short))
+
+
+def edit_distance(a: str, b: str) -> int:
+    """Insertions, deletions, substitutions and exchanges of two neighbours that make `b` of `a`, each letter once.
+
+    The optimal string alignment distance (Boytsov 2011, ACM JEA 16, section 2.2).
+    """
+    before: list[int] = []
+    row = [*range(len(b) + 1)]
+    for i, letter in enumerate(a, 1):
+        last, row = row, [i]
+        for j, other in enumerate(b, 1):
+            row.append(min(last[j] + 1, row[-1] + 1, last[j - 1] + (letter != other)))
+            if i > 1 and j > 1 and letter == b[j - 2] and a[i - 2] == other:
+                row[-1] = min(row[-1], before[j - 2] + 1)
+        before = last
+    return row[-1]
 
 
 class Registry(Generic[Entry]):

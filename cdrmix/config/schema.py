@@ -213,6 +213,15 @@ class Profile(Section):
     """Number of steps to trace."""
 
 
+class LossScale(Section):
+    """Dynamic loss scaling of fp16. The scale halves on overflow."""
+
+    initial: PositiveFloat = 65536.0
+    """Scale of the first step."""
+    interval: PositiveInt = 1000
+    """Steps without overflow after which the scale doubles."""
+
+
 class Train(Section):
     """Stage A: training on next-token prediction."""
 
@@ -236,10 +245,14 @@ class Train(Section):
     """AdamW: constant added to the denominator."""
     weight_decay: NonNegativeFloat = 0.1
     """AdamW: decoupled weight decay."""
+    decay_bias_multiplier: PositiveFloat = 2.0
+    """Learning-rate multiplier of the decay bias w0 of RWKV-7, as published."""
     gradient_clip: PositiveFloat = 1.0
     """Largest global norm of the gradient; a larger gradient is scaled down."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Data type of matrix products. The master weights stay float32."""
+    loss_scale: LossScale = Field(default_factory=LossScale)
+    """Loss scale of precision fp16."""
     residual_dtype: Literal["fp32", "bf16"] | None = None
     """Data type of the residual stream between blocks. null: bf16 with precision bf16, otherwise fp32. Norms and sums
     are always computed in float32."""

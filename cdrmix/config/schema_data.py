@@ -166,7 +166,10 @@ class Domain(Section):
     html: bool = False
     """The text is HTML: keep only the visible main text."""
     url_field: Text | None = "url"
-    """Metadata field that holds the address of the document. Documents without it are accepted."""
+    """Metadata field that holds the address of the document. Documents without it are accepted. `metadata.url` is the
+    field url of the mapping metadata."""
+    cap_hosts: bool = True
+    """Count the documents for data.dedup.documents_per_host. false: for a set that is one site."""
     quality_field: Text | None = None
     """Metadata field that holds a number. Of near-duplicates, the document with the highest number is kept."""
     filters: Filters | None = None
@@ -281,7 +284,11 @@ class Data(Section):
     length_classes: list[PositiveInt] = []
     """Document lengths in tokens that separate length classes. A row holds documents of one class."""
     curriculum: list[CurriculumStage] = []
-    """Stages of the data mixture. Empty: one mixture in proportion to the rows."""
+    """Stages of the data mixture. Empty: data.mixture; without that, one mixture in proportion to the rows."""
+    mixtures: dict[Text, list[CurriculumStage]] = {}
+    """Named curricula, of which data.mixture chooses one."""
+    mixture: Text | None = None
+    """Name of the curriculum in data.mixtures. null: data.curriculum."""
     valid_fraction: Between0And1 = 0.05
     """Share of the documents that are held out. A hash of the content selects them."""
     cache: Text = "data_cache"
@@ -306,6 +313,12 @@ class Data(Section):
         if self.domains is not None:
             return self.domains
         return {"text": Domain(source=self.source or StdlibSource(kind="stdlib"))}
+
+    def stages(self) -> tuple[str, list[CurriculumStage]]:
+        """The curriculum that training follows and its key: `curriculum`, or the chosen one of `mixtures`."""
+        if self.mixture is None:
+            return "data.curriculum", self.curriculum
+        return f"data.mixtures.{self.mixture}", self.mixtures[self.mixture]
 
     def source_kinds(self) -> str:
         """The kinds of all sources, for messages."""

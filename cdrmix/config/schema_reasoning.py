@@ -42,9 +42,13 @@ class Controller(Section):
     enabled: bool = True
     """Switch the controller on. false: every proposal is accepted."""
     step_budget: PositiveInt
-    """Number of controller steps that cost as much as a correct answer is worth."""
+    """Budget of an episode: chunks that the controller reads, changes of the token memory, cost of the operations. What
+    exceeds it is not done. The latency in the reward is a fraction of it."""
     max_branches: Annotated[int, Field(ge=1, le=4)]
     """Proposals of a step, which differ in update strength."""
+    write_strengths: Annotated[list[PositiveFloat], Field(min_length=1)] = [1.0, 0.5, 2.0, 0.25]
+    """Update strengths, of which the first max_branches are tried. 1: as trained. The delta rule with strength s keeps
+    1 - s beta of the old value of a key; beta is at most 2."""
     accept_threshold: float = 0.0
     """Threshold of the logit of the accept head, or of the advantage with decide_by: value."""
     decide_by: Literal["head", "value"] = "head"
@@ -64,12 +68,27 @@ class Memory(Section):
     """Capacity of the episodic memory in tokens."""
     time_to_live: PositiveInt | None = None
     """Controller steps until an episode expires. null: never."""
+    max_spliced: PositiveInt = 4
+    """Episodes that splice_window puts before a chunk, at most."""
     episodic: bool = True
     """Operations have an index to write to. false: the baseline of an ablation."""
     tokens: PositiveInt = 64
     """Tokens of the token memory."""
     heads: PositiveInt = 1
     """Parts of the token memory. A step rewrites the part that was rewritten longest ago."""
+
+
+class OperationCosts(Section):
+    """Costs of operations, in units of controller.step_budget. noop costs nothing."""
+
+    summarize: NonNegativeFloat = 1.0
+    """Cost of summarize."""
+    retrieve: NonNegativeFloat = 1.0
+    """Cost of retrieve."""
+    splice_window: NonNegativeFloat = 2.0
+    """Cost of splice_window."""
+    cache_write: NonNegativeFloat = 1.0
+    """Cost of cache_write."""
 
 
 class Rl(Section):
@@ -99,6 +118,13 @@ class Rl(Section):
     """Weight of the cost of the steps in the reward."""
     stability_weight: NonNegativeFloat
     """Weight of retained facts in the reward."""
+    costs: OperationCosts = Field(default_factory=OperationCosts)
+    """Costs of the operations."""
+    patience: PositiveInt = 20
+    """Consecutive steps in which the rewards of every group are equal, until the acceptance phase stops with an error
+    and the policy phase warns."""
+    solved: Fraction = 0.95
+    """Mean reward from which equal rewards mean that the task is learned."""
 
 
 class EpisodesOfTask(Section):
@@ -145,6 +171,13 @@ class Plasticity(Phase):
     """Steps over which episodes grow to their full number of chunks. 0: full length from the start."""
 
 
+class Acceptance(Phase):
+    """The phase of the accept head. The value head learns the rewards by squared error."""
+
+    value_weight: NonNegativeFloat = 1.0
+    """Weight of the squared error in the loss."""
+
+
 class Imitation(Phase):
     """The phase of imitation: demonstrations of the memory agent."""
 
@@ -162,8 +195,21 @@ class Policy(Phase):
 class OperationsImitation(Phase):
     """The phase of imitation of operations on memories."""
 
+    key_temperature: PositiveFloat = 0.03
+    """Temperature of the cosines in the loss of the keys. At 0.1 they are learned half as fast."""
+    summarised: Fraction = 0.4
+    """Share of the chunks without facts that are summarised, in summarised_batches of the batches."""
+    summarised_batches: Fraction = 0.25
+    """Share of the batches in which chunks are summarised."""
     waste: Fraction = 0.0
     """Share of the chunks without facts that are written to the index all the same. For ablations."""
+
+
+class Operations(Phase):
+    """The phase of rollouts of the operations. The value head learns the rewards by squared error."""
+
+    value_weight: NonNegativeFloat = 0.5
+    """Weight of the squared error in the loss."""
 
 
 class Phases(Section):
@@ -171,7 +217,7 @@ class Phases(Section):
 
     plasticity: Plasticity = Field(default_factory=Plasticity)
     """Phase B1: fast weights, by cross-entropy through their updates."""
-    acceptance: Phase = Field(default_factory=Phase)
+    acceptance: Acceptance = Field(default_factory=Acceptance)
     """Phase B2: the accept head, by groups of rollouts. All other parameters are frozen."""
     imitation: Imitation = Field(default_factory=Imitation)
     """Phase B3: the memory agent, by demonstrations."""
@@ -179,7 +225,7 @@ class Phases(Section):
     """Phase B3: the memory agent, by groups of rollouts."""
     operations_imitation: OperationsImitation = Field(default_factory=OperationsImitation)
     """Phase B3: the operations, by demonstrations."""
-    operations: Phase = Field(default_factory=Phase)
+    operations: Operations = Field(default_factory=Operations)
     """Phase B3: the operations head, by groups of rollouts."""
     joint: Phase = Field(default_factory=Phase)
     """Phase B4: text, fast weights and memory together."""

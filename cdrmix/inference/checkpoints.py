@@ -37,6 +37,11 @@ def read_weights(checkpoint: Path, *, average: bool = False) -> dict[str, Tensor
     return read_tensors(checkpoint / name)
 
 
+def has_average(checkpoint: Path) -> bool:
+    """Whether a checkpoint was written with a running average of its weights. Raises CheckpointError."""
+    return AVERAGE in read_manifest(checkpoint)["files"]
+
+
 def newest_whole_checkpoint(folder: Path, say: Callable[[str], None] | None = None) -> Path | None:
     """The newest checkpoint of which all files match the manifest; None if there is none.
 

@@ -16,7 +16,7 @@ from cdrmix.config.schema import Config
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.durable import sha256_file
 from cdrmix.errors import CheckpointError, VocabularyError
-from cdrmix.inference.checkpoints import list_checkpoints, read_weights, state_dict_mismatch, step_of
+from cdrmix.inference.checkpoints import has_average, list_checkpoints, read_weights, state_dict_mismatch, step_of
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.run_folder import RunFolder
 
@@ -55,7 +55,7 @@ def load_model(path: str | Path, device: torch.device | None = None) -> Loaded:
     else:
         run = run_of(path)
         config = Config.from_yaml(run.config_snapshot)
-        checkpoint, weights = final_weights(path, average=config.train.ema_decay is not None)
+        checkpoint, weights = final_weights(path, average=True)
         if not run.tokenizer.is_file():
             raise CheckpointError(f"{run.path}: tokenizer.json is missing, and the model cannot be used without it")
         model, heads = build(config, weights, origin=checkpoint)
@@ -93,12 +93,12 @@ def final_weights(path: Path, *, average: bool = False) -> tuple[Path, dict[str,
     Raises CheckpointError if there is none; the message gives the problem of the newest checkpoint.
     """
     if (path / "manifest.json").is_file():
-        return path, read_weights(path, average=average)
+        return path, read_weights(path, average=average and has_average(path))
     folder = run_of(path).checkpoints
     problems: list[str] = []
     for checkpoint in reversed(list_checkpoints(folder)):
         try:
-            return checkpoint, read_weights(checkpoint, average=average)
+            return checkpoint, read_weights(checkpoint, average=average and has_average(checkpoint))
         except CheckpointError as error:
             problems.append(str(error))
     raise CheckpointError(f"{path}: no complete checkpoint in {folder}" + (f": {problems[0]}" if problems else ""))

@@ -49,6 +49,8 @@ def demonstrate(
     say(f"{'chunk':>5}  {'what is read':<60}  {'fast weights':<12}  memory (*: rewritten)")
     for step in reader.read(text):
         say(describe(step))
+    if reader.spent:
+        say(f"The step budget of {reader.budget} is spent: {' and '.join(reader.spent)} no longer change.")
     if session is not None:
         reader.save(session)
     answers = reader.answer()

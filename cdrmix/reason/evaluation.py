@@ -60,11 +60,12 @@ def evaluate_stage_b(
         ways["acceptance"] = accept
     if phases.imitation.steps or phases.policy.steps:
         asked = source(reasoning.agent)
-        window = agent.Window.of(reasoning, asked)
+        window, budget = agent.Window.of(reasoning, asked), reasoning.controller.step_budget
 
         def remember(chunks: int) -> dict[str, float]:
-            on = agent.evaluate(model.language_model, window, asked, numbers, chunks)
-            off = agent.evaluate(model.language_model, window, asked, numbers, chunks, last_only=True)
+            arguments = (model.language_model, window, asked, numbers, chunks)
+            on = agent.evaluate(*arguments, step_budget=budget)
+            off = agent.evaluate(*arguments, step_budget=budget, last_only=True)
             return {"on": on.matched, "off": off.matched, "capture": on.capture, "retention": on.retention}
 
         ways["agent"] = remember

@@ -19,7 +19,6 @@ from torch.nn import functional
 from cdrmix.model.layers import uniform_
 
 OPERATIONS = ("noop", "summarize", "retrieve", "splice_window", "cache_write")
-COSTS = (0, 1, 1, 2, 1)
 NOOP, SUMMARIZE, RETRIEVE, SPLICE, WRITE = range(5)
 FACTS = 4  # what the heads are told beside the hidden state: see Row.facts
 

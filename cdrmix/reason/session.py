@@ -30,12 +30,13 @@ from cdrmix.reason.controller.controller import Controller, Group, configured
 from cdrmix.reason.episodes import EpisodeSource, source_of
 from cdrmix.reason.rl.rollout import decode, prefill
 
-FORMAT = "cdrmix session 1"
+FORMAT = "cdrmix session 2"  # 2: how often the memory was changed, of which the step budget is
 
 
 class Step(NamedTuple):
     """What became of one chunk. text: as it was read. committed: whether the fast weights took it, None without a
-    controller or adapters; scale: how strongly. memory: what the agent keeps now; changed: whether it wrote."""
+    controller or adapters and beyond the step budget; scale: how strongly. memory: what the agent keeps now; changed:
+    whether it wrote."""
 
     number: int
     text: str
@@ -74,28 +75,45 @@ class Session:
         phases = reasoning.phases
         self._remembers = bool(phases.imitation.steps or phases.policy.steps)
         self._memory = TokenMemory.empty(self._window, 1, self._device)
-        self.steps = 0
+        self.steps = self.changes = 0
 
     @torch.no_grad()
     def read(self, document: str) -> Iterator[Step]:
-        """Reads on, chunk by chunk; a last one that is not full is padded."""
+        """Reads on, chunk by chunk; a last one that is not full is padded.
+
+        Of the chunks of a session the controller reads `controller.step_budget`, and the agent changes its memory as
+        often; beyond that both stay as they are.
+        """
         for ids in cut(self._tokenizer, document, self._reasoning.chunk):
             self.steps += 1
             chunk_1C = self._row(ids, self._reasoning.chunk)
             committed, scale = None, 0.0
-            if self._controller is not None and self._episode is not None:
+            if self._controller and self._episode and self._controller.steps_left(self._episode):
                 self._episode, decision, _ = self._controller.step(self._episode, chunk_1C, self._decide)
                 committed = bool(decision.commit_B)
                 scale = self._controller.scales[int(decision.branch_B)] if committed else 0.0
             changed = False
-            if self._remembers:
+            if self._remembers and self.changes < self.budget:
                 before = self._memory.parts_BHP
                 prompt = torch.cat(
                     [self._window.begin(self._question_1Q), self._window.turn(self._memory.shown(), chunk_1C)], 1
                 )
                 self._memory = self._memory.write(self._write(prompt, self._window.part), self.steps)
                 changed = not torch.equal(before, self._memory.parts_BHP)
+                self.changes += changed
             yield Step(self.steps, self._text(chunk_1C), committed, scale, self._text(self._memory.shown()), changed)
+
+    @property
+    def budget(self) -> int:
+        """Chunks that the controller may read, and changes that the agent may make."""
+        return self._reasoning.controller.step_budget
+
+    @property
+    def spent(self) -> list[str]:
+        """What no longer changes because its step budget is spent."""
+        no_steps = self._controller and self._episode and not self._controller.steps_left(self._episode)
+        no_changes = self._remembers and self.changes >= self.budget
+        return ["the fast weights"] * bool(no_steps) + ["the memory"] * bool(no_changes)
 
     @torch.no_grad()
     def answer(self) -> Answers:
@@ -123,6 +141,7 @@ class Session:
             tensors["commits"] = self._episode.commits_B
             tensors |= {f"state.{name}": each for name, each in flattened(group.cache or ()).items()}
         words = {"format": FORMAT, "question": self.question, "steps": str(self.steps)}
+        words["changes"] = str(self.changes)
         with disk_guard(f"the session {path}", "Free some space, or name another place."):
             save_file({name: each.cpu().contiguous() for name, each in tensors.items()}, path, metadata=words)
 
@@ -138,8 +157,8 @@ class Session:
         if words.get("format") != FORMAT:
             raise CheckpointError(f"{path} is no session of this version; its format is {words.get('format')!r}")
         session = cls(loaded, words["question"])
+        session.steps, session.changes = int(words["steps"]), int(words["changes"])
         session._restore(tensors, path)
-        session.steps = int(words["steps"])
         return session
 
     @torch.no_grad()
@@ -167,7 +186,9 @@ class Session:
                 raise CheckpointError(f"{path} holds fast weights of other sizes: it is another model's session")
         (group,) = self._episode.groups
         self._episode = self._episode._replace(
-            groups=(Group(group.rows_R, state),), commits_B=tensors["commits"].to(device)
+            groups=(Group(group.rows_R, state),),
+            steps=min(self.steps, self.budget),
+            commits_B=tensors["commits"].to(device),
         )
 
     def _write(self, prompt_1L: Tensor, tokens: int) -> Tensor:

@@ -19,7 +19,7 @@ from cdrmix.config.schema_reasoning import Phase as PhaseSection
 from cdrmix.data.shards import ShardSet
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import CheckpointError, ConfigError
-from cdrmix.inference.checkpoints import MODEL, newest_whole_checkpoint, read_weights, state_dict_mismatch
+from cdrmix.inference.checkpoints import MODEL, has_average, newest_whole_checkpoint, read_weights, state_dict_mismatch
 from cdrmix.inference.load import HEADS, backbone_weights
 from cdrmix.reason.build import build_model, make_phase
 from cdrmix.reason.episodes import check_episodes
@@ -108,11 +108,14 @@ def train_stage_b(
 def _start(
     config: Config, run: RunFolder, world: DistributedContext
 ) -> tuple[Progress, dict[str, Tensor], Path | None]:
-    """Where to go on, and in rank 0 the weights to begin with: stage A's, or those of the newest checkpoint."""
+    """Where to go on, and in rank 0 the weights to begin with: those of the newest checkpoint.
+
+    Of stage A's last one the running average where it keeps one, which is also what its export would hold.
+    """
     assert config.reasoning is not None
     newest = world.gather(newest_whole_checkpoint(run.checkpoints, run.say) if world.is_main_process else None)[0]
     if newest is not None:
-        weights = read_weights(newest) if world.is_main_process else {}
+        weights = read_weights(newest, average=has_average(newest)) if world.is_main_process else {}
         return read_progress(newest), weights, newest
     if not config.reasoning.backbone:
         raise CheckpointError(f"{run.checkpoints} holds no whole checkpoint of stage A to begin stage B with")

@@ -179,7 +179,11 @@ class Engine:
         self.share = 1.0 / (accumulation(config, world) * world.size)
         self.gradient_norm = 0.0  # of the last step, before clipping
         self._norm = torch.zeros(())  # the same on the device, between `clip` and `step`
-        self.loss_scale = LossScale(config.train.precision == "fp16")
+        self.loss_scale = LossScale(
+            config.train.precision == "fp16",
+            initial=config.train.loss_scale.initial,
+            interval=config.train.loss_scale.interval,
+        )
         self.module = Autocast(loss_model, world.device.type, AUTOCAST[config.train.precision])
         self.any_threads = any_threads(config, world.device)  # no bit depends on the number of CPU threads
         self.optimizer = make_optimizer(parameter_groups(loss_model, config.train), config.train)

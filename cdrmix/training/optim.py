@@ -16,9 +16,7 @@ from cdrmix.registry import Registry
 OPTIMIZERS = Registry[Callable[[list[dict[str, Any]], Train], torch.optim.Optimizer]]("optimizer")
 
 # Weight decay shrinks what multiplies activations; norms, biases, mixing vectors and embeddings are left alone.
-# RWKV-7's decay bias w0 learns at twice the rate, as published.
 DECAYED: dict[ParameterKind, bool] = {"matrix": True, "embedding": False, "vector": False, "decay_bias": False}
-MULTIPLIERS: dict[ParameterKind, float] = {"matrix": 1.0, "embedding": 1.0, "vector": 1.0, "decay_bias": 2.0}
 
 
 def parameter_groups(model: nn.Module, train: Train) -> list[dict[str, Any]]:
@@ -32,7 +30,8 @@ def parameter_groups(model: nn.Module, train: Train) -> list[dict[str, Any]]:
         if parameter.requires_grad:
             what = parameter_kind(name, parameter)
             shared_out: str = getattr(parameter, "group_name", "")  # expert_parallel.expert_layer sets it
-            key = (train.weight_decay if DECAYED[what] else 0.0, MULTIPLIERS[what], shared_out)
+            multiplier = train.decay_bias_multiplier if what == "decay_bias" else 1.0
+            key = (train.weight_decay if DECAYED[what] else 0.0, multiplier, shared_out)
             groups.setdefault(key, []).append(parameter)
     return [
         {"params": parameters, "weight_decay": decay, "multiplier": multiplier}

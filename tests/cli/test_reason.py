@@ -17,6 +17,7 @@ import torch
 
 from cdrmix.cli import main
 from cdrmix.errors import ConfigError
+from cdrmix.inference.checkpoints import read_weights
 from cdrmix.inference.load import Loaded, load_model
 from cdrmix.reason.build import load_stage_b
 from cdrmix.reason.demo import demonstrate
@@ -28,6 +29,7 @@ STEPS_A, STEPS = 2, 3  # of stage A, of every phase
 REASON = (
     f"train.steps={STEPS_A}",
     "train.checkpoint_every=2",
+    "train.ema_decay=0.9",
     "reasoning={chunk: 16, carry: fast, plastic_lora: {rank: 4, alpha: 0.5, decay: 1.0}, "
     "controller: {step_budget: 64, max_branches: 2}, "
     "memory: {dim: 16, top_k: 2, max_tokens: 1000, tokens: 4}, "
@@ -122,6 +124,20 @@ def test_stage_b_begins_with_a_trained_backbone(finished: Path, arguments: Argum
     assert main(["train", *words, f"data.tokenizer.path={finished / 'tokenizer.json'}"]) == 0
     (run,) = tmp_path.iterdir()
     assert {row["phase"] for row in read_metrics(run / "metrics.jsonl")} == {"acceptance"}
+
+
+def test_stage_b_begins_with_the_running_average_of_stage_a(arguments: Arguments, tmp_path: Path) -> None:
+    """The acceptance phase trains heads alone: so the language model behind it is what it began with."""
+    words = arguments(*REASON, f"run.root={tmp_path}")
+    words += [f"reasoning.phases.{name}.steps=0" for name in PHASES if name != "acceptance"]
+    assert main(["train", *words]) == 0
+    (run,) = tmp_path.iterdir()
+    stage_a = run / "checkpoints" / f"step-{STEPS_A:08d}"
+    average, last = (read_weights(stage_a, average=average) for average in (True, False))
+    begun = load_model(run).model.state_dict()
+    changed = {name for name in average if not torch.equal(average[name], last[name])}
+    assert changed
+    assert all(torch.equal(begun[name], average[name]) for name in average)
 
 
 def test_a_model_without_stage_b_cannot_show_it(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -125,6 +125,37 @@ BROKEN = {
             allowed: weights of data.domains: web
             did you mean data.curriculum[0].domains.web?""",
     ),
+    "mixture of a domain that there is not": (
+        "train:",
+        "data:\n  domains: {web: {source: {kind: stdlib}}}\n"
+        "  mixtures:\n    own: [{until: 1, domains: {wbe: 2}}]\ntrain:",
+        """\
+        run.yaml:9: data.mixtures.own[0].domains.wbe: found 2 (an integer)
+            allowed: weights of data.domains: web
+            did you mean data.mixtures.own[0].domains.web?""",
+    ),
+    "mixture without stages": (
+        "train:",
+        "data:\n  mixtures: {own: []}\ntrain:",
+        """\
+        run.yaml:7: data.mixtures.own: found a list of 0
+            allowed: at least one stage""",
+    ),
+    "mixture that there is not": (
+        "train:",
+        "data: {mixture: ballanced, mixtures: {balanced: [{until: 1}]}}\ntrain:",
+        """\
+        run.yaml:6: data.mixture: found "ballanced" (a string)
+            allowed: one of data.mixtures: balanced, or null
+            did you mean balanced?""",
+    ),
+    "mixture and curriculum": (
+        "train:",
+        "data: {mixture: balanced, curriculum: [{until: 1}], mixtures: {balanced: [{until: 1}]}}\ntrain:",
+        """\
+        run.yaml:6: data.mixture: found "balanced" (a string)
+            allowed: null beside data.curriculum (the curriculum can be one *""",
+    ),
     "weights that are all 0": (
         "train:",
         "data:\n  curriculum:\n  - {until: 1, domains: {text: 0}}\ntrain:",

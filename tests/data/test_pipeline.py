@@ -39,6 +39,7 @@ def sentence(random_words: random.Random, length: int) -> str:
 
 def write(path: Path, records: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """A JSON-lines file and the `data.source` section that names it."""
+    path.parent.mkdir(exist_ok=True)
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return {"kind": "jsonl", "paths": [str(path)]}
 
@@ -353,6 +354,26 @@ def test_deduplication_by_itself(tmp_path: Path) -> None:
     unknown = list(deduplicate(documents, Dedup(near_duplicates=False, documents_per_host=5), url_field=None))
     assert len(unknown) == len(texts)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_addresses_within_a_mapping_and_sets_of_one_site(make_config: Any, tmp_path: Path) -> None:
+    """Dolma's format has the address in the mapping `metadata`; where cap_hosts is false no site is too large."""
+    for name in ("web", "wiki"):
+        records = (
+            {"text": f"{name}, page {n}, as it was read.", "metadata": {"url": f"https://{name}.org/{n // 2}"}}
+            for n in range(12)
+        )
+        write(tmp_path / name / "a.jsonl", records)
+
+    def domain(name: str, **more: Any) -> dict[str, Any]:
+        source = {"kind": "huggingface", "name": str(tmp_path / name)}
+        return {"source": source, "url_field": "metadata.url"} | more
+
+    dedup = {"url": True, "documents_per_host": 2, "near": False}
+    domains = {"web": domain("web"), "wiki": domain("wiki", cap_hosts=False)}
+    texts = decoded(prepare(make_config(None, domains=domains, dedup=dedup), say=quiet))
+    count = {name: sum(text.startswith(name) for text in texts) for name in domains}
+    assert count == {"web": 2, "wiki": 6}
 
 
 def test_the_example_of_the_documentation_runs() -> None:

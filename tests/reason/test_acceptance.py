@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cdrmix.config.schema import Config
+from cdrmix.config.schema_reasoning import Rl
 from cdrmix.errors import ConfigError
 from cdrmix.model.cache import select
 from cdrmix.reason.controller import acceptance
@@ -21,6 +22,7 @@ from cdrmix.reason.model import StageBModel
 from cdrmix.reason.phase import phase_config, train_alone
 
 FILE = "configs/ablations/accept-head.yaml"
+PATIENCE = Rl.model_fields["patience"].default
 SMALL = (
     *("model.d_model=32", "model.rwkv.head_size=16", "reasoning.phases.acceptance.episodes=8", "reasoning.chunk=4"),
     "reasoning.acceptance.difficulty={pairs: 2, queries: 2, good: 2, bad_pairs: 1, noise: 8}",
@@ -165,14 +167,14 @@ def test_a_task_that_no_one_can_solve_is_said(monkeypatch: pytest.MonkeyPatch) -
         for step in range(steps):
             phase.losses(model, step, 0, 1)
 
-    losses(1.0, acceptance.PATIENCE + 1)  # all right in all: nothing to be learnt, and nothing wrong
+    losses(1.0, PATIENCE + 1)  # all right in all: nothing to be learnt, and nothing wrong
     with pytest.raises(ConfigError, match=r"all 8 groups .* phases\.plasticity more steps, .*fewer than 6 chunks"):
-        losses(0.25, acceptance.PATIENCE)
+        losses(0.25, PATIENCE)
     assert model.controller is not None
     with torch.no_grad():
         model.controller.accept.bias.fill_(20.0)
     with pytest.raises(ConfigError, match=r"decides every chunk for certain .*learning_rate"):
-        losses(0.25, acceptance.PATIENCE)
+        losses(0.25, PATIENCE)
 
 
 @pytest.mark.parametrize(
@@ -232,3 +234,28 @@ def test_measures_of_a_rule() -> None:
     every, none = (measure(controller, source, rule, numbers, 6) for rule in (always, never))
     assert (every["accept_good"], every["accept_bad"]) == (1.0, 1.0)
     assert (none["accept_good"], none["accept_bad"]) == (0.0, 0.0)
+
+
+def test_chunks_beyond_the_step_budget_are_not_read() -> None:
+    config, model, source = make("reasoning.controller.step_budget=6")
+    assert config.reasoning is not None
+    controller = Controller(model.language_model, config.reasoning)
+    batch = source.batch(range(3), 8)
+    within, beyond = (read(controller, chunks, always) for chunks in (batch.chunks_BNC[:, :6], batch.chunks_BNC))
+    assert beyond.episode.steps == 6
+    assert controller.steps_left(beyond.episode) == 0
+    assert torch.equal(beyond.episode.commits_B, torch.tensor([6, 6, 6]))
+    assert torch.equal(beyond.actions_BN[:, :6], within.actions_BN)
+    assert not beyond.actions_BN[:, 6:].any()
+    assert torch.equal(beyond.ends_BND[:, :6], within.ends_BND)
+    probe = source.probe(batch)
+    assert torch.equal(*(answer(controller, reading.episode, probe) for reading in (within, beyond)))
+    with pytest.raises(AssertionError, match="within the step budget"):
+        controller.step(beyond.episode, batch.chunks_BNC[:, 6], always)
+
+
+def test_training_episodes_are_within_the_step_budget() -> None:
+    with pytest.raises(
+        ConfigError, match=r"(?s)reasoning.acceptance.chunks.*at most reasoning.controller.step_budget=5"
+    ):
+        make("reasoning.controller.step_budget=5")

@@ -121,7 +121,7 @@ def test_who_writes_as_the_teacher_does_answers_everything(
     window, episodes = window_of(memory, heads), source().batch(range(40), 5)
     prompts = teacher(monkeypatch, window, episodes)
     reading = read_episodes(
-        small_model(), window, episodes, temperature=0.0, generator=torch.Generator(), keep_turns=True
+        small_model(), window, episodes, temperature=0.0, generator=torch.Generator(), step_budget=64, keep_turns=True
     )
     assert len(reading.turns) == 6
     for turn, prompt in zip(reading.turns, prompts, strict=True):
@@ -173,7 +173,7 @@ def test_a_part_must_hold_a_fact() -> None:
 
 def test_groups_are_neighbours_that_read_the_same() -> None:
     window, episodes = window_of(), source().batch(range(3), 3)
-    arguments: dict[str, Any] = {"temperature": 1.0, "group": 4, "keep_turns": True}
+    arguments: dict[str, Any] = {"temperature": 1.0, "group": 4, "step_budget": 64, "keep_turns": True}
     reading = read_episodes(small_model(), window, episodes, generator=torch.Generator().manual_seed(1), **arguments)
     begin = torch.cat([torch.full((3, 1), MARKS.question), episodes.question_BQ], 1).repeat_interleave(4, 0)
     for number, turn in enumerate(reading.turns):
@@ -216,23 +216,53 @@ def test_of_one_chunk_nothing_is_left_out() -> None:
     """Shown the last chunk alone, the agent's figures are those of an episode of that chunk."""
     window, one = window_of(), source()
     model = small_model()
-    whole = evaluate(model, window, one, range(50), 1)
-    last = evaluate(model, window, one, range(50), 1, last_only=True)
+    whole = evaluate(model, window, one, range(50), 1, step_budget=8)
+    last = evaluate(model, window, one, range(50), 1, step_budget=8, last_only=True)
     assert whole == last
 
 
 def test_what_is_kept_does_not_grow_with_the_document() -> None:
+    episodes = source().batch(range(2), 6)
     reading = read_episodes(
-        small_model(), window_of(), source().batch(range(2), 6), temperature=0.0, generator=torch.Generator()
+        small_model(), window_of(), episodes, temperature=0.0, generator=torch.Generator(), step_budget=64
     )
     assert reading.turns == ()
+
+
+def test_a_memory_changes_as_often_as_the_step_budget_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent that writes something new at every turn, but in row 0 at every second one alone; budget 2 of 6 chunks.
+
+    Each row stops at its second change. When no row may change anything, the chunks that are left are not read.
+    """
+    window, calls = window_of(), 0
+
+    def proceed(model: object, prefix: object, tokens: int, **_: object) -> Generated:
+        nonlocal calls
+        calls += 1
+        text = torch.full((2, tokens), 10 + calls)
+        text[0] = 10 + calls // 2 if calls > 1 else PAD
+        return Generated(text, torch.zeros(text.shape), torch.ones(text.shape, dtype=torch.bool))
+
+    monkeypatch.setattr(agent, "proceed", proceed)
+    episodes = source().batch(range(2), 6)
+    reading = read_episodes(
+        small_model(), window, episodes, temperature=0.0, generator=torch.Generator(), step_budget=2
+    )
+    assert reading.changes_B.tolist() == [2, 2]
+    assert reading.memory.changed_BH.flatten().tolist() == [4, 2]
+    assert reading.memory.shown()[:, 0].tolist() == [12, 12]
+    assert calls == 4 + 1, "the fifth and the sixth chunk are not read; then the answer"
+    budget_of_64 = {"temperature": 0.0, "generator": torch.Generator(), "step_budget": 64}
+    assert read_episodes(small_model(), window, episodes, **budget_of_64).changes_B.tolist() != [2, 2]
 
 
 def test_a_model_with_attention_reads_like_one_without_state() -> None:
     """The question is read once an episode; a model of attention has a state that grows with it, and stays."""
     model: LanguageModel = small_model(attention_fraction=1.0)
     window, episodes = window_of(), source().batch(range(2), 3)
-    reading = read_episodes(model, window, episodes, temperature=0.0, generator=torch.Generator(), keep_turns=True)
+    reading = read_episodes(
+        model, window, episodes, temperature=0.0, generator=torch.Generator(), step_budget=64, keep_turns=True
+    )
     for turn in reading.turns:
         with torch.no_grad():
             logits = taken(model, turn.prompt_BL, turn.generated.tokens_BN).logits_SNV

@@ -18,7 +18,6 @@ from cdrmix.model.cache import fast_weights
 from cdrmix.model.fast_weights import FastWeightOptions
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.reason.controller.controller import (
-    SCALES,
     Controller,
     EpisodeState,
     action_of,
@@ -183,7 +182,7 @@ def test_branches_equal_passes_apart(carry: str) -> None:
     episode = many.settle(start_many, proposal, decision_of(actions))
     state = episode.groups[0].cache
     assert state is not None
-    for row, scale in enumerate(SCALES):
+    for row, scale in enumerate(many.scales):
         apart = one.model(
             ids[:, 1],
             cache=start_one.groups[0].cache,
@@ -216,7 +215,7 @@ def test_committing_everything_is_the_full_forward(mixers: dict[str, Any]) -> No
         read.append(hidden)
     assert (torch.cat(read, 1) - whole).abs().max() < BOUND
     assert episode.steps == 5
-    assert controller.budget_spent(episode) == 5 / 8
+    assert controller.steps_left(episode) == 8 - 5
 
 
 def test_fast_weights_alone_are_carried_as_in_one_pass() -> None:

@@ -13,7 +13,7 @@ from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.reason.episodes import Episodes, TokenSource, source_of
-from cdrmix.reason.heads import COSTS, NOOP, OPERATIONS, RETRIEVE, SPLICE, SUMMARIZE, WRITE, OperationHeads, Summariser
+from cdrmix.reason.heads import NOOP, OPERATIONS, RETRIEVE, SPLICE, SUMMARIZE, WRITE, OperationHeads, Summariser
 from cdrmix.reason.memory.episodic_index import EpisodicIndex
 from cdrmix.reason.memory.kept_episodes import EpisodesInMemory
 from cdrmix.reason.model import StageBModel
@@ -59,7 +59,7 @@ def play(config: Config, script: list[int], episodes: Episodes | None = None) ->
     """One rollout that does what the script says; keys and queries are the number of the chunk."""
     reader = reader_of(config)
     episodes = reader.source.batch([0], 4) if episodes is None else episodes
-    row = Row(0, reader.new_memory())
+    row = Row(0, reader.new_memory(), reader.limits)
     allowed: list[list[bool]] = []
     wanted = iter(script)
 
@@ -149,8 +149,8 @@ def test_rewards_are_the_formula() -> None:
         }
         assert (captured[place] > 0) == bool(told & set(row.written))
         stable = held[place].item() / captured[place].item() if captured[place] and right else 0.0
-        cost = sum(COSTS[operation] * count for operation, count in enumerate(row.counts))
-        expected = right - 0.5 * cost / 16 + 0.25 * stable
+        cost = sum(reader.limits.costs[operation] * count for operation, count in enumerate(row.counts))
+        expected = right - 0.5 * cost / 64 + 0.25 * stable
         assert rewards.total_R[place].item() == pytest.approx(expected, abs=1e-12)
 
 
@@ -288,3 +288,37 @@ def test_heads_never_choose_what_is_not_allowed() -> None:
     log_probs = heads.log_probs(torch.randn(50, 12), allowed)
     assert torch.equal(log_probs.isinf(), ~allowed)
     torch.testing.assert_close(log_probs.exp().sum(1), torch.ones(50))
+
+
+@pytest.mark.parametrize("budget", [1, 3, 5])
+def test_operations_cost_no_more_than_the_step_budget(budget: int) -> None:
+    """Rollouts by chance and an expert's: what would exceed the budget is not allowed, and every rollout answers."""
+    config = config_of(f"reasoning.controller.step_budget={budget}")
+    reader, model = reader_of(config), model_of(config)
+    episodes = reader.source.batch(range(8), 4)
+    generator = torch.Generator().manual_seed(1)
+    by_chance = reader.roll_out(model, episodes, 4, generator)
+    shown = reader.demonstrate(episodes, 0.75, generator)
+    for rollouts in (by_chance, shown):
+        costs = [row.cost for row in rollouts.rows]
+        assert max(costs) == budget, "some use all of it"
+        assert all(row.done for row in rollouts.rows)
+        taken = rollouts.decisions.allowed_KO.gather(1, rollouts.decisions.taken_K[:, None])
+        assert taken.all()
+    free = reader_of(config_of("reasoning.controller.step_budget=100")).roll_out(model, episodes, 4, generator)
+    assert max(row.cost for row in free.rows) > budget
+
+
+def test_costs_and_the_width_of_a_window_are_those_of_the_configuration() -> None:
+    config = config_of(
+        "reasoning.rl.costs={summarize: 0.5, cache_write: 3}", "reasoning.memory.max_spliced=1",
+        "reasoning.rl.latency_weight=1.0",
+    )  # fmt: skip
+    reader, model = reader_of(config), model_of(config)
+    assert reader.limits.costs == (0.0, 0.5, 1.0, 2.0, 3.0)
+    rollouts = reader.roll_out(model, reader.source.batch(range(8), 4), 4, torch.Generator().manual_seed(1))
+    assert max(len(row.spliced) for row in rollouts.rows) == 1
+    row = rollouts.rows[0]
+    assert (
+        row.cost == 0.5 * row.counts[SUMMARIZE] + row.counts[RETRIEVE] + 2 * row.counts[SPLICE] + 3 * row.counts[WRITE]
+    )

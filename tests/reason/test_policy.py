@@ -27,12 +27,14 @@ from cdrmix.model.language_model import LanguageModel
 from cdrmix.reason.agent import policy
 from cdrmix.reason.agent.agent import Reading, Rewards, read_episodes
 from cdrmix.reason.agent.imitation import ImitationPhase
-from cdrmix.reason.agent.policy import PATIENCE, PolicyPhase, message_of_idleness, objective_of
+from cdrmix.reason.agent.policy import PolicyPhase, message_of_idleness, objective_of
 from cdrmix.reason.episodes import EpisodeSource, source_of
 from cdrmix.reason.model import StageBModel
 from cdrmix.reason.phase import train_alone
 from cdrmix.reason.rl.grpo import OBJECTIVES
 from cdrmix.training.objective import Outcome
+
+PATIENCE = Rl.model_fields["patience"].default
 
 
 def config_of(*, leak: float = 0.0, **rl: Any) -> Config:

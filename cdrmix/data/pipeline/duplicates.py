@@ -156,7 +156,7 @@ def _write_unit(
     for document in batch:
         if document.source not in sources:
             sources.append(document.source)
-        cleaning = Cleaning(sources.index(document.source), 0, False, *fields, Filters(), ())
+        cleaning = Cleaning(sources.index(document.source), 0, False, fields.url, True, fields.quality, Filters(), ())
         add_row(rows, document.text, content_hash(document.text), document.id, document.meta, cleaning)
         stats.kept.add(utf8_size(document.text))
     stats.metadata_bytes += metadata_bytes(rows)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
@@ -68,6 +68,7 @@ class Cleaning:
     priority: int
     html: bool
     url_field: str | None
+    cap_hosts: bool
     quality_field: str | None
     filters: Filters
     pii: tuple[str, ...]
@@ -217,15 +218,15 @@ def add_row(
 ) -> None:
     """Appends a document with its content hash to the columns of COLUMNS."""
     url_hash = host_hash = 0
-    if cleaning.url_field and isinstance(url := meta.get(cleaning.url_field), str) and (url := canonical_url(url)):
+    if cleaning.url_field and isinstance(url := field(meta, cleaning.url_field), str) and (url := canonical_url(url)):
         url_hash = hash64(url)
-        if domain := registrable_domain(url):
+        if cleaning.cap_hosts and (domain := registrable_domain(url)):
             host_hash = hash64(domain)
     for name, value in {
         "hash": digest,
         "text": text,
         "domain": cleaning.number,
-        "quality": quality_of(meta.get(cleaning.quality_field)) if cleaning.quality_field else 0.0,
+        "quality": quality_of(field(meta, cleaning.quality_field)) if cleaning.quality_field else 0.0,
         "priority": cleaning.priority,
         "url_hash": url_hash,
         "host_hash": host_hash,
@@ -235,6 +236,14 @@ def add_row(
         "meta": stored_metadata(meta, cleaning.pii) if meta else "",
     }.items():
         rows[name].append(value)
+
+
+def field(meta: Meta, name: str) -> Any:
+    """A field of the metadata, or with dots in its name one of a mapping in it; None where there is none."""
+    if name in meta:
+        return meta[name]
+    outer, _, inner = name.partition(".")
+    return field(within, inner) if inner and isinstance(within := meta.get(outer), Mapping) else None
 
 
 def metadata_bytes(rows: dict[str, list[Any]]) -> int:

@@ -104,12 +104,12 @@ class HuggingFace(Source):
 
 
 def parse_row(raw: dict[str, Any], text_field: str) -> tuple[str, Meta]:
-    """The text and the other scalar fields of a row."""
+    """The text and the other fields of a row that are scalars or mappings."""
     text = raw[text_field]
     if not isinstance(text, str):
         raise BadRecord(f"field {text_field!r} is not a string")
-    scalars = (str, int, float, bool, type(None))
-    return text, {name: value for name, value in raw.items() if name != text_field and isinstance(value, scalars)}
+    kept = (str, int, float, bool, type(None), dict)
+    return text, {name: value for name, value in raw.items() if name != text_field and isinstance(value, kept)}
 
 
 @SOURCES("tasks")

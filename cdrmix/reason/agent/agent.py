@@ -103,10 +103,12 @@ class TokenMemory(NamedTuple):
         """Which part, [B], the next turn writes."""
         return self._order()[:, -1]
 
-    def write(self, part_BP: Tensor, turn: int) -> TokenMemory:
-        """The memory after turn `turn` has written."""
+    def write(self, part_BP: Tensor, turn: int, may_B: Tensor | None = None) -> TokenMemory:
+        """The memory after turn `turn` has written; in rows where may_B is false it stays as it was."""
         rows = torch.arange(len(part_BP), device=part_BP.device)
         oldest = self.oldest()
+        if may_B is not None:
+            part_BP = torch.where(may_B.unsqueeze(1), part_BP, self.parts_BHP[rows, oldest])
         changes_B = (part_BP != self.parts_BHP[rows, oldest]).any(1)
         parts, changed = self.parts_BHP.clone(), self.changed_BH.clone()
         parts[rows, oldest] = part_BP
@@ -165,12 +167,15 @@ def read_episodes(
     *,
     temperature: float,
     generator: torch.Generator,
+    step_budget: int,
     group: int = 1,
     keep_turns: bool = False,
 ) -> Reading:
     """Rolls the agent out, `group` times for each episode (neighbouring rows); temperature 0 is greedy.
 
-    The question is read once an episode. With keep_turns every turn's tokens stay, for a policy to learn from; without,
+    step_budget: changes of its memory that a rollout may make; after the last one the memory stays as it is. Where no
+    rollout of the batch may change anything, the chunks that are left are not read. The question is read once an
+    episode. With keep_turns every turn's tokens stay, for a policy to learn from; without,
     nothing that is kept grows with the chunks.
     """
     device = next(model.parameters()).device
@@ -196,12 +201,15 @@ def read_episodes(
         return generated
 
     for number in range(chunks_BNC.shape[1]):
+        may_B = changes_B < step_budget
+        if not may_B.any():
+            break
         prompt = window.turn(memory.shown(), chunks_BNC[:, number].to(device)[rows_R])
         if number == 0:  # the same in all rows of a group
             prefix = repeat(prefill(model, prompt[::group], begun.cache), group)
         else:
             prefix = prefill(model, prompt, whole.cache)
-        memory = memory.write(window.written(go_on(prefix, prompt, window.part)), number + 1)
+        memory = memory.write(window.written(go_on(prefix, prompt, window.part)), number + 1, may_B)
         changes_B += (memory.changed_BH == number + 1).any(1)
         now = told == number
         captured_BF |= now & asked & holds(memory.parts_BHP, facts, window.pad)
@@ -265,6 +273,7 @@ def evaluate(
     numbers: range,
     chunks: int,
     *,
+    step_budget: int,
     last_only: bool = False,
     rows: int = 256,
 ) -> Score:
@@ -279,7 +288,9 @@ def evaluate(
             episodes = episodes._replace(
                 chunks_BNC=episodes.chunks_BNC[:, -1:], fact_chunk_BF=episodes.fact_chunk_BF - chunks + 1
             )
-        reading = read_episodes(model, window, episodes, temperature=0.0, generator=torch.Generator())
+        reading = read_episodes(
+            model, window, episodes, temperature=0.0, generator=torch.Generator(), step_budget=step_budget
+        )
         parts = (reading.matched_B, reading.exact_B, reading.asked_BF, reading.captured_BF, reading.held_BF)
         sums += torch.stack([part.sum().double().cpu() for part in (*parts, reading.changes_B)])
     matched, exact, asked, captured, held, changes = sums.tolist()

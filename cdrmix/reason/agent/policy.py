@@ -26,7 +26,6 @@ from cdrmix.reason.rl.grpo import OBJECTIVES, Objective, Totals, entropy, group_
 from cdrmix.reason.rl.rollout import micro_batches, taken
 from cdrmix.training.objective import Outcome
 
-PATIENCE = 20  # steps on end that teach nothing, after which it is said why
 LOGGER = logging.getLogger(__name__)
 
 ROLLED_OUT = (
@@ -117,6 +116,7 @@ class PolicyPhase:
             generator=generator_of(self.seed, self.name, step, rank),
             group=self.rl.group_size,
             keep_turns=True,
+            step_budget=self.step_budget,
         )
         rewards = rewards_of(reading, self.rl, self.step_budget)
         group = group_advantages(rewards.total_B, self.rl.group_size, deviation=self.objective.deviation)
@@ -179,9 +179,9 @@ class PolicyPhase:
         self.reference = copy.deepcopy(model).requires_grad_(False)
 
     def _watch(self, idle: bool, solved: float) -> None:
-        """Says, once every PATIENCE steps, that nothing is learnt, and what to do about it."""
+        """Says, once every rl.patience steps, that nothing is learnt, and what to do about it."""
         self._idle = self._idle + 1 if idle else 0
-        if self._idle and self._idle % PATIENCE == 0:
+        if self._idle and self._idle % self.rl.patience == 0:
             LOGGER.warning(message_of_idleness(self._idle, solved, self.rl.group_size))
 
 

@@ -35,14 +35,13 @@ from cdrmix.reason.phase import PHASES, Sources, generator_of, reasoning_of
 from cdrmix.reason.rl.grpo import Advantages, Totals, entropy, group_advantages, policy_loss
 from cdrmix.training.objective import Outcome
 
-PATIENCE = 20  # steps in a row in which no group of rollouts differs, before training is given up
 EVALUATION_ROWS = 256  # episodes of one forward pass
-SOLVED = 0.95  # mean reward from which that means that there is nothing left to learn
 
 
 class Reading(NamedTuple):
     """What reading a batch of episodes gave: E, every decision int64 [B, N] (0: rolled back, 1 + s: branch s), and the
-    hidden states [B, N, D] that they were made of."""
+    hidden states [B, N, D] that they were made of; of chunks beyond the step budget, which are not read, 0 and zeros.
+    """
 
     episode: EpisodeState
     actions_BN: Tensor
@@ -51,13 +50,16 @@ class Reading(NamedTuple):
 
 @torch.no_grad()
 def read(controller: Controller, chunks_BNC: Tensor, decide: Decide) -> Reading:
-    """Episodes from their first chunk to their last, each decided by `decide`."""
+    """Episodes from their first chunk to their last, or to the end of the step budget, each decided by `decide`."""
     episode = controller.begin(len(chunks_BNC))
     actions, ends = [], []
-    for ids_BC in chunks_BNC.unbind(1):
+    for ids_BC in chunks_BNC[:, : controller.steps_left(episode)].unbind(1):
         episode, decision, hidden_BCD = controller.step(episode, ids_BC, decide)
         actions.append(action_of(decision))
         ends.append(hidden_BCD[:, -1])
+    unread = chunks_BNC.shape[1] - len(actions)
+    actions += [torch.zeros_like(actions[0])] * unread
+    ends += [torch.zeros_like(ends[0])] * unread
     return Reading(episode, torch.stack(actions, 1), torch.stack(ends, 1))
 
 
@@ -90,7 +92,7 @@ class AcceptancePhase:
 
     The loss is a mean over all decisions, those of dropped groups among them: so no process has to ask the others. Its
     reference policy, where the objective weighs the divergence from one, is the heads' start, which prefers nothing.
-    Raises ConfigError where the configuration does not fit, and after PATIENCE steps that taught nothing.
+    Raises ConfigError where the configuration does not fit, and after rl.patience steps that taught nothing.
     seed: of the draws; None: the configuration's.
     """
 
@@ -212,7 +214,7 @@ class AcceptancePhase:
         )
         value_RN = heads.values(ends).gather(-1, taken_RN1).squeeze(-1)
         error_RN = (value_RN - rewards_R.unsqueeze(1)).square()
-        total = policy.loss + error_RN.sum() / decisions
+        total = policy.loss + self.phase.value_weight * (error_RN.sum() / decisions)
         committed_RN = actions_RN > 0
         sums: list[Tensor | int] = [
             total.detach(),
@@ -235,9 +237,9 @@ class AcceptancePhase:
     def _watch(self, model: StageBModel, rollouts: _Rollouts, advantages: Advantages) -> None:
         """Counts steps that teach nothing, and gives up after many: unless that is because all is learnt."""
         reward = float(rollouts.rewards_R.mean())
-        idle = advantages.dropped_groups == advantages.groups and reward < SOLVED
+        idle = advantages.dropped_groups == advantages.groups and reward < self.rl.solved
         self._idle = self._idle + 1 if idle else 0
-        if self._idle < PATIENCE:
+        if self._idle < self.rl.patience:
             return
         with torch.no_grad():
             undecided = float(entropy(_heads(model).log_probs(rollouts.ends_RND)).mean())
@@ -253,9 +255,9 @@ class AcceptancePhase:
                 f"than {self.rl.group_size}"
             )
         raise ConfigError(
-            f"reasoning.phases.acceptance: in {PATIENCE} steps in a row all {advantages.groups} groups of rollouts "
-            f"were dropped, since the rollouts of each had one reward (on average {reward:.3f}), so nothing is learnt: "
-            f"{why}"
+            f"reasoning.phases.acceptance: in {self.rl.patience} steps in a row all {advantages.groups} groups of "
+            f"rollouts were dropped, since the rollouts of each had one reward (on average {reward:.3f}), so nothing "
+            f"is learnt: {why}"
         )
 
 

@@ -24,10 +24,6 @@ from cdrmix.model.mixers.attention import AttentionCache
 from cdrmix.reason.heads import ControllerHeads
 from cdrmix.reason.memory.episodic_index import EpisodicIndex, Staged
 
-# Strengths of writing that a step tries, the first max_branches of them. The delta rule leaves 1 - s beta of the error
-# to a key's old value: as trained; half; twice (beta is kept at 2 at most); and a quarter, an average of four tellings.
-SCALES = (1.0, 0.5, 2.0, 0.25)
-
 
 class Decision(NamedTuple):
     """Of every row, bool [B] whether its proposal is committed, and int64 [B] which branch (0 where it is not)."""
@@ -138,7 +134,7 @@ class Controller:
 
     def __init__(self, model: LanguageModel, reasoning: Reasoning) -> None:
         self.model, self.reasoning = model, reasoning
-        self.scales = SCALES[: reasoning.controller.max_branches]
+        self.scales = tuple(reasoning.controller.write_strengths[: reasoning.controller.max_branches])
         self._grows = model.attends and reasoning.carry == "all"  # caches, with the tokens committed
 
     def begin(self, rows: int, memory_BM: Tensor | None = None) -> EpisodeState:
@@ -147,12 +143,16 @@ class Controller:
         every = torch.arange(rows, device=device)
         return EpisodeState((Group(every, None),), memory_BM, None, 0, torch.zeros_like(every))
 
-    def budget_spent(self, episode: EpisodeState) -> float:
-        """Steps over `controller.step_budget`: what a task's latency cost is a multiple of."""
-        return episode.steps / self.reasoning.controller.step_budget
+    def steps_left(self, episode: EpisodeState) -> int:
+        """How many more chunks the episode may read: `controller.step_budget` less its steps so far."""
+        return self.reasoning.controller.step_budget - episode.steps
 
     def propose(self, episode: EpisodeState, ids_BC: Tensor, prefix_BPD: Tensor | None = None) -> Proposal:
-        """One forward pass over a chunk, from E, with every branch. E is not changed."""
+        """One forward pass over a chunk, from E, with every branch. E is not changed.
+
+        The episode must have steps left.
+        """
+        assert self.steps_left(episode) > 0, "a controller step is within the step budget"
         assert ids_BC.shape[1] == self.reasoning.chunk, "a controller step reads a whole chunk"
         scale_S = None
         if len(self.scales) > 1:

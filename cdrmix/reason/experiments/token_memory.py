@@ -37,10 +37,11 @@ def token_memory(config: Config, seed: int, say: Say) -> dict[str, float]:
         section.model_copy(update={"difficulty": {**section.difficulty, **ablation.difficulty}}), reasoning.chunk
     )
     window, numbers = Window.of(reasoning, source), range(FIRST_HELD_OUT, FIRST_HELD_OUT + ablation.episodes)
+    budget = reasoning.controller.step_budget
     measured: dict[str, float] = {}
     for chunks in ablation.chunks:
-        score = evaluate(model.language_model, window, asked, numbers, chunks)
-        last = evaluate(model.language_model, window, asked, numbers, chunks, last_only=True)
+        score = evaluate(model.language_model, window, asked, numbers, chunks, step_budget=budget)
+        last = evaluate(model.language_model, window, asked, numbers, chunks, step_budget=budget, last_only=True)
         found = {"accuracy": score.matched, "exact": score.exact, "capture": score.capture}
         found |= {"retention": score.retention, "changes": score.changes, "window": last.matched}
         measured |= {f"{name}@{chunks}": value for name, value in found.items()}

@@ -33,9 +33,6 @@ from cdrmix.reason.phase import PHASES, Sources, generator_of, reasoning_of
 from cdrmix.reason.rl.grpo import Totals, entropy, group_advantages, policy_loss
 from cdrmix.training.objective import Outcome
 
-TEMPERATURE = 0.03  # cosines are divided by it in the loss of the keys; at 0.1 they are learnt half as fast
-VALUE_WEIGHT = 0.5
-
 
 class Rewards(NamedTuple):
     """Of every rollout, float64. matched_R: share of the answer's tokens that are right; the others are what is added
@@ -139,7 +136,9 @@ class OperationsImitationPhase:
             )
             # what is in the window already is not searched for
             cosines, wanted = cosines.masked_fill(there_SN.to(device), -1.0), wanted_S.to(device)
-            keys = functional.cross_entropy(cosines / TEMPERATURE, wanted) if len(wanted) else policy * 0
+            keys = (
+                functional.cross_entropy(cosines / self.settings.key_temperature, wanted) if len(wanted) else policy * 0
+            )
             answers = episodes.answer_BA.to(device)
             hidden = _behind(model, windows, shown.final_R.tolist(), episodes.answer_BA[:, :-1], read)
             logits = model.language_model.logits(hidden[:, -answers.shape[1] :])
@@ -312,7 +311,7 @@ class OperationsPhase:
             value_K = heads.value(features.detach()).squeeze(1).float()
             error_K = (value_K - rewards.total_R.to(value_K)[decisions.row_K.to(device)]).square()
             errors = (table(error_K).sum(1) / table(torch.ones_like(error_K)).sum(1)).sum() / all_rollouts
-            total = outcome.loss + VALUE_WEIGHT * errors
+            total = outcome.loss + self.settings.value_weight * errors
             extra = [
                 outcome.loss.detach(),
                 torch.tensor(float(len(decisions.row_K))),

@@ -9,7 +9,7 @@ A controller step reads a chunk; the head chooses, on the window's last hidden s
     splice_window  the best one found that is not in the window is put in front of it, which is read again
 
 Going on commits what was staged; before that no search sees it. The question is read last, as one more chunk, and going
-on from it is answering. Costs: 0 for noop, 2 for splice_window, 1 for the others.
+on from it is answering. Noop costs nothing, the others what rl.costs says; together at most controller.step_budget.
 
 Shapes: R rollouts, K decisions of all of them, O operations, B episodes, N chunks, A tokens of an answer, D model.
 """
@@ -26,13 +26,28 @@ from torch import Tensor
 
 from cdrmix.config.schema_reasoning import Reasoning
 from cdrmix.reason.episodes import Episodes, EpisodeSource
-from cdrmix.reason.heads import COSTS, NOOP, OPERATIONS, RETRIEVE, SPLICE, SUMMARIZE, WRITE
+from cdrmix.reason.heads import NOOP, OPERATIONS, RETRIEVE, SPLICE, SUMMARIZE, WRITE
 from cdrmix.reason.memory.episode_log import NEVER
 from cdrmix.reason.memory.kept_episodes import EpisodesInMemory, EpisodicMemory, Hit, Staged
 from cdrmix.reason.model import StageBModel
 from cdrmix.reason.operations.windows import Read, Window, Windows
 
-MOST_SPLICED = 4  # chunks in front of another: what a window may be wider
+
+class Limits(NamedTuple):
+    """What bounds a rollout. horizon: most operations. budget: most that they may cost together. costs: by operation;
+    noop, which goes on, has none. spliced: most chunks in front of another."""
+
+    horizon: int
+    budget: float
+    costs: tuple[float, ...]
+    spliced: int
+
+    @classmethod
+    def of(cls, reasoning: Reasoning) -> Limits:
+        """As configured."""
+        rl, costs = reasoning.rl, reasoning.rl.costs
+        by_operation = (0.0, costs.summarize, costs.retrieve, costs.splice_window, costs.cache_write)
+        return cls(rl.horizon, reasoning.controller.step_budget, by_operation, reasoning.memory.max_spliced)
 
 
 @dataclass
@@ -41,6 +56,7 @@ class Row:
 
     episode: int
     memory: EpisodicMemory | None
+    limits: Limits
     chunk: int = 0
     carried: int = -1  # the window whose summaries stand in front of this one
     window: int = -1
@@ -58,21 +74,24 @@ class Row:
         there = {hit.id for hit in self.spliced}
         return next((hit for hit in self.found if hit.id not in there), None)
 
-    def allowed(self, chunks: int, horizon: int) -> list[bool]:
-        """By operation: searching the same window twice finds the same; at the horizon there is only going on."""
+    def allowed(self, chunks: int) -> list[bool]:
+        """By operation: searching the same window twice finds the same; at the horizon there is only going on; what
+        costs more than is left of the budget is not taken."""
         going_on = chunks - self.chunk + 1  # operations without which there is no answer
-        room = len(self.spliced) < MOST_SPLICED and self.taken + 1 + going_on <= horizon
-        return [True, True, room and not self.searched, room and self.next_found() is not None, True]
+        room = len(self.spliced) < self.limits.spliced and self.taken + 1 + going_on <= self.limits.horizon
+        sensible = [True, True, room and not self.searched, room and self.next_found() is not None, True]
+        left = self.limits.budget - self.cost
+        return [may and cost <= left for may, cost in zip(sensible, self.limits.costs, strict=True)]
 
     def facts(self, chunks: int) -> list[float]:
         """Whether there is something to splice, whether this is the question, how full the window is, whether the
         search was done."""
-        full = len(self.spliced) / MOST_SPLICED
+        full = len(self.spliced) / self.limits.spliced
         return [float(self.next_found() is not None), float(self.chunk == chunks), full, float(self.searched)]
 
     @property
-    def cost(self) -> int:
-        return sum(cost * count for cost, count in zip(COSTS, self.counts, strict=True))
+    def cost(self) -> float:
+        return sum(cost * count for cost, count in zip(self.limits.costs, self.counts, strict=True))
 
 
 class Decisions(NamedTuple):
@@ -101,7 +120,7 @@ class Reader:
 
     def __init__(self, reasoning: Reasoning, source: EpisodeSource) -> None:
         self.reasoning, self.source, self.marks = reasoning, source, source.marks
-        self.memory, self.horizon = reasoning.memory, reasoning.rl.horizon
+        self.memory, self.limits = reasoning.memory, Limits.of(reasoning)
 
     def new_memory(self) -> EpisodicMemory | None:
         """An empty one for a rollout, where the configuration has episodic memory."""
@@ -161,7 +180,8 @@ class Reader:
             return (read.keys_WS if wanted == "key" else read.queries_WS)[row.window].float().cpu().numpy()
 
         all_rows = [
-            Row(place // group, self.new_memory() if memories is None else memories[place]) for place in range(count)
+            Row(place // group, self.new_memory() if memories is None else memories[place], self.limits)
+            for place in range(count)
         ]
         order = {id(row): place for place, row in enumerate(all_rows)}
         windows, decisions = self._run(episodes, all_rows, choose, keys_of)
@@ -185,7 +205,7 @@ class Reader:
             for row in going:
                 row.window = windows.add(self.window(row, chunks_BNC, questions))
             facts_KF = torch.tensor([row.facts(chunks) for row in going])
-            allowed_KO = torch.tensor([row.allowed(chunks, self.horizon) for row in going])
+            allowed_KO = torch.tensor([row.allowed(chunks) for row in going])
             taken_K, log_probs_K = choose(windows, going, facts_KF, allowed_KO)
             numbers_K = torch.tensor([order[id(row)] for row in going])
             windows_K = torch.tensor([row.window for row in going])
@@ -234,14 +254,15 @@ class Reader:
     def demonstrate(self, episodes: Episodes, waste: float, generator: torch.Generator) -> Rollouts:
         """What an expert would do that knows which chunks tell facts, and of which the answer follows: the last first.
 
-        waste: the share of the other chunks that it writes all the same. In one batch of four many of those are
-        summarised instead, so that prefixes are known; in all, it would be as many more passes a batch. Without
-        episodic memory it only reads on, and answers.
+        waste: the share of the other chunks that it writes all the same. In some batches a share of those is summarised
+        instead (phases.operations_imitation), so that prefixes are known; in all, it would be as many more passes a
+        batch. Without episodic memory, and where an operation is not allowed, it only reads on, and answers.
         """
         count, chunks = episodes.chunks_BNC.shape[:2]
         tells_BN = torch.zeros(count, chunks, dtype=torch.bool).scatter_(1, episodes.fact_chunk_BF, True)
         draws_BN = torch.rand(count, chunks, generator=generator)
-        share = 0.4 * float(torch.rand((), generator=generator) < 0.25)
+        shown = self.reasoning.phases.operations_imitation
+        share = shown.summarised * float(torch.rand((), generator=generator) < shown.summarised_batches)
         summarised_BN = torch.rand(count, chunks, generator=generator) < share
         path = [_path(told, asked) for told, asked in zip(episodes.fact_chunk_BF, episodes.asked_BF, strict=True)]
         tokens = episodes.chunks_BNC.numpy().astype(np.uint32)
@@ -254,16 +275,18 @@ class Reader:
                     return SUMMARIZE
                 return WRITE if self.memory.episodic and draws_BN[row.episode, row.chunk] < waste else NOOP
             left = path[row.episode][len(row.spliced) :]
-            if not left or not self.memory.episodic or len(row.spliced) == MOST_SPLICED:
+            if not left or not self.memory.episodic or len(row.spliced) == self.limits.spliced:
                 return NOOP
             if not row.searched:
                 return RETRIEVE
             return SPLICE
 
         def choose(windows: Windows, rows: list[Row], facts_KF: Tensor, allowed_KO: Tensor) -> tuple[Tensor, Tensor]:
-            return torch.tensor([operation_of(row) for row in rows]), torch.zeros(len(rows))
+            taken_K = torch.tensor([operation_of(row) for row in rows])
+            taken_K = taken_K.where(allowed_KO.gather(1, taken_K[:, None]).squeeze(1), NOOP)
+            return taken_K, torch.zeros(len(rows))
 
-        rows = [Row(episode, _Oracle(path[episode], tokens[episode])) for episode in range(count)]
+        rows = [Row(episode, _Oracle(path[episode], tokens[episode]), self.limits) for episode in range(count)]
         windows, decisions = self._run(episodes, rows, choose, lambda row, wanted: np.ones(self.memory.dim, np.float32))
         return Rollouts(windows, None, rows, decisions, torch.tensor([row.window for row in rows]))
 
