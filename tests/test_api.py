@@ -185,7 +185,7 @@ def test_names_and_wrong_values_of_the_module(run: Path) -> None:
             cdrmix.load(run, device=device)
     with pytest.raises(ValueError, match="overrides must be a list"):
         cdrmix.Config.from_yaml(ROOT / "configs" / "cdrmix-core-tiny.yaml", "train.steps=5")
-    with pytest.raises(ValueError, match="config must be a Config"):
+    with pytest.raises(ValueError, match=r"config must be a cdrmix.Config"):
         cdrmix.train("configs/cdrmix-core-tiny.yaml")  # type: ignore[arg-type]
 
 

@@ -268,8 +268,7 @@ class Train(Section):
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     compile: bool = False
-    """Use torch.compile to fuse element-wise operations of a block. Results differ in rounding from those without it.
-    """
+    """Use torch.compile to fuse element-wise operations of a block. Results differ in rounding from those without."""
     ema_decay: Between0And1 | None = None
     """Decay rate of a running average of the weights, which is then evaluated and exported. null: no average."""
     log_every: PositiveInt = 10

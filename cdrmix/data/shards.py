@@ -348,13 +348,13 @@ class Split:
             weights[position : position + length] = self._weight_table[codes]
 
     def domain_of(self, document: int) -> str:
-        """The domain of a document by its number, from 0. Raises IndexError where there is none such."""
+        """The domain of a document by its number, from 0. Raises IndexError if there is no such document."""
         if not 0 <= document < self.documents:
             raise IndexError(f"document {document} of {self.documents}")
         return self.strata[0 if self._document_strata is None else int(self._document_strata[document])].domain
 
     def pieces(self, row: int) -> Iterator[Piece]:
-        """What a row holds, document by document; of special tokens the names."""
+        """The parts of a row, document by document. Special tokens are shown by name."""
         starts, lengths = self.segments(row)
         for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
             document = int(np.searchsorted(self._document_starts, start, "right")) - 1
@@ -369,7 +369,7 @@ class Split:
             yield tokenizer.decode_bytes(self.read(int(start) + 1, int(stop)).tolist())
 
     def token_byte_lengths(self) -> list[int]:
-        """For every id that the tokenizer knows the number of bytes it stands for."""
+        """The number of bytes of each id of the tokenizer."""
         return self._shards.tokenizer.byte_lengths()
 
     def token_counts(self) -> Array:
@@ -378,10 +378,10 @@ class Split:
 
 
 class ShardSet:
-    """A prepared corpus: both splits, the tokenizer they were made with, and the report of the preparation.
+    """A prepared corpus: both splits, their tokenizer, and the report of the preparation.
 
-    Made by `open_shards`. vocab_size: of the model configured; the tokenizer may know fewer ids.
-    fingerprint: SHA-256 over the hashes of all files; the same text, split, packed and cut alike, has the same one.
+    Made by `open_shards`. vocab_size: of the configured model; the tokenizer may have fewer ids.
+    fingerprint: SHA-256 over the hashes of all files. The same text with the same settings has the same fingerprint.
     """
 
     def __init__(self, path: Path, index: dict[str, Any]) -> None:
@@ -398,7 +398,7 @@ class ShardSet:
 
     @cached_property
     def tokenizer(self) -> TextTokenizer:
-        """The tokenizer that the shards were made with."""
+        """The tokenizer of the shards."""
         return TextTokenizer.load(self.tokenizer_path, self.end_of_text)
 
 

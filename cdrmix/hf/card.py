@@ -23,11 +23,12 @@ def model_card(config: Config, step: int, stored: int, summary: Mapping[str, Any
     experts = (
         f"{feed_forward.experts} experts of {feed_forward.hidden}, top-{feed_forward.top_k} ({feed_forward.activation})"
         if feed_forward.kind == "moe"
-        else f"dense channel-mix of {feed_forward.hidden}"
+        else f"dense {feed_forward.kind.replace('_', '-')} of {feed_forward.hidden}"
     )
-    counts = {name: model.mixers.count(mixer) for mixer, name in NAMES.items() if mixer in model.mixers}
+    mixers_used = [*filter(model.mixers.__contains__, NAMES), *sorted({*model.mixers} - NAMES.keys())]
+    counts = {NAMES.get(mixer, mixer): model.mixers.count(mixer) for mixer in mixers_used}
     mixers = ", ".join(f"{count} {name}" for name, count in counts.items())
-    tags = [mixer.replace("_", "-") for mixer in NAMES if mixer in model.mixers]
+    tags = [mixer.replace("_", "-") for mixer in mixers_used]
     tags += ["mixture-of-experts"] if model.routers else []
     kind = f"{'hybrid ' if len(counts) > 1 else ''}{'/'.join(counts)}"
     parameters = f"{stored:,} stored"

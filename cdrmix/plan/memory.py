@@ -130,7 +130,7 @@ def _buffers(stage: int, config: Config, here: int, processes: int) -> Iterator[
         largest *= ffn.experts // config.train.expert_parallel
     largest = max(largest, model.vocab_size * model.d_model)
     live = min(here, max(MOST_LIVE, largest))
-    why = "gathered weights of the current modules, and the gradients of the largest module"
+    why = "gathered weights, and gradients of the largest module"
     yield Component("gathered", FP32 * (live + largest), why)
     yield Component(
         "buffers", 2 * FP32 * min(BUCKET, here), "prefetch buckets of weights and reduction buckets of gradients"

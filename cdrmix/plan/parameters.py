@@ -72,18 +72,18 @@ def _part(model: LanguageModel, name: str) -> str:
         return words[0]
     if words[0] in ("embedding_norm", "final_norm"):
         return "norms"
-    block, place = model.blocks[int(words[1])], words[2]
+    block, module = model.blocks[int(words[1])], words[2]
     assert isinstance(block, Block)
-    if place in ("mixer_norm", "feed_forward_norm"):
+    if module in ("mixer_norm", "feed_forward_norm"):
         return "norms"
-    if place == "plastic":
+    if module == "plastic":
         return "adapters"
-    assert place in ("mixer", "feed_forward"), f"{name} belongs to no part"
+    assert module in ("mixer", "feed_forward"), f"{name} belongs to no part"
     if words[3] == "router":
         return "router"
     if words[3] in EXPERT_PARAMETERS:
         return "experts"
-    return block.mixer.part if place == "mixer" else "channel-mix"
+    return block.mixer.part if module == "mixer" else "channel-mix"
 
 
 def parameter_table(config: Config, count: ParameterCount) -> str:

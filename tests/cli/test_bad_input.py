@@ -134,7 +134,7 @@ def test_corrupt_and_truncated_shards_are_refused(
     assert main(["data", "prepare", *arguments(*overrides)]) == 0
     (tokens,) = (tmp_path / "cache").glob("*/train.tokens-00000.bin")
     whole = tokens.read_bytes()
-    for damaged, message in ((whole[:-2], "cut short"), (bytes([whole[0] ^ 1]) + whole[1:], "SHA-256")):
+    for damaged, message in ((whole[:-2], "truncated"), (bytes([whole[0] ^ 1]) + whole[1:], "SHA-256")):
         tokens.write_bytes(damaged)
         assert main(["train", *arguments(*overrides)]) == 4
         error = capsys.readouterr().err

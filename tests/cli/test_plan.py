@@ -41,7 +41,7 @@ def test_a_dry_run_prints_the_table_and_makes_nothing(
     words = arguments(f"run.root={tmp_path / 'runs'}", f"data.cache={tmp_path / 'cache'}")
     assert main(["train", *words, "--dry-run"]) == 0
     table = capsys.readouterr().out
-    for heading in ("Memory of a process", "Saved for the backward pass", "Operations a token", "Time", "Disk"):
+    for heading in ("Memory of a process", "Saved for the backward pass", "Operations per token", "Time", "Disk"):
         assert f"\n{heading}" in table
     assert max(len(line) for line in table.splitlines()) <= 100
     assert list(tmp_path.iterdir()) == []

@@ -40,12 +40,11 @@ BAND = np.dtype([("hash", "<u8"), ("number", "<i8")])
 PAIR = np.dtype([("b", "<i8"), ("a", "<i8")])
 EMPTY = np.uint32(2**32 - 1)
 PAIR_BLOCK = 4096
-CROWDED_BUCKET = (
-    32  # documents of a bucket that all others in it are compared with: what is alike in one band is so in others
-)
-MARGIN_DEVIATIONS = (
-    4  # standard deviations of the estimate below the threshold that a pair may be and still be looked at exactly
-)
+# In a bucket with more documents, each is compared with the first 32 and a few neighbours only: documents that are
+# equal in one band are usually equal in other bands too.
+CROWDED_BUCKET = 32
+# A pair is compared exactly if its estimated similarity is at most 4 standard deviations below the threshold.
+MARGIN_DEVIATIONS = 4
 
 
 @dataclass(frozen=True)

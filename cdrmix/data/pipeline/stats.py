@@ -58,7 +58,7 @@ class PipelineStats:
     filtered: dict[str, Filtered] = field(default_factory=dict)
     languages: dict[str, Amount] = field(default_factory=dict)
     pii: dict[str, int] = field(default_factory=dict)  # kind -> placeholders written
-    metadata_bytes: int = 0  # of the kept documents, beside their texts
+    metadata_bytes: int = 0  # of the kept documents, without their texts
     bad: int = 0
     bad_shown: list[str] = field(default_factory=list)
     cpu_seconds: float = 0.0

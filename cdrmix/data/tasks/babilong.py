@@ -160,7 +160,7 @@ def story(
     doings: Sequence[Callable[[World], str | None]],
     questions: Callable[[World], list[Question]],
 ) -> tuple[list[str], Question]:
-    """So many sentences and a question about them; stories that leave nothing to ask are begun anew.
+    """A story of `difficulty.facts` sentences and a question. A story without a valid question is generated again.
 
     Each sentence is of one of `doings`, drawn evenly, or a move where that one cannot be.
     """
