@@ -99,7 +99,7 @@ def damage_truncate(path: Path) -> None:
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "rng-rank0.json", "state.json"])
 @pytest.mark.parametrize(
     ("damage", "message"),
-    [(damage_flip, "its SHA-256 is"), (damage_truncate, "bytes, its manifest says"), (Path.unlink, "is missing")],
+    [(damage_flip, "its SHA-256 is"), (damage_truncate, "bytes, the manifest says"), (Path.unlink, "is missing")],
 )
 def test_a_damaged_one_is_refused_and_the_one_before_it_found(
     place: Place, name: str, damage: Callable[[Path], None], message: str
