@@ -9,7 +9,7 @@ import pydoc
 import tarfile
 
 import pytest
-from cdrmix.config.tree import ANY
+from cdrmix.config.nodes import ANY
 
 from cdrmix.config.schema_types import every_key
 from cdrmix.registry import edit_distance, nearest

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from cdrmix.config.load import dump_config, load_config
+from cdrmix.config.schema import Config
 
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_data import CurriculumStage, TasksSource
@@ -33,7 +33,7 @@ SETTING = re.compile(r"`(?:(core|reason):)?([a-z][a-z0-9_.]*)=([^`]+)`")
 
 @cache
 def config_of(kind: str, size: str) -> Config:
-    return load_config(ROOT / "configs" / f"cdrmix-{kind}-{size}.yaml")
+    return Config.from_yaml(ROOT / "configs" / f"cdrmix-{kind}-{size}.yaml")
 
 
 @cache
