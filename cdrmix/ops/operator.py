@@ -2,9 +2,10 @@
 
 A call through `torch.library` takes 130 to 220 us of the host's time beside the operator's own, forward and backward
 each (core-tiny's norms, PyTorch 2.13: as long as the norm itself). Only tracing, profiling and function transforms need
-it, so an eager call runs the same formulas in a `torch.autograd.Function`. Such a function cannot differentiate lists
-of tensors, and does not record writes to its arguments: operators that return lists and have gradients, and those that
-write to an argument, are `torch.library.custom_op` alone.
+it, so an eager call runs the same formulas in a `torch.autograd.Function`, or without gradients the function itself.
+The first call through the dispatcher also imports torch.compile, for 1 s. Such a Function cannot differentiate lists of
+tensors: an operator that returns some has `eager_gradients=False`, and with gradients goes through the dispatcher.
+Operators that write to an argument are `torch.library.custom_op` alone.
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 class Operator:
     """A custom operator that writes to no argument: call it as the function it was made of, with every argument."""
 
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+    def __init__(self, name: str, function: Callable[..., Any], *, eager_gradients: bool = True) -> None:
         self._custom = torch.library.custom_op(name, function, mutates_args=())
-        self._function = function
+        self._function, self._eager_gradients = function, eager_gradients
         self._differentiable: type[torch.autograd.Function] | None = None
         self.register_fake = self._custom.register_fake
 
     def register_autograd(self, differentiate: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
         """As `torch.library`'s: setup_context(ctx, inputs, output), differentiate(ctx, *gradients)."""
         self._custom.register_autograd(differentiate, setup_context=setup_context)
+        if not self._eager_gradients:
+            return
         members = {
             "forward": staticmethod(self._function),
             "setup_context": staticmethod(setup_context),
@@ -46,12 +49,12 @@ class Operator:
             return self._function(*inputs)
         if self._differentiable is not None:
             return self._differentiable.apply(*inputs)
-        return self._custom(*inputs)  # refuses to be differentiated
+        return self._custom(*inputs)  # has no eager gradients, or none at all
 
 
-def operator(name: str) -> Callable[[Callable[..., Any]], Operator]:
-    """Makes a function a custom operator of this name."""
-    return lambda function: Operator(name, function)
+def operator(name: str, *, eager_gradients: bool = True) -> Callable[[Callable[..., Any]], Operator]:
+    """Makes a function a custom operator of this name. eager_gradients: False where it returns lists of tensors."""
+    return lambda function: Operator(name, function, eager_gradients=eager_gradients)
 
 
 def _is_eager(inputs: tuple[Any, ...]) -> bool:

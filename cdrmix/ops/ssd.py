@@ -158,7 +158,7 @@ def _state_shape(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[int, 
     return documents, v.shape[-2], v.shape[-1], q.shape[-1]
 
 
-@torch.library.custom_op("cdrmix::decay_scan", mutates_args=())
+@operator("cdrmix::decay_scan", eager_gradients=False)
 def _decay_scan(
     q: Tensor,
     k: Tensor,
@@ -259,7 +259,7 @@ def _differentiate(ctx: Any, dy: Tensor | None, dlast: Tensor | None, _: object)
 _decay_scan.register_autograd(_differentiate, setup_context=_keep)
 
 
-@torch.library.custom_op("cdrmix::decay_scan_step", mutates_args=())
+@operator("cdrmix::decay_scan_step")
 def _decay_scan_step(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, exclusive: bool
 ) -> tuple[Tensor, Tensor]:
