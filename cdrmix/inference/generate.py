@@ -62,8 +62,8 @@ def decode(model: LanguageModel, rows: Sequence[Row], vocabulary: int | None = N
     vocabulary: only ids below it are drawn; a tokenizer may have fewer than the model.
 
     What a row draws depends on its ids and its sampling, and on the other rows only by rounding: on a CPU products of
-    one to three rows, of one expert or of a step, round otherwise than those of more. Rows of a model with plastic adapters, which count chunks of
-    tokens, are one batch for each length.
+    one to three rows, of one expert or of a step, round otherwise than those of more. Rows of a model with plastic
+    adapters, which count chunks of tokens, are one batch for each length.
     """
     device = next(model.parameters()).device
     together: dict[int, list[int]] = {}
