@@ -143,12 +143,21 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", action="store_true", help="print JSON instead of a table; unknown figures are null")
     add("params", _params, "count parameters, stored and active, without building the model", config=True)
 
-    evaluate = add(
-        "eval", _eval, "held-out bits per byte of a model, beside unigram, gzip -9 and zstd -19", config=False
+    text = (
+        "held-out bits per byte of a model, beside unigram, gzip -9 and zstd -19; with --tasks instead its share of "
+        "right answers to generated questions, by length"
     )
+    evaluate = add("eval", _eval, text, config=False)
     _model(evaluate)
     _device(evaluate)
     evaluate.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    text = "tasks or families of tasks, such as recall,ruler,mqar,babilong; all: every one"
+    evaluate.add_argument("--tasks", type=_names, metavar="A,B", help=text)
+    text = "tokens of a question with its answer (default 1k,4k; 1k is 1024); may be beyond the training length"
+    evaluate.add_argument("--lengths", type=_lengths, metavar="1k,4k", help=text)
+    evaluate.add_argument("--count", type=_positive, metavar="N", help="questions of each task and length (default 50)")
+    evaluate.add_argument("--seed", type=int, metavar="N", help="which questions (default 1)")
+    evaluate.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the table as a picture too")
     generate = add("generate", _generate, "let a model continue a prompt, streaming")
     _model(generate)
     _device(generate)
@@ -241,6 +250,22 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be an integer of at least 1; found {text!r}")
     return int(text)
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"must be names with commas between; found {text!r}")
+    return names
+
+
+def _lengths(text: str) -> list[int]:
+    """1k,4k or 1024,4096."""
+    lengths = []
+    for part in text.split(","):
+        number = part.strip().lower()
+        lengths.append(1024 * _positive(number[:-1]) if number.endswith("k") else _positive(number))
+    return lengths
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -347,8 +372,37 @@ def _eval(options: argparse.Namespace) -> int:
     from cdrmix.run_folder import finite
     from cdrmix.workflow import evaluate_model, held_out_table
 
+    if options.tasks is not None:
+        return _eval_tasks(options)
+    for name in ("lengths", "count", "seed", "plot"):
+        if getattr(options, name) is not None:
+            raise ConfigError(f"--{name} is for --tasks; name some, for example --tasks recall")
     held_out = evaluate_model(options.model, options.config, options.overrides, device=options.device)
     print(json.dumps(finite(vars(held_out)), indent=2, allow_nan=False) if options.json else held_out_table(held_out))
+    return 0
+
+
+def _eval_tasks(options: argparse.Namespace) -> int:
+    from cdrmix.workflow import evaluate_tasks
+
+    if options.config or options.overrides:
+        raise ConfigError("a configuration says what held-out text is; questions need none: leave it out with --tasks")
+    if options.plot is not None and (options.plot.suffix != ".png" or not options.plot.absolute().parent.is_dir()):
+        raise ConfigError(f"--plot {options.plot}: name a file FILE.png in a folder that exists")
+    scores = evaluate_tasks(
+        options.model,
+        options.tasks,
+        options.lengths or [1024, 4096],
+        count=options.count or 50,
+        seed=1 if options.seed is None else options.seed,
+        device=options.device,
+    )
+    if options.plot is not None:
+        from cdrmix.durable import write_atomically
+        from cdrmix.report.plots_tasks import draw_scores
+
+        write_atomically(options.plot, draw_scores(scores, title=str(options.model)))
+    print(json.dumps(scores.as_json(), indent=2, allow_nan=False) if options.json else scores.table())
     return 0
 
 

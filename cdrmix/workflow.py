@@ -23,6 +23,7 @@ from cdrmix.data.shards import ShardSet, open_shards
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.durable import sha256_file
 from cdrmix.errors import CdrmixError, CheckpointError, ConfigError, ExportMismatchError
+from cdrmix.eval.evaluation import Scores, evaluate_by_length, evaluations
 from cdrmix.eval.perplexity import HeldOut, held_out
 from cdrmix.hf.card import STAGE_A_ONLY
 from cdrmix.hf.export import export_model, exported_step
@@ -315,6 +316,42 @@ def evaluate_model(
     data = config.data.model_copy(update={"tokenizer": tokenizer})
     config = config.model_copy(update={"data": data, "model": loaded.config.model})
     return _held_out(loaded, prepare(config, say=_to_standard_error), config)
+
+
+def evaluate_tasks(
+    model: Path,
+    tasks: Sequence[str],
+    lengths: Sequence[int],
+    *,
+    count: int = 50,
+    seed: int = 1,
+    device: str | None = None,
+) -> Scores:
+    """What the model in a run, checkpoint or export folder gets right, by task and length in tokens; greedy.
+
+    tasks: names or families of evaluations, or `all`. Progress goes to standard error.
+    Raises ConfigError for a task that there is not, and where none has questions of the lengths.
+    """
+    names = evaluations(tasks)
+    loaded = load_alone(model, device)
+
+    def answer(prompts: Sequence[str], limits: Sequence[int]) -> list[str]:
+        samplings = [Sampling(temperature=0.0, max_new_tokens=limit) for limit in limits]
+        answers = [""] * len(prompts)
+        for number, piece in generate(loaded.model, loaded.tokenizer, prompts, samplings):
+            answers[number] += piece
+        return answers
+
+    return evaluate_by_length(
+        names,
+        lengths,
+        answer,
+        loaded.tokenizer,
+        count=count,
+        seed=seed,
+        training_length=loaded.config.data.row_length,
+        say=_to_standard_error,
+    )
 
 
 def load_alone(model: Path, device: str | None = None) -> Loaded:
