@@ -175,6 +175,8 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="stop after N (default 256)")
     export = add("export", _export, "write a run's model as a checksummed, read-only folder")
     _model(export)
+    text = "which of a run's: best (on held-out text), last, or a checkpoint (default: the run's export.checkpoint)"
+    export.add_argument("--checkpoint", metavar="best|last|PATH", help=text)
     where = export.add_mutually_exclusive_group()
     where.add_argument("--out", type=Path, metavar="PATH", help="the new folder (default: export/ in the run folder)")
     where.add_argument(
@@ -466,7 +468,10 @@ def _seeds(text: str) -> list[int]:
 def _export(options: argparse.Namespace) -> int:
     from cdrmix.workflow import export_rwkv, export_to
 
-    print(export_rwkv(options.model, options.rwkv) if options.rwkv else export_to(options.model, options.out))
+    if options.rwkv:
+        print(export_rwkv(options.model, options.rwkv, options.checkpoint))
+    else:
+        print(export_to(options.model, options.out, options.checkpoint))
     return 0
 
 

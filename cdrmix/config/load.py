@@ -39,6 +39,7 @@ NOT_HASHED: dict[str, Any] = {
     "data": {"cache", "engine", "workers", "memory_mb"},  # the shards are the same
     "train": {"keep_last", "log_every", "expert_parallel", "profile"},
     "logging": True,
+    "export": True,
 }
 DEEPEST = 50  # mappings and lists inside each other
 

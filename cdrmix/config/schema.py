@@ -201,6 +201,13 @@ class Logging(Section):
     mlflow: bool = False
 
 
+class Export(Section):
+    """What of a run is exported. With train.ema_decay the running average of that checkpoint's weights."""
+
+    # best: on held-out text, in stage A's validations, and the last after stage B; last; or a checkpoint's name or path
+    checkpoint: Text = "best"
+
+
 class Config(Section):
     """One run. `kind` is read off the structure: a `reasoning` section makes a reasoning run."""
 
@@ -209,6 +216,7 @@ class Config(Section):
     data: Data = Field(default_factory=Data)
     train: Train
     logging: Logging = Field(default_factory=Logging)
+    export: Export = Field(default_factory=Export)
     reasoning: Reasoning | None = None
     ablation: Ablation | None = None
 
