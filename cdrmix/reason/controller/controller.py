@@ -22,7 +22,7 @@ from cdrmix.model.fast_weights import FastWeightOptions
 from cdrmix.model.language_model import Cache, LanguageModel
 from cdrmix.model.mixers.attention import AttentionCache
 from cdrmix.reason.heads import ControllerHeads
-from cdrmix.reason.memory.episodic_index import EpisodicIndex, Staged
+from cdrmix.reason.memory.kept_episodes import EpisodicMemory, Staged
 
 # Strengths of writing that a step tries, the first max_branches of them. The delta rule leaves 1 - s beta of the error
 # to a key's old value: as trained; half; twice (beta is kept at 2 at most); and a quarter, an average of four tellings.
@@ -174,7 +174,7 @@ class Controller:
         return Proposal(after, _gathered(groups, hidden))
 
     def settle(
-        self, episode: EpisodeState, proposal: Proposal, decision: Decision, index: EpisodicIndex | None = None
+        self, episode: EpisodeState, proposal: Proposal, decision: Decision, index: EpisodicMemory | None = None
     ) -> EpisodeState:
         """E after the decision: for rows that commit the proposal's, of the branch chosen; for the others the old one.
 
