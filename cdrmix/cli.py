@@ -232,6 +232,8 @@ def _add_reason(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     demo.add_argument("--number", type=_positive, default=1, metavar="N", help="which generated one (default 1)")
     demo.add_argument("--session", type=Path, metavar="FILE", help="go on from this file where it is there; save there")
+    text = "keep what is committed in an index in this folder, durably; answer from what any process has read into it"
+    demo.add_argument("--memory", type=Path, metavar="FOLDER", help=text)
 
 
 def _model(sub: argparse.ArgumentParser) -> None:
@@ -440,8 +442,6 @@ def _reason_demo(options: argparse.Namespace) -> int:
     from cdrmix.reason.demo import demonstrate
     from cdrmix.workflow import load_alone
 
-    if (options.document is None) != (options.question is None):
-        raise ConfigError("--document and --question go together: a text of your own, and what to answer about it")
     _show_every_character()
     demonstrate(
         load_alone(options.model, options.device),
@@ -450,6 +450,7 @@ def _reason_demo(options: argparse.Namespace) -> int:
         chunks=options.chunks,
         number=options.number,
         session=options.session,
+        memory=options.memory,
     )
     return 0
 
