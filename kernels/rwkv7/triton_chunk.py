@@ -43,14 +43,8 @@ def store_tokens(tensor, rows, columns, stride, inside, x):
 
 
 @triton.jit
-def load_tokens_t(tensor, rows, columns, stride, inside):
-    """The transpose [D, C] of what load_tokens gives."""
-    return tl.load(tensor + columns[:, None] + rows[None, :] * stride, mask=inside[None, :], other=0.0).to(tl.float32)
-
-
-@triton.jit
 def store_tokens_t(tensor, rows, columns, stride, inside, x):
-    """The inverse of load_tokens_t, in the tensor's own dtype."""
+    """As store_tokens, of x transposed: [D, C]."""
     x = narrow(x, tensor.dtype.element_ty)
     tl.store(tensor + columns[:, None] + rows[None, :] * stride, x, mask=inside[None, :])
 

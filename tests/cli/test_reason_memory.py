@@ -39,8 +39,6 @@ REASON = (
     "reasoning.agent={task: chunk_recall, chunks: 2, difficulty: {pairs: 1}}",
 )
 BOOK = " ".join(str(number) for number in random.Random(1).sample(range(10**8, 10**9), 60))  # no chunk comes twice
-    f"The value of thing number {number} is {1000 + 7 * number} and {3000 + number} of others." for number in range(30)
-]
 
 
 @pytest.fixture(scope="module")

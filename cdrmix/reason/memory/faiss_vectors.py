@@ -44,15 +44,15 @@ class FaissVectors:
         return np.concatenate(parts)
 
     def add(self, ids: Integers, keys: Floats) -> None:
-        """See Vectors."""
+        """See ExactVectors."""
         self._index.add_with_ids(keys, ids)
 
     def remove(self, ids: Integers) -> None:
-        """See Vectors."""
+        """See ExactVectors."""
         self._index.remove_ids(ids)
 
     def search(self, queries: Floats, count: int, hidden: Integers) -> tuple[Integers, Floats]:
-        """See Vectors. Of an inverted file PROBES lists are read."""
+        """See ExactVectors. Of an inverted file PROBES lists are read."""
         wanted, total = min(count + 1, self._index.ntotal), self._index.ntotal
         parameters = self._parameters(hidden)
         while True:

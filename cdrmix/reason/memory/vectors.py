@@ -1,12 +1,12 @@
-"""Vectors searched by inner product, under ids: exactly by NumPy, or by FAISS where it is installed.
+"""Vectors searched by inner product, under ids, by NumPy: exactly. faiss_vectors.py does the same by FAISS.
 
-Both give the same: of every query the largest products, and of equal ones the older vector first. Products are sums in
-another order, so that they agree to float32's rounding.
+Both give of every query the largest products, and of equal ones the older vector first. Products are summed in another
+order, so that they agree to float32's rounding.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -14,22 +14,6 @@ from cdrmix.reason.memory.episode_log import Floats
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 BLOCK = 1 << 22  # products of float32 that are held at once, of a search by NumPy
-
-
-class Vectors(Protocol):
-    """What an episodic index searches."""
-
-    def add(self, ids: Integers, keys: Floats) -> None:
-        """Keys [n, dim] under new ids, ascending and above all there are."""
-
-    def remove(self, ids: Integers) -> None:
-        """Takes ids out."""
-
-    def search(self, queries: Floats, count: int, hidden: Integers) -> tuple[Integers, Floats]:
-        """Of every query [Q, dim] the ids of the largest products, [Q, count], and those; -1 where there are fewer.
-
-        hidden: ids that are not to be found.
-        """
 
 
 class ExactVectors:
@@ -40,16 +24,19 @@ class ExactVectors:
         self._keys: Floats = np.empty((0, dim), np.float32)
 
     def add(self, ids: Integers, keys: Floats) -> None:
-        """See Vectors."""
+        """Keys [n, dim] under new ids, ascending and above all there are."""
         self._ids, self._keys = np.concatenate([self._ids, ids]), np.concatenate([self._keys, keys])
 
     def remove(self, ids: Integers) -> None:
-        """See Vectors."""
+        """Takes ids out."""
         kept = ~np.isin(self._ids, ids)
         self._ids, self._keys = self._ids[kept], self._keys[kept]
 
     def search(self, queries: Floats, count: int, hidden: Integers) -> tuple[Integers, Floats]:
-        """See Vectors."""
+        """Of every query [Q, dim] the ids of the largest products, [Q, count], and those; id -1 where there are fewer.
+
+        hidden: ids that are not to be found.
+        """
         seen = ~np.isin(self._ids, hidden)
         ids, scores = np.full((len(queries), count), -1, np.int64), np.full((len(queries), count), -np.inf, np.float32)
         for place, query in enumerate(queries):
