@@ -14,7 +14,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cdrmix.config.schema import Train
 from cdrmix.data.batch import Batch
-from cdrmix.eval.perplexity import logits_nats
 from cdrmix.model.loss import LossModel
 from cdrmix.training.engine import AUTOCAST
 from cdrmix.training.optim import make_optimizer, parameter_groups
@@ -99,8 +98,11 @@ def llama(
 
 
 def llama_nats(model: nn.Module, batch: Batch) -> Tensor:
-    """Summed nats of a batch's targets: a float64 scalar. Rows are read as one document, which is common practice."""
-    return logits_nats(model(input_ids=batch.ids_BT).logits, batch)
+    """Summed nats of a batch's targets: a float64 scalar. Rows are read whole, as such models are commonly trained."""
+    nats_BT = torch.nn.functional.cross_entropy(
+        model(input_ids=batch.ids_BT).logits.flatten(0, 1).float(), batch.targets_BT.flatten(), reduction="none"
+    ).view_as(batch.targets_BT)
+    return (nats_BT.double() * batch.weights_BT.double()).sum()
 
 
 class LlamaLoop:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import argparse
 import errno
-import json
 import os
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from cdrmix.config.schema import Config
+from cdrmix import commands
 from cdrmix.data.escaping import escape_unprintable
 from cdrmix.errors import CdrmixError, ConfigError, DiskFullError, Preempted
 from cdrmix.gpus import GPUS
@@ -115,10 +114,10 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     top.add_argument("--traceback", action="store_true", help="print the Python traceback of an error")
-    commands = top.add_subparsers(dest="name", required=True, metavar="COMMAND")
+    subparsers = top.add_subparsers(dest="name", required=True, metavar="COMMAND")
 
     def add(name: str, command: object, text: str, *, config: bool | None = None) -> argparse.ArgumentParser:
-        sub = commands.add_parser(
+        sub = subparsers.add_parser(
             name, help=text, description=text, allow_abbrev=False, epilog=OVERRIDES if config is not None else None
         )
         sub.set_defaults(command=command)
@@ -126,7 +125,9 @@ def parser() -> argparse.ArgumentParser:
             sub.add_argument("--config", required=config, type=Path, metavar="YAML", help="the configuration file")
         return sub
 
-    train = add("train", _train, "run everything: prepare the text, train, evaluate, export, report", config=True)
+    train = add(
+        "train", commands.train, "run everything: prepare the text, train, evaluate, export, report", config=True
+    )
     train.add_argument("--nproc", type=_positive, default=1, metavar="N", help="number of processes on this machine")
     train.add_argument(
         "--resume", metavar="auto|PATH", help="continue a run: auto is the newest unfinished run of this configuration"
@@ -135,14 +136,14 @@ def parser() -> argparse.ArgumentParser:
         "print the plan of the run on this machine and stop; exit code 2 if it does not fit, 3 if the text is missing"
     )
     train.add_argument("--dry-run", action="store_true", help=text)
-    _add_data(commands)
-    add("validate", _validate, "check a configuration and print the value of every key", config=True)
+    _add_data(subparsers)
+    add("validate", commands.validate, "check a configuration and print the value of every key", config=True)
     text = "print every key of a configuration file, or one key or section: type, default, meaning"
-    add("config", _config, text).add_argument(
+    add("config", commands.config, text).add_argument(
         "key", nargs="?", metavar="KEY", help="a key or a section, for example train.zero_stage or data (default: all)"
     )
     text = "estimate memory, operations, time and disk of a training; if it does not fit, suggest settings that do"
-    plan = add("plan", _plan, text, config=True)
+    plan = add("plan", commands.plan, text, config=True)
     plan.add_argument(
         "--gpu",
         choices=[*(gpu.key for gpu in GPUS), "cpu"],
@@ -152,15 +153,24 @@ def parser() -> argparse.ArgumentParser:
         "--gpus", type=_positive, default=1, metavar="N", help="number of devices, one process each (default 1)"
     )
     plan.add_argument("--json", action="store_true", help="print JSON instead of a table; unknown values are null")
-    add("params", _params, "count stored and active parameters without building the model", config=True)
+    add("params", commands.params, "count stored and active parameters without building the model", config=True)
 
-    evaluate = add(
-        "eval", _eval, "measure bits per byte on held-out text, and compare with unigram, gzip, zstd", config=False
+    text = (
+        "measure bits per byte on held-out text, and compare with unigram, gzip, zstd; with --tasks: measure the share "
+        "of right answers to generated questions, by length"
     )
+    evaluate = add("eval", commands.eval, text, config=False)
     _model(evaluate)
     _device(evaluate)
     evaluate.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    generate = add("generate", _generate, "continue a prompt and print the text while it is generated")
+    text = "tasks or families of tasks, such as recall,ruler,mqar,babilong; all: every one"
+    evaluate.add_argument("--tasks", type=_names, metavar="A,B", help=text)
+    text = "tokens of a question with its answer (default 1k,4k; 1k is 1024); may be beyond the training length"
+    evaluate.add_argument("--lengths", type=_lengths, metavar="1k,4k", help=text)
+    evaluate.add_argument("--count", type=_positive, metavar="N", help="questions of each task and length (default 50)")
+    evaluate.add_argument("--seed", type=int, metavar="N", help="which questions (default 1)")
+    evaluate.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the table as a picture too")
+    generate = add("generate", commands.generate, "continue a prompt and print the text while it is generated")
     _model(generate)
     _device(generate)
     generate.add_argument("--prompt", default="", help="text to continue (default: empty, which begins a new document)")
@@ -191,16 +201,18 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--max-new-tokens", type=int, default=256, metavar="N", help="end after N tokens (default 256)"
     )
-    export = add("export", _export, "write the model of a run to a read-only folder with checksums")
+    export = add("export", commands.export, "write the model of a run to a read-only folder with checksums")
     _model(export)
+    text = "which of a run's: best (on held-out text), last, or a checkpoint (default: the run's export.checkpoint)"
+    export.add_argument("--checkpoint", metavar="best|last|PATH", help=text)
     where = export.add_mutually_exclusive_group()
     where.add_argument("--out", type=Path, metavar="PATH", help="folder to create (default: export/ in the run folder)")
     where.add_argument(
         "--rwkv", type=Path, metavar="OUT.pth", help="write a pure RWKV-7 model for the rwkv package instead"
     )
-    _add_reason(commands)
+    _add_reason(subparsers)
     ablate = add(
-        "ablate", _ablate, "train small models with a mechanism on and off, and print a comparison", config=True
+        "ablate", commands.ablate, "train small models with a mechanism on and off, and print a comparison", config=True
     )
     ablate.add_argument("--seeds", type=_seeds, metavar="1,2,3", help="seeds to run (default: those of the file)")
     ablate.add_argument("--arms", type=lambda text: text.split(","), metavar="A,B", help="arms to run (default: all)")
@@ -208,26 +220,28 @@ def parser() -> argparse.ArgumentParser:
         "--out", type=Path, metavar="FOLDER", help="folder of the results (default: experiments/ablations)"
     )
     compare = add(
-        "compare", _compare, "compare the final weights of two runs bit for bit; exit code 0 if identical, 1 if not"
+        "compare",
+        commands.compare,
+        "compare the final weights of two runs bit for bit; exit code 0 if identical, 1 if not",
     )
     compare.add_argument("runs", nargs=2, type=Path, metavar="RUN", help="a run, checkpoint or export folder")
-    report = add("report", _report, "write loss.png, load.png and report.html of a run again")
+    report = add("report", commands.report, "write loss.png, load.png and report.html of a run again")
     report.add_argument("run", type=Path, metavar="RUN", help="the run folder")
     return top
 
 
-def _add_data(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_data(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """`data` has commands of its own."""
     text = "prepare text without training, and inspect prepared text"
-    data = commands.add_parser("data", help=text, description=text, allow_abbrev=False)
+    data = subparsers.add_parser("data", help=text, description=text, allow_abbrev=False)
     actions = data.add_subparsers(dest="action", required=True, metavar="COMMAND")
     text = "clean, deduplicate, tokenise and pack the text into shards, which later runs reuse; print their folder"
     prepare = actions.add_parser("prepare", help=text, description=text, allow_abbrev=False, epilog=OVERRIDES)
-    prepare.set_defaults(command=_data_prepare, name="data prepare")
+    prepare.set_defaults(command=commands.data_prepare, name="data prepare")
     prepare.add_argument("--config", required=True, type=Path, metavar="YAML", help="the configuration file")
     text = "print statistics of prepared shards, and decoded rows with their documents"
     inspect = actions.add_parser("inspect", help=text, description=text, allow_abbrev=False, epilog=GUTTER)
-    inspect.set_defaults(command=_data_inspect, name="data inspect")
+    inspect.set_defaults(command=commands.data_inspect, name="data inspect")
     inspect.add_argument("shards", type=Path, metavar="SHARDS", help="the folder that `cdrmix data prepare` prints")
     inspect.add_argument("--split", choices=["train", "valid"], default="train", help="which split (default: train)")
     inspect.add_argument("--row", type=int, metavar="N", help="first row to print, counted from 0 (default 0)")
@@ -235,14 +249,14 @@ def _add_data(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     inspect.add_argument("--domain", metavar="NAME", help="print only rows of this domain")
 
 
-def _add_reason(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_reason(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """`reason` has commands of its own."""
     text = "use a model that was trained in stage B"
-    reason = commands.add_parser("reason", help=text, description=text, allow_abbrev=False)
+    reason = subparsers.add_parser("reason", help=text, description=text, allow_abbrev=False)
     actions = reason.add_subparsers(dest="action", required=True, metavar="COMMAND")
     text = "read a document chunk by chunk, show what the model stores, answer a question about it"
     demo = actions.add_parser("demo", help=text, description=text, allow_abbrev=False)
-    demo.set_defaults(command=_reason_demo, name="reason demo")
+    demo.set_defaults(command=commands.reason_demo, name="reason demo")
     _model(demo)
     _device(demo)
     demo.add_argument(
@@ -262,6 +276,8 @@ def _add_reason(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     demo.add_argument(
         "--session", type=Path, metavar="FILE", help="continue from this file if it exists, and save to it"
     )
+    text = "keep committed chunks in a durable index in this folder; answer from all that was read into it"
+    demo.add_argument("--memory", type=Path, metavar="FOLDER", help=text)
 
 
 def _model(sub: argparse.ArgumentParser) -> None:
@@ -284,193 +300,24 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _train(options: argparse.Namespace) -> int:
-    config = Config.from_yaml(options.config, options.overrides)
-    if options.dry_run:
-        if options.resume:
-            raise ConfigError("--dry-run plans a new run; remove --resume")
-        from cdrmix.data.prepare import open_inputs
-
-        status = _print_plan(config, None, options.nproc, False)
-        open_inputs(config)  # a missing input would stop the run too
-        return status
-    if options.nproc > 1:
-        launch.check_processes(config, options.nproc)
-        arguments = ["train", "--config", str(options.config), *options.overrides]
-        arguments += ["--resume", options.resume] if options.resume else []
-        arguments += ["--traceback"] if options.traceback else []
-        status, message = launch.launch(options.nproc, arguments)
-        if message:
-            print(message, file=sys.stderr)
-        return status
-    from cdrmix.workflow import run_all
-
-    run_all(config, options.resume)
-    return 0
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"must be names with commas between; found {text!r}")
+    return names
 
 
-def _data_prepare(options: argparse.Namespace) -> int:
-    from cdrmix.data.prepare import prepare
-
-    print(prepare(Config.from_yaml(options.config, options.overrides)).path)
-    return 0
-
-
-def _data_inspect(options: argparse.Namespace) -> int:
-    from cdrmix.data.inspection import inspect
-
-    coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    _show_every_character()
-    for line in inspect(
-        options.shards,
-        split=options.split,
-        row=options.row,
-        rows=options.rows,
-        domain=options.domain,
-        coloured=coloured,
-    ):
-        print(line)
-    return 0
-
-
-def _validate(options: argparse.Namespace) -> int:
-    from cdrmix.data.prepare import check_names
-
-    config = Config.from_yaml(options.config, options.overrides)
-    check_names(config)
-    if config.reasoning is not None:
-        from cdrmix.reason.stage_b import check_stage_b
-
-        check_stage_b(config)
-    print(config.to_yaml(), end="")
-    return 0
-
-
-def _config(options: argparse.Namespace) -> int:
-    from cdrmix.config.reference import reference
-
-    print(reference(options.key), end="")
-    return 0
-
-
-def _plan(options: argparse.Namespace) -> int:
-    return _print_plan(Config.from_yaml(options.config, options.overrides), options.gpu, options.gpus, options.json)
-
-
-def _print_plan(config: Config, gpu: str | None, processes: int, as_json: bool) -> int:
-    """Returns exit code 0 if the configuration fits or the memory is unknown, 2 if it does not fit."""
-    import torch
-
-    from cdrmix.plan.machine import machine_for
-    from cdrmix.plan.plan import make_plan, plan_table
-    from cdrmix.runtime import check_cpu, check_gpu
-
-    launch.check_processes(config, processes)
-    machine = machine_for(config, gpu, processes)
-    if machine.platform == "cpu":
-        check_cpu(config.train.precision)
-    elif machine.at_hand:
-        check_gpu(torch.device("cuda", 0), config.train.precision)
-    plan = make_plan(config, machine, processes, say=lambda text: print(text, file=sys.stderr, flush=True))
-    print(json.dumps(plan.as_json(), indent=2, allow_nan=False) if as_json else plan_table(plan))
-    return ConfigError.exit_code if plan.fit.fits is False else 0
-
-
-def _params(options: argparse.Namespace) -> int:
-    from cdrmix.plan.parameters import count_parameters, parameter_table
-
-    config = Config.from_yaml(options.config, options.overrides)
-    print(parameter_table(config, count_parameters(config.model, config.reasoning)))
-    return 0
-
-
-def _eval(options: argparse.Namespace) -> int:
-    from cdrmix.run_folder import finite
-    from cdrmix.workflow import evaluate_model, held_out_table
-
-    held_out = evaluate_model(options.model, options.config, options.overrides, device=options.device)
-    print(json.dumps(finite(vars(held_out)), indent=2, allow_nan=False) if options.json else held_out_table(held_out))
-    return 0
-
-
-def _generate(options: argparse.Namespace) -> int:
-    from cdrmix.inference.sampling import Sampling
-    from cdrmix.inference.text_model import load
-
-    sampling = Sampling(
-        temperature=options.temperature,
-        top_p=options.top_p,
-        top_k=options.top_k,
-        min_p=options.min_p,
-        repetition_penalty=options.repetition_penalty,
-        seed=options.seed,
-        max_new_tokens=options.max_new_tokens,
-        stop=tuple(options.stop),
-    )
-    pieces = load(options.model, device=options.device).stream(options.prompt, sampling)
-    _show_every_character()
-    print(options.prompt, end="", flush=True)
-    for _, piece in pieces:
-        print(piece, end="", flush=True)
-    print()
-    return 0
-
-
-def _show_every_character() -> None:
-    """Prints a character that the terminal cannot encode as its code; without this, printing would fail midway."""
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-
-
-def _reason_demo(options: argparse.Namespace) -> int:
-    from cdrmix.reason.demo import demonstrate
-    from cdrmix.workflow import load_alone
-
-    if (options.document is None) != (options.question is None):
-        raise ConfigError("--document and --question must be given together: a text, and a question about it")
-    _show_every_character()
-    demonstrate(
-        load_alone(options.model, options.device),
-        document=options.document,
-        question=options.question,
-        chunks=options.chunks,
-        number=options.number,
-        session=options.session,
-    )
-    return 0
-
-
-def _ablate(options: argparse.Namespace) -> int:
-    from cdrmix.reason.experiments.ablation import run
-
-    outcome = run(options.config, options.overrides, options.seeds, options.out, arms=options.arms)
-    return 0 if outcome.holds else 1
+def _lengths(text: str) -> list[int]:
+    """1k,4k or 1024,4096."""
+    lengths = []
+    for part in text.split(","):
+        number = part.strip().lower()
+        lengths.append(1024 * _positive(number[:-1]) if number.endswith("k") else _positive(number))
+    return lengths
 
 
 def _seeds(text: str) -> list[int]:
     return [_positive(part) for part in text.split(",")]
-
-
-def _export(options: argparse.Namespace) -> int:
-    from cdrmix.workflow import export_rwkv, export_to
-
-    print(export_rwkv(options.model, options.rwkv) if options.rwkv else export_to(options.model, options.out))
-    return 0
-
-
-def _compare(options: argparse.Namespace) -> int:
-    from cdrmix.compare import compare
-
-    comparison = compare(*options.runs)
-    print("\n".join(comparison.lines))
-    return 0 if comparison.identical else 1
-
-
-def _report(options: argparse.Namespace) -> int:
-    from cdrmix.report.report import write_report
-    from cdrmix.run_folder import RunFolder
-
-    print(write_report(RunFolder.open(options.run)))
-    return 0
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ import ctypes
 import os
 import platform
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,7 @@ import torch
 
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
-from cdrmix.kernels.common.products import multiply_on_one_thread, set_num_threads
+from cdrmix.kernels.common.products import COLUMNS, is_wide, multiply_on_one_thread, set_num_threads
 from cdrmix.ops.backend import check_served
 
 BF16_CAPABILITY = (8, 0)  # lowest compute capability with bfloat16 products (Ampere)
@@ -100,11 +102,32 @@ def be_deterministic() -> None:
     """Makes PyTorch refuse operations whose result depends on timing or, on a CPU, on the number of threads."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     os.environ.setdefault("NCCL_ALGO", "Ring")  # one order of summation
-    torch.use_deterministic_algorithms(True)
+    # Equals torch.use_deterministic_algorithms(True), which also imports torch.compile's compiler and takes 1 s longer;
+    # see training/compiling.py.
+    torch.set_deterministic_debug_mode("error")
     # That setting also fills each torch.empty, which costs a pass over memory. cdrmix never reads such values.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
     multiply_on_one_thread()
+
+
+@contextmanager
+def threads_for(rows: int) -> Iterator[None]:
+    """Within it, one CPU thread where products of so many rows take no more (see `products.is_wide`).
+
+    What is left to share is the norms and sums of few rows, some 10 us, less than waking a second thread costs: on two
+    cores beside another busy process a token of core-tiny takes 15 ms with one thread and 51 ms with two. No bit
+    depends on the number.
+    """
+    threads = torch.get_num_threads()
+    if threads == 1 or is_wide(rows, COLUMNS):
+        yield
+        return
+    set_num_threads(1)
+    try:
+        yield
+    finally:
+        set_num_threads(threads)
 
 
 def keep_freed_memory() -> None:

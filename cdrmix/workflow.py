@@ -22,11 +22,13 @@ from cdrmix.data.shards import ShardSet, open_shards
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.durable import sha256_file
 from cdrmix.errors import CdrmixError, CheckpointError, ConfigError, ExportMismatchError
+from cdrmix.eval.evaluation import Scores, evaluate_by_length, evaluations
 from cdrmix.eval.perplexity import HeldOut, held_out
 from cdrmix.hf.card import STAGE_A_ONLY
+from cdrmix.hf.choice import BEST, LAST, choose_checkpoint
 from cdrmix.hf.export import export_model, exported_step
 from cdrmix.hf.rwkv_names import export_official_rwkv7
-from cdrmix.inference.checkpoints import list_checkpoints, newest_whole_checkpoint, step_of
+from cdrmix.inference.checkpoints import MANIFEST, list_checkpoints, newest_whole_checkpoint, step_of
 from cdrmix.inference.generate import generate
 from cdrmix.inference.load import SUMS, Loaded, load_model, run_of, verify
 from cdrmix.inference.sampling import Sampling
@@ -71,6 +73,9 @@ def run_all(config: Config, resume: str | Path | None = None, *, callbacks: Sequ
     world = join(config)
     check_processes(config, world.size)
     check_trackers(config)
+    wanted = config.export.checkpoint
+    if wanted not in (BEST, LAST) and Path(wanted).name != wanted and not Path(wanted).is_dir():
+        raise ConfigError(f"export.checkpoint: {wanted} does not exist; name a checkpoint, or {BEST} or {LAST}")
     if config.reasoning is None or config.reasoning.backbone is None:
         _first_process(
             world,
@@ -222,21 +227,34 @@ def _after_training(run: RunFolder, shards: ShardSet, device: torch.device) -> N
     ):
         found = evaluate_stage_b(load_stage_b(loaded), loaded.config, loaded.tokenizer, run.say)
         run.update_summary({"mechanisms": found, "mechanisms_step": loaded.step})
-    if not _is_exported(run, loaded.step):
-        row = shards.valid.read(0, min(loaded.config.data.row_length, shards.valid.tokens)).tolist()
-        sessions = _demonstrate(loaded, run)
-        export_model(loaded, run.export, summary=run.summary(), held_out_row=row, replace=True, attachments=sessions)
-        run.say(f"Exported to {run.export}. The exported model gives the same logits, bit for bit")
-        if sessions:
-            _answers_the_same(run)
-    sizes = [path.stat().st_size for path in run.export.iterdir()]
-    run.update_summary({"export": {"path": run.export.name, "files": len(sizes), "bytes": sum(sizes)}})
+    _export(run, shards, loaded, device)
     text = "".join(piece for _, piece in generate(loaded.model, loaded.tokenizer, [SAMPLE_PROMPT], [SAMPLE]))
     run.update_summary({"sample": {"prompt": SAMPLE_PROMPT, "text": text}})
     run.say(f"Sample:\n{SAMPLE_PROMPT}{text}\n")
     write_report(run)
     run.update_summary({"finished": True})
     run.say(f"Report: {run.report}")
+
+
+def _export(run: RunFolder, shards: ShardSet, last: Loaded, device: torch.device) -> None:
+    """Exports the checkpoint that the configuration asks for, with its own figures on held-out text."""
+    chosen, reason = choose_checkpoint(run, last.config.export.checkpoint)
+    chosen = last if chosen.step == last.step else chosen._replace(model=chosen.model.to(device))
+    if not _is_exported(run, chosen.step):
+        run.say(f"Exporting step {chosen.step}, {reason}")
+        row = shards.valid.read(0, min(chosen.config.data.row_length, shards.valid.tokens)).tolist()
+        summary = run.summary()
+        if chosen is not last:
+            figures = dataclasses.asdict(_held_out(chosen, shards, chosen.config))
+            summary |= {"held_out": figures, "held_out_step": chosen.step}
+        sessions = _demonstrate(chosen, run)
+        export_model(chosen, run.export, summary=summary, held_out_row=row, replace=True, attachments=sessions)
+        run.say(f"Exported to {run.export}: read back, the same logits bit for bit")
+        if sessions:
+            _answers_the_same(run)
+    sizes = [path.stat().st_size for path in run.export.iterdir()]
+    facts = {"path": run.export.name, "step": chosen.step, "reason": reason, "files": len(sizes), "bytes": sum(sizes)}
+    run.update_summary({"export": facts})
 
 
 def _demonstrate(loaded: Loaded, run: RunFolder) -> list[Path]:
@@ -316,6 +334,42 @@ def evaluate_model(
     return _held_out(loaded, prepare(config, say=_to_standard_error), config)
 
 
+def evaluate_tasks(
+    model: Path,
+    tasks: Sequence[str],
+    lengths: Sequence[int],
+    *,
+    count: int = 50,
+    seed: int = 1,
+    device: str | None = None,
+) -> Scores:
+    """What the model in a run, checkpoint or export folder gets right, by task and length in tokens; greedy.
+
+    tasks: names or families of evaluations, or `all`. Progress goes to standard error.
+    Raises ConfigError for a task that there is not, and where none has questions of the lengths.
+    """
+    names = evaluations(tasks)
+    loaded = load_alone(model, device)
+
+    def answer(prompts: Sequence[str], limits: Sequence[int]) -> list[str]:
+        samplings = [Sampling(temperature=0.0, max_new_tokens=limit) for limit in limits]
+        answers = [""] * len(prompts)
+        for number, piece in generate(loaded.model, loaded.tokenizer, prompts, samplings):
+            answers[number] += piece
+        return answers
+
+    return evaluate_by_length(
+        names,
+        lengths,
+        answer,
+        loaded.tokenizer,
+        count=count,
+        seed=seed,
+        training_length=loaded.config.data.row_length,
+        say=_to_standard_error,
+    )
+
+
 def load_alone(model: Path, device: str | None = None) -> Loaded:
     """Loads a model for use in this process alone, on its device and with the threads of its configuration.
 
@@ -329,25 +383,42 @@ def _to_standard_error(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def export_to(model: Path, out: Path | None) -> Path:
+def export_to(model: Path, out: Path | None, checkpoint: str | None = None) -> Path:
     """Exports the model of a run or checkpoint folder to `out`, or to export/ in its run folder.
 
+    checkpoint: of a run, instead of export.checkpoint in its configuration.
     Raises ConfigError if another process is working on the run and `out` is None.
     """
     if (model / SUMS).is_file():
         raise CheckpointError(f"{model} is already an exported model")
     run = RunFolder.open(run_of(model).path)
+    loaded = _to_export(model, checkpoint)
     with contextlib.nullcontext() if out else run.locked():
-        return export_model(load_model(model), out or run.export, summary=run.summary())
+        return export_model(loaded, out or run.export, summary=run.summary())
 
 
-def export_rwkv(model: Path, out: Path) -> Path:
+def export_rwkv(model: Path, out: Path, checkpoint: str | None = None) -> Path:
     """Writes the model of a run, checkpoint or export folder to a .pth file for the `rwkv` package.
 
+    checkpoint: of a run, instead of export.checkpoint in its configuration.
     Raises ConfigError with all reasons if the model is not a pure RWKV-7.
     """
-    loaded = load_model(model)
+    loaded = _to_export(model, checkpoint)
     return export_official_rwkv7(loaded.config.model, loaded.model.state_dict(), out)
+
+
+def _to_export(model: Path, checkpoint: str | None) -> Loaded:
+    """The model of a run that is to be exported, said on standard error with the reason; another folder's own model."""
+    if not (model / "config_snapshot.yaml").is_file() or (model / SUMS).is_file() or (model / MANIFEST).is_file():
+        if checkpoint is not None:
+            raise ConfigError(
+                f"--checkpoint is for a run folder, of which it chooses one; {model} is a model by itself"
+            )
+        return load_model(model)
+    run = RunFolder.open(model, writes=False)
+    loaded, reason = choose_checkpoint(run, checkpoint or Config.from_yaml(run.config_snapshot).export.checkpoint)
+    _to_standard_error(f"Exporting step {loaded.step}, {reason}")
+    return loaded
 
 
 def held_out_table(figures: HeldOut) -> str:

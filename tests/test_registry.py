@@ -9,8 +9,8 @@ import pydoc
 import tarfile
 
 import pytest
-from cdrmix.config.nodes import ANY
 
+from cdrmix.config.nodes import ANY
 from cdrmix.config.schema_types import every_key
 from cdrmix.registry import edit_distance, nearest
 

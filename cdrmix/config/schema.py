@@ -39,6 +39,7 @@ NOT_HASHED: dict[str, Any] = {
     "data": {"cache", "engine", "workers", "memory_mb"},  # the shards are the same
     "train": {"keep_last", "log_every", "expert_parallel", "profile"},
     "logging": True,
+    "export": True,
 }
 
 
@@ -296,6 +297,14 @@ class Logging(Section):
     """Log to MLflow."""
 
 
+class Export(Section):
+    """The checkpoint of a run that is exported. With train.ema_decay the average of its weights is exported."""
+
+    checkpoint: Text = "best"
+    """best: that of the best validation of stage A; after stage B the last one. last: the last one. Or the name or path
+    of a checkpoint."""
+
+
 class Config(Section):
     """One run. A `reasoning` section makes it a reasoning run (stage A, then stage B)."""
 
@@ -304,6 +313,7 @@ class Config(Section):
     data: Data = Field(default_factory=Data)
     train: Train
     logging: Logging = Field(default_factory=Logging)
+    export: Export = Field(default_factory=Export)
     reasoning: Reasoning | None = None
     """Stage B. null: the run trains stage A only."""
     ablation: Ablation | None = None

@@ -66,14 +66,6 @@ def loss_model_nats(model: nn.Module, batch: Batch) -> Tensor:
     return model(batch.ids_BT, batch.targets_BT, batch.weights_BT, batch.cu_seqlens_N, 1.0, 1.0).next_token_sum
 
 
-def logits_nats(logits_BTV: Tensor, batch: Batch) -> Tensor:
-    """Weighted sum of the nats of the targets under logits [B, T, V]: a float64 scalar. For other models."""
-    nats_BT = nn.functional.cross_entropy(
-        logits_BTV.flatten(0, 1).float(), batch.targets_BT.flatten(), reduction="none"
-    ).view_as(batch.targets_BT)
-    return (nats_BT.double() * batch.weights_BT.double()).sum()
-
-
 def evaluate(
     model: nn.Module,
     batches: Iterable[Batch],

@@ -13,7 +13,7 @@ def routing_metrics(
 ) -> dict[str, list[float]]:
     """Load metrics of each layer for one global batch.
 
-    demand_LE: number of routes to each expert before a capacity is applied, [layers, E].
+    tokens_per_expert_LE: number of routes to each expert before a capacity is applied, [layers, E].
     counts_LE: number of rows that each expert computed after the capacity; None if nothing was dropped.
 
     Returns lists with one value for each layer:

@@ -1,7 +1,8 @@
 """Generates text token by token. Each token costs one forward pass of one token with the cache of the tokens before it.
 
-The cache of RWKV-7 and Mamba-2 blocks has a constant size. Attention blocks keep their keys and values. Prompts of the
-same length run in one batch, because an attention cache has one length.
+The cache of RWKV-7 and Mamba-2 blocks has a constant size. Attention blocks keep their keys and values. Prompts of
+different lengths are continued in one batch. They are read as packed documents. A long prompt is read in pieces, so
+that only the keys and values of attention grow with its length.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -16,8 +18,12 @@ from torch import Tensor
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import ConfigError
 from cdrmix.inference.sampling import Sampling, draw
-from cdrmix.model.cache import select
+from cdrmix.model.cache import concatenated, select
 from cdrmix.model.language_model import Cache, LanguageModel
+from cdrmix.runtime import threads_for
+
+PREFILL_TOKENS = 4096  # of prompts that are read in one forward pass
+SHORTEST_PIECE = 64  # tokens a row of such a pass, of however many rows
 
 
 @dataclass
@@ -55,20 +61,20 @@ def decode(model: LanguageModel, rows: Sequence[Row], vocabulary: int | None = N
 
     vocabulary: only ids below it are sampled; a tokenizer may have fewer ids than the model.
 
-    The tokens of a row depend on its ids and its sampling. They depend on the other rows only through rounding: a
-    matrix product with more rows may round differently.
+    The tokens of a row depend on its ids and its sampling. They depend on the other rows only through rounding: on a
+    CPU, matrix products of one to three rows round differently from those of more. Models with plastic adapters count
+    chunks from the start of a row, so their rows are batched by length.
     """
     device = next(model.parameters()).device
-    by_length: dict[int, list[int]] = {}
+    together: dict[int, list[int]] = {}
     for number, row in enumerate(rows):
-        by_length.setdefault(len(row.ids), []).append(number)
-    batches = []
-    for numbers in by_length.values():
-        ids_BT = torch.tensor([rows[number].ids for number in numbers], device=device)
-        batches.append((numbers, *_forward(model, ids_BT, None, vocabulary)))
+        together.setdefault(len(row.ids) if model.adapters else 0, []).append(number)
+    batches = [(numbers, *_prefill(model, [rows[number].ids for number in numbers])) for numbers in together.values()]
     while batches:
         going_on = []
-        for numbers, logits_BV, cache in batches:
+        for numbers, hidden_BD, cache in batches:
+            with torch.no_grad():
+                logits_BV = model.logits(hidden_BD)[:, :vocabulary]
             for number, logits_V in zip(numbers, logits_BV, strict=True):
                 yield number, rows[number].draw(logits_V)
             kept = [
@@ -82,15 +88,53 @@ def decode(model: LanguageModel, rows: Sequence[Row], vocabulary: int | None = N
                 cache = select(cache, torch.tensor(kept, device=device))
                 numbers = [numbers[place] for place in kept]
             last_B1 = torch.tensor([rows[number].ids[-1:] for number in numbers], device=device)
-            going_on.append((numbers, *_forward(model, last_B1, cache, vocabulary)))
+            going_on.append((numbers, *_forward(model, last_B1, cache)))
         batches = going_on
 
 
-def _forward(model: LanguageModel, ids_BT: Tensor, cache: Cache | None, vocabulary: int | None) -> tuple[Tensor, Cache]:
-    """Logits [B, vocabulary] after the last token of each row, and the cache after it."""
-    with torch.no_grad():  # not around the generator: an abandoned generator would leave it at exit
-        output = model(ids_BT, cache=cache, return_cache=True)
-        return model.logits(output.hidden_BTD[:, -1])[:, :vocabulary], output.cache
+def _prefill(model: LanguageModel, prompts: Sequence[list[int]]) -> tuple[Tensor, Cache]:
+    """The hidden states [B, D] of the last tokens of the prompts, and the cache after them."""
+    device = next(model.parameters()).device
+    if len({len(ids) for ids in prompts}) == 1:
+        ids_BT, cache = torch.tensor(prompts, device=device), None
+        for piece_BT in ids_BT.split(max(SHORTEST_PIECE, PREFILL_TOKENS // len(prompts)), dim=1):
+            hidden_BD, cache = _forward(model, piece_BT, cache)
+        assert cache is not None
+        return hidden_BD, cache
+    parts = []
+    for pack in _packs(prompts):
+        if len(pack) == 1:
+            parts.append(_prefill(model, pack))
+            continue
+        bounds = torch.tensor([0, *accumulate(map(len, pack))], dtype=torch.int32, device=device)
+        ids_1T = torch.tensor([[token for ids in pack for token in ids]], device=device)
+        parts.append(_forward(model, ids_1T, None, bounds))
+    hidden, caches = zip(*parts, strict=True)
+    return torch.cat(hidden), concatenated(*caches)
+
+
+def _packs(prompts: Sequence[list[int]]) -> list[list[list[int]]]:
+    """Groups the prompts in their order, up to PREFILL_TOKENS tokens a group. A longer prompt is a group of its own."""
+    packs: list[list[list[int]]] = []
+    left = 0
+    for ids in prompts:
+        if not packs or len(ids) > left:
+            packs.append([])
+            left = PREFILL_TOKENS
+        packs[-1].append(ids)
+        left -= len(ids)
+    return packs
+
+
+def _forward(
+    model: LanguageModel, ids_BT: Tensor, cache: Cache | None, cu_seqlens: Tensor | None = None
+) -> tuple[Tensor, Cache]:
+    """The hidden states [B, D] of the last token of each row, or of each packed document, and the cache after it."""
+    # Not around the generator: an abandoned generator would leave these contexts at exit.
+    with torch.no_grad(), threads_for(ids_BT.numel()):
+        output = model(ids_BT, cache=cache, return_cache=True, cu_seqlens=cu_seqlens)
+        hidden = output.hidden_BTD
+        return hidden[:, -1] if cu_seqlens is None else hidden.flatten(0, 1)[cu_seqlens[1:].long() - 1], output.cache
 
 
 class TextStream:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cdrmix.model.block import BlockCache
 from cdrmix.model.language_model import Cache
-from cdrmix.model.mixers.attention import AttentionCache, KeyValueBuffer
+from cdrmix.model.mixers.attention import AttentionCache, KeyValueBuffer, RaggedAttentionCache, by_row
 
 
 def select(cache: Cache, rows: Tensor) -> Cache:
@@ -129,12 +129,23 @@ def _merged(merge: Callable[..., Tensor], *parts: Any) -> Any:
     first = parts[0]
     if isinstance(first, Tensor):
         return merge(*parts)
+    if isinstance(first, AttentionCache | RaggedAttentionCache) and _is_ragged(parts):
+        rows = [row for part in parts for row in by_row(part)]
+        numbers = torch.arange(len(rows), device=rows[0].keys.device)
+        order = merge(*numbers.split([len(by_row(part)) for part in parts]))
+        return RaggedAttentionCache(tuple(rows[place] for place in order.tolist()))
     if isinstance(first, tuple):
         return _tuple_like(first, (_merged(merge, *each) for each in zip(*parts, strict=True)))
     if any(isinstance(part, KeyValueBuffer) for part in parts):
         return None  # buffers are not merged: the keys and values are copied
     assert all(part == first for part in parts), "the caches end at different positions"
     return first
+
+
+def _is_ragged(parts: Sequence[AttentionCache | RaggedAttentionCache]) -> bool:
+    """Whether the rows of attention caches have unlike numbers of tokens."""
+    lengths = {part.keys.shape[2] if isinstance(part, AttentionCache) else None for part in parts}
+    return len(lengths) > 1 or None in lengths
 
 
 def _tuple_like(kind: Any, parts: Iterable[Any]) -> Any:

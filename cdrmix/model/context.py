@@ -18,14 +18,14 @@ class Angles(NamedTuple):
     sine: Tensor
 
 
-def rotary_angles(positions_T: Tensor, head_width: int, theta: float, dtype: torch.dtype) -> Angles:
+def rotary_angles(positions_BT: Tensor, head_width: int, theta: float, dtype: torch.dtype) -> Angles:
     """Rotary position embedding (arXiv 2104.09864): rotates the pair (i, i + N/2) by position * theta^(-2i/N).
 
-    positions_T: int64 [T]. Computed in float64, rounded to `dtype`; [1, T, 1, N/2].
+    positions_BT: int64 [B, T], B 1 where rows have the same. Computed in float64, rounded to `dtype`; [B, T, 1, N/2].
     """
     half = head_width // 2
-    frequencies = theta ** (-torch.arange(half, device=positions_T.device, dtype=torch.float64) / half)
-    angles = (positions_T.double().unsqueeze(-1) * frequencies)[None, :, None]
+    frequencies = theta ** (-torch.arange(half, device=positions_BT.device, dtype=torch.float64) / half)
+    angles = (positions_BT.double().unsqueeze(-1) * frequencies).unsqueeze(-2)
     return Angles(angles.cos().to(dtype), angles.sin().to(dtype))
 
 
@@ -56,13 +56,19 @@ class Context(NamedTuple):
     v_first: Tensor | None = None
     fast_weights: FastWeights | None = None
 
+    def last(self, x: Tensor) -> Tensor:
+        """The last token's [N, D] of every sequence in x [B, T, D]: of each row, or of each document of packed rows."""
+        if self.cu_seqlens is None:
+            return x[:, -1]
+        return x.flatten(0, 1)[self.cu_seqlens[1:].long() - 1]
+
 
 def make_context(
     config: Model,
     batch: int,
     length: int,
     cu_seqlens: Tensor | None,
-    past: int,
+    past: int | Tensor,
     device: torch.device,
     *,
     attends: bool,
@@ -70,8 +76,9 @@ def make_context(
     keep_cache: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> Context:
-    """The context of a batch; `past`: tokens before its rows, in the cache; `attends`: some block is attention.
+    """The context of a batch.
 
+    past: how many tokens came before its rows; int64 [B] where rows differ. attends: whether some block is attention.
     dtype: of the angles.
     """
     time = torch.arange(length, device=device).expand(batch, -1)
@@ -82,7 +89,8 @@ def make_context(
     angles = None
     if attends and config.attention.rope:
         head_width = config.d_model // config.attention.heads
-        positions = torch.arange(past, past + length, device=device)
+        since = past.unsqueeze(1) if isinstance(past, Tensor) else past
+        positions = since + torch.arange(length, device=device).unsqueeze(0)
         angles = rotary_angles(positions, head_width, config.attention.rope_theta, dtype)
         if starts is not None:  # no position exceeds a row's length
             angles = Angles(*(x[0, before] for x in angles))

@@ -19,7 +19,7 @@ from cdrmix.model.fast_weights import FastWeightOptions, FastWeightSpan, make_ad
 from cdrmix.model.feed_forward.moe import MoeFeedForward
 from cdrmix.model.feed_forward.router import Routed, Router
 from cdrmix.model.layers import AddNorm, TokenEmbedding
-from cdrmix.model.mixers.attention import AttentionCache
+from cdrmix.model.mixers.attention import AttentionCache, RaggedAttentionCache
 
 Cache = tuple[BlockCache, ...]  # of a model, by layer
 
@@ -106,15 +106,18 @@ class LanguageModel(nn.Module):
         """ids int64 [B, T]; cu_seqlens int [D + 1] over the flattened tokens: the model forgets at each start.
 
         cache: continues an earlier call's rows (one document a row, so not together with cu_seqlens).
+        return_cache: with cu_seqlens the cache has a row for each document, none of which may be empty; a model with
+            plastic adapters, which count chunks from a row's start, gives none.
         prefix_BPD: vectors in front of each row's tokens, read like embeddings; nothing is given or written for them.
         fast_weights: of a model with plastic adapters, what differs from the default.
         """
         if cache is not None and cu_seqlens is not None:
             raise ValueError("pass either cu_seqlens (packed documents) or cache (one continued document a row)")
         if return_cache and cu_seqlens is not None:
-            raise ValueError(
-                "return_cache is for one document a row; of packed documents (cu_seqlens) none is continued"
-            )
+            if self.adapters:
+                raise ValueError("return_cache with cu_seqlens: a model with plastic adapters takes one document a row")
+            if (cu_seqlens.diff() < 1).any():
+                raise ValueError("return_cache with cu_seqlens: every document must have at least one token")
         options = FastWeightOptions() if fast_weights is None else fast_weights
         batch, length = ids_BT.shape
         if not ids_BT.numel():
@@ -127,7 +130,7 @@ class LanguageModel(nn.Module):
             batch,
             prefix + length,
             cu_seqlens,
-            _past(cache),
+            _past(cache, ids_BT.device),
             ids_BT.device,
             attends=self.attends,
             prefix=prefix,
@@ -174,9 +177,11 @@ class LanguageModel(nn.Module):
         return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def _past(cache: Cache | None) -> int:
-    """How many tokens the cache has seen, by its first attention block; 0 where there is none."""
+def _past(cache: Cache | None, device: torch.device) -> int | Tensor:
+    """How many tokens the cache has seen, by its first attention block, int64 [B] where rows differ; 0 without one."""
     for block in cache or ():
         if isinstance(block.mixer, AttentionCache):
             return block.mixer.keys.shape[2]
+        if isinstance(block.mixer, RaggedAttentionCache):
+            return torch.tensor([row.keys.shape[2] for row in block.mixer.rows], device=device)
     return 0

@@ -16,6 +16,7 @@ from torch.nn import functional
 from cdrmix.kernels.fast_weights import reference
 from cdrmix.ops.backend import backend, compute_dtype, kernels_of
 from cdrmix.ops.checks import DTYPES, state_dtype
+from cdrmix.ops.operator import operator
 from cdrmix.ops.rwkv7 import KERNEL_WIDTHS, wkv7
 
 MOST_RANK = 128
@@ -226,7 +227,7 @@ def _delta(k: Tensor, v: Tensor, beta: Tensor, state: Tensor) -> Tensor:
     return last_state[:, 0, :V, :K].reshape(*whole, V, K)
 
 
-@torch.library.custom_op("cdrmix::plastic_project", mutates_args=())
+@operator("cdrmix::plastic_project", eager_gradients=False)
 def _plastic_project(x: Tensor, w: Tensor, b_up: Tensor, reads: Tensor) -> Tensor:
     """y [S, R, O] = x w^T + reads b_up^T for x [R, I], w [O, I], b_up [O, r], reads [S, R, r]."""
     kernels = kernels_of("fast_weights", "triton") if backend(x) == "triton" else reference
@@ -273,7 +274,7 @@ def _differentiate_project(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 _plastic_project.register_autograd(_differentiate_project, setup_context=_keep_project)
 
 
-@torch.library.custom_op("cdrmix::plastic_delta", mutates_args=())
+@operator("cdrmix::plastic_delta", eager_gradients=False)
 def _plastic_delta(k: Tensor, v: Tensor, beta: Tensor, state: Tensor, save: bool) -> tuple[Tensor, list[Tensor]]:
     """The last state, and what the backward pass needs besides the inputs."""
     with torch.autocast(k.device.type, enabled=False):

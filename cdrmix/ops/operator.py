@@ -1,10 +1,11 @@
 """Custom operators of PyTorch that skip PyTorch's dispatcher in eager calls on a CPU.
 
-A call through `torch.library` takes 130 to 220 us of the host's time in addition to the operator's own, forward and
-backward each (core-tiny's norms, PyTorch 2.13: as long as the norm itself). Only tracing, profiling and function
-transforms need it, so an eager call runs the same formulas in a `torch.autograd.Function`. Such a function cannot
-differentiate lists of tensors, and does not record changes of its arguments. So operators that return lists and have
-gradients, and those that change an argument, are plain `torch.library.custom_op`s.
+A call through `torch.library` takes 130 to 220 us of host time in addition to the operator's own, forward and backward
+each (core-tiny's norms, PyTorch 2.13: as long as the norm itself). Only tracing, profiling and function transforms need
+it, so an eager call runs the same formulas in a `torch.autograd.Function`, or calls the function where no gradient is
+needed. The first call through the dispatcher also imports torch.compile, which takes 1 s. Such a Function cannot
+differentiate lists of tensors: an operator that returns some has `eager_gradients=False`, and its calls with gradients
+go through the dispatcher. Operators that write to an argument are `torch.library.custom_op` alone.
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 class Operator:
     """A custom operator that changes no argument; call it as the original function, with every argument."""
 
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+    def __init__(self, name: str, function: Callable[..., Any], *, eager_gradients: bool = True) -> None:
         self._custom = torch.library.custom_op(name, function, mutates_args=())
-        self._function = function
+        self._function, self._eager_gradients = function, eager_gradients
         self._differentiable: type[torch.autograd.Function] | None = None
         self.register_fake = self._custom.register_fake
 
     def register_autograd(self, differentiate: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
         """As `torch.library`'s: setup_context(ctx, inputs, output), differentiate(ctx, *gradients)."""
         self._custom.register_autograd(differentiate, setup_context=setup_context)
+        if not self._eager_gradients:
+            return
         members = {
             "forward": staticmethod(self._function),
             "setup_context": staticmethod(setup_context),
@@ -46,12 +49,12 @@ class Operator:
             return self._function(*inputs)
         if self._differentiable is not None:
             return self._differentiable.apply(*inputs)
-        return self._custom(*inputs)  # this operator has no gradient and refuses one
+        return self._custom(*inputs)  # it has no eager gradients, or no gradients
 
 
-def operator(name: str) -> Callable[[Callable[..., Any]], Operator]:
-    """Makes a function a custom operator of this name."""
-    return lambda function: Operator(name, function)
+def operator(name: str, *, eager_gradients: bool = True) -> Callable[[Callable[..., Any]], Operator]:
+    """Makes a function a custom operator of this name. eager_gradients: False where it returns lists of tensors."""
+    return lambda function: Operator(name, function, eager_gradients=eager_gradients)
 
 
 def _is_eager(inputs: tuple[Any, ...]) -> bool:

@@ -164,7 +164,7 @@ def _state_shape(v: Tensor, r: Tensor, cu_seqlens: Tensor | None) -> tuple[int, 
     return documents, v.shape[2], v.shape[3], r.shape[3]
 
 
-@torch.library.custom_op("cdrmix::wkv7", mutates_args=())
+@operator("cdrmix::wkv7", eager_gradients=False)
 def _wkv7(
     r: Tensor,
     log_w: Tensor,
@@ -276,7 +276,7 @@ def _differentiate(ctx: Any, dy: Tensor | None, dlast: Tensor | None, _: object)
 _wkv7.register_autograd(_differentiate, setup_context=_keep)
 
 
-@torch.library.custom_op("cdrmix::wkv7_step", mutates_args=())
+@operator("cdrmix::wkv7_step")
 def _wkv7_step(
     r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:

@@ -156,7 +156,7 @@ def _state_shape(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[int, 
     return documents, v.shape[-2], v.shape[-1], q.shape[-1]
 
 
-@torch.library.custom_op("cdrmix::ssd_scan", mutates_args=())
+@operator("cdrmix::ssd_scan", eager_gradients=False)
 def _ssd_scan(
     q: Tensor,
     k: Tensor,
@@ -257,7 +257,7 @@ def _differentiate(ctx: Any, dy: Tensor | None, dlast: Tensor | None, _: object)
 _ssd_scan.register_autograd(_differentiate, setup_context=_keep)
 
 
-@torch.library.custom_op("cdrmix::ssd_scan_step", mutates_args=())
+@operator("cdrmix::ssd_scan_step")
 def _ssd_scan_step(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, exclusive: bool
 ) -> tuple[Tensor, Tensor]:

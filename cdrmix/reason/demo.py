@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 from cdrmix.data.tasks import TASKS, episode
@@ -23,41 +24,65 @@ def demonstrate(
     chunks: int = 8,
     number: int = 1,
     session: Path | None = None,
+    memory: Path | None = None,
     say: Say = print,
 ) -> Answers:
     """Reads, says what happens, answers.
 
     document, question: both or none; without them, held-out episode `number` of the agent's task in about `chunks`
-    chunks. session: goes on from that file where it is there (its question is kept), and saves to it.
-    Raises ConfigError for a document that cannot be read or is empty, CheckpointError for another model's session.
+    chunks; with a memory also a question alone, of which nothing is read. session: goes on from that file where it is
+    there (its question is kept), and saves to it. memory: a folder, whose index takes what is committed, durably, and
+    answers from what any process has read into it.
+    Raises ConfigError for a document that cannot be read or is empty, CheckpointError for another model's session,
+    MemoryLogError for another model's memory or a damaged one.
     """
     if session is not None and (session.is_dir() or not session.parent.is_dir()):
         raise ConfigError(f"--session {session}: name a file in a folder that is there")
     if question is not None and not question.strip():
         raise ConfigError("--question is empty")
+    if (document is None) != (question is None) and (question is None or memory is None):
+        raise ConfigError(
+            "--document and --question go together: a text of your own, and what to answer about it; with --memory a "
+            "question may be alone"
+        )
     expected = None
-    if document is None or question is None:
-        text, question, expected = generated(loaded, chunks, number)
-    else:
+    if document is not None and question is not None:
         text = _text_of(document)
-    reader = Session(loaded, question)
+    elif question is not None:
+        text = ""
+    else:
+        text, question, expected = generated(loaded, chunks, number)
     if session is not None and session.exists():
-        reader = Session.load(loaded, session)
+        reader = Session.load(loaded, session, memory, say)
         if reader.question != question:
             say(f"{session} is about another question, which is kept")
+    else:
+        reader = Session(loaded, question, memory, say)
+    with closing(reader):
+        return _read_and_answer(reader, text, session, expected, say)
+
+
+def _read_and_answer(reader: Session, text: str, session: Path | None, expected: str | None, say: Say) -> Answers:
     say(f"Question: {reader.question}")
-    say(f"{'chunk':>5}  {'what is read':<60}  {'fast weights':<12}  memory (*: rewritten)")
+    if text:
+        say(f"{'chunk':>5}  {'what is read':<60}  {'fast weights':<12}  memory (*: rewritten)")
     for step in reader.read(text):
         say(describe(step))
     if reader.spent:
         say(f"The step budget of {reader.budget} is spent: {' and '.join(reader.spent)} no longer change.")
     if session is not None:
         reader.save(session)
-    answers = reader.answer()
+    answers = reader.answer() if reader.steps else Answers(None, None)
     if answers.from_memory is not None:
         say(f"Answer from memory:       {answers.from_memory}")
     if answers.from_fast_weights is not None:
         say(f"Answer from fast weights: {answers.from_fast_weights}")
+    if reader.memory is not None:
+        answer, found = reader.recall()
+        say(f"The index has {len(reader.memory)} episodes of {reader.memory.tokens} tokens")
+        for place in found:
+            say(f"Found in the index:       {' '.join(place.split())}")
+        say(f"Answer from the index:    {answer}")
     if expected is not None:
         say(f"Right would be:           {expected}")
     return answers

@@ -3,13 +3,14 @@
 Every chunk passes twice. The controller reads it on from the fast weights and commits what it would write, or rolls it
 back. The memory agent reads it beside the question and its memory, and writes the memory anew. What is remembered can
 be saved, and has a constant size unless attention's caches are carried on (reasoning.carry: all): a session that is
-loaded answers as the one that was saved.
+loaded answers as the one that was saved. With a KeptMemory what the controller commits is also kept in an index on the
+disk, for other sessions and processes.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ from cdrmix.reason.agent.agent import TokenMemory, Window
 from cdrmix.reason.build import load_stage_b
 from cdrmix.reason.controller.controller import Controller, Group, configured
 from cdrmix.reason.episodes import EpisodeSource, source_of
+from cdrmix.reason.kept_memory import KeptMemory
 from cdrmix.reason.rl.rollout import decode, prefill
 
 FORMAT = "cdrmix session 2"  # 2: how often the memory was changed, of which the step budget is
@@ -54,9 +56,14 @@ class Answers(NamedTuple):
 
 
 class Session:
-    """One document and one question. The question is known from the start: what to keep is judged by it."""
+    """One document and one question. The question is known from the start: what to keep is judged by it.
 
-    def __init__(self, loaded: Loaded, question: str) -> None:
+    memory: a folder, whose index takes what the controller commits; `close` it then. say: hears what is found there.
+    """
+
+    def __init__(
+        self, loaded: Loaded, question: str, memory: Path | None = None, say: Callable[[str], None] = print
+    ) -> None:
         reasoning = reader_of_text(loaded)
         self._reasoning, self._tokenizer, self.question = reasoning, loaded.tokenizer, question
         self._model = load_stage_b(loaded)
@@ -76,6 +83,14 @@ class Session:
         self._remembers = bool(phases.imitation.steps or phases.policy.steps)
         self._memory = TokenMemory.empty(self._window, 1, self._device)
         self.steps = self.changes = 0
+        self.memory: KeptMemory | None = None
+        if memory is not None:
+            self.memory = KeptMemory(memory, self._model, reasoning, loaded.tokenizer, say)
+
+    def close(self) -> None:
+        """Gives the memory's folder free for another process."""
+        if self.memory is not None:
+            self.memory.close()
 
     @torch.no_grad()
     def read(self, document: str) -> Iterator[Step]:
@@ -88,10 +103,16 @@ class Session:
             self.steps += 1
             chunk_1C = self._row(ids, self._reasoning.chunk)
             committed, scale = None, 0.0
+            staged = None if self.memory is None else self.memory.proposed(chunk_1C)
             if self._controller and self._episode and self._controller.steps_left(self._episode):
-                self._episode, decision, _ = self._controller.step(self._episode, chunk_1C, self._decide)
+                proposal = self._controller.propose(self._episode, chunk_1C)
+                proposal = proposal._replace(after=proposal.after._replace(transactions=(staged,)))
+                decision = self._decide(proposal.end_BD())
+                self._episode = self._controller.settle(self._episode, proposal, decision, self.memory)
                 committed = bool(decision.commit_B)
                 scale = self._controller.scales[int(decision.branch_B)] if committed else 0.0
+            elif self.memory is not None and staged is not None and self._controller is None:  # every chunk is kept
+                self.memory.commit(staged, self.steps)
             changed = False
             if self._remembers and self.changes < self.budget:
                 before = self._memory.parts_BHP
@@ -133,6 +154,14 @@ class Session:
             from_fast_weights = self._text(self._window.written(said)).strip()
         return Answers(from_memory, from_fast_weights)
 
+    def recall(self) -> tuple[str, list[str]]:
+        """The question answered from the index on the disk, and the texts that the answer was read with."""
+        assert self.memory is not None
+        ids = [token for token in self._question_1Q[0].tolist() if token != self._source.pad]
+        recalled = self.memory.recall(ids, self._window.answer)
+        texts = [self._text(torch.from_numpy(tokens.astype("int64"))) for tokens in recalled.episodes]
+        return self._text(recalled.answer_1A).strip(), texts
+
     def save(self, path: Path) -> None:
         """Everything that is remembered, in one safetensors file. Raises DiskFullError."""
         tensors = {"memory.parts": self._memory.parts_BHP, "memory.changed": self._memory.changed_BH}
@@ -146,7 +175,9 @@ class Session:
             save_file({name: each.cpu().contiguous() for name, each in tensors.items()}, path, metadata=words)
 
     @classmethod
-    def load(cls, loaded: Loaded, path: Path) -> Session:
+    def load(
+        cls, loaded: Loaded, path: Path, memory: Path | None = None, say: Callable[[str], None] = print
+    ) -> Session:
         """The session that was saved with this model. Raises CheckpointError for a file that is not one of its."""
         try:
             with safe_open(path, "pt") as file:
@@ -156,7 +187,7 @@ class Session:
             raise CheckpointError(f"{path} cannot be read as a session: {error}") from error
         if words.get("format") != FORMAT:
             raise CheckpointError(f"{path} is no session of this version; its format is {words.get('format')!r}")
-        session = cls(loaded, words["question"])
+        session = cls(loaded, words["question"], memory, say)
         session.steps, session.changes = int(words["steps"]), int(words["changes"])
         session._restore(tensors, path)
         return session

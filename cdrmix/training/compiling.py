@@ -17,8 +17,12 @@ VARIANTS = 32
 def compile_blocks(model: LanguageModel) -> None:
     """Compiles every block at its first call, in place. Blocks of one kind share the code.
 
-    Our operators are not compiled; the element-wise operations between them are fused.
+    Our operators are not compiled; the element-wise operations between them are fused. The compiler is told here
+    whether determinism is demanded: torch.set_deterministic_debug_mode, which demands it, does not tell it.
     """
+    torch.use_deterministic_algorithms(
+        torch.are_deterministic_algorithms_enabled(), warn_only=torch.is_deterministic_algorithms_warn_only_enabled()
+    )
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)
     for block in model.blocks:
         block.compile()

@@ -44,14 +44,8 @@ def store_tokens(tensor, rows, columns, stride, inside, x):
 
 
 @triton.jit
-def load_tokens_t(tensor, rows, columns, stride, inside):
-    """The transpose [D, C] of the tile of load_tokens."""
-    return tl.load(tensor + columns[:, None] + rows[None, :] * stride, mask=inside[None, :], other=0.0).to(tl.float32)
-
-
-@triton.jit
 def store_tokens_t(tensor, rows, columns, stride, inside, x):
-    """Stores what load_tokens_t loads, in the tensor's dtype."""
+    """Stores the transpose of x [D, C] as store_tokens does."""
     x = narrow(x, tensor.dtype.element_ty)
     tl.store(tensor + columns[:, None] + rows[None, :] * stride, x, mask=inside[None, :])
 

@@ -280,7 +280,7 @@ def test_a_place_that_cannot_be_used_is_a_mistake_with_a_message(
 ) -> None:
     number = {PermissionError: errno.EACCES, NotADirectoryError: errno.ENOTDIR}[kind]
 
-    def refuse(model: Path, out: Path) -> None:
+    def refuse(model: Path, out: Path, checkpoint: str | None) -> None:
         raise kind(number, os.strerror(number), str(out))
 
     monkeypatch.setattr(lifecycle, "export_to", refuse)

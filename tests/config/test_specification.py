@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import yaml
-from cdrmix.config.schema import Config
 
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_data import CurriculumStage, TasksSource
@@ -38,7 +37,7 @@ def config_of(kind: str, size: str) -> Config:
 
 @cache
 def values_of(kind: str, size: str) -> Any:
-    return yaml.safe_load(dump_config(config_of(kind, size)))
+    return yaml.safe_load(config_of(kind, size).to_yaml())
 
 
 def tables() -> dict[str, list[tuple[str, str]]]:

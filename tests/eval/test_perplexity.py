@@ -20,7 +20,6 @@ from cdrmix.eval.perplexity import (
     HeldOut,
     compressed_bits_per_byte,
     evaluate,
-    logits_nats,
     unigram_bits_per_byte,
 )
 
@@ -80,6 +79,10 @@ def test_every_module_keeps_its_mode() -> None:
 
 
 def test_a_model_of_others_is_scored_by_its_logits() -> None:
+    def logits_nats(logits_BTV: Tensor, batch: Batch) -> Tensor:
+        nats = nn.functional.cross_entropy(logits_BTV.flatten(0, 1), batch.targets_BT.flatten(), reduction="none")
+        return (nats * batch.weights_BT.flatten()).sum()
+
     model = Bigram()
     batches = [batch(3, seed=1), batch(2, seed=2)]
     score = evaluate(model, batches, 200, nats=lambda peer, each: logits_nats(model.table[each.ids_BT], each))

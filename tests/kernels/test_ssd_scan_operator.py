@@ -10,7 +10,6 @@ from torch import Tensor
 
 from cdrmix import ops
 from cdrmix.kernels.ssd import reference as reference_scan
-from cdrmix.ops import ssd as scan
 
 BACKENDS = ["cpu", "triton", "reference"]
 
@@ -167,9 +166,11 @@ def test_the_operator_is_registered_as_pytorch_wants_it(
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     for save in (False, True):
         call = (*inputs, state, cu_seqlens, None, False, save, True)
-        torch.library.opcheck(scan._ssd_scan, call, test_utils=checks)
+        torch.library.opcheck(torch.ops.cdrmix.ssd_scan.default, call, test_utils=checks)
     token = [x.detach()[:, 0].contiguous() for x in inputs]
-    torch.library.opcheck(scan._ssd_scan_step, (*token, torch.zeros(2, 3, 6, 8), False), test_utils=checks)
+    torch.library.opcheck(
+        torch.ops.cdrmix.ssd_scan_step.default, (*token, torch.zeros(2, 3, 6, 8), False), test_utils=checks
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

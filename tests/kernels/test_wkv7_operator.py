@@ -13,7 +13,6 @@ from torch import Tensor
 from cdrmix import ops
 from cdrmix.errors import ConfigError
 from cdrmix.kernels.common import chunks
-from cdrmix.ops import rwkv7 as recurrence
 
 
 def arguments(dtype: torch.dtype = torch.float32, width: int = 32) -> dict[str, Any]:
@@ -160,9 +159,11 @@ def test_the_operator_is_registered_as_pytorch_wants_it(
     state = torch.randn(3 if packed else 2, 3, 32, 32, requires_grad=True)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     for flags in ((False, False), (True, True), (True, False)):  # save, recompute
-        torch.library.opcheck(recurrence._wkv7, (*inputs, state, cu_seqlens, None, *flags, True), test_utils=checks)
+        torch.library.opcheck(
+            torch.ops.cdrmix.wkv7.default, (*inputs, state, cu_seqlens, None, *flags, True), test_utils=checks
+        )
     token = [x.detach()[:, 0].contiguous() for x in inputs]
-    torch.library.opcheck(recurrence._wkv7_step, (*token, torch.zeros(2, 3, 32, 32)), test_utils=checks)
+    torch.library.opcheck(torch.ops.cdrmix.wkv7_step.default, (*token, torch.zeros(2, 3, 32, 32)), test_utils=checks)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "triton", "reference"])

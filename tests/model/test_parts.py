@@ -23,7 +23,7 @@ def test_rotation_depends_on_the_distance_alone() -> None:
 
     def score(query_at: int, key_at: int) -> float:
         at_query, at_key = (
-            rotary_angles(torch.tensor([position]), 8, 10000.0, torch.float64) for position in (query_at, key_at)
+            rotary_angles(torch.tensor([[position]]), 8, 10000.0, torch.float64) for position in (query_at, key_at)
         )
         return float((rotate(q, at_query) * rotate(k, at_key)).sum())
 

@@ -24,7 +24,7 @@ from cdrmix.reason.memory import episodic_index
 from cdrmix.reason.memory.episodic_index import EpisodicIndex
 from cdrmix.reason.memory.kept_episodes import Staged
 
-DIM, COMMITS = 8, 13
+DIM, COMMITS = 8, 20
 MAX_TOKENS = 60
 REJECTED = 1_000_000  # tokens from here on were staged and never committed
 CALLS = ("open", "close", "pwrite", "pread", "fsync", "fdatasync", "ftruncate", "replace", "unlink")
@@ -52,18 +52,13 @@ def rejected(number: int) -> Staged:
 
 
 def work(folder: Path, acknowledge: Callable[[int], None]) -> None:
-    """Goes on where the log ends; every other step is rolled back. Half-way everything is rewound a little, once."""
+    """Goes on where the log ends; every other step is rolled back."""
     index = EpisodicIndex(folder, DIM, MAX_TOKENS)
     acknowledge(index.position[0])
-    rewound = folder.with_name(f"{folder.name}-rewound")
     while index.position[0] < COMMITS:
         number = index.position[0]
         rejected(number)  # a proposal that is rolled back: it is let go
-        position = index.position
         index.commit(changes_of(number, index), number)
-        if number == 7 and not rewound.exists():
-            rewound.touch()
-            index.rewind(position)
         acknowledge(index.position[0])
     index.close()
 
@@ -72,7 +67,7 @@ def seen(index: EpisodicIndex) -> tuple[Any, ...]:
     """All that a memory is: its episodes in their order of use, and the bytes of the search structure."""
     kept = [(e.id, e.key.tobytes(), e.tokens.tobytes(), e.expires) for e in index._kept.episodes.values()]
     exact = index._sample is None  # of an inverted file the order within lists is left open
-    return kept, index._kept.next, index.tokens, faiss.serialize_index(index._vectors).tobytes() if exact else None
+    return kept, index._kept.next, index.tokens, index._vectors.content() if exact else None
 
 
 def references(folder: Path) -> tuple[list[tuple[Any, ...]], bytes]:

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cdrmix.errors import MemoryLogError
-from cdrmix.reason.memory import episodic_index
+from cdrmix.reason.memory import episodic_index, faiss_vectors
 from cdrmix.reason.memory.episode_log import NEVER, EpisodeLog
 from cdrmix.reason.memory.episodic_index import EpisodicIndex
 from cdrmix.reason.memory.kept_episodes import Hit, Staged
@@ -218,19 +218,6 @@ def test_the_message_for_damage_says_what_is_whole_and_how_to_go_on(logged: tupl
     assert contents(index) == held[1]
 
 
-def test_rewinding_is_as_if_later_commits_had_not_been(logged: tuple, folder: Path) -> None:
-    content, ends, held = logged
-    folder.mkdir()
-    (folder / "episodes.log").write_bytes(content)
-    index = EpisodicIndex(folder, DIM, 20)
-    index.rewind((2, ends[2]))
-    assert contents(index) == held[2]
-    assert index.commit(staged(4, 5), step=2) == [4, 5]
-    for position, message in (((9, 10**6), "holds 3 commits"), ((1, ends[1] + 1), "no commit begins at byte")):
-        with pytest.raises(MemoryLogError, match=message):
-            index.rewind(position)
-
-
 CHILD = """
 import sys
 from pathlib import Path
@@ -290,7 +277,7 @@ def test_a_disk_that_is_full_changes_nothing(folder: Path, monkeypatch: pytest.M
 def test_many_episodes_are_searched_by_an_inverted_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading all of its lists it is exact; reopened it is the same, though it was made when there were fewer."""
     monkeypatch.setattr(episodic_index, "MANY", 300)
-    monkeypatch.setattr(episodic_index, "PROBES", 75)
+    monkeypatch.setattr(faiss_vectors, "PROBES", 75)
     index = EpisodicIndex(folder, DIM, 10**6)
     for first in range(0, 700, 50):
         index.commit(staged(*range(first, first + 50)), step=first)
@@ -304,6 +291,29 @@ def test_many_episodes_are_searched_by_an_inverted_file(folder: Path, monkeypatc
         assert [hit[:2] for hit in hits] == [hit[:2] for hit in others]
         keys = np.stack([key(seed) / np.linalg.norm(key(seed)) for seed in range(700)])
         assert [hit.id for hit in hits] == np.argsort(-keys @ query)[:6].tolist()
+
+
+def test_without_faiss_the_same_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With equal keys, expired and evicted episodes, and more wanted than there are."""
+    indices = [EpisodicIndex(tmp_path / "faiss", DIM, 300)]
+    monkeypatch.setattr(episodic_index, "HAS_FAISS", False)
+    monkeypatch.setattr(episodic_index, "MANY", 16)  # above which FAISS would make lists
+    indices.append(EpisodicIndex(tmp_path / "numpy", DIM, 300))
+    for step in range(60):
+        for index in indices:
+            changes = staged(step, step % 7, expires=step + 9 if step % 3 else -1)
+            changes.use(index.search(key(step + 1)[None], 2, step)[0])
+            index.commit(changes, step)
+        queries = np.stack([key(seed) for seed in (step % 7, 1000 + step)])
+        for count in (1, 4, 200):
+            by_faiss, by_numpy = (index.search(queries, count, step + 5) for index in indices)
+            for ours, theirs in zip(by_numpy, by_faiss, strict=True):
+                assert [hit.id for hit in ours] == [hit.id for hit in theirs]
+                np.testing.assert_allclose([hit.score for hit in ours], [hit.score for hit in theirs], atol=1e-6)
+    assert 40 < len(indices[0]) < 120
+    for index in indices:
+        index.close()
+    assert (tmp_path / "faiss" / "episodes.log").read_bytes() == (tmp_path / "numpy" / "episodes.log").read_bytes()
 
 
 def test_the_log_is_read_once(folder: Path) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from cdrmix.errors import MemoryLogError
-from cdrmix.reason.memory import episodic_index
+from cdrmix.reason.memory import episodic_index, faiss_vectors
 from cdrmix.reason.memory.episodic_index import EpisodicIndex
 from cdrmix.reason.memory.kept_episodes import Staged
 
@@ -126,7 +126,7 @@ def test_two_processes_cannot_write(tmp_path: Path) -> None:
 def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A memory of 26 episodes with an inverted file made of the first 17, closed."""
     monkeypatch.setattr(episodic_index, "MANY", 16)
-    monkeypatch.setattr(episodic_index, "PROBES", 10**4)
+    monkeypatch.setattr(faiss_vectors, "PROBES", 10**4)
     index = EpisodicIndex(tmp_path, DIM, 10**4)
     for number in range(17):
         index.commit(staged(number), number)
@@ -185,12 +185,14 @@ def test_any_bit_of_the_cache_or_its_manifest(cached: Path, monkeypatch: pytest.
 
 
 def test_the_cache_of_another_log_is_not_taken(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many commits and bytes, but others: after going back, and going on differently."""
+    """As many commits and bytes, but others: the log was cut, and another commit followed."""
     old = {path.name: path.read_bytes() for path in cached.glob("episodes.cache*")}
     index = EpisodicIndex(cached, DIM, 10**4)
     before = index.position
+    index.close()
     frame = (before[1] - 28) // 26  # behind a header of 28 bytes; all frames are of one size
-    index.rewind((25, before[1] - frame))
+    os.truncate(cached / "episodes.log", before[1] - frame)
+    index = EpisodicIndex(cached, DIM, 10**4)
     index.commit(staged(77), 25)
     held = all_of(index)
     assert index.position == before

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cdrmix.runtime import threads_for
 from cdrmix.training.expert_parallel import total_norm
 from cdrmix.training.threads import PERIOD, WARM_UP, ThreadChoice, candidates
 
@@ -159,3 +160,18 @@ for _ in range(100):
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_step_of_few_rows_takes_one_thread_and_gives_the_others_back() -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        with threads_for(1):
+            assert torch.get_num_threads() == 1
+        with threads_for(10_000):  # products of so many rows are shared
+            assert torch.get_num_threads() == 2
+        with pytest.raises(KeyError), threads_for(1):
+            raise KeyError
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

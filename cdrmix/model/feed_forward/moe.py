@@ -72,4 +72,4 @@ class ChannelMix(nn.Module):
         """x [B, T, D] (normed) -> output and cache; no router report."""
         shift = ops.token_shift(x, cache_BD, context.starts_BT1) - x
         hidden = self.key(torch.addcmul(x, shift, self.x_k)).relu().square()
-        return FedForward(self.value(hidden), x[:, -1])
+        return FedForward(self.value(hidden), context.last(x) if context.keep_cache else None)

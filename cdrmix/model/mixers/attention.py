@@ -41,6 +41,20 @@ class AttentionCache(NamedTuple):
     buffer: KeyValueBuffer | None = None
 
 
+class RaggedAttentionCache(NamedTuple):
+    """The caches of rows that have read unlike numbers of tokens, each of one row."""
+
+    rows: tuple[AttentionCache, ...]
+
+
+def by_row(state: AttentionCache | RaggedAttentionCache) -> tuple[AttentionCache, ...]:
+    """The caches of single rows, which lie where they lay."""
+    if isinstance(state, RaggedAttentionCache):
+        return state.rows
+    keys, values = state.keys.split(1), state.values.split(1)
+    return tuple(AttentionCache(*row) for row in zip(keys, values, strict=True))
+
+
 def extended(state: AttentionCache | None, k: Tensor, v: Tensor, *, keep: bool) -> AttentionCache:
     """The state extended by the keys and values [B, T, kv_heads, head width] of the next tokens.
 
@@ -93,8 +107,8 @@ class Attention(Mixer):
         self.query_norm = nn.RMSNorm(self.head_width, eps=config.norm_eps) if attention.qk_norm else None
         self.key_norm = nn.RMSNorm(self.head_width, eps=config.norm_eps) if attention.qk_norm else None
 
-    def forward(self, x: Tensor, context: Context, cache: AttentionCache | None) -> Mixed:
-        """x [B, T, D] (normed) -> its output, and the cache after the last token."""
+    def forward(self, x: Tensor, context: Context, cache: AttentionCache | RaggedAttentionCache | None) -> Mixed:
+        """x [B, T, D] (normed) -> its output, and the cache after the last token, of packed rows one a document."""
         batch, length, width = x.shape
         q = self.projected("query", x, context).view(batch, length, self.heads, self.head_width)
         k = self.projected("key", x, context).view(batch, length, self.kv_heads, self.head_width)
@@ -103,7 +117,31 @@ class Attention(Mixer):
             q, k = self.query_norm(q), self.key_norm(k)
         if context.angles is not None:
             q, k = rotate(q, context.angles), rotate(k, context.angles)
-        after = extended(cache, k, v, keep=context.keep_cache)
-        y = ops.attention(q, after.keys.transpose(1, 2), after.values.transpose(1, 2), cu_seqlens=context.cu_seqlens)
+        after: AttentionCache | RaggedAttentionCache
+        if isinstance(cache, RaggedAttentionCache):
+            parts = zip(cache.rows, q.split(1), k.split(1), v.split(1), strict=True)
+            read = [self._read(*part, context) for part in parts]
+            y, after = torch.cat([y for y, _ in read]), RaggedAttentionCache(tuple(row for _, row in read))
+        else:
+            y, after = self._read(cache, q, k, v, context)
+            if context.cu_seqlens is not None and context.keep_cache:
+                after = _documents(after, context.cu_seqlens)
         y = self.projected("output", y.reshape(batch, length, width), context)
         return Mixed(y, after if context.keep_cache else None)
+
+    def _read(
+        self, cache: AttentionCache | None, q: Tensor, k: Tensor, v: Tensor, context: Context
+    ) -> tuple[Tensor, AttentionCache]:
+        """What the queries of some rows read, [B, T, H, N], and their cache with these tokens."""
+        after = extended(cache, k, v, keep=context.keep_cache)
+        keys, values = after.keys.transpose(1, 2), after.values.transpose(1, 2)
+        return ops.attention(q, keys, values, cu_seqlens=context.cu_seqlens), after
+
+
+def _documents(state: AttentionCache, cu_seqlens: Tensor) -> RaggedAttentionCache:
+    """Of the keys and values of packed rows those of each document."""
+    keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (state.keys, state.values))  # [tokens, kv_heads, N]
+    parts = zip(*(x.split(cu_seqlens.diff().tolist()) for x in (keys, values)), strict=True)
+    return RaggedAttentionCache(
+        tuple(AttentionCache(k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)) for k, v in parts)
+    )

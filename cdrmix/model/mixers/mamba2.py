@@ -92,6 +92,7 @@ class Mamba2(Mixer):
         """x [B, T, D] (normed) -> its output, and the cache after the last token if wanted."""
         batch, length, _ = x.shape
         gate, x_B_C, step, routing = self.project(x)
+        inputs_BTC = x_B_C
         x_B_C, convolved = causal_convolution(
             x_B_C, self.conv_weight_WC, self.conv_bias, cache.convolved_BWC if cache else None, context.before_BT1
         )
@@ -118,7 +119,11 @@ class Mamba2(Mixer):
                 return_state=context.keep_cache,
             )
         y = (y + self.D.unsqueeze(-1) * x).view(batch, length, self.inner)
-        after = MambaCache(convolved.clone(), last) if context.keep_cache and last is not None else None
+        after = None
+        if context.keep_cache and last is not None:
+            if context.cu_seqlens is not None:
+                convolved = last_inputs(inputs_BTC, context.cu_seqlens, len(self.conv_weight_WC) - 1)
+            after = MambaCache(convolved.clone(), last)
         output = self.emit(self.gated_norm(y, gate), routing)
         return Mixed(output, after, None if routing is None else Routed.of(routing))
 
@@ -150,6 +155,13 @@ def causal_convolution(
         term = padded[:, first : first + length] * weight_WC[first]
         y = y + (term if before_BT1 is None else torch.where(before_BT1 >= lag, term, 0.0))
     return y, padded[:, length:]
+
+
+def last_inputs(x_BTC: Tensor, cu_seqlens: Tensor, count: int) -> Tensor:
+    """The last `count` tokens of every document of packed rows, [documents, count, C]; zeros before its first."""
+    bounds = cu_seqlens.long().unsqueeze(1)
+    places = bounds[1:] - torch.arange(count, 0, -1, device=x_BTC.device)
+    return torch.where((places >= bounds[:-1]).unsqueeze(-1), x_BTC.flatten(0, 1)[places.clamp(min=0)], 0.0)
 
 
 def _silu(x: Tensor) -> Tensor:

@@ -16,7 +16,10 @@ from cdrmix.model.mixers.base import MIXERS, Mixed, Mixer
 
 
 class TimeMixCache(NamedTuple):
-    """What generation carries: the last token's normed input [B, D] and the recurrence's state [B, H, V, K]."""
+    """What generation carries: the last token's normed input [B, D] and the recurrence's state [B, H, V, K].
+
+    Of packed rows B is the number of documents.
+    """
 
     last_BD: Tensor
     wkv_BHVK: Tensor
@@ -111,7 +114,7 @@ class TimeMix(Mixer):
                 r, log_w, k, v, a, b, state=carried, cu_seqlens=cu_seqlens, return_state=context.keep_cache
             )
         mixed = ops.time_mix_output(y, r, k, v, gate, self.r_k, self.ln_x.weight, self.ln_x.bias, self.ln_x.eps)
-        after = TimeMixCache(x[:, -1], last) if context.keep_cache and last is not None else None
+        after = TimeMixCache(context.last(x), last) if context.keep_cache and last is not None else None
         return Mixed(self.projected("output", mixed, context), after, values=value)
 
 

@@ -22,7 +22,7 @@ from cdrmix.model.fast_weights import FastWeightOptions
 from cdrmix.model.language_model import Cache, LanguageModel
 from cdrmix.model.mixers.attention import AttentionCache
 from cdrmix.reason.heads import ControllerHeads
-from cdrmix.reason.memory.episodic_index import EpisodicIndex, Staged
+from cdrmix.reason.memory.kept_episodes import EpisodicMemory, Staged
 
 
 class Decision(NamedTuple):
@@ -174,7 +174,7 @@ class Controller:
         return Proposal(after, _gathered(groups, hidden))
 
     def settle(
-        self, episode: EpisodeState, proposal: Proposal, decision: Decision, index: EpisodicIndex | None = None
+        self, episode: EpisodeState, proposal: Proposal, decision: Decision, index: EpisodicMemory | None = None
     ) -> EpisodeState:
         """E after the decision: for rows that commit the proposal's, of the branch chosen; for the others the old one.
 

@@ -66,7 +66,7 @@ class Commit(NamedTuple):
 class EpisodeLog:
     """The log in `folder`, open for one process. `commits()` gives what is in it; `append` adds one, durably.
 
-    dim: width of the keys. sequence: commits in it, size: bytes; together the position that a checkpoint notes.
+    dim: width of the keys. sequence: commits in it, size: bytes.
     Raises MemoryLogError for a log that is damaged, of another width, or open in another process, and for a commit
     after one that the disk would neither take nor give back.
     """
@@ -138,27 +138,6 @@ class EpisodeLog:
         self._frames.update(head)
         self.size += len(frame)
         self.sequence += 1
-
-    def truncate(self, sequence: int, size: int) -> None:
-        """Goes back to a position: later commits are moved into a file beside the log.
-
-        Raises MemoryLogError where the log is shorter than that, or the position is not between two commits.
-        """
-        if (sequence, size) == (self.sequence, self.size):
-            return
-        if size > self.size or sequence > self.sequence:
-            raise MemoryLogError(
-                f"{self.path} holds {self.sequence} commits in {self.size} bytes, but the checkpoint was written after"
-                f" {sequence} in {size}: the log is not this checkpoint's. Put its own back, or start a new memory"
-            )
-        head = os.pread(self._file, FRAME.size, size)
-        if len(head) < FRAME.size or FRAME.unpack(head)[2] != sequence:
-            raise MemoryLogError(
-                f"{self.path}: no commit begins at byte {size}, where the checkpoint's memory ends: the log is not this"
-                " checkpoint's. Put its own back, or start a new memory"
-            )
-        self._cut(size)
-        self.sequence = sequence
 
     def _withdraw(self) -> None:
         """A commit that was not acknowledged: as if it had never been begun, after a power cut too."""

@@ -1,26 +1,30 @@
 """Episodic memory: chunks of text by the direction of their keys, searched exactly, changed by commits alone.
 
-The log (episode_log.py) is the truth. What is in memory, and the search structure of FAISS, are made of it again
+The log (episode_log.py) is the truth. What is in memory, and what is searched (vectors.py), are made of it again
 whenever it is opened: 50,000 commits of one episode of width 512 in 0.7 s, of which FAISS takes 0.15 s. Reading
 FAISS's structure from a file and checking it takes 0.3 s, so up to MANY episodes there is no such file. Above, where an
-inverted file is trained (17 s for 120,000), it is kept (index_cache.py).
+inverted file is trained (17 s for 120,000), it is kept (index_cache.py). Without FAISS every search is exact.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-import faiss
 import numpy as np
 
 from cdrmix.errors import DiskFullError
 from cdrmix.reason.memory.episode_log import Commit, EpisodeLog, Floats
 from cdrmix.reason.memory.index_cache import IndexCache, Origin
 from cdrmix.reason.memory.kept_episodes import Hit, KeptEpisodes, Staged, unit
+from cdrmix.reason.memory.vectors import ExactVectors
 
+if TYPE_CHECKING:
+    from cdrmix.reason.memory.faiss_vectors import FaissVectors
+
+HAS_FAISS = importlib.util.find_spec("faiss") is not None
 MANY = 100_000  # episodes above which an inverted file serves: an exact search of 100,000 x 512 takes some 10 ms
-PROBES = 32  # lists that a search of it reads; there are 4 sqrt(n), as FAISS advises, 1,265 of 100,000
 
 
 class EpisodicIndex:
@@ -28,8 +32,8 @@ class EpisodicIndex:
 
     Keys are scaled to length 1, so that scores are cosines. Evicted is what was used the longest time ago. Ids are
     never given twice. Everything follows from the commits: the same ones give the same index, bit for bit, however
-    often it was closed in between. Searches are exact up to MANY episodes; above, they read PROBES lists of an inverted
-    file, in which the order of what was added later, and so which of equal scores is found, may differ.
+    often it was closed in between. Searches are exact, but with FAISS above MANY episodes: there they read some lists
+    of an inverted file, in which the order of what was added later, and so which of equal scores is found, may differ.
     Raises MemoryLogError where the log cannot be opened (see EpisodeLog).
     """
 
@@ -50,8 +54,13 @@ class EpisodicIndex:
 
     @property
     def position(self) -> tuple[int, int]:
-        """Commits and bytes of the log: what a checkpoint notes, and `rewind` takes."""
+        """Commits and bytes of the log."""
         return self._log.sequence, self._log.size
+
+    @property
+    def last_step(self) -> int:
+        """Of the last commit; 0 before the first."""
+        return self._kept.last_step
 
     @property
     def dropped_bytes(self) -> int:
@@ -73,17 +82,9 @@ class EpisodicIndex:
         assert queries.shape[1] == self.dim
         if not len(self):
             return [[] for _ in queries]
-        wanted, keys, parameters = min(count + 1, len(self)), unit(queries), self._parameters(step)
-        while True:
-            scores, ids = self._vectors.search(keys, wanted, params=parameters)
-            found = list(zip(ids.tolist(), scores.tolist(), strict=True))
-            # Of equal scores FAISS keeps the later: where the last one to be given equals the first one not to be, all
-            # that equal it are needed.
-            tied = wanted > count and any(of[count - 1] == of[-1] and row[-1] >= 0 for row, of in found)
-            if not tied or wanted == len(self):
-                break
-            wanted = min(2 * wanted, len(self))
-        return [self._kept.hits(*row)[:count] for row in found]
+        hidden = np.array(self._kept.expired(step), np.int64)  # expired, but still there, since no commit came after
+        ids, scores = self._vectors.search(unit(queries), min(count, len(self)), hidden)
+        return [self._kept.hits(*row) for row in zip(ids.tolist(), scores.tolist(), strict=True)]
 
     def commit(self, staged: Staged, step: int) -> list[int]:
         """Makes a step's changes durable, then visible; returns the new episodes' ids.
@@ -103,22 +104,12 @@ class EpisodicIndex:
             self._save()
             return [episode.id for episode in added]
         if len(had):
-            self._vectors.remove_ids(had)
+            self._vectors.remove(had)
         staying = [episode for episode in added if episode.id in kept]
         if staying:
             ids = np.array([episode.id for episode in staying], np.int64)
-            self._vectors.add_with_ids(np.stack([episode.key for episode in staying]), ids)
+            self._vectors.add(ids, np.stack([episode.key for episode in staying]))
         return [episode.id for episode in added]
-
-    def rewind(self, position: tuple[int, int]) -> None:
-        """Goes back to an earlier position, later commits being moved aside: what resuming a run does.
-
-        Raises MemoryLogError where the log does not have that position.
-        """
-        if position != self.position:
-            self._log.truncate(*position)
-            self._log.close()
-            self._open()
 
     def _open(self) -> None:
         self._kept = KeptEpisodes(self.dim, self.max_tokens)
@@ -145,14 +136,14 @@ class EpisodicIndex:
 
     def _origin(self) -> Origin:
         """What a cache that is written now follows from."""
-        return Origin(f"faiss {faiss.__version__}, {self.dim} wide", self._log.sequence, self._log.digest)
+        return Origin(f"{_faiss_kind()}, {self.dim} wide", self._log.sequence, self._log.digest)
 
     def _save(self) -> None:
         """Writes the cache, where there are lists that took long to make."""
-        if self._sample is None:
+        if isinstance(self._vectors, ExactVectors) or self._sample is None:
             return
         try:
-            self._cache.save(faiss.serialize_index(self._vectors).tobytes(), self._origin())
+            self._cache.save(self._vectors.content(), self._origin())
             self._cached = self._log.sequence
         except DiskFullError:  # everything is in the log, and an old or a missing cache costs time alone
             self._cached = self._log.sequence
@@ -162,18 +153,19 @@ class EpisodicIndex:
 
         False where there is none after all, or a damaged one.
         """
-        content = self._cache.load() if self._sample is not None else None
+        content = self._cache.load() if self._sample is not None and HAS_FAISS else None
         if content is None:
             return False
-        vectors: Any = faiss.deserialize_index(np.frombuffer(content, np.uint8))
-        lists = vectors.invlists
-        had = np.concatenate([faiss.rev_swig_ptr(lists.get_ids(n), lists.list_size(n)) for n in range(vectors.nlist)])
+        from cdrmix.reason.memory.faiss_vectors import FaissVectors
+
+        vectors = FaissVectors(self.dim, self._sample, content)
+        had = vectors.ids()
         gone = had[~np.isin(had, np.fromiter(self._kept.episodes, np.int64, len(self)))]
         if len(gone):
-            vectors.remove_ids(gone)
+            vectors.remove(gone)
         later = sorted(id for id in self._kept.episodes if id >= next)
         if later:
-            vectors.add_with_ids(self._kept.keys(later), np.array(later, np.int64))
+            vectors.add(np.array(later, np.int64), self._kept.keys(later))
         self._vectors = vectors
         return True
 
@@ -182,30 +174,28 @@ class EpisodicIndex:
         self._kept.apply(commit)
         # A function of the commits alone, so that an index that was closed in between has the same lists.
         trained = MANY // 2 if self._sample is None else len(self._sample)
-        if len(self._kept.episodes) <= 2 * trained:
+        if len(self._kept.episodes) <= 2 * trained or not HAS_FAISS:
             return False
         self._sample = self._kept.keys(sorted(self._kept.episodes))
         return True
 
-    def _searchable(self) -> Any:
-        """FAISS's structure of all that is kept, the oldest first."""
+    def _searchable(self) -> FaissVectors | ExactVectors:
+        """All that is kept, the oldest first."""
         ids = sorted(self._kept.episodes)
-        vectors: Any  # FAISS's stubs know neither its parameters' arguments nor what indices have in common
-        if self._sample is None:
-            vectors = faiss.IndexIDMap2(faiss.IndexFlatIP(self.dim))
+        vectors: FaissVectors | ExactVectors
+        if HAS_FAISS:
+            from cdrmix.reason.memory.faiss_vectors import FaissVectors
+
+            vectors = FaissVectors(self.dim, self._sample)
         else:
-            lists = round(4 * len(self._sample) ** 0.5)
-            vectors = faiss.IndexIVFFlat(faiss.IndexFlatIP(self.dim), self.dim, lists, faiss.METRIC_INNER_PRODUCT)
-            vectors.train(self._sample)  # k-means from a fixed seed
-        vectors.add_with_ids(self._kept.keys(ids), np.array(ids, np.int64))
+            vectors = ExactVectors(self.dim)
+        vectors.add(np.array(ids, np.int64), self._kept.keys(ids))
         return vectors
 
-    def _parameters(self, step: int) -> Any:
-        """How to search: without what has expired but is still there, since no commit came after."""
-        expired = self._kept.expired(step)
-        hidden = faiss.IDSelectorNot(faiss.IDSelectorBatch(np.array(expired, np.int64))) if expired else None
-        exact: Any = faiss.SearchParameters
-        inverted: Any = faiss.SearchParametersIVF
-        if self._sample is not None:
-            return inverted(nprobe=PROBES, sel=hidden)
-        return exact(sel=hidden) if hidden is not None else None
+
+def _faiss_kind() -> str:
+    if not HAS_FAISS:
+        return "none"
+    from cdrmix.reason.memory.faiss_vectors import KIND
+
+    return KIND

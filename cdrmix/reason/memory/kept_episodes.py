@@ -62,6 +62,7 @@ class KeptEpisodes:
         self.dim, self.max_tokens = dim, max_tokens
         self.tokens = 0  # of all episodes
         self.next = 0
+        self.last_step = 0  # of the last commit
         self.episodes: OrderedDict[int, Episode] = OrderedDict()  # what was used the longest time ago first
         self._expiring: dict[int, int] = {}  # of those that ever expire, the step
 
@@ -74,6 +75,7 @@ class KeptEpisodes:
 
     def apply(self, commit: Commit) -> None:
         """Takes a commit in."""
+        self.last_step = commit.step
         for id in sorted(commit.read):
             self.episodes.move_to_end(id)
         for episode in commit.added:

@@ -1,0 +1,20 @@
+"""The tasks of cdrmix.data.tasks as evaluations: generated questions whose answer follows from their text."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from cdrmix.data.tasks import TASKS, make_example, score
+from cdrmix.eval.evaluation import EVALUATIONS, Question
+
+FIRST_HELD_OUT = 1 << 41  # examples from this number on; training takes those from 0 on, and stage B's evaluation 2^40
+
+
+def question(task: str, seed: int, number: int, characters: int) -> Question:
+    """Example `number` of a task at its published difficulty, in a text of about so many characters."""
+    made = make_example(task, seed, FIRST_HELD_OUT + number, characters)
+    return Question(made.prompt, made.steps + made.answer, partial(score, made))
+
+
+for task in TASKS.names():
+    EVALUATIONS(task)(partial(question, task))

@@ -1,0 +1,78 @@
+"""Vectors searched by FAISS: exactly, and above a number of them through an inverted file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import faiss
+import numpy as np
+
+from cdrmix.reason.memory.episode_log import Floats
+from cdrmix.reason.memory.vectors import Integers
+
+KIND = f"faiss {faiss.__version__}"
+PROBES = 32  # lists that a search of an inverted file reads; there are 4 sqrt(n), as FAISS advises, 1,265 of 100,000
+
+
+class FaissVectors:
+    """Vectors in FAISS's structure. sample: keys [n, dim] that an inverted file's lists are made for; None: no lists.
+
+    content: the structure as `content()` gave it, in the place of an empty one.
+    """
+
+    def __init__(self, dim: int, sample: Floats | None = None, content: bytes | None = None) -> None:
+        self._inverted = sample is not None
+        self._index: Any  # FAISS's stubs know neither its parameters' arguments nor what indices have in common
+        if content is not None:
+            self._index = faiss.deserialize_index(np.frombuffer(content, np.uint8))
+        elif sample is None:
+            self._index = faiss.IndexIDMap2(faiss.IndexFlatIP(dim))
+        else:
+            lists = round(4 * len(sample) ** 0.5)
+            self._index = faiss.IndexIVFFlat(faiss.IndexFlatIP(dim), dim, lists, faiss.METRIC_INNER_PRODUCT)
+            self._index.train(sample)  # k-means from a fixed seed
+
+    def content(self) -> bytes:
+        """The structure, to be kept in a file."""
+        content: bytes = faiss.serialize_index(self._index).tobytes()
+        return content
+
+    def ids(self) -> Integers:
+        """Every id of an inverted file, list by list."""
+        lists = self._index.invlists
+        parts = [faiss.rev_swig_ptr(lists.get_ids(n), lists.list_size(n)) for n in range(self._index.nlist)]
+        return np.concatenate(parts)
+
+    def add(self, ids: Integers, keys: Floats) -> None:
+        """See ExactVectors."""
+        self._index.add_with_ids(keys, ids)
+
+    def remove(self, ids: Integers) -> None:
+        """See ExactVectors."""
+        self._index.remove_ids(ids)
+
+    def search(self, queries: Floats, count: int, hidden: Integers) -> tuple[Integers, Floats]:
+        """See ExactVectors. Of an inverted file PROBES lists are read."""
+        wanted, total = min(count + 1, self._index.ntotal), self._index.ntotal
+        parameters = self._parameters(hidden)
+        while True:
+            scores, ids = self._index.search(queries, wanted, params=parameters)
+            # Of equal scores FAISS keeps the later: where the last one to be given equals the first one not to be, all
+            # that equal it are needed.
+            last = min(count, wanted) - 1
+            tied = wanted > count and bool(((scores[:, last] == scores[:, -1]) & (ids[:, -1] >= 0)).any())
+            if not tied or wanted == total:
+                break
+            wanted = min(2 * wanted, total)
+        order = np.lexsort((ids, -scores))
+        ids, scores = np.take_along_axis(ids, order, 1)[:, :count], np.take_along_axis(scores, order, 1)[:, :count]
+        return ids, scores
+
+    def _parameters(self, hidden: Integers) -> Any:
+        """How to search; without what is hidden."""
+        selector = faiss.IDSelectorNot(faiss.IDSelectorBatch(hidden)) if len(hidden) else None
+        exact: Any = faiss.SearchParameters
+        inverted: Any = faiss.SearchParametersIVF
+        if self._inverted:
+            return inverted(nprobe=PROBES, sel=selector)
+        return exact(sel=selector) if selector is not None else None

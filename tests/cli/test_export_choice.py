@@ -1,0 +1,111 @@
+"""Which checkpoint is exported: the best by default, the last, a named one; what is said, and what is taken instead."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from cdrmix.cli import main
+from cdrmix.inference.checkpoints import read_weights
+from cdrmix.inference.load import load_exported
+from cdrmix.run_folder import RunFolder, read_metrics
+
+Arguments = Callable[..., list[str]]
+
+
+@pytest.fixture(scope="module")
+def trained(place: Path, arguments: Arguments) -> RunFolder:
+    """A run whose best checkpoint is that of step 2 of 4."""
+    root = place / "choice"
+    assert main(["train", *arguments(f"run.root={root}")]) == 0
+    (run,) = root.iterdir()
+    (run / "checkpoints" / "best").write_text("step-00000002\n")
+    return RunFolder.open(run)
+
+
+@pytest.fixture
+def run(trained: RunFolder, tmp_path: Path) -> RunFolder:
+    shutil.copytree(trained.path, tmp_path / trained.path.name)
+    return RunFolder.open(tmp_path / trained.path.name)
+
+
+def export(run: RunFolder, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    """The step exported, and what was said of it."""
+    shutil.rmtree(run.export, ignore_errors=True)
+    capsys.readouterr()
+    assert main(["export", "--model", str(run.path), *words]) == 0
+    told = capsys.readouterr()
+    assert told.out.strip() == str(run.export)
+    step = json.loads((run.export / "config.json").read_text())["step"]
+    expected = read_weights(run.checkpoints / f"step-{step:08d}")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in load_exported(run.export).weights.items())
+    return step, told.err.strip()
+
+
+def test_the_best_is_exported_and_the_reason_is_said(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    bits = {row["step"]: row.get("valid_bits_per_byte") for row in read_metrics(run.metrics_jsonl)}
+    told = f"the best on held-out text ({bits[2]:.4f} bits per byte); the last is step 4 ({bits[4]:.4f} bits per byte)"
+    assert export(run, capsys) == (2, f"Exporting step 2, {told}")
+    assert export(run, capsys, "--checkpoint", "last") == (4, "Exporting step 4, the last, as was asked for")
+    for name in ("step-00000002", str(run.checkpoints / "step-00000002")):
+        assert export(run, capsys, "--checkpoint", name) == (2, "Exporting step 2, the one that was asked for")
+    # What compare reads of a run is its last checkpoint, whichever was exported.
+    assert main(["compare", str(run.path), str(run.checkpoints / "step-00000004")]) == 0
+
+
+def test_the_last_is_taken_where_there_is_no_best(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = run.checkpoints / "step-00000002" / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    step, told = export(run, capsys)
+    assert step == 4
+    assert "the last, since the best on held-out text cannot be used" in told
+    assert "is corrupt" in told
+    weights.write_bytes(whole)
+    (run.checkpoints / "best").unlink()
+    step, told = export(run, capsys)
+    assert (step, told) == (4, "Exporting step 4, the last, since none is marked as the best on held-out text")
+
+
+def test_stage_b_comes_after_the_best(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run whose stage A ended with step 2: later checkpoints are of stage B's phases."""
+    text = run.config_snapshot.read_text()
+    run.config_snapshot.write_text(text.replace("  steps: 4\n", "  steps: 2\n"))
+    step, told = export(run, capsys)
+    assert (step, told) == (4, "Exporting step 4, the last, since the best on held-out text, step 2, is before stage B")
+
+
+def test_a_run_exports_what_its_configuration_says(trained: RunFolder, arguments: Arguments) -> None:
+    of_last = trained.summary()["held_out"]["bits_per_byte"]
+    root = f"run.root={trained.path.parent}"
+    assert trained.summary()["export"]["step"] == 4
+    trained.update_summary({"finished": False})
+    assert main(["train", *arguments(root), "--resume", "auto"]) == 0
+    assert trained.summary()["export"]["step"] == 2
+    assert "Exporting step 2, the best on held-out text" in trained.log.read_text()
+    card = (trained.export / "README.md").read_text()
+    assert "trained by cdrmix for 2 steps" in card
+    assert "bits per byte" in card
+    assert f"{of_last:.4f}" not in card  # its own figures
+    assert trained.summary()["held_out"]["bits_per_byte"] == of_last  # the run's are those of its last checkpoint
+    trained.update_summary({"finished": False})
+    assert main(["train", *arguments(root, "export.checkpoint=last"), "--resume", "auto"]) == 0
+    assert trained.summary()["export"]["step"] == 4
+
+
+def test_what_is_no_checkpoint_of_the_run(
+    run: RunFolder, trained: RunFolder, arguments: Arguments, capsys: pytest.CaptureFixture[str]
+) -> None:
+    foreign = str(trained.checkpoints / "step-00000004")
+    for wanted in ("step-00000003", foreign, "bets"):
+        assert main(["export", "--model", str(run.path), "--out", "x", "--checkpoint", wanted]) == 2
+        assert f"{wanted} is no checkpoint of {run.path}, which has step-00000002, step-0" in capsys.readouterr().err
+    assert main(["export", "--model", foreign, "--out", "x", "--checkpoint", "best"]) == 2
+    assert "--checkpoint is for a run folder" in capsys.readouterr().err
+    assert main(["train", *arguments("export.checkpoint=/no/where")]) == 2
+    assert "export.checkpoint: /no/where does not exist" in capsys.readouterr().err

@@ -1,0 +1,191 @@
+"""`cdrmix reason demo --memory FOLDER`: an index that outlives its process; commits, rollbacks, kills, other models."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from cdrmix.cli import main
+from cdrmix.hf.export import export_model
+from cdrmix.inference.load import load_model
+from cdrmix.reason import session as sessions
+from cdrmix.reason.build import load_stage_b
+from cdrmix.reason.controller.controller import decision_of
+from cdrmix.reason.heads import NOOP, RETRIEVE, SPLICE
+from cdrmix.reason.memory.episodic_index import EpisodicIndex
+
+Arguments = Callable[..., list[str]]
+DIM, CHUNK = 16, 32
+REASON = (
+    *("train.steps=2", "train.checkpoint_every=2", "model.vocab_size=600"),
+    f"reasoning={{chunk: {CHUNK}, carry: fast, plastic_lora: {{rank: 4, alpha: 0.5, decay: 1.0}}, "
+    "controller: {step_budget: 64, max_branches: 1}, "
+    f"memory: {{dim: {DIM}, top_k: 2, max_tokens: 4000, tokens: 4}}, "
+    "rl: {horizon: 64, group_size: 4, latency_weight: 0.01, stability_weight: 0.1}, "
+    "plasticity: {task: recall, tokens: true, chunks: 2}, "
+    "operations: {task: chunk_hops, chunks: 2, difficulty: {hops: 1, chains: 1}}, "
+    "evaluation: {chunks: [2], episodes: 2}}",
+    "reasoning.phases.plasticity={steps: 1, episodes: 2, micro_batch: 8}",
+    "reasoning.phases.operations_imitation={steps: 1, episodes: 2, micro_batch: 8}",
+    "reasoning.agent={task: chunk_recall, chunks: 2, difficulty: {pairs: 1}}",
+)
+BOOK = " ".join(str(number) for number in random.Random(1).sample(range(10**8, 10**9), 60))  # no chunk comes twice
+
+
+@pytest.fixture(scope="module")
+def model(place: Path, arguments: Arguments) -> Path:
+    """An export whose operations search, splice what is found and answer, as often as is allowed."""
+    root = place / "memory"
+    assert main(["train", *arguments(*REASON, f"run.root={root}")]) == 0
+    (run,) = root.iterdir()
+    loaded = load_model(run)
+    bias = torch.zeros(5)
+    bias[RETRIEVE], bias[SPLICE], bias[NOOP] = 3.0, 2.0, 1.0
+    heads = {**loaded.heads, "operations.policy.bias": bias}
+    heads["operations.policy.weight"] = torch.zeros_like(heads["operations.policy.weight"])
+    return export_model(loaded._replace(heads=heads), place / "searching")
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Path:
+    (tmp_path / "book.txt").write_text(BOOK)
+    return tmp_path / "book.txt"
+
+
+def demo(model: Path, memory: Path, *words: object) -> list[str]:
+    arguments = ["reason", "demo", "--model", model, "--device", "cpu", "--memory", memory, *words]
+    return [str(word) for word in arguments]
+
+
+def kept(memory: Path) -> list[tuple[int, list[int]]]:
+    """What the index holds, by id: other processes may write again afterwards."""
+    index = EpisodicIndex(memory, DIM, 4000)
+    found = [(id, episode.tokens.tolist()) for id, episode in sorted(index._kept.episodes.items())]
+    index.close()
+    return found
+
+
+def test_a_second_process_answers_from_what_the_first_has_read(
+    model: Path, book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    memory, about = tmp_path / "memory", "thing number 3"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "cdrmix.cli", *demo(model, memory, "--document", book, "--question", about)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "Answer from the index: " in done.stdout
+    episodes = kept(memory)
+    chunks = [line for line in done.stdout.splitlines() if "written x1" in line or "rolled back" in line]
+    assert len(episodes) == sum("written x1" in line for line in chunks) > 10
+    assert main(demo(model, memory, "--question", about)) == 0
+    told = capsys.readouterr().out
+    assert f"The index has {len(episodes)} episodes of {CHUNK * len(episodes)} tokens" in told
+    found = [line for line in told.splitlines() if line.startswith("Found in the index:")]
+    assert found
+    for line in found:  # what was found is what the first process has read
+        assert line.removeprefix("Found in the index:").strip() in BOOK
+    assert "what is read" not in told
+    # Read again, nothing is kept twice.
+    assert main(demo(model, memory, "--document", book, "--question", about)) == 0
+    assert kept(memory) == episodes
+
+
+def test_what_the_controller_rolls_back_leaves_nothing(
+    model: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = []
+
+    def every_second(end_BD: torch.Tensor) -> object:
+        calls.append(end_BD)
+        return decision_of(torch.tensor([len(calls) % 2]))
+
+    monkeypatch.setattr(sessions, "configured", lambda reasoning, heads: every_second)
+    assert main(demo(model, tmp_path / "memory", "--document", book, "--question", "thing number 3")) == 0
+    told = capsys.readouterr().out
+    assert told.count("rolled back") == len(calls) // 2
+    assert len(kept(tmp_path / "memory")) == told.count("written x1") == -(-len(calls) // 2)
+
+
+@pytest.mark.parametrize("attempt", range(2))
+def test_killed_at_any_moment_no_commit_is_lost(model: Path, book: Path, tmp_path: Path, attempt: int) -> None:
+    """SIGKILL at a random moment of the reading, then once more, then read to the end: as if it had not been killed."""
+    words = ("--document", book, "--question", "thing number 3")
+    assert main(demo(model, tmp_path / "whole", *words)) == 0
+    whole, draw = kept(tmp_path / "whole"), random.Random(attempt)
+    memory = tmp_path / "memory"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    for _ in range(2):
+        command = [sys.executable, "-m", "cdrmix.cli", *demo(model, memory, *words)]
+        victim = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        assert victim.stdout is not None
+        lines = []
+        wanted = draw.randrange(1, len(whole) - 2)
+        while sum("written x1" in line for line in lines) < wanted:
+            line = victim.stdout.readline()
+            assert line, "the command ended before it could be killed"
+            lines.append(line)
+        time.sleep(draw.random() * 0.05)
+        victim.send_signal(signal.SIGKILL)
+        lines += victim.communicate()[0].splitlines()
+        acknowledged = sum("written x1" in line for line in lines)
+        found = kept(memory)
+        assert found == whole[: len(found)]
+        assert len(found) >= acknowledged
+    assert main(demo(model, memory, *words)) == 0
+    assert kept(memory) == whole
+
+
+def test_memories_that_are_refused(
+    model: Path, finished_without: Path, book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    memory = tmp_path / "memory"
+    assert main(demo(model, memory, "--question", "thing")) == 0
+    note = (memory / "model.json").read_text()
+    (memory / "model.json").write_text(note.replace('"keys": "', '"keys": "0'))
+    capsys.readouterr()
+    assert main(demo(model, memory, "--question", "thing")) == 11
+    assert "is the memory of another model, or of other weights of it" in capsys.readouterr().err
+    (memory / "model.json").write_text("{")
+    assert main(demo(model, memory, "--question", "thing")) == 11
+    (memory / "model.json").unlink()
+    assert main(demo(model, memory, "--question", "thing")) == 11
+    assert "holds an episode log and no model.json" in capsys.readouterr().err
+    (memory / "model.json").write_text(note)
+    assert main(demo(model, book, "--question", "thing")) == 2
+    assert "name a folder, new or a memory's" in capsys.readouterr().err
+    assert main(demo(finished_without, tmp_path / "other", "--question", "thing")) == 2
+    assert "has not learnt to use an index" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+    assert main(demo(model, memory, "--document", book)) == 2
+    assert "with --memory a question may be alone" in capsys.readouterr().err
+    with (memory / "episodes.log").open("ab") as file:
+        file.write(b"torn")
+    assert main(demo(model, memory, "--question", "thing")) == 0
+    assert "4 bytes of a commit that was not finished are put aside" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def finished_without(model: Path, place: Path) -> Path:
+    """The same model, whose configuration trains no operations."""
+    folder = place / "without"
+    loaded = load_model(model)
+    assert loaded.config.reasoning is not None
+    phases = loaded.config.reasoning.phases
+    less = phases.model_copy(
+        update={"operations_imitation": phases.operations_imitation.model_copy(update={"steps": 0})}
+    )
+    reasoning = loaded.config.reasoning.model_copy(update={"phases": less})
+    config = loaded.config.model_copy(update={"reasoning": reasoning})
+    heads = {name: tensor for name, tensor in loaded.heads.items() if not name.startswith("operations.")}
+    found = export_model(loaded._replace(config=config, heads=heads), folder)
+    assert load_stage_b(load_model(found)).operations is None
+    return found
