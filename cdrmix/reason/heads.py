@@ -137,7 +137,7 @@ class OperationHeads(nn.Module):
             nn.init.zeros_(linear.weight)
             nn.init.zeros_(linear.bias)
 
-    def log_probs(self, features_KD: Tensor, allowed_KO: Tensor) -> Tensor:
-        """Of every operation, [K, O] float32; -inf where it is not allowed."""
-        logits_KO = self.policy(features_KD).float().masked_fill(~allowed_KO, -torch.inf)
-        return logits_KO.log_softmax(-1)
+    def log_probs(self, features_KD: Tensor, allowed_KO: Tensor, temperature: float = 1.0) -> Tensor:
+        """log softmax(logits / temperature) of every operation, [K, O] float32; -inf where it is not allowed."""
+        logits_KO = self.policy(features_KD).float() / temperature
+        return logits_KO.masked_fill(~allowed_KO, -torch.inf).log_softmax(-1)

@@ -12,7 +12,6 @@ import logging
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from cdrmix.config import schema_reasoning as schema
@@ -21,7 +20,7 @@ from cdrmix.errors import ConfigError
 from cdrmix.reason.agent.agent import Reading, Turn, Window, read_episodes, rewards_of
 from cdrmix.reason.episodes import EpisodeSource
 from cdrmix.reason.model import Loss, StageBModel
-from cdrmix.reason.phase import PHASES, Sources, generator_of, reasoning_of
+from cdrmix.reason.phase import PHASES, Sources, generator_of, reasoning_of, reduce_over_processes
 from cdrmix.reason.rl.grpo import OBJECTIVES, Objective, Totals, entropy, group_advantages, policy_loss
 from cdrmix.reason.rl.rollout import micro_batches, taken
 from cdrmix.training.objective import Outcome
@@ -137,8 +136,8 @@ class PolicyPhase:
             ],
             dtype=torch.float64,
         )
-        tokens, sequences, groups, dropped, solved = _over_processes(counts, processes, "sum").tolist()
-        least = _over_processes(torch.tensor(wanted), processes, "most").tolist()
+        tokens, sequences, groups, dropped, solved = reduce_over_processes(counts, processes, "sum").tolist()
+        least = reduce_over_processes(torch.tensor(wanted), processes, "max").tolist()
         self._watch(groups == dropped, solved)
         totals = Totals(max(tokens, 1.0), max(sequences, 1.0), max(self.window.part, self.window.answer))
         losses: list[Loss] = [
@@ -246,12 +245,3 @@ def _sums(
     facts = (reading.asked_BF, reading.captured_BF, reading.held_BF, reading.changes_B)
     counted = [float(part.sum()) for part in (*parts, *facts)]
     return torch.tensor([len(total), groups, dropped, *counted])
-
-
-def _over_processes(values: Tensor, processes: int, how: str) -> Tensor:
-    """The sum, or the most, over the processes of a run."""
-    if processes > 1:
-        device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-        values = values.to(device)
-        dist.all_reduce(values, dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX)
-    return values.cpu()

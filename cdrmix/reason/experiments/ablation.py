@@ -34,6 +34,7 @@ from cdrmix.reason.experiments.table import Verdict, check, judge, markdown
 
 RESULTS = "results.jsonl"
 
+
 class Outcome(NamedTuple):
     """What an ablation showed. table: markdown. measured: arm -> seed -> measurement -> value."""
 

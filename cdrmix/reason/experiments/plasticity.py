@@ -22,9 +22,7 @@ def plasticity(config: Config, seed: int, say: Say) -> dict[str, float]:
     section = reasoning.plasticity.model_copy(update={"seed": reasoning.plasticity.seed + 1000 * seed})
     source = source_of(section, reasoning.chunk)
     model = small_model(config, seed)
-    train_alone(
-        phase_config(config, reasoning.phases.plasticity), model, PlasticityPhase(config, source, seed), say
-    )
+    train_alone(phase_config(config, reasoning.phases.plasticity), model, PlasticityPhase(config, source, seed), say)
     language_model = model.language_model
     changes = {"zeroed": zeroed, "swapped": swapped} if language_model.adapters else {}
     numbers = range(FIRST_HELD_OUT, FIRST_HELD_OUT + ablation.episodes)

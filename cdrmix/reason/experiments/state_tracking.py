@@ -18,11 +18,10 @@ from cdrmix.data.tasks.episodes import Hashed
 from cdrmix.data.tasks.groups import elements_of, product
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.reason.episodes import FIRST_HELD_OUT
+from cdrmix.reason.experiments.base import EXPERIMENTS, Say, small_model
+from cdrmix.reason.model import Loss, StageBModel
 from cdrmix.reason.phase import generator_of, phase_config, train_alone
 from cdrmix.training.objective import Outcome
-from cdrmix.reason.model import Loss
-from cdrmix.reason.experiments.base import EXPERIMENTS, Say, small_model
-from cdrmix.reason.model import StageBModel
 
 ROWS = 64  # words of one forward pass
 

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
@@ -29,7 +28,7 @@ from cdrmix.reason.heads import OPERATIONS, RETRIEVE
 from cdrmix.reason.model import Loss, StageBModel
 from cdrmix.reason.operations.rollout import Decisions, Reader, Rollouts
 from cdrmix.reason.operations.windows import Read, Windows
-from cdrmix.reason.phase import PHASES, Sources, generator_of, reasoning_of
+from cdrmix.reason.phase import PHASES, Sources, generator_of, reasoning_of, reduce_over_processes
 from cdrmix.reason.rl.grpo import Totals, entropy, group_advantages, policy_loss
 from cdrmix.training.objective import Outcome
 
@@ -263,8 +262,7 @@ class OperationsPhase:
         decided = torch.tensor(
             float(sum(group.kept_N[rollouts.decisions.row_K].sum() for _, rollouts, _, group in made))
         )
-        if processes > 1:
-            dist.all_reduce(decided)
+        decided = reduce_over_processes(decided, processes, "sum")
         totals = Totals(max(decided.item(), 1.0), self.settings.episodes * size, self.rl.horizon)
         return [
             self._loss(rollouts, rewards, group.advantages_N * group.kept_N, group.kept_N, totals, sums)
@@ -292,8 +290,7 @@ class OperationsPhase:
             assert read is not None
             device = read.last_WD.device
             features = _features(read, decisions)
-            log_probs_KO = heads.log_probs(features, decisions.allowed_KO.to(device)) / self.rl.temperature
-            log_probs_KO = log_probs_KO.log_softmax(-1)
+            log_probs_KO = heads.log_probs(features, decisions.allowed_KO.to(device), self.rl.temperature)
             taken_K = log_probs_KO.gather(1, decisions.taken_K.to(device)[:, None]).squeeze(1)
 
             def table(values_K: Tensor) -> Tensor:

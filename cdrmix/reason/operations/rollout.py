@@ -76,7 +76,7 @@ class Row:
 
 
 class Decisions(NamedTuple):
-    """In the order in which they were made. log_probs_K: of what was taken, then."""
+    """In the order in which they were made. log_probs_K: of what was taken, by the distribution drawn from."""
 
     row_K: Tensor
     window_K: Tensor
@@ -145,13 +145,13 @@ class Reader:
             read = windows.read(model, read)
             numbers_K = torch.tensor([row.window for row in rows], device=device)
             features_KD = torch.cat([read.last_WD[numbers_K], facts_KF.to(read.last_WD)], 1)
-            log_probs_KO = heads.log_probs(features_KD, allowed_KO.to(device)).cpu()
+            log_probs_KO = heads.log_probs(features_KD, allowed_KO.to(device), temperature).cpu()
             if generator is None:
                 taken_K = log_probs_KO.argmax(1)
             else:
                 points_R = torch.rand(count, generator=generator, dtype=torch.float64)
                 points_K = points_R[[order[id(row)] for row in rows]]
-                probs_KO = (log_probs_KO.double() / temperature).softmax(-1)
+                probs_KO = log_probs_KO.double().softmax(-1)
                 sums_KO = probs_KO.cumsum(-1)
                 taken_K = (sums_KO <= (points_K * sums_KO[:, -1])[:, None]).sum(1)
             return taken_K, log_probs_KO.gather(1, taken_K[:, None]).squeeze(1)
