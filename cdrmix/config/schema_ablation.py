@@ -17,9 +17,9 @@ class Arm(Section):
 
 
 class Demand(Section):
-    """What the mean over seeds must be: of a measurement of an arm, or of a difference of two.
+    """Bounds for a measurement of an arm, or for a difference of two.
 
-    With at_least above 0 or at_most below 0, a difference's confidence interval must also exclude 0.
+    It holds where the whole 95 % interval over seeds lies within the bounds (see reason/experiments/table.py).
     """
 
     arm: Text
