@@ -19,7 +19,7 @@ DEVIATION_FLOOR = 1e-4  # added to a group's standard deviation before it divide
 
 @dataclass(frozen=True)
 class Objective:
-    """Which of the family.
+    """One member of the family of objectives.
 
     clip_low, clip_high: the ratio of new to old probability counts from 1 - clip_low to 1 + clip_high.
     ratio: of every token, or one of a sequence, the geometric mean of its tokens' (GSPO, equation 7).

@@ -1,4 +1,4 @@
-"""Rollouts: many rows at once, token by token, on the model's own recurrent cache; with the probability of each token.
+"""Rollouts: many rows are generated token by token on the model's recurrent cache, with each token's probability.
 
 A prompt is read once, in one pass; what it leaves behind can be continued by as many rows as wanted. From there each
 token costs one pass of one token on a cache that does not grow where the mixers' does not.
@@ -21,7 +21,7 @@ from cdrmix.model.language_model import Cache, LanguageModel
 
 
 class Generated(NamedTuple):
-    """What was taken. log_probs_BN: float32, of the distribution drawn from, or greedily of the model's own.
+    """Generated tokens. log_probs_BN: float32, under the distribution sampled from (greedy: under the model's own).
 
     mask_BN: bool, False behind a row's end; there tokens are the end token, and log_probs 0.
     """
@@ -32,7 +32,7 @@ class Generated(NamedTuple):
 
 
 class Prefix(NamedTuple):
-    """What reading a prompt leaves: the cache, and the logits [B, V] of the token after it."""
+    """A prompt that was read: its cache, and the logits [B, V] of the token after it."""
 
     logits_BV: Tensor
     cache: Cache
@@ -46,7 +46,7 @@ def read(model: LanguageModel, prompts_BL: Tensor, cache: Cache | None = None) -
 
 
 def repeat(prefix: Prefix, times: int) -> Prefix:
-    """Every row `times` times, one behind the other: the starts of groups."""
+    """Every row `times` times, in neighbouring rows: the start of a group of rollouts."""
     rows_R = torch.arange(len(prefix.logits_BV), device=prefix.logits_BV.device).repeat_interleave(times)
     return Prefix(prefix.logits_BV[rows_R], select(prefix.cache, rows_R))
 
@@ -93,7 +93,7 @@ def proceed(
             if not going_B.any():
                 break
     if not log_probs_BN.isfinite().all():
-        raise NonFiniteLogitsError("the logits of a rollout are not finite: the model is broken, and taught nothing")
+        raise NonFiniteLogitsError("the logits of a rollout are not finite; this step was not trained on")
     return Generated(tokens_BN, log_probs_BN, mask_BN)
 
 
