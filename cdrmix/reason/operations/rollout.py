@@ -76,7 +76,7 @@ class Row:
 
 
 class Decisions(NamedTuple):
-    """Decisions in the order in which they were made. log_probs_K: of what was taken, by the distribution drawn from."""
+    """Decisions in the order in which they were made. log_probs_K: under the distribution that was sampled."""
 
     row_K: Tensor
     window_K: Tensor
