@@ -80,7 +80,7 @@ def student_within(t: float, freedom: int) -> float:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Mean and interval of one value a seed."""
+    """Mean and interval of values, one for each seed."""
     count = len(values)
     mean = math.fsum(values) / count
     if count == 1:
@@ -120,7 +120,7 @@ def _of(values: Mapping[str, float], name: str) -> float:
 
 
 def check(ablation: Ablation) -> None:
-    """Raises ConfigError for a demand that names no arm or asks for nothing: before hours are spent on it."""
+    """Raises ConfigError, before anything is run, for a demand on an arm that does not exist or without a bound."""
     for place, demand in enumerate(ablation.demands):
         for arm in (demand.arm, demand.minus_arm):
             if arm is not None and arm not in ablation.arms:
