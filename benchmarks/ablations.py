@@ -150,7 +150,7 @@ def all_results(rows: Sequence[dict[str, Any]], measured: dict[str, Measured]) -
     ]
     for name, runs in measured.items():
         section = ablation_of(name)
-        lines += [f"## {name} (row {section.row})", "", section.shows, ""]
+        lines += [f"## {name} (row {section.row})", "", f"Claim under test: {section.shows}", ""]
         lines += [f"- `{arm}`: {one.says}" for arm, one in section.arms.items()]
         lines += ["", *arms_table(section, runs), ""]
     return "\n".join([*lines, "## Where the rows are from", "", *sources(rows), ""])

@@ -158,7 +158,7 @@ def verdict_line(verdict: Verdict) -> str:
 
 def markdown(name: str, ablation: Ablation, measured: Measured, seconds: float) -> str:
     """The whole outcome as a section of a document; also what a person reads at the console."""
-    lines = [f"## {name} (row {ablation.row})", "", ablation.shows, ""]
+    lines = [f"## {name} (row {ablation.row})", "", f"Claim under test: {ablation.shows}", ""]
     lines += [f"- {arm}: {section.says}" for arm, section in ablation.arms.items()]
     lines += ["", *arms_table(ablation, measured), ""]
     lines += [f"- {verdict_line(judge(demand, measured))}" for demand in ablation.demands]
