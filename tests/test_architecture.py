@@ -36,6 +36,7 @@ LAYERS = [
     {"reason"},
     {"report", "plan", "compare"},
     {"workflow"},
+    {"commands"},
     {"cli"},
 ]
 LAYER_OF = {package: height for height, packages in enumerate(LAYERS) for package in packages}

@@ -19,9 +19,9 @@ class Arm(Section):
 
 
 class Demand(Section):
-    """A bound on the mean over seeds of a measurement, or of the difference of two measurements.
+    """Bounds for a measurement of an arm, or for a difference of two.
 
-    If at_least is above 0 or at_most is below 0, the confidence interval of a difference must also exclude 0.
+    It holds where the whole 95 % interval over seeds lies within the bounds (see reason/experiments/table.py).
     """
 
     arm: Text

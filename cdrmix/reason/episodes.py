@@ -1,4 +1,4 @@
-"""Episodes as tensors: a question, chunks that are read one at a time, an answer; of token ids or of text.
+"""Episodes as tensors: a question, chunks that are read one at a time, and an answer; from token ids or from text.
 
 Shapes: B episodes, N chunks, C tokens of a chunk, Q of a question, A of an answer, F facts, W tokens of a fact,
 T tokens of a probe.
@@ -23,15 +23,15 @@ from cdrmix.data.tasks.rng import sentences_of
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import ConfigError
 
-FIRST_HELD_OUT = 1 << 40  # episodes from this number on are for evaluation; training takes those from 0 on
-SAMPLE = 64  # episodes of text that are measured for the widths
-ROOM = 4  # tokens by which an episode of text may be wider than any of the sample
-ATTEMPTS = 16  # episodes of text that are tried before it is said that none fits
-CHARACTERS_A_TOKEN = 6  # more than any text has, so that chunks are full
+FIRST_HELD_OUT = 1 << 40  # episodes from this number on are for evaluation; training takes numbers from 0
+SAMPLE = 64  # episodes of text whose widths are measured
+ROOM = 4  # tokens by which a text can be wider than the widest of the sample
+ATTEMPTS = 16  # episodes of text that are tried before an error tells that none fits
+CHARACTERS_A_TOKEN = 6  # more than texts have, so that chunks are full
 
 
 class Marks(NamedTuple):
-    """Ids that part what stands in a window."""
+    """Ids that separate the parts of a window."""
 
     question: int
     memory: int
@@ -44,8 +44,8 @@ class Marks(NamedTuple):
 class Episodes(NamedTuple):
     """A batch, int64 on the CPU, padded with `pad` of its source.
 
-    facts_BFW: what a memory would keep of each fact. fact_chunk_BF: the chunk that tells it. asked_BF, bool: the answer
-    needs it. good_BN, bool: whether a chunk may be believed.
+    facts_BFW: the tokens that a memory keeps of each fact. fact_chunk_BF: the chunk that tells it. asked_BF, bool:
+    whether the answer needs it. good_BN, bool: whether a chunk tells the truth.
     """
 
     question_BQ: Tensor
@@ -58,15 +58,15 @@ class Episodes(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """The question as a sequence whose next tokens are the answer: targets_BT[b, t] is what is right behind
-    ids_BT[b, : t + 1], IGNORED where nothing is asked."""
+    """The question as a sequence whose next tokens are the answer: targets_BT[b, t] is the right token after
+    ids_BT[b, : t + 1], or IGNORED."""
 
     ids_BT: Tensor
     targets_BT: Tensor
 
 
 class EpisodeSource(Protocol):
-    """Where episodes come from. Episode n is a function of (seed, n, chunks) alone."""
+    """A source of episodes. Episode n is a function of (seed, n, chunks) alone."""
 
     vocab_size: int
     pad: int
@@ -74,19 +74,19 @@ class EpisodeSource(Protocol):
     chunk: int  # widths in tokens
     question: int
     answer: int
-    least_chunks: int  # that hold what an episode tells
+    least_chunks: int  # the fewest chunks that hold the facts
 
     def batch(self, numbers: Sequence[int], chunks: int) -> Episodes:
         """Episodes of `chunks` chunks; numbers from FIRST_HELD_OUT on are not trained on."""
 
     def probe(self, episodes: Episodes) -> Probe:
-        """Their questions, to be answered by the next token."""
+        """The questions of episodes as probes."""
 
 
 class TokenSource:
     """Episodes in ids of their own vocabulary (cdrmix.data.tasks.episodes): recall, poisoned, agent, hops.
 
-    difficulty: names of the kind's record and their values; others are as they are published there.
+    difficulty: values by name; names that are not given have the standard values of the kind.
     """
 
     def __init__(self, kind: str, seed: int, chunk: int, difficulty: Mapping[str, bool | int | float | str]) -> None:
@@ -104,7 +104,7 @@ class TokenSource:
         self.least_chunks = -(-one.facts_BFW.shape[1] // (chunk // 2))
 
     def batch(self, numbers: Sequence[int], chunks: int) -> Episodes:
-        """Episodes `numbers` of `chunks` chunks; ConfigError where that is too few for the difficulty."""
+        """Episodes `numbers` of `chunks` chunks. Raises ConfigError for too few chunks for the difficulty."""
         made = tokens.token_episodes(self.kind, self.seed, numbers, self.difficulty, chunks, self.chunk)
         return Episodes(*(torch.from_numpy(array.copy()) for array in made))
 
@@ -118,10 +118,10 @@ class TokenSource:
 
 
 class TextSource:
-    """Episodes of text by a tokenizer. Marks are bytes that UTF-8 never has, so that no text holds them.
+    """Episodes of text by a tokenizer. Marks are bytes that do not occur in UTF-8, so no text contains them.
 
-    Chunks are padded to their width; sentences that tell nothing are left out where they would not fit. chunks: of the
-    episodes whose widths are measured, which those of others have too.
+    Chunks are padded to their width. Sentences without facts are left out where they do not fit. chunks: the number of
+    chunks of the sample, whose widths all episodes have.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class TextSource:
         self.fact = ROOM + max(len(self._fact(*fact[:2])) for one in sample for fact in one.facts)
 
     def batch(self, numbers: Sequence[int], chunks: int) -> Episodes:
-        """Episodes `numbers` of `chunks` chunks; ConfigError where chunks do not hold what they tell."""
+        """Episodes `numbers` of `chunks` chunks. Raises ConfigError where facts do not fit their chunk."""
         made = [self._episode(number, chunks) for number in numbers]
         return Episodes(*(torch.stack(column) for column in zip(*made, strict=True)))
 
@@ -167,7 +167,7 @@ class TextSource:
         return self._encoded(f" {key} {value}")
 
     def _episode(self, number: int, chunks: int) -> tuple[Tensor, ...]:
-        """One episode; of those that hash from `number`, the first that fits the widths."""
+        """One episode: the first that fits the widths, of ATTEMPTS episodes derived from `number`."""
         for attempt in range(ATTEMPTS):
             text = self._texts(number + (attempt << 50), chunks)
             rows = [self._chunk(text, place) for place in range(chunks)]
@@ -186,11 +186,11 @@ class TextSource:
                 )
         raise ConfigError(
             f"reasoning: {self.task}'s facts do not fit chunks of {self.chunk} tokens; make reasoning.chunk larger, or "
-            "tell less: fewer pairs in the difficulty"
+            "set fewer pairs in the difficulty"
         )
 
     def _chunk(self, episode: Episode, place: int) -> list[int]:
-        """A chunk's sentences that matter, and as many of the others as fit, in their order."""
+        """A chunk's sentences with facts, and as many of the others as fit, in their order."""
         keys = episode.kept or [fact.key for fact in episode.facts if fact.chunk == place]
         sentences = [self._encoded(f" {sentence}") for sentence in sentences_of(episode.chunks[place])]
         tells = [any(key in sentence for key in keys) for sentence in sentences_of(episode.chunks[place])]
@@ -209,7 +209,7 @@ class TextSource:
 def source_of(
     section: EpisodesOfTask, chunk: int, tokenizer: TextTokenizer | None = None, filler: Filler | None = None
 ) -> TokenSource | TextSource:
-    """The source that a section of the configuration asks for; text needs the run's tokenizer."""
+    """The source of a section of the configuration. Text needs the run's tokenizer."""
     if section.tokens:
         return TokenSource(section.task, section.seed, chunk, section.difficulty)
     if tokenizer is None:
@@ -218,14 +218,14 @@ def source_of(
 
 
 def check_episodes(config: Config, tokenizer: TextTokenizer | None = None) -> None:
-    """Makes an episode of every task that a phase trains, of each number of chunks: mistakes show before the training.
+    """Makes one episode of every task that a phase trains, at each number of chunks, to find mistakes before training.
 
-    tokenizer: None: whether text fits the chunks is not looked at. Raises ConfigError naming the section.
+    tokenizer: None leaves out the check that text fits the chunks. Raises ConfigError that names the section.
     """
     reasoning = config.reasoning
     assert reasoning is not None
     phases = reasoning.phases
-    # plasticity's episodes are of 2 chunks and more (those of token ids of as many as hold the facts)
+    # plasticity's episodes have 2 chunks and more (those in token ids as many as hold the facts)
     fewest = [] if reasoning.plasticity.tokens else [min(2, reasoning.plasticity.chunks)]
     policy = [phases.policy.chunks] if phases.policy.chunks else []
     used = {
@@ -259,7 +259,7 @@ def _check_one(
 
 
 def _probe(episodes: Episodes, pad: int, marks: Marks, *, end: bool) -> Probe:
-    """[question | ANSWER | answer], padding behind; the answer's tokens, and END if wanted, are the targets."""
+    """[question | ANSWER | answer], then padding. The targets are the answer's tokens, and END with `end`."""
     question, answer = episodes.question_BQ, episodes.answer_BA
     batch = len(question)
 
@@ -270,7 +270,7 @@ def _probe(episodes: Episodes, pad: int, marks: Marks, *, end: bool) -> Probe:
     asked = torch.zeros_like(whole, dtype=torch.bool)
     asked[:, question.shape[1] + 2 :] = True
     asked[:, -1] = end
-    order = (whole == pad).long().argsort(dim=1, stable=True)  # what stands in the row first, in its order
+    order = (whole == pad).long().argsort(dim=1, stable=True)  # tokens first, in their order; then padding
     whole, asked = whole.gather(1, order), asked.gather(1, order)
     asked &= whole != pad
     targets = torch.where(asked[:, 1:], whole[:, 1:], IGNORED)

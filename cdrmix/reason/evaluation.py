@@ -1,4 +1,4 @@
-"""What stage B's mechanisms do for a model: each on and off, over numbers of chunks, on held-out episodes."""
+"""The effect of stage B's mechanisms: each on and off, at several numbers of chunks, on held-out episodes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from cdrmix.reason.plasticity import phase as plasticity
 def evaluate_stage_b(
     model: StageBModel, config: Config, tokenizer: TextTokenizer | None, say: Callable[[str], None]
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """By mechanism and number of chunks: "on", "off" (shares of answers that are right) and what else it measures.
+    """By mechanism and number of chunks: "on" and "off", shares of answers that are right, and other measures.
 
-    Of every mechanism that a phase of the configuration trains. Greedy, so the same every time.
+    Measures every mechanism that a phase of the configuration trains. Decisions are greedy, so results repeat.
     """
     reasoning = config.reasoning
     assert reasoning is not None
@@ -88,7 +88,7 @@ def evaluate_stage_b(
 
 
 def table(name: str, curve: Mapping[str, Mapping[str, Any]]) -> str:
-    """A mechanism's figures as aligned lines, a column a number of chunks."""
+    """A mechanism's measures as aligned lines, with a column for each number of chunks."""
     measures = list(next(iter(curve.values())))
     width = max(len(name), *map(len, measures)) + 2
     head = f"{name:<{width}}" + "".join(f"{chunks:>8}" for chunks in curve) + "  chunks"

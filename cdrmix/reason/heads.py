@@ -1,4 +1,4 @@
-"""The heads of stage B: what reads the language model's hidden states, and what is made of them.
+"""The heads of stage B, which read the language model's hidden states.
 
 ControllerHeads decide whether a chunk's proposal is committed. Summariser makes small vectors of hidden states: s_j =
 D mean(h_8j .. h_8j+7) are a chunk's summaries; U s_j stand in front of the next window, like embeddings. An episode's
@@ -20,13 +20,13 @@ from cdrmix.model.layers import uniform_
 
 OPERATIONS = ("noop", "summarize", "retrieve", "splice_window", "cache_write")
 NOOP, SUMMARIZE, RETRIEVE, SPLICE, WRITE = range(5)
-FACTS = 4  # what the heads are told beside the hidden state: see Row.facts
+FACTS = 4  # inputs of the heads in addition to the hidden state: see Row.facts
 
 
 class WideLinear(nn.Linear):
-    """A linear map in float32 at least, whatever the trunk computes in: decisions are near their threshold at times.
+    """A linear map in float32 at least, in any precision of the language model: decisions can be near their threshold.
 
-    A module that is called, not weights that are read: so ZeRO-3 gathers them.
+    A module of its own, so that ZeRO-3 gathers its weights when it is called.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -36,12 +36,12 @@ class WideLinear(nn.Linear):
 
 
 class ControllerHeads(nn.Module):
-    """Two linear maps of the hidden state at a chunk's last token, less `centre` and over `spread`.
+    """Two linear maps of (hidden state at a chunk's last token - centre) / spread.
 
-    accept: a logit for each branch; rolling back has the logit 0. value: the return that is expected after rolling
-    back, and after committing each branch. Both begin as zeros: every decision is as likely as every other.
-    centre, spread: what hidden states have in common is most of them (in the cell of the ablation 11.0 of a length of
-    11.8, where good and bad chunks are 1.2 apart), and steps along it would move every decision alike.
+    accept: a logit for each branch; a rollback has the logit 0. value: the expected return after a rollback, and after
+    committing each branch. Both start as zeros, so all decisions are equally probable. centre, spread: the mean hidden
+    state is most of every hidden state (in the ablation 11.0 of a length of 11.8, while good and bad chunks are 1.2
+    apart); without the subtraction, updates along the mean would change every decision alike.
     """
 
     centre: Tensor
@@ -60,22 +60,22 @@ class ControllerHeads(nn.Module):
 
     @torch.no_grad()
     def calibrate(self, end_XD: Tensor) -> None:
-        """Takes centre and spread from a sample of hidden states, [..., D]; for heads that have learnt nothing yet."""
+        """Sets centre and spread from a sample of hidden states, [..., D]; only for untrained heads."""
         sample_XD = end_XD.double().flatten(0, -2)
         spread_D = sample_XD.std(0, correction=0)
         self.centre.copy_(sample_XD.mean(0))
         self.spread.copy_(spread_D.clamp(min=max(1e-3 * float(spread_D.max()), 1e-6)))
 
     def accept_logits(self, end_XD: Tensor) -> Tensor:
-        """[..., S]: the logit of each branch against rolling back; float32 at least."""
+        """[..., S]: the logit of each branch against a rollback; float32 at least."""
         return self._read(self.accept, end_XD)
 
     def values(self, end_XD: Tensor) -> Tensor:
-        """[..., 1 + S]: the return expected of rolling back, and of each branch."""
+        """[..., 1 + S]: the expected return of a rollback, and of each branch."""
         return self._read(self.value, end_XD)
 
     def log_probs(self, end_XD: Tensor, temperature: float = 1.0) -> Tensor:
-        """[..., 1 + S]: log probabilities of rolling back, and of each branch."""
+        """[..., 1 + S]: log-probabilities of a rollback and of each branch, from logits / temperature."""
         logits = self.accept_logits(end_XD) / temperature
         return torch.cat([torch.zeros_like(logits[..., :1]), logits], -1).log_softmax(-1)
 
@@ -86,7 +86,7 @@ class ControllerHeads(nn.Module):
 
 
 class Summariser(nn.Module):
-    """Summaries of width `dim` of every `stride` tokens; prefix, keys and queries made of them."""
+    """Makes summaries of width `dim` from every `stride` tokens; and prefixes, keys and queries from summaries."""
 
     def __init__(self, d_model: int, dim: int, stride: int) -> None:
         super().__init__()
@@ -96,14 +96,14 @@ class Summariser(nn.Module):
         self.key = nn.Linear(dim, dim, bias=False)
         self.query = nn.Linear(dim, dim, bias=False)
         for linear in (self.down, self.up, self.key, self.query):
-            uniform_(linear.weight, math.sqrt(3))  # of variance 1 / fan-in: lengths stay as they are
+            uniform_(linear.weight, math.sqrt(3))  # variance 1 / fan-in keeps lengths
 
     def count(self, tokens: int) -> int:
-        """P of a window of so many tokens."""
+        """The number P of summaries of a window with so many tokens."""
         return -(-tokens // self.stride)
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
-        """Hidden states to summaries [B, P, S]; the last one is of the tokens that are left."""
+        """Hidden states to summaries [B, P, S]; the last summary is of the remaining tokens."""
         batch, length, _ = hidden_BTD.shape
         count = self.count(length)
         padded = functional.pad(hidden_BTD, (0, 0, 0, count * self.stride - length))
@@ -117,26 +117,26 @@ class Summariser(nn.Module):
         return self.up(summaries_BPS)
 
     def keys(self, summaries_BPS: Tensor) -> Tensor:
-        """Under what an episode is kept, [B, S] of length 1, float32."""
+        """The key of a stored episode, [B, S] of length 1, float32."""
         return functional.normalize(self.key(summaries_BPS.mean(1)).float(), dim=-1)
 
     def queries(self, summaries_BPS: Tensor) -> Tensor:
-        """What is searched for, [B, S] of length 1, float32."""
+        """The query of a search, [B, S] of length 1, float32."""
         return functional.normalize(self.query(summaries_BPS.mean(1)).float(), dim=-1)
 
 
 class OperationHeads(nn.Module):
-    """The policy over OPERATIONS, and the value: what reward is still to be expected."""
+    """The policy over OPERATIONS, and the value: the expected reward."""
 
     def __init__(self, d_model: int) -> None:
         super().__init__()
         self.policy = nn.Linear(d_model + FACTS, len(OPERATIONS))
         self.value = nn.Linear(d_model + FACTS, 1)
-        for linear in (self.policy, self.value):  # all alike at first
+        for linear in (self.policy, self.value):  # all operations are equally probable at first
             nn.init.zeros_(linear.weight)
             nn.init.zeros_(linear.bias)
 
-    def log_probs(self, features_KD: Tensor, allowed_KO: Tensor) -> Tensor:
-        """Of every operation, [K, O] float32; -inf where it is not allowed."""
-        logits_KO = self.policy(features_KD).float().masked_fill(~allowed_KO, -torch.inf)
-        return logits_KO.log_softmax(-1)
+    def log_probs(self, features_KD: Tensor, allowed_KO: Tensor, temperature: float = 1.0) -> Tensor:
+        """log softmax(logits / temperature) of every operation, [K, O] float32; -inf where it is not allowed."""
+        logits_KO = self.policy(features_KD).float() / temperature
+        return logits_KO.masked_fill(~allowed_KO, -torch.inf).log_softmax(-1)

@@ -1,4 +1,4 @@
-"""Everything that stage B trains, in one module: the language model with its adapters, and the heads beside it."""
+"""Everything that stage B trains, in one module: the language model with its adapters, and the heads."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from cdrmix.training.objective import Outcome
 
 
 class StageBModel(nn.Module):
-    """A language model and what reads its hidden states; `forward` evaluates a phase's loss on it.
+    """A language model and the heads that read its hidden states; `forward` evaluates a phase's loss on it.
 
-    So that one module, and with it one engine, serves every phase: what a micro-batch computes is the phase's matter.
+    One module, and therefore one engine, serves every phase: the phase gives the computation of a micro-batch.
     """
 
     def __init__(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_reasoning import EpisodesOfTask, Reasoning
@@ -25,7 +26,7 @@ from cdrmix.training.trainer import Trainer
 
 
 class Phase(Protocol):
-    """One kind of training step. Nothing random outlives a step: generators are seeded by (seed, name, step, rank)."""
+    """One kind of training step. Generators are seeded by (seed, name, step, rank), so no random state is kept."""
 
     @property
     def name(self) -> str:
@@ -36,13 +37,13 @@ class Phase(Protocol):
         """The names of Outcome.sums."""
 
     def trains(self, parameter: str) -> bool:
-        """Whether a parameter, by its name in a StageBModel, is changed by this phase."""
+        """Whether this phase changes a parameter, named as in a StageBModel."""
 
     def losses(self, model: StageBModel, step: int, rank: int, processes: int) -> list[Loss]:
         """The micro-batches of this process's part of step `step`, counted from 0; rolls out first where it has to."""
 
     def record(self, sums: dict[str, float]) -> dict[str, float]:
-        """What is shown of a step (or of several, summed): means and rates."""
+        """The means and rates that are logged, from the sums of one or several steps."""
 
 
 Sources = Callable[[EpisodesOfTask], EpisodeSource]
@@ -66,9 +67,25 @@ def generator_of(seed: int, name: str, step: int, rank: int = 0) -> torch.Genera
     return torch.Generator().manual_seed(mixed % 2**63)
 
 
+def reduce_over_processes(values: Tensor, processes: int, operation: Literal["sum", "max"]) -> Tensor:
+    """The sum or the maximum of `values` over the processes of a run, on the CPU. Every process must call it.
+
+    A group that has NCCL alone reduces no CPU tensors: there the values travel through the process's GPU.
+    """
+    if processes > 1:
+        values = values.to(collective_device())
+        dist.all_reduce(values, dist.ReduceOp.SUM if operation == "sum" else dist.ReduceOp.MAX)
+    return values.cpu()
+
+
+def collective_device() -> torch.device:
+    """The device on which this run's process group reduces tensors: the current GPU under NCCL, else the CPU."""
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+
+
 def phase_config(config: Config, section: PhaseSection | None = None) -> Config:
     """The configuration that a phase's engine reads: with a section its steps and rates; weights are not averaged."""
-    # A phase makes its micro-batches itself; DeepSpeed wants numbers that go together.
+    # A phase makes its own micro-batches; DeepSpeed needs numbers that are consistent.
     rows = max(1, config.train.batch_rows // config.train.micro_batch_rows)
     changes: dict[str, object] = {"ema_decay": None, "batch_rows": rows, "micro_batch_rows": 1}
     if section is not None:
@@ -80,8 +97,8 @@ def phase_config(config: Config, section: PhaseSection | None = None) -> Config:
 class PhaseObjective:
     """A phase as the trainer's objective.
 
-    Under ZeRO-3 the forward passes of the trained model are collectives, so that all processes must make as many.
-    Rollouts are as long as each process likes, and are therefore made by a copy of the model that has all weights.
+    Under ZeRO-3 the forward passes of the trained model are collectives, so all processes must make the same number of
+    them. Rollouts differ in length between processes, and are therefore made by a copy of the model with all weights.
     """
 
     balances_routers = False
@@ -93,15 +110,15 @@ class PhaseObjective:
         self.measures = phase.measures
 
     def micro_batches(self, engine: Engine, step: int) -> Sequence[Loss]:
-        """Rolls out where the phase does, and gives as many micro-batches in every process."""
+        """Rolls out if the phase does, and gives the same number of micro-batches in every process."""
         model, copied = self._rollout_model, self._rollout_model is not self._model
         if copied:
             engine.copy_weights(model)
-        model.eval()  # what is rolled out is not training: nothing is dropped, nothing jittered
+        model.eval()  # rollouts without dropped tokens and router jitter
         with engine.module.precision():
             losses = self._phase.losses(model, step, self._world.rank, self._world.size)
         model.train()
-        if copied:  # what a phase sets without gradients
+        if copied:  # buffers that the phase sets
             for buffer, changed in zip(self._model.buffers(), model.buffers(), strict=True):
                 buffer.copy_(changed)
         return _padded(losses, self._world)
@@ -112,14 +129,14 @@ class PhaseObjective:
         return outcome
 
     def update(self, engine: Engine, totals: StepTotals) -> None:
-        """Nothing: gradients change all that a phase trains."""
+        """Does nothing: a phase trains by gradients alone."""
 
     def tokens(self, totals: StepTotals) -> int:
-        """None: the run counts the tokens of stage A."""
+        """0: the run counts the tokens of stage A."""
         return 0
 
     def loss(self, totals: StepTotals) -> float:
-        """What was optimised."""
+        """The optimised loss."""
         return totals.loss
 
     def record(self, facts: StepFacts, totals: StepTotals) -> PhaseRecord:
@@ -138,7 +155,7 @@ class PhaseObjective:
 
 
 def _padded(losses: list[Loss], world: DistributedContext) -> list[Loss]:
-    """As many micro-batches in every process, since gradients are reduced together: the last one again, times 0."""
+    """Repeats the last micro-batch, times 0, so that every process has as many: gradients are reduced together."""
     assert losses, "a phase gives every process at least one micro-batch"
     missing, last = max(world.gather(len(losses))) - len(losses), losses[-1]
 
@@ -150,7 +167,7 @@ def _padded(losses: list[Loss], world: DistributedContext) -> list[Loss]:
 
 
 def freeze(model: nn.Module, phase: Phase) -> None:
-    """Leaves gradients to the parameters that the phase trains."""
+    """Sets requires_grad for the parameters that the phase trains, and clears it for all others."""
     trained = False
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(phase.trains(name))

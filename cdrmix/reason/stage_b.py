@@ -1,8 +1,8 @@
-"""Stage B: the phases that teach a trained backbone to write to itself, to decide, and to remember.
+"""Stage B: the phases that teach a trained model fast weights, decisions and memory.
 
-Each phase is an objective of the trainer, in stage A's run folder and with its checkpoints. Steps go on counting where
-stage A ended. Each phase has an optimizer of its own. What is random in a step is seeded by the step, so a run that was
-killed continues bit for bit from its newest checkpoint.
+Each phase is an objective of the trainer. It uses the run folder and the checkpoints of stage A, and counts steps after
+those of stage A. Each phase has its own optimizer. The randomness of a step is seeded by the step, so a run that was
+killed continues from its newest checkpoint with the same bits.
 """
 
 from __future__ import annotations

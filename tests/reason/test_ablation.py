@@ -11,7 +11,7 @@ from cdrmix.config.schema import Config
 from cdrmix.config.schema_ablation import Demand
 from cdrmix.errors import ConfigError
 from cdrmix.reason.experiments import ablation
-from cdrmix.reason.experiments.table import check, estimate, in_words, judge, student_quantile
+from cdrmix.reason.experiments.table import check, estimate, judge, student_quantile, verdict_line
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "configs" / "ablations").glob("*.yaml"))
@@ -54,34 +54,55 @@ def test_an_interval_of_three_seeds() -> None:
     assert estimate([4.0]) == (4.0, None, 1)
 
 
-def judged(values: dict[str, list[float]], demand: Demand) -> bool | None:
+def judged(values: dict[str, list[float]], demand: Demand) -> str:
     measured = {
         arm: {seed: {"accuracy": value, "other": 0.5} for seed, value in enumerate(those)}
         for arm, those in values.items()
     }
-    return judge(demand, measured).holds
+    return judge(demand, measured).outcome
 
 
-def test_a_demand_of_one_arm() -> None:
-    assert judged({"on": [0.9, 1.0]}, Demand(arm="on", of="accuracy", at_least=0.95)) is True
-    assert judged({"on": [0.9, 0.98]}, Demand(arm="on", of="accuracy", at_least=0.95)) is False
-    assert judged({"on": [0.9]}, Demand(arm="on", of="accuracy", at_most=0.8)) is False
-    assert judged({"on": [math.nan]}, Demand(arm="on", of="accuracy", at_most=0.8)) is False
-    assert judged({}, Demand(arm="on", of="accuracy", at_most=0.8)) is None
+@pytest.mark.parametrize(
+    ("values", "outcome"),
+    [
+        ([0.96, 0.97, 0.98], "not shown"),  # .97 and .025: from .945
+        ([0.97, 0.98, 0.99], "holds"),  # .98 and .025: from .955
+        ([0.9, 1.0, 1.0], "not shown"),
+        ([0.5, 0.6, 0.7], "fails"),  # .6 and .248: to .848
+        ([1.0], "not shown"),  # one seed has no interval
+        ([math.nan, 1.0], "fails"),
+    ],
+)
+def test_a_demand_is_judged_by_the_whole_interval(values: list[float], outcome: str) -> None:
+    assert judged({"on": values}, Demand(arm="on", of="accuracy", at_least=0.95)) == outcome
+    mirrored = [1 - value for value in values]
+    assert judged({"on": mirrored}, Demand(arm="on", of="accuracy", at_most=1 - 0.95)) == outcome
 
 
-def test_a_difference_must_be_sure_where_it_claims_an_effect() -> None:
+def test_a_demand_with_two_bounds() -> None:
+    demand = Demand(arm="on", of="accuracy", at_least=0.4, at_most=0.6)
+    assert judged({"on": [0.5, 0.51]}, demand) == "holds"  # .505 and .064
+    assert judged({"on": [0.5, 0.53]}, demand) == "not shown"  # .515 and .191
+    assert judged({"on": [0.8, 0.81]}, demand) == "fails"
+    assert judged({"on": [0.2, 0.21]}, demand) == "fails"
+    assert judged({}, demand) == "not run"
+    assert (
+        judged({"on": [0.75, 0.75]}, Demand(arm="on", of="accuracy", at_least=0.75)) == "holds"
+    )  # bounds belong to it
+
+
+def test_a_difference_is_taken_seed_by_seed() -> None:
     demand = Demand(arm="on", of="accuracy", minus_arm="off", at_least=0.1)
-    assert judged({"on": [0.8, 0.9, 0.7], "off": [0.2, 0.3, 0.1]}, demand) is True  # seed by seed always .6
-    assert judged({"on": [1.0, 0.1, 0.9], "off": [0.2, 0.3, 0.1]}, demand) is False  # .8, -.2, .8: mean .47
-    assert judged({"on": [0.15, 0.25, 0.15], "off": [0.1, 0.2, 0.1]}, demand) is False  # sure, and too small
+    assert judged({"on": [0.8, 0.9, 0.7], "off": [0.2, 0.3, 0.1]}, demand) == "holds"  # seed by seed always .6
+    assert judged({"on": [1.0, 0.1, 0.9], "off": [0.2, 0.3, 0.1]}, demand) == "not shown"  # .8, -.2, .8: mean .47
+    assert judged({"on": [0.15, 0.25, 0.15], "off": [0.1, 0.2, 0.1]}, demand) == "fails"  # always .05
     no_worse = Demand(arm="on", of="accuracy", minus_arm="off", at_most=0.1)
-    assert judged({"on": [0.2, 0.1, 0.3], "off": [0.3, 0.1, 0.2]}, no_worse) is True  # about 0 is what is claimed
+    assert judged({"on": [0.2, 0.1, 0.3], "off": [0.3, 0.1, 0.2]}, no_worse) == "not shown"  # 0, to .25
     half = Demand(arm="on", of="accuracy", minus_arm="off", times=0.5, at_most=0.0)
-    assert judged({"on": [0.2], "off": [0.4]}, half) is True
-    assert judged({"on": [0.21], "off": [0.4]}, half) is False
+    assert judged({"on": [0.2, 0.1], "off": [0.42, 0.22]}, half) == "holds"
+    assert judged({"on": [0.22, 0.12], "off": [0.42, 0.22]}, half) == "fails"
     own = Demand(arm="on", of="accuracy", minus_of="other", at_least=0.25)
-    assert judged({"on": [0.75]}, own) is True
+    assert judged({"on": [0.8, 0.8]}, own) == "holds"
 
 
 def test_what_nothing_measures_is_refused() -> None:
@@ -122,13 +143,13 @@ def test_an_interrupted_table_goes_on(counted: tuple[Path, list[tuple[int, int]]
     outcome = ablation.run(path, out=out, say=quiet)
     assert runs[3:] == [(50, 1), (5, 2), (50, 2)]
     assert outcome.measured["many"] == {1: {"steps": 50, "seed": 1}, 2: {"steps": 50, "seed": 2}}
-    assert [verdict.holds for verdict in outcome.verdicts] == [True, False]
+    assert [verdict.outcome for verdict in outcome.verdicts] == ["holds", "fails"]
     assert not outcome.holds
     assert (out / "steps.md").read_text() == outcome.table
-    assert "many, steps minus few, steps: 45.000 (95 % from 45.000 to 45.000, 2 seeds), at least 40: holds" in (
+    assert "many, steps minus few, steps: 45.000 (95 % from 45.000 to 45.000, 2 seeds), at least 40: HOLDS" in (
         outcome.table
     )
-    assert "at least 100: DOES NOT HOLD" in outcome.table
+    assert "at least 100: FAILS" in outcome.table
     assert ablation.run(path, out=out, say=quiet).table == outcome.table  # nothing is run again
     assert len(runs) == 6
 
@@ -168,4 +189,4 @@ def test_every_file_says_what_it_demands_of_arms_that_it_has(path: Path) -> None
     for arm in section.arms.values():
         Config.from_yaml(path, arm.set)
     assert callable(ablation.EXPERIMENTS[section.experiment])
-    assert all(in_words(judge(demand, {})).endswith("not run") for demand in section.demands)
+    assert all(verdict_line(judge(demand, {})).endswith("not run") for demand in section.demands)

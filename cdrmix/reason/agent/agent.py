@@ -1,14 +1,14 @@
-"""The token memory agent: reads a document window by window, keeps some in a memory of tokens, answers from it.
+"""The token memory agent: it reads a document in windows, writes a memory of tokens, and answers from that memory.
 
-After MemAgent (arXiv 2507.02259). Every turn is a sequence of its own and of fixed width, so that neither the time nor
-the memory of a token depends on how long the document is:
+After MemAgent (arXiv 2507.02259). Every turn is a sequence of its own and has a fixed width. The time and the memory
+of a token therefore do not depend on the length of the document:
 
     turn     [QUESTION | question | MEMORY | memory | CHUNK | chunk | UPDATE]  ->  the memory, written anew
     last     [QUESTION | question | MEMORY | memory | ANSWER]                  ->  the answer
 
-With several heads (arXiv 2607.01523) the memory has parts, and a turn writes one of them: the one that has not changed
-for longest. A part that a turn writes as it was has not changed, so it is the next turn's too: parts that hold nothing
-are filled before one that holds something is written over. In the window the part to be written stands last.
+With several heads (arXiv 2607.01523) the memory has parts, and a turn writes the part that has not changed for longest.
+A part that a turn writes without a change counts as unchanged, so the next turn writes the same part. Empty parts are
+therefore filled before a full one is overwritten. The part to be written stands last in the window.
 
 Shapes: B episodes (or rollouts), N chunks, C tokens of a chunk, Q of a question, M of the memory, H heads, P = M / H
 tokens of a part, A tokens of an answer, F facts, W tokens of a fact.
@@ -31,7 +31,7 @@ from cdrmix.reason.rl.rollout import Generated, Prefix, decode, prefill, repeat
 
 @dataclass(frozen=True)
 class Window:
-    """What stands where: the widths of question, memory, chunk and answer in tokens, heads, pad and marks."""
+    """The layout of a window: widths of question, memory, chunk and answer in tokens; heads; pad and mark ids."""
 
     question: int
     memory: int
@@ -43,11 +43,11 @@ class Window:
 
     @classmethod
     def of(cls, reasoning: Reasoning, source: EpisodeSource) -> Window:
-        """As configured. Raises ConfigError for heads that do not divide the memory's tokens."""
+        """The layout of a configuration. Raises ConfigError where heads do not divide the memory's tokens."""
         memory, heads = reasoning.memory.tokens, reasoning.memory.heads
         if memory % heads:
             raise ConfigError(
-                f"reasoning.memory: tokens {memory} are not a multiple of heads {heads}; every head holds as many"
+                f"reasoning.memory: tokens {memory} are not a multiple of heads {heads}; all heads have the same size"
             )
         return cls(source.question, memory, heads, source.chunk, source.answer, source.pad, source.marks)
 
@@ -58,25 +58,25 @@ class Window:
 
     @property
     def length(self) -> int:
-        """Tokens of a turn, what it writes included."""
+        """Tokens of a turn: what it reads and what it writes."""
         return self.question + self.memory + self.chunk + 4 + self.part
 
     def begin(self, question_BQ: Tensor) -> Tensor:
-        """What every window of an episode begins with."""
+        """The start of every window of an episode: [QUESTION | question]."""
         return torch.cat([self._mark(question_BQ, self.marks.question), question_BQ], 1)
 
     def turn(self, memory_BM: Tensor, chunk_BC: Tensor) -> Tensor:
-        """What follows in a turn."""
+        """The rest of a turn's prompt: [MEMORY | memory | CHUNK | chunk | UPDATE]."""
         memory, chunk, update = (self._mark(chunk_BC, mark) for mark in self.marks[1:4])
         return torch.cat([memory, memory_BM, chunk, chunk_BC, update], 1)
 
     def last(self, memory_BM: Tensor) -> Tensor:
-        """What follows in the last turn."""
+        """The rest of the last turn's prompt: [MEMORY | memory | ANSWER]."""
         memory, answer = (self._mark(memory_BM, mark) for mark in (self.marks.memory, self.marks.answer))
         return torch.cat([memory, memory_BM, answer], 1)
 
     def written(self, generated: Generated) -> Tensor:
-        """What was generated before its end, padded."""
+        """The generated tokens before the end token, padded to the width of the turn."""
         tokens = generated.tokens_BN
         return torch.where(generated.mask_BN & (tokens != self.marks.end), tokens, self.pad)
 
@@ -85,7 +85,7 @@ class Window:
 
 
 class TokenMemory(NamedTuple):
-    """The parts, and for each of them the turn, counted from 1, that changed it last (0: none)."""
+    """The parts of the memory, and for each the turn that changed it last, counted from 1 (0: none)."""
 
     parts_BHP: Tensor
     changed_BH: Tensor
@@ -96,11 +96,11 @@ class TokenMemory(NamedTuple):
         return cls(parts, torch.zeros(batch, window.heads, dtype=torch.int64, device=device))
 
     def shown(self) -> Tensor:
-        """As it stands in a window, [B, M]: what changed last stands first."""
+        """The memory as a window shows it, [B, M]: the part that changed last stands first."""
         return self.parts_BHP.gather(1, self._order().unsqueeze(2).expand_as(self.parts_BHP)).flatten(1)
 
     def oldest(self) -> Tensor:
-        """Which part, [B], the next turn writes."""
+        """The part that the next turn writes, [B]."""
         return self._order()[:, -1]
 
     def write(self, part_BP: Tensor, turn: int, may_B: Tensor | None = None) -> TokenMemory:
@@ -120,9 +120,9 @@ class TokenMemory(NamedTuple):
 
 
 def holds(parts_BHP: Tensor, facts_BFW: Tensor, pad: int) -> Tensor:
-    """Whether the tokens of a fact stand in a part, one behind another: bool [B, F]. A fact of padding alone does not.
+    """Whether a part contains the tokens of a fact in sequence: bool [B, F].
 
-    Padding behind a fact's tokens stands for nothing.
+    Padding after a fact's tokens matches anything. A fact that is padding alone is in no part.
     """
     width = facts_BFW.shape[2]
     room = torch.nn.functional.pad(parts_BHP, (0, width - 1), value=pad)
@@ -133,20 +133,20 @@ def holds(parts_BHP: Tensor, facts_BFW: Tensor, pad: int) -> Tensor:
 
 
 class Turn(NamedTuple):
-    """One sequence: what was read and what was written behind it."""
+    """One sequence: the prompt and what was generated after it."""
 
     prompt_BL: Tensor
     generated: Generated
 
 
 class Reading(NamedTuple):
-    """What became of a batch of episodes.
+    """The result of reading a batch of episodes.
 
-    turns: one a chunk, then the one that answers; empty where they were not wanted.
-    answer_BA: padded. matched_B: share of the answer's tokens that are right, float64. exact_B: whether all are, with
-    nothing behind them. asked_BF, captured_BF: facts that the answer needs; of those, which were in the memory after
-    the chunk that tells them. held_BF: of those captured, which still are at the end. changes_B: turns that changed the
-    memory.
+    turns: one for each chunk, then the one that answers; empty without keep_turns.
+    answer_BA: padded. matched_B: share of the answer's tokens that are right, float64. exact_B: whether all are right
+    and nothing follows them. asked_BF: facts that the answer needs. captured_BF: those of them that were in the memory
+    after the chunk that tells them. held_BF: the captured facts that are in the memory at the end. changes_B: number of
+    turns that changed the memory.
     """
 
     turns: tuple[Turn, ...]
@@ -171,15 +171,15 @@ def read_episodes(
     group: int = 1,
     keep_turns: bool = False,
 ) -> Reading:
-    """Rolls the agent out, `group` times for each episode (neighbouring rows); temperature 0 is greedy.
+    """Rolls the agent out `group` times for each episode (in neighbouring rows). Temperature 0 is greedy.
 
-    step_budget: changes of its memory that a rollout may make; after the last one the memory stays as it is. Where no
-    rollout of the batch may change anything, the chunks that are left are not read. The question is read once an
-    episode. With keep_turns every turn's tokens stay, for a policy to learn from; without,
-    nothing that is kept grows with the chunks.
+    step_budget: changes that a rollout may make to its memory; after them the memory stays unchanged. When no rollout
+    of the batch may change it, the remaining chunks are not read.
+    The question is read once for each episode. keep_turns keeps the tokens of every turn, for the policy's update.
+    Without it, what is kept does not grow with the number of chunks.
     """
     device = next(model.parameters()).device
-    chunks_BNC = episodes.chunks_BNC  # where it is, and a chunk at a time: all else is small
+    chunks_BNC = episodes.chunks_BNC  # stays on its device; each chunk is moved when it is read
     rows_R = torch.arange(len(chunks_BNC), device=device).repeat_interleave(group)
     parts = (episodes.answer_BA, episodes.facts_BFW, episodes.fact_chunk_BF, episodes.asked_BF)
     begin_BL = window.begin(episodes.question_BQ.to(device))
@@ -233,9 +233,9 @@ def read_episodes(
 class Rewards(NamedTuple):
     """total = task_weight task - latency_weight latency + stability_weight stability; float64 [B].
 
-    task: 1 where the answer is right in all. latency: turns that changed the memory, over the step budget.
-    stability: of the facts captured, the share still held at the end, but 0 where no part of the answer is right:
-    keeping what does not serve the answer is worth nothing.
+    task: 1 where the whole answer is right. latency: turns that changed the memory, divided by the step budget.
+    stability: the share of the captured facts that are held at the end; 0 where no token of the answer is right,
+    because facts that do not serve the answer are worth nothing.
     """
 
     total_B: Tensor
@@ -245,7 +245,7 @@ class Rewards(NamedTuple):
 
 
 def rewards_of(reading: Reading, settings: Rl, step_budget: int) -> Rewards:
-    """What rollouts are worth."""
+    """The rewards of rollouts, and their parts."""
     task = reading.exact_B.double()
     latency = reading.changes_B.double() / step_budget
     captured = reading.captured_BF.sum(1)
@@ -256,8 +256,9 @@ def rewards_of(reading: Reading, settings: Rl, step_budget: int) -> Rewards:
 
 
 class Score(NamedTuple):
-    """Means over episodes: of the answer's tokens right, of answers right in all; of the facts asked for, captured; of
-    those captured, still held at the end; of turns, those that changed the memory."""
+    """Means over episodes, all shares: matched, right tokens of the answer; exact, answers that are right as a whole;
+    capture, captured facts of those asked for; retention, captured facts that are held at the end; changes, turns that
+    changed the memory."""
 
     matched: float
     exact: float
@@ -277,9 +278,9 @@ def evaluate(
     last_only: bool = False,
     rows: int = 256,
 ) -> Score:
-    """The greedy agent on episodes `numbers`; last_only: it is shown the last chunk alone, as a window without memory.
+    """The greedy agent's score on episodes `numbers`.
 
-    rows: episodes at a time.
+    last_only: the agent reads the last chunk alone, like a window without a memory. rows: episodes in one batch.
     """
     sums = torch.zeros(6, dtype=torch.float64)
     for start in range(0, len(numbers), rows):

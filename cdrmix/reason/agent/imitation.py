@@ -1,4 +1,4 @@
-"""The memory agent's first phase: demonstrations of capturing what a question asks for, and of keeping it."""
+"""The memory agent's first phase: imitation of a teacher that captures the facts of the question and keeps them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cdrmix.training.objective import Outcome
 
 
 class Demonstrations(NamedTuple):
-    """Sequences of one kind: prompts [S, L], what is to be written behind them [S, N], and which tokens count."""
+    """Sequences of one width: prompts [S, L], the tokens to write after them [S, N], and which tokens count."""
 
     prompts_SL: Tensor
     targets_SN: Tensor
@@ -27,11 +27,11 @@ class Demonstrations(NamedTuple):
 
 
 def demonstrate(window: Window, episodes: Episodes, leak: float, generator: torch.Generator) -> list[Demonstrations]:
-    """Every turn of a teacher, who captures the facts asked for and keeps them; then every answer.
+    """Every turn of a teacher that captures the facts asked for and keeps them; then every answer.
 
-    leak: the share of turns with something in the part to be written where the demonstration loses one fact of it. The
-    teacher's own memory does not lose it. Facts that do not fit the part are not captured. Those of one chunk stand in
-    its order, where it has them word for word: so that each can be copied as it is read, whatever was asked first.
+    leak: of the turns whose part holds facts, the share in which the demonstration drops one of them. The teacher's own
+    memory keeps that fact. Facts that do not fit the part are not captured. Facts that a chunk contains word for word
+    are written in the order of the chunk, so that they can be copied in reading order.
     """
     question, chunks, answer, facts, told, asked, _ = episodes
     batch, count = chunks.shape[:2]
@@ -61,12 +61,12 @@ def demonstrate(window: Window, episodes: Episodes, leak: float, generator: torc
     prompt = torch.cat([begin, window.last(memory.shown())], 1)
     told_all_B = (~asked | (held_BHS.flatten(1).unsqueeze(2) == numbers).any(1)).all(1)
     last = _sequence(window, prompt, answer)
-    last = last._replace(mask_SN=last.mask_SN & told_all_B.unsqueeze(1))  # nobody can answer what is not there
+    last = last._replace(mask_SN=last.mask_SN & told_all_B.unsqueeze(1))  # not in memory: no answer
     return [Demonstrations(*(torch.cat(column) for column in zip(*turns, strict=True))), last]
 
 
 def _places(chunk_BC: Tensor, facts_BFW: Tensor, pad: int) -> Tensor:
-    """Where the tokens of each fact begin in a chunk, [B, F]; the chunk's width where they do not stand there."""
+    """The position of each fact's first token in a chunk, [B, F]; the chunk's width for a fact that is not in it."""
     width = facts_BFW.shape[2]
     windows = functional.pad(chunk_BC, (0, width - 1), value=pad).unfold(1, width, 1).unsqueeze(1)  # [B, 1, C, W]
     facts = facts_BFW.unsqueeze(2)
@@ -76,7 +76,7 @@ def _places(chunk_BC: Tensor, facts_BFW: Tensor, pad: int) -> Tensor:
 
 
 def _without_one(kept_BS: Tensor, share: float, generator: torch.Generator) -> Tensor:
-    """In a share of the rows, one of what is kept is not."""
+    """Drops one kept fact in a share of the rows."""
     draws = torch.rand(len(kept_BS), 2, generator=generator, dtype=torch.float64)
     count_B = (kept_BS >= 0).sum(1)
     loses_B = draws[:, 0] < share
@@ -86,7 +86,7 @@ def _without_one(kept_BS: Tensor, share: float, generator: torch.Generator) -> T
 
 
 def _compact(kept_BS: Tensor, news_BF: Tensor) -> Tensor:
-    """What was kept, then what is new, without gaps, as far as it fits."""
+    """The kept facts, then the new ones, without gaps, as many as fit."""
     both = torch.cat([kept_BS, news_BF], 1)
     order = (both < 0).long().argsort(dim=1, stable=True)
     return both.gather(1, order)[:, : kept_BS.shape[1]]
@@ -102,7 +102,7 @@ def _spell(facts_BFW: Tensor, slots_BS: Tensor, window: Window) -> Tensor:
 
 
 def _sequence(window: Window, prompt_SL: Tensor, text_SN: Tensor) -> Demonstrations:
-    """Text to be written, closed by the end mark where there is room for it."""
+    """A sequence whose target is the text and then the end mark, if it fits."""
     lengths_S1 = (text_SN != window.pad).sum(1, keepdim=True)
     places_N = torch.arange(text_SN.shape[1])
     targets = torch.where(places_N == lengths_S1, window.marks.end, text_SN)
@@ -110,7 +110,7 @@ def _sequence(window: Window, prompt_SL: Tensor, text_SN: Tensor) -> Demonstrati
 
 
 class ImitationPhase:
-    """Cross-entropy of the teacher's tokens, the mean over those of a step."""
+    """Cross-entropy of the teacher's tokens, averaged over those of a step."""
 
     name = "imitation"
     measures = ("loss", "right", "tokens")
@@ -122,11 +122,11 @@ class ImitationPhase:
         self.source, self.window = source, Window.of(config.reasoning, source)
 
     def trains(self, parameter: str) -> bool:
-        """The language model but for its plastic adapters: a window of the agent has nothing to remember by them."""
+        """The language model without its plastic adapters, since the agent remembers by its memory tokens."""
         return parameter.startswith("language_model.") and ".plastic." not in parameter
 
     def losses(self, model: StageBModel, step: int, rank: int, processes: int) -> list[Loss]:
-        """Every process makes the whole step's demonstrations, which costs little, and takes its share of them."""
+        """Every process makes the demonstrations of the whole step, which is cheap, and takes its share of them."""
         generator = generator_of(self.seed, self.name, step)
         first = step * self.settings.episodes
         episodes = self.source.batch(range(first, first + self.settings.episodes), self.chunks)
@@ -139,7 +139,7 @@ class ImitationPhase:
         ]
 
     def record(self, sums: dict[str, float]) -> dict[str, float]:
-        """Of a step: the loss, and the share of tokens of which the teacher's was the likeliest."""
+        """The loss of a step, and the share of tokens for which the teacher's token is the most probable."""
         return {"loss": sums["loss"], "accuracy": sums["right"] / max(sums["tokens"], 1.0)}
 
 

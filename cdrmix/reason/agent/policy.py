@@ -1,7 +1,7 @@
-"""The memory agent's second phase: groups of rollouts of the same question, and more of what was better than the rest.
+"""The memory agent's second phase: groups of rollouts of one question; better ones than their group become likelier.
 
-A rollout's advantage over its group teaches every turn of it, though the reward comes at the end alone: each turn is a
-sequence of its own, and a memory that was kept at the right time is known by the answer only.
+The reward of a rollout comes at its end. Its advantage over its group applies to every turn of it: each turn is a
+sequence of its own, and only the answer shows whether the memory was kept.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import logging
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from cdrmix.config import schema_reasoning as schema
@@ -21,7 +20,7 @@ from cdrmix.errors import ConfigError
 from cdrmix.reason.agent.agent import Reading, Turn, Window, read_episodes, rewards_of
 from cdrmix.reason.episodes import EpisodeSource
 from cdrmix.reason.model import Loss, StageBModel
-from cdrmix.reason.phase import PHASES, Sources, generator_of, reasoning_of
+from cdrmix.reason.phase import PHASES, Sources, generator_of, reasoning_of, reduce_over_processes
 from cdrmix.reason.rl.grpo import OBJECTIVES, Objective, Totals, entropy, group_advantages, policy_loss
 from cdrmix.reason.rl.rollout import micro_batches, taken
 from cdrmix.training.objective import Outcome
@@ -36,15 +35,15 @@ OF_TOKENS = ("loss", "tokens", "clipped_low", "clipped_high", "divergence", "rat
 
 
 def objective_of(settings: schema.Rl) -> Objective:
-    """The objective by its name, with what the configuration says differently."""
+    """The objective of a name, with the values that the configuration overrides."""
     base = OBJECTIVES[settings.objective]
     changes = {name: getattr(settings, name) for name in ("clip_low", "clip_high", "deviation", "kl_weight")}
     return dataclasses.replace(base, **{name: value for name, value in changes.items() if value is not None})
 
 
 class RolloutBatch(NamedTuple):
-    """Sequences of one kind to be learnt from: prompts [S, L], tokens written [S, N], their log probabilities then, the
-    advantages of their rollouts [S], and which tokens count."""
+    """Sequences of one width to learn from: prompts [S, L], generated tokens [S, N], the log-probabilities of those
+    tokens under the policy that generated them, the advantages of their rollouts [S], and which tokens count."""
 
     prompts_SL: Tensor
     tokens_SN: Tensor
@@ -54,7 +53,7 @@ class RolloutBatch(NamedTuple):
 
     @classmethod
     def of(cls, turns: tuple[Turn, ...], advantages_B: Tensor, kept_B: Tensor) -> RolloutBatch:
-        """Turns of one width. Rollouts that are not kept are left out; but one stays, masked, where none is kept."""
+        """Turns of one width, without rollouts that are not kept. If none is kept, one stays and is masked."""
         if not kept_B.any():
             kept_B = torch.arange(len(kept_B), device=kept_B.device) == 0
             advantages_B = torch.zeros_like(advantages_B)
@@ -73,7 +72,7 @@ class RolloutBatch(NamedTuple):
 class PolicyPhase:
     """One rollout of every group, and one update from it.
 
-    reference: the model as it was before the phase, copied in step 0 where the objective weighs the divergence from it.
+    reference: the model at the start of the phase, copied in step 0 if the objective has a KL term.
     """
 
     name = "policy"
@@ -88,15 +87,15 @@ class PolicyPhase:
         self.source, self.window = source, Window.of(reasoning, source)
         self.objective = objective_of(self.rl)
         self.reference: StageBModel | None = None
-        self._idle = 0  # steps on end whose groups were all dropped
+        self._idle = 0  # successive steps whose groups were all dropped
         if self.chunks + 1 > self.rl.horizon:
             raise ConfigError(
-                f"an episode of {self.chunks} chunks and an answer: that is more than the"
+                f"an episode of {self.chunks} chunks and an answer is more than the"
                 f" {self.rl.horizon} actions of reasoning.rl.horizon"
             )
 
     def trains(self, parameter: str) -> bool:
-        """As imitation: the language model but for its plastic adapters."""
+        """The language model without its plastic adapters, as in imitation."""
         return parameter.startswith("language_model.") and ".plastic." not in parameter
 
     def losses(self, model: StageBModel, step: int, rank: int, processes: int) -> list[Loss]:
@@ -137,8 +136,8 @@ class PolicyPhase:
             ],
             dtype=torch.float64,
         )
-        tokens, sequences, groups, dropped, solved = _over_processes(counts, processes, "sum").tolist()
-        least = _over_processes(torch.tensor(wanted), processes, "most").tolist()
+        tokens, sequences, groups, dropped, solved = reduce_over_processes(counts, processes, "sum").tolist()
+        least = reduce_over_processes(torch.tensor(wanted), processes, "max").tolist()
         self._watch(groups == dropped, solved)
         totals = Totals(max(tokens, 1.0), max(sequences, 1.0), max(self.window.part, self.window.answer))
         losses: list[Loss] = [
@@ -150,8 +149,8 @@ class PolicyPhase:
         return losses
 
     def record(self, sums: dict[str, float]) -> dict[str, float]:
-        """Rewards and their parts a rollout, capture and retention, dropped groups, and of tokens the entropy (nats),
-        the share clipped and the divergence."""
+        """Means for a rollout of the reward and its parts; capture, retention and the share of dropped groups; means
+        for a token of the entropy (nats), the clipped share, the divergence and the ratio."""
         rollouts, tokens = max(sums["rollouts"], 1.0), max(sums["tokens"], 1.0)
         means = {name: sums[name] / rollouts for name in ("reward", "task", "latency", "stability", "matched")}
         return {
@@ -172,14 +171,13 @@ class PolicyPhase:
             return
         if step:
             raise ConfigError(
-                f"reasoning.rl.kl_weight is {self.objective.kl_weight}: the divergence is from the model as it was"
-                " before this phase, which is not there where the phase goes on in the middle; set kl_weight: 0, or"
-                " start the phase anew"
+                f"reasoning.rl.kl_weight is {self.objective.kl_weight}: the divergence is from the model at the start"
+                " of this phase, which checkpoints do not keep; set kl_weight: 0, or start the phase anew"
             )
         self.reference = copy.deepcopy(model).requires_grad_(False)
 
     def _watch(self, idle: bool, solved: float) -> None:
-        """Says, once every rl.patience steps, that nothing is learnt, and what to do about it."""
+        """Warns every rl.patience steps if nothing is learnt, with a remedy."""
         self._idle = self._idle + 1 if idle else 0
         if self._idle and self._idle % self.rl.patience == 0:
             LOGGER.warning(message_of_idleness(self._idle, solved, self.rl.group_size))
@@ -192,21 +190,21 @@ def make_policy(config: Config, sources: Sources) -> PolicyPhase:
 
 
 def message_of_idleness(steps: int, solved: float, group_size: int) -> str:
-    """What to say after so many steps in which every group's rewards were equal. solved: share of right answers."""
+    """The warning after `steps` steps in which every group had equal rewards. solved: share of right answers."""
     found = (
         f"policy: for {steps} steps every rollout of a group had the same reward as the others, so nothing is learnt"
     )
     if solved > 0.5:
         return f"{found}. {solved:.0%} of the answers are right: make reasoning.agent harder, or end the phase"
     return (
-        f"{found}. {solved:.0%} of the answers are right, so the task is too hard to be found out by trying: give"
+        f"{found}. {solved:.0%} of the answers are right, so the task is too hard for random rollouts to solve: give"
         " reasoning.phases.imitation more steps, make reasoning.agent easier (fewer chunks, fewer queries), or raise"
         f" reasoning.rl.group_size ({group_size}) or reasoning.rl.temperature"
     )
 
 
 class _PolicyLoss:
-    """One micro-batch. rolled_out: the sums of the step's rollouts, which its first micro-batch reports."""
+    """One micro-batch. rolled_out: the sums of the step's rollouts, which only its first micro-batch reports."""
 
     def __init__(self, lesson: RolloutBatch, phase: PolicyPhase, totals: Totals) -> None:
         self.lesson, self.totals = lesson, totals
@@ -241,17 +239,8 @@ def _log_probs(logits_SNV: Tensor, tokens_SN: Tensor) -> Tensor:
 def _sums(
     reading: Reading, groups: int, dropped: int, total: Tensor, task: Tensor, latency: Tensor, stability: Tensor
 ) -> Tensor:
-    """ROLLED_OUT, in its order."""
+    """The measures of ROLLED_OUT, in that order."""
     parts = (total, task, latency, stability, reading.matched_B)
     facts = (reading.asked_BF, reading.captured_BF, reading.held_BF, reading.changes_B)
     counted = [float(part.sum()) for part in (*parts, *facts)]
     return torch.tensor([len(total), groups, dropped, *counted])
-
-
-def _over_processes(values: Tensor, processes: int, how: str) -> Tensor:
-    """The sum, or the most, over the processes of a run."""
-    if processes > 1:
-        device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-        values = values.to(device)
-        dist.all_reduce(values, dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX)
-    return values.cpu()

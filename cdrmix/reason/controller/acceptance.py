@@ -1,9 +1,9 @@
-"""Phase B2: the accept head learns, by groups of rollouts, which chunks an episode is better off without.
+"""Phase B2: the accept head learns by groups of rollouts which chunks to reject.
 
-A rollout reads an episode chunk by chunk and draws at every chunk whether to commit it (controller.py); its reward is
-the share of the question that is answered right afterwards. Rollouts of one episode are one another's baseline
-(rl/grpo.py). Trunk and adapters are frozen, so a rollout's hidden states at the chunks' ends are all that the update
-needs. The value head is fitted to the rewards by squares; it takes no part in the advantages.
+A rollout reads an episode chunk by chunk and samples at every chunk whether to commit it (controller.py). Its reward is
+the share of the answers that are right afterwards. The baseline is the mean reward of the episode's other rollouts
+(rl/grpo.py). The language model and its adapters are frozen, so the update needs nothing but the hidden states at the
+ends of chunks. The value head is fitted to the rewards by least squares; the advantages do not use it.
 
 Shapes: R rollouts (G of each episode), N chunks, D model.
 """
@@ -35,12 +35,13 @@ from cdrmix.reason.phase import PHASES, Sources, generator_of, reasoning_of
 from cdrmix.reason.rl.grpo import Advantages, Totals, entropy, group_advantages, policy_loss
 from cdrmix.training.objective import Outcome
 
-EVALUATION_ROWS = 256  # episodes of one forward pass
+EVALUATION_ROWS = 256  # episodes in one forward pass
 
 
 class Reading(NamedTuple):
-    """What reading a batch of episodes gave: E, every decision int64 [B, N] (0: rolled back, 1 + s: branch s), and the
-    hidden states [B, N, D] that they were made of; of chunks beyond the step budget, which are not read, 0 and zeros.
+    """The result of reading a batch of episodes: the state; every decision, int64 [B, N] (0: rolled back, 1 + s: branch
+    s); the hidden states [B, N, D] that the decisions were made from. Chunks beyond the step budget are not read: their
+    decisions and hidden states are 0.
     """
 
     episode: EpisodeState
@@ -50,7 +51,7 @@ class Reading(NamedTuple):
 
 @torch.no_grad()
 def read(controller: Controller, chunks_BNC: Tensor, decide: Decide) -> Reading:
-    """Episodes from their first chunk to their last, or to the end of the step budget, each decided by `decide`."""
+    """Reads episodes to their last chunk, or to the end of the step budget; `decide` decides on every chunk."""
     episode = controller.begin(len(chunks_BNC))
     actions, ends = [], []
     for ids_BC in chunks_BNC[:, : controller.steps_left(episode)].unbind(1):
@@ -65,9 +66,9 @@ def read(controller: Controller, chunks_BNC: Tensor, decide: Decide) -> Reading:
 
 @torch.no_grad()
 def answer(controller: Controller, episode: EpisodeState, probe: Probe) -> Tensor:
-    """float32 [B]: the share of the answer's tokens that are the likeliest at their places, after what was read.
+    """float32 [B]: the share of the answer's tokens that are most probable, given the right tokens before them.
 
-    1 means that greedy generation gives the answer, since each token is likeliest behind the right ones before it.
+    1 means that greedy generation gives the answer.
     """
     device = episode.commits_B.device
     targets_BT = probe.targets_BT.to(device)
@@ -135,7 +136,7 @@ class AcceptancePhase:
         return parameter.startswith("controller.")
 
     def losses(self, model: StageBModel, step: int, rank: int, processes: int) -> list[Loss]:
-        """Rolls this process's episodes out, and returns the one micro-batch of their update."""
+        """Rolls this process's episodes out, and gives the single micro-batch of their update."""
         count, group = self.phase.episodes, self.rl.group_size
         if count % processes:
             raise ConfigError(
@@ -154,7 +155,7 @@ class AcceptancePhase:
         return [lambda trained: self._loss(trained, rollouts, advantages, decisions)]
 
     def record(self, sums: dict[str, float]) -> dict[str, float]:
-        """Means and rates; what there was none of (bad chunks, as a rule) is left out."""
+        """Means and rates. A rate without cases (such as accept_bad without bad chunks) is left out."""
         rates = {
             "loss": (sums["loss"], 1.0),
             "reward": (sums["reward"], sums["rollouts"]),
@@ -169,7 +170,7 @@ class AcceptancePhase:
         return {name: part / whole for name, (part, whole) in rates.items() if whole}
 
     def _calibrate(self, model: StageBModel) -> None:
-        """Centre and spread of what the heads read, by the first step's episodes: in every process the same."""
+        """Sets the heads' centre and spread from all episodes of the first step, so every process has the same."""
         rollouts = self._roll_out(model, range(self.phase.episodes), generator_of(self.seed, "centre", 0), group=1)
         _heads(model).calibrate(rollouts.ends_RND)
 
@@ -177,7 +178,7 @@ class AcceptancePhase:
     def _roll_out(
         self, model: StageBModel, numbers: Sequence[int], generator: torch.Generator, group: int
     ) -> _Rollouts:
-        """Every episode `group` times, one behind the other, at most micro_batch rows in a pass."""
+        """Rolls out every episode `group` times, in neighbouring rows, with at most micro_batch rows in a pass."""
         heads = _heads(model)
         controller = Controller(model.language_model, self.reasoning)
         decide = sampled(heads, generator, self.rl.temperature)
@@ -187,7 +188,7 @@ class AcceptancePhase:
         device = next(model.language_model.parameters()).device
         parts = []
         training = model.training
-        model.eval()  # experts drop nothing, routers do not jitter
+        model.eval()  # without dropped tokens and router jitter
         for rows in rows_R.split(self.phase.micro_batch):
             reading = read(controller, batch.chunks_BNC[rows].to(device), decide)
             rewards = answer(controller, reading.episode, Probe(probe.ids_BT[rows], probe.targets_BT[rows]))
@@ -205,7 +206,7 @@ class AcceptancePhase:
         chunks = self.episodes.chunks
         policy = policy_loss(
             log_probs_RN,
-            log_probs_RN.detach(),  # one update a rollout: the policy that drew is the one in training
+            log_probs_RN.detach(),  # one update for each rollout: the sampling policy is the one in training
             advantages.advantages_N.to(ends.device),
             torch.ones_like(actions_RN, dtype=torch.bool),
             self.objective,
@@ -235,7 +236,7 @@ class AcceptancePhase:
         return Outcome(total, torch.tensor([float(x) for x in sums], device=ends.device))
 
     def _watch(self, model: StageBModel, rollouts: _Rollouts, advantages: Advantages) -> None:
-        """Counts steps that teach nothing, and gives up after many: unless that is because all is learnt."""
+        """Counts steps that teach nothing. Raises after rl.patience of them, unless the task is solved."""
         reward = float(rollouts.rewards_R.mean())
         idle = advantages.dropped_groups == advantages.groups and reward < self.rl.solved
         self._idle = self._idle + 1 if idle else 0
@@ -270,8 +271,8 @@ def make_acceptance(config: Config, sources: Sources) -> AcceptancePhase:
 def measure(
     controller: Controller, source: EpisodeSource, decide: Decide, numbers: Sequence[int], chunks: int
 ) -> dict[str, float]:
-    """What deciding so comes to: "answered", the mean share of answers that are right; of good and bad chunks, as far
-    as there are any, the share committed: "accept_good", "accept_bad"."""
+    """The result of a decision rule: "answered", the mean share of answers that are right; "accept_good" and
+    "accept_bad", the committed shares of good and bad chunks, where there are any."""
     device = next(controller.model.parameters()).device
     rewards, committed, good = [], [], []
     for first in range(0, len(numbers), EVALUATION_ROWS):

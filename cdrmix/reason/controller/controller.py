@@ -1,9 +1,9 @@
-"""The controller: what a chunk of tokens would change is a proposal, which is committed or rolled back as a whole.
+"""The controller: the changes that a chunk of tokens makes are a proposal, which is committed or rolled back whole.
 
-One controller step reads one chunk by one forward pass from the episode's state E. What comes out is another E. To
-commit is to go on from that one, to roll back is to go on from the old one: nothing is copied where all rows decide
-alike, nothing is computed again, and a row that is rolled back keeps every bit of its state. Only a commit reaches the
-episodic index's log.
+One controller step reads one chunk by one forward pass from the episode's state E, and gives a new state. A commit
+continues from the new state, a rollback from the old one. Nothing is computed again, and a row that is rolled back
+keeps every bit of its state. Where all rows decide alike nothing is copied. Only a commit reaches the log of the
+episodic index.
 
 Shapes: B rows (episodes, rollouts), C tokens of a chunk, S branches, D model.
 """
@@ -46,12 +46,12 @@ def decision_of(action_B: Tensor) -> Decision:
 
 
 def always(end_BD: Tensor) -> Decision:
-    """Commits everything, as written."""
+    """Commits every proposal with factor 1."""
     return decision_of(torch.ones(len(end_BD), dtype=torch.int64, device=end_BD.device))
 
 
 def never(end_BD: Tensor) -> Decision:
-    """Rolls everything back."""
+    """Rolls every proposal back."""
     return decision_of(torch.zeros(len(end_BD), dtype=torch.int64, device=end_BD.device))
 
 
@@ -71,7 +71,7 @@ def by_value(heads: ControllerHeads, threshold: float = 0.0) -> Decide:
 
 
 def sampled(heads: ControllerHeads, generator: torch.Generator, temperature: float = 1.0) -> Decide:
-    """Rng decisions from log_probs, by one number of the generator (of the CPU) for each row."""
+    """Samples decisions from log_probs; the generator (of the CPU) gives one number for each row."""
 
     def decide(end_BD: Tensor) -> Decision:
         cumulative = heads.log_probs(end_BD, temperature).double().cpu().exp().cumsum(-1)
@@ -91,9 +91,10 @@ def configured(reasoning: Reasoning, heads: ControllerHeads | None) -> Decide:
 
 
 class Group(NamedTuple):
-    """Rows int64 [R], ascending, whose caches are of one shape, and their cache; None before the first commit.
+    """Rows int64 [R], ascending, whose caches have one shape, and their cache (None before the first commit).
 
-    Rows that have committed unlike numbers of tokens have attention caches of unlike lengths. Otherwise all are one.
+    Rows that committed different numbers of tokens have attention caches of different lengths, and are in different
+    groups. Without attention caches all rows are in one group.
     """
 
     rows_R: Tensor
@@ -101,11 +102,11 @@ class Group(NamedTuple):
 
 
 class EpisodeState(NamedTuple):
-    """E of B episodes: the model's cache, memory tokens, transactions with the index; and what was spent.
+    """The state E of B episodes: the model's cache, memory tokens, transactions with the index, and counts.
 
-    memory_BM, transactions: None where there is no such memory. A transaction (one of each row, or None) is what a
-    proposal would write to the index: after a step there is none. steps: controller steps so far. commits_B: int64,
-    how many of them were committed.
+    memory_BM, transactions: None without such a memory. A transaction (one for each row, or None) holds what a proposal
+    would write to the index; after a step there is none. steps: controller steps so far. commits_B: int64, the number
+    of committed steps.
     """
 
     groups: tuple[Group, ...]
@@ -116,39 +117,39 @@ class EpisodeState(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """What a chunk would make of an episode, undecided: `after`, whose caches have all branches, and what was read."""
+    """The result of a chunk before the decision: the new state, whose caches have all branches; the hidden states."""
 
     after: EpisodeState
     hidden_BCD: Tensor
 
     def end_BD(self) -> Tensor:
-        """What decisions are made of."""
+        """The hidden states at the chunk's last token, which the heads read."""
         return self.hidden_BCD[:, -1]
 
 
 class Controller:
-    """Reads episodes chunk by chunk, with `reasoning`'s write strengths and what it carries from step to step.
+    """Reads episodes chunk by chunk, as `reasoning` configures branches and what is carried from step to step.
 
-    Of B episodes each decides for itself; that they are read together changes no decision (but for rounding).
+    Each of B episodes has its own decisions. Reading them in one batch changes nothing but rounding.
     """
 
     def __init__(self, model: LanguageModel, reasoning: Reasoning) -> None:
         self.model, self.reasoning = model, reasoning
         self.scales = tuple(reasoning.controller.write_strengths[: reasoning.controller.max_branches])
-        self._grows = model.attends and reasoning.carry == "all"  # caches, with the tokens committed
+        self._grows = model.attends and reasoning.carry == "all"  # whether caches grow with committed tokens
 
     def begin(self, rows: int, memory_BM: Tensor | None = None) -> EpisodeState:
-        """E of `rows` episodes that have read nothing."""
+        """The state of `rows` episodes before their first chunk."""
         device = next(self.model.parameters()).device
         every = torch.arange(rows, device=device)
         return EpisodeState((Group(every, None),), memory_BM, None, 0, torch.zeros_like(every))
 
     def steps_left(self, episode: EpisodeState) -> int:
-        """How many more chunks the episode may read: `controller.step_budget` less its steps so far."""
+        """Chunks that the episode may still read: `controller.step_budget` minus its steps."""
         return self.reasoning.controller.step_budget - episode.steps
 
     def propose(self, episode: EpisodeState, ids_BC: Tensor, prefix_BPD: Tensor | None = None) -> Proposal:
-        """One forward pass over a chunk, from E, with every branch. E is not changed.
+        """One forward pass over a chunk from the state of an episode, with every branch. The old state is kept.
 
         The episode must have steps left.
         """
@@ -176,9 +177,9 @@ class Controller:
     def settle(
         self, episode: EpisodeState, proposal: Proposal, decision: Decision, index: EpisodicMemory | None = None
     ) -> EpisodeState:
-        """E after the decision: for rows that commit the proposal's, of the branch chosen; for the others the old one.
+        """The state after the decision: rows that commit get the proposal's chosen branch, the others their old state.
 
-        index: takes the transactions of rows that commit, in the order of rows; durable when this returns.
+        index: gets the transactions of rows that commit, in the order of rows. They are durable when this returns.
         """
         commit_B, after = decision.commit_B, proposal.after
         parts: list[Group] = []
@@ -202,18 +203,18 @@ class Controller:
         return EpisodeState(self._together(parts), memory_BM, None, after.steps, commits_B)
 
     def step(self, episode: EpisodeState, ids_BC: Tensor, decide: Decide) -> tuple[EpisodeState, Decision, Tensor]:
-        """Proposal, decision, commit or rollback: E after it, the decision, and what was read [B, C, D]."""
+        """Proposal, decision, commit or rollback: gives the new state, the decision and the hidden states [B, C, D]."""
         proposal = self.propose(episode, ids_BC)
         decision = decide(proposal.end_BD())
         return self.settle(episode, proposal, decision), decision, proposal.hidden_BCD
 
     def ask(self, episode: EpisodeState, ids_BT: Tensor) -> Tensor:
-        """Hidden states [B, T, D] of tokens that are read on from E, as one document; E stays as it is."""
+        """Hidden states [B, T, D] of tokens that continue the episode. The state of the episode is kept."""
         hidden = [self.model(ids_BT[rows_R], cache=cache).hidden_BTD for rows_R, cache in episode.groups]
         return _gathered(episode.groups, hidden)
 
     def _together(self, parts: Sequence[Group]) -> tuple[Group, ...]:
-        """The parts, those whose caches are of one shape joined."""
+        """The parts; those whose caches have one shape are joined."""
         alike: dict[int, list[Group]] = {}
         for part in parts:
             alike.setdefault(_length(part.cache) if self._grows else 0, []).append(part)
@@ -234,7 +235,7 @@ def _gathered(groups: Sequence[Group], parts: Sequence[Tensor]) -> Tensor:
 
 
 def _part(group: Group, mask_R: Tensor) -> Group:
-    """The group's rows that the mask keeps; itself where that is all of them."""
+    """The rows of a group that the mask keeps; the group itself if it keeps all."""
     if mask_R.all():
         return group
     kept = mask_R.nonzero().squeeze(1)

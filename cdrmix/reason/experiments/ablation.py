@@ -1,7 +1,7 @@
-"""Runs an ablation: every arm of a file at every seed, one line of results each, and the table that they make.
+"""Runs an ablation: trains every arm of a file at every seed, keeps one line of results for each, and makes a table.
 
-Results are kept in the out folder, one JSON object a line, under a hash of what decides them; a table that was
-interrupted goes on where it stopped, and arms that several files share are run once.
+Results are kept in the out folder, one JSON object a line, under a hash of everything that decides them. An interrupted
+table continues where it stopped. Arms that several files share are run once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RESULTS = "results.jsonl"
 
 
 class Outcome(NamedTuple):
-    """What an ablation showed. table: markdown. measured: arm -> seed -> measurement -> value."""
+    """The result of an ablation. table: Markdown. measured: arm -> seed -> measurement -> value."""
 
     name: str
     table: str
@@ -44,8 +44,8 @@ class Outcome(NamedTuple):
 
     @property
     def holds(self) -> bool:
-        """Whether every demand does."""
-        return all(verdict.holds for verdict in self.verdicts)
+        """Whether every demand holds: "not shown" is not enough."""
+        return all(verdict.outcome == "holds" for verdict in self.verdicts)
 
 
 def run(
@@ -57,11 +57,11 @@ def run(
     arms: Sequence[str] | None = None,
     say: Say = print,
 ) -> Outcome:
-    """Run the ablation of a file (what is still missing of it), write its table, and return it.
+    """Run the arms of a file that have no result yet, write the table of all, and return it.
 
-    overrides: laid over every arm. seeds, arms: those alone; None: the file's. out: a folder, by default
-        experiments/ablations; its NAME.md is the table.
-    Raises ConfigError for a file without an ablation and for demands about what there is not.
+    overrides: applied to every arm. seeds, arms: those alone; None: the file's. out: a folder, by default
+        experiments/ablations; the table is its file NAME.md.
+    Raises ConfigError for a file without an ablation, and for demands on arms or measurements that do not exist.
     """
     path, folder = Path(path), Path("experiments/ablations" if out is None else out)
     config = Config.from_yaml(path, overrides)
@@ -74,7 +74,7 @@ def run(
         if arm not in ablation.arms:
             raise ConfigError(f"{path}: there is no arm {arm!r}; there are {', '.join(ablation.arms)}")
     folder.mkdir(parents=True, exist_ok=True)
-    # every arm is read before the first is run: a mistake in the last shall not show after an hour
+    # every arm is read before the first is run, so that a mistake in the last one shows at once
     cells = {arm: _arm(path, ablation.arms[arm].set, overrides) for arm in wanted}
     experiment = EXPERIMENTS[ablation.experiment]
     known = _read(folder / RESULTS, say)
@@ -101,7 +101,7 @@ def run(
 
 
 def fingerprint(config: Config, seed: int) -> str:
-    """A hash of all that decides an arm's result: its configuration but for names, claims and other arms; the seed."""
+    """A hash of all that decides an arm's result: the seed, and the configuration without names and demands."""
     assert config.ablation is not None
     decisive = config.ablation.model_dump(
         mode="json", include={"experiment", "chunks", "episodes", "difficulty", "harder_chunks", "tracking"}
@@ -119,7 +119,7 @@ def _arm(path: Path, changes: Sequence[str], overrides: Sequence[str]) -> Config
 
 
 def _run_one(experiment: Experiment, config: Config, seed: int, mark: str, what: str, say: Say) -> dict[str, object]:
-    """One arm at one seed, on so many threads as the configuration says (0: one, the fastest for small models)."""
+    """One arm at one seed, on as many threads as `run.threads` (0: one, which is fastest for small models)."""
     threads, begun = torch.get_num_threads(), time.perf_counter()
     multiply_on_one_thread()  # as a command does that trains
     set_num_threads(config.run.threads or 1)
@@ -132,7 +132,7 @@ def _run_one(experiment: Experiment, config: Config, seed: int, mark: str, what:
 
 
 def _append(path: Path, line: Mapping[str, object]) -> None:
-    """One line in one write, on the disk before the next arm begins; behind a line that was cut off, a new one."""
+    """Appends one line in one write, flushed to the disk. After a line that was cut off it starts a new one."""
     cut = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
     with path.open("ab") as file:
         file.write(("\n" * cut + json.dumps(line) + "\n").encode())
@@ -141,7 +141,7 @@ def _append(path: Path, line: Mapping[str, object]) -> None:
 
 
 def _read(path: Path, say: Say) -> dict[str, dict[str, object]]:
-    """The results so far, by their marks. A line that was cut off is left out, and its arm run again."""
+    """The results so far, by their marks. A line that was cut off is left out; its arm is run again."""
     known: dict[str, dict[str, object]] = {}
     if not path.exists():
         return known
@@ -150,7 +150,7 @@ def _read(path: Path, say: Say) -> dict[str, dict[str, object]]:
             line = json.loads(text)
             known[line["mark"]] = {"measured": _mapping(line["measured"]), "seconds": line["seconds"]}
         except (json.JSONDecodeError, KeyError, TypeError):
-            say(f"{path}:{number} is no result; its arm is run again")
+            say(f"{path}:{number} is not a result; its arm is run again")
     return known
 
 

@@ -1,8 +1,8 @@
-"""The ablation of state tracking: one small model on words of a group, trained on short ones and read at long ones.
+"""The experiment of state tracking: a small model learns short words of a group and is measured on long ones.
 
-A word is a sequence of elements; at every place the product of what has come is asked for (data/tasks/groups.py).
-RWKV-7 without `allow_neg_eigval` has transitions of eigenvalues from 0 to 1 and cannot even count modulo two in one
-layer; with it (c = 2) they reach -1 (arXiv 2411.12537).
+A word is a sequence of elements. At every position the target is the product of the elements so far
+(data/tasks/groups.py). Without `allow_neg_eigval` the transitions of RWKV-7 have eigenvalues from 0 to 1, and one layer
+cannot count modulo two. With it (c = 2) they reach -1 (arXiv 2411.12537).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cdrmix.reason.model import Loss, StageBModel
 from cdrmix.reason.phase import generator_of, phase_config, train_alone
 from cdrmix.training.objective import Outcome
 
-ROWS = 64  # words of one forward pass
+ROWS = 64  # words in one forward pass
 
 
 class Words:
@@ -38,7 +38,7 @@ class Words:
     def batch(self, numbers: range, length: int) -> tuple[Tensor, Tensor]:
         """A token that begins the word and its elements, int64 [B, 1 + T]; at each element the product so far [B, T].
 
-        The first token says nothing; without it a state of zeros would have nothing to turn.
+        The first token carries no element; without it the state would stay zero.
         """
         elements = HashedRng(self._seed, self._task, numbers).randrange(f"word {length}", len(self._products), length)
         values = np.empty_like(elements)
@@ -86,7 +86,7 @@ class TrackingPhase:
 
 @torch.no_grad()
 def last_accuracy(model: LanguageModel, words: Words, length: int, count: int, last: int) -> float:
-    """The share of right products at the last places of `count` words that no training has seen."""
+    """The share of right products at the last positions of `count` held-out words."""
     right = 0
     for first in range(FIRST_HELD_OUT, FIRST_HELD_OUT + count, ROWS):
         numbers = range(first, min(first + ROWS, FIRST_HELD_OUT + count))

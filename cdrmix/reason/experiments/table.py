@@ -1,7 +1,13 @@
-"""The table of an ablation: means with intervals over seeds, differences of arms, demands that hold or do not.
+"""The table of an ablation: means with intervals over seeds, differences of arms, and a verdict on every demand.
 
-Intervals are Student's of 95 %, two-sided, with one degree of freedom less than there are seeds. A difference of two
-arms is taken seed by seed, as the arms of one seed share their data and their first weights.
+Intervals are Student's two-sided 95 % intervals, with one degree of freedom less than there are seeds. A difference of
+two arms is taken seed by seed, because the arms of one seed share their data and their first weights. A verdict is read
+off the whole interval:
+
+    holds       every value of the interval meets the demand
+    not shown   the bound lies inside the interval, or there is one seed and therefore no interval
+    fails       no value of the interval meets the demand
+    not run     the arms have no seed in common
 """
 
 from __future__ import annotations
@@ -9,34 +15,46 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from cdrmix.config.schema_ablation import Ablation, Demand
 from cdrmix.errors import ConfigError
 
 CONFIDENCE = 0.95
 
+Judgement = Literal["holds", "not shown", "fails", "not run"]
+
 Measured = Mapping[str, Mapping[int, Mapping[str, float]]]  # arm -> seed -> measurement -> value
 
 
 class Estimate(NamedTuple):
-    """A mean over seeds and the half width of its interval; None for one seed, which has none."""
+    """A mean over seeds, the half width of its interval (None for one seed, which has none), and how many seeds."""
 
     mean: float
     half: float | None
     seeds: int
 
+    @property
+    def low(self) -> float:
+        """The lower end of the interval; -inf for one seed."""
+        return -math.inf if self.half is None else self.mean - self.half
+
+    @property
+    def high(self) -> float:
+        """The upper end of the interval; inf for one seed."""
+        return math.inf if self.half is None else self.mean + self.half
+
     def __str__(self) -> str:
-        return f"{self.mean:.3f}" if self.half is None else f"{self.mean:.3f} ± {self.half:.3f}"
+        return f"{self.mean:.3f}" if self.half is None else f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A demand, what was measured of it, and whether it holds; None where an arm has not been run."""
+    """A demand, the estimate of what it is about (None where an arm was not run), and the outcome."""
 
     demand: Demand
     estimate: Estimate | None
-    holds: bool | None
+    outcome: Judgement
 
 
 def student_quantile(freedom: int, confidence: float = CONFIDENCE) -> float:
@@ -62,7 +80,7 @@ def student_within(t: float, freedom: int) -> float:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Mean and interval of one value a seed."""
+    """Mean and interval of values, one for each seed."""
     count = len(values)
     mean = math.fsum(values) / count
     if count == 1:
@@ -72,13 +90,11 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def judge(demand: Demand, measured: Measured) -> Verdict:
-    """Whether what was measured meets a demand. Raises ConfigError for a measurement that the experiment has not."""
+    """The verdict on a demand; NaN fails. Raises ConfigError for a measurement that the experiment does not have."""
     other = demand.minus_arm or demand.arm
-    if not measured.get(demand.arm) or not measured.get(other):
-        return Verdict(demand, None, None)
-    seeds = sorted(measured[demand.arm].keys() & measured[other].keys())
+    seeds = sorted(measured.get(demand.arm, {}).keys() & measured.get(other, {}).keys())
     if not seeds:
-        return Verdict(demand, None, None)
+        return Verdict(demand, None, "not run")
     values = []
     for seed in seeds:
         value = _of(measured[demand.arm][seed], demand.of)
@@ -86,17 +102,15 @@ def judge(demand: Demand, measured: Measured) -> Verdict:
             value -= demand.times * _of(measured[other][seed], demand.minus_of or demand.of)
         values.append(value)
     found = estimate(values)
-    if any(math.isnan(value) for value in values):
-        return Verdict(demand, found, False)
-    holds = (demand.at_least is None or found.mean >= demand.at_least) and (
-        demand.at_most is None or found.mean <= demand.at_most
-    )
-    if demand.is_difference and found.half is not None:
-        if demand.at_least is not None and demand.at_least > 0:
-            holds &= found.mean - found.half > 0
-        if demand.at_most is not None and demand.at_most < 0:
-            holds &= found.mean + found.half < 0
-    return Verdict(demand, found, holds)
+    return Verdict(demand, found, _outcome(demand, found))
+
+
+def _outcome(demand: Demand, found: Estimate) -> Judgement:
+    least = -math.inf if demand.at_least is None else demand.at_least
+    most = math.inf if demand.at_most is None else demand.at_most
+    if math.isnan(found.mean) or found.high < least or found.low > most:
+        return "fails"
+    return "holds" if least <= found.low and found.high <= most else "not shown"
 
 
 def _of(values: Mapping[str, float], name: str) -> float:
@@ -106,7 +120,7 @@ def _of(values: Mapping[str, float], name: str) -> float:
 
 
 def check(ablation: Ablation) -> None:
-    """Raises ConfigError for a demand that names no arm or asks for nothing: before hours are spent on it."""
+    """Raises ConfigError, before anything is run, for a demand on an arm that does not exist or without a bound."""
     for place, demand in enumerate(ablation.demands):
         for arm in (demand.arm, demand.minus_arm):
             if arm is not None and arm not in ablation.arms:
@@ -117,56 +131,75 @@ def check(ablation: Ablation) -> None:
             raise ConfigError(f"ablation.demands[{place}]: it demands nothing; give at_least or at_most")
 
 
-def in_words(verdict: Verdict) -> str:
-    """A demand and its outcome as one line."""
-    demand = verdict.demand
-    said = f"{demand.arm}, {demand.of}"
+def claim_of(demand: Demand) -> tuple[str, str]:
+    """A demand as text: what is measured, and its bounds."""
+    quantity = f"{demand.arm}, {demand.of}"
     if demand.is_difference:
         times = "" if demand.times == 1 else f"{demand.times:g} x "
-        said += f" minus {times}{demand.minus_arm or demand.arm}, {demand.minus_of or demand.of}"
+        quantity += f" minus {times}{demand.minus_arm or demand.arm}, {demand.minus_of or demand.of}"
     bounds = [f"at least {demand.at_least:g}"] if demand.at_least is not None else []
     bounds += [f"at most {demand.at_most:g}"] if demand.at_most is not None else []
+    return quantity, " and ".join(bounds)
+
+
+def verdict_line(verdict: Verdict) -> str:
+    """A demand and its outcome as one line."""
+    quantity, bounds = claim_of(verdict.demand)
     found = verdict.estimate
     if found is None:
-        return f"{said}: {' and '.join(bounds)}: not run"
+        return f"{quantity}: {bounds}: not run"
     interval = (
         "one seed: no interval"
         if found.half is None
-        else f"95 % from {found.mean - found.half:.3f} to {found.mean + found.half:.3f}, {found.seeds} seeds"
+        else f"95 % from {found.low:.3f} to {found.high:.3f}, {found.seeds} seeds"
     )
-    outcome = "holds" if verdict.holds else "DOES NOT HOLD"
-    return f"{said}: {found.mean:.3f} ({interval}), {' and '.join(bounds)}: {outcome}"
+    return f"{quantity}: {found.mean:.3f} ({interval}), {bounds}: {verdict.outcome.upper()}"
 
 
 def markdown(name: str, ablation: Ablation, measured: Measured, seconds: float) -> str:
     """The whole outcome as a section of a document; also what a person reads at the console."""
-    names = _columns(measured)
-    head = ["arm", "seeds", *names]
-    rows = []
-    for arm, section in ablation.arms.items():
-        runs = measured.get(arm, {})
-        cells = []
-        for column in names:
-            values = [run[column] for run in runs.values() if column in run]
-            cells.append(str(estimate(values)) if values else "-")
-        rows.append([f"{arm}: {section.says}", str(len(runs)), *cells])
-    widths = [max(len(row[place]) for row in [head, *rows]) for place in range(len(head))]
-    lines = [f"## {name} (row {ablation.row})", "", ablation.shows, ""]
-    lines += [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
-        for row in [head, ["-" * width for width in widths], *rows]
-    ]
-    lines.append("")
-    lines += [f"- {in_words(judge(demand, measured))}" for demand in ablation.demands]
-    lines += [] if ablation.demands else ["- nothing is demanded: reported"]
+    lines = [f"## {name} (row {ablation.row})", "", f"Claim under test: {ablation.shows}", ""]
+    lines += [f"- {arm}: {section.says}" for arm, section in ablation.arms.items()]
+    lines += ["", *arms_table(ablation, measured), ""]
+    lines += [f"- {verdict_line(judge(demand, measured))}" for demand in ablation.demands]
+    lines += [] if ablation.demands else ["- no demands: measured only"]
     lines += ["", f"{sum(map(len, measured.values()))} runs, {seconds:.0f} s in all.", ""]
     return "\n".join(lines)
 
 
-def _columns(measured: Measured) -> list[str]:
-    """Every measurement, in the order in which the experiments gave them."""
-    found: dict[str, None] = {}
-    for runs in measured.values():
-        for run in runs.values():
-            found.update(dict.fromkeys(run))
-    return list(found)
+def arms_table(ablation: Ablation, measured: Measured, kinds: Sequence[str] | None = None) -> list[str]:
+    """Lines of a table: a row for each arm and kind of measurement, a column for each length at which it was measured.
+
+    A measurement is called kind@length. kinds: those alone, in this order; None: all, in the order of the experiment.
+    """
+    names = list(dict.fromkeys(name for runs in measured.values() for run in runs.values() for name in run))
+    found = list(dict.fromkeys(name.partition("@")[0] for name in names))
+    kinds = found if kinds is None else [kind for kind in kinds if kind in found]
+    lengths = sorted(
+        {name.partition("@")[2] for name in names if name.partition("@")[0] in kinds},
+        key=lambda length: (len(length), length),
+    )
+    rows = []
+    for arm in ablation.arms:
+        runs = measured.get(arm, {})
+        if not runs:
+            rows.append([arm, "none", "not run", *["-"] * len(lengths)])
+        for kind in kinds:
+            cells = []
+            for length in lengths:
+                column = f"{kind}@{length}" if length else kind
+                values = [run[column] for run in runs.values() if column in run]
+                cells.append(str(estimate(values)) if values else "-")
+            if any(cell != "-" for cell in cells):
+                rows.append([arm, ", ".join(map(str, sorted(runs))), kind, *cells])
+    head = ["arm", "seeds", "measured", *(f"@{length}" if length else "value" for length in lengths)]
+    return table([head, *rows])
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table, its columns aligned; the first row is the head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    ruled = [rows[0], ["-" * width for width in widths], *rows[1:]]
+    return [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in ruled
+    ]

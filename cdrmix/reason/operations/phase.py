@@ -1,12 +1,12 @@
-"""Phase B3 for operations on memories: an expert is imitated, then groups of rollouts are compared; and the experiment.
+"""Phase B3 for operations on memories: imitation of an expert, then groups of rollouts that are compared.
 
-Imitation teaches what to do in each window, keys and queries (a query is nearest to the key of the chunk that tells
-what is missing, among all chunks of its episode), and to answer from the window that is left. The policy phase rewards
+Imitation teaches the operation in each window; keys and queries (the nearest key to a query, among all chunks of its
+episode, is that of the chunk with the missing fact); and the answer from the last window. The policy phase rewards
 
     task [all right] - latency sum(cost) / step_budget + stability [something right] held / captured
 
-of which the last is the share of the asked facts' chunks written that are still in the index at the end: nothing is
-gained by keeping what does not serve an answer.
+held / captured is the share of the written chunks with asked facts that are in the index at the end. It counts only
+where a token of the answer is right, because facts that do not serve the answer are worth nothing.
 
 Shapes as in rollout.py; W windows, L decisions of the longest rollout.
 """
@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
@@ -29,14 +28,14 @@ from cdrmix.reason.heads import OPERATIONS, RETRIEVE
 from cdrmix.reason.model import Loss, StageBModel
 from cdrmix.reason.operations.rollout import Decisions, Reader, Rollouts
 from cdrmix.reason.operations.windows import Read, Windows
-from cdrmix.reason.phase import PHASES, Sources, generator_of, reasoning_of
+from cdrmix.reason.phase import PHASES, Sources, generator_of, reasoning_of, reduce_over_processes
 from cdrmix.reason.rl.grpo import Totals, entropy, group_advantages, policy_loss
 from cdrmix.training.objective import Outcome
 
 
 class Rewards(NamedTuple):
-    """Of every rollout, float64. matched_R: share of the answer's tokens that are right; the others are what is added
-    up in total_R, before their weights."""
+    """Rewards of every rollout, float64. total_R: the weighted sum of task, latency and stability, which are given here
+    before their weights. matched_R: the share of the answer's tokens that are right."""
 
     total_R: Tensor
     task_R: Tensor
@@ -46,7 +45,7 @@ class Rewards(NamedTuple):
 
 
 def answers_of(model: StageBModel, rollouts: Rollouts, answer_BA: Tensor) -> Tensor:
-    """The likeliest tokens [R, A] behind every rollout's last window; each of those is read once."""
+    """The most probable tokens [R, A] after every rollout's last window; each distinct window is read once."""
     assert rollouts.read is not None
     read = rollouts.read
     different, back_R = rollouts.final_R.unique(return_inverse=True)
@@ -62,7 +61,7 @@ def answers_of(model: StageBModel, rollouts: Rollouts, answer_BA: Tensor) -> Ten
 
 
 def rewards_of(rollouts: Rollouts, answers_RA: Tensor, episodes: Episodes, reader: Reader) -> Rewards:
-    """See the module."""
+    """The rewards of rollouts, by the formula at the top of the module."""
     rl, budget = reader.reasoning.rl, reader.reasoning.controller.step_budget
     episode_R = torch.tensor([row.episode for row in rollouts.rows])
     wanted_RA = episodes.answer_BA[episode_R]
@@ -78,7 +77,7 @@ def rewards_of(rollouts: Rollouts, answers_RA: Tensor, episodes: Episodes, reade
 
 
 def memory_of(rollouts: Rollouts, episodes: Episodes) -> tuple[Tensor, Tensor]:
-    """Of the asked facts, how many a rollout wrote the chunk of, and of those how many are in the index at the end."""
+    """For each rollout, float64: the asked facts whose chunk was written, and how many of those the index still has."""
     captured, held = [], []
     for row in rollouts.rows:
         told = episodes.fact_chunk_BF[row.episode][episodes.asked_BF[row.episode]].tolist()
@@ -89,8 +88,8 @@ def memory_of(rollouts: Rollouts, episodes: Episodes) -> tuple[Tensor, Tensor]:
 
 
 class OperationsImitationPhase:
-    """Demonstrations: what to do, keys, answers. `train: all` trains the language model too, as it must to learn keys
-    that tell one variable from another; else the heads and the summariser alone."""
+    """Demonstrations: operations, keys, answers. `train: all` also trains the language model, without which keys do not
+    learn to tell variables apart. `train: own` trains the heads and the summariser alone."""
 
     name = "operations_imitation"
     measures: tuple[str, ...] = (*("loss", "decisions", "agreed", "searches", "found", "answers", "right", "episodes"),)
@@ -102,7 +101,7 @@ class OperationsImitationPhase:
         self.reader = Reader(config.reasoning, source)
 
     def trains(self, parameter: str) -> bool:
-        """The operations' heads and the summariser; with `train: all` the language model but for its adapters."""
+        """The operations' heads and the summariser; with `train: all` also the language model without its adapters."""
         return _trains(parameter, self.settings.train)
 
     def losses(self, model: StageBModel, step: int, rank: int, processes: int) -> list[Loss]:
@@ -134,7 +133,7 @@ class OperationsImitationPhase:
                 read.queries_WS[decisions.window_K[searches].to(device)],
                 read.keys_WS[reading_BN[decisions.row_K[searches]].to(device)],
             )
-            # what is in the window already is not searched for
+            # a chunk in the window is no target
             cosines, wanted = cosines.masked_fill(there_SN.to(device), -1.0), wanted_S.to(device)
             keys = (
                 functional.cross_entropy(cosines / self.settings.key_temperature, wanted) if len(wanted) else policy * 0
@@ -162,8 +161,8 @@ class OperationsImitationPhase:
         return loss
 
     def _keys_wanted(self, episodes: Episodes, shown: Rollouts, searches: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The windows [B, N] in which chunks are read; of each search S the chunk that it should find, and which chunks
-        [S, N] are in its window."""
+        """The windows [B, N] in which chunks are read; the chunk that each search S should find; the chunks [S, N] that
+        are in its window."""
         decisions, chunks = shown.decisions, episodes.chunks_BNC.shape[1]
         reading = torch.zeros(len(shown.rows), chunks, dtype=torch.long)
         seen, turns = [0] * len(shown.rows), [0] * len(shown.rows)
@@ -171,11 +170,11 @@ class OperationsImitationPhase:
         for row, window, searched in zip(
             decisions.row_K.tolist(), decisions.window_K.tolist(), searches.tolist(), strict=True
         ):
-            if seen[row] < chunks:  # an expert decides once a chunk
+            if seen[row] < chunks:  # the expert decides once in a chunk
                 reading[row, seen[row]] = window
                 seen[row] += 1
             elif searched:
-                path = [hit.id for hit in reversed(shown.rows[row].spliced)]  # the last one to come is in front
+                path = [hit.id for hit in reversed(shown.rows[row].spliced)]  # the latest one is in front
                 wanted.append(path[turns[row]])
                 there.append([chunk in path[: turns[row]] for chunk in range(chunks)])
                 turns[row] += 1
@@ -199,7 +198,7 @@ def make_operations_imitation(config: Config, sources: Sources) -> OperationsImi
 
 
 class OperationsPhase:
-    """Groups of rollouts of one question: operations that did better than the others' become likelier."""
+    """Groups of rollouts of one question: operations of better rollouts become more probable."""
 
     name = "operations"
     measures: tuple[str, ...] = (
@@ -225,7 +224,9 @@ class OperationsPhase:
         self.chunks, self.source, self.seed = config.reasoning.operations.chunks, source, config.run.seed
         self.reader, self.objective = Reader(config.reasoning, source), objective_of(self.rl)
         if self.objective.kl_weight:
-            raise ConfigError("reasoning.rl.kl_weight is for the token memory; operations have none: set it to 0")
+            raise ConfigError(
+                "reasoning.rl.kl_weight is for the token memory alone; set it to 0 for the phase operations"
+            )
         if self.chunks + 1 > self.rl.horizon:
             raise ConfigError(
                 f"reasoning.operations.chunks is {self.chunks}: with the answer that is more than the"
@@ -233,7 +234,7 @@ class OperationsPhase:
             )
 
     def trains(self, parameter: str) -> bool:
-        """The operations' heads; with `train: all` the summariser and the language model but for its adapters."""
+        """The operations' heads; with `train: all` also the summariser and the language model without its adapters."""
         return parameter.startswith("operations.") if self.settings.train == "own" else _trains(parameter, "all")
 
     def losses(self, model: StageBModel, step: int, rank: int, processes: int) -> list[Loss]:
@@ -262,8 +263,7 @@ class OperationsPhase:
         decided = torch.tensor(
             float(sum(group.kept_N[rollouts.decisions.row_K].sum() for _, rollouts, _, group in made))
         )
-        if processes > 1:
-            dist.all_reduce(decided)
+        decided = reduce_over_processes(decided, processes, "sum")
         totals = Totals(max(decided.item(), 1.0), self.settings.episodes * size, self.rl.horizon)
         return [
             self._loss(rollouts, rewards, group.advantages_N * group.kept_N, group.kept_N, totals, sums)
@@ -291,8 +291,7 @@ class OperationsPhase:
             assert read is not None
             device = read.last_WD.device
             features = _features(read, decisions)
-            log_probs_KO = heads.log_probs(features, decisions.allowed_KO.to(device)) / self.rl.temperature
-            log_probs_KO = log_probs_KO.log_softmax(-1)
+            log_probs_KO = heads.log_probs(features, decisions.allowed_KO.to(device), self.rl.temperature)
             taken_K = log_probs_KO.gather(1, decisions.taken_K.to(device)[:, None]).squeeze(1)
 
             def table(values_K: Tensor) -> Tensor:
@@ -328,7 +327,7 @@ class OperationsPhase:
         return loss
 
     def record(self, sums: dict[str, float]) -> dict[str, float]:
-        """Means of a rollout, of a group, of a decision."""
+        """Means for a rollout, a group and a decision."""
         rollouts, decisions = max(sums["rollouts"], 1), max(sums["decisions"], 1)
         shown = {name: sums[name] / rollouts for name in ("reward", "task", "latency", "stability", "value_error")}
         shown |= {operation: sums[f"count_{operation}"] / rollouts for operation in OPERATIONS}
@@ -374,13 +373,13 @@ def _trains(parameter: str, train: str) -> bool:
 
 
 def _features(read: Read, decisions: Decisions) -> Tensor:
-    """What the heads see at every decision, [K, D + FACTS]."""
+    """The input of the heads at every decision, [K, D + FACTS]."""
     windows = decisions.window_K.to(read.last_WD.device)
     return torch.cat([read.last_WD[windows], decisions.facts_KF.to(read.last_WD)], 1)
 
 
 def _behind(model: StageBModel, windows: Windows, chosen: Sequence[int], tokens_WA: Tensor, read: Read) -> Tensor:
-    """Hidden states [W, A + 1, D] from the last token of the chosen windows on, with tokens behind each."""
+    """Hidden states [W, A + 1, D] of the chosen windows' last token and of the tokens after it."""
     assert model.summary is not None
     device = read.last_WD.device
     if not tokens_WA.shape[1]:
@@ -403,7 +402,7 @@ def _behind(model: StageBModel, windows: Windows, chosen: Sequence[int], tokens_
 
 
 def _places(row_K: Tensor, rows: int) -> tuple[Tensor, int]:
-    """Of every decision, how many its rollout had made before; and the most that one made."""
+    """For every decision its number within its rollout, from 0; and the length of the longest rollout."""
     order = row_K.argsort(stable=True)
     counts = torch.bincount(row_K, minlength=rows)
     within = torch.arange(len(row_K)) - (counts.cumsum(0) - counts)[row_K[order]]

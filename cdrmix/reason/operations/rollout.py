@@ -1,15 +1,16 @@
-"""Episodes read with operations on memories: what the operations do, rollouts of a policy over them, demonstrations.
+"""Episodes that are read with operations on memories: the operations, rollouts of a policy, demonstrations.
 
-A controller step reads a chunk; the head chooses, on the window's last hidden state:
+A controller step reads a chunk. The head chooses an operation from the window's last hidden state:
 
-    noop           on to the next chunk
-    summarize      the window's summaries stand in front of the next one; on
-    cache_write    the chunk is staged under its key; on
-    retrieve       the episodes nearest to the window's query are found; the chunk stays
-    splice_window  the best one found that is not in the window is put in front of it, which is read again
+    noop           continues with the next chunk
+    summarize      puts the window's summaries in front of the next window, and continues
+    cache_write    stages the chunk under its key, and continues
+    retrieve       finds the stored chunks nearest to the window's query, and stays at the chunk
+    splice_window  puts the best found chunk that is not in the window in front of it; the window is read again
 
-Going on commits what was staged; before that no search sees it. The question is read last, as one more chunk, and going
-on from it is answering. Noop costs nothing, the others what rl.costs says; together at most controller.step_budget.
+To continue commits what was staged; a search does not see it before. The question is read last, as one more chunk, and
+to continue from it is to answer. noop costs nothing; rl.costs gives the costs of the others. Their sum is at most
+controller.step_budget.
 
 Shapes: R rollouts, K decisions of all of them, O operations, B episodes, N chunks, A tokens of an answer, D model.
 """
@@ -34,8 +35,8 @@ from cdrmix.reason.operations.windows import Read, Window, Windows
 
 
 class Limits(NamedTuple):
-    """What bounds a rollout. horizon: most operations. budget: most that they may cost together. costs: by operation;
-    noop, which goes on, has none. spliced: most chunks in front of another."""
+    """Limits of a rollout. horizon: number of operations. budget: sum of their costs. costs: by operation, 0 for noop.
+    spliced: chunks in front of another."""
 
     horizon: int
     budget: float
@@ -52,7 +53,7 @@ class Limits(NamedTuple):
 
 @dataclass
 class Row:
-    """A rollout: where it is, and what it has done."""
+    """A rollout: its position, and what it has done."""
 
     episode: int
     memory: EpisodicMemory | None
@@ -70,22 +71,22 @@ class Row:
     done: bool = False
 
     def next_found(self) -> Hit | None:
-        """The best hit that is not in the window."""
+        """The best found chunk that is not in the window."""
         there = {hit.id for hit in self.spliced}
         return next((hit for hit in self.found if hit.id not in there), None)
 
     def allowed(self, chunks: int) -> list[bool]:
-        """By operation: searching the same window twice finds the same; at the horizon there is only going on; what
-        costs more than is left of the budget is not taken."""
-        going_on = chunks - self.chunk + 1  # operations without which there is no answer
-        room = len(self.spliced) < self.limits.spliced and self.taken + 1 + going_on <= self.limits.horizon
-        sensible = [True, True, room and not self.searched, room and self.next_found() is not None, True]
+        """Which operations are allowed. A window is searched once. At the horizon a row can only continue. An operation
+        that costs more than the rest of the budget is not allowed."""
+        going_on = chunks - self.chunk + 1  # operations that an answer still needs
+        space = len(self.spliced) < self.limits.spliced and self.taken + 1 + going_on <= self.limits.horizon
+        sensible = [True, True, space and not self.searched, space and self.next_found() is not None, True]
         left = self.limits.budget - self.cost
         return [may and cost <= left for may, cost in zip(sensible, self.limits.costs, strict=True)]
 
     def facts(self, chunks: int) -> list[float]:
-        """Whether there is something to splice, whether this is the question, how full the window is, whether the
-        search was done."""
+        """Inputs of the heads: whether there is a chunk to splice, whether this is the question, how full the window
+        is, whether it was searched."""
         full = len(self.spliced) / self.limits.spliced
         return [float(self.next_found() is not None), float(self.chunk == chunks), full, float(self.searched)]
 
@@ -95,7 +96,7 @@ class Row:
 
 
 class Decisions(NamedTuple):
-    """In the order in which they were made. log_probs_K: of what was taken, then."""
+    """Decisions in the order in which they were made. log_probs_K: under the distribution that was sampled."""
 
     row_K: Tensor
     window_K: Tensor
@@ -106,7 +107,7 @@ class Decisions(NamedTuple):
 
 
 class Rollouts(NamedTuple):
-    """What a batch of rollouts did. read: of its windows, without gradient; None for demonstrations."""
+    """A batch of rollouts. read: its windows' hidden states, without gradient; None for demonstrations."""
 
     windows: Windows
     read: Read | None
@@ -116,20 +117,20 @@ class Rollouts(NamedTuple):
 
 
 class Reader:
-    """Reads episodes of a source as the configuration says."""
+    """Reads episodes of a source with the memory and the horizon of the configuration."""
 
     def __init__(self, reasoning: Reasoning, source: EpisodeSource) -> None:
         self.reasoning, self.source, self.marks = reasoning, source, source.marks
         self.memory, self.limits = reasoning.memory, Limits.of(reasoning)
 
     def new_memory(self) -> EpisodicMemory | None:
-        """An empty one for a rollout, where the configuration has episodic memory."""
+        """An empty episodic memory for a rollout; None if the configuration has none."""
         return EpisodesInMemory(self.memory.dim, self.memory.max_tokens) if self.memory.episodic else None
 
     def window(
         self, row: Row, chunks_BNC: Sequence[Sequence[Sequence[int]]], questions: Sequence[Sequence[int]]
     ) -> Window:
-        """What a rollout reads now."""
+        """The window that a rollout reads now."""
         spliced = [token for hit in row.spliced for token in hit.tokens.tolist()]
         chunks = chunks_BNC[row.episode]
         if row.chunk < len(chunks):
@@ -149,9 +150,9 @@ class Reader:
         temperature: float = 1.0,
         memories: Sequence[EpisodicMemory] | None = None,
     ) -> Rollouts:
-        """Every episode `group` times; rollouts of one are neighbours. generator None: the likeliest operations.
+        """Rolls out every episode `group` times, in neighbouring rows. generator None: the most probable operations.
 
-        memories: one for each rollout; None: new ones. Each draws its own numbers, whatever the others do.
+        memories: one for each rollout; None: new ones. The random numbers of a rollout do not depend on the others.
         """
         heads = model.operations
         assert heads is not None
@@ -164,13 +165,13 @@ class Reader:
             read = windows.read(model, read)
             numbers_K = torch.tensor([row.window for row in rows], device=device)
             features_KD = torch.cat([read.last_WD[numbers_K], facts_KF.to(read.last_WD)], 1)
-            log_probs_KO = heads.log_probs(features_KD, allowed_KO.to(device)).cpu()
+            log_probs_KO = heads.log_probs(features_KD, allowed_KO.to(device), temperature).cpu()
             if generator is None:
                 taken_K = log_probs_KO.argmax(1)
             else:
                 points_R = torch.rand(count, generator=generator, dtype=torch.float64)
                 points_K = points_R[[order[id(row)] for row in rows]]
-                probs_KO = (log_probs_KO.double() / temperature).softmax(-1)
+                probs_KO = log_probs_KO.double().softmax(-1)
                 sums_KO = probs_KO.cumsum(-1)
                 taken_K = (sums_KO <= (points_K * sums_KO[:, -1])[:, None]).sum(1)
             return taken_K, log_probs_KO.gather(1, taken_K[:, None]).squeeze(1)
@@ -195,7 +196,7 @@ class Reader:
         choose: Callable[[Windows, list[Row], Tensor, Tensor], tuple[Tensor, Tensor]],
         keys_of: Callable[[Row, str], np.ndarray],
     ) -> tuple[Windows, Decisions]:
-        """Lets every row take operations, all at once, until each has answered."""
+        """Lets all rows take operations together until each has answered."""
         chunks_BNC, questions = episodes.chunks_BNC.tolist(), episodes.question_BQ.tolist()
         chunks = episodes.chunks_BNC.shape[1]
         windows = Windows()
@@ -247,16 +248,17 @@ class Reader:
         row.staged = Staged()
         row.carried = row.window if operation == SUMMARIZE else -1
         row.done = row.chunk == len(chunks)
-        if not row.done:  # else the window is what the answer is read off
+        if not row.done:  # else the answer is generated from this window
             row.chunk += 1
             row.spliced, row.found, row.searched = [], [], False
 
     def demonstrate(self, episodes: Episodes, waste: float, generator: torch.Generator) -> Rollouts:
-        """What an expert would do that knows which chunks tell facts, and of which the answer follows: the last first.
+        """Rollouts of an expert that knows which chunks tell facts and which of them the answer needs.
 
-        waste: the share of the other chunks that it writes all the same. In some batches a share of those is summarised
-        instead (phases.operations_imitation), so that prefixes are known; in all, it would be as many more passes a
-        batch. Without episodic memory, and where an operation is not allowed, it only reads on, and answers.
+        The expert retrieves the needed chunks from the last to the first. waste: the share of the other chunks that it
+        also writes. In some batches it summarises a share of those instead (phases.operations_imitation), so that
+        prefixes occur in training; in every batch this would cost many more passes. Without episodic memory, and where
+        an operation is not allowed, it only reads and answers.
         """
         count, chunks = episodes.chunks_BNC.shape[:2]
         tells_BN = torch.zeros(count, chunks, dtype=torch.bool).scatter_(1, episodes.fact_chunk_BF, True)
@@ -292,7 +294,7 @@ class Reader:
 
 
 class _Oracle:
-    """A memory that has every chunk, and finds those on the path to the answer."""
+    """A memory that has every chunk and finds those that the answer needs."""
 
     def __init__(self, path: list[int], chunks: np.ndarray) -> None:
         self._hits = [Hit(chunk, 1.0, chunks[chunk]) for chunk in path]
@@ -311,6 +313,6 @@ class _Oracle:
 
 
 def _path(told_F: Tensor, asked_F: Tensor) -> list[int]:
-    """Chunks that the answer follows from, the last fact's first, none twice: a chain is walked from its end."""
+    """The chunks that the answer needs, each once, from the last fact's to the first's."""
     chunks = told_F[asked_F].flip(0).tolist()
     return list(dict.fromkeys(chunks))

@@ -51,7 +51,7 @@ class Windows:
         self._numbers: dict[Window, int] = {}
 
     def add(self, window: Window) -> int:
-        """The number of a window, new or not."""
+        """The number of a window; an equal window has the same number."""
         assert window.memory < len(self.all)
         number = self._numbers.setdefault(window, len(self.all))
         if number == len(self.all):

@@ -1,11 +1,11 @@
-"""Phase B1: plastic adapters learn to write, by next-token cross-entropy on answers that only their writes can give.
+"""Phase B1: plastic adapters learn their updates by next-token cross-entropy on answers that need them.
 
-A row is an episode's chunks and, behind them, its question as a probe; the loss is on the answers alone, and its
-gradient goes through every write between a fact and its answer. With `carry: fast` the mixers forget at each chunk, so
-that nothing but the fast weights leads from one to the next; with `carry: all` they go on. The same phase trains whole
-small models from scratch (`train: all`), adapters or none: what the ablations compare.
+A row is the chunks of an episode and then its question as a probe. The loss is on the answers alone, and its gradient
+goes through every update between a fact and its answer. With `carry: fast` the states of the mixers are reset at each
+chunk, so only the fast weights pass from chunk to chunk; with `carry: all` the states pass too. With `train: all` the
+phase trains whole small models from scratch, with or without adapters, for the ablations.
 
-Reading is chunk by chunk in memory that does not grow with their number: `read`, then `answers` of the cache.
+`read` reads chunk by chunk in memory that does not grow with the number of chunks; `answers` answers from its cache.
 
 Shapes: B episodes, N chunks, C tokens of a chunk, P tokens of a probe, T = N C + P.
 """
@@ -30,12 +30,12 @@ from cdrmix.reason.model import Loss, StageBModel
 from cdrmix.reason.phase import PHASES, Sources, generator_of, reasoning_of
 from cdrmix.training.objective import Outcome
 
-EVALUATION_ROWS = 64  # episodes of one forward pass
+EVALUATION_ROWS = 64  # episodes in one forward pass
 
 
 class Row(NamedTuple):
-    """Episodes as sequences: ids and targets int64 [B, T] (IGNORED but at answers), where the mixers forget and where
-    the fast weights begin anew, int32 over the flattened tokens; None: at rows alone."""
+    """Episodes as sequences: ids and targets, int64 [B, T] (IGNORED except at answers). cu_seqlens, episodes: int32,
+    the borders over the flattened tokens at which mixers and fast weights are reset; None: at rows alone."""
 
     ids_BT: Tensor
     targets_BT: Tensor
@@ -44,7 +44,7 @@ class Row(NamedTuple):
 
 
 def rows_of(source: EpisodeSource, episodes: Episodes, carry: str, device: torch.device) -> Row:
-    """Chunks and probe of every episode, one behind another."""
+    """A row for every episode: its chunks, then its probe."""
     chunks_BNC, probe = episodes.chunks_BNC, source.probe(episodes)
     batch, number, chunk = chunks_BNC.shape
     ids = torch.cat([chunks_BNC.flatten(1), probe.ids_BT], 1)
@@ -61,7 +61,7 @@ def rows_of(source: EpisodeSource, episodes: Episodes, carry: str, device: torch
 
 
 class PlasticityPhase:
-    """Phase B1; see the module. seed: of the order of the numbers of chunks; None: the configuration's."""
+    """Phase B1; see the module. seed: of the numbers of chunks of the steps; None: the configuration's."""
 
     name = "plasticity"
     measures = ("loss", "correct", "answers", "episodes", "correlation")
@@ -81,9 +81,9 @@ class PlasticityPhase:
         return parameter.startswith("language_model.") and ".plastic." in parameter
 
     def chunks(self, step: int) -> int:
-        """Of a step's episodes: from 2 (or as many as hold the facts) to the configured number, all equally likely.
+        """The number of chunks of a step's episodes, uniform from 2 (or as many as hold the facts) to the configured.
 
-        With `growth_steps` at first only the fewest.
+        During the first `growth_steps` steps the upper end grows from the lower one.
         """
         most = self._reasoning.plasticity.chunks
         least = min(most, max(2, self._source.least_chunks))
@@ -110,7 +110,7 @@ class PlasticityPhase:
             language_model = model.language_model
             output = language_model(row.ids_BT, cu_seqlens=row.cu_seqlens, fast_weights=FastWeightOptions(row.episodes))
             asked_BT = row.targets_BT != IGNORED
-            # an episode counts as one, however many tokens its answer has: so the step's divisor is known beforehand
+            # every episode has weight 1, whatever the length of its answer: so the divisor of the step is known
             weights = (asked_BT / asked_BT.sum(1, keepdim=True).clamp(min=1))[asked_BT]
             targets = row.targets_BT[asked_BT]
             logits = language_model.logits(output.hidden_BTD[asked_BT])
@@ -139,7 +139,7 @@ class PlasticityPhase:
         return loss
 
     def record(self, sums: dict[str, float]) -> dict[str, float]:
-        """Mean loss of an episode, the share of the answers' tokens that are likeliest, the writes' own objective."""
+        """Mean loss of an episode, share of the answers' tokens that are most probable, the updates' own objective."""
         return {
             "loss": sums["loss"] / max(sums["episodes"], 1),
             "accuracy": sums["correct"] / max(sums["answers"], 1),
@@ -155,7 +155,7 @@ def make_plasticity(config: Config, sources: Sources) -> PlasticityPhase:
 
 @torch.no_grad()
 def read(model: LanguageModel, chunks_BNC: Tensor, carry: str) -> Cache | None:
-    """The cache behind the last chunk: a cache at a time, whatever their number. chunks may be on any device."""
+    """The cache after the last chunk; only one cache is held at a time. chunks_BNC can be on any device."""
     device = model.embedding.weight.device
     cache: Cache | None = None
     for ids_BC in chunks_BNC.unbind(1):
@@ -170,7 +170,7 @@ def read(model: LanguageModel, chunks_BNC: Tensor, carry: str) -> Cache | None:
 def answers(
     model: LanguageModel, source: EpisodeSource, episodes: Episodes, cache: Cache | None
 ) -> tuple[Tensor, Tensor]:
-    """(right, asked) bool [B, P]: which of the probe's tokens are answers, and which of those are the likeliest."""
+    """(right, asked) bool [B, P]: asked, the probe's tokens that are answers; right, those that are most probable."""
     device = model.embedding.weight.device
     probe = source.probe(episodes)
     targets = probe.targets_BT.to(device)
@@ -182,12 +182,12 @@ def answers(
 
 
 def zeroed(a: Tensor) -> Tensor:
-    """Fast weights that hold nothing."""
+    """Fast weights of zeros."""
     return torch.zeros_like(a)
 
 
 def swapped(a: Tensor) -> Tensor:
-    """Every row with the fast weights of the row before it."""
+    """The fast weights of the row before, for every row."""
     return a.roll(1, 0)
 
 
@@ -199,9 +199,9 @@ def accuracy(
     numbers: Sequence[int],
     changes: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
 ) -> dict[str, float]:
-    """The share of the answers' tokens that are the likeliest: "accuracy", and by name with fast weights changed.
+    """ "accuracy": the share of the answers' tokens that are most probable; and the same for each name in changes.
 
-    changes: of the fast weights between the last chunk and the question.
+    changes: functions that change the fast weights between the last chunk and the question.
     """
     was_training = model.training
     model.eval()

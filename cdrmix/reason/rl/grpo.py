@@ -1,7 +1,7 @@
 """Group-relative policy optimisation: the advantages of groups of rollouts, and the clipped loss of their tokens.
 
-GRPO (arXiv 2402.03300), and what became of it: DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO (2507.18071). No value
-function has a part in it: a rollout is as good as it is better than the others from the same start.
+GRPO (arXiv 2402.03300) and its variants: DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO (2507.18071). There is no value
+function: the baseline of a rollout is the mean reward of the rollouts of the same question.
 
 Shapes: N rollouts, G of a group, S sequences (turns), L tokens of the longest.
 """
@@ -19,12 +19,12 @@ DEVIATION_FLOOR = 1e-4  # added to a group's standard deviation before it divide
 
 @dataclass(frozen=True)
 class Objective:
-    """Which of the family.
+    """One member of the family of objectives.
 
-    clip_low, clip_high: the ratio of new to old probability counts from 1 - clip_low to 1 + clip_high.
-    ratio: of every token, or one of a sequence, the geometric mean of its tokens' (GSPO, equation 7).
-    mean: over all "tokens" (DAPO); over "sequences", each the mean of its tokens (GRPO, GSPO); or over sequences as if
-        each had `longest` tokens, a "constant" (Dr. GRPO).
+    clip_low, clip_high: the ratio of new to old probability is clipped to [1 - clip_low, 1 + clip_high].
+    ratio: of every token; or one of a sequence, the geometric mean over its tokens (GSPO, equation 7).
+    mean: over all "tokens" (DAPO); over "sequences" of the mean over their tokens (GRPO, GSPO); or "constant", the sum
+        over sequences * `longest` tokens, whatever their lengths (Dr. GRPO).
     deviation: whether advantages are divided by the group's standard deviation.
     kl_weight: of the divergence from the reference policy, by its estimator k3 = e^d - d - 1, d = log(ref / new).
     """
@@ -77,7 +77,7 @@ def group_advantages(rewards_N: Tensor, group_size: int, *, deviation: bool = Fa
 
 
 class Totals(NamedTuple):
-    """Of a whole update, over all micro-batches and processes: what a mean divides by. longest: tokens allowed."""
+    """Divisors of means, over all micro-batches and processes of an update. longest: the most tokens allowed."""
 
     tokens: float
     sequences: float
@@ -85,8 +85,8 @@ class Totals(NamedTuple):
 
 
 class PolicyLoss(NamedTuple):
-    """The loss (differentiable), and of the tokens that count: how many, the sums of those whose ratio was cut off from
-    below and above, of k3, and of the ratio."""
+    """The loss (differentiable); and over the unmasked tokens their number, the numbers whose ratio was clipped from
+    below and from above, and the sums of k3 and of the ratio."""
 
     loss: Tensor
     tokens: Tensor
@@ -107,9 +107,9 @@ def policy_loss(
 ) -> PolicyLoss:
     """-mean of min(ratio A, clip(ratio, 1 - low, 1 + high) A), plus kl_weight k3, over tokens with mask 1.
 
-    log_probs_SL: of the tokens taken, by the policy in training; old: by the one that took them; reference: None where
-    kl_weight is 0. advantages_S: of the rollout that each sequence belongs to. What stands outside the mask (padding)
-    is not read, whatever it is. Summed over micro-batches with the same totals it is the loss of the whole update.
+    log_probs_SL: of the generated tokens under the policy in training; old: under the policy that generated them;
+    reference: None if kl_weight is 0. advantages_S: of each sequence's rollout. Values outside the mask (padding) have
+    no effect. The sum over micro-batches with the same totals is the loss of the whole update.
     """
     mask_SL = mask_SL.bool()
 
@@ -148,5 +148,5 @@ def policy_loss(
 
 
 def entropy(logits: Tensor) -> Tensor:
-    """-sum p log p of every distribution, in nats: [..., V] to [...]. Logits of -inf have no part."""
+    """-sum p log p of every distribution, in nats: [..., V] to [...]. Logits can be -inf."""
     return torch.special.entr(logits.float().softmax(-1)).sum(-1)

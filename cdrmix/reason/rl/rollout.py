@@ -1,7 +1,7 @@
-"""Rollouts: many rows at once, token by token, on the model's own recurrent cache; with the probability of each token.
+"""Rollouts: many rows are generated token by token on the model's recurrent cache, with each token's probability.
 
-A prompt is read once, in one pass; what it leaves behind can be continued by as many rows as wanted. From there each
-token costs one pass of one token on a cache that does not grow where the mixers' does not.
+A prompt is read once, in one pass, and any number of rows can continue from its cache. Each further token costs one
+pass of one token. The cache of a recurrent mixer does not grow.
 
 Shapes: B rows, L tokens of a prompt, N new tokens, V the vocabulary.
 """
@@ -21,9 +21,9 @@ from cdrmix.model.language_model import Cache, LanguageModel
 
 
 class Generated(NamedTuple):
-    """What was taken. log_probs_BN: float32, of the distribution drawn from, or greedily of the model's own.
+    """Generated tokens. log_probs_BN: float32, under the distribution sampled from (greedy: under the model's own).
 
-    mask_BN: bool, False behind a row's end; there tokens are the end token, and log_probs 0.
+    mask_BN: bool, False after a row's end, where tokens are the end token and log_probs are 0.
     """
 
     tokens_BN: Tensor
@@ -46,7 +46,7 @@ def prefill(model: LanguageModel, prompts_BL: Tensor, cache: Cache | None = None
 
 
 def repeat(prefix: Prefix, times: int) -> Prefix:
-    """Every row `times` times, one behind the other: the starts of groups."""
+    """Every row `times` times, in neighbouring rows: the start of a group of rollouts."""
     rows_R = torch.arange(len(prefix.logits_BV), device=prefix.logits_BV.device).repeat_interleave(times)
     return Prefix(prefix.logits_BV[rows_R], select(prefix.cache, rows_R))
 
@@ -60,11 +60,11 @@ def decode(
     generator: torch.Generator,
     end: int | None = None,
 ) -> Generated:
-    """Decodes up to new_tokens for every row of a prefix; temperature 0 takes the likeliest token.
+    """Generates up to new_tokens after a prefix, for every row. Temperature 0 takes the most probable token.
 
-    generator: of the CPU. It gives one number a row and token, all of them at once and in this order, so that what a
-    row draws depends neither on the other rows nor on where they end. end: a token behind which a row takes no more.
-    Raises NonFiniteLogitsError where the model's logits are not numbers.
+    generator: of the CPU. It gives one number for each row and token, all at once and in this order. The tokens of a
+    row therefore depend neither on the other rows nor on where those end. end: the token that ends a row.
+    Raises NonFiniteLogitsError for logits that are not finite.
     """
     assert new_tokens > 0
     assert temperature >= 0
@@ -93,7 +93,7 @@ def decode(
             if not going_B.any():
                 break
     if not log_probs_BN.isfinite().all():
-        raise NonFiniteLogitsError("the logits of a rollout are not finite: the model is broken, and taught nothing")
+        raise NonFiniteLogitsError("the logits of a rollout are not finite; this step was not trained on")
     return Generated(tokens_BN, log_probs_BN, mask_BN)
 
 
@@ -108,21 +108,21 @@ def generate(
     cache: Cache | None = None,
     group: int = 1,
 ) -> Generated:
-    """Reads prompts of one length and goes on behind each of them `group` times: rows of a group are neighbours."""
+    """Prefills prompts of one length and continues each of them `group` times, in adjacent rows."""
     prefix = prefill(model, prompts_BL, cache)
     prefix = repeat(prefix, group) if group > 1 else prefix
     return decode(model, prefix, new_tokens, temperature=temperature, generator=generator, end=end)
 
 
 class Taken(NamedTuple):
-    """logits_SNV: those from which each token was taken. balance: the routers' weighted losses, 0 without routers."""
+    """logits_SNV: of every token that was generated. balance: the routers' weighted losses, 0 without routers."""
 
     logits_SNV: Tensor
     balance: Tensor
 
 
 def taken(model: LanguageModel, prompts_SL: Tensor, tokens_SN: Tensor) -> Taken:
-    """One differentiable pass over prompts and the tokens that were taken behind them."""
+    """One differentiable pass over prompts and the tokens that were generated after them."""
     output = model(torch.cat([prompts_SL, tokens_SN[:, :-1]], 1))
     logits = model.logits(output.hidden_BTD[:, prompts_SL.shape[1] - 1 :])
     balance = logits.new_zeros(())
@@ -136,10 +136,10 @@ def taken(model: LanguageModel, prompts_SL: Tensor, tokens_SN: Tensor) -> Taken:
 def micro_batches(
     columns: Sequence[Tensor], rows: int, rank: int = 0, processes: int = 1, least: int = 0
 ) -> list[list[Tensor]]:
-    """Columns of sequences, the last of which is their mask, cut into `rows` a process; of each cut, process `rank`'s.
+    """Cuts columns of sequences into micro-batches of `rows` sequences for each process; gives those of process `rank`.
 
-    Every process gets as many, `least` at least, and none is empty: one without a row of its own gets one that is
-    masked out, since collectives wait for every process.
+    The last column is the mask. Every process gets the same number of micro-batches, at least `least`, since
+    collectives wait for every process. A micro-batch without a sequence gets one that is masked out.
     """
     stride = rows * processes
     starts = range(0, max(len(columns[0]), least * stride), stride)
@@ -159,7 +159,7 @@ def _take(logits_BV: Tensor, temperature: float, points_B: Tensor | None) -> tup
         token_B1 = logits_BV.argmax(-1, keepdim=True)
     else:
         log_probs_BV = (logits_BV / temperature).log_softmax(-1)
-        # Token i where the point lies from the sum of all before i up to the sum with i: it never has probability 0.
+        # Token i is taken if the point is at least the sum before i and below the sum with i: never at probability 0.
         cumulative_BV = log_probs_BV.exp().cumsum(-1, dtype=torch.float64)
         total_B = cumulative_BV[:, -1]
         points_B = torch.minimum(points_B * total_B, total_B.nextafter(torch.zeros_like(total_B)))
@@ -171,7 +171,7 @@ def _take(logits_BV: Tensor, temperature: float, points_B: Tensor | None) -> tup
 
 @contextmanager
 def _inference(model: nn.Module) -> Iterator[None]:
-    """Without gradients, and without what the model does in training alone (jitter, capacities)."""
+    """Without gradients, in evaluation mode (no router jitter, no expert capacity)."""
     training = model.training
     if training:
         model.eval()

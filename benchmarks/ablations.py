@@ -1,0 +1,193 @@
+"""Tables of the ablations in docs/, made from benchmarks/results/ablations.jsonl, and new results added to that file.
+
+python benchmarks/ablations.py                                          # writes the tables
+python benchmarks/ablations.py --add FOLDER/results.jsonl --commit HASH  # adds what `cdrmix ablate --out FOLDER` found
+
+docs/stage-b-results.md is written whole. In docs/stage-b.md the tables between `<!-- NAME -->` and `<!-- end -->` are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from cdrmix.config.load import load_config
+
+from cdrmix.config.schema_ablation import Ablation
+from cdrmix.reason.experiments.ablation import fingerprint
+from cdrmix.reason.experiments.table import Judgement, arms_table, claim_of, judge, table
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "configs" / "ablations"
+RESULTS = ROOT / "benchmarks" / "results" / "ablations.jsonl"
+PAGE, ALL_RESULTS = ROOT / "docs" / "stage-b.md", ROOT / "docs" / "stage-b-results.md"
+
+# The order of the tables, and the measurements that docs/stage-b.md shows of each file; the other page shows all.
+SHOWN: dict[str, Sequence[str]] = {
+    "delta-recall": ("accuracy", "harder"),
+    "hebb": ("accuracy", "harder"),
+    "decay": ("accuracy", "harder"),
+    "gate": ("accuracy", "harder"),
+    "honest-baseline": ("accuracy", "harder"),
+    "accept-head": ("learned", "always", "never", "by_value", "accept_good", "accept_bad"),
+    "token-memory-rl": ("accuracy", "capture", "retention"),
+    "token-memory-harder": ("accuracy", "capture", "retention"),
+    "token-memory-credit": ("accuracy",),
+    "token-memory-options": ("accuracy",),
+    "operations-index": ("accuracy", "imitated_accuracy", "operations", "imitated_operations"),
+    "removal-parity": ("last8",),
+    "removal-s3": ("last8",),
+}
+
+COUNTED: dict[Judgement, str] = {
+    "holds": "hold",
+    "not shown": "are not shown",
+    "fails": "fail",
+    "not run": "were not run",
+}
+
+Measured = dict[str, dict[int, dict[str, float]]]
+
+
+def ablation_of(name: str) -> Ablation:
+    """The section `ablation:` of a file."""
+    section = load_config(CONFIGS / f"{name}.yaml").ablation
+    assert section is not None
+    return section
+
+
+def collect(rows: Iterable[dict[str, Any]]) -> dict[str, Measured]:
+    """Results by file, arm and seed. An arm without rows of its own has those of the same experiment in another file.
+
+    Raises ValueError for a row whose arm does not exist, and for two rows of one arm and seed.
+    """
+    marks = {}
+    for name in SHOWN:
+        path = CONFIGS / f"{name}.yaml"
+        for arm, section in ablation_of(name).arms.items():
+            marks[name, arm] = fingerprint(load_config(path, section.set), 0)
+    own: dict[tuple[str, str], dict[int, dict[str, float]]] = {key: {} for key in marks}
+    for row in rows:
+        name, _, arm = row["case"].partition(", ")
+        if (name, arm) not in own:
+            raise ValueError(f"{RESULTS}: {row['case']!r} is no arm of a file in {CONFIGS}")
+        if row["seed"] in own[name, arm]:
+            raise ValueError(f"{RESULTS}: {row['case']!r}, seed {row['seed']} is there twice")
+        own[name, arm][row["seed"]] = row["measured"]
+    by_mark: dict[str, dict[int, dict[str, float]]] = {}
+    for key, runs in own.items():
+        if runs:
+            by_mark.setdefault(marks[key], runs)
+    measured: dict[str, Measured] = {name: {} for name in SHOWN}
+    for (name, arm), mark in marks.items():
+        measured[name][arm] = own[name, arm] or by_mark.get(mark, {})
+    return measured
+
+
+def verdicts(measured: dict[str, Measured]) -> tuple[list[str], str]:
+    """Lines of the table of all demands, and a sentence that counts them."""
+    rows = [["file", "measured", "mean [95 %]", "seeds", "demanded", "verdict"]]
+    outcomes = []
+    for name, runs in measured.items():
+        for demand in ablation_of(name).demands:
+            verdict = judge(demand, runs)
+            quantity, bounds = claim_of(demand)
+            found = verdict.estimate
+            shown = ("-", "0") if found is None else (str(found), str(found.seeds))
+            outcome = verdict.outcome if verdict.outcome == "holds" else f"**{verdict.outcome}**"
+            rows.append([name, quantity, *shown, bounds, outcome])
+            outcomes.append(verdict.outcome)
+    counts = ", ".join(f"{outcomes.count(kind)} {said}" for kind, said in COUNTED.items() if kind in outcomes)
+    return table(rows), f"Of {len(outcomes)} demands, {counts}."
+
+
+def sources(rows: Iterable[dict[str, Any]]) -> list[str]:
+    """Lines of a table: which commit and seeds the rows of every case are from, and the seconds of a run."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["case"], row["commit"]), []).append(row)
+    lines = [["case", "commit", "seeds", "seconds of a run"]]
+    for (case, commit), those in groups.items():
+        seconds = [row["seconds"] for row in those]
+        seeds = ", ".join(str(row["seed"]) for row in those)
+        lines.append([case, commit, seeds, f"{min(seconds):.0f} to {max(seconds):.0f}"])
+    return table(lines)
+
+
+def page(text: str, measured: dict[str, Measured]) -> str:
+    """docs/stage-b.md with its tables made anew. Raises ValueError for a marker that names no table."""
+
+    lines_of_verdicts, count = verdicts(measured)
+
+    def fill(match: re.Match[str]) -> str:
+        name = match[1]
+        if name != "verdicts" and name not in SHOWN:
+            raise ValueError(f"{PAGE}: no table is called {name!r}; there are verdicts, {', '.join(SHOWN)}")
+        lines = lines_of_verdicts
+        if name != "verdicts":
+            lines = arms_table(ablation_of(name), measured[name], SHOWN[name])
+        return "\n".join([f"<!-- {name} -->", "", *lines, "", "<!-- end -->"])
+
+    text = re.sub(r"Of \d+ demands, [^.]*\.", count, text)
+    return re.sub(r"<!-- ([a-z0-9-]+) -->\n(?:.*?)<!-- end -->", fill, text, flags=re.DOTALL)
+
+
+def all_results(rows: Sequence[dict[str, Any]], measured: dict[str, Measured]) -> str:
+    """docs/stage-b-results.md: every arm of every file, every measurement, every length."""
+    lines = [
+        "# Stage B: all measurements of the ablations",
+        "",
+        "`python benchmarks/ablations.py` writes this page from `benchmarks/results/ablations.jsonl`. A cell is a mean",
+        "over seeds with its 95 % interval (Student's), or the value of one seed. `@N` is the number of chunks; for",
+        "`removal-*` it is the number of elements. [stage-b.md](stage-b.md) explains the mechanisms and judges the",
+        "demands.",
+        "",
+    ]
+    for name, runs in measured.items():
+        section = ablation_of(name)
+        lines += [f"## {name} (row {section.row})", "", f"Claim under test: {section.shows}", ""]
+        lines += [f"- `{arm}`: {one.says}" for arm, one in section.arms.items()]
+        lines += ["", *arms_table(section, runs), ""]
+    return "\n".join([*lines, "## Where the rows are from", "", *sources(rows), ""])
+
+
+def added(lines: Iterable[str], rows: Sequence[dict[str, Any]], commit: str) -> list[dict[str, Any]]:
+    """What `cdrmix ablate` found, as rows of the results file; without those that are there already."""
+    there = {(row["case"], row["seed"]) for row in rows}
+    found = [json.loads(line) for line in lines]
+    version = torch.__version__.partition("+")[0]
+    return [
+        {"suite": "ablations", "case": one["what"], "commit": commit, "torch": version, "device": "cpu", "threads": 1}
+        | {key: one[key] for key in ("seed", "seconds", "measured")}
+        for one in found
+        if (one["what"], one["seed"]) not in there
+    ]
+
+
+def main() -> None:
+    """Adds rows where asked, and writes both pages."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--add", type=Path, metavar="FILE", help="results.jsonl of `cdrmix ablate --out`")
+    parser.add_argument("--commit", help="the commit that the added results were measured at")
+    options = parser.parse_args()
+    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    if options.add is not None:
+        if options.commit is None:
+            parser.error("--add needs --commit: rows name the commit that they were measured at")
+        new = added(options.add.read_text().splitlines(), rows, options.commit)
+        with RESULTS.open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in new)
+        rows += new
+        print(f"{len(new)} rows added")
+    measured = collect(rows)
+    PAGE.write_text(page(PAGE.read_text(), measured))
+    ALL_RESULTS.write_text(all_results(rows, measured))
+
+
+if __name__ == "__main__":
+    main()
