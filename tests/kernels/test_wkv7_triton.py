@@ -201,10 +201,11 @@ def test_chunk_lengths_agree() -> None:
     assert {name: value for name, value in found.items() if not value < FLOAT32} == {}
 
 
-def test_thirty_repeats_have_the_same_bits() -> None:
+def test_repeats_have_the_same_bits() -> None:
+    """The interpreter is numpy in one thread, so two repeats; thirty on a GPU are in test_wkv7.py."""
     case = make(1, 8, 1, 32, 32)
     wanted = case.run(32)
-    for _ in range(30):
+    for _ in range(2):
         assert_same(case.run(32), wanted)
 
 
@@ -325,11 +326,11 @@ GROUPED = ["group_forward", "group_scan", "group_backward", "group_scan"]
 @pytest.mark.parametrize(
     ("chunk", "case"),
     [
-        (32, make(2, 200, 2, 32, 64)),  # seven chunks: three groups of two, and one
+        (32, make(1, 193, 1, 32, 64)),  # seven chunks: three groups of two, and one of one token
         (32, make(1, 128, 1, 64, 32)),  # four whole chunks
-        (64, make(1, 300, 1, 32, 32, pinned=True)),
-        (32, make(1, 340, 2, 32, 32, cu_seqlens=[0, 0, 1, 130, 130, 194, 330, 340, 340])),  # long, short and empty ones
-        (32, make(2, 150, 1, 32, 32, cu_seqlens=[0, 20, 150, 151, 300])),
+        (64, make(1, 257, 1, 32, 32, pinned=True)),
+        (32, make(1, 270, 2, 32, 32, cu_seqlens=[0, 0, 1, 130, 130, 163, 260, 270, 270])),  # long, short and empty ones
+        (32, make(2, 120, 1, 32, 32, cu_seqlens=[0, 20, 120, 121, 240])),
     ],
 )
 def test_groups_in_float32_equal_the_definition(launched: list[str], chunk: int, case: Case) -> None:
