@@ -48,6 +48,7 @@ def test_every_case_has_targets_and_every_target_a_case() -> None:
     sys.path.remove(str(BENCHMARKS))
 
 
+@pytest.mark.slow
 def test_a_small_case_from_the_command_line_to_its_row(tmp_path: Path) -> None:
     code = f"""
 import sys
@@ -97,6 +98,7 @@ def test_a_target_is_met_missed_not_measured_or_for_another_machine() -> None:
     assert run.finite({"a": [float("inf"), 1.0]}) == {"a": [None, 1.0]}
 
 
+@pytest.mark.slow
 def test_the_kernel_suites_need_no_more_than_a_bare_gpu_machine_has() -> None:
     code = f"""
 import sys
@@ -153,6 +155,7 @@ def test_saved_bytes_are_of_distinct_storages_beside_inputs_and_output() -> None
     assert measure.kept_for_backward(forward, [x]) == 2 * 40
 
 
+@pytest.mark.slow
 def test_peak_memory_is_what_a_call_took_at_once() -> None:
     """Two blocks of 64 MiB, one after the other, also where malloc has kept as much from before."""
     code = f"""
@@ -247,6 +250,7 @@ def test_the_smoke_of_a_family_is_close_to_float64_and_says_when_not(
         assert verdict in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_steps_that_fail_or_take_too_long_do_not_stop_the_others(tmp_path: Path) -> None:
     """With a stand-in for python: a case that leaves no row is run again without peers, a row outlives its failure."""
     python = tmp_path / "python"

@@ -172,7 +172,7 @@ def test_equals_the_definition(where: str, case: Case, data: st.DataObject) -> N
 
 
 def test_equals_the_definition_at_the_widest(where: str) -> None:
-    case = Case(1, 1, 36, 1, (128, 128), [0, 2, 2, 3, 36])
+    case = Case(1, 1, 34, 1, (128, 128), [0, 1, 1, 34])
     assert_near(case.found(where), case.exact(), bar_of(where))
 
 
@@ -204,6 +204,7 @@ def test_what_is_saved_changes_no_bit_and_the_chunk_next_to_none(where: str, cas
     assert_near(large, {name: value.double() for name, value in small.items()}, 2 * bar_of(where))
 
 
+@slow_interpreter
 @settings(max_examples=5)
 @given(seed=st.integers(0, 10**6), length=st.integers(2, 80), data=st.data())
 def test_two_calls_with_the_state_between_equal_one(where: str, seed: int, length: int, data: st.DataObject) -> None:
@@ -359,6 +360,8 @@ def test_nothing_is_written_outside(where: str, documents: list[int] | None, mon
     """The implementation's own functions, since the operator allocates nothing itself; results as without bands."""
     if where == "reference":
         pytest.skip("plain PyTorch writes where PyTorch says")
+    if where == "triton":
+        pytest.skip("test_wkv7_triton.py has the same of the interpreter")
     case, device = Case(10, 2, 35, 1, (64, 32), documents), device_of(where)
     kernels = recurrence._kernels(torch.empty(1, 1, 1, 64, device=device), torch.empty(1, 1, 1, 32, device=device))
     tensors = [case.inputs[name].float().to(device) for name in NAMES]
