@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from cdrmix.config.load import load_config
 from cdrmix.plan.flops import training_flops_per_token
 
