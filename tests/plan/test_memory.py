@@ -40,7 +40,9 @@ def card(memory_bytes: int | None, flops: float | None = 1e15) -> Machine:
     return Machine("a card", "cuda", memory_bytes, flops, "a test", False, None)
 
 
-@pytest.mark.parametrize("case", TINY)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] if number else []) for number, case in enumerate(TINY)]
+)
 def test_the_estimate_is_within_a_tenth_of_the_measured_peak(case: str) -> None:
     name = case.partition(",")[0]
     command = [sys.executable, str(WORKER), str(CONFIGS / f"cdrmix-{name}.yaml"), *TINY[case]]
