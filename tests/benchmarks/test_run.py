@@ -129,6 +129,7 @@ for words in ("--suite wkv7 --list", "--suite moe --list", "--suite trainer --dr
     assert "is not installed; name another with --suite" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no GPU")
 def test_without_a_gpu_the_gpu_is_asked_for() -> None:
     command = [sys.executable, BENCHMARKS / "run.py", "--suite", "wkv7", "--device", "cuda"]

@@ -40,9 +40,8 @@ def card(memory_bytes: int | None, flops: float | None = 1e15) -> Machine:
     return Machine("a card", "cuda", memory_bytes, flops, "a test", False, None)
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] if number else []) for number, case in enumerate(TINY)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", TINY)
 def test_the_estimate_is_within_a_tenth_of_the_measured_peak(case: str) -> None:
     name = case.partition(",")[0]
     command = [sys.executable, str(WORKER), str(CONFIGS / f"cdrmix-{name}.yaml"), *TINY[case]]
@@ -56,7 +55,13 @@ def test_the_estimate_is_within_a_tenth_of_the_measured_peak(case: str) -> None:
 @pytest.mark.parametrize(
     ("accumulation", "checkpointing", "hidden", "row_length"),
     # Of one micro-batch, activations outweigh the gradients in the first case; gradients in the others.
-    [(8, "false", 32, 256), (8, "true", 32, 256), (1, "false", 32, 256), (1, "false", 1024, 64), (1, "true", 32, 256)],
+    [
+        (8, "false", 32, 256),
+        pytest.param(8, "true", 32, 256, marks=pytest.mark.slow),
+        pytest.param(1, "false", 32, 256, marks=pytest.mark.slow),
+        (1, "false", 1024, 64),
+        pytest.param(1, "true", 32, 256, marks=pytest.mark.slow),
+    ],
 )
 def test_two_short_models_say_what_a_long_one_takes(
     accumulation: int, checkpointing: str, hidden: int, row_length: int, monkeypatch: pytest.MonkeyPatch
