@@ -140,10 +140,10 @@ MUTATIONS = (
     ),
     # model
     Mutation(
-        "positions go on over the border of a document",
-        "cdrmix/model/context.py",
-        "        if starts is not None:  # no position is beyond a row's length\n",
-        "        if starts is None:  # no position is beyond a row's length\n",
+        "RWKV-7: the token shift reads over the border of a document",
+        "cdrmix/model/mixers/rwkv7.py",
+        "None if starts is None else starts.squeeze(-1),",
+        "None,",
         ("tests/model/test_language_model.py",),
     ),
     Mutation(
