@@ -119,7 +119,9 @@ def test_state_is_shared_out_as_zero_has_it() -> None:
     assert state(3) == pytest.approx(5 / 4 * stored, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", RELEASED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name.endswith("-1b") else pytest.mark.slow) for name in RELEASED]
+)
 def test_a_released_configuration_is_refused_on_half_of_what_it_needs(name: str) -> None:
     config = config_of(name)
     processes = PROCESSES[name.split("-")[1]]
