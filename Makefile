@@ -1,4 +1,4 @@
-# make install | train | test | lint | format | docs | fuzz | gpu-wheels | clean: each does everything it needs from nothing, and is quick the second time.
+# make install | train | test | test-all | mutations | lint | format | docs | fuzz | gpu-wheels | clean: each does everything it needs from nothing, and is quick the second time.
 
 PYTHON ?= python3
 CONFIG ?= configs/cdrmix-core-tiny.yaml
@@ -17,12 +17,14 @@ INSTALLED := .venv/.installed
 UNFINISHED := .venv/.unfinished
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 
-.PHONY: help install train test lint gate format docs fuzz gpu-wheels clean
+.PHONY: help install train test test-all gate mutations lint format docs fuzz gpu-wheels clean
 
 help:
 	@echo 'make install   a virtual environment in .venv with PyTorch, the pinned dependencies and the C++ extension'
 	@echo 'make train     prepare, train, evaluate and export CONFIG ($(CONFIG)); ARGS="key.path=value ..." overrides'
-	@echo 'make test      lint, types and tests;  make gate  of the tests what stage B stands on, in five minutes'
+	@echo 'make test      lint, types and the quick tests, in eight minutes on two cores;  make test-all  every test'
+	@echo 'make gate      of the tests what stage B stands on, in five minutes'
+	@echo 'make mutations  puts 20 errors into copies of the code, one at a time; the quick tests must find each'
 	@echo 'make lint      ruff and mypy alone;  make format  rewrites what ruff can;  make clean  forgets .venv and builds'
 	@echo 'make docs      the documentation as a web site in build/docs, which needs no network'
 	@echo 'make gpu-wheels  what a bare GPU machine lacks for benchmarks/gpu.sh, in .whl: at most 64 MiB'
@@ -73,12 +75,21 @@ lint: install
 	$(BIN)/mypy
 
 # A process that has no test left takes half of what the other has left.
+PYTEST := $(BIN)/pytest --numprocesses 2 --dist worksteal
+
 test: lint
-	$(BIN)/pytest --numprocesses 2 --dist worksteal
+	$(PYTEST) -m 'not slow'
+
+# What .ci/run runs: also the tests that are marked slow.
+test-all: lint
+	$(PYTEST)
 
 # Of these, in five minutes, what stage B stands on.
 gate: install
-	$(BIN)/pytest --numprocesses 2 --dist worksteal -m gate
+	$(PYTEST) -m gate
+
+mutations: install
+	$(BIN)/python tests/mutations/run.py
 
 format: install
 	$(BIN)/ruff check --fix --exit-zero .

@@ -353,6 +353,7 @@ def test_builds_name_the_kernels_arguments(module: str, architecture: str) -> No
     assert len(set(shipped)) == len(shipped), "a configuration is listed twice"
 
 
+@pytest.mark.slow
 def test_the_default_kernels_are_in_order_on_hopper() -> None:
     """bfloat16, K = V = 64, at the chunk length that ships: what a model runs. The suite aot has the others.
 

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("torch", "triton", "numpy", "pytest", "pytest-timeout", "hypothesis", "pyyaml", "rich")
 # Fewer would mean that a file was passed over: the kernels' own tests alone are as many.

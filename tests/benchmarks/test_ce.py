@@ -68,6 +68,7 @@ def test_the_truth_is_pytorch_in_float64() -> None:
         torch.testing.assert_close(found[name], x, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.slow
 def test_peak_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A [512, V] chunk and a [V, D] gradient, of 20.5 and 2.6 MB; the plain logits take twice 41 MB and more."""
     monkeypatch.delenv("PYTHONSAFEPATH")  # programs of a suite import one another

@@ -174,6 +174,7 @@ def test_published_sizes_of_the_reference_shape() -> None:
     assert moved < 8.02e9 + 3.67e9  # with what a kernel cannot leave out: rows gathered, and written once more
 
 
+@pytest.mark.slow
 def test_peak_memory_comes_from_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONSAFEPATH", raising=False)  # the program finds its neighbours
     shape = json.dumps(dataclasses.asdict(moe.Shape(4096, 64, 256, 4, 2, "relu2")))

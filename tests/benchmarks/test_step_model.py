@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from cdrmix.config.schema import Config
 from cdrmix.plan.flops import training_flops_per_token
 
@@ -30,6 +32,7 @@ def modelled(folder: Path, *overrides: str) -> dict[str, Any]:
     return row
 
 
+@pytest.mark.slow
 def test_it_counts_the_products_of_the_formula(tmp_path: Path) -> None:
     row = modelled(tmp_path)
     config = Config.from_yaml(TINY)
@@ -41,6 +44,7 @@ def test_it_counts_the_products_of_the_formula(tmp_path: Path) -> None:
     assert row["bytes"] == sum(cost["bytes"] for cost in row["parts"].values())
 
 
+@pytest.mark.slow
 def test_a_gpu_reads_less_where_activations_are_fewer(tmp_path: Path) -> None:
     whole, half = modelled(tmp_path), modelled(tmp_path, "train.micro_batch_rows=4")
     assert half["tokens"] == whole["tokens"] // 2

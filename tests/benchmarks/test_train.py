@@ -72,6 +72,7 @@ runpy.run_path({str(BENCHMARKS / "train_gpu.py")!r}, run_name="__main__")
     return json.loads(done.stdout.splitlines()[-1]) if "--json" in arguments else {}
 
 
+@pytest.mark.slow
 def test_a_toy_on_a_cpu_from_the_command_line_to_its_row(tmp_path: Path) -> None:
     measure("--results", str(tmp_path))
     (line,) = (tmp_path / "train.jsonl").read_text().splitlines()
@@ -100,6 +101,7 @@ def test_a_toy_on_a_cpu_from_the_command_line_to_its_row(tmp_path: Path) -> None
     )
 
 
+@pytest.mark.slow
 def test_flags_reach_the_training_and_the_mathematics_stays(tmp_path: Path) -> None:
     plain = measure("--json", "--no-profile")
     other = measure("--json", "--no-profile", "--checkpointing", "--no-determinism", CDRMIX_BACKEND="reference")
@@ -111,6 +113,7 @@ def test_flags_reach_the_training_and_the_mathematics_stays(tmp_path: Path) -> N
         assert other["figures"][loss] == pytest.approx(plain["figures"][loss], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_before_it_is_built() -> None:
     """Experts of terabytes: to build them would end the process in another way, and takes minutes where it does not."""
     command = [sys.executable, BENCHMARKS / "train_gpu.py", *TOY, f"model.feed_forward.hidden={2**32}"]
@@ -124,6 +127,7 @@ def test_what_does_not_fit_is_refused_before_it_is_built() -> None:
     assert "alloc" in built.stderr  # PyTorch's allocator was asked for it
 
 
+@pytest.mark.slow
 def test_a_gpu_is_asked_for_where_there_is_none() -> None:
     if torch.cuda.is_available():
         pytest.skip("says what is missing where there is no GPU")
@@ -294,6 +298,7 @@ def test_the_gate_knows_the_product_s_floors_and_ours_for_one_card() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is not measured where there is no GPU")
+@pytest.mark.slow
 def test_without_a_gpu_the_gate_says_what_was_not_measured_and_passes(tmp_path: Path) -> None:
     done = run_py("--suite", "train", "--case", "core_1b", "--case", "core_200b", "--results", tmp_path)
     assert done.returncode == 0, done.stderr
@@ -305,6 +310,7 @@ def test_without_a_gpu_the_gate_says_what_was_not_measured_and_passes(tmp_path: 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gpu", "code"), [("NVIDIA H200", 1), ("NVIDIA H100 80GB HBM3", 0)])
 def test_a_case_that_a_machine_cannot_run_fails_where_a_target_names_its_gpu(
     tmp_path: Path, gpu: str, code: int
@@ -334,6 +340,7 @@ def test_a_changed_case_has_no_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert targets() == {}
 
 
+@pytest.mark.slow
 def test_a_toy_in_turns_with_its_peers(tmp_path: Path) -> None:
     """All but the compiled peer, whose compilation takes a minute."""
     texts = tmp_path / "texts"

@@ -9,6 +9,7 @@ import pytest
 
 TINY = Path(__file__).parents[2] / "configs" / "cdrmix-core-tiny.yaml"
 TOY = (
+    "run.threads=1",  # two tests at a time on two cores; test_threads.py has other numbers
     "model.vocab_size=300",
     "model.d_model=32",
     "model.layers=2",

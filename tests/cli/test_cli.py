@@ -247,6 +247,7 @@ def test_help_does_not_wait_for_pytorch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_two_processes_end_and_explain_themselves_as_one(arguments: Arguments, place: Path) -> None:
     command = [sys.executable, "-m", "cdrmix.cli", "train", "--nproc", "2"]
     command += arguments(f"run.root={place / 'two'}")

@@ -31,6 +31,7 @@ def is_at(run: Path, step: int) -> bool:
 
 # Steps right after a checkpoint, between two and right after the second; what the step that is under way when the
 # signal comes has done by then is chance.
+@pytest.mark.slow
 @pytest.mark.parametrize(("accumulation", "processes", "step"), [(1, 1, 4), (4, 1, 5), (1, 2, 7)])
 def test_sigkill_and_resume(
     place: Path, arguments: Callable[..., list[str]], accumulation: int, processes: int, step: int, tmp_path: Path

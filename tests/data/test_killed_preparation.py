@@ -33,6 +33,7 @@ def quiet(line: str) -> None:
     pass
 
 
+@pytest.mark.slow
 def test_fingerprint_after_kills(make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All stages: filters, personal data, addresses, hosts, near-duplicates, in two processes."""
     draw = random.Random(8)

@@ -25,7 +25,10 @@ BAR, BAR_OF_DIFFERENCES = 2e-6, 2e-5
 GRADIENTS = ("x", "logits", "w_up", "w_down")
 
 
-@pytest.fixture(params=["cpu", "reference", "triton", pytest.param("cuda", marks=pytest.mark.gpu)], scope="module")
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+@pytest.fixture(params=["cpu", "reference", "triton", GPU], scope="module")
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
     """The device; which implementation serves it is in the environment. "triton" on a CPU is its interpreter."""
     with pytest.MonkeyPatch.context() as patch:
@@ -119,6 +122,9 @@ def routing_of(case: Case, device: str) -> ops.Routing:
     return ops.route_topk(case.inputs()["logits"].float().to(device), case.k, capacity=case.capacity)
 
 
+@pytest.mark.parametrize(
+    "device", ["cpu", "reference", pytest.param("triton", marks=pytest.mark.slow), GPU], indirect=True, scope="module"
+)
 @given(
     tokens=st.integers(1, 40),
     experts=st.integers(1, 16),

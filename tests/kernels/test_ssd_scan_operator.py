@@ -90,8 +90,14 @@ def test_the_step_takes_one_token_and_no_gradient() -> None:
         ops.ssd_scan_step(*token, state[:1])
 
 
-@pytest.mark.parametrize("exclusive", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("packed", "exclusive"),
+    [
+        (False, False),
+        (True, True),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((False, True), (True, False))),
+    ],
+)
 def test_the_gradients_are_those_of_finite_differences(packed: bool, exclusive: bool) -> None:
     inputs = [x.requires_grad_() for x in arguments(torch.float64).values()]
     cu_seqlens = starts(0, 3, 5, 10) if packed else None
@@ -173,7 +179,7 @@ def test_the_operator_is_registered_as_pytorch_wants_it(
     )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["cpu", "reference", pytest.param("triton", marks=pytest.mark.slow)])
 def test_compile_passes_through_without_a_break(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CDRMIX_BACKEND", backend)
     inputs = {name: x.requires_grad_() for name, x in arguments().items()}

@@ -24,7 +24,15 @@ BARS = {"cpu": 2e-6, "reference": 5e-6, "triton": 5e-6}
 NAMES = ("r", "log_w", "k", "v", "a", "b", "state")
 
 
-@pytest.fixture(params=["cpu", "reference", "triton", pytest.param("cuda", marks=pytest.mark.gpu)], scope="module")
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+# The interpreter takes a second for each chunk and head: where examples are searched or rows are long it is slow, and
+# test_wkv7_triton.py has the cases of the quick tier, chosen at the edges.
+slow_interpreter = pytest.mark.parametrize(
+    "where", ["cpu", "reference", pytest.param("triton", marks=pytest.mark.slow), GPU], indirect=True, scope="module"
+)
+
+
+@pytest.fixture(params=["cpu", "reference", "triton", GPU], scope="module")
 def where(request: pytest.FixtureRequest) -> Iterator[str]:
     """The device; which implementation serves it is in the environment. "triton" on a CPU is its interpreter."""
     with pytest.MonkeyPatch.context() as patch:
@@ -135,7 +143,8 @@ def assert_same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     """Odd lengths, all widths, one document a row or many, empty ones and single tokens among them."""
-    batch, length = draw(st.integers(1, 2)), draw(st.one_of(st.integers(1, 5), st.integers(1, 90)))
+    length = draw(st.one_of(st.integers(1, 5), st.sampled_from([31, 32, 33, 45, 63, 64, 65])))
+    batch = draw(st.integers(1, 2)) if length <= 45 else 1
     widths = draw(st.sampled_from([(32, 32), (32, 32), (64, 64), (32, 64), (64, 32), (128, 32), (32, 128)]))
     documents = None
     if draw(st.booleans()):
@@ -153,6 +162,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
+@slow_interpreter
 @settings(max_examples=8)
 @given(case=cases(), data=st.data())
 def test_equals_the_definition(where: str, case: Case, data: st.DataObject) -> None:
@@ -162,10 +172,11 @@ def test_equals_the_definition(where: str, case: Case, data: st.DataObject) -> N
 
 
 def test_equals_the_definition_at_the_widest(where: str) -> None:
-    case = Case(1, 1, 67, 1, (128, 128), [0, 30, 30, 31, 67])
+    case = Case(1, 1, 34, 1, (128, 128), [0, 1, 1, 34])
     assert_near(case.found(where), case.exact(), bar_of(where))
 
 
+@slow_interpreter
 @pytest.mark.parametrize("pinned", [False, True])
 def test_long_rows_stay_exact(where: str, pinned: bool) -> None:
     """Eight chunks of 64 and a rest; every decay at its bound is the worst case of log_w's gradient."""
@@ -184,6 +195,7 @@ def test_documents_in_groups_of_chunks_on_a_gpu(monkeypatch: pytest.MonkeyPatch)
     assert_near(case.found("cuda"), case.exact(), BARS["triton"])
 
 
+@slow_interpreter
 @settings(max_examples=5)
 @given(case=cases())
 def test_what_is_saved_changes_no_bit_and_the_chunk_next_to_none(where: str, case: Case) -> None:
@@ -192,6 +204,7 @@ def test_what_is_saved_changes_no_bit_and_the_chunk_next_to_none(where: str, cas
     assert_near(large, {name: value.double() for name, value in small.items()}, 2 * bar_of(where))
 
 
+@slow_interpreter
 @settings(max_examples=5)
 @given(seed=st.integers(0, 10**6), length=st.integers(2, 80), data=st.data())
 def test_two_calls_with_the_state_between_equal_one(where: str, seed: int, length: int, data: st.DataObject) -> None:
@@ -226,6 +239,7 @@ def test_the_future_cannot_alter_the_past(where: str, seed: int, length: int, da
     assert change.sqrt().item() <= bar_of(where)
 
 
+@slow_interpreter
 @settings(max_examples=5)
 @given(case=cases())
 def test_packed_documents_are_documents_apart_to_the_bit(where: str, case: Case) -> None:
@@ -252,12 +266,12 @@ def test_packed_documents_are_documents_apart_to_the_bit(where: str, case: Case)
 def test_thirty_times_the_same_bits(where: str) -> None:
     case = Case(5, 2, 45, 1, (32, 32), [0, 7, 45, 60, 90])
     first = case.found(where)
-    for _ in range(29 if where != "triton" else 4):  # the interpreter is numpy in one thread
+    for _ in range(29 if where != "triton" else 1):  # the interpreter is numpy in one thread
         assert_same_bits(first, case.found(where))
 
 
 def test_rows_do_not_know_their_neighbours(where: str) -> None:
-    case, turned = Case(6, 3, 40, 2, (32, 64)), Case(6, 3, 40, 2, (32, 64))
+    case, turned = Case(6, 3, 33, 1, (32, 64)), Case(6, 3, 33, 1, (32, 64))
     order = torch.tensor([2, 0, 1])
     turned.inputs = {name: value[order] for name, value in case.inputs.items()}
     turned.dy, turned.dlast = case.dy[order], case.dlast[order]
@@ -341,15 +355,18 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         assert bool((buffer[-band:] == 7).all())
 
 
-@pytest.mark.parametrize("documents", [None, [0, 1, 1, 37, 45, 90]])
+@pytest.mark.parametrize("documents", [None, [0, 1, 1, 34, 35, 70]])
 def test_nothing_is_written_outside(where: str, documents: list[int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The implementation's own functions, since the operator allocates nothing itself; results as without bands."""
     if where == "reference":
         pytest.skip("plain PyTorch writes where PyTorch says")
-    case, device = Case(10, 2, 45, 1, (64, 32), documents), device_of(where)
+    if where == "triton":
+        pytest.skip("test_wkv7_triton.py has the same of the interpreter")
+    case, device = Case(10, 2, 35, 1, (64, 32), documents), device_of(where)
     kernels = recurrence._kernels(torch.empty(1, 1, 1, 64, device=device), torch.empty(1, 1, 1, 32, device=device))
     tensors = [case.inputs[name].float().to(device) for name in NAMES]
     dy, dlast, cu_seqlens = case.dy.float().to(device), case.dlast.float().to(device), case.cu_seqlens(device)
+    wanted = case.found(where)
     for recompute in (False, True):
         with guarded(monkeypatch):
             y, last, saved = kernels.wkv7_forward(
@@ -357,7 +374,7 @@ def test_nothing_is_written_outside(where: str, documents: list[int] | None, mon
             )
             gradients = kernels.wkv7_backward(dy, dlast, *tensors, cu_seqlens, saved, chunk=None, recompute=recompute)
         found = dict(zip(("y", "last", *(f"d{name}" for name in NAMES)), (y, last, *gradients), strict=True))
-        assert_same_bits({name: value.cpu() for name, value in found.items()}, case.found(where))
+        assert_same_bits({name: value.cpu() for name, value in found.items()}, wanted)
 
 
 def test_inputs_are_not_read_beyond_their_ends(where: str) -> None:

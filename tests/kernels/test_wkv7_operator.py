@@ -166,7 +166,7 @@ def test_the_operator_is_registered_as_pytorch_wants_it(
     torch.library.opcheck(torch.ops.cdrmix.wkv7_step.default, (*token, torch.zeros(2, 3, 32, 32)), test_utils=checks)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "triton", "reference"])
+@pytest.mark.parametrize("backend", ["cpu", "reference", pytest.param("triton", marks=pytest.mark.slow)])
 def test_compile_passes_through_without_a_break(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CDRMIX_BACKEND", backend)
     inputs = {name: x.requires_grad_() for name, x in arguments().items()}

@@ -115,12 +115,12 @@ def assert_same(left: list[Tensor], right: list[Tensor]) -> None:
 @pytest.mark.parametrize(
     ("chunk", "case"),
     [
-        (32, make(2, 45, 2, 32, 64)),
+        (32, make(2, 33, 2, 32, 64)),
         (32, make(1, 5, 1, 128, 32)),
         (64, make(1, 67, 1, 64, 64)),
         (64, make(1, 128, 1, 32, 64, pinned=True)),
         (32, make(1, 1, 1, 32, 32)),
-        (32, make(1, 90, 2, 32, 32, cu_seqlens=[0, 0, 1, 33, 33, 65, 89, 90, 90])),
+        (32, make(1, 70, 2, 32, 32, cu_seqlens=[0, 0, 1, 33, 33, 66, 69, 70, 70])),
         (64, make(2, 70, 1, 32, 64, cu_seqlens=[0, 64, 70, 140])),
     ],
 )
@@ -157,8 +157,8 @@ def test_log_w_may_be_as_narrow_as_the_others() -> None:
 
 
 def test_packed_documents_have_the_bits_of_documents_apart() -> None:
-    cu_seqlens = [0, 1, 40, 40, 73, 110]
-    case = make(1, 110, 2, 32, 32, cu_seqlens=cu_seqlens)
+    cu_seqlens = [0, 1, 34, 34, 66]
+    case = make(1, 66, 2, 32, 32, cu_seqlens=cu_seqlens)
     together = case.run(32)
     pieces = []
     for document, (start, end) in enumerate(itertools.pairwise(cu_seqlens)):
@@ -201,16 +201,20 @@ def test_chunk_lengths_agree() -> None:
     assert {name: value for name, value in found.items() if not value < FLOAT32} == {}
 
 
-def test_thirty_repeats_have_the_same_bits() -> None:
+def test_repeats_have_the_same_bits() -> None:
+    """The interpreter is numpy in one thread, so two repeats; thirty on a GPU are in test_wkv7.py."""
     case = make(1, 8, 1, 32, 32)
     wanted = case.run(32)
-    for _ in range(30):
+    for _ in range(2):
         assert_same(case.run(32), wanted)
 
 
 @pytest.mark.parametrize("longest", [1, 256])
 def test_nothing_is_written_beside_the_results(monkeypatch: pytest.MonkeyPatch, longest: int) -> None:
-    """Every tensor that the kernels write lies between guards of 256 bytes, which stay as they were."""
+    """Every tensor that the kernels write lies between guards of 256 bytes, which stay as they were.
+
+    What they are given is full of NaN beforehand, where the type has one: whatever is read unwritten shows.
+    """
     monkeypatch.setattr(wkv7, "GROUP", 1)
     monkeypatch.setattr(wkv7, "LONGEST", longest)  # chunks without groups
     guarded: list[tuple[Tensor, int]] = []
@@ -219,7 +223,8 @@ def test_nothing_is_written_beside_the_results(monkeypatch: pytest.MonkeyPatch, 
         count, guard = torch.Size(shape).numel(), 256 // dtype.itemsize
         whole = torch.full((count + 2 * guard,), 77, dtype=dtype)
         guarded.append((whole, guard))
-        return whole[guard : guard + count].view(shape)
+        inside = whole[guard : guard + count]
+        return (inside.fill_(torch.nan) if dtype.is_floating_point else inside).view(shape)
 
     def empty(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return allocate(shape, dtype)
@@ -329,11 +334,11 @@ GROUPED = ["group_forward", "group_scan", "group_backward", "group_scan"]
 @pytest.mark.parametrize(
     ("chunk", "case"),
     [
-        (32, make(2, 200, 2, 32, 64)),  # seven chunks: three groups of two, and one
+        pytest.param(32, make(1, 193, 1, 32, 64), marks=pytest.mark.slow),  # three groups of two chunks, one token
         (32, make(1, 128, 1, 64, 32)),  # four whole chunks
-        (64, make(1, 300, 1, 32, 32, pinned=True)),
-        (32, make(1, 340, 2, 32, 32, cu_seqlens=[0, 0, 1, 130, 130, 194, 330, 340, 340])),  # long, short and empty ones
-        (32, make(2, 150, 1, 32, 32, cu_seqlens=[0, 20, 150, 151, 300])),
+        pytest.param(64, make(1, 257, 1, 32, 32, pinned=True), marks=pytest.mark.slow),
+        (32, make(1, 170, 1, 32, 32, cu_seqlens=[0, 0, 1, 130, 130, 163, 170, 170])),  # long, short and empty ones
+        pytest.param(32, make(2, 120, 1, 32, 32, cu_seqlens=[0, 20, 120, 121, 240]), marks=pytest.mark.slow),
     ],
 )
 def test_groups_in_float32_equal_the_definition(launched: list[str], chunk: int, case: Case) -> None:
@@ -344,6 +349,7 @@ def test_groups_in_float32_equal_the_definition(launched: list[str], chunk: int,
     assert_same(case.run(chunk, recompute=True), found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pinned", [False, True])
 def test_groups_in_bfloat16_are_near_the_definition(launched: list[str], pinned: bool) -> None:
     """The bars of the scan over chunks: what groups add is float32."""
@@ -354,6 +360,7 @@ def test_groups_in_bfloat16_are_near_the_definition(launched: list[str], pinned:
     assert {name: value for name, value in found.items() if not value < BFLOAT16_GRADIENTS} == {}
 
 
+@pytest.mark.slow
 def test_slow_decay_over_many_groups_is_as_near_in_bfloat16_as_without_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """A state that is kept over all groups: their maps, near 1, are not rounded to bfloat16."""
     case = make(1, 768, 1, 32, 32, dtype=torch.bfloat16)
@@ -366,6 +373,7 @@ def test_slow_decay_over_many_groups_is_as_near_in_bfloat16_as_without_groups(mo
     assert {name for name in NAMES if not grouped[name] < 1.1 * without[name]} == set()
 
 
+@pytest.mark.slow
 def test_packed_documents_in_groups_have_the_bits_of_documents_apart(launched: list[str]) -> None:
     """In one batch with long ones, short ones too; alone, a short one is not in groups and a long one is."""
     cu_seqlens = [0, 1, 130, 130, 163, 310]
@@ -388,17 +396,17 @@ def test_packed_documents_in_groups_have_the_bits_of_documents_apart(launched: l
 
 
 def test_rows_in_groups_have_the_bits_of_rows_alone(launched: list[str]) -> None:
-    case = make(3, 140, 1, 32, 32)
+    case = make(2, 100, 1, 32, 32)
     together = case.run(32)
-    for row in range(3):
+    for row in range(2):
         one = slice(row, row + 1)
-        alone = Case([x[one] for x in case.inputs], case.state[one], case.dy[one], case.dlast[one], [0, 140], False)
+        alone = Case([x[one] for x in case.inputs], case.state[one], case.dy[one], case.dlast[one], [0, 100], False)
         assert_same(alone.run(32), [x[one] for x in together])
     assert "group_scan" in launched
 
 
 def test_a_group_of_all_chunks_is_the_scan_over_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = make(1, 140, 1, 32, 32)
+    case = make(1, 100, 1, 32, 32)
     wanted = case.run(32)
     monkeypatch.setattr(wkv7, "GROUP", 8)
     monkeypatch.setattr(wkv7, "LONGEST", 3)
@@ -407,7 +415,7 @@ def test_a_group_of_all_chunks_is_the_scan_over_chunks(monkeypatch: pytest.Monke
 
 def test_groups_are_reached_from_the_operator(monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> None:
     monkeypatch.setenv("CDRMIX_BACKEND", "triton")
-    case = make(1, 140, 1, 32, 32)
+    case = make(1, 100, 1, 32, 32)
     inputs = [x.clone().requires_grad_() for x in case.inputs]
     state = case.state.clone().requires_grad_()
     y, last = ops.wkv7(*inputs, state=state, return_state=True, chunk=32)

@@ -39,6 +39,7 @@ def card(memory_bytes: int | None, flops: float | None = 1e15) -> Machine:
     return Machine("a card", "cuda", memory_bytes, flops, "a test", False, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", TINY)
 def test_the_estimate_is_within_a_tenth_of_the_measured_peak(case: str) -> None:
     name = case.partition(",")[0]
@@ -53,7 +54,13 @@ def test_the_estimate_is_within_a_tenth_of_the_measured_peak(case: str) -> None:
 @pytest.mark.parametrize(
     ("accumulation", "checkpointing", "hidden", "row_length"),
     # Of one micro-batch, activations outweigh the gradients in the first case; gradients in the others.
-    [(8, "false", 32, 256), (8, "true", 32, 256), (1, "false", 32, 256), (1, "false", 1024, 64), (1, "true", 32, 256)],
+    [
+        (8, "false", 32, 256),
+        pytest.param(8, "true", 32, 256, marks=pytest.mark.slow),
+        pytest.param(1, "false", 32, 256, marks=pytest.mark.slow),
+        (1, "false", 1024, 64),
+        pytest.param(1, "true", 32, 256, marks=pytest.mark.slow),
+    ],
 )
 def test_two_short_models_say_what_a_long_one_takes(
     accumulation: int, checkpointing: str, hidden: int, row_length: int, monkeypatch: pytest.MonkeyPatch
@@ -111,7 +118,9 @@ def test_state_is_shared_out_as_zero_has_it() -> None:
     assert state(3) == pytest.approx(5 / 4 * stored, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", RELEASED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name.endswith("-1b") else pytest.mark.slow) for name in RELEASED]
+)
 def test_a_released_configuration_is_refused_on_half_of_what_it_needs(name: str) -> None:
     config = config_of(name)
     processes = PROCESSES[name.split("-")[1]]

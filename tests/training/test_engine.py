@@ -19,7 +19,9 @@ from cdrmix.training.engine import deepspeed_config
 TOLERANCE = 222 * 2**-24
 
 
-@pytest.mark.parametrize(("processes", "stack"), [(1, "tiny"), (2, "tiny"), (2, "hybrid")])
+@pytest.mark.parametrize(
+    ("processes", "stack"), [(1, "tiny"), (2, "tiny"), pytest.param(2, "hybrid", marks=pytest.mark.slow)]
+)
 def test_gradients_norm_and_update_equal_plain_pytorch(
     work, tmp_path: Path, hybrid: tuple[str, ...], processes: int, stack: str
 ) -> None:

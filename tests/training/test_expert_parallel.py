@@ -20,12 +20,6 @@ from cdrmix.training.launch import check_processes
 TOLERANCE = 1e-5
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the jobs of this file leave their checkpoints, for the next one to load."""
-    return tmp_path_factory.mktemp("experts")
-
-
 def told(work: Any, folder: Path, processes: int, load: list[tuple[str, int, int]]) -> dict[str, Any]:
     where = folder / f"told-{processes}.json"
     options = {"folder": str(folder), "parallel": "2", "load": json.dumps(load)}
@@ -49,8 +43,10 @@ def check(results: dict[str, Any]) -> None:
             assert all(found.values()), (name, found)
 
 
-def test_two_processes_with_half_the_experts_each(work, folder: Path) -> None:
-    results = told(work, folder, 2, [("saved-2-0", 0, 1), ("saved-2-3", 0, 1), ("saved-2-0", 3, 2)])
+@pytest.mark.slow
+def test_two_processes_with_half_the_experts_each_and_four_with_two_copies(work, tmp_path: Path) -> None:
+    """One test, since four processes load what two have saved."""
+    results = told(work, tmp_path, 2, [("saved-2-0", 0, 1), ("saved-2-3", 0, 1), ("saved-2-0", 3, 2)])
     check(results)
     assert results["resumed"] == [True, True]
     for stage in (0, 1, 3):  # as in test_engine.py: a power of two changes no bit, and an overflow no weight
@@ -59,11 +55,8 @@ def test_two_processes_with_half_the_experts_each(work, folder: Path) -> None:
         # Sums of at most 15 * 2 rows and 32 columns in float64.
         assert error < 1e-12, case
 
-
-def test_four_processes_with_two_copies_of_every_expert(work, folder: Path) -> None:
-    saved = [(f"saved-2-{stage}", 0, 4) for stage in (0, 3) if (folder / "saved-2-0").exists()]
-    results = told(work, folder, 4, [*saved, ("saved-4-0", 3, 4), ("saved-4-3", 1, 2)])
-    check(results)
+    load = [("saved-2-0", 0, 4), ("saved-2-3", 0, 4), ("saved-4-0", 3, 4), ("saved-4-3", 1, 2)]
+    check(told(work, tmp_path, 4, load))
 
 
 @given(st.lists(st.lists(st.integers(0, 5), min_size=3, max_size=3), min_size=1, max_size=4))

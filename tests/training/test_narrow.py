@@ -12,7 +12,13 @@ BF16 = 2.0**-9  # its unit roundoff
 
 @pytest.mark.parametrize(
     ("processes", "stack", "stages"),
-    [(1, "tiny", (0, 1)), (1, "tiny", (2, 3)), (2, "hybrid", (0, 1)), (2, "tiny", (2, 3)), (4, "tiny", (1,))],
+    [
+        (1, "tiny", (0, 1)),
+        pytest.param(1, "tiny", (2, 3), marks=pytest.mark.slow),
+        pytest.param(2, "hybrid", (0, 1), marks=pytest.mark.slow),
+        pytest.param(2, "tiny", (2, 3), marks=pytest.mark.slow),
+        pytest.param(4, "tiny", (1,), marks=pytest.mark.slow),
+    ],
 )
 def test_bf16_training_is_autocasts_but_for_the_rounding_of_gradients(
     work, tmp_path: Path, hybrid: tuple[str, ...], processes: int, stack: str, stages: tuple[int, ...]

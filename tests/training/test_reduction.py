@@ -27,6 +27,7 @@ def test_sums_of_weights_used_twice_in_one_process_or_never(work, tmp_path: Path
             assert left == (buckets - (1 if rank == 0 else 2) if overlapped else 0), case
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("processes", "reduced"), [(2, ("fp32", "bf16")), (4, ("fp32",))])
 def test_messages_leave_before_the_backward_pass_has_ended_and_change_no_bit(
     work, tmp_path: Path, processes: int, reduced: tuple[str, ...]

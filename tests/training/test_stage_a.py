@@ -303,6 +303,7 @@ def assert_same_state(one: Path, other: Path, optimizers: int) -> None:
     assert [sums[0][name] for name in names] == [sums[1][name] for name in names]
 
 
+@pytest.mark.slow
 def test_two_processes_broken_off_killed_and_signalled(work, tmp_path: Path) -> None:
     bias = "model.feed_forward.bias_update_rate=0.02"  # state that no ZeRO stage knows of
     overrides = ("train.steps=4", "train.micro_batch_rows=2", "train.ema_decay=0.9", bias)

@@ -209,7 +209,7 @@ def compare(order: dict[str, Any], overrides: list[str], accumulation: int) -> d
     worst = 0.0
     for name, parameter in model.named_parameters():
         gradient = parameter.grad if config.train.zero_stage == 0 else safe_get_full_grad(parameter)
-        worst = max(worst, relative(gradient, engine._share(parameter, expected[name])))
+        worst = max(worst, relative(gradient, engine._shard(parameter, expected[name])))
     engine.clip()
     assert engine.step()
     engine.zero()
@@ -295,7 +295,7 @@ def expert_steps(order: dict[str, Any], stage: int, save: Path) -> dict[str, flo
         whole = dict(plain.named_parameters())
         for name, parameter in model.named_parameters():
             found = parameter.grad if stage == 0 else safe_get_full_grad(parameter)
-            expected = engine._share(parameter, whole[name].grad)
+            expected = engine._shard(parameter, whole[name].grad)
             note("expert gradient" if is_expert_shard(parameter) else "gradient", relative(found, expected))
         norm = nn.utils.clip_grad_norm_(plain.parameters(), config.train.gradient_clip).item()
         assert norm > config.train.gradient_clip

@@ -1,0 +1,178 @@
+"""Errors that the tests must find: one change of one line each, and the tests that are to fail by it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutation(NamedTuple):
+    """In `file`, `old` (which is there once) becomes `new`; one of `tests` (files or node ids of pytest) must fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+MUTATIONS = (
+    # kernels
+    Mutation(
+        "RWKV-7, Triton: half of a chunk's decay is dropped",
+        "kernels/rwkv7/triton_scan.py",
+        "return (tl.load(edges + keys) * tl.load(edges + keys + K))[:, None]",
+        "return tl.load(edges + keys)[:, None]",
+        ("tests/kernels/test_wkv7_triton.py::test_float32_equals_the_definition",),
+    ),
+    Mutation(
+        "Triton's table of chunks: a document ends one token late",
+        "kernels/common/chunks.py",
+        "    end = cu_seqlens[1:][document]\n",
+        "    end = cu_seqlens[1:][document] + 1\n",
+        ("tests/kernels/test_wkv7_triton.py::test_packed_documents_have_the_bits_of_documents_apart",),
+    ),
+    Mutation(
+        "RWKV-7, CPU: the gradient of the last state is ignored",
+        "kernels/rwkv7/cpu_simd.py",
+        "        if dlast == 0:\n",
+        "        if dlast != -1:\n",
+        ("tests/kernels/test_wkv7.py",),
+    ),
+    Mutation(
+        "time mix, CPU: wrong sign in the gradient of the removal key",
+        "kernels/time_mix/cpu.py",
+        "dremoval_key = db[row, j] * learned - da[row, j]",
+        "dremoval_key = db[row, j] * learned + da[row, j]",
+        ("tests/kernels/test_time_mix.py",),
+    ),
+    Mutation(
+        "state-space scan, CPU: the gradient of the decay takes an exclusive read for an inclusive one",
+        "kernels/ssd/cpu_simd.py",
+        "reader = row + 1 if exclusive else row\n        if reader < rows:\n            for j",
+        "reader = row\n        if reader < rows:\n            for j",
+        ("tests/kernels/test_decay_scan.py",),
+    ),
+    Mutation(
+        "routing, Triton: ties go to the highest expert",
+        "kernels/moe/triton_route.py",
+        "index = tl.min(tl.where(tied, experts[None, :], PADDED_E), 1)",
+        "index = tl.max(tl.where(tied, experts[None, :], -1), 1)",
+        ("tests/kernels/test_moe_route_triton.py", "tests/kernels/test_moe.py"),
+    ),
+    Mutation(
+        "routing, Triton: an expert keeps one row more than its capacity",
+        "kernels/moe/triton_route.py",
+        "row = tl.where(rank < capacity, kept_start",
+        "row = tl.where(rank <= capacity, kept_start",
+        ("tests/kernels/test_moe_route_triton.py", "tests/kernels/test_moe.py"),
+    ),
+    Mutation(
+        "cross-entropy, Triton: wrong sign of label smoothing in the gradient",
+        "kernels/cross_entropy/triton.py",
+        "dx = factor * tl.exp(x - lse) - spread",
+        "dx = factor * tl.exp(x - lse) + spread",
+        ("tests/kernels/test_cross_entropy_triton.py",),
+    ),
+    # training
+    Mutation(
+        "checkpoints: the SHA-256 of a file is not compared",
+        "cdrmix/inference/checkpoints.py",
+        'if digest != entry["sha256"]:',
+        "if not digest:",
+        ("tests/training/test_checkpoint.py",),
+    ),
+    Mutation(
+        "resuming: one step is skipped",
+        "cdrmix/training/trainer.py",
+        "for step in range(self.progress.step - self.first_step, self.settings.steps):",
+        "for step in range(self.progress.step - self.first_step + (self.progress.step > 0), self.settings.steps):",
+        ("tests/training/test_stage_a.py",),
+    ),
+    Mutation(
+        "resuming: AdamW begins anew",
+        "cdrmix/training/checkpoint.py",
+        "    engine.load_optimizer_state(",
+        "    len(",
+        ("tests/training/test_stage_a.py",),
+    ),
+    Mutation(
+        "engine: gradients are not divided by the number of processes",
+        "cdrmix/training/engine.py",
+        "self.share = 1.0 / (accumulation(config, world) * world.size)",
+        "self.share = 1.0 / accumulation(config, world)",
+        ("tests/training/test_engine.py::test_gradients_norm_and_update_equal_plain_pytorch",),
+    ),
+    Mutation(
+        "reduction: messages are sent in the order of the forward pass",
+        "cdrmix/training/reduction.py",
+        "self._buckets = sorted(found, key=lambda bucket: -min(",
+        "self._buckets = sorted(found, key=lambda bucket: min(",
+        ("tests/training/test_reduction.py",),
+    ),
+    Mutation(
+        "AdamW: norms and biases are decayed",
+        "cdrmix/training/optim.py",
+        '"vector": False,',
+        '"vector": True,',
+        ("tests/training/test_schedule_and_optimizer.py",),
+    ),
+    # data
+    Mutation(
+        "deduplication: the threshold of similarity is inverted",
+        "cdrmix/data/pipeline/near.py",
+        "pairs[similar >= task.section.threshold]",
+        "pairs[similar < task.section.threshold]",
+        ("tests/data/test_pipeline.py",),
+    ),
+    Mutation(
+        "shards: the SHA-256 of a file is not compared",
+        "cdrmix/data/shards.py",
+        'if found != entry["sha256"]:',
+        "if not found:",
+        ("tests/data/test_shards.py",),
+    ),
+    Mutation(
+        "loader: ranks take runs of micro-batches instead of every n-th",
+        "cdrmix/data/loader.py",
+        "rows.reshape(-1, self.world, self.micro_batch_rows)[:, self.rank]",
+        "rows.reshape(self.world, -1, self.micro_batch_rows)[self.rank]",
+        ("tests/data/test_loader.py",),
+    ),
+    # model
+    Mutation(
+        "RWKV-7: the token shift reads over the border of a document",
+        "cdrmix/model/mixers/rwkv7.py",
+        "None if starts is None else starts.squeeze(-1),",
+        "None,",
+        ("tests/model/test_language_model.py",),
+    ),
+    Mutation(
+        "generation: the token shift goes on from the first token of the prompt",
+        "cdrmix/model/mixers/rwkv7.py",
+        "after = TimeMixCache(x[:, -1], last)",
+        "after = TimeMixCache(x[:, 0], last)",
+        ("tests/model/test_language_model.py",),
+    ),
+    # stage B
+    Mutation(
+        "controller: a row that rolls back keeps what it read",
+        "cdrmix/reason/controller/controller.py",
+        "parts.append(_part(Group(rows_R, before), ~commit_R))",
+        "parts.append(_part(Group(rows_R, proposed), ~commit_R))",
+        ("tests/reason/test_controller.py",),
+    ),
+    Mutation(
+        "policy loss: the clipped gain is taken where it is the larger one",
+        "cdrmix/reason/rl/grpo.py",
+        "gain_SL = torch.minimum(",
+        "gain_SL = torch.maximum(",
+        ("tests/reason/test_grpo.py",),
+    ),
+    Mutation(
+        "episodic memory: an expired episode is found",
+        "cdrmix/reason/memory/kept_episodes.py",
+        "self._expiring.items() if expires <= step]",
+        "self._expiring.items() if expires < step]",
+        ("tests/reason/test_memory.py", "tests/reason/test_episodic_index.py"),
+    ),
+)

@@ -1,0 +1,31 @@
+"""The mutation check's list fits the code: `make mutations` runs it."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def listed() -> Any:
+    specification = importlib.util.spec_from_file_location("mutations", ROOT / "tests" / "mutations" / "mutations.py")
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module.MUTATIONS
+
+
+@pytest.mark.parametrize("mutation", listed(), ids=lambda mutation: mutation.name)
+def test_an_error_can_be_put_in_and_its_tests_are_there(mutation: Any) -> None:
+    text = (ROOT / mutation.file).read_text(encoding="utf-8")
+    assert text.count(mutation.old) == 1
+    changed = text.replace(mutation.old, mutation.new)
+    assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(text))
+    for test in mutation.tests:
+        assert (ROOT / test.partition("::")[0]).exists()
