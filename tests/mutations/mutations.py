@@ -50,7 +50,7 @@ MUTATIONS = (
         "kernels/ssd/cpu_simd.py",
         "reader = row + 1 if exclusive else row\n        if reader < rows:\n            for j",
         "reader = row\n        if reader < rows:\n            for j",
-        ("tests/kernels/test_decay_scan.py",),
+        ("tests/kernels/test_ssd_scan.py",),
     ),
     Mutation(
         "routing, Triton: ties go to the highest expert",

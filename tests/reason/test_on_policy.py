@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from cdrmix.config.load import load_config
 from torch import Tensor
 
 from cdrmix.config.schema import Config
@@ -32,7 +31,7 @@ def operations_phase(*overrides: str) -> tuple[OperationsPhase, StageBModel]:
     """The phase with a small model, whose policy is far from uniform: else temperatures change little."""
     small = ("model.d_model=32", "reasoning.memory.dim=16", "model.feed_forward.hidden=32")
     episodes = ("reasoning.operations.chunks=4", "reasoning.phases.operations.episodes=4")
-    config = load_config(ABLATIONS / "operations-index.yaml", [*small, *episodes, *overrides])
+    config = Config.from_yaml(ABLATIONS / "operations-index.yaml", [*small, *episodes, *overrides])
     reasoning = config.reasoning
     assert reasoning is not None
     torch.manual_seed(1)
@@ -49,7 +48,7 @@ def operations_phase(*overrides: str) -> tuple[OperationsPhase, StageBModel]:
 def policy_config(*overrides: str) -> Config:
     small = ("model.d_model=32", "model.rwkv.head_size=16", "model.feed_forward.hidden=32")
     episodes = ("reasoning.agent.chunks=2", "reasoning.phases.policy.episodes=4")
-    return load_config(ABLATIONS / "token-memory-rl.yaml", [*small, *episodes, *overrides])
+    return Config.from_yaml(ABLATIONS / "token-memory-rl.yaml", [*small, *episodes, *overrides])
 
 
 def policy_phase(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> tuple[PolicyPhase, StageBModel]:
