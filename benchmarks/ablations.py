@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cdrmix.config.load import load_config
 
+from cdrmix.config.schema import Config
 from cdrmix.config.schema_ablation import Ablation
 from cdrmix.reason.experiments.ablation import fingerprint
 from cdrmix.reason.experiments.table import Judgement, arms_table, claim_of, judge, table
@@ -56,7 +56,7 @@ Measured = dict[str, dict[int, dict[str, float]]]
 
 def ablation_of(name: str) -> Ablation:
     """The section `ablation:` of a file."""
-    section = load_config(CONFIGS / f"{name}.yaml").ablation
+    section = Config.from_yaml(CONFIGS / f"{name}.yaml").ablation
     assert section is not None
     return section
 
@@ -70,7 +70,7 @@ def collect(rows: Iterable[dict[str, Any]]) -> dict[str, Measured]:
     for name in SHOWN:
         path = CONFIGS / f"{name}.yaml"
         for arm, section in ablation_of(name).arms.items():
-            marks[name, arm] = fingerprint(load_config(path, section.set), 0)
+            marks[name, arm] = fingerprint(Config.from_yaml(path, section.set), 0)
     own: dict[tuple[str, str], dict[int, dict[str, float]]] = {key: {} for key in marks}
     for row in rows:
         name, _, arm = row["case"].partition(", ")

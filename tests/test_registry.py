@@ -11,10 +11,11 @@ import tarfile
 import pytest
 
 from cdrmix.config.nodes import ANY
-from cdrmix.config.schema_types import every_key
+from cdrmix.config.schema import Config
+from cdrmix.config.schema_types import every_key, root
 from cdrmix.registry import edit_distance, nearest
 
-KEYS = sorted({str(path[-1]) for path in every_key() if path[-1] != ANY})
+KEYS = sorted({str(path[-1]) for path in every_key(root(Config)) if path[-1] != ANY})
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_reasoning import EpisodesOfTask
-from cdrmix.data.tasks import IGNORED, exercise
+from cdrmix.data.tasks import IGNORED, make_example
 from cdrmix.data.tasks import episodes as tokens
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import ConfigError
@@ -118,7 +118,7 @@ def test_what_does_not_fit_is_refused(kind: str, difficulty: dict[str, Any], chu
 
 @pytest.fixture(scope="module")
 def tokenizer() -> TextTokenizer:
-    texts = [exercise("recall", 1, number, 2000).text for number in range(100)]
+    texts = [make_example("recall", 1, number, 2000).text for number in range(100)]
     return TextTokenizer.train(texts, vocab_size=600, end_of_text="<|endoftext|>")
 
 
