@@ -1,4 +1,4 @@
-"""Plugins: an installed distribution registers a mixer, a task, a source and an optimizer, and a run uses them."""
+"""Plugins: an installed distribution registers a mixer, a task, a source, an optimizer and an evaluation, which a run uses."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from torch import nn
 from cdrmix.data.sources.base import SOURCES, Record, Source
 from cdrmix.data.tasks.example import ANSWER, Example, Length, task
 from cdrmix.data.tasks.rng import Rng
+from cdrmix.eval.evaluation import EVALUATIONS, Question
 from cdrmix.model.mixers.base import MIXERS, Mixed, Mixer
 from cdrmix.training.optim import OPTIMIZERS
 
@@ -71,6 +72,12 @@ def parse(raw: int) -> tuple[str, dict[str, Any]]:
     return f"The number {raw} comes before {raw + 1}. " * 5, {}
 
 
+@EVALUATIONS("next_number")
+def next_number(seed: int, number: int, characters: int) -> Question:
+    prompt = " ".join(map(str, range(characters // 3)))
+    return Question(prompt, f" {characters // 3}", lambda answer: float(answer.strip() == str(characters // 3)))
+
+
 @OPTIMIZERS("nadam")
 def nadam(groups: list[dict[str, Any]], train: Any) -> torch.optim.Optimizer:
     return torch.optim.NAdam(groups, lr=train.learning_rate)
@@ -115,6 +122,10 @@ def test_a_run_uses_the_entries_of_a_plugin(tmp_path: Path, arguments: Callable[
     assert "pointwise" in said.stdout
     generated = cdrmix(environment, "generate", "--model", str(run), "--prompt", "The", "--max-new-tokens", "2")
     assert generated.returncode == 0, generated.stderr
+    tasks = ("--tasks", "backwards,next_number", "--lengths", "128", "--count", "2", "--json")
+    evaluated = cdrmix(environment, "eval", "--model", str(run), *tasks)
+    assert evaluated.returncode == 0, evaluated.stderr
+    assert {"backwards", "next_number"} <= {score["name"] for score in json.loads(evaluated.stdout)["scores"]}
 
 
 @pytest.mark.parametrize(

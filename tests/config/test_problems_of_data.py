@@ -154,7 +154,7 @@ BROKEN = {
         "data: {mixture: balanced, curriculum: [{until: 1}], mixtures: {balanced: [{until: 1}]}}\ntrain:",
         """\
         run.yaml:6: data.mixture: found "balanced" (a string)
-            allowed: null beside data.curriculum (the curriculum can be one *""",
+            allowed: null, since data.curriculum is set (the curriculum can be one *""",
     ),
     "weights that are all 0": (
         "train:",
