@@ -168,7 +168,13 @@ def configured(arguments: argparse.Namespace) -> Config:
     path = arguments.config or CONFIGS / case.config
     changes = [] if arguments.config else list(case.overrides)
     # Synthetic batches: no domains, no curriculum, and no text is read.
-    changes += ["data.domains=null", "data.curriculum=[]", "data.objectives.fim=null", f"run.device={arguments.device}"]
+    changes += [
+        "data.domains=null",
+        "data.curriculum=[]",
+        "data.mixture=null",
+        "data.objectives.fim=null",
+        f"run.device={arguments.device}",
+    ]
     if arguments.zero_stage is not None:
         changes.append(f"train.zero_stage={arguments.zero_stage}")
     elif arguments.config is None and rank_size_local_rank()[1] == 1:

@@ -245,7 +245,7 @@ def test_the_examples_of_the_documentation_run(run: Path, tmp_path: Path, monkey
     text = text.replace("experiments/RUN", str(run)).replace("configs/cdrmix-core-tiny.yaml", str(snapshot))
     text = text.replace("train.steps=100", "train.steps=2")
     examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(examples) == 5
+    assert len(examples) == 6
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}  # the examples of a page continue each other
     for example in examples:

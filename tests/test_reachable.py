@@ -25,7 +25,6 @@ ALLOWED = {
     "NO_BUCKET": "a number of csrc/lsh.hpp that docstrings name and tests compare",
     "OPS": "the public table of operators: tests and benchmarks run over it",
     "alternatives": "benchmarks/aot.py asks each kernel module by name what to compile ahead of time",
-    "budget_spent": "the cost of a task's controller steps",
     "builds": "benchmarks/aot.py asks each kernel module by name what to compile ahead of time",
     "candidate_pairs": "README: near-duplicates by themselves",
     "deduplicate": "README: near-duplicates by themselves",
@@ -36,10 +35,10 @@ ALLOWED = {
     "readable": "io.RawIOBase calls it",
     "readinto": "io.RawIOBase calls it",
     "score_tokens": "tasks in ids of their own, for a caller's training loop: cdrmix.data.tasks",
-    "token_exercise": "tasks in ids of their own, for a caller's training loop: cdrmix.data.tasks",
+    "make_token_example": "tasks in ids of their own, for a caller's training loop: cdrmix.data.tasks",
 }
 # Decorators by which something else calls what they decorate.
-CALLERS = ("register", "rule", "validator", "serializer", "overload")
+CALLERS = ("register", "rule", "task", "validator", "serializer", "overload")
 
 
 def parsed() -> dict[str, ast.Module]:

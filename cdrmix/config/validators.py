@@ -289,13 +289,20 @@ def _mixture(mixture: str | None, mixtures: Mapping[str, Any], curriculum: list[
 
 
 def _of_mixtures(check: Callable[..., Violation | None], mixtures: Mapping[str, Any], *others: Any) -> Violation | None:
-    """A rule about the stages of data.curriculum, asked of every mixture."""
+    """A rule about the stages of data.curriculum, for every mixture."""
     for name, stages in mixtures.items():
         found = check(stages, *others)
         if found is not None:
             near = found.nearest and found.nearest.replace("data.curriculum", dotted(("data", "mixtures", name)), 1)
             return found._replace(path=(name, *found.path), nearest=near)
     return None
+
+
+def _of_mixture(
+    check: Callable[..., Violation | None], mixtures: Mapping[str, Any], chosen: str | None, *others: Any
+) -> Violation | None:
+    """A rule about the stages of data.curriculum, for the chosen mixture only: the others may name other domains."""
+    return _of_mixtures(check, {name: mixtures[name] for name in mixtures if name == chosen}, *others)
 
 
 def _no_stages(stages: list[Mapping[str, Any]]) -> Violation | None:
@@ -379,8 +386,8 @@ RULES = (
     Rule(("data.curriculum", "data.length_classes"), _stage_lengths),
     Rule(("data.mixture", "data.mixtures", "data.curriculum"), _mixture),
     Rule(("data.mixtures",), partial(_of_mixtures, _no_stages)),
-    Rule(("data.mixtures", "data.domains"), partial(_of_mixtures, _stage_domains)),
-    Rule(("data.mixtures", "data.length_classes"), partial(_of_mixtures, _stage_lengths)),
+    Rule(("data.mixtures", "data.mixture", "data.domains"), partial(_of_mixture, _stage_domains)),
+    Rule(("data.mixtures", "data.mixture", "data.length_classes"), partial(_of_mixture, _stage_lengths)),
     Rule(("train.precision", "run.device"), _precision),
     Rule(("train.residual_dtype", "train.precision"), _residual_dtype),
     Rule(("train.compile", "train.zero_stage", "train.expert_parallel"), _compile),

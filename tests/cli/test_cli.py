@@ -208,7 +208,7 @@ def test_params_and_validate(arguments: Arguments, place: Path, capsys: pytest.C
         "experts",
         "norms",
         "head",
-        "the name 1b: 1,000,000,000 active",
+        "1b means 1,000,000,000 active",
     ):
         assert part in table
     assert main(["validate", *arguments()]) == 0

@@ -1,4 +1,4 @@
-"""Plugins: an installed distribution registers a mixer, a task, a source, an optimizer and an evaluation, which a run uses."""
+"""Plugins: a run uses the mixer, task, source, optimizer and evaluation of an installed distribution."""
 
 from __future__ import annotations
 

@@ -128,9 +128,9 @@ BROKEN = {
     "mixture of a domain that there is not": (
         "train:",
         "data:\n  domains: {web: {source: {kind: stdlib}}}\n"
-        "  mixtures:\n    own: [{until: 1, domains: {wbe: 2}}]\ntrain:",
+        "  mixture: own\n  mixtures:\n    own: [{until: 1, domains: {wbe: 2}}]\ntrain:",
         """\
-        run.yaml:9: data.mixtures.own[0].domains.wbe: found 2 (an integer)
+        run.yaml:10: data.mixtures.own[0].domains.wbe: found 2 (an integer)
             allowed: weights of data.domains: web
             did you mean data.mixtures.own[0].domains.web?""",
     ),

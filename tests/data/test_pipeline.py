@@ -369,7 +369,7 @@ def test_addresses_within_a_mapping_and_sets_of_one_site(make_config: Any, tmp_p
         source = {"kind": "huggingface", "name": str(tmp_path / name)}
         return {"source": source, "url_field": "metadata.url"} | more
 
-    dedup = {"url": True, "documents_per_host": 2, "near": False}
+    dedup = {"url": True, "documents_per_host": 2, "near_duplicates": False}
     domains = {"web": domain("web"), "wiki": domain("wiki", cap_hosts=False)}
     texts = decoded(prepare(make_config(None, domains=domains, dedup=dedup), say=quiet))
     count = {name: sum(text.startswith(name) for text in texts) for name in domains}

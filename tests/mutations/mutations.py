@@ -119,7 +119,7 @@ MUTATIONS = (
     # data
     Mutation(
         "deduplication: the threshold of similarity is inverted",
-        "cdrmix/data/pipeline/near.py",
+        "cdrmix/data/pipeline/near_duplicates.py",
         "pairs[similar >= task.section.threshold]",
         "pairs[similar < task.section.threshold]",
         ("tests/data/test_pipeline.py",),
@@ -134,8 +134,8 @@ MUTATIONS = (
     Mutation(
         "loader: ranks take runs of micro-batches instead of every n-th",
         "cdrmix/data/loader.py",
-        "rows.reshape(-1, self.world, self.micro_batch_rows)[:, self.rank]",
-        "rows.reshape(self.world, -1, self.micro_batch_rows)[self.rank]",
+        "rows.reshape(-1, self.world_size, self.micro_batch_rows)[:, self.rank]",
+        "rows.reshape(self.world_size, -1, self.micro_batch_rows)[self.rank]",
         ("tests/data/test_loader.py",),
     ),
     # model
@@ -149,7 +149,7 @@ MUTATIONS = (
     Mutation(
         "generation: the token shift goes on from the first token of the prompt",
         "cdrmix/model/mixers/rwkv7.py",
-        "after = TimeMixCache(x[:, -1], last)",
+        "after = TimeMixCache(context.last(x), last)",
         "after = TimeMixCache(x[:, 0], last)",
         ("tests/model/test_language_model.py",),
     ),

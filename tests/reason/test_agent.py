@@ -236,14 +236,14 @@ def test_a_memory_changes_as_often_as_the_step_budget_allows(monkeypatch: pytest
     """
     window, calls = window_of(), 0
 
-    def proceed(model: object, prefix: object, tokens: int, **_: object) -> Generated:
+    def decode(model: object, prefix: object, tokens: int, **_: object) -> Generated:
         nonlocal calls
         calls += 1
         text = torch.full((2, tokens), 10 + calls)
         text[0] = 10 + calls // 2 if calls > 1 else PAD
         return Generated(text, torch.zeros(text.shape), torch.ones(text.shape, dtype=torch.bool))
 
-    monkeypatch.setattr(agent, "proceed", proceed)
+    monkeypatch.setattr(agent, "decode", decode)
     episodes = source().batch(range(2), 6)
     reading = read_episodes(
         small_model(), window, episodes, temperature=0.0, generator=torch.Generator(), step_budget=2

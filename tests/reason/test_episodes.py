@@ -104,7 +104,7 @@ def test_draws_are_even() -> None:
     [
         ("recall", {"pairs": 9}, 1, "at most 8"),
         ("recall", {"pairs": 65}, 9, "at most 64"),
-        ("recall", {"pears": 9}, 1, "did you mean 'pairs'"),
+        ("recall", {"pair": 9}, 1, "did you mean 'pairs'"),
         ("poisoned", {"good": 3}, 2, "at most 2"),
         ("agent", {"pairs": 9}, 1, "at most 8"),
         ("hops", {"chains": 5}, 1, "at most 8"),

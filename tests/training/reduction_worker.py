@@ -23,7 +23,7 @@ from cdrmix.training import engine as engine_module
 from cdrmix.training.build import build_loss_model
 from cdrmix.training.distributed import join, rank_size_local_rank
 from cdrmix.training.engine import Engine, make_engine
-from cdrmix.training.reduction import GradientReduction, Shared
+from cdrmix.training.reduction import GradientReduction, ReplicatedParameters
 
 
 def toy(order: dict[str, Any]) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def toy(order: dict[str, Any]) -> dict[str, Any]:
         twice = nn.Parameter(torch.ones(4, 5))
         compute_weights.attach([twice], torch.bfloat16, add_gradients=True)
         parameters = [never, alone, early, twice]
-        shared = [Shared(parameters, dist.group.WORLD, part)]
+        shared = [ReplicatedParameters(parameters, dist.group.WORLD, part)]
         reduction = GradientReduction(parameters, shared, dtype, most=7, overlap=overlap)
         for last in (False, True):
             if last:

@@ -65,7 +65,7 @@ def test_an_amd_gpu_that_the_kernels_do_not_serve(monkeypatch: pytest.MonkeyPatc
     names = iter(["gfx90a:sramecc+:xnack-", "gfx942:sramecc+:xnack-"])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=next(names)))
     monkeypatch.delenv("CDRMIX_BACKEND", raising=False)
-    with pytest.raises(ConfigError, match=r"AMD Instinct MI210, is of AMD's architecture gfx90a.*gfx942.*reference"):
+    with pytest.raises(ConfigError, match=r"AMD Instinct MI210, has AMD's architecture gfx90a.*gfx942.*reference"):
         check_gpu(GPU, "bf16")
     monkeypatch.setenv("CDRMIX_BACKEND", "reference")
     check_gpu(GPU, "bf16")

@@ -215,10 +215,6 @@ def remove_stale_folders(cache: Path) -> None:
             shutil.rmtree(place, ignore_errors=True)
 
 
-def _is_other_machine(holder: str, me: str) -> bool:
-    return holder.split()[0] != me.split()[0]
-
-
 def _age(path: Path) -> float:
     """Seconds since the last modification of a file; 0 if it does not exist."""
     try:
