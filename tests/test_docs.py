@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pydoc
 import re
 import shlex
 from collections.abc import Iterator
@@ -126,6 +127,13 @@ def test_the_example_of_the_operators_runs() -> None:
     names: dict[str, object] = {}
     exec(example, names)
     assert names["loss"].isfinite()  # type: ignore[attr-defined]
+
+
+def test_the_names_of_the_reference_exist() -> None:
+    names = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "reference.md").read_text(), re.MULTILINE)
+    assert names
+    missing = [name for name in names if pydoc.locate(name) is None]
+    assert missing == []
 
 
 def test_the_page_of_operators_lists_them_all() -> None:

@@ -130,7 +130,9 @@ def test_a_released_configuration_is_refused_on_half_of_what_it_needs(name: str)
     if name != "core-200b":  # which has the fewest remedies, each of which takes a trace
         assert fit(config, half, processes, remedies=False).fits is False
         return
-    with pytest.raises(ConfigError, match=r"takes [\d,.]+ GB a process and a card has .*(What would fit|No number of rows)"):
+    with pytest.raises(
+        ConfigError, match=r"takes [\d,.]+ GB a process and a card has .*(What would fit|No number of rows)"
+    ):
         check_memory(config, half, processes)
 
 
