@@ -466,7 +466,7 @@ def show_profile(profile: dict[str, Any]) -> None:
         return
     total = profile["milliseconds"]
     moved = profile["operator_bytes_by_family"]
-    print(f"a micro-batch, update shared out: {total:.2f} ms in {profile['launches']:.0f} launches")
+    print(f"a micro-batch with its share of the update: {total:.2f} ms in {profile['launches']:.0f} launches")
     if moved:
         print(f"operators read and write {profile['operator_bytes'] / 1e9:,.2f} GB")
     for name, found in profile["families"].items():

@@ -35,14 +35,14 @@ def _linear(x: Tensor, weight: Tensor, inputs_first: bool) -> Tensor:
     y: Tensor
     if is_attached(weight, dtype):
         y = _Linear.apply(x.to(dtype), weight, inputs_first)
-    elif _is_shared_out(x, weight):
-        y = (_ThreadedLinear.apply if torch.is_grad_enabled() else _shared_out)(x, weight, inputs_first)
+    elif _uses_threads(x, weight):
+        y = (_ThreadedLinear.apply if torch.is_grad_enabled() else _threaded_linear)(x, weight, inputs_first)
     else:
         y = x @ weight if inputs_first else functional.linear(x, weight)
     return y
 
 
-def _is_shared_out(x: Tensor, weight: Tensor) -> bool:
+def _uses_threads(x: Tensor, weight: Tensor) -> bool:
     """Whether the product may use several threads where every other product uses one."""
     if torch.compiler.is_compiling() or not multiplies_on_one_thread() or x.device.type != "cpu" or x.dim() < 2:
         return False
@@ -50,7 +50,7 @@ def _is_shared_out(x: Tensor, weight: Tensor) -> bool:
     return same and is_wide(x.numel() // max(1, x.shape[-1]), min(weight.shape))
 
 
-def _shared_out(x: Tensor, weight: Tensor, inputs_first: bool) -> Tensor:
+def _threaded_linear(x: Tensor, weight: Tensor, inputs_first: bool) -> Tensor:
     y = mm(x.reshape(-1, x.shape[-1]), weight if inputs_first else weight.mT)
     return y.view(*x.shape[:-1], y.shape[-1])
 
@@ -60,7 +60,7 @@ class _ThreadedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, inputs_first: bool) -> Tensor:
-        return _shared_out(x, weight, inputs_first)
+        return _threaded_linear(x, weight, inputs_first)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, bool], output: Tensor) -> None:

@@ -41,7 +41,7 @@ def build_model(config: Config) -> StageBModel:
 
 
 def load_stage_b(loaded: Loaded) -> StageBModel:
-    """A trained model with its heads, in evaluation mode, on its device. Raises CheckpointError for what misfits."""
+    """A trained model with its heads, in evaluation mode, on its device. CheckpointError if names or shapes differ."""
     assert loaded.config.reasoning is not None
     model = with_heads(loaded.model, loaded.config.model, loaded.config.reasoning)
     wanted = {name: tensor.shape for name, tensor in model.state_dict().items() if name.split(".")[0] in HEADS}

@@ -22,21 +22,21 @@ DECAYED: dict[ParameterKind, bool] = {"matrix": True, "embedding": False, "vecto
 def parameter_groups(model: nn.Module, train: Train) -> list[dict[str, Any]]:
     """AdamW's groups: every trainable parameter once, by (weight decay, learning-rate multiplier).
 
-    The order is that of first appearance in the model, so it is the same in every process and every run. Experts that
-    are shared out over processes have groups of their own, marked as DeepSpeed's ZeRO looks for them.
+    The order is that of first appearance in the model, so it is the same in every process and every run. The experts
+    of a process under expert parallelism have groups of their own, marked as DeepSpeed's ZeRO looks for them.
     """
     groups: dict[tuple[float, float, str], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             what = parameter_kind(name, parameter)
-            shared_out: str = getattr(parameter, "group_name", "")  # expert_parallel.expert_layer sets it
+            expert_group: str = getattr(parameter, "group_name", "")  # expert_parallel.expert_layer sets it
             multiplier = train.decay_bias_multiplier if what == "decay_bias" else 1.0
-            key = (train.weight_decay if DECAYED[what] else 0.0, multiplier, shared_out)
+            key = (train.weight_decay if DECAYED[what] else 0.0, multiplier, expert_group)
             groups.setdefault(key, []).append(parameter)
     return [
         {"params": parameters, "weight_decay": decay, "multiplier": multiplier}
-        | ({"moe": True, "name": shared_out} if shared_out else {})
-        for (decay, multiplier, shared_out), parameters in groups.items()
+        | ({"moe": True, "name": expert_group} if expert_group else {})
+        for (decay, multiplier, expert_group), parameters in groups.items()
     ]
 
 

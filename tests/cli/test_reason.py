@@ -1,4 +1,4 @@
-"""Stage B from the command line: every phase, killed and resumed bit for bit, shared out, and what cannot be."""
+"""Stage B from the command line: every phase, killed and resumed bit for bit, several processes, what is refused."""
 
 from __future__ import annotations
 

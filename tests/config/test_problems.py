@@ -270,7 +270,7 @@ BROKEN = {
         run.yaml:8: train.warmup_steps: found 500 (an integer)
             allowed: below train.steps=500""",
     ),
-    "rollouts of experts that are shared out": (
+    "rollouts under expert parallelism": (
         "train:",
         "reasoning: {plastic_lora: {rank: 4, alpha: 0.2, decay: 0.9}, memory: {dim: 8, top_k: 1, max_tokens: 8}, "
         "controller: {step_budget: 4, max_branches: 1}, rl: {horizon: 8, latency_weight: 0, stability_weight: 0}, "

@@ -232,7 +232,7 @@ def test_a_capacity_keeps_the_first_routes_and_drops_the_others_in_order(device:
     assert routing.counts_E.tolist() == [1, 1, 1]
     assert routing.order_R.tolist() == [0, 1, 3, 2, 4, 5]
     expected = logits.gather(1, routing.experts_TK).softmax(-1)
-    torch.testing.assert_close(routing.weights_TK, expected)  # what is dropped is not shared out among the others
+    torch.testing.assert_close(routing.weights_TK, expected)  # a dropped expert's weight is not given to the others
     unbound = ops.route_topk(logits, 2)
     assert torch.equal(routing.load_balance, unbound.load_balance)
 

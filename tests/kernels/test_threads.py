@@ -1,4 +1,4 @@
-"""Kernels' work shared out over PyTorch's threads: all of it, once, at the same time, with its errors."""
+"""The division of kernels' work among PyTorch's threads: all of it, once, at the same time, with its errors."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_an_error_of_any_part_is_raised_here(way: str, wrong: int, error: type[B
     test_every_part_runs_once(way, 2)
 
 
-def test_parts_that_share_out_work_themselves(way: str) -> None:
+def test_parts_that_divide_work_themselves(way: str) -> None:
     done: list[tuple[int, int]] = []
 
     def part(outer: int) -> None:

@@ -101,7 +101,7 @@ def test_what_is_saved_grows_with_rows_and_shrinks_with_checkpointing() -> None:
     assert saved("train.activation_checkpointing=true") < four / 4
 
 
-def test_state_is_shared_out_as_zero_has_it() -> None:
+def test_state_is_partitioned_as_in_zero() -> None:
     config = config_of("core-tiny", "train.batch_rows=64", "train.micro_batch_rows=4", "train.zero_stage=auto")
     stored = sum(part.bytes for part in memory_of(config, "cuda", 1).components if part.name == "weights")
 
@@ -110,7 +110,7 @@ def test_state_is_shared_out_as_zero_has_it() -> None:
         kept = ("weights", "masters", "optimizer", "gradients")
         return sum(part.bytes for part in memory_of(changed, "cuda", processes).components if part.name in kept)
 
-    # A weight is 1, in float32; of four processes each has a quarter of what is shared out.
+    # A weight is 1, in float32; of four processes each has a quarter of what ZeRO partitions.
     assert state("auto", 1) == 4 * stored  # weight, gradient, two moments
     assert state(0) == 4 * stored
     assert state("auto") == state(1) == pytest.approx((1 + 0.25 + 0.5 + 1) * stored, rel=1e-5)

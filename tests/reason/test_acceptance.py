@@ -130,7 +130,7 @@ def test_only_the_heads_are_trained_and_a_step_knows_no_other() -> None:
 
 
 @pytest.mark.usefixtures("judged")
-def test_processes_share_out_a_step() -> None:
+def test_processes_divide_a_step() -> None:
     """Losses and sums of two processes add up to a step's: as many groups, decisions and rollouts, once each."""
     config, model, source = make()
     phase = AcceptancePhase(config, source)

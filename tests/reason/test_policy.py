@@ -268,7 +268,7 @@ def test_more_turns_than_the_horizon_are_refused() -> None:
         phase_of(horizon=2)
 
 
-def test_imitation_is_shared_out_over_processes() -> None:
+def test_imitation_is_divided_among_processes() -> None:
     """Two processes' micro-batches together are one's, and they are as many."""
     config, model = config_of(leak=0.5), model_of()
     phase = ImitationPhase(config, source_for(config))

@@ -142,7 +142,7 @@ def test_logits_that_are_no_numbers_are_an_error() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 5, 8, 9])
 @pytest.mark.parametrize("processes", [1, 2, 3])
-def test_micro_batches_share_out_every_row_once(count: int, processes: int) -> None:
+def test_micro_batches_divide_the_rows(count: int, processes: int) -> None:
     rows, mask = torch.arange(count), torch.ones(count, 2, dtype=torch.bool)
     cuts = [micro_batches([rows, mask], 2, rank, processes) for rank in range(processes)]
     assert len({len(cut) for cut in cuts}) == 1, "a process that is done earlier leaves the others waiting"

@@ -1,4 +1,4 @@
-"""Experts shared out over processes train as whole ones do, whatever the ZeRO stage, and so do their checkpoints."""
+"""Expert parallelism trains as whole experts do, at every ZeRO stage, and so do its checkpoints."""
 
 from __future__ import annotations
 

@@ -389,7 +389,7 @@ def expert_resume(order: dict[str, Any], stage: int, where: Path) -> bool:
 
 
 def expert_layers(order: dict[str, Any]) -> dict[str, float]:
-    """One layer with its experts shared out beside the whole one, in float64: the largest relative error by case."""
+    """The largest relative error, by case, of a layer under expert parallelism against the whole layer, in float64."""
     config = expert_config(order, 0, int(order["parallel"]))
     world = join(config)
     sent: list[tuple[torch.dtype, int]] = []
