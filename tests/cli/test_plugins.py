@@ -1,4 +1,4 @@
-"""Plugins: a run uses the mixer, task, source, optimizer and evaluation of an installed distribution."""
+"""Plugins: a run uses mixer, feed-forward, operator, task, source, optimizer and evaluation of a distribution."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from cdrmix.data.sources.base import SOURCES, Record, Source
 from cdrmix.data.tasks.example import ANSWER, Example, Length, task
 from cdrmix.data.tasks.rng import Rng
 from cdrmix.eval.evaluation import EVALUATIONS, Question
+from cdrmix.model.feed_forward.moe import FEED_FORWARDS, FedForward
 from cdrmix.model.mixers.base import MIXERS, Mixed, Mixer
+from cdrmix.ops.operator import operator
 from cdrmix.training.optim import OPTIMIZERS
 
 
@@ -38,6 +40,39 @@ class Pointwise(Mixer):
 
     def forward(self, x: Any, context: Any, cache: Any) -> Mixed:
         return Mixed(self.projected("output", x, context))
+
+
+@operator("toy::softsign")
+def softsign(x: torch.Tensor) -> torch.Tensor:
+    return x / (1 + x.abs())
+
+
+@softsign.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def keep(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def differentiate(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+    (x,) = ctx.saved_tensors
+    return dy / (1 + x.abs()) ** 2
+
+
+softsign.register_autograd(differentiate, setup_context=keep)
+
+
+@FEED_FORWARDS("softsign")
+class Softsign(nn.Module):
+    def __init__(self, config: Any, layer: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.d_model, config.feed_forward.hidden, bias=False)
+        self.down = nn.Linear(config.feed_forward.hidden, config.d_model, bias=False)
+
+    def forward(self, x: Any, context: Any, cache_BD: Any) -> FedForward:
+        return FedForward(self.down(softsign(self.up(x))))
 
 
 @task("backwards", Length())
@@ -85,6 +120,7 @@ def nadam(groups: list[dict[str, Any]], train: Any) -> torch.optim.Optimizer:
 OVERRIDES = (
     "model.layers=3",
     "model.mixer_layers={pointwise: [1]}",
+    "model.feed_forward.kind=softsign",
     "train.steps=2",
     "train.warmup_steps=0",
     "train.optimizer=nadam",
