@@ -29,6 +29,7 @@ from cdrmix.training.distributed import DistributedContext
 Arguments = Callable[..., list[str]]
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs" / "cdrmix-core-tiny.yaml"
+CONFIGURATIONS = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "configs" / "ablations").glob("*.yaml")])
 
 
 @pytest.fixture(scope="module")
@@ -216,6 +217,11 @@ def test_params_and_validate(arguments: Arguments, place: Path, capsys: pytest.C
     snapshot.write_text(capsys.readouterr().out)
     assert main(["validate", "--config", str(snapshot)]) == 0
     assert capsys.readouterr().out == snapshot.read_text()
+
+
+@pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda path: path.stem)
+def test_the_configurations_of_the_project_are_valid(path: Path) -> None:
+    assert main(["validate", "--config", str(path)]) == 0
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,7 @@ def test_every_web_like_set_is_filtered_by_language_and_length(size: str) -> Non
                 filters = domains[name].filters
                 assert filters is not None
                 assert filters.rules[:2] == ["language", "length"]
-                assert {"gopher_most_words", "gopher_quality"} & set(filters.rules)
+                assert {"gopher_max_words", "gopher_quality"} & set(filters.rules)
         for domain in domains.values():
             assert isinstance(domain.source, TasksSource) or domain.url_field == "metadata.url"
 
