@@ -36,7 +36,7 @@ def cleaning(options: Options, texts: list[str]) -> Result:
         "normalize": lambda: [normalize(text) for text in texts],
         "statistics": lambda: [_text.statistics(batch) for batch in batches],
         "language": lambda: [language.detect(batch) for batch in batches],
-        "judge": lambda: [chain.judge(batch) for batch in batches],
+        "judge": lambda: [chain.apply(batch) for batch in batches],
         "personal_data": lambda: [scrub(text, kinds) for text in clean],
     }
     seconds: dict[str, list[float]] = {name: [] for name in parts}

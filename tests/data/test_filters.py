@@ -32,9 +32,9 @@ CHINESE = "".join(
 def judge_one(text: str, **section: object) -> tuple[str | None, dict[str, float]]:
     """The first rule that the text breaks, and its score by every rule of the section."""
     chain = FilterChain(Filters.model_validate({"rules": ALL, **section}))
-    judgement = chain.apply([text])
-    failed = int(judgement.first_failed[0])
-    scores = dict(zip(chain.names, judgement.scores[0].tolist(), strict=True))
+    result = chain.apply([text])
+    failed = int(result.first_failed[0])
+    scores = dict(zip(chain.names, result.scores[0].tolist(), strict=True))
     return (chain.names[failed] if failed >= 0 else None), scores
 
 
@@ -154,9 +154,9 @@ def test_stop_words_are_not_asked_of_other_languages() -> None:
 
 def test_languages_and_their_score() -> None:
     texts = [PROSE, "Die Kinder spielten im Garten, während ihre Großeltern auf der Bank saßen.", ""]
-    judgement = FilterChain(Filters(rules=["language"], languages=["de", "en"])).apply(texts)
-    assert judgement.languages == ["en", "de", "und"]
-    assert judgement.first_failed.tolist() == [-1, -1, 0]
+    result = FilterChain(Filters(rules=["language"], languages=["de", "en"])).apply(texts)
+    assert result.languages == ["en", "de", "und"]
+    assert result.first_failed.tolist() == [-1, -1, 0]
     strict = FilterChain(Filters(rules=["language"], languages=["en"], language_score=1.0)).apply(texts)
     assert strict.first_failed.tolist() == [0, 0, 0]
     assert strict.scores[1, 0] == 0
@@ -167,21 +167,21 @@ def test_languages_and_their_score() -> None:
 def test_the_first_failed_rule_is_named_and_all_are_scored() -> None:
     chain = FilterChain(Filters(rules=["code_longest_line", "length", "code", "length"]))
     assert chain.names == ["code_longest_line", "length", "code_mean_line", "code_alphanumeric", "code_generated"]
-    judgement = chain.apply(["", "x" * 2000, PROSE])
-    assert judgement.first_failed.tolist() == [1, 0, -1]
-    assert judgement.first_failed.dtype == np.int16
-    assert judgement.scores.dtype == np.float32
-    assert judgement.scores.shape == (3, 5)
-    assert not np.isnan(judgement.scores).any()
+    result = chain.apply(["", "x" * 2000, PROSE])
+    assert result.first_failed.tolist() == [1, 0, -1]
+    assert result.first_failed.dtype == np.int16
+    assert result.scores.dtype == np.float32
+    assert result.scores.shape == (3, 5)
+    assert not np.isnan(result.scores).any()
 
 
 def test_no_texts_and_no_rules() -> None:
-    judgement = FilterChain(Filters(rules=ALL)).apply([])
-    assert judgement.scores.shape == (0, len(RULES.names()))
-    judgement = FilterChain(Filters()).apply([PROSE, ""])
-    assert judgement.first_failed.tolist() == [-1, -1]
-    assert judgement.scores.shape == (2, 0)
-    assert judgement.languages == ["en", "und"]
+    result = FilterChain(Filters(rules=ALL)).apply([])
+    assert result.scores.shape == (0, len(RULES.names()))
+    result = FilterChain(Filters()).apply([PROSE, ""])
+    assert result.first_failed.tolist() == [-1, -1]
+    assert result.scores.shape == (2, 0)
+    assert result.languages == ["en", "und"]
 
 
 @pytest.mark.parametrize(

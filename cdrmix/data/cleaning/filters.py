@@ -16,7 +16,7 @@ from cdrmix.errors import ConfigError
 from cdrmix.registry import nearest
 
 
-class Judgement(NamedTuple):
+class FilterResult(NamedTuple):
     """The result of a chain of rules for n documents.
 
     first_failed: int16 [n], the number of the first rule that the document fails; -1 if it passes all.
@@ -53,14 +53,14 @@ class FilterChain:
         configured = {"language": section.language_score, **section.bounds}
         self._bounds = [configured.get(rule.name, rule.bound) for rule in self._rules]
 
-    def apply(self, texts: Sequence[str]) -> Judgement:
+    def apply(self, texts: Sequence[str]) -> FilterResult:
         """Applies the rules to normalised texts. The result of a text does not depend on the other texts.
 
         Raises UnicodeEncodeError for lone surrogates.
         """
         languages, probabilities = language.detect(texts)
         if not self._rules:
-            return Judgement(np.full(len(texts), -1, np.int16), np.empty((len(texts), 0), np.float32), languages)
+            return FilterResult(np.full(len(texts), -1, np.int16), np.empty((len(texts), 0), np.float32), languages)
         counts = _text.statistics(texts)
         codes = np.array(languages, dtype=np.str_)
         statistics = TextStatistics(
@@ -80,7 +80,7 @@ class FilterChain:
             scores[:, number] = column
             failed = ~rule.passes(scores[:, number], bound)
             first_failed[failed & (first_failed < 0)] = number
-        return Judgement(first_failed, scores, languages)
+        return FilterResult(first_failed, scores, languages)
 
 
 def _expanded(names: Iterable[str], key: str) -> list[str]:

@@ -22,7 +22,7 @@ import pyarrow.parquet
 
 from cdrmix import _text
 from cdrmix.config.schema_data import Filters
-from cdrmix.data.cleaning.filters import FilterChain
+from cdrmix.data.cleaning.filters import FilterChain, FilterResult
 from cdrmix.data.cleaning.normalize import html_text, normalize
 from cdrmix.data.cleaning.pii import scrub
 from cdrmix.data.cleaning.urls import canonical_url, registrable_domain
@@ -162,16 +162,16 @@ def read_unit(unit: Unit) -> PipelineStats:
     documents = list(_parsed(unit, stats))
     chain = _chain(unit.cleaning.filters.model_dump_json())
     texts = [text for _, text, _ in documents]
-    judgement = chain.apply(texts)
+    result = chain.apply(texts)
     rows: dict[str, list[Any]] = {name: [] for name in COLUMNS.names}
     hashes = []
     for index, (where, text, meta) in enumerate(documents):
-        language = judgement.languages[index]
+        language = result.languages[index]
         size = utf8_size(text)
         digest = content_hash(text)
-        failed = int(judgement.first_failed[index])
+        failed = int(result.first_failed[index])
         if failed >= 0:
-            score = float(judgement.scores[index, failed])
+            score = float(result.scores[index, failed])
             shown = scrub(excerpt(text), unit.cleaning.pii)[0]
             stats.add_filtered(chain.names[failed], size, Sample(digest.hex(), where, score, shown))
             hashes.append(digest)
@@ -187,7 +187,7 @@ def read_unit(unit: Unit) -> PipelineStats:
         add_row(rows, text, digest, where, meta, unit.cleaning, language)
     stats.metadata_bytes = metadata_bytes(rows)
     if chain.names:
-        _write_scores(unit.path, documents, hashes, chain.names, judgement)
+        _write_scores(unit.path, documents, hashes, chain.names, result)
     stats.cpu_seconds = time.process_time() - started
     report = {"stats": stats.as_json(), "records": len(unit.records), "checkpoint": unit.checkpoint}
     write_rows(unit.path, rows, report)
@@ -297,17 +297,19 @@ def _chain(section: str) -> FilterChain:
     return FilterChain(Filters.model_validate_json(section))
 
 
-def _write_scores(path: Path, documents: list[Any], hashes: list[bytes], names: list[str], judgement: Any) -> None:
+def _write_scores(
+    path: Path, documents: list[Any], hashes: list[bytes], names: list[str], result: FilterResult
+) -> None:
     """Writes the scores of all documents, kept or filtered, so that bounds can be chosen without reading the text
     again.
     """
-    failed = [names[index] if index >= 0 else None for index in judgement.first_failed]
+    failed = [names[index] if index >= 0 else None for index in result.first_failed]
     columns = {
         "hash": pa.array(hashes, pa.binary(16)),
         "where": pa.array([where for where, _, _ in documents], pa.string()),
-        "language": pa.array(judgement.languages, pa.string()),
+        "language": pa.array(result.languages, pa.string()),
         "filtered_by": pa.array(failed, pa.string()),
-        **{name: pa.array(judgement.scores[:, place], pa.float32()) for place, name in enumerate(names)},
+        **{name: pa.array(result.scores[:, place], pa.float32()) for place, name in enumerate(names)},
     }
     folder = path.parent.parent / "scores"
     folder.mkdir(exist_ok=True)
