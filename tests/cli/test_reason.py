@@ -173,8 +173,8 @@ def test_what_stage_b_could_not_have_is_said_at_once(
         (["--document", "{}/absent.txt", "--question", "what?"], "absent.txt cannot be read: No such file"),
         (["--document", "{}", "--question", "what?"], "cannot be read: Is a directory"),
         (["--document", "{}/some.txt", "--question", " "], "--question is empty"),
-        (["--session", "{}"], "name a file in a folder that is there"),
-        (["--session", "{}/absent/one.safetensors"], "name a file in a folder that is there"),
+        (["--session", "{}"], "name a file in a folder that exists"),
+        (["--session", "{}/absent/one.safetensors"], "name a file in a folder that exists"),
     ],
 )
 def test_what_a_demonstration_cannot_read_or_write(words: list[str], message: str, tmp_path: Path) -> None:

@@ -82,6 +82,7 @@ def test_a_second_process_answers_from_what_the_first_has_read(
     command = [sys.executable, "-m", "cdrmix.cli", *demo(model, memory, "--document", book, "--question", about)]
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
+    assert "chunk  text" in done.stdout
     assert "Answer from the index: " in done.stdout
     episodes = kept(memory)
     chunks = [line for line in done.stdout.splitlines() if "written x1" in line or "rolled back" in line]
@@ -93,7 +94,7 @@ def test_a_second_process_answers_from_what_the_first_has_read(
     assert found
     for line in found:  # what was found is what the first process has read
         assert line.removeprefix("Found in the index:").strip() in BOOK
-    assert "what is read" not in told
+    assert "chunk  text" not in told
     # Read again, nothing is kept twice.
     assert main(demo(model, memory, "--document", book, "--question", about)) == 0
     assert kept(memory) == episodes
@@ -144,6 +145,43 @@ def test_killed_at_any_moment_no_commit_is_lost(model: Path, book: Path, tmp_pat
     assert kept(memory) == whole
 
 
+BUDGET = 3
+
+
+@pytest.fixture(scope="module")
+def small_budget(model: Path, place: Path) -> Path:
+    """The same model with a step budget of BUDGET and a memory agent, whose memory changes at many chunks."""
+    loaded = load_model(model)
+    reasoning = loaded.config.reasoning
+    assert reasoning is not None
+    imitation = reasoning.phases.imitation.model_copy(update={"steps": 1})
+    changes = {
+        "phases": reasoning.phases.model_copy(update={"imitation": imitation}),
+        "controller": reasoning.controller.model_copy(update={"step_budget": BUDGET}),
+    }
+    config = loaded.config.model_copy(update={"reasoning": reasoning.model_copy(update=changes)})
+    with torch.no_grad():
+        for parameter in loaded.model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(6.0)  # else the model writes the same memory at every chunk
+    return export_model(loaded._replace(config=config), place / "small-budget")
+
+
+def test_the_step_budget_limits_a_session(
+    small_budget: Path, book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After the budget neither the fast weights nor the token memory change, also in a session that was saved."""
+    command = ["reason", "demo", "--model", small_budget, "--device", "cpu", "--question", "thing number 3"]
+    command += ["--document", book, "--session", tmp_path / "session.safetensors"]
+    message = f"The step budget of {BUDGET} is spent: the fast weights and the memory no longer change."
+    for updates in (BUDGET, 0):
+        assert main([str(argument) for argument in command]) == 0
+        output = capsys.readouterr().out
+        assert output.count("written x1") + output.count("rolled back") == updates
+        assert output.count('  * "') == updates
+        assert message in output.splitlines()
+
+
 def test_memories_that_are_refused(
     model: Path, finished_without: Path, book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -158,19 +196,19 @@ def test_memories_that_are_refused(
     assert main(demo(model, memory, "--question", "thing")) == 11
     (memory / "model.json").unlink()
     assert main(demo(model, memory, "--question", "thing")) == 11
-    assert "holds an episode log and no model.json" in capsys.readouterr().err
+    assert "has an episode log but no model.json" in capsys.readouterr().err
     (memory / "model.json").write_text(note)
     assert main(demo(model, book, "--question", "thing")) == 2
-    assert "name a folder, new or a memory's" in capsys.readouterr().err
+    assert "name a new folder or the folder of a memory" in capsys.readouterr().err
     assert main(demo(finished_without, tmp_path / "other", "--question", "thing")) == 2
-    assert "has not learnt to use an index" in capsys.readouterr().err
+    assert "was not trained to use an index" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
     assert main(demo(model, memory, "--document", book)) == 2
-    assert "with --memory a question may be alone" in capsys.readouterr().err
+    assert "with --memory --question may be given alone" in capsys.readouterr().err
     with (memory / "episodes.log").open("ab") as file:
         file.write(b"torn")
     assert main(demo(model, memory, "--question", "thing")) == 0
-    assert "4 bytes of a commit that was not finished are put aside" in capsys.readouterr().out
+    assert "moved 4 bytes of an incomplete commit to a separate file" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")

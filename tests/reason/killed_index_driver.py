@@ -67,7 +67,7 @@ def seen(index: EpisodicIndex) -> tuple[Any, ...]:
     """All that a memory is: its episodes in their order of use, and the bytes of the search structure."""
     kept = [(e.id, e.key.tobytes(), e.tokens.tobytes(), e.expires) for e in index._kept.episodes.values()]
     exact = index._sample is None  # of an inverted file the order within lists is left open
-    return kept, index._kept.next, index.tokens, index._vectors.content() if exact else None
+    return kept, index._kept.next_id, index.tokens, index._vectors.content() if exact else None
 
 
 def references(folder: Path) -> tuple[list[tuple[Any, ...]], bytes]:

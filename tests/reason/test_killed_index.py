@@ -140,9 +140,9 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[tuple[int, list[int]]], int]:
     """What a memory holds, and how often its lists had to be made."""
     made = []
-    real = EpisodicIndex._searchable
+    real = EpisodicIndex._make_vectors
     with monkeypatch.context() as context:
-        context.setattr(EpisodicIndex, "_searchable", lambda index: made.append(1) or real(index))
+        context.setattr(EpisodicIndex, "_make_vectors", lambda index: made.append(1) or real(index))
         index = EpisodicIndex(folder, DIM, 10**4)
     held = all_of(index)
     index.close()
