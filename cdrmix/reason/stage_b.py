@@ -40,7 +40,7 @@ from cdrmix.training.zero import zero_stage
 
 
 class Span(NamedTuple):
-    """A phase's place in the run: `first` steps were finished when it begins, `last` when it ends."""
+    """The steps of a phase in the run: `first` steps are finished when it begins, `last` when it ends."""
 
     name: str
     section: PhaseSection

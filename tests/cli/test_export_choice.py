@@ -51,9 +51,9 @@ def test_the_best_is_exported_and_the_reason_is_said(run: RunFolder, capsys: pyt
     bits = {row["step"]: row.get("valid_bits_per_byte") for row in read_metrics(run.metrics_jsonl)}
     told = f"the best on held-out text ({bits[2]:.4f} bits per byte); the last is step 4 ({bits[4]:.4f} bits per byte)"
     assert export(run, capsys) == (2, f"Exporting step 2, {told}")
-    assert export(run, capsys, "--checkpoint", "last") == (4, "Exporting step 4, the last, as was asked for")
+    assert export(run, capsys, "--checkpoint", "last") == (4, "Exporting step 4, the last, as requested")
     for name in ("step-00000002", str(run.checkpoints / "step-00000002")):
-        assert export(run, capsys, "--checkpoint", name) == (2, "Exporting step 2, the one that was asked for")
+        assert export(run, capsys, "--checkpoint", name) == (2, "Exporting step 2, as requested")
     # What compare reads of a run is its last checkpoint, whichever was exported.
     assert main(["compare", str(run.path), str(run.checkpoints / "step-00000004")]) == 0
 
@@ -64,12 +64,12 @@ def test_the_last_is_taken_where_there_is_no_best(run: RunFolder, capsys: pytest
     weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     step, told = export(run, capsys)
     assert step == 4
-    assert "the last, since the best on held-out text cannot be used" in told
+    assert "the last, because the best on held-out text cannot be used" in told
     assert "is corrupt" in told
     weights.write_bytes(whole)
     (run.checkpoints / "best").unlink()
     step, told = export(run, capsys)
-    assert (step, told) == (4, "Exporting step 4, the last, since none is marked as the best on held-out text")
+    assert (step, told) == (4, "Exporting step 4, the last, because none is marked as the best on held-out text")
 
 
 def test_stage_b_comes_after_the_best(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,7 +77,10 @@ def test_stage_b_comes_after_the_best(run: RunFolder, capsys: pytest.CaptureFixt
     text = run.config_snapshot.read_text()
     run.config_snapshot.write_text(text.replace("  steps: 4\n", "  steps: 2\n"))
     step, told = export(run, capsys)
-    assert (step, told) == (4, "Exporting step 4, the last, since the best on held-out text, step 2, is before stage B")
+    assert (step, told) == (
+        4,
+        "Exporting step 4, the last, because the best on held-out text, step 2, is before stage B",
+    )
 
 
 def test_a_run_exports_what_its_configuration_says(trained: RunFolder, arguments: Arguments) -> None:

@@ -173,7 +173,7 @@ def test_a_task_that_no_one_can_solve_is_said(monkeypatch: pytest.MonkeyPatch) -
     assert model.controller is not None
     with torch.no_grad():
         model.controller.accept.bias.fill_(20.0)
-    with pytest.raises(ConfigError, match=r"decides every chunk for certain .*learning_rate"):
+    with pytest.raises(ConfigError, match=r"decides with certainty at every chunk .*learning_rate"):
         losses(0.25, PATIENCE)
 
 

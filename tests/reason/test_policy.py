@@ -191,8 +191,8 @@ def test_credit_to_the_final_turn_teaches_answers_alone() -> None:
     model = model_of()
     all_turns, final = every.losses(model, 0, 0, 1), last.losses(model, 0, 0, 1)
     answer = 1 + 1 + 1 + 4 + 1
-    assert {loss.lesson.prompts_SL.shape[1] for loss in final} == {answer}  # type: ignore[attr-defined]
-    assert {loss.lesson.prompts_SL.shape[1] for loss in all_turns} == {answer, answer + 5}  # type: ignore[attr-defined]
+    assert {loss.batch.prompts_SL.shape[1] for loss in final} == {answer}  # type: ignore[attr-defined]
+    assert {loss.batch.prompts_SL.shape[1] for loss in all_turns} == {answer, answer + 5}  # type: ignore[attr-defined]
 
 
 def test_equal_rewards_teach_nothing_and_are_counted(caplog: pytest.LogCaptureFixture) -> None:
@@ -228,7 +228,7 @@ def test_a_group_without_difference_is_left_out(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(policy, "read_episodes", read)
     phase, model = phase_of(stability_weight=0.0), model_of()
     losses = phase.losses(model, 0, 0, 1)
-    assert sum(len(loss.lesson.prompts_SL) for loss in losses) == 4 * 3  # type: ignore[attr-defined]
+    assert sum(len(loss.batch.prompts_SL) for loss in losses) == 4 * 3  # type: ignore[attr-defined]
     assert record_of(phase, [model(loss) for loss in losses])["dropped_groups"] == 0.75
 
 
