@@ -26,19 +26,21 @@ DEVICES = ("auto", "cpu", "cuda")
 DEVICE_FILES = {"NVIDIA": Path("/dev/nvidiactl"), "AMD": Path("/dev/kfd")}  # exist if the driver is loaded
 
 
-def device_type(wanted: str) -> str:
-    """The device type, cpu or cuda, that run.device (auto, cpu or cuda) selects on this machine.
+def device_type(wanted: str, source: str = "run.device") -> str:
+    """The device type, cpu or cuda, that `wanted` (auto, cpu or cuda) selects on this machine.
 
-    Raises ConfigError for any other string, and for cuda if PyTorch cannot use a GPU. The message gives the reason.
+    source: the key, option or argument that the user set, for the messages. Raises ConfigError for any other string,
+    and for cuda if PyTorch cannot use a GPU. The message gives the reason.
     """
     if wanted not in DEVICES:
-        raise ConfigError(f"device must be one of {', '.join(DEVICES)}; found {wanted!r}")
+        raise ConfigError(f"{source} must be one of {', '.join(DEVICES)}; found {wanted!r}")
     if wanted == "cpu" or torch.cuda.is_available():
         return "cpu" if wanted == "cpu" else "cuda"
     if wanted == "cuda":
+        or_option = " (or the option --device)" if source == "run.device" else ""
         raise ConfigError(
-            f"run.device is cuda, but PyTorch finds no GPU on this machine{_reason()}; "
-            "or set run.device (or the option --device) to auto or cpu"
+            f"{source} is cuda, but PyTorch finds no GPU on this machine{_reason()}; "
+            f"or set {source}{or_option} to auto or cpu"
         )
     return "cpu"
 
@@ -87,7 +89,7 @@ def work_alone(config: Config, wanted: str | None = None) -> torch.device:
     wanted: auto, cpu or cuda; it replaces run.device of the configuration.
     Raises ConfigError if the device does not exist.
     """
-    device = device_type(config.run.device if wanted is None else wanted)
+    device = device_type(config.run.device) if wanted is None else device_type(wanted, "device")
     set_num_threads(threads(config, 1))
     be_deterministic()
     return torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")

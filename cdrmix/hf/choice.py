@@ -47,13 +47,11 @@ def choose_checkpoint(run: RunFolder, wanted: str) -> Choice:
     except CheckpointError as error:
         return Choice(load_model(run.path), f"the last, because the best on held-out text cannot be used: {error}")
     bits = {row["step"]: row.get("valid_bits_per_byte") for row in read_metrics(run.metrics_jsonl)}
-    reason = f"the best on held-out text{_in_brackets(bits.get(step))}"
-    return Choice(
-        loaded, reason if step == last else f"{reason}; the last is step {last}{_in_brackets(bits.get(last))}"
-    )
+    reason = f"the best on held-out text{_bits_text(bits.get(step))}"
+    return Choice(loaded, reason if step == last else f"{reason}; the last is step {last}{_bits_text(bits.get(last))}")
 
 
-def _in_brackets(bits: float | None) -> str:
+def _bits_text(bits: float | None) -> str:
     return "" if bits is None else f" ({bits:.4f} bits per byte)"
 
 

@@ -37,7 +37,7 @@ def test_accuracies_by_length_of_run_checkpoint_and_export(
     recall = found[0]["scores"][1]
     assert (recall["name"], recall["tokens"], recall["count"], recall["accuracy"]) == ("recall", 1024, 2, 0.0)
     assert 900 <= recall["mean_tokens"] <= 1024
-    assert "256, 1k: longer than what the model was trained on, rows of 32 tokens" in found[0]["notes"]
+    assert "256, 1k: longer than the 32 tokens of a row in training" in found[0]["notes"]
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert main(["eval", "--model", str(finished), *words]) == 0
     table = capsys.readouterr().out
