@@ -60,10 +60,10 @@ def reasoning_of(config: Config) -> Reasoning:
 
 def generator_of(seed: int, name: str, step: int, rank: int = 0) -> torch.Generator:
     """A CPU generator for one step of one process: the same in every run."""
-    words = torch.tensor([seed, *name.encode(), step, rank], dtype=torch.int64)
+    values = torch.tensor([seed, *name.encode(), step, rank], dtype=torch.int64)
     mixed = 0xCBF29CE484222325
-    for word in words.tolist():  # FNV-1a, by words
-        mixed = ((mixed ^ word) * 0x100000001B3) % 2**64
+    for value in values.tolist():  # FNV-1a over 64-bit values instead of bytes
+        mixed = ((mixed ^ value) * 0x100000001B3) % 2**64
     return torch.Generator().manual_seed(mixed % 2**63)
 
 

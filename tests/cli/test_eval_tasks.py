@@ -49,7 +49,10 @@ def test_accuracies_by_length_of_run_checkpoint_and_export(
     ("words", "message"),
     [
         (["--tasks", "recal"], "there is no evaluation 'recal'; did you mean 'recall'?"),
-        (["--tasks", "ruler_cwe", "--lengths", "100"], "has questions of these lengths; ruler_cwe at 100: its shortest"),
+        (
+            ["--tasks", "ruler_cwe", "--lengths", "100"],
+            "of these lengths; ruler_cwe at 100: its shortest",
+        ),
         (["--lengths", "1k"], "--lengths is for --tasks"),
         (["--plot", "a.png"], "--plot is for --tasks"),
         (["--tasks", "recall", "train.steps=3"], "leave it out with --tasks"),

@@ -189,8 +189,8 @@ def common_words(rng: Rng, difficulty: CommonWords) -> Example:
     common = names[: difficulty.words]
     shuffled = rng.shuffled(common * difficulty.times + names[difficulty.words :] * difficulty.other_times)
     text = " ".join(f"{number}. {word}" for number, word in enumerate(shuffled, 1))
-    found = sorted(common, key=shuffled.index)
-    return Example(before + text + question, "", f" {', '.join(found)}", tuple(found))
+    ordered = sorted(common, key=shuffled.index)
+    return Example(before + text + question, "", f" {', '.join(ordered)}", tuple(ordered))
 
 
 @dataclass(frozen=True)
@@ -257,6 +257,6 @@ def frequent_words(rng: Rng, difficulty: FrequentWords) -> Example:
     total = frequent_total(difficulty.characters - len(before) - len(question), difficulty.alpha, ranks)
     counts = frequencies(total, difficulty.alpha, ranks)
     drawn = Counter(dict(zip(words, counts, strict=True)))
-    found = [words[rank - 1] for rank in ASKED_RANKS]
+    answer = [words[rank - 1] for rank in ASKED_RANKS]
     text = " ".join(rng.shuffled(list(drawn.elements())))
-    return Example(before + text + question, "", f" {', '.join(found)}", tuple(found))
+    return Example(before + text + question, "", f" {', '.join(answer)}", tuple(answer))
