@@ -118,7 +118,7 @@ def threads_for(rows: int) -> Iterator[None]:
     """Within it, one CPU thread where products of so many rows take no more (see `products.is_wide`).
 
     What is left to share is the norms and sums of few rows, some 10 us, less than waking a second thread costs: on two
-    cores beside another busy process a token of core-tiny takes 15 ms with one thread and 51 ms with two. No bit
+    cores, while another process is busy, a token of core-tiny takes 15 ms with one thread and 51 ms with two. No bit
     depends on the number.
     """
     threads = torch.get_num_threads()

@@ -115,8 +115,8 @@ def test_a_corrupt_checkpoint_is_passed_over(
     damaged[-1] ^= 1
     weights.write_bytes(damaged)
     RunFolder.open(copy).update_summary({"finished": False})
-    words = ["train", *arguments(f"run.root={half_done.parent}"), "--resume", str(copy)]
-    assert main(words) == 0
+    command = ["train", *arguments(f"run.root={half_done.parent}"), "--resume", str(copy)]
+    assert main(command) == 0
     out = capsys.readouterr().out
     assert "skipped step-00000004" in out
     assert "continuing from step-00000002" in out

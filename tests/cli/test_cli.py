@@ -34,7 +34,7 @@ CONFIGURATIONS = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "configs" 
 
 @pytest.fixture(scope="module")
 def finished(arguments: Arguments, place: Path) -> RunFolder:
-    """A finished run, its console output in console.txt beside it."""
+    """A finished run; its console output is in console.txt in the same folder."""
     with (place / "console.txt").open("w") as console, pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdout", console)
         status = main(["train", *arguments()])
@@ -225,7 +225,7 @@ def test_the_configurations_of_the_project_are_valid(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "message"),
+    ("arguments", "status", "message"),
     [
         (["train", "--config", "nowhere.yaml"], 2, "nowhere.yaml"),
         (["validate", "--config", str(TINY), "train.step=5"], 2, "train.steps"),
@@ -237,14 +237,14 @@ def test_the_configurations_of_the_project_are_valid(path: Path) -> None:
     ],
 )
 def test_mistakes_get_a_message_and_an_exit_code(
-    words: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(words) == status
+    assert main(arguments) == status
     error = capsys.readouterr().err
     assert error.startswith("cdrmix: error: ")
     assert message in error
     assert "Traceback" not in error
-    assert main([*words, "--traceback"]) == status
+    assert main([*arguments, "--traceback"]) == status
     assert "Traceback" in capsys.readouterr().err
 
 
@@ -317,9 +317,9 @@ def test_a_reasoning_run_says_that_the_backbone_alone_is_trained(
     for step in ("_prepare", "_train", "_after_training"):
         monkeypatch.setattr(lifecycle, step, lambda *_: None)
     without_phases = [f"reasoning.phases.{name}.steps=0" for name, _ in Phases()]
-    for kind, words in (("reason", without_phases), ("core", [])):
+    for kind, overrides in (("reason", without_phases), ("core", [])):
         config = ROOT / "configs" / f"cdrmix-{kind}-tiny.yaml"
-        assert main(["train", "--config", str(config), f"run.root={tmp_path / kind}", *words]) == 0
+        assert main(["train", "--config", str(config), f"run.root={tmp_path / kind}", *overrides]) == 0
         (path,) = (tmp_path / kind).iterdir()
         assert (STAGE_A_ONLY in capsys.readouterr().out) == (kind == "reason")
         assert RunFolder.open(path).summary().get("not_trained") == (STAGE_A_ONLY if kind == "reason" else None)

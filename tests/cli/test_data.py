@@ -35,16 +35,16 @@ def test_each_takes_its_own_arguments(arguments: Arguments, capsys: pytest.Captu
     assert "`cdrmix data inspect --help`" in capsys.readouterr().err
     assert main(["data", "prepare", *arguments(), "--row", "3"]) == 2
     assert "`cdrmix data prepare --help`" in capsys.readouterr().err
-    for words in (["data"], ["data", "prepare"], ["data", "inspect"], ["data", "inspect", "SHARDS", "--rows", "0"]):
+    for command in (["data"], ["data", "prepare"], ["data", "inspect"], ["data", "inspect", "SHARDS", "--rows", "0"]):
         with pytest.raises(SystemExit) as stopped:
-            main(words)
+            main(command)
         assert stopped.value.code == 2
-    for words, expected in (
+    for command, expected in (
         (["data"], "inspect"),
         (["data", "prepare"], "--config"),
         (["data", "inspect"], "--domain"),
     ):
         with pytest.raises(SystemExit) as stopped:
-            main([*words, "--help"])
+            main([*command, "--help"])
         assert stopped.value.code == 0
         assert expected in capsys.readouterr().out

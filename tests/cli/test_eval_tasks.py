@@ -24,11 +24,11 @@ def finished(place: Path, arguments: Arguments) -> Path:
 def test_accuracies_by_length_of_run_checkpoint_and_export(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--tasks", "recall,mqar", "--lengths", "256,1k", "--count", "2", "--seed", "3"]
+    options = ["--tasks", "recall,mqar", "--lengths", "256,1k", "--count", "2", "--seed", "3"]
     found = []
     for model in (finished, finished / "checkpoints" / "step-00000004", finished / "export"):
         capsys.readouterr()
-        assert main(["eval", "--model", str(model), *words, "--json", "--plot", str(tmp_path / "a.png")]) == 0
+        assert main(["eval", "--model", str(model), *options, "--json", "--plot", str(tmp_path / "a.png")]) == 0
         told = capsys.readouterr()
         found.append(json.loads(told.out))
         assert "recall at 1k tokens: 0.000" in told.err
@@ -39,14 +39,14 @@ def test_accuracies_by_length_of_run_checkpoint_and_export(
     assert 900 <= recall["mean_tokens"] <= 1024
     assert "256, 1k: longer than the 32 tokens of a row in training" in found[0]["notes"]
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    assert main(["eval", "--model", str(finished), *words]) == 0
+    assert main(["eval", "--model", str(finished), *options]) == 0
     table = capsys.readouterr().out
     assert table.splitlines()[0].split() == ["accuracy", "256", "1k", "tokens"]
     assert "recall        0.000    0.000" in table
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("options", "message"),
     [
         (["--tasks", "recal"], "there is no evaluation 'recal'; did you mean 'recall'?"),
         (
@@ -60,13 +60,13 @@ def test_accuracies_by_length_of_run_checkpoint_and_export(
         (["--tasks", "recall", "--plot", "a.jpg"], "name a file FILE.png in a folder that exists"),
     ],
 )
-def test_what_is_refused(finished: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["eval", "--model", str(finished / "export"), *words]) == 2
+def test_what_is_refused(finished: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "--model", str(finished / "export"), *options]) == 2
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["--lengths", "1x"], ["--lengths", "0k"], ["--tasks", "a,,b"], ["--count", "0"]])
-def test_words_that_are_no_lists(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("options", [["--lengths", "1x"], ["--lengths", "0k"], ["--tasks", "a,,b"], ["--count", "0"]])
+def test_words_that_are_no_lists(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main(["eval", "--model", "x", *words])
+        main(["eval", "--model", "x", *options])
     assert "found" in capsys.readouterr().err

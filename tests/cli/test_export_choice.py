@@ -34,11 +34,11 @@ def run(trained: RunFolder, tmp_path: Path) -> RunFolder:
     return RunFolder.open(tmp_path / trained.path.name)
 
 
-def export(run: RunFolder, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+def export(run: RunFolder, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]:
     """The step exported, and what was said of it."""
     shutil.rmtree(run.export, ignore_errors=True)
     capsys.readouterr()
-    assert main(["export", "--model", str(run.path), *words]) == 0
+    assert main(["export", "--model", str(run.path), *options]) == 0
     told = capsys.readouterr()
     assert told.out.strip() == str(run.export)
     step = json.loads((run.export / "config.json").read_text())["step"]

@@ -46,8 +46,8 @@ def test_sigkill_and_resume(
     command = [sys.executable, "-m", "cdrmix.cli", "train", "--nproc", str(processes)]
 
     def start(root: Path, *more: str) -> subprocess.Popen[bytes]:
-        words = [*command, *arguments(*shape, f"run.root={root}"), *more]
-        return subprocess.Popen(words, stdout=subprocess.DEVNULL)
+        command_line = [*command, *arguments(*shape, f"run.root={root}"), *more]
+        return subprocess.Popen(command_line, stdout=subprocess.DEVNULL)
 
     alone = start(tmp_path / "alone")
     victim = start(tmp_path / "killed")

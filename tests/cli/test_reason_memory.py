@@ -61,9 +61,9 @@ def book(tmp_path: Path) -> Path:
     return tmp_path / "book.txt"
 
 
-def demo(model: Path, memory: Path, *words: object) -> list[str]:
-    arguments = ["reason", "demo", "--model", model, "--device", "cpu", "--memory", memory, *words]
-    return [str(word) for word in arguments]
+def demo(model: Path, memory: Path, *options: object) -> list[str]:
+    arguments = ["reason", "demo", "--model", model, "--device", "cpu", "--memory", memory, *options]
+    return [str(argument) for argument in arguments]
 
 
 def kept(memory: Path) -> list[tuple[int, list[int]]]:
@@ -119,13 +119,13 @@ def test_what_the_controller_rolls_back_leaves_nothing(
 @pytest.mark.parametrize("attempt", range(2))
 def test_killed_at_any_moment_no_commit_is_lost(model: Path, book: Path, tmp_path: Path, attempt: int) -> None:
     """SIGKILL at a random moment of the reading, then once more, then read to the end: as if it had not been killed."""
-    words = ("--document", book, "--question", "thing number 3")
-    assert main(demo(model, tmp_path / "whole", *words)) == 0
+    options = ("--document", book, "--question", "thing number 3")
+    assert main(demo(model, tmp_path / "whole", *options)) == 0
     whole, draw = kept(tmp_path / "whole"), random.Random(attempt)
     memory = tmp_path / "memory"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     for _ in range(2):
-        command = [sys.executable, "-m", "cdrmix.cli", *demo(model, memory, *words)]
+        command = [sys.executable, "-m", "cdrmix.cli", *demo(model, memory, *options)]
         victim = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         assert victim.stdout is not None
         lines = []
@@ -141,7 +141,7 @@ def test_killed_at_any_moment_no_commit_is_lost(model: Path, book: Path, tmp_pat
         found = kept(memory)
         assert found == whole[: len(found)]
         assert len(found) >= acknowledged
-    assert main(demo(model, memory, *words)) == 0
+    assert main(demo(model, memory, *options)) == 0
     assert kept(memory) == whole
 
 

@@ -202,7 +202,7 @@ def test_what_is_not_there_gets_a_message(shards: ShardSet, tmp_path: Path) -> N
 
 
 def test_damaged_shards_get_a_message(shards: ShardSet, tmp_path: Path) -> None:
-    """Bytes altered anywhere, sizes kept: rows are shown, whatever they hold now, or an error of ours is raised."""
+    """Any byte altered, sizes kept: the command shows rows, with any contents, or raises one of our errors."""
     copy = tmp_path / "shards"
     shutil.copytree(shards.path, copy)
     draw = random.Random(5)

@@ -76,7 +76,7 @@ def test_the_same_corpus_gives_the_same_bytes(make_config: Any, corpus: dict[str
 
 
 def test_a_text_is_always_on_the_same_side(make_config: Any, texts: list[str], tmp_path: Path) -> None:
-    """Whatever else the corpus holds, in whatever order; so exact duplicates cannot straddle the splits."""
+    """Independent of the other documents and of their order; so exact duplicates are in the same split."""
     once = prepare(make_config(write(tmp_path / "a.jsonl", texts)), say=quiet)
     more = prepare(make_config(write(tmp_path / "b.jsonl", [*reversed(texts), "new", *texts])), say=quiet)
     assert set(once.valid.text()) - {b"new"} == set(more.valid.text()) - {b"new"}

@@ -1,4 +1,4 @@
-"""Token examples: MQAR as zoology defines it, word problems of groups, and both beside their text."""
+"""Token examples: MQAR as zoology defines it, word problems of groups, and both compared with their texts."""
 
 from __future__ import annotations
 

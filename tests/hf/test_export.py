@@ -272,12 +272,12 @@ def test_a_pure_rwkv7_is_exported_for_the_rwkv_package(
     official = torch.load(out, weights_only=True)
     assert torch.equal(official["emb.weight"], load_model(other.path).model.embedding.weight)
     assert official["blocks.0.att.x_r"].shape == (1, 1, 32)
-    for words, status, reasons in (
+    for arguments, status, reasons in (
         ([str(run.path), "--rwkv", str(tmp_path / "a.pth")], 2, ("attention_fraction", "feed_forward.kind")),
         ([str(other.path), "--rwkv", str(out)], 2, ("exists",)),
         ([str(other.path), "--rwkv", str(tmp_path / "a.pt")], 2, (".pth",)),
     ):
-        assert main(["export", "--model", *words]) == status
+        assert main(["export", "--model", *arguments]) == status
         error = capsys.readouterr().err
         for reason in reasons:
             assert reason in error

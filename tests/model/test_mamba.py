@@ -75,7 +75,7 @@ class DoubleNorm(torch.nn.Module):
 def test_agrees_with_transformers(
     monkeypatch: pytest.MonkeyPatch, groups: int, conv_width: int, dtype: torch.dtype, bound: float
 ) -> None:
-    """Its mixer in plain PyTorch beside ours: whole, and in two calls, split at every place."""
+    """Our mixer equals its mixer in plain PyTorch: in one call, and in two calls split at every position."""
     from transformers import Mamba2Config
     from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 

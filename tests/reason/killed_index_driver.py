@@ -28,7 +28,7 @@ DIM, COMMITS = 8, 20
 MAX_TOKENS = 60
 REJECTED = 1_000_000  # tokens from here on were staged and never committed
 CALLS = ("open", "close", "pwrite", "pread", "fsync", "fdatasync", "ftruncate", "replace", "unlink")
-ACKNOWLEDGE = os.write  # as it was before anything of os is replaced
+ACKNOWLEDGE = os.write  # the original, taken before functions of os are replaced
 
 
 def key(seed: int) -> Any:

@@ -75,7 +75,7 @@ def test_a_memory_of_one_part_is_written_over() -> None:
 
 
 def test_the_part_that_has_not_changed_for_longest_is_written() -> None:
-    """What changed last stands first; a part that is kept as it was stays the one to be written."""
+    """The part that changed last stands first; a part that a turn writes unchanged is written again by the next."""
     memory = TokenMemory.empty(window_of(6, 3), 1, torch.device("cpu"))
 
     def write(part: list[int], turn: int) -> list[int]:

@@ -129,7 +129,7 @@ def test_a_rollback_leaves_no_bit_of_what_was_read(mixers: dict[str, Any], carry
 @pytest.mark.parametrize("carry", ["all", "fast"])
 @pytest.mark.parametrize("mixers", MIXERS)
 def test_rows_decide_apart(mixers: dict[str, Any], carry: str) -> None:
-    """Each of four rows has the state of an episode of the chunks that it committed alone, whatever the others did."""
+    """Each of four rows has the state of an episode with only its committed chunks, independent of the other rows."""
     controller, ids = make(carry=carry, **mixers), chunks(4, 4)
     actions = torch.tensor([[0, 0, 0, 0], [1, 0, 1, 1], [0, 1, 0, 1], [1, 1, 1, 1]])
     episode = controller.begin(4)

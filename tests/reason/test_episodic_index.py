@@ -1,4 +1,4 @@
-"""Episodic memory: exact search, transactions, eviction, and a log that survives whatever happens to it."""
+"""Episodic memory: exact search, transactions, eviction, and a log that survives kills and reports damage."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def test_rewards_are_the_formula() -> None:
 
 
 def test_windows_read_together_are_windows_read_alone() -> None:
-    """Whatever stands beside a window, and whether it is read now or later; prefixes of prefixes too."""
+    """Independent of the other windows in the pass and of when a window is read; also with summaries of summaries."""
     config = config_of()
     model, windows = model_of(config).double(), Windows()
     with torch.no_grad():
