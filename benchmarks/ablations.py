@@ -1,4 +1,4 @@
-"""Writes the tables of the ablations in docs/ from benchmarks/results/ablations.jsonl, and adds new results to that file.
+"""Writes the tables of the ablations in docs/ from benchmarks/results/ablations.jsonl, and adds results to that file.
 
 python benchmarks/ablations.py                                          # writes the tables
 python benchmarks/ablations.py --add FOLDER/results.jsonl --commit HASH  # adds results of `cdrmix ablate --out FOLDER`

@@ -80,7 +80,7 @@ def tokens_a_second(loader: TrainLoader, first: int) -> float:
 
 
 def loader(options: Options) -> Result:
-    """Speed over rows that were not read before, and the slowest of five first batches, each of a newly opened split."""
+    """Speed over rows not read before, and the slowest of five first batches, each of a newly opened split."""
     folder = Path(tempfile.mkdtemp(prefix="cdrmix-loader-"))
     try:
         opened = sparse_split(folder / "long", DOCUMENT)

@@ -118,7 +118,7 @@ def serve_by(products: str | None, device: torch.device) -> None:
 
 
 def ours(layer: Layer, recompute: bool = False, products: str | None = None) -> Implementation:
-    """cdrmix; products: the library of the products on a GPU, instead of the committed choice (kernels/moe/grouped.py)."""
+    """cdrmix; products: the library of GPU products, instead of the committed choice (kernels/moe/grouped.py)."""
 
     def call(x: Tensor, logits: Tensor, weights: list[Tensor]) -> Tensor:
         w_up, w_down = weights
