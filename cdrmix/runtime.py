@@ -59,8 +59,8 @@ def _reason() -> str:
     try:
         torch.cuda.init()
     except RuntimeError as error:
-        told = str(error).strip().splitlines()[0].split(". ")[0].rstrip(".")
-        return f": {told} (PyTorch {torch.__version__} is built for {build}); install a driver and a build that match"
+        reason = str(error).strip().splitlines()[0].split(". ")[0].rstrip(".")
+        return f": {reason} (PyTorch {torch.__version__} is built for {build}); install a driver and a build that match"
     return ": the driver is loaded, but this process has access to no GPU; check CUDA_VISIBLE_DEVICES"
 
 

@@ -26,7 +26,7 @@ from cdrmix.errors import ConfigError
 FIRST_HELD_OUT = 1 << 40  # episodes from this number on are for evaluation; training takes numbers from 0
 SAMPLE = 64  # episodes of text whose widths are measured
 MARGIN = 4  # tokens by which a text can be wider than the widest of the sample
-ATTEMPTS = 16  # episodes of text that are tried before an error tells that none fits
+ATTEMPTS = 16  # episodes of text that are tried before the error that none fits
 CHARACTERS_A_TOKEN = 6  # more than texts have, so that chunks are full
 
 
@@ -44,8 +44,8 @@ class Marks(NamedTuple):
 class Episodes(NamedTuple):
     """A batch, int64 on the CPU, padded with `pad` of its source.
 
-    facts_BFW: the tokens that a memory keeps of each fact. fact_chunk_BF: the chunk that tells it. asked_BF, bool:
-    whether the answer needs it. good_BN, bool: whether a chunk tells the truth.
+    facts_BFW: the tokens that a memory keeps of each fact. fact_chunk_BF: the chunk that contains it. asked_BF, bool:
+    whether the answer needs it. good_BN, bool: whether the statements of a chunk are true.
     """
 
     question_BQ: Tensor

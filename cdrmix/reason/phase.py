@@ -180,7 +180,7 @@ def train_alone(
 ) -> list[dict[str, float]]:
     """Trains a model of an experiment by a phase, in this process and without a run folder or checkpoints.
 
-    config: as `phase_config` gives it. say: is told of every tenth of the steps. Returns the records of all steps.
+    config: from `phase_config`. say: prints the measures of every tenth of the steps. Returns the records of all steps.
     """
     config = config.model_copy(update={"train": config.train.model_copy(update={"log_every": 1})})
     world = join(config)
@@ -194,7 +194,7 @@ def train_alone(
 
 
 class _History(Callback):
-    """Keeps the measures of every step, and tells of a tenth of them."""
+    """Stores the measures of every step, and prints those of every tenth of the steps."""
 
     def __init__(self, phase: str, steps: int, say: Callable[[str], None] | None) -> None:
         self._phase, self._period, self._say = phase, max(steps // 10, 1), say

@@ -3,8 +3,8 @@
     S_t = S_{t-1} diag(exp(log_w_t)) + (S_{t-1} a_t) b_t^T + v_t k_t^T ;  y_t = S_t r_t        S: [V, K]
 
 r, log_w, k, a, b [B, T, H, K]; v, y [B, T, H, V]; states float32 [N, H, V, K], one a document. A document is a row, or
-a span of the B * T tokens that cu_seqlens [N + 1] gives. Chunks start anew at each document, so a document has the same
-bits packed or alone. There are no atomics and no tuning at run time: the same bits every time.
+a span of the B * T tokens that cu_seqlens [N + 1] gives. A new chunk starts at each document, so a document has the
+same bits packed or alone. There are no atomics and no tuning at run time: the same bits every time.
 
 A document is scanned in groups of GROUP chunks (triton_groups.py) if it has more than LONGEST chunks (8,192 tokens) and
 its heads have programs for at most PROCESSORS multiprocessors. This depends only on the document's own length and on

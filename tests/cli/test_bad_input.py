@@ -1,4 +1,4 @@
-"""What a person sees who hands in something broken: one message, the exit code of its kind, nothing lost."""
+"""Broken input: the user sees one message and the exit code of its kind, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_broken_configuration(
 
 @pytest.fixture(scope="module")
 def half_done(arguments: Arguments, place: Path) -> Path:
-    """A finished run of the toy with checkpoints of steps 2 and 4; to be copied before it is broken."""
+    """A finished toy run with checkpoints of steps 2 and 4; tests copy it before they break it."""
     assert main(["train", *arguments(f"run.root={place / 'half'}")]) == 0
     (path,) = (place / "half").iterdir()
     return path

@@ -1,4 +1,4 @@
-"""Tests of the command line: a whole run in-process, every command on it, and what a person sees when it fails."""
+"""Tests of the command line: a whole run in-process, every command on it, and the messages of failures."""
 
 from __future__ import annotations
 

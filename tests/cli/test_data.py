@@ -1,4 +1,4 @@
-"""`cdrmix data`: prepare and inspect as a person calls them."""
+"""`cdrmix data`: prepare and inspect from the command line."""
 
 from __future__ import annotations
 

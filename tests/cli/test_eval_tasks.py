@@ -1,4 +1,4 @@
-"""`cdrmix eval --tasks`: a table, JSON and a picture of a trained model; what it refuses, before the model runs."""
+"""`cdrmix eval --tasks`: a table, JSON and a plot of a trained model's scores; errors before the model runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoint is exported: the best by default, the last, a named one; what is said, and what is taken instead."""
+"""Which checkpoint is exported: the best by default, the last, a named one; the messages, and the fallbacks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(trained: RunFolder, tmp_path: Path) -> RunFolder:
 
 
 def export(run: RunFolder, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]:
-    """The step exported, and what was said of it."""
+    """The exported step, and the message about it."""
     shutil.rmtree(run.export, ignore_errors=True)
     capsys.readouterr()
     assert main(["export", "--model", str(run.path), *options]) == 0

@@ -1,4 +1,4 @@
-"""A run killed in the middle of a step and resumed ends with the weights of one that was left alone, bit for bit."""
+"""A run killed in the middle of a step and resumed ends with the weights of an uninterrupted run, bit for bit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def only_run(root: Path) -> Path:
 
 
 def is_at(run: Path, step: int) -> bool:
-    """Whether the run has done this step, and has a checkpoint to go on from."""
+    """Whether the run has done this step, and has a checkpoint from which to continue."""
     reached = any(row["step"] >= step for row in read_metrics(run / "metrics.jsonl"))
     return reached and (run / "checkpoints" / "latest").is_file()
 

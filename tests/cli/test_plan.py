@@ -1,4 +1,4 @@
-"""`cdrmix plan`, `cdrmix train --dry-run`, and training that is refused before anything is made."""
+"""`cdrmix plan`, `cdrmix train --dry-run`, and training that is refused before it writes anything."""
 
 from __future__ import annotations
 

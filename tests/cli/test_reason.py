@@ -1,4 +1,4 @@
-"""Stage B from the command line: every phase, killed and resumed bit for bit, several processes, what is refused."""
+"""Stage B from the command line: every phase, kill and resume bit for bit, several processes, and errors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ REASON = (
 
 @pytest.fixture(scope="module")
 def finished(place: Path, arguments: Arguments) -> Path:
-    """A run of both stages, left alone."""
+    """An uninterrupted run of both stages."""
     root = place / "reason"
     assert main(["train", *arguments(*REASON, f"run.root={root}")]) == 0
     (run,) = root.iterdir()
@@ -133,7 +133,7 @@ def test_stage_b_begins_with_a_trained_backbone(finished: Path, arguments: Argum
 
 
 def test_stage_b_begins_with_the_running_average_of_stage_a(arguments: Arguments, tmp_path: Path) -> None:
-    """The acceptance phase trains heads alone: so the language model behind it is what it began with."""
+    """The acceptance phase trains only heads, so the language model after it is the one that it started with."""
     overrides = arguments(*REASON, f"run.root={tmp_path}")
     overrides += [f"reasoning.phases.{name}.steps=0" for name in PHASES if name != "acceptance"]
     assert main(["train", *overrides]) == 0

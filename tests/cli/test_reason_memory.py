@@ -1,4 +1,4 @@
-"""`cdrmix reason demo --memory FOLDER`: an index that outlives its process; commits, rollbacks, kills, other models."""
+"""`cdrmix reason demo --memory FOLDER`: a durable index: commits, rollbacks, kills, other models, the step budget."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ BOOK = " ".join(str(number) for number in random.Random(1).sample(range(10**8, 1
 
 @pytest.fixture(scope="module")
 def model(place: Path, arguments: Arguments) -> Path:
-    """An export whose operations search, splice what is found and answer, as often as is allowed."""
+    """An export whose operations search, splice the found chunks as often as allowed, and answer."""
     root = place / "memory"
     assert main(["train", *arguments(*REASON, f"run.root={root}")]) == 0
     (run,) = root.iterdir()
@@ -67,7 +67,7 @@ def demo(model: Path, memory: Path, *options: object) -> list[str]:
 
 
 def kept(memory: Path) -> list[tuple[int, list[int]]]:
-    """What the index holds, by id: other processes may write again afterwards."""
+    """The episodes of the index by id; it is closed again, so that other processes can write."""
     index = EpisodicIndex(memory, DIM, 4000)
     found = [(id, episode.tokens.tolist()) for id, episode in sorted(index._kept.episodes.items())]
     index.close()
@@ -118,7 +118,7 @@ def test_what_the_controller_rolls_back_leaves_nothing(
 
 @pytest.mark.parametrize("attempt", range(2))
 def test_killed_at_any_moment_no_commit_is_lost(model: Path, book: Path, tmp_path: Path, attempt: int) -> None:
-    """SIGKILL at a random moment of the reading, then once more, then read to the end: as if it had not been killed."""
+    """Two kills at random moments, then a read to the end: the index equals that of an uninterrupted run."""
     options = ("--document", book, "--question", "thing number 3")
     assert main(demo(model, tmp_path / "whole", *options)) == 0
     whole, draw = kept(tmp_path / "whole"), random.Random(attempt)

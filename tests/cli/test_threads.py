@@ -1,4 +1,4 @@
-"""The number of CPU threads decides no bit of a run, so that a run may be gone on with by another number."""
+"""The number of CPU threads changes no bit of a run, so a run can continue with another number."""
 
 from __future__ import annotations
 

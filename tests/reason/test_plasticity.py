@@ -1,4 +1,4 @@
-"""Phase B1: rows and chunks agree, losses sum up, what is trained is what is said."""
+"""Phase B1: rows and chunks give equal results, losses add up, only the stated parameters are trained."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def source_for(config: Config) -> TokenSource:
 
 
 def stirred(config: Config) -> StageBModel:
-    """A float64 model whose adapters, which begin with no effect, have one."""
+    """A float64 model whose adapters have an effect (they have none at the start of training)."""
     model = small_model(config, 1).double()
     with torch.no_grad():
         generator = torch.Generator().manual_seed(2)

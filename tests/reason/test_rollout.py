@@ -1,4 +1,4 @@
-"""Rollouts: equal to one pass over what they wrote, drawn as the probabilities say, each row for itself."""
+"""Rollouts: equal to one pass over their tokens, sampled from the probabilities, each row independently."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VOCABULARY = 24
 
 
 def model_of(*, mamba: bool = False) -> LanguageModel:
-    """RWKV-7 (or Mamba-2), then attention; drawn wider than at a start, so that what it says is not flat."""
+    """RWKV-7 (or Mamba-2), then attention; initialised wider than in training, so that its output is not uniform."""
     torch.manual_seed(5)
     config = Model(
         vocab_size=VOCABULARY,
@@ -67,7 +67,7 @@ def test_greedy_takes_the_likeliest() -> None:
 
 
 def test_the_end_closes_a_row() -> None:
-    """A row's tokens up to its end are those that it had without an end; behind it nothing counts."""
+    """A row's tokens up to its end equal those of a rollout without an end token; the mask is False after it."""
     model, end = model_of(), 5
     free = generate(model, prompts(40), 8, temperature=1.0, generator=seeded())
     ended = generate(model, prompts(40), 8, temperature=1.0, generator=seeded(), end=end)

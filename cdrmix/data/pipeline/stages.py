@@ -51,9 +51,9 @@ class Progress:
         self.done += 1
         if time.monotonic() - self.last >= PROGRESS_INTERVAL_SECONDS:
             self.last = time.monotonic()
-            told = [f"{self.done:,} of {self.tasks:,} tasks"] if self.tasks else []
-            told += [f"{self.bytes / 1e6:,.0f} MB, {self.rate():,.1f} MB/s"] if self.bytes else []
-            self.say(f"  {self.name}: {'; '.join(told)}")
+            parts = [f"{self.done:,} of {self.tasks:,} tasks"] if self.tasks else []
+            parts += [f"{self.bytes / 1e6:,.0f} MB, {self.rate():,.1f} MB/s"] if self.bytes else []
+            self.say(f"  {self.name}: {'; '.join(parts)}")
 
     def end(self) -> None:
         """Reports the speed of the stage, if it took at least MIN_REPORTED_SECONDS."""

@@ -3,7 +3,7 @@
 After MemAgent (arXiv 2507.02259). Every turn is a sequence of its own and has a fixed width. The time and the memory
 of a token therefore do not depend on the length of the document:
 
-    turn     [QUESTION | question | MEMORY | memory | CHUNK | chunk | UPDATE]  ->  the memory, written anew
+    turn     [QUESTION | question | MEMORY | memory | CHUNK | chunk | UPDATE]  ->  a new memory
     last     [QUESTION | question | MEMORY | memory | ANSWER]                  ->  the answer
 
 With several heads (arXiv 2607.01523) the memory has parts, and a turn writes the part that has not changed for longest.
