@@ -1,4 +1,4 @@
-"""GRPO's loss: equal to TRL's on a fixed batch, its parts computed by hand; independent of padding and micro-batches."""
+"""GRPO's loss: equal to TRL's on a fixed batch, its parts by hand, and independent of padding and micro-batches."""
 
 from __future__ import annotations
 
