@@ -193,12 +193,12 @@ class TextSource:
         """The chunk's sentences with facts, and as many of its other sentences as fit, in their order."""
         keys = episode.kept or [fact.key for fact in episode.facts if fact.chunk == number]
         sentences = [self._encoded(f" {sentence}") for sentence in sentences_of(episode.chunks[number])]
-        tells = [any(key in sentence for key in keys) for sentence in sentences_of(episode.chunks[number])]
-        left = self.chunk - sum(len(ids) for ids, told in zip(sentences, tells, strict=True) if told)
+        have_facts = [any(key in sentence for key in keys) for sentence in sentences_of(episode.chunks[number])]
+        left = self.chunk - sum(len(ids) for ids, has_fact in zip(sentences, have_facts, strict=True) if has_fact)
         row: list[int] = []
-        for ids, told in zip(sentences, tells, strict=True):
-            if told or len(ids) <= left:
-                left -= 0 if told else len(ids)
+        for ids, has_fact in zip(sentences, have_facts, strict=True):
+            if has_fact or len(ids) <= left:
+                left -= 0 if has_fact else len(ids)
                 row += ids
         return row
 

@@ -432,7 +432,7 @@ def alternatives(arch: str) -> list[Build]:
             tiles = itertools.product((4, 8), {32, min(K, 64)}, {32, min(V, 64)})
             launches = {Launch(warps, 1, block_k, block_v) for warps, block_k, block_v in tiles}
             launches.discard(launch_of(kernel, arch, torch.bfloat16, K, V, C))
-            found += [build(kernel, arch, torch.bfloat16, K, V, C, one) for one in sorted(launches, key=repr)]
+            found += [build(kernel, arch, torch.bfloat16, K, V, C, launch) for launch in sorted(launches, key=repr)]
     return found
 
 
@@ -462,7 +462,7 @@ def _builds(arch: str) -> Iterator[Build]:
             continue
         once = ("token",) if C == 32 else ()  # it does not depend on C
         # The scan over groups is float32 for all dtypes, so it is built once.
-        groups = [one for one in OVER_GROUPS if dtype == torch.bfloat16 or one != "group_scan"]
+        groups = [name for name in OVER_GROUPS if dtype == torch.bfloat16 or name != "group_scan"]
         groups = groups if has_groups(arch, dtype, K, V) else []
         for kernel in (*chunk_kernels(dtype, C), *SCANS, *groups, *once):
             yield build(kernel, arch, dtype, K, V, C, launch_of(kernel, arch, dtype, K, V, C))

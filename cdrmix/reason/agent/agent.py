@@ -183,7 +183,7 @@ def read_episodes(
     rows_R = torch.arange(len(chunks_BNC), device=device).repeat_interleave(group)
     parts = (episodes.answer_BA, episodes.facts_BFW, episodes.fact_chunk_BF, episodes.asked_BF)
     begin_BL = window.begin(episodes.question_BQ.to(device))
-    answer, facts, told, asked = (part.to(device)[rows_R] for part in parts)
+    answer, facts, fact_chunks, asked = (part.to(device)[rows_R] for part in parts)
     question_prefix = prefill(model, begin_BL)
     repeated_prefix = repeat(question_prefix, group)
     begin_RL = begin_BL[rows_R]
@@ -211,7 +211,7 @@ def read_episodes(
             prefix = prefill(model, prompt, repeated_prefix.cache)
         memory = memory.write(window.written(continue_from(prefix, prompt, window.part)), number + 1, may_B)
         changes_B += (memory.changed_BH == number + 1).any(1)
-        now = told == number
+        now = fact_chunks == number
         captured_BF |= now & asked & holds(memory.parts_BHP, facts, window.pad)
     prompt = window.last(memory.shown())
     answered = window.written(continue_from(prefill(model, prompt, repeated_prefix.cache), prompt, window.answer))

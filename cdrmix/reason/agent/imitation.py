@@ -33,7 +33,7 @@ def demonstrate(window: Window, episodes: Episodes, leak: float, generator: torc
     memory keeps that fact. Facts that do not fit the part are not captured. Facts that a chunk contains word for word
     are written in the order of the chunk, so that they can be copied in reading order.
     """
-    question, chunks, answer, facts, told, asked, _ = episodes
+    question, chunks, answer, facts, fact_chunks, asked, _ = episodes
     batch, count = chunks.shape[:2]
     slots = window.part // facts.shape[2]
     if not slots:
@@ -50,7 +50,7 @@ def demonstrate(window: Window, episodes: Episodes, leak: float, generator: torc
     for number in range(count):
         oldest = memory.oldest()
         kept_BS = held_BHS[rows, oldest]
-        news_BF = torch.where(asked & (told == number), numbers, -1)
+        news_BF = torch.where(asked & (fact_chunks == number), numbers, -1)
         news_BF = news_BF.gather(1, _first_positions(chunks[:, number], facts, window.pad).argsort(dim=1, stable=True))
         prompt = torch.cat([begin, window.turn(memory.shown(), chunks[:, number])], 1)
         lost_BS = _without_one(kept_BS, leak, generator)

@@ -80,8 +80,8 @@ def memory_of(rollouts: Rollouts, episodes: Episodes) -> tuple[Tensor, Tensor]:
     """(captured, held) [R] float64: numbers of asked facts whose chunk was written, and is in the index at the end."""
     captured, held = [], []
     for row in rollouts.rows:
-        told = episodes.fact_chunk_BF[row.episode][episodes.asked_BF[row.episode]].tolist()
-        ids = [row.written[chunk] for chunk in told if chunk in row.written]
+        asked_chunks = episodes.fact_chunk_BF[row.episode][episodes.asked_BF[row.episode]].tolist()
+        ids = [row.written[chunk] for chunk in asked_chunks if chunk in row.written]
         captured.append(len(ids))
         held.append(sum(row.memory is not None and id in row.memory for id in ids))
     return torch.tensor(captured, dtype=torch.float64), torch.tensor(held, dtype=torch.float64)

@@ -266,7 +266,9 @@ class Reader:
         settings = self.reasoning.phases.operations_imitation
         share = settings.summarised * float(torch.rand((), generator=generator) < settings.summarised_batches)
         summarised_BN = torch.rand(count, chunks, generator=generator) < share
-        path = [_path(told, asked) for told, asked in zip(episodes.fact_chunk_BF, episodes.asked_BF, strict=True)]
+        path = [
+            _path(told_F, asked_F) for told_F, asked_F in zip(episodes.fact_chunk_BF, episodes.asked_BF, strict=True)
+        ]
         tokens = episodes.chunks_BNC.numpy().astype(np.uint32)
 
         def operation_of(row: Row) -> int:
