@@ -96,10 +96,10 @@ def test_a_broken_configuration(
 
 
 @pytest.fixture(scope="module")
-def half_done(arguments: Arguments, place: Path) -> Path:
+def half_done(arguments: Arguments, workspace: Path) -> Path:
     """A finished toy run with checkpoints of steps 2 and 4; tests copy it before they break it."""
-    assert main(["train", *arguments(f"run.root={place / 'half'}")]) == 0
-    (path,) = (place / "half").iterdir()
+    assert main(["train", *arguments(f"run.root={workspace / 'half'}")]) == 0
+    (path,) = (workspace / "half").iterdir()
     return path
 
 

@@ -13,7 +13,7 @@ Arguments = Callable[..., list[str]]
 
 
 def test_prepare_prints_the_folder_that_inspect_takes(
-    arguments: Arguments, place: Path, capsys: pytest.CaptureFixture[str]
+    arguments: Arguments, workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["data", "prepare", *arguments()]) == 0
     folder = capsys.readouterr().out.splitlines()[-1]
@@ -26,7 +26,7 @@ def test_prepare_prints_the_folder_that_inspect_takes(
     assert "cdrmix: error: --row: train has no row 99999; allowed: 0 to " in capsys.readouterr().err
     assert main(["data", "inspect", folder, "--domain", "txet"]) == 2
     assert "Did you mean 'text'?" in capsys.readouterr().err
-    assert main(["data", "inspect", str(place)]) == 4
+    assert main(["data", "inspect", str(workspace)]) == 4
     assert "no finished shards" in capsys.readouterr().err
 
 

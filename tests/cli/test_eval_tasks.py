@@ -14,8 +14,8 @@ Arguments = Callable[..., list[str]]
 
 
 @pytest.fixture(scope="module")
-def finished(place: Path, arguments: Arguments) -> Path:
-    root = place / "eval-tasks"
+def finished(workspace: Path, arguments: Arguments) -> Path:
+    root = workspace / "eval-tasks"
     assert main(["train", *arguments(f"run.root={root}")]) == 0
     (run,) = root.iterdir()
     return run

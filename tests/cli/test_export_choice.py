@@ -19,9 +19,9 @@ Arguments = Callable[..., list[str]]
 
 
 @pytest.fixture(scope="module")
-def trained(place: Path, arguments: Arguments) -> RunFolder:
+def trained(workspace: Path, arguments: Arguments) -> RunFolder:
     """A run whose best checkpoint is that of step 2 of 4."""
-    root = place / "choice"
+    root = workspace / "choice"
     assert main(["train", *arguments(f"run.root={root}")]) == 0
     (run,) = root.iterdir()
     (run / "checkpoints" / "best").write_text("step-00000002\n")

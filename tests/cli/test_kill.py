@@ -34,7 +34,7 @@ def is_at(run: Path, step: int) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize(("accumulation", "processes", "step"), [(1, 1, 4), (4, 1, 5), (1, 2, 7)])
 def test_sigkill_and_resume(
-    place: Path, arguments: Callable[..., list[str]], accumulation: int, processes: int, step: int, tmp_path: Path
+    workspace: Path, arguments: Callable[..., list[str]], accumulation: int, processes: int, step: int, tmp_path: Path
 ) -> None:
     shape = (
         f"train.steps={STEPS}",

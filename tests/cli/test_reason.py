@@ -44,9 +44,9 @@ REASON = (
 
 
 @pytest.fixture(scope="module")
-def finished(place: Path, arguments: Arguments) -> Path:
+def finished(workspace: Path, arguments: Arguments) -> Path:
     """An uninterrupted run of both stages."""
-    root = place / "reason"
+    root = workspace / "reason"
     assert main(["train", *arguments(*REASON, f"run.root={root}")]) == 0
     (run,) = root.iterdir()
     return run

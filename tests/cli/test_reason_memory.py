@@ -42,9 +42,9 @@ BOOK = " ".join(str(number) for number in random.Random(1).sample(range(10**8, 1
 
 
 @pytest.fixture(scope="module")
-def model(place: Path, arguments: Arguments) -> Path:
+def model(workspace: Path, arguments: Arguments) -> Path:
     """An export whose operations search, splice the found chunks as often as allowed, and answer."""
-    root = place / "memory"
+    root = workspace / "memory"
     assert main(["train", *arguments(*REASON, f"run.root={root}")]) == 0
     (run,) = root.iterdir()
     loaded = load_model(run)
@@ -52,7 +52,7 @@ def model(place: Path, arguments: Arguments) -> Path:
     bias[RETRIEVE], bias[SPLICE], bias[NOOP] = 3.0, 2.0, 1.0
     heads = {**loaded.heads, "operations.policy.bias": bias}
     heads["operations.policy.weight"] = torch.zeros_like(heads["operations.policy.weight"])
-    return export_model(loaded._replace(heads=heads), place / "searching")
+    return export_model(loaded._replace(heads=heads), workspace / "searching")
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ BUDGET = 3
 
 
 @pytest.fixture(scope="module")
-def small_budget(model: Path, place: Path) -> Path:
+def small_budget(model: Path, workspace: Path) -> Path:
     """The same model with a step budget of BUDGET and a memory agent, whose memory changes at many chunks."""
     loaded = load_model(model)
     reasoning = loaded.config.reasoning
@@ -164,7 +164,7 @@ def small_budget(model: Path, place: Path) -> Path:
         for parameter in loaded.model.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(6.0)  # else the model writes the same memory at every chunk
-    return export_model(loaded._replace(config=config), place / "small-budget")
+    return export_model(loaded._replace(config=config), workspace / "small-budget")
 
 
 def test_the_step_budget_limits_a_session(
@@ -212,9 +212,9 @@ def test_memories_that_are_refused(
 
 
 @pytest.fixture(scope="module")
-def finished_without(model: Path, place: Path) -> Path:
+def finished_without(model: Path, workspace: Path) -> Path:
     """The same model, whose configuration trains no operations."""
-    folder = place / "without"
+    folder = workspace / "without"
     loaded = load_model(model)
     assert loaded.config.reasoning is not None
     phases = loaded.config.reasoning.phases

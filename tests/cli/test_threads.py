@@ -38,7 +38,7 @@ ODD = (
     ids=["core", "hybrid", "odd", "odd hybrid"],
 )
 def test_any_number_of_threads_trains_the_same_weights(
-    arguments: Arguments, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], shape: tuple[str, ...]
+    arguments: Arguments, workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], shape: tuple[str, ...]
 ) -> None:
     runs = []
     for number in (1, 2, 3):

@@ -96,11 +96,11 @@ def test_the_pattern_is_fair_at_every_place(slots: list[int], key: int) -> None:
     places = sum(slots)
     strata, occurrences = interleave(np.array(slots, np.int64), key)
     seen = [0] * len(slots)
-    for place, (stratum, occurrence) in enumerate(zip(strata.tolist(), occurrences.tolist(), strict=True)):
+    for index, (stratum, occurrence) in enumerate(zip(strata.tolist(), occurrences.tolist(), strict=True)):
         assert occurrence == seen[stratum]
         seen[stratum] += 1
         for number, count in enumerate(slots):
-            assert abs(seen[number] * places - count * (place + 1)) < places
+            assert abs(seen[number] * places - count * (index + 1)) < places
     assert seen == slots
 
 

@@ -144,9 +144,9 @@ def test_nothing_of_a_text_steers_the_terminal(shards: ShardSet, tmp_path: Path,
     file = copy / "train.tokens-00000.bin"
     ids = np.fromfile(file, "<u2")
     # The preparation takes control characters out; shards of other people may have them.
-    for place, character in enumerate("\x1b\x07\r\x00\x0b\x7f\x9b"):
+    for index, character in enumerate("\x1b\x07\r\x00\x0b\x7f\x9b"):
         evil = shards.tokenizer.encode(character)
-        ids[50 * place + 5 : 50 * place + 5 + len(evil)] = evil
+        ids[50 * index + 5 : 50 * index + 5 + len(evil)] = evil
     ids.tofile(file)
     page = "\n".join(lines_of(copy, rows=10**6, coloured=coloured))
     if coloured:

@@ -150,8 +150,8 @@ def test_only_the_first_documents(make_config: Any, corpus: dict[str, Any], text
 def test_other_sources_go_the_same_way(make_config: Any, texts: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "texts"
     folder.mkdir()
-    for place, text in enumerate(texts):
-        (folder / f"{place:02d}.txt.gz").write_bytes(gzip.compress(text.encode()))
+    for index, text in enumerate(texts):
+        (folder / f"{index:02d}.txt.gz").write_bytes(gzip.compress(text.encode()))
     shards = prepare(make_config({"kind": "text", "paths": [str(folder)]}), say=quiet)
     assert sorted(decoded(shards)) == clean(texts)
 
@@ -340,7 +340,7 @@ def test_fingerprints_are_joined_block_by_block(
     make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Half of the texts come twice but for a last word, so that some held-out ones have a near duplicate.
-    words = [" ".join(f"w{number}x{place}" for place in range(200)) for number in range(30)]
+    words = [" ".join(f"w{number}x{index}" for index in range(200)) for number in range(30)]
     source = write(tmp_path / "a.jsonl", [*words, *(f"{text} end" for text in words[:15])])
     exact = {"near_duplicates": False}
     expected = prepare(make_config(source, dedup=exact), say=quiet).report["held_out_near_duplicates"]

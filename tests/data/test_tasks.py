@@ -381,7 +381,7 @@ def test_no_two_exercises_are_near_duplicates(task: str, characters: int) -> Non
     shingles = []
     for number in range(12):
         words = re.findall(r"\w+", make_example(task, 1, number, characters).text.lower())
-        shingles.append({tuple(words[place : place + 5]) for place in range(len(words) - 4)})
+        shingles.append({tuple(words[position : position + 5]) for position in range(len(words) - 4)})
     for one, other in combinations(shingles, 2):
         assert len(one & other) / len(one | other) < 0.2
 

@@ -93,8 +93,8 @@ def die_at(call: int, moment: str) -> None:
                 with suppress(FileNotFoundError):
                     real(*arguments)
             elif moment == "within" and name == "pwrite":
-                file, content, place = arguments
-                real(file, content[: len(content) // 2], place)
+                file, content, offset = arguments
+                real(file, content[: len(content) // 2], offset)
             os.kill(os.getpid(), signal.SIGKILL)
             raise AssertionError
 

@@ -138,8 +138,8 @@ def test_processes_divide_a_step() -> None:
     parts = [model(phase.losses(model, 0, rank, 2)[0]) for rank in range(2)]
     counts = ("rollouts", "good", "bad", "groups", "decisions")
     for name in counts:
-        place = phase.measures.index(name)
-        assert sum(part.sums[place] for part in parts) == whole.sums[place]
+        position = phase.measures.index(name)
+        assert sum(part.sums[position] for part in parts) == whole.sums[position]
     with pytest.raises(ConfigError, match=r"episodes is 8; .* multiple of the 3 processes"):
         phase.losses(model, 0, 0, 3)
 

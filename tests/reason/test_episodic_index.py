@@ -187,13 +187,13 @@ def test_cut_at_any_byte_whole_commits_stay(logged: tuple, tmp_path: Path) -> No
 def test_a_flipped_bit_is_found(logged: tuple, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """Damage in the last commit, which may be incomplete, moves it to another file; damage before it is an error."""
     content, ends, held = logged
-    place, bit = data.draw(st.integers(0, len(content) - 1)), data.draw(st.integers(0, 7))
+    offset, bit = data.draw(st.integers(0, len(content) - 1)), data.draw(st.integers(0, 7))
     folder = tmp_path_factory.mktemp("flipped")
     flipped = bytearray(content)
-    flipped[place] ^= 1 << bit
+    flipped[offset] ^= 1 << bit
     (folder / "episodes.log").write_bytes(flipped)
     last = ends[-2]
-    if place >= last + 20:  # its payload
+    if offset >= last + 20:  # its payload
         index = EpisodicIndex(folder, DIM, 20)
         assert (index.position[0], contents(index)) == (3, held[3])
         assert (folder / f"episodes.log.cut-at-{last}").read_bytes() == flipped[last:]
@@ -259,10 +259,10 @@ def test_a_disk_that_is_full_changes_nothing(folder: Path, monkeypatch: pytest.M
     index = filled(folder, 2)
     before, position = contents(index), index.position
 
-    def full(file: int, data: bytes, place: int) -> int:
+    def full(file: int, data: bytes, offset: int) -> int:
         if len(data) < 40:
             raise OSError(28, "No space left on device")
-        return os.write(file, b"") or real(file, data[: len(data) // 2], place)
+        return os.write(file, b"") or real(file, data[: len(data) // 2], offset)
 
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", full)

@@ -175,12 +175,12 @@ def test_any_bit_of_the_cache_or_its_manifest(cached: Path, monkeypatch: pytest.
     rng = np.random.default_rng(1)
     for name in ("episodes.cache", "episodes.cache.json"):
         content = (cached / name).read_bytes()
-        for place in rng.choice(len(content), 60, replace=False).tolist():
+        for offset in rng.choice(len(content), 60, replace=False).tolist():
             flipped = bytearray(content)
-            flipped[place] ^= 1 << int(rng.integers(8))
+            flipped[offset] ^= 1 << int(rng.integers(8))
             (cached / name).write_bytes(flipped)
             assert opened(cached, monkeypatch)[0] == held
-            (cached / name).write_bytes(content[:place])
+            (cached / name).write_bytes(content[:offset])
             assert opened(cached, monkeypatch)[0] == held
 
 

@@ -27,9 +27,9 @@ def test_summaries_are_of_the_means_of_strides(length: int, count: int) -> None:
     summariser.double()
     found = summariser(hidden)
     assert found.shape == (4, count, 5)
-    for place in range(count):
-        mean = hidden[:, 8 * place : 8 * place + 8].mean(1)
-        torch.testing.assert_close(found[:, place], functional.linear(mean, summariser.down.weight))
+    for position in range(count):
+        mean = hidden[:, 8 * position : 8 * position + 8].mean(1)
+        torch.testing.assert_close(found[:, position], functional.linear(mean, summariser.down.weight))
     assert summariser.count(length) == count
     assert summariser.prefix(found).shape == (4, count, 12)
     for vectors in (summariser.keys(found), summariser.queries(found)):

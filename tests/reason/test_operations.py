@@ -138,8 +138,8 @@ def test_rewards_are_the_formula() -> None:
     answers[::3] += 1
     rewards = rewards_of(rollouts, answers, episodes, reader)
     captured, held = memory_of(rollouts, episodes)
-    for place, row in enumerate(rollouts.rows):
-        right = float(place % 3 != 0)
+    for position, row in enumerate(rollouts.rows):
+        right = float(position % 3 != 0)
         told = {
             int(c)
             for c, a in zip(
@@ -147,11 +147,11 @@ def test_rewards_are_the_formula() -> None:
             )
             if a
         }
-        assert (captured[place] > 0) == bool(told & set(row.written))
-        stable = held[place].item() / captured[place].item() if captured[place] and right else 0.0
+        assert (captured[position] > 0) == bool(told & set(row.written))
+        stable = held[position].item() / captured[position].item() if captured[position] and right else 0.0
         cost = sum(reader.limits.costs[operation] * count for operation, count in enumerate(row.counts))
         expected = right - 0.5 * cost / 64 + 0.25 * stable
-        assert rewards.total_R[place].item() == pytest.approx(expected, abs=1e-12)
+        assert rewards.total_R[position].item() == pytest.approx(expected, abs=1e-12)
 
 
 def test_windows_read_together_are_windows_read_alone() -> None:

@@ -174,5 +174,5 @@ def test_words_are_products() -> None:
     for word, told in zip(ids[:, 1:].tolist(), values.tolist(), strict=True):
         standing = [0, 1, 2]
         for element, value in zip(word, told, strict=True):
-            standing = [standing[place] for place in elements[element]]
+            standing = [standing[position] for position in elements[element]]
             assert tuple(standing) == elements[value]
