@@ -1,9 +1,10 @@
-"""Tables of the ablations in docs/, made from benchmarks/results/ablations.jsonl, and new results added to that file.
+"""Writes the tables of the ablations in docs/ from benchmarks/results/ablations.jsonl, and adds results to that file.
 
 python benchmarks/ablations.py                                          # writes the tables
-python benchmarks/ablations.py --add FOLDER/results.jsonl --commit HASH  # adds what `cdrmix ablate --out FOLDER` found
+python benchmarks/ablations.py --add FOLDER/results.jsonl --commit HASH  # adds results of `cdrmix ablate --out FOLDER`
 
-docs/stage-b-results.md is written whole. In docs/stage-b.md the tables between `<!-- NAME -->` and `<!-- end -->` are.
+It writes the whole page docs/stage-b-results.md; in docs/stage-b.md only the tables between `<!-- NAME -->` and
+`<!-- end -->`.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def ablation_of(name: str) -> Ablation:
 
 
 def collect(rows: Iterable[dict[str, Any]]) -> dict[str, Measured]:
-    """Results by file, arm and seed. An arm without rows of its own has those of the same experiment in another file.
+    """Results by file, arm and seed. An arm without rows of its own gets the rows of an equal arm in another file.
 
     Raises ValueError for a row whose arm does not exist, and for two rows of one arm and seed.
     """
@@ -97,17 +98,17 @@ def verdicts(measured: dict[str, Measured]) -> tuple[list[str], str]:
         for demand in ablation_of(name).demands:
             verdict = judge(demand, runs)
             quantity, bounds = claim_of(demand)
-            found = verdict.estimate
-            shown = ("-", "0") if found is None else (str(found), str(found.seeds))
+            estimated = verdict.estimate
+            shown = ("-", "0") if estimated is None else (str(estimated), str(estimated.seeds))
             outcome = verdict.outcome if verdict.outcome == "holds" else f"**{verdict.outcome}**"
             rows.append([name, quantity, *shown, bounds, outcome])
             outcomes.append(verdict.outcome)
-    counts = ", ".join(f"{outcomes.count(kind)} {said}" for kind, said in COUNTED.items() if kind in outcomes)
+    counts = ", ".join(f"{outcomes.count(kind)} {verb}" for kind, verb in COUNTED.items() if kind in outcomes)
     return table(rows), f"Of {len(outcomes)} demands, {counts}."
 
 
 def sources(rows: Iterable[dict[str, Any]]) -> list[str]:
-    """Lines of a table: which commit and seeds the rows of every case are from, and the seconds of a run."""
+    """Lines of a table: for each case and commit the seeds of its rows and the seconds of a run."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["case"], row["commit"]), []).append(row)
@@ -120,7 +121,7 @@ def sources(rows: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def page(text: str, measured: dict[str, Measured]) -> str:
-    """docs/stage-b.md with its tables made anew. Raises ValueError for a marker that names no table."""
+    """docs/stage-b.md with new tables. Raises ValueError for a marker that names no table."""
 
     lines_of_verdicts, count = verdicts(measured)
 
@@ -151,26 +152,33 @@ def all_results(rows: Sequence[dict[str, Any]], measured: dict[str, Measured]) -
     for name, runs in measured.items():
         section = ablation_of(name)
         lines += [f"## {name} (row {section.row})", "", f"Claim under test: {section.shows}", ""]
-        lines += [f"- `{arm}`: {one.says}" for arm, one in section.arms.items()]
+        lines += [f"- `{name_of_arm}`: {arm.says}" for name_of_arm, arm in section.arms.items()]
         lines += ["", *arms_table(section, runs), ""]
     return "\n".join([*lines, "## Where the rows are from", "", *sources(rows), ""])
 
 
 def added(lines: Iterable[str], rows: Sequence[dict[str, Any]], commit: str) -> list[dict[str, Any]]:
-    """What `cdrmix ablate` found, as rows of the results file; without those that are there already."""
-    there = {(row["case"], row["seed"]) for row in rows}
-    found = [json.loads(line) for line in lines]
+    """Lines of `cdrmix ablate` as rows of the results file, without those that the file already has."""
+    existing = {(row["case"], row["seed"]) for row in rows}
+    results = [json.loads(line) for line in lines]
     version = torch.__version__.partition("+")[0]
     return [
-        {"suite": "ablations", "case": one["what"], "commit": commit, "torch": version, "device": "cpu", "threads": 1}
-        | {key: one[key] for key in ("seed", "seconds", "measured")}
-        for one in found
-        if (one["what"], one["seed"]) not in there
+        {
+            "suite": "ablations",
+            "case": result["what"],
+            "commit": commit,
+            "torch": version,
+            "device": "cpu",
+            "threads": 1,
+        }
+        | {key: result[key] for key in ("seed", "seconds", "measured")}
+        for result in results
+        if (result["what"], result["seed"]) not in existing
     ]
 
 
 def main() -> None:
-    """Adds rows where asked, and writes both pages."""
+    """Adds rows with --add, and writes both pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--add", type=Path, metavar="FILE", help="results.jsonl of `cdrmix ablate --out`")
     parser.add_argument("--commit", help="the commit that the added results were measured at")

@@ -137,7 +137,7 @@ def find_loops(code: list[Instruction]) -> list[Loop]:
     starts = sorted(
         {0}
         | {one.target for one in code if one.target is not None and one.target < len(code)}
-        | {place + 1 for place, one in enumerate(code[:-1]) if one.target is not None or not one.falls}
+        | {index + 1 for index, one in enumerate(code[:-1]) if one.target is not None or not one.falls}
     )
     ends = [*starts[1:], len(code)]
     block_at = {start: block for block, start in enumerate(starts)}
@@ -161,7 +161,7 @@ def find_loops(code: list[Instruction]) -> list[Loop]:
             if head in dominators[block] and not (head == block and ends[block] - starts[block] == 1):
                 members.setdefault(head, {head}).update(_reaches(block, head, predecessors))
     loops = [
-        Loop(starts[head], frozenset(place for block in blocks for place in range(starts[block], ends[block])))
+        Loop(starts[head], frozenset(index for block in blocks for index in range(starts[block], ends[block])))
         for head, blocks in sorted(members.items())
     ]
     return [loop for loop in loops if not _waits(code, loop)]
@@ -170,7 +170,7 @@ def find_loops(code: list[Instruction]) -> list[Loop]:
 def _waits(code: list[Instruction], loop: Loop) -> bool:
     """Whether a loop only polls: a barrier in memory, or the allocator of tensor memory."""
     polled = ("SYNCS", "NANOSLEEP", "UTCATOMSWS", "s_sleep")
-    return len(loop.body) <= 16 and any(code[place].opcode.startswith(polled) for place in loop.body)
+    return len(loop.body) <= 16 and any(code[index].opcode.startswith(polled) for index in loop.body)
 
 
 def _dominators(successors: list[list[int]], predecessors: list[list[int]]) -> list[set[int]]:
@@ -201,7 +201,7 @@ def _closure(start: int, edges: list[list[int]]) -> set[int]:
 
 def _reaches(block: int, head: int, predecessors: list[list[int]]) -> set[int]:
     """The blocks from which `block` is reached without passing `head`."""
-    return _closure(block, [[] if place == head else before for place, before in enumerate(predecessors)])
+    return _closure(block, [[] if index == head else before for index, before in enumerate(predecessors)])
 
 
 def weights(code: list[Instruction], trips: Iterable[int]) -> list[int]:
@@ -212,8 +212,8 @@ def weights(code: list[Instruction], trips: Iterable[int]) -> list[int]:
     """
     found = [1] * len(code)
     for loop, count in zip(find_loops(code), trips, strict=False):
-        for place in loop.body:
-            found[place] *= count
+        for index in loop.body:
+            found[index] *= count
     return found
 
 

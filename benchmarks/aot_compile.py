@@ -1,4 +1,4 @@
-"""Compiles kernels for GPUs that need not be present, and reads their use of the machine from the compiled object.
+"""Compiles kernels for GPUs that need not be present, and reads the resources that they use from the compiled object.
 
 As a program: python aot_compile.py ARCHITECTURES PART PARTS ONLY LIST MODULE ... prints a JSON line for every PARTS-th
 Build of the modules' LIST(architecture), which is "builds" or "alternatives". It must not run under TRITON_INTERPRET,
@@ -155,7 +155,7 @@ def compile_triton(build: Build, architecture: str) -> CompiledKernel:
 
 
 def compile_build(build: Build, architecture: str) -> Compiled:
-    """Compiles the build and reads its use of the machine."""
+    """Compiles the build and reads the resources that it uses."""
     started = time.perf_counter()
     kernel = compile_triton(build, architecture)
     seconds = time.perf_counter() - started
@@ -372,7 +372,7 @@ def _compile_or_say(build: Build, architecture: str) -> Compiled:
 
 
 def _told(error: BaseException) -> str:
-    """An error and its cause: Triton says where a kernel went wrong, and the cause says why."""
+    """An error and its cause: Triton's error gives the position in the kernel, its cause the reason."""
     because = f"\nbecause of {_told(error.__cause__)}" if error.__cause__ is not None else ""
     return f"{type(error).__name__}: {str(error)[-1000:]}{because}"
 

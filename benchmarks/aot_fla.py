@@ -1,4 +1,4 @@
-"""The kernels that fla-core launches for RWKV-7 on an H200, as Builds: a peer that the package never imports.
+"""The kernels that fla-core launches for RWKV-7 on an H200, as Builds. Only benchmarks import fla-core.
 
 The launches are recorded, not copied. fla's own chunk_rwkv7 runs forward and backward on tensors without data (B 8,
 T 4096, H 32, K = V = 64, bfloat16), with Triton's launch replaced by a recorder. It is called as by its layer: with the
@@ -40,7 +40,7 @@ SCANS = ("chunk_dplr_fwd_kernel_h", "chunk_dplr_bwd_kernel_dhu")  # loop over th
 
 
 def absent() -> str:
-    """Why there is nothing to compare with; empty where fla-core is installed."""
+    """Why fla-core cannot be compared; empty if it is installed."""
     if importlib.util.find_spec("fla") is None:
         return "fla-core is not installed; pip install --no-deps fla-core==0.6.0 einops brings the peer"
     return ""

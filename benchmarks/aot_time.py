@@ -100,14 +100,14 @@ def chain_cycles(code: list[Instruction], trips: tuple[int, ...]) -> float:
 
     def walk(places: list[int], around: frozenset[int]) -> None:
         done: frozenset[int] = frozenset()
-        for place in places:
-            if place in done:
+        for index in places:
+            if index in done:
                 continue
-            if place in loops and place not in around:
-                done |= loops[place].body
-                repeat(loops[place], around | {place})
+            if index in loops and index not in around:
+                done |= loops[index].body
+                repeat(loops[index], around | {index})
             else:
-                warp.issue(code[place])
+                warp.issue(code[index])
 
     def repeat(loop: Loop, around: frozenset[int]) -> None:
         left = rounds.get(loop.head, 1)

@@ -62,7 +62,7 @@ class Result:
 
 
 class NotMeasured(Exception):
-    """Raised by a case for which this machine is too small; says why."""
+    """Raised by a case for which this machine is too small; the message gives the reason."""
 
 
 @dataclass(frozen=True)

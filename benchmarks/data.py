@@ -1,4 +1,4 @@
-"""The data suite's cases: signatures against peers, and what near-duplicate detection finds of planted duplicates.
+"""The data suite's cases: signatures compared with peers, and the share of planted near-duplicates that is found.
 
 The texts are the files of Python's packages on this machine: code and its documentation, the same on every run here.
 Speed is in megabytes of text a second of CPU time, of all threads of the process, so that other work on the machine has

@@ -1,8 +1,8 @@
 """The data suite's cases of the loader: tokens a second, and the first batch at any position of 10^9 tokens.
 
-The tokens are holes of sparse files, which the system reads as zeros: pages are made and mapped without waiting for a
-disk. Every step reads rows that were not read before. Documents have DOCUMENT tokens. A few short ones cost as much as
-a long one, so there is a figure for short ones too.
+The files of tokens are sparse, so the system reads zeros without waiting for a disk. Every step reads rows that were
+not read before. Documents have DOCUMENT tokens; because short documents cost more per token, there is a figure for them
+too.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def tokens_a_second(loader: TrainLoader, first: int) -> float:
 
 
 def loader(options: Options) -> Result:
-    """Speed over steps that were never read, and the slowest of five first batches, each of a newly opened split."""
+    """Speed over rows not read before, and the slowest of five first batches, each of a newly opened split."""
     folder = Path(tempfile.mkdtemp(prefix="cdrmix-loader-"))
     try:
         opened = sparse_split(folder / "long", DOCUMENT)

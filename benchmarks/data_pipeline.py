@@ -23,7 +23,7 @@ import zstandard
 from cases import Options, Result
 
 HERE = Path(__file__).parent
-PEER_BYTES = 2_000_000  # of the same text, for a peer that takes a second for each 100 kB
+PEER_BYTES = 2_000_000  # of the same text, for a peer that processes 100 kB a second
 RULES = ["gopher_quality", "gopher_repetition", "c4", "fineweb", "language"]
 DOCUMENTS = 2_000_000
 WORDS = 60  # of each of them

@@ -48,7 +48,7 @@ def rensa() -> Sign:
 
 
 def gaoya() -> Sign:
-    """It takes raw text."""
+    """gaoya, which takes raw text."""
     index = importlib.import_module("gaoya").minhash.MinHashStringIndex
 
     def sign(texts: list[str]) -> None:

@@ -18,8 +18,8 @@ from cases import Options
 from torch import Tensor
 from triton.errors import TritonError
 
-# Written before a GPU timing: many times the 60 MB of an H200's L2. Its 0.3 ms let the CPU get ahead, so that the GPU's
-# time is measured and not that of the first launch.
+# Bytes that are written before a GPU timing, many times the 60 MB of an H200's L2. This takes 0.3 ms, in which the CPU
+# launches the timed kernels, so that the time is the GPU's and not that of the first launch.
 FLUSH_BYTES = 1 << 30
 WRONG = 0.05  # relative error from which a peer counts as wrong and is not timed: 10 times bfloat16's
 # Exceptions of a peer's code that does not run; nothing else is caught, and nothing of ours.

@@ -1,8 +1,8 @@
 """The memory suite's cases: commits, searches and opening of an episodic index, compared with FAISS or a plain file.
 
 Commits wait for the disk, so their time depends on the machine: the peer writes as many bytes to a file and waits too.
-A search is FAISS's plus our checks and tokens. Opening reads a log in which every episode was committed by itself, the
-most work for that number; the peer reads FAISS's own file.
+A search is FAISS's search and our checks and tokens. Opening reads a log with one commit for each episode, which is the
+most work for that number of episodes; the peer reads FAISS's own file.
 """
 
 from __future__ import annotations

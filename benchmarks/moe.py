@@ -181,7 +181,7 @@ class Runner(comparison.Runner):
 
 
 def dense(problem: Problem) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Forward and backward: one product after the other, with R / E rows an expert, written to existing memory."""
+    """Forward and backward products, one after the other, with R / E rows an expert, into existing tensors."""
     shape, like = problem.shape, problem.x
     rows = -(-shape.tokens * shape.k // shape.experts)
 
@@ -235,7 +235,7 @@ def parts(problem: Problem, part: str, mine: Runner) -> dict[str, Callable[[], o
     if part == "training":
         mine_backward = mine.backward()
 
-        def by_the_table() -> object:  # whatever was measured before
+        def by_the_table() -> object:  # resets a choice that an earlier peer made
             serve_by(None, problem.x.device)
             return mine_backward()
 

@@ -112,13 +112,13 @@ def compiled_later(call: Call, dynamic: bool | None = None) -> Call:
 
 
 def serve_by(products: str | None, device: torch.device) -> None:
-    """Who computes our products from now on, forward and backward; None: as the committed table chooses."""
+    """Sets the library of our products, forward and backward; None: the choice of the committed table."""
     if device.type == "cuda":
         importlib.import_module("cdrmix.kernels.moe.grouped").force(products)
 
 
 def ours(layer: Layer, recompute: bool = False, products: str | None = None) -> Implementation:
-    """cdrmix; products: who computes products on a GPU instead of the committed choice (kernels/moe/grouped.py)."""
+    """cdrmix; products: the library of GPU products, instead of the committed choice (kernels/moe/grouped.py)."""
 
     def call(x: Tensor, logits: Tensor, weights: list[Tensor]) -> Tensor:
         w_up, w_down = weights

@@ -82,7 +82,7 @@ class Runner(comparison.Runner):
         dy = tensors["dy"]
         self.implementation, self.rule = implementation, shape.rule
         if "a_state" not in implementation.names and shape.branches > 1:
-            dy = dy[0]  # it has no branches
+            dy = dy[0]  # this implementation has no branches
         super().__init__([tensors[name] for name in implementation.names], dy, part)
         self.weights = (self.dy, tensors["da_next"])
         self.outputs: tuple[Tensor, ...] = ()

@@ -1,6 +1,6 @@
 """Runs the Triton kernels, both passes, on the smallest shapes that reach all branches: for memory checkers.
 
-Every dtype, width and value of `recompute` is a kernel of its own to compile; smoke.py gives a first answer in seconds.
+It compiles a kernel for every dtype, width and value of `recompute`, which takes long; smoke.py takes seconds.
 
 compute-sanitizer --tool memcheck --error-exitcode 9 python benchmarks/smallest.py [--suite NAME] [--dtype NAME]
 

@@ -124,7 +124,7 @@ def eval(options: argparse.Namespace) -> int:
     for name in ("lengths", "count", "seed", "plot"):
         if getattr(options, name) is not None:
             raise ConfigError(f"--{name} is for --tasks; name some, for example --tasks recall")
-    held_out = evaluate_model(options.model, options.config, options.overrides, device=options.device)
+    held_out = evaluate_model(options.model, options.config, options.overrides, device=_device(options))
     print(json.dumps(finite(vars(held_out)), indent=2, allow_nan=False) if options.json else held_out_table(held_out))
     return 0
 
@@ -142,7 +142,7 @@ def eval_tasks(options: argparse.Namespace) -> int:
         options.lengths or [1024, 4096],
         count=options.count or 50,
         seed=1 if options.seed is None else options.seed,
-        device=options.device,
+        device=_device(options),
     )
     if options.plot is not None:
         from cdrmix.durable import write_atomically
@@ -167,13 +167,23 @@ def generate(options: argparse.Namespace) -> int:
         max_new_tokens=options.max_new_tokens,
         stop=tuple(options.stop),
     )
-    pieces = load(options.model, device=options.device).stream(options.prompt, sampling)
+    pieces = load(options.model, device=_device(options)).stream(options.prompt, sampling)
     _show_every_character()
     print(options.prompt, end="", flush=True)
     for _, piece in pieces:
         print(piece, end="", flush=True)
     print()
     return 0
+
+
+def _device(options: argparse.Namespace) -> str | None:
+    """The option --device. Raises ConfigError, which names the option, if this machine has no such device."""
+    from cdrmix.runtime import device_type
+
+    device: str | None = options.device
+    if device is not None:
+        device_type(device, "--device")
+    return device
 
 
 def _show_every_character() -> None:
@@ -187,7 +197,7 @@ def reason_demo(options: argparse.Namespace) -> int:
 
     _show_every_character()
     demonstrate(
-        load_alone(options.model, options.device),
+        load_alone(options.model, _device(options)),
         document=options.document,
         question=options.question,
         chunks=options.chunks,

@@ -104,8 +104,8 @@ def first_metric_difference(path_a: Path, path_b: Path) -> str | None:
     """Describes the first step whose loss or gradient norm differs in the two metrics.jsonl; None if there is none."""
     rows_b = {row["step"]: row for row in read_metrics(path_b / "metrics.jsonl")}
     for row in read_metrics(path_a / "metrics.jsonl"):
-        other = rows_b.get(row["step"])
+        row_b = rows_b.get(row["step"])
         for name in ("loss", "gradient_norm"):
-            if other is not None and row.get(name) != other.get(name):
-                return f"{name} first differs at step {row['step']}: {row.get(name)!r} and {other.get(name)!r}"
+            if row_b is not None and row.get(name) != row_b.get(name):
+                return f"{name} first differs at step {row['step']}: {row.get(name)!r} and {row_b.get(name)!r}"
     return None

@@ -106,8 +106,8 @@ class RunFolder:
     def all_of(cls, config: Config) -> list[RunFolder]:
         """All run folders of this configuration under its root, oldest first."""
         suffix = config.hash()[:8]
-        found = [path.parent for path in _root(config).glob(f"*-{suffix}*/config_snapshot.yaml")]
-        runs = [cls(path) for path in sorted(found, key=_age)]
+        folders = [path.parent for path in _root(config).glob(f"*-{suffix}*/config_snapshot.yaml")]
+        runs = [cls(path) for path in sorted(folders, key=_age)]
         return [run for run in runs if run.summary().get("config_hash") == config.hash()]
 
     def update_config(self, config: Config) -> None:

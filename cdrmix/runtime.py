@@ -26,19 +26,21 @@ DEVICES = ("auto", "cpu", "cuda")
 DEVICE_FILES = {"NVIDIA": Path("/dev/nvidiactl"), "AMD": Path("/dev/kfd")}  # exist if the driver is loaded
 
 
-def device_type(wanted: str) -> str:
-    """The device type, cpu or cuda, that run.device (auto, cpu or cuda) selects on this machine.
+def device_type(wanted: str, source: str = "run.device") -> str:
+    """The device type, cpu or cuda, that `wanted` (auto, cpu or cuda) selects on this machine.
 
-    Raises ConfigError for any other string, and for cuda if PyTorch cannot use a GPU. The message gives the reason.
+    source: the key, option or argument that the user set, for the messages. Raises ConfigError for any other string,
+    and for cuda if PyTorch cannot use a GPU. The message gives the reason.
     """
     if wanted not in DEVICES:
-        raise ConfigError(f"device must be one of {', '.join(DEVICES)}; found {wanted!r}")
+        raise ConfigError(f"{source} must be one of {', '.join(DEVICES)}; found {wanted!r}")
     if wanted == "cpu" or torch.cuda.is_available():
         return "cpu" if wanted == "cpu" else "cuda"
     if wanted == "cuda":
+        or_option = " (or the option --device)" if source == "run.device" else ""
         raise ConfigError(
-            f"run.device is cuda, but PyTorch finds no GPU on this machine{_reason()}; "
-            "or set run.device (or the option --device) to auto or cpu"
+            f"{source} is cuda, but PyTorch finds no GPU on this machine{_reason()}; "
+            f"or set {source}{or_option} to auto or cpu"
         )
     return "cpu"
 
@@ -57,8 +59,8 @@ def _reason() -> str:
     try:
         torch.cuda.init()
     except RuntimeError as error:
-        told = str(error).strip().splitlines()[0].split(". ")[0].rstrip(".")
-        return f": {told} (PyTorch {torch.__version__} is built for {build}); install a driver and a build that match"
+        reason = str(error).strip().splitlines()[0].split(". ")[0].rstrip(".")
+        return f": {reason} (PyTorch {torch.__version__} is built for {build}); install a driver and a build that match"
     return ": the driver is loaded, but this process has access to no GPU; check CUDA_VISIBLE_DEVICES"
 
 
@@ -87,7 +89,7 @@ def work_alone(config: Config, wanted: str | None = None) -> torch.device:
     wanted: auto, cpu or cuda; it replaces run.device of the configuration.
     Raises ConfigError if the device does not exist.
     """
-    device = device_type(config.run.device if wanted is None else wanted)
+    device = device_type(config.run.device) if wanted is None else device_type(wanted, "device")
     set_num_threads(threads(config, 1))
     be_deterministic()
     return torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
@@ -116,7 +118,7 @@ def threads_for(rows: int) -> Iterator[None]:
     """Within it, one CPU thread where products of so many rows take no more (see `products.is_wide`).
 
     What is left to share is the norms and sums of few rows, some 10 us, less than waking a second thread costs: on two
-    cores beside another busy process a token of core-tiny takes 15 ms with one thread and 51 ms with two. No bit
+    cores, while another process is busy, a token of core-tiny takes 15 ms with one thread and 51 ms with two. No bit
     depends on the number.
     """
     threads = torch.get_num_threads()

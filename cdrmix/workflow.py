@@ -225,8 +225,8 @@ def _after_training(run: RunFolder, shards: ShardSet, device: torch.device) -> N
         and spans(loaded.config)
         and run.summary().get("mechanisms_step") != loaded.step
     ):
-        found = evaluate_stage_b(load_stage_b(loaded), loaded.config, loaded.tokenizer, run.say)
-        run.update_summary({"mechanisms": found, "mechanisms_step": loaded.step})
+        mechanisms = evaluate_stage_b(load_stage_b(loaded), loaded.config, loaded.tokenizer, run.say)
+        run.update_summary({"mechanisms": mechanisms, "mechanisms_step": loaded.step})
     _export(run, shards, loaded, device)
     text = "".join(piece for _, piece in generate(loaded.model, loaded.tokenizer, [SAMPLE_PROMPT], [SAMPLE]))
     run.update_summary({"sample": {"prompt": SAMPLE_PROMPT, "text": text}})

@@ -48,7 +48,7 @@ def absent(dependency: str) -> bool:
     return False
 
 
-# A bare GPU machine has PyTorch, Triton and NumPy: there the kernels are tested, and whatever else can be imported.
+# A bare GPU machine has PyTorch, Triton and NumPy: only the tests of the kernels and others that can be imported run.
 DEPENDENCIES = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["dependencies"]
 ABSENT = sorted(name for name in (re.split(r"[^\w.-]", text)[0] for text in DEPENDENCIES) if absent(name))
 

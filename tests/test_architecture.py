@@ -42,7 +42,7 @@ LAYERS = [
 LAYER_OF = {package: height for height, packages in enumerate(LAYERS) for package in packages}
 
 # Third-party package -> the only places of ours that may import it; packages not named here have no owner.
-# One place each; where there are more, the reason stands beside them.
+# One file each; if there are more, a comment gives the reason.
 OWNERS = {
     "deepspeed": {
         "cdrmix/training/engine.py",

@@ -35,22 +35,24 @@ def code(page: Path) -> list[str]:
 def commands() -> Iterator[tuple[str, list[str]]]:
     for page in PAGES:
         for line in "".join(blocks(page, "sh")).splitlines():
-            words = shlex.split(line, comments=True)
-            if words:
-                yield page.name, words
+            arguments = shlex.split(line, comments=True)
+            if arguments:
+                yield page.name, arguments
 
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
 
 
-@pytest.mark.parametrize(("page", "words"), list(commands()), ids=str)
-def test_a_command_is_one_that_the_program_takes(page: str, words: list[str]) -> None:
-    program = words[0].removeprefix(".venv/bin/")
+@pytest.mark.parametrize(("page", "arguments"), list(commands()), ids=str)
+def test_a_command_is_one_that_the_program_takes(page: str, arguments: list[str]) -> None:
+    program = arguments[0].removeprefix(".venv/bin/")
     if program == "make":
-        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), page
+        assert re.search(rf"^{arguments[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), page
     elif program in ("cdrmix", "cdrmix-train"):
-        options, overrides = cli.parser().parse_known_args([*(["train"] if program != "cdrmix" else []), *words[1:]])
+        options, overrides = cli.parser().parse_known_args(
+            [*(["train"] if program != "cdrmix" else []), *arguments[1:]]
+        )
         assert all("=" in word for word in overrides), page
         config = getattr(options, "config", None)
         if config is not None:
@@ -60,21 +62,21 @@ def test_a_command_is_one_that_the_program_takes(page: str, words: list[str]) ->
                 path = ROOT / "configs" / "cdrmix-core-tiny.yaml"
             Config.from_yaml(path, overrides)
     elif program == "python":
-        assert (ROOT / words[1]).is_file(), page
-        assert {it for it in words if it.startswith("--")} <= {"--list", "--suite"}, page
+        assert (ROOT / arguments[1]).is_file(), page
+        assert {it for it in arguments if it.startswith("--")} <= {"--list", "--suite"}, page
     else:
-        assert program in ("pip", "pytest"), f"{page}: {words}"
+        assert program in ("pip", "pytest"), f"{page}: {arguments}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_a_command_in_a_sentence_exists(page: Path) -> None:
     for text in code(page):
-        program, *words = text.removeprefix(".venv/bin/").split() or [""]
-        if program == "cdrmix" and words and words[0] != "COMMAND":
+        program, *arguments = text.removeprefix(".venv/bin/").split() or [""]
+        if program == "cdrmix" and arguments and arguments[0] != "COMMAND":
             known = cli.parser().format_help()
-            assert re.search(rf"^    {words[0]} ", known, re.MULTILINE), text
-        if program == "make" and words and "=" not in words[0]:
-            assert re.search(rf"^{words[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), text
+            assert re.search(rf"^    {arguments[0]} ", known, re.MULTILINE), text
+        if program == "make" and arguments and "=" not in arguments[0]:
+            assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), text
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)

@@ -291,10 +291,10 @@ def _mixture(mixture: str | None, mixtures: Mapping[str, Any], curriculum: list[
 def _of_mixtures(check: Callable[..., Violation | None], mixtures: Mapping[str, Any], *others: Any) -> Violation | None:
     """A rule about the stages of data.curriculum, for every mixture."""
     for name, stages in mixtures.items():
-        found = check(stages, *others)
-        if found is not None:
-            near = found.nearest and found.nearest.replace("data.curriculum", dotted(("data", "mixtures", name)), 1)
-            return found._replace(path=(name, *found.path), nearest=near)
+        problem = check(stages, *others)
+        if problem is not None:
+            near = problem.nearest and problem.nearest.replace("data.curriculum", dotted(("data", "mixtures", name)), 1)
+            return problem._replace(path=(name, *problem.path), nearest=near)
     return None
 
 

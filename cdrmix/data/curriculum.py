@@ -95,15 +95,15 @@ class Mixture:
 
     def lines(self) -> list[str]:
         """A summary: the share of each domain in each stage, and the epochs of each domain."""
-        said = []
+        lines = []
         for at, stage in enumerate(self.stages):
             shares = ", ".join(f"{name} {share:.1%}" for name, share in self._by_domain(stage.slots).items())
-            said.append(f"stage {at + 1} of {len(self.stages)}, {stage.rows:,} rows from {stage.start:,} on: {shares}")
+            lines.append(f"stage {at + 1} of {len(self.stages)}, {stage.rows:,} rows from {stage.start:,} on: {shares}")
         rows = [_rows_of(self.stages, number) for number in range(len(self.strata))]
         taken = self._by_domain(rows, 1)
         there = self._by_domain([stratum.rows for stratum in self.strata], 1)
         epochs = ", ".join(f"{name} {taken[name] / there[name]:.2f}" for name in taken if there[name])
-        return [*said, f"epochs over the training: {epochs}"]
+        return [*lines, f"epochs over the training: {epochs}"]
 
     def _by_domain(self, values: Sequence[float], whole: float = PERIOD) -> dict[str, float]:
         sums = dict.fromkeys((stratum.domain for stratum in self.strata), 0.0)
@@ -182,11 +182,11 @@ def stratum_weights(
         raise ConfigError(f"{name}: the split has no rows")
     weights = [weight / total for weight in weights]
     for group, share in (lengths or {}).items():
-        found = math.fsum(w for w, stratum in zip(weights, strata, strict=True) if stratum.length_class == group)
-        if abs(found - share) > TOLERANCE:
+        actual = math.fsum(w for w, stratum in zip(weights, strata, strict=True) if stratum.length_class == group)
+        if abs(actual - share) > TOLERANCE:
             raise ConfigError(
                 f"{name}.lengths[{group}]: a share of {share:.1%} is impossible with these weights of the domains, "
-                f"whose texts have other lengths; the nearest share is {found:.1%}. Change lengths or domains"
+                f"whose texts have other lengths; the nearest share is {actual:.1%}. Change lengths or domains"
             )
     return weights
 
@@ -249,14 +249,14 @@ def _pattern_key(seed: int, stage: int) -> int:
 def _stages(
     stages: Sequence[schema.CurriculumStage], strata: Sequence[Stratum], total_rows: int, name: str = "data.curriculum"
 ) -> list[Stage]:
-    found = []
+    compiled = []
     start = 0
     for at, stage in enumerate(stages):
         stop = round(stage.until * total_rows)
         slots = period_slots(stratum_weights(stage, strata, f"{name}[{at}]"))
-        found.append(Stage(start, stop - start, slots))
+        compiled.append(Stage(start, stop - start, slots))
         start = stop
-    return found
+    return compiled
 
 
 def _rows_of(stages: Sequence[Stage], stratum: int) -> int:

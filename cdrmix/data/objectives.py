@@ -110,10 +110,10 @@ def spans_of(text: str, sections: Sequence[schema.Span]) -> Iterator[tuple[int, 
             text.find(section.begin, position) if 0 <= begin < position else begin
             for begin, section in zip(begins, sections, strict=True)
         ]
-        found = [(begin, number) for number, begin in enumerate(begins) if begin >= 0]
-        if not found:
+        candidates = [(begin, number) for number, begin in enumerate(begins) if begin >= 0]
+        if not candidates:
             return
-        begin, number = min(found)
+        begin, number = min(candidates)
         section = sections[number]
         end = text.find(section.end, begin + len(section.begin))
         if end < 0:

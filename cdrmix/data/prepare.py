@@ -147,25 +147,25 @@ def build(
     data = config.data
     started = time.monotonic()
     remove_stale_folders(folder.parent)
-    place = folder.parent / f".{folder.name}.work"
+    work_folder = folder.parent / f".{folder.name}.work"
     for name, source in sources.items():
         say(f"Preparing {source.describe()}" + (f" as {name}" if data.domains else ""))
-    if place.exists():
+    if work_folder.exists():
         say("Resuming an interrupted preparation of this text")
-    with make_executor(data.engine, data.workers) as engine:
-        runner = StageRunner(place, engine, say)
+    with make_executor(data.engine, data.workers) as executor:
+        runner = StageRunner(work_folder, executor, say)
         task_bytes = data.memory_mb * 2**20 // MEMORY_PER_TEXT_BYTE
         # stored, because finished units were cut with this size
         stats = read(config, sources, runner, runner.cached("unit_bytes", lambda: task_bytes))
-        survivors, found = remove_duplicates(runner, stats, data.dedup, task_bytes)
+        survivors, pair_counts = remove_duplicates(runner, stats, data.dedup, task_bytes)
         threshold, left = held_out_threshold(survivors, data.valid_fraction)
         if not threshold:
             raise nothing_left(sources, stats, left)
         if tokenizer is None:
             tokenizer = train_tokenizer(config, survivors, threshold, runner)
         parts = tokenize(config, runner, survivors, threshold, tokenizer)
-        report = write_folder(config, runner, parts, survivors, tokenizer, stats, found, key, folder)
-    shutil.rmtree(place, ignore_errors=True)
+        report = write_folder(config, runner, parts, survivors, tokenizer, stats, pair_counts, key, folder)
+    shutil.rmtree(work_folder, ignore_errors=True)
     say(f"Report of the preparation: {folder / 'report' / 'report.html'}")
     say(f"Prepared {summary(report)}; {time.monotonic() - started:.1f} s")
 
@@ -187,8 +187,8 @@ def read(config: Config, sources: dict[str, Source], runner: StageRunner, task_b
                 pii=tuple((domain.pii or config.data.pii).kinds),
             )
             quota = Quota(config.data.max_documents)
-            for place, group in enumerate(grouped(sources[name], task_bytes)):
-                yield Part(f"{number:03d}-{place:07d}", group, sources[name], cleaning, folder, task_bytes), quota
+            for index, group in enumerate(grouped(sources[name], task_bytes)):
+                yield Part(f"{number:03d}-{index:07d}", group, sources[name], cleaning, folder, task_bytes), quota
 
     def make() -> dict[str, Any]:
         progress = Progress(runner.say, "reading")
@@ -294,7 +294,7 @@ def write_folder(
     survivors: Survivors,
     tokenizer: TextTokenizer,
     stats: PipelineStats,
-    found: dict[str, Any],
+    pair_counts: dict[str, Any],
     key: str,
     folder: Path,
 ) -> dict[str, Any]:
@@ -324,7 +324,7 @@ def write_folder(
         "bytes": report["text_bytes"],
     }
     timings = {**runner.timings(), "shards": written}
-    filter_report.write(output / "report", config, stats, found, report, timings)
+    filter_report.write(output / "report", config, stats, pair_counts, report, timings)
     sync_folder(output)
     with suppress_existing():  # without locks, another process may have been faster with the same shards
         output.rename(folder)

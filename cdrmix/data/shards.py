@@ -456,9 +456,9 @@ def _read_index(path: Path) -> dict[str, Any]:
         raise ShardError(f"{path} holds no finished shards: cannot read index.json: {error.strerror}") from error
     except (ValueError, LookupError, AttributeError, TypeError) as error:
         raise ShardError(f"{file} is corrupt: {error}. {_remedy(path)}") from error
-    found = _index_checksum(index)
-    if found != expected:
-        raise ShardError(f"{file} is corrupt: its SHA-256 is {found}, not {expected}. {_remedy(path)}")
+    checksum = _index_checksum(index)
+    if checksum != expected:
+        raise ShardError(f"{file} is corrupt: its SHA-256 is {checksum}, not {expected}. {_remedy(path)}")
     if index["format"] != FORMAT:
         raise ShardError(f"{file} is of format {index['format']}; this version reads {FORMAT}. {_remedy(path)}")
     return dict(index)

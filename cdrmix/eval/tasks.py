@@ -1,4 +1,4 @@
-"""The tasks of cdrmix.data.tasks as evaluations: generated questions whose answer follows from their text."""
+"""Registers the tasks of cdrmix.data.tasks as evaluations: generated questions whose text determines the answer."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from functools import partial
 from cdrmix.data.tasks import TASKS, make_example, score
 from cdrmix.eval.evaluation import EVALUATIONS, Question
 
-FIRST_HELD_OUT = 1 << 41  # examples from this number on; training takes those from 0 on, and stage B's evaluation 2^40
+FIRST_HELD_OUT = 1 << 41  # the first example used here; training starts at 0, stage B's evaluation at 2^40
 
 
 def question(task: str, seed: int, number: int, characters: int) -> Question:
-    """Example `number` of a task at its published difficulty, in a text of about so many characters."""
+    """Held-out example `number` of a task at its published difficulty, in a text of about `characters` characters."""
     made = make_example(task, seed, FIRST_HELD_OUT + number, characters)
     return Question(made.prompt, made.steps + made.answer, partial(score, made))
 

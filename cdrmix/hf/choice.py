@@ -1,4 +1,4 @@
-"""Which checkpoint of a run is exported: the best on held-out text, the last, or a named one."""
+"""Selects the checkpoint of a run to export: the best on held-out text, the last, or a named one."""
 
 from __future__ import annotations
 
@@ -15,50 +15,50 @@ BEST, LAST = "best", "last"
 
 
 class Choice(NamedTuple):
-    """A model of a run, and why it is the one: a sentence's end, after its step."""
+    """The selected model, and the reason as the end of a sentence: "step 2, the best on held-out text"."""
 
     loaded: Loaded
     reason: str
 
 
 def choose_checkpoint(run: RunFolder, wanted: str) -> Choice:
-    """The model that is exported of a run: of each checkpoint the running average of the weights, where one is kept.
+    """Loads the model of a run to export: the running average of the weights if the checkpoint has one.
 
-    wanted: best, last (the newest whole one), or a checkpoint of the run, by its path or by its name in checkpoints/.
-    best is that of the lowest bits per byte in the validations of stage A, of the weights themselves. The last is taken
-    where there is no such, where it is damaged, and where stage B came after it.
-    Raises ConfigError for another run's checkpoint or one that there is not, CheckpointError where none is whole.
+    wanted: best; last (the newest complete checkpoint); or a checkpoint of the run, by its path or its name in
+    checkpoints/. best has the lowest bits per byte of all validations in stage A, measured with the weights themselves.
+    The last is taken instead of best if there is no best, if it is damaged, and if stage B came after it.
+    Raises ConfigError for a checkpoint of another run and for an unknown one, CheckpointError if none is complete.
     """
     if wanted not in (BEST, LAST):
-        return Choice(load_model(_named(run, wanted)), "the one that was asked for")
+        return Choice(load_model(_named(run, wanted)), "as requested")
     if wanted == LAST:
-        return Choice(load_model(run.path), "the last, as was asked for")
-    pointer, kept = run.checkpoints / BEST, list_checkpoints(run.checkpoints)
-    if not pointer.is_file() or not kept:
-        return Choice(load_model(run.path), "the last, since none is marked as the best on held-out text")
+        return Choice(load_model(run.path), "the last, as requested")
+    pointer, checkpoints = run.checkpoints / BEST, list_checkpoints(run.checkpoints)
+    if not pointer.is_file() or not checkpoints:
+        return Choice(load_model(run.path), "the last, because none is marked as the best on held-out text")
     best = run.checkpoints / pointer.read_text(encoding="utf-8").strip()
-    step, last, stage_a = step_of(best), step_of(kept[-1]), Config.from_yaml(run.config_snapshot).train.steps
+    step, last, stage_a = step_of(best), step_of(checkpoints[-1]), Config.from_yaml(run.config_snapshot).train.steps
     if step <= stage_a < last:
         return Choice(
-            load_model(run.path), f"the last, since the best on held-out text, step {step}, is before stage B"
+            load_model(run.path), f"the last, because the best on held-out text, step {step}, is before stage B"
         )
     try:
         loaded = load_model(best)
     except CheckpointError as error:
-        return Choice(load_model(run.path), f"the last, since the best on held-out text cannot be used: {error}")
+        return Choice(load_model(run.path), f"the last, because the best on held-out text cannot be used: {error}")
     bits = {row["step"]: row.get("valid_bits_per_byte") for row in read_metrics(run.metrics_jsonl)}
-    reason = f"the best on held-out text{_told(bits.get(step))}"
-    return Choice(loaded, reason if step == last else f"{reason}; the last is step {last}{_told(bits.get(last))}")
+    reason = f"the best on held-out text{_bits_text(bits.get(step))}"
+    return Choice(loaded, reason if step == last else f"{reason}; the last is step {last}{_bits_text(bits.get(last))}")
 
 
-def _told(bits: float | None) -> str:
+def _bits_text(bits: float | None) -> str:
     return "" if bits is None else f" ({bits:.4f} bits per byte)"
 
 
 def _named(run: RunFolder, wanted: str) -> Path:
     path = run.checkpoints / wanted if Path(wanted).name == wanted else Path(wanted)
     if not (path / MANIFEST).is_file() or path.resolve().parent != run.checkpoints.resolve():
-        names = ", ".join(kept.name for kept in list_checkpoints(run.checkpoints)) or "none"
+        names = ", ".join(checkpoint.name for checkpoint in list_checkpoints(run.checkpoints)) or "none"
         raise ConfigError(
             f"export.checkpoint: {wanted} is no checkpoint of {run.path}, which has {names}; name one of these, "
             f"{BEST} or {LAST}"

@@ -134,15 +134,15 @@ def _compare(ours: Loaded, theirs: Loaded, held_out_row: Sequence[int] | None) -
     device = ours.model.embedding.weight.device
     theirs.model.to(device)
     vocabulary, length = ours.config.model.vocab_size, ours.config.data.row_length
-    rows["a row of scattered tokens"] = [7919 * place % vocabulary for place in range(length)]
+    rows["a row of scattered tokens"] = [7919 * position % vocabulary for position in range(length)]
     if held_out_row:
         rows["a held-out row"] = list(held_out_row)
     for name, ids in rows.items():
         ids_BT = torch.tensor([ids], device=device)
         with torch.no_grad():
-            expected, found = (each.model.logits(each.model(ids_BT).hidden_BTD) for each in (ours, theirs))
-        if not torch.equal(expected, found):
-            worst = (expected - found).abs().max().item()
+            expected, actual = (each.model.logits(each.model(ids_BT).hidden_BTD) for each in (ours, theirs))
+        if not torch.equal(expected, actual):
+            worst = (expected - actual).abs().max().item()
             raise ExportMismatchError(
                 f"the exported model gives other logits on {name} than the original; largest difference: {worst:g}"
             )

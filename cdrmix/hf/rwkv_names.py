@@ -63,7 +63,9 @@ def official_rwkv7_weights(config: Model, weights: dict[str, Tensor]) -> dict[st
         "model.embedding_norm": (config.embedding_norm, True, "true"),
         "model.rwkv.allow_neg_eigval": (config.rwkv.allow_neg_eigval, False, "false"),
     }
-    problems = [f"{key}: must be {words}" for key, (found, allowed, words) in wanted.items() if found != allowed]
+    problems = [
+        f"{key}: must be {requirement}" for key, (found, allowed, requirement) in wanted.items() if found != allowed
+    ]
     if problems:
         raise ConfigError("this model cannot be written as an official RWKV-7 model:\n  " + "\n  ".join(problems))
     official = {}

@@ -78,15 +78,15 @@ def decode(model: LanguageModel, rows: Sequence[Row], vocabulary: int | None = N
             for number, logits_V in zip(numbers, logits_BV, strict=True):
                 yield number, rows[number].draw(logits_V)
             kept = [
-                place
-                for place, number in enumerate(numbers)
+                index
+                for index, number in enumerate(numbers)
                 if not rows[number].ended and rows[number].drawn < rows[number].sampling.max_new_tokens
             ]
             if not kept:
                 continue
             if len(kept) < len(numbers):
                 cache = select(cache, torch.tensor(kept, device=device))
-                numbers = [numbers[place] for place in kept]
+                numbers = [numbers[index] for index in kept]
             last_B1 = torch.tensor([rows[number].ids[-1:] for number in numbers], device=device)
             going_on.append((numbers, *_forward(model, last_B1, cache)))
         batches = going_on
@@ -156,7 +156,7 @@ class TextStream:
             return ""
         text = self._held + self._decoder.decode(spelled, final=last)
         # The match that ends first; of several, the longest. So the boundaries of tokens do not matter.
-        ends = [(place + len(stop), place) for stop in self._stop if (place := text.find(stop)) >= 0]
+        ends = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
         if ends:
             self.stopped, self._held = True, ""
             return text[: min(ends)[1]]

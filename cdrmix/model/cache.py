@@ -89,7 +89,7 @@ def with_fast_weights(cache: Cache, change: Callable[[Tensor], Tensor]) -> Cache
 
 def flattened(cache: Cache) -> dict[str, Tensor]:
     """Every tensor of a cache by its path, "block.part.field"; integers become tensors without dimensions."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
 
     def walk(part: Any, name: str) -> None:
         if isinstance(part, tuple):
@@ -97,12 +97,12 @@ def flattened(cache: Cache) -> dict[str, Tensor]:
             for field, each in zip(fields, part, strict=True):
                 walk(each, f"{name}.{field}" if name else str(field))
         elif isinstance(part, Tensor):
-            found[name] = part
+            tensors[name] = part
         elif part is not None and not isinstance(part, KeyValueBuffer):  # the buffer's content is in its cache
-            found[name] = torch.tensor(part)
+            tensors[name] = torch.tensor(part)
 
     walk(cache, "")
-    return found
+    return tensors
 
 
 def filled(template: Cache, tensors: Mapping[str, Tensor]) -> Cache:
@@ -115,10 +115,10 @@ def filled(template: Cache, tensors: Mapping[str, Tensor]) -> Cache:
                 walk(each, f"{name}.{field}" if name else str(field)) for field, each in zip(fields, part, strict=True)
             ]
             return None if all(each is None for each in parts) else _tuple_like(part, parts)
-        found = tensors.get(name)
-        if found is None or isinstance(part, Tensor):
-            return found
-        return type(part)(found.item())
+        tensor = tensors.get(name)
+        if tensor is None or isinstance(part, Tensor):
+            return tensor
+        return type(part)(tensor.item())
 
     nothing = BlockCache(None, None, None)  # for a block that carries nothing, such as attention between chunks
     return tuple(walk(block, str(number)) or nothing for number, block in enumerate(template))
@@ -133,7 +133,7 @@ def _merged(merge: Callable[..., Tensor], *parts: Any) -> Any:
         rows = [row for part in parts for row in by_row(part)]
         numbers = torch.arange(len(rows), device=rows[0].keys.device)
         order = merge(*numbers.split([len(by_row(part)) for part in parts]))
-        return RaggedAttentionCache(tuple(rows[place] for place in order.tolist()))
+        return RaggedAttentionCache(tuple(rows[index] for index in order.tolist()))
     if isinstance(first, tuple):
         return _tuple_like(first, (_merged(merge, *each) for each in zip(*parts, strict=True)))
     if any(isinstance(part, KeyValueBuffer) for part in parts):

@@ -142,8 +142,8 @@ class Adapter(nn.Module):
         Its negative gradient in A is the delta rule's update of a token that finds this A.
         """
         number = torch.arange(position, position + k.shape[1], device=k.device) // self.chunk
-        found = (reads_A[:, number] @ k.unsqueeze(-1)).squeeze(-1)
-        return (beta * (v - found).square().sum(-1)).mean() / 2
+        read = (reads_A[:, number] @ k.unsqueeze(-1)).squeeze(-1)
+        return (beta * (v - read).square().sum(-1)).mean() / 2
 
 
 def _unit(x: Tensor) -> Tensor:

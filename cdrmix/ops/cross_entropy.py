@@ -43,7 +43,7 @@ def linear_cross_entropy(
     Differentiable once, in hidden and weight. The gradients are computed in the forward pass, under the assumption that
     the losses of all sets get the same gradient, and used once. A second backward pass over a kept graph, and sets
     whose losses are not just summed, compute them again: put factors of sets into `weights`. The gradients are kept for
-    weights scaled to at most about 1, so float16 loses no small weights, whatever the loss is scaled by later.
+    weights scaled to at most about 1, so float16 loses no small weights, for any later scale of the loss.
     Raises ValueError naming the argument, before anything runs. Values of the targets are checked on a CPU always, and
     on a GPU with CDRMIX_DEBUG=1 only, because reading them waits for the GPU; without, a wrong target gives NaN there.
     """

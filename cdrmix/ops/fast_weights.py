@@ -62,7 +62,7 @@ def plastic_lora(
 
     x: [*, T, I]; w: [O, I]; b_up, B: [O, r], r from 1 to 128; bfloat16, float16 or float32, under autocast cast to its
         dtype, which y has. q, k: [*, T, d], v: [*, T, r], beta: [*, T], of any of these dtypes; d is r or larger.
-    a_state, A: float32 [*, r, d]. Reads and updates of it are computed in float32, whatever the others' dtype. float64
+    a_state, A: float32 [*, r, d]. Reads and updates of it are computed in float32, for any dtype of the others. float64
         for all tensors, A too, uses the reference.
     Leading dimensions * broadcast against each other. x W^T is computed for those of x only: branches are a dimension
         in front of A or beta that x does not have.

@@ -215,10 +215,10 @@ def _moe_experts(
     """y, and Z, empty if `recompute`. Only the checks read experts_TK."""
     _check_indices(experts_TK, order_R, counts_E)
     with torch.autocast(x_TD.device.type, enabled=False):  # an operator inherits autocast from its caller
-        found: tuple[Tensor, Tensor] = _kernels(x_TD).experts_forward(
+        result: tuple[Tensor, Tensor] = _kernels(x_TD).experts_forward(
             x_TD, w_up, w_down, weights_TK, order_R, counts_E, activation=activation, recompute=recompute
         )
-    return found
+    return result
 
 
 @_moe_experts.register_fake
@@ -254,12 +254,12 @@ def _moe_experts_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of x, w_up, w_down and weights_TK; that of a weight with a sum is added there, and empty."""
     with torch.autocast(x_TD.device.type, enabled=False):
-        found: tuple[Tensor, Tensor, Tensor, Tensor] = _kernels(x_TD).experts_backward(
+        gradients: tuple[Tensor, Tensor, Tensor, Tensor] = _kernels(x_TD).experts_backward(
             *(dy_TD, x_TD, w_up, w_down, weights_TK, order_R, counts_E, z, up_sum, down_sum),
             activation=activation,
             recompute=recompute,
         )
-    return found
+    return gradients
 
 
 @_moe_experts_backward.register_fake
@@ -322,14 +322,14 @@ class _AttachedExperts(torch.autograd.Function):
         dx_TD, dw_up, dw_down, dweights_TK = _moe_experts_backward(
             dy_TD.contiguous(), *ctx.saved_tensors, ctx.activation, ctx.recompute, *sums
         )
-        found = (
+        gradients = (
             dw_up if sums[0] is None else None,
             dw_down if sums[1] is None else None,
             dx_TD,
             dweights_TK,
             *(None,) * 5,
         )
-        return tuple(dx if needed else None for dx, needed in zip(found, ctx.needs_input_grad, strict=True))
+        return tuple(dx if needed else None for dx, needed in zip(gradients, ctx.needs_input_grad, strict=True))
 
 
 @operator("cdrmix::moe_dispatch")
@@ -389,8 +389,8 @@ def _moe_product_backward(
     dy_RF: Tensor, x_RD: Tensor, w_EDF: Tensor, counts_E: Tensor, w_sum: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     with torch.autocast(x_RD.device.type, enabled=False):
-        found: tuple[Tensor, Tensor] = _kernels(x_RD).product_backward(dy_RF, x_RD, w_EDF, counts_E, w_sum)
-    return found
+        gradients: tuple[Tensor, Tensor] = _kernels(x_RD).product_backward(dy_RF, x_RD, w_EDF, counts_E, w_sum)
+    return gradients
 
 
 @_moe_product_backward.register_fake
@@ -426,5 +426,5 @@ class _AttachedProduct(torch.autograd.Function):
     def backward(ctx: Any, dy_RF: Tensor) -> tuple[Tensor | None, ...]:
         total = gradient_sum(ctx.weight)
         dx_RD, dw_EDF = _moe_product_backward(dy_RF.contiguous(), *ctx.saved_tensors, total)
-        found = (dw_EDF if total is None else None, dx_RD, None)
-        return tuple(dx if needed else None for dx, needed in zip(found, ctx.needs_input_grad, strict=True))
+        gradients = (dw_EDF if total is None else None, dx_RD, None)
+        return tuple(dx if needed else None for dx, needed in zip(gradients, ctx.needs_input_grad, strict=True))

@@ -188,14 +188,14 @@ def _differentiate(ctx: Any, dtotal: Tensor | None, dnormed: Tensor | None, _: o
     dnormed = torch.zeros_like(total, dtype=ctx.dtype) if dnormed is None else dnormed.contiguous()
     dtotal = None if dtotal is None or ctx.y_dtype is None else dtotal.contiguous()
     needs_x, needs_y, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-    other = ctx.y_dtype if needs_y and ctx.y_dtype != total.dtype else None
+    dy_dtype = ctx.y_dtype if needs_y and ctx.y_dtype != total.dtype else None
     has_bias = ctx.bias_dtype is not None
     dx, dy, sums = _add_norm_backward(
-        dnormed, dtotal, total, weight, statistics, has_bias, other, needs_weight or needs_bias
+        dnormed, dtotal, total, weight, statistics, has_bias, dy_dtype, needs_weight or needs_bias
     )
     return (
         dx if needs_x else None,
-        (dx if other is None else dy) if needs_y else None,
+        (dx if dy_dtype is None else dy) if needs_y else None,
         sums[0].to(weight.dtype) if needs_weight else None,
         sums[1].to(ctx.bias_dtype) if needs_bias else None,
         *(None,) * 3,

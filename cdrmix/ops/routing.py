@@ -92,8 +92,8 @@ def _kernels(logits_TE: Tensor) -> ModuleType:
 def _moe_route(logits_TE: Tensor, k: int, bias: Tensor | None, capacity: int | None, name: str) -> RoutingTensors:
     _check_logits(logits_TE, name)
     with torch.autocast(logits_TE.device.type, enabled=False):  # an operator inherits autocast from its caller
-        found: RoutingTensors = _kernels(logits_TE).route_forward(logits_TE, k, bias, capacity)
-    return found
+        result: RoutingTensors = _kernels(logits_TE).route_forward(logits_TE, k, bias, capacity)
+    return result
 
 
 @_moe_route.register_fake

@@ -46,7 +46,7 @@ def wkv7(
         in float32; log_w may be float32 while the others are narrower. K and V each 32, 64 or 128 (any on a CPU).
         float64 for all of them, states too, uses the reference.
     cu_seqlens: int32 or int64 [N + 1], not decreasing, document starts over the flattened B * T tokens, which include
-        every row's start: S starts anew at each. None: each row is one document, N = B. The host does not read it.
+        every row's start: S is reset at each. None: each row is one document, N = B. The host does not read it.
     state: float32 [N, H, V, K], the state before each document; None: zeros.
     recompute: True keeps less for the backward pass, which computes it again: same bits, more time. The bytes are in
         `kernels/rwkv7/triton.py` and `cpu.py`.

@@ -48,7 +48,7 @@ def ssd_scan(
     exclusive: y_t = S_{t-1} q_t instead, from before the token's decay and write: a document's first token reads the
         document's initial state.
     cu_seqlens: int32 or int64 [N + 1], not decreasing, document starts over the flattened B * T tokens, which include
-        every row's start: S starts anew at each. None: each row is one document, N = B.
+        every row's start: S is reset at each. None: each row is one document, N = B.
     state: float32 [N, H, V, K], the state before each document; None: zeros.
     chunk: tokens of a chunk, 16, 32 or 64 (on a GPU 32, on Hopper in bfloat16 also 64); None: the fastest.
     Returns y [B, T, H, V] in v's dtype and, if `return_state`, each document's last S, float32 [N, H, V, K].

@@ -299,8 +299,8 @@ def _keys_backward(
 ) -> list[Tensor]:
     """dk, ddecay, drate, [4, D] of w0, a0, k_k, k_a; where v_first is given dv, dv_first, dv_gate, dv0 [1, D]."""
     inputs = _cast((k, decay, rate, v, v_first, v_gate, w0, a0, v0, k_k, k_a))
-    found = _kernels(k).time_mix_keys_backward(_cast(gradients), *inputs, head_size)
-    return [dx.to(k.dtype) if dx.ndim == 3 else dx for dx in found]
+    results = _kernels(k).time_mix_keys_backward(_cast(gradients), *inputs, head_size)
+    return [dx.to(k.dtype) if dx.ndim == 3 else dx for dx in results]
 
 
 @_keys_backward.register_fake
@@ -374,8 +374,8 @@ def _output_backward(
 ) -> list[Tensor]:
     """dy, dr, dk, dv, dgate, and float32 [3, D] of r_k, weight and bias."""
     inputs = _cast((dout, y, r, k, v, gate, r_k, weight, bias))
-    found = _kernels(y).time_mix_output_backward(*inputs, eps)
-    return [*(dx.to(x.dtype) for dx, x in zip(found, (y, r, k, v, gate), strict=False)), found[5]]
+    gradients = _kernels(y).time_mix_output_backward(*inputs, eps)
+    return [*(dx.to(x.dtype) for dx, x in zip(gradients, (y, r, k, v, gate), strict=False)), gradients[5]]
 
 
 @_output_backward.register_fake

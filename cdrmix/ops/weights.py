@@ -24,7 +24,7 @@ _between_graphs: list[Callable[..., Tensor]] = []  # `_call`, excluded from torc
 
 
 class _Attached:
-    """copy: the weight in `dtype`, as it was at `version`; None until a product needs it."""
+    """copy: the weight in `dtype`, taken at `version`; None until a product needs it."""
 
     __slots__ = ("adds", "copy", "dtype", "version")
 

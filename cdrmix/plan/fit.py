@@ -30,8 +30,8 @@ class Remedy:
     bytes: int
 
     def __str__(self) -> str:
-        words = [*self.settings, *([f"{self.processes} processes"] if self.processes > 1 else [])]
-        return f"{' '.join(words)} ({self.bytes / GB:,.1f} GB each)"
+        settings = [*self.settings, *([f"{self.processes} processes"] if self.processes > 1 else [])]
+        return f"{' '.join(settings)} ({self.bytes / GB:,.1f} GB each)"
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,9 @@ def check_memory(config: Config, machine: Machine, processes: int, say: Callable
     """
     if machine.memory_bytes is None or at_most(config, processes) <= MAX_MEMORY_SHARE * machine.memory_bytes:
         return
-    found = fit(config, machine, processes, say=say)
-    if found.fits is False:
-        raise ConfigError(refusal(config, found, machine, processes))
+    result = fit(config, machine, processes, say=say)
+    if result.fits is False:
+        raise ConfigError(refusal(config, result, machine, processes))
 
 
 def at_most(config: Config, processes: int) -> int:
@@ -99,24 +99,24 @@ def at_most(config: Config, processes: int) -> int:
     return activations + logits + state + 8 * min(BUCKET, state) + 4 * GPU_RUNTIME
 
 
-def shortfall(config: Config, found: Fit, machine: Machine, processes: int) -> str:
+def shortfall(config: Config, result: Fit, machine: Machine, processes: int) -> str:
     """Why the configuration does not fit, in one sentence."""
-    assert found.limit is not None
+    assert result.limit is not None
     assert machine.memory_bytes is not None
-    largest = sorted(found.memory.components, key=lambda part: -part.bytes)[:3]
+    largest = sorted(result.memory.components, key=lambda part: -part.bytes)[:3]
     each = "each of the processes' shares" if machine.platform == "cpu" and processes > 1 else machine.name
     return (
-        f"training {config.run.name} takes {found.memory.total / GB:,.1f} GB a process and {each} has "
-        f"{machine.memory_bytes / GB:,.1f} GB, of which {MAX_MEMORY_SHARE:.0%}, {found.limit / GB:,.1f} GB, "
+        f"training {config.run.name} takes {result.memory.total / GB:,.1f} GB a process and {each} has "
+        f"{machine.memory_bytes / GB:,.1f} GB, of which {MAX_MEMORY_SHARE:.0%}, {result.limit / GB:,.1f} GB, "
         f"may be planned with; most take {', '.join(f'{part.name} {part.bytes / GB:,.1f} GB' for part in largest)}."
     )
 
 
-def refusal(config: Config, found: Fit, machine: Machine, processes: int) -> str:
+def refusal(config: Config, result: Fit, machine: Machine, processes: int) -> str:
     """Why the configuration does not fit, and the remedies, in one sentence each."""
-    text = shortfall(config, found, machine, processes)
-    if found.remedies:
-        return f"{text} What would fit: {'; or '.join(str(remedy) for remedy in found.remedies)}."
+    text = shortfall(config, result, machine, processes)
+    if result.remedies:
+        return f"{text} What would fit: {'; or '.join(str(remedy) for remedy in result.remedies)}."
     return f"{text} {nothing_fits()}"
 
 
@@ -139,11 +139,11 @@ class _Search:
 
     def remedies(self) -> Iterator[Remedy]:
         """The smallest change of each kind that fits. If none fits: narrower precision and shorter rows."""
-        found = False
+        any_fits = False
         for remedy in self._same_batch():
-            found = True
+            any_fits = True
             yield remedy
-        if not found:
+        if not any_fits:
             yield from filter(None, [self._narrower_or_shorter()])
 
     def _tried(self, changes: dict[str, Any], count: int) -> Remedy | None:

@@ -80,15 +80,15 @@ def _limits(root: Path) -> list[int | None]:
     """The limits of the control group of this process and of its parents, versions 2 and 1."""
     of_process = Path("/proc/self/cgroup")
     lines = of_process.read_text().splitlines() if of_process.is_file() else []
-    found = []
+    limits = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers in ("", "memory"):
             base = root / controllers
             name = "memory.limit_in_bytes" if controllers else "memory.max"
             group = base / path.lstrip("/")
-            found += [_limit(folder / name) for folder in (group, *group.parents) if folder.is_relative_to(base)]
-    return found
+            limits += [_limit(folder / name) for folder in (group, *group.parents) if folder.is_relative_to(base)]
+    return limits
 
 
 def _limit(file: Path) -> int | None:

@@ -67,21 +67,21 @@ def count_parameters(config: Model, reasoning: Reasoning | None = None) -> Param
 
 
 def _part(model: LanguageModel, name: str) -> str:
-    words = name.split(".")
-    if words[0] in ("embedding", "head"):
-        return words[0]
-    if words[0] in ("embedding_norm", "final_norm"):
+    parts = name.split(".")
+    if parts[0] in ("embedding", "head"):
+        return parts[0]
+    if parts[0] in ("embedding_norm", "final_norm"):
         return "norms"
-    block, module = model.blocks[int(words[1])], words[2]
+    block, module = model.blocks[int(parts[1])], parts[2]
     assert isinstance(block, Block)
     if module in ("mixer_norm", "feed_forward_norm"):
         return "norms"
     if module == "plastic":
         return "adapters"
     assert module in ("mixer", "feed_forward"), f"{name} belongs to no part"
-    if words[3] == "router":
+    if parts[3] == "router":
         return "router"
-    if words[3] in EXPERT_PARAMETERS:
+    if parts[3] in EXPERT_PARAMETERS:
         return "experts"
     return block.mixer.part if module == "mixer" else "channel-mix"
 

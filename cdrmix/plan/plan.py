@@ -97,8 +97,8 @@ def make_plan(config: Config, machine: Machine, processes: int, say: Callable[[s
     flops = training_flops_per_token(config)
     tokens = train.steps * train.batch_rows * config.data.row_length
     notes = []
-    found = fit(config, machine, processes, say=say)
-    if max(processes, *(remedy.processes for remedy in found.remedies), 0) > PROCESSES_PER_HOST:
+    fitting = fit(config, machine, processes, say=say)
+    if max(processes, *(remedy.processes for remedy in fitting.remedies), 0) > PROCESSES_PER_HOST:
         notes.append(
             f"cdrmix train --nproc starts the processes of one machine. More than {PROCESSES_PER_HOST} GPUs need "
             "torchrun on several machines, which has not been tested."
@@ -112,7 +112,7 @@ def make_plan(config: Config, machine: Machine, processes: int, say: Callable[[s
         machine,
         processes,
         zero_stage(train, processes),
-        found,
+        fitting,
         flops,
         tokens,
         _speed(flops, tokens, machine, processes),
@@ -147,8 +147,11 @@ def plan_table(plan: Plan) -> str:
     if plan.fit.remedies:
         lines.append("  what would fit:")
         for remedy in plan.fit.remedies:
-            words = [*remedy.settings, *([f"--gpus {remedy.processes}"] if remedy.processes != plan.processes else [])]
-            lines.append(f"    {' '.join(words):<72}{_gb(remedy.bytes)}")
+            settings = [
+                *remedy.settings,
+                *([f"--gpus {remedy.processes}"] if remedy.processes != plan.processes else []),
+            ]
+            lines.append(f"    {' '.join(settings):<72}{_gb(remedy.bytes)}")
     elif plan.fit.fits is False:
         lines += textwrap.wrap(nothing_fits(), 98, initial_indent="  ", subsequent_indent="  ")
     if memory.host_bytes:

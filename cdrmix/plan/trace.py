@@ -105,10 +105,10 @@ class LiveBytes(TorchDispatchMode):
 
     def by_operator(self) -> dict[str, int]:
         """The allocated bytes by operator, in descending order."""
-        found: Counter[str] = Counter()
+        sizes: Counter[str] = Counter()
         for size, operator in self.made.values():
-            found[operator] += size
-        return dict(found.most_common())
+            sizes[operator] += size
+        return dict(sizes.most_common())
 
 
 def trace(config: Config, platform: Platform, *, zero_stage: int, accumulation: int) -> MicroBatch:

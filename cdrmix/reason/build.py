@@ -1,4 +1,4 @@
-"""From a configuration to stage B's model and phases."""
+"""Makes stage B's model and phases from a configuration."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from cdrmix.training.expert_parallel import expert_layer
 
 
 def build_model(config: Config) -> StageBModel:
-    """Stage B's model, drawn from torch's generator as it stands; this process's experts."""
+    """Stage B's model, initialised from torch's global generator, with the experts of this process."""
     reasoning = config.reasoning
     assert reasoning is not None
     language_model = LanguageModel(
@@ -47,13 +47,13 @@ def load_stage_b(loaded: Loaded) -> StageBModel:
     wanted = {name: tensor.shape for name, tensor in model.state_dict().items() if name.split(".")[0] in HEADS}
     problem = state_dict_mismatch(loaded.heads, wanted)
     if problem is not None:
-        raise CheckpointError(f"the model of step {loaded.step} has not the heads of its configuration: it {problem}")
+        raise CheckpointError(f"the heads of step {loaded.step} do not match the configuration: the model {problem}")
     model.load_state_dict(dict(loaded.heads), strict=False)
     return model.to(loaded.model.embedding.weight.device).eval().requires_grad_(False)
 
 
 def with_heads(language_model: LanguageModel, config: Model, reasoning: Reasoning) -> StageBModel:
-    """A language model with new heads beside it, those that the configuration's phases train or use."""
+    """A language model with new heads: those that the configuration's phases train or use."""
     width, phases = config.d_model, reasoning.phases
     return StageBModel(
         language_model,

@@ -1,4 +1,4 @@
-"""`cdrmix reason demo`: a document read before one's eyes, what is written and remembered of it, and the answer."""
+"""`cdrmix reason demo`: prints how a model reads a document chunk by chunk, what it stores, and its answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cdrmix.reason.episodes import FIRST_HELD_OUT
 from cdrmix.reason.session import Answers, Session, describe, reader_of_text
 
 Say = Callable[[str], None]
-CHARACTERS_A_TOKEN = 3  # of a generated document; roughly, so that it has the chunks asked for
+CHARACTERS_A_TOKEN = 3  # an estimate for generated documents, which gives them about the wanted number of chunks
 
 
 def demonstrate(
@@ -27,23 +27,23 @@ def demonstrate(
     memory: Path | None = None,
     say: Say = print,
 ) -> Answers:
-    """Reads, says what happens, answers.
+    """Reads a document, prints each step, and answers the question.
 
     document, question: both or none; without them, held-out episode `number` of the agent's task in about `chunks`
-    chunks; with a memory also a question alone, of which nothing is read. session: goes on from that file where it is
-    there (its question is kept), and saves to it. memory: a folder, whose index takes what is committed, durably, and
-    answers from what any process has read into it.
+    chunks. With a memory the question may be given alone; then no document is read. session: a file; if it exists, the
+    session in it continues with its own question; it is saved there at the end. memory: the folder of a durable memory,
+    which stores the committed chunks and answers from the chunks that any process has stored.
     Raises ConfigError for a document that cannot be read or is empty, CheckpointError for another model's session,
     MemoryLogError for another model's memory or a damaged one.
     """
     if session is not None and (session.is_dir() or not session.parent.is_dir()):
-        raise ConfigError(f"--session {session}: name a file in a folder that is there")
+        raise ConfigError(f"--session {session}: name a file in a folder that exists")
     if question is not None and not question.strip():
         raise ConfigError("--question is empty")
     if (document is None) != (question is None) and (question is None or memory is None):
         raise ConfigError(
-            "--document and --question go together: a text of your own, and what to answer about it; with --memory a "
-            "question may be alone"
+            "--document and --question must be given together: a text of yours and a question about it; with --memory "
+            "--question may be given alone"
         )
     expected = None
     if document is not None and question is not None:
@@ -55,7 +55,7 @@ def demonstrate(
     if session is not None and session.exists():
         reader = Session.load(loaded, session, memory, say)
         if reader.question != question:
-            say(f"{session} is about another question, which is kept")
+            say(f"{session} has another question, which is used instead of the given one")
     else:
         reader = Session(loaded, question, memory, say)
     with closing(reader):
@@ -65,7 +65,7 @@ def demonstrate(
 def _read_and_answer(reader: Session, text: str, session: Path | None, expected: str | None, say: Say) -> Answers:
     say(f"Question: {reader.question}")
     if text:
-        say(f"{'chunk':>5}  {'what is read':<60}  {'fast weights':<12}  memory (*: rewritten)")
+        say(f"{'chunk':>5}  {'text':<60}  {'fast weights':<12}  memory (*: changed)")
     for step in reader.read(text):
         say(describe(step))
     if reader.spent:
@@ -78,18 +78,18 @@ def _read_and_answer(reader: Session, text: str, session: Path | None, expected:
     if answers.from_fast_weights is not None:
         say(f"Answer from fast weights: {answers.from_fast_weights}")
     if reader.memory is not None:
-        answer, found = reader.recall()
+        answer, recalled = reader.recall()
         say(f"The index has {len(reader.memory)} episodes of {reader.memory.tokens} tokens")
-        for place in found:
-            say(f"Found in the index:       {' '.join(place.split())}")
+        for recalled_text in recalled:
+            say(f"Found in the index:       {' '.join(recalled_text.split())}")
         say(f"Answer from the index:    {answer}")
     if expected is not None:
-        say(f"Right would be:           {expected}")
+        say(f"Correct answer:           {expected}")
     return answers
 
 
 def generated(loaded: Loaded, chunks: int, number: int) -> tuple[str, str, str]:
-    """A document that no phase trained on, its question and answer."""
+    """A generated document that no phase trained on, its question and its answer."""
     reasoning = reader_of_text(loaded)
     section = reasoning.agent
     characters = chunks * reasoning.chunk * CHARACTERS_A_TOKEN

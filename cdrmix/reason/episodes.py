@@ -25,8 +25,8 @@ from cdrmix.errors import ConfigError
 
 FIRST_HELD_OUT = 1 << 40  # episodes from this number on are for evaluation; training takes numbers from 0
 SAMPLE = 64  # episodes of text whose widths are measured
-ROOM = 4  # tokens by which a text can be wider than the widest of the sample
-ATTEMPTS = 16  # episodes of text that are tried before an error tells that none fits
+MARGIN = 4  # tokens by which a text can be wider than the widest of the sample
+ATTEMPTS = 16  # episodes of text that are tried before the error that none fits
 CHARACTERS_A_TOKEN = 6  # more than texts have, so that chunks are full
 
 
@@ -44,8 +44,8 @@ class Marks(NamedTuple):
 class Episodes(NamedTuple):
     """A batch, int64 on the CPU, padded with `pad` of its source.
 
-    facts_BFW: the tokens that a memory keeps of each fact. fact_chunk_BF: the chunk that tells it. asked_BF, bool:
-    whether the answer needs it. good_BN, bool: whether a chunk tells the truth.
+    facts_BFW: the tokens that a memory keeps of each fact. fact_chunk_BF: the chunk that contains it. asked_BF, bool:
+    whether the answer needs it. good_BN, bool: whether the statements of a chunk are true.
     """
 
     question_BQ: Tensor
@@ -99,9 +99,9 @@ class TokenSource:
         self.vocab_size = self.difficulty.vocabulary
         self.pad = tokens.PAD
         self.marks = Marks(tokens.QUESTION, tokens.MEMORY, tokens.CHUNK, tokens.UPDATE, tokens.ANSWER, tokens.END)
-        one = self.batch([0], 2 * max(1, self.difficulty.keys // max(1, chunk // 2)))
-        self.question, self.answer = one.question_BQ.shape[1], one.answer_BA.shape[1]
-        self.least_chunks = -(-one.facts_BFW.shape[1] // (chunk // 2))
+        sample = self.batch([0], 2 * max(1, self.difficulty.keys // max(1, chunk // 2)))
+        self.question, self.answer = sample.question_BQ.shape[1], sample.answer_BA.shape[1]
+        self.least_chunks = -(-sample.facts_BFW.shape[1] // (chunk // 2))
 
     def batch(self, numbers: Sequence[int], chunks: int) -> Episodes:
         """Episodes `numbers` of `chunks` chunks. Raises ConfigError for too few chunks for the difficulty."""
@@ -145,9 +145,9 @@ class TextSource:
         self.pad, self.marks = byte_ids[0xFF], Marks(*(byte_ids[byte] for byte in range(0xF8, 0xFE)))
         self._encoded = lru_cache(maxsize=1 << 17)(tokenizer.encode)
         sample = [self._texts(number, chunks) for number in range(SAMPLE)]
-        self.question = ROOM + max(len(self._encoded(f" {one.question}")) for one in sample)
-        self.answer = ROOM + max(len(self._encoded(f" {one.answer}")) for one in sample)
-        self.fact = ROOM + max(len(self._fact(*fact[:2])) for one in sample for fact in one.facts)
+        self.question = MARGIN + max(len(self._encoded(f" {text.question}")) for text in sample)
+        self.answer = MARGIN + max(len(self._encoded(f" {text.answer}")) for text in sample)
+        self.fact = MARGIN + max(len(self._fact(*fact[:2])) for text in sample for fact in text.facts)
 
     def batch(self, numbers: Sequence[int], chunks: int) -> Episodes:
         """Episodes `numbers` of `chunks` chunks. Raises ConfigError where facts do not fit their chunk."""
@@ -170,7 +170,7 @@ class TextSource:
         """One episode: the first that fits the widths, of ATTEMPTS episodes derived from `number`."""
         for attempt in range(ATTEMPTS):
             text = self._texts(number + (attempt << 50), chunks)
-            rows = [self._chunk(text, place) for place in range(chunks)]
+            rows = [self._chunk(text, number) for number in range(chunks)]
             question, answer = self._encoded(f" {text.question}"), self._encoded(f" {text.answer}")
             facts = [self._fact(fact.key, fact.value) for fact in text.facts]
             fits = len(question) <= self.question and len(answer) <= self.answer
@@ -182,23 +182,23 @@ class TextSource:
                     torch.stack([self._padded(fact, self.fact) for fact in facts]),
                     torch.tensor([fact.chunk for fact in text.facts]),
                     torch.tensor([fact in text.asked for fact in text.facts]),
-                    torch.tensor([place not in text.bad for place in range(chunks)]),
+                    torch.tensor([number not in text.bad for number in range(chunks)]),
                 )
         raise ConfigError(
             f"reasoning: {self.task}'s facts do not fit chunks of {self.chunk} tokens; make reasoning.chunk larger, or "
             "set fewer pairs in the difficulty"
         )
 
-    def _chunk(self, episode: Episode, place: int) -> list[int]:
-        """A chunk's sentences with facts, and as many of the others as fit, in their order."""
-        keys = episode.kept or [fact.key for fact in episode.facts if fact.chunk == place]
-        sentences = [self._encoded(f" {sentence}") for sentence in sentences_of(episode.chunks[place])]
-        tells = [any(key in sentence for key in keys) for sentence in sentences_of(episode.chunks[place])]
-        left = self.chunk - sum(len(ids) for ids, told in zip(sentences, tells, strict=True) if told)
+    def _chunk(self, episode: Episode, number: int) -> list[int]:
+        """The chunk's sentences with facts, and as many of its other sentences as fit, in their order."""
+        keys = episode.kept or [fact.key for fact in episode.facts if fact.chunk == number]
+        sentences = [self._encoded(f" {sentence}") for sentence in sentences_of(episode.chunks[number])]
+        have_facts = [any(key in sentence for key in keys) for sentence in sentences_of(episode.chunks[number])]
+        left = self.chunk - sum(len(ids) for ids, has_fact in zip(sentences, have_facts, strict=True) if has_fact)
         row: list[int] = []
-        for ids, told in zip(sentences, tells, strict=True):
-            if told or len(ids) <= left:
-                left -= 0 if told else len(ids)
+        for ids, has_fact in zip(sentences, have_facts, strict=True):
+            if has_fact or len(ids) <= left:
+                left -= 0 if has_fact else len(ids)
                 row += ids
         return row
 
@@ -279,12 +279,12 @@ def _probe(episodes: Episodes, pad: int, marks: Marks, *, end: bool) -> Probe:
 
 def _ids_of_bytes(tokenizer: TextTokenizer, wanted: range) -> dict[int, int]:
     """The ids of single bytes."""
-    found = {}
+    id_of_byte = {}
     for token in range(tokenizer.vocab_size):
         content = tokenizer.decode_bytes([token])
         if len(content) == 1 and content[0] in wanted:
-            found[content[0]] = token
-    missing = [byte for byte in wanted if byte not in found]
+            id_of_byte[content[0]] = token
+    missing = [byte for byte in wanted if byte not in id_of_byte]
     if missing:
         raise ConfigError(f"the tokenizer has no token for the byte 0x{missing[0]:02x}, which stage B needs as a mark")
-    return found
+    return id_of_byte

@@ -24,9 +24,10 @@ from cdrmix.reason.plasticity import phase as plasticity
 def evaluate_stage_b(
     model: StageBModel, config: Config, tokenizer: TextTokenizer | None, say: Callable[[str], None]
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """By mechanism and number of chunks: "on" and "off", shares of answers that are right, and other measures.
+    """By mechanism and number of chunks: "on" and "off", the shares of right answers, and other measures.
 
-    Measures every mechanism that a phase of the configuration trains. Decisions are greedy, so results repeat.
+    Measures every mechanism that a phase of the configuration trains. Decisions are greedy, so the results are
+    reproducible.
     """
     reasoning = config.reasoning
     assert reasoning is not None
@@ -37,54 +38,54 @@ def evaluate_stage_b(
     def source(task: EpisodesOfTask) -> EpisodeSource:
         return source_of(task, reasoning.chunk, tokenizer)
 
-    ways: dict[str, Callable[[int], dict[str, float]]] = {}
+    measure_of: dict[str, Callable[[int], dict[str, float]]] = {}
     if phases.plasticity.steps:
-        written = source(reasoning.plasticity)
+        plasticity_source = source(reasoning.plasticity)
 
-        def fast_weights(chunks: int) -> dict[str, float]:
+        def measure_plasticity(chunks: int) -> dict[str, float]:
             changes = {"off": plasticity.zeroed, "swapped": plasticity.swapped}
-            found = plasticity.accuracy(model.language_model, written, carry, chunks, numbers, changes)
-            return {"on": found.pop("accuracy"), **found}
+            measured = plasticity.accuracy(model.language_model, plasticity_source, carry, chunks, numbers, changes)
+            return {"on": measured.pop("accuracy"), **measured}
 
-        ways["plasticity"] = fast_weights
+        measure_of["plasticity"] = measure_plasticity
     if phases.acceptance.steps and model.controller is not None:
-        doubtful = source(reasoning.acceptance or reasoning.plasticity)
+        acceptance_source = source(reasoning.acceptance or reasoning.plasticity)
         controller, head = Controller(model.language_model, reasoning), by_head(model.controller)
 
-        def accept(chunks: int) -> dict[str, float]:
-            found = acceptance.measure(controller, doubtful, head, numbers, chunks)
-            off = acceptance.measure(controller, doubtful, always, numbers, chunks)["answered"]
-            none = acceptance.measure(controller, doubtful, never, numbers, chunks)["answered"]
-            return {"on": found.pop("answered"), "off": off, "never": none, **found}
+        def measure_acceptance(chunks: int) -> dict[str, float]:
+            measured = acceptance.measure(controller, acceptance_source, head, numbers, chunks)
+            all_committed = acceptance.measure(controller, acceptance_source, always, numbers, chunks)["answered"]
+            none_committed = acceptance.measure(controller, acceptance_source, never, numbers, chunks)["answered"]
+            return {"on": measured.pop("answered"), "off": all_committed, "never": none_committed, **measured}
 
-        ways["acceptance"] = accept
+        measure_of["acceptance"] = measure_acceptance
     if phases.imitation.steps or phases.policy.steps:
-        asked = source(reasoning.agent)
-        window, budget = agent.Window.of(reasoning, asked), reasoning.controller.step_budget
+        agent_source = source(reasoning.agent)
+        window, budget = agent.Window.of(reasoning, agent_source), reasoning.controller.step_budget
 
-        def remember(chunks: int) -> dict[str, float]:
-            arguments = (model.language_model, window, asked, numbers, chunks)
+        def measure_agent(chunks: int) -> dict[str, float]:
+            arguments = (model.language_model, window, agent_source, numbers, chunks)
             on = agent.evaluate(*arguments, step_budget=budget)
             off = agent.evaluate(*arguments, step_budget=budget, last_only=True)
             return {"on": on.matched, "off": off.matched, "capture": on.capture, "retention": on.retention}
 
-        ways["agent"] = remember
+        measure_of["agent"] = measure_agent
     if phases.operations.steps or phases.operations_imitation.steps:
-        hops = source(reasoning.operations)
+        operations_source = source(reasoning.operations)
         without = reasoning.model_copy(update={"memory": reasoning.memory.model_copy(update={"episodic": False})})
 
-        def operate(chunks: int) -> dict[str, float]:
-            on = operations.evaluate(model, Reader(reasoning, hops), numbers, chunks)
-            off = operations.evaluate(model, Reader(without, hops), numbers, chunks)
+        def measure_operations(chunks: int) -> dict[str, float]:
+            on = operations.evaluate(model, Reader(reasoning, operations_source), numbers, chunks)
+            off = operations.evaluate(model, Reader(without, operations_source), numbers, chunks)
             return {"on": on.pop("accuracy"), "off": off["accuracy"], **on}
 
-        ways["operations"] = operate
+        measure_of["operations"] = measure_operations
     model.eval()
-    found: dict[str, dict[str, dict[str, float]]] = {}
-    for name, measure in ways.items():
-        found[name] = {str(chunks): measure(chunks) for chunks in section.chunks}
-        say(table(name, found[name]))
-    return found
+    measured: dict[str, dict[str, dict[str, float]]] = {}
+    for name, measure in measure_of.items():
+        measured[name] = {str(chunks): measure(chunks) for chunks in section.chunks}
+        say(table(name, measured[name]))
+    return measured
 
 
 def table(name: str, curve: Mapping[str, Mapping[str, Any]]) -> str:

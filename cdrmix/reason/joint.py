@@ -1,6 +1,6 @@
-"""Several losses in one step, so that what one of them learns is not at another's cost.
+"""Phases that add several losses in one step, so that the model does not forget one task while it learns another.
 
-Phase B4 is that; and any other phase may replay the text, or the data of earlier phases.
+Phase B4 is such a phase. Every other phase can replay stage A's text or the data of earlier phases.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TEXT = ("text/loss", "text/tokens")
 
 
 class JointPhase:
-    """Every step takes one of each phase and, with a loader, a global batch of stage A's text with its routers' losses.
+    """A step is one step of each phase and, with a loader, a global batch of stage A's text with its routers' losses.
 
     own: the phase that determines the trained parameters; its measures keep their names. None in B4, which trains the
     whole model. replay: other phases; their measures are prefixed with the name of the phase. loader: of the text, for
@@ -38,13 +38,13 @@ class JointPhase:
         self.measures: tuple[str, ...] = () if own is None else tuple(own.measures)
         self._text = len(self.measures)
         self.measures += TEXT if loader is not None else ()
-        self._places = []
+        self._offsets = []  # of the measures of each replayed phase
         for phase in self.replay:
-            self._places.append(len(self.measures))
+            self._offsets.append(len(self.measures))
             self.measures += tuple(f"{phase.name}/{measure}" for measure in phase.measures)
 
     def trains(self, parameter: str) -> bool:
-        """What the own phase does; without one the whole model."""
+        """As the own phase; without one the whole model."""
         return self.own is None or self.own.trains(parameter)
 
     def losses(self, model: StageBModel, step: int, rank: int, processes: int) -> list[Loss]:
@@ -52,16 +52,16 @@ class JointPhase:
         count = len(self.measures)
         losses: list[Loss] = []
         if self.own is not None:
-            losses += [_Placed(loss, 0, count) for loss in self.own.losses(model, step, rank, processes)]
+            losses += [_WithOffset(loss, 0, count) for loss in self.own.losses(model, step, rank, processes)]
         if self._loader is not None:
             batches = self._loader.micro_batches(self._first + step)
-            losses += [_Placed(_Text(batch, self._share), self._text, count) for batch in batches]
-        for phase, place in zip(self.replay, self._places, strict=True):
-            losses += [_Placed(loss, place, count) for loss in phase.losses(model, step, rank, processes)]
+            losses += [_WithOffset(_Text(batch, self._share), self._text, count) for batch in batches]
+        for phase, offset in zip(self.replay, self._offsets, strict=True):
+            losses += [_WithOffset(loss, offset, count) for loss in phase.losses(model, step, rank, processes)]
         return losses
 
     def record(self, sums: dict[str, float]) -> dict[str, float]:
-        """What the phases show, and the text's nats a token."""
+        """The records of the phases, and the text's loss in nats per token."""
         shown = {} if self.own is None else self.own.record({name: sums[name] for name in self.own.measures})
         if self._loader is not None:
             shown["text_loss"] = sums["text/loss"] / sums["text/tokens"]
@@ -85,14 +85,14 @@ class _Text:
         return Outcome(losses.total, torch.stack([losses.next_token_sum.detach(), batch.weights_BT.sum()]))
 
 
-class _Placed:
-    """A loss with its sums at their place among all measures."""
+class _WithOffset:
+    """A loss whose sums start at `offset` among all measures, the others zero."""
 
-    def __init__(self, loss: Loss, place: int, measures: int) -> None:
-        self._loss, self._place, self._measures = loss, place, measures
+    def __init__(self, loss: Loss, offset: int, measures: int) -> None:
+        self._loss, self._offset, self._measures = loss, offset, measures
 
     def __call__(self, model: StageBModel) -> Outcome:
         outcome = self._loss(model)
         sums = outcome.sums.new_zeros(self._measures)
-        sums[self._place : self._place + len(outcome.sums)] = outcome.sums
+        sums[self._offset : self._offset + len(outcome.sums)] = outcome.sums
         return Outcome(outcome.total, sums)

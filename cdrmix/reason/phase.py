@@ -60,10 +60,10 @@ def reasoning_of(config: Config) -> Reasoning:
 
 def generator_of(seed: int, name: str, step: int, rank: int = 0) -> torch.Generator:
     """A CPU generator for one step of one process: the same in every run."""
-    words = torch.tensor([seed, *name.encode(), step, rank], dtype=torch.int64)
+    values = torch.tensor([seed, *name.encode(), step, rank], dtype=torch.int64)
     mixed = 0xCBF29CE484222325
-    for word in words.tolist():  # FNV-1a, by words
-        mixed = ((mixed ^ word) * 0x100000001B3) % 2**64
+    for value in values.tolist():  # FNV-1a over 64-bit values instead of bytes
+        mixed = ((mixed ^ value) * 0x100000001B3) % 2**64
     return torch.Generator().manual_seed(mixed % 2**63)
 
 
@@ -180,7 +180,7 @@ def train_alone(
 ) -> list[dict[str, float]]:
     """Trains a model of an experiment by a phase, in this process and without a run folder or checkpoints.
 
-    config: as `phase_config` gives it. say: is told of every tenth of the steps. Returns the records of all steps.
+    config: from `phase_config`. say: prints the measures of every tenth of the steps. Returns the records of all steps.
     """
     config = config.model_copy(update={"train": config.train.model_copy(update={"log_every": 1})})
     world = join(config)
@@ -194,7 +194,7 @@ def train_alone(
 
 
 class _History(Callback):
-    """Keeps the measures of every step, and tells of a tenth of them."""
+    """Stores the measures of every step, and prints those of every tenth of the steps."""
 
     def __init__(self, phase: str, steps: int, say: Callable[[str], None] | None) -> None:
         self._phase, self._period, self._say = phase, max(steps // 10, 1), say

@@ -1,10 +1,10 @@
-"""A reader of long documents: a trained stage B model at work on one document, chunk by chunk, and what it remembers.
+"""A session: a trained stage B model reads a long document chunk by chunk, remembers parts of it, and answers.
 
-Every chunk passes twice. The controller reads it on from the fast weights and commits what it would write, or rolls it
-back. The memory agent reads it beside the question and its memory, and writes the memory anew. What is remembered can
-be saved, and has a constant size unless attention's caches are carried on (reasoning.carry: all): a session that is
-loaded answers as the one that was saved. With a KeptMemory what the controller commits is also kept in an index on the
-disk, for other sessions and processes.
+Every chunk is read twice. The controller reads it with the fast weights, and commits their change or rolls it back.
+The memory agent reads it together with the question and the token memory, and writes a new token memory. The state of a
+session can be saved; a loaded session gives the same answers. The state has a constant size unless attention's caches
+are carried (reasoning.carry: all). With a DurableMemory the chunks that the controller commits are also stored in an
+index on the disk, for other sessions and processes.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from cdrmix.model.cache import filled, flattened
 from cdrmix.reason.agent.agent import TokenMemory, Window
 from cdrmix.reason.build import load_stage_b
 from cdrmix.reason.controller.controller import Controller, Group, configured
+from cdrmix.reason.durable_memory import DurableMemory
 from cdrmix.reason.episodes import EpisodeSource, source_of
-from cdrmix.reason.kept_memory import KeptMemory
 from cdrmix.reason.rl.rollout import decode, prefill
 
-FORMAT = "cdrmix session 2"  # 2: how often the memory was changed, of which the step budget is
+FORMAT = "cdrmix session 2"  # 2: adds the number of memory changes, which the step budget limits
 
 
 class Step(NamedTuple):
-    """What became of one chunk. text: as it was read. committed: whether the fast weights took it, None without a
-    controller or adapters and beyond the step budget; scale: how strongly. memory: what the agent keeps now; changed:
-    whether it wrote."""
+    """The result of one chunk. text: the chunk. committed: whether its fast-weight update was committed; None without
+    adapters and beyond the step budget. scale: the strength of the update. memory: the token memory after the chunk;
+    changed: whether the agent changed it."""
 
     number: int
     text: str
@@ -56,9 +56,10 @@ class Answers(NamedTuple):
 
 
 class Session:
-    """One document and one question. The question is known from the start: what to keep is judged by it.
+    """One document and one question. The question is known from the start: the agent chooses by it what to keep.
 
-    memory: a folder, whose index takes what the controller commits; `close` it then. say: hears what is found there.
+    memory: the folder of a durable memory, which stores the committed chunks; with it, `close` the session at the end.
+    say: prints a line if opening the memory removed an incomplete commit.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Session:
         ids = loaded.tokenizer.encode(f" {question}")
         if len(ids) > self._source.question:
             raise ConfigError(
-                f"the question has {len(ids)} tokens; this model's window holds one of {self._source.question}"
+                f"the question has {len(ids)} tokens; this model's window has space for {self._source.question}"
             )
         self._question_1Q = self._row(ids, self._source.question)
         self._controller = Controller(loaded.model, reasoning) if loaded.model.adapters else None
@@ -83,21 +84,21 @@ class Session:
         self._remembers = bool(phases.imitation.steps or phases.policy.steps)
         self._memory = TokenMemory.empty(self._window, 1, self._device)
         self.steps = self.changes = 0
-        self.memory: KeptMemory | None = None
+        self.memory: DurableMemory | None = None
         if memory is not None:
-            self.memory = KeptMemory(memory, self._model, reasoning, loaded.tokenizer, say)
+            self.memory = DurableMemory(memory, self._model, reasoning, loaded.tokenizer, say)
 
     def close(self) -> None:
-        """Gives the memory's folder free for another process."""
+        """Releases the memory's folder for another process."""
         if self.memory is not None:
             self.memory.close()
 
     @torch.no_grad()
     def read(self, document: str) -> Iterator[Step]:
-        """Reads on, chunk by chunk; a last one that is not full is padded.
+        """Reads a document, or continues with the next part of it, chunk by chunk. The last chunk is padded.
 
-        Of the chunks of a session the controller reads `controller.step_budget`, and the agent changes its memory as
-        often; beyond that both stay as they are.
+        In a session the controller reads at most `controller.step_budget` chunks, and the agent changes its memory at
+        most as often. After that the fast weights, or the memory, stay unchanged.
         """
         for ids in cut(self._tokenizer, document, self._reasoning.chunk):
             self.steps += 1
@@ -111,8 +112,8 @@ class Session:
                 self._episode = self._controller.settle(self._episode, proposal, decision, self.memory)
                 committed = bool(decision.commit_B)
                 scale = self._controller.scales[int(decision.branch_B)] if committed else 0.0
-            elif self.memory is not None and staged is not None and self._controller is None:  # every chunk is kept
-                self.memory.commit(staged, self.steps)
+            elif self.memory is not None and staged is not None and self._controller is None:
+                self.memory.commit(staged, self.steps)  # without a controller every chunk is stored
             changed = False
             if self._remembers and self.changes < self.budget:
                 before = self._memory.parts_BHP
@@ -126,19 +127,19 @@ class Session:
 
     @property
     def budget(self) -> int:
-        """Chunks that the controller may read, and changes that the agent may make."""
+        """The number of chunks that the controller may read, and of changes that the agent may make."""
         return self._reasoning.controller.step_budget
 
     @property
     def spent(self) -> list[str]:
-        """What no longer changes because its step budget is spent."""
+        """The names of what no longer changes because its step budget is spent."""
         no_steps = self._controller and self._episode and not self._controller.steps_left(self._episode)
         no_changes = self._remembers and self.changes >= self.budget
         return ["the fast weights"] * bool(no_steps) + ["the memory"] * bool(no_changes)
 
     @torch.no_grad()
     def answer(self) -> Answers:
-        """What is remembered, asked; the session stays as it is."""
+        """Answers the question. The session does not change."""
         from_memory = from_fast_weights = None
         if self._remembers:
             prompt = torch.cat([self._window.begin(self._question_1Q), self._window.last(self._memory.shown())], 1)
@@ -149,13 +150,13 @@ class Session:
             question = self._question_1Q[:, : int((self._question_1Q != self._source.pad).sum())]
             prompt = torch.cat([self._mark(marks.question), question, self._mark(marks.answer)], 1)
             model, generator = self._model.language_model, torch.Generator()
-            begun = prefill(model, prompt, group.cache)
-            said = decode(model, begun, self._window.answer, temperature=0.0, generator=generator, end=marks.end)
-            from_fast_weights = self._text(self._window.written(said)).strip()
+            prefix = prefill(model, prompt, group.cache)
+            generated = decode(model, prefix, self._window.answer, temperature=0.0, generator=generator, end=marks.end)
+            from_fast_weights = self._text(self._window.written(generated)).strip()
         return Answers(from_memory, from_fast_weights)
 
     def recall(self) -> tuple[str, list[str]]:
-        """The question answered from the index on the disk, and the texts that the answer was read with."""
+        """The answer from the durable memory, and the texts from it that the model read in front of the question."""
         assert self.memory is not None
         ids = [token for token in self._question_1Q[0].tolist() if token != self._source.pad]
         recalled = self.memory.recall(ids, self._window.answer)
@@ -163,32 +164,32 @@ class Session:
         return self._text(recalled.answer_1A).strip(), texts
 
     def save(self, path: Path) -> None:
-        """Everything that is remembered, in one safetensors file. Raises DiskFullError."""
+        """Writes the state to one safetensors file. Raises DiskFullError."""
         tensors = {"memory.parts": self._memory.parts_BHP, "memory.changed": self._memory.changed_BH}
         if self._episode is not None:
             (group,) = self._episode.groups
             tensors["commits"] = self._episode.commits_B
-            tensors |= {f"state.{name}": each for name, each in flattened(group.cache or ()).items()}
-        words = {"format": FORMAT, "question": self.question, "steps": str(self.steps)}
-        words["changes"] = str(self.changes)
-        with disk_guard(f"the session {path}", "Free some space, or name another place."):
-            save_file({name: each.cpu().contiguous() for name, each in tensors.items()}, path, metadata=words)
+            tensors |= {f"state.{name}": tensor for name, tensor in flattened(group.cache or ()).items()}
+        metadata = {"format": FORMAT, "question": self.question, "steps": str(self.steps)}
+        metadata["changes"] = str(self.changes)
+        with disk_guard(f"the session {path}", "Free some space, or name another folder."):
+            save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path, metadata=metadata)
 
     @classmethod
     def load(
         cls, loaded: Loaded, path: Path, memory: Path | None = None, say: Callable[[str], None] = print
     ) -> Session:
-        """The session that was saved with this model. Raises CheckpointError for a file that is not one of its."""
+        """Loads a session that was saved with this model. Raises CheckpointError for any other file."""
         try:
             with safe_open(path, "pt") as file:
-                words = file.metadata() or {}
+                metadata = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path} cannot be read as a session: {error}") from error
-        if words.get("format") != FORMAT:
-            raise CheckpointError(f"{path} is no session of this version; its format is {words.get('format')!r}")
-        session = cls(loaded, words["question"], memory, say)
-        session.steps, session.changes = int(words["steps"]), int(words["changes"])
+        if metadata.get("format") != FORMAT:
+            raise CheckpointError(f"{path} is no session of this version; its format is {metadata.get('format')!r}")
+        session = cls(loaded, metadata["question"], memory, say)
+        session.steps, session.changes = int(metadata["steps"]), int(metadata["changes"])
         session._restore(tensors, path)
         return session
 
@@ -198,23 +199,29 @@ class Session:
         parts, changed = tensors["memory.parts"].to(device), tensors["memory.changed"].to(device)
         if parts.shape != self._memory.parts_BHP.shape:
             raise CheckpointError(
-                f"{path} holds a memory of {list(parts.shape)} tokens, this model's is "
-                f"{list(self._memory.parts_BHP.shape)}: it is another model's session"
+                f"{path} has a memory of shape {list(parts.shape)}, this model's has shape "
+                f"{list(self._memory.parts_BHP.shape)}: it is the session of another model"
             )
         self._memory = TokenMemory(parts, changed)
         if self._episode is None:
             return
-        of_state = {name.removeprefix("state."): each.to(device) for name, each in tensors.items() if "." in name}
+        state_tensors = {
+            name.removeprefix("state."): tensor.to(device)
+            for name, tensor in tensors.items()
+            if name.startswith("state.")
+        }
         chunk_1C = self._row([], self._reasoning.chunk)
         template = self._model.language_model(chunk_1C, return_cache=True).cache
         assert template is not None
         state = None
         if any(name.startswith("state.") for name in tensors):
-            state = filled(template, of_state)
-            shapes = {name: each.shape[1:] for name, each in flattened(template).items() if ".plastic." in name}
-            found = flattened(state)
-            if any(name not in found or found[name].shape[1:] != shape for name, shape in shapes.items()):
-                raise CheckpointError(f"{path} holds fast weights of other sizes: it is another model's session")
+            state = filled(template, state_tensors)
+            shapes = {name: tensor.shape[1:] for name, tensor in flattened(template).items() if ".plastic." in name}
+            filled_tensors = flattened(state)
+            if any(
+                name not in filled_tensors or filled_tensors[name].shape[1:] != shape for name, shape in shapes.items()
+            ):
+                raise CheckpointError(f"{path} has fast weights of other sizes: it is the session of another model")
         (group,) = self._episode.groups
         self._episode = self._episode._replace(
             groups=(Group(group.rows_R, state),),
@@ -225,8 +232,8 @@ class Session:
     def _write(self, prompt_1L: Tensor, tokens: int) -> Tensor:
         model, generator = self._model.language_model, torch.Generator()
         end = self._window.marks.end
-        said = decode(model, prefill(model, prompt_1L), tokens, temperature=0.0, generator=generator, end=end)
-        return self._window.written(said)
+        generated = decode(model, prefill(model, prompt_1L), tokens, temperature=0.0, generator=generator, end=end)
+        return self._window.written(generated)
 
     def _row(self, ids: list[int], width: int) -> Tensor:
         return torch.tensor([[*ids, *[self._source.pad] * (width - len(ids))]], device=self._device)
@@ -240,27 +247,27 @@ class Session:
 
 
 def reader_of_text(loaded: Loaded) -> Reasoning:
-    """The model's section of the configuration. Raises ConfigError for one that was not taught to read documents."""
+    """The configuration's section `reasoning`. Raises ConfigError for a model not trained to read long documents."""
     reasoning = loaded.config.reasoning
     if reasoning is None or not loaded.heads:
-        raise ConfigError("this model has not been through stage B: it cannot read beyond its window")
+        raise ConfigError("this model was not trained in stage B: it cannot read documents longer than its window")
     if reasoning.agent.tokens:
         raise ConfigError("this model's memory agent was trained on ids of a vocabulary of its own, not on text")
     return reasoning
 
 
 def cut(tokenizer: TextTokenizer, document: str, chunk: int) -> Iterator[list[int]]:
-    """A document's tokens, `chunk` at a time."""
+    """A document's tokens in chunks of `chunk`; the last may be shorter."""
     ids = tokenizer.encode(document)
     for start in range(0, len(ids), chunk):
         yield ids[start : start + chunk]
 
 
 def describe(step: Step, width: int = 60) -> str:
-    """A step as a line for people."""
-    shown = " ".join(step.text.split())
-    shown = shown if len(shown) <= width else shown[: width - 1] + "…"
-    write = f"written x{step.scale:g}" if step.committed else "rolled back"
-    write = "" if step.committed is None else write
+    """A step as one line of text."""
+    text = " ".join(step.text.split())
+    text = text if len(text) <= width else text[: width - 1] + "…"
+    update = f"written x{step.scale:g}" if step.committed else "rolled back"
+    update = "" if step.committed is None else update
     memory = json.dumps(" ".join(step.memory.split()), ensure_ascii=False)
-    return f"{step.number:>5}  {shown:<{width}}  {write:<12}  {'*' if step.changed else ' '} {memory}"
+    return f"{step.number:>5}  {text:<{width}}  {update:<12}  {'*' if step.changed else ' '} {memory}"

@@ -40,7 +40,7 @@ from cdrmix.training.zero import zero_stage
 
 
 class Span(NamedTuple):
-    """A phase's place in the run: `first` steps were finished when it begins, `last` when it ends."""
+    """The steps of a phase in the run: `first` steps are finished when it begins, `last` when it ends."""
 
     name: str
     section: PhaseSection
@@ -49,7 +49,7 @@ class Span(NamedTuple):
 
 
 class StageBResult(NamedTuple):
-    """What a finished stage B reports. seconds: of training, stage A's included."""
+    """The result of a finished stage B. seconds: training time, stage A's included."""
 
     step: int
     seconds: float
@@ -59,16 +59,16 @@ class StageBResult(NamedTuple):
 def spans(config: Config) -> list[Span]:
     """The phases that have steps, in their order."""
     assert config.reasoning is not None
-    found, step = [], 0 if config.reasoning.backbone else config.train.steps
+    phases, step = [], 0 if config.reasoning.backbone else config.train.steps
     for name, section in config.reasoning.phases:
         if section.steps:
-            found.append(Span(name, section, step, step + section.steps))
+            phases.append(Span(name, section, step, step + section.steps))
             step += section.steps
-    return found
+    return phases
 
 
 def check_stage_b(config: Config) -> None:
-    """Raises ConfigError, before anything is done, for a backbone that is not there and impossible episodes."""
+    """Checks stage B before training. Raises ConfigError for a missing backbone and for impossible episodes."""
     assert config.reasoning is not None
     backbone = config.reasoning.backbone
     if backbone and not Path(backbone).exists():
@@ -108,9 +108,9 @@ def train_stage_b(
 def _start(
     config: Config, run: RunFolder, world: DistributedContext
 ) -> tuple[Progress, dict[str, Tensor], Path | None]:
-    """Where to go on, and in rank 0 the weights to begin with: those of the newest checkpoint.
+    """The progress and the checkpoint from which to continue, and in rank 0 its weights.
 
-    Of stage A's last one the running average where it keeps one, which is also what its export would hold.
+    The weights of stage A's last checkpoint are the running average if it has one, as in its export.
     """
     assert config.reasoning is not None
     newest = world.gather(newest_whole_checkpoint(run.checkpoints, run.say) if world.is_main_process else None)[0]
@@ -118,7 +118,7 @@ def _start(
         weights = read_weights(newest, average=has_average(newest)) if world.is_main_process else {}
         return read_progress(newest), weights, newest
     if not config.reasoning.backbone:
-        raise CheckpointError(f"{run.checkpoints} holds no whole checkpoint of stage A to begin stage B with")
+        raise CheckpointError(f"{run.checkpoints} has no complete checkpoint of stage A, which stage B starts from")
     weights = {}
     if world.is_main_process:
         weights = backbone_weights(Path(config.reasoning.backbone), config, run.tokenizer)

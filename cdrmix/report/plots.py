@@ -73,7 +73,7 @@ def draw_load(rows: Sequence[Row], *, title: str, palette: Palette = LIGHT) -> b
         return None
     blocks = len(routed[0]["load"])
     names = router_names(routed[0])
-    shown = sorted({round(place * (blocks - 1) / (MOST_BLOCKS - 1)) for place in range(MOST_BLOCKS)})
+    shown = sorted({round(index * (blocks - 1) / (MOST_BLOCKS - 1)) for index in range(MOST_BLOCKS)})
     shown = shown if blocks > MOST_BLOCKS else list(range(blocks))
     columns = min(len(shown), 2 if len(shown) <= 4 else 4)
     lines = -(-len(shown) // columns)
@@ -84,13 +84,13 @@ def draw_load(rows: Sequence[Row], *, title: str, palette: Palette = LIGHT) -> b
     colours = LinearSegmentedColormap.from_list("load", [palette.train, palette.paper, palette.valid])
     steps = [row["step"] for row in routed]
     ends = [steps[0] - 0.5, *((left + right) / 2 for left, right in itertools.pairwise(steps)), steps[-1] + 0.5]
-    for place, axes in enumerate(grid.flat):
+    for index, axes in enumerate(grid.flat):
         plain(axes, palette)
         axes.grid(visible=False)
-        if place >= len(shown):
+        if index >= len(shown):
             axes.set_visible(False)
             continue
-        block = shown[place]
+        block = shown[index]
         ratios = [[share * len(row["load"][block]) for share in row["load"][block]] for row in routed]
         experts = len(ratios[0])
         mesh = axes.pcolormesh(
@@ -112,7 +112,7 @@ def draw_load(rows: Sequence[Row], *, title: str, palette: Palette = LIGHT) -> b
             fontsize=8.5,
             pad=4,
         )
-        label(axes, "step" if place >= len(shown) - columns else "", "" if place % columns else "expert", palette)
+        label(axes, "step" if index >= len(shown) - columns else "", "" if index % columns else "expert", palette)
     bar = figure.colorbar(mesh, ax=grid, aspect=30, pad=0.02)
     bar.set_ticks([0.25, 0.5, 1, 2, 4], labels=["\u2264 1/4", "1/2", "1", "2", "\u2265 4"])
     bar.ax.minorticks_off()

@@ -37,9 +37,9 @@ PANELS: dict[str, list[tuple[str, ...]]] = {
 }
 
 
-def draw_mechanisms(found: Mechanisms, *, title: str, palette: Palette = LIGHT) -> bytes | None:
+def draw_mechanisms(mechanisms: Mechanisms, *, title: str, palette: Palette = LIGHT) -> bytes | None:
     """Draws one panel for each mechanism: accuracy over the number of chunks. None if nothing was measured."""
-    names = [name for name in TITLES if name in found]
+    names = [name for name in TITLES if name in mechanisms]
     if not names:
         return None
     figure = Figure(
@@ -54,23 +54,23 @@ def draw_mechanisms(found: Mechanisms, *, title: str, palette: Palette = LIGHT) 
     colours = (palette.train, palette.valid, palette.ink, palette.ink)
     for name, axes in zip(names, grid.flat, strict=False):
         plain(axes, palette)
-        chunks = [int(number) for number in found[name]]
-        for place, (measure, words) in enumerate(LINES[name].items()):
-            values = [figures.get(measure) for figures in found[name].values()]
+        chunks = [int(number) for number in mechanisms[name]]
+        for index, (measure, text) in enumerate(LINES[name].items()):
+            values = [figures.get(measure) for figures in mechanisms[name].values()]
             if all(value is None for value in values):
                 continue
             axes.plot(
                 chunks,
                 values,
-                color=colours[place],
-                linewidth=2.0 if place < 2 else 1.0,
-                linestyle=("-", "-", (0, (4, 3)), (0, (1, 2)))[place],
-                marker="o" if place < 2 else None,
+                color=colours[index],
+                linewidth=2.0 if index < 2 else 1.0,
+                linestyle=("-", "-", (0, (4, 3)), (0, (1, 2)))[index],
+                marker="o" if index < 2 else None,
                 markersize=5,
                 markeredgecolor=palette.paper,
-                alpha=1.0 if place < 2 else 0.7,
-                label=words,
-                zorder=4 - place,
+                alpha=1.0 if index < 2 else 0.7,
+                label=text,
+                zorder=4 - index,
             )
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_locator(FixedLocator(chunks))
@@ -100,12 +100,12 @@ def draw_phases(rows: Sequence[Row], *, title: str, palette: Palette = LIGHT) ->
     for name, line in zip(phases, grid, strict=True):
         own = [row for row in rows if row["phase"] == name]
         steps = [row["phase_step"] for row in own]
-        for place, axes in enumerate(line):
-            if place >= len(PANELS[name]):
+        for index, axes in enumerate(line):
+            if index >= len(PANELS[name]):
                 axes.set_visible(False)
                 continue
             plain(axes, palette)
-            for colour, measure in zip(colours, PANELS[name][place], strict=False):
+            for colour, measure in zip(colours, PANELS[name][index], strict=False):
                 values = [row["measures"].get(measure) for row in own]
                 if all(value is None for value in values):
                     continue
@@ -114,7 +114,7 @@ def draw_phases(rows: Sequence[Row], *, title: str, palette: Palette = LIGHT) ->
             if axes.get_legend_handles_labels()[0]:
                 axes.legend(loc="best", frameon=False, fontsize=7.5, labelcolor=palette.ink)
             label(axes, "step", "", palette)
-            if place == 0:
+            if index == 0:
                 axes.set_title(name.replace("_", " "), loc="left", color=palette.ink, fontsize=9.5, fontweight="bold")
     return _png(figure, title, palette)
 

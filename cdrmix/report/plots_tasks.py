@@ -1,4 +1,4 @@
-"""The picture of an evaluation by length: a heat map of the share of right answers, tasks by lengths."""
+"""The plot of an evaluation by length: a heat map of accuracies, with a row for each task, a column for each length."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from cdrmix.eval.evaluation import Scores, spelled
+from cdrmix.eval.evaluation import Scores, length_text
 from cdrmix.report.plots import LIGHT, Palette
 
 
 def draw_scores(scores: Scores, *, title: str, palette: Palette = LIGHT) -> bytes:
-    """A PNG. Each cell has its accuracy, one without questions a dash; a line where lengths pass the training's."""
+    """The heat map as PNG. A cell shows its accuracy, or a dash without questions. A line marks the training length."""
     names, lengths = scores.names, scores.lengths
     figure = Figure(
         figsize=(3.4 + 0.85 * len(lengths), 1.7 + 0.34 * len(names)),
@@ -23,16 +23,16 @@ def draw_scores(scores: Scores, *, title: str, palette: Palette = LIGHT) -> byte
     )
     axes = figure.add_subplot()
     axes.set_facecolor(palette.paper)
-    found = [[scores.at(name, tokens).accuracy for tokens in lengths] for name in names]
+    accuracies = [[scores.at(name, tokens).accuracy for tokens in lengths] for name in names]
     colours = LinearSegmentedColormap.from_list("accuracy", [palette.paper, palette.train])
-    cells = [[float("nan") if accuracy is None else accuracy for accuracy in row] for row in found]
+    cells = [[float("nan") if accuracy is None else accuracy for accuracy in row] for row in accuracies]
     axes.imshow(cells, cmap=colours, vmin=0, vmax=1, aspect="auto")
-    for line, row in enumerate(found):
+    for row_number, row in enumerate(accuracies):
         for column, accuracy in enumerate(row):
             text = "-" if accuracy is None else f"{accuracy:.2f}"
             colour = palette.paper if accuracy is not None and accuracy > 0.6 else palette.ink
-            axes.text(column, line, text, ha="center", va="center", fontsize=9, color=colour)
-    axes.set_xticks(range(len(lengths)), [spelled(tokens) for tokens in lengths])
+            axes.text(column, row_number, text, ha="center", va="center", fontsize=9, color=colour)
+    axes.set_xticks(range(len(lengths)), [length_text(tokens) for tokens in lengths])
     axes.set_yticks(range(len(names)), names)
     axes.tick_params(colors=palette.ink, labelsize=9, length=0)
     for side in axes.spines.values():
@@ -47,6 +47,6 @@ def draw_scores(scores: Scores, *, title: str, palette: Palette = LIGHT) -> byte
     axes.set_title(f"Right answers of {count} questions each", loc="left", color=palette.ink, fontsize=11)
     figure.suptitle(title, x=0.01, ha="left", color=palette.ink, fontsize=8)
     picture = io.BytesIO()
-    # No software version or date in the file: the same scores draw the same bytes.
+    # No software version or date in the file: the same scores give the same bytes.
     figure.savefig(picture, format="png", facecolor=palette.paper, metadata={"Software": None})
     return picture.getvalue()

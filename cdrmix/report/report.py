@@ -170,10 +170,10 @@ def _sample(sample: Mapping[str, str] | None) -> str:
     return f"<h2>Sample</h2><pre><em>{escaped(sample['prompt'])}</em>{escaped(sample['text'])}</pre>"
 
 
-def _demonstration(found: Mapping[str, Any] | None) -> str:
-    if not found:
+def _demonstration(sample: Mapping[str, Any] | None) -> str:
+    if not sample:
         return ""
-    return f"<h2>Reading a document, chunk by chunk</h2><pre>{escaped(chr(10).join(found['lines']))}</pre>"
+    return f"<h2>Reading a document, chunk by chunk</h2><pre>{escaped(chr(10).join(sample['lines']))}</pre>"
 
 
 def _facts(title: str, facts: Mapping[str, Any] | None) -> str:
@@ -197,11 +197,11 @@ def _flat(facts: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
 
 
 def _checkpoints(folder: Path) -> str:
-    found = sorted(path for path in folder.glob("*") if path.is_dir() and (path / "manifest.json").is_file())
-    if not found:
+    folders = sorted(path for path in folder.glob("*") if path.is_dir() and (path / "manifest.json").is_file())
+    if not folders:
         return ""
     lines = ""
-    for path in found:
+    for path in folders:
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file() and not file.is_symlink())
         lines += f"<tr><td>{escaped(path.name)}</td><td>{size / 2**20:,.1f} MiB</td></tr>"
     return f'<h2>Checkpoints</h2><div class="scroll"><table>{lines}</table></div>'

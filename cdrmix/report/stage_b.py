@@ -14,15 +14,15 @@ MOST_LOST = 0.01  # largest accepted increase of the bits per byte of stage A
 
 def stage_b_sections(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], title: str) -> list[str]:
     """HTML sections; [] if stage B has not begun. rows: rows of phases in metrics.jsonl. summary: metrics.json."""
-    found = summary.get("mechanisms") or {}
-    mechanisms = [draw_mechanisms(found, title=f"Mechanisms: {title}", palette=palette) for palette in (LIGHT, DARK)]
+    measured = summary.get("mechanisms") or {}
+    mechanisms = [draw_mechanisms(measured, title=f"Mechanisms: {title}", palette=palette) for palette in (LIGHT, DARK)]
     phases = [draw_phases(rows, title=f"Phases: {title}", palette=palette) for palette in (LIGHT, DARK)]
     sections = []
     if light_dark := [drawn for drawn in mechanisms if drawn is not None]:
         sections.append(
             "<h2>Stage B: each mechanism on and off</h2>"
             + picture(light_dark, "Accuracy over the number of chunks, each mechanism on and off")
-            + "".join(_table(name, found[name]) for name in TITLES if name in found)
+            + "".join(_table(name, measured[name]) for name in TITLES if name in measured)
             + '<p class="soft">Held-out episodes, greedy decoding. Swapped: with the fast weights of another episode. '
             "Never: nothing is committed. Accept good, accept bad: share of the true and of the false chunks that are "
             "committed. Captured: share of the requested facts that are in memory after the chunk with the fact. "

@@ -39,5 +39,5 @@ def mark_documents(batch: Batch) -> Batch:
 
 
 def uncompiled(config: Config) -> AbstractContextManager[object]:
-    """Runs without compiled code: the last batch of a validation has another size and would be compiled anew."""
+    """Runs without compiled code: the last batch of a validation has another size and would be compiled again."""
     return torch.compiler.set_stance("force_eager") if config.train.compile else nullcontext()

@@ -144,17 +144,17 @@ class PhaseConsole(Callback):
             if space >= 0:
                 widths[name] = max(len(name), 7)
         count = f"{record.phase_step}/{self._steps}"
-        place = len(self._phase) + 2 + 2 * len(str(self._steps))
+        width_of_count = len(self._phase) + 2 + 2 * len(str(self._steps))
         now = time.monotonic()
         self._start = self._start or (record.phase_step, now)
         steps, seconds = record.phase_step - self._start[0], now - self._start[1]
         left = clock(seconds / steps * (self._steps - record.phase_step)) if steps else "-"
         figures = "  ".join(f"{_short(record.measures[name]):>{width}}" for name, width in widths.items())
-        line = f"{f'{self._phase} {count}':>{place}}  {figures}  {left:>6}"
+        line = f"{f'{self._phase} {count}':>{width_of_count}}  {figures}  {left:>6}"
         if self._shown:
             if self._lines % 20 == 0:
                 names = "  ".join(f"{name:>{width}}" for name, width in widths.items())
-                print(f"{'phase':>{place}}  {names}  {'left':>6}")
+                print(f"{'phase':>{width_of_count}}  {names}  {'left':>6}")
             print(line, flush=True)
         self._lines += 1
         self._run.note(line)

@@ -253,8 +253,8 @@ class Engine:
         """
         if self.stage > 0:
             return None
-        found = [(parameter.grad, is_expert_shard(parameter)) for parameter in self.parameters.values()]
-        gradients = [(gradient, shared) for gradient, shared in found if gradient is not None]
+        all_gradients = [(parameter.grad, is_expert_shard(parameter)) for parameter in self.parameters.values()]
+        gradients = [(gradient, shared) for gradient, shared in all_gradients if gradient is not None]
         if self.loss_scale.enabled:
             torch._foreach_mul_([gradient for gradient, _ in gradients], 1.0 / self.loss_scale.value)
         self._norm = total_norm(gradients, self._experts)
@@ -348,8 +348,8 @@ class Engine:
             whole = self._shard(parameter, weights[name]).flatten()
             if self.stage == 3:
                 size = parameter.ds_tensor.numel()
-                place = dist.get_rank(parameter.ds_process_group)
-                whole = whole[place * size : (place + 1) * size]
+                rank = dist.get_rank(parameter.ds_process_group)
+                whole = whole[rank * size : (rank + 1) * size]
             mine.flatten()[: whole.numel()].copy_(whole)
 
     def optimizer_state(self) -> dict[str, Tensor]:
@@ -360,12 +360,12 @@ class Engine:
         state = {}
         for name, parameter in self._optimized().items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
-                found: Tensor | None = value.detach() if self.stage > 0 or self.world.rank == 0 else None
+                tensor: Tensor | None = value.detach() if self.stage > 0 or self.world.rank == 0 else None
                 if is_expert_shard(parameter) and value.shape == parameter.shape:
                     assert self._experts is not None
-                    found = self._experts.whole(value)
-                if found is not None:
-                    state[f"{name}/{key}"] = found.cpu()
+                    tensor = self._experts.whole(value)
+                if tensor is not None:
+                    state[f"{name}/{key}"] = tensor.cpu()
         return state
 
     def load_optimizer_state(self, state: dict[str, Tensor]) -> None:
@@ -390,12 +390,12 @@ class Engine:
         parameters = [each for each in self.parameters.values() if each.requires_grad]
         everyone = dist.group.WORLD
         assert everyone is not None
-        found = [ReplicatedParameters([each for each in parameters if not is_expert_shard(each)], everyone)]
+        groups = [ReplicatedParameters([each for each in parameters if not is_expert_shard(each)], everyone)]
         if self._experts is not None:
-            found.append(
+            groups.append(
                 ReplicatedParameters([each for each in parameters if is_expert_shard(each)], self._experts.copies)
             )
-        return found
+        return groups
 
     def _hand_over_gradients(self) -> None:
         # As ZeRO-1 of DeepSpeed does after its own reduction: its step reads the sums of this process's partitions.
@@ -425,12 +425,12 @@ class Engine:
         for (name, parameter), mine in zip(self.parameters.items(), local, strict=True):
             if self.stage == 3:
                 mine = _joined(mine, parameter)
-            found: Tensor | None = mine if self.world.rank == 0 else None
+            tensor: Tensor | None = mine if self.world.rank == 0 else None
             if is_expert_shard(parameter):
                 assert self._experts is not None
-                found = self._experts.whole(mine)
-            if found is not None:
-                whole[name] = found.detach().cpu().contiguous()
+                tensor = self._experts.whole(mine)
+            if tensor is not None:
+                whole[name] = tensor.detach().cpu().contiguous()
         return whole
 
     def _buffers(self) -> dict[str, Tensor]:

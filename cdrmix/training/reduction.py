@@ -156,9 +156,9 @@ def _buckets(shared: ReplicatedParameters, most: int) -> Iterator[_Bucket]:
 
 def _slices(bucket: _Bucket) -> list[Tensor]:
     """The flat pieces of the gradients; zeros for a parameter without one."""
-    found = []
+    pieces = []
     for parameter, start, stop in bucket.pieces:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        found.append(parameter.grad.view(-1)[start:stop])
-    return found
+        pieces.append(parameter.grad.view(-1)[start:stop])
+    return pieces

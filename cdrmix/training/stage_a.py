@@ -211,10 +211,10 @@ def _check_vocabulary(config: Config, shards: ShardSet) -> None:
 def _continue(engine: Engine, config: Config, run: RunFolder, shards: ShardSet) -> tuple[Progress, Path | None]:
     # Rank 0 verifies and chooses, all load the same one.
     world = engine.world
-    found: tuple[Path | None, str] = (None, "")
+    choice: tuple[Path | None, str] = (None, "")
     if world.is_main_process:
-        found = _newest(run)
-    checkpoint, problem = world.gather(found)[0]
+        choice = _newest(run)
+    checkpoint, problem = world.gather(choice)[0]
     if problem:
         raise CheckpointError(problem)
     if checkpoint is None:

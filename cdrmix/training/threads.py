@@ -65,18 +65,18 @@ class ThreadChoice:
             self._recent.append(seconds)
             return
         self._seconds.setdefault(self._queue.pop(0), []).append(seconds)
-        found = {number: min(times) for number, times in self._seconds.items()}
-        limit = HOPELESS * min(found.values())
+        fastest = {number: min(times) for number, times in self._seconds.items()}
+        limit = HOPELESS * min(fastest.values())
         if seconds > limit and self._round == 1:
             self._queue = []
         if self._queue:
             return
         # One slow step does not exclude the chosen number.
-        hopeful = [number for number, least in found.items() if least <= limit or number == self.chosen]
+        hopeful = [number for number, least in fastest.items() if least <= limit or number == self.chosen]
         if self._round < ROUNDS:
             self._queue, self._round = hopeful, self._round + 1
         else:
-            self._decide(found)
+            self._decide(fastest)
 
     def _is_due(self) -> bool:
         if self._steps < self._soonest:
@@ -85,17 +85,17 @@ class ThreadChoice:
             return True
         return len(self._recent) == RECENT and not FASTER < statistics.median(self._recent) / self._reference < SLOWER
 
-    def _decide(self, found: dict[int, float]) -> None:
+    def _decide(self, fastest: dict[int, float]) -> None:
         """Ends a trial. found: seconds of the fastest step by number."""
-        best = min(found, key=lambda number: found[number])
-        if self.chosen not in found or found[best] <= GAIN * found[self.chosen]:
+        best = min(fastest, key=lambda number: fastest[number])
+        if self.chosen not in fastest or fastest[best] <= GAIN * fastest[self.chosen]:
             self.chosen = best
-        self._reference = found[self.chosen]
+        self._reference = fastest[self.chosen]
         lost = sum(seconds / self._reference - 1 for times in self._seconds.values() for seconds in times)
         self._soonest, self._latest = max(2 * RECENT, round(OFTEN * lost)), max(PERIOD, round(SELDOM * lost))
         self._steps = 0
         self._recent.clear()
         if self.chosen != self._printed:
             self._printed = self.chosen
-            times = ", ".join(f"{number}: {found[number] * 1000:.0f}" for number in sorted(found))
+            times = ", ".join(f"{number}: {fastest[number] * 1000:.0f}" for number in sorted(fastest))
             self._say(f"CPU threads: {self.chosen}, by the time of a step (ms with {times})")

@@ -1,7 +1,7 @@
 """Chunks of documents for Triton kernels: the table of chunks, and what kernels read from it.
 
-A document is a row, or a span of the B * T tokens that cu_seqlens [N + 1] gives. Chunks start anew at each document, so
-a document has the same bits packed or alone. Chunks are numbered by slots. The number of slots follows from shapes
+A document is a row, or a span of the B * T tokens that cu_seqlens [N + 1] gives. A new chunk starts at each document,
+so a document has the same bits packed or alone. Chunks are numbered by slots. The number of slots follows from shapes
 alone, so some slots may hold no chunk.
 """
 

@@ -429,7 +429,7 @@ def wkv7_saved_shapes(
     save: bool,
     recompute: bool,
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Nothing is kept, whatever the sizes."""
+    """Empty: nothing is kept for the backward pass, at any sizes."""
     del batch, length, heads, key_width, value_width, documents, packed, dtype, chunk, save, recompute
     return []
 

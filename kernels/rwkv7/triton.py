@@ -3,8 +3,8 @@
     S_t = S_{t-1} diag(exp(log_w_t)) + (S_{t-1} a_t) b_t^T + v_t k_t^T ;  y_t = S_t r_t        S: [V, K]
 
 r, log_w, k, a, b [B, T, H, K]; v, y [B, T, H, V]; states float32 [N, H, V, K], one a document. A document is a row, or
-a span of the B * T tokens that cu_seqlens [N + 1] gives. Chunks start anew at each document, so a document has the same
-bits packed or alone. There are no atomics and no tuning at run time: the same bits every time.
+a span of the B * T tokens that cu_seqlens [N + 1] gives. A new chunk starts at each document, so a document has the
+same bits packed or alone. There are no atomics and no tuning at run time: the same bits every time.
 
 A document is scanned in groups of GROUP chunks (triton_groups.py) if it has more than LONGEST chunks (8,192 tokens) and
 its heads have programs for at most PROCESSORS multiprocessors. This depends only on the document's own length and on
@@ -432,7 +432,7 @@ def alternatives(arch: str) -> list[Build]:
             tiles = itertools.product((4, 8), {32, min(K, 64)}, {32, min(V, 64)})
             launches = {Launch(warps, 1, block_k, block_v) for warps, block_k, block_v in tiles}
             launches.discard(launch_of(kernel, arch, torch.bfloat16, K, V, C))
-            found += [build(kernel, arch, torch.bfloat16, K, V, C, one) for one in sorted(launches, key=repr)]
+            found += [build(kernel, arch, torch.bfloat16, K, V, C, launch) for launch in sorted(launches, key=repr)]
     return found
 
 
@@ -462,7 +462,7 @@ def _builds(arch: str) -> Iterator[Build]:
             continue
         once = ("token",) if C == 32 else ()  # it does not depend on C
         # The scan over groups is float32 for all dtypes, so it is built once.
-        groups = [one for one in OVER_GROUPS if dtype == torch.bfloat16 or one != "group_scan"]
+        groups = [name for name in OVER_GROUPS if dtype == torch.bfloat16 or name != "group_scan"]
         groups = groups if has_groups(arch, dtype, K, V) else []
         for kernel in (*chunk_kernels(dtype, C), *SCANS, *groups, *once):
             yield build(kernel, arch, dtype, K, V, C, launch_of(kernel, arch, dtype, K, V, C))

@@ -237,6 +237,6 @@ def ssd_scan_saved_shapes(
     chunk: int | None,
     save: bool,
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Nothing is kept, whatever the sizes. q, v: their shapes."""
+    """Empty: nothing is kept for the backward pass, at any sizes. q, v: their shapes."""
     del q, v, documents, packed, dtype, chunk, save
     return []

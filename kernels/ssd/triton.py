@@ -3,7 +3,7 @@
     S_t = exp(log_decay_t) S_{t-1} + v_t k_t^T ;  y_t = S_t q_t, or S_{t-1} q_t        S: [V, K]
 
 q, k [B, T, G, K]; v, y [B, T, H, V]; log_decay [B, T, H]; states float32 [N, H, V, K], one a document. A document is a
-row, or a span of the B * T tokens that cu_seqlens [N + 1] gives. Chunks start anew at each document, so a document has
+row, or a span of the B * T tokens that cu_seqlens [N + 1] gives. A new chunk starts at each document, so a document has
 the same bits packed or alone. There are no atomics and no tuning at run time: the same bits every time.
 
 Products take bfloat16 operands for bfloat16 tensors, and float32 operands otherwise. Float16 tensors are multiplied as

@@ -1,6 +1,6 @@
 """The kernels of `triton.py`: element-wise work around RWKV-7's recurrence, on tiles of tokens by channels.
 
-Values are float32 in registers, whatever the tensors' dtypes; offsets are int64, token numbers int32.
+Values are float32 in registers, for all dtypes of the tensors; offsets are int64, token numbers int32.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 

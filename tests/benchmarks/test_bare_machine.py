@@ -65,7 +65,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def python_with_wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """PyTorch, Triton, NumPy and Numba with what they require; beside them no more than gpu_wheels.sh carries."""
+    """PyTorch, Triton, NumPy and Numba with what they require, and otherwise only what gpu_wheels.sh carries."""
     script = (ROOT / "benchmarks" / "gpu_wheels.sh").read_text()
     carried = {"deepspeed"}
     for group in ("TRAINER", "TESTS"):

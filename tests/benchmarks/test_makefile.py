@@ -35,8 +35,8 @@ def install(folder: Path, *programs: str, **variables: str) -> tuple[subprocess.
     for name in ("make", "sh", "rm", "touch", "mkdir", "cp", "dirname"):
         (commands / name).symlink_to(str(shutil.which(name)))
     environment = {"PATH": str(commands), "HOME": os.environ.get("HOME", "/")}
-    words = ["make", "install", f"ROCM={folder / 'rocm'}", *(f"{name}={value}" for name, value in variables.items())]
-    done = subprocess.run(words, cwd=folder, env=environment, check=False, capture_output=True, text=True)
+    command = ["make", "install", f"ROCM={folder / 'rocm'}", *(f"{name}={value}" for name, value in variables.items())]
+    done = subprocess.run(command, cwd=folder, env=environment, check=False, capture_output=True, text=True)
     calls = folder / "calls"
     return done, calls.read_text().splitlines() if calls.exists() else []
 

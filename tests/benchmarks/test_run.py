@@ -112,8 +112,8 @@ class Hide:
 sys.meta_path[:] = [Hide()]
 sys.path.insert(0, {str(BENCHMARKS)!r})
 import run, smallest, smoke
-for words in ("--suite wkv7 --list", "--suite moe --list", "--suite trainer --dry"):
-    sys.argv[1:] = words.split()
+for options in ("--suite wkv7 --list", "--suite moe --list", "--suite trainer --dry"):
+    sys.argv[1:] = options.split()
     try:
         print("exit code", run.main(), flush=True)
     except SystemExit as error:

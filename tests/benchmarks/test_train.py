@@ -346,7 +346,7 @@ def test_a_toy_in_turns_with_its_peers(tmp_path: Path) -> None:
     texts = tmp_path / "texts"
     texts.mkdir()
     for number in range(60):
-        words = [f"word{(number * 7 + place * place) % 23}" for place in range(10 + number % 23)]
+        words = [f"word{(number * 7 + index * index) % 23}" for index in range(10 + number % 23)]
         (texts / f"{number:03d}.txt").write_text(" ".join(words) + "\n", encoding="utf-8")
     config = {
         "model": {

@@ -31,8 +31,8 @@ TOY = (
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with text/, 24 small files, in which runs/ and cache/ will be."""
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with text/, which has 24 small files, and for runs/ and cache/."""
     folder = tmp_path_factory.mktemp("cli")
     text = folder / "text"
     text.mkdir()
@@ -42,10 +42,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def arguments(place: Path) -> Callable[..., list[str]]:
-    """`arguments(*overrides)`: what follows `cdrmix train` for a run of the toy."""
-    where = [f"run.root={place / 'runs'}", f"data.cache={place / 'cache'}"]
-    source = ["data.source.kind=text", f"data.source.paths=[{place / 'text'}]", "data.valid_fraction=0.25"]
+def arguments(workspace: Path) -> Callable[..., list[str]]:
+    """`arguments(*overrides)`: the arguments of `cdrmix train` for a toy run."""
+    where = [f"run.root={workspace / 'runs'}", f"data.cache={workspace / 'cache'}"]
+    source = ["data.source.kind=text", f"data.source.paths=[{workspace / 'text'}]", "data.valid_fraction=0.25"]
     return lambda *more: ["--config", str(TINY), *TOY, *where, *source, *more]
 
 

@@ -1,4 +1,4 @@
-"""What a person sees who hands in something broken: one message, the exit code of its kind, nothing lost."""
+"""Broken input: the user sees one message and the exit code of its kind, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -96,10 +96,10 @@ def test_a_broken_configuration(
 
 
 @pytest.fixture(scope="module")
-def half_done(arguments: Arguments, place: Path) -> Path:
-    """A finished run of the toy with checkpoints of steps 2 and 4; to be copied before it is broken."""
-    assert main(["train", *arguments(f"run.root={place / 'half'}")]) == 0
-    (path,) = (place / "half").iterdir()
+def half_done(arguments: Arguments, workspace: Path) -> Path:
+    """A finished toy run with checkpoints of steps 2 and 4; tests copy it before they break it."""
+    assert main(["train", *arguments(f"run.root={workspace / 'half'}")]) == 0
+    (path,) = (workspace / "half").iterdir()
     return path
 
 
@@ -115,8 +115,8 @@ def test_a_corrupt_checkpoint_is_passed_over(
     damaged[-1] ^= 1
     weights.write_bytes(damaged)
     RunFolder.open(copy).update_summary({"finished": False})
-    words = ["train", *arguments(f"run.root={half_done.parent}"), "--resume", str(copy)]
-    assert main(words) == 0
+    command = ["train", *arguments(f"run.root={half_done.parent}"), "--resume", str(copy)]
+    assert main(command) == 0
     out = capsys.readouterr().out
     assert "skipped step-00000004" in out
     assert "continuing from step-00000002" in out

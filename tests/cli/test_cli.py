@@ -1,4 +1,4 @@
-"""Tests of the command line: a whole run in-process, every command on it, and what a person sees when it fails."""
+"""Tests of the command line: a whole run in-process, every command on it, and the messages of failures."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ CONFIGURATIONS = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "configs" 
 
 
 @pytest.fixture(scope="module")
-def finished(arguments: Arguments, place: Path) -> RunFolder:
-    """A finished run, its console output in console.txt beside it."""
-    with (place / "console.txt").open("w") as console, pytest.MonkeyPatch.context() as patch:
+def finished(arguments: Arguments, workspace: Path) -> RunFolder:
+    """A finished run; its console output is in console.txt in the same folder."""
+    with (workspace / "console.txt").open("w") as console, pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdout", console)
         status = main(["train", *arguments()])
     assert status == 0
-    (path,) = (place / "runs").iterdir()
+    (path,) = (workspace / "runs").iterdir()
     return RunFolder.open(path)
 
 
-def test_a_run_folder_holds_everything_and_its_path_is_the_last_line(place: Path, finished: RunFolder) -> None:
-    assert (place / "console.txt").read_text().splitlines()[-1] == str(finished.path)
+def test_a_run_folder_holds_everything_and_its_path_is_the_last_line(workspace: Path, finished: RunFolder) -> None:
+    assert (workspace / "console.txt").read_text().splitlines()[-1] == str(finished.path)
     names = {path.name for path in finished.path.iterdir()}
     assert {"config_snapshot.yaml", "metrics.jsonl", "metrics.json", "train.log", "checkpoints"} <= names
     assert {"report.html", "loss.png", "load.png", "export", "tokenizer.json"} <= names
@@ -82,9 +82,9 @@ def test_eval_prints_the_run_s_own_figures(finished: RunFolder, capsys: pytest.C
 
 
 def test_eval_reads_other_text_with_the_model_s_tokenizer(
-    arguments: Arguments, place: Path, finished: RunFolder, capsys: pytest.CaptureFixture[str]
+    arguments: Arguments, workspace: Path, finished: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = place / "other"
+    other = workspace / "other"
     other.mkdir()
     for number in range(12):
         (other / f"{number}.txt").write_text(f"Number {number} is not {number + 1}; äöü.\n" * 4)
@@ -114,8 +114,8 @@ def test_generate_streams_and_repeats(finished: RunFolder, capsys: pytest.Captur
     assert "a prompt must be UTF-8 text" in capsys.readouterr().err
 
 
-def test_export_and_compare(place: Path, finished: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
-    out, remains = place / "exported", place / ".exported.999999999.tmp"
+def test_export_and_compare(workspace: Path, finished: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    out, remains = workspace / "exported", workspace / ".exported.999999999.tmp"
     remains.mkdir()  # of an export that was killed
     assert main(["export", "--model", str(finished.path), "--out", str(out)]) == 0
     assert capsys.readouterr().out.strip() == str(out)
@@ -128,7 +128,7 @@ def test_export_and_compare(place: Path, finished: RunFolder, capsys: pytest.Cap
     (first, *_) = sorted((finished.checkpoints).glob("step-*"))
     assert main(["compare", str(finished.path), str(first)]) == 1
     assert "steps differ" in capsys.readouterr().out
-    assert main(["compare", str(finished.path), str(place)]) == CheckpointError.exit_code
+    assert main(["compare", str(finished.path), str(workspace)]) == CheckpointError.exit_code
 
 
 def test_an_export_made_before_training_went_on_is_made_anew(
@@ -178,7 +178,7 @@ def test_an_unfinished_run_s_checkpoints_are_not_hashed_to_learn_that_it_is_unfi
 
 
 def test_a_finished_training_goes_on_with_what_is_missing(
-    arguments: Arguments, place: Path, finished: RunFolder, capsys: pytest.CaptureFixture[str]
+    arguments: Arguments, workspace: Path, finished: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = {path: path.stat().st_mtime_ns for path in finished.checkpoints.rglob("*")}
     summary = finished.summary()
@@ -198,7 +198,7 @@ def test_a_finished_training_goes_on_with_what_is_missing(
     assert finished.summary()["held_out"] == summary["held_out"]
 
 
-def test_params_and_validate(arguments: Arguments, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_params_and_validate(arguments: Arguments, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["params", "--config", str(ROOT / "configs" / "cdrmix-core-1b.yaml")]) == 0
     table = capsys.readouterr().out
     for part in (
@@ -213,7 +213,7 @@ def test_params_and_validate(arguments: Arguments, place: Path, capsys: pytest.C
     ):
         assert part in table
     assert main(["validate", *arguments()]) == 0
-    snapshot = place / "snapshot.yaml"
+    snapshot = workspace / "snapshot.yaml"
     snapshot.write_text(capsys.readouterr().out)
     assert main(["validate", "--config", str(snapshot)]) == 0
     assert capsys.readouterr().out == snapshot.read_text()
@@ -225,7 +225,7 @@ def test_the_configurations_of_the_project_are_valid(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "message"),
+    ("arguments", "status", "message"),
     [
         (["train", "--config", "nowhere.yaml"], 2, "nowhere.yaml"),
         (["validate", "--config", str(TINY), "train.step=5"], 2, "train.steps"),
@@ -237,14 +237,14 @@ def test_the_configurations_of_the_project_are_valid(path: Path) -> None:
     ],
 )
 def test_mistakes_get_a_message_and_an_exit_code(
-    words: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(words) == status
+    assert main(arguments) == status
     error = capsys.readouterr().err
     assert error.startswith("cdrmix: error: ")
     assert message in error
     assert "Traceback" not in error
-    assert main([*words, "--traceback"]) == status
+    assert main([*arguments, "--traceback"]) == status
     assert "Traceback" in capsys.readouterr().err
 
 
@@ -254,12 +254,12 @@ def test_help_does_not_wait_for_pytorch() -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_end_and_explain_themselves_as_one(arguments: Arguments, place: Path) -> None:
+def test_two_processes_end_and_explain_themselves_as_one(arguments: Arguments, workspace: Path) -> None:
     command = [sys.executable, "-m", "cdrmix.cli", "train", "--nproc", "2"]
-    command += arguments(f"run.root={place / 'two'}")
+    command += arguments(f"run.root={workspace / 'two'}")
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr
-    (path,) = (place / "two").iterdir()
+    (path,) = (workspace / "two").iterdir()
     assert done.stdout.splitlines()[-1] == str(path)
     assert done.stdout.count("Stage A: ") == 1
     # Found wrong by the workers, not by the launcher: one message, the exit code of its kind, no stack trace.
@@ -317,9 +317,9 @@ def test_a_reasoning_run_says_that_the_backbone_alone_is_trained(
     for step in ("_prepare", "_train", "_after_training"):
         monkeypatch.setattr(lifecycle, step, lambda *_: None)
     without_phases = [f"reasoning.phases.{name}.steps=0" for name, _ in Phases()]
-    for kind, words in (("reason", without_phases), ("core", [])):
+    for kind, overrides in (("reason", without_phases), ("core", [])):
         config = ROOT / "configs" / f"cdrmix-{kind}-tiny.yaml"
-        assert main(["train", "--config", str(config), f"run.root={tmp_path / kind}", *words]) == 0
+        assert main(["train", "--config", str(config), f"run.root={tmp_path / kind}", *overrides]) == 0
         (path,) = (tmp_path / kind).iterdir()
         assert (STAGE_A_ONLY in capsys.readouterr().out) == (kind == "reason")
         assert RunFolder.open(path).summary().get("not_trained") == (STAGE_A_ONLY if kind == "reason" else None)

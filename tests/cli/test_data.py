@@ -1,4 +1,4 @@
-"""`cdrmix data`: prepare and inspect as a person calls them."""
+"""`cdrmix data`: prepare and inspect from the command line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Arguments = Callable[..., list[str]]
 
 
 def test_prepare_prints_the_folder_that_inspect_takes(
-    arguments: Arguments, place: Path, capsys: pytest.CaptureFixture[str]
+    arguments: Arguments, workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["data", "prepare", *arguments()]) == 0
     folder = capsys.readouterr().out.splitlines()[-1]
@@ -26,7 +26,7 @@ def test_prepare_prints_the_folder_that_inspect_takes(
     assert "cdrmix: error: --row: train has no row 99999; allowed: 0 to " in capsys.readouterr().err
     assert main(["data", "inspect", folder, "--domain", "txet"]) == 2
     assert "Did you mean 'text'?" in capsys.readouterr().err
-    assert main(["data", "inspect", str(place)]) == 4
+    assert main(["data", "inspect", str(workspace)]) == 4
     assert "no finished shards" in capsys.readouterr().err
 
 
@@ -35,16 +35,16 @@ def test_each_takes_its_own_arguments(arguments: Arguments, capsys: pytest.Captu
     assert "`cdrmix data inspect --help`" in capsys.readouterr().err
     assert main(["data", "prepare", *arguments(), "--row", "3"]) == 2
     assert "`cdrmix data prepare --help`" in capsys.readouterr().err
-    for words in (["data"], ["data", "prepare"], ["data", "inspect"], ["data", "inspect", "SHARDS", "--rows", "0"]):
+    for command in (["data"], ["data", "prepare"], ["data", "inspect"], ["data", "inspect", "SHARDS", "--rows", "0"]):
         with pytest.raises(SystemExit) as stopped:
-            main(words)
+            main(command)
         assert stopped.value.code == 2
-    for words, expected in (
+    for command, expected in (
         (["data"], "inspect"),
         (["data", "prepare"], "--config"),
         (["data", "inspect"], "--domain"),
     ):
         with pytest.raises(SystemExit) as stopped:
-            main([*words, "--help"])
+            main([*command, "--help"])
         assert stopped.value.code == 0
         assert expected in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""`cdrmix eval --tasks`: a table, JSON and a picture of a trained model; what it refuses, before the model runs."""
+"""`cdrmix eval --tasks`: a table, JSON and a plot of a trained model's scores; errors before the model runs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Arguments = Callable[..., list[str]]
 
 
 @pytest.fixture(scope="module")
-def finished(place: Path, arguments: Arguments) -> Path:
-    root = place / "eval-tasks"
+def finished(workspace: Path, arguments: Arguments) -> Path:
+    root = workspace / "eval-tasks"
     assert main(["train", *arguments(f"run.root={root}")]) == 0
     (run,) = root.iterdir()
     return run
@@ -24,11 +24,11 @@ def finished(place: Path, arguments: Arguments) -> Path:
 def test_accuracies_by_length_of_run_checkpoint_and_export(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--tasks", "recall,mqar", "--lengths", "256,1k", "--count", "2", "--seed", "3"]
+    options = ["--tasks", "recall,mqar", "--lengths", "256,1k", "--count", "2", "--seed", "3"]
     found = []
     for model in (finished, finished / "checkpoints" / "step-00000004", finished / "export"):
         capsys.readouterr()
-        assert main(["eval", "--model", str(model), *words, "--json", "--plot", str(tmp_path / "a.png")]) == 0
+        assert main(["eval", "--model", str(model), *options, "--json", "--plot", str(tmp_path / "a.png")]) == 0
         told = capsys.readouterr()
         found.append(json.loads(told.out))
         assert "recall at 1k tokens: 0.000" in told.err
@@ -37,19 +37,22 @@ def test_accuracies_by_length_of_run_checkpoint_and_export(
     recall = found[0]["scores"][1]
     assert (recall["name"], recall["tokens"], recall["count"], recall["accuracy"]) == ("recall", 1024, 2, 0.0)
     assert 900 <= recall["mean_tokens"] <= 1024
-    assert "256, 1k: longer than what the model was trained on, rows of 32 tokens" in found[0]["notes"]
+    assert "256, 1k: longer than the 32 tokens of a row in training" in found[0]["notes"]
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    assert main(["eval", "--model", str(finished), *words]) == 0
+    assert main(["eval", "--model", str(finished), *options]) == 0
     table = capsys.readouterr().out
     assert table.splitlines()[0].split() == ["accuracy", "256", "1k", "tokens"]
     assert "recall        0.000    0.000" in table
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("options", "message"),
     [
         (["--tasks", "recal"], "there is no evaluation 'recal'; did you mean 'recall'?"),
-        (["--tasks", "ruler_cwe", "--lengths", "100"], "has questions of them; ruler_cwe at 100: its shortest"),
+        (
+            ["--tasks", "ruler_cwe", "--lengths", "100"],
+            "of these lengths; ruler_cwe at 100: its shortest",
+        ),
         (["--lengths", "1k"], "--lengths is for --tasks"),
         (["--plot", "a.png"], "--plot is for --tasks"),
         (["--tasks", "recall", "train.steps=3"], "leave it out with --tasks"),
@@ -57,13 +60,13 @@ def test_accuracies_by_length_of_run_checkpoint_and_export(
         (["--tasks", "recall", "--plot", "a.jpg"], "name a file FILE.png in a folder that exists"),
     ],
 )
-def test_what_is_refused(finished: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["eval", "--model", str(finished / "export"), *words]) == 2
+def test_what_is_refused(finished: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "--model", str(finished / "export"), *options]) == 2
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["--lengths", "1x"], ["--lengths", "0k"], ["--tasks", "a,,b"], ["--count", "0"]])
-def test_words_that_are_no_lists(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("options", [["--lengths", "1x"], ["--lengths", "0k"], ["--tasks", "a,,b"], ["--count", "0"]])
+def test_words_that_are_no_lists(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main(["eval", "--model", "x", *words])
+        main(["eval", "--model", "x", *options])
     assert "found" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Which checkpoint is exported: the best by default, the last, a named one; what is said, and what is taken instead."""
+"""Which checkpoint is exported: the best by default, the last, a named one; the messages, and the fallbacks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Arguments = Callable[..., list[str]]
 
 
 @pytest.fixture(scope="module")
-def trained(place: Path, arguments: Arguments) -> RunFolder:
+def trained(workspace: Path, arguments: Arguments) -> RunFolder:
     """A run whose best checkpoint is that of step 2 of 4."""
-    root = place / "choice"
+    root = workspace / "choice"
     assert main(["train", *arguments(f"run.root={root}")]) == 0
     (run,) = root.iterdir()
     (run / "checkpoints" / "best").write_text("step-00000002\n")
@@ -34,11 +34,11 @@ def run(trained: RunFolder, tmp_path: Path) -> RunFolder:
     return RunFolder.open(tmp_path / trained.path.name)
 
 
-def export(run: RunFolder, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
-    """The step exported, and what was said of it."""
+def export(run: RunFolder, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]:
+    """The exported step, and the message about it."""
     shutil.rmtree(run.export, ignore_errors=True)
     capsys.readouterr()
-    assert main(["export", "--model", str(run.path), *words]) == 0
+    assert main(["export", "--model", str(run.path), *options]) == 0
     told = capsys.readouterr()
     assert told.out.strip() == str(run.export)
     step = json.loads((run.export / "config.json").read_text())["step"]
@@ -51,9 +51,9 @@ def test_the_best_is_exported_and_the_reason_is_said(run: RunFolder, capsys: pyt
     bits = {row["step"]: row.get("valid_bits_per_byte") for row in read_metrics(run.metrics_jsonl)}
     told = f"the best on held-out text ({bits[2]:.4f} bits per byte); the last is step 4 ({bits[4]:.4f} bits per byte)"
     assert export(run, capsys) == (2, f"Exporting step 2, {told}")
-    assert export(run, capsys, "--checkpoint", "last") == (4, "Exporting step 4, the last, as was asked for")
+    assert export(run, capsys, "--checkpoint", "last") == (4, "Exporting step 4, the last, as requested")
     for name in ("step-00000002", str(run.checkpoints / "step-00000002")):
-        assert export(run, capsys, "--checkpoint", name) == (2, "Exporting step 2, the one that was asked for")
+        assert export(run, capsys, "--checkpoint", name) == (2, "Exporting step 2, as requested")
     # What compare reads of a run is its last checkpoint, whichever was exported.
     assert main(["compare", str(run.path), str(run.checkpoints / "step-00000004")]) == 0
 
@@ -64,12 +64,12 @@ def test_the_last_is_taken_where_there_is_no_best(run: RunFolder, capsys: pytest
     weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     step, told = export(run, capsys)
     assert step == 4
-    assert "the last, since the best on held-out text cannot be used" in told
+    assert "the last, because the best on held-out text cannot be used" in told
     assert "is corrupt" in told
     weights.write_bytes(whole)
     (run.checkpoints / "best").unlink()
     step, told = export(run, capsys)
-    assert (step, told) == (4, "Exporting step 4, the last, since none is marked as the best on held-out text")
+    assert (step, told) == (4, "Exporting step 4, the last, because none is marked as the best on held-out text")
 
 
 def test_stage_b_comes_after_the_best(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,7 +77,10 @@ def test_stage_b_comes_after_the_best(run: RunFolder, capsys: pytest.CaptureFixt
     text = run.config_snapshot.read_text()
     run.config_snapshot.write_text(text.replace("  steps: 4\n", "  steps: 2\n"))
     step, told = export(run, capsys)
-    assert (step, told) == (4, "Exporting step 4, the last, since the best on held-out text, step 2, is before stage B")
+    assert (step, told) == (
+        4,
+        "Exporting step 4, the last, because the best on held-out text, step 2, is before stage B",
+    )
 
 
 def test_a_run_exports_what_its_configuration_says(trained: RunFolder, arguments: Arguments) -> None:

@@ -1,4 +1,4 @@
-"""A run killed in the middle of a step and resumed ends with the weights of one that was left alone, bit for bit."""
+"""A run killed in the middle of a step and resumed ends with the weights of an uninterrupted run, bit for bit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def only_run(root: Path) -> Path:
 
 
 def is_at(run: Path, step: int) -> bool:
-    """Whether the run has done this step, and has a checkpoint to go on from."""
+    """Whether the run has done this step, and has a checkpoint from which to continue."""
     reached = any(row["step"] >= step for row in read_metrics(run / "metrics.jsonl"))
     return reached and (run / "checkpoints" / "latest").is_file()
 
@@ -34,7 +34,7 @@ def is_at(run: Path, step: int) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize(("accumulation", "processes", "step"), [(1, 1, 4), (4, 1, 5), (1, 2, 7)])
 def test_sigkill_and_resume(
-    place: Path, arguments: Callable[..., list[str]], accumulation: int, processes: int, step: int, tmp_path: Path
+    workspace: Path, arguments: Callable[..., list[str]], accumulation: int, processes: int, step: int, tmp_path: Path
 ) -> None:
     shape = (
         f"train.steps={STEPS}",
@@ -46,8 +46,8 @@ def test_sigkill_and_resume(
     command = [sys.executable, "-m", "cdrmix.cli", "train", "--nproc", str(processes)]
 
     def start(root: Path, *more: str) -> subprocess.Popen[bytes]:
-        words = [*command, *arguments(*shape, f"run.root={root}"), *more]
-        return subprocess.Popen(words, stdout=subprocess.DEVNULL)
+        command_line = [*command, *arguments(*shape, f"run.root={root}"), *more]
+        return subprocess.Popen(command_line, stdout=subprocess.DEVNULL)
 
     alone = start(tmp_path / "alone")
     victim = start(tmp_path / "killed")

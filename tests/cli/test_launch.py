@@ -1,4 +1,4 @@
-"""Tests of the launcher: signals reach every worker once and at any time, failures are told once."""
+"""Tests of the launcher: signals reach every worker once and at any time, failures are reported once."""
 
 from __future__ import annotations
 

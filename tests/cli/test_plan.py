@@ -1,4 +1,4 @@
-"""`cdrmix plan`, `cdrmix train --dry-run`, and training that is refused before anything is made."""
+"""`cdrmix plan`, `cdrmix train --dry-run`, and training that is refused before it writes anything."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def test_a_cpus_speed_is_unknown_and_not_guessed(arguments: Arguments, capsys: p
 def test_a_dry_run_prints_the_table_and_makes_nothing(
     arguments: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = arguments(f"run.root={tmp_path / 'runs'}", f"data.cache={tmp_path / 'cache'}")
-    assert main(["train", *words, "--dry-run"]) == 0
+    overrides = arguments(f"run.root={tmp_path / 'runs'}", f"data.cache={tmp_path / 'cache'}")
+    assert main(["train", *overrides, "--dry-run"]) == 0
     table = capsys.readouterr().out
     for heading in ("Memory of a process", "Saved for the backward pass", "Operations per token", "Time", "Disk"):
         assert f"\n{heading}" in table
@@ -57,12 +57,12 @@ def test_a_dry_run_tells_of_text_that_is_not_there(arguments: Arguments, capsys:
 def test_training_that_cannot_fit_is_refused_before_anything_is_made(
     arguments: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = arguments(f"run.root={tmp_path / 'runs'}", f"data.cache={tmp_path / 'cache'}")
+    overrides = arguments(f"run.root={tmp_path / 'runs'}", f"data.cache={tmp_path / 'cache'}")
     monkeypatch.setattr(machine, "host_memory", lambda: 10**8)
-    assert main(["train", *words]) == 2
+    assert main(["train", *overrides]) == 2
     assert "has 0.1 GB, of which 90%, 0.1 GB, may be planned with; most take runtime" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
-    assert main(["train", *words, "--dry-run"]) == 2
+    assert main(["train", *overrides, "--dry-run"]) == 2
     assert "DOES NOT FIT" in capsys.readouterr().out
 
 

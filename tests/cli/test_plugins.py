@@ -140,8 +140,8 @@ def install(folder: Path, module: str, entry: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
 
 
-def cdrmix(environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "import sys; from cdrmix.cli import main; sys.exit(main())", *words]
+def cdrmix(environment: dict[str, str], *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "import sys; from cdrmix.cli import main; sys.exit(main())", *options]
     return subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
 
 

@@ -1,4 +1,4 @@
-"""Stage B from the command line: every phase, killed and resumed bit for bit, several processes, what is refused."""
+"""Stage B from the command line: every phase, kill and resume bit for bit, several processes, and errors."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ REASON = (
 
 
 @pytest.fixture(scope="module")
-def finished(place: Path, arguments: Arguments) -> Path:
-    """A run of both stages, left alone."""
-    root = place / "reason"
+def finished(workspace: Path, arguments: Arguments) -> Path:
+    """An uninterrupted run of both stages."""
+    root = workspace / "reason"
     assert main(["train", *arguments(*REASON, f"run.root={root}")]) == 0
     (run,) = root.iterdir()
     return run
@@ -108,8 +108,8 @@ def test_killed_in_a_phase_and_resumed(finished: Path, arguments: Arguments, pha
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_processes_share_a_phase_out(arguments: Arguments, stage: int, tmp_path: Path) -> None:
     steps = [f"reasoning.phases.{name}.steps=2" for name in PHASES]
-    words = arguments(*REASON, *steps, f"run.root={tmp_path}", f"train.zero_stage={stage}")
-    assert main(["train", "--nproc", "2", *words]) == 0
+    overrides = arguments(*REASON, *steps, f"run.root={tmp_path}", f"train.zero_stage={stage}")
+    assert main(["train", "--nproc", "2", *overrides]) == 0
     (run,) = tmp_path.iterdir()
     assert json.loads((run / "metrics.json").read_text())["finished"]
 
@@ -117,24 +117,26 @@ def test_two_processes_share_a_phase_out(arguments: Arguments, stage: int, tmp_p
 def test_a_backbone_of_other_sizes_is_refused(
     finished: Path, arguments: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = arguments(*REASON, f"run.root={tmp_path}", f"reasoning.backbone={finished}", "model.feed_forward.hidden=32")
-    assert main(["train", *words, f"data.tokenizer.path={finished / 'tokenizer.json'}"]) == 5
+    overrides = arguments(
+        *REASON, f"run.root={tmp_path}", f"reasoning.backbone={finished}", "model.feed_forward.hidden=32"
+    )
+    assert main(["train", *overrides, f"data.tokenizer.path={finished / 'tokenizer.json'}"]) == 5
     assert "feed_forward.w_up with shape [4, 32, 16]; the configuration needs [4, 32, 32]" in capsys.readouterr().err
 
 
 def test_stage_b_begins_with_a_trained_backbone(finished: Path, arguments: Arguments, tmp_path: Path) -> None:
-    words = arguments(*REASON, f"run.root={tmp_path}", f"reasoning.backbone={finished}")
-    words += [f"reasoning.phases.{name}.steps=0" for name in PHASES if name != "acceptance"]
-    assert main(["train", *words, f"data.tokenizer.path={finished / 'tokenizer.json'}"]) == 0
+    overrides = arguments(*REASON, f"run.root={tmp_path}", f"reasoning.backbone={finished}")
+    overrides += [f"reasoning.phases.{name}.steps=0" for name in PHASES if name != "acceptance"]
+    assert main(["train", *overrides, f"data.tokenizer.path={finished / 'tokenizer.json'}"]) == 0
     (run,) = tmp_path.iterdir()
     assert {row["phase"] for row in read_metrics(run / "metrics.jsonl")} == {"acceptance"}
 
 
 def test_stage_b_begins_with_the_running_average_of_stage_a(arguments: Arguments, tmp_path: Path) -> None:
-    """The acceptance phase trains heads alone: so the language model behind it is what it began with."""
-    words = arguments(*REASON, f"run.root={tmp_path}")
-    words += [f"reasoning.phases.{name}.steps=0" for name in PHASES if name != "acceptance"]
-    assert main(["train", *words]) == 0
+    """The acceptance phase trains only heads, so the language model after it is the one that it started with."""
+    overrides = arguments(*REASON, f"run.root={tmp_path}")
+    overrides += [f"reasoning.phases.{name}.steps=0" for name in PHASES if name != "acceptance"]
+    assert main(["train", *overrides]) == 0
     (run,) = tmp_path.iterdir()
     stage_a = run / "checkpoints" / f"step-{STEPS_A:08d}"
     average, last = (read_weights(stage_a, average=average) for average in (True, False))
@@ -168,19 +170,19 @@ def test_what_stage_b_could_not_have_is_said_at_once(
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("options", "message"),
     [
         (["--document", "{}/absent.txt", "--question", "what?"], "absent.txt cannot be read: No such file"),
         (["--document", "{}", "--question", "what?"], "cannot be read: Is a directory"),
         (["--document", "{}/some.txt", "--question", " "], "--question is empty"),
-        (["--session", "{}"], "name a file in a folder that is there"),
-        (["--session", "{}/absent/one.safetensors"], "name a file in a folder that is there"),
+        (["--session", "{}"], "name a file in a folder that exists"),
+        (["--session", "{}/absent/one.safetensors"], "name a file in a folder that exists"),
     ],
 )
-def test_what_a_demonstration_cannot_read_or_write(words: list[str], message: str, tmp_path: Path) -> None:
+def test_what_a_demonstration_cannot_read_or_write(options: list[str], message: str, tmp_path: Path) -> None:
     (tmp_path / "some.txt").write_text("The code of Bukeba is 1705.")
     document, question, session = (
-        words[words.index(name) + 1].format(tmp_path) if name in words else None
+        options[options.index(name) + 1].format(tmp_path) if name in options else None
         for name in ("--document", "--question", "--session")
     )
     with pytest.raises(ConfigError, match=re.escape(message)):

@@ -1,4 +1,4 @@
-"""`cdrmix reason demo --memory FOLDER`: an index that outlives its process; commits, rollbacks, kills, other models."""
+"""`cdrmix reason demo --memory FOLDER`: a durable index: commits, rollbacks, kills, other models, the step budget."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ BOOK = " ".join(str(number) for number in random.Random(1).sample(range(10**8, 1
 
 
 @pytest.fixture(scope="module")
-def model(place: Path, arguments: Arguments) -> Path:
-    """An export whose operations search, splice what is found and answer, as often as is allowed."""
-    root = place / "memory"
+def model(workspace: Path, arguments: Arguments) -> Path:
+    """An export whose operations search, splice the found chunks as often as allowed, and answer."""
+    root = workspace / "memory"
     assert main(["train", *arguments(*REASON, f"run.root={root}")]) == 0
     (run,) = root.iterdir()
     loaded = load_model(run)
@@ -52,7 +52,7 @@ def model(place: Path, arguments: Arguments) -> Path:
     bias[RETRIEVE], bias[SPLICE], bias[NOOP] = 3.0, 2.0, 1.0
     heads = {**loaded.heads, "operations.policy.bias": bias}
     heads["operations.policy.weight"] = torch.zeros_like(heads["operations.policy.weight"])
-    return export_model(loaded._replace(heads=heads), place / "searching")
+    return export_model(loaded._replace(heads=heads), workspace / "searching")
 
 
 @pytest.fixture
@@ -61,13 +61,13 @@ def book(tmp_path: Path) -> Path:
     return tmp_path / "book.txt"
 
 
-def demo(model: Path, memory: Path, *words: object) -> list[str]:
-    arguments = ["reason", "demo", "--model", model, "--device", "cpu", "--memory", memory, *words]
-    return [str(word) for word in arguments]
+def demo(model: Path, memory: Path, *options: object) -> list[str]:
+    arguments = ["reason", "demo", "--model", model, "--device", "cpu", "--memory", memory, *options]
+    return [str(argument) for argument in arguments]
 
 
 def kept(memory: Path) -> list[tuple[int, list[int]]]:
-    """What the index holds, by id: other processes may write again afterwards."""
+    """The episodes of the index by id; it is closed again, so that other processes can write."""
     index = EpisodicIndex(memory, DIM, 4000)
     found = [(id, episode.tokens.tolist()) for id, episode in sorted(index._kept.episodes.items())]
     index.close()
@@ -82,6 +82,7 @@ def test_a_second_process_answers_from_what_the_first_has_read(
     command = [sys.executable, "-m", "cdrmix.cli", *demo(model, memory, "--document", book, "--question", about)]
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
+    assert "chunk  text" in done.stdout
     assert "Answer from the index: " in done.stdout
     episodes = kept(memory)
     chunks = [line for line in done.stdout.splitlines() if "written x1" in line or "rolled back" in line]
@@ -93,7 +94,7 @@ def test_a_second_process_answers_from_what_the_first_has_read(
     assert found
     for line in found:  # what was found is what the first process has read
         assert line.removeprefix("Found in the index:").strip() in BOOK
-    assert "what is read" not in told
+    assert "chunk  text" not in told
     # Read again, nothing is kept twice.
     assert main(demo(model, memory, "--document", book, "--question", about)) == 0
     assert kept(memory) == episodes
@@ -117,14 +118,14 @@ def test_what_the_controller_rolls_back_leaves_nothing(
 
 @pytest.mark.parametrize("attempt", range(2))
 def test_killed_at_any_moment_no_commit_is_lost(model: Path, book: Path, tmp_path: Path, attempt: int) -> None:
-    """SIGKILL at a random moment of the reading, then once more, then read to the end: as if it had not been killed."""
-    words = ("--document", book, "--question", "thing number 3")
-    assert main(demo(model, tmp_path / "whole", *words)) == 0
+    """Two kills at random moments, then a read to the end: the index equals that of an uninterrupted run."""
+    options = ("--document", book, "--question", "thing number 3")
+    assert main(demo(model, tmp_path / "whole", *options)) == 0
     whole, draw = kept(tmp_path / "whole"), random.Random(attempt)
     memory = tmp_path / "memory"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     for _ in range(2):
-        command = [sys.executable, "-m", "cdrmix.cli", *demo(model, memory, *words)]
+        command = [sys.executable, "-m", "cdrmix.cli", *demo(model, memory, *options)]
         victim = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         assert victim.stdout is not None
         lines = []
@@ -140,8 +141,45 @@ def test_killed_at_any_moment_no_commit_is_lost(model: Path, book: Path, tmp_pat
         found = kept(memory)
         assert found == whole[: len(found)]
         assert len(found) >= acknowledged
-    assert main(demo(model, memory, *words)) == 0
+    assert main(demo(model, memory, *options)) == 0
     assert kept(memory) == whole
+
+
+BUDGET = 3
+
+
+@pytest.fixture(scope="module")
+def small_budget(model: Path, workspace: Path) -> Path:
+    """The same model with a step budget of BUDGET and a memory agent, whose memory changes at many chunks."""
+    loaded = load_model(model)
+    reasoning = loaded.config.reasoning
+    assert reasoning is not None
+    imitation = reasoning.phases.imitation.model_copy(update={"steps": 1})
+    changes = {
+        "phases": reasoning.phases.model_copy(update={"imitation": imitation}),
+        "controller": reasoning.controller.model_copy(update={"step_budget": BUDGET}),
+    }
+    config = loaded.config.model_copy(update={"reasoning": reasoning.model_copy(update=changes)})
+    with torch.no_grad():
+        for parameter in loaded.model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(6.0)  # else the model writes the same memory at every chunk
+    return export_model(loaded._replace(config=config), workspace / "small-budget")
+
+
+def test_the_step_budget_limits_a_session(
+    small_budget: Path, book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After the budget neither the fast weights nor the token memory change, also in a session that was saved."""
+    command = ["reason", "demo", "--model", small_budget, "--device", "cpu", "--question", "thing number 3"]
+    command += ["--document", book, "--session", tmp_path / "session.safetensors"]
+    message = f"The step budget of {BUDGET} is spent: the fast weights and the memory no longer change."
+    for updates in (BUDGET, 0):
+        assert main([str(argument) for argument in command]) == 0
+        output = capsys.readouterr().out
+        assert output.count("written x1") + output.count("rolled back") == updates
+        assert output.count('  * "') == updates
+        assert message in output.splitlines()
 
 
 def test_memories_that_are_refused(
@@ -158,25 +196,25 @@ def test_memories_that_are_refused(
     assert main(demo(model, memory, "--question", "thing")) == 11
     (memory / "model.json").unlink()
     assert main(demo(model, memory, "--question", "thing")) == 11
-    assert "holds an episode log and no model.json" in capsys.readouterr().err
+    assert "has an episode log but no model.json" in capsys.readouterr().err
     (memory / "model.json").write_text(note)
     assert main(demo(model, book, "--question", "thing")) == 2
-    assert "name a folder, new or a memory's" in capsys.readouterr().err
+    assert "name a new folder or the folder of a memory" in capsys.readouterr().err
     assert main(demo(finished_without, tmp_path / "other", "--question", "thing")) == 2
-    assert "has not learnt to use an index" in capsys.readouterr().err
+    assert "was not trained to use an index" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
     assert main(demo(model, memory, "--document", book)) == 2
-    assert "with --memory a question may be alone" in capsys.readouterr().err
+    assert "with --memory --question may be given alone" in capsys.readouterr().err
     with (memory / "episodes.log").open("ab") as file:
         file.write(b"torn")
     assert main(demo(model, memory, "--question", "thing")) == 0
-    assert "4 bytes of a commit that was not finished are put aside" in capsys.readouterr().out
+    assert "moved 4 bytes of an incomplete commit to a separate file" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
-def finished_without(model: Path, place: Path) -> Path:
+def finished_without(model: Path, workspace: Path) -> Path:
     """The same model, whose configuration trains no operations."""
-    folder = place / "without"
+    folder = workspace / "without"
     loaded = load_model(model)
     assert loaded.config.reasoning is not None
     phases = loaded.config.reasoning.phases

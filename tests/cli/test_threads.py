@@ -1,4 +1,4 @@
-"""The number of CPU threads decides no bit of a run, so that a run may be gone on with by another number."""
+"""The number of CPU threads changes no bit of a run, so a run can continue with another number."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ODD = (
     ids=["core", "hybrid", "odd", "odd hybrid"],
 )
 def test_any_number_of_threads_trains_the_same_weights(
-    arguments: Arguments, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], shape: tuple[str, ...]
+    arguments: Arguments, workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], shape: tuple[str, ...]
 ) -> None:
     runs = []
     for number in (1, 2, 3):

@@ -196,7 +196,7 @@ def test_steps_and_the_average_follow_from_the_counter(kind: str, size: str) -> 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("mixture", ["balanced", "standard"])
 def test_a_reasoning_variant_has_a_quarter_more_reasoning_text(size: str, mixture: str) -> None:
-    """A quarter beside three quarters of the core's text; at 200b balanced, a quarter more than the core's share."""
+    """A quarter of tasks and three quarters of the core's text; at 200b balanced, a quarter more than the core."""
     mixtures = [config_of(kind, size).data.mixtures[mixture] for kind in ("core", "reason")]
     core, reason = (shares(stages) for stages in mixtures)
     assert set(reason) - set(core) <= {"math", "recall", "steps"}

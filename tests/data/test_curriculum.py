@@ -85,7 +85,7 @@ def test_small_strata_are_spread_too() -> None:
     found = stratum_of_rows(mixture(stages, strata, total_rows=total).rows(np.arange(total)), strata)
     for number, share in enumerate(shares):
         off = np.concatenate([[0], np.cumsum((found == number) - share)])
-        # beside the prefix's error of less than one, that of rounding shares to the period, at most 1 / PERIOD
+        # the error of a prefix is less than one; rounding shares to the period adds at most 1 / PERIOD
         assert np.abs(off).max() < 1 + total / PERIOD
         assert np.abs(off[1000:] - off[:-1000]).max() < 2 + 1000 / PERIOD
 
@@ -96,11 +96,11 @@ def test_the_pattern_is_fair_at_every_place(slots: list[int], key: int) -> None:
     places = sum(slots)
     strata, occurrences = interleave(np.array(slots, np.int64), key)
     seen = [0] * len(slots)
-    for place, (stratum, occurrence) in enumerate(zip(strata.tolist(), occurrences.tolist(), strict=True)):
+    for index, (stratum, occurrence) in enumerate(zip(strata.tolist(), occurrences.tolist(), strict=True)):
         assert occurrence == seen[stratum]
         seen[stratum] += 1
         for number, count in enumerate(slots):
-            assert abs(seen[number] * places - count * (place + 1)) < places
+            assert abs(seen[number] * places - count * (index + 1)) < places
     assert seen == slots
 
 

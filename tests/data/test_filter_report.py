@@ -129,7 +129,7 @@ class Reader(HTMLParser):
 
 
 def tally_of(**filtered: Filtered) -> PipelineStats:
-    """A stats of six documents and 900 bytes kept, beside what was filtered."""
+    """Statistics with six kept documents of 900 bytes, and the given filtered ones."""
     stats = PipelineStats(kept=Amount(6, 900), filtered=filtered)
     late = ("exact_duplicate", "duplicate_url", "documents_per_host", "near_duplicate")
     for name, amount in filtered.items():

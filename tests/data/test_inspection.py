@@ -144,9 +144,9 @@ def test_nothing_of_a_text_steers_the_terminal(shards: ShardSet, tmp_path: Path,
     file = copy / "train.tokens-00000.bin"
     ids = np.fromfile(file, "<u2")
     # The preparation takes control characters out; shards of other people may have them.
-    for place, character in enumerate("\x1b\x07\r\x00\x0b\x7f\x9b"):
+    for index, character in enumerate("\x1b\x07\r\x00\x0b\x7f\x9b"):
         evil = shards.tokenizer.encode(character)
-        ids[50 * place + 5 : 50 * place + 5 + len(evil)] = evil
+        ids[50 * index + 5 : 50 * index + 5 + len(evil)] = evil
     ids.tofile(file)
     page = "\n".join(lines_of(copy, rows=10**6, coloured=coloured))
     if coloured:
@@ -202,7 +202,7 @@ def test_what_is_not_there_gets_a_message(shards: ShardSet, tmp_path: Path) -> N
 
 
 def test_damaged_shards_get_a_message(shards: ShardSet, tmp_path: Path) -> None:
-    """Bytes altered anywhere, sizes kept: rows are shown, whatever they hold now, or an error of ours is raised."""
+    """Any byte altered, sizes kept: the command shows rows, with any contents, or raises one of our errors."""
     copy = tmp_path / "shards"
     shutil.copytree(shards.path, copy)
     draw = random.Random(5)

@@ -116,10 +116,10 @@ def test_the_order_is_that_of_earlier_versions() -> None:
     assert permute(np.arange(12), 12, (1, 0)).tolist() == expected
 
 
-@pytest.mark.parametrize("place", [-1, 10, 10**9])
-def test_a_place_outside_raises(place: int) -> None:
+@pytest.mark.parametrize("position", [-1, 10, 10**9])
+def test_a_position_outside_raises(position: int) -> None:
     with pytest.raises(IndexError, match=r"not all in 0 \.\. 9"):
-        permute(np.array([0, place]), 10, (1, 1))
+        permute(np.array([0, position]), 10, (1, 1))
 
 
 @pytest.mark.parametrize("size", [3, 10, 100])

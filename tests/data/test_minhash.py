@@ -437,7 +437,7 @@ def test_malformed_offsets_are_refused(offsets: list, message: str) -> None:
 
 
 def test_a_blob_stays_while_it_is_read() -> None:
-    """It cannot be resized under the reader, whatever another thread does; afterwards it can."""
+    """Another thread cannot resize it while it is read; afterwards it can."""
     blob = bytearray(b"word " * 2_000_000)
     texts = _dedup.Texts(blob, np.array([0, len(blob)]))
     reader = threading.Thread(target=_dedup.minhash, args=(texts, 128, 5, 1, 1))

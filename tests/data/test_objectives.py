@@ -92,8 +92,8 @@ def test_it_depends_on_the_document_alone() -> None:
     section = Objectives(fim=Fim(rate=0.5))
     texts = [f"document {number} of some length" for number in range(50)]
     together = encode(texts, section)
-    for place in (0, 17, 49):
-        np.testing.assert_array_equal(together[place][0], encode([texts[place]], section)[0][0])
+    for position in (0, 17, 49):
+        np.testing.assert_array_equal(together[position][0], encode([texts[position]], section)[0][0])
     for one, other in zip(together[::-1], encode(texts[::-1], section), strict=True):
         np.testing.assert_array_equal(one[0], other[0])
     assert any(
@@ -142,7 +142,7 @@ def test_weights_lie_on_the_spans(text: str, rearrange: bool) -> None:
     assert weights is None or (weights.dtype == np.float32 and len(weights) == len(ids))
     lengths = TOKENIZER.byte_lengths()
     by_byte = [weight for token, weight in zip(ids.tolist(), values, strict=True) for _ in range(lengths[token])]
-    expected = [wanted[place] for place, character in enumerate(text) for _ in character.encode()]
+    expected = [wanted[position] for position, character in enumerate(text) for _ in character.encode()]
     assert sorted(by_byte) == sorted(expected)
     if not rearrange:
         assert by_byte == expected

@@ -18,9 +18,9 @@ def test_every_target_once_and_rows_full_enough(documents: list[int], row_length
     packed = pack(starts[:-1], np.diff(starts), row_length)
     # the target of position p is token p + 1
     targets = [
-        start + place + 1
+        start + position + 1
         for start, length in zip(packed.starts, packed.lengths, strict=True)
-        for place in range(length)
+        for position in range(length)
     ]
     assert sorted(targets) == list(range(origin + 1, int(starts[-1]) + 1))
     # no segment crosses a border of documents

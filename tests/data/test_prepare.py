@@ -76,7 +76,7 @@ def test_the_same_corpus_gives_the_same_bytes(make_config: Any, corpus: dict[str
 
 
 def test_a_text_is_always_on_the_same_side(make_config: Any, texts: list[str], tmp_path: Path) -> None:
-    """Whatever else the corpus holds, in whatever order; so exact duplicates cannot straddle the splits."""
+    """Independent of the other documents and of their order; so exact duplicates are in the same split."""
     once = prepare(make_config(write(tmp_path / "a.jsonl", texts)), say=quiet)
     more = prepare(make_config(write(tmp_path / "b.jsonl", [*reversed(texts), "new", *texts])), say=quiet)
     assert set(once.valid.text()) - {b"new"} == set(more.valid.text()) - {b"new"}
@@ -150,8 +150,8 @@ def test_only_the_first_documents(make_config: Any, corpus: dict[str, Any], text
 def test_other_sources_go_the_same_way(make_config: Any, texts: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "texts"
     folder.mkdir()
-    for place, text in enumerate(texts):
-        (folder / f"{place:02d}.txt.gz").write_bytes(gzip.compress(text.encode()))
+    for index, text in enumerate(texts):
+        (folder / f"{index:02d}.txt.gz").write_bytes(gzip.compress(text.encode()))
     shards = prepare(make_config({"kind": "text", "paths": [str(folder)]}), say=quiet)
     assert sorted(decoded(shards)) == clean(texts)
 
@@ -340,7 +340,7 @@ def test_fingerprints_are_joined_block_by_block(
     make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Half of the texts come twice but for a last word, so that some held-out ones have a near duplicate.
-    words = [" ".join(f"w{number}x{place}" for place in range(200)) for number in range(30)]
+    words = [" ".join(f"w{number}x{index}" for index in range(200)) for number in range(30)]
     source = write(tmp_path / "a.jsonl", [*words, *(f"{text} end" for text in words[:15])])
     exact = {"near_duplicates": False}
     expected = prepare(make_config(source, dedup=exact), say=quiet).report["held_out_near_duplicates"]

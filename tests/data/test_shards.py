@@ -217,7 +217,7 @@ def test_weights_lie_beside_their_tokens(tmp_path_factory: pytest.TempPathFactor
     """Of every second token of a document with a weight; the order of the rows is that without weights."""
     documents = [[1 + number] * length for number, (_, length, _) in enumerate(drawn)]
     weights = [
-        None if weight is None else [weight if place % 2 else 1.0 for place in range(length)]
+        None if weight is None else [weight if position % 2 else 1.0 for position in range(length)]
         for _, length, weight in drawn
     ]
     folder = tmp_path_factory.mktemp("s")

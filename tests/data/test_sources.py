@@ -40,7 +40,7 @@ def jsonl(texts: list[str]) -> bytes:
 
 def as_csv(texts: list[str]) -> bytes:
     stream = io.StringIO(newline="")
-    csv.writer(stream).writerows([["id", "text"], *([str(place), text] for place, text in enumerate(texts))])
+    csv.writer(stream).writerows([["id", "text"], *([str(index), text] for index, text in enumerate(texts))])
     return stream.getvalue().encode()
 
 
@@ -92,8 +92,8 @@ def test_every_format_gives_the_same_documents(tmp_path: Path, name: str) -> Non
 
 
 def test_text_files_are_documents_bytes_and_all(tmp_path: Path) -> None:
-    for place, text in enumerate(TEXTS):
-        (tmp_path / f"{place}.txt").write_bytes(text.encode())
+    for index, text in enumerate(TEXTS):
+        (tmp_path / f"{index}.txt").write_bytes(text.encode())
     (tmp_path / "5.txt").write_bytes(b"\xef\xbb\xbfwith a byte order mark")
     (tmp_path / ".hidden").write_bytes(b"\xff")
     documents, bad = read({"kind": "text", "paths": [str(tmp_path)]})
@@ -191,7 +191,7 @@ def test_an_over_long_line_is_bad_and_its_neighbours_are_not(tmp_path: Path, mon
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "text"])
 @pytest.mark.parametrize("damage_message", ["cut", "altered", "not compressed"])
 def test_a_damaged_compressed_file(tmp_path: Path, kind: str, suffix: str, damage_message: str) -> None:
-    texts = [digits(place) for place in range(3000)]
+    texts = [digits(index) for index in range(3000)]
     data = as_csv(texts) if kind == "csv" else jsonl(texts)
     whole = gzip.compress(data) if suffix == "gz" else zstandard.ZstdCompressor(write_checksum=True).compress(data)
     middle = len(whole) // 2
@@ -283,8 +283,8 @@ def test_an_over_long_csv_record_takes_no_memory(
 def test_an_over_long_record_of_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr(files, "MAX_RECORD_BYTES", 1000)
     (tmp_path / "a.parquet").write_bytes(parquet(["before", "é" * 501, "é" * 500]))
-    place = {"name": str(tmp_path)} if kind == "huggingface" else {"paths": [str(tmp_path)]}
-    documents, bad = read({"kind": kind, **place})
+    index = {"name": str(tmp_path)} if kind == "huggingface" else {"paths": [str(tmp_path)]}
+    documents, bad = read({"kind": kind, **index})
     assert [document.text for document in documents] == ["before", "é" * 500]
     assert bad.count == 1
     assert bad.shown[0].endswith(":2: is longer than 1000 bytes")
@@ -322,7 +322,7 @@ def test_parquet_rows_that_cannot_be_used(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage_message", ["cut", "altered"])
 def test_a_damaged_parquet_file(tmp_path: Path, damage_message: str) -> None:
-    whole = parquet([digits(place) for place in range(1000)])
+    whole = parquet([digits(index) for index in range(1000)])
     quarter = len(whole) // 4
     damaged = whole[:quarter] if damage_message == "cut" else whole[:quarter] + bytes(quarter) + whole[2 * quarter :]
     (tmp_path / "a.parquet").write_bytes(damaged)

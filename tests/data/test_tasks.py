@@ -198,15 +198,15 @@ def solve_story(prompt: str) -> str:
 def solve_rooms(prompt: str) -> str:
     text, question = prompt.split("\nQuestion: ")
     other_side = {"north": "south", "south": "north", "east": "west", "west": "east"}
-    beside: dict[tuple[str, str], str] = {}  # (room, side) -> what lies there
+    next_to: dict[tuple[str, str], str] = {}  # (room, side) -> what lies there
     for one, side, other in re.findall(rf"The ({ROOMS}) is (\w+) of the ({ROOMS})\.", text):
-        beside[other, side] = one
-        beside[one, other_side[side]] = other
+        next_to[other, side] = one
+        next_to[one, other_side[side]] = other
     if found := re.match(r"Which room is (\w+) of the (\w+)\?", question):
-        return beside[found[2], found[1]]
+        return next_to[found[2], found[1]]
     found = re.match(r"Which room is the (\w+) (\w+) of\?", question)
     assert found
-    return beside[found[1], other_side[found[2]]]
+    return next_to[found[1], other_side[found[2]]]
 
 
 SOLVERS: dict[str, Callable[[str], str]] = {
@@ -236,7 +236,7 @@ SOLVERS: dict[str, Callable[[str], str]] = {
     "babilong_qa4": solve_rooms,
 }
 
-# How long a text may be beside what was asked for, where that is more than 1,000 characters; the longest of mqar has
+# How long a text may be next_to what was asked for, where that is more than 1,000 characters; the longest of mqar has
 # 512 tokens, the shortest list of common words 330
 BOUNDS = {"mqar": (0.3, 1.0), "ruler_cwe": (0.7, 4.0)}
 FILLER = Filler([" ".join(f"Nobody saw the boat number {n}, or so it is told. It was late!" for n in range(900))])
@@ -381,7 +381,7 @@ def test_no_two_exercises_are_near_duplicates(task: str, characters: int) -> Non
     shingles = []
     for number in range(12):
         words = re.findall(r"\w+", make_example(task, 1, number, characters).text.lower())
-        shingles.append({tuple(words[place : place + 5]) for place in range(len(words) - 4)})
+        shingles.append({tuple(words[position : position + 5]) for position in range(len(words) - 4)})
     for one, other in combinations(shingles, 2):
         assert len(one & other) / len(one | other) < 0.2
 

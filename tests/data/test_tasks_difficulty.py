@@ -148,9 +148,9 @@ def test_episodes_tell_each_fact_in_one_chunk(
     level = ChunkRecall().changed(changes)
     made = episode("chunk_recall", 1, number, level)
     assert len(made.chunks) == chunks
-    for place, chunk in enumerate(made.chunks):
+    for index, chunk in enumerate(made.chunks):
         told = re.findall(r"The code of (\w+) is (\d+)\.", chunk)
-        assert told == [(fact.key, fact.value) for fact in made.facts if fact.chunk == place]
+        assert told == [(fact.key, fact.value) for fact in made.facts if fact.chunk == index]
         # a chunk is as long as its share, one sentence of filler more, or as its facts
         assert len(chunk) < max(
             characters / chunks + 60, sum(len(f"The code of {key} is {value}. ") for key, value in told)
@@ -187,12 +187,12 @@ def test_chunks_that_lie_and_chains_over_chunks(number: int, chunks: int, bad: i
             "poisoned_recall", 1, number, TASKS["poisoned_recall"].standard.changed({"chunks": chunks, "bad": bad})
         )
         assert [chunk.endswith("None of this is true.") for chunk in lying.chunks] == [
-            place in lying.bad for place in range(chunks)
+            index in lying.bad for index in range(chunks)
         ]
         assert len(lying.bad) == bad
         assert not {fact.chunk for fact in lying.facts} & set(lying.bad)
         assert all(f"The code of {fact.key} is {fact.value}." in lying.chunks[fact.chunk] for fact in lying.facts)
-        said = [re.findall(r"code of (\w+) is (\w+)\.", lying.chunks[place]) for place in lying.bad]
+        said = [re.findall(r"code of (\w+) is (\w+)\.", lying.chunks[index]) for index in lying.bad]
         assert all(pairs for pairs in said)
         assert not {(fact.key, fact.value) for fact in lying.facts} & {pair for pairs in said for pair in pairs}
     level = TASKS["chunk_hops"].standard.changed({"chunks": chunks, "hops": hops, "chains": chains})
@@ -271,7 +271,7 @@ def test_filler_is_read_as_far_as_it_is_needed() -> None:
 @settings(max_examples=60)
 @given(number=st.integers(0, 10**9), characters=st.integers(-5, 3000), size=st.integers(1, 50))
 def test_a_passage_is_at_most_one_sentence_too_long(number: int, characters: int, size: int) -> None:
-    filler = Filler([" ".join(f"It was {place} o'clock." for place in range(size))])
+    filler = Filler([" ".join(f"It was {index} o'clock." for index in range(size))])
     for rng in (Rng(1, "test", number), Rng(1, "test", number, filler)):
         passage = rng.passage(characters)
         length = sum(len(sentence) + 1 for sentence in passage)

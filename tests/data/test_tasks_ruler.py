@@ -132,7 +132,7 @@ def test_counts_of_common_words_are_exact(
         return
     made = make_example("ruler_cwe", 1, number, CommonWords().changed(changes))
     items = re.findall(r"(\d+)\. ([a-z]+)", made.prompt)
-    assert [int(place) for place, _ in items] == list(range(1, len(items) + 1))
+    assert [int(position) for position, _ in items] == list(range(1, len(items) + 1))
     counts = Counter(word for _, word in items)
     assert sorted(made.references) == sorted(word for word, count in counts.items() if count == times)
     others = {word: count for word, count in counts.items() if word not in made.references}

@@ -1,4 +1,4 @@
-"""Token examples: MQAR as zoology defines it, word problems of groups, and both beside their text."""
+"""Token examples: MQAR as zoology defines it, word problems of groups, and both compared with their texts."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def test_mqar_asks_every_key_once_more(number: int, difficulty: Mqar) -> None:
     value_of = dict(zip(made.inputs[:context:2], made.inputs[1:context:2], strict=True))
     assert len(value_of) == len(set(value_of.values())) == difficulty.pairs
     assert all(1 <= key < half <= value < difficulty.vocabulary for key, value in value_of.items())
-    asked = {place: target for place, target in enumerate(made.targets) if target != IGNORED}
-    assert all(place >= context and place % 2 == 0 for place in asked)
-    assert {made.inputs[place]: target for place, target in asked.items()} == value_of
-    rest = [made.inputs[place] for place in range(context, difficulty.tokens) if place not in asked]
+    asked = {position: target for position, target in enumerate(made.targets) if target != IGNORED}
+    assert all(position >= context and position % 2 == 0 for position in asked)
+    assert {made.inputs[position]: target for position, target in asked.items()} == value_of
+    rest = [made.inputs[position] for position in range(context, difficulty.tokens) if position not in asked]
     if difficulty.noise:
         assert not {0, *value_of} & set(rest)
         assert all(0 <= token < difficulty.vocabulary for token in rest)
@@ -99,9 +99,9 @@ def test_words_of_mqar_are_its_ids() -> None:
         difficulty = Mqar(tokens=128, pairs=8, noise=number % 2 == 1)
         made, text = make_token_example("mqar", 3, number, difficulty), make_example("mqar", 3, number, difficulty)
         ids = [id_of[word] for word in text.prompt.split("\n")[0].removeprefix("Pairs: ").split()]
-        for place, token in enumerate(ids):
-            told_before = made.targets[place - 1]
-            assert token == (made.inputs[place] if told_before == IGNORED else told_before)
+        for position, token in enumerate(ids):
+            told_before = made.targets[position - 1]
+            assert token == (made.inputs[position] if told_before == IGNORED else told_before)
         assert made.targets[len(ids) - 1] == id_of[text.answer.strip()]
         assert set(made.targets[len(ids) :]) <= {IGNORED}
 
@@ -118,13 +118,13 @@ def test_targets_of_word_problems_are_prefix_products(task: str, order: int, num
     assert len(permutations) == order
     row = list(range(difficulty.size))
     for token, target in zip(made.inputs, made.targets, strict=True):
-        row = [row[place] for place in permutations[token]]
+        row = [row[position] for position in permutations[token]]
         assert permutations[target] == tuple(row)
     text = make_example(task, 1, number, difficulty)
     line = text.prompt.split("\n")[-3].partition(": ")[2]
     assert len(line.split()) == elements
     if task == "parity":
-        assert made.targets == [sum(made.inputs[: place + 1]) % 2 for place in range(elements)]
+        assert made.targets == [sum(made.inputs[: position + 1]) % 2 for position in range(elements)]
         assert text.answer == [" even", " odd"][made.targets[-1]]
 
 
@@ -157,8 +157,8 @@ def test_token_exercises_are_reproducible_and_scored(task: str) -> None:
     assert made != make_token_example(task, 1, 8)
     assert score_tokens(made, made.targets) == 1
     assert score_tokens(made, [-1] * len(made.targets)) == 0
-    asked = [place for place, target in enumerate(made.targets) if target != IGNORED]
-    one_wrong = [-1 if place == asked[0] else target for place, target in enumerate(made.targets)]
+    asked = [position for position, target in enumerate(made.targets) if target != IGNORED]
+    one_wrong = [-1 if position == asked[0] else target for position, target in enumerate(made.targets)]
     assert score_tokens(made, one_wrong) == 1 - 1 / len(asked)
     with pytest.raises(ValueError, match="give one for each"):
         score_tokens(made, [])

@@ -76,7 +76,7 @@ def test_what_is_known_of_short_questions_alone_shows_by_length(person: Person, 
     found = scored(["recall", "ruler_vt"], [4096, 512], person, tokenizer)
     assert found.lengths == [512, 4096]
     assert [found.at("recall", tokens).accuracy for tokens in found.lengths] == [1.0, 0.0]
-    assert found.notes == ["4k: longer than what the model was trained on, rows of 512 tokens"]
+    assert found.notes == ["4k: longer than the 512 tokens of a row in training"]
     assert "recall        1.000    0.000" in found.table()
     person.longest = 0
     assert {score.accuracy for score in scored(["recall"], [512], person, tokenizer).scores} == {0.0}
@@ -101,12 +101,12 @@ def test_prompts_are_answered_in_batches_of_bounded_size(person: Person, tokeniz
 def test_a_length_that_a_task_cannot_make(person: Person, tokenizer: TextTokenizer) -> None:
     found = scored(["mqar"], [1024, 16384], person, tokenizer)
     assert found.at("mqar", 1024).accuracy == 1.0
-    assert "the longest of its questions that is not longer has" in str(found.at("mqar", 16384).problem)
-    assert found.notes[0].startswith("mqar at 16k: the longest")
+    assert "its longest question up to this length has only" in str(found.at("mqar", 16384).problem)
+    assert found.notes[0].startswith("mqar at 16k: its longest question")
     (mean,) = (score.mean_tokens for score in found.scores if score.mean_tokens)
-    assert found.notes[1] == f"mqar at 1k: its questions have {mean:,.0f} tokens in the mean"
+    assert found.notes[1] == f"mqar at 1k: the mean length of its questions is {mean:,.0f} tokens"
     with pytest.raises(
-        ConfigError, match=r"has questions of them; ruler_cwe at 256: its shortest question has 2,\d+ tokens"
+        ConfigError, match=r"has questions of these lengths; ruler_cwe at 256: its shortest question has 2,\d+ tokens"
     ):
         scored(["ruler_cwe"], [256], person, tokenizer)
 
@@ -148,7 +148,7 @@ def test_text_that_the_tokenizer_cannot_write(
     person: Person, tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer, "encode", lambda text: [])
-    with pytest.raises(VocabularyError, match="recall: the model's tokenizer cannot write the text"):
+    with pytest.raises(VocabularyError, match="recall: the model's tokenizer cannot encode the text"):
         scored(["recall"], [256], person, tokenizer)
 
 

@@ -221,15 +221,36 @@ def test_commands_run_where_and_as_the_configuration_says(
 ) -> None:
     run = make_run(config.model_copy(update={"run": config.run.model_copy(update={"threads": 3, "device": "cuda"})}))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    words = ["generate", "--model", str(run.path), "--max-new-tokens", "1"]
+    arguments = ["generate", "--model", str(run.path), "--max-new-tokens", "1"]
     threads = torch.get_num_threads()
     try:
-        assert main(words) == 2
-        assert "--device" in capsys.readouterr().err
-        assert main([*words, "--device", "cpu"]) == 0
+        assert main(arguments) == 2
+        message = capsys.readouterr().err
+        assert "run.device is cuda, but PyTorch finds no GPU on this machine" in message
+        assert "or set run.device (or the option --device) to auto or cpu" in message
+        assert main([*arguments, "--device", "cpu"]) == 0
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["eval"], ["eval", "--tasks", "recall"], ["generate"], ["reason", "demo"]],
+    ids=["eval", "eval-tasks", "generate", "demo"],
+)
+def test_the_message_about_a_missing_gpu_names_what_the_user_set(
+    command: list[str], run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main([*command, "--model", str(run.path), "--device", "cuda"]) == 2
+    message = capsys.readouterr().err
+    assert "--device is cuda, but PyTorch finds no GPU on this machine" in message
+    assert "or set --device to auto or cpu" in message
+    assert "run.device" not in message
+    with pytest.raises(ConfigError, match=r"device is cuda, .*or set device to auto or cpu") as error:
+        lifecycle.load_alone(run.path, "cuda")
+    assert "run.device" not in str(error.value)
 
 
 def test_the_card_of_a_reasoning_model_says_what_was_trained(config: Config) -> None:
@@ -251,12 +272,12 @@ def test_a_pure_rwkv7_is_exported_for_the_rwkv_package(
     official = torch.load(out, weights_only=True)
     assert torch.equal(official["emb.weight"], load_model(other.path).model.embedding.weight)
     assert official["blocks.0.att.x_r"].shape == (1, 1, 32)
-    for words, status, reasons in (
+    for arguments, status, reasons in (
         ([str(run.path), "--rwkv", str(tmp_path / "a.pth")], 2, ("attention_fraction", "feed_forward.kind")),
         ([str(other.path), "--rwkv", str(out)], 2, ("exists",)),
         ([str(other.path), "--rwkv", str(tmp_path / "a.pt")], 2, (".pth",)),
     ):
-        assert main(["export", "--model", *words]) == status
+        assert main(["export", "--model", *arguments]) == status
         error = capsys.readouterr().err
         for reason in reasons:
             assert reason in error

@@ -102,7 +102,7 @@ def test_the_reference_is_its_sentence() -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_document_has_the_same_bits_packed_or_alone(threads: int) -> None:
-    """And whatever the number of threads: gradients of keys too, over which blocks of queries are summed."""
+    """Also with any number of threads, also for gradients of keys, which are sums over blocks of queries."""
     length, starts = 700, [0, 1, 40, 450, 700, 1400, 2100, 2101, 2400, 2799, 2800]
     q, k, v, dy = inputs(4, length, length, 4, 2, 16, torch.float32)
     before = torch.get_num_threads()

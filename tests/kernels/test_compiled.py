@@ -34,7 +34,7 @@ def test_a_change_of_shared_sources_compiles_anew(tmp_path: Path, monkeypatch: p
 
 
 def test_every_source_that_is_compiled_into_others_is_watched() -> None:
-    """The files that loops are imported from: whatever a compiled function of another file may call."""
+    """The files from which compiled functions of other files import and call functions."""
     folder = Path(cpu.__file__).parent
     imported = {
         f"{line.split('import')[0].split('.')[-1].strip()}.py"

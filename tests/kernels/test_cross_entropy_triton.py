@@ -152,7 +152,7 @@ def test_rows_that_do_not_count_give_zeros_whatever_they_hold() -> None:
 @interpreted
 @pytest.mark.usefixtures("small")
 def test_chunks_change_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits of small integers, which BLAS sums without rounding whatever the number of rows; gradients are none."""
+    """Logits of small integers, which BLAS sums without rounding for any number of rows; gradients are none."""
     case = make(20, 4, 70, weighted=True)
     case.hidden, case.weight = case.hidden.round(), case.weight.mul(4).round()
     losses, dhidden, dweight = case.run()

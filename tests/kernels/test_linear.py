@@ -55,7 +55,7 @@ def run(weight: nn.Parameter, x: Tensor, dy: Tensor, inputs_first: bool, dtype: 
 
 @given(shapes, st.booleans())
 def test_without_an_engine_it_is_pytorchs_own_to_the_bit(sizes: tuple[int, int, int], inputs_first: bool) -> None:
-    """With `multiply_on_one_thread` off, whatever other tests of this process have set."""
+    """Runs with `multiply_on_one_thread` off, even if other tests of this process switched it on."""
     tokens, inputs, outputs = sizes
     x, dy = draw(tokens, inputs, seed=2), draw(tokens, outputs, seed=3)
     for dtype in (None, BF16):
@@ -103,7 +103,7 @@ def check_against_float64(
         left, right = (side.squeeze(0).to(dtype).double() for side in ((x, dy) if inputs_first else (dy, x)))
         exact += left.mT @ right
         largest += left.abs().mT @ right.abs()
-        # Factors of 8 or 11 bits have exact products in float32; adding them up rounds once a term, whatever the order.
+        # Factors of 8 or 11 bits have exact products in float32; adding them up rounds once per term, in any order.
         bar = (2 * tokens + 2) * EPS * largest
         assert ((found.dweight.double() - exact).abs() <= bar).all()
 

@@ -432,7 +432,7 @@ def layer_of(change: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"k": 5}, "k=5, but there are 4 experts: choose 1 to 4"),
         ({"k": 0}, "choose 1 to 4"),
@@ -456,8 +456,8 @@ def layer_of(change: dict[str, Any]) -> None:
         ({"order_R": torch.zeros(20, dtype=torch.int32)}, "routing.order_R is torch.int32"),
     ],
 )
-def test_bad_input_is_refused_by_name(change: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_bad_input_is_refused_by_name(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         layer_of(change)
 
 

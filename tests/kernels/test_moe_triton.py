@@ -193,7 +193,7 @@ def test_bfloat16_is_near_float64(monkeypatch: pytest.MonkeyPatch, activation: s
 @interpreted
 @pytest.mark.usefixtures("small_tiles")
 def test_an_expert_without_rows_and_no_tokens_at_all() -> None:
-    """A rank of expert parallelism may have no rows: gradients of zero, written over whatever was there."""
+    """A rank of expert parallelism may have no rows: its gradients are zero and overwrite the old contents."""
     case = make(4, 16, 16, 3, 1, "swiglu")
     nothing = torch.zeros(0, 16)
     weights, order = torch.zeros(0, 1), torch.zeros(0, dtype=torch.int64)
@@ -227,7 +227,7 @@ def test_dropped_rows_do_not_leak() -> None:
 @interpreted
 @pytest.mark.usefixtures("small_tiles")
 def test_nothing_is_written_beside_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every tensor that the kernels write lies between guards of 256 bytes, which stay as they were."""
+    """Every tensor that the kernels write lies between guards of 256 bytes, which stay unchanged."""
     guarded: list[tuple[Tensor, int]] = []
 
     def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

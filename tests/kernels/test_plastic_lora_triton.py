@@ -78,7 +78,7 @@ def test_shipped_tiles_equal_float64(branches: int) -> None:
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_reads_of_zero_change_no_bit(dtype: torch.dtype) -> None:
-    """The same accumulator, stored as it was: also beside branches that read something, and with any B."""
+    """A branch that reads nothing stores its accumulator unchanged, also next to branches that read, and with any B."""
     x, w, b_up, reads = make(SHAPES[1], dtype=dtype)
     reads[0] = 0
     both = plastic_lora.project_forward(x, w, b_up, reads)
@@ -90,7 +90,7 @@ def test_reads_of_zero_change_no_bit(dtype: torch.dtype) -> None:
 @interpreted
 @pytest.mark.usefixtures("small_tiles")
 def test_nothing_is_written_beside_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    """y lies between guards of 256 bytes, which stay as they were; what lies beside the inputs is not read."""
+    """y lies between guards of 256 bytes, which stay unchanged; memory outside the inputs is not read."""
     guarded: list[Tensor] = []
 
     def guard(x: Tensor, value: float) -> Tensor:

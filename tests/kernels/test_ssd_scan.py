@@ -286,9 +286,9 @@ def test_any_number_of_threads_gives_the_same_bits(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("kernels", MODULES[1:], indirect=True)
 def test_nothing_is_written_beside_the_results(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every tensor that the kernels write lies between guards of 256 bytes, which stay as they were.
+    """Every tensor that the kernels write lies between guards of 256 bytes, which stay unchanged.
 
-    What they are given is full of NaN beforehand, where the type has one: whatever is read unwritten shows.
+    The output tensors are filled with NaN before, if their dtype has one, to detect reads of unwritten elements.
     """
     guarded: list[tuple[Tensor, int]] = []
 

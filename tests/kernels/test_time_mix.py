@@ -175,7 +175,7 @@ def test_an_output_that_nobody_uses(implementation: str, monkeypatch: pytest.Mon
 def test_documents_packed_equal_documents_apart_to_the_bit(
     implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever their place: rows of 3, 7, 1 and 150 tokens, alone and in one row. Parameters' sums are in pieces."""
+    """At any position: rows of 3, 7, 1 and 150 tokens, alone and in one row. Parameters' sums are in pieces."""
     monkeypatch.setenv("CDRMIX_BACKEND", implementation)
     torch.manual_seed(2)
     lengths = [3, 7, 1, 150] if implementation == "cpu" else [3, 7, 1, 21]

@@ -211,9 +211,9 @@ def test_repeats_have_the_same_bits() -> None:
 
 @pytest.mark.parametrize("longest", [1, 256])
 def test_nothing_is_written_beside_the_results(monkeypatch: pytest.MonkeyPatch, longest: int) -> None:
-    """Every tensor that the kernels write lies between guards of 256 bytes, which stay as they were.
+    """Every tensor that the kernels write lies between guards of 256 bytes, which stay unchanged.
 
-    What they are given is full of NaN beforehand, where the type has one: whatever is read unwritten shows.
+    The output tensors are filled with NaN before, if their dtype has one, to detect reads of unwritten elements.
     """
     monkeypatch.setattr(wkv7, "GROUP", 1)
     monkeypatch.setattr(wkv7, "LONGEST", longest)  # chunks without groups
@@ -429,7 +429,7 @@ def test_groups_are_reached_from_the_operator(monkeypatch: pytest.MonkeyPatch, l
     ("B", "T", "H", "documents", "dtype", "group"),
     [
         (1, 65536, 32, None, torch.bfloat16, 32),
-        (8, 65536, 32, None, torch.bfloat16, 32),  # a row is in groups or not whatever is beside it
+        (8, 65536, 32, None, torch.bfloat16, 32),  # whether a row is in groups does not depend on the other rows
         (1, 8193, 32, None, torch.bfloat16, 32),
         (1, 8192, 32, None, torch.bfloat16, 0),  # 256 chunks
         (8, 4096, 32, None, torch.bfloat16, 0),

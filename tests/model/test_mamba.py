@@ -75,7 +75,7 @@ class DoubleNorm(torch.nn.Module):
 def test_agrees_with_transformers(
     monkeypatch: pytest.MonkeyPatch, groups: int, conv_width: int, dtype: torch.dtype, bound: float
 ) -> None:
-    """Its mixer in plain PyTorch beside ours: whole, and in two calls, split at every place."""
+    """Our mixer equals its mixer in plain PyTorch: in one call, and in two calls split at every position."""
     from transformers import Mamba2Config
     from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
@@ -99,10 +99,10 @@ def test_agrees_with_transformers(
         assert expected.dtype == dtype
         assert expected.abs().max() > 1
         assert (ours(x, ALONE, None).y - expected).abs().max() < bound
-        for place in range(1, 21):
-            first = ours(x[:, :place], ALONE, None)
-            second = ours(x[:, place:], ALONE, first.cache)
-            assert (torch.cat([first.y, second.y], 1) - expected).abs().max() < bound, place
+        for position in range(1, 21):
+            first = ours(x[:, :position], ALONE, None)
+            second = ours(x[:, position:], ALONE, first.cache)
+            assert (torch.cat([first.y, second.y], 1) - expected).abs().max() < bound, position
 
 
 def token_by_token(mixer: Mamba2, projected: Projected) -> Tensor:
@@ -270,7 +270,7 @@ def routers(model: LanguageModel) -> Iterator[tuple[str, torch.nn.Module]]:
 
 def test_a_block_with_two_routers_reports_both_and_balances_both(make_model: MakeModel) -> None:
     model = make_model(mixer_layers={"routing_mamba": [1, 3]}, bias_update_rate=0.1)
-    names = [f"blocks.{place}.router" for place in ("0.feed_forward", "1.mixer", "1.feed_forward", "2.feed_forward")]
+    names = [f"blocks.{layer}.router" for layer in ("0.feed_forward", "1.mixer", "1.feed_forward", "2.feed_forward")]
     names += ["blocks.3.mixer.router", "blocks.3.feed_forward.router"]
     assert [name for name, _ in routers(model)] == names
     ids = torch.arange(40).view(2, 20) % 23

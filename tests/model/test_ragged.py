@@ -74,8 +74,8 @@ def test_packed_prompts_go_on_as_each_alone(make_model: MakeModel, kind: str) ->
         wanted = continued(model, own, 1)[0]
         assert (hidden[number] - hidden_1D[0]).abs().max() < BOUND
         assert (going_on[number] - wanted).abs().max() < BOUND
-        for place in (order == number).nonzero():
-            assert (chosen[place] - wanted).abs().max() < BOUND
+        for position in (order == number).nonzero():
+            assert (chosen[position] - wanted).abs().max() < BOUND
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -46,8 +46,13 @@ def test_an_embedding_that_is_not_the_head_is_a_look_up() -> None:
 @pytest.mark.parametrize("overrides", [[], ["model.feed_forward.kind=channel_mix"]])
 def test_pytorch_counts_as_many_in_the_matrices(overrides: list[str]) -> None:
     """Of a dense attention model every matrix product is PyTorch's own, and its counter sees each."""
-    words = ["model.attention_fraction=1.0", "model.feed_forward.experts=1", "model.feed_forward.top_k=1", *overrides]
-    config = Config.from_yaml(CONFIGS / "cdrmix-core-tiny.yaml", words)
+    settings = [
+        "model.attention_fraction=1.0",
+        "model.feed_forward.experts=1",
+        "model.feed_forward.top_k=1",
+        *overrides,
+    ]
+    config = Config.from_yaml(CONFIGS / "cdrmix-core-tiny.yaml", settings)
     model, rows, length = LanguageModel(config.model), 2, config.data.row_length
     counter = FlopCounterMode(display=False)
     with counter:

@@ -66,9 +66,14 @@ def test_two_short_models_say_what_a_long_one_takes(
     accumulation: int, checkpointing: str, hidden: int, row_length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every period of blocks adds the same, so the line through two of them is exact."""
-    words = ["model.layers=24", "model.d_model=32", "model.rwkv.head_size=32", f"model.feed_forward.hidden={hidden}"]
-    words += ["train.batch_rows=16", f"train.activation_checkpointing={checkpointing}", "model.vocab_size=512"]
-    config = config_of("core-tiny", *words, "train.micro_batch_rows=2", f"data.row_length={row_length}")
+    overrides = [
+        "model.layers=24",
+        "model.d_model=32",
+        "model.rwkv.head_size=32",
+        f"model.feed_forward.hidden={hidden}",
+    ]
+    overrides += ["train.batch_rows=16", f"train.activation_checkpointing={checkpointing}", "model.vocab_size=512"]
+    config = config_of("core-tiny", *overrides, "train.micro_batch_rows=2", f"data.row_length={row_length}")
     short = tracing.trace(config, "cuda", zero_stage=0, accumulation=accumulation)
     monkeypatch.setattr(tracing, "FULL_TRACE_LAYERS", 24)
     whole = tracing.trace(config, "cuda", zero_stage=0, accumulation=accumulation)
@@ -91,8 +96,8 @@ def test_every_platform_saves_what_its_own_kernels_need() -> None:
 
 
 def test_what_is_saved_grows_with_rows_and_shrinks_with_checkpointing() -> None:
-    def saved(*words: str) -> int:
-        found = memory_of(config_of("core-tiny", "train.batch_rows=64", *words), "cuda", 1)
+    def saved(*overrides: str) -> int:
+        found = memory_of(config_of("core-tiny", "train.batch_rows=64", *overrides), "cuda", 1)
         return next(part.bytes for part in found.components if part.name == "activations")
 
     one, two, four = (saved(f"train.micro_batch_rows={rows}") for rows in (2, 4, 8))
@@ -153,8 +158,8 @@ def test_a_refusal_names_what_would_fit_and_that_does_fit() -> None:
     ) as refused:
         check_memory(config, small, 1)
     assert "train.activation_checkpointing=true" in str(refused.value)
-    for words in (["train.micro_batch_rows=8"], ["train.activation_checkpointing=true"]):
-        assert fit(config_of("core-tiny", "train.batch_rows=64", *words), small, 1).fits
+    for overrides in (["train.micro_batch_rows=8"], ["train.activation_checkpointing=true"]):
+        assert fit(config_of("core-tiny", "train.batch_rows=64", *overrides), small, 1).fits
 
 
 def test_more_devices_are_proposed_with_nothing_else_changed() -> None:
@@ -172,11 +177,11 @@ def test_more_devices_are_proposed_with_nothing_else_changed() -> None:
 
 @pytest.mark.parametrize("least", [["train.precision=bf16"], ["train.precision=bf16", "data.row_length=1024"]])
 def test_narrower_precision_and_shorter_rows_are_proposed_where_nothing_else_suffices(least: list[str]) -> None:
-    words = ["train.batch_rows=1", "train.micro_batch_rows=1", "train.activation_checkpointing=true"]
-    words += ["train.precision=fp32", "data.row_length=4096"]
-    needed = memory_of(config_of("core-tiny", *words, *least), "cuda", 1).total
+    overrides = ["train.batch_rows=1", "train.micro_batch_rows=1", "train.activation_checkpointing=true"]
+    overrides += ["train.precision=fp32", "data.row_length=4096"]
+    needed = memory_of(config_of("core-tiny", *overrides, *least), "cuda", 1).total
     room = card(int(needed / MAX_MEMORY_SHARE) + 1)
-    assert fit(config_of("core-tiny", *words), room, 1).remedies == (Remedy(tuple(least), 1, needed),)
+    assert fit(config_of("core-tiny", *overrides), room, 1).remedies == (Remedy(tuple(least), 1, needed),)
 
 
 def test_where_nothing_suffices_it_is_said() -> None:

@@ -99,8 +99,8 @@ def test_the_table_is_aligned_and_says_how_far_both_totals_are_from_the_name() -
     count = count_parameters(config.model)
     lines = parameter_table(config, count).splitlines()
     total, of_name = (next(line for line in lines if line.startswith(start)) for start in ("total", "of 1b"))
-    words = of_name.removeprefix("of 1b").split()
+    fields = of_name.removeprefix("of 1b").split()
     numbers = (count.total_stored, count.total_active)
-    assert [float(words[0]), float(words[2])] == [round(number / 1e9, 2) for number in numbers]
+    assert [float(fields[0]), float(fields[2])] == [round(number / 1e9, 2) for number in numbers]
     columns = total.index(f"{count.total_stored:,}") + len(f"{count.total_stored:,}"), len(total)
     assert (of_name.index(" x") + 2, of_name.index(" x", columns[0]) + 2) == columns

@@ -1,4 +1,4 @@
-"""What tests of phases share."""
+"""Fixtures of the tests of phases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kills processes that work on an episodic memory, at every call that touches the disk, and looks at what is left.
+"""Kills processes that work on an episodic memory, at every call that writes to the disk, and checks the files.
 
 python killed_index_driver.py FOLDER SCENARIO: forks a child for every such call, which dies by SIGKILL right before
 it, in the middle of it (a write) or right after it; prints a line for every kill, and fails by an assertion. Forking
@@ -28,7 +28,7 @@ DIM, COMMITS = 8, 20
 MAX_TOKENS = 60
 REJECTED = 1_000_000  # tokens from here on were staged and never committed
 CALLS = ("open", "close", "pwrite", "pread", "fsync", "fdatasync", "ftruncate", "replace", "unlink")
-ACKNOWLEDGE = os.write  # as it was before anything of os is replaced
+ACKNOWLEDGE = os.write  # the original, taken before functions of os are replaced
 
 
 def key(seed: int) -> Any:
@@ -36,7 +36,7 @@ def key(seed: int) -> Any:
 
 
 def changes_of(number: int, index: EpisodicIndex) -> Staged:
-    """What commit `number` changes: it reads what is near, adds one or two episodes, some of which expire."""
+    """The changes of commit `number`: it reads near episodes and adds one or two, some of which expire."""
     staged = Staged()
     staged.use(index.search(key(number)[None], 2, number)[0])
     for part in range(1 + number % 2):
@@ -52,7 +52,7 @@ def rejected(number: int) -> Staged:
 
 
 def work(folder: Path, acknowledge: Callable[[int], None]) -> None:
-    """Goes on where the log ends; every other step is rolled back."""
+    """Continues where the log ends; every other step is rolled back."""
     index = EpisodicIndex(folder, DIM, MAX_TOKENS)
     acknowledge(index.position[0])
     while index.position[0] < COMMITS:
@@ -64,14 +64,14 @@ def work(folder: Path, acknowledge: Callable[[int], None]) -> None:
 
 
 def seen(index: EpisodicIndex) -> tuple[Any, ...]:
-    """All that a memory is: its episodes in their order of use, and the bytes of the search structure."""
+    """The whole state of a memory: its episodes in their order of use, and the bytes of the search structure."""
     kept = [(e.id, e.key.tobytes(), e.tokens.tobytes(), e.expires) for e in index._kept.episodes.values()]
     exact = index._sample is None  # of an inverted file the order within lists is left open
-    return kept, index._kept.next, index.tokens, index._vectors.content() if exact else None
+    return kept, index._kept.next_id, index.tokens, index._vectors.content() if exact else None
 
 
 def references(folder: Path) -> tuple[list[tuple[Any, ...]], bytes]:
-    """After every number of commits what a memory holds that nothing happened to; its log at the end."""
+    """The state of an undisturbed memory after every number of commits; its log at the end."""
     index = EpisodicIndex(folder, DIM, MAX_TOKENS)
     held = [seen(index)]
     for number in range(COMMITS):
@@ -82,7 +82,7 @@ def references(folder: Path) -> tuple[list[tuple[Any, ...]], bytes]:
 
 
 def die_at(call: int, moment: str) -> None:
-    """Replaces the calls: the one with this number ends the process."""
+    """Replaces the calls that write to the disk: the one with this number ends the process."""
     count = itertools.count()
 
     def replaced(name: str, real: Any) -> Any:
@@ -93,8 +93,8 @@ def die_at(call: int, moment: str) -> None:
                 with suppress(FileNotFoundError):
                     real(*arguments)
             elif moment == "within" and name == "pwrite":
-                file, content, place = arguments
-                real(file, content[: len(content) // 2], place)
+                file, content, offset = arguments
+                real(file, content[: len(content) // 2], offset)
             os.kill(os.getpid(), signal.SIGKILL)
             raise AssertionError
 
@@ -105,7 +105,7 @@ def die_at(call: int, moment: str) -> None:
 
 
 def killed(folder: Path, call: int, moment: str) -> tuple[bool, list[int]]:
-    """Whether a child that works on `folder` got as far as that call and died; what it acknowledged."""
+    """Whether a child process on `folder` reached that call and died; the commits that it acknowledged."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -122,7 +122,7 @@ def killed(folder: Path, call: int, moment: str) -> tuple[bool, list[int]]:
 
 
 def check(folder: Path, acknowledged: list[int], began: int, held: list[tuple[Any, ...]], log: bytes) -> None:
-    """Nothing acknowledged is lost, nothing rejected is there, and the rest of the work ends as if uninterrupted."""
+    """Every acknowledged commit is there, no rejected one; after the rest of the work all is as without the kill."""
     index = EpisodicIndex(folder, DIM, MAX_TOKENS)
     last, found = acknowledged[-1] if acknowledged else began, index.position[0]
     assert last <= found <= last + 1, f"{found} commits after {last} were acknowledged"

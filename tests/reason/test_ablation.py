@@ -1,4 +1,4 @@
-"""Ablations: intervals against tables, demands judged, an interrupted table that goes on."""
+"""Ablations: intervals against tables, verdicts on demands, an interrupted ablation that continues."""
 
 from __future__ import annotations
 

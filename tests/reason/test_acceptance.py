@@ -1,4 +1,4 @@
-"""Phase B2: the head learns what to reject, the same way every time; what is counted; what is refused."""
+"""Phase B2: the head learns which chunks to reject, with the same bits every time; its measures; its errors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def make(*overrides: str) -> tuple[Config, StageBModel, TokenSource]:
 
 @pytest.fixture
 def judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rewards without a trained trunk: the share of a rollout's decisions that are right, by a bad chunk's mark."""
+    """Rewards without a trained language model: the share of right decisions of a rollout, by a bad chunk's mark."""
     decided: list[Tensor] = []
     plain = acceptance.read
 
@@ -69,7 +69,7 @@ def train(*overrides: str) -> tuple[StageBModel, list[dict[str, float]], Accepta
 @pytest.mark.usefixtures("judged")
 @pytest.mark.parametrize("branches", [1, 3])
 def test_the_head_learns_to_reject_marked_chunks(branches: int) -> None:
-    """On episodes that it was not trained on; the value head, fitted to the same rewards, comes to the same."""
+    """On held-out episodes; the value head, fitted to the same rewards, makes the same decisions."""
     model, said, phase = train("reasoning.phases.acceptance.steps=30", f"reasoning.controller.max_branches={branches}")
     first, last = said[0], said[-1]
     # Zero logits: the entropy of as many alternatives, of which all but one commit; 256 decisions, 5 deviations
@@ -95,7 +95,7 @@ def test_the_same_seed_gives_the_same_heads() -> None:
 
 
 def test_heads_read_what_chunks_do_not_share() -> None:
-    """The first step takes centre and spread by its episodes, in every process the same: inputs of mean 0, spread 1."""
+    """The first step sets centre and spread from its episodes, equal in every process: inputs of mean 0, spread 1."""
     config, model, source = make()
     phase, heads = AcceptancePhase(config, source), model.controller
     assert heads is not None
@@ -113,7 +113,7 @@ def test_heads_read_what_chunks_do_not_share() -> None:
 
 
 def test_only_the_heads_are_trained_and_a_step_knows_no_other() -> None:
-    """Trunk and adapters keep their bits; and a step's rollouts depend on its number alone, not on steps before it."""
+    """The language model and the adapters keep their bits; a step's rollouts depend only on its number."""
     config, model, source = make()
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     phase = AcceptancePhase(config, source)
@@ -131,22 +131,22 @@ def test_only_the_heads_are_trained_and_a_step_knows_no_other() -> None:
 
 @pytest.mark.usefixtures("judged")
 def test_processes_divide_a_step() -> None:
-    """Losses and sums of two processes add up to a step's: as many groups, decisions and rollouts, once each."""
+    """Losses and sums of two processes add up to those of one, with each group, decision and rollout counted once."""
     config, model, source = make()
     phase = AcceptancePhase(config, source)
     whole = model(phase.losses(model, 0, 0, 1)[0])
     parts = [model(phase.losses(model, 0, rank, 2)[0]) for rank in range(2)]
     counts = ("rollouts", "good", "bad", "groups", "decisions")
     for name in counts:
-        place = phase.measures.index(name)
-        assert sum(part.sums[place] for part in parts) == whole.sums[place]
+        position = phase.measures.index(name)
+        assert sum(part.sums[position] for part in parts) == whole.sums[position]
     with pytest.raises(ConfigError, match=r"episodes is 8; .* multiple of the 3 processes"):
         phase.losses(model, 0, 0, 3)
 
 
 @pytest.mark.usefixtures("judged")
 def test_micro_batches_change_only_rounding() -> None:
-    """Rollouts are drawn row by row in their order, so passes of 16 rows decide as one of 64 does, or nearly."""
+    """Rollouts are sampled row by row in order, so passes of 16 rows make (nearly) the decisions of a pass of 64."""
     outcomes = []
     for rows in (16, 64):
         config, model, source = make(f"reasoning.phases.acceptance.micro_batch={rows}")
@@ -173,7 +173,7 @@ def test_a_task_that_no_one_can_solve_is_said(monkeypatch: pytest.MonkeyPatch) -
     assert model.controller is not None
     with torch.no_grad():
         model.controller.accept.bias.fill_(20.0)
-    with pytest.raises(ConfigError, match=r"decides every chunk for certain .*learning_rate"):
+    with pytest.raises(ConfigError, match=r"decides with certainty at every chunk .*learning_rate"):
         losses(0.25, PATIENCE)
 
 
@@ -192,7 +192,7 @@ def test_what_does_not_fit_is_refused(override: str, message: str) -> None:
 
 
 def test_answers_are_what_greedy_generation_would_give() -> None:
-    """The share of answers is by the likeliest token at each key, from the state behind the last chunk."""
+    """The share of right answers uses the most probable token at each key, from the state after the last chunk."""
     config, model, source = make()
     assert config.reasoning is not None
     controller = Controller(model.language_model, config.reasoning)

@@ -1,4 +1,4 @@
-"""The memory agent: its windows, its memory of parts, what it is credited with, and the teacher's demonstrations."""
+"""The memory agent: its windows, its memory of parts, its rewards, and the teacher's demonstrations."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_memory_of_one_part_is_written_over() -> None:
 
 
 def test_the_part_that_has_not_changed_for_longest_is_written() -> None:
-    """What changed last stands first; a part that is kept as it was stays the one to be written."""
+    """The part that changed last stands first; a part that a turn writes unchanged is written again by the next."""
     memory = TokenMemory.empty(window_of(6, 3), 1, torch.device("cpu"))
 
     def write(part: list[int], turn: int) -> list[int]:
@@ -98,7 +98,7 @@ def test_a_fact_is_held_by_one_part_whole() -> None:
 
 
 def teacher(monkeypatch: pytest.MonkeyPatch, window: Window, episodes: Episodes) -> list[Tensor]:
-    """Makes the agent write what the demonstrations say; returns the prompts that it reads."""
+    """Makes the agent write the demonstrated tokens; returns the prompts that it reads."""
     demonstrations = demonstrate(window, episodes, 0.0, torch.Generator())
     texts = [*demonstrations[0].targets_SN.chunk(episodes.chunks_BNC.shape[1]), demonstrations[1].targets_SN]
     masks = [*demonstrations[0].mask_SN.chunk(episodes.chunks_BNC.shape[1]), demonstrations[1].mask_SN]
@@ -155,7 +155,7 @@ def test_a_leak_loses_one_fact_of_the_demonstration_and_none_of_the_teacher() ->
 
 
 def test_facts_of_one_chunk_are_written_in_its_order() -> None:
-    """Though the second one asked for is told first in about half of the chunks that tell both."""
+    """In about half of the chunks with both facts the second one asked for comes first."""
     episodes = source().batch(range(60), 1)
     written = demonstrate(window_of(), episodes, 0.0, torch.Generator())[0].targets_SN
     turned = 0
@@ -189,7 +189,7 @@ def test_groups_are_neighbours_that_read_the_same() -> None:
 
 
 def reading_of(**changes: object) -> Reading:
-    """Rollouts of two facts: all right; half right; nothing right though all is held; right without memory."""
+    """Rollouts of two facts: all right; half right; nothing right, all facts held; all right without memory."""
     facts = torch.ones(4, 2, dtype=torch.bool)
     reading = Reading(
         (),
@@ -213,7 +213,7 @@ def test_rewards_by_hand() -> None:
 
 
 def test_of_one_chunk_nothing_is_left_out() -> None:
-    """Shown the last chunk alone, the agent's figures are those of an episode of that chunk."""
+    """With the last chunk only, the agent's score is that of an episode of that chunk."""
     window, one = window_of(), source()
     model = small_model()
     whole = evaluate(model, window, one, range(50), 1, step_budget=8)
@@ -257,7 +257,7 @@ def test_a_memory_changes_as_often_as_the_step_budget_allows(monkeypatch: pytest
 
 
 def test_a_model_with_attention_reads_like_one_without_state() -> None:
-    """The question is read once an episode; a model of attention has a state that grows with it, and stays."""
+    """The question is read once per episode; the growing cache of an attention model is not changed by later reads."""
     model: LanguageModel = small_model(attention_fraction=1.0)
     window, episodes = window_of(), source().batch(range(2), 3)
     reading = read_episodes(

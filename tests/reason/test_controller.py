@@ -1,4 +1,4 @@
-"""The controller: rollback to the bit, rows that decide apart, branches, streams, causality, the index."""
+"""The controller: exact rollback, rows with different decisions, branches, streams, causality, the index."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def no_gradients() -> Iterator[None]:
 @pytest.mark.parametrize("carry", ["all", "fast"])
 @pytest.mark.parametrize("mixers", MIXERS)
 def test_a_rollback_leaves_no_bit_of_what_was_read(mixers: dict[str, Any], carry: str, dtype: torch.dtype) -> None:
-    """State and next logits are those of an episode that never saw the chunk; a commit's are others."""
+    """After a rollback, state and next logits are those of an episode without the chunk; after a commit they differ."""
     controller, ids = make(carry=carry, dtype=dtype, **mixers), chunks(3, 4)
     before = committed(controller, ids[:, :2])
     kept = [leaf.clone() for leaf in leaves(before.groups)]
@@ -129,7 +129,7 @@ def test_a_rollback_leaves_no_bit_of_what_was_read(mixers: dict[str, Any], carry
 @pytest.mark.parametrize("carry", ["all", "fast"])
 @pytest.mark.parametrize("mixers", MIXERS)
 def test_rows_decide_apart(mixers: dict[str, Any], carry: str) -> None:
-    """Each of four rows has the state of an episode of the chunks that it committed alone, whatever the others did."""
+    """Each of four rows has the state of an episode with only its committed chunks, independent of the other rows."""
     controller, ids = make(carry=carry, **mixers), chunks(4, 4)
     actions = torch.tensor([[0, 0, 0, 0], [1, 0, 1, 1], [0, 1, 0, 1], [1, 1, 1, 1]])
     episode = controller.begin(4)
@@ -154,7 +154,7 @@ def test_rows_decide_apart(mixers: dict[str, Any], carry: str) -> None:
 
 @pytest.mark.gate
 def test_the_rows_of_an_unlike_decision_keep_their_bits() -> None:
-    """Beside rows that commit, a row that rolls back has its old state, and next logits, to the bit; and vice versa."""
+    """A row that rolls back in a batch with rows that commit keeps the bits of its state and logits; and vice versa."""
     controller, ids = make(dtype=torch.float32), chunks(4, 3)
     before = committed(controller, ids[:, :1])
     proposal = controller.propose(before, ids[:, 1])
@@ -172,7 +172,7 @@ def test_the_rows_of_an_unlike_decision_keep_their_bits() -> None:
 
 @pytest.mark.parametrize("carry", ["all", "fast"])
 def test_branches_equal_passes_apart(carry: str) -> None:
-    """Four strengths of writing at once: each row's choice is the pass at that strength; what is read is the same."""
+    """Four write strengths in one pass: each row's choice equals a pass at that strength; the outputs are equal."""
     many, one = make(branches=4, carry=carry), make(branches=1, carry=carry)
     ids = chunks(4, 3)
     start_many, start_one = committed(many, ids[:, :1]), committed(one, ids[:, :1])
@@ -219,7 +219,7 @@ def test_committing_everything_is_the_full_forward(mixers: dict[str, Any]) -> No
 
 
 def test_fast_weights_alone_are_carried_as_in_one_pass() -> None:
-    """As phase B1 trains: mixers forget at every chunk and go on through the question, fast weights at rows alone."""
+    """As in phase B1: mixers are reset at every chunk but not before the question, fast weights only at rows."""
     controller, ids = make(carry="fast", attention_fraction=0.34), chunks(2, 5)
     episode = controller.begin(2)
     for number, chunk in enumerate(ids.unbind(1)):
@@ -260,7 +260,7 @@ def test_a_later_chunk_changes_nothing_before_it() -> None:
 
 @pytest.mark.gate
 def test_only_commits_reach_the_index(tmp_path: Path) -> None:
-    """Of three rows' transactions two are committed: the log grows by them; rolled back ones leave its every byte."""
+    """Of three rows' transactions two are committed: the log grows by these; a rollback changes no byte of it."""
     controller, ids = make(), chunks(3, 2)
     index = EpisodicIndex(tmp_path, 4, 100)
 

@@ -1,4 +1,4 @@
-"""Episodes: a function of their number alone, and what they say follows from their chunks."""
+"""Episodes: functions of their number; their answers follow from their chunks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_an_episode_depends_on_its_number_alone(kind: str) -> None:
 
 
 def test_an_episode_is_the_same_on_every_machine() -> None:
-    """Golden: a change of these numbers makes every recorded result another experiment's."""
+    """Golden values: if they change, all recorded results belong to other episodes."""
     made = TokenSource("recall", 1, 16, {}).batch([0], 2)
     assert made.chunks_BNC[0, 0].tolist() == [51, 88, 79, 136, 41, 104, 75, 141, 61, 115, 73, 126, 68, 108, 27, 80]
 

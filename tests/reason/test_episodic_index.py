@@ -1,4 +1,4 @@
-"""Episodic memory: exact search, transactions, eviction, and a log that survives whatever happens to it."""
+"""Episodic memory: exact search, transactions, eviction, and a log that survives kills and reports damage."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def filled(folder: Path, commits: int, max_tokens: int = 1000) -> EpisodicIndex:
 
 
 def contents(index: EpisodicIndex) -> list[tuple[int, list[int]]]:
-    """What is in an index, found by searching for everything; in the order of the scores."""
+    """The contents of an index, from a search for all episodes; in the order of the scores."""
     (hits,) = index.search(key(99)[None], 10**6, step=0)
     return [(hit.id, hit.tokens.tolist()) for hit in hits]
 
@@ -149,7 +149,7 @@ def test_another_width_and_another_file_are_refused(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, list[int], list[list[tuple[int, list[int]]]]]:
-    """A log of four commits, where each of them ends, and what the index then held."""
+    """A log of four commits, the end of each, and the contents of the index after it."""
     folder = tmp_path_factory.mktemp("logged")
     index = EpisodicIndex(folder, DIM, 20)
     ends, held = [index.position[1]], [contents(index)]
@@ -185,15 +185,15 @@ def test_cut_at_any_byte_whole_commits_stay(logged: tuple, tmp_path: Path) -> No
 @settings(max_examples=150)
 @given(data=st.data())
 def test_a_flipped_bit_is_found(logged: tuple, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """In the last commit, which may have been unfinished, it is dropped and kept aside; before, it is an error."""
+    """Damage in the last commit, which may be incomplete, moves it to another file; damage before it is an error."""
     content, ends, held = logged
-    place, bit = data.draw(st.integers(0, len(content) - 1)), data.draw(st.integers(0, 7))
+    offset, bit = data.draw(st.integers(0, len(content) - 1)), data.draw(st.integers(0, 7))
     folder = tmp_path_factory.mktemp("flipped")
     flipped = bytearray(content)
-    flipped[place] ^= 1 << bit
+    flipped[offset] ^= 1 << bit
     (folder / "episodes.log").write_bytes(flipped)
     last = ends[-2]
-    if place >= last + 20:  # its payload
+    if offset >= last + 20:  # its payload
         index = EpisodicIndex(folder, DIM, 20)
         assert (index.position[0], contents(index)) == (3, held[3])
         assert (folder / f"episodes.log.cut-at-{last}").read_bytes() == flipped[last:]
@@ -235,7 +235,7 @@ for number in range(10**6):
 
 
 def test_a_killed_writer_loses_nothing_it_had_acknowledged(folder: Path) -> None:
-    """SIGKILL at six odd moments of a process that does nothing but commit."""
+    """SIGKILL at six moments of a process that only commits."""
     acknowledged = 0
     for moment in (0.0, 0.001, 0.004, 0.013, 0.03, 0.05):
         child = subprocess.Popen([sys.executable, "-c", CHILD, folder], stdout=subprocess.PIPE, text=True)
@@ -259,10 +259,10 @@ def test_a_disk_that_is_full_changes_nothing(folder: Path, monkeypatch: pytest.M
     index = filled(folder, 2)
     before, position = contents(index), index.position
 
-    def full(file: int, data: bytes, place: int) -> int:
+    def full(file: int, data: bytes, offset: int) -> int:
         if len(data) < 40:
             raise OSError(28, "No space left on device")
-        return os.write(file, b"") or real(file, data[: len(data) // 2], place)
+        return os.write(file, b"") or real(file, data[: len(data) // 2], offset)
 
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", full)
@@ -275,7 +275,7 @@ def test_a_disk_that_is_full_changes_nothing(folder: Path, monkeypatch: pytest.M
 
 
 def test_many_episodes_are_searched_by_an_inverted_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading all of its lists it is exact; reopened it is the same, though it was made when there were fewer."""
+    """If a search reads all lists it is exact; reopened it is equal, although it was trained on fewer episodes."""
     monkeypatch.setattr(episodic_index, "MANY", 300)
     monkeypatch.setattr(faiss_vectors, "PROBES", 75)
     index = EpisodicIndex(folder, DIM, 10**6)
@@ -294,7 +294,7 @@ def test_many_episodes_are_searched_by_an_inverted_file(folder: Path, monkeypatc
 
 
 def test_without_faiss_the_same_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With equal keys, expired and evicted episodes, and more wanted than there are."""
+    """With equal keys, expired and evicted episodes, and a count larger than the number of episodes."""
     indices = [EpisodicIndex(tmp_path / "faiss", DIM, 300)]
     monkeypatch.setattr(episodic_index, "HAS_FAISS", False)
     monkeypatch.setattr(episodic_index, "MANY", 16)  # above which FAISS would make lists

@@ -1,4 +1,4 @@
-"""GRPO's loss: equal to TRL's on a fixed batch, its parts by hand, and blind to padding and to how it is cut up."""
+"""GRPO's loss: equal to TRL's on a fixed batch, its parts by hand, and independent of padding and micro-batches."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_equals_trl(name: str) -> None:
 
 
 def trl_loss(trainer: Any, objective: Objective, log_probs: Tensor, x: dict[str, Tensor]) -> Tensor:
-    """GRPOTrainer's loss on given log probabilities: of the trainer only what the formula reads is there."""
+    """GRPOTrainer's loss on given log probabilities, with a trainer that has only the attributes of the formula."""
     mask = x["mask_SL"].long()
     fake = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *_, **__: (log_probs, torch.zeros_like(log_probs), None),
@@ -134,7 +134,7 @@ def test_advantages_are_of_groups() -> None:
 
 
 def test_a_tenth_thrice_is_an_equal_group() -> None:
-    """By their values, not by a deviation that rounding keeps above 0."""
+    """Decided by their values, because rounding can keep their deviation above 0."""
     found = group_advantages(torch.tensor([0.1, 0.1, 0.1], dtype=torch.float64), 3)
     assert found.dropped_groups == 1
     assert found.advantages_N.tolist() == [0.0] * 3

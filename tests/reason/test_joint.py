@@ -1,4 +1,4 @@
-"""Losses in one step: their sum, each with its measures at their place, and the text's equal to stage A's."""
+"""Losses in one step: their sum, the positions of their measures, and a text loss equal to stage A's."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Pull:
 
 
 class Text:
-    """A loader of one row, in so many micro-batches as are asked for."""
+    """A loader of one row in the given number of micro-batches."""
 
     def __init__(self, micro_batches: int) -> None:
         ids = torch.randint(0, 200, (micro_batches, 1, 12), generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""An episodic memory whose process is killed, whose disk fails and whose cache is damaged, at every single place."""
+"""An episodic memory whose process is killed, whose disk fails or whose cache is damaged, at every position."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def all_of(index: EpisodicIndex) -> list[tuple[int, list[int]]]:
 @pytest.mark.gate
 @pytest.mark.parametrize(("scenario", "least"), [("new", 50), ("torn", 12), ("cached", 80)])
 def test_killed_at_every_call_that_touches_the_disk(tmp_path: Path, scenario: str, least: int) -> None:
-    """Real processes and SIGKILL: no acknowledged commit is lost, nothing rejected is seen, all bytes are the same."""
+    """Real processes and SIGKILL: no acknowledged commit is lost, no rejected one is visible, all bytes are equal."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, DRIVER, tmp_path, scenario]
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
@@ -124,7 +124,7 @@ def test_two_processes_cannot_write(tmp_path: Path) -> None:
 
 @pytest.fixture
 def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A memory of 26 episodes with an inverted file made of the first 17, closed."""
+    """A closed memory of 26 episodes, whose inverted file was trained on the first 17."""
     monkeypatch.setattr(episodic_index, "MANY", 16)
     monkeypatch.setattr(faiss_vectors, "PROBES", 10**4)
     index = EpisodicIndex(tmp_path, DIM, 10**4)
@@ -138,11 +138,11 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[tuple[int, list[int]]], int]:
-    """What a memory holds, and how often its lists had to be made."""
+    """The contents of a memory, and how often its search structure was made."""
     made = []
-    real = EpisodicIndex._searchable
+    real = EpisodicIndex._make_vectors
     with monkeypatch.context() as context:
-        context.setattr(EpisodicIndex, "_searchable", lambda index: made.append(1) or real(index))
+        context.setattr(EpisodicIndex, "_make_vectors", lambda index: made.append(1) or real(index))
         index = EpisodicIndex(folder, DIM, 10**4)
     held = all_of(index)
     index.close()
@@ -158,7 +158,7 @@ def test_the_cache_saves_making_the_lists(cached: Path, monkeypatch: pytest.Monk
 
 
 def test_an_old_cache_is_brought_up_to_date(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process killed before it closes leaves the cache of an earlier time behind: removals and additions follow."""
+    """A process killed before it closes leaves an old cache; opening applies the later removals and additions."""
     old = {path.name: path.read_bytes() for path in cached.glob("episodes.cache*")}
     index = EpisodicIndex(cached, DIM, 90)
     index.commit(staged(50, 51), 30)  # 26 x 4 + 8 tokens: six episodes go
@@ -175,17 +175,17 @@ def test_any_bit_of_the_cache_or_its_manifest(cached: Path, monkeypatch: pytest.
     rng = np.random.default_rng(1)
     for name in ("episodes.cache", "episodes.cache.json"):
         content = (cached / name).read_bytes()
-        for place in rng.choice(len(content), 60, replace=False).tolist():
+        for offset in rng.choice(len(content), 60, replace=False).tolist():
             flipped = bytearray(content)
-            flipped[place] ^= 1 << int(rng.integers(8))
+            flipped[offset] ^= 1 << int(rng.integers(8))
             (cached / name).write_bytes(flipped)
             assert opened(cached, monkeypatch)[0] == held
-            (cached / name).write_bytes(content[:place])
+            (cached / name).write_bytes(content[:offset])
             assert opened(cached, monkeypatch)[0] == held
 
 
 def test_the_cache_of_another_log_is_not_taken(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many commits and bytes, but others: the log was cut, and another commit followed."""
+    """The same numbers of commits and bytes, but other contents: the log was cut, and another commit followed."""
     old = {path.name: path.read_bytes() for path in cached.glob("episodes.cache*")}
     index = EpisodicIndex(cached, DIM, 10**4)
     before = index.position

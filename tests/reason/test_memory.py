@@ -1,4 +1,4 @@
-"""Working memory's summaries, and episodic memories of a process, which do what those on the disk do."""
+"""Summaries, and episodic memories in RAM, which behave like those on the disk."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def test_summaries_are_of_the_means_of_strides(length: int, count: int) -> None:
     summariser.double()
     found = summariser(hidden)
     assert found.shape == (4, count, 5)
-    for place in range(count):
-        mean = hidden[:, 8 * place : 8 * place + 8].mean(1)
-        torch.testing.assert_close(found[:, place], functional.linear(mean, summariser.down.weight))
+    for position in range(count):
+        mean = hidden[:, 8 * position : 8 * position + 8].mean(1)
+        torch.testing.assert_close(found[:, position], functional.linear(mean, summariser.down.weight))
     assert summariser.count(length) == count
     assert summariser.prefix(found).shape == (4, count, 12)
     for vectors in (summariser.keys(found), summariser.queries(found)):
@@ -38,7 +38,7 @@ def test_summaries_are_of_the_means_of_strides(length: int, count: int) -> None:
 
 
 def test_a_summary_is_causal() -> None:
-    """What comes after a stride's tokens does not change its summary."""
+    """Later tokens do not change the summary of a stride."""
     summariser = Summariser(12, 5, 8)
     hidden = torch.randn(1, 24, 12)
     later = hidden.clone()

@@ -28,7 +28,7 @@ TEMPERATURES = pytest.mark.parametrize("temperature", [0.5, 0.7, 1.0, 1.5])
 
 
 def operations_phase(*overrides: str) -> tuple[OperationsPhase, StageBModel]:
-    """The phase with a small model, whose policy is far from uniform: else temperatures change little."""
+    """The phase with a small model whose policy is far from uniform, so that the temperature matters."""
     small = ("model.d_model=32", "reasoning.memory.dim=16", "model.feed_forward.hidden=32")
     episodes = ("reasoning.operations.chunks=4", "reasoning.phases.operations.episodes=4")
     config = Config.from_yaml(ABLATIONS / "operations-index.yaml", [*small, *episodes, *overrides])
@@ -52,7 +52,7 @@ def policy_config(*overrides: str) -> Config:
 
 
 def policy_phase(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> tuple[PolicyPhase, StageBModel]:
-    """The phase with rewards that differ within a group, though the model is not trained."""
+    """The phase with rewards that differ within a group, although the model is not trained."""
 
     def rewards_of(reading: Reading, *_: Any) -> Rewards:
         total = -reading.answer_BA.sum(1).double() / 272
@@ -65,7 +65,7 @@ def policy_phase(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> tuple[Poli
 
 
 def changes_of(monkeypatch: pytest.MonkeyPatch, module: Any, phase: Any, model: StageBModel) -> Tensor:
-    """log(new / old probability) of everything that the first update learns from, as the loss is given it."""
+    """log(new / old probability) of all tokens or decisions of the first update, as the loss gets them."""
     found: list[Tensor] = []
     plain = module.policy_loss
 
@@ -93,7 +93,7 @@ def test_operations_are_on_policy(monkeypatch: pytest.MonkeyPatch, temperature: 
 
 @TEMPERATURES
 def test_the_token_memory_is_on_policy(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
-    """A rollout goes token by token on a cache and the update in one pass: the ratios are 1 up to that rounding."""
+    """A rollout runs token by token on a cache, the update in one pass: the ratios are 1 up to rounding."""
     phase, model = policy_phase(monkeypatch, f"reasoning.rl.temperature={temperature}")
     changes = changes_of(monkeypatch, policy, phase, model)
     assert len(changes) > 100
@@ -102,7 +102,7 @@ def test_the_token_memory_is_on_policy(monkeypatch: pytest.MonkeyPatch, temperat
 
 @TEMPERATURES
 def test_the_accept_head_is_sampled_from_what_is_learnt(temperature: float) -> None:
-    """Its update has no stored probabilities; so decisions must have those that the update computes."""
+    """Its update uses no stored probabilities, so the decisions must have those that the update computes."""
     heads, rows = ControllerHeads(4, 2), 40_000
     torch.nn.init.constant_(heads.accept.bias, 1.0)
     ends_BD = torch.zeros(rows, 4)
@@ -118,7 +118,7 @@ class Reached(Exception):
 
 @pytest.mark.parametrize("name", ["operations", "policy"])
 def test_collectives_get_tensors_of_their_backend(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """A group that has NCCL alone refuses CPU tensors. Here the device `meta` stands for the GPU that is not there."""
+    """A process group with only NCCL refuses CPU tensors. Here the device `meta` takes the role of the GPU."""
 
     def all_reduce(values: Tensor, *_: Any) -> None:
         raise Reached(values.device.type)

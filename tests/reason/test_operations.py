@@ -1,4 +1,4 @@
-"""Operations on memories: what each does, costs and rewards, demonstrations, phases that learn, resumption."""
+"""Operations on memories: their effects, costs and rewards, demonstrations, phases that learn, resumption."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def reader_of(config: Config) -> Reader:
 
 
 def play(config: Config, script: list[int], episodes: Episodes | None = None) -> tuple[Row, Windows, list[list[bool]]]:
-    """One rollout that does what the script says; keys and queries are the number of the chunk."""
+    """One rollout with the operations of a script; keys and queries are the number of the chunk."""
     reader = reader_of(config)
     episodes = reader.source.batch([0], 4) if episodes is None else episodes
     row = Row(0, reader.new_memory(), reader.limits)
@@ -100,7 +100,7 @@ def test_every_operation_does_what_it_says() -> None:
 
 
 def test_what_is_staged_is_not_found_before_the_chunk_is_committed() -> None:
-    """Writing a chunk ends its step; a search at the same chunk can only come before, and finds nothing of it."""
+    """Writing a chunk ends its step; a search at the same chunk comes before, and does not find it."""
     row, _, allowed = play(config_of(), [RETRIEVE, WRITE, RETRIEVE, SPLICE, NOOP, NOOP, NOOP, NOOP])
     assert not allowed[1][SPLICE]
     assert allowed[3][SPLICE]
@@ -138,8 +138,8 @@ def test_rewards_are_the_formula() -> None:
     answers[::3] += 1
     rewards = rewards_of(rollouts, answers, episodes, reader)
     captured, held = memory_of(rollouts, episodes)
-    for place, row in enumerate(rollouts.rows):
-        right = float(place % 3 != 0)
+    for position, row in enumerate(rollouts.rows):
+        right = float(position % 3 != 0)
         told = {
             int(c)
             for c, a in zip(
@@ -147,15 +147,15 @@ def test_rewards_are_the_formula() -> None:
             )
             if a
         }
-        assert (captured[place] > 0) == bool(told & set(row.written))
-        stable = held[place].item() / captured[place].item() if captured[place] and right else 0.0
+        assert (captured[position] > 0) == bool(told & set(row.written))
+        stable = held[position].item() / captured[position].item() if captured[position] and right else 0.0
         cost = sum(reader.limits.costs[operation] * count for operation, count in enumerate(row.counts))
         expected = right - 0.5 * cost / 64 + 0.25 * stable
-        assert rewards.total_R[place].item() == pytest.approx(expected, abs=1e-12)
+        assert rewards.total_R[position].item() == pytest.approx(expected, abs=1e-12)
 
 
 def test_windows_read_together_are_windows_read_alone() -> None:
-    """Whatever stands beside a window, and whether it is read now or later; prefixes of prefixes too."""
+    """Independent of the other windows in the pass and of when a window is read; also with summaries of summaries."""
     config = config_of()
     model, windows = model_of(config).double(), Windows()
     with torch.no_grad():
@@ -228,7 +228,7 @@ def test_an_index_on_the_disk_serves_as_one_in_memory_does(tmp_path: Path) -> No
 
 
 def test_the_first_update_is_on_policy() -> None:
-    """Ratios of 1, nothing clipped; with the language model in training, through windows that are read again."""
+    """Ratios of 1, nothing clipped; if the language model is trained, the windows are read again."""
     for train in ("own", "all"):
         config = config_of(f"reasoning.phases.operations.train={train}")
         model, phase = model_of(config), OperationsPhase(config, reader_of(config).source)
@@ -292,7 +292,7 @@ def test_heads_never_choose_what_is_not_allowed() -> None:
 
 @pytest.mark.parametrize("budget", [1, 3, 5])
 def test_operations_cost_no_more_than_the_step_budget(budget: int) -> None:
-    """Rollouts by chance and an expert's: what would exceed the budget is not allowed, and every rollout answers."""
+    """Random rollouts and an expert's: operations beyond the budget are not allowed, and every rollout answers."""
     config = config_of(f"reasoning.controller.step_budget={budget}")
     reader, model = reader_of(config), model_of(config)
     episodes = reader.source.batch(range(8), 4)

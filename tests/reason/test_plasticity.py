@@ -1,4 +1,4 @@
-"""Phase B1: rows and chunks agree, losses sum up, what is trained is what is said."""
+"""Phase B1: rows and chunks give equal results, losses add up, only the stated parameters are trained."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def source_for(config: Config) -> TokenSource:
 
 
 def stirred(config: Config) -> StageBModel:
-    """A float64 model whose adapters, which begin with no effect, have one."""
+    """A float64 model whose adapters have an effect (they have none at the start of training)."""
     model = small_model(config, 1).double()
     with torch.no_grad():
         generator = torch.Generator().manual_seed(2)
@@ -174,5 +174,5 @@ def test_words_are_products() -> None:
     for word, told in zip(ids[:, 1:].tolist(), values.tolist(), strict=True):
         standing = [0, 1, 2]
         for element, value in zip(word, told, strict=True):
-            standing = [standing[place] for place in elements[element]]
+            standing = [standing[position] for position in elements[element]]
             assert tuple(standing) == elements[value]

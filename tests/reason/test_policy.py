@@ -1,4 +1,4 @@
-"""The policy phase: what is learnt from groups, what is left out, what is said, and the same numbers every time."""
+"""The policy phase: learning from groups, dropped groups, warnings, and reproducible results."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def config_of(*, leak: float = 0.0, **rl: Any) -> Config:
 
 @pytest.fixture
 def varied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A task that an untrained model can do: the smaller the ids of its answer, the better."""
+    """A task that an untrained model can do: small ids in the answer give a high reward."""
 
     def rewards_of(reading: Reading, *_: Any) -> Rewards:
         total = -reading.answer_BA.sum(1).double() / 40
@@ -129,7 +129,7 @@ def test_on_the_policy_nothing_is_clipped() -> None:
 
 @pytest.mark.usefixtures("varied")
 def test_the_gradient_raises_what_was_better() -> None:
-    """One step along it, and the same rollouts' mean of advantage times log probability is higher."""
+    """One step along the gradient raises the mean of advantage times log probability of the same rollouts."""
     phase, model = phase_of(), model_of()
 
     def gain() -> float:
@@ -191,12 +191,12 @@ def test_credit_to_the_final_turn_teaches_answers_alone() -> None:
     model = model_of()
     all_turns, final = every.losses(model, 0, 0, 1), last.losses(model, 0, 0, 1)
     answer = 1 + 1 + 1 + 4 + 1
-    assert {loss.lesson.prompts_SL.shape[1] for loss in final} == {answer}  # type: ignore[attr-defined]
-    assert {loss.lesson.prompts_SL.shape[1] for loss in all_turns} == {answer, answer + 5}  # type: ignore[attr-defined]
+    assert {loss.batch.prompts_SL.shape[1] for loss in final} == {answer}  # type: ignore[attr-defined]
+    assert {loss.batch.prompts_SL.shape[1] for loss in all_turns} == {answer, answer + 5}  # type: ignore[attr-defined]
 
 
 def test_equal_rewards_teach_nothing_and_are_counted(caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing is weighed, so all rewards are 0: the gradient is 0, and after a while it is said what to change."""
+    """All weights are 0, so all rewards and the gradient are 0; after rl.patience steps a warning gives remedies."""
     phase = phase_of(task_weight=0.0, latency_weight=0.0, stability_weight=0.0)
     model = model_of()
     found = outcomes(phase, model)
@@ -219,7 +219,7 @@ def test_what_is_solved_is_not_called_too_hard() -> None:
 
 
 def test_a_group_without_difference_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four groups, three get equal rewards: the sequences of the fourth alone are learnt from."""
+    """Of four groups, three get equal rewards: the update uses only the sequences of the fourth."""
 
     def read(*arguments: Any, **named: Any) -> Reading:
         reading = read_episodes(*arguments, **named)
@@ -228,7 +228,7 @@ def test_a_group_without_difference_is_left_out(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(policy, "read_episodes", read)
     phase, model = phase_of(stability_weight=0.0), model_of()
     losses = phase.losses(model, 0, 0, 1)
-    assert sum(len(loss.lesson.prompts_SL) for loss in losses) == 4 * 3  # type: ignore[attr-defined]
+    assert sum(len(loss.batch.prompts_SL) for loss in losses) == 4 * 3  # type: ignore[attr-defined]
     assert record_of(phase, [model(loss) for loss in losses])["dropped_groups"] == 0.75
 
 
@@ -269,7 +269,7 @@ def test_more_turns_than_the_horizon_are_refused() -> None:
 
 
 def test_imitation_is_divided_among_processes() -> None:
-    """Two processes' micro-batches together are one's, and they are as many."""
+    """The micro-batches of two processes together are those of one, and both have the same number."""
     config, model = config_of(leak=0.5), model_of()
     phase = ImitationPhase(config, source_for(config))
     whole = outcomes(phase, model)

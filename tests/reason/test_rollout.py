@@ -1,4 +1,4 @@
-"""Rollouts: equal to one pass over what they wrote, drawn as the probabilities say, each row for itself."""
+"""Rollouts: equal to one pass over their tokens, sampled from the probabilities, each row independently."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VOCABULARY = 24
 
 
 def model_of(*, mamba: bool = False) -> LanguageModel:
-    """RWKV-7 (or Mamba-2), then attention; drawn wider than at a start, so that what it says is not flat."""
+    """RWKV-7 (or Mamba-2), then attention; initialised wider than in training, so that its output is not uniform."""
     torch.manual_seed(5)
     config = Model(
         vocab_size=VOCABULARY,
@@ -55,7 +55,7 @@ def test_log_probabilities_are_those_of_one_pass(mamba: bool) -> None:
         logits = taken(model, whole, made.tokens_BN).logits_SNV / temperature
     expected = logits.log_softmax(-1).gather(-1, made.tokens_BN.unsqueeze(-1)).squeeze(-1)
     torch.testing.assert_close(made.log_probs_BN, expected, rtol=1e-4, atol=1e-4)
-    assert made.log_probs_BN.exp().std() > 0.01, "a flat model would pass whatever was read"
+    assert made.log_probs_BN.exp().std() > 0.01, "a model with uniform output would pass with any prompt"
 
 
 def test_greedy_takes_the_likeliest() -> None:
@@ -67,7 +67,7 @@ def test_greedy_takes_the_likeliest() -> None:
 
 
 def test_the_end_closes_a_row() -> None:
-    """A row's tokens up to its end are those that it had without an end; behind it nothing counts."""
+    """A row's tokens up to its end equal those of a rollout without an end token; the mask is False after it."""
     model, end = model_of(), 5
     free = generate(model, prompts(40), 8, temperature=1.0, generator=seeded())
     ended = generate(model, prompts(40), 8, temperature=1.0, generator=seeded(), end=end)
@@ -98,7 +98,7 @@ def test_what_has_no_probability_is_never_drawn() -> None:
 
 
 def test_a_row_draws_for_itself() -> None:
-    """The same numbers come to the same rows whatever stands in the others, and however early they end."""
+    """A row's random numbers do not depend on the other rows' contents, nor on where those end."""
     model = model_of()
     first = generate(model, prompts(6), 6, temperature=1.0, generator=seeded(), end=5)
     other = prompts(6)

@@ -67,7 +67,7 @@ def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = folder / "texts"
     texts.mkdir()
     for number in range(80):
-        words = [WORDS[(number * 7 + place * place) % len(WORDS)] for place in range(10 + number % 23)]
+        words = [WORDS[(number * 7 + index * index) % len(WORDS)] for index in range(10 + number % 23)]
         (texts / f"{number:03d}.txt").write_text(" ".join(words) + "\n", encoding="utf-8")
     content = TINY | {"data": TINY["data"] | {"cache": str(folder / "cache")}}
     content["data"]["source"] = {"kind": "text", "paths": [str(texts)]}
@@ -121,13 +121,13 @@ def work(config_file: Path, request: pytest.FixtureRequest) -> Work:
         )
         workers = []
         for rank in range(processes):
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
-            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            rendezvous = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
+            rendezvous |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             workers.append(
                 subprocess.Popen(
                     [sys.executable, str(Path(__file__).with_name(script)), order],
                     # DeepSpeed's ZeRO imports its Muon optimizer, which would load the compiler, for some seconds.
-                    env=os.environ | {"TORCHDYNAMO_DISABLE": "1"} | (place if processes > 1 else {}),
+                    env=os.environ | {"TORCHDYNAMO_DISABLE": "1"} | (rendezvous if processes > 1 else {}),
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     text=True,

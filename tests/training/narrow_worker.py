@@ -1,4 +1,4 @@
-"""One process of a bf16 training under test: every ZeRO stage beside plain PyTorch under autocast."""
+"""One process of a bf16 training under test: compares every ZeRO stage with plain PyTorch under autocast."""
 
 from __future__ import annotations
 

@@ -85,9 +85,9 @@ def run_engine(
     order: dict[str, Any], overlap: bool, stage: int, precision: str, experts: int, reduced: str
 ) -> tuple[dict[str, Tensor], int, int]:
     rank, size, _ = rank_size_local_rank()
-    words = [f"train.zero_stage={stage}", f"train.precision={precision}", f"train.expert_parallel={experts}"]
-    words += [f"train.reduce_dtype={reduced}", f"train.micro_batch_rows={4 // size}", *order["overrides"]]
-    config = Config.from_yaml(order["config"], words)
+    overrides = [f"train.zero_stage={stage}", f"train.precision={precision}", f"train.expert_parallel={experts}"]
+    overrides += [f"train.reduce_dtype={reduced}", f"train.micro_batch_rows={4 // size}", *order["overrides"]]
+    config = Config.from_yaml(order["config"], overrides)
     world = join(config)
     engine_module.GradientReduction = functools.partial(GradientReduction, overlap=overlap)  # type: ignore[misc]
     engine_module.BUCKET = 1000

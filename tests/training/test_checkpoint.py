@@ -34,7 +34,7 @@ FINGERPRINTS = Fingerprints("tokenizer", "text")
 
 
 @dataclass
-class Place:
+class Run:
     engine: Engine
     config: Config
     folder: Path
@@ -45,36 +45,36 @@ class Place:
 
 
 @pytest.fixture
-def place(make_config: Callable[..., Config], tmp_path: Path) -> Place:
+def run(make_config: Callable[..., Config], tmp_path: Path) -> Run:
     config = make_config("train.ema_decay=0.5")
     seed_everything(1)
-    return Place(make_engine(config, build_loss_model(config), join(config)), config, tmp_path)
+    return Run(make_engine(config, build_loss_model(config), join(config)), config, tmp_path)
 
 
-def test_a_checkpoint_gives_back_weights_average_and_generators(place: Place) -> None:
-    assert place.engine.average is not None
-    place.engine.average.tensors[0].add_(1.0)
-    saved = place.save(7)
+def test_a_checkpoint_gives_back_weights_average_and_generators(run: Run) -> None:
+    assert run.engine.average is not None
+    run.engine.average.tensors[0].add_(1.0)
+    saved = run.save(7)
     drawn = torch.rand(3)
-    before = place.engine.weights()
+    before = run.engine.weights()
     kept = {name: weight.clone() for name, weight in before.items()}
-    average = [tensor.clone() for tensor in place.engine.average.tensors]
+    average = [tensor.clone() for tensor in run.engine.average.tensors]
     for weight in before.values():
         weight.zero_()  # the engine's own memory, on a CPU
-    place.engine.average.tensors[0].zero_()
-    assert load_checkpoint(place.engine, saved, place.config, FINGERPRINTS).step == 7
+    run.engine.average.tensors[0].zero_()
+    assert load_checkpoint(run.engine, saved, run.config, FINGERPRINTS).step == 7
     assert torch.equal(torch.rand(3), drawn)
-    for name, weight in place.engine.weights().items():
+    for name, weight in run.engine.weights().items():
         assert torch.equal(weight, kept[name]), name
-    assert all(map(torch.equal, place.engine.average.tensors, average))
+    assert all(map(torch.equal, run.engine.average.tensors, average))
     read = read_weights(saved)
-    assert read.keys() == dict(place.engine.module.loss_model.language_model.named_parameters()).keys()
+    assert read.keys() == dict(run.engine.module.loss_model.language_model.named_parameters()).keys()
     assert all(torch.equal(read[name], kept[name]) for name in kept)
     assert torch.equal(read_weights(saved, average=True)[next(iter(kept))], average[0])
 
 
-def test_nothing_in_a_checkpoint_is_a_pickle(place: Place) -> None:
-    names = {path.name for path in place.save(1).iterdir()}
+def test_nothing_in_a_checkpoint_is_a_pickle(run: Run) -> None:
+    names = {path.name for path in run.save(1).iterdir()}
     assert names == {
         "model.safetensors",
         "ema.safetensors",
@@ -102,17 +102,17 @@ def damage_truncate(path: Path) -> None:
     [(damage_flip, "its SHA-256 is"), (damage_truncate, "bytes, the manifest says"), (Path.unlink, "is missing")],
 )
 def test_a_damaged_one_is_refused_and_the_one_before_it_found(
-    place: Place, name: str, damage: Callable[[Path], None], message: str
+    run: Run, name: str, damage: Callable[[Path], None], message: str
 ) -> None:
-    older, newer = place.save(2), place.save(4)
-    assert newest_whole_checkpoint(place.folder) == newer
+    older, newer = run.save(2), run.save(4)
+    assert newest_whole_checkpoint(run.folder) == newer
     damage(newer / name)
     with pytest.raises(CheckpointError, match=message) as caught:
         verify_checkpoint(newer)
     assert name in str(caught.value)
     assert caught.value.exit_code == 5
     said: list[str] = []
-    assert newest_whole_checkpoint(place.folder, said.append) == older
+    assert newest_whole_checkpoint(run.folder, said.append) == older
     assert len(said) == 1
     assert newer.name in said[0]
     if name == "model.safetensors":
@@ -121,15 +121,15 @@ def test_a_damaged_one_is_refused_and_the_one_before_it_found(
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"format": 99, "files": {}}', '{"format": 1}'])
-def test_a_manifest_that_is_none_is_refused(place: Place, text: str) -> None:
-    saved = place.save(2)
+def test_a_manifest_that_is_none_is_refused(run: Run, text: str) -> None:
+    saved = run.save(2)
     (saved / "manifest.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"manifest\.json"):
         verify_checkpoint(saved)
     (saved / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="the checkpoint is incomplete"):
         verify_checkpoint(saved)
-    assert newest_whole_checkpoint(place.folder) is None
+    assert newest_whole_checkpoint(run.folder) is None
 
 
 @pytest.mark.parametrize(
@@ -141,9 +141,9 @@ def test_a_manifest_that_is_none_is_refused(place: Place, text: str) -> None:
 )
 @pytest.mark.parametrize("written", [0, 1])
 def test_a_full_disk_leaves_the_last_good_checkpoint_and_no_remains(
-    place: Place, monkeypatch: pytest.MonkeyPatch, error: Exception, written: int
+    run: Run, monkeypatch: pytest.MonkeyPatch, error: Exception, written: int
 ) -> None:
-    good = place.save(2)
+    good = run.save(2)
     save_file, calls = checkpoints.save_file, []
 
     def fills_up(tensors: dict[str, torch.Tensor], path: Path) -> None:
@@ -154,114 +154,112 @@ def test_a_full_disk_leaves_the_last_good_checkpoint_and_no_remains(
 
     monkeypatch.setattr(checkpoints, "save_file", fills_up)
     with pytest.raises(DiskFullError) as caught:
-        place.save(4)
+        run.save(4)
     assert caught.value.exit_code == 6
-    assert str(place.folder) in str(caught.value)
-    assert sorted(path.name for path in place.folder.iterdir()) == ["latest", good.name]
-    assert (place.folder / "latest").read_text().strip() == good.name
+    assert str(run.folder) in str(caught.value)
+    assert sorted(path.name for path in run.folder.iterdir()) == ["latest", good.name]
+    assert (run.folder / "latest").read_text().strip() == good.name
     verify_checkpoint(good)
 
 
 def test_a_disk_that_fills_up_while_committing_leaves_nothing_half_done(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    good = place.save(2)
+    good = run.save(2)
 
     def fails(path: Path, target: Path) -> Path:
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
     monkeypatch.setattr(Path, "rename", fails)
     with pytest.raises(DiskFullError):
-        place.save(4)
+        run.save(4)
     monkeypatch.undo()
-    assert list_checkpoints(place.folder) == [good]
-    assert list(place.folder.glob("*.tmp-*")) == []
+    assert list_checkpoints(run.folder) == [good]
+    assert list(run.folder.glob("*.tmp-*")) == []
 
 
-def test_a_folder_that_cannot_be_written_is_said_and_not_called_full(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_written_is_said_and_not_called_full(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(tensors: dict[str, torch.Tensor], path: Path) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(checkpoints, "save_file", refused)
     with pytest.raises(CheckpointError, match="Permission denied"):
-        place.save(4)
+        run.save(4)
 
 
-def test_the_newest_periodic_ones_and_the_best_stay(place: Place) -> None:
+def test_the_newest_periodic_ones_and_the_best_stay(run: Run) -> None:
     for step, periodic in ((1, True), (2, False), (3, True), (4, False), (5, True), (6, True)):
-        saved = place.save(step, periodic=periodic, best_step=2)
-    assert (place.folder / "best").read_text().strip() == "step-00000002"
-    (place.folder / "step-00000007.tmp-99").mkdir()
-    prune(place.folder, 2, saved)
-    assert [path.name[-1] for path in list_checkpoints(place.folder)] == ["2", "5", "6"]
-    assert (place.folder / "latest").read_text().strip() == "step-00000006"
-    assert list(place.folder.glob("*.tmp-*")) == []
+        saved = run.save(step, periodic=periodic, best_step=2)
+    assert (run.folder / "best").read_text().strip() == "step-00000002"
+    (run.folder / "step-00000007.tmp-99").mkdir()
+    prune(run.folder, 2, saved)
+    assert [path.name[-1] for path in list_checkpoints(run.folder)] == ["2", "5", "6"]
+    assert (run.folder / "latest").read_text().strip() == "step-00000006"
+    assert list(run.folder.glob("*.tmp-*")) == []
 
 
-def test_what_was_just_written_stays_and_not_the_corrupt_newer_one(place: Place) -> None:
+def test_what_was_just_written_stays_and_not_the_corrupt_newer_one(run: Run) -> None:
     for step in (2, 6):
-        newer = place.save(step)
+        newer = run.save(step)
     damage_flip(newer / "model.safetensors")
-    saved = place.save(4)
-    prune(place.folder, 1, saved)
-    assert list_checkpoints(place.folder) == [saved]
-    saved = place.save(5, periodic=False)
-    prune(place.folder, 1, saved)
-    assert [path.name[-1] for path in list_checkpoints(place.folder)] == ["4", "5"]
+    saved = run.save(4)
+    prune(run.folder, 1, saved)
+    assert list_checkpoints(run.folder) == [saved]
+    saved = run.save(5, periodic=False)
+    prune(run.folder, 1, saved)
+    assert [path.name[-1] for path in list_checkpoints(run.folder)] == ["4", "5"]
 
 
-def test_the_best_pointer_follows_the_committed_progress(place: Place) -> None:
+def test_the_best_pointer_follows_the_committed_progress(run: Run) -> None:
     for step in (2, 4, 6):
-        place.save(step, best_step=min(step, 4))
-    assert (place.folder / "best").read_text() == "step-00000004\n"
-    (place.folder / "best").unlink()  # killed between a checkpoint and its pointer
-    restore_best(place.folder, Progress(step=6, best_step=4))
-    assert (place.folder / "best").read_text() == "step-00000004\n"
-    restore_best(place.folder, Progress(step=2, best_step=2))  # the others were passed over
-    assert (place.folder / "best").read_text() == "step-00000002\n"
-    restore_best(place.folder, Progress(step=1))
-    assert not (place.folder / "best").exists()
+        run.save(step, best_step=min(step, 4))
+    assert (run.folder / "best").read_text() == "step-00000004\n"
+    (run.folder / "best").unlink()  # killed between a checkpoint and its pointer
+    restore_best(run.folder, Progress(step=6, best_step=4))
+    assert (run.folder / "best").read_text() == "step-00000004\n"
+    restore_best(run.folder, Progress(step=2, best_step=2))  # the others were passed over
+    assert (run.folder / "best").read_text() == "step-00000002\n"
+    restore_best(run.folder, Progress(step=1))
+    assert not (run.folder / "best").exists()
 
 
-def test_a_corrupt_one_of_the_same_step_is_replaced(place: Place) -> None:
-    saved = place.save(3)
+def test_a_corrupt_one_of_the_same_step_is_replaced(run: Run) -> None:
+    saved = run.save(3)
     damage_flip(saved / "model.safetensors")
-    place.save(3)
+    run.save(3)
     verify_checkpoint(saved)
-    assert list(place.folder.glob("*.tmp-*")) == []
+    assert list(run.folder.glob("*.tmp-*")) == []
 
 
-def test_another_configuration_tokenizer_or_text_is_refused(place: Place, make_config: Callable[..., Config]) -> None:
-    saved = place.save(3)
+def test_another_configuration_tokenizer_or_text_is_refused(run: Run, make_config: Callable[..., Config]) -> None:
+    saved = run.save(3)
     from_a_file = make_config("train.ema_decay=0.5", "data.tokenizer.path=tokenizer.json")
     with pytest.raises(VocabularyError, match=r"data\.tokenizer\.path has changed") as vocabulary:
-        load_checkpoint(place.engine, saved, from_a_file, Fingerprints("another", "other shards"))
+        load_checkpoint(run.engine, saved, from_a_file, Fingerprints("another", "other shards"))
     assert vocabulary.value.exit_code == 7
     for other in (Fingerprints("tokenizer", "another"), Fingerprints("trained on it", "another")):
         with pytest.raises(ShardError, match="the text has changed since this run began") as text:
-            load_checkpoint(place.engine, saved, place.config, other)
+            load_checkpoint(run.engine, saved, run.config, other)
         assert text.value.exit_code == 4
     with pytest.raises(ConfigError, match="config_snapshot") as config:
-        load_checkpoint(place.engine, saved, make_config("train.learning_rate=0.5"), FINGERPRINTS)
+        load_checkpoint(run.engine, saved, make_config("train.learning_rate=0.5"), FINGERPRINTS)
     assert config.value.exit_code == 2
 
 
-def test_zero_partitions_need_as_many_processes(place: Place) -> None:
-    saved = place.save(3)
+def test_zero_partitions_need_as_many_processes(run: Run) -> None:
+    saved = run.save(3)
     state = json.loads((saved / "state.json").read_text())
-    assert differences(saved, place.engine) == []
+    assert differences(saved, run.engine) == []
     (saved / "state.json").write_text(json.dumps(state | {"processes": 4}))
-    assert differences(saved, place.engine) == ["4 processes before, 1 now"]
-    assert load_checkpoint(place.engine, saved, place.config, FINGERPRINTS).step == 3, "without ZeRO any number does"
-    place.engine.stage = 1
+    assert differences(saved, run.engine) == ["4 processes before, 1 now"]
+    assert load_checkpoint(run.engine, saved, run.config, FINGERPRINTS).step == 3, "without ZeRO any number does"
+    run.engine.stage = 1
     with pytest.raises(CheckpointError, match=r"written at ZeRO stage 0 by 4 processes.*--nproc 4"):
-        load_checkpoint(place.engine, saved, place.config, FINGERPRINTS)
+        load_checkpoint(run.engine, saved, run.config, FINGERPRINTS)
     state["zero_stage"] = 1
     (saved / "state.json").write_text(json.dumps(state | {"processes": 4}))
     with pytest.raises(CheckpointError, match=r"4 ZeRO partitions.*--nproc 4"):
-        load_checkpoint(place.engine, saved, place.config, FINGERPRINTS)
+        load_checkpoint(run.engine, saved, run.config, FINGERPRINTS)
     (saved / "state.json").write_text(json.dumps(state | {"expert_parallel": 2}))
     with pytest.raises(CheckpointError, match=r"resume with train\.expert_parallel=2"):
-        load_checkpoint(place.engine, saved, place.config, FINGERPRINTS)
+        load_checkpoint(run.engine, saved, run.config, FINGERPRINTS)

@@ -1,4 +1,4 @@
-"""The engine's gradients are those of the global batch's loss, whatever the ZeRO stage and the number of processes."""
+"""The engine's gradients are those of the global batch's loss, at every ZeRO stage and number of processes."""
 
 from __future__ import annotations
 

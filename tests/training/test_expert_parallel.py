@@ -38,7 +38,7 @@ def check(results: dict[str, Any]) -> None:
             assert error < TOLERANCE, (stage, what)
     for name, found in results.items():
         if name.startswith("loaded"):
-            # The same bits: the product of a row with a matrix does not depend on how many rows stand beside it.
+            # The same bits: the product of a row with a matrix does not depend on the number of other rows.
             assert found.pop("logits") == 0.0, name
             assert all(found.values()), (name, found)
 

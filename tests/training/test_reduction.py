@@ -1,4 +1,4 @@
-"""Gradients are added up over processes beside the last backward pass, with the bits that they have after it."""
+"""Gradients are summed over processes during the last backward pass, with the same bits as after it."""
 
 from __future__ import annotations
 

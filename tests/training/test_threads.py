@@ -15,7 +15,7 @@ from cdrmix.training.expert_parallel import total_norm
 from cdrmix.training.threads import PERIOD, WARM_UP, ThreadChoice, candidates
 
 QUIET = {1: 605.0, 2: 340.0}  # milliseconds a step of core-tiny on two cores, by the number of threads
-BUSY = {1: 1180.0, 2: 4180.0}  # beside one other busy process
+BUSY = {1: 1180.0, 2: 4180.0}  # while one other process is busy
 
 
 @pytest.fixture(autouse=True)

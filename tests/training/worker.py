@@ -257,7 +257,7 @@ def expert_config(order: dict[str, Any], stage: int, parallel: int) -> Config:
 
 
 def expert_steps(order: dict[str, Any], stage: int, save: Path) -> dict[str, float]:
-    """Three steps of the engine beside plain PyTorch with whole experts: the largest relative errors of any rank."""
+    """Compares three engine steps with plain PyTorch and whole experts: the largest relative errors of a rank."""
     rank, size, _ = rank_size_local_rank()
     config = expert_config(order, stage, int(order["parallel"]))
     world = join(config)

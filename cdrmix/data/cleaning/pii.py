@@ -101,10 +101,10 @@ def scrub(text: str, kinds: Collection[str]) -> tuple[str, dict[str, int]]:
         text, number = PRIVATE_KEY.subn(PLACEHOLDERS["secret"], text)
         counts["secret"] += number
     while True:
-        text, found = _replaced(text, kinds)
-        if not found:
+        text, replaced = _replaced(text, kinds)
+        if not replaced:
             return text, {kind: number for kind, number in counts.items() if number}
-        counts += found  # repeat: a replaced candidate may have hidden one next to it
+        counts += replaced  # repeat: a replaced candidate may have hidden one next to it
 
 
 def _replaced(text: str, kinds: Collection[str]) -> tuple[str, Counter[str]]:

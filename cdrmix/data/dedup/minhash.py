@@ -146,9 +146,9 @@ def contaminated(held_out: NDArray[np.uint64], training: NDArray[np.uint64], *, 
     """
     unique, inverse = np.unique(held_out, return_inverse=True)
     pairs = near_duplicates(unique, np.unique(training), radius=radius)
-    found = np.zeros(len(unique), dtype=np.bool_)
-    found[pairs[:, 0]] = True
-    return found[inverse]
+    is_paired = np.zeros(len(unique), dtype=np.bool_)
+    is_paired[pairs[:, 0]] = True
+    return is_paired[inverse]
 
 
 class FingerprintFile:

@@ -100,12 +100,12 @@ def remove_duplicates(
         )
         filtered += paths
         add(results)
-    found: dict[str, Any] = {}
+    pairs: dict[str, Any] = {}
     if section.near_duplicates and len(documents):
-        paths, found, results = near_duplicates(runner, documents, filtered, section, task_bytes * MEMORY_PER_TEXT_BYTE)
+        paths, pairs, results = near_duplicates(runner, documents, filtered, section, task_bytes * MEMORY_PER_TEXT_BYTE)
         filtered += paths
         add(results)
-    return Survivors(documents, tuple(filtered)), found
+    return Survivors(documents, tuple(filtered)), pairs
 
 
 def deduplicate(
@@ -127,8 +127,8 @@ def deduplicate(
     hash.
     """
     sources: list[str] = []
-    with tempfile.TemporaryDirectory(dir=folder) as place, make_executor("local", workers) as engine:
-        runner = StageRunner(Path(place), engine, lambda line: None)
+    with tempfile.TemporaryDirectory(dir=folder) as work_folder, make_executor("local", workers) as executor:
+        runner = StageRunner(Path(work_folder), executor, lambda line: None)
         task_bytes = memory_mb * 2**20 // MEMORY_PER_TEXT_BYTE
         stats = PipelineStats()
         batch: list[Document] = []
@@ -144,8 +144,8 @@ def deduplicate(
         for partition in range(len(survivors)):
             table = survivors.table(partition, ["text", "domain", "where", "meta"])
             for row in (row for piece in table.to_batches(256) for row in piece.to_pylist()):
-                meta = json.loads(row["meta"]) if row["meta"] else {}
-                yield Document(row["text"], sources[row["domain"]], row["where"], meta)
+                metadata = json.loads(row["meta"]) if row["meta"] else {}
+                yield Document(row["text"], sources[row["domain"]], row["where"], metadata)
 
 
 def _write_unit(
@@ -157,7 +157,7 @@ def _write_unit(
         if document.source not in sources:
             sources.append(document.source)
         cleaning = Cleaning(sources.index(document.source), 0, False, fields.url, True, fields.quality, Filters(), ())
-        add_row(rows, document.text, content_hash(document.text), document.id, document.meta, cleaning)
+        add_row(rows, document.text, content_hash(document.text), document.id, document.metadata, cleaning)
         stats.kept.add(utf8_size(document.text))
     stats.metadata_bytes += metadata_bytes(rows)
     write_rows(folder / f"{len(list(folder.iterdir())):06d}.arrow", rows, {})

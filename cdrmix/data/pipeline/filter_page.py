@@ -98,12 +98,12 @@ def _waterfall(content: Mapping[str, Any]) -> str:
         """
         sign = "" if end else "&minus;"
         cells = f"<td>{name}</td>"
-        for value, words, rest, whole in (
+        for value, text, rest, whole in (
             (documents, f"{documents:,}", left, records),
             (gone or 0, _size(abs(gone or 0), unit), bytes_left, size),
         ):
             known = value or (end and value is not None)
-            number = f"{'+' if value < 0 else sign}{words}" if known else "·"
+            number = f"{'+' if value < 0 else sign}{text}" if known else "·"
             share = f"{value / whole:.2%}" if known and value > 0 and whole else ""
             bar = f'<i style="width:{_percent(rest, whole)}"></i>'
             if value > 0 and not end:
@@ -164,7 +164,7 @@ def _description(rule: Mapping[str, Any]) -> str:
     for domain, bound in rule["bounds"].items():
         bounds.setdefault("none" if bound is None else f"{bound:g}", []).append(domain)
     here = "; ".join(
-        words if len(bounds) == 1 else f"{words} for {', '.join(domains)}" for words, domains in bounds.items()
+        text if len(bounds) == 1 else f"{text} for {', '.join(domains)}" for text, domains in bounds.items()
     )
     return f"<p>{shown(rule['description'])}{f' Bound here: {shown(here)}.' if here else ''}</p>"
 

@@ -153,8 +153,8 @@ def _rules(config: Config) -> Iterator[dict[str, Any]]:
             bounds.setdefault(name, {})[domain_name] = _finite(configured.get(name, RULES[name].bound))
     for name, of_domains in bounds.items():
         yield _rule(name, RULES[name].description, of_domains)
-    for name, words in _duplicates(config.data.dedup).items():
-        yield _rule(name, words)
+    for name, description in _duplicates(config.data.dedup).items():
+        yield _rule(name, description)
 
 
 def _duplicates(dedup: Dedup) -> dict[str, str]:
@@ -181,8 +181,8 @@ def _duplicates(dedup: Dedup) -> dict[str, str]:
     return rules
 
 
-def _rule(name: str, words: str, bounds: dict[str, float | None] | None = None) -> dict[str, Any]:
-    return {"name": name, "description": words, "bounds": bounds or {}}
+def _rule(name: str, description: str, bounds: dict[str, float | None] | None = None) -> dict[str, Any]:
+    return {"name": name, "description": description, "bounds": bounds or {}}
 
 
 def _sample(sample: Sample) -> dict[str, Any]:

@@ -150,13 +150,13 @@ def near_duplicates(
     task = Cluster(path, tuple(task.path for task in verified), documents)
     (clusters,) = runner.stage("near_duplicate", cluster, [task], about="clusters")
     runner.remove("edges")
-    found = {
+    pair_counts = {
         "candidate_pairs": sum(result["candidates"] for result in candidates),
         "likely_pairs": sum(result["likely"] for result in edges),
         "verified_pairs": sum(result["verified"] for result in edges),
         "cluster_sizes": clusters["sizes"],
     }
-    return [path], found, [clusters]
+    return [path], pair_counts, [clusters]
 
 
 def sign(task: Sign) -> dict[str, Any]:
@@ -250,7 +250,7 @@ def _sample(documents: Documents, lost: int, kept: int) -> Sample:
     (like,) = documents.take(np.array([kept]), ["text"]).to_pylist()
     # the excerpts start a little before the first difference
     pairs = enumerate(zip(row["text"], like["text"], strict=False))
-    difference = next((place for place, (one, other) in pairs if one != other), 0)
+    difference = next((index for index, (left, right) in pairs if left != right), 0)
     start = max(difference - EXCERPT_CHARACTERS // 4, 0)
     texts = [("... " if start else "") + excerpt(text[start:]) for text in (row["text"], like["text"])]
     return Sample(row["hash"].hex(), row["where"], None, *texts)

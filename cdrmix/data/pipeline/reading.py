@@ -31,7 +31,7 @@ from cdrmix.data.pipeline.storage import atomic_file, read_report, write_table
 from cdrmix.data.sources.base import (
     BAD_RECORDS_SHOWN,
     BadRecord,
-    Meta,
+    Metadata,
     Record,
     Source,
     parse_record,
@@ -95,7 +95,7 @@ class Unit:
     """A task: records of a part, to be written to `path`."""
 
     path: Path
-    parse: Callable[[Any], tuple[str, Meta]]
+    parse: Callable[[Any], tuple[str, Metadata]]
     cleaning: Cleaning
     records: list[tuple[str, Record]]  # with the part of each
     checkpoint: Any  # of the source, after the last record
@@ -165,7 +165,7 @@ def read_unit(unit: Unit) -> PipelineStats:
     result = chain.apply(texts)
     rows: dict[str, list[Any]] = {name: [] for name in COLUMNS.names}
     hashes = []
-    for index, (where, text, meta) in enumerate(documents):
+    for index, (where, text, metadata) in enumerate(documents):
         language = result.languages[index]
         size = utf8_size(text)
         digest = content_hash(text)
@@ -184,7 +184,7 @@ def read_unit(unit: Unit) -> PipelineStats:
                 digest = content_hash(text)
         hashes.append(digest)
         stats.kept.add(utf8_size(text))
-        add_row(rows, text, digest, where, meta, unit.cleaning, language)
+        add_row(rows, text, digest, where, metadata, unit.cleaning, language)
     stats.metadata_bytes = metadata_bytes(rows)
     if chain.names:
         _write_scores(unit.path, documents, hashes, chain.names, result)
@@ -194,12 +194,12 @@ def read_unit(unit: Unit) -> PipelineStats:
     return stats
 
 
-def _parsed(unit: Unit, stats: PipelineStats) -> Iterator[tuple[str, str, Meta]]:
+def _parsed(unit: Unit, stats: PipelineStats) -> Iterator[tuple[str, str, Metadata]]:
     """(location, normalised text, metadata) of each record with text. Other records are counted."""
     for part, record in unit.records:
         where = record_location(part, record.number)
         try:
-            text, meta = parse_record(unit.parse, record)
+            text, metadata = parse_record(unit.parse, record)
         except BadRecord as error:
             stats.bad += 1
             if len(stats.bad_shown) < BAD_RECORDS_SHOWN:
@@ -208,17 +208,27 @@ def _parsed(unit: Unit, stats: PipelineStats) -> Iterator[tuple[str, str, Meta]]
         stats.read.add(utf8_size(text))
         text = normalize(html_text(text) if unit.cleaning.html else text)
         if text and not text.isspace():
-            yield where, text, meta
+            yield where, text, metadata
         else:
             stats.add_filtered("empty", 0, Sample("", where, None, ""))
 
 
 def add_row(
-    rows: dict[str, list[Any]], text: str, digest: bytes, where: str, meta: Meta, cleaning: Cleaning, language: str = ""
+    rows: dict[str, list[Any]],
+    text: str,
+    digest: bytes,
+    where: str,
+    metadata: Metadata,
+    cleaning: Cleaning,
+    language: str = "",
 ) -> None:
     """Appends a document with its content hash to the columns of COLUMNS."""
     url_hash = host_hash = 0
-    if cleaning.url_field and isinstance(url := field(meta, cleaning.url_field), str) and (url := canonical_url(url)):
+    if (
+        cleaning.url_field
+        and isinstance(url := field(metadata, cleaning.url_field), str)
+        and (url := canonical_url(url))
+    ):
         url_hash = hash64(url)
         if cleaning.cap_hosts and (domain := registrable_domain(url)):
             host_hash = hash64(domain)
@@ -226,24 +236,24 @@ def add_row(
         "hash": digest,
         "text": text,
         "domain": cleaning.number,
-        "quality": quality_of(field(meta, cleaning.quality_field)) if cleaning.quality_field else 0.0,
+        "quality": quality_of(field(metadata, cleaning.quality_field)) if cleaning.quality_field else 0.0,
         "priority": cleaning.priority,
         "url_hash": url_hash,
         "host_hash": host_hash,
         "split_hash": split_hash(text),
         "language": language,
         "where": where,
-        "meta": stored_metadata(meta, cleaning.pii) if meta else "",
+        "meta": stored_metadata(metadata, cleaning.pii) if metadata else "",
     }.items():
         rows[name].append(value)
 
 
-def field(meta: Meta, name: str) -> Any:
+def field(metadata: Metadata, name: str) -> Any:
     """A field of the metadata, or with dots in its name one of a mapping in it; None where there is none."""
-    if name in meta:
-        return meta[name]
+    if name in metadata:
+        return metadata[name]
     outer, _, inner = name.partition(".")
-    return field(within, inner) if inner and isinstance(within := meta.get(outer), Mapping) else None
+    return field(within, inner) if inner and isinstance(within := metadata.get(outer), Mapping) else None
 
 
 def metadata_bytes(rows: dict[str, list[Any]]) -> int:
@@ -264,10 +274,10 @@ def quality_of(value: Any) -> float:
     return max(min(value, sys.float_info.max), -sys.float_info.max) + 0.0
 
 
-def stored_metadata(meta: Meta, pii: tuple[str, ...]) -> str:
+def stored_metadata(metadata: Metadata, pii: tuple[str, ...]) -> str:
     """The metadata fields that are not too long, as JSON. Personal data are replaced as in the text."""
     kept = {}
-    for name, value in meta.items():
+    for name, value in metadata.items():
         if isinstance(value, str):
             value = scrub(value, pii)[0] if pii and len(value) <= META_CHARACTERS else value
         elif not isinstance(value, int | float | bool | None):
@@ -309,7 +319,7 @@ def _write_scores(
         "where": pa.array([where for where, _, _ in documents], pa.string()),
         "language": pa.array(result.languages, pa.string()),
         "filtered_by": pa.array(failed, pa.string()),
-        **{name: pa.array(result.scores[:, place], pa.float32()) for place, name in enumerate(names)},
+        **{name: pa.array(result.scores[:, column], pa.float32()) for column, name in enumerate(names)},
     }
     folder = path.parent.parent / "scores"
     folder.mkdir(exist_ok=True)

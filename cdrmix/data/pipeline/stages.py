@@ -51,9 +51,9 @@ class Progress:
         self.done += 1
         if time.monotonic() - self.last >= PROGRESS_INTERVAL_SECONDS:
             self.last = time.monotonic()
-            told = [f"{self.done:,} of {self.tasks:,} tasks"] if self.tasks else []
-            told += [f"{self.bytes / 1e6:,.0f} MB, {self.rate():,.1f} MB/s"] if self.bytes else []
-            self.say(f"  {self.name}: {'; '.join(told)}")
+            parts = [f"{self.done:,} of {self.tasks:,} tasks"] if self.tasks else []
+            parts += [f"{self.bytes / 1e6:,.0f} MB, {self.rate():,.1f} MB/s"] if self.bytes else []
+            self.say(f"  {self.name}: {'; '.join(parts)}")
 
     def end(self) -> None:
         """Reports the speed of the stage, if it took at least MIN_REPORTED_SECONDS."""
@@ -70,8 +70,8 @@ class Progress:
 class StageRunner:
     """Runs stages in a working folder. Only one process may use the folder at a time."""
 
-    def __init__(self, folder: Path, engine: Executor, say: Say) -> None:
-        self.folder, self.executor, self.say = folder, engine, say
+    def __init__(self, folder: Path, executor: Executor, say: Say) -> None:
+        self.folder, self.executor, self.say = folder, executor, say
         folder.mkdir(parents=True, exist_ok=True)
         for left_behind in folder.rglob(".*.tmp"):
             left_behind.unlink(missing_ok=True)
@@ -139,12 +139,12 @@ class StageRunner:
 
     def timings(self) -> dict[str, dict[str, float]]:
         """By stage: seconds, cpu_seconds of its tasks, bytes of processed text."""
-        found = {}
+        timings = {}
         for path in sorted(self.folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns):
             content = json.loads(path.read_bytes())
             if isinstance(content, dict) and "seconds" in content:
-                found[path.stem] = {name: content[name] for name in ("seconds", "cpu_seconds", "bytes")}
-        return found
+                timings[path.stem] = {name: content[name] for name in ("seconds", "cpu_seconds", "bytes")}
+        return timings
 
     def remove(self, stage: str) -> None:
         """Deletes the files of a stage."""
@@ -174,15 +174,15 @@ def exclusive_lock(lock: Path, say: Say) -> Iterator[None]:
         except BlockingIOError:
             say("Another process is preparing this text; waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
-        said = False
+        told_user = False
         while (
             (holder := lock.read_text())
             and holder.split()[0] != me.split()[0]
             and _age(lock) < HEARTBEAT_TIMEOUT_SECONDS
         ):
-            if not said:
+            if not told_user:
                 say(f"The machine {holder.split()[0]} is preparing this text; waiting for it")
-                said = True
+                told_user = True
             time.sleep(1)
         lock.write_text(me)
         stop = threading.Event()
@@ -203,16 +203,16 @@ def exclusive_lock(lock: Path, say: Say) -> Iterator[None]:
 
 def remove_stale_folders(cache: Path) -> None:
     """Deletes working folders that no process uses and that have not changed for a week."""
-    for place in cache.glob(".*.work"):
-        lock = place.with_suffix(".lock")
-        if min(_age(path) for path in (place, *place.glob("*"))) < STALE_AFTER_SECONDS:
+    for work_folder in cache.glob(".*.work"):
+        lock = work_folder.with_suffix(".lock")
+        if min(_age(path) for path in (work_folder, *work_folder.glob("*"))) < STALE_AFTER_SECONDS:
             continue
         with lock.open("a+") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 continue
-            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(work_folder, ignore_errors=True)
 
 
 def _age(path: Path) -> float:

@@ -130,7 +130,7 @@ def read_range(paths: Sequence[Path], low: int, high: int) -> Array:
 
 def key_ranges(count: int, end: int = 2**64) -> list[tuple[int, int]]:
     """[low, high) of `count` ranges of equal size that cover the keys below `end`."""
-    cuts = [end * place // count for place in range(count + 1)]
+    cuts = [end * part // count for part in range(count + 1)]
     return list(pairwise(cuts))
 
 

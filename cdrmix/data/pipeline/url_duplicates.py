@@ -101,8 +101,8 @@ def remove_beyond_limit(task: LimitPerKey) -> dict[str, Any]:
     entries = read_range(task.runs, task.low, task.high)
     first = np.concatenate([[True], entries["key"][1:] != entries["key"][:-1]]) if len(entries) else np.zeros(0, bool)
     begins = np.flatnonzero(first)
-    place = np.arange(len(entries)) - np.repeat(begins, np.diff([*begins, len(entries)]))
-    beyond = np.sort(entries["number"][place >= task.most])
+    position = np.arange(len(entries)) - np.repeat(begins, np.diff([*begins, len(entries)]))
+    beyond = np.sort(entries["number"][position >= task.most])
     numbers = np.zeros(len(beyond), NUMBER)
     numbers["number"] = beyond
     stats = PipelineStats()

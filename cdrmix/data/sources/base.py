@@ -21,7 +21,7 @@ from cdrmix.registry import Registry
 
 BAD_RECORDS_SHOWN = 5
 
-Meta = Mapping[str, Any]
+Metadata = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Document:
     text: str
     source: str
     id: str
-    meta: Meta = field(default_factory=dict)
+    metadata: Metadata = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Source(ABC):
     """
 
     kind: ClassVar[str]
-    parse: Callable[[Any], tuple[str, Meta]]
+    parse: Callable[[Any], tuple[str, Metadata]]
 
     @abstractmethod
     def identity(self) -> list[Any]:
@@ -121,11 +121,11 @@ class Source(ABC):
             for record in self.records(part):
                 where = record_location(part, record.number)
                 try:
-                    text, meta = parse_record(self.parse, record)
+                    text, metadata = parse_record(self.parse, record)
                 except BadRecord as error:
                     bad.add(where, str(error))
                 else:
-                    yield Document(text, self.kind, where, meta)
+                    yield Document(text, self.kind, where, metadata)
 
 
 SOURCES = Registry[Callable[[Any, int], Source]]("source")
@@ -142,11 +142,11 @@ def record_location(part: str, number: int) -> str:
     return f"{shown}:{number}" if number else shown
 
 
-def parse_record(parse: Callable[[Any], tuple[str, Meta]], record: Record) -> tuple[str, Meta]:
+def parse_record(parse: Callable[[Any], tuple[str, Metadata]], record: Record) -> tuple[str, Metadata]:
     """(text, metadata) of a record. Raises BadRecord, also for a text that is not valid UTF-8 or is too long."""
     if record.error:
         raise BadRecord(record.error)
-    text, meta = parse(record.raw)
+    text, metadata = parse(record.raw)
     if len(text) > files.MAX_RECORD_BYTES // 4 or not text.isascii():
         try:
             size = len(text.encode("utf-8"))
@@ -154,7 +154,7 @@ def parse_record(parse: Callable[[Any], tuple[str, Meta]], record: Record) -> tu
             raise BadRecord("the text is not valid UTF-8") from error
         if size > files.MAX_RECORD_BYTES:
             raise BadRecord(over_long_message())
-    return text, meta
+    return text, metadata
 
 
 class FileSource(Source):

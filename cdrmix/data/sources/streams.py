@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cdrmix.config import schema_data
-from cdrmix.data.sources.base import SOURCES, BadRecord, Meta, Record, Source, missing_column
+from cdrmix.data.sources.base import SOURCES, BadRecord, Metadata, Record, Source, missing_column
 from cdrmix.data.sources.files import walk
 from cdrmix.durable import disk_full, is_disk_full
 from cdrmix.errors import CdrmixError, CorpusError
@@ -103,7 +103,7 @@ class HuggingFace(Source):
         )
 
 
-def parse_row(raw: dict[str, Any], text_field: str) -> tuple[str, Meta]:
+def parse_row(raw: dict[str, Any], text_field: str) -> tuple[str, Metadata]:
     """The text and the other fields of a row that are scalars or mappings."""
     text = raw[text_field]
     if not isinstance(text, str):
@@ -134,10 +134,10 @@ class Tasks(Source):
     def records(self, part: str, checkpoint: Any = None) -> Iterator[Record]:
         from cdrmix.data.tasks import generate
 
-        for number, (where, text, meta) in enumerate(generate(self.section), 1):
-            yield Record(number, (text, {**meta, "example": where}), len(text))
+        for number, (where, text, metadata) in enumerate(generate(self.section), 1):
+            yield Record(number, (text, {**metadata, "example": where}), len(text))
 
 
-def parse_example(raw: tuple[str, Meta]) -> tuple[str, Meta]:
+def parse_example(raw: tuple[str, Metadata]) -> tuple[str, Metadata]:
     """Returns the text and metadata of a generated example unchanged."""
     return raw

@@ -16,7 +16,7 @@ from cdrmix.data.sources.base import (
     SOURCES,
     BadRecord,
     FileSource,
-    Meta,
+    Metadata,
     Record,
     damage_message,
     invalid_utf8,
@@ -60,7 +60,7 @@ class JsonLines(FileSource):
                     yield Record(number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line, len(line))
 
 
-def parse_json(raw: bytes, text_field: str) -> tuple[str, Meta]:
+def parse_json(raw: bytes, text_field: str) -> tuple[str, Metadata]:
     """The text and the other fields of a JSON object."""
     try:
         record = json.loads(raw.decode("utf-8"))
@@ -129,7 +129,7 @@ class CommaSeparated(FileSource):
                     raise missing_column(self.text_field, str(path), row)
 
 
-def parse_row(raw: tuple[list[str], list[str]], text_field: str) -> tuple[str, Meta]:
+def parse_row(raw: tuple[list[str], list[str]], text_field: str) -> tuple[str, Metadata]:
     """The text and the other columns of a row. raw: (header, row)."""
     header, row = raw
     column = header.index(text_field)
@@ -168,11 +168,11 @@ class Parquet(FileSource):
                     # as bytes, so that a row of invalid UTF-8 does not affect other rows
                     texts = batch.column(self.text_field).cast(pyarrow.large_binary()).to_pylist()
                     others = {name: cells(batch.column(name)) for name in columns if name != self.text_field}
-                    for place, text in enumerate(texts):
+                    for index, text in enumerate(texts):
                         row += 1
-                        meta = {name: values[place] for name, values in others.items()}
-                        size = len(text or b"") + sum(len(cell) for cell in meta.values() if isinstance(cell, str))
-                        yield Record(row, (text, meta), size)
+                        metadata = {name: values[index] for name, values in others.items()}
+                        size = len(text or b"") + sum(len(cell) for cell in metadata.values() if isinstance(cell, str))
+                        yield Record(row, (text, metadata), size)
         except (pyarrow.ArrowException, OSError) as error:  # pyarrow raises OSError for a damaged page
             yield Record(row + 1, error=f"is not readable Parquet: {error}")
 
@@ -217,12 +217,12 @@ def cells(column: Any) -> list[Any]:
     return [None if value is None else value.decode("utf-8", errors="replace") for value in values]
 
 
-def parse_cells(raw: tuple[bytes | None, Meta], text_field: str) -> tuple[str, Meta]:
+def parse_cells(raw: tuple[bytes | None, Metadata], text_field: str) -> tuple[str, Metadata]:
     """The text and the other columns of a row."""
-    value, meta = raw
+    value, metadata = raw
     if value is None:
         raise BadRecord(f"column {text_field!r} is null")
     try:
-        return value.decode("utf-8"), meta
+        return value.decode("utf-8"), metadata
     except UnicodeDecodeError as error:
         raise BadRecord(invalid_utf8(error)) from error

@@ -16,7 +16,7 @@ from cdrmix.data.sources.base import (
     SOURCES,
     BadRecord,
     FileSource,
-    Meta,
+    Metadata,
     Record,
     damage_message,
     invalid_utf8,
@@ -66,7 +66,7 @@ class StandardLibrary(FileSource):
         yield Record(0, raw, len(raw))
 
 
-def parse_python(raw: bytes) -> tuple[str, Meta]:
+def parse_python(raw: bytes) -> tuple[str, Metadata]:
     """The text of a Python file in the encoding that it declares (PEP 263). Line ends are not changed."""
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
@@ -104,7 +104,7 @@ class Html(PlainText):
     suffixes = (".html", ".htm", ".xhtml", ".html.gz", ".htm.gz", ".html.zst", ".htm.zst")
 
 
-def parse_text(raw: bytes) -> tuple[str, Meta]:
+def parse_text(raw: bytes) -> tuple[str, Metadata]:
     """The text of a UTF-8 file."""
     if len(raw) > files.MAX_RECORD_BYTES:
         raise BadRecord(over_long_message())

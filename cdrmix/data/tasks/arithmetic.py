@@ -59,7 +59,7 @@ def joined(rng: Rng, left: Part, right: Part, bound: int) -> Part:
     results = {"+": left.value + right.value, "-": left.value - right.value, "*": left.value * right.value}
     sign = rng.choice("+-*")
     if abs(results[sign]) > bound:  # the sum or the difference of two numbers within the bound is within it
-        sign = min("+-", key=lambda other: abs(results[other]))
+        sign = min("+-", key=lambda symbol: abs(results[symbol]))
     step = f"{left.value} {sign} {right.value} = {results[sign]}."
     return Part(results[sign], f"({left.text} {sign} {right.text})", [*left.steps, *right.steps, step])
 

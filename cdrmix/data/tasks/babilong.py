@@ -166,9 +166,9 @@ def story(
     """
     while True:
         world = World(rng)
-        told = [rng.choice(doings)(world) or world.move() for _ in range(facts)]
+        events = [rng.choice(doings)(world) or world.move() for _ in range(facts)]
         if possible := questions(world):
-            return told, rng.choice(possible)
+            return events, rng.choice(possible)
 
 
 def hidden(rng: Rng, difficulty: Story, facts: Sequence[str], question: Question, words: Sequence[str]) -> Example:
@@ -217,17 +217,17 @@ def two_arguments(rng: Rng, difficulty: Story) -> Example:
     line = rng.shuffled(ROOMS)[: difficulty.facts + 1]  # each on the side `ahead` of the next one
     ahead, behind = rng.shuffled(rng.choice(AXES))
     facts = []
-    for one, other in pairwise(line):
-        forwards = f"The {one} is {ahead} of the {other}."
-        facts.append(rng.choice((forwards, f"The {other} is {behind} of the {one}.")))
+    for first, second in pairwise(line):
+        forwards = f"The {first} is {ahead} of the {second}."
+        facts.append(rng.choice((forwards, f"The {second} is {behind} of the {first}.")))
     middle = 1 + rng.randrange(len(line) - 2)
-    one, room, other = line[middle - 1 : middle + 2]
+    first, room, second = line[middle - 1 : middle + 2]
     question = rng.choice(
         (
-            (f"Which room is {ahead} of the {room}?", one),
-            (f"Which room is {behind} of the {room}?", other),
-            (f"Which room is the {room} {ahead} of?", other),
-            (f"Which room is the {room} {behind} of?", one),
+            (f"Which room is {ahead} of the {room}?", first),
+            (f"Which room is {behind} of the {room}?", second),
+            (f"Which room is the {room} {ahead} of?", second),
+            (f"Which room is the {room} {behind} of?", first),
         )
     )
     return hidden(rng, difficulty, rng.shuffled(facts), question, ROOMS)

@@ -67,8 +67,8 @@ def chunk_episode(rng: Rng, difficulty: ChunkRecall) -> Episode:
     question = f"What is the code of {keys}?" if len(asked) == 1 else f"What are the codes of {keys}?"
     chunks = []
     for chunk in range(difficulty.chunks):
-        told = [f"The code of {fact.key} is {fact.value}." for fact in facts if fact.chunk == chunk]
-        chunks.append(rng.among_filler(told, difficulty.characters // difficulty.chunks - 1))
+        sentences = [f"The code of {fact.key} is {fact.value}." for fact in facts if fact.chunk == chunk]
+        chunks.append(rng.among_filler(sentences, difficulty.characters // difficulty.chunks - 1))
     return Episode(question, tuple(chunks), ", ".join(fact.value for fact in asked), facts, asked)
 
 

@@ -63,7 +63,7 @@ def passage_repeated(rng: Rng, characters: int) -> list[str]:
 def uuids(rng: Rng, count: int) -> list[str]:
     """Different random UUIDs, version 4 (RFC 9562)."""
     digits = rng.random_words(count, 30, "0123456789abcdef")
-    return [f"{one[:8]}-{one[8:12]}-4{one[12:15]}-{rng.choice('89ab')}{one[15:18]}-{one[18:]}" for one in digits]
+    return [f"{text[:8]}-{text[8:12]}-4{text[12:15]}-{rng.choice('89ab')}{text[15:18]}-{text[18:]}" for text in digits]
 
 
 def things(rng: Rng, kind: str, count: int) -> list[str]:
@@ -111,16 +111,16 @@ def needles(rng: Rng, difficulty: Needles) -> Example:
     told = rng.shuffled([(key, values[index :: difficulty.keys]) for index, key in enumerate(keys)])
     facts = rng.shuffled([(key, value) for key, those in told for value in those])
     asked = [keys[index] for index in rng.sample(difficulty.queries, 0, difficulty.keys)]
-    found = [value for key in asked for other, value in facts if other == key]
+    answers = [value for key in asked for other, value in facts if other == key]
     kind = KINDS[difficulty.value_kind]
-    be, noun = ("is", kind) if len(found) == 1 else ("are all", f"{kind}s")
+    be, noun = ("is", kind) if len(answers) == 1 else ("are all", f"{kind}s")
     before = f"In this text the {kind}s of some names are hidden. Remember them.\n"
     question = f"\nQuestion: What {be} the hidden {noun} of {listed(asked)}?\n{ANSWER}"
     lines = [needle(difficulty, key, value) for key, value in facts]
     missing = difficulty.characters - len(before) - len(question) - sum(len(line) + 1 for line in lines)
     separator = " " if difficulty.haystack == "text" else "\n"
     text = separator.join(rng.interleaved(lines, haystack(rng, difficulty, keys, missing)))
-    return Example(before + text + question, "", f" {', '.join(found)}", tuple(found))
+    return Example(before + text + question, "", f" {', '.join(answers)}", tuple(answers))
 
 
 @dataclass(frozen=True)
@@ -189,8 +189,8 @@ def common_words(rng: Rng, difficulty: CommonWords) -> Example:
     common = names[: difficulty.words]
     shuffled = rng.shuffled(common * difficulty.times + names[difficulty.words :] * difficulty.other_times)
     text = " ".join(f"{number}. {word}" for number, word in enumerate(shuffled, 1))
-    found = sorted(common, key=shuffled.index)
-    return Example(before + text + question, "", f" {', '.join(found)}", tuple(found))
+    ordered = sorted(common, key=shuffled.index)
+    return Example(before + text + question, "", f" {', '.join(ordered)}", tuple(ordered))
 
 
 @dataclass(frozen=True)
@@ -257,6 +257,6 @@ def frequent_words(rng: Rng, difficulty: FrequentWords) -> Example:
     total = frequent_total(difficulty.characters - len(before) - len(question), difficulty.alpha, ranks)
     counts = frequencies(total, difficulty.alpha, ranks)
     drawn = Counter(dict(zip(words, counts, strict=True)))
-    found = [words[rank - 1] for rank in ASKED_RANKS]
+    answer = [words[rank - 1] for rank in ASKED_RANKS]
     text = " ".join(rng.shuffled(list(drawn.elements())))
-    return Example(before + text + question, "", f" {', '.join(found)}", tuple(found))
+    return Example(before + text + question, "", f" {', '.join(answer)}", tuple(answer))

@@ -36,12 +36,12 @@ def variables(rng: Rng, difficulty: Length) -> Example:
 def hops(rng: Rng, difficulty: Length) -> Example:
     """A relation (guard of) in random order among filler. Asked: the relation applied two to four times."""
     names = rng.names(max(6, difficulty.characters // 200))
-    facts = [f"The guard of {one} is {other}." for one, other in zip(names, names[1:] + names[:1], strict=True)]
+    facts = [f"The guard of {name} is {guard}." for name, guard in zip(names, names[1:] + names[:1], strict=True)]
     count = 2 + rng.randrange(3)
     start = rng.randrange(len(names))
     chain = [names[(start + step) % len(names)] for step in range(count + 1)]
     question = f"\nQuestion: Who is {'the guard of ' * count}{chain[0]}?\n"
-    steps = " ".join(f"The guard of {one} is {other}." for one, other in pairwise(chain))
+    steps = " ".join(f"The guard of {name} is {guard}." for name, guard in pairwise(chain))
     text = rng.among_filler(rng.shuffled(facts), difficulty.characters - len(question) - len(steps) - 30)
     return Example(text + question, f"{THINK_BEGIN}{steps}{THINK_END}\n", f"{ANSWER} {chain[-1]}")
 
@@ -53,9 +53,9 @@ def state(rng: Rng, difficulty: Length) -> Example:
     boxes, things = rng.names(BOXES), rng.shuffled(THINGS)[:BOXES]
     facts = [f"Box {box} holds {thing}." for box, thing in zip(boxes, things, strict=True)]
     for _ in range(max(2, (difficulty.characters - 180) // 27)):
-        one, other = rng.shuffled(range(BOXES))[:2]
-        things[one], things[other] = things[other], things[one]
-        facts.append(f"Swap {boxes[one]} and {boxes[other]}.")
+        first, second = rng.shuffled(range(BOXES))[:2]
+        things[first], things[second] = things[second], things[first]
+        facts.append(f"Swap {boxes[first]} and {boxes[second]}.")
     asked = rng.randrange(BOXES)
     question = f"Question: What does box {boxes[asked]} hold?\n{ANSWER}"
     return Example(f"{' '.join(facts)}\n{question}", "", f" {things[asked]}")

@@ -42,13 +42,13 @@ class AttentionCache(NamedTuple):
 
 
 class RaggedAttentionCache(NamedTuple):
-    """The caches of rows that have read unlike numbers of tokens, each of one row."""
+    """The caches of rows that have read different numbers of tokens, one cache for each row."""
 
     rows: tuple[AttentionCache, ...]
 
 
 def by_row(state: AttentionCache | RaggedAttentionCache) -> tuple[AttentionCache, ...]:
-    """The caches of single rows, which lie where they lay."""
+    """The caches of the single rows, without a copy."""
     if isinstance(state, RaggedAttentionCache):
         return state.rows
     keys, values = state.keys.split(1), state.values.split(1)

@@ -160,8 +160,8 @@ def causal_convolution(
 def last_inputs(x_BTC: Tensor, cu_seqlens: Tensor, count: int) -> Tensor:
     """The last `count` tokens of every document of packed rows, [documents, count, C]; zeros before its first."""
     bounds = cu_seqlens.long().unsqueeze(1)
-    places = bounds[1:] - torch.arange(count, 0, -1, device=x_BTC.device)
-    return torch.where((places >= bounds[:-1]).unsqueeze(-1), x_BTC.flatten(0, 1)[places.clamp(min=0)], 0.0)
+    positions = bounds[1:] - torch.arange(count, 0, -1, device=x_BTC.device)
+    return torch.where((positions >= bounds[:-1]).unsqueeze(-1), x_BTC.flatten(0, 1)[positions.clamp(min=0)], 0.0)
 
 
 def _silu(x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 After MemAgent (arXiv 2507.02259). Every turn is a sequence of its own and has a fixed width. The time and the memory
 of a token therefore do not depend on the length of the document:
 
-    turn     [QUESTION | question | MEMORY | memory | CHUNK | chunk | UPDATE]  ->  the memory, written anew
+    turn     [QUESTION | question | MEMORY | memory | CHUNK | chunk | UPDATE]  ->  a new memory
     last     [QUESTION | question | MEMORY | memory | ANSWER]                  ->  the answer
 
 With several heads (arXiv 2607.01523) the memory has parts, and a turn writes the part that has not changed for longest.
@@ -104,7 +104,7 @@ class TokenMemory(NamedTuple):
         return self._order()[:, -1]
 
     def write(self, part_BP: Tensor, turn: int, may_B: Tensor | None = None) -> TokenMemory:
-        """The memory after turn `turn` has written; in rows where may_B is false it stays as it was."""
+        """The memory after turn `turn` has written; unchanged in rows where may_B is False."""
         rows = torch.arange(len(part_BP), device=part_BP.device)
         oldest = self.oldest()
         if may_B is not None:
@@ -125,10 +125,10 @@ def holds(parts_BHP: Tensor, facts_BFW: Tensor, pad: int) -> Tensor:
     Padding after a fact's tokens matches anything. A fact that is padding alone is in no part.
     """
     width = facts_BFW.shape[2]
-    room = torch.nn.functional.pad(parts_BHP, (0, width - 1), value=pad)
-    places = room.unfold(2, width, 1).flatten(1, 2).unsqueeze(1)  # [B, 1, H P, W]
+    padded = torch.nn.functional.pad(parts_BHP, (0, width - 1), value=pad)
+    positions = padded.unfold(2, width, 1).flatten(1, 2).unsqueeze(1)  # [B, 1, H P, W]
     facts = facts_BFW.unsqueeze(2)
-    found_BF = ((places == facts) | (facts == pad)).all(3).any(2)
+    found_BF = ((positions == facts) | (facts == pad)).all(3).any(2)
     return found_BF & (facts_BFW != pad).any(2)
 
 
@@ -183,16 +183,16 @@ def read_episodes(
     rows_R = torch.arange(len(chunks_BNC), device=device).repeat_interleave(group)
     parts = (episodes.answer_BA, episodes.facts_BFW, episodes.fact_chunk_BF, episodes.asked_BF)
     begin_BL = window.begin(episodes.question_BQ.to(device))
-    answer, facts, told, asked = (part.to(device)[rows_R] for part in parts)
-    begun = prefill(model, begin_BL)
-    whole = repeat(begun, group)
+    answer, facts, fact_chunks, asked = (part.to(device)[rows_R] for part in parts)
+    question_prefix = prefill(model, begin_BL)
+    repeated_prefix = repeat(question_prefix, group)
     begin_RL = begin_BL[rows_R]
     memory = TokenMemory.empty(window, len(rows_R), device)
     captured_BF = torch.zeros_like(asked)
     changes_B = torch.zeros(len(rows_R), dtype=torch.int64, device=device)
     turns: list[Turn] = []
 
-    def go_on(prefix: Prefix, prompt_BL: Tensor, new_tokens: int) -> Generated:
+    def continue_from(prefix: Prefix, prompt_BL: Tensor, new_tokens: int) -> Generated:
         generated = decode(
             model, prefix, new_tokens, temperature=temperature, generator=generator, end=window.marks.end
         )
@@ -206,21 +206,21 @@ def read_episodes(
             break
         prompt = window.turn(memory.shown(), chunks_BNC[:, number].to(device)[rows_R])
         if number == 0:  # the same in all rows of a group
-            prefix = repeat(prefill(model, prompt[::group], begun.cache), group)
+            prefix = repeat(prefill(model, prompt[::group], question_prefix.cache), group)
         else:
-            prefix = prefill(model, prompt, whole.cache)
-        memory = memory.write(window.written(go_on(prefix, prompt, window.part)), number + 1, may_B)
+            prefix = prefill(model, prompt, repeated_prefix.cache)
+        memory = memory.write(window.written(continue_from(prefix, prompt, window.part)), number + 1, may_B)
         changes_B += (memory.changed_BH == number + 1).any(1)
-        now = told == number
+        now = fact_chunks == number
         captured_BF |= now & asked & holds(memory.parts_BHP, facts, window.pad)
     prompt = window.last(memory.shown())
-    said = window.written(go_on(prefill(model, prompt, whole.cache), prompt, window.answer))
-    right = said == answer
+    answered = window.written(continue_from(prefill(model, prompt, repeated_prefix.cache), prompt, window.answer))
+    right = answered == answer
     wanted = answer != window.pad
     return Reading(
         tuple(turns),
         memory,
-        said,
+        answered,
         (right & wanted).sum(1).double() / wanted.sum(1).clamp(min=1),
         right.all(1),
         asked,

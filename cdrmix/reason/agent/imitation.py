@@ -33,7 +33,7 @@ def demonstrate(window: Window, episodes: Episodes, leak: float, generator: torc
     memory keeps that fact. Facts that do not fit the part are not captured. Facts that a chunk contains word for word
     are written in the order of the chunk, so that they can be copied in reading order.
     """
-    question, chunks, answer, facts, told, asked, _ = episodes
+    question, chunks, answer, facts, fact_chunks, asked, _ = episodes
     batch, count = chunks.shape[:2]
     slots = window.part // facts.shape[2]
     if not slots:
@@ -50,8 +50,8 @@ def demonstrate(window: Window, episodes: Episodes, leak: float, generator: torc
     for number in range(count):
         oldest = memory.oldest()
         kept_BS = held_BHS[rows, oldest]
-        news_BF = torch.where(asked & (told == number), numbers, -1)
-        news_BF = news_BF.gather(1, _places(chunks[:, number], facts, window.pad).argsort(dim=1, stable=True))
+        news_BF = torch.where(asked & (fact_chunks == number), numbers, -1)
+        news_BF = news_BF.gather(1, _first_positions(chunks[:, number], facts, window.pad).argsort(dim=1, stable=True))
         prompt = torch.cat([begin, window.turn(memory.shown(), chunks[:, number])], 1)
         lost_BS = _without_one(kept_BS, leak, generator)
         turns.append(_sequence(window, prompt, _spell(facts, _compact(lost_BS, news_BF), window)))
@@ -65,22 +65,22 @@ def demonstrate(window: Window, episodes: Episodes, leak: float, generator: torc
     return [Demonstrations(*(torch.cat(column) for column in zip(*turns, strict=True))), last]
 
 
-def _places(chunk_BC: Tensor, facts_BFW: Tensor, pad: int) -> Tensor:
+def _first_positions(chunk_BC: Tensor, facts_BFW: Tensor, pad: int) -> Tensor:
     """The position of each fact's first token in a chunk, [B, F]; the chunk's width for a fact that is not in it."""
     width = facts_BFW.shape[2]
     windows = functional.pad(chunk_BC, (0, width - 1), value=pad).unfold(1, width, 1).unsqueeze(1)  # [B, 1, C, W]
     facts = facts_BFW.unsqueeze(2)
     found_BFC = ((windows == facts) | (facts == pad)).all(3)
-    places_C = torch.arange(chunk_BC.shape[1], device=chunk_BC.device)
-    return torch.where(found_BFC, places_C, chunk_BC.shape[1]).amin(2)
+    positions_C = torch.arange(chunk_BC.shape[1], device=chunk_BC.device)
+    return torch.where(found_BFC, positions_C, chunk_BC.shape[1]).amin(2)
 
 
 def _without_one(kept_BS: Tensor, share: float, generator: torch.Generator) -> Tensor:
     """Drops one kept fact in a share of the rows."""
-    draws = torch.rand(len(kept_BS), 2, generator=generator, dtype=torch.float64)
+    points = torch.rand(len(kept_BS), 2, generator=generator, dtype=torch.float64)
     count_B = (kept_BS >= 0).sum(1)
-    loses_B = draws[:, 0] < share
-    which_B = (draws[:, 1] * count_B).long()
+    loses_B = points[:, 0] < share
+    which_B = (points[:, 1] * count_B).long()
     slot_S = torch.arange(kept_BS.shape[1])
     return torch.where(loses_B.unsqueeze(1) & (slot_S == which_B.unsqueeze(1)), -1, kept_BS)
 
@@ -104,9 +104,9 @@ def _spell(facts_BFW: Tensor, slots_BS: Tensor, window: Window) -> Tensor:
 def _sequence(window: Window, prompt_SL: Tensor, text_SN: Tensor) -> Demonstrations:
     """A sequence whose target is the text and then the end mark, if it fits."""
     lengths_S1 = (text_SN != window.pad).sum(1, keepdim=True)
-    places_N = torch.arange(text_SN.shape[1])
-    targets = torch.where(places_N == lengths_S1, window.marks.end, text_SN)
-    return Demonstrations(prompt_SL, targets, places_N <= lengths_S1)
+    positions_N = torch.arange(text_SN.shape[1])
+    targets = torch.where(positions_N == lengths_S1, window.marks.end, text_SN)
+    return Demonstrations(prompt_SL, targets, positions_N <= lengths_S1)
 
 
 class ImitationPhase:

@@ -1,4 +1,4 @@
-"""The memory agent's second phase: groups of rollouts of one question; better ones than their group become likelier.
+"""The memory agent's second phase: group-relative policy optimisation over rollouts of the same question.
 
 The reward of a rollout comes at its end. Its advantage over its group applies to every turn of it: each turn is a
 sequence of its own, and only the answer shows whether the memory was kept.
@@ -121,15 +121,15 @@ class PolicyPhase:
         group = group_advantages(rewards.total_B, self.rl.group_size, deviation=self.objective.deviation)
         sums = _sums(reading, group.groups, group.dropped_groups, *rewards)
         taught = reading.turns[-1:] if self.rl.credit == "final_turn" else reading.turns
-        lessons = [RolloutBatch.of(taught[-1:], group.advantages_N, group.kept_N)]
+        batches = [RolloutBatch.of(taught[-1:], group.advantages_N, group.kept_N)]
         if len(taught) > 1:
-            lessons.insert(0, RolloutBatch.of(taught[:-1], group.advantages_N, group.kept_N))
+            batches.insert(0, RolloutBatch.of(taught[:-1], group.advantages_N, group.kept_N))
         rows = self.settings.micro_batch
-        wanted = [-(-len(lesson.prompts_SL) // rows) for lesson in lessons]
+        wanted = [-(-len(batch.prompts_SL) // rows) for batch in batches]
         counts = torch.tensor(
             [
-                sum(float(lesson.mask_SN.sum()) for lesson in lessons),
-                sum(float(lesson.mask_SN.any(1).sum()) for lesson in lessons),
+                sum(float(batch.mask_SN.sum()) for batch in batches),
+                sum(float(batch.mask_SN.any(1).sum()) for batch in batches),
                 group.groups,
                 group.dropped_groups,
                 float(reading.exact_B.double().mean()) / processes,
@@ -141,9 +141,9 @@ class PolicyPhase:
         self._watch(groups == dropped, solved)
         totals = Totals(max(tokens, 1.0), max(sequences, 1.0), max(self.window.part, self.window.answer))
         losses: list[Loss] = [
-            _PolicyLoss(RolloutBatch(*batch), self, totals)
-            for lesson, most in zip(lessons, least, strict=True)
-            for batch in micro_batches(lesson, rows, least=most)
+            _PolicyLoss(RolloutBatch(*micro_batch), self, totals)
+            for batch, most in zip(batches, least, strict=True)
+            for micro_batch in micro_batches(batch, rows, least=most)
         ]
         losses[0].rolled_out = sums  # type: ignore[attr-defined]
         return losses
@@ -172,7 +172,7 @@ class PolicyPhase:
         if step:
             raise ConfigError(
                 f"reasoning.rl.kl_weight is {self.objective.kl_weight}: the divergence is from the model at the start"
-                " of this phase, which checkpoints do not keep; set kl_weight: 0, or start the phase anew"
+                " of this phase, which checkpoints do not keep; set kl_weight: 0, or start the phase again"
             )
         self.reference = copy.deepcopy(model).requires_grad_(False)
 
@@ -191,13 +191,13 @@ def make_policy(config: Config, sources: Sources) -> PolicyPhase:
 
 def message_of_idleness(steps: int, solved: float, group_size: int) -> str:
     """The warning after `steps` steps in which every group had equal rewards. solved: share of right answers."""
-    found = (
+    problem = (
         f"policy: for {steps} steps every rollout of a group had the same reward as the others, so nothing is learnt"
     )
     if solved > 0.5:
-        return f"{found}. {solved:.0%} of the answers are right: make reasoning.agent harder, or end the phase"
+        return f"{problem}. {solved:.0%} of the answers are right: make reasoning.agent harder, or end the phase"
     return (
-        f"{found}. {solved:.0%} of the answers are right, so the task is too hard for random rollouts to solve: give"
+        f"{problem}. {solved:.0%} of the answers are right, so the task is too hard for random rollouts to solve: give"
         " reasoning.phases.imitation more steps, make reasoning.agent easier (fewer chunks, fewer queries), or raise"
         f" reasoning.rl.group_size ({group_size}) or reasoning.rl.temperature"
     )
@@ -206,14 +206,14 @@ def message_of_idleness(steps: int, solved: float, group_size: int) -> str:
 class _PolicyLoss:
     """One micro-batch. rolled_out: the sums of the step's rollouts, which only its first micro-batch reports."""
 
-    def __init__(self, lesson: RolloutBatch, phase: PolicyPhase, totals: Totals) -> None:
-        self.lesson, self.totals = lesson, totals
-        self.share = float(lesson.mask_SN.any(1).sum()) / totals.sequences
+    def __init__(self, batch: RolloutBatch, phase: PolicyPhase, totals: Totals) -> None:
+        self.batch, self.totals = batch, totals
+        self.share = float(batch.mask_SN.any(1).sum()) / totals.sequences
         self.objective, self.reference, self.temperature = phase.objective, phase.reference, phase.rl.temperature
         self.rolled_out = torch.zeros(len(ROLLED_OUT))
 
     def __call__(self, model: StageBModel) -> Outcome:
-        prompts, tokens, old_log_probs, advantages, mask = self.lesson
+        prompts, tokens, old_log_probs, advantages, mask = self.batch
         logits, balance = taken(model.language_model, prompts, tokens)
         logits = logits / self.temperature
         reference = None
@@ -223,13 +223,13 @@ class _PolicyLoss:
                 reference = _log_probs(
                     taken(self.reference.language_model, prompts, tokens).logits_SNV / self.temperature, tokens
                 )
-        found = policy_loss(
+        result = policy_loss(
             _log_probs(logits, tokens), old_log_probs, advantages, mask, self.objective, self.totals, reference
         )
         uncertainty = torch.where(mask, entropy(logits.detach()), 0.0).sum()
-        of_tokens = [found.loss.detach(), *found[1:], uncertainty]
+        of_tokens = [result.loss.detach(), *result[1:], uncertainty]
         sums = torch.stack([x.float() for x in of_tokens])
-        return Outcome(found.loss + balance * self.share, torch.cat([self.rolled_out.to(sums), sums]))
+        return Outcome(result.loss + balance * self.share, torch.cat([self.rolled_out.to(sums), sums]))
 
 
 def _log_probs(logits_SNV: Tensor, tokens_SN: Tensor) -> Tensor:

@@ -91,10 +91,10 @@ class _Rollouts(NamedTuple):
 class AcceptancePhase:
     """Phase B2. A step takes `phases.acceptance.episodes` episodes, each rolled out `rl.group_size` times.
 
-    The loss is a mean over all decisions, those of dropped groups among them: so no process has to ask the others. Its
-    reference policy, where the objective weighs the divergence from one, is the heads' start, which prefers nothing.
-    Raises ConfigError where the configuration does not fit, and after rl.patience steps that taught nothing.
-    seed: of the draws; None: the configuration's.
+    The loss is a mean over all decisions, also those of dropped groups: so no process needs counts from the others. If
+    the objective has a KL term, the reference policy is the initial one, in which all actions are equally probable.
+    Raises ConfigError if the configuration does not fit, and after rl.patience steps that taught nothing.
+    seed: of the sampled decisions; None: the configuration's.
     """
 
     name = "acceptance"
@@ -122,7 +122,7 @@ class AcceptancePhase:
         self.phase, self.rl = reasoning.phases.acceptance, reasoning.rl
         self.episodes = reasoning.acceptance or reasoning.plasticity
         self.objective = objective_of(self.rl)
-        self._idle = 0  # steps in a row in which all groups were dropped; begins anew when a run is resumed
+        self._idle = 0  # successive steps in which all groups were dropped; starts again at 0 when a run is resumed
         if self.phase.train != "own":
             raise ConfigError("reasoning.phases.acceptance.train must be own: this phase trains the controller's heads")
         if not (reasoning.controller.enabled and reasoning.plastic_lora.enabled):
@@ -136,7 +136,7 @@ class AcceptancePhase:
         return parameter.startswith("controller.")
 
     def losses(self, model: StageBModel, step: int, rank: int, processes: int) -> list[Loss]:
-        """Rolls this process's episodes out, and gives the single micro-batch of their update."""
+        """Rolls out this process's episodes, and returns the single micro-batch of their update."""
         count, group = self.phase.episodes, self.rl.group_size
         if count % processes:
             raise ConfigError(
@@ -155,7 +155,7 @@ class AcceptancePhase:
         return [lambda trained: self._loss(trained, rollouts, advantages, decisions)]
 
     def record(self, sums: dict[str, float]) -> dict[str, float]:
-        """Means and rates. A rate without cases (such as accept_bad without bad chunks) is left out."""
+        """Means and rates. A rate without cases is absent, such as accept_bad without bad chunks."""
         rates = {
             "loss": (sums["loss"], 1.0),
             "reward": (sums["reward"], sums["rollouts"]),
@@ -200,9 +200,9 @@ class AcceptancePhase:
     def _loss(self, model: StageBModel, rollouts: _Rollouts, advantages: Advantages, decisions: int) -> Outcome:
         heads = _heads(model)
         ends, actions_RN, good_RN, rewards_R = rollouts
-        of_all = heads.log_probs(ends, self.rl.temperature)
+        all_log_probs = heads.log_probs(ends, self.rl.temperature)
         taken_RN1 = actions_RN.unsqueeze(-1)
-        log_probs_RN = of_all.gather(-1, taken_RN1).squeeze(-1)
+        log_probs_RN = all_log_probs.gather(-1, taken_RN1).squeeze(-1)
         chunks = self.episodes.chunks
         policy = policy_loss(
             log_probs_RN,
@@ -228,7 +228,7 @@ class AcceptancePhase:
             (~good_RN).sum(),
             advantages.dropped_groups,
             advantages.groups,
-            entropy(of_all.detach()).sum(),
+            entropy(all_log_probs.detach()).sum(),
             policy.clipped_low + policy.clipped_high,
             error_RN.detach().sum(),
             actions_RN.numel(),
@@ -245,20 +245,20 @@ class AcceptancePhase:
         with torch.no_grad():
             undecided = float(entropy(_heads(model).log_probs(rollouts.ends_RND)).mean())
         if undecided < 0.01:
-            why = (
-                f"the accept head decides every chunk for certain (entropy {undecided:.4f} nats): lower "
+            cause = (
+                f"the accept head decides with certainty at every chunk (entropy {undecided:.4f} nats): lower "
                 "phases.acceptance.learning_rate, or set rl.kl_weight above 0"
             )
         else:
-            why = (
-                "the model answers no better whatever it accepts: give phases.plasticity more steps, or make the "
+            cause = (
+                "the accepted chunks do not change the model's answers: give phases.plasticity more steps, or make the "
                 f"episodes easier (fewer than {self.episodes.chunks} chunks, fewer pairs), or rl.group_size larger "
                 f"than {self.rl.group_size}"
             )
         raise ConfigError(
-            f"reasoning.phases.acceptance: in {self.rl.patience} steps in a row all {advantages.groups} groups of "
-            f"rollouts were dropped, since the rollouts of each had one reward (on average {reward:.3f}), so nothing "
-            f"is learnt: {why}"
+            f"reasoning.phases.acceptance: in {self.rl.patience} successive steps all {advantages.groups} groups of "
+            f"rollouts were dropped, because all rollouts of a group had the same reward (on average {reward:.3f}), so "
+            f"nothing is learnt: {cause}"
         )
 
 
@@ -271,8 +271,8 @@ def make_acceptance(config: Config, sources: Sources) -> AcceptancePhase:
 def measure(
     controller: Controller, source: EpisodeSource, decide: Decide, numbers: Sequence[int], chunks: int
 ) -> dict[str, float]:
-    """The result of a decision rule: "answered", the mean share of answers that are right; "accept_good" and
-    "accept_bad", the committed shares of good and bad chunks, where there are any."""
+    """The result of a decision rule: "answered", the mean share of right answers; "accept_good" and "accept_bad", the
+    committed shares of good and of bad chunks, each absent if there are no such chunks."""
     device = next(controller.model.parameters()).device
     rewards, committed, good = [], [], []
     for first in range(0, len(numbers), EVALUATION_ROWS):
@@ -282,11 +282,11 @@ def measure(
         committed.append(reading.actions_BN > 0)
         good.append(batch.good_BN.to(device))
     committed_BN, good_BN = torch.cat(committed), torch.cat(good)
-    found = {"answered": float(torch.cat(rewards).mean())}
+    measured = {"answered": float(torch.cat(rewards).mean())}
     for name, kind_BN in (("accept_good", good_BN), ("accept_bad", ~good_BN)):
         if kind_BN.any():
-            found[name] = float(committed_BN[kind_BN].float().mean())
-    return found
+            measured[name] = float(committed_BN[kind_BN].float().mean())
+    return measured
 
 
 def _heads(model: StageBModel) -> ControllerHeads:

@@ -1,8 +1,8 @@
-"""The controller: the changes that a chunk of tokens makes are a proposal, which is committed or rolled back whole.
+"""The controller: the state change of each chunk is a proposal, which is committed or rolled back as a whole.
 
 One controller step reads one chunk by one forward pass from the episode's state E, and gives a new state. A commit
 continues from the new state, a rollback from the old one. Nothing is computed again, and a row that is rolled back
-keeps every bit of its state. Where all rows decide alike nothing is copied. Only a commit reaches the log of the
+keeps every bit of its state. If all rows decide the same, nothing is copied. Only a commit writes to the log of the
 episodic index.
 
 Shapes: B rows (episodes, rollouts), C tokens of a chunk, S branches, D model.
@@ -26,7 +26,7 @@ from cdrmix.reason.memory.kept_episodes import EpisodicMemory, Staged
 
 
 class Decision(NamedTuple):
-    """Of every row, bool [B] whether its proposal is committed, and int64 [B] which branch (0 where it is not)."""
+    """For every row whether its proposal is committed, bool [B], and its branch, int64 [B] (0 without a commit)."""
 
     commit_B: Tensor
     branch_B: Tensor
@@ -61,7 +61,7 @@ def by_head(heads: ControllerHeads, threshold: float = 0.0) -> Decide:
 
 
 def by_value(heads: ControllerHeads, threshold: float = 0.0) -> Decide:
-    """Commits the branch of the largest value, if that is above rolling back's by at least `threshold`."""
+    """Commits the branch of the largest value, if it exceeds the value of rolling back by at least `threshold`."""
 
     def decide(end_BD: Tensor) -> Decision:
         values = heads.values(end_BD)
@@ -83,11 +83,11 @@ def sampled(heads: ControllerHeads, generator: torch.Generator, temperature: flo
 
 
 def configured(reasoning: Reasoning, heads: ControllerHeads | None) -> Decide:
-    """How `reasoning.controller` decides when nothing is sampled; without heads everything is committed."""
+    """The greedy decision rule of `reasoning.controller`; without heads every proposal is committed."""
     if heads is None:
         return always
-    by = by_head if reasoning.controller.decide_by == "head" else by_value
-    return by(heads, reasoning.controller.accept_threshold)
+    rule = by_head if reasoning.controller.decide_by == "head" else by_value
+    return rule(heads, reasoning.controller.accept_threshold)
 
 
 class Group(NamedTuple):
@@ -214,11 +214,11 @@ class Controller:
         return _gathered(episode.groups, hidden)
 
     def _together(self, parts: Sequence[Group]) -> tuple[Group, ...]:
-        """The parts; those whose caches have one shape are joined."""
-        alike: dict[int, list[Group]] = {}
+        """Joins the parts whose caches have the same shape."""
+        by_length: dict[int, list[Group]] = {}
         for part in parts:
-            alike.setdefault(_length(part.cache) if self._grows else 0, []).append(part)
-        return tuple(_joined(alike[length]) for length in sorted(alike))
+            by_length.setdefault(_length(part.cache) if self._grows else 0, []).append(part)
+        return tuple(_joined(by_length[length]) for length in sorted(by_length))
 
 
 def _best(score_BS: Tensor, threshold: float) -> Decision:

@@ -1,7 +1,7 @@
-"""Runs an ablation: trains every arm of a file at every seed, keeps one line of results for each, and makes a table.
+"""Runs an ablation: trains every arm of a file at every seed, stores one line of results for each, and makes a table.
 
-Results are kept in the out folder, one JSON object a line, under a hash of everything that decides them. An interrupted
-table continues where it stopped. Arms that several files share are run once.
+Results are stored in the out folder, one JSON object per line, with a hash of everything that determines them. An
+interrupted ablation continues after the last stored line. Arms that several files share are run once.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def run(
         if arm not in ablation.arms:
             raise ConfigError(f"{path}: there is no arm {arm!r}; there are {', '.join(ablation.arms)}")
     folder.mkdir(parents=True, exist_ok=True)
-    # every arm is read before the first is run, so that a mistake in the last one shows at once
+    # every arm is read before the first is run, so that a mistake in the last one is reported at once
     cells = {arm: _arm(path, ablation.arms[arm].set, overrides) for arm in wanted}
     experiment = EXPERIMENTS[ablation.experiment]
     known = _read(folder / RESULTS, say)
@@ -101,13 +101,13 @@ def run(
 
 
 def fingerprint(config: Config, seed: int) -> str:
-    """A hash of all that decides an arm's result: the seed, and the configuration without names and demands."""
+    """A hash of what determines an arm's result: the seed, and the configuration without names and demands."""
     assert config.ablation is not None
     decisive = config.ablation.model_dump(
         mode="json", include={"experiment", "chunks", "episodes", "difficulty", "harder_chunks", "tracking"}
     )
-    words = [cdrmix.__version__, config.model_copy(update={"run": _run_of(config, seed)}).hash(), decisive]
-    return hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()[:24]
+    parts = [cdrmix.__version__, config.model_copy(update={"run": _run_of(config, seed)}).hash(), decisive]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def _run_of(config: Config, seed: int) -> object:
@@ -121,7 +121,7 @@ def _arm(path: Path, changes: Sequence[str], overrides: Sequence[str]) -> Config
 def _run_one(experiment: Experiment, config: Config, seed: int, mark: str, what: str, say: Say) -> dict[str, object]:
     """One arm at one seed, on as many threads as `run.threads` (0: one, which is fastest for small models)."""
     threads, begun = torch.get_num_threads(), time.perf_counter()
-    multiply_on_one_thread()  # as a command does that trains
+    multiply_on_one_thread()  # as in the commands that train
     set_num_threads(config.run.threads or 1)
     try:
         measured = experiment(config, seed, say)
@@ -132,7 +132,7 @@ def _run_one(experiment: Experiment, config: Config, seed: int, mark: str, what:
 
 
 def _append(path: Path, line: Mapping[str, object]) -> None:
-    """Appends one line in one write, flushed to the disk. After a line that was cut off it starts a new one."""
+    """Appends one line in one write, flushed to the disk. After an incomplete last line it starts a new one."""
     cut = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
     with path.open("ab") as file:
         file.write(("\n" * cut + json.dumps(line) + "\n").encode())
@@ -141,7 +141,7 @@ def _append(path: Path, line: Mapping[str, object]) -> None:
 
 
 def _read(path: Path, say: Say) -> dict[str, dict[str, object]]:
-    """The results so far, by their marks. A line that was cut off is left out; its arm is run again."""
+    """The stored results by their marks. A damaged line is left out; its arm is run again."""
     known: dict[str, dict[str, object]] = {}
     if not path.exists():
         return known

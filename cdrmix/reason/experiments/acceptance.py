@@ -1,4 +1,4 @@
-"""The experiment of the accept head: a small model trained by phases B1 and B2, measured by how it decides."""
+"""The experiment of the accept head: trains a small model by phases B1 and B2, and compares decision rules."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from cdrmix.reason.plasticity.phase import PlasticityPhase
 
 @EXPERIMENTS("acceptance")
 def acceptance(config: Config, seed: int, say: Say) -> dict[str, float]:
-    """Trains a small model by phase B1 (its adapters learn to write) and B2 (its head, what not to), and measures it.
+    """Trains a small model by phases B1 (its adapters) and B2 (its accept and value heads), and measures it.
 
-    Gives at every number of chunks N of the ablation always@N, never@N, learned@N, by_value@N: the share of answers
-    that are right when all, nothing, or what the heads say is committed; and accept_good@N, accept_bad@N of the head.
+    Returns for every number of chunks N of the ablation always@N, never@N, learned@N and by_value@N: the shares of
+    right answers if every chunk, no chunk, or the chunks that the accept head or the value head selects are committed;
+    and accept_good@N, accept_bad@N of the accept head.
     """
     reasoning, ablation = config.reasoning, config.ablation
     assert reasoning is not None
     assert ablation is not None
     model = small_model(config, seed)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)  # the heads begin as zeros, but are drawn
+        torch.manual_seed(seed)  # the heads start at zero, but making them takes random numbers
         model.controller = ControllerHeads(config.model.d_model, reasoning.controller.max_branches)
 
     def seeded(section: EpisodesOfTask) -> EpisodeSource:
@@ -52,8 +53,8 @@ def acceptance(config: Config, seed: int, say: Say) -> dict[str, float]:
     for chunks in ablation.chunks:
         numbers = range(FIRST_HELD_OUT, FIRST_HELD_OUT + ablation.episodes)
         for name, decide in rules.items():
-            found = measure(controller, poisoned, decide, numbers, chunks)
-            measured[f"{name}@{chunks}"] = found.pop("answered")
+            result = measure(controller, poisoned, decide, numbers, chunks)
+            measured[f"{name}@{chunks}"] = result.pop("answered")
             if name == "learned":
-                measured |= {f"{key}@{chunks}": value for key, value in found.items()}
+                measured |= {f"{key}@{chunks}": value for key, value in result.items()}
     return measured

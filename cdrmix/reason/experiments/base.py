@@ -1,4 +1,4 @@
-"""What experiments share: their registry, and small models drawn from a seed."""
+"""The registry of experiments, and small models initialised from a seed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXPERIMENTS: Registry[Experiment] = Registry("experiment")
 
 
 def small_model(config: Config, seed: int) -> StageBModel:
-    """A model of the configuration with its adapters, drawn from a seed; the global generator is left as it was."""
+    """A model of the configuration with its adapters, initialised from `seed`. The global generator is unchanged."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return StageBModel(LanguageModel(config.model, reasoning=config.reasoning))

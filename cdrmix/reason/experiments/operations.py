@@ -1,4 +1,4 @@
-"""The experiment of operations: a small model imitates an expert and then compares groups of rollouts."""
+"""The experiment of operations: trains a small model by imitation of an expert and then by groups of rollouts."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from cdrmix.reason.phase import phase_config, train_alone
 
 @EXPERIMENTS("operations")
 def operations(config: Config, seed: int, say: Say) -> dict[str, float]:
-    """One arm: a small model imitates and then, where the phase has steps, compares groups; measured held out.
+    """Trains a small model by imitation and, if that phase has steps, by the policy phase; measures held-out episodes.
 
-    `NAME@N` is of episodes of N chunks after all phases, `imitated_NAME@N` before the policy phase.
+    Returns `NAME@N` of episodes of N chunks after all phases, and `imitated_NAME@N` before the policy phase.
     """
     assert config.reasoning is not None
     assert config.ablation is not None
@@ -40,8 +40,8 @@ def operations(config: Config, seed: int, say: Say) -> dict[str, float]:
         model.eval()
         for chunks in ablation.chunks:
             numbers = range(FIRST_HELD_OUT, FIRST_HELD_OUT + ablation.episodes)
-            found = evaluate(model, Reader(reasoning, source), numbers, chunks)
-            measured.update({f"{prefix}{name}@{chunks}": value for name, value in found.items()})
+            result = evaluate(model, Reader(reasoning, source), numbers, chunks)
+            measured.update({f"{prefix}{name}@{chunks}": value for name, value in result.items()})
         model.train()
 
     phases = reasoning.phases

@@ -1,4 +1,4 @@
-"""The experiment of fast weights: a small model trained by phase B1 alone, measured by numbers of chunks."""
+"""The experiment of fast weights: trains a small model by phase B1 alone, and measures it at several chunk counts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from cdrmix.reason.plasticity.phase import PlasticityPhase, accuracy, swapped, z
 def plasticity(config: Config, seed: int, say: Say) -> dict[str, float]:
     """Trains a small model by phase B1 and measures it at every number of chunks of the ablation.
 
-    Gives accuracy@N, and harder@N of episodes of the ablation's difficulty; with adapters also zeroed@N and swapped@N:
-    its fast weights emptied, or another episode's.
+    Returns accuracy@N, and harder@N for episodes of the ablation's difficulty; with adapters also zeroed@N and
+    swapped@N: the accuracy with fast weights of zeros, and with those of another episode.
     """
     reasoning, ablation = config.reasoning, config.ablation
     assert reasoning is not None
@@ -28,10 +28,10 @@ def plasticity(config: Config, seed: int, say: Say) -> dict[str, float]:
     numbers = range(FIRST_HELD_OUT, FIRST_HELD_OUT + ablation.episodes)
     measured: dict[str, float] = {}
     for chunks in ablation.chunks:
-        found = accuracy(language_model, source, reasoning.carry, chunks, numbers, changes)
-        measured |= {f"{name}@{chunks}": value for name, value in found.items()}
-    other = section.model_copy(update={"difficulty": {**section.difficulty, **ablation.difficulty}})
+        result = accuracy(language_model, source, reasoning.carry, chunks, numbers, changes)
+        measured |= {f"{name}@{chunks}": value for name, value in result.items()}
+    harder = section.model_copy(update={"difficulty": {**section.difficulty, **ablation.difficulty}})
     for chunks in ablation.harder_chunks:
-        found = accuracy(language_model, source_of(other, reasoning.chunk), reasoning.carry, chunks, numbers)
-        measured[f"harder@{chunks}"] = found["accuracy"]
+        result = accuracy(language_model, source_of(harder, reasoning.chunk), reasoning.carry, chunks, numbers)
+        measured[f"harder@{chunks}"] = result["accuracy"]
     return measured

@@ -1,4 +1,4 @@
-"""The experiment of state tracking: a small model learns short words of a group and is measured on long ones.
+"""The experiment of state tracking: trains a small model on short words of a group, and measures it on long words.
 
 A word is a sequence of elements. At every position the target is the product of the elements so far
 (data/tasks/groups.py). Without `allow_neg_eigval` the transitions of RWKV-7 have eigenvalues from 0 to 1, and one layer
@@ -32,29 +32,29 @@ class Words:
     def __init__(self, task: str, seed: int) -> None:
         elements = elements_of(TASKS[task].standard.size)
         number_of = {element: number for number, element in enumerate(elements)}
-        self._products = np.array([[number_of[product(one, other)] for other in elements] for one in elements])
+        self._products = np.array([[number_of[product(left, right)] for right in elements] for left in elements])
         self._task, self._seed = task, seed
 
     def batch(self, numbers: range, length: int) -> tuple[Tensor, Tensor]:
-        """A token that begins the word and its elements, int64 [B, 1 + T]; at each element the product so far [B, T].
+        """A start token and the elements of each word, int64 [B, 1 + T]; the product up to each element [B, T].
 
-        The first token carries no element; without it the state would stay zero.
+        The start token carries no element; without it the state would stay zero.
         """
         elements = HashedRng(self._seed, self._task, numbers).randrange(f"word {length}", len(self._products), length)
         values = np.empty_like(elements)
         value = np.zeros(len(elements), dtype=np.int64)  # the identity
-        for place in range(length):
-            value = self._products[value, elements[:, place]]
-            values[:, place] = value
-        begun = np.concatenate([np.full((len(elements), 1), len(self._products)), elements], axis=1)
-        return torch.from_numpy(begun), torch.from_numpy(values)
+        for position in range(length):
+            value = self._products[value, elements[:, position]]
+            values[:, position] = value
+        tokens = np.concatenate([np.full((len(elements), 1), len(self._products)), elements], axis=1)
+        return torch.from_numpy(tokens), torch.from_numpy(values)
 
 
 class TrackingPhase:
-    """Cross-entropy of every prefix's product, on words of the training's lengths: from 2 on, all equally likely."""
+    """Cross-entropy of the product of every prefix, on words of lengths from 2 to `tokens`, all equally probable."""
 
     name = "tracking"
-    measures = ("loss", "correct", "places")
+    measures = ("loss", "correct", "positions")
 
     def __init__(self, words: Words, tokens: int, rows: int, seed: int) -> None:
         self._words, self._tokens, self._rows, self._seed = words, tokens, rows, seed
@@ -80,8 +80,8 @@ class TrackingPhase:
         return [loss]
 
     def record(self, sums: dict[str, float]) -> dict[str, float]:
-        """Mean loss and accuracy of a place."""
-        return {"loss": sums["loss"] / sums["places"], "accuracy": sums["correct"] / sums["places"]}
+        """Mean loss and accuracy per position."""
+        return {"loss": sums["loss"] / sums["positions"], "accuracy": sums["correct"] / sums["positions"]}
 
 
 @torch.no_grad()

@@ -1,8 +1,8 @@
 """The table of an ablation: means with intervals over seeds, differences of arms, and a verdict on every demand.
 
 Intervals are Student's two-sided 95 % intervals, with one degree of freedom less than there are seeds. A difference of
-two arms is taken seed by seed, because the arms of one seed share their data and their first weights. A verdict is read
-off the whole interval:
+two arms is paired by seed, because the arms of one seed share their data and their initial weights. A verdict depends
+on the whole interval:
 
     holds       every value of the interval meets the demand
     not shown   the bound lies inside the interval, or there is one seed and therefore no interval
@@ -28,7 +28,7 @@ Measured = Mapping[str, Mapping[int, Mapping[str, float]]]  # arm -> seed -> mea
 
 
 class Estimate(NamedTuple):
-    """A mean over seeds, the half width of its interval (None for one seed, which has none), and how many seeds."""
+    """A mean over seeds, the half width of its interval (None for one seed), and the number of seeds."""
 
     mean: float
     half: float | None
@@ -50,7 +50,7 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """A demand, the estimate of what it is about (None where an arm was not run), and the outcome."""
+    """A demand, the estimate of its quantity (None if an arm was not run), and the outcome."""
 
     demand: Demand
     estimate: Estimate | None
@@ -91,26 +91,26 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 def judge(demand: Demand, measured: Measured) -> Verdict:
     """The verdict on a demand; NaN fails. Raises ConfigError for a measurement that the experiment does not have."""
-    other = demand.minus_arm or demand.arm
-    seeds = sorted(measured.get(demand.arm, {}).keys() & measured.get(other, {}).keys())
+    minus_arm = demand.minus_arm or demand.arm
+    seeds = sorted(measured.get(demand.arm, {}).keys() & measured.get(minus_arm, {}).keys())
     if not seeds:
         return Verdict(demand, None, "not run")
     values = []
     for seed in seeds:
         value = _of(measured[demand.arm][seed], demand.of)
         if demand.is_difference:
-            value -= demand.times * _of(measured[other][seed], demand.minus_of or demand.of)
+            value -= demand.times * _of(measured[minus_arm][seed], demand.minus_of or demand.of)
         values.append(value)
-    found = estimate(values)
-    return Verdict(demand, found, _outcome(demand, found))
+    quantity = estimate(values)
+    return Verdict(demand, quantity, _outcome(demand, quantity))
 
 
-def _outcome(demand: Demand, found: Estimate) -> Judgement:
+def _outcome(demand: Demand, quantity: Estimate) -> Judgement:
     least = -math.inf if demand.at_least is None else demand.at_least
     most = math.inf if demand.at_most is None else demand.at_most
-    if math.isnan(found.mean) or found.high < least or found.low > most:
+    if math.isnan(quantity.mean) or quantity.high < least or quantity.low > most:
         return "fails"
-    return "holds" if least <= found.low and found.high <= most else "not shown"
+    return "holds" if least <= quantity.low and quantity.high <= most else "not shown"
 
 
 def _of(values: Mapping[str, float], name: str) -> float:
@@ -120,15 +120,15 @@ def _of(values: Mapping[str, float], name: str) -> float:
 
 
 def check(ablation: Ablation) -> None:
-    """Raises ConfigError, before anything is run, for a demand on an arm that does not exist or without a bound."""
-    for place, demand in enumerate(ablation.demands):
+    """Checks the demands before anything is run. Raises ConfigError for an unknown arm and for a missing bound."""
+    for index, demand in enumerate(ablation.demands):
         for arm in (demand.arm, demand.minus_arm):
             if arm is not None and arm not in ablation.arms:
                 raise ConfigError(
-                    f"ablation.demands[{place}]: there is no arm {arm!r}; there are {', '.join(ablation.arms)}"
+                    f"ablation.demands[{index}]: there is no arm {arm!r}; there are {', '.join(ablation.arms)}"
                 )
         if demand.at_least is None and demand.at_most is None:
-            raise ConfigError(f"ablation.demands[{place}]: it demands nothing; give at_least or at_most")
+            raise ConfigError(f"ablation.demands[{index}]: it demands nothing; give at_least or at_most")
 
 
 def claim_of(demand: Demand) -> tuple[str, str]:
@@ -145,19 +145,19 @@ def claim_of(demand: Demand) -> tuple[str, str]:
 def verdict_line(verdict: Verdict) -> str:
     """A demand and its outcome as one line."""
     quantity, bounds = claim_of(verdict.demand)
-    found = verdict.estimate
-    if found is None:
+    estimated = verdict.estimate
+    if estimated is None:
         return f"{quantity}: {bounds}: not run"
     interval = (
         "one seed: no interval"
-        if found.half is None
-        else f"95 % from {found.low:.3f} to {found.high:.3f}, {found.seeds} seeds"
+        if estimated.half is None
+        else f"95 % from {estimated.low:.3f} to {estimated.high:.3f}, {estimated.seeds} seeds"
     )
-    return f"{quantity}: {found.mean:.3f} ({interval}), {bounds}: {verdict.outcome.upper()}"
+    return f"{quantity}: {estimated.mean:.3f} ({interval}), {bounds}: {verdict.outcome.upper()}"
 
 
 def markdown(name: str, ablation: Ablation, measured: Measured, seconds: float) -> str:
-    """The whole outcome as a section of a document; also what a person reads at the console."""
+    """The outcome as a section of a Markdown document; the command prints the same text."""
     lines = [f"## {name} (row {ablation.row})", "", f"Claim under test: {ablation.shows}", ""]
     lines += [f"- {arm}: {section.says}" for arm, section in ablation.arms.items()]
     lines += ["", *arms_table(ablation, measured), ""]
@@ -170,11 +170,11 @@ def markdown(name: str, ablation: Ablation, measured: Measured, seconds: float) 
 def arms_table(ablation: Ablation, measured: Measured, kinds: Sequence[str] | None = None) -> list[str]:
     """Lines of a table: a row for each arm and kind of measurement, a column for each length at which it was measured.
 
-    A measurement is called kind@length. kinds: those alone, in this order; None: all, in the order of the experiment.
+    A measurement's name is kind@length. kinds: only these, in this order; None: all, in the order of the experiment.
     """
     names = list(dict.fromkeys(name for runs in measured.values() for run in runs.values() for name in run))
-    found = list(dict.fromkeys(name.partition("@")[0] for name in names))
-    kinds = found if kinds is None else [kind for kind in kinds if kind in found]
+    measured_kinds = list(dict.fromkeys(name.partition("@")[0] for name in names))
+    kinds = measured_kinds if kinds is None else [kind for kind in kinds if kind in measured_kinds]
     lengths = sorted(
         {name.partition("@")[2] for name in names if name.partition("@")[0] in kinds},
         key=lambda length: (len(length), length),

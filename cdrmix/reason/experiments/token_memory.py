@@ -1,4 +1,4 @@
-"""The experiment of token memory: a small model that imitates and then learns by groups of rollouts."""
+"""The experiment of token memory: trains a small model by imitation and then by groups of rollouts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from cdrmix.reason.phase import phase_config, train_alone
 
 @EXPERIMENTS("token_memory")
 def token_memory(config: Config, seed: int, say: Say) -> dict[str, float]:
-    """Imitation, then policy where it has steps, then the greedy agent at every number of chunks of the ablation.
+    """Trains by imitation, and by the policy phase if it has steps; measures the greedy agent at every chunk count N.
 
-    Gives accuracy@N (the share of the answers' tokens that are right), exact@N (of answers right in all), capture@N,
-    retention@N, changes@N; and window@N: the accuracy where the agent is shown the last chunk alone. Arms that imitate
-    alike share the model that comes of it.
+    Returns accuracy@N (the share of right tokens of answers), exact@N (the share of answers that are right as a whole),
+    capture@N, retention@N, changes@N; and window@N: the accuracy if the agent reads the last chunk alone. Arms with the
+    same imitation share the model after it.
     """
     reasoning, ablation = config.reasoning, config.ablation
     assert reasoning is not None
@@ -42,17 +42,17 @@ def token_memory(config: Config, seed: int, say: Say) -> dict[str, float]:
     for chunks in ablation.chunks:
         score = evaluate(model.language_model, window, asked, numbers, chunks, step_budget=budget)
         last = evaluate(model.language_model, window, asked, numbers, chunks, step_budget=budget, last_only=True)
-        found = {"accuracy": score.matched, "exact": score.exact, "capture": score.capture}
-        found |= {"retention": score.retention, "changes": score.changes, "window": last.matched}
-        measured |= {f"{name}@{chunks}": value for name, value in found.items()}
+        result = {"accuracy": score.matched, "exact": score.exact, "capture": score.capture}
+        result |= {"retention": score.retention, "changes": score.changes, "window": last.matched}
+        measured |= {f"{name}@{chunks}": value for name, value in result.items()}
     return measured
 
 
-_IMITATED: dict[str, dict[str, Tensor]] = {}  # weights after imitation, by all that decides them
+_IMITATED: dict[str, dict[str, Tensor]] = {}  # weights after imitation, by everything that determines them
 
 
 def _imitated(config: Config, source: EpisodeSource, say: Say) -> StageBModel:
-    """A small model of the configuration after imitation, which is done once a process for arms that share it."""
+    """A small model of the configuration after imitation. A process trains it once for all arms that share it."""
     reasoning = config.reasoning
     assert reasoning is not None
     model = small_model(config, config.run.seed)

@@ -1,1 +1,1 @@
-"""Memories: an episodic index on disk, and the vectors that are kept of what was read."""
+"""Episodic memories: a durable index on the disk and one in RAM, and the vector search of both."""

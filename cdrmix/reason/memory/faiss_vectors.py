@@ -1,4 +1,4 @@
-"""Vectors searched by FAISS: exactly, and above a number of them through an inverted file."""
+"""Search of vectors by FAISS: exact, or through an inverted file."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from cdrmix.reason.memory.episode_log import Floats
 from cdrmix.reason.memory.vectors import Integers
 
 KIND = f"faiss {faiss.__version__}"
-PROBES = 32  # lists that a search of an inverted file reads; there are 4 sqrt(n), as FAISS advises, 1,265 of 100,000
+PROBES = 32  # lists that a search reads of an inverted file; it has 4 sqrt(n), as FAISS advises: 1,265 for 100,000
 
 
 class FaissVectors:
-    """Vectors in FAISS's structure. sample: keys [n, dim] that an inverted file's lists are made for; None: no lists.
+    """Vectors in FAISS's structure.
 
-    content: the structure as `content()` gave it, in the place of an empty one.
+    sample: keys [n, dim] on which an inverted file is trained; None: exact search. content: the structure to start
+    from, as `content()` returned it; None: an empty one.
     """
 
     def __init__(self, dim: int, sample: Floats | None = None, content: bytes | None = None) -> None:
@@ -33,7 +34,7 @@ class FaissVectors:
             self._index.train(sample)  # k-means from a fixed seed
 
     def content(self) -> bytes:
-        """The structure, to be kept in a file."""
+        """The structure as bytes for a file."""
         content: bytes = faiss.serialize_index(self._index).tobytes()
         return content
 
@@ -52,13 +53,13 @@ class FaissVectors:
         self._index.remove_ids(ids)
 
     def search(self, queries: Floats, count: int, hidden: Integers) -> tuple[Integers, Floats]:
-        """See ExactVectors. Of an inverted file PROBES lists are read."""
+        """See ExactVectors. With an inverted file it reads PROBES lists."""
         wanted, total = min(count + 1, self._index.ntotal), self._index.ntotal
         parameters = self._parameters(hidden)
         while True:
             scores, ids = self._index.search(queries, wanted, params=parameters)
-            # Of equal scores FAISS keeps the later: where the last one to be given equals the first one not to be, all
-            # that equal it are needed.
+            # Of equal scores FAISS returns the later ids. If the last returned score equals the first one beyond it,
+            # all vectors of that score are needed, to choose the older ones.
             last = min(count, wanted) - 1
             tied = wanted > count and bool(((scores[:, last] == scores[:, -1]) & (ids[:, -1] >= 0)).any())
             if not tied or wanted == total:
@@ -69,7 +70,7 @@ class FaissVectors:
         return ids, scores
 
     def _parameters(self, hidden: Integers) -> Any:
-        """How to search; without what is hidden."""
+        """The search parameters, which exclude the hidden ids."""
         selector = faiss.IDSelectorNot(faiss.IDSelectorBatch(hidden)) if len(hidden) else None
         exact: Any = faiss.SearchParameters
         inverted: Any = faiss.SearchParametersIVF

@@ -1,10 +1,10 @@
-"""A file beside an episodic memory's log that can be made of it again, but not fast: kept only if it is as written.
+"""The cache of an episodic memory's search structure: a file that the log can rebuild, but slowly.
 
-    episodes.cache       what the caller wants kept, as bytes
-    episodes.cache.json  its manifest: SHA-256 and length of those bytes, and which log they follow from
+    episodes.cache       the bytes of the structure
+    episodes.cache.json  its manifest: SHA-256 and length of those bytes, and the log that they were made from
 
-Both are replaced in one move each, the manifest last: killed in between, or damaged later, the two do not fit, and the
-cache is as if it were not there.
+Each is replaced atomically, the manifest last. After a kill between the two, or later damage, they do not match, and
+the cache is ignored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ VERSION = 1
 
 
 class Origin(NamedTuple):
-    """What a cache follows from: `kind`, which library and structure; the log's first `commits`, by their digest."""
+    """What a cache was made from. kind: library and structure. commits: the log's first commits; digest: of them."""
 
     kind: str
     commits: int
@@ -34,15 +34,15 @@ class IndexCache:
         self.path = folder / "episodes.cache"
         self._manifest = folder / "episodes.cache.json"
         for path in (self.path, self._manifest):
-            path.with_name(path.name + ".tmp").unlink(missing_ok=True)  # of a writer that was killed
+            path.with_name(path.name + ".tmp").unlink(missing_ok=True)  # left by a process that was killed
 
     def origin(self) -> Origin | None:
-        """What the manifest says the cache follows from; None where there is no readable one."""
+        """The origin in the manifest; None if there is no readable manifest."""
         manifest = self._read()
         return None if manifest is None else Origin(manifest["kind"], manifest["commits"], manifest["digest"])
 
     def load(self) -> bytes | None:
-        """The bytes; None where they are not the manifest's."""
+        """The cached bytes; None if they do not match the manifest."""
         manifest = self._read()
         try:
             content = self.path.read_bytes()
@@ -53,19 +53,19 @@ class IndexCache:
         return content if hashlib.sha256(content).hexdigest() == manifest["sha256"] else None
 
     def save(self, content: bytes, origin: Origin) -> None:
-        """Replaces the cache. Raises DiskFullError, with no cache or the old one left."""
+        """Replaces the cache. Raises DiskFullError; then there is the old cache or none."""
         manifest = {
             "version": VERSION,
             **origin._asdict(),
             "bytes": len(content),
             "sha256": hashlib.sha256(content).hexdigest(),
         }
-        with disk_guard(f"{self.path}", "Free some space; it can be made again of the log beside it."):
+        with disk_guard(f"{self.path}", "Free some space; the log can rebuild this file."):
             write_atomically(self.path, content)
             write_atomically(self._manifest, json.dumps(manifest, indent=1) + "\n")
 
     def remove(self) -> None:
-        """Afterwards there is none."""
+        """Deletes the cache."""
         self._manifest.unlink(missing_ok=True)
         self.path.unlink(missing_ok=True)
 

@@ -1,7 +1,7 @@
-"""Phase B3 for operations on memories: imitation of an expert, then groups of rollouts that are compared.
+"""Phase B3 for operations on memories: imitation of an expert, then group-relative policy optimisation.
 
-Imitation teaches the operation in each window; keys and queries (the nearest key to a query, among all chunks of its
-episode, is that of the chunk with the missing fact); and the answer from the last window. The policy phase rewards
+Imitation trains three things: the operation in each window; keys and queries, so that among all chunks of an episode
+the chunk with the missing fact has the nearest key; and the answer from the last window. The policy phase rewards
 
     task [all right] - latency sum(cost) / step_budget + stability [something right] held / captured
 
@@ -34,8 +34,8 @@ from cdrmix.training.objective import Outcome
 
 
 class Rewards(NamedTuple):
-    """Rewards of every rollout, float64. total_R: the weighted sum of task, latency and stability, which are given here
-    before their weights. matched_R: the share of the answer's tokens that are right."""
+    """Rewards of every rollout, float64. total_R: the weighted sum of task, latency and stability; the three are given
+    without their weights. matched_R: the share of the answer's tokens that are right."""
 
     total_R: Tensor
     task_R: Tensor
@@ -52,11 +52,11 @@ def answers_of(model: StageBModel, rollouts: Rollouts, answer_BA: Tensor) -> Ten
     with torch.no_grad():
         tokens_WA = torch.empty(len(different), 0, dtype=torch.long)
         last_WD = read.last_WD[different]
-        for place in range(answer_BA.shape[1]):
-            if place:
-                last_WD = _behind(model, rollouts.windows, different.tolist(), tokens_WA, read)[:, -1]
-            likeliest_W = model.language_model.logits(last_WD).argmax(-1).cpu()
-            tokens_WA = torch.cat([tokens_WA, likeliest_W[:, None]], 1)
+        for position in range(answer_BA.shape[1]):
+            if position:
+                last_WD = _hidden_after(model, rollouts.windows, different.tolist(), tokens_WA, read)[:, -1]
+            best_W = model.language_model.logits(last_WD).argmax(-1).cpu()
+            tokens_WA = torch.cat([tokens_WA, best_W[:, None]], 1)
     return tokens_WA[back_R]
 
 
@@ -65,9 +65,9 @@ def rewards_of(rollouts: Rollouts, answers_RA: Tensor, episodes: Episodes, reade
     rl, budget = reader.reasoning.rl, reader.reasoning.controller.step_budget
     episode_R = torch.tensor([row.episode for row in rollouts.rows])
     wanted_RA = episodes.answer_BA[episode_R]
-    there_RA = wanted_RA != reader.source.pad
-    right_RA = (answers_RA == wanted_RA) & there_RA
-    matched = right_RA.sum(1).double() / there_RA.sum(1).clamp(min=1)
+    counts_RA = wanted_RA != reader.source.pad
+    right_RA = (answers_RA == wanted_RA) & counts_RA
+    matched = right_RA.sum(1).double() / counts_RA.sum(1).clamp(min=1)
     task = (matched == 1).double()
     latency = torch.tensor([row.cost for row in rollouts.rows], dtype=torch.float64) / budget
     captured, held = memory_of(rollouts, episodes)
@@ -77,19 +77,19 @@ def rewards_of(rollouts: Rollouts, answers_RA: Tensor, episodes: Episodes, reade
 
 
 def memory_of(rollouts: Rollouts, episodes: Episodes) -> tuple[Tensor, Tensor]:
-    """For each rollout, float64: the asked facts whose chunk was written, and how many of those the index still has."""
+    """(captured, held) [R] float64: numbers of asked facts whose chunk was written, and is in the index at the end."""
     captured, held = [], []
     for row in rollouts.rows:
-        told = episodes.fact_chunk_BF[row.episode][episodes.asked_BF[row.episode]].tolist()
-        ids = [row.written[chunk] for chunk in told if chunk in row.written]
+        asked_chunks = episodes.fact_chunk_BF[row.episode][episodes.asked_BF[row.episode]].tolist()
+        ids = [row.written[chunk] for chunk in asked_chunks if chunk in row.written]
         captured.append(len(ids))
         held.append(sum(row.memory is not None and id in row.memory for id in ids))
     return torch.tensor(captured, dtype=torch.float64), torch.tensor(held, dtype=torch.float64)
 
 
 class OperationsImitationPhase:
-    """Demonstrations: operations, keys, answers. `train: all` also trains the language model, without which keys do not
-    learn to tell variables apart. `train: own` trains the heads and the summariser alone."""
+    """Imitates an expert's operations, keys and answers. `train: all` also trains the language model; without that the
+    keys of different variables do not become different. `train: own` trains the heads and the summariser alone."""
 
     name = "operations_imitation"
     measures: tuple[str, ...] = (*("loss", "decisions", "agreed", "searches", "found", "answers", "right", "episodes"),)
@@ -118,7 +118,7 @@ class OperationsImitationPhase:
     def _loss(self, episodes: Episodes, shown: Rollouts) -> Loss:
         decisions, windows = shown.decisions, shown.windows
         searches = decisions.taken_K == RETRIEVE
-        reading_BN, wanted_S, there_SN = self._keys_wanted(episodes, shown, searches)
+        reading_BN, wanted_S, in_window_SN = self._search_targets(episodes, shown, searches)
 
         def loss(model: StageBModel) -> Outcome:
             assert model.operations is not None
@@ -133,40 +133,40 @@ class OperationsImitationPhase:
                 read.queries_WS[decisions.window_K[searches].to(device)],
                 read.keys_WS[reading_BN[decisions.row_K[searches]].to(device)],
             )
-            # a chunk in the window is no target
-            cosines, wanted = cosines.masked_fill(there_SN.to(device), -1.0), wanted_S.to(device)
+            # a chunk that is in the window already is no target
+            cosines, wanted = cosines.masked_fill(in_window_SN.to(device), -1.0), wanted_S.to(device)
             keys = (
                 functional.cross_entropy(cosines / self.settings.key_temperature, wanted) if len(wanted) else policy * 0
             )
             answers = episodes.answer_BA.to(device)
-            hidden = _behind(model, windows, shown.final_R.tolist(), episodes.answer_BA[:, :-1], read)
+            hidden = _hidden_after(model, windows, shown.final_R.tolist(), episodes.answer_BA[:, :-1], read)
             logits = model.language_model.logits(hidden[:, -answers.shape[1] :])
             targets = answers.masked_fill(answers == self.source.pad, -100)
             answer = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
             share = len(answers) / self.settings.episodes
             total = share * (policy + keys + answer)
-            there = targets != -100
+            counts = targets != -100
             sums = [
                 total.detach() * self.settings.episodes,
                 torch.tensor(len(taken)),
                 (log_probs.argmax(1) == taken).sum(),
                 torch.tensor(len(wanted)),
                 (cosines.argmax(1) == wanted).sum(),
-                there.sum(),
-                ((logits.argmax(-1) == targets) & there).sum(),
+                counts.sum(),
+                ((logits.argmax(-1) == targets) & counts).sum(),
                 torch.tensor(len(answers)),
             ]
             return Outcome(total, torch.stack([value.to(device).float() for value in sums]))
 
         return loss
 
-    def _keys_wanted(self, episodes: Episodes, shown: Rollouts, searches: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The windows [B, N] in which chunks are read; the chunk that each search S should find; the chunks [S, N] that
-        are in its window."""
+    def _search_targets(self, episodes: Episodes, shown: Rollouts, searches: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The windows [B, N] in which the chunks are read; the chunk [S] that each search should find; and which chunks
+        are in its window, bool [S, N]."""
         decisions, chunks = shown.decisions, episodes.chunks_BNC.shape[1]
         reading = torch.zeros(len(shown.rows), chunks, dtype=torch.long)
         seen, turns = [0] * len(shown.rows), [0] * len(shown.rows)
-        wanted, there = [], []
+        wanted, in_window = [], []
         for row, window, searched in zip(
             decisions.row_K.tolist(), decisions.window_K.tolist(), searches.tolist(), strict=True
         ):
@@ -176,13 +176,14 @@ class OperationsImitationPhase:
             elif searched:
                 path = [hit.id for hit in reversed(shown.rows[row].spliced)]  # the latest one is in front
                 wanted.append(path[turns[row]])
-                there.append([chunk in path[: turns[row]] for chunk in range(chunks)])
+                in_window.append([chunk in path[: turns[row]] for chunk in range(chunks)])
                 turns[row] += 1
-        there_SN = torch.tensor(there, dtype=torch.bool).view(len(wanted), chunks)
-        return reading, torch.tensor(wanted, dtype=torch.long), there_SN
+        in_window_SN = torch.tensor(in_window, dtype=torch.bool).view(len(wanted), chunks)
+        return reading, torch.tensor(wanted, dtype=torch.long), in_window_SN
 
     def record(self, sums: dict[str, float]) -> dict[str, float]:
-        """Mean loss; shares of the expert's decisions, of its searches and of the answers' tokens that are met."""
+        """Mean loss; the shares of the expert's decisions, its searches and the answers' tokens that the model gets
+        right."""
         return {
             "loss": sums["loss"] / max(sums["episodes"], 1),
             "agreed": sums["agreed"] / max(sums["decisions"], 1),
@@ -225,7 +226,7 @@ class OperationsPhase:
         self.reader, self.objective = Reader(config.reasoning, source), objective_of(self.rl)
         if self.objective.kl_weight:
             raise ConfigError(
-                "reasoning.rl.kl_weight is for the token memory alone; set it to 0 for the phase operations"
+                "reasoning.rl.kl_weight works with the token memory only; set it to 0 for the phase operations"
             )
         if self.chunks + 1 > self.rl.horizon:
             raise ConfigError(
@@ -281,7 +282,7 @@ class OperationsPhase:
         measured: list[float],
     ) -> Loss:
         decisions = rollouts.decisions
-        place_K, longest = _places(decisions.row_K, len(rollouts.rows))
+        position_K, longest = _positions(decisions.row_K, len(rollouts.rows))
         all_rollouts = self.settings.episodes * self.rl.group_size
 
         def loss(model: StageBModel) -> Outcome:
@@ -296,7 +297,7 @@ class OperationsPhase:
 
             def table(values_K: Tensor) -> Tensor:
                 empty = values_K.new_zeros(len(rollouts.rows), longest)
-                return empty.index_put((decisions.row_K.to(device), place_K.to(device)), values_K)
+                return empty.index_put((decisions.row_K.to(device), position_K.to(device)), values_K)
 
             mask_RL = table(kept_R.to(device)[decisions.row_K.to(device)])
             outcome = policy_loss(
@@ -327,7 +328,7 @@ class OperationsPhase:
         return loss
 
     def record(self, sums: dict[str, float]) -> dict[str, float]:
-        """Means for a rollout, a group and a decision."""
+        """Means per rollout, per group and per decision."""
         rollouts, decisions = max(sums["rollouts"], 1), max(sums["decisions"], 1)
         shown = {name: sums[name] / rollouts for name in ("reward", "task", "latency", "stability", "value_error")}
         shown |= {operation: sums[f"count_{operation}"] / rollouts for operation in OPERATIONS}
@@ -348,20 +349,21 @@ def make_operations(config: Config, sources: Sources) -> OperationsPhase:
 
 
 def evaluate(model: StageBModel, reader: Reader, numbers: Sequence[int], chunks: int) -> dict[str, float]:
-    """Greedy rollouts: accuracy, operations other than noop and their cost an episode, capture and retention."""
+    """Measures greedy rollouts: accuracy, operations other than noop and their cost per episode, capture, retention,
+    and the number of each operation per episode."""
     episodes = reader.source.batch(numbers, chunks)
     rollouts = reader.roll_out(model, episodes, 1, None)
     rewards = rewards_of(rollouts, answers_of(model, rollouts, episodes.answer_BA), episodes, reader)
     captured, held = memory_of(rollouts, episodes)
     rows = len(rollouts.rows)
-    found = {
+    measured = {
         "accuracy": rewards.task_R.mean().item(),
         "operations": sum(sum(row.counts[1:]) for row in rollouts.rows) / rows,
         "cost": sum(row.cost for row in rollouts.rows) / rows,
         "capture": captured.sum().item() / max(int(episodes.asked_BF.sum()), 1),
         "retention": held.sum().item() / max(captured.sum().item(), 1),
     }
-    return found | {
+    return measured | {
         name: sum(row.counts[operation] for row in rollouts.rows) / rows for operation, name in enumerate(OPERATIONS)
     }
 
@@ -378,37 +380,37 @@ def _features(read: Read, decisions: Decisions) -> Tensor:
     return torch.cat([read.last_WD[windows], decisions.facts_KF.to(read.last_WD)], 1)
 
 
-def _behind(model: StageBModel, windows: Windows, chosen: Sequence[int], tokens_WA: Tensor, read: Read) -> Tensor:
+def _hidden_after(model: StageBModel, windows: Windows, chosen: Sequence[int], tokens_WA: Tensor, read: Read) -> Tensor:
     """Hidden states [W, A + 1, D] of the chosen windows' last token and of the tokens after it."""
     assert model.summary is not None
     device = read.last_WD.device
     if not tokens_WA.shape[1]:
         return read.last_WD[torch.tensor(chosen, device=device)][:, None]
     shapes: dict[tuple[int, int], list[int]] = {}
-    for place, number in enumerate(chosen):
+    for index, number in enumerate(chosen):
         window = windows.all[number]
-        summaries = read.places[window.memory][1] if window.memory >= 0 else 0
-        shapes.setdefault((len(window.tokens), summaries), []).append(place)
+        summaries = read.ranges[window.memory][1] if window.memory >= 0 else 0
+        shapes.setdefault((len(window.tokens), summaries), []).append(index)
     parts, order = [], []
-    for (length, summaries), places in shapes.items():
-        ids = torch.tensor([windows.all[chosen[place]].tokens for place in places])
-        ids = torch.cat([ids, tokens_WA[places]], 1).to(device)
+    for (length, summaries), indices in shapes.items():
+        ids = torch.tensor([windows.all[chosen[index]].tokens for index in indices])
+        ids = torch.cat([ids, tokens_WA[indices]], 1).to(device)
         prefix = None
         if summaries:
-            prefix = model.summary.prefix(read.summaries_of([windows.all[chosen[place]].memory for place in places]))
+            prefix = model.summary.prefix(read.summaries_of([windows.all[chosen[index]].memory for index in indices]))
         parts.append(model.language_model(ids, prefix_BPD=prefix).hidden_BTD[:, length - 1 :])
-        order += places
+        order += indices
     return torch.cat(parts)[torch.tensor(order, device=device).argsort()]
 
 
-def _places(row_K: Tensor, rows: int) -> tuple[Tensor, int]:
-    """For every decision its number within its rollout, from 0; and the length of the longest rollout."""
+def _positions(row_K: Tensor, rows: int) -> tuple[Tensor, int]:
+    """The number of every decision within its rollout, from 0; and the length of the longest rollout."""
     order = row_K.argsort(stable=True)
     counts = torch.bincount(row_K, minlength=rows)
     within = torch.arange(len(row_K)) - (counts.cumsum(0) - counts)[row_K[order]]
-    places = torch.empty_like(row_K)
-    places[order] = within
-    return places, int(counts.max())
+    positions = torch.empty_like(row_K)
+    positions[order] = within
+    return positions, int(counts.max())
 
 
 def _measured(episodes: Episodes, rollouts: Rollouts, rewards: Rewards, groups: int, dropped: int) -> list[float]:

@@ -1,4 +1,4 @@
-"""Episodes that are read with operations on memories: the operations, rollouts of a policy, demonstrations.
+"""Reads episodes with operations on memories: the operations, rollouts of a policy, demonstrations of an expert.
 
 A controller step reads a chunk. The head chooses an operation from the window's last hidden state:
 
@@ -8,9 +8,9 @@ A controller step reads a chunk. The head chooses an operation from the window's
     retrieve       finds the stored chunks nearest to the window's query, and stays at the chunk
     splice_window  puts the best found chunk that is not in the window in front of it; the window is read again
 
-To continue commits what was staged; a search does not see it before. The question is read last, as one more chunk, and
-to continue from it is to answer. noop costs nothing; rl.costs gives the costs of the others. Their sum is at most
-controller.step_budget.
+An operation that continues also commits the staged changes; a search does not see them before. The question is read
+last, as one more chunk; an operation that continues from it ends the rollout with the answer. noop costs nothing;
+rl.costs gives the costs of the others. Their sum is at most controller.step_budget.
 
 Shapes: R rollouts, K decisions of all of them, O operations, B episodes, N chunks, A tokens of an answer, D model.
 """
@@ -35,8 +35,8 @@ from cdrmix.reason.operations.windows import Read, Window, Windows
 
 
 class Limits(NamedTuple):
-    """Limits of a rollout. horizon: number of operations. budget: sum of their costs. costs: by operation, 0 for noop.
-    spliced: chunks in front of another."""
+    """Limits of a rollout. horizon: the most operations. budget: the largest sum of their costs. costs: by operation, 0
+    for noop. spliced: the most chunks in front of another."""
 
     horizon: int
     budget: float
@@ -45,7 +45,7 @@ class Limits(NamedTuple):
 
     @classmethod
     def of(cls, reasoning: Reasoning) -> Limits:
-        """As configured."""
+        """The limits of a configuration."""
         rl, costs = reasoning.rl, reasoning.rl.costs
         by_operation = (0.0, costs.summarize, costs.retrieve, costs.splice_window, costs.cache_write)
         return cls(rl.horizon, reasoning.controller.step_budget, by_operation, reasoning.memory.max_spliced)
@@ -53,7 +53,7 @@ class Limits(NamedTuple):
 
 @dataclass
 class Row:
-    """A rollout: its position, and what it has done."""
+    """The state of one rollout."""
 
     episode: int
     memory: EpisodicMemory | None
@@ -72,21 +72,21 @@ class Row:
 
     def next_found(self) -> Hit | None:
         """The best found chunk that is not in the window."""
-        there = {hit.id for hit in self.spliced}
-        return next((hit for hit in self.found if hit.id not in there), None)
+        spliced_ids = {hit.id for hit in self.spliced}
+        return next((hit for hit in self.found if hit.id not in spliced_ids), None)
 
     def allowed(self, chunks: int) -> list[bool]:
         """Which operations are allowed. A window is searched once. At the horizon a row can only continue. An operation
         that costs more than the rest of the budget is not allowed."""
-        going_on = chunks - self.chunk + 1  # operations that an answer still needs
-        space = len(self.spliced) < self.limits.spliced and self.taken + 1 + going_on <= self.limits.horizon
-        sensible = [True, True, space and not self.searched, space and self.next_found() is not None, True]
+        needed = chunks - self.chunk + 1  # operations that the answer still needs
+        may_splice = len(self.spliced) < self.limits.spliced and self.taken + 1 + needed <= self.limits.horizon
+        possible = [True, True, may_splice and not self.searched, may_splice and self.next_found() is not None, True]
         left = self.limits.budget - self.cost
-        return [may and cost <= left for may, cost in zip(sensible, self.limits.costs, strict=True)]
+        return [is_possible and cost <= left for is_possible, cost in zip(possible, self.limits.costs, strict=True)]
 
     def facts(self, chunks: int) -> list[float]:
-        """Inputs of the heads: whether there is a chunk to splice, whether this is the question, how full the window
-        is, whether it was searched."""
+        """Inputs of the heads: whether there is a chunk to splice, whether this is the question, the share of the
+        allowed spliced chunks that are in the window, whether it was searched."""
         full = len(self.spliced) / self.limits.spliced
         return [float(self.next_found() is not None), float(self.chunk == chunks), full, float(self.searched)]
 
@@ -181,10 +181,10 @@ class Reader:
             return (read.keys_WS if wanted == "key" else read.queries_WS)[row.window].float().cpu().numpy()
 
         all_rows = [
-            Row(place // group, self.new_memory() if memories is None else memories[place], self.limits)
-            for place in range(count)
+            Row(index // group, self.new_memory() if memories is None else memories[index], self.limits)
+            for index in range(count)
         ]
-        order = {id(row): place for place, row in enumerate(all_rows)}
+        order = {id(row): index for index, row in enumerate(all_rows)}
         windows, decisions = self._run(episodes, all_rows, choose, keys_of)
         read = windows.read(model, read)
         return Rollouts(windows, read, all_rows, decisions, torch.tensor([row.window for row in all_rows]))
@@ -201,17 +201,17 @@ class Reader:
         chunks = episodes.chunks_BNC.shape[1]
         windows = Windows()
         columns: list[tuple[Tensor, ...]] = []
-        order = {id(row): place for place, row in enumerate(rows)}
-        while going := [row for row in rows if not row.done]:
-            for row in going:
+        order = {id(row): index for index, row in enumerate(rows)}
+        while active := [row for row in rows if not row.done]:
+            for row in active:
                 row.window = windows.add(self.window(row, chunks_BNC, questions))
-            facts_KF = torch.tensor([row.facts(chunks) for row in going])
-            allowed_KO = torch.tensor([row.allowed(chunks) for row in going])
-            taken_K, log_probs_K = choose(windows, going, facts_KF, allowed_KO)
-            numbers_K = torch.tensor([order[id(row)] for row in going])
-            windows_K = torch.tensor([row.window for row in going])
+            facts_KF = torch.tensor([row.facts(chunks) for row in active])
+            allowed_KO = torch.tensor([row.allowed(chunks) for row in active])
+            taken_K, log_probs_K = choose(windows, active, facts_KF, allowed_KO)
+            numbers_K = torch.tensor([order[id(row)] for row in active])
+            windows_K = torch.tensor([row.window for row in active])
             columns.append((numbers_K, windows_K, facts_KF, allowed_KO, taken_K, log_probs_K))
-            for row, operation in zip(going, taken_K.tolist(), strict=True):
+            for row, operation in zip(active, taken_K.tolist(), strict=True):
                 self._apply(row, operation, chunks_BNC, keys_of)
         return windows, Decisions(*(torch.cat(column) for column in zip(*columns, strict=True)))
 
@@ -239,8 +239,8 @@ class Reader:
             return
         chunks = chunks_BNC[row.episode]
         if operation == WRITE and row.chunk < len(chunks):
-            lives = self.memory.time_to_live
-            expires = NEVER if lives is None else row.chunk + lives
+            time_to_live = self.memory.time_to_live
+            expires = NEVER if time_to_live is None else row.chunk + time_to_live
             row.staged.add(keys_of(row, "key"), np.array(chunks[row.chunk], np.uint32), expires)
         if row.memory is not None:
             added = row.memory.commit(row.staged, row.chunk)
@@ -253,20 +253,22 @@ class Reader:
             row.spliced, row.found, row.searched = [], [], False
 
     def demonstrate(self, episodes: Episodes, waste: float, generator: torch.Generator) -> Rollouts:
-        """Rollouts of an expert that knows which chunks tell facts and which of them the answer needs.
+        """Rollouts of an expert that knows which chunks contain facts and which of them the answer needs.
 
-        The expert retrieves the needed chunks from the last to the first. waste: the share of the other chunks that it
-        also writes. In some batches it summarises a share of those instead (phases.operations_imitation), so that
-        prefixes occur in training; in every batch this would cost many more passes. Without episodic memory, and where
-        an operation is not allowed, it only reads and answers.
+        The expert writes the chunks with facts, and retrieves the needed ones from the last to the first. waste: the
+        share of the other chunks that it also writes. In some batches it summarises a share of the other chunks instead
+        (phases.operations_imitation), so that summaries occur in training; in every batch this would need many more
+        passes. Without episodic memory, or if an operation is not allowed, the expert takes noop.
         """
         count, chunks = episodes.chunks_BNC.shape[:2]
         tells_BN = torch.zeros(count, chunks, dtype=torch.bool).scatter_(1, episodes.fact_chunk_BF, True)
-        draws_BN = torch.rand(count, chunks, generator=generator)
-        shown = self.reasoning.phases.operations_imitation
-        share = shown.summarised * float(torch.rand((), generator=generator) < shown.summarised_batches)
+        points_BN = torch.rand(count, chunks, generator=generator)
+        settings = self.reasoning.phases.operations_imitation
+        share = settings.summarised * float(torch.rand((), generator=generator) < settings.summarised_batches)
         summarised_BN = torch.rand(count, chunks, generator=generator) < share
-        path = [_path(told, asked) for told, asked in zip(episodes.fact_chunk_BF, episodes.asked_BF, strict=True)]
+        path = [
+            _path(told_F, asked_F) for told_F, asked_F in zip(episodes.fact_chunk_BF, episodes.asked_BF, strict=True)
+        ]
         tokens = episodes.chunks_BNC.numpy().astype(np.uint32)
 
         def operation_of(row: Row) -> int:
@@ -275,7 +277,7 @@ class Reader:
                     return WRITE if self.memory.episodic else NOOP
                 if summarised_BN[row.episode, row.chunk]:
                     return SUMMARIZE
-                return WRITE if self.memory.episodic and draws_BN[row.episode, row.chunk] < waste else NOOP
+                return WRITE if self.memory.episodic and points_BN[row.episode, row.chunk] < waste else NOOP
             left = path[row.episode][len(row.spliced) :]
             if not left or not self.memory.episodic or len(row.spliced) == self.limits.spliced:
                 return NOOP
@@ -294,7 +296,7 @@ class Reader:
 
 
 class _Oracle:
-    """A memory that has every chunk and finds those that the answer needs."""
+    """The expert's memory: a search of it finds exactly the chunks that the answer needs."""
 
     def __init__(self, path: list[int], chunks: np.ndarray) -> None:
         self._hits = [Hit(chunk, 1.0, chunks[chunk]) for chunk in path]

@@ -1,7 +1,7 @@
-"""The windows that the operations agent reads: each distinct one once, all of one shape in one pass.
+"""The windows that the operations agent reads. Each distinct window is read once, windows of one shape in one pass.
 
-A window is [spliced chunks | chunk | UPDATE] or [spliced chunks | QUESTION | question | ANSWER], in front of it maybe
-the summaries of the window before. Rollouts of one question read the same windows again and again.
+A window is [spliced chunks | chunk | UPDATE] or [spliced chunks | QUESTION | question | ANSWER]. The summaries of the
+previous window may stand in front of it. Rollouts of one question share many windows.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from cdrmix.reason.model import StageBModel
 
 
 class Window(NamedTuple):
-    """tokens: all of it. end: how many of them, from the end, are the part that is summarised, with `marks` behind it
-    that are not. memory: the window whose summaries are in front, -1: none."""
+    """tokens: all tokens of the window. The last `marks` tokens are marks; the `end` tokens before them are summarised.
+    memory: the number of the window whose summaries stand in front, -1: none."""
 
     tokens: tuple[int, ...]
     end: int
@@ -27,24 +27,24 @@ class Window(NamedTuple):
 
 
 class Read(NamedTuple):
-    """Of windows W: hidden states of the last token [W, D], keys and queries [W, S]; the summaries of all, one behind
-    another [N, S], and where each window's begin and how many they are."""
+    """The results of W windows: hidden states of the last token [W, D]; keys and queries [W, S]; the concatenated
+    summaries of all windows [N, S]; and for each window the start and the count of its summaries among them."""
 
     last_WD: Tensor
     keys_WS: Tensor
     queries_WS: Tensor
     summaries_NS: Tensor
-    places: tuple[tuple[int, int], ...]
+    ranges: tuple[tuple[int, int], ...]
 
     def summaries_of(self, windows: Sequence[int]) -> Tensor:
-        """[W, P, S] of windows that have equally many."""
-        count = self.places[windows[0]][1]
-        begins = torch.tensor([self.places[window][0] for window in windows], device=self.summaries_NS.device)
+        """The summaries [W, P, S] of windows that have the same number of them."""
+        count = self.ranges[windows[0]][1]
+        begins = torch.tensor([self.ranges[window][0] for window in windows], device=self.summaries_NS.device)
         return self.summaries_NS[begins[:, None] + torch.arange(count, device=begins.device)]
 
 
 class Windows:
-    """Windows by number."""
+    """A numbered set of windows."""
 
     def __init__(self) -> None:
         self.all: list[Window] = []
@@ -59,7 +59,7 @@ class Windows:
         return number
 
     def read(self, model: StageBModel, done: Read | None = None) -> Read:
-        """Reads all windows, but not those that `done` has already, whose results come first."""
+        """Reads the windows that are not in `done`, and returns the results of all, those of `done` first."""
         if done is not None and len(done.last_WD) == len(self.all):
             return done
         summary = model.summary
@@ -67,7 +67,7 @@ class Windows:
         begin = 0 if done is None else len(done.last_WD)
         device = next(model.parameters()).device
         order: list[int] = []
-        places = dict(enumerate(done.places)) if done is not None else {}
+        ranges = dict(enumerate(done.ranges)) if done is not None else {}
         columns: list[tuple[Tensor, ...]] = []
         flat = [] if done is None else [done.summaries_NS]
         size = 0 if done is None else len(done.summaries_NS)
@@ -78,16 +78,16 @@ class Windows:
             if first.memory >= 0:
                 flat = [torch.cat(flat)]
                 memories = [self.all[number].memory for number in group]
-                begins = torch.tensor([places[memory][0] for memory in memories], device=device)
-                count = torch.arange(places[memories[0]][1], device=device)
-                prefix_BPD = summary.prefix(flat[0][begins[:, None] + count])
+                begins = torch.tensor([ranges[memory][0] for memory in memories], device=device)
+                offsets = torch.arange(ranges[memories[0]][1], device=device)
+                prefix_BPD = summary.prefix(flat[0][begins[:, None] + offsets])
             hidden_BTD = model.language_model(ids_BT, prefix_BPD=prefix_BPD).hidden_BTD
             until = hidden_BTD.shape[1] - first.marks
             summaries_BPS = summary(hidden_BTD[:, until - first.end : until])
             columns.append((hidden_BTD[:, -1], summary.keys(summaries_BPS), summary.queries(summaries_BPS)))
             flat.append(summaries_BPS.flatten(0, 1))
             for number in group:
-                places[number] = size, summaries_BPS.shape[1]
+                ranges[number] = size, summaries_BPS.shape[1]
                 size += summaries_BPS.shape[1]
             order += group
         back = torch.tensor(order, device=device).argsort()
@@ -95,10 +95,10 @@ class Windows:
         if done is not None:
             last, keys = torch.cat([done.last_WD, last]), torch.cat([done.keys_WS, keys])
             queries = torch.cat([done.queries_WS, queries])
-        return Read(last, keys, queries, torch.cat(flat), tuple(places[number] for number in range(len(self.all))))
+        return Read(last, keys, queries, torch.cat(flat), tuple(ranges[number] for number in range(len(self.all))))
 
     def _groups(self, begin: int) -> list[list[int]]:
-        """Numbers from `begin` on, those of one shape together, none before the window whose summaries it reads."""
+        """Groups the windows from number `begin` on by shape. A window comes after the one whose summaries it reads."""
         depths: dict[int, int] = {}
         groups: dict[tuple[int, int, int, int, int], list[int]] = defaultdict(list)
         for number in range(begin, len(self.all)):

@@ -110,7 +110,7 @@ class PlasticityPhase:
             language_model = model.language_model
             output = language_model(row.ids_BT, cu_seqlens=row.cu_seqlens, fast_weights=FastWeightOptions(row.episodes))
             asked_BT = row.targets_BT != IGNORED
-            # every episode has weight 1, whatever the length of its answer: so the divisor of the step is known
+            # Every episode has weight 1, independent of its answer's length, so the divisor of the step is known.
             weights = (asked_BT / asked_BT.sum(1, keepdim=True).clamp(min=1))[asked_BT]
             targets = row.targets_BT[asked_BT]
             logits = language_model.logits(output.hidden_BTD[asked_BT])
@@ -139,7 +139,8 @@ class PlasticityPhase:
         return loss
 
     def record(self, sums: dict[str, float]) -> dict[str, float]:
-        """Mean loss of an episode, share of the answers' tokens that are most probable, the updates' own objective."""
+        """Mean loss of an episode; the share of the answers' tokens that are most probable; mean of the fast-weight
+        updates' own objective."""
         return {
             "loss": sums["loss"] / max(sums["episodes"], 1),
             "accuracy": sums["correct"] / max(sums["answers"], 1),
@@ -210,9 +211,9 @@ def accuracy(
     for first in range(0, len(numbers), EVALUATION_ROWS):
         episodes = source.batch(numbers[first : first + EVALUATION_ROWS], chunks)
         cache = read(model, episodes.chunks_BNC, carry)
-        found, wanted = answers(model, source, episodes, cache)
-        right["accuracy"] += int(found.sum())
-        asked += int(wanted.sum())
+        right_BP, asked_BP = answers(model, source, episodes, cache)
+        right["accuracy"] += int(right_BP.sum())
+        asked += int(asked_BP.sum())
         for name, change in (changes or {}).items():
             assert cache is not None
             right[name] += int(answers(model, source, episodes, with_fast_weights(cache, change))[0].sum())

@@ -24,7 +24,7 @@ class Objective:
     clip_low, clip_high: the ratio of new to old probability is clipped to [1 - clip_low, 1 + clip_high].
     ratio: of every token; or one of a sequence, the geometric mean over its tokens (GSPO, equation 7).
     mean: over all "tokens" (DAPO); over "sequences" of the mean over their tokens (GRPO, GSPO); or "constant", the sum
-        over sequences * `longest` tokens, whatever their lengths (Dr. GRPO).
+        divided by sequences * `longest` tokens, for any lengths (Dr. GRPO).
     deviation: whether advantages are divided by the group's standard deviation.
     kl_weight: of the divergence from the reference policy, by its estimator k3 = e^d - d - 1, d = log(ref / new).
     """
@@ -47,7 +47,7 @@ OBJECTIVES = {
 
 
 class Advantages(NamedTuple):
-    """advantages_N: 0 in groups whose rewards are all equal, which teach nothing; kept_N: False there (bool)."""
+    """advantages_N: 0 in groups whose rewards are all equal, because they teach nothing. kept_N: bool, False there."""
 
     advantages_N: Tensor
     kept_N: Tensor
@@ -56,9 +56,11 @@ class Advantages(NamedTuple):
 
 
 def group_advantages(rewards_N: Tensor, group_size: int, *, deviation: bool = False) -> Advantages:
-    """r - mean(r) within each run of `group_size` rollouts, in float64; with `deviation` over their deviation.
+    """r - mean(r) within each group of `group_size` successive rollouts, in float64; divided by the group's standard
+    deviation with `deviation`.
 
-    The standard deviation is the sample's (G - 1). Raises ValueError naming the rollout whose reward is not finite.
+    The standard deviation is the sample's (G - 1). Raises ValueError with the number of a rollout whose reward is not
+    finite.
     """
     assert group_size > 1
     assert len(rewards_N) % group_size == 0
@@ -127,9 +129,9 @@ def policy_loss(
     cost_SL = -gain_SL
     divergence_SL = torch.zeros_like(ratio_SL)
     if objective.kl_weight:
-        assert reference_log_probs_SL is not None, "a divergence is from something"
-        apart_SL = counted(reference_log_probs_SL.detach() - log_probs_SL)
-        divergence_SL = torch.expm1(apart_SL) - apart_SL
+        assert reference_log_probs_SL is not None, "a KL term needs the log probabilities of the reference"
+        difference_SL = counted(reference_log_probs_SL.detach() - log_probs_SL)
+        divergence_SL = torch.expm1(difference_SL) - difference_SL
         cost_SL = cost_SL + objective.kl_weight * divergence_SL
     weight_S1 = {
         "tokens": torch.ones_like(advantages_S1) / totals.tokens,
