@@ -66,9 +66,8 @@ def run_all(config: Config, resume: str | Path | None = None, *, callbacks: Sequ
     """
     if not isinstance(config, Config):
         raise ConfigError(f"config must be a cdrmix.Config, for example of Config.from_yaml(path); found {config!r}")
-    for callback in callbacks:
-        if not isinstance(callback, Callback):
-            raise ValueError(f"callbacks must be objects of subclasses of cdrmix.Callback; found {callback!r}")
+    if not isinstance(callbacks, Sequence) or not all(isinstance(callback, Callback) for callback in callbacks):
+        raise ValueError(f"callbacks must be a list of objects of subclasses of cdrmix.Callback; found {callbacks!r}")
     resume = None if resume is None else str(resume)
     world = join(config)
     check_processes(config, world.size)

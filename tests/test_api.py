@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def test_callbacks_are_told_of_a_run_and_may_stop_it(config: cdrmix.Config) -> N
     assert second.told[-1] == "step-00000003"
     bits = [told.valid_bits_per_byte for told in second.told if not isinstance(told, int | str)]  # type: ignore[attr-defined]
     assert bits[-1] == json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["valid_bits_per_byte"]
-    with pytest.raises(ValueError, match=r"subclasses of cdrmix\.Callback; found <function"):
+    with pytest.raises(ValueError, match=r"subclasses of cdrmix\.Callback; found \[<function"):
         cdrmix.train(config, callbacks=[python])  # type: ignore[list-item]
 
 
@@ -146,12 +147,47 @@ def test_logits_and_text_of_a_loaded_model(run: Path) -> None:
         ({"temperature": "0"}, "temperature must be a number; found '0'"),
         ({"stop": [3]}, "stop must be one or several strings that are not empty"),
         ({"stop": ""}, "stop must be one or several strings that are not empty"),
+        ({"stop": None}, "stop must be one or several strings that are not empty; found None"),
+        ({"temperature": float("inf")}, "temperature must be finite and at least 0; found inf"),
     ],
 )
 def test_wrong_arguments_are_told_before_anything_is_drawn(run: Path, arguments: dict[str, Any], message: str) -> None:
     model = cdrmix.load(run, device="cpu")
     with pytest.raises(ValueError, match=re.escape(message)):
         model.generate(**{"prompts": "def "} | arguments)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda model: model.encode(["a"]), "text must be a string; found ['a']"),
+        (lambda model: model.decode([1.5]), "ids must be a sequence of integers; found [1.5]"),
+        (lambda model: model.decode(5), "ids must be a sequence of integers; found 5"),
+        (lambda model: model.stream("a", {"top_k": 3}), "sampling must be a cdrmix.Sampling"),
+        (lambda model: model.to("xyz"), "device must be one of auto, cpu, cuda; found 'xyz'"),
+        (lambda model: model.to(torch.bfloat16), "device must be one of auto, cpu, cuda; found torch.bfloat16"),
+        (lambda model: model.model(torch.zeros(3)), "ids must be an int64 tensor [B, T]; found torch.float32 [3]"),
+        (lambda model: model.model([[1]]), "ids must be an int64 tensor [B, T]; found list"),
+        (lambda model: cdrmix.LanguageModel(model.config), "config must be the model section of a Config"),
+        (lambda model: cdrmix.prepare(model.config.data), "config must be a cdrmix.Config; found Data"),
+        (lambda model: cdrmix.train(model.config, callbacks=Listener()), "callbacks must be a list of objects"),
+        (lambda model: cdrmix.load(None), "path must be a string or a Path; found None"),
+        (lambda model: cdrmix.Config.from_yaml(None), "path must be a string or a Path; found None"),
+        (lambda model: cdrmix.Config.from_yaml("a.yaml", [3]), "overrides must be a list of key.path=value; found [3]"),
+    ],
+)
+def test_arguments_of_a_wrong_type_are_named(run: Path, call: Callable[[Any], object], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call(cdrmix.load(run, device="cpu"))
+
+
+def test_a_device_without_a_gpu_is_refused_in_plain_words(run: Path) -> None:
+    model = cdrmix.load(run, device="cpu")
+    assert model.to("cpu").device.type == model.to(torch.device("cpu")).device.type == "cpu"
+    if not torch.cuda.is_available():
+        for device in ("cuda", torch.device("cuda", 0)):
+            with pytest.raises(ValueError, match="device is cuda, but PyTorch finds no GPU"):
+                model.to(device)
 
 
 def test_numbers_of_numpy_are_seeds(run: Path) -> None:

@@ -75,8 +75,10 @@ def load_yaml(path: str | Path, overrides: Sequence[str], model: type[Model]) ->
     Raises:
         ConfigError: with every problem, its file and line, what is allowed and the nearest name.
     """
-    if isinstance(overrides, str):
-        raise ConfigError(f"overrides must be a list of key.path=value; found the string {overrides!r}")
+    if not isinstance(path, str | Path):
+        raise ConfigError(f"path must be a string or a Path; found {path!r}")
+    if isinstance(overrides, str) or not all(isinstance(override, str) for override in overrides):
+        raise ConfigError(f"overrides must be a list of key.path=value; found {overrides!r}")
     load_plugins()  # the configuration may use names that plugins register
     reader = _ConfigReader(schema_types.root(model))
     root = reader.file(Path(path), Location(str(path)), ()) or Node({}, Location(str(path)))

@@ -62,6 +62,8 @@ def prepare(config: Config, *, say: Say = print) -> ShardSet:
     Raises CorpusError, VocabularyError, ConfigError (a missing tokenizer file, an unknown rule), ShardError (damaged
     shards), DiskFullError, OutOfMemoryError.
     """
+    if not isinstance(config, Config):
+        raise ValueError(f"config must be a cdrmix.Config; found {type(config).__name__}")
     data = config.data
     sources, tokenizer = open_inputs(config)
     key = content_key(config, sources, tokenizer)

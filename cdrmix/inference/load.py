@@ -153,7 +153,10 @@ def load_exported(path: str | Path) -> Loaded:
             weights |= load_file(path / name)
         except SafetensorError as error:
             raise CheckpointError(f"{path / name}: not a safetensors file: {error}") from error
-    step = json.loads((path / "config.json").read_text(encoding="utf-8"))["step"]
+    try:
+        step = int(json.loads((path / "config.json").read_text(encoding="utf-8"))["step"])
+    except (ValueError, TypeError, LookupError) as error:
+        raise CheckpointError(f"{path / 'config.json'} has no step: it is not a description of a model") from error
     model, heads = build(config, weights, origin=path)
     return Loaded(model, _tokenizer(path / "tokenizer.json", config), config, step, heads)
 

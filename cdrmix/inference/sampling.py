@@ -47,16 +47,22 @@ class Sampling:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ConfigError(f"{name} must be a number; found {value!r}")
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        stop = self.stop if isinstance(self.stop, Sequence) else (None,)
+        stop = (stop,) if isinstance(stop, str) else tuple(stop)
         if not all(isinstance(text, str) and text for text in stop):
             raise ConfigError(f"stop must be one or several strings that are not empty; found {self.stop!r}")
         object.__setattr__(self, "stop", stop)
         for name, value, allowed, text in (
-            ("temperature", self.temperature, 0 <= self.temperature < float("inf"), "at least 0"),
+            ("temperature", self.temperature, 0 <= self.temperature < float("inf"), "finite and at least 0"),
             ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("top_k", self.top_k, self.top_k >= 0, "at least 0"),
             ("min_p", self.min_p, 0 <= self.min_p <= 1, "at least 0 and at most 1"),
-            ("repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty < float("inf"), "above 0"),
+            (
+                "repetition_penalty",
+                self.repetition_penalty,
+                0 < self.repetition_penalty < float("inf"),
+                "finite and above 0",
+            ),
             ("seed", self.seed, 0 <= self.seed < 2**63, "at least 0 and below 2^63"),
             ("max_new_tokens", self.max_new_tokens, self.max_new_tokens > 0, "at least 1"),
         ):

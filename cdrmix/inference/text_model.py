@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from cdrmix.inference.generate import generate
 from cdrmix.inference.load import Loaded, load_model
 from cdrmix.inference.sampling import Sampling
 from cdrmix.model.language_model import LanguageModel
-from cdrmix.runtime import work_alone
+from cdrmix.runtime import device_type, work_alone
 
 
 class TextModel:
@@ -45,22 +46,36 @@ class TextModel:
         return self.model.embedding.weight.device
 
     def to(self, device: str | torch.device) -> TextModel:
-        """Moves the weights to a device and returns this object."""
+        """Moves the weights to a device and returns this object.
+
+        device: auto, cpu, cuda, or a torch.device of a GPU. Raises ConfigError if it does not exist.
+        """
+        if not isinstance(device, torch.device):
+            device = torch.device(device_type(device, "device"))
+        elif device.type != "cpu":
+            device_type(device.type, "device")  # whether there is one
         self.model.to(device)
         return self
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of a text, without an end-of-text token."""
+        """The token ids of a text, without an end-of-text token. Raises ValueError if it is not a string."""
+        if not isinstance(text, str):
+            raise ValueError(f"text must be a string; found {text!r}")
         return self.tokenizer.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids. Bytes that are not UTF-8 become U+FFFD. Ids without a token give no text.
 
-        Raises ValueError for ids outside of the vocabulary of the model.
+        ids: integers, also as a tensor or a NumPy array [T].
+        Raises ValueError for anything else, and for ids outside of the vocabulary of the model.
         """
-        if len(ids):
-            self._check_range(min(ids), max(ids))
-        return self.tokenizer.decode_bytes(list(ids)).decode("utf-8", errors="replace")
+        try:
+            integers = [operator.index(each) for each in ids]
+        except TypeError:
+            raise ValueError(f"ids must be a sequence of integers; found {ids!r}") from None
+        if integers:
+            self._check_range(min(integers), max(integers))
+        return self.tokenizer.decode_bytes(integers).decode("utf-8", errors="replace")
 
     @torch.no_grad()
     def logits(self, ids: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
@@ -163,9 +178,12 @@ class TextModel:
     ) -> Iterator[tuple[int, str]]:
         """Yields (number of the prompt, piece of text) while the texts are generated. A piece has complete characters.
 
+        sampling: the arguments of `generate`, except for the seeds.
         seed: one seed for all prompts, or one for each prompt; it replaces the seed of the sampling.
         """
-        sampling = sampling or Sampling()
+        sampling = Sampling() if sampling is None else sampling
+        if not isinstance(sampling, Sampling):
+            raise ValueError(f"sampling must be a cdrmix.Sampling, as Sampling(top_k=40); found {sampling!r}")
         return self._stream(_texts(prompts), sampling, sampling.seed if seed is None else seed)
 
     def _stream(self, texts: list[str], sampling: Sampling, seed: int | Sequence[int]) -> Iterator[tuple[int, str]]:
@@ -199,6 +217,9 @@ def load(path: str | Path, *, device: str | None = None) -> TextModel:
         CheckpointError: there is no complete model at the path.
         ConfigError: the device does not exist.
         VocabularyError: the tokenizer does not match the model.
+        ValueError: `path` is neither a string nor a Path.
     """
+    if not isinstance(path, str | Path):
+        raise ValueError(f"path must be a string or a Path; found {path!r}")
     loaded = load_model(Path(path))
     return TextModel(loaded).to(work_alone(loaded.config, device))

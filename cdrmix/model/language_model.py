@@ -66,6 +66,10 @@ class LanguageModel(nn.Module):
         narrow_residual: bool = False,
     ) -> None:
         super().__init__()
+        if not isinstance(config, Model):
+            raise ValueError(
+                f"config must be the model section of a Config, config.model; found {type(config).__name__}"
+            )
         self.config = config
         self.activation_checkpointing = activation_checkpointing
         self.narrow_residual = narrow_residual
@@ -103,7 +107,8 @@ class LanguageModel(nn.Module):
         prefix_BPD: Tensor | None = None,
         fast_weights: FastWeightOptions | None = None,
     ) -> Output:
-        """ids int64 [B, T]; cu_seqlens int [D + 1] over the flattened tokens: the model forgets at each start.
+        """ids int64 [B, T], each in [0, vocab_size); cu_seqlens int [D + 1] over the flattened tokens: the model forgets
+        at each start.
 
         cache: continues an earlier call's rows (one document a row, so not together with cu_seqlens).
         return_cache: with cu_seqlens the cache has a row for each document, none of which may be empty; a model with
@@ -119,6 +124,9 @@ class LanguageModel(nn.Module):
             if (cu_seqlens.diff() < 1).any():
                 raise ValueError("return_cache with cu_seqlens: every document must have at least one token")
         options = FastWeightOptions() if fast_weights is None else fast_weights
+        if not isinstance(ids_BT, Tensor) or ids_BT.ndim != 2 or ids_BT.dtype not in (torch.int64, torch.int32):
+            found = f"{ids_BT.dtype} {list(ids_BT.shape)}" if isinstance(ids_BT, Tensor) else type(ids_BT).__name__
+            raise ValueError(f"ids must be an int64 tensor [B, T]; found {found}")
         batch, length = ids_BT.shape
         if not ids_BT.numel():
             raise ValueError(f"ids are {batch} rows of {length} tokens: give at least one token, in every process")
