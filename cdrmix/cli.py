@@ -11,12 +11,15 @@ import errno
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from cdrmix import commands
 from cdrmix.data.escaping import escape_unprintable
-from cdrmix.errors import CdrmixError, ConfigError, DiskFullError, Preempted
+from cdrmix.errors import CdrmixError, CdrmixWarning, ConfigError, DiskFullError, Preempted
 from cdrmix.gpus import GPUS
 from cdrmix.training import launch
 
@@ -41,13 +44,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
-        return _run(arguments)
+        with warnings.catch_warnings():
+            warnings.showwarning = partial(_show_warning, warnings.showwarning)
+            return _run(arguments)
     except Exception as error:
         message = "cdrmix: error: unexpected error (a defect of cdrmix); the traceback is above"
         raise SystemExit(_fail(UNEXPECTED, message, show_traceback=True)) from error
     finally:
         if launch.is_worker():
             launch.end_work()
+
+
+def _show_warning(
+    others: Callable[..., None], message: Warning | str, category: type[Warning], *where: Any, **options: Any
+) -> None:
+    """Prints a CdrmixWarning as one line, without the line of code that issued it; others as Python does."""
+    if issubclass(category, CdrmixWarning):
+        print(f"cdrmix: warning: {message}", file=sys.stderr)
+    else:
+        others(message, category, *where, **options)
 
 
 def _run(arguments: Sequence[str]) -> int:
@@ -206,7 +221,8 @@ def parser() -> argparse.ArgumentParser:
     text = "which of a run's: best (on held-out text), last, or a checkpoint (default: the run's export.checkpoint)"
     export.add_argument("--checkpoint", metavar="best|last|PATH", help=text)
     where = export.add_mutually_exclusive_group()
-    where.add_argument("--out", type=Path, metavar="PATH", help="folder to create (default: export/ in the run folder)")
+    text = "folder to create (default: export/ in the run folder; a finished run has it already)"
+    where.add_argument("--out", type=Path, metavar="PATH", help=text)
     where.add_argument(
         "--rwkv", type=Path, metavar="OUT.pth", help="write a pure RWKV-7 model for the rwkv package instead"
     )

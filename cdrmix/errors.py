@@ -9,6 +9,10 @@ class CdrmixError(Exception):
     exit_code = 1
 
 
+class CdrmixWarning(UserWarning):
+    """Something that a user should know but that does not prevent the work."""
+
+
 class ConfigError(CdrmixError, ValueError):
     """The configuration or the command line is wrong, or the configuration does not fit the machine."""
 

@@ -216,6 +216,7 @@ def _reached(run: RunFolder, stage: str, step: int) -> bool:
 def _after_training(run: RunFolder, shards: ShardSet, device: torch.device) -> None:
     loaded = load_model(run.path, device)
     if run.summary().get("held_out_step") != loaded.step:
+        run.say(f"Evaluating step {loaded.step} on held-out text")
         figures = _held_out(loaded, shards, loaded.config)
         run.update_summary({"held_out": dataclasses.asdict(figures), "held_out_step": loaded.step})
         run.say(held_out_table(figures))
@@ -391,9 +392,12 @@ def export_to(model: Path, out: Path | None, checkpoint: str | None = None) -> P
     if (model / SUMS).is_file():
         raise CheckpointError(f"{model} is already an exported model")
     run = RunFolder.open(run_of(model).path)
+    target = out or run.export
+    if target.exists():
+        raise ConfigError(f"{target} exists; an export is never overwritten: name another folder with --out")
     loaded = _to_export(model, checkpoint)
     with contextlib.nullcontext() if out else run.locked():
-        return export_model(loaded, out or run.export, summary=run.summary())
+        return export_model(loaded, target, summary=run.summary())
 
 
 def export_rwkv(model: Path, out: Path, checkpoint: str | None = None) -> Path:

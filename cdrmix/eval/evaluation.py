@@ -146,10 +146,10 @@ def evaluations(asked: Sequence[str]) -> list[str]:
         family = [each for each in known if name in (EVERYTHING, each) or each.startswith(f"{name}_")]
         if not family:
             close = nearest(name, [*known, *{each.partition("_")[0] for each in known}])
-            hint = f"; did you mean {close!r}?" if close else ""
+            hint = f"; did you mean {close!r}?" if close else "."
             raise ConfigError(
-                f"--tasks: there is no evaluation {name!r}{hint}; there are {', '.join(known)}; a family name such as "
-                f"ruler stands for all that begin with it, {EVERYTHING} for every evaluation"
+                f"--tasks: there is no task {name!r}{hint} The tasks are {', '.join(known)}. A family name such as "
+                f"ruler means all tasks that begin with it; {EVERYTHING} means every task."
             )
         selected |= dict.fromkeys(family)
     return list(selected)

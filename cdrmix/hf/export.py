@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cdrmix.durable import disk_guard, sha256_file, sync_file, sync_folder
+from cdrmix.durable import disk_guard, is_disk_full, sha256_file, sync_file, sync_folder
 from cdrmix.errors import ConfigError, ExportMismatchError
 from cdrmix.hf.card import model_card
 from cdrmix.inference.load import SUMS, Loaded, load_exported
@@ -52,9 +52,14 @@ def export_model(
     with disk_guard(
         f"the export {target}", "The incomplete export was removed. Free some space, or choose a path on another disk."
     ):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _remove_remains(target)
-        temporary.mkdir()
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _remove_remains(target)
+            temporary.mkdir()
+        except OSError as error:
+            if is_disk_full(error):
+                raise
+            raise ConfigError(f"cannot write the export {target}: {error.strerror}; choose another path") from error
         try:
             for path in attachments:
                 shutil.copyfile(path, temporary / path.name)

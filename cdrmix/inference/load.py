@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from torch import Tensor
 from cdrmix.config.schema import Config
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.durable import sha256_file
-from cdrmix.errors import CheckpointError, VocabularyError
+from cdrmix.errors import CdrmixWarning, CheckpointError, VocabularyError
 from cdrmix.inference.checkpoints import has_average, list_checkpoints, read_weights, state_dict_mismatch, step_of
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.run_folder import RunFolder
@@ -89,7 +90,7 @@ def final_weights(path: Path, *, average: bool = False) -> tuple[Path, dict[str,
     """The checkpoint of `path`, and its weights or their running average, on the CPU.
 
     path: a checkpoint, or a run folder, of which the newest checkpoint with valid weights is taken. Only the weights
-    are verified, not the optimizer state, which is twice as large.
+    are verified, not the optimizer state, which is twice as large. Warns if a newer checkpoint is damaged.
     Raises CheckpointError if there is none; the message gives the problem of the newest checkpoint.
     """
     if (path / "manifest.json").is_file():
@@ -98,9 +99,13 @@ def final_weights(path: Path, *, average: bool = False) -> tuple[Path, dict[str,
     problems: list[str] = []
     for checkpoint in reversed(list_checkpoints(folder)):
         try:
-            return checkpoint, read_weights(checkpoint, average=average and has_average(checkpoint))
+            weights = read_weights(checkpoint, average=average and has_average(checkpoint))
         except CheckpointError as error:
             problems.append(str(error))
+            continue
+        if problems:
+            warnings.warn(f"{problems[0]}; {checkpoint.name} is used instead", CdrmixWarning, stacklevel=2)
+        return checkpoint, weights
     raise CheckpointError(f"{path}: no complete checkpoint in {folder}" + (f": {problems[0]}" if problems else ""))
 
 

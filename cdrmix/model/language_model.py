@@ -107,8 +107,8 @@ class LanguageModel(nn.Module):
         prefix_BPD: Tensor | None = None,
         fast_weights: FastWeightOptions | None = None,
     ) -> Output:
-        """ids int64 [B, T], each in [0, vocab_size); cu_seqlens int [D + 1] over the flattened tokens: the model forgets
-        at each start.
+        """ids int64 [B, T] in [0, vocab_size); cu_seqlens int [D + 1] over the flattened tokens: the model forgets at
+        each start.
 
         cache: continues an earlier call's rows (one document a row, so not together with cu_seqlens).
         return_cache: with cu_seqlens the cache has a row for each document, none of which may be empty; a model with

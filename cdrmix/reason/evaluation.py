@@ -82,7 +82,9 @@ def evaluate_stage_b(
         measure_of["operations"] = measure_operations
     model.eval()
     measured: dict[str, dict[str, dict[str, float]]] = {}
+    lengths = ", ".join(map(str, section.chunks))
     for name, measure in measure_of.items():
+        say(f"Measuring {name}, on and off: {section.episodes} episodes of {lengths} chunks each")
         measured[name] = {str(chunks): measure(chunks) for chunks in section.chunks}
         say(table(name, measured[name]))
     return measured

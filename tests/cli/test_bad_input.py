@@ -103,6 +103,7 @@ def half_done(arguments: Arguments, workspace: Path) -> Path:
     return path
 
 
+@pytest.mark.filterwarnings("default::cdrmix.errors.CdrmixWarning")
 def test_a_corrupt_checkpoint_is_passed_over(
     arguments: Arguments, half_done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,6 +115,11 @@ def test_a_corrupt_checkpoint_is_passed_over(
     damaged = bytearray(weights.read_bytes())
     damaged[-1] ^= 1
     weights.write_bytes(damaged)
+    assert main(["compare", str(half_done), str(copy)]) == 1
+    warning = capsys.readouterr().err
+    assert warning.startswith("cdrmix: warning: ")
+    assert "step-00000004" in warning
+    assert warning.endswith("; step-00000002 is used instead\n")
     RunFolder.open(copy).update_summary({"finished": False})
     command = ["train", *arguments(f"run.root={half_done.parent}"), "--resume", str(copy)]
     assert main(command) == 0

@@ -48,7 +48,7 @@ def test_accuracies_by_length_of_run_checkpoint_and_export(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--tasks", "recal"], "there is no evaluation 'recal'; did you mean 'recall'?"),
+        (["--tasks", "recal"], "there is no task 'recal'; did you mean 'recall'?"),
         (
             ["--tasks", "ruler_cwe", "--lengths", "100"],
             "of these lengths; ruler_cwe at 100: its shortest",
