@@ -40,8 +40,8 @@ def compare(path_a: Path, path_b: Path) -> Comparison:
         lines += [what + line for line in _differences(weights_a, weights_b)]
     if not lines:
         tensors = [tensor for _, weights, _ in pairs for tensor in weights.values()]
-        parameters = sum(tensor.numel() for tensor in tensors)
-        return Comparison(True, (f"identical: {len(tensors)} tensors, {parameters:,} parameters, step {a.step}",))
+        values = sum(tensor.numel() for tensor in tensors)
+        return Comparison(True, (f"identical: {len(tensors)} tensors, {values:,} values, step {a.step}",))
     if step := first_metric_difference(path_a, path_b):
         lines.append(step)
     return Comparison(False, ("different: the final weights are not identical", *lines))

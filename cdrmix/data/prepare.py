@@ -78,14 +78,12 @@ def prepare(config: Config, *, say: Say = print) -> ShardSet:
                     return open_shards(folder)
     prepared = open_shards(folder)
     bad = BadRecords(data.max_bad_records, _silent)
-    bad.add_many(
-        prepared.report["bad_records"], prepared.report["bad_records_shown"]
-    )  # the limit may have been lowered
+    # The limit may be lower than when the shards were made.
+    bad.add_many(prepared.report["bad_records"], prepared.report["bad_records_shown"])
     if prepared.key != key:
         raise ShardError(f"{folder} holds shards of the content key {prepared.key}, not {key}; delete it")
-    shutil.rmtree(
-        folder.parent / f".{folder.name}.work", ignore_errors=True
-    )  # a process was killed before it deleted it
+    # This folder is left if a process was killed before it deleted it.
+    shutil.rmtree(folder.parent / f".{folder.name}.work", ignore_errors=True)
     say(f"Reusing prepared text in {folder}: {summary(prepared.report)}")
     return prepared
 

@@ -183,9 +183,8 @@ def generate(
     for prompt in prompts:
         if not isinstance(prompt, str):
             raise ConfigError(f"a prompt must be a string; found {prompt!r}")
-        if any(
-            "\ud800" <= character <= "\udfff" for character in prompt
-        ):  # how Python represents bytes that are not UTF-8
+        # Python represents bytes that are not UTF-8 by surrogates.
+        if any("\ud800" <= character <= "\udfff" for character in prompt):
             raise ConfigError("a prompt must be UTF-8 text; this prompt has bytes that are not UTF-8")
     return _generate(model, tokenizer, prompts, samplings)
 

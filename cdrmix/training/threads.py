@@ -17,10 +17,7 @@ WARM_UP = 3  # untimed steps: kernels are compiled and memory is allocated
 ROUNDS = 2  # steps with each number in a trial; the fastest counts, since disturbances only add time
 HOPELESS = 1.5  # smaller numbers are not tried after one that takes this multiple of the best time
 GAIN = 0.95  # another number is chosen if it takes at most this fraction of the time
-SLOWER, FASTER = (
-    1.25,
-    0.8,
-)  # range of the median of RECENT steps, relative to the last trial
+SLOWER, FASTER = 1.25, 0.8  # range of the median of RECENT steps, relative to the last trial
 RECENT = 5
 PERIOD = 200  # least steps between trials at constant speed
 OFTEN, SELDOM = 20, 100  # steps between trials for each step that a trial cost: 5 % at changing speed, else 1 %

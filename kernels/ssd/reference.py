@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 CHUNK = 32  # tokens; on a CPU 32 and 64 are within a tenth of each other, and 16 is slower
-LOWEST = (
-    -1e6
-)  # the least log decay: its exponential is 0 in every dtype, as that of -inf; but 0 times -inf would be NaN
+# The least log decay. Its exponential is 0 in every dtype, as that of -inf; but 0 times -inf would be NaN.
+LOWEST = -1e6
 
 
 def ssd_scan_recurrence(

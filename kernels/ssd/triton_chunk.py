@@ -267,9 +267,8 @@ def ssd_scan_gradient_values(
 
     # The gradient of the exponents is dA * A.
     t, other = rows[:, None], rows[None, :]
-    pairs = sums(
-        tl.where(other < t, 1.0, 0.0), dA_t * A_t.to(tl.float32), operand, SUMS
-    )  # sum over j < t: [C of t, C of i]
+    # The sum over j < t, [C of t, C of i].
+    pairs = sums(tl.where(other < t, 1.0, 0.0), dA_t * A_t.to(tl.float32), operand, SUMS)
     pairs += (read * entering)[None, :]
     total = tl.sum(tl.where(other > t, pairs, 0.0) if EXCLUSIVE else tl.where(other >= t, pairs, 0.0), 1)
     total += tl.sum(tl.where(other < t, written[None, :], 0.0), 1) + tl.sum(through, 0) * tl.exp(coarse + fine)

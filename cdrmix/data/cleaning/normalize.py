@@ -65,9 +65,8 @@ def html_text(html: str) -> str:
     html = normalize(html)  # the parser rejects surrogates
     try:
         text = _extract(html, main_content=True).strip() if nesting(html) <= MAX_NESTING else ""
-        return normalize(
-            text or _extract(html, main_content=False).strip()
-        )  # entities such as &#0; become characters in the parser
+        # Once more, because entities such as &#0; become characters in the parser.
+        return normalize(text or _extract(html, main_content=False).strip())
     except HTMLParserException:
         return ""
 

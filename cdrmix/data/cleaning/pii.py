@@ -208,6 +208,7 @@ def _is_random(value: bytes) -> bool:
 
 
 KIND_OF = {"token": "secret", "assigned": "secret"}  # two forms of one kind
+# Each returns the number of bytes to replace; 0: the candidate is not valid.
 VALIDATORS: dict[str, Callable[[Candidate], int]] = {
     "email": _email,
     "phone": _phone,
@@ -216,4 +217,4 @@ VALIDATORS: dict[str, Callable[[Candidate], int]] = {
     "iban": _iban,
     "token": _token,
     "assigned": _assigned,
-}  # each returns the number of bytes to replace; 0: the candidate is not valid
+}

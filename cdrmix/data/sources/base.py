@@ -7,6 +7,7 @@ that cannot be read, raise CorpusError.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -172,14 +173,12 @@ class FileSource(Source):
         for path in self.files:
             with reading(path):
                 status = path.stat()
-            identity.append([str(path.absolute()), status.st_size, status.st_mtime_ns])
+            identity.append([os.path.abspath(path), status.st_size, status.st_mtime_ns])
         return identity
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **vars(self),
-            "files": [],
-        }  # the source is sent with every part, and the list may have millions of files
+        # The source is sent with every part, and the list may have millions of files.
+        return {**vars(self), "files": []}
 
     def describe(self) -> str:
         return f"{len(self.files)} files of data.source.paths={self.paths}"

@@ -98,9 +98,8 @@ class CommaSeparated(FileSource):
             # surrogateescape, so that a bad byte does not end the file; parsing then rejects only that row
             text_stream = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
             record_lines = RecordLines(text_stream)
-            reader = csv.reader(
-                record_lines, strict=True
-            )  # otherwise an unmatched quote extends to the end of the file
+            # strict, because otherwise an unmatched quote extends to the end of the file
+            reader = csv.reader(record_lines, strict=True)
             header: list[str] | None = None
             while True:
                 record_lines.begin_record()

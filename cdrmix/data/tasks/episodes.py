@@ -255,9 +255,8 @@ def poisoned(rng: HashedRng, difficulty: Poisoned, chunks: int, chunk: int) -> T
     index = np.arange(pairs)
     told_in = order[:, index % good]
     _put(chunks_BNC, told_in, np.broadcast_to(index // good, keys.shape), _pairs(keys, difficulty.first_value + values))
-    shift = 1 + rng.randrange(
-        "wrong", difficulty.values - 1, chunks, pairs
-    )  # never 0 modulo the values, so always wrong
+    # Never 0 modulo the number of values, so the value is always wrong.
+    shift = 1 + rng.randrange("wrong", difficulty.values - 1, chunks, pairs)
     wrong = difficulty.first_value + (values[:, None] + shift) % difficulty.values
     bound = np.argsort(rng.bits("bound", chunks, pairs), axis=-1, kind="stable")[:, :, : difficulty.bad_pairs]
     lies = np.stack([keys[rows[:, None], bound], np.take_along_axis(wrong, bound, axis=-1)], axis=-1)
@@ -357,9 +356,8 @@ def hops(rng: HashedRng, difficulty: Hops, chunks: int, chunk: int) -> TokenEpis
     pairs = _pairs(keys, told.reshape(-1, facts))
     chunks_BNC = _scattered(rng, difficulty, difficulty.decoys, facts, chunks, chunk)
     _put(chunks_BNC, index // slots, index % slots, pairs)
-    asked = np.broadcast_to(
-        np.arange(length), (rng.batch, length)
-    )  # of the first chain, because names are in random order
+    # Of the first chain: which one does not matter, because the names are in random order.
+    asked = np.broadcast_to(np.arange(length), (rng.batch, length))
     return TokenEpisodes(
         names[:, 0, -1:],
         chunks_BNC,
