@@ -39,7 +39,9 @@ class FilterChain:
         self.names = _expanded(section.rules, key)
         for name in section.bounds:
             if name not in RULES.names():
-                raise ConfigError(_unknown(f"{key}.bounds", name, RULES.names(), self.names))
+                raise ConfigError(
+                    _unknown(f"{key}.bounds", name, RULES.names(), f"{key}.rules has {', '.join(self.names) or 'none'}")
+                )
             if name not in self.names:
                 raise ConfigError(f"{key}.bounds: {name!r} is not in {key}.rules; add it there or remove its bound")
         if "language" in self.names and (unknown := set(section.languages) - set(language.model().labels)):
@@ -91,11 +93,12 @@ def _expanded(names: Iterable[str], key: str) -> list[str]:
         elif name in RULES.names():
             expanded[name] = None
         else:
-            raise ConfigError(_unknown(f"{key}.rules", name, [*GROUPS, *RULES.names()], sorted(GROUPS)))
+            listed = f"groups of rules: {', '.join(sorted(GROUPS))}; rules: {', '.join(RULES.names())}"
+            raise ConfigError(_unknown(f"{key}.rules", name, [*GROUPS, *RULES.names()], listed))
     return list(expanded)
 
 
-def _unknown(key: str, name: str, known: Iterable[str], listed: Sequence[str]) -> str:
+def _unknown(key: str, name: str, known: Iterable[str], listed: str) -> str:
     close = nearest(name, known) or next((other for other in sorted(known) if name in other), None)
     hint = f" Did you mean {close!r}?" if close else ""
-    return f"{key}: unknown rule {name!r}; known here: {', '.join(listed) or '(no rules)'}.{hint}"
+    return f"{key}: unknown rule {name!r}; {listed}.{hint}"
