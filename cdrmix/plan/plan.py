@@ -159,9 +159,8 @@ def plan_table(plan: Plan) -> str:
         several = f"; {together} on a machine: {memory.host_bytes * together / 1e9:,.0f}" if together > 1 else ""
         lines.append(f"  {'main memory':<14}{_gb(memory.host_bytes)}   to build the model and to save it{several}")
     saved = [(name, size) for name, size in memory.saved_by_operator.items() if size >= 0.01 * memory.total]
-    if saved:
-        lines += ["", "Saved for the backward pass, GB, by operator"]
-        lines += [f"  {name:<44}{_gb(size)}" for name, size in saved]
+    lines += ["", "Saved for the backward pass, GB, by operator"]
+    lines += [f"  {name:<44}{_gb(size)}" for name, size in saved] or ["  none has 1 % of the total"]
     flops = plan.flops
     unit, scale = ("GFLOP", 1e9) if flops.total >= 1e8 else ("MFLOP", 1e6)
     lines += ["", f"Operations per token, {unit}"]
