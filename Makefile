@@ -24,7 +24,7 @@ help:
 	@echo 'make train     prepare, train, evaluate and export CONFIG ($(CONFIG)); ARGS="key.path=value ..." overrides'
 	@echo 'make test      lint, types and the quick tests, in eight minutes on two cores;  make test-all  every test'
 	@echo 'make gate      of the tests what stage B stands on, in five minutes'
-	@echo 'make mutations  puts 20 errors into copies of the code, one at a time; the quick tests must find each'
+	@echo 'make mutations  puts errors into copies of the code, one at a time; the quick tests must find each'
 	@echo 'make lint      ruff and mypy alone;  make format  rewrites what ruff can;  make clean  forgets .venv and builds'
 	@echo 'make docs      the documentation as a web site in build/docs, which needs no network'
 	@echo 'make gpu-wheels  what a bare GPU machine lacks for benchmarks/gpu.sh, in .whl: at most 64 MiB'

@@ -13,9 +13,8 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TextIO
 
 from cdrmix import commands
 from cdrmix.data.escaping import escape_unprintable
@@ -45,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = partial(_show_warning, warnings.showwarning)
+            warnings.showwarning = _printer(warnings.showwarning)
             return _run(arguments)
     except Exception as error:
         message = "cdrmix: error: unexpected error (a defect of cdrmix); the traceback is above"
@@ -55,14 +54,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             launch.end_work()
 
 
-def _show_warning(
-    others: Callable[..., None], message: Warning | str, category: type[Warning], *where: Any, **options: Any
-) -> None:
-    """Prints a CdrmixWarning as one line, without the line of code that issued it; others as Python does."""
-    if issubclass(category, CdrmixWarning):
-        print(f"cdrmix: warning: {message}", file=sys.stderr)
-    else:
-        others(message, category, *where, **options)
+def _printer(others: Callable[..., None]) -> Callable[..., None]:
+    """Prints a CdrmixWarning as one line, without the line of code that issued it; other warnings by `others`."""
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if issubclass(category, CdrmixWarning):
+            print(f"cdrmix: warning: {message}", file=sys.stderr)
+        else:
+            others(message, category, filename, lineno, file, line)
+
+    return show
 
 
 def _run(arguments: Sequence[str]) -> int:

@@ -115,7 +115,7 @@ def test_names_families_and_mistakes() -> None:
     assert evaluations(["recall", "babilong", "recall"]) == ["recall", *(f"babilong_qa{n}" for n in range(1, 6))]
     assert evaluations(["all"]) == EVALUATIONS.names()
     with pytest.raises(
-        ConfigError, match=r"no evaluation 'recal'; did you mean 'recall'\?; there are arithmetic, .*update"
+        ConfigError, match=r"no task 'recal'; did you mean 'recall'\? The tasks are arithmetic, .*update"
     ):
         evaluations(["recall", "recal"])
     with pytest.raises(ConfigError, match=r"did you mean 'babilong'\?"):
