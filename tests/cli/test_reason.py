@@ -79,9 +79,8 @@ def test_an_exported_model_has_adapters_and_heads(finished: Path) -> None:
 
 
 # In each phase that draws; step 3 of the phase, so that a checkpoint of the same phase may be there or not.
-@pytest.mark.parametrize(
-    "phase", ["acceptance", *(pytest.param(name, marks=pytest.mark.slow) for name in ("policy", "operations", "joint"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["acceptance", "policy", "operations", "joint"])
 def test_killed_in_a_phase_and_resumed(finished: Path, arguments: Arguments, phase: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "cdrmix.cli", "train", *arguments(*REASON, f"run.root={tmp_path}")]
     victim = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -106,7 +105,7 @@ def test_killed_in_a_phase_and_resumed(finished: Path, arguments: Arguments, pha
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_two_processes_share_a_phase_out(arguments: Arguments, stage: int, tmp_path: Path) -> None:
+def test_two_processes_divide_a_phase(arguments: Arguments, stage: int, tmp_path: Path) -> None:
     steps = [f"reasoning.phases.{name}.steps=2" for name in PHASES]
     overrides = arguments(*REASON, *steps, f"run.root={tmp_path}", f"train.zero_stage={stage}")
     assert main(["train", "--nproc", "2", *overrides]) == 0

@@ -278,6 +278,7 @@ def test_imitation_is_divided_among_processes() -> None:
     torch.testing.assert_close(gradient(model, [*shares[0], *shares[1]]), gradient(model, whole), rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_imitation_learns(training: Callable[[Config, int, float], Config]) -> None:
     config, model = config_of(), model_of()
     phase = ImitationPhase(config, source_for(config))

@@ -117,6 +117,7 @@ def checkpoint_bytes(run: Path) -> dict[str, bytes]:
     return files
 
 
+@pytest.mark.slow
 def test_two_runs_and_a_killed_one_have_the_same_bits_and_the_model_can_be_used(
     work, tmp_path: Path, corpus: Path, device: str
 ) -> None:

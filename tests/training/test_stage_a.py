@@ -356,6 +356,7 @@ def test_a_profile_is_written_and_changes_no_weight(trainer: Trainer) -> None:
     assert not plain.profile.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # PyTorch's compiler looks, and hides it where none is raised
 def test_compiled_blocks_keep_the_bits_of_a_run_and_share_their_code(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
