@@ -112,3 +112,12 @@ def test_what_is_no_checkpoint_of_the_run(
     assert "--checkpoint is for a run folder" in capsys.readouterr().err
     assert main(["train", *arguments("export.checkpoint=/no/where")]) == 2
     assert "export.checkpoint: /no/where does not exist" in capsys.readouterr().err
+
+
+def test_a_path_that_cannot_be_used_is_refused(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "--model", str(run.path), "--out", str(run.config_snapshot / "export")]) == 2
+    assert "cannot write the export" in capsys.readouterr().err
+    assert main(["export", "--model", str(run.path)]) == 2
+    message = capsys.readouterr().err
+    assert "an export is never overwritten: name another folder with --out" in message
+    assert "Exporting" not in message

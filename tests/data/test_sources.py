@@ -444,3 +444,13 @@ def test_a_hugging_face_revision(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_kind_of_the_schema_has_a_source() -> None:
     kinds = {section.model_fields["kind"].annotation.__args__[0] for section in schema.Source.__origin__.__args__}
     assert {*SOURCES.names(), "plugin"} == kinds
+
+
+def test_a_path_with_dots_is_the_same_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(jsonl(["one"]))
+    (tmp_path / "b").mkdir()
+    direct, by_dots = (
+        make_source(ADAPTER.validate_python({"kind": "jsonl", "paths": [str(path)]}))
+        for path in (tmp_path / "a.jsonl", tmp_path / "b" / ".." / "a.jsonl")
+    )
+    assert direct.identity() == by_dots.identity()
