@@ -10,6 +10,7 @@ It writes the whole page docs/stage-b-results.md; in docs/stage-b.md only the ta
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -21,7 +22,7 @@ import torch
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_ablation import Ablation
 from cdrmix.reason.experiments.ablation import fingerprint
-from cdrmix.reason.experiments.table import Judgement, arms_table, claim_of, judge, table
+from cdrmix.reason.experiments.table import Judgement, arms_table, claim_of, judge, section_lines, table
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs" / "ablations"
@@ -52,9 +53,10 @@ COUNTED: dict[Judgement, str] = {
     "not run": "were not run",
 }
 
-Measured = dict[str, dict[int, dict[str, float]]]
+Runs = dict[str, dict[int, dict[str, float]]]
 
 
+@functools.cache
 def ablation_of(name: str) -> Ablation:
     """The section `ablation:` of a file."""
     section = Config.from_yaml(CONFIGS / f"{name}.yaml").ablation
@@ -62,7 +64,7 @@ def ablation_of(name: str) -> Ablation:
     return section
 
 
-def collect(rows: Iterable[dict[str, Any]]) -> dict[str, Measured]:
+def collect(rows: Iterable[dict[str, Any]]) -> dict[str, Runs]:
     """Results by file, arm and seed. An arm without rows of its own gets the rows of an equal arm in another file.
 
     Raises ValueError for a row whose arm does not exist, and for two rows of one arm and seed.
@@ -78,19 +80,19 @@ def collect(rows: Iterable[dict[str, Any]]) -> dict[str, Measured]:
         if (name, arm) not in own:
             raise ValueError(f"{RESULTS}: {row['case']!r} is no arm of a file in {CONFIGS}")
         if row["seed"] in own[name, arm]:
-            raise ValueError(f"{RESULTS}: {row['case']!r}, seed {row['seed']} is there twice")
+            raise ValueError(f"{RESULTS}: {row['case']!r}, seed {row['seed']} occurs twice")
         own[name, arm][row["seed"]] = row["measured"]
     by_mark: dict[str, dict[int, dict[str, float]]] = {}
     for key, runs in own.items():
         if runs:
             by_mark.setdefault(marks[key], runs)
-    measured: dict[str, Measured] = {name: {} for name in SHOWN}
+    measured: dict[str, Runs] = {name: {} for name in SHOWN}
     for (name, arm), mark in marks.items():
         measured[name][arm] = own[name, arm] or by_mark.get(mark, {})
     return measured
 
 
-def verdicts(measured: dict[str, Measured]) -> tuple[list[str], str]:
+def verdicts(measured: dict[str, Runs]) -> tuple[list[str], str]:
     """Lines of the table of all demands, and a sentence that counts them."""
     rows = [["file", "measured", "mean [95 %]", "seeds", "demanded", "verdict"]]
     outcomes = []
@@ -120,25 +122,25 @@ def sources(rows: Iterable[dict[str, Any]]) -> list[str]:
     return table(lines)
 
 
-def page(text: str, measured: dict[str, Measured]) -> str:
+def page(text: str, measured: dict[str, Runs]) -> str:
     """docs/stage-b.md with new tables. Raises ValueError for a marker that names no table."""
-
     lines_of_verdicts, count = verdicts(measured)
 
     def fill(match: re.Match[str]) -> str:
         name = match[1]
-        if name != "verdicts" and name not in SHOWN:
-            raise ValueError(f"{PAGE}: no table is called {name!r}; there are verdicts, {', '.join(SHOWN)}")
-        lines = lines_of_verdicts
-        if name != "verdicts":
+        if name == "verdicts":
+            lines = lines_of_verdicts
+        elif name in SHOWN:
             lines = arms_table(ablation_of(name), measured[name], SHOWN[name])
+        else:
+            raise ValueError(f"{PAGE}: no table is called {name!r}; there are verdicts, {', '.join(SHOWN)}")
         return "\n".join([f"<!-- {name} -->", "", *lines, "", "<!-- end -->"])
 
     text = re.sub(r"Of \d+ demands, [^.]*\.", count, text)
     return re.sub(r"<!-- ([a-z0-9-]+) -->\n(?:.*?)<!-- end -->", fill, text, flags=re.DOTALL)
 
 
-def all_results(rows: Sequence[dict[str, Any]], measured: dict[str, Measured]) -> str:
+def all_results(rows: Sequence[dict[str, Any]], measured: dict[str, Runs]) -> str:
     """docs/stage-b-results.md: every arm of every file, every measurement, every length."""
     lines = [
         "# Stage B: all measurements of the ablations",
@@ -150,10 +152,7 @@ def all_results(rows: Sequence[dict[str, Any]], measured: dict[str, Measured]) -
         "",
     ]
     for name, runs in measured.items():
-        section = ablation_of(name)
-        lines += [f"## {name} (row {section.row})", "", f"Claim under test: {section.shows}", ""]
-        lines += [f"- `{name_of_arm}`: {arm.says}" for name_of_arm, arm in section.arms.items()]
-        lines += ["", *arms_table(section, runs), ""]
+        lines += section_lines(name, ablation_of(name), runs)
     return "\n".join([*lines, "## Where the rows are from", "", *sources(rows), ""])
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import torch
+import trainer_hf
 import trainer_peers as peers
 import turns
 from cases import Case, Options, Result
@@ -16,6 +18,7 @@ from cdrmix.errors import ConfigError
 from cdrmix.eval.perplexity import evaluate, held_out
 from cdrmix.inference.checkpoints import read_weights
 from cdrmix.model.language_model import LanguageModel
+from cdrmix.model.loss import LossModel
 from cdrmix.plan.parameters import count_parameters
 from cdrmix.training import stage_a
 from cdrmix.training.build import build_loss_model
@@ -63,7 +66,7 @@ def quality(options: Options) -> Result:
         ours.load_state_dict(read_weights(trained.checkpoint))
     ours.to(device)
     rows = {"row_length": config.data.row_length, "micro_batch_rows": config.train.micro_batch_rows}
-    score = held_out(ours, shards.valid, **rows)
+    score = held_out(LossModel(ours), shards.valid, **rows)
 
     # Tuned for this text and size: AdamW 3e-3, rows of 256 eight at a time, 1.91 bits per byte in 180 s.
     train = Train(
@@ -117,6 +120,13 @@ CASES = {
     "quality": Case(
         quality, "held-out bits per byte after equal seconds of training, and of a Llama of equal active size"
     ),
+    **{
+        model: Case(
+            functools.partial(trainer_hf.speed, model=model),
+            f"steps per second of stage A's loop with a small {model} of transformers, and of transformers' Trainer",
+        )
+        for model in trainer_hf.MODELS
+    },
 }
 
 

@@ -13,8 +13,10 @@ from cdrmix.config.schema import Config
 from cdrmix.data.batch import Batch
 from cdrmix.data.loader import Prefetcher
 from cdrmix.data.shards import ShardSet
+from cdrmix.model.loss import LossModule
 from cdrmix.run_folder import RunFolder
 from cdrmix.training import stage_a
+from cdrmix.training.build import build_loss_model
 from cdrmix.training.distributed import join
 
 OURS = "cdrmix"
@@ -28,11 +30,18 @@ def steps_of(blocks: int, block: int) -> int:
     return (WARMUP_BLOCKS + blocks) * block + 1
 
 
-def in_turns(config: Config, shards: ShardSet, others: Mapping[str, Step], block: int) -> dict[str, list[float]]:
+def in_turns(
+    config: Config,
+    shards: ShardSet,
+    others: Mapping[str, Step],
+    block: int,
+    *,
+    build: Callable[[Config], LossModule] = build_loss_model,
+) -> dict[str, list[float]]:
     """Steps per second of stage A's loop ("cdrmix") and of each of the others, a sample every `block` steps.
 
     The loop is stage_a.train itself. Its source of batches stops it before every such step while the others take their
-    turns. Evaluation and checkpoints come with the last step, which does not count.
+    turns. Evaluation and checkpoints come with the last step, which does not count. build: makes our loss model.
     """
     device = join(config).device
     samples: dict[str, list[float]] = {name: [] for name in (OURS, *others)}
@@ -55,7 +64,7 @@ def in_turns(config: Config, shards: ShardSet, others: Mapping[str, Step], block
             return super().micro_batches(step)
 
     with run_folder(config) as run, mock.patch.object(stage_a, "Prefetcher", Turns):
-        stage_a.train(config, run, shards, console=False)
+        stage_a.train(config, run, shards, build=build, console=False)
     return {name: values[WARMUP_BLOCKS:] for name, values in samples.items()}
 
 

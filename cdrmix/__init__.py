@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from cdrmix import ops as ops
     from cdrmix.config.schema import Config as Config
     from cdrmix.data.prepare import prepare as prepare
+    from cdrmix.hf.load import load as load
     from cdrmix.inference.sampling import Sampling as Sampling
     from cdrmix.inference.text_model import TextModel as TextModel
-    from cdrmix.inference.text_model import load as load
     from cdrmix.model.language_model import LanguageModel as LanguageModel
     from cdrmix.training.callbacks import Callback as Callback
     from cdrmix.workflow import run_all as train
@@ -50,7 +50,7 @@ _WHERE = {  # module and name there; imported when first asked for, so that `imp
     "LanguageModel": ("cdrmix.model.language_model", "LanguageModel"),
     "Sampling": ("cdrmix.inference.sampling", "Sampling"),
     "TextModel": ("cdrmix.inference.text_model", "TextModel"),
-    "load": ("cdrmix.inference.text_model", "load"),
+    "load": ("cdrmix.hf.load", "load"),
     "prepare": ("cdrmix.data.prepare", "prepare"),
     "train": ("cdrmix.workflow", "run_all"),
 }

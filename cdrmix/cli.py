@@ -1,7 +1,6 @@
-"""The command line: parses the arguments, loads the configuration and calls the package that does the work.
+"""The command line: parses the arguments, calls a function of commands.py, and turns errors into exit codes.
 
 A CdrmixError is an error that the user can correct: its message goes to standard error and its exit code to the shell.
-Each command imports the packages it needs itself, so that `cdrmix --help` does not import PyTorch.
 """
 
 from __future__ import annotations
@@ -180,7 +179,7 @@ def parser() -> argparse.ArgumentParser:
 
     text = (
         "measure bits per byte on held-out text, and compare with unigram, gzip, zstd; with --tasks: measure the share "
-        "of right answers to generated questions, by length"
+        "of right answers to generated questions, by length; with --harness: run tasks of lm-eval"
     )
     evaluate = add("eval", commands.eval, text, config=False)
     _model(evaluate)
@@ -188,11 +187,15 @@ def parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--json", action="store_true", help="print JSON instead of a table")
     text = "tasks or families of tasks, such as recall,ruler,mqar,babilong; all: every one"
     evaluate.add_argument("--tasks", type=_names, metavar="A,B", help=text)
-    text = "tokens of a question with its answer (default 1k,4k; 1k is 1024); may be beyond the training length"
+    default = ",".join(f"{length // 1024}k" for length in commands.LENGTHS)
+    text = f"tokens of a question with its answer (default {default}; 1k is 1024); may be beyond the training length"
     evaluate.add_argument("--lengths", type=_lengths, metavar="1k,4k", help=text)
-    evaluate.add_argument("--count", type=_positive, metavar="N", help="questions of each task and length (default 50)")
-    evaluate.add_argument("--seed", type=int, metavar="N", help="which questions (default 1)")
+    evaluate.add_argument(
+        "--count", type=_positive, metavar="N", help=f"questions of each task and length (default {commands.COUNT})"
+    )
+    evaluate.add_argument("--seed", type=int, metavar="N", help=f"which questions (default {commands.SEED})")
     evaluate.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the table as a picture too")
+    _harness(evaluate)
     generate = add("generate", commands.generate, "continue a prompt and print the text while it is generated")
     _model(generate)
     _device(generate)
@@ -234,12 +237,17 @@ def parser() -> argparse.ArgumentParser:
     where.add_argument(
         "--rwkv", type=Path, metavar="OUT.pth", help="write a pure RWKV-7 model for the rwkv package instead"
     )
+    form = export.add_mutually_exclusive_group()
+    text = "of a model with adapters: the base with the adapters merged into it (default: the run's export.lora)"
+    form.add_argument("--merge", action="store_const", const="merge", dest="lora", help=text)
+    text = "of a model with adapters: the adapters alone, as peft reads them"
+    form.add_argument("--adapter", action="store_const", const="adapter", dest="lora", help=text)
     _add_reason(subparsers)
     ablate = add(
         "ablate", commands.ablate, "train small models with a mechanism on and off, and print a comparison", config=True
     )
     ablate.add_argument("--seeds", type=_seeds, metavar="1,2,3", help="seeds to run (default: those of the file)")
-    ablate.add_argument("--arms", type=lambda text: text.split(","), metavar="A,B", help="arms to run (default: all)")
+    ablate.add_argument("--arms", type=_names, metavar="A,B", help="arms to run (default: all)")
     ablate.add_argument(
         "--out", type=Path, metavar="FOLDER", help="folder of the results (default: experiments/ablations)"
     )
@@ -286,7 +294,7 @@ def _add_reason(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     demo.add_argument(
         "--document", type=Path, metavar="FILE", help="UTF-8 text (default: a generated document of facts)"
     )
-    demo.add_argument("--question", metavar="TEXT", help="question about --document; the two are given together")
+    demo.add_argument("--question", metavar="TEXT", help="question about --document or about --memory")
     demo.add_argument(
         "--chunks",
         type=_positive,
@@ -302,6 +310,25 @@ def _add_reason(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     )
     text = "keep committed chunks in a durable index in this folder; answer from all that was read into it"
     demo.add_argument("--memory", type=Path, metavar="FOLDER", help=text)
+
+
+def _harness(evaluate: argparse.ArgumentParser) -> None:
+    """The options of `eval --harness`."""
+    harness = evaluate.add_argument_group("tasks of lm-eval", "offline, unless --online")
+    text = "tasks of lm-eval, of --include, or cdrmix_held_out, cdrmix_recall, cdrmix_recall_choice"
+    harness.add_argument("--harness", type=_names, metavar="A,B", help=text)
+    text = "folder with task files (YAML); Python functions that they name are run"
+    harness.add_argument("--include", type=Path, metavar="FOLDER", help=text)
+    harness.add_argument("--limit", type=_positive, metavar="N", help="documents of each task (default: all)")
+    text = "examples in a prompt, unless the task fixes their number"
+    harness.add_argument("--few-shot", type=_not_negative, metavar="N", help=text)
+    text = f"sequences in one forward pass (default {commands.BATCH_SIZE})"
+    harness.add_argument("--batch-size", type=_positive, metavar="N", help=text)
+    text = "tokens that the model reads at most (default: a row of its training, or what its config.json says)"
+    harness.add_argument("--max-length", type=_positive, metavar="N", help=text)
+    harness.add_argument("--out", type=Path, metavar="FILE.json", help="write the full results of lm-eval")
+    text = "allow the download of tasks' data from the Hugging Face hub"
+    harness.add_argument("--online", action="store_true", default=None, help=text)
 
 
 def _model(sub: argparse.ArgumentParser) -> None:
@@ -321,6 +348,12 @@ def _device(sub: argparse.ArgumentParser) -> None:
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be an integer of at least 1; found {text!r}")
+    return int(text)
+
+
+def _not_negative(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 0; found {text!r}")
     return int(text)
 
 

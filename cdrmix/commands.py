@@ -14,6 +14,11 @@ from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
 from cdrmix.training import launch
 
+LENGTHS, COUNT, SEED = (1024, 4096), 50, 1  # defaults of `cdrmix eval --tasks`; the help of cli.py has them
+BATCH_SIZE = 8  # default of `cdrmix eval --harness`
+OF_TASKS = ("lengths", "count", "seed", "plot")  # options of `cdrmix eval` that work only with --tasks
+OF_HARNESS = ("include", "limit", "few_shot", "batch_size", "max_length", "out", "online")  # only with --harness
+
 
 def train(options: argparse.Namespace) -> int:
     config = Config.from_yaml(options.config, options.overrides)
@@ -108,40 +113,48 @@ def _print_plan(config: Config, gpu: str | None, processes: int, as_json: bool) 
 
 
 def params(options: argparse.Namespace) -> int:
-    from cdrmix.plan.parameters import count_parameters, parameter_table
+    from cdrmix.plan.parameters import count_of, parameter_table
 
     config = Config.from_yaml(options.config, options.overrides)
-    print(parameter_table(config, count_parameters(config.model, config.reasoning)))
+    print(parameter_table(config, count_of(config)))
     return 0
 
 
 def eval(options: argparse.Namespace) -> int:
-    from cdrmix.run_folder import finite
-    from cdrmix.workflow import evaluate_model, held_out_table
-
+    for names, needed, example in ((OF_TASKS, "tasks", "recall"), (OF_HARNESS, "harness", "cdrmix_held_out")):
+        given = [name for name in names if getattr(options, name) is not None]
+        if given and getattr(options, needed) is None:
+            option = given[0].replace("_", "-")
+            raise ConfigError(f"--{option} works only with --{needed}, for example --{needed} {example}")
+    if options.tasks is not None and options.harness is not None:
+        raise ConfigError("--tasks are tasks of cdrmix, --harness are tasks of lm-eval: name one of the two")
     if options.tasks is not None:
-        return eval_tasks(options)
-    for name in ("lengths", "count", "seed", "plot"):
-        if getattr(options, name) is not None:
-            raise ConfigError(f"--{name} is for --tasks; name some, for example --tasks recall")
+        return _eval_tasks(options)
+    if options.harness is not None:
+        return _eval_harness(options)
+    from cdrmix.evaluate import evaluate_model, held_out_table
+    from cdrmix.run_folder import finite
+
     held_out = evaluate_model(options.model, options.config, options.overrides, device=_device(options))
-    print(json.dumps(finite(vars(held_out)), indent=2, allow_nan=False) if options.json else held_out_table(held_out))
+    print(
+        json.dumps(finite(held_out.as_json()), indent=2, allow_nan=False) if options.json else held_out_table(held_out)
+    )
     return 0
 
 
-def eval_tasks(options: argparse.Namespace) -> int:
-    from cdrmix.workflow import evaluate_tasks
+def _eval_tasks(options: argparse.Namespace) -> int:
+    from cdrmix.evaluate import evaluate_tasks
 
     if options.config or options.overrides:
-        raise ConfigError("a configuration says what held-out text is; questions need none: leave it out with --tasks")
+        raise ConfigError("--tasks does not use a configuration: remove --config and the overrides")
     if options.plot is not None and (options.plot.suffix != ".png" or not options.plot.absolute().parent.is_dir()):
         raise ConfigError(f"--plot {options.plot}: name a file FILE.png in a folder that exists")
     scores = evaluate_tasks(
         options.model,
         options.tasks,
-        options.lengths or [1024, 4096],
-        count=options.count or 50,
-        seed=1 if options.seed is None else options.seed,
+        options.lengths or LENGTHS,
+        count=options.count or COUNT,
+        seed=SEED if options.seed is None else options.seed,
         device=_device(options),
     )
     if options.plot is not None:
@@ -153,9 +166,33 @@ def eval_tasks(options: argparse.Namespace) -> int:
     return 0
 
 
+def _eval_harness(options: argparse.Namespace) -> int:
+    from cdrmix.evaluate import evaluate_harness
+
+    if options.out is not None and not options.out.absolute().parent.is_dir():
+        raise ConfigError(f"--out {options.out}: name a file in a folder that exists")
+    scores = evaluate_harness(
+        options.model,
+        options.harness,
+        options.config,
+        options.overrides,
+        include=options.include,
+        limit=options.limit,
+        few_shot=options.few_shot,
+        batch_size=options.batch_size or BATCH_SIZE,
+        max_length=options.max_length,
+        online=bool(options.online),
+        device=_device(options),
+    )
+    if options.out is not None:
+        scores.write(options.out)
+    print(json.dumps(scores.as_json(), indent=2, allow_nan=False) if options.json else scores.table())
+    return 0
+
+
 def generate(options: argparse.Namespace) -> int:
+    from cdrmix.hf.load import load
     from cdrmix.inference.sampling import Sampling
-    from cdrmix.inference.text_model import load
 
     sampling = Sampling(
         temperature=options.temperature,
@@ -192,12 +229,12 @@ def _show_every_character() -> None:
 
 
 def reason_demo(options: argparse.Namespace) -> int:
+    from cdrmix.hf.load import load_cdrmix
     from cdrmix.reason.demo import demonstrate
-    from cdrmix.workflow import load_alone
 
     _show_every_character()
     demonstrate(
-        load_alone(options.model, _device(options)),
+        load_cdrmix(options.model, _device(options)),
         document=options.document,
         question=options.question,
         chunks=options.chunks,
@@ -219,9 +256,11 @@ def export(options: argparse.Namespace) -> int:
     from cdrmix.workflow import export_rwkv, export_to
 
     if options.rwkv:
+        if options.lora is not None:
+            raise ConfigError(f"--{options.lora} does not work with --rwkv")
         print(export_rwkv(options.model, options.rwkv, options.checkpoint))
     else:
-        print(export_to(options.model, options.out, options.checkpoint))
+        print(export_to(options.model, options.out, options.checkpoint, options.lora))
     return 0
 
 

@@ -8,8 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from cdrmix.errors import CheckpointError
+from cdrmix.hf.export import exported_step
 from cdrmix.inference.checkpoints import AVERAGE, read_weights, step_of
-from cdrmix.inference.load import SUMS, final_weights, load_exported
+from cdrmix.inference.load import SUMS, final_weights, read_safetensors, verify
 from cdrmix.run_folder import read_metrics
 
 
@@ -59,8 +61,10 @@ class _Model:
 
 def _read(path: Path) -> _Model:
     if (path / SUMS).is_file():
-        loaded = load_exported(path)
-        return _Model(loaded.weights, {}, loaded.step, exported=True)
+        sums, step = verify(path), exported_step(path)
+        if step is None:
+            raise CheckpointError(f"{path} does not say which step it has: the exported model is incomplete")
+        return _Model(read_safetensors(path, sums), {}, step, exported=True)
     checkpoint, weights = final_weights(path)
     average = read_weights(checkpoint, average=True) if (checkpoint / AVERAGE).is_file() else {}
     return _Model(weights, average, step_of(checkpoint), exported=False)

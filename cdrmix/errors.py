@@ -83,6 +83,12 @@ class PluginError(CdrmixError, RuntimeError):
     exit_code = 12
 
 
+class BaseModelError(CheckpointError):
+    """Adapters (LoRA) belong to another base model than the one that is there, or it is missing."""
+
+    exit_code = 13
+
+
 class Preempted(CdrmixError):
     """A signal stopped the training after a checkpoint was written. `--resume auto` continues the run."""
 

@@ -153,6 +153,11 @@ class RunFolder:
         return self.path / "tokenizer.json"
 
     @property
+    def base_model(self) -> Path:
+        """Of a model of transformers: its config.json before training, and the files of its tokenizer."""
+        return self.path / "base"
+
+    @property
     def report(self) -> Path:
         return self.path / "report.html"
 
@@ -243,9 +248,26 @@ class RunFolder:
         self.update_summary({"text_fingerprint": fingerprint})
 
     def keep_tokenizer(self, source: Path) -> None:
-        """Copies the tokenizer into the run, so that the run does not depend on the data cache."""
+        """Copies the tokenizer into the run, so that the run does not depend on the data cache.
+
+        source: its tokenizer.json. tokenizer_settings.json next to it names the tokens that begin and end a document; a
+        tokenizer that does not need it has none.
+        """
         if self.writes and not self.tokenizer.exists():
+            settings = source.with_name("tokenizer_settings.json")
+            if settings.exists():
+                write_atomically(self.tokenizer.with_name(settings.name), settings.read_bytes())
             write_atomically(self.tokenizer, source.read_bytes())
+
+    def keep_chat_template(self, template: str, folder: Path) -> None:
+        """Writes the chat template of the conversations that the run is trained on. It becomes a part of the export.
+
+        folder: the run, or its `base_model`.
+        """
+        path = folder / "chat_template.jinja"
+        if self.writes and not path.exists():
+            folder.mkdir(exist_ok=True)
+            write_atomically(path, template)
 
     def drop_metrics_after(self, step: int) -> int:
         """Removes the rows of metrics.jsonl after `step`, so that a resumed run has each step once.

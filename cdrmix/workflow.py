@@ -7,31 +7,37 @@ a run that was stopped at any point continues from that point.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import sys
+import functools
+import os
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 
-from cdrmix.config.schema import Config
-from cdrmix.config.schema_data import Tokenizer
-from cdrmix.data.prepare import prepare
+from cdrmix.config.schema import Config, Model
+from cdrmix.data.prepare import chat_template, prepare
 from cdrmix.data.shards import ShardSet, open_shards
-from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.durable import sha256_file
 from cdrmix.errors import CdrmixError, CheckpointError, ConfigError, ExportMismatchError
-from cdrmix.eval.evaluation import Scores, evaluate_by_length, evaluations
-from cdrmix.eval.perplexity import HeldOut, held_out
+from cdrmix.eval.changes import changes, text_table
+from cdrmix.evaluate import held_out_table, measure, to_standard_error
+from cdrmix.hf.adapters import WEIGHTS as ADAPTERS
+from cdrmix.hf.build import build_foreign
 from cdrmix.hf.card import STAGE_A_ONLY
-from cdrmix.hf.choice import BEST, LAST, choose_checkpoint
+from cdrmix.hf.choice import check_choice, choose_checkpoint
 from cdrmix.hf.export import export_model, exported_step
+from cdrmix.hf.export_adapters import export_adapters
+from cdrmix.hf.export_foreign import export_foreign, keep_description
+from cdrmix.hf.foreign import section_of, transformers_config
+from cdrmix.hf.load import LoadedForeign, load_trained, untrained
 from cdrmix.hf.rwkv_names import export_official_rwkv7
 from cdrmix.inference.checkpoints import MANIFEST, list_checkpoints, newest_whole_checkpoint, step_of
 from cdrmix.inference.generate import generate
 from cdrmix.inference.load import SUMS, Loaded, load_model, run_of, verify
 from cdrmix.inference.sampling import Sampling
+from cdrmix.model.loss import LossModule
 from cdrmix.plan.fit import check_memory
 from cdrmix.plan.machine import machine_for
 from cdrmix.plan.parameters import count_parameters
@@ -43,7 +49,7 @@ from cdrmix.reason.session import Session
 from cdrmix.reason.stage_b import check_stage_b, spans, train_stage_b
 from cdrmix.report.report import write_report
 from cdrmix.run_folder import RunFolder
-from cdrmix.runtime import work_alone
+from cdrmix.training.build import build_loss_model
 from cdrmix.training.callbacks import Callback
 from cdrmix.training.distributed import DistributedContext, join
 from cdrmix.training.launch import check_processes
@@ -72,13 +78,14 @@ def run_all(config: Config, resume: str | Path | None = None, *, callbacks: Sequ
     world = join(config)
     check_processes(config, world.size)
     check_trackers(config)
-    wanted = config.export.checkpoint
-    if wanted not in (BEST, LAST) and Path(wanted).name != wanted and not Path(wanted).is_dir():
-        raise ConfigError(f"export.checkpoint: {wanted} does not exist; name a checkpoint, or {BEST} or {LAST}")
+    check_choice(config.export.checkpoint)
+    _make_base(config, world)
+    if not isinstance(config.model, Model):
+        transformers_config(config.model)  # raises before the text is prepared
     if config.reasoning is None or config.reasoning.backbone is None:
         _first_process(
             world,
-            lambda: check_memory(config, machine_for(config, None, world.size), world.size, say=_to_standard_error),
+            lambda: check_memory(config, machine_for(config, None, world.size), world.size, say=to_standard_error),
         )
     stage_b = config.kind == "reasoning" and bool(spans(config))
     if stage_b and resume is None:
@@ -91,7 +98,9 @@ def run_all(config: Config, resume: str | Path | None = None, *, callbacks: Sequ
             run.update_summary({"not_trained": STAGE_A_ONLY})
         shards = _prepare(config, run, world)
         if stage_b:
-            check_episodes(config, TextTokenizer.load(shards.tokenizer_path, config.data.tokenizer.end_of_text))
+            check_episodes(config, shards.tokenizer)
+        if load_base := _trained_base(config, shards):
+            _first_process(world, lambda: _measure_before(config, run, shards, world.device, load_base))
         if config.reasoning is None or config.reasoning.backbone is None:
             _train(config, run, shards, world, resume, callbacks)
         if stage_b:
@@ -100,6 +109,35 @@ def run_all(config: Config, resume: str | Path | None = None, *, callbacks: Sequ
             _after_training(run, shards, world.device)
             print(run.path, flush=True)
     return run.path
+
+
+def _make_base(config: Config, world: DistributedContext) -> None:
+    """Makes the model that the training starts from, if its folder does not exist. Every process calls it.
+
+    Runs the configuration model.made_by or train.start_made_by, and copies its export to the folder.
+    """
+    if isinstance(config.model, Model):
+        made_by, folder = config.train.start_made_by, config.train.start_from
+    else:
+        made_by, folder = config.model.made_by, config.model.path
+    if made_by is None or folder is None:
+        return
+    target = Path(folder).expanduser()
+    if world.gather(world.is_main_process and target.is_dir())[0]:
+        return
+    base = Config.from_yaml(made_by)
+    if not isinstance(config.model, Model):
+        section_of(base)
+    export = RunFolder.open(run_all(base, resume="auto"), writes=False).export
+
+    def copy() -> None:
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(export, temporary)
+        temporary.rename(target)
+        to_standard_error(f"The model of {made_by} is in {target}")
+
+    _first_process(world, copy)
 
 
 def _first_process(world: DistributedContext, action: Callable[[], Item]) -> Item:
@@ -142,6 +180,8 @@ def _prepare(config: Config, run: RunFolder, world: DistributedContext) -> Shard
     path = _first_process(world, make)
     shards = made[0] if made else open_shards(path, verify=False)  # the first process has verified all files
     run.keep_tokenizer(shards.tokenizer_path)
+    if (template := chat_template(config)) is not None:
+        run.keep_chat_template(template, run.path if isinstance(config.model, Model) else run.base_model)
     run.update_summary(
         {
             "corpus": {
@@ -156,6 +196,37 @@ def _prepare(config: Config, run: RunFolder, world: DistributedContext) -> Shard
     return shards
 
 
+def _trained_base(config: Config, shards: ShardSet) -> Callable[[], Loaded | LoadedForeign] | None:
+    """Loads the trained weights that the run starts from, on the CPU. None: it starts from random weights."""
+    section = config.model
+    if isinstance(section, Model):
+        backbone = config.reasoning.backbone if config.reasoning else None
+        return functools.partial(load_model, backbone) if backbone else None
+    if section.random is not None:
+        return None
+    return lambda: untrained(config, shards.tokenizer)
+
+
+def _measure_before(
+    config: Config,
+    run: RunFolder,
+    shards: ShardSet,
+    device: torch.device,
+    load_base: Callable[[], Loaded | LoadedForeign],
+) -> None:
+    """Stores the results of the weights that the run starts from, on its held-out text by domain. Once for a run."""
+    if "held_out_before" in run.summary() or list_checkpoints(run.checkpoints):
+        return
+    base = load_base()
+    if base.tokenizer.fingerprint != shards.tokenizer_fingerprint:
+        return  # the training refuses it, and gives the remedy
+    run.say("Evaluating the weights before the training on held-out text")
+    base.model.to(device)
+    figures = measure(base, shards, config).as_json()
+    run.update_summary({"held_out_before": figures, "held_out_before_step": 0})
+    run.say("\n".join(text_table(changes(None, figures))))
+
+
 def _train(
     config: Config,
     run: RunFolder,
@@ -167,13 +238,21 @@ def _train(
     if world.gather(world.is_main_process and _finished(config, run))[0]:
         run.say(f"Stage A is already complete: {config.train.steps} steps")
         return
-    count = count_parameters(config.model, config.reasoning)
-    run.update_summary({"parameters": {"stored": count.total_stored, "active": count.total_active, **count.stored}})
+    if isinstance(config.model, Model):
+        count = count_parameters(config.model, config.reasoning)
+        run.update_summary({"parameters": {"stored": count.total_stored, "active": count.total_active, **count.stored}})
+        what = f"; {amount(count.total_stored)} parameters, {amount(count.total_active)} active"
+        build: Callable[[Config], LossModule] = build_loss_model
+    else:
+        what, build = "", functools.partial(build_foreign, world=world)
+        described = transformers_config(config.model)
+        if world.is_main_process:
+            keep_description(described, config.model.folder, run.base_model)
     run.say(
         f"Stage A: {config.train.steps} steps of {config.train.batch_rows} rows, {world.size} process(es) on "
-        f"{world.device.type}; {amount(count.total_stored)} parameters, {amount(count.total_active)} active"
+        f"{world.device.type}{what}"
     )
-    result = train(config, run, shards, resume=resume, callbacks=callbacks)
+    result = train(config, run, shards, build=build, resume=resume, callbacks=callbacks)
     run.update_summary(
         {"stage_a": {name: value for name, value in result._asdict().items() if not isinstance(value, Path)}}
     )
@@ -193,7 +272,8 @@ def _train_stage_b(
     ):
         loaded = load_model(run.path, world.device)
         if loaded.step == config.train.steps:  # stage B must not make this worse
-            run.update_summary({"held_out_before": dataclasses.asdict(_held_out(loaded, shards, config))})
+            figures = measure(loaded, shards, config).as_json()
+            run.update_summary({"held_out_before": figures, "held_out_before_step": loaded.step})
     phases = ", ".join(f"{span.name} {span.section.steps}" for span in spans(config))
     run.say(f"Stage B, steps by phase: {phases}")
     result = train_stage_b(config, run, shards, callbacks=callbacks)
@@ -214,14 +294,19 @@ def _reached(run: RunFolder, stage: str, step: int) -> bool:
 
 
 def _after_training(run: RunFolder, shards: ShardSet, device: torch.device) -> None:
-    loaded = load_model(run.path, device)
+    loaded = load_trained(run.path, device)
     if run.summary().get("held_out_step") != loaded.step:
         run.say(f"Evaluating step {loaded.step} on held-out text")
-        figures = _held_out(loaded, shards, loaded.config)
-        run.update_summary({"held_out": dataclasses.asdict(figures), "held_out_step": loaded.step})
+        figures = measure(loaded, shards, loaded.config)
+        run.update_summary({"held_out": figures.as_json(), "held_out_step": loaded.step})
         run.say(held_out_table(figures))
+        summary = run.summary()
+        if before := summary.get("held_out_before"):
+            run.say(f"Bits per byte before (step {summary.get('held_out_before_step', 0)}) and after:")
+            run.say("\n".join(text_table(changes(before, summary["held_out"]))))
     if (
-        loaded.config.reasoning is not None
+        isinstance(loaded, Loaded)
+        and loaded.config.reasoning is not None
         and spans(loaded.config)
         and run.summary().get("mechanisms_step") != loaded.step
     ):
@@ -236,20 +321,28 @@ def _after_training(run: RunFolder, shards: ShardSet, device: torch.device) -> N
     run.say(f"Report: {run.report}")
 
 
-def _export(run: RunFolder, shards: ShardSet, last: Loaded, device: torch.device) -> None:
+def _export(run: RunFolder, shards: ShardSet, last: Loaded | LoadedForeign, device: torch.device) -> None:
     """Exports the checkpoint that the configuration asks for, with its own figures on held-out text."""
     chosen, reason = choose_checkpoint(run, last.config.export.checkpoint)
-    chosen = last if chosen.step == last.step else chosen._replace(model=chosen.model.to(device))
+    if chosen.step == last.step:
+        chosen = last
+    chosen.model.to(device)
     if not _is_exported(run, chosen.step):
         run.say(f"Exporting step {chosen.step}, {reason}")
         row = shards.valid.read(0, min(chosen.config.data.row_length, shards.valid.tokens)).tolist()
         summary = run.summary()
         if chosen is not last:
-            figures = dataclasses.asdict(_held_out(chosen, shards, chosen.config))
+            figures = measure(chosen, shards, chosen.config).as_json()
             summary |= {"held_out": figures, "held_out_step": chosen.step}
-        sessions = _demonstrate(chosen, run)
-        export_model(chosen, run.export, summary=summary, held_out_row=row, replace=True, attachments=sessions)
-        run.say(f"Exported to {run.export}: read back, the same logits bit for bit")
+        sessions: list[Path] = []
+        if isinstance(chosen, LoadedForeign):
+            write = export_adapters if _adapters_alone(chosen, None) else export_foreign
+            write(chosen, run.export, summary=summary, held_out_row=row, replace=True)
+        else:
+            sessions = _demonstrate(chosen, run)
+            export_model(chosen, run.export, summary=summary, held_out_row=row, replace=True, attachments=sessions)
+        same = "the same logits" if _adapters_alone(chosen, None) else "the same logits bit for bit"
+        run.say(f"Exported to {run.export}: read back, {same}")
         if sessions:
             _answers_the_same(run)
     sizes = [path.stat().st_size for path in run.export.iterdir()]
@@ -305,91 +398,21 @@ def _is_exported(run: RunFolder, step: int) -> bool:
     return True
 
 
-def _held_out(loaded: Loaded, shards: ShardSet, config: Config) -> HeldOut:
-    rows = {"row_length": config.data.row_length, "micro_batch_rows": config.train.micro_batch_rows}
-    return held_out(loaded.model, shards.valid, **rows)
-
-
-def evaluate_model(
-    model: Path, config_path: Path | None = None, overrides: Sequence[str] = (), *, device: str | None = None
-) -> HeldOut:
-    """Evaluates the model of a run, checkpoint or export folder on held-out text.
-
-    The text is that of the configuration of the model, or that of config_path and overrides. The tokenizer is that of
-    the model. device: auto, cpu or cuda; it replaces run.device of the configuration.
-    Progress of a preparation goes to standard error, so that standard output has the results only.
-    """
-    loaded = load_alone(model, device)
-    folder = model if (model / "tokenizer.json").is_file() else run_of(model).path
-    config = Config.from_yaml(config_path or folder / "config_snapshot.yaml", overrides)
-    if config.data == loaded.config.data and not (config_path or overrides):
-        shards = prepare(config, say=_to_standard_error)
-        if shards.tokenizer_fingerprint == loaded.tokenizer.fingerprint:
-            return _held_out(loaded, shards, config)
-    tokenizer = Tokenizer(
-        path=str((folder / "tokenizer.json").resolve()), end_of_text=loaded.config.data.tokenizer.end_of_text
-    )
-    data = config.data.model_copy(update={"tokenizer": tokenizer})
-    config = config.model_copy(update={"data": data, "model": loaded.config.model})
-    return _held_out(loaded, prepare(config, say=_to_standard_error), config)
-
-
-def evaluate_tasks(
-    model: Path,
-    tasks: Sequence[str],
-    lengths: Sequence[int],
-    *,
-    count: int = 50,
-    seed: int = 1,
-    device: str | None = None,
-) -> Scores:
-    """What the model in a run, checkpoint or export folder gets right, by task and length in tokens; greedy.
-
-    tasks: names or families of evaluations, or `all`. Progress goes to standard error.
-    Raises ConfigError for a task that there is not, and where none has questions of the lengths.
-    """
-    names = evaluations(tasks)
-    loaded = load_alone(model, device)
-
-    def answer(prompts: Sequence[str], limits: Sequence[int]) -> list[str]:
-        samplings = [Sampling(temperature=0.0, max_new_tokens=limit) for limit in limits]
-        answers = [""] * len(prompts)
-        for number, piece in generate(loaded.model, loaded.tokenizer, prompts, samplings):
-            answers[number] += piece
-        return answers
-
-    return evaluate_by_length(
-        names,
-        lengths,
-        answer,
-        loaded.tokenizer,
-        count=count,
-        seed=seed,
-        training_length=loaded.config.data.row_length,
-        say=_to_standard_error,
-    )
-
-
-def load_alone(model: Path, device: str | None = None) -> Loaded:
-    """Loads a model for use in this process alone, on its device and with the threads of its configuration.
-
-    device: auto, cpu or cuda; it replaces run.device of the configuration.
-    """
-    loaded = load_model(model)
-    return loaded._replace(model=loaded.model.to(work_alone(loaded.config, device)))
-
-
-def _to_standard_error(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def export_to(model: Path, out: Path | None, checkpoint: str | None = None) -> Path:
+def export_to(
+    model: Path, out: Path | None, checkpoint: str | None = None, lora: Literal["merge", "adapter"] | None = None
+) -> Path:
     """Exports the model of a run or checkpoint folder to `out`, or to export/ in its run folder.
 
-    checkpoint: of a run, instead of export.checkpoint in its configuration.
-    Raises ConfigError if another process is working on the run and `out` is None.
+    checkpoint: of a run, instead of export.checkpoint in its configuration. lora: instead of its export.lora. With
+    lora="merge" `model` may also be a folder of exported adapters.
+    Raises ConfigError if another process is working on the run and `out` is None, and if `lora` is given for a model
+    without adapters.
     """
     if (model / SUMS).is_file():
+        if lora == "merge" and out is not None and (model / ADAPTERS).is_file():
+            loaded = load_trained(model)
+            assert isinstance(loaded, LoadedForeign)
+            return export_foreign(loaded, out)
         raise CheckpointError(f"{model} is already an exported model")
     run = RunFolder.open(run_of(model).path)
     target = out or run.export
@@ -397,7 +420,19 @@ def export_to(model: Path, out: Path | None, checkpoint: str | None = None) -> P
         raise ConfigError(f"{target} exists; an export is never overwritten: name another folder with --out")
     loaded = _to_export(model, checkpoint)
     with contextlib.nullcontext() if out else run.locked():
+        adapters_alone = _adapters_alone(loaded, lora)
+        if isinstance(loaded, LoadedForeign):
+            return (export_adapters if adapters_alone else export_foreign)(loaded, target, summary=run.summary())
         return export_model(loaded, target, summary=run.summary())
+
+
+def _adapters_alone(loaded: Loaded | LoadedForeign, wanted: Literal["merge", "adapter"] | None) -> bool:
+    """Whether the adapters of a model are exported without their base. wanted: instead of export.lora."""
+    if isinstance(loaded, LoadedForeign) and loaded.adapters:
+        return (wanted or loaded.config.export.lora) == "adapter"
+    if wanted is not None:
+        raise ConfigError(f"--{wanted} works only with a model that was trained with adapters (model.lora)")
+    return False
 
 
 def export_rwkv(model: Path, out: Path, checkpoint: str | None = None) -> Path:
@@ -407,34 +442,18 @@ def export_rwkv(model: Path, out: Path, checkpoint: str | None = None) -> Path:
     Raises ConfigError with all reasons if the model is not a pure RWKV-7.
     """
     loaded = _to_export(model, checkpoint)
-    return export_official_rwkv7(loaded.config.model, loaded.model.state_dict(), out)
+    section = loaded.config.cdrmix_model  # refuses a model of transformers
+    assert isinstance(loaded, Loaded)
+    return export_official_rwkv7(section, loaded.model.state_dict(), out)
 
 
-def _to_export(model: Path, checkpoint: str | None) -> Loaded:
-    """The model of a run that is to be exported, said on standard error with the reason; another folder's own model."""
+def _to_export(model: Path, checkpoint: str | None) -> Loaded | LoadedForeign:
+    """The model to export. For a run it prints the chosen checkpoint and the reason on standard error."""
     if not (model / "config_snapshot.yaml").is_file() or (model / SUMS).is_file() or (model / MANIFEST).is_file():
         if checkpoint is not None:
-            raise ConfigError(
-                f"--checkpoint is for a run folder, of which it chooses one; {model} is a model by itself"
-            )
-        return load_model(model)
+            raise ConfigError(f"--checkpoint selects one of a run folder; {model} is one model")
+        return load_trained(model)
     run = RunFolder.open(model, writes=False)
     loaded, reason = choose_checkpoint(run, checkpoint or Config.from_yaml(run.config_snapshot).export.checkpoint)
-    _to_standard_error(f"Exporting step {loaded.step}, {reason}")
+    to_standard_error(f"Exporting step {loaded.step}, {reason}")
     return loaded
-
-
-def held_out_table(figures: HeldOut) -> str:
-    """The results as aligned lines of text."""
-    ratio = figures.bits_per_byte / figures.unigram_bits_per_byte
-    return "\n".join(
-        [
-            f"Held-out text: {figures.tokens:,} tokens, {figures.text_bytes:,} bytes",
-            f"  {'':<12}{'bits per byte':>14}",
-            f"  {'model':<12}{figures.bits_per_byte:>14.4f}   {ratio:.3f} of unigram; "
-            f"perplexity per token {figures.perplexity:.3f}",
-            f"  {'unigram':<12}{figures.unigram_bits_per_byte:>14.4f}",
-            f"  {'gzip -9':<12}{figures.gzip9_bits_per_byte:>14.4f}",
-            f"  {'zstd -19':<12}{figures.zstd19_bits_per_byte:>14.4f}",
-        ]
-    )

@@ -35,6 +35,7 @@ LAYERS = [
     {"hf"},
     {"reason"},
     {"report", "plan", "compare"},
+    {"evaluate"},
     {"workflow"},
     {"commands"},
     {"cli"},
@@ -48,13 +49,14 @@ OWNERS = {
         "cdrmix/training/engine.py",
         "cdrmix/training/distributed.py",
         "cdrmix/training/expert_parallel.py",  # its process groups, and the class by which it knows a layer
+        "cdrmix/training/model_weights.py",  # it gathers a parameter that ZeRO-3 has partitioned
     },
     "triton": {"kernels"},
     "numba": {"kernels", "cdrmix/data/packing.py", "cdrmix/data/curriculum.py"},  # one loop each: best fit, fair shares
     "llvmlite": {"kernels"},  # numba's compiler: explicit vectors
     "pybind11": set[str](),  # csrc/*bindings.cpp alone
-    "datasets": {"cdrmix/data/sources/streams.py"},
-    "huggingface_hub": {"cdrmix/data/sources/streams.py"},
+    "datasets": {"cdrmix/data/sources/streams.py", "cdrmix/hf/harness.py"},  # text | what lm-eval reads, offline
+    "huggingface_hub": {"cdrmix/data/sources/streams.py", "cdrmix/hf"},  # data sets; models
     "pyarrow": {
         "cdrmix/data/sources/tables.py",
         "cdrmix/data/pipeline",
@@ -80,8 +82,15 @@ OWNERS = {
     },
     "faiss": {"cdrmix/reason/memory/faiss_vectors.py"},
     "pydantic": {"cdrmix/config"},
-    "tokenizers": {"cdrmix/data/tokenizer.py"},
+    "tokenizers": {
+        "cdrmix/data/tokenizer.py",
+        "cdrmix/data/chat/encoding.py",  # needs the offsets of tokens, and another name for every special token
+    },
+    "jinja2": {"cdrmix/data/chat/template.py"},
     "transformers": {"cdrmix/hf"},
+    "peft": {"cdrmix/hf"},
+    "bitsandbytes": {"cdrmix/hf"},
+    "lm_eval": {"cdrmix/hf/harness.py"},
     "yaml": {"cdrmix/config/loader.py"},
     "matplotlib": {"cdrmix/report"},
     "rich": {"cdrmix/training/console.py", "cdrmix/cli.py"},
@@ -90,7 +99,7 @@ OWNERS = {
     "mlflow": {"cdrmix/training/trackers.py"},
 }
 TORCHLESS = ("cdrmix/config", "cdrmix/data")  # except what follows
-WITH_TENSORS = ("cdrmix/data/batch.py", "cdrmix/data/loader.py")
+WITH_TENSORS = ("cdrmix/data/batch.py", "cdrmix/data/loader.py", "cdrmix/data/pairs.py")
 
 
 def name_of(path: Path) -> str:

@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -129,6 +130,15 @@ def test_the_example_of_the_operators_runs() -> None:
     names: dict[str, object] = {}
     exec(example, names)
     assert names["loss"].isfinite()  # type: ignore[attr-defined]
+
+
+def test_the_examples_of_the_data_page_run() -> None:
+    names: dict[str, Any] = {}
+    for example in blocks(ROOT / "docs" / "data.md", "python"):
+        exec(example, names)
+    assert sorted(document.text for document in names["survivors"]) == ["a text", "another"]
+    assert names["signatures"].shape == (2, 128)
+    assert (names["points"], names["share"]) == (1.0, 1.0)
 
 
 def test_the_names_of_the_reference_exist() -> None:

@@ -28,4 +28,5 @@ def test_an_error_can_be_put_in_and_its_tests_are_there(mutation: Any) -> None:
     changed = text.replace(mutation.old, mutation.new)
     assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(text))
     for test in mutation.tests:
-        assert (ROOT / test.partition("::")[0]).exists()
+        path, _, name = test.partition("::")
+        assert f"def {name.partition('[')[0] or 'test_'}" in (ROOT / path).read_text(encoding="utf-8")

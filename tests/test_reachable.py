@@ -26,17 +26,43 @@ ALLOWED = {
     "OPS": "the public table of operators: tests and benchmarks run over it",
     "alternatives": "benchmarks/aot.py asks each kernel module by name what to compile ahead of time",
     "builds": "benchmarks/aot.py asks each kernel module by name what to compile ahead of time",
-    "candidate_pairs": "README: search for near-duplicates without the pipeline",
-    "deduplicate": "README: search for near-duplicates without the pipeline",
+    "candidate_pairs": "docs/data.md: near-duplicates without the pipeline",
+    "deduplicate": "docs/data.md: near-duplicates without the pipeline",
     "force": "tests and measurements choose the library that multiplies",
+    "generate_until": "lm-eval calls it",
     "ignore_aliases": "PyYAML's dumper calls it",
+    "loglikelihood": "lm-eval calls it",
+    "loglikelihood_rolling": "lm-eval calls it",
     "long_rows": "benchmarks/aot.py asks each kernel module by name what to compile ahead of time",
     "plastic_lora_loop": "the formula token by token; tests compare every implementation with it",
     "readable": "io.RawIOBase calls it",
     "readinto": "io.RawIOBase calls it",
-    "score_tokens": "tasks in ids of their own vocabulary, for a user's training loop: cdrmix.data.tasks",
-    "make_token_example": "tasks in ids of their own vocabulary, for a user's training loop: cdrmix.data.tasks",
+    "score_tokens": "docs/data.md: tasks in ids, for the training loop of a user",
+    "make_token_example": "docs/data.md: tasks in ids, for the training loop of a user",
+    "tiny": "benchmarks/hf_matrix.py writes the table of docs/huggingface.md with these configurations",
 }
+# Methods and properties of the classes in cdrmix/hf that transformers reads.
+ALLOWED |= dict.fromkeys(
+    [
+        "_init_weights",
+        "_set_gradient_checkpointing",
+        "_supports_default_dynamic_cache",
+        "batch_repeat_interleave",
+        "crop",
+        "get_mask_sizes",
+        "get_max_cache_shape",
+        "get_max_length",
+        "lazy_initialization",
+        "num_hidden_layers",
+        "register_for_auto_class",
+        "reorder_cache",
+        "reset",
+        "set_input_embeddings",
+        "to_dict",
+        "to_json_file",
+    ],
+    "transformers reads it",
+)
 # Parts of the names of decorators that register a definition.
 REGISTERING = ("register", "rule", "task", "validator", "serializer", "overload")
 

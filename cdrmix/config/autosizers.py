@@ -97,7 +97,7 @@ def core_param_autosizer(data: Mapping[str, Any]) -> dict[str, Any]:
         Sections with defaults. A key that `data` has takes precedence.
     """
     model = data.get("model")
-    if not isinstance(model, Mapping):
+    if not isinstance(model, Mapping) or model.get("kind", "cdrmix") != "cdrmix":
         return {}
     scale = _scale_of(model.get("size"))
     defaults: dict[str, Any] = {}

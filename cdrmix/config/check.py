@@ -13,6 +13,7 @@ from cdrmix.config import schema_types
 from cdrmix.config.autosizers import DERIVED_FROM, SCALES, Size, core_param_autosizer, reasoning_param_autosizer
 from cdrmix.config.nodes import (
     COMMAND_LINE,
+    DEFAULT_KINDS,
     Location,
     Node,
     Path,
@@ -82,6 +83,8 @@ def check(root: Node, complete: bool, model: type[Model]) -> tuple[Model | None,
         The configuration, or None if there are problems; and the problems.
     """
     data = plain(root)
+    if isinstance(data.get("model"), Mapping):
+        data = fill(data, {"model": {"kind": DEFAULT_KINDS[("model",)]}})
     data = fill(data, core_param_autosizer(data))
     data = fill(data, reasoning_param_autosizer(data))
     problems: list[Problem] = []

@@ -11,6 +11,7 @@ Path = tuple[str | int, ...]
 Scalar = str | int | float | bool | None
 COMMAND_LINE = "command line"
 ANY = "<name>"  # in a path pattern: matches any key
+DEFAULT_KINDS: dict[Path, str] = {("model",): "cdrmix"}  # the kind of a section that does not write it
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,10 @@ def merge(base: Node, override: Node, tagged: Set[Path], path: Path = ()) -> Nod
     old, new = base.content, override.content
     if not isinstance(old, dict) or not isinstance(new, dict):
         return override
-    if matches(path, tagged) and "kind" in new and "kind" in old and new["kind"].content != old["kind"].content:
-        return override
+    if matches(path, tagged) and "kind" in new:
+        kind = old["kind"].content if "kind" in old else DEFAULT_KINDS.get(path)
+        if kind is not None and kind != new["kind"].content:
+            return override
     merged = dict(old)
     for key, node in new.items():
         merged[key] = merge(old[key], node, tagged, (*path, key)) if key in old else node

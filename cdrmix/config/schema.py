@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from cdrmix.config.autosizers import Size
 from cdrmix.config.loader import dump_yaml, load_yaml
 from cdrmix.config.schema_ablation import Ablation
 from cdrmix.config.schema_data import Data
+from cdrmix.config.schema_huggingface import HuggingFaceModel
 from cdrmix.config.schema_reasoning import Reasoning
 from cdrmix.config.section import (
     Below1,
@@ -31,15 +32,29 @@ from cdrmix.config.section import (
     Section,
     Text,
 )
+from cdrmix.errors import ConfigError
 
 # The keys that Config.hash leaves out: they change neither a weight nor a measurement, only folders, logging and speed.
 # run.device is not one of them: it decides the order in which sums are rounded.
 NOT_HASHED: dict[str, Any] = {
     "run": {"root", "name", "threads"},
     "data": {"cache", "engine", "workers", "memory_mb"},  # the shards are the same
-    "train": {"keep_last", "log_every", "expert_parallel", "profile"},
+    "train": {"keep_last", "log_every", "expert_parallel", "profile", "offload_folder"},
     "logging": True,
     "export": True,
+}
+
+# Keys that were added later, each with the value that means: as before the key existed. Config.hash and the content key
+# of shards leave a key with this value out, so that older runs can be resumed and older shards are reused.
+ADDED_LATER: dict[str, Any] = {
+    "data.tokenizer.begin_of_text": "auto",
+    "data.tokenizer.lossless": True,
+    "model.kind": "cdrmix",
+    "train.weights": "fp32",
+    "train.offload": "none",
+    "train.start_from": None,
+    "train.start_made_by": None,
+    "train.dpo": None,
 }
 
 
@@ -140,6 +155,8 @@ class FeedForward(Section):
 class Model(Section):
     """A stack of blocks. A block is a mixer (attention, RWKV-7 or Mamba-2) and a feed-forward."""
 
+    kind: Literal["cdrmix"] = "cdrmix"
+    """cdrmix: a model of this package."""
     family: Literal["cdrmix"] = "cdrmix"
     """Model family. There is one."""
     size: Size | None = None
@@ -223,6 +240,18 @@ class LossScale(Section):
     """Steps without overflow after which the scale doubles."""
 
 
+class Dpo(Section):
+    """Direct preference optimisation (arXiv 2305.18290), equation 7: the loss of pairs of answers.
+
+    The reference is the model that the training starts from.
+    """
+
+    beta: PositiveFloat = 0.1
+    """Factor on the log-probability ratios. Higher: the model stays closer to the reference."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Assumed share of pairs whose answers are exchanged (conservative DPO)."""
+
+
 class Train(Section):
     """Stage A: training on next-token prediction."""
 
@@ -251,7 +280,7 @@ class Train(Section):
     gradient_clip: PositiveFloat = 1.0
     """Largest global norm of the gradient; a larger gradient is scaled down."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
-    """Data type of matrix products. The master weights stay float32."""
+    """Data type of matrix products. The weights that are trained stay float32."""
     loss_scale: LossScale = Field(default_factory=LossScale)
     """Loss scale of precision fp16."""
     residual_dtype: Literal["fp32", "bf16"] | None = None
@@ -259,7 +288,17 @@ class Train(Section):
     are always computed in float32."""
     zero_stage: Literal["auto", 0, 1, 2, 3] = 0
     """ZeRO: what processes shard. 0: nothing. 1: optimizer state. 2: gradients too. 3: weights too. auto: 0 for one
-    process, 1 for several. Stages 0 and 1 reduce gradients once a step, 2 and 3 once a micro-batch."""
+    process, 1 for several; with `weights: bf16` 2 and 1; with `offload` 2, or 3 for all. Stages 0 and 1 reduce
+    gradients once a step, 2 and 3 once a micro-batch."""
+    weights: Literal["fp32", "bf16"] = "fp32"
+    """Data type of the weights that the products read. bf16: half the memory; ZeRO keeps the float32 weights that are
+    trained and saved. For models of transformers, with precision bf16 and a ZeRO stage."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """What is in main memory instead of GPU memory. optimizer: the optimizer's state, the float32 weights of ZeRO and
+    their gradients (ZeRO stages 2 and 3). all: the weights too (ZeRO stage 3)."""
+    offload_folder: Text | None = None
+    """Folder on a fast local disk for what `offload` moves, except weights, in memory-mapped files. null: main
+    memory."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Data type of gradients while they are summed over processes. bf16 halves the communication and rounds each
     partial sum."""
@@ -284,6 +323,14 @@ class Train(Section):
     """Number of periodic checkpoints to keep. The best checkpoint is kept in addition."""
     profile: Profile | None = None
     """Trace some steps to profile/ in the run folder. null: no trace."""
+    start_from: Text | None = None
+    """Run, checkpoint or export folder with the weights that the training starts from. null: random weights, or those
+    of model.path."""
+    start_made_by: Text | None = None
+    """A configuration file that makes the model of `start_from`. If that folder does not exist, it is run first, and
+    its export is copied to the folder."""
+    dpo: Dpo | None = None
+    """Train on preferences instead of next tokens. The sources are then of kind preferences. null: next tokens."""
 
 
 class Logging(Section):
@@ -298,18 +345,34 @@ class Logging(Section):
 
 
 class Export(Section):
-    """The checkpoint of a run that is exported. With train.ema_decay the average of its weights is exported."""
+    """The checkpoint of a run that is exported, and what its model card says. With train.ema_decay the average of the
+    weights is exported."""
 
     checkpoint: Text = "best"
     """best: that of the best validation of stage A; after stage B the last one. last: the last one. Or the name or path
     of a checkpoint."""
+    weights: Literal["fp32", "bf16"] = "fp32"
+    """Data type of the exported weights of a model of transformers. bf16 halves the files and rounds the weights."""
+    license: Text | None = None
+    """License of the exported model for the model card, as an identifier of the Hugging Face Hub such as apache-2.0.
+    null: unknown."""
+    base_model: Text | None = None
+    """Model that this model was trained from, for the model card: its name on the Hugging Face Hub. null: none."""
+    lora: Literal["merge", "adapter"] = "merge"
+    """Of a run with model.lora. merge: the model with the adapters merged into it. adapter: the adapters alone, as peft
+    reads them."""
+
+
+def _with_kind(model: object) -> object:
+    """The model section with its kind, which is cdrmix if it is not written."""
+    return {"kind": "cdrmix", **model} if isinstance(model, dict) else model
 
 
 class Config(Section):
     """One run. A `reasoning` section makes it a reasoning run (stage A, then stage B)."""
 
     run: Run = Field(default_factory=Run)
-    model: Model
+    model: Annotated[Model | HuggingFaceModel, Field(discriminator="kind"), BeforeValidator(_with_kind)]
     data: Data = Field(default_factory=Data)
     train: Train
     logging: Logging = Field(default_factory=Logging)
@@ -318,6 +381,13 @@ class Config(Section):
     """Stage B. null: the run trains stage A only."""
     ablation: Ablation | None = None
     """Comparison of small models for `cdrmix ablate`. null: this file is not an ablation."""
+
+    @property
+    def cdrmix_model(self) -> Model:
+        """The section `model` of a model of this package. Raises ConfigError for a model of transformers."""
+        if isinstance(self.model, Model):
+            return self.model
+        raise ConfigError(f"this works only with model.kind: cdrmix; the model of {self.run.name} is of transformers")
 
     @property
     def kind(self) -> Literal["core", "reasoning"]:
@@ -353,4 +423,16 @@ class Config(Section):
         """
         data = self.model_dump(mode="json", exclude=NOT_HASHED)
         del data["ablation"]  # each arm of an ablation is a configuration of its own
+        leave_out_added(data)
         return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def leave_out_added(data: dict[str, Any]) -> None:
+    """Deletes the keys of ADDED_LATER that have their listed value. data: a dump of a Config, or of some sections."""
+    for path, value in ADDED_LATER.items():
+        *sections, key = path.split(".")
+        section: Any = data
+        for name in sections:
+            section = section.get(name) if isinstance(section, dict) else None
+        if isinstance(section, dict) and key in section and section[key] == value:
+            del section[key]

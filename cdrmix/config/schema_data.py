@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from cdrmix.config.section import (
     Between0And1,
@@ -111,6 +111,73 @@ class TasksSource(Section):
     """Seed of the generated documents."""
 
 
+class Turns(Section):
+    """How conversations become text: the keys that `chat` and `preferences` share."""
+
+    template: Text | None = None
+    """Chat template: `chatml`, or a .jinja file relative to the working directory. null: chat_template.jinja or
+    tokenizer_config.json next to data.tokenizer.path."""
+    special_tokens: list[Text] = []
+    """Special tokens of the template. A tokenizer that is trained on the text gets them; another one must have them.
+    `chatml` names its own."""
+    system: Text | None = None
+    """System prompt of conversations without one. null: none."""
+    roles: dict[Text, Literal["system", "user", "assistant", "tool"]] = {}
+    """Names of roles in the data, in addition to the common ones (human, gpt and others)."""
+    date: Text = "2024-07-26"
+    """Date, as YEAR-MONTH-DAY, that a template gets as the present day: shards must not depend on the clock."""
+
+
+class ChatSource(Turns):
+    """Conversations in JSON lines (plain or compressed) or Parquet. The loss is on the assistant turns."""
+
+    kind: Literal["chat"]
+    """Kind of the source. It decides which other keys the section has."""
+    paths: Paths
+    """Files, folders or glob patterns, relative to the working directory."""
+    format: Literal["auto", "messages", "conversations", "alpaca"] = "auto"
+    """messages: a list of role and content. conversations: a list of from and value (ShareGPT). alpaca: the fields
+    instruction, input and output. auto: by the fields of each record."""
+    field: Text | None = None
+    """Field that holds the list of turns. null: messages or conversations, as the format says."""
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    """assistant: the loss is on all assistant turns and their end tokens. last: on the last assistant turn only. all:
+    on every token."""
+
+
+class ChatTasksSource(Turns, TasksSource):
+    """Generated tasks as conversations: the user asks, and the assistant writes the steps and the answer."""
+
+    kind: Literal["chat_tasks"]  # type: ignore[assignment]
+    """Kind of the source. It decides which other keys the section has."""
+
+
+class PreferencesSource(Turns):
+    """Pairs of a chosen and a rejected answer to one prompt, in JSON lines (plain or compressed) or Parquet.
+
+    prompt, chosen and rejected are texts or lists of messages. Without a prompt, chosen and rejected are whole
+    conversations, which differ in the last turn.
+    """
+
+    kind: Literal["preferences"]
+    """Kind of the source. It decides which other keys the section has."""
+    paths: Paths
+    """Files, folders or glob patterns, relative to the working directory."""
+    prompt_field: Text = "prompt"
+    """Field that holds the prompt, if there is one."""
+    chosen_field: Text = "chosen"
+    """Field that holds the better answer."""
+    rejected_field: Text = "rejected"
+    """Field that holds the worse answer."""
+
+
+class TaskPreferencesSource(ChatTasksSource):
+    """Generated tasks as preferences: the right answer against that of the next example of the same task."""
+
+    kind: Literal["task_preferences"]  # type: ignore[assignment]
+    """Kind of the source. It decides which other keys the section has."""
+
+
 class PluginSource(Section):
     """A source that a plugin registers."""
 
@@ -131,6 +198,10 @@ Source = Annotated[
     | HtmlSource
     | HuggingFaceSource
     | TasksSource
+    | ChatSource
+    | ChatTasksSource
+    | PreferencesSource
+    | TaskPreferencesSource
     | PluginSource,
     Field(discriminator="kind"),
 ]
@@ -173,7 +244,7 @@ class Domain(Section):
     quality_field: Text | None = None
     """Metadata field that holds a number. Of near-duplicates, the document with the highest number is kept."""
     filters: Filters | None = None
-    """Filters of this domain. null: data.filters."""
+    """Filters of this domain. null: data.filters, but none for conversations."""
     pii: Pii | None = None
     """Personal data to replace in this domain. null: data.pii."""
     max_epochs: PositiveFloat | None = None
@@ -207,14 +278,30 @@ class Dedup(Section):
 
 
 class Tokenizer(Section):
-    """Byte-level BPE tokenizer, trained on the text or loaded from a tokenizer.json."""
+    """Byte-level BPE tokenizer, trained on the text, or the tokenizer of a model, loaded from its tokenizer.json."""
 
     path: Text | None = None
-    """A tokenizer.json to use. null: train a tokenizer on the text."""
-    end_of_text: Text = "<|endoftext|>"
-    """Token between documents."""
+    """A tokenizer.json, or a folder that has one. model: the folder model.path. null: train a tokenizer on the text."""
+    end_of_text: Text | None = "<|endoftext|>"
+    """Token at the end of a document. null: the eos_token in tokenizer_config.json of the folder `path`, or the only
+    special token of tokenizer.json. This is the default if `path` is a folder or `model`."""
+    begin_of_text: Text | None = "auto"
+    """Token at the beginning of a document. auto: the token that the tokenizer at `path` puts before a text, as in the
+    training of its model, for example `<s>`. If there is none, or with null: the end-of-text token of the document
+    before."""
+    lossless: bool = True
+    """Refuse a tokenizer that changes text: one that normalizes characters, adds a space or has an unknown token. Bits
+    per byte count the bytes of the original text in any case."""
     train_bytes: PositiveInt = 100_000_000
     """Bytes of text that the tokenizer is trained on, at most."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _find_end_of_text(cls, data: Any) -> Any:
+        """The default of end_of_text is null if `path` is a folder, which may name the token, or `model`."""
+        if isinstance(data, dict) and isinstance(path := data.get("path"), str) and not path.endswith(".json"):
+            return {"end_of_text": None, **data}
+        return data
 
 
 class Fim(Section):
@@ -313,6 +400,21 @@ class Data(Section):
         if self.domains is not None:
             return self.domains
         return {"text": Domain(source=self.source or StdlibSource(kind="stdlib"))}
+
+    def filters_of(self, domain: Domain) -> Filters:
+        """The filters of a domain. `filters` is for prose and code: conversations have only those of their domain."""
+        if domain.filters is not None:
+            return domain.filters
+        return Filters() if isinstance(domain.source, Turns) else self.filters
+
+    def has_pairs(self) -> bool:
+        """Whether the documents are pairs of a chosen and a rejected answer. Then those of all domains are."""
+        pairs = (PreferencesSource, TaskPreferencesSource)
+        return any(isinstance(domain.source, pairs) for domain in self.all_domains().values())
+
+    def has_conversations(self) -> bool:
+        """Whether a domain has conversations."""
+        return any(isinstance(domain.source, Turns) for domain in self.all_domains().values())
 
     def stages(self) -> tuple[str, list[CurriculumStage]]:
         """The curriculum that training follows and its key: `curriculum`, or the chosen one of `mixtures`."""

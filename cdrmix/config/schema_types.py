@@ -187,6 +187,8 @@ def _allowed(schema: Schema) -> str:
         return "a string that is not empty" if schema.get("minLength") else "a string"
     if schema.get("type") == "boolean":
         return "true or false"
+    if schema.get("type") == "object":
+        return "a mapping"
     return _allowed_number(schema)
 
 

@@ -6,7 +6,7 @@ errors can be checked too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -150,6 +150,36 @@ def _activation(activation: str, kind: str) -> str | None:
     return "relu2, for model.feed_forward.kind=channel_mix" if kind == "channel_mix" and activation != "relu2" else None
 
 
+def _path_or_random(path: str | None, random: object) -> str | None:
+    return None if (path is None) != (random is None) else "a folder, or null and model.random: one of the two"
+
+
+def _made_by(made_by: str | None, path: str | None) -> str | None:
+    return "null, since model.path is null" if made_by is not None and path is None else None
+
+
+def _quantize(quantize: str | None, stage: int | str) -> str | None:
+    return "null, or train.zero_stage below 3" if quantize is not None and stage == 3 else None
+
+
+def _trained_base(lora: object, random: object, add_tokens: Sequence[str]) -> str | None:
+    if lora is None:
+        return None
+    if random is not None:
+        return "null with model.random: adapters need a trained model, named by model.path"
+    # The vectors of new tokens would stay random: adapters do not train the embedding.
+    return "null with model.vocab.add_tokens, whose vectors adapters do not train" if add_tokens else None
+
+
+def _expert_dropout(dropout: float, experts: bool) -> str | None:
+    return "0 with model.lora.experts, whose inputs peft cannot drop" if experts and dropout > 0 else None
+
+
+def _only_of_ours(neutral: object, value: object, kind: str) -> str | None:
+    shown = "null" if neutral is None else str(neutral).lower()
+    return f"{shown}, for model.kind={kind}" if kind != "cdrmix" and value not in (None, neutral) else None
+
+
 def _batch_rows(rows: int, micro: int) -> str | None:
     return f"a multiple of train.micro_batch_rows={micro}" if rows % micro else None
 
@@ -198,6 +228,16 @@ def _vocab_size(vocabulary: int, tokenizer: str | None, fim: Mapping[str, Any] |
     return None
 
 
+def _end_of_text(end_of_text: str | None, path: str | None) -> str | None:
+    return "a token, for a tokenizer that is trained on the text" if end_of_text is None and path is None else None
+
+
+def _begin_of_text(begin_of_text: str | None, path: str | None) -> str | None:
+    if path is None and begin_of_text not in ("auto", None):
+        return "auto or null, for a tokenizer that is trained on the text (data.tokenizer.path is not set)"
+    return None
+
+
 def _domains(domains: Mapping[str, Any] | None, source: Mapping[str, Any] | None) -> str | None:
     if domains is not None and source is not None:
         return "null if data.source is set (the source can be one of the domains, with data.source: null)"
@@ -222,8 +262,8 @@ def _fim_domains(chosen: list[str] | None, domains: Mapping[str, Any] | None) ->
     return None
 
 
-def _marks(prefix: str, middle: str, suffix: str, end_of_text: str) -> str | None:
-    marks = [prefix, middle, suffix, end_of_text]
+def _marks(prefix: str, middle: str, suffix: str, end_of_text: str | None) -> str | None:
+    marks = [prefix, middle, suffix, end_of_text or "the token that ends a document"]
     if len(set(marks)) < len(marks):
         return f"four different tokens, with data.tokenizer.end_of_text; they are {', '.join(marks)}"
     return None
@@ -309,10 +349,53 @@ def _no_stages(stages: list[Mapping[str, Any]]) -> Violation | None:
     return _stage_ends(stages) if stages else Violation((), "at least one stage")
 
 
-def _compile(compiled: bool, zero_stage: int, expert_parallel: int) -> str | None:
-    # Both gather or exchange in hooks of modules, which compiled code does not call.
-    refused = compiled and (zero_stage == 3 or expert_parallel > 1)
-    return "false, or train.zero_stage below 3 and train.expert_parallel 1" if refused else None
+def _compile(compiled: bool, zero_stage: int | str, offload: str, expert_parallel: int) -> str | None:
+    # All gather or exchange in hooks of modules, which compiled code does not call.
+    refused = compiled and (zero_stage == 3 or offload == "all" or expert_parallel > 1)
+    others = " and train.offload none or optimizer" if offload == "all" else ""
+    return f"false, or train.zero_stage below 3{others} and train.expert_parallel 1" if refused else None
+
+
+def _weights(weights: str, precision: str, zero_stage: int | str) -> str | None:
+    refused = weights == "bf16" and (precision != "bf16" or zero_stage == 0)
+    return "fp32, or train.precision: bf16 and train.zero_stage: auto, 1, 2 or 3" if refused else None
+
+
+def _weights_of_cdrmix(weights: str, _: int) -> str | None:
+    refused = weights == "bf16"  # the keys of the rule are of a model of this package
+    return "fp32, for a model of cdrmix: its norms and routers need float32 weights" if refused else None
+
+
+def _offload(offload: str, zero_stage: int | str, expert_parallel: int) -> str | None:
+    stages = ("auto", 3) if offload == "all" else ("auto", 2, 3)
+    if offload == "none" or (zero_stage in stages and expert_parallel == 1):
+        return None
+    which = "auto or 3" if offload == "all" else "auto, 2 or 3"
+    return f"none, or train.zero_stage: {which} and train.expert_parallel: 1"
+
+
+def _offload_folder(folder: str | None, offload: str, optimizer: str) -> str | None:
+    refused = folder is not None and (offload == "none" or optimizer != "adamw")
+    return "null, or train.offload: optimizer or all and train.optimizer: adamw" if refused else None
+
+
+def _dpo(dpo: object, source: Mapping[str, Any] | None, domains: Mapping[str, Any] | None) -> str | None:
+    owners = [domain for domain in domains.values() if isinstance(domain, Mapping)] if domains else [{"source": source}]
+    sources = [owner.get("source") for owner in owners]
+    kinds = [each.get("kind") if isinstance(each, Mapping) else None for each in sources]
+    pairs = [kind in ("preferences", "task_preferences") for kind in kinds]
+    if dpo is not None and not all(pairs):
+        return "null, or sources of the kinds preferences and task_preferences alone"
+    return "a section, because the sources are preferences" if dpo is None and any(pairs) else None
+
+
+def _start_from(start: str | None, kind: str) -> str | None:
+    refused = kind == "huggingface" and start is not None
+    return "null for model.kind=huggingface; use model.path" if refused else None
+
+
+def _start_made_by(made_by: str | None, start: str | None) -> str | None:
+    return "null, since train.start_from is null" if made_by is not None and start is None else None
 
 
 def _precision(precision: str, device: str) -> str | None:
@@ -329,6 +412,16 @@ ATTENTION = ("model.attention_fraction", "model.mixer_layers")  # they decide wh
 WIDTH = ("model.mamba.expand", "model.d_model")
 
 RULES = (
+    Rule(("model.path", "model.random"), _path_or_random),
+    Rule(("model.made_by", "model.path"), _made_by),
+    Rule(("model.lora.quantize", "train.zero_stage"), _quantize),
+    Rule(("model.lora", "model.random", "model.vocab.add_tokens"), _trained_base),
+    Rule(("model.lora.dropout", "model.lora.experts"), _expert_dropout),
+    Rule(("train.expert_parallel", "model.kind"), partial(_only_of_ours, 1)),
+    Rule(("train.compile", "model.kind"), partial(_only_of_ours, False)),
+    Rule(("train.residual_dtype", "model.kind"), partial(_only_of_ours, None)),
+    Rule(("train.start_from", "model.kind"), _start_from),
+    Rule(("reasoning", "model.kind"), partial(_only_of_ours, None)),
     Rule(("model.mixer_layers", "model.layers"), _mixer_layers),
     Rule(("model.feed_forward.kind",), partial(_registered_name, "feed-forward")),
     Rule(("train.optimizer",), partial(_registered_name, "optimizer")),
@@ -373,6 +466,8 @@ RULES = (
     ),
     Rule(("train.warmup_steps", "train.steps"), _warmup_steps),
     Rule(("model.vocab_size", "data.tokenizer.path", "data.objectives.fim"), _vocab_size),
+    Rule(("data.tokenizer.end_of_text", "data.tokenizer.path"), _end_of_text),
+    Rule(("data.tokenizer.begin_of_text", "data.tokenizer.path"), _begin_of_text),
     Rule(("data.domains", "data.source"), _domains),
     Rule(("data.dedup.bands", "data.dedup.rows", "data.dedup.num_perm"), _bands),
     Rule(("data.objectives.fim.domains", "data.domains"), _fim_domains),
@@ -390,5 +485,11 @@ RULES = (
     Rule(("data.mixtures", "data.mixture", "data.length_classes"), partial(_of_mixture, _stage_lengths)),
     Rule(("train.precision", "run.device"), _precision),
     Rule(("train.residual_dtype", "train.precision"), _residual_dtype),
-    Rule(("train.compile", "train.zero_stage", "train.expert_parallel"), _compile),
+    Rule(("train.compile", "train.zero_stage", "train.offload", "train.expert_parallel"), _compile),
+    Rule(("train.weights", "train.precision", "train.zero_stage"), _weights),
+    Rule(("train.weights", "model.d_model"), _weights_of_cdrmix),
+    Rule(("train.offload", "train.zero_stage", "train.expert_parallel"), _offload),
+    Rule(("train.offload_folder", "train.offload", "train.optimizer"), _offload_folder),
+    Rule(("train.start_made_by", "train.start_from"), _start_made_by),
+    Rule(("train.dpo", "data.source", "data.domains"), _dpo),
 )

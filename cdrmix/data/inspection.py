@@ -120,6 +120,8 @@ def _header(shards: ShardSet, formatter: LineFormatter) -> Iterator[str]:
     report = shards.report
     yield formatter.line(ROW, f"Shards in {shards.path}")
     tokenizer = f"{report['tokenizer_ids']:,} ids of {shards.vocab_size:,}, end of text {shards.end_of_text!r}"
+    if shards.tokenizer.begin_of_text is not None:
+        tokenizer += f", begin of text {shards.tokenizer.begin_of_text!r}"
     for name, value in (
         ("fingerprint", shards.fingerprint),
         ("content key", shards.key),

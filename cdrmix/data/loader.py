@@ -8,6 +8,7 @@ batch. So neither the order nor the batches depend on W.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator
@@ -83,9 +84,14 @@ class TrainLoader:
         return [make_batch(self.split, micro, step=step, token_count=token_count) for micro in own]
 
 
-def train_loader(config: Config, split: Split, rank: int = 0, world_size: int = 1) -> TrainLoader:
-    """The training batches of a configuration, in the order of its curriculum. Raises as Mixture, TrainLoader."""
-    return TrainLoader(
+def train_loader(
+    config: Config, split: Split, rank: int = 0, world_size: int = 1, *, kind: type[TrainLoader] = TrainLoader
+) -> TrainLoader:
+    """The training batches of a configuration, in the order of its curriculum. Raises as Mixture, TrainLoader.
+
+    kind: the class of the loader.
+    """
+    return kind(
         split,
         row_length=config.data.row_length,
         batch_rows=config.train.batch_rows,
@@ -132,10 +138,13 @@ class Prefetcher:
 class EvalLoader:
     """The evaluation batches: rows in order, each row once over all ranks; the last batch may be smaller.
 
-    Every target has the weight 1, also if the shards have weights, because bits per byte are of the whole text.
+    A target has the weight 1, or 0 if its loss weight is 0. Of held-out text only conversations have such targets, so
+    bits per byte are of the whole text, and of conversations of what is trained on.
     max_rows: number of rows, spread evenly over the split; None: all. The token_count of a batch is of that batch only.
     Every rank yields the same number of batches, so that collective operations match. A rank without further rows
     yields a batch of one row without targets.
+    If the split has several domains, a batch has the rows of each of its domains. On every rank batch n has the same
+    number of domains. If it has rows of fewer domains than that of another rank, it starts with domains without rows.
     """
 
     def __init__(
@@ -154,6 +163,10 @@ class EvalLoader:
         self.rows: Array = np.arange(count, dtype=np.int64) * split.rows // count
         self.micro_batch_rows = micro_batch_rows
         self.rank, self.world_size = rank, world_size
+        domains = split.domain_rows()
+        self._domains = [*domains] if len(domains) > 1 else []
+        ends = [rows.stop for rows in domains.values()]
+        self._row_domains = np.searchsorted(ends, self.rows, "right")  # the number of the domain of each row
 
     def __len__(self) -> int:
         """Number of batches of each rank."""
@@ -161,27 +174,52 @@ class EvalLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         for step in range(len(self)):
-            start = (step * self.world_size + self.rank) * self.micro_batch_rows
-            rows = self.rows[start : start + self.micro_batch_rows]
-            token_count = float(self.split.targets_in_rows(rows))
-            yield make_batch(self.split, rows, step=step, token_count=token_count, weighted=False)
+            rows = self.rows[self._of_rank(step, self.rank)]
+            batch = make_batch(self.split, rows, step=step, token_count=0)
+            weights_BT = (batch.weights_BT > 0).float()
+            yield dataclasses.replace(
+                batch,
+                weights_BT=weights_BT,
+                token_count=float(weights_BT.sum()),
+                domains=self._batch_domains(step),
+            )
+
+    def _of_rank(self, step: int, rank: int) -> slice:
+        start = (step * self.world_size + rank) * self.micro_batch_rows
+        return slice(start, start + self.micro_batch_rows)
+
+    def _batch_domains(self, step: int) -> dict[str, torch.Tensor]:
+        if not self._domains:
+            return {}
+        of_ranks = [np.unique(self._row_domains[self._of_rank(step, rank)]) for rank in range(self.world_size)]
+        own = of_ranks[self.rank].tolist()
+        others = [number for number in np.unique(self._row_domains).tolist() if number not in own]
+        numbers = [*others[: max(map(len, of_ranks)) - len(own)], *own]
+        rows = torch.from_numpy(self._row_domains[self._of_rank(step, self.rank)])
+        rows = rows if len(rows) else torch.full((1,), -1)  # the row without targets
+        return {self._domains[number]: rows == number for number in numbers}
 
     @property
     def text_bytes(self) -> int:
         """UTF-8 bytes of the targets of these rows over all ranks; an end-of-text has none.
 
-        For all rows this is the text of the split.
+        For all rows of a split without conversations this is its text.
         """
-        byte_lengths = np.array(self.split.token_byte_lengths(), np.int64)
-        starts, lengths, _ = self.split.segments_of(self.rows)
-        return sum(
-            int(byte_lengths[self.split.read(start + 1, start + length + 1)].sum())
-            for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)
-        )
+        return self._text_bytes(self.rows)
+
+    @property
+    def domain_bytes(self) -> dict[str, int]:
+        """`text_bytes` by domain, of the domains that have rows here; {} if the split has one domain."""
+        of_domains = {name: self.rows[self._row_domains == number] for number, name in enumerate(self._domains)}
+        return {name: self._text_bytes(rows) for name, rows in of_domains.items() if len(rows)}
+
+    def _text_bytes(self, rows: Array) -> int:
+        starts, lengths, _ = self.split.segments_of(rows)
+        return self.split.text_bytes_of(starts, lengths)
 
 
-def make_batch(split: Split, rows: Array, *, step: int, token_count: float, weighted: bool = True) -> Batch:
-    """The batch of these rows; without rows, one row without targets. weighted: False sets all weights to 1."""
+def make_batch(split: Split, rows: Array, *, step: int, token_count: float) -> Batch:
+    """The batch of these rows; without rows, one row without targets."""
     height, width = max(len(rows), 1), split.row_length
     ids = np.full(height * width, split.end_of_text_id, np.int64)
     targets = np.zeros(height * width, np.int64)
@@ -196,10 +234,12 @@ def make_batch(split: Split, rows: Array, *, step: int, token_count: float, weig
     positions = ends - lengths + np.repeat(before, counts)
     split.copy_segments(starts, lengths, positions, ids, targets)
     weights = (np.arange(width) < filled[:, None]).astype(np.float32)
-    if weighted and split.weighted:
+    if split.weighted:
         split.copy_weights(starts, lengths, positions, weights.reshape(-1))
     row_ends = np.arange(1, height + 1) * width
     boundaries = np.union1d(positions + lengths, np.append(row_ends, 0))
+    if split.pairs:
+        boundaries = np.union1d(boundaries, positions + split.pairs_of(starts)[1])
     return Batch(
         ids_BT=torch.from_numpy(ids.reshape(height, width)),
         targets_BT=torch.from_numpy(targets.reshape(height, width)),

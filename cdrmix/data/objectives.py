@@ -27,11 +27,15 @@ Weights = np.ndarray[Any, np.dtype[np.float32]]
 
 
 class Part(NamedTuple):
-    """A piece of text, or a special token if `mark` is not empty, and the loss weight of its tokens."""
+    """A piece of text, or a special token if `mark` is not empty, and the loss weight of its tokens.
+
+    continues: the piece is not at the beginning of the document.
+    """
 
     text: str
     weight: float = 1.0
     mark: str = ""
+    continues: bool = False
 
 
 def special_tokens(section: schema.Objectives) -> list[str]:
@@ -58,7 +62,8 @@ def encode_documents(
         list(parts(text, section, random_numbers(seed, key) if section.fim and _takes(section.fim, domain) else None))
         for text, key, domain in zip(texts, keys, domains, strict=True)
     ]
-    encoded = iter(tokenizer.encode_batch([part.text for document in documents for part in document if not part.mark]))
+    pieces = [part for document in documents for part in document if not part.mark]
+    encoded = iter(tokenizer.encode_batch([part.text for part in pieces], [part.continues for part in pieces]))
     results: list[tuple[Ids, Weights | None]] = []
     for document in documents:
         ids = [marks[part.mark] if part.mark else next(encoded) for part in document]
@@ -134,8 +139,8 @@ def _stretch(text: str, spans: Sequence[tuple[int, int, float]], start: int, sto
         low, high = max(begin, start), min(end, stop)
         if low < high:
             if position < low:
-                yield Part(text[position:low])
-            yield Part(text[low:high], weight)
+                yield Part(text[position:low], continues=position > 0)
+            yield Part(text[low:high], weight, continues=low > 0)
             position = high
     if position < stop or start == stop == len(text) == 0:
-        yield Part(text[position:stop])
+        yield Part(text[position:stop], continues=position > 0)

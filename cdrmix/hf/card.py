@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from cdrmix.config.schema import Config
+from cdrmix.config.schema_huggingface import HuggingFaceModel
+from cdrmix.eval.changes import changes, table
 
 STAGE_A_ONLY = "Only stage A (the backbone) is trained: all phases of stage B (`reasoning.phases`) have 0 steps."
 
+_HEADS = """
+transformers reads the language model. It does not read the heads of stage B (controller, operations, summary).
+"""
 NAMES = {"rwkv7": "RWKV-7", "attention": "attention", "mamba2": "Mamba-2", "routing_mamba": "Routing-Mamba"}
 
 
-def model_card(config: Config, step: int, stored: int, summary: Mapping[str, Any]) -> str:
+def model_card(config: Config, step: int, stored: int, summary: Mapping[str, Any], *, heads: bool = False) -> str:
     """Markdown with front matter: what the model is, its results on held-out text, and how to use it.
 
     stored: number of parameters in the files. summary: metrics.json of the run. Results that are missing, or that
-    belong to another step, are omitted.
+    belong to another step, are omitted. heads: whether the files have heads of stage B.
     """
-    model = config.model
+    model = config.cdrmix_model
     feed_forward = model.feed_forward
     experts = (
         f"{feed_forward.experts} experts of {feed_forward.hidden}, top-{feed_forward.top_k} ({feed_forward.activation})"
@@ -35,10 +42,17 @@ def model_card(config: Config, step: int, stored: int, summary: Mapping[str, Any
     if active := summary.get("parameters", {}).get("active"):
         parameters += f", {active:,} active per token"
     held_out = summary.get("held_out") if summary.get("held_out_step") == step else None
+    base_model = [] if config.export.base_model is None else [f"base_model: {json.dumps(config.export.base_model)}"]
+    front = [
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        f"license: {json.dumps(config.export.license or 'unknown')}",
+        *base_model,
+        f"tags: [{', '.join(['cdrmix', 'custom_code', *tags])}]",
+        *_model_index(config.run.name, held_out),
+    ]
     return f"""---
-library_name: cdrmix
-pipeline_tag: text-generation
-tags: [{", ".join(tags)}]
+{chr(10).join(front)}
 ---
 
 # {config.run.name}
@@ -51,17 +65,141 @@ A {kind} language model, trained by cdrmix for {step:,} steps of {config.train.b
 | parameters | {parameters} |
 | layers | {model.layers} of width {model.d_model}: {mixers} |
 | feed-forward | {experts} |
-| vocabulary | {model.vocab_size:,} (byte-level BPE, in `tokenizer.json`) |
+| vocabulary | {model.vocab_size:,} (tokenizer in `tokenizer.json`) |
 | weights | float32 safetensors |
 | text | source `{config.data.source_kinds()}`, seed {config.run.seed} |
-{_figures(held_out)}
+{_figures(held_out)}{_domains(summary, held_out)}
 ## Use
 
     cdrmix generate --model PATH_OF_THIS_FOLDER --prompt "def "
     cdrmix eval --model PATH_OF_THIS_FOLDER
 
+In transformers 4.57 or 5, with cdrmix installed:
+
+```python
+import cdrmix.hf.auto
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+cdrmix.hf.auto.register()  # or pass trust_remote_code=True below
+tokenizer = AutoTokenizer.from_pretrained("PATH_OF_THIS_FOLDER")
+model = AutoModelForCausalLM.from_pretrained("PATH_OF_THIS_FOLDER")
+prompt = tokenizer("def ", return_tensors="pt")
+print(tokenizer.decode(model.generate(**prompt, max_new_tokens=64)[0]))
+```
+{_HEADS if heads else ""}
 `sha256sum -c SHA256SUMS` verifies the files. cdrmix verifies them each time it loads them. The configuration
 `config_snapshot.yaml` is complete: it reproduces the training.
+"""
+
+
+def foreign_card(config: Config, architecture: str, step: int, stored: int, summary: Mapping[str, Any]) -> str:
+    """The model card of a model of transformers. Arguments as of `model_card`."""
+    section = config.model
+    assert isinstance(section, HuggingFaceModel)
+    base = f"\nbase_model: {Path(section.path).name}" if section.path is not None else ""
+    origin = f"continued from `{Path(section.path).name}`" if section.path is not None else "from random weights"
+    if (lora := section.lora) is not None:
+        origin += f", by adapters (LoRA) of rank {lora.rank} and alpha {lora.alpha:g} that were merged into it,"
+    held_out = summary.get("held_out") if summary.get("held_out_step") == step else None
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation{base}
+tags: [{architecture.replace("_", "-")}]
+---
+
+# {config.run.name}
+
+A {architecture} language model, trained by cdrmix {origin} for {step:,} steps of {config.train.batch_rows} rows of \
+{config.data.row_length} tokens.
+
+| | |
+|---|---|
+| parameters | {stored:,} |
+| weights | {"float32" if config.export.weights == "fp32" else "bfloat16"} safetensors |
+| text | source `{config.data.source_kinds()}`, seed {config.run.seed} |
+{_figures(held_out)}
+## Use
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    model = AutoModelForCausalLM.from_pretrained("PATH_OF_THIS_FOLDER")
+    tokenizer = AutoTokenizer.from_pretrained("PATH_OF_THIS_FOLDER")
+
+`cdrmix generate --model PATH_OF_THIS_FOLDER --prompt "def "` and `cdrmix eval --model PATH_OF_THIS_FOLDER` work too.
+`sha256sum -c SHA256SUMS` verifies the files. The configuration `config_snapshot.yaml` is complete.
+"""
+
+
+def _model_index(name: str, held_out: Mapping[str, Any] | None) -> list[str]:
+    """The results on held-out text as lines of YAML that the Hugging Face Hub reads."""
+    if not held_out:
+        return []
+    metrics = {"bits_per_byte": "bits per byte", "perplexity": "perplexity per token"}
+    return [
+        "model-index:",
+        f"- name: {json.dumps(name)}",
+        "  results:",
+        "  - task: {type: text-generation}",
+        "    dataset: {type: held-out, name: held-out text of the run}",
+        "    metrics:",
+        *(
+            f"    - {{type: {key}, name: {json.dumps(metrics[key])}, value: {json.dumps(float(held_out[key]))}}}"
+            for key in metrics
+        ),
+    ]
+
+
+def adapter_card(
+    config: Config, architecture: str, step: int, stored: int, whole: Sequence[str], summary: Mapping[str, Any]
+) -> str:
+    """The model card of adapters. stored: their parameters. whole: names of the linear layers that were not quantized.
+    Other arguments as of `model_card`."""
+    section = config.model
+    assert isinstance(section, HuggingFaceModel)
+    assert section.lora is not None
+    assert section.path is not None
+    base, lora = Path(section.path).name, section.lora
+    held_out = summary.get("held_out") if summary.get("held_out_step") == step else None
+    options = note = ""
+    if lora.quantize is not None:
+        options = ", quantization_config=settings"
+        note = f"""
+The adapters were trained with a quantized base. With another base the logits differ:
+
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="{lora.quantize}",
+        bnb_4bit_use_double_quant=True,
+        llm_int8_skip_modules={[*whole]},
+    )
+"""
+    return f"""---
+library_name: peft
+pipeline_tag: text-generation
+base_model: {base}
+tags: [{architecture.replace("_", "-")}, lora]
+---
+
+# {config.run.name}
+
+Adapters (LoRA) for the {architecture} language model `{base}`, trained by cdrmix for {step:,} steps of \
+{config.train.batch_rows} rows of {config.data.row_length} tokens.
+
+| | |
+|---|---|
+| parameters | {stored:,}; rank {lora.rank}, alpha {lora.alpha:g} |
+| weights | float32 safetensors |
+| text | source `{config.data.source_kinds()}`, seed {config.run.seed} |
+{_figures(held_out)}
+## Use
+
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer{", BitsAndBytesConfig" if options else ""}
+    model = AutoModelForCausalLM.from_pretrained("PATH_OF_THE_BASE"{options})
+    model = PeftModel.from_pretrained(model, "PATH_OF_THIS_FOLDER")
+    tokenizer = AutoTokenizer.from_pretrained("PATH_OF_THIS_FOLDER")
+{note}
+`cdrmix export --model PATH_OF_THIS_FOLDER --merge --out FOLDER` merges them into the base. `cdrmix generate` and
+`cdrmix eval` take this folder too, where the base is at `{section.path}`. `sha256sum -c SHA256SUMS` verifies the files.
 """
 
 
@@ -88,4 +226,19 @@ def _figures(held_out: Mapping[str, Any] | None) -> str:
 | unigram distribution of the same tokens | {held_out["unigram_bits_per_byte"]:.4f} |
 | gzip -9 | {held_out["gzip9_bits_per_byte"]:.4f} |
 | zstd -19 | {held_out["zstd19_bits_per_byte"]:.4f} |
+"""
+
+
+def _domains(summary: Mapping[str, Any], held_out: Mapping[str, Any] | None) -> str:
+    before = summary.get("held_out_before")
+    if not held_out or not (before or held_out.get("domains")):
+        return ""
+    head, *body = table(changes(before, held_out))
+    lines = [head, ("---", *("---:" for _ in head[1:])), *body]
+    rows = "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |" for cells in lines)
+    start = f", before (step {summary.get('held_out_before_step', 0):,}) and after the training" if before else ""
+    return f"""
+Bits per byte by domain{start}:
+
+{rows}
 """

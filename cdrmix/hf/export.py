@@ -1,8 +1,9 @@
 """Exports a trained model to a read-only folder with checksums.
 
-The folder has safetensors, tokenizer.json, config.json, config_snapshot.yaml, README.md (the model card) and
-SHA256SUMS, which `sha256sum -c` reads. The export gets its final name only after it was read back and gave exactly the
-logits of the original. The files are read-only. The folder is writable by its owner; otherwise `rm -rf` of a run fails.
+The folder has safetensors, the tokenizer, config.json, config_snapshot.yaml, README.md (the model card), the other
+files that transformers reads (transformers_files.py), and SHA256SUMS, which `sha256sum -c` reads. The export gets its
+final name only after it was read back and gave exactly the logits of the original. The files are read-only. The folder
+is writable by its owner; otherwise `rm -rf` of a run fails.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from cdrmix.data.tokenizer_files import STORED
 from cdrmix.durable import disk_guard, is_disk_full, sha256_file, sync_file, sync_folder
 from cdrmix.errors import ConfigError, ExportMismatchError
 from cdrmix.hf.card import model_card
-from cdrmix.inference.load import SUMS, Loaded, load_exported
+from cdrmix.hf.transformers_files import config_keys, text_files
+from cdrmix.inference.load import RUN_TOKENIZER, SUMS, Loaded, load_exported
 from cdrmix.run_folder import environment
 
+ABOUT = "cdrmix.json"  # of a model of transformers, whose config.json is that of transformers: its step
 SHARD_BYTES = 5_000_000_000
 PROMPT = "def "
 
@@ -48,6 +52,20 @@ def export_model(
     """
     if target.exists() and not replace:
         raise ConfigError(f"{target} exists; an export is never overwritten: choose another path, or remove it first")
+
+    def write(folder: Path) -> None:
+        _write(loaded, folder, summary or {}, shard_bytes)
+        _compare(loaded, load_exported(folder), held_out_row)
+
+    return publish(target, write, attachments=attachments)
+
+
+def publish(target: Path, write: Callable[[Path], None], *, attachments: Sequence[Path] = ()) -> Path:
+    """Makes the folder `target` by `write`, which gets a temporary folder; it appears when that has returned.
+
+    An older folder is replaced. attachments: files to add before. Raises DiskFullError, ConfigError for a path that
+    cannot be written, and what `write` raises.
+    """
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     with disk_guard(
         f"the export {target}", "The incomplete export was removed. Free some space, or choose a path on another disk."
@@ -63,8 +81,7 @@ def export_model(
         try:
             for path in attachments:
                 shutil.copyfile(path, temporary / path.name)
-            _write(loaded, temporary, summary or {}, shard_bytes)
-            _compare(loaded, load_exported(temporary), held_out_row)
+            write(temporary)
             for path in temporary.iterdir():
                 path.chmod(0o444)
             if target.exists():
@@ -78,9 +95,10 @@ def export_model(
 
 
 def exported_step(path: Path) -> int | None:
-    """The step of an exported model, from its config.json; None if that is missing or damaged."""
+    """The step of an exported model; None if the file that has it is missing or damaged."""
+    name = ABOUT if (path / ABOUT).is_file() else "config.json"
     try:
-        step = json.loads((path / "config.json").read_text(encoding="utf-8"))["step"]
+        step = json.loads((path / name).read_text(encoding="utf-8"))["step"]
     except (OSError, ValueError, LookupError, TypeError):
         return None
     return step if isinstance(step, int) else None
@@ -99,20 +117,30 @@ def _write(loaded: Loaded, folder: Path, summary: Mapping[str, Any], shard_bytes
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
     for file, group in zip(names, groups, strict=True):
         save_file({name: weights[name] for name in group}, folder / file, metadata={"format": "pt"})
-    (folder / "tokenizer.json").write_bytes(loaded.tokenizer.json_bytes)
+    (folder / RUN_TOKENIZER).write_bytes(loaded.tokenizer.json_bytes)
+    if settings := loaded.tokenizer.settings(loaded.config.data.tokenizer.end_of_text):
+        (folder / STORED).write_bytes(settings)
     (folder / "config_snapshot.yaml").write_text(loaded.config.to_yaml(), encoding="utf-8")
     description = {
         "format": "cdrmix",
         "format_version": 1,
         "step": loaded.step,
         "tokenizer_fingerprint": loaded.tokenizer.fingerprint,
-        "model": loaded.config.model.model_dump(mode="json"),
+        **config_keys(loaded),
+        "model": loaded.config.cdrmix_model.model_dump(mode="json"),
         "environment": environment(),
     }
     (folder / "config.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+    for name, text in text_files(loaded).items():
+        (folder / name).write_text(text, encoding="utf-8")
     stored = sum(tensor.numel() for tensor in weights.values())
-    card = model_card(loaded.config, loaded.step, stored, summary)
+    card = model_card(loaded.config, loaded.step, stored, summary, heads=bool(loaded.heads))
     (folder / "README.md").write_text(card, encoding="utf-8")
+    write_sums(folder)
+
+
+def write_sums(folder: Path) -> None:
+    """Writes SHA256SUMS of all files of a folder, and waits until the disk has them."""
     lines = [f"{sha256_file(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
     (folder / SUMS).write_text("".join(lines), encoding="utf-8")
     for path in folder.iterdir():

@@ -77,6 +77,15 @@ def step_of(checkpoint: Path) -> int:
     return int(number)
 
 
+def base_of(checkpoint: Path) -> str:
+    """The SHA-256 of the base model of a checkpoint that has adapters alone. Raises CheckpointError."""
+    try:
+        base = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))["base"]
+    except (OSError, ValueError, LookupError) as error:
+        raise CheckpointError(f"{checkpoint / 'state.json'} does not name the base model of the adapters") from error
+    return str(base)
+
+
 def state_dict_mismatch(weights: Mapping[str, Tensor], wanted: Mapping[str, Sequence[int]]) -> str | None:
     """Describes the first mismatch between weights and the names and shapes of a model; None if they match."""
     lacking, more = sorted(wanted.keys() - weights.keys()), sorted(weights.keys() - wanted.keys())

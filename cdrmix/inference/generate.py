@@ -11,6 +11,7 @@ import codecs
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import ConfigError
 from cdrmix.inference.sampling import Sampling, draw
 from cdrmix.model.cache import concatenated, select
-from cdrmix.model.language_model import Cache, LanguageModel
+from cdrmix.model.causal import CausalModel
 from cdrmix.runtime import threads_for
 
 PREFILL_TOKENS = 4096  # of prompts that are read in one forward pass
@@ -56,19 +57,19 @@ class Row:
         return token
 
 
-def decode(model: LanguageModel, rows: Sequence[Row], vocabulary: int | None = None) -> Iterator[tuple[int, int]]:
+def decode(model: CausalModel, rows: Sequence[Row], vocabulary: int | None = None) -> Iterator[tuple[int, int]]:
     """Yields (number of the row, token id) until each row has ended or has max_new_tokens.
 
     vocabulary: only ids below it are sampled; a tokenizer may have fewer ids than the model.
 
     The tokens of a row depend on its ids and its sampling. They depend on the other rows only through rounding: on a
-    CPU, matrix products of one to three rows round differently from those of more. Models with plastic adapters count
-    chunks from the start of a row, so their rows are batched by length.
+    CPU, matrix products of one to three rows round differently from those of more. The model says which rows it reads
+    together.
     """
     device = next(model.parameters()).device
     together: dict[int, list[int]] = {}
     for number, row in enumerate(rows):
-        together.setdefault(len(row.ids) if model.adapters else 0, []).append(number)
+        together.setdefault({"any": 0, "length": len(row.ids), "row": number}[model.batching], []).append(number)
     batches = [(numbers, *_prefill(model, [rows[number].ids for number in numbers])) for numbers in together.values()]
     while batches:
         going_on = []
@@ -92,7 +93,7 @@ def decode(model: LanguageModel, rows: Sequence[Row], vocabulary: int | None = N
         batches = going_on
 
 
-def _prefill(model: LanguageModel, prompts: Sequence[list[int]]) -> tuple[Tensor, Cache]:
+def _prefill(model: CausalModel, prompts: Sequence[list[int]]) -> tuple[Tensor, Any]:
     """The hidden states [B, D] of the last tokens of the prompts, and the cache after them."""
     device = next(model.parameters()).device
     if len({len(ids) for ids in prompts}) == 1:
@@ -126,9 +127,7 @@ def _packs(prompts: Sequence[list[int]]) -> list[list[list[int]]]:
     return packs
 
 
-def _forward(
-    model: LanguageModel, ids_BT: Tensor, cache: Cache | None, cu_seqlens: Tensor | None = None
-) -> tuple[Tensor, Cache]:
+def _forward(model: CausalModel, ids_BT: Tensor, cache: Any, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Any]:
     """The hidden states [B, D] of the last token of each row, or of each packed document, and the cache after it."""
     # Not around the generator: an abandoned generator would leave these contexts at exit.
     with torch.no_grad(), threads_for(ids_BT.numel()):
@@ -172,13 +171,13 @@ def _overlap(text: str, stop: str) -> int:
 
 
 def generate(
-    model: LanguageModel, tokenizer: TextTokenizer, prompts: Sequence[str], samplings: Sequence[Sampling]
+    model: CausalModel, tokenizer: TextTokenizer, prompts: Sequence[str], samplings: Sequence[Sampling]
 ) -> Iterator[tuple[int, str]]:
     """Yields (number of the prompt, piece of text) while the continuations are generated.
 
-    A prompt begins a document: an end-of-text token comes before it, as in training. It may be empty. Its continuation
-    ends at the end-of-text token, before a stop string, or after max_new_tokens. The same model, prompts and samplings
-    give the same text. Raises ConfigError immediately for a prompt that is not Unicode text.
+    A prompt begins a document: the first id of the tokenizer comes before it, as in training. It may be empty. Its
+    continuation ends at the end-of-text token, before a stop string, or after max_new_tokens. The same model, prompts
+    and samplings give the same text. Raises ConfigError immediately for a prompt that is not Unicode text.
     """
     for prompt in prompts:
         if not isinstance(prompt, str):
@@ -190,7 +189,7 @@ def generate(
 
 
 def _generate(
-    model: LanguageModel, tokenizer: TextTokenizer, prompts: Sequence[str], samplings: Sequence[Sampling]
+    model: CausalModel, tokenizer: TextTokenizer, prompts: Sequence[str], samplings: Sequence[Sampling]
 ) -> Iterator[tuple[int, str]]:
     rows, streams, spaces = [], [], []
     spaced: list[int] = []  # tokens that begin with a space, computed once
@@ -198,17 +197,19 @@ def _generate(
         # Tokens of words include the space before the word. A separate space token hardly occurs in training. So a
         # space at the end of the prompt is removed, and the first sampled token must begin with a space.
         space = prompt.endswith(" ") and bool(prompt.strip())
-        ids = [tokenizer.end_of_text_id, *tokenizer.encode(prompt[:-1] if space else prompt)]
+        ids = [tokenizer.first_id, *tokenizer.encode(prompt[:-1] if space else prompt)]
         if space and not spaced:
             every = range(tokenizer.vocab_size)
-            spaced = [token for token in every if tokenizer.decode_bytes([token])[:1] == b" "]
+            spaced = [token for token in every if tokenizer.token_bytes(token)[:1] == b" "]
         rows.append(Row(ids, sampling, spaced if space else ()))
         streams.append(TextStream(sampling.stop))
         spaces.append(space)
+    begun = [bool(prompt) for prompt in prompts]  # whether the text has begun
     for number, token in decode(model, rows, tokenizer.vocab_size):
         row, stream = rows[number], streams[number]
         row.ended = token == tokenizer.end_of_text_id
-        spelled = b"" if row.ended else tokenizer.decode_bytes([token])
+        spelled = b"" if row.ended else tokenizer.token_bytes(token, begins=not begun[number])
+        begun[number] = begun[number] or tokenizer.token_bytes(token) != b""
         if spaces[number] and row.drawn == 1:
             spelled = spelled[1:]
         piece = stream.push(spelled, last=row.ended or row.drawn == row.sampling.max_new_tokens)

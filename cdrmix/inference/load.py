@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -17,27 +17,61 @@ from cdrmix.config.schema import Config
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.durable import sha256_file
 from cdrmix.errors import CdrmixWarning, CheckpointError, VocabularyError
-from cdrmix.inference.checkpoints import has_average, list_checkpoints, read_weights, state_dict_mismatch, step_of
+from cdrmix.inference.checkpoints import (
+    MANIFEST,
+    has_average,
+    list_checkpoints,
+    read_weights,
+    state_dict_mismatch,
+    step_of,
+)
+from cdrmix.model.causal import CausalModel
 from cdrmix.model.language_model import LanguageModel
+from cdrmix.model.loss import LossModel, LossModule
 from cdrmix.run_folder import RunFolder
 
 SUMS = "SHA256SUMS"
+RUN_TOKENIZER = "tokenizer_cdrmix.json"  # of an export: the tokenizer.json of the run, byte for byte
+CHAT_TEMPLATE = "chat_template.jinja"  # the name that transformers gives it too
 HEADS = ("controller", "operations", "summary")  # first component of the names of the weights that stage B adds
 
 
+class Trained(Protocol):
+    """A model in evaluation mode with its tokenizer and configuration, of this package or of transformers."""
+
+    @property
+    def model(self) -> CausalModel: ...
+    @property
+    def tokenizer(self) -> TextTokenizer: ...
+    @property
+    def config(self) -> Config: ...
+    @property
+    def step(self) -> int: ...
+    def loss_model(self) -> LossModule:
+        """The model with its loss."""
+
+
 class Loaded(NamedTuple):
-    """A model in evaluation mode (float32) with its tokenizer and configuration. heads: weights of stage B."""
+    """A model in evaluation mode (float32) with its tokenizer and configuration. heads: weights of stage B.
+
+    chat_template: the Jinja template that writes a conversation as text, in a run or export folder; None without one.
+    """
 
     model: LanguageModel
     tokenizer: TextTokenizer
     config: Config
     step: int
     heads: Mapping[str, Tensor] = {}
+    chat_template: str | None = None
 
     @property
     def weights(self) -> dict[str, Tensor]:
         """All weights by name, including those of stage B."""
         return {**self.model.state_dict(), **self.heads}
+
+    def loss_model(self) -> LossModule:
+        """The model with its loss."""
+        return LossModel(self.model)
 
 
 def load_model(path: str | Path, device: torch.device | None = None) -> Loaded:
@@ -60,12 +94,15 @@ def load_model(path: str | Path, device: torch.device | None = None) -> Loaded:
         if not run.tokenizer.is_file():
             raise CheckpointError(f"{run.path}: tokenizer.json is missing, and the model cannot be used without it")
         model, heads = build(config, weights, origin=checkpoint)
-        loaded = Loaded(model, _tokenizer(run.tokenizer, config), config, step_of(checkpoint), heads)
+        tokenizer, template = read_tokenizer(run.tokenizer, config), _chat_template(run.path)
+        loaded = Loaded(model, tokenizer, config, step_of(checkpoint), heads, template)
     return loaded if device is None else loaded._replace(model=loaded.model.to(device))
 
 
-def _tokenizer(path: Path, config: Config) -> TextTokenizer:
-    tokenizer = TextTokenizer.load(path, config.data.tokenizer.end_of_text)
+def read_tokenizer(path: Path, config: Config) -> TextTokenizer:
+    """The tokenizer of a model. Raises ConfigError, and VocabularyError if it has more tokens than the model."""
+    section = config.data.tokenizer
+    tokenizer = TextTokenizer.load_stored(path, section.end_of_text, section.begin_of_text, lossless=section.lossless)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise VocabularyError(
             f"{path} has {tokenizer.vocab_size} tokens, but the vocabulary of the model has {config.model.vocab_size}"
@@ -73,12 +110,28 @@ def _tokenizer(path: Path, config: Config) -> TextTokenizer:
     return tokenizer
 
 
+def _chat_template(folder: Path) -> str | None:
+    try:
+        return (folder / CHAT_TEMPLATE).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+
+
+def tokenizer_file(folder: Path) -> Path:
+    """The tokenizer of a run or export folder, with the bytes and so the fingerprint that it has in the run.
+
+    The tokenizer.json of an export is for other packages: in addition it puts a token before each text, as in training.
+    """
+    exported = (folder / SUMS).is_file() and RUN_TOKENIZER in read_sums(folder)
+    return folder / (RUN_TOKENIZER if exported else "tokenizer.json")
+
+
 def run_of(path: Path) -> RunFolder:
     """The run folder at `path`, or the run folder of the checkpoint at `path`, for reading.
 
     Raises CheckpointError if `path` is neither.
     """
-    if (path / "manifest.json").is_file():
+    if (path / MANIFEST).is_file():
         path = path.resolve().parent.parent
     elif not (path / "config_snapshot.yaml").is_file():
         what = "is not a run folder, a checkpoint or an exported model" if path.exists() else "does not exist"
@@ -93,7 +146,7 @@ def final_weights(path: Path, *, average: bool = False) -> tuple[Path, dict[str,
     are verified, not the optimizer state, which is twice as large. Warns if a newer checkpoint is damaged.
     Raises CheckpointError if there is none; the message gives the problem of the newest checkpoint.
     """
-    if (path / "manifest.json").is_file():
+    if (path / MANIFEST).is_file():
         return path, read_weights(path, average=average and has_average(path))
     folder = run_of(path).checkpoints
     problems: list[str] = []
@@ -115,11 +168,12 @@ def backbone_weights(path: Path, config: Config, tokenizer: Path) -> dict[str, T
     tokenizer: the tokenizer of this run; it must be that of the backbone. Raises CheckpointError, VocabularyError.
     """
     loaded = load_model(path)
-    ours = TextTokenizer.load(tokenizer, config.data.tokenizer.end_of_text)
+    ours = read_tokenizer(tokenizer, config)
     if ours.fingerprint != loaded.tokenizer.fingerprint:
         raise VocabularyError(
             f"reasoning.backbone: {path} has another tokenizer ({loaded.tokenizer.fingerprint[:12]}) than the text of "
-            f"this run ({ours.fingerprint[:12]}); set data.tokenizer.path to the tokenizer.json of the backbone"
+            f"this run ({ours.fingerprint[:12]}); set data.tokenizer.path to the tokenizer of the backbone: "
+            f"{tokenizer_file(path if (path / SUMS).is_file() else run_of(path).path)}"
         )
     return loaded.weights
 
@@ -133,7 +187,7 @@ def build(config: Config, weights: Mapping[str, Tensor], *, origin: Path) -> tup
     heads = {name: tensor for name, tensor in weights.items() if name.split(".")[0] in HEADS}
     weights = {name: tensor for name, tensor in weights.items() if name not in heads}
     plastic = any(".plastic." in name for name in weights)
-    model = LanguageModel(config.model, reasoning=config.reasoning if plastic else None)
+    model = LanguageModel(config.cdrmix_model, reasoning=config.reasoning if plastic else None)
     problem = state_dict_mismatch(weights, {name: tensor.shape for name, tensor in model.state_dict().items()})
     if problem is not None:
         raise CheckpointError(f"{origin} does not match the configuration: it {problem}")
@@ -152,18 +206,25 @@ def load_exported(path: str | Path) -> Loaded:
         if name not in sums:
             raise CheckpointError(f"{path / SUMS} does not list {name}: the exported model is incomplete")
     config = Config.from_yaml(path / "config_snapshot.yaml")
-    weights: dict[str, Tensor] = {}
-    for name in sorted(name for name in sums if name.startswith("model") and name.endswith(".safetensors")):
-        try:
-            weights |= load_file(path / name)
-        except SafetensorError as error:
-            raise CheckpointError(f"{path / name}: not a safetensors file: {error}") from error
+    weights = read_safetensors(path, sums)
     try:
         step = int(json.loads((path / "config.json").read_text(encoding="utf-8"))["step"])
     except (ValueError, TypeError, LookupError) as error:
         raise CheckpointError(f"{path / 'config.json'} has no step: it is not a description of a model") from error
     model, heads = build(config, weights, origin=path)
-    return Loaded(model, _tokenizer(path / "tokenizer.json", config), config, step, heads)
+    template = _chat_template(path) if CHAT_TEMPLATE in sums else None
+    return Loaded(model, read_tokenizer(tokenizer_file(path), config), config, step, heads, template)
+
+
+def read_safetensors(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
+    """The tensors of the files model*.safetensors among `names` in a folder. Raises CheckpointError."""
+    weights: dict[str, Tensor] = {}
+    for name in sorted(name for name in names if name.startswith("model") and name.endswith(".safetensors")):
+        try:
+            weights |= load_file(path / name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{path / name}: not a safetensors file: {error}") from error
+    return weights
 
 
 def verify(path: Path) -> dict[str, str]:
@@ -171,6 +232,18 @@ def verify(path: Path) -> dict[str, str]:
 
     Raises CheckpointError with the name of the first file that is missing or differs, and both hashes.
     """
+    sums = read_sums(path)
+    for name, expected in sums.items():
+        if not (path / name).is_file():
+            raise CheckpointError(f"{path / name} is missing, but {SUMS} lists it")
+        found = sha256_file(path / name)
+        if found != expected:
+            raise CheckpointError(f"{path / name} was altered: its SHA-256 is {found}, {SUMS} says {expected}")
+    return sums
+
+
+def read_sums(path: Path) -> dict[str, str]:
+    """The hashes in SHA256SUMS of a folder, by file name. Raises CheckpointError if it is missing or malformed."""
     try:
         lines = (path / SUMS).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -181,10 +254,4 @@ def verify(path: Path) -> dict[str, str]:
         if len(expected) != 64 or not name or Path(name).name != name:
             raise CheckpointError(f"{path / SUMS}: malformed line {line!r}")
         sums[name] = expected
-    for name, expected in sums.items():
-        if not (path / name).is_file():
-            raise CheckpointError(f"{path / name} is missing, but {SUMS} lists it")
-        found = sha256_file(path / name)
-        if found != expected:
-            raise CheckpointError(f"{path / name} was altered: its SHA-256 is {found}, {SUMS} says {expected}")
     return sums

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import replace
-from pathlib import Path
 from typing import overload
 
 import torch
@@ -14,10 +13,10 @@ from torch import Tensor
 from cdrmix.config.schema import Config
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.inference.generate import generate
-from cdrmix.inference.load import Loaded, load_model
+from cdrmix.inference.load import Trained
 from cdrmix.inference.sampling import Sampling
-from cdrmix.model.language_model import LanguageModel
-from cdrmix.runtime import device_type, work_alone
+from cdrmix.model.causal import CausalModel
+from cdrmix.runtime import device_type
 
 
 class TextModel:
@@ -30,8 +29,8 @@ class TextModel:
         step: number of optimizer steps of the training.
     """
 
-    def __init__(self, loaded: Loaded) -> None:
-        self.model: LanguageModel = loaded.model
+    def __init__(self, loaded: Trained) -> None:
+        self.model: CausalModel = loaded.model
         self.tokenizer: TextTokenizer = loaded.tokenizer
         self.config: Config = loaded.config
         self.step: int = loaded.step
@@ -43,7 +42,7 @@ class TextModel:
     @property
     def device(self) -> torch.device:
         """The device of the weights."""
-        return self.model.embedding.weight.device
+        return next(self.model.parameters()).device
 
     def to(self, device: str | torch.device) -> TextModel:
         """Moves the weights to a device and returns this object.
@@ -75,14 +74,14 @@ class TextModel:
             raise ValueError(f"ids must be a sequence of integers; found {ids!r}") from None
         if integers:
             self._check_range(min(integers), max(integers))
-        return self.tokenizer.decode_bytes(integers).decode("utf-8", errors="replace")
+        return self.tokenizer.decode(integers)
 
     @torch.no_grad()
     def logits(self, ids: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         """Next-token logits: float32 [B, T, vocab_size] for token ids [B, T], or [T, vocab_size] for one row [T].
 
-        Each row begins a document. In training, an end-of-text token (`tokenizer.end_of_text_id`) comes before a
-        document. `generate` adds it; this method does not.
+        Each row begins a document. In training, the token `tokenizer.first_id` comes before a document: end-of-text, or
+        the begin-of-text token of the tokenizer. `generate` adds it; this method does not.
         Raises ValueError if the ids are not integers of the vocabulary, or the rows do not have the same length.
         """
         try:
@@ -101,7 +100,7 @@ class TextModel:
         return logits if ids_BT.ndim == 2 else logits[0]
 
     def _check_range(self, least: int, most: int) -> None:
-        vocabulary = self.config.model.vocab_size
+        vocabulary = self.model.vocab_size
         if not 0 <= least <= most < vocabulary:
             raise ValueError(f"ids must lie in [0, {vocabulary}); found {least} to {most}")
 
@@ -201,25 +200,3 @@ def _texts(prompts: str | list[str] | tuple[str, ...]) -> list[str]:
     if not isinstance(prompts, list | tuple):
         raise ValueError(f"prompts must be a string or a list of strings; found {prompts!r}")
     return list(prompts)
-
-
-def load(path: str | Path, *, device: str | None = None) -> TextModel:
-    """Loads the model of a run folder (its newest complete checkpoint), a checkpoint or an export folder.
-
-    The files are verified first. The CPU threads and the determinism settings of this process are set as the
-    configuration of the run says.
-
-    Args:
-        path: the folder.
-        device: auto, cpu or cuda. Default: run.device of the configuration.
-
-    Raises:
-        CheckpointError: there is no complete model at the path.
-        ConfigError: the device does not exist.
-        VocabularyError: the tokenizer does not match the model.
-        ValueError: `path` is neither a string nor a Path.
-    """
-    if not isinstance(path, str | Path):
-        raise ValueError(f"path must be a string or a Path; found {path!r}")
-    loaded = load_model(Path(path))
-    return TextModel(loaded).to(work_alone(loaded.config, device))

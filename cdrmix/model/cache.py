@@ -130,9 +130,10 @@ def _merged(merge: Callable[..., Tensor], *parts: Any) -> Any:
     if isinstance(first, Tensor):
         return merge(*parts)
     if isinstance(first, AttentionCache | RaggedAttentionCache) and _is_ragged(parts):
-        rows = [row for part in parts for row in by_row(part)]
+        split = [by_row(part) for part in parts]
+        rows = [row for each in split for row in each]
         numbers = torch.arange(len(rows), device=rows[0].keys.device)
-        order = merge(*numbers.split([len(by_row(part)) for part in parts]))
+        order = merge(*numbers.split([len(each) for each in split]))
         return RaggedAttentionCache(tuple(rows[index] for index in order.tolist()))
     if isinstance(first, tuple):
         return _tuple_like(first, (_merged(merge, *each) for each in zip(*parts, strict=True)))
@@ -143,9 +144,9 @@ def _merged(merge: Callable[..., Tensor], *parts: Any) -> Any:
 
 
 def _is_ragged(parts: Sequence[AttentionCache | RaggedAttentionCache]) -> bool:
-    """Whether the rows of attention caches have unlike numbers of tokens."""
-    lengths = {part.keys.shape[2] if isinstance(part, AttentionCache) else None for part in parts}
-    return len(lengths) > 1 or None in lengths
+    """Whether the rows of attention caches have different numbers of tokens."""
+    lengths = {part.keys.shape[2] for part in parts if isinstance(part, AttentionCache)}
+    return len(lengths) > 1 or any(isinstance(part, RaggedAttentionCache) for part in parts)
 
 
 def _tuple_like(kind: Any, parts: Iterable[Any]) -> Any:

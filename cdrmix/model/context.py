@@ -57,7 +57,7 @@ class Context(NamedTuple):
     fast_weights: FastWeights | None = None
 
     def last(self, x: Tensor) -> Tensor:
-        """The last token's [N, D] of every sequence in x [B, T, D]: of each row, or of each document of packed rows."""
+        """x [B, T, D] at the last token of each row, [B, D]; for packed rows of each document, [documents, D]."""
         if self.cu_seqlens is None:
             return x[:, -1]
         return x.flatten(0, 1)[self.cu_seqlens[1:].long() - 1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -93,6 +93,16 @@ class LanguageModel(nn.Module):
         self.adapters = sum(len(block.plastic) for block in blocks if block.plastic is not None)
 
     @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        return self.config.vocab_size
+
+    @property
+    def batching(self) -> Literal["any", "length", "row"]:
+        """Which rows are generated together. Plastic adapters count chunks from the start of a row."""
+        return "length" if self.adapters else "any"
+
+    @property
     def head_weight(self) -> Tensor:
         """The output head, [V, D]; the embedding itself if they are tied."""
         return self.embedding.weight if self.head is None else self.head.weight
@@ -111,10 +121,10 @@ class LanguageModel(nn.Module):
         each start.
 
         cache: continues an earlier call's rows (one document a row, so not together with cu_seqlens).
-        return_cache: with cu_seqlens the cache has a row for each document, none of which may be empty; a model with
-            plastic adapters, which count chunks from a row's start, gives none.
+        return_cache: with cu_seqlens the cache has a row for each document. ValueError for an empty document, and for a
+            model with plastic adapters, which count chunks from the start of a row.
         prefix_BPD: vectors in front of each row's tokens, read like embeddings; nothing is given or written for them.
-        fast_weights: of a model with plastic adapters, what differs from the default.
+        fast_weights: options for a model with plastic adapters; None: the defaults.
         """
         if cache is not None and cu_seqlens is not None:
             raise ValueError("pass either cu_seqlens (packed documents) or cache (one continued document a row)")
@@ -126,7 +136,7 @@ class LanguageModel(nn.Module):
         options = FastWeightOptions() if fast_weights is None else fast_weights
         if not isinstance(ids_BT, Tensor) or ids_BT.ndim != 2 or ids_BT.dtype not in (torch.int64, torch.int32):
             found = f"{ids_BT.dtype} {list(ids_BT.shape)}" if isinstance(ids_BT, Tensor) else type(ids_BT).__name__
-            raise ValueError(f"ids must be an int64 tensor [B, T]; found {found}")
+            raise ValueError(f"ids must be an int64 or int32 tensor [B, T]; found {found}")
         batch, length = ids_BT.shape
         if not ids_BT.numel():
             raise ValueError(f"ids are {batch} rows of {length} tokens: give at least one token, in every process")

@@ -82,18 +82,41 @@ def linear(inputs: int, outputs: int, scale: float) -> Projection:
     return layer
 
 
-def parameter_kind(name: str, parameter: Tensor) -> ParameterKind:
-    """The kind of a parameter, for the optimizer, by its name and shape.
+def parameter_kinds(model: nn.Module) -> dict[str, ParameterKind]:
+    """The kind of every parameter, for the optimizer, by the module that owns it, its shape and its name.
 
-    matrix: projections and experts, with weight decay. embedding: token tables, without. decay_bias: RWKV-7's w0, with
-    twice the learning rate (RWKV-LM's training code). vector: all others, such as norms, mixes, low-rank maps and the
-    router, without weight decay.
+    matrix: projections and experts, with weight decay. embedding: token tables and output heads, without. decay_bias:
+    RWKV-7's w0, with twice the learning rate (RWKV-LM's training code). vector: all others, such as norms, mixes,
+    low-rank maps, convolutions and the router, without weight decay.
+    model: of this package or of transformers. Its parameters may be partitioned by ZeRO-3 already: then they have the
+        shape (0,), and `ds_shape` is the real one.
     """
+    owners: dict[Tensor, list[nn.Module]] = {}
+    heads = set()
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(parameter, []).append(module)
+        head = getattr(module, "get_output_embeddings", None)  # of transformers
+        heads.add(getattr(head(), "weight", None) if callable(head) else None)
+    return {
+        name: "embedding" if parameter in heads else _kind(name, parameter, owners[parameter])
+        for name, parameter in model.named_parameters()
+    }
+
+
+def _kind(name: str, parameter: Tensor, owners: list[nn.Module]) -> ParameterKind:
+    """owners: several modules for a tied weight."""
     leaf = name.rsplit(".", 1)[-1]
+    shape: tuple[int, ...] = tuple(getattr(parameter, "ds_shape", parameter.shape))
     if leaf == "w0":
         return "decay_bias"
-    if name.endswith(("embedding.weight", "head.weight")):
+    if any(isinstance(owner, (TokenEmbedding, nn.Embedding)) for owner in owners) or name.endswith("head.weight"):
         return "embedding"
-    if leaf in ("w_up", "w_down") or (leaf == "weight" and parameter.dim() == 2 and "router" not in name):
+    if "router" in name or any("router" in type(owner).__name__.lower() for owner in owners):
+        return "vector"
+    if leaf == "weight" and len(shape) == 2:
         return "matrix"
-    return "vector"
+    convolution = any(isinstance(owner, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for owner in owners)
+    # Experts: of this package w_up and w_down, of transformers gate_up_proj and others.
+    stacked = len(shape) == 3 and min(shape[1:]) > 1 and "bias" not in leaf and not convolution
+    return "matrix" if stacked else "vector"

@@ -24,12 +24,33 @@ class Losses(NamedTuple):
     router: RouterStats | None
 
 
-class LossModel(nn.Module):
+class LossModule(nn.Module):
+    """The module that the engine trains: its output is the loss. `language_model` is the model in it.
+
+    Its forward pass takes ids, targets, weights [B, T], cu_seqlens, the token count and the share of the micro-batch,
+    as LossModel.forward, and returns Losses. Weights [S, B, T] are S sets for the same tokens; then next_token_sum and
+    total are [S].
+    """
+
+    language_model: nn.Module
+    base: str | None = None  # SHA-256 of the frozen model if only adapters in it are trained and saved
+
+    def prepare(self) -> list[str]:
+        """What must be known before the first step and needs the weights, which the engine may have sharded by then.
+
+        Every process calls it. Returns lines for the user.
+        """
+        return []
+
+
+class LossModel(LossModule):
     """A language model whose output is its loss: the module that the engine trains.
 
     The next-token loss weights every token by its weight. The routers' losses and counts include all tokens, also those
     of weight 0, which are routed and computed like the others.
     """
+
+    language_model: LanguageModel
 
     def __init__(self, language_model: LanguageModel) -> None:
         super().__init__()
@@ -44,14 +65,18 @@ class LossModel(nn.Module):
         token_count: float,
         share: float = 1.0,
     ) -> Losses:
-        """token_count: sum of the weights over the global batch; share: 1 / the number of its micro-batches."""
+        """token_count: sum of the weights over the global batch; share: 1 / the number of its micro-batches.
+
+        weights_BT may also be [S, B, T]: S sets of weights for the same tokens. Then next_token_sum and total are [S].
+        """
         config = self.language_model.config.feed_forward
         hidden, router, *_ = self.language_model(ids_BT, cu_seqlens=cu_seqlens)
+        weights = weights_BT.flatten(-2)
         next_token = ops.linear_cross_entropy(
             hidden.reshape(-1, hidden.shape[-1]),
             self.language_model.head_weight,
-            targets_BT.reshape(-1),
-            weights=weights_BT.reshape(-1),
+            targets_BT.reshape(-1).expand(weights.shape),
+            weights=weights,
         )
         total = next_token / token_count
         load_balance = z_loss = torch.zeros((), device=total.device)

@@ -7,10 +7,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from cdrmix.config.schema import Config
+from cdrmix.config.schema import Config, Model
+from cdrmix.config.schema_huggingface import Lora
 from cdrmix.errors import ConfigError
+from cdrmix.plan.components import GPU_RUNTIME, MemoryPlan
+from cdrmix.plan.foreign import ForeignModelSize, foreign_size
 from cdrmix.plan.machine import Machine
-from cdrmix.plan.memory import GPU_RUNTIME, MemoryPlan, memory_of
+from cdrmix.plan.memory import memory_of
 from cdrmix.plan.parameters import count_parameters
 from cdrmix.training.engine import BUCKET
 from cdrmix.training.zero import zero_stage
@@ -87,8 +90,11 @@ def at_most(config: Config, processes: int) -> int:
     products are about 60), 12 per hidden unit of the experts, 40 per inner channel of Mamba-2, 8 per key of the
     attention heads.
     """
-    model, train, ffn = config.model, config.train, config.model.feed_forward
+    train = config.train
     tokens = train.micro_batch_rows * config.data.row_length
+    if not isinstance(config.model, Model):
+        return _at_most_of_transformers(tokens, config.data.row_length, foreign_size(config))
+    model, ffn = config.model, config.model.feed_forward
     hidden = 12 * ffn.hidden * (ffn.top_k if ffn.kind == "moe" else 1)
     inner = 40 * model.mamba.expand * model.d_model if any(model.mixer_layers.values()) else 0
     attention = 8 * model.attention.heads * config.data.row_length if "attention" in model.mixers else 0
@@ -97,6 +103,14 @@ def at_most(config: Config, processes: int) -> int:
     logits = 16 * min(tokens, 8192) * model.vocab_size
     state = 32 * count_parameters(model).total_stored
     return activations + logits + state + 8 * min(BUCKET, state) + 4 * GPU_RUNTIME
+
+
+def _at_most_of_transformers(tokens: int, row_length: int, size: ForeignModelSize) -> int:
+    """As at_most, with 12 numbers per token for each input and output of a matrix and 8 for each score of attention."""
+    scores = 8 * row_length * size.heads * size.layers
+    activations = 4 * tokens * (120 * size.layers * size.width + 12 * size.features + scores)
+    logits = 16 * tokens * size.vocabulary
+    return activations + logits + 32 * size.total_stored + 8 * BUCKET + 4 * GPU_RUNTIME
 
 
 def shortfall(config: Config, result: Fit, machine: Machine, processes: int) -> str:
@@ -150,7 +164,7 @@ class _Search:
         taken = memory_of(_changed(self.config, changes), self.machine.platform, count).total
         # On a CPU the processes share one memory.
         limit = self.limit if self.machine.platform != "cpu" else self.limit * self.processes // count
-        settings = tuple(f"{key}={str(value).lower()}" for key, value in changes.items())
+        settings = tuple(f"{key}={_shown(value)}" for key, value in changes.items())
         return Remedy(settings, count, taken) if taken <= limit else None
 
     def _first(self, choices: Iterable[dict[str, Any]]) -> Remedy | None:
@@ -171,8 +185,38 @@ class _Search:
         if not any(mild) and checkpointing:
             mild.append(self._first(checkpointing | changes for changes in fewer))
         yield from filter(None, mild)
+        if not isinstance(self.config.model, Model):
+            yield from filter(None, self._memory_modes())
         if self.machine.platform != "cpu" and (more := self._on_more()) is not None:
             yield more
+
+    def _memory_modes(self) -> Iterator[Remedy | None]:
+        """For a model of transformers: 16-bit weights, then the optimizer's state in main memory; low-rank adapters."""
+        model, train = self.config.model, self.config.train
+        assert not isinstance(model, Model)
+        least: dict[str, Any] = self._checkpointing() | (
+            {"train.micro_batch_rows": 1} if train.micro_batch_rows > 1 else {}
+        )
+        narrow: dict[str, Any] = {} if train.precision == "bf16" else {"train.precision": "bf16"}
+        narrow |= {} if train.weights == "bf16" else {"train.weights": "bf16"}
+        if self.processes == 1:
+            narrow |= {} if train.zero_stage in ("auto", 2) else {"train.zero_stage": 2}
+        elif train.zero_stage == 0:
+            narrow |= {"train.zero_stage": 2}
+        offload: dict[str, Any] = (
+            {} if train.offload != "none" or self.machine.platform == "cpu" else {"train.offload": "optimizer"}
+        )
+        if offload and self.processes > 1 and zero_stage(train, self.processes) < 2:
+            offload |= {"train.zero_stage": 2}
+        modes = [narrow, narrow | offload] if offload else [narrow]
+        yield self._first(mode | more for mode in modes for more in ({}, least) if mode | more)
+        if model.lora is None and model.random is None and not model.vocab.add_tokens:
+            adapters = narrow | {"model.lora": Lora()}
+            yield self._first([adapters, adapters | least])
+        if model.random is None and (model.lora is None or model.lora.quantize is None):
+            lora = (model.lora or Lora()).model_copy(update={"quantize": "nf4"})
+            if train.zero_stage != 3:
+                yield self._first([narrow | least | {"model.lora": lora}])
 
     def _on_more(self) -> Remedy | None:
         """The smallest number of processes that fits, a power of two times the current number.
@@ -221,6 +265,14 @@ class _Search:
         if not shorter or self._tried(shorter[-1], self.processes) is None:
             return None  # tried first, because a trace of shorter rows takes less time
         return self._first(shorter)
+
+
+def _shown(value: Any) -> str:
+    """A value of a setting, as on the command line; of a section the keys that differ from their defaults."""
+    if isinstance(value, Lora):
+        keys = {name: getattr(value, name) for name in value.model_fields_set} if value.model_fields_set else {}
+        return "{" + ", ".join(f"{name}: {each}" for name, each in keys.items()) + "}"
+    return str(value).lower()
 
 
 def _changed(config: Config, changes: dict[str, Any]) -> Config:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cdrmix.config.schema import Config
+from cdrmix.config.schema import Config, Model
+from cdrmix.plan.foreign import ForeignModelSize, foreign_size
 from cdrmix.plan.parameters import count_parameters
 
 PRODUCT = 3  # operations of forward and backward pass of a product, relative to the forward pass
@@ -29,9 +30,9 @@ class TokenFlops:
     """Operations per token.
 
     active_parameters: parameters that multiply: top_k of the experts, and no embedding that is not also the head.
-    parameters: 6 per active parameter. attention: queries with keys and weights with values, over the causal half of a
-    row as one document; shorter documents need fewer. rwkv7, mamba2: the recurrences; mamba2 with its short
-    convolution. recomputed: operations that activation checkpointing repeats.
+    parameters: 6 per active parameter, 4 where it is frozen. attention: queries with keys and weights with values, over
+    the causal half of a row as one document; shorter documents need fewer. rwkv7, mamba2: the recurrences; mamba2 with
+    its short convolution. recomputed: operations that activation checkpointing repeats.
     """
 
     active_parameters: int
@@ -54,6 +55,8 @@ class TokenFlops:
 
 def training_flops_per_token(config: Config) -> TokenFlops:
     """The operations of stage A, forward and backward, per token of a row of data.row_length tokens."""
+    if not isinstance(config.model, Model):
+        return _of_transformers(config, foreign_size(config))
     model = config.model
     count = count_parameters(model)
     head = model.vocab_size * model.d_model
@@ -73,5 +76,22 @@ def training_flops_per_token(config: Config) -> TokenFlops:
         attention=PRODUCT * attention,
         rwkv7=(RWKV7_FORWARD + RWKV7_BACKWARD) * states,
         mamba2=(MAMBA2_FORWARD + MAMBA2_BACKWARD) * scanned + PRODUCT * taps,
+        recomputed=again if config.train.activation_checkpointing else 0,
+    )
+
+
+def _of_transformers(config: Config, size: ForeignModelSize) -> TokenFlops:
+    """As training_flops_per_token. A frozen weight has no gradient, so it costs 4 operations instead of 6."""
+    head = size.stored["embedding"] if size.tied else size.stored["head"]
+    active = size.total_active - (0 if size.tied else size.stored["embedding"])
+    trained = active if size.trained == size.total_stored else size.trained
+    attention = 2 * size.attention * (config.data.row_length + 1)
+    again = 2 * (active - head) + attention + MAMBA2_FORWARD * size.states + size.taps
+    return TokenFlops(
+        active_parameters=active,
+        parameters=4 * (active - trained) + 2 * PRODUCT * trained,
+        attention=PRODUCT * attention,
+        rwkv7=0,
+        mamba2=(MAMBA2_FORWARD + MAMBA2_BACKWARD) * size.states + PRODUCT * size.taps,
         recomputed=again if config.train.activation_checkpointing else 0,
     )

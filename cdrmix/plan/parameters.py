@@ -12,6 +12,7 @@ from cdrmix.config.schema_reasoning import Reasoning
 from cdrmix.model.block import Block
 from cdrmix.model.feed_forward.moe import EXPERT_PARAMETERS
 from cdrmix.model.language_model import LanguageModel
+from cdrmix.plan.foreign import foreign_size
 from cdrmix.units import amount
 
 PARTS = (
@@ -39,6 +40,14 @@ class ParameterCount:
     @property
     def total_active(self) -> int:
         return sum(self.active.values())
+
+
+def count_of(config: Config) -> ParameterCount:
+    """Counts the parameters of the model of a configuration, also of a model of transformers, with its adapters."""
+    if isinstance(config.model, Model):
+        return count_parameters(config.model, config.reasoning)
+    size = foreign_size(config)
+    return ParameterCount(size.stored, size.active)
 
 
 def count_parameters(config: Model, reasoning: Reasoning | None = None) -> ParameterCount:
@@ -89,15 +98,18 @@ def _part(model: LanguageModel, name: str) -> str:
 def parameter_table(config: Config, count: ParameterCount) -> str:
     """The counts as a table, and the ratio of both totals to the nominal size."""
     lines = [f"{'':<14}{'stored':>20}{'active':>20}"]
+    ties = config.model.tie_embeddings if isinstance(config.model, Model) else foreign_size(config).tied
     for part in count.stored:
-        tied = part == "head" and config.model.tie_embeddings
+        tied = part == "head" and ties
         if count.stored[part] or tied:
             line = f"{part:<14}{count.stored[part]:>20,}{count.active[part]:>20,}"
             lines.append(line + ("   (tied: the embedding)" if tied else ""))
     lines.append(f"{'total':<14}{count.total_stored:>20,}{count.total_active:>20,}")
-    if size := config.model.size:
+    if isinstance(config.model, Model) and (size := config.model.size):
         stored, active = (f"{total / nominal(size):.2f} x" for total in (count.total_stored, count.total_active))
         lines.append(f"{f'of {size}':<14}{stored:>20}{active:>20}   ({size} means {nominal(size):,} active)")
+    if not isinstance(config.model, Model) and config.model.lora is not None:
+        lines.append(f"{'trained':<14}{foreign_size(config).trained:>20,}")
     lines.append("")
     lines.append(f"{config.run.name}: {amount(count.total_active)} active of {amount(count.total_stored)} stored")
     return "\n".join(lines)

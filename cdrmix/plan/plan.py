@@ -8,11 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from cdrmix.config.schema import Config
+from cdrmix.config.schema import Config, Model
+from cdrmix.plan.components import FP32
 from cdrmix.plan.fit import MAX_MEMORY_SHARE, Fit, fit, nothing_fits
 from cdrmix.plan.flops import TokenFlops, training_flops_per_token
+from cdrmix.plan.foreign import foreign_size
 from cdrmix.plan.machine import Machine
-from cdrmix.plan.memory import FP32
 from cdrmix.plan.parameters import count_parameters
 from cdrmix.training.zero import zero_stage
 
@@ -103,6 +104,11 @@ def make_plan(config: Config, machine: Machine, processes: int, say: Callable[[s
             f"cdrmix train --nproc starts the processes of one machine. More than {PROCESSES_PER_HOST} GPUs need "
             "torchrun on several machines, which has not been tested."
         )
+    if train.offload != "none" and fitting.memory.host_bytes:
+        notes.append(
+            "The main memory includes the state that train.offload moves. The time does not include its transfers and "
+            "the updates on the CPU."
+        )
     if config.reasoning is not None:
         notes.append(
             "The plan is for stage A only. The phases of stage B are shorter, and their rollouts need more memory."
@@ -130,11 +136,24 @@ def _speed(flops: TokenFlops, tokens: int, machine: Machine, processes: int) -> 
 
 
 def _disk(config: Config, tokens: int) -> Disk:
-    train, stored = config.train, count_parameters(config.model).total_stored
+    train = config.train
+    trained, export = _trained_and_exported(config)
     average = train.ema_decay is not None
-    checkpoint = FP32 * stored * (3 + average)  # weights, two moments
+    checkpoint = FP32 * trained * (3 + average)  # weights, two moments
     kept = train.keep_last + 2  # the best one, and the one being written
-    return Disk(tokens * (2 if config.model.vocab_size <= 2**16 else 4), checkpoint, kept * checkpoint, FP32 * stored)
+    return Disk(tokens * (2 if config.model.vocab_size <= 2**16 else 4), checkpoint, kept * checkpoint, export)
+
+
+def _trained_and_exported(config: Config) -> tuple[int, int]:
+    """The parameters that a checkpoint holds, and the bytes of the exported weights."""
+    model = config.model
+    if isinstance(model, Model):
+        stored = count_parameters(model).total_stored
+        return stored, FP32 * stored
+    size = foreign_size(config)
+    adapters = size.stored.get("adapters", 0)
+    exported = adapters if model.lora is not None and config.export.lora == "adapter" else size.total_stored - adapters
+    return size.trained, (2 if config.export.weights == "bf16" else FP32) * exported
 
 
 def plan_table(plan: Plan) -> str:
@@ -162,10 +181,11 @@ def plan_table(plan: Plan) -> str:
     lines += ["", "Saved for the backward pass, GB, by operator"]
     lines += [f"  {name:<44}{_gb(size)}" for name, size in saved] or ["  none has 1 % of the total"]
     flops = plan.flops
+    each = flops.parameters / flops.active_parameters
     unit, scale = ("GFLOP", 1e9) if flops.total >= 1e8 else ("MFLOP", 1e6)
     lines += ["", f"Operations per token, {unit}"]
     parts = {
-        "parameters": (flops.parameters, f"6 x {flops.active_parameters:,} active"),
+        "parameters": (flops.parameters, f"{each:.3g} x {flops.active_parameters:,} active"),
         "attention": (flops.attention, "scores and values over the causal half of a row"),
         "rwkv7": (flops.rwkv7, "the recurrence"),
         "mamba2": (flops.mamba2, "the recurrence and its convolution"),

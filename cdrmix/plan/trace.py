@@ -122,7 +122,7 @@ def trace(config: Config, platform: Platform, *, zero_stage: int, accumulation: 
     train = config.train
     # Only these keys affect the trace; other keys must not cause another trace.
     traced = _TraceInput(
-        config.model,
+        config.cdrmix_model,
         config.data.row_length,
         train.micro_batch_rows,
         train.precision,
@@ -132,12 +132,12 @@ def trace(config: Config, platform: Platform, *, zero_stage: int, accumulation: 
         zero_stage >= 2 or accumulation > 1,
         zero_stage,
     )
-    period = _period(config.model)
-    if config.model.layers <= FULL_TRACE_LAYERS or period is None:
-        return _trace(traced.key(config.model.layers), traced).micro_batch()
+    period = _period(config.cdrmix_model)
+    if config.cdrmix_model.layers <= FULL_TRACE_LAYERS or period is None:
+        return _trace(traced.key(config.cdrmix_model.layers), traced).micro_batch()
     fewer = period * max(2, 8 // period)  # each half has at least one whole period
     more = fewer + period * max(1, 4 // period)
-    steps = (config.model.layers - fewer) / (more - fewer)
+    steps = (config.cdrmix_model.layers - fewer) / (more - fewer)
     return _extended(_trace(traced.key(fewer), traced), _trace(traced.key(more), traced), steps).micro_batch()
 
 
@@ -220,7 +220,7 @@ def _run(traced: _TraceInput, layers: int) -> _TraceResult:
         )
     dtype = AUTOCAST[traced.precision]
     with assume_platform(traced.platform), FakeTensorMode():
-        _make_fake(model)
+        make_fake(model)
         parameters = list(model.parameters())
         live = LiveBytes(traced.platform)
         if traced.gradients_pass:
@@ -229,7 +229,7 @@ def _run(traced: _TraceInput, layers: int) -> _TraceResult:
                     parameter.grad = torch.zeros_like(parameter)
                     parameter.register_post_accumulate_grad_hook(live.pass_gradient)
                 else:
-                    parameter.register_post_accumulate_grad_hook(_drop_gradient)
+                    parameter.register_post_accumulate_grad_hook(drop_gradient)
         attach_copies(parameters, dtype, traced.zero_stage)
         ids = torch.zeros(rows, length, dtype=torch.long)
         weights = torch.ones(rows, length)
@@ -246,17 +246,18 @@ def _run(traced: _TraceInput, layers: int) -> _TraceResult:
     return _TraceResult(saved, copies, max(live.levels[:half]) - copies, max(live.levels[half:]) - copies)
 
 
-def _drop_gradient(parameter: Tensor) -> None:
+def drop_gradient(parameter: Tensor) -> None:
     """Frees a whole gradient, as ZeRO with partitioned gradients does."""
     parameter.grad = None
 
 
-def _make_fake(module: nn.Module) -> None:
+def make_fake(module: nn.Module) -> None:
     """Replaces every parameter and buffer by a fake tensor of its shape on the CPU. Call it in a FakeTensorMode."""
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None:
-                part._parameters[name] = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu"))
+                fake = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+                part._parameters[name] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
         for name, buffer in part._buffers.items():
             if buffer is not None:
                 part._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")

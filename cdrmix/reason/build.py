@@ -31,19 +31,19 @@ def build_model(config: Config) -> StageBModel:
     reasoning = config.reasoning
     assert reasoning is not None
     language_model = LanguageModel(
-        config.model,
+        config.cdrmix_model,
         activation_checkpointing=config.train.activation_checkpointing,
         experts=expert_layer(config),
         reasoning=reasoning,
         narrow_residual=narrow_residual(config),
     )
-    return with_heads(language_model, config.model, reasoning)
+    return with_heads(language_model, config.cdrmix_model, reasoning)
 
 
 def load_stage_b(loaded: Loaded) -> StageBModel:
     """A trained model with its heads, in evaluation mode, on its device. CheckpointError if names or shapes differ."""
     assert loaded.config.reasoning is not None
-    model = with_heads(loaded.model, loaded.config.model, loaded.config.reasoning)
+    model = with_heads(loaded.model, loaded.config.cdrmix_model, loaded.config.reasoning)
     wanted = {name: tensor.shape for name, tensor in model.state_dict().items() if name.split(".")[0] in HEADS}
     problem = state_dict_mismatch(loaded.heads, wanted)
     if problem is not None:

@@ -7,6 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 from cdrmix.data.tasks import TASKS, episode
+from cdrmix.data.tasks.example import listed
 from cdrmix.errors import ConfigError
 from cdrmix.inference.load import Loaded
 from cdrmix.reason.episodes import FIRST_HELD_OUT
@@ -40,10 +41,10 @@ def demonstrate(
         raise ConfigError(f"--session {session}: name a file in a folder that exists")
     if question is not None and not question.strip():
         raise ConfigError("--question is empty")
-    if (document is None) != (question is None) and (question is None or memory is None):
+    alone = memory is not None and document is None  # a question to the durable memory
+    if (document is None) != (question is None) and not alone:
         raise ConfigError(
-            "--document and --question must be given together: a text of yours and a question about it; with --memory "
-            "--question may be given alone"
+            "give --document and --question together; with --memory you can give --question without --document"
         )
     expected = None
     if document is not None and question is not None:
@@ -69,7 +70,7 @@ def _read_and_answer(reader: Session, text: str, session: Path | None, expected:
     for step in reader.read(text):
         say(describe(step))
     if reader.spent:
-        say(f"The step budget of {reader.budget} is spent: {' and '.join(reader.spent)} no longer change.")
+        say(f"The step budget of {reader.budget} is spent: {listed(reader.spent)} no longer change.")
     if session is not None:
         reader.save(session)
     answers = reader.answer() if reader.steps else Answers(None, None)
@@ -77,9 +78,9 @@ def _read_and_answer(reader: Session, text: str, session: Path | None, expected:
         say(f"Answer from memory:       {answers.from_memory}")
     if answers.from_fast_weights is not None:
         say(f"Answer from fast weights: {answers.from_fast_weights}")
-    if reader.memory is not None:
+    if reader.durable_memory is not None:
         answer, recalled = reader.recall()
-        say(f"The index has {len(reader.memory)} episodes of {reader.memory.tokens} tokens")
+        say(f"The index has {len(reader.durable_memory)} episodes of {reader.durable_memory.tokens} tokens")
         for recalled_text in recalled:
             say(f"Found in the index:       {' '.join(recalled_text.split())}")
         say(f"Answer from the index:    {answer}")

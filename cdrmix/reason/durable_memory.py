@@ -23,7 +23,7 @@ from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.durable import write_atomically
 from cdrmix.errors import ConfigError, MemoryLogError
 from cdrmix.reason.episodes import Episodes, EpisodeSource, source_of
-from cdrmix.reason.memory.episode_log import NEVER, Floats
+from cdrmix.reason.memory.episode_log import LOG, NEVER, Floats
 from cdrmix.reason.memory.episodic_index import EpisodicIndex
 from cdrmix.reason.memory.kept_episodes import Hit, Staged
 from cdrmix.reason.model import StageBModel
@@ -92,7 +92,7 @@ class DurableMemory:
         """Releases the folder for another process."""
         self._index.close()
 
-    def proposed(self, chunk_1C: Tensor) -> Staged:
+    def stage(self, chunk_1C: Tensor) -> Staged:
         """Starts a new step and stages the chunk for it. Before a commit no search sees it, and nothing is stored."""
         self._step += 1
         tokens = chunk_1C[0].cpu().numpy().astype(np.uint32)
@@ -122,6 +122,7 @@ class DurableMemory:
     def recall(self, question: list[int], answer: int) -> Recalled:
         """The model's answer, of at most `answer` tokens, with the most probable operations.
 
+        The model may continue after its answer, because the operations phases have no end token after it.
         Raises ConfigError for a question that is longer than the window's.
         """
         width = self._source.question
@@ -151,7 +152,7 @@ def _check_model(folder: Path, model: StageBModel, tokenizer: TextTokenizer) -> 
     identity = {"tokenizer": tokenizer.fingerprint, "keys": digest.hexdigest()}
     path = folder / MODEL
     if not path.exists():
-        if (folder / "episodes.log").exists():
+        if (folder / LOG).exists():
             raise MemoryLogError(f"{folder} has an episode log but no {MODEL}: restore that file, or name a new folder")
         folder.mkdir(exist_ok=True)
         write_atomically(path, json.dumps(identity, indent=1) + "\n")

@@ -170,7 +170,7 @@ class TextSource:
         """One episode: the first that fits the widths, of ATTEMPTS episodes derived from `number`."""
         for attempt in range(ATTEMPTS):
             text = self._texts(number + (attempt << 50), chunks)
-            rows = [self._chunk(text, number) for number in range(chunks)]
+            rows = [self._chunk(text, index) for index in range(chunks)]
             question, answer = self._encoded(f" {text.question}"), self._encoded(f" {text.answer}")
             facts = [self._fact(fact.key, fact.value) for fact in text.facts]
             fits = len(question) <= self.question and len(answer) <= self.answer
@@ -182,18 +182,18 @@ class TextSource:
                     torch.stack([self._padded(fact, self.fact) for fact in facts]),
                     torch.tensor([fact.chunk for fact in text.facts]),
                     torch.tensor([fact in text.asked for fact in text.facts]),
-                    torch.tensor([number not in text.bad for number in range(chunks)]),
+                    torch.tensor([index not in text.bad for index in range(chunks)]),
                 )
         raise ConfigError(
             f"reasoning: {self.task}'s facts do not fit chunks of {self.chunk} tokens; make reasoning.chunk larger, or "
             "set fewer pairs in the difficulty"
         )
 
-    def _chunk(self, episode: Episode, number: int) -> list[int]:
+    def _chunk(self, episode: Episode, index: int) -> list[int]:
         """The chunk's sentences with facts, and as many of its other sentences as fit, in their order."""
-        keys = episode.kept or [fact.key for fact in episode.facts if fact.chunk == number]
-        sentences = [self._encoded(f" {sentence}") for sentence in sentences_of(episode.chunks[number])]
-        have_facts = [any(key in sentence for key in keys) for sentence in sentences_of(episode.chunks[number])]
+        keys = episode.kept or [fact.key for fact in episode.facts if fact.chunk == index]
+        sentences = [self._encoded(f" {sentence}") for sentence in sentences_of(episode.chunks[index])]
+        have_facts = [any(key in sentence for key in keys) for sentence in sentences_of(episode.chunks[index])]
         left = self.chunk - sum(len(ids) for ids, has_fact in zip(sentences, have_facts, strict=True) if has_fact)
         row: list[int] = []
         for ids, has_fact in zip(sentences, have_facts, strict=True):
@@ -237,7 +237,7 @@ def check_episodes(config: Config, tokenizer: TextTokenizer | None = None) -> No
     for name, (section, others, steps) in used.items():
         for chunks in sorted({section.chunks, *others, *reasoning.evaluation.chunks}) if steps else ():
             try:
-                _check_one(section, reasoning.chunk, chunks, config.model.vocab_size, tokenizer)
+                _check_one(section, reasoning.chunk, chunks, config.cdrmix_model.vocab_size, tokenizer)
             except ConfigError as error:
                 raise ConfigError(f"reasoning.{name}, an episode of {chunks} chunks: {error}") from error
 
@@ -281,7 +281,7 @@ def _ids_of_bytes(tokenizer: TextTokenizer, wanted: range) -> dict[int, int]:
     """The ids of single bytes."""
     id_of_byte = {}
     for token in range(tokenizer.vocab_size):
-        content = tokenizer.decode_bytes([token])
+        content = tokenizer.token_bytes(token)
         if len(content) == 1 and content[0] in wanted:
             id_of_byte[content[0]] = token
     missing = [byte for byte in wanted if byte not in id_of_byte]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_reasoning import EpisodesOfTask, Reasoning
@@ -65,22 +64,6 @@ def generator_of(seed: int, name: str, step: int, rank: int = 0) -> torch.Genera
     for value in values.tolist():  # FNV-1a over 64-bit values instead of bytes
         mixed = ((mixed ^ value) * 0x100000001B3) % 2**64
     return torch.Generator().manual_seed(mixed % 2**63)
-
-
-def reduce_over_processes(values: Tensor, processes: int, operation: Literal["sum", "max"]) -> Tensor:
-    """The sum or the maximum of `values` over the processes of a run, on the CPU. Every process must call it.
-
-    A group that has NCCL alone reduces no CPU tensors: there the values travel through the process's GPU.
-    """
-    if processes > 1:
-        values = values.to(collective_device())
-        dist.all_reduce(values, dist.ReduceOp.SUM if operation == "sum" else dist.ReduceOp.MAX)
-    return values.cpu()
-
-
-def collective_device() -> torch.device:
-    """The device on which this run's process group reduces tensors: the current GPU under NCCL, else the CPU."""
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
 def phase_config(config: Config, section: PhaseSection | None = None) -> Config:

@@ -82,48 +82,51 @@ class Session:
         self._episode = self._controller.begin(1) if self._controller else None
         phases = reasoning.phases
         self._remembers = bool(phases.imitation.steps or phases.policy.steps)
-        self._memory = TokenMemory.empty(self._window, 1, self._device)
+        self._token_memory = TokenMemory.empty(self._window, 1, self._device)
         self.steps = self.changes = 0
-        self.memory: DurableMemory | None = None
+        self.durable_memory: DurableMemory | None = None
         if memory is not None:
-            self.memory = DurableMemory(memory, self._model, reasoning, loaded.tokenizer, say)
+            self.durable_memory = DurableMemory(memory, self._model, reasoning, loaded.tokenizer, say)
 
     def close(self) -> None:
         """Releases the memory's folder for another process."""
-        if self.memory is not None:
-            self.memory.close()
+        if self.durable_memory is not None:
+            self.durable_memory.close()
 
     @torch.no_grad()
     def read(self, document: str) -> Iterator[Step]:
         """Reads a document, or continues with the next part of it, chunk by chunk. The last chunk is padded.
 
-        In a session the controller reads at most `controller.step_budget` chunks, and the agent changes its memory at
-        most as often. After that the fast weights, or the memory, stay unchanged.
+        `controller.step_budget` limits a session twice: the controller reads that many chunks, and the agent changes
+        its memory that many times. After the first limit the fast weights stay unchanged and no chunk is stored in the
+        durable memory. After the second limit the token memory stays unchanged.
         """
         for ids in cut(self._tokenizer, document, self._reasoning.chunk):
             self.steps += 1
             chunk_1C = self._row(ids, self._reasoning.chunk)
             committed, scale = None, 0.0
-            staged = None if self.memory is None else self.memory.proposed(chunk_1C)
             if self._controller and self._episode and self._controller.steps_left(self._episode):
                 proposal = self._controller.propose(self._episode, chunk_1C)
+                staged = None if self.durable_memory is None else self.durable_memory.stage(chunk_1C)
                 proposal = proposal._replace(after=proposal.after._replace(transactions=(staged,)))
                 decision = self._decide(proposal.end_BD())
-                self._episode = self._controller.settle(self._episode, proposal, decision, self.memory)
+                self._episode = self._controller.settle(self._episode, proposal, decision, self.durable_memory)
                 committed = bool(decision.commit_B)
                 scale = self._controller.scales[int(decision.branch_B)] if committed else 0.0
-            elif self.memory is not None and staged is not None and self._controller is None:
-                self.memory.commit(staged, self.steps)  # without a controller every chunk is stored
+            elif self.durable_memory is not None and self._controller is None:
+                # Without a controller every chunk is stored.
+                self.durable_memory.commit(self.durable_memory.stage(chunk_1C), self.steps)
             changed = False
             if self._remembers and self.changes < self.budget:
-                before = self._memory.parts_BHP
+                before = self._token_memory.parts_BHP
                 prompt = torch.cat(
-                    [self._window.begin(self._question_1Q), self._window.turn(self._memory.shown(), chunk_1C)], 1
+                    [self._window.begin(self._question_1Q), self._window.turn(self._token_memory.shown(), chunk_1C)], 1
                 )
-                self._memory = self._memory.write(self._write(prompt, self._window.part), self.steps)
-                changed = not torch.equal(before, self._memory.parts_BHP)
+                self._token_memory = self._token_memory.write(self._write(prompt, self._window.part), self.steps)
+                changed = not torch.equal(before, self._token_memory.parts_BHP)
                 self.changes += changed
-            yield Step(self.steps, self._text(chunk_1C), committed, scale, self._text(self._memory.shown()), changed)
+            memory = self._text(self._token_memory.shown())
+            yield Step(self.steps, self._text(chunk_1C), committed, scale, memory, changed)
 
     @property
     def budget(self) -> int:
@@ -135,14 +138,17 @@ class Session:
         """The names of what no longer changes because its step budget is spent."""
         no_steps = self._controller and self._episode and not self._controller.steps_left(self._episode)
         no_changes = self._remembers and self.changes >= self.budget
-        return ["the fast weights"] * bool(no_steps) + ["the memory"] * bool(no_changes)
+        names = ["the fast weights"] * bool(no_steps)
+        names += ["the index"] * bool(no_steps and self.durable_memory is not None)
+        return names + ["the memory"] * bool(no_changes)
 
     @torch.no_grad()
     def answer(self) -> Answers:
         """Answers the question. The session does not change."""
         from_memory = from_fast_weights = None
         if self._remembers:
-            prompt = torch.cat([self._window.begin(self._question_1Q), self._window.last(self._memory.shown())], 1)
+            last = self._window.last(self._token_memory.shown())
+            prompt = torch.cat([self._window.begin(self._question_1Q), last], 1)
             from_memory = self._text(self._write(prompt, self._window.answer)).strip()
         if self._episode is not None:
             (group,) = self._episode.groups
@@ -157,15 +163,15 @@ class Session:
 
     def recall(self) -> tuple[str, list[str]]:
         """The answer from the durable memory, and the texts from it that the model read in front of the question."""
-        assert self.memory is not None
+        assert self.durable_memory is not None
         ids = [token for token in self._question_1Q[0].tolist() if token != self._source.pad]
-        recalled = self.memory.recall(ids, self._window.answer)
+        recalled = self.durable_memory.recall(ids, self._window.answer)
         texts = [self._text(torch.from_numpy(tokens.astype("int64"))) for tokens in recalled.episodes]
         return self._text(recalled.answer_1A).strip(), texts
 
     def save(self, path: Path) -> None:
         """Writes the state to one safetensors file. Raises DiskFullError."""
-        tensors = {"memory.parts": self._memory.parts_BHP, "memory.changed": self._memory.changed_BH}
+        tensors = {"memory.parts": self._token_memory.parts_BHP, "memory.changed": self._token_memory.changed_BH}
         if self._episode is not None:
             (group,) = self._episode.groups
             tensors["commits"] = self._episode.commits_B
@@ -190,19 +196,23 @@ class Session:
             raise CheckpointError(f"{path} is no session of this version; its format is {metadata.get('format')!r}")
         session = cls(loaded, metadata["question"], memory, say)
         session.steps, session.changes = int(metadata["steps"]), int(metadata["changes"])
-        session._restore(tensors, path)
+        try:
+            session._restore(tensors, path)
+        except BaseException:
+            session.close()
+            raise
         return session
 
     @torch.no_grad()
     def _restore(self, tensors: dict[str, Tensor], path: Path) -> None:
         device = self._device
         parts, changed = tensors["memory.parts"].to(device), tensors["memory.changed"].to(device)
-        if parts.shape != self._memory.parts_BHP.shape:
+        if parts.shape != self._token_memory.parts_BHP.shape:
             raise CheckpointError(
                 f"{path} has a memory of shape {list(parts.shape)}, this model's has shape "
-                f"{list(self._memory.parts_BHP.shape)}: it is the session of another model"
+                f"{list(self._token_memory.parts_BHP.shape)}: it is the session of another model"
             )
-        self._memory = TokenMemory(parts, changed)
+        self._token_memory = TokenMemory(parts, changed)
         if self._episode is None:
             return
         state_tensors = {

@@ -17,7 +17,6 @@ from torch import Tensor
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_reasoning import Phase as PhaseSection
 from cdrmix.data.shards import ShardSet
-from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import CheckpointError, ConfigError
 from cdrmix.inference.checkpoints import MODEL, has_average, newest_whole_checkpoint, read_weights, state_dict_mismatch
 from cdrmix.inference.load import HEADS, backbone_weights
@@ -142,8 +141,7 @@ def _train_phase(
     of_phase = phase_config(config, span.section)
     seed_everything(config.run.seed)  # the same in every process: all build the same weights
     model = build_model(config)
-    tokenizer = TextTokenizer.load(shards.tokenizer_path, config.data.tokenizer.end_of_text)
-    phase = make_phase(span.name, config, tokenizer, shards, world)
+    phase = make_phase(span.name, config, shards.tokenizer, shards, world)
     freeze(model, phase)
     fresh = {name.removeprefix("language_model."): tensor.clone() for name, tensor in model.state_dict().items()}
     objective = PhaseObjective(phase, model, world, copied=zero_stage(config.train, world.size) == 3)
@@ -151,7 +149,7 @@ def _train_phase(
     if progress.step > span.first:
         assert newest is not None
         progress = load_checkpoint(engine, newest, config, fingerprints(shards))
-        run.say(f"{span.name}: going on behind step {progress.step} ({newest.name})")
+        run.say(f"{span.name}: continues after step {progress.step} ({newest.name})")
     else:
         _begin(engine, weights, fresh, newest, world)
     run.drop_metrics_after(progress.step)

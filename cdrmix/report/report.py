@@ -9,6 +9,7 @@ from typing import Any
 
 from cdrmix.durable import write_atomically
 from cdrmix.page import escaped, html_page, picture, tiles
+from cdrmix.report.domains import domains_section
 from cdrmix.report.plots import DARK, LAST_ROWS, LIGHT, draw, draw_load
 from cdrmix.report.stage_b import stage_b_sections
 from cdrmix.run_folder import RunFolder, read_metrics
@@ -37,8 +38,8 @@ def write_report(run: RunFolder) -> Path:
     write_atomically(run.plot, curves[0])
     if loads:
         write_atomically(run.load_plot, loads[0])
-    stage_b = stage_b_sections(of_phases, summary, title)
-    write_atomically(run.report, page(run, rows, summary, curves, loads, stage_b))
+    results = [domains_section(rows, summary, title), *stage_b_sections(of_phases, summary, title)]
+    write_atomically(run.report, page(run, rows, summary, curves, loads, results))
     return run.report
 
 
@@ -48,11 +49,12 @@ def page(
     summary: Mapping[str, Any],
     curves: Sequence[bytes],
     loads: Sequence[bytes],
-    stage_b: Sequence[str] = (),
+    results: Sequence[str] = (),
 ) -> str:
     """The HTML text: pictures embedded, style inline, every value escaped.
 
-    curves, loads: the pictures of the run, light and dark; no loads where nothing was routed. stage_b: its sections.
+    curves, loads: the pictures of the run, light and dark; no loads where nothing was routed. results: sections that
+    follow the figures of the whole held-out text.
     """
     config = run.config_snapshot.read_text(encoding="utf-8")
     sections = [
@@ -61,7 +63,7 @@ def page(
         + "</header>",
         _tiles(rows, summary),
         _held_out(summary.get("held_out")),
-        *stage_b,
+        *results,
         f"<h2>Curves</h2>{picture(curves, CURVES)}",
         _router(rows),
         picture(loads, "Load of each expert over the steps: one heat map for each block") if loads else "",

@@ -17,7 +17,7 @@ def narrow_residual(config: Config) -> bool:
 def build_loss_model(config: Config) -> LossModel:
     """The model with its loss, with this process's experts. Weights are drawn from torch's global generator."""
     model = LanguageModel(
-        config.model,
+        config.cdrmix_model,
         activation_checkpointing=config.train.activation_checkpointing,
         experts=expert_layer(config),
         narrow_residual=narrow_residual(config),

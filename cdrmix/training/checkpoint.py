@@ -1,11 +1,13 @@
 """Checkpoints that commit by rename: a checkpoint folder is complete, with a manifest of hashes, or does not exist.
 
 checkpoints/step-00000500/
-    model.safetensors            fp32 weights with all experts, gathered under every ZeRO stage
+    model.safetensors            fp32 weights with all experts, gathered under every ZeRO stage; of a model with frozen
+                                 parameters and a base (see Engine) only those that are trained
     ema.safetensors              their exponential moving average, if there is one
     optimizer.safetensors        AdamW's state by parameter; with ZeRO optimizer-rank0.safetensors ... by partition
     rng-rank0.json ...           the states of each process's random generators
-    state.json                   step (also the position in the data), counters, loss scale, fingerprints
+    state.json                   step (also the position in the data), counters, loss scale, fingerprints, with a base
+                                 its SHA-256
     config_snapshot.yaml         the resolved configuration
     manifest.json                size and SHA-256 of every other file, written last
 checkpoints/latest, best         the name of a checkpoint, replaced atomically
@@ -34,7 +36,7 @@ from torch import Tensor
 
 from cdrmix.config.schema import Config
 from cdrmix.durable import disk_full, disk_guard, is_disk_full, sha256_file, sync_file, sync_folder, write_atomically
-from cdrmix.errors import CheckpointError, ConfigError, VocabularyError
+from cdrmix.errors import BaseModelError, CheckpointError, ConfigError, VocabularyError
 from cdrmix.inference.checkpoints import (
     AVERAGE,
     FORMAT,
@@ -189,6 +191,11 @@ def load_checkpoint(engine: Engine, checkpoint: Path, config: Config, fingerprin
             f"{checkpoint} was made by configuration {state['config_hash'][:8]}, this one is "
             f"{config.hash()[:8]}; resume with --config {checkpoint / 'config_snapshot.yaml'}"
         )
+    if state.get("base") != engine.base:
+        raise BaseModelError(
+            f"{checkpoint} {_of_base(state.get('base'))}, and this run {_of_base(engine.base)}: the model at "
+            "model.path has changed since this run began; restore it, or start a new run"
+        )
     if state["zero_stage"] != engine.stage:  # train.zero_stage: auto, and another number of processes
         raise CheckpointError(
             f"{checkpoint} was written at ZeRO stage {state['zero_stage']} by {state['processes']} processes, and this "
@@ -304,7 +311,11 @@ def _state(engine: Engine, progress: Progress, config: Config, fingerprints: Fin
         **_layout(engine),
         "zero_stage": engine.stage,
         "loss_scale": engine.loss_scale.state(),
-    }
+    } | ({} if engine.base is None else {"base": engine.base})
+
+
+def _of_base(base: str | None) -> str:
+    return "has no base model" if base is None else f"has a base model with SHA-256 {base[:12]}"
 
 
 def _optimizer_file(stage: int, rank: int) -> str:

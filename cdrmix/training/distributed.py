@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -120,8 +120,11 @@ def rank_size_local_rank() -> tuple[int, int, int]:
 
 
 def any_threads(config: Config, device: torch.device) -> bool:
-    """Whether the bits are independent of the number of CPU threads: on a GPU; in float32 with one-thread products."""
-    return device.type != "cpu" or (config.train.precision == "fp32" and multiplies_on_one_thread())
+    """Whether the bits are independent of the number of CPU threads: on a GPU; for models of this package in float32
+    with one-thread products. Reductions in models of transformers are split among the threads."""
+    if device.type != "cpu":
+        return True
+    return config.model.kind == "cdrmix" and config.train.precision == "fp32" and multiplies_on_one_thread()
 
 
 def thread_numbers(config: Config, world: DistributedContext) -> list[int]:
@@ -174,6 +177,22 @@ def _join_process_group(rank: int, size: int, local_rank: int, device: torch.dev
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     deepspeed.init_distributed(dist_backend=backend, verbose=False)
     atexit.register(_leave)
+
+
+def reduce_over_processes(values: Tensor, processes: int, operation: Literal["sum", "max"]) -> Tensor:
+    """The sum or the maximum of `values` over the processes of a run, on the CPU. Every process must call it.
+
+    A group that has NCCL alone reduces no CPU tensors: there the values travel through the process's GPU.
+    """
+    if processes > 1:
+        values = values.to(collective_device())
+        dist.all_reduce(values, dist.ReduceOp.SUM if operation == "sum" else dist.ReduceOp.MAX)
+    return values.cpu()
+
+
+def collective_device() -> torch.device:
+    """The device on which this run's process group reduces tensors: the current GPU under NCCL, else the CPU."""
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
 def _leave() -> None:

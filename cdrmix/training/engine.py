@@ -9,6 +9,11 @@ How a gradient is computed. What DeepSpeed 0.19 does is read in its source and t
 - Weights, gradients and optimizer state are fp32. Lower precision is torch.autocast around the forward pass, so ZeRO
   reduces in fp32 at every stage. Products read 16-bit copies of the weights, which `step` and `load_weights` refresh,
   and add weight gradients to `.grad` themselves (`ops/weights.py`).
+- With `train.weights: bf16` the weights themselves are 16 bits, and products read them. ZeRO keeps float32 weights in
+  its partitions, which are updated and saved (`master_weights.py`). Autograd gives bf16 gradients. They are summed over
+  micro-batches and processes in float32 (`Tensor.grad_dtype` under ZeRO-1, ZeRO's partitions under 2 and 3). Only with
+  `offload` under ZeRO-2 the sum of a micro-batch over the processes is rounded to bf16.
+- With `train.offload` ZeRO's state is in main memory, or in memory-mapped files (`offload.py`).
 - ZeRO-3 gathers a parameter for the module that owns it. The head's weight is read outside of its module. DeepSpeed's
   parameter dictionary detects this and gathers the weight for the module that reads it (the loss model).
 - With expert parallelism (`expert_parallel.py`) a process has its own experts; everything else is replicated.
@@ -28,11 +33,15 @@ from torch import Tensor, nn
 
 from cdrmix.config.schema import Config
 from cdrmix.data.batch import Batch
+from cdrmix.errors import ConfigError
 from cdrmix.model.loss import Losses
 from cdrmix.ops import weights as compute_weights
 from cdrmix.training.compiling import mark_documents
 from cdrmix.training.distributed import DistributedContext, any_threads
 from cdrmix.training.expert_parallel import expert_groups, is_expert_shard, total_norm
+from cdrmix.training.master_weights import MasterWeights
+from cdrmix.training.model_weights import ModelWeights
+from cdrmix.training.offload import HostGradients, move_state
 from cdrmix.training.optim import LossScale, WeightAverage, make_optimizer, parameter_groups
 from cdrmix.training.reduction import GradientReduction, ReplicatedParameters
 from cdrmix.training.zero import zero_stage
@@ -71,6 +80,9 @@ def accumulation(config: Config, world: DistributedContext) -> int:
 def deepspeed_config(config: Config, world: DistributedContext) -> dict[str, Any]:
     """Every DeepSpeed key that affects training is written out, so that no default of its version matters."""
     train, stage = config.train, zero_stage(config.train, world.size)
+    narrow = train.weights == "bf16"
+    # Pinned memory is allocated in powers of two, up to twice of what is needed.
+    host = {"device": "cpu", "pin_memory": False}
     return {
         "train_batch_size": train.batch_rows,
         "train_micro_batch_size_per_gpu": train.micro_batch_rows,
@@ -83,13 +95,25 @@ def deepspeed_config(config: Config, world: DistributedContext) -> dict[str, Any
         "gradient_allreduce_op": "mean",  # the only one that every ZeRO stage has; Engine.backward undoes the division
         "use_data_before_expert_parallelism": False,  # ranks that exchange rows are adjacent
         # DeepSpeed converts also where one process has nothing to reduce.
-        "communication_data_type": train.reduce_dtype if world.size > 1 else "fp32",
+        "communication_data_type": train.reduce_dtype if world.size > 1 else train.weights,
         "seq_parallel_communication_data_type": "fp32",
         "disable_allgather": False,
-        "bf16": {"enabled": False},
+        "bf16": {
+            "enabled": narrow,
+            "immediate_grad_update": False,
+            "check_grad_overflow": True,
+            "bf16_master_weights_and_grads": False,
+            "bf16_optimizer_states": False,
+        },
         "fp16": {"enabled": False},
         "torch_autocast": {"enabled": False},
-        "data_types": {"grad_accum_dtype": "fp32", "keep_in_fp32_modules": []},
+        "data_types": {
+            # bf16 where DeepSpeed does not add up: with stage 1 Engine and with offload HostGradients sum in float32.
+            "grad_accum_dtype": "bf16"
+            if narrow and (stage == 1 or (stage == 2 and train.offload != "none"))
+            else "fp32",
+            "keep_in_fp32_modules": "auto" if narrow else [],  # buffers that transformers keeps in float32
+        },
         "zero_optimization": {
             "stage": stage,
             "legacy_stage1": False,
@@ -110,8 +134,8 @@ def deepspeed_config(config: Config, world: DistributedContext) -> dict[str, Any
             "elastic_checkpoint": False,
             "pipeline_loading_checkpoint": False,
             "save_muon_momentum_buffer_in_memory": False,
-            "offload_param": None,
-            "offload_optimizer": None,
+            "offload_param": host if train.offload == "all" else None,
+            "offload_optimizer": host if train.offload != "none" else None,
             "zenflow": None,
             "sub_group_size": 1_000_000_000,
             "stage3_prefetch_bucket_size": BUCKET,
@@ -154,23 +178,29 @@ def deepspeed_config(config: Config, world: DistributedContext) -> dict[str, Any
 def attach_copies(parameters: Iterable[Tensor], dtype: torch.dtype | None, stage: int) -> None:
     """Lets products keep copies of the weights in their dtype and accumulate weight gradients, where the stage allows.
 
-    dtype: of autocast; None: products are float32 and need no copies.
+    dtype: of autocast; None: products are float32 and need no copies. Weights that are not float32 get none.
     """
     if dtype is not None and stage < 3:  # under ZeRO-3 a weight is gathered only during its module's call
         # ZeRO-2's hooks read every gradient when it is computed; ZeRO-1 reads `.grad` after the last one.
-        compute_weights.attach(parameters, dtype, add_gradients=stage < 2)
+        wide = [parameter for parameter in parameters if parameter.dtype == torch.float32]
+        compute_weights.attach(wide, dtype, add_gradients=stage < 2)
 
 
 class Engine:
     """Trains a loss model on a DeepSpeed engine, at any ZeRO stage and with any number of processes.
 
     One step is: `forward` and `backward` of every micro-batch, `clip`, `step`, `zero`.
+    loss_model: its parameters may be frozen (`requires_grad` False), and partitioned by ZeRO-3 already.
+    base: the SHA-256 of the model that the frozen parameters are of, with adapters. Then `weights` and checkpoints hold
+        the trained parameters alone, and a checkpoint of another base is refused. None: they hold all parameters.
     """
 
-    def __init__(self, config: Config, loss_model: nn.Module, world: DistributedContext) -> None:
+    def __init__(
+        self, config: Config, loss_model: nn.Module, world: DistributedContext, *, base: str | None = None
+    ) -> None:
         import deepspeed  # imported after distributed.join has chosen the accelerator
 
-        self.world = world
+        self.world, self.base = world, base
         self.stage = zero_stage(config.train, world.size)
         self.gradient_clip = config.train.gradient_clip
         self.expert_parallel = config.train.expert_parallel
@@ -187,13 +217,20 @@ class Engine:
         self.module = Autocast(loss_model, world.device.type, AUTOCAST[config.train.precision])
         self.any_threads = any_threads(config, world.device)  # no bit depends on the number of CPU threads
         self.optimizer = make_optimizer(parameter_groups(loss_model, config.train), config.train)
+        narrow = config.train.weights == "bf16"
+        before = [each.data for each in loss_model.parameters()] if narrow else []
         self._engine, *_ = deepspeed.initialize(
             model=self.module, optimizer=self.optimizer, config=deepspeed_config(config, world)
         )
         self._last = False  # the current micro-batch ends the update
-        self.parameters: dict[str, Any] = {  # Any: ZeRO-3 gives parameters ds_tensor, ds_numel and ds_shape
-            name.removeprefix("language_model."): parameter for name, parameter in loss_model.named_parameters()
-        }
+        masters = MasterWeights(self._engine.optimizer, self.stage, world.device) if narrow else None
+        if masters is not None:
+            masters.restore(loss_model.parameters(), before)
+        del before
+        self._weights = ModelWeights(
+            loss_model, world, self.stage, self._experts, masters, trained_only=base is not None
+        )
+        self.parameters = self._weights.parameters
         attach_copies(self.parameters.values(), self.module.dtype, self.stage)
         self._reduction: GradientReduction | None = None
         if self.stage < 2:
@@ -204,10 +241,17 @@ class Engine:
             self._reduction = GradientReduction(
                 self.parameters.values(), self._replicated(), REDUCED[config.train.reduce_dtype], most=BUCKET
             )
-        # State that no gradient changes: the routers' biases. Whole and equal in every process.
-        self.buffers = {name.removeprefix("language_model."): buffer for name, buffer in loss_model.named_buffers()}
+            if self.stage == 1 and masters is not None:
+                _sum_gradients_in_float32(self.parameters.values())
+        self._host_gradients: HostGradients | None = None
+        self._offloads = config.train.offload != "none"
+        if self._offloads:
+            if config.train.offload_folder is not None:
+                move_state(self._engine.optimizer, self.stage, self.optimizer, config.train.offload_folder)
+            if self.stage == 2:
+                self._host_gradients = HostGradients(self._engine.optimizer)
         decay = config.train.ema_decay
-        self.average = None if decay is None else WeightAverage(self._local_weights(), decay)
+        self.average = None if decay is None else WeightAverage(self._weights.local(), decay)
 
     def set_learning_rate(self, rate: float) -> None:
         """Sets the learning rate of every group for the next update: `rate` times the group's multiplier."""
@@ -272,6 +316,8 @@ class Engine:
             if applied:
                 self._engine.step()
         else:
+            if self._host_gradients is not None:
+                self._host_gradients.finish()
             self._engine.step()  # skips the update where the norm is not finite
             applied = self._engine.was_step_applied()
             self.gradient_norm = float(self._engine.get_global_grad_norm()) if applied else math.inf
@@ -279,20 +325,27 @@ class Engine:
         if applied:
             compute_weights.refresh(self.parameters.values())
             if self.average is not None:
-                self.average.update(self._local_weights())
+                self.average.update(self._weights.local())
         return applied
 
     def zero(self) -> None:
         """Removes the gradients. DeepSpeed's step does so only where the update was applied."""
         for parameter in self.parameters.values():
             parameter.grad = None
+        if self.stage == 3:
+            # A parameter that the next step does not use would otherwise get the gradient of this one again.
+            zero = self._engine.optimizer
+            zero.grad_partitions_flat_buffer.zero_()
+            if self._offloads:
+                for flat in zero.fp32_partitioned_groups_flat:
+                    flat.grad.zero_()
 
     def weights(self) -> dict[str, Tensor]:
         """The fp32 weights on the CPU, with all experts and gathered under every ZeRO stage. {} except in rank 0.
 
-        All ranks call.
+        The names are of the model's state_dict; with `base` those of the trained parameters. All ranks call.
         """
-        return self._whole(self._local_weights()) | self._buffers()
+        return self._weights.whole(self._weights.local())
 
     def copy_weights(self, target: nn.Module) -> None:
         """Copies all weights, gathered under every ZeRO stage, into a module of the same structure. All ranks call.
@@ -300,57 +353,33 @@ class Engine:
         Processes may run different numbers of forward passes of the copy. Under ZeRO-3 those of the trained module are
         collectives.
         """
-        with torch.no_grad():
-            for parameter, copied in zip(self.parameters.values(), target.parameters(), strict=True):
-                with self._gathered(parameter):
-                    copied.copy_(parameter)
-            for buffer, its_copy in zip(self.buffers.values(), target.buffers(), strict=True):
-                its_copy.copy_(buffer)
+        self._weights.copy_to(target)
 
     def shapes(self) -> dict[str, list[int]]:
         """The shapes of `weights`, with all experts, in every rank and without gathering."""
-        shapes = {name: list(buffer.shape) for name, buffer in self.buffers.items()}
-        for name, parameter in self.parameters.items():
-            shapes[name] = list(parameter.ds_shape if self.stage == 3 else parameter.shape)
-            if is_expert_shard(parameter):
-                shapes[name][0] *= self.expert_parallel
-        return shapes
+        return self._weights.shapes()
 
     def average_weights(self) -> dict[str, Tensor]:
         """The averaged weights in the form of `weights`; {} without an average."""
-        return {} if self.average is None else self._whole(self.average.tensors) | self._buffers()
+        return {} if self.average is None else self._weights.whole(self.average.tensors)
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
         """Loads what `weights` returned. Rank 0's argument is sent to every rank. All ranks call."""
-        for name, parameter in self.parameters.items():
-            with self._gathered(parameter), torch.no_grad():
-                if is_expert_shard(parameter):
-                    assert self._experts is not None
-                    self._experts.shard(parameter.data, weights[name] if self.world.rank == 0 else None)
-                    continue
-                if self.world.rank == 0:
-                    parameter.copy_(weights[name])
-                if self.stage < 3 and self.world.size > 1:
-                    dist.broadcast(parameter.data, 0)
-        for name, buffer in self.buffers.items():
-            if self.world.rank == 0:
-                buffer.copy_(weights[name])
-            if self.world.size > 1:
-                dist.broadcast(buffer, 0)
-        if self.stage > 0:
+        self._weights.load(weights)
+        if self.stage > 0 and self._weights.masters is None:
             self._engine.optimizer.refresh_fp32_params()
         compute_weights.refresh(self.parameters.values())
+
+    def begin_average(self) -> None:
+        """The average, if there is one, begins anew at the weights as they are."""
+        if self.average is not None:
+            for mine, weight in zip(self.average.tensors, self._weights.local(), strict=True):
+                mine.copy_(weight)
 
     def load_average_weights(self, weights: dict[str, Tensor]) -> None:
         """Loads what `average_weights` returned; every rank passes the full weights."""
         assert self.average is not None
-        for (name, parameter), mine in zip(self.parameters.items(), self.average.tensors, strict=True):
-            whole = self._shard(parameter, weights[name]).flatten()
-            if self.stage == 3:
-                size = parameter.ds_tensor.numel()
-                rank = dist.get_rank(parameter.ds_process_group)
-                whole = whole[rank * size : (rank + 1) * size]
-            mine.flatten()[: whole.numel()].copy_(whole)
+        self._weights.load_local(self.average.tensors, weights)
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """AdamW's moments and step counts: by parameter name in rank 0; with ZeRO by partition in every rank.
@@ -375,8 +404,12 @@ class Engine:
             name, _, slot = key.rpartition("/")
             parameter = optimized[name]
             if value.dim() == parameter.dim():  # otherwise it is the step count
-                value = self._shard(parameter, value)
-            self.optimizer.state[parameter][slot] = value.to(parameter.device, copy=True)
+                value = self._weights.shard(parameter, value)
+            present = self.optimizer.state[parameter].get(slot)
+            if present is not None:  # it may be in a file
+                present.copy_(value)
+            else:
+                self.optimizer.state[parameter][slot] = value.to(parameter.device, copy=True)
 
     def _replicated(self) -> list[ReplicatedParameters]:
         # The processes that hold the same parameters, and under ZeRO-1 the owner of each.
@@ -414,54 +447,19 @@ class Engine:
         flat = zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
         return {f"partition{number}": tensor for number, tensor in enumerate(flat)}
 
-    def _local_weights(self) -> list[Tensor]:
-        # The weights that this process holds: whole, or under ZeRO-3 one padded slice of each.
-        if self.stage == 3:
-            return [parameter.ds_tensor.data for parameter in self.parameters.values()]
-        return [parameter.data for parameter in self.parameters.values()]
 
-    def _whole(self, local: list[Tensor]) -> dict[str, Tensor]:
-        whole = {}
-        for (name, parameter), mine in zip(self.parameters.items(), local, strict=True):
-            if self.stage == 3:
-                mine = _joined(mine, parameter)
-            tensor: Tensor | None = mine if self.world.rank == 0 else None
-            if is_expert_shard(parameter):
-                assert self._experts is not None
-                tensor = self._experts.whole(mine)
-            if tensor is not None:
-                whole[name] = tensor.detach().cpu().contiguous()
-        return whole
-
-    def _buffers(self) -> dict[str, Tensor]:
-        """A copy of the buffers, which are not averaged: in rank 0; {} in the others."""
-        return {name: buffer.cpu().clone() for name, buffer in self.buffers.items()} if self.world.rank == 0 else {}
-
-    def _shard(self, parameter: Tensor, whole: Tensor) -> Tensor:
-        """The part of a whole tensor that belongs to this process's parameter."""
-        if not is_expert_shard(parameter):
-            return whole
-        assert self._experts is not None
-        return self._experts.experts.share(whole)
-
-    def _gathered(self, parameter: nn.Parameter) -> Any:
-        if self.stage < 3:
-            return nullcontext()
-        import deepspeed
-
-        return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
+def _sum_gradients_in_float32(parameters: Iterable[Any]) -> None:
+    """Lets `.grad` of bf16 parameters be float32."""
+    for parameter in parameters:
+        if parameter.requires_grad:
+            if not hasattr(parameter, "grad_dtype"):
+                raise ConfigError(
+                    f"train.zero_stage: 1 with train.weights: bf16 needs a newer PyTorch than {torch.__version__}; "
+                    "set it to 2 or 3"
+                )
+            parameter.grad_dtype = torch.float32
 
 
-def _joined(mine: Tensor, parameter: Any) -> Tensor:
-    """Gathers a parameter under ZeRO-3 from the slices of its group. All ranks of the group call."""
-    size = dist.get_world_size(parameter.ds_process_group)
-    if size > 1:
-        slices = [torch.empty_like(mine) for _ in range(size)]
-        dist.all_gather(slices, mine.contiguous(), group=parameter.ds_process_group)
-        mine = torch.cat(slices)
-    return mine[: parameter.ds_numel].view(parameter.ds_shape)
-
-
-def make_engine(config: Config, loss_model: nn.Module, world: DistributedContext) -> Engine:
-    """The engine of a run. It owns the loss model and moves it to the device."""
-    return Engine(config, loss_model, world)
+def make_engine(config: Config, loss_model: nn.Module, world: DistributedContext, *, base: str | None = None) -> Engine:
+    """The engine of a run. It owns the loss model and moves it to the device. base: as of Engine."""
+    return Engine(config, loss_model, world, base=base)

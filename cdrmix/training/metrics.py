@@ -10,7 +10,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from cdrmix.config.schema import Model
+from cdrmix.config.schema_huggingface import HuggingFaceModel
 from cdrmix.eval.routing import expert_load, routing_metrics
+
+CAPACITY = 1.25  # multiple of an even share, above which tokens of a model of transformers count as overflow
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,8 @@ class StepRecord:
     loss: the optimised loss. next_token_loss: nats per token with a target, over the global batch. tokens: with a
     target, since the start of the run. seconds: training time since then. routers: names as in `Model.routers`.
     router: measure -> one value for each router. load: for each router the fraction of routes of each expert, 1 / E
-    when balanced. valid_*: on steps that were validated.
+    when balanced. valid_*: on steps that were validated. valid_domains: domain -> bits per byte, if there are several.
+    preferences: of pairs, measure -> mean; then loss and next_token_loss are of a pair.
     """
 
     step: int
@@ -40,6 +44,9 @@ class StepRecord:
     load: list[list[float]] = field(default_factory=list)
     valid_bits_per_byte: float | None = None
     valid_loss: float | None = None
+    valid_domains: dict[str, float] = field(default_factory=dict)
+    preferences: dict[str, float] = field(default_factory=dict)
+    valid_preferences: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -69,13 +76,16 @@ class RoutingCounts(NamedTuple):
     tokens_per_expert_LE: Tensor
     counts_LE: Tensor
 
-    def measures(self, model: Model) -> dict[str, Any]:
+    def measures(self, model: Model | HuggingFaceModel) -> dict[str, Any]:
         """The routing fields of a StepRecord; {} without a mixture of experts."""
         if not len(self.tokens_per_expert_LE):
             return {}
+        routers, capacity = [str(number) for number in range(len(self.tokens_per_expert_LE))], CAPACITY
+        if isinstance(model, Model):
+            routers, capacity = list(model.routers), model.feed_forward.capacity_factor
         return {
-            "routers": list(model.routers),
-            "router": routing_metrics(self.tokens_per_expert_LE, model.feed_forward.capacity_factor, self.counts_LE),
+            "routers": routers,
+            "router": routing_metrics(self.tokens_per_expert_LE, capacity, self.counts_LE),
             "load": expert_load(self.tokens_per_expert_LE),
         }
 
@@ -89,7 +99,7 @@ def scalars(record: Record) -> dict[str, float]:
         if isinstance(value, dict):
             for measure, numbers in value.items():
                 if isinstance(numbers, int | float):
-                    flat[f"{fields['phase']}/{measure}"] = numbers
+                    flat[f"{fields.get('phase', name)}/{measure}"] = numbers
                     continue
                 flat |= {f"{name}/{measure}/layer{router}": each for router, each in zip(routers, numbers, strict=True)}
         elif name == "load":

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cdrmix.config.schema import Train
-from cdrmix.model.layers import ParameterKind, parameter_kind
+from cdrmix.model.layers import ParameterKind, parameter_kinds
 from cdrmix.registry import Registry
 
 OPTIMIZERS = Registry[Callable[[list[dict[str, Any]], Train], torch.optim.Optimizer]]("optimizer")
@@ -26,9 +26,10 @@ def parameter_groups(model: nn.Module, train: Train) -> list[dict[str, Any]]:
     of a process under expert parallelism have groups of their own, marked as DeepSpeed's ZeRO looks for them.
     """
     groups: dict[tuple[float, float, str], list[nn.Parameter]] = {}
+    kinds = parameter_kinds(model)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            what = parameter_kind(name, parameter)
+            what = kinds[name]
             expert_group: str = getattr(parameter, "group_name", "")  # expert_parallel.expert_layer sets it
             multiplier = train.decay_bias_multiplier if what == "decay_bias" else 1.0
             key = (train.weight_decay if DECAYED[what] else 0.0, multiplier, expert_group)

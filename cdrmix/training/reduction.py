@@ -159,6 +159,6 @@ def _slices(bucket: _Bucket) -> list[Tensor]:
     pieces = []
     for parameter, start, stop in bucket.pieces:
         if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter, dtype=getattr(parameter, "grad_dtype", parameter.dtype))
         pieces.append(parameter.grad.view(-1)[start:stop])
     return pieces

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
 import torch
 
-from cdrmix.config.schema import Config
+from cdrmix.config.schema import Config, Model
 from cdrmix.data.batch import Batch
 from cdrmix.data.loader import EvalLoader, Prefetcher, TrainLoader, train_loader
+from cdrmix.data.pairs import PairLoader
 from cdrmix.data.shards import ShardSet
 from cdrmix.errors import CheckpointError, VocabularyError
 from cdrmix.eval.perplexity import evaluate
 from cdrmix.inference.checkpoints import list_checkpoints, newest_whole_checkpoint
 from cdrmix.model.feed_forward.router import balance_routers
+from cdrmix.model.loss import LossModule
 from cdrmix.run_folder import RunFolder
 from cdrmix.runtime import seed_everything
 from cdrmix.training.build import build_loss_model
@@ -31,7 +33,15 @@ from cdrmix.training.engine import Engine, make_engine
 from cdrmix.training.faults import memory_guard
 from cdrmix.training.metrics import StepRecord
 from cdrmix.training.objective import Outcome, StepFacts, StepTotals
+from cdrmix.training.preferences import (
+    Preferences,
+    PreferenceValidation,
+    Reference,
+    make_reference,
+    stored_reference,
+)
 from cdrmix.training.profiling import make_profiler
+from cdrmix.training.starting import load_start
 from cdrmix.training.threads import ThreadChoice
 from cdrmix.training.trackers import Trackers
 from cdrmix.training.trainer import Trainer
@@ -53,12 +63,14 @@ def train(
     run: RunFolder,
     shards: ShardSet,
     *,
+    build: Callable[[Config], LossModule] = build_loss_model,
     resume: str | None = None,
     console: bool = True,
     callbacks: Sequence[Callback] = (),
 ) -> TrainResult:
     """Trains to `train.steps` and returns with the final checkpoint committed. Every process of the run calls it.
 
+    build: makes the model with its loss. By default a model of this package.
     resume: anything but None continues from the newest whole checkpoint of the run folder, bit for bit.
     console: whether rank 0 shows its progress; metrics and checkpoints are written either way.
     Raises what Trainer.fit raises; OutOfMemoryError, DiskFullError, CheckpointError, ConfigError, VocabularyError;
@@ -69,11 +81,16 @@ def train(
     with memory_guard(config), contextlib.ExitStack() as stack:
         seed_everything(config.run.seed)  # the same in every process: all build the same weights
         _check_vocabulary(config, shards)
-        loader = train_loader(config, shards.train, world.rank, world.size)
-        engine = make_engine(config, build_loss_model(config), world)
+        pairs = config.train.dpo is not None
+        loader = train_loader(config, shards.train, world.rank, world.size, kind=PairLoader if pairs else TrainLoader)
+        loss_model = build(config)
+        engine = make_engine(config, loss_model, world, base=loss_model.base)
+        for line in loss_model.prepare():
+            run.say(line)
         seed_everything(config.run.seed + world.rank)
         for line in loader.mixture.lines() if loader.mixture else []:
             run.say(line)
+        reference = _start(engine, config, run, shards)
         progress, checkpoint = Progress(), None
         if resume is not None:
             progress, checkpoint = _continue(engine, config, run, shards)
@@ -82,14 +99,20 @@ def train(
             stack.enter_context(Trackers(run, config)),
             stack.enter_context(Console(run, settings.steps, start_step=progress.step, shown=console)),
         ]
+        objective = _objective(config, loader, world, reference)
+        stack.enter_context(objective)
         trainer = Trainer(
             settings,
             engine,
-            stack.enter_context(Pretraining(config, loader, world)),
+            objective,
             ThreadChoice(thread_numbers(config, world), run.say),
             progress=progress,
             saver=Saver(engine, config, run, fingerprints(shards), latest=checkpoint),
-            validation=Validation(config, shards, world),
+            validation=(
+                Validation(config, shards, world)
+                if reference is None
+                else PreferenceValidation(config, shards, world, reference, run.say)
+            ),
             callbacks=[*listeners, *callbacks],
             say=run.say,
         )
@@ -115,7 +138,9 @@ class Pretraining:
     def __init__(self, config: Config, loader: TrainLoader, world: DistributedContext) -> None:
         self._config, self._loader = config, loader
         self._batches = Prefetcher(loader, config.train.steps, world.device)
-        self._bias_rate = config.model.feed_forward.bias_update_rate if config.model.routers else 0.0
+        model = config.model
+        routes = isinstance(model, Model) and bool(model.routers)
+        self._bias_rate = config.cdrmix_model.feed_forward.bias_update_rate if routes else 0.0
         self.balances_routers = self._bias_rate > 0
         self._token_count = 0.0  # of the global batch at hand
         self._share = 0.0  # of one micro-batch in it
@@ -181,14 +206,19 @@ class Validation:
         self._batches = EvalLoader(
             shards.valid, config.data.row_length, train.micro_batch_rows, train.evaluate_rows, world.rank, world.size
         )
-        self._text_bytes = self._batches.text_bytes
+        self._text_bytes, self._domain_bytes = self._batches.text_bytes, self._batches.domain_bytes
 
     def complete(self, engine: Engine, record: StepRecord, progress: Progress) -> tuple[StepRecord, Progress]:
         """A step's record and progress with the validation figures of the weights as they are after it."""
         with uncompiled(self._config):
-            score = evaluate(engine.module, self._batches, self._text_bytes)
+            score = evaluate(engine.module, self._batches, self._text_bytes, domain_bytes=self._domain_bytes)
         bits = score.bits_per_byte
-        record = dataclasses.replace(record, valid_loss=score.loss_nats_per_token, valid_bits_per_byte=bits)
+        record = dataclasses.replace(
+            record,
+            valid_loss=score.loss_nats_per_token,
+            valid_bits_per_byte=bits,
+            valid_domains={name: of_domain.bits_per_byte for name, of_domain in score.domains.items()},
+        )
         progress = dataclasses.replace(progress, valid_bits_per_byte=bits, unvalidated=None)
         if progress.best_bits_per_byte is None or bits < progress.best_bits_per_byte:
             progress = dataclasses.replace(progress, best_bits_per_byte=bits, best_step=progress.step)
@@ -198,6 +228,27 @@ class Validation:
 def fingerprints(shards: ShardSet) -> Fingerprints:
     """What a checkpoint notes of the shards it was trained on."""
     return Fingerprints(shards.tokenizer_fingerprint, shards.fingerprint)
+
+
+def _objective(
+    config: Config, loader: TrainLoader, world: DistributedContext, reference: Reference | None
+) -> Pretraining | Preferences:
+    if reference is None:
+        return Pretraining(config, loader, world)
+    return Preferences(config, loader, world, reference)
+
+
+def _start(engine: Engine, config: Config, run: RunFolder, shards: ShardSet) -> Reference | None:
+    """Loads the weights that the training starts from, unless a checkpoint follows. Returns the reference of DPO."""
+    reference = None if config.train.dpo is None else stored_reference(run, shards, engine.world)
+    missing = config.train.dpo is not None and reference is None
+    begun = engine.world.gather(bool(list_checkpoints(run.checkpoints)))[0]
+    if config.train.start_from is not None and (missing or not begun):
+        load_start(engine, config, shards)
+    if missing:
+        run.say("Computing the log-probabilities of all answers under the model that the training starts from")
+        reference = make_reference(engine, config, run, shards)
+    return reference
 
 
 def _check_vocabulary(config: Config, shards: ShardSet) -> None:

@@ -83,7 +83,7 @@ class ThreadChoice:
         return len(self._recent) == RECENT and not FASTER < statistics.median(self._recent) / self._reference < SLOWER
 
     def _decide(self, fastest: dict[int, float]) -> None:
-        """Ends a trial. found: seconds of the fastest step by number."""
+        """Ends a trial. fastest: seconds of the fastest step, by the number of threads."""
         best = min(fastest, key=lambda number: fastest[number])
         if self.chosen not in fastest or fastest[best] <= GAIN * fastest[self.chosen]:
             self.chosen = best

@@ -11,20 +11,29 @@ Stage = Literal[0, 1, 2, 3]
 
 
 def zero_stage(train: Train, processes: int) -> Stage:
-    """The stage of a run of so many processes. auto: 0 for one process, 1 for several.
+    """The stage of a run of so many processes. auto: 0 for one process, 1 for several, or what the memory mode needs.
 
     With one process there is nothing to shard, and ZeRO would keep a second copy of the weights. With several, stage 1
     shards the optimizer's state and sums gradients once a step, as without ZeRO. Stages 2 and 3 communicate in every
-    micro-batch, so they are used only when named.
+    micro-batch, so they are used only when named or needed. `train.offload` needs stage 2, or 3 for all.
+    `train.weights: bf16` needs ZeRO, which keeps the float32 weights; with one process, stage 2 needs the least memory.
     """
-    if train.zero_stage == "auto":
-        return 0 if processes == 1 else 1
-    return train.zero_stage
+    if train.zero_stage != "auto":
+        return train.zero_stage
+    if train.offload != "none":
+        return 3 if train.offload == "all" else 2
+    if processes == 1:
+        return 2 if train.weights == "bf16" else 0
+    return 1
 
 
 def check_zero_stage(train: Train, processes: int) -> None:
-    """Raises ConfigError for ZeRO with one process, where it shards nothing and costs memory and time."""
-    if processes == 1 and zero_stage(train, processes) > 0:
+    """Raises ConfigError for ZeRO with one process, where it shards nothing and costs memory and time.
+
+    Not for bf16 weights and offload, which are modes of ZeRO.
+    """
+    modes = train.weights == "bf16" or train.offload != "none"
+    if processes == 1 and zero_stage(train, processes) > 0 and not modes:
         raise ConfigError(
             f"train.zero_stage: {train.zero_stage} shards nothing with one process, and keeps a second copy of all "
             "weights and gradients. Set it to auto or 0, or start several processes (--nproc; for plan: --gpus)"

@@ -24,7 +24,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def test_every_table_is_that_of_the_kept_results(rows: list[dict[str, Any]]) -> None:
-    """After a change of either, `python benchmarks/ablations.py` writes them anew."""
+    """After a change of either, `python benchmarks/ablations.py` writes them again."""
     measured = ablations.collect(rows)
     text = ablations.PAGE.read_text()
     assert ablations.page(text, measured) == text
@@ -55,7 +55,7 @@ def test_a_mean_of_the_page_by_hand(rows: list[dict[str, Any]]) -> None:
 def test_rows_of_no_arm_and_rows_that_are_there_twice_are_refused(rows: list[dict[str, Any]]) -> None:
     with pytest.raises(ValueError, match="'hebb, dleta' is no arm"):
         ablations.collect([{**rows[0], "case": "hebb, dleta"}])
-    with pytest.raises(ValueError, match="is there twice"):
+    with pytest.raises(ValueError, match="occurs twice"):
         ablations.collect([rows[0], rows[0]])
     with pytest.raises(ValueError, match="no table is called 'heb'"):
         ablations.page("<!-- heb -->\n<!-- end -->", ablations.collect(rows))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
+
+from cdrmix.cli import main
 
 TINY = Path(__file__).parents[2] / "configs" / "cdrmix-core-tiny.yaml"
 TOY = (
@@ -30,23 +33,41 @@ TOY = (
 )
 
 
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with text/, which has 24 small files, and for runs/ and cache/."""
-    folder = tmp_path_factory.mktemp("cli")
-    text = folder / "text"
-    text.mkdir()
+def toy_arguments(text: Path, folder: Path, *more: str) -> list[str]:
+    """The arguments of `cdrmix train` for a toy run on `text`, with its runs and shards in `folder`."""
+    where = [f"run.root={folder / 'runs'}", f"data.cache={folder / 'cache'}"]
+    source = ["data.source.kind=text", f"data.source.paths=[{text}]", "data.valid_fraction=0.25"]
+    return ["--config", str(TINY), *TOY, *where, *source, *more]
+
+
+@pytest.fixture(scope="session")
+def toy_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with 24 small files."""
+    folder = tmp_path_factory.mktemp("text")
     for number in range(24):
-        (text / f"{number}.py").write_text(f"def f{number}(x):\n    return x + {number}\n\nprint(f{number}(2))\n")
+        (folder / f"{number}.py").write_text(f"def f{number}(x):\n    return x + {number}\n\nprint(f{number}(2))\n")
     return folder
 
 
+@pytest.fixture(scope="session")
+def toy_run(toy_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished toy run with checkpoints of steps 2 and 4, which several files share: copy it before a change."""
+    folder = tmp_path_factory.mktemp("toy")
+    assert main(["train", *toy_arguments(toy_text, folder)]) == 0
+    (run,) = (folder / "runs").iterdir()
+    return run
+
+
 @pytest.fixture(scope="module")
-def arguments(workspace: Path) -> Callable[..., list[str]]:
-    """`arguments(*overrides)`: the arguments of `cdrmix train` for a toy run."""
-    where = [f"run.root={workspace / 'runs'}", f"data.cache={workspace / 'cache'}"]
-    source = ["data.source.kind=text", f"data.source.paths=[{workspace / 'text'}]", "data.valid_fraction=0.25"]
-    return lambda *more: ["--config", str(TINY), *TOY, *where, *source, *more]
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for runs/, cache/ and others."""
+    return tmp_path_factory.mktemp("cli")
+
+
+@pytest.fixture(scope="module")
+def arguments(toy_text: Path, workspace: Path) -> Callable[..., list[str]]:
+    """`arguments(*overrides)`: the arguments of `cdrmix train` for a toy run in the workspace."""
+    return partial(toy_arguments, toy_text, workspace)
 
 
 @pytest.fixture

@@ -95,38 +95,30 @@ def test_a_broken_configuration(
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.fixture(scope="module")
-def half_done(arguments: Arguments, workspace: Path) -> Path:
-    """A finished toy run with checkpoints of steps 2 and 4; tests copy it before they break it."""
-    assert main(["train", *arguments(f"run.root={workspace / 'half'}")]) == 0
-    (path,) = (workspace / "half").iterdir()
-    return path
-
-
 @pytest.mark.filterwarnings("default::cdrmix.errors.CdrmixWarning")
 def test_a_corrupt_checkpoint_is_passed_over(
-    arguments: Arguments, half_done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: Arguments, toy_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    copy = tmp_path / "runs" / half_done.name
-    shutil.copytree(half_done, copy)
+    copy = tmp_path / "runs" / toy_run.name
+    shutil.copytree(toy_run, copy)
     for name in ("export", "report.html"):
         shutil.rmtree(copy / name) if (copy / name).is_dir() else (copy / name).unlink()
     weights = copy / "checkpoints" / "step-00000004" / "model.safetensors"
     damaged = bytearray(weights.read_bytes())
     damaged[-1] ^= 1
     weights.write_bytes(damaged)
-    assert main(["compare", str(half_done), str(copy)]) == 1
+    assert main(["compare", str(toy_run), str(copy)]) == 1
     warning = capsys.readouterr().err
     assert warning.startswith("cdrmix: warning: ")
     assert "step-00000004" in warning
     assert warning.endswith("; step-00000002 is used instead\n")
     RunFolder.open(copy).update_summary({"finished": False})
-    command = ["train", *arguments(f"run.root={half_done.parent}"), "--resume", str(copy)]
+    command = ["train", *arguments(f"run.root={toy_run.parent}"), "--resume", str(copy)]
     assert main(command) == 0
     out = capsys.readouterr().out
     assert "skipped step-00000004" in out
     assert "continuing from step-00000002" in out
-    assert main(["compare", str(half_done), str(copy)]) == 0  # trained again to the same bits
+    assert main(["compare", str(toy_run), str(copy)]) == 0  # trained again to the same bits
     for checkpoint in (copy / "checkpoints").glob("step-*/model.safetensors"):
         checkpoint.write_bytes(checkpoint.read_bytes()[:-1])
     assert main(["eval", "--model", str(copy)]) == 5
@@ -134,7 +126,7 @@ def test_a_corrupt_checkpoint_is_passed_over(
 
 
 def test_corrupt_and_truncated_shards_are_refused(
-    arguments: Arguments, half_done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: Arguments, toy_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overrides = [f"data.cache={tmp_path / 'cache'}", f"run.root={tmp_path / 'runs'}"]
     assert main(["data", "prepare", *arguments(*overrides)]) == 0
@@ -149,8 +141,8 @@ def test_corrupt_and_truncated_shards_are_refused(
 
 
 def test_a_tokenizer_too_large_for_the_model_is_a_vocabulary_error(
-    arguments: Arguments, half_done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: Arguments, toy_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    overrides = [f"data.tokenizer.path={half_done / 'tokenizer.json'}", "model.vocab_size=260"]
+    overrides = [f"data.tokenizer.path={toy_run / 'tokenizer.json'}", "model.vocab_size=260"]
     assert main(["train", *arguments(f"run.root={tmp_path / 'runs'}", *overrides)]) == 7
     assert "model.vocab_size" in capsys.readouterr().err

@@ -78,7 +78,12 @@ def test_eval_prints_the_run_s_own_figures(finished: RunFolder, capsys: pytest.C
         assert main(["eval", "--model", str(model), "--json"]) == 0
         assert json.loads(capsys.readouterr().out) == finished.summary()["held_out"]
     assert main(["eval", "--model", str(finished.path)]) == 0
-    assert "bits per byte" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "bits per byte" in printed
+    # The text has one domain, so nothing is shown by domain.
+    assert len(printed.splitlines()) == 6
+    assert "domains" not in finished.summary()["held_out"]
+    assert "Held-out text by domain" not in finished.report.read_text()
 
 
 def test_eval_reads_other_text_with_the_model_s_tokenizer(
@@ -274,7 +279,7 @@ def test_figures_that_json_does_not_know_are_null(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     figures = HeldOut.of(Score(800.0, math.inf, 9.0, 10, 20), Baselines(3.0, 2.0, 1.0))
-    monkeypatch.setattr(lifecycle, "evaluate_model", lambda *_, device: figures)
+    monkeypatch.setattr("cdrmix.evaluate.evaluate_model", lambda *_, device: figures)
     assert main(["eval", "--model", "RUN", "--json"]) == 0
     out = capsys.readouterr().out
     assert "Infinity" not in out
@@ -287,7 +292,7 @@ def test_a_place_that_cannot_be_used_is_a_mistake_with_a_message(
 ) -> None:
     number = {PermissionError: errno.EACCES, NotADirectoryError: errno.ENOTDIR}[kind]
 
-    def refuse(model: Path, out: Path, checkpoint: str | None) -> None:
+    def refuse(model: Path, out: Path, *_: object) -> None:
         raise kind(number, os.strerror(number), str(out))
 
     monkeypatch.setattr(lifecycle, "export_to", refuse)

@@ -13,20 +13,12 @@ from cdrmix.cli import main
 Arguments = Callable[..., list[str]]
 
 
-@pytest.fixture(scope="module")
-def finished(workspace: Path, arguments: Arguments) -> Path:
-    root = workspace / "eval-tasks"
-    assert main(["train", *arguments(f"run.root={root}")]) == 0
-    (run,) = root.iterdir()
-    return run
-
-
 def test_accuracies_by_length_of_run_checkpoint_and_export(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    toy_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--tasks", "recall,mqar", "--lengths", "256,1k", "--count", "2", "--seed", "3"]
     found = []
-    for model in (finished, finished / "checkpoints" / "step-00000004", finished / "export"):
+    for model in (toy_run, toy_run / "checkpoints" / "step-00000004", toy_run / "export"):
         capsys.readouterr()
         assert main(["eval", "--model", str(model), *options, "--json", "--plot", str(tmp_path / "a.png")]) == 0
         told = capsys.readouterr()
@@ -39,7 +31,7 @@ def test_accuracies_by_length_of_run_checkpoint_and_export(
     assert 900 <= recall["mean_tokens"] <= 1024
     assert "256, 1k: longer than the 32 tokens of a row in training" in found[0]["notes"]
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    assert main(["eval", "--model", str(finished), *options]) == 0
+    assert main(["eval", "--model", str(toy_run), *options]) == 0
     table = capsys.readouterr().out
     assert table.splitlines()[0].split() == ["accuracy", "256", "1k", "tokens"]
     assert "recall        0.000    0.000" in table
@@ -53,15 +45,15 @@ def test_accuracies_by_length_of_run_checkpoint_and_export(
             ["--tasks", "ruler_cwe", "--lengths", "100"],
             "of these lengths; ruler_cwe at 100: its shortest",
         ),
-        (["--lengths", "1k"], "--lengths is for --tasks"),
-        (["--plot", "a.png"], "--plot is for --tasks"),
-        (["--tasks", "recall", "train.steps=3"], "leave it out with --tasks"),
+        (["--lengths", "1k"], "--lengths works only with --tasks"),
+        (["--plot", "a.png"], "--plot works only with --tasks"),
+        (["--tasks", "recall", "train.steps=3"], "--tasks does not use a configuration"),
         (["--tasks", "recall", "--plot", "/no/where/a.png"], "name a file FILE.png in a folder that exists"),
         (["--tasks", "recall", "--plot", "a.jpg"], "name a file FILE.png in a folder that exists"),
     ],
 )
-def test_what_is_refused(finished: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["eval", "--model", str(finished / "export"), *options]) == 2
+def test_what_is_refused(toy_run: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "--model", str(toy_run / "export"), *options]) == 2
     assert message in capsys.readouterr().err
 
 

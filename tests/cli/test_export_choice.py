@@ -18,20 +18,12 @@ from cdrmix.run_folder import RunFolder, read_metrics
 Arguments = Callable[..., list[str]]
 
 
-@pytest.fixture(scope="module")
-def trained(workspace: Path, arguments: Arguments) -> RunFolder:
-    """A run whose best checkpoint is that of step 2 of 4."""
-    root = workspace / "choice"
-    assert main(["train", *arguments(f"run.root={root}")]) == 0
-    (run,) = root.iterdir()
-    (run / "checkpoints" / "best").write_text("step-00000002\n")
-    return RunFolder.open(run)
-
-
 @pytest.fixture
-def run(trained: RunFolder, tmp_path: Path) -> RunFolder:
-    shutil.copytree(trained.path, tmp_path / trained.path.name)
-    return RunFolder.open(tmp_path / trained.path.name)
+def run(toy_run: Path, tmp_path: Path) -> RunFolder:
+    """A run whose best checkpoint is that of step 2 of 4."""
+    shutil.copytree(toy_run, tmp_path / toy_run.name)
+    (tmp_path / toy_run.name / "checkpoints" / "best").write_text("step-00000002\n")
+    return RunFolder.open(tmp_path / toy_run.name)
 
 
 def export(run: RunFolder, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]:
@@ -83,33 +75,33 @@ def test_stage_b_comes_after_the_best(run: RunFolder, capsys: pytest.CaptureFixt
     )
 
 
-def test_a_run_exports_what_its_configuration_says(trained: RunFolder, arguments: Arguments) -> None:
-    of_last = trained.summary()["held_out"]["bits_per_byte"]
-    root = f"run.root={trained.path.parent}"
-    assert trained.summary()["export"]["step"] == 4
-    trained.update_summary({"finished": False})
+def test_a_run_exports_what_its_configuration_says(run: RunFolder, arguments: Arguments) -> None:
+    of_last = run.summary()["held_out"]["bits_per_byte"]
+    root = f"run.root={run.path.parent}"
+    assert run.summary()["export"]["step"] == 4
+    run.update_summary({"finished": False})
     assert main(["train", *arguments(root), "--resume", "auto"]) == 0
-    assert trained.summary()["export"]["step"] == 2
-    assert "Exporting step 2, the best on held-out text" in trained.log.read_text()
-    card = (trained.export / "README.md").read_text()
+    assert run.summary()["export"]["step"] == 2
+    assert "Exporting step 2, the best on held-out text" in run.log.read_text()
+    card = (run.export / "README.md").read_text()
     assert "trained by cdrmix for 2 steps" in card
     assert "bits per byte" in card
     assert f"{of_last:.4f}" not in card  # its own figures
-    assert trained.summary()["held_out"]["bits_per_byte"] == of_last  # the run's are those of its last checkpoint
-    trained.update_summary({"finished": False})
+    assert run.summary()["held_out"]["bits_per_byte"] == of_last  # the run's are those of its last checkpoint
+    run.update_summary({"finished": False})
     assert main(["train", *arguments(root, "export.checkpoint=last"), "--resume", "auto"]) == 0
-    assert trained.summary()["export"]["step"] == 4
+    assert run.summary()["export"]["step"] == 4
 
 
 def test_what_is_no_checkpoint_of_the_run(
-    run: RunFolder, trained: RunFolder, arguments: Arguments, capsys: pytest.CaptureFixture[str]
+    run: RunFolder, toy_run: Path, arguments: Arguments, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    foreign = str(trained.checkpoints / "step-00000004")
+    foreign = str(toy_run / "checkpoints" / "step-00000004")
     for wanted in ("step-00000003", foreign, "bets"):
         assert main(["export", "--model", str(run.path), "--out", "x", "--checkpoint", wanted]) == 2
         assert f"{wanted} is no checkpoint of {run.path}, which has step-00000002, step-0" in capsys.readouterr().err
     assert main(["export", "--model", foreign, "--out", "x", "--checkpoint", "best"]) == 2
-    assert "--checkpoint is for a run folder" in capsys.readouterr().err
+    assert "--checkpoint selects one of a run folder" in capsys.readouterr().err
     assert main(["train", *arguments("export.checkpoint=/no/where")]) == 2
     assert "export.checkpoint: /no/where does not exist" in capsys.readouterr().err
 

@@ -204,7 +204,7 @@ def test_memories_that_are_refused(
     assert "was not trained to use an index" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
     assert main(demo(model, memory, "--document", book)) == 2
-    assert "with --memory --question may be given alone" in capsys.readouterr().err
+    assert "with --memory you can give --question without --document" in capsys.readouterr().err
     with (memory / "episodes.log").open("ab") as file:
         file.write(b"torn")
     assert main(demo(model, memory, "--question", "thing")) == 0

@@ -203,7 +203,7 @@ BROKEN = {
         "data: {source: {kind: jsnl, paths: [a]}}\ntrain:",
         """\
         run.yaml:6: data.source.kind: found "jsnl" (a string)
-            allowed: one of csv, html, huggingface, jsonl, parquet, plugin, stdlib, tasks or text
+            allowed: one of chat, *, csv, html, huggingface, jsonl, parquet, plugin, *, stdlib, *, tasks or text
             did you mean jsonl?""",
     ),
     "source without a kind": (
@@ -211,7 +211,7 @@ BROKEN = {
         "data: {source: {paths: [a]}}\ntrain:",
         """\
         run.yaml:6: data.source.kind: missing, and it has no default
-            allowed: one of csv, html, huggingface, jsonl, parquet, plugin, stdlib, tasks or text""",
+            allowed: one of chat, *, csv, html, huggingface, jsonl, parquet, plugin, *, stdlib, *, tasks or text""",
     ),
     "key of another kind of source": (
         "train:",
@@ -342,7 +342,7 @@ BROKEN = {
         "  layers: 4\n  <<: {layers: 5}",
         """\
         run.yaml:4: model.<<: unknown key (settings are shared by `base: FILE`, not by merge keys)
-            allowed: in model: family,*""",
+            allowed: in model: kind, family,*""",
     ),
     "tag that would run code": (
         "layers: 4",

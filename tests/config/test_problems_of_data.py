@@ -35,7 +35,7 @@ BROKEN = {
         "data: {domains: {web: {source: {kind: jsnl, paths: [a]}}}}\ntrain:",
         """\
         run.yaml:6: data.domains.web.source.kind: found "jsnl" (a string)
-            allowed: one of csv, html, huggingface, jsonl, parquet, plugin, stdlib, tasks or text
+            allowed: one of chat, *, csv, html, huggingface, jsonl, parquet, plugin, *, stdlib, *, tasks or text
             did you mean jsonl?""",
     ),
     "key of another kind in a domain": (
@@ -51,7 +51,7 @@ BROKEN = {
         "data: {domains: {web: {priority: 2}}}\ntrain:",
         """\
         run.yaml:6: data.domains.web.source: missing, and it has no default
-            allowed: a section whose kind is one of csv,*
+            allowed: a section whose kind is one of chat,*
             meaning: Where the text comes from.""",
     ),
     "string for a bound": (

@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from cdrmix.data.batch import Batch
 from cdrmix.data.loader import EvalLoader, Prefetcher, TrainLoader
 from cdrmix.data.permutation import permute, permute_each
+from cdrmix.data.shard_files import write_index
+from cdrmix.data.shard_writer import SplitWriter
 from cdrmix.data.shards import (
     FORMAT,
     SPLITS,
     ShardSet,
     Split,
-    SplitWriter,
     open_shards,
     token_dtype,
-    write_index,
 )
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.durable import write_checksummed
@@ -36,21 +36,35 @@ END = "<|endoftext|>"
 
 
 def write_shards(
-    folder: Path, texts: list[str], *, row_length: int = ROW, weights: dict[int, float] | None = None
+    folder: Path,
+    texts: list[str],
+    *,
+    row_length: int = ROW,
+    weights: dict[int, float] | None = None,
+    domains: tuple[str, ...] = ("text",),
 ) -> ShardSet:
-    """Shards of texts, every fourth held out. weights: of the tokens whose id is a key of it."""
+    """Shards of texts, every fourth held out. weights: of the tokens whose id is a key of it. domains: text i is of
+    domain i modulo their number."""
     tokenizer = TextTokenizer.train(texts, vocab_size=320, end_of_text=END)
     folder.mkdir()
     splits, files = {}, {"tokenizer.json": write_checksummed(folder / "tokenizer.json", tokenizer.json_bytes)}
     for name in SPLITS:
         writer = SplitWriter(
-            folder, name, vocab_size=320, shard_tokens=500, row_length=row_length, weights=weights is not None
+            folder,
+            name,
+            vocab_size=320,
+            shard_tokens=500,
+            row_length=row_length,
+            domains=domains,
+            weights=weights is not None,
         )
         with writer:
-            for text in (text for number, text in enumerate(texts) if (number % 4 == 0) == (name == "valid")):
+            for number, text in enumerate(texts):
+                if (number % 4 == 0) != (name == "valid"):
+                    continue
                 ids = np.append(tokenizer.encode_batch([text])[0], np.uint32(tokenizer.end_of_text_id))
                 of_ids = None if weights is None else np.array([weights.get(id_, 1.0) for id_ in ids], np.float32)
-                writer.add(ids, len(text.encode()), weights=of_ids)
+                writer.add(ids, len(text.encode()), domain=number % len(domains), weights=of_ids)
             splits[name] = writer.close()
         files |= writer.files
     index = {
@@ -240,6 +254,35 @@ def test_bytes_of_the_targets(shards: ShardSet) -> None:
     split = shards.valid
     assert EvalLoader(split, ROW, 3).text_bytes == split.text_bytes
     assert 0 < EvalLoader(split, ROW, 3, max_rows=1).text_bytes <= split.text_bytes
+
+
+@pytest.mark.parametrize("world", [1, 2, 5])
+@pytest.mark.parametrize("max_rows", [None, 2, 9])
+def test_evaluation_knows_the_domain_of_every_row(
+    tmp_path: Path, texts: list[str], world: int, max_rows: int | None
+) -> None:
+    split = write_shards(tmp_path / "shards", texts, domains=("a", "b", "c")).train
+    loaders = [EvalLoader(split, ROW, 3, max_rows, rank, world) for rank in range(world)]
+    found = dict.fromkeys(loaders[0].domain_bytes, 0)
+    for step, batches in enumerate(zip(*loaders, strict=True)):
+        assert len({len(batch.domains) for batch in batches}) == 1, "ranks must call collectives equally often"
+        for loader, batch in zip(loaders, batches, strict=True):
+            rows = loader.rows[(step * world + loader.rank) * 3 :][:3].tolist()
+            expected = [{piece.domain for piece in split.pieces(row)} for row in rows]
+            of_rows = [
+                {name for name, mask in batch.domains.items() if mask[number]} for number in range(len(batch.ids_BT))
+            ]
+            assert of_rows == (expected or [set()])
+            for name, mask in batch.domains.items():
+                found[name] += int(batch.weights_BT[mask].sum())
+    assert sum(found.values()) == split.targets_in_rows(loaders[0].rows)
+    assert sum(loaders[0].domain_bytes.values()) == loaders[0].text_bytes
+
+
+def test_text_of_one_domain_is_not_divided(shards: ShardSet) -> None:
+    loader = EvalLoader(shards.train, ROW, 3)
+    assert loader.domain_bytes == {}
+    assert all(batch.domains == {} for batch in loader)
 
 
 def test_what_does_not_fit_is_refused(shards: ShardSet) -> None:

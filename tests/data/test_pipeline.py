@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 import random
-import re
 from collections.abc import Iterable
 from itertools import combinations
 from pathlib import Path
@@ -374,12 +373,3 @@ def test_addresses_within_a_mapping_and_sets_of_one_site(make_config: Any, tmp_p
     texts = decoded(prepare(make_config(None, domains=domains, dedup=dedup), say=quiet))
     count = {name: sum(text.startswith(name) for text in texts) for name in domains}
     assert count == {"web": 2, "wiki": 6}
-
-
-def test_the_example_of_the_documentation_runs() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    names: dict[str, Any] = {}
-    exec(example, names)
-    assert sorted(document.text for document in names["survivors"]) == ["a text", "another"]
-    assert names["signatures"].shape == (2, 128)

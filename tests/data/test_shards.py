@@ -13,7 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cdrmix.data.shards import FORMAT, SPLITS, ShardSet, Split, SplitWriter, open_shards, token_dtype, write_index
+from cdrmix.data.shard_files import write_index
+from cdrmix.data.shard_writer import SplitWriter
+from cdrmix.data.shards import FORMAT, SPLITS, ShardSet, Split, open_shards, token_dtype
 from cdrmix.errors import ShardError
 
 

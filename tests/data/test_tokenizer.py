@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from cdrmix.data import tokenizer as tokenizer_module
-from cdrmix.data.tokenizer import TextTokenizer, byte_alphabet, pieces
+from cdrmix.data.token_bytes import byte_alphabet
+from cdrmix.data.tokenizer import TextTokenizer, pieces
 from cdrmix.errors import ConfigError, VocabularyError
 
 END = "<|endoftext|>"

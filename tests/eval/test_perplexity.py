@@ -128,13 +128,17 @@ dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, 
 def batch(number):
     weights = torch.ones(2, 3) if number < 3 else torch.zeros(2, 3)
     ids = torch.full((2, 3), number)
-    return Batch(ids, torch.zeros(2, 3).long(), weights, torch.tensor([0, 6]), step=0, token_count=6.0)
+    # Batch 0 is of domain a, batch 1 of b, batch 2 of both, batch 3 of neither: as an EvalLoader fills them up.
+    rows = {0: {"a": [1, 1]}, 1: {"b": [1, 1]}, 2: {"a": [1, 0], "b": [0, 1]}, 3: {"a": [0, 0], "b": [0, 0]}}[number]
+    domains = {name: torch.tensor(of_domain).bool() for name, of_domain in rows.items()}
+    return Batch(ids, torch.zeros(2, 3).long(), weights, torch.tensor([0, 6]), 0, 6.0, domains)
 model = torch.nn.Linear(1, 1)
 nats = lambda model, each: (each.ids_BT * each.weights_BT).sum()
 mine = [batch(number) for number in (rank, rank + 2)]
-score = evaluate(model, mine, 10, nats=nats)
+score = evaluate(model, mine, 10, domain_bytes={"a": 4, "b": 6}, nats=nats)
 alone = evaluate(model, mine, 10, nats=nats, together=False)
-print(score.tokens, score.loss_nats_per_token, alone.tokens)
+domains = [f"{name}:{of.tokens}:{of.loss_nats_per_token:.4f}" for name, of in score.domains.items()]
+print(score.tokens, score.loss_nats_per_token, alone.tokens, *domains)
 dist.destroy_process_group()
 """
 
@@ -147,5 +151,7 @@ def test_ranks_score_their_rows_together(tmp_path: object) -> None:
         for rank in range(2)
     ]
     outputs = [process.communicate(timeout=120)[0].split() for process in processes]
-    # 18 targets in all, their nats 0, 1 and 2; rank 0 holds 12 of them, rank 1 six and a batch without targets.
-    assert outputs == [["18", "1.0", "12"], ["18", "1.0", "6"]]
+    # 18 targets in all, their nats 0, 1 and 2; rank 0 holds 12 of them, rank 1 six and a batch without targets. Domain
+    # a has six of 0 and three of 2, domain b six of 1 and three of 2.
+    domains = ["a:9:0.6667", "b:9:1.3333"]
+    assert outputs == [["18", "1.0", "12", *domains], ["18", "1.0", "6", *domains]]

@@ -16,14 +16,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from cdrmix import workflow as lifecycle
 from cdrmix.cli import main
 from cdrmix.compare import compare
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_reasoning import Phases
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import CheckpointError, ConfigError, ExportMismatchError, VocabularyError
-from cdrmix.hf import export
+from cdrmix.hf import export, load
 from cdrmix.hf.card import STAGE_A_ONLY, model_card
 from cdrmix.hf.export import export_model, exported_step
 from cdrmix.inference.checkpoints import FORMAT
@@ -94,8 +93,13 @@ def test_an_export_is_whole_read_only_and_removable(run: RunFolder, tmp_path: Pa
     files = {path.name for path in target.iterdir()}
     assert files == {
         "model.safetensors",
+        "tokenizer_cdrmix.json",
         "tokenizer.json",
+        "tokenizer_config.json",
         "config.json",
+        "generation_config.json",
+        "configuration_cdrmix.py",
+        "modeling_cdrmix.py",
         "config_snapshot.yaml",
         "README.md",
         "SHA256SUMS",
@@ -212,8 +216,8 @@ def test_only_what_is_read_of_a_checkpoint_is_verified(run: RunFolder) -> None:
 def test_a_model_is_put_where_it_is_to_run(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load_model(run.path, torch.device("meta"))
     assert {parameter.device.type for parameter in loaded.model.parameters()} == {"meta"}
-    monkeypatch.setattr(lifecycle, "work_alone", lambda config, wanted: torch.device({"cuda": "meta"}[wanted]))
-    assert next(lifecycle.load_alone(run.path, "cuda").model.parameters()).is_meta
+    monkeypatch.setattr(load, "work_alone", lambda config, wanted: torch.device({"cuda": "meta"}[wanted]))
+    assert next(load.load_alone(run.path, "cuda").model.parameters()).is_meta
 
 
 def test_commands_run_where_and_as_the_configuration_says(
@@ -249,7 +253,7 @@ def test_the_message_about_a_missing_gpu_names_what_the_user_set(
     assert "or set --device to auto or cpu" in message
     assert "run.device" not in message
     with pytest.raises(ConfigError, match=r"device is cuda, .*or set device to auto or cpu") as error:
-        lifecycle.load_alone(run.path, "cuda")
+        load.load_alone(run.path, "cuda")
     assert "run.device" not in str(error.value)
 
 
@@ -379,7 +383,9 @@ def test_generation_repeats_for_a_seed_and_equals_the_full_forward_pass(
     loaded = load_exported(export_model(load_model(run.path), tmp_path / "export"))
     card = (tmp_path / "export" / "README.md").read_text()
     assert ("1 RWKV-7, 1 attention, 1 Mamba-2, 1 Routing-Mamba" in card) == bool(overrides)
-    assert ("tags: [rwkv7, attention, mamba2, routing-mamba, mixture-of-experts]" in card) == bool(overrides)
+    assert ("tags: [cdrmix, custom_code, rwkv7, attention, mamba2, routing-mamba, mixture-of-experts]" in card) == bool(
+        overrides
+    )
     model = TextModel(loaded)
     texts = [model.generate("def ", temperature=0.9, max_new_tokens=20, seed=seed) for seed in (3, 3, 4)]
     assert texts[0] == texts[1] != texts[2]
@@ -394,14 +400,14 @@ def test_generation_repeats_for_a_seed_and_equals_the_full_forward_pass(
 class Scripted:
     """A tokenizer of single bytes, 256 being end of text."""
 
-    end_of_text_id = 256
+    end_of_text_id = first_id = 256
     vocab_size = 257
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def decode_bytes(self, ids: list[int]) -> bytes:
-        return bytes(token for token in ids if token < 256)
+    def token_bytes(self, token: int, *, begins: bool = False) -> bytes:
+        return bytes([token] if token < 256 else [])
 
 
 def test_characters_that_span_tokens_arrive_whole(monkeypatch: pytest.MonkeyPatch) -> None:

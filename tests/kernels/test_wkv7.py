@@ -25,11 +25,16 @@ NAMES = ("r", "log_w", "k", "v", "a", "b", "state")
 
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+def on(*devices: object) -> pytest.MarkDecorator:
+    """The test runs on these values of the fixture `where` only."""
+    return pytest.mark.parametrize("where", devices, indirect=True, scope="module")
+
+
 # The interpreter takes a second for each chunk and head: where examples are searched or rows are long it is slow, and
 # test_wkv7_triton.py has the cases of the quick tier, chosen at the edges.
-slow_interpreter = pytest.mark.parametrize(
-    "where", ["cpu", "reference", pytest.param("triton", marks=pytest.mark.slow), GPU], indirect=True, scope="module"
-)
+slow_interpreter = on("cpu", "reference", pytest.param("triton", marks=pytest.mark.slow), GPU)
 
 
 @pytest.fixture(params=["cpu", "reference", "triton", GPU], scope="module")
@@ -355,13 +360,13 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         assert bool((buffer[-band:] == 7).all())
 
 
+@on("cpu", GPU)
 @pytest.mark.parametrize("documents", [None, [0, 1, 1, 34, 35, 70]])
 def test_nothing_is_written_outside(where: str, documents: list[int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The implementation's own functions, since the operator allocates nothing itself; results as without bands."""
-    if where == "reference":
-        pytest.skip("plain PyTorch writes where PyTorch says")
-    if where == "triton":
-        pytest.skip("test_wkv7_triton.py has the same of the interpreter")
+    """The implementation's own functions, since the operator allocates nothing itself; results as without bands.
+
+    test_wkv7_triton.py has the test for the interpreter. The reference allocates its results by PyTorch alone.
+    """
     case, device = Case(10, 2, 35, 1, (64, 32), documents), device_of(where)
     kernels = recurrence._kernels(torch.empty(1, 1, 1, 64, device=device), torch.empty(1, 1, 1, 32, device=device))
     tensors = [case.inputs[name].float().to(device) for name in NAMES]
@@ -393,11 +398,13 @@ def test_inputs_are_not_read_beyond_their_ends(where: str) -> None:
     assert_same_bits({name: value.detach().cpu() for name, value in found.items()}, case.found(where))
 
 
+@on("cpu", "reference", GPU)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_tensors_go_in_and_come_out(where: str, dtype: torch.dtype) -> None:
-    """Computed in float32 on a CPU, so the output differs from the exact one by its own rounding alone."""
-    if where == "triton":
-        pytest.skip("the interpreter's narrow products are wrong; its operands are rounded in test_wkv7_triton.py")
+    """Computed in float32 on a CPU, so the output differs from the exact one by its own rounding alone.
+
+    Narrow products of the interpreter are wrong; test_wkv7_triton.py rounds its operands instead.
+    """
     case, device = Case(12, 2, 70, 2, (64, 64)), device_of(where)
     narrow = {name: value.to(dtype) for name, value in case.inputs.items() if name != "state"}
     case.inputs |= {name: value.double() for name, value in narrow.items()}

@@ -18,7 +18,7 @@ from cdrmix.config.validators import BUILT_IN
 from cdrmix.model.context import Context, make_context
 from cdrmix.model.feed_forward.router import balance_routers
 from cdrmix.model.language_model import LanguageModel
-from cdrmix.model.layers import parameter_kind
+from cdrmix.model.layers import parameter_kinds
 from cdrmix.model.loss import LossModel
 from cdrmix.model.mixers import MIXERS
 from cdrmix.model.mixers.mamba2 import Mamba2, MambaCache, Projected, causal_convolution
@@ -249,7 +249,7 @@ def test_begins_as_published() -> None:
 
 def test_parameter_kinds(make_model: MakeModel) -> None:
     model = make_model(mixer_layers={"mamba2": [0], "routing_mamba": [1]})
-    kinds = {name: parameter_kind(name, parameter) for name, parameter in model.named_parameters()}
+    kinds = parameter_kinds(model)
     matrices = ["0.mixer.input.weight", "0.mixer.output.weight", "1.mixer.select.weight", "1.mixer.w_up"]
     for name in [*matrices, "1.mixer.w_down"]:
         assert kinds[f"blocks.{name}"] == "matrix", name

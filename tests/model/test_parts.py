@@ -11,7 +11,7 @@ from cdrmix.config.schema import Attention as AttentionConfig
 from cdrmix.config.schema import FeedForward, Model, Rwkv
 from cdrmix.model.context import make_context, rotary_angles
 from cdrmix.model.language_model import LanguageModel
-from cdrmix.model.layers import parameter_kind
+from cdrmix.model.layers import parameter_kinds
 from cdrmix.model.mixers.attention import Attention, rotate
 
 MakeModel = Callable[..., LanguageModel]
@@ -78,7 +78,7 @@ def test_places_of_packed_documents(make_model: MakeModel) -> None:
 
 def test_parameter_kinds(make_model: MakeModel) -> None:
     model = make_model(tie_embeddings=False)
-    kinds = {name: parameter_kind(name, parameter) for name, parameter in model.named_parameters()}
+    kinds = parameter_kinds(model)
     assert kinds["embedding.weight"] == kinds["head.weight"] == "embedding"
     assert kinds["blocks.0.mixer.w0"] == "decay_bias"
     assert kinds["blocks.0.mixer.receptance.weight"] == "matrix"

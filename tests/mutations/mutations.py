@@ -89,7 +89,7 @@ MUTATIONS = (
         ("tests/training/test_stage_a.py",),
     ),
     Mutation(
-        "resuming: AdamW begins anew",
+        "resuming: AdamW starts without its state",
         "cdrmix/training/checkpoint.py",
         "    engine.load_optimizer_state(",
         "    len(",
@@ -110,6 +110,13 @@ MUTATIONS = (
         ("tests/training/test_reduction.py",),
     ),
     Mutation(
+        "AdamW: partitioned parameters are not decayed",
+        "cdrmix/model/layers.py",
+        'tuple(getattr(parameter, "ds_shape", parameter.shape))',
+        "tuple(parameter.shape)",
+        ("tests/training/test_schedule_and_optimizer.py",),
+    ),
+    Mutation(
         "AdamW: norms and biases are decayed",
         "cdrmix/training/optim.py",
         '"vector": False,',
@@ -126,7 +133,7 @@ MUTATIONS = (
     ),
     Mutation(
         "shards: the SHA-256 of a file is not compared",
-        "cdrmix/data/shards.py",
+        "cdrmix/data/shard_files.py",
         'if found != entry["sha256"]:',
         "if not found:",
         ("tests/data/test_shards.py",),

@@ -30,7 +30,7 @@ TIMEOUT = 900  # seconds for the tests of one mutation
 
 
 class Outcome(NamedTuple):
-    """What the tests said: pytest's exit code (None: out of time), the tests that failed, CPU seconds."""
+    """The result of the tests: pytest's exit code (None: out of time), the tests that failed, CPU seconds."""
 
     code: int | None
     failed: str
@@ -44,7 +44,7 @@ class Outcome(NamedTuple):
 
 
 def copy_project(folder: Path, tests: str | None) -> dict[str, str]:
-    """A copy of what git tracks and of the built extension; the environment in which its own package is imported."""
+    """Copies the tracked files and the built extension. Returns the environment in which Python imports the copy."""
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     extensions = [str(path.relative_to(ROOT)) for path in (ROOT / "cdrmix").glob("*.so")]
     tree = folder / "tree"
@@ -66,7 +66,7 @@ def copy_project(folder: Path, tests: str | None) -> dict[str, str]:
 def run_tests(
     tree: Path, environment: Mapping[str, str], tests: Iterable[str], *, slow: bool, most_failures: int = 1
 ) -> Outcome:
-    """Runs tests in the copy until so many have failed (0: all of them)."""
+    """Runs tests in the copy. Stops after `most_failures` failures (0: never)."""
     marks = "not gpu" if slow else "not gpu and not slow"
     command = [sys.executable, "-m", "pytest", "-q", "-m", marks, "-p", "no:cacheprovider"]
     command += [f"--maxfail={most_failures}", *sorted(set(tests))]
@@ -99,9 +99,9 @@ def mutate(tree: Path, mutation: Mutation) -> None:
 def main() -> int:
     """Runs the check and prints its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[""], metavar="WORD")
-    parser.add_argument("--slow", action="store_true")
-    parser.add_argument("--tests", metavar="REVISION")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="WORD", help="errors whose name has one of these")
+    parser.add_argument("--slow", action="store_true", help="also the tests with the marker slow")
+    parser.add_argument("--tests", metavar="REVISION", help="take the tests from this commit")
     options = parser.parse_args()
     chosen = [each for each in MUTATIONS if any(word in each.name for word in options.only)]
     missed, finders = [], []
@@ -109,11 +109,11 @@ def main() -> int:
         folder = Path(name)
         environment = copy_project(folder, options.tests)
         tree = folder / "tree"
-        found = subprocess.run(
+        imported = subprocess.run(
             [sys.executable, "-c", "import cdrmix; print(cdrmix.__file__)"],
             cwd=tree, env=environment, check=True, capture_output=True, text=True,
         ).stdout  # fmt: skip
-        assert found.startswith(name), f"the tests would import {found.strip()}, not the copy"
+        assert imported.startswith(name), f"the tests would import {imported.strip()}, not the copy"
         print("| error | file | found by | CPU seconds |\n|---|---|---|---|")
         for mutation in chosen:
             mutate(tree, mutation)
@@ -130,7 +130,8 @@ def main() -> int:
     if clean is not None and clean.code != 0:
         print(f"without any error fails, too: {clean.failed}", file=sys.stderr)
         return 2
-    print("Without any error the same tests pass.")
+    if clean is not None:
+        print("Without any error the same tests pass.")
     return 1 if missed else 0
 
 

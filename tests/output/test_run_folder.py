@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import io
 import json
@@ -257,8 +258,10 @@ def test_tensorboard_gets_every_scalar_and_is_closed(config: Config, monkeypatch
     config = config.model_copy(update={"logging": config.logging.model_copy(update={"tensorboard": True})})
     run = RunFolder.create(config)
     with Trackers(run, config) as trackers:
-        trackers.on_record(record(3, valid=2.3))
-    assert written == [(name, value, 3) for name, value in scalars(record(3, valid=2.3)).items()]
+        validated = dataclasses.replace(record(3, valid=2.3), valid_domains={"web": 2.1})
+        trackers.on_record(validated)
+    assert written == [(name, value, 3) for name, value in scalars(validated).items()]
+    assert ("valid_domains/web", 2.1, 3) in written
     assert closed == [str(run.path / "tensorboard")]
 
 

@@ -123,6 +123,25 @@ def test_state_is_partitioned_as_in_zero() -> None:
     assert state(3) == pytest.approx(5 / 4 * stored, rel=1e-5)
 
 
+def test_offloaded_state_is_in_main_memory() -> None:
+    memory = {
+        offload: memory_of(config_of("core-tiny", "train.zero_stage=auto", f"train.offload={offload}"), "cuda", 1)
+        for offload in ("none", "optimizer", "all")
+    }
+    sizes = {offload: {part.name: part.bytes for part in plan.components} for offload, plan in memory.items()}
+    weights, moments = sizes["none"]["weights"], sizes["none"]["optimizer"]
+    assert "optimizer" not in sizes["optimizer"]
+    assert "masters" not in sizes["optimizer"]
+    assert sizes["optimizer"]["weights"] == weights
+    moved = weights + moments + 2 * weights  # float32 weights, moments, gradients, a buffer
+    assert memory["optimizer"].host_bytes == moved + weights
+    assert "weights" not in sizes["all"]
+    assert memory["all"].host_bytes == moved + weights + weights
+    on_cpu = memory_of(config_of("core-tiny", "train.zero_stage=auto", "train.offload=optimizer"), "cpu", 1)
+    assert on_cpu.host_bytes == 0
+    assert on_cpu.tensors > weights + moved
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name.endswith("-1b") else pytest.mark.slow) for name in RELEASED]
 )

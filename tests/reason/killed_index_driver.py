@@ -54,12 +54,12 @@ def rejected(number: int) -> Staged:
 def work(folder: Path, acknowledge: Callable[[int], None]) -> None:
     """Continues where the log ends; every other step is rolled back."""
     index = EpisodicIndex(folder, DIM, MAX_TOKENS)
-    acknowledge(index.position[0])
-    while index.position[0] < COMMITS:
-        number = index.position[0]
+    acknowledge(index._log.sequence)
+    while index._log.sequence < COMMITS:
+        number = index._log.sequence
         rejected(number)  # a proposal that is rolled back: it is let go
         index.commit(changes_of(number, index), number)
-        acknowledge(index.position[0])
+        acknowledge(index._log.sequence)
     index.close()
 
 
@@ -124,7 +124,7 @@ def killed(folder: Path, call: int, moment: str) -> tuple[bool, list[int]]:
 def check(folder: Path, acknowledged: list[int], began: int, held: list[tuple[Any, ...]], log: bytes) -> None:
     """Every acknowledged commit is there, no rejected one; after the rest of the work all is as without the kill."""
     index = EpisodicIndex(folder, DIM, MAX_TOKENS)
-    last, found = acknowledged[-1] if acknowledged else began, index.position[0]
+    last, found = acknowledged[-1] if acknowledged else began, index._log.sequence
     assert last <= found <= last + 1, f"{found} commits after {last} were acknowledged"
     assert seen(index) == held[found]
     assert all((e.tokens < REJECTED).all() for e in index._kept.episodes.values())

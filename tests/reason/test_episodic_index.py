@@ -74,23 +74,24 @@ def test_the_nearest_are_found_exactly(folder: Path) -> None:
 
 def test_what_is_staged_is_seen_by_nobody_and_leaves_nothing(folder: Path) -> None:
     index = filled(folder, 2)
-    before, position, content = contents(index), index.position, (folder / "episodes.log").read_bytes()
+    before, position = contents(index), (index._log.sequence, index._log.size)
+    content = (folder / "episodes.log").read_bytes()
     changes = staged(50)
     changes.use([Hit(0, 1.0, tokens(0))])
     del changes
-    assert (contents(index), index.position) == (before, position)
+    assert (contents(index), (index._log.sequence, index._log.size)) == (before, position)
     assert (folder / "episodes.log").read_bytes() == content
     assert index.commit(Staged(), step=3) == []
-    assert index.position == position
+    assert (index._log.sequence, index._log.size) == position
 
 
 def test_the_log_gives_the_same_index_again(folder: Path) -> None:
     index = filled(folder, 5, max_tokens=30)
     index.commit(staged(60, expires=9), step=5)
-    first = contents(index), index.position, index.tokens, list(index._kept.episodes)
+    first = contents(index), (index._log.sequence, index._log.size), index.tokens, list(index._kept.episodes)
     index.close()
     again = EpisodicIndex(folder, DIM, 30)
-    assert (contents(again), again.position, again.tokens, list(again._kept.episodes)) == first
+    assert (contents(again), (again._log.sequence, again._log.size), again.tokens, list(again._kept.episodes)) == first
     assert again.commit(staged(61), step=6) == [11]  # ids go on, although some are gone
 
 
@@ -120,13 +121,13 @@ def test_the_expired_are_not_found_and_then_gone(folder: Path) -> None:
 @pytest.mark.parametrize("bad", [np.zeros(DIM), np.full(DIM, np.nan), np.ones(DIM + 1)])
 def test_a_bad_key_is_refused_and_nothing_changed(folder: Path, bad: np.ndarray) -> None:
     index = filled(folder, 1)
-    position, changes = index.position, staged(7)
+    position, changes = (index._log.sequence, index._log.size), staged(7)
     changes.add(bad.astype(np.float32), tokens(0))
     with pytest.raises(ValueError, match="key must be 8 finite numbers"):
         index.commit(changes, step=1)
     with pytest.raises(ValueError, match="max_tokens is 1000"):
         index.commit(staged(7, count=1001), step=1)
-    assert index.position == position
+    assert (index._log.sequence, index._log.size) == position
     assert len(index) == 2
 
 
@@ -152,12 +153,12 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, list[int], 
     """A log of four commits, the end of each, and the contents of the index after it."""
     folder = tmp_path_factory.mktemp("logged")
     index = EpisodicIndex(folder, DIM, 20)
-    ends, held = [index.position[1]], [contents(index)]
+    ends, held = [(index._log.sequence, index._log.size)[1]], [contents(index)]
     for number in range(4):
         changes = staged(2 * number, 2 * number + 1)
         changes.use(index.search(key(number)[None], 1, step=0)[0])
         index.commit(changes, step=number)
-        ends.append(index.position[1])
+        ends.append((index._log.sequence, index._log.size)[1])
         held.append(contents(index))
     index.close()
     return (folder / "episodes.log").read_bytes(), ends, held
@@ -171,7 +172,7 @@ def test_cut_at_any_byte_whole_commits_stay(logged: tuple, tmp_path: Path) -> No
         (folder / "episodes.log").write_bytes(content[:size])
         index = EpisodicIndex(folder, DIM, 20)
         whole = sum(end <= size for end in ends[1:])
-        assert (index.position[0], contents(index)) == (whole, held[whole])
+        assert (index._log.sequence, contents(index)) == (whole, held[whole])
         assert index.dropped_bytes == max(0, size - ends[whole])
         kept = (folder / "episodes.log").read_bytes()
         assert kept == content[: ends[whole]]
@@ -195,7 +196,7 @@ def test_a_flipped_bit_is_found(logged: tuple, tmp_path_factory: pytest.TempPath
     last = ends[-2]
     if offset >= last + 20:  # its payload
         index = EpisodicIndex(folder, DIM, 20)
-        assert (index.position[0], contents(index)) == (3, held[3])
+        assert (index._log.sequence, contents(index)) == (3, held[3])
         assert (folder / f"episodes.log.cut-at-{last}").read_bytes() == flipped[last:]
         index.close()
     else:
@@ -230,7 +231,7 @@ for number in range(10**6):
     staged = Staged()
     staged.add(np.ones(8, np.float32), np.full(2000, number, np.uint32))
     index.commit(staged, number)
-    print(index.position[0], flush=True)
+    print(index._log.sequence, flush=True)
 """
 
 
@@ -249,15 +250,15 @@ def test_a_killed_writer_loses_nothing_it_had_acknowledged(folder: Path) -> None
         lines = [int(line) for line in rest.splitlines()]
         assert all(later == earlier + 1 for earlier, later in pairwise(lines))
         index = EpisodicIndex(folder, DIM, 10**6)
-        assert index.position[0] in (lines[-1:] or [acknowledged]) + [(lines[-1] if lines else acknowledged) + 1]
-        acknowledged = index.position[0]
+        assert index._log.sequence in (lines[-1:] or [acknowledged]) + [(lines[-1] if lines else acknowledged) + 1]
+        acknowledged = index._log.sequence
         index.close()
     assert acknowledged > 10
 
 
 def test_a_disk_that_is_full_changes_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = filled(folder, 2)
-    before, position = contents(index), index.position
+    before, position = contents(index), (index._log.sequence, index._log.size)
 
     def full(file: int, data: bytes, offset: int) -> int:
         if len(data) < 40:
@@ -269,7 +270,7 @@ def test_a_disk_that_is_full_changes_nothing(folder: Path, monkeypatch: pytest.M
     with pytest.raises(OSError, match="disk is full"):
         index.commit(staged(9), step=3)
     monkeypatch.undo()
-    assert (contents(index), index.position) == (before, position)
+    assert (contents(index), (index._log.sequence, index._log.size)) == (before, position)
     assert (folder / "episodes.log").stat().st_size == position[1]
     assert index.commit(staged(9), step=3) == [4]
 

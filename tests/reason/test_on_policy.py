@@ -11,7 +11,6 @@ from torch import Tensor
 
 from cdrmix.config.schema import Config
 from cdrmix.model.language_model import LanguageModel
-from cdrmix.reason import phase as phase_module
 from cdrmix.reason.agent import policy
 from cdrmix.reason.agent.agent import Reading, Rewards
 from cdrmix.reason.agent.policy import PolicyPhase
@@ -22,6 +21,7 @@ from cdrmix.reason.heads import ControllerHeads, OperationHeads, Summariser
 from cdrmix.reason.model import StageBModel
 from cdrmix.reason.operations import phase as operations
 from cdrmix.reason.operations.phase import OperationsPhase
+from cdrmix.training import distributed
 
 ABLATIONS = Path(__file__).parents[2] / "configs" / "ablations"
 TEMPERATURES = pytest.mark.parametrize("temperature", [0.5, 0.7, 1.0, 1.5])
@@ -125,8 +125,8 @@ def test_collectives_get_tensors_of_their_backend(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(torch.distributed, "get_backend", lambda: "nccl")
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
-    assert phase_module.collective_device().type == "cuda"
-    monkeypatch.setattr(phase_module, "collective_device", lambda: torch.device("meta"))
+    assert distributed.collective_device().type == "cuda"
+    monkeypatch.setattr(distributed, "collective_device", lambda: torch.device("meta"))
     phase, model = operations_phase() if name == "operations" else policy_phase(monkeypatch)
     with pytest.raises(Reached, match="meta"):
         phase.losses(model, 0, 0, 2)
@@ -134,5 +134,5 @@ def test_collectives_get_tensors_of_their_backend(monkeypatch: pytest.MonkeyPatc
 
 def test_sums_and_maxima_of_one_process_are_its_own_values() -> None:
     values = torch.tensor([1.0, 3.0])
-    assert torch.equal(phase_module.reduce_over_processes(values, 1, "sum"), values)
-    assert torch.equal(phase_module.reduce_over_processes(values, 1, "max"), values)
+    assert torch.equal(distributed.reduce_over_processes(values, 1, "sum"), values)
+    assert torch.equal(distributed.reduce_over_processes(values, 1, "max"), values)

@@ -17,7 +17,9 @@ import torch
 
 from cdrmix.compare import compare
 from cdrmix.config.schema import Config
-from cdrmix.data.shards import FORMAT, SPLITS, SplitWriter, token_dtype, write_index
+from cdrmix.data.shard_files import write_index
+from cdrmix.data.shard_writer import SplitWriter
+from cdrmix.data.shards import FORMAT, SPLITS, token_dtype
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.durable import write_checksummed
 from cdrmix.hf.export import export_model

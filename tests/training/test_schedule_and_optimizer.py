@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cdrmix.config.schema import Train
-from cdrmix.model.layers import parameter_kind
+from cdrmix.model.layers import parameter_kinds
 from cdrmix.training.build import build_loss_model
 from cdrmix.training.optim import LossScale, WeightAverage, make_optimizer, parameter_groups
 from cdrmix.training.schedule import learning_rate
@@ -53,13 +54,52 @@ def test_every_parameter_is_in_one_group_and_only_matrices_decay(make_config) ->
     grouped = [id(parameter) for group in groups for parameter in group["params"]]
     assert sorted(grouped) == sorted(id(parameter) for parameter in model.parameters())
     found = {id(parameter): group for group in groups for parameter in group["params"]}
-    kinds = set()
+    kinds = parameter_kinds(model)
     for name, parameter in model.named_parameters():
-        kind = parameter_kind(name, parameter)
-        kinds.add(kind)
+        kind = kinds[name]
         assert found[id(parameter)]["weight_decay"] == (0.3 if kind == "matrix" else 0.0), name
         assert found[id(parameter)]["multiplier"] == (2.0 if kind == "decay_bias" else 1.0), name
-    assert kinds == {"matrix", "embedding", "vector", "decay_bias"}
+    assert set(kinds.values()) == {"matrix", "embedding", "vector", "decay_bias"}
+
+
+FOREIGN = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 16,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "extra", "decayed"),
+    [
+        ("llama", {}, r"(self_attn|mlp)\.\w+_proj\.weight"),
+        ("llama", {"tie_word_embeddings": True}, r"(self_attn|mlp)\.\w+_proj\.weight"),
+        ("qwen3_moe", {}, r"self_attn\.[qkvo]_proj\.weight|mlp\.experts\.(gate_up|down)_proj"),
+        ("gpt2", {"n_embd": 32, "n_head": 4, "n_layer": 2}, r"(attn|mlp)\.c_\w+\.weight"),
+        ("gpt_oss", {}, r"self_attn\.[qkvo]_proj\.weight|mlp\.experts\.(gate_up|down)_proj"),
+        ("mamba", {}, r"mixer\.\w+_proj\.weight"),
+    ],
+)
+def test_of_models_of_transformers_only_matrices_decay(make_config, kind: str, extra: dict, decayed: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs transformers, which is not installed")
+    described = transformers.AutoConfig.for_model(kind, **FOREIGN | extra)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(described)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = parameter_groups(model, make_config("train.weight_decay=0.3").train)
+    found = {names[parameter] for group in groups if group["weight_decay"] for parameter in group["params"]}
+    assert found == {name for name in names.values() if re.search(rf"\.({decayed})$", name)}
+    assert len(found) > 3
+    # Partitioned by ZeRO-3 while it is made, each parameter has the shape (0,).
+    for parameter in names:
+        parameter.ds_shape, parameter.data = parameter.shape, torch.empty(0, device="meta")
+    groups = parameter_groups(model, make_config("train.weight_decay=0.3").train)
+    assert found == {names[parameter] for group in groups if group["weight_decay"] for parameter in group["params"]}
 
 
 def test_fused_adamw_is_the_published_update(make_config) -> None:

@@ -202,7 +202,7 @@ def test_a_signal_saves_after_the_step_and_the_resumed_run_is_uninterrupted(
     create = RunFolder.create
     monkeypatch.setattr(RunFolder, "create", lambda config: runs.append(create(config)) or runs[-1])
     evaluate, validated = stage_a.evaluate, []
-    monkeypatch.setattr(stage_a, "evaluate", lambda *each: validated.append(1) or evaluate(*each))
+    monkeypatch.setattr(stage_a, "evaluate", lambda *each, **named: validated.append(1) or evaluate(*each, **named))
     with pytest.raises(Preempted, match=f"after step {step} of 6") as caught:
         trainer("train.steps=6")
     assert caught.value.exit_code == 75
@@ -276,7 +276,9 @@ def test_nothing_non_finite_reaches_the_weights(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Losses], Losses], what: str
 ) -> None:
     engines, make = [], stage_a.make_engine
-    monkeypatch.setattr(stage_a, "make_engine", lambda *arguments: engines.append(make(*arguments)) or engines[-1])
+    monkeypatch.setattr(
+        stage_a, "make_engine", lambda *arguments, base: engines.append(make(*arguments, base=base)) or engines[-1]
+    )
     before: dict[str, Tensor] = {}
 
     def remember_and_spoil(losses: Losses) -> Losses:
@@ -310,8 +312,8 @@ def test_two_processes_broken_off_killed_and_signalled(work, tmp_path: Path) -> 
     runs = tmp_path / "runs"
     finished = work("repeat", runs, *overrides, processes=2)
     assert [process.returncode for process in finished] == [75, 75], finished[0].stdout
-    for stage in (0, 1, 2, 3):
-        assert_same_state(runs / f"straight{stage}", runs / f"broken{stage}", 2 if stage else 1)
+    for name in ("0", "1", "2", "3", "2-optimizer", "3-all"):
+        assert_same_state(runs / f"straight{name}", runs / f"broken{name}", 1 if name == "0" else 2)
     assert all("after step 3 of 4" in process.stdout for process in finished)
     assert (runs / "stopped" / "checkpoints" / "latest").read_text() == "step-00000003\n"
 

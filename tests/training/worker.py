@@ -91,17 +91,19 @@ def act_before(order: str) -> None:
 
 
 def repeat(order: dict[str, Any]) -> int:
-    """For each ZeRO stage: one run straight, one broken off and resumed; then one that a signal to rank 0 stops."""
+    """For each ZeRO stage, two of them also with offload: one run straight, one broken off and resumed; then one that a
+    signal to rank 0 stops."""
     where = Path(order["where"])
     where.mkdir(exist_ok=True)
-    for stage in (0, 1, 2, 3):
-        overrides = [*order["overrides"], f"train.zero_stage={stage}"]
-        assert train_in(where / f"straight{stage}", order, overrides) == 0
+    for name in ("0", "1", "2", "3", "2-optimizer", "3-all"):
+        stage, _, offload = name.partition("-")
+        overrides = [*order["overrides"], f"train.zero_stage={stage}", f"train.offload={offload or 'none'}"]
+        assert train_in(where / f"straight{name}", order, overrides) == 0
         act_before("3:stop")
         try:
-            train_in(where / f"broken{stage}", order, overrides)
+            train_in(where / f"broken{name}", order, overrides)
         except BrokenOff:
-            assert train_in(where / f"broken{stage}", order, overrides, resume="auto") == 0
+            assert train_in(where / f"broken{name}", order, overrides, resume="auto") == 0
     if rank_size_local_rank()[0] == 0:
         act_before("2:SIGTERM")
     return train_in(where / "stopped", order, order["overrides"])
@@ -209,7 +211,7 @@ def compare(order: dict[str, Any], overrides: list[str], accumulation: int) -> d
     worst = 0.0
     for name, parameter in model.named_parameters():
         gradient = parameter.grad if config.train.zero_stage == 0 else safe_get_full_grad(parameter)
-        worst = max(worst, relative(gradient, engine._shard(parameter, expected[name])))
+        worst = max(worst, relative(gradient, engine._weights.shard(parameter, expected[name])))
     engine.clip()
     assert engine.step()
     engine.zero()
@@ -295,7 +297,7 @@ def expert_steps(order: dict[str, Any], stage: int, save: Path) -> dict[str, flo
         whole = dict(plain.named_parameters())
         for name, parameter in model.named_parameters():
             found = parameter.grad if stage == 0 else safe_get_full_grad(parameter)
-            expected = engine._shard(parameter, whole[name].grad)
+            expected = engine._weights.shard(parameter, whole[name].grad)
             note("expert gradient" if is_expert_shard(parameter) else "gradient", relative(found, expected))
         norm = nn.utils.clip_grad_norm_(plain.parameters(), config.train.gradient_clip).item()
         assert norm > config.train.gradient_clip

@@ -17,16 +17,20 @@ import pyarrow.parquet
 
 from cdrmix.config.schema_data import Objectives
 from cdrmix.data import shards
+from cdrmix.data.chat.encoding import ChatEncoder, Encoded
+from cdrmix.data.chat.rendering import Rendered
 from cdrmix.data.dedup.minhash import FingerprintFile, count_contaminated, simhash
 from cdrmix.data.objectives import encode_documents
 from cdrmix.data.pipeline.duplicates import Survivors
-from cdrmix.data.pipeline.merging import Documents
+from cdrmix.data.pipeline.merging import Documents, count_filtered
+from cdrmix.data.pipeline.stats import PipelineStats
 from cdrmix.data.pipeline.storage import Array, column, read_table, texts_of, whole, write_table
-from cdrmix.data.shards import SplitWriter
+from cdrmix.data.shard_writer import SplitWriter
 from cdrmix.data.tokenizer import TextTokenizer
 
 HASH_RANGE = 2**64
 ENCODE_BLOCK_DOCUMENTS = 1024
+LONGER_THAN_ROW = "longer_than_row"  # the rule, in the report, that filters conversations that no row can hold
 
 TOKENS = pa.schema(
     {
@@ -37,17 +41,21 @@ TOKENS = pa.schema(
         "bytes": pa.int64(),  # of the text, UTF-8
         "fingerprint": pa.uint64(),  # SimHash
         "row": pa.int64(),  # in the merged partition
+        "second": pa.int64(),  # number of the token that begins the second of two documents; 0: there is one
     }
 )
+# Only for a tokenizer that changes text: the bytes of the text that each token stands for; null for training text.
+TOKEN_BYTES = pa.field("token_bytes", pa.large_list(pa.uint32()))
 
 
 def training_texts(survivors: Survivors, threshold: int) -> Iterator[str]:
-    """The training texts in order."""
+    """The training texts in order. Of a conversation, the pieces between its special tokens."""
     for partition in range(len(survivors)):
-        table = survivors.table(partition, ["text", "split_hash"])
+        table = survivors.table(partition, ["text", "split_hash", "marks"])
         kept = table.filter(pa.array(column(table, "split_hash") >= np.uint64(threshold)))
         for batch in kept.to_batches(max_chunksize=256):
-            yield from batch.column("text").to_pylist()
+            for text, marks in zip(*(batch.column(name).to_pylist() for name in ("text", "marks")), strict=True):
+                yield from Rendered.from_marks(text, marks).plain() if marks else [text]
 
 
 def held_out_threshold(survivors: Survivors, fraction: float) -> tuple[int, int]:
@@ -79,24 +87,33 @@ class Encode:
     threshold: int
     tokenizer: Path
     end_of_text: str
+    lossless: bool
     objectives: Objectives
     domains: tuple[str, ...]
+    row_length: int
 
 
 def encode(task: Encode) -> dict[str, Any]:
-    """Writes the tokens of a partition."""
+    """Writes the tokens of a partition. Conversations that are longer than a row are left out and counted.
+
+    A cut conversation would have answers without their question.
+    """
     rows = task.survivors.rows(task.partition)
-    table = task.survivors.table(task.partition, ["hash", "text", "domain", "split_hash"]).combine_chunks()
-    tokenizer = _tokenizer(task.tokenizer, task.end_of_text)
+    columns = ["hash", "text", "domain", "split_hash", "where", "marks"]
+    table = task.survivors.table(task.partition, columns).combine_chunks()
+    tokenizer = _tokenizer(task.tokenizer, task.end_of_text, task.lossless)
     packed = texts_of(table)
     sizes = np.diff(packed.offsets)
     domains = column(table, "domain")
     held_out = column(table, "split_hash") < np.uint64(task.threshold)
     ids: list[Array] = [np.zeros(0, np.uint32)] * len(table)
     weights: list[Array | None] = [None] * len(table)
+    second = np.zeros(len(table), np.int64)
+    marks = table.column("marks").to_pylist()
+    is_text = np.array([not each for each in marks], bool)
     # held-out text is not rearranged, because it measures how well text is predicted
     for rows_of_side, objectives in ((~held_out, task.objectives), (held_out, Objectives())):
-        chosen = np.flatnonzero(rows_of_side)
+        chosen = np.flatnonzero(rows_of_side & is_text)
         for some in np.array_split(chosen, -(-len(chosen) // ENCODE_BLOCK_DOCUMENTS) or 1):
             part = table.take(pa.array(some))
             encoded = encode_documents(
@@ -111,6 +128,20 @@ def encode(task: Encode) -> dict[str, Any]:
                 ids[number] = np.append(document_ids, np.uint32(tokenizer.end_of_text_id))
                 if document_weights is not None:
                     weights[number] = np.append(document_weights, np.float32(1))
+    token_bytes: list[Array | None] = [None] * len(table)
+    if not tokenizer.lossless:
+        _add_token_bytes(token_bytes, table, np.flatnonzero(held_out & is_text), sizes, tokenizer)
+    chats = np.flatnonzero(~is_text)
+    for some in np.array_split(chats, -(-len(chats) // ENCODE_BLOCK_DOCUMENTS) or 1):
+        texts = [Rendered.from_marks(table["text"][number].as_py(), marks[number]) for number in some.tolist()]
+        for number, (chat, cut) in zip(some, encode_chats(texts, tokenizer), strict=True):
+            ids[number], weights[number], second[number] = chat.ids, chat.weights, cut
+            if held_out[number]:
+                token_bytes[number] = chat.token_bytes
+    too_long = ~is_text & (np.array([len(each) for each in ids]) > task.row_length)
+    stats = PipelineStats()
+    count_filtered(stats, LONGER_THAN_ROW, table, np.flatnonzero(too_long))
+    more = {} if tokenizer.lossless else {TOKEN_BYTES.name: pa.array(token_bytes, TOKEN_BYTES.type)}
     tokens = pa.table(
         {
             "ids": _lists(ids, pa.uint32()),
@@ -120,11 +151,44 @@ def encode(task: Encode) -> dict[str, Any]:
             "bytes": pa.array(sizes.astype(np.int64)),
             "fingerprint": pa.array(simhash(packed, threads=1)),
             "row": pa.array(rows),
+            "second": pa.array(second),
+            **more,
         },
-        schema=TOKENS,
+        schema=TOKENS.append(TOKEN_BYTES) if more else TOKENS,
     )
-    write_table(task.path, tokens, {})
-    return {"bytes": int(sizes.sum())}
+    write_table(task.path, tokens.filter(pa.array(~too_long)), {})
+    left = [int((side & ~too_long).sum()) for side in (~held_out, held_out)]
+    return {"bytes": int(sizes.sum()), "stats": stats.as_json(), "left": left}
+
+
+def encode_chats(texts: list[Rendered], tokenizer: TextTokenizer) -> Iterator[tuple[Encoded, int]]:
+    """The tokens of each conversation, or of both conversations of a pair, and `second` of TOKENS."""
+    if not texts:
+        return
+    documents = iter(_chat_encoder(tokenizer).encode([document for text in texts for document in text.documents()]))
+    for text in texts:
+        first = next(documents)
+        if not text.second:
+            yield first, 0
+            continue
+        pair = zip(first, next(documents), strict=True)
+        yield Encoded(*(np.concatenate(each) for each in pair)), len(first.ids)
+
+
+@lru_cache(maxsize=1)
+def _chat_encoder(tokenizer: TextTokenizer) -> ChatEncoder:
+    return ChatEncoder(tokenizer)
+
+
+def _add_token_bytes(
+    counts: list[Array | None], table: pa.Table, rows: Array, sizes: Array, tokenizer: TextTokenizer
+) -> None:
+    """Sets the items `rows` to uint32 [tokens] of these texts. The end-of-text has the bytes that are left."""
+    for some in np.array_split(rows, -(-len(rows) // ENCODE_BLOCK_DOCUMENTS) or 1):
+        texts = table.column("text").take(pa.array(some)).to_pylist()
+        for number, (_, of_tokens) in zip(some, tokenizer.encode_with_bytes(texts), strict=True):
+            left = int(sizes[number]) - int(of_tokens.sum())
+            counts[number] = np.append(of_tokens, np.uint32(left))
 
 
 def _lists(arrays: list[Array], kind: pa.DataType) -> pa.Array:
@@ -135,8 +199,8 @@ def _lists(arrays: list[Array], kind: pa.DataType) -> pa.Array:
 
 
 @lru_cache(maxsize=1)
-def _tokenizer(path: Path, end_of_text: str) -> TextTokenizer:
-    return TextTokenizer.load(path, end_of_text)
+def _tokenizer(path: Path, end_of_text: str, lossless: bool) -> TextTokenizer:
+    return TextTokenizer.load(path, end_of_text, begin_of_text=None, lossless=lossless)
 
 
 @dataclass(frozen=True)
@@ -161,6 +225,8 @@ def assemble(
     row_length: int,
     length_classes: list[int],
     weights: bool,
+    pairs: bool,
+    tokenizer: TextTokenizer,
 ) -> Assembled:
     """Writes both splits to `folder`, in the order of the partitions.
 
@@ -181,6 +247,9 @@ def assemble(
                     domains=domains,
                     length_classes=length_classes,
                     weights=weights,
+                    first_id=None if tokenizer.begin_of_text is None else tokenizer.first_id,
+                    original=name == "valid" and not tokenizer.lossless,
+                    pairs=pairs,
                 )
             )
             for name in shards.SPLITS
@@ -201,7 +270,8 @@ def assemble(
             ids = whole(table.column("ids"))
             flat, offsets = ids.values.to_numpy(), ids.offsets.to_numpy()
             document_weights = whole(table.column("weights"))
-            sizes, owners = column(table, "bytes"), column(table, "domain")
+            sizes, owners, seconds = (column(table, name) for name in ("bytes", "domain", "second"))
+            originals = {} if tokenizer.lossless else _originals(table, merged, held_out)
             for number in range(len(table)):
                 some = document_weights[number].values if document_weights.null_count < len(table) else None
                 (valid if held_out[number] else train).add(
@@ -209,11 +279,28 @@ def assemble(
                     int(sizes[number]),
                     domain=int(owners[number]),
                     weights=None if some is None else some.to_numpy(),
+                    original=originals.get(number),
+                    second=int(seconds[number]),
                 )
             _write_provenance(provenance, table, merged, domains, np.diff(offsets), sources)
         splits = {split.name: split.close() for split in (train, valid)}
         near_duplicates = count_contaminated(valid_fingerprints, train_fingerprints)
     return Assembled(splits, {**train.files, **valid.files}, train.dtype, near_duplicates, dict(sources))
+
+
+def _originals(tokens: pa.Table, merged: Path, held_out: Array) -> dict[int, tuple[Array, bytes]]:
+    """Of each held-out document of a partition, by number: the bytes of each token, and the text.
+
+    Of a conversation the text has no special tokens.
+    """
+    table = read_table(merged).select(["text", "marks"]).take(tokens.column("row"))
+    counts = whole(tokens.column(TOKEN_BYTES.name))
+    found = {}
+    for number in np.flatnonzero(held_out).tolist():
+        text, marks = (table[name][number].as_py() for name in ("text", "marks"))
+        text = "".join(Rendered.from_marks(text, marks).plain()) if marks else text
+        found[number] = (counts[number].values.to_numpy(), text.encode("utf-8"))
+    return found
 
 
 PROVENANCE = pa.schema(

@@ -36,7 +36,9 @@ from cdrmix.config.schema import Config
 from cdrmix.config.schema_data import Dedup
 from cdrmix.data.cleaning.filters import FilterChain
 from cdrmix.data.cleaning.rules import RULES
+from cdrmix.data.pipeline.encoding import LONGER_THAN_ROW
 from cdrmix.data.pipeline.filter_page import filter_page
+from cdrmix.data.pipeline.reading import EQUAL_ANSWERS, NO_ASSISTANT_TURN
 from cdrmix.data.pipeline.stats import Amount, PipelineStats, Sample
 from cdrmix.data.shards import Stratum, open_shards
 from cdrmix.data.sources.base import BAD_RECORDS_SHOWN
@@ -83,7 +85,7 @@ def gather(
     read = stats.read
     rules = [*_rules(config)]
     names = {rule["name"] for rule in rules}
-    reading_rules = {"empty", *(rule["name"] for rule in rules if rule["bounds"])}
+    reading_rules = {"empty", NO_ASSISTANT_TURN, EQUAL_ANSWERS, *(rule["name"] for rule in rules if rule["bounds"])}
     # Rules that are not configured are listed at the end, so that the sum is complete.
     rules += [_rule(name, UNKNOWN) for name in sorted(stats.filtered.keys() - names)]
     taken = sum(amount.bytes for name, amount in stats.filtered.items() if name in reading_rules)
@@ -145,9 +147,13 @@ def _rules(config: Config) -> Iterator[dict[str, Any]]:
     """
     yield _rule("bad_records", BAD_RECORDS)
     yield _rule("empty", EMPTY)
+    if config.data.has_conversations():
+        yield _rule(NO_ASSISTANT_TURN, "The conversation has no turn of the assistant.")
+    if config.data.has_pairs():
+        yield _rule(EQUAL_ANSWERS, "The chosen and the rejected answer are the same.")
     bounds: dict[str, dict[str, float | None]] = {}
     for domain_name, domain in config.data.all_domains().items():
-        section = domain.filters or config.data.filters
+        section = config.data.filters_of(domain)
         configured = {"language": section.language_score, **section.bounds}
         for name in FilterChain(section).names:
             bounds.setdefault(name, {})[domain_name] = _finite(configured.get(name, RULES[name].bound))
@@ -155,6 +161,10 @@ def _rules(config: Config) -> Iterator[dict[str, Any]]:
         yield _rule(name, RULES[name].description, of_domains)
     for name, description in _duplicates(config.data.dedup).items():
         yield _rule(name, description)
+    if config.data.has_conversations():
+        yield _rule(
+            LONGER_THAN_ROW, "The conversation has more tokens than a row (data.row_length). It would have to be cut."
+        )
 
 
 def _duplicates(dedup: Dedup) -> dict[str, str]:

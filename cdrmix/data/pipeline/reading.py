@@ -15,13 +15,14 @@ from functools import cache
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet
 
 from cdrmix import _text
 from cdrmix.config.schema_data import Filters
+from cdrmix.data.chat.rendering import Renderer
 from cdrmix.data.cleaning.filters import FilterChain, FilterResult
 from cdrmix.data.cleaning.normalize import html_text, normalize
 from cdrmix.data.cleaning.pii import scrub
@@ -38,8 +39,12 @@ from cdrmix.data.sources.base import (
     record_location,
     utf8_size,
 )
+from cdrmix.data.sources.conversations import Conversation, Pair, from_json
+from cdrmix.errors import ConfigError
 
 UNIT_RECORDS = 50_000
+NO_ASSISTANT_TURN = "no_assistant_turn"  # the rule, in the report, that filters conversations without one
+EQUAL_ANSWERS = "equal_answers"  # the same for pairs whose answers are the same
 META_CHARACTERS = 4096  # of one metadata field; longer fields, such as the page of a text, are left out
 HELD_OUT_KEY = b"cdrmix held-out split 1"  # fixed, so that a text is in the same split in every corpus
 
@@ -56,6 +61,7 @@ COLUMNS = pa.schema(
         "language": pa.large_string(),
         "where": pa.large_string(),
         "meta": pa.large_string(),  # JSON
+        "marks": pa.large_string(),  # of a rendered conversation: `Rendered.marks`; empty for other texts
     }
 )
 
@@ -72,6 +78,18 @@ class Cleaning:
     quality_field: str | None
     filters: Filters
     pii: tuple[str, ...]
+    renderer: Renderer | None = None  # of conversations; None: the documents are texts
+
+
+class Parsed(NamedTuple):
+    """A document that is read and normalised. filtered: the text that the filters see. marks: of `Rendered`, or ""."""
+
+    where: str
+    text: str
+    metadata: Metadata
+    filtered: str
+    marks: str = ""
+    prompt: str = ""
 
 
 @dataclass(frozen=True)
@@ -161,11 +179,11 @@ def read_unit(unit: Unit) -> PipelineStats:
     stats = PipelineStats()
     documents = list(_parsed(unit, stats))
     chain = _chain(unit.cleaning.filters.model_dump_json())
-    texts = [text for _, text, _ in documents]
-    result = chain.apply(texts)
+    result = chain.apply([document.filtered for document in documents])
     rows: dict[str, list[Any]] = {name: [] for name in COLUMNS.names}
     hashes = []
-    for index, (where, text, metadata) in enumerate(documents):
+    for index, document in enumerate(documents):
+        where, text = document.where, document.text
         language = result.languages[index]
         size = utf8_size(text)
         digest = content_hash(text)
@@ -177,14 +195,14 @@ def read_unit(unit: Unit) -> PipelineStats:
             hashes.append(digest)
             continue
         stats.languages.setdefault(language, Amount()).add(size)
-        if unit.cleaning.pii:
+        if unit.cleaning.pii and not document.marks:  # a conversation is scrubbed before it is rendered
             text, found = scrub(text, unit.cleaning.pii)
             if found:
                 stats.found(found)
                 digest = content_hash(text)
         hashes.append(digest)
         stats.kept.add(utf8_size(text))
-        add_row(rows, text, digest, where, metadata, unit.cleaning, language)
+        add_row(rows, text, digest, where, document.metadata, unit.cleaning, language, document.marks, document.prompt)
     stats.metadata_bytes = metadata_bytes(rows)
     if chain.names:
         _write_scores(unit.path, documents, hashes, chain.names, result)
@@ -194,12 +212,15 @@ def read_unit(unit: Unit) -> PipelineStats:
     return stats
 
 
-def _parsed(unit: Unit, stats: PipelineStats) -> Iterator[tuple[str, str, Metadata]]:
-    """(location, normalised text, metadata) of each record with text. Other records are counted."""
+def _parsed(unit: Unit, stats: PipelineStats) -> Iterator[Parsed]:
+    """The document of each record with text. Other records are counted."""
     for part, record in unit.records:
         where = record_location(part, record.number)
         try:
             text, metadata = parse_record(unit.parse, record)
+            if unit.cleaning.renderer is not None:
+                yield from _conversation(where, text, metadata, unit.cleaning, unit.cleaning.renderer, stats)
+                continue
         except BadRecord as error:
             stats.bad += 1
             if len(stats.bad_shown) < BAD_RECORDS_SHOWN:
@@ -208,9 +229,48 @@ def _parsed(unit: Unit, stats: PipelineStats) -> Iterator[tuple[str, str, Metada
         stats.read.add(utf8_size(text))
         text = normalize(html_text(text) if unit.cleaning.html else text)
         if text and not text.isspace():
-            yield where, text, metadata
+            yield Parsed(where, text, metadata, text)
         else:
             stats.add_filtered("empty", 0, Sample("", where, None, ""))
+
+
+def _conversation(
+    where: str, text: str, metadata: Metadata, cleaning: Cleaning, renderer: Renderer, stats: PipelineStats
+) -> Iterator[Parsed]:
+    """The document of a conversation, whose contents are normalised and scrubbed before they are rendered.
+
+    text: JSON of the conversation. Raises BadRecord if the template refuses it, ConfigError if it cannot be masked.
+    """
+
+    def clean(content: str) -> str:
+        content, found = scrub(normalize(content), cleaning.pii) if cleaning.pii else (normalize(content), {})
+        stats.found(found)
+        return content
+
+    conversation = from_json(text).mapped(clean)
+    contents = conversation.contents()
+    reason = _unusable(conversation)
+    if reason:
+        size = utf8_size(contents)
+        stats.read.add(size)
+        stats.add_filtered(reason, size, Sample("", where, None, excerpt(contents)))
+        return
+    try:
+        if isinstance(conversation, Pair):
+            rendered = renderer.render_pair(conversation)
+        else:
+            rendered = renderer.render(conversation)
+    except ConfigError as error:
+        raise ConfigError(f"{error} ({where})") from error
+    stats.read.add(utf8_size(rendered.text))
+    yield Parsed(where, rendered.text, metadata, contents, rendered.marks(), rendered.text[: rendered.prompt])
+
+
+def _unusable(conversation: Conversation | Pair) -> str:
+    """The rule that filters a conversation before it is rendered; empty: none."""
+    if isinstance(conversation, Pair):
+        return EQUAL_ANSWERS if conversation.chosen == conversation.rejected else ""
+    return "" if any(message["role"] == "assistant" for message in conversation.messages) else NO_ASSISTANT_TURN
 
 
 def add_row(
@@ -221,8 +281,10 @@ def add_row(
     metadata: Metadata,
     cleaning: Cleaning,
     language: str = "",
+    marks: str = "",
+    prompt: str = "",
 ) -> None:
-    """Appends a document with its content hash to the columns of COLUMNS."""
+    """Appends a document with its content hash to the columns of COLUMNS. prompt: of a conversation."""
     url_hash = host_hash = 0
     if (
         cleaning.url_field
@@ -240,10 +302,11 @@ def add_row(
         "priority": cleaning.priority,
         "url_hash": url_hash,
         "host_hash": host_hash,
-        "split_hash": split_hash(text),
+        "split_hash": split_hash(text, prompt),
         "language": language,
         "where": where,
         "meta": stored_metadata(metadata, cleaning.pii) if metadata else "",
+        "marks": marks,
     }.items():
         rows[name].append(value)
 
@@ -258,7 +321,7 @@ def field(metadata: Metadata, name: str) -> Any:
 
 def metadata_bytes(rows: dict[str, list[Any]]) -> int:
     """The approximate size of the columns of `rows` without the texts."""
-    return sum(map(len, rows["meta"])) + sum(map(len, rows["where"]))
+    return sum(sum(map(len, rows[name])) for name in ("meta", "where", "marks"))
 
 
 def write_rows(path: Path, rows: dict[str, list[Any]], report: dict[str, Any]) -> None:
@@ -297,9 +360,13 @@ def hash64(text: str) -> int:
     return int.from_bytes(blake2b(text.encode("utf-8"), digest_size=8).digest(), "big") or 1
 
 
-def split_hash(text: str) -> int:
-    """A 64-bit hash of the text. Documents below a threshold are held out."""
-    return int.from_bytes(blake2b(text.encode("utf-8"), key=HELD_OUT_KEY, digest_size=8).digest(), "big")
+def split_hash(text: str, prompt: str = "") -> int:
+    """A 64-bit hash of the text. Documents below a threshold are held out.
+
+    prompt: of a conversation. Its hash is the upper half, so that all answers to a prompt are in the same split.
+    """
+    own = int.from_bytes(blake2b(text.encode("utf-8"), key=HELD_OUT_KEY, digest_size=8).digest(), "big")
+    return split_hash(prompt) >> 32 << 32 | own & 0xFFFFFFFF if prompt else own
 
 
 @cache
@@ -316,7 +383,7 @@ def _write_scores(
     failed = [names[index] if index >= 0 else None for index in result.first_failed]
     columns = {
         "hash": pa.array(hashes, pa.binary(16)),
-        "where": pa.array([where for where, _, _ in documents], pa.string()),
+        "where": pa.array([document.where for document in documents], pa.string()),
         "language": pa.array(result.languages, pa.string()),
         "filtered_by": pa.array(failed, pa.string()),
         **{name: pa.array(result.scores[:, column], pa.float32()) for column, name in enumerate(names)},

@@ -9,6 +9,7 @@ from typing import Any
 
 from cdrmix.config import schema_data
 from cdrmix.data.sources.base import SOURCES, BadRecord, Metadata, Record, Source, missing_column
+from cdrmix.data.sources.conversations import Conversation, Pair, messages_of
 from cdrmix.data.sources.files import walk
 from cdrmix.durable import disk_full, is_disk_full
 from cdrmix.errors import CdrmixError, CorpusError
@@ -136,6 +137,65 @@ class Tasks(Source):
 
         for number, (where, text, metadata) in enumerate(generate(self.section), 1):
             yield Record(number, (text, {**metadata, "example": where}), len(text))
+
+
+@SOURCES("chat_tasks")
+class ChatTasks(Tasks):
+    """The examples of `Tasks` as conversations of a question and its answer, as JSON."""
+
+    kind = "chat_tasks"
+
+    def __init__(self, section: schema_data.ChatTasksSource, max_expansion: int = 1) -> None:
+        super().__init__(section)
+        self.parse = partial(parse_chat_example, section=section)
+
+
+def parse_chat_example(raw: tuple[str, Metadata], section: schema_data.ChatTasksSource) -> tuple[str, Metadata]:
+    """The conversation of a generated example as JSON, and the metadata of the example."""
+    text, metadata = raw
+    prompt = metadata["prompt"]
+    answer = text.removeprefix(prompt).strip()
+    turns = [{"role": "user", "content": prompt.strip()}, {"role": "assistant", "content": answer}]
+    return Conversation(messages_of(turns, section)).to_json(), metadata
+
+
+@SOURCES("task_preferences")
+class TaskPreferences(Tasks):
+    """The examples of `Tasks` as pairs: the right answer, and the answer of a later example of the same task."""
+
+    kind = "task_preferences"
+
+    def __init__(self, section: schema_data.TaskPreferencesSource, max_expansion: int = 1) -> None:
+        super().__init__(section)
+        self.parse = partial(parse_preference, section=section)
+
+    def records(self, part: str, checkpoint: Any = None) -> Iterator[Record]:
+        waiting: dict[str, list[Record]] = {}  # of each task those without another answer yet
+        for record in super().records(part):
+            text, metadata = record.raw
+            earlier = waiting.setdefault(metadata["task"], [])
+            different = [other for other in earlier if other.raw[1]["answer"] != metadata["answer"]]
+            for other in different:
+                earlier.remove(other)
+                rejected = text.removeprefix(metadata["prompt"])
+                yield Record(other.number, (*other.raw, rejected), other.size + len(rejected))
+            earlier.append(record)
+
+
+def parse_preference(
+    raw: tuple[str, Metadata, str], section: schema_data.TaskPreferencesSource
+) -> tuple[str, Metadata]:
+    """The pair of a generated example and another answer as JSON, and the metadata of the example."""
+    text, metadata, rejected = raw
+    prompt = metadata["prompt"]
+    question = {"role": "user", "content": prompt.strip()}
+    answers = (text.removeprefix(prompt).strip(), rejected.strip())
+    return Pair(
+        *(
+            Conversation(messages_of([question, {"role": "assistant", "content": answer}], section))
+            for answer in answers
+        )
+    ).to_json(), metadata
 
 
 def parse_example(raw: tuple[str, Metadata]) -> tuple[str, Metadata]:

@@ -26,6 +26,8 @@ from cdrmix.data.sources.base import (
 from cdrmix.data.sources.files import DAMAGED_STREAM, OverLongRecord, RecordLines, open_bytes, reading
 from cdrmix.errors import CorpusError
 
+BATCH_BYTES = 2**22  # approximate bytes of a Parquet file that are converted to Python objects at a time
+
 
 @SOURCES("jsonl")
 class JsonLines(FileSource):
@@ -39,37 +41,35 @@ class JsonLines(FileSource):
         super().__init__(section.paths, max_expansion)
 
     def read(self, path: Path) -> Iterator[Record]:
-        number = 0
-        with reading(path), open_bytes(path, self.max_expansion) as stream:
-            while True:
-                try:
-                    line = stream.readline(files.MAX_RECORD_BYTES + 1)
-                    number += bool(line)
-                    too_long = len(line) > files.MAX_RECORD_BYTES
-                    rest = line
-                    while too_long and rest and not rest.endswith(b"\n"):
-                        rest = stream.readline(2**20)
-                except DAMAGED_STREAM as error:
-                    yield Record(number + 1, error=damage_message(error))
-                    return
-                if not line:
-                    return
-                if too_long:
-                    yield Record(number, error=over_long_message())
-                elif not line.isspace():
-                    yield Record(number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line, len(line))
+        return json_lines(path, self.max_expansion)
+
+
+def json_lines(path: Path, max_expansion: int) -> Iterator[Record]:
+    """The lines of a file that are not blank, as bytes."""
+    number = 0
+    with reading(path), open_bytes(path, max_expansion) as stream:
+        while True:
+            try:
+                line = stream.readline(files.MAX_RECORD_BYTES + 1)
+                number += bool(line)
+                too_long = len(line) > files.MAX_RECORD_BYTES
+                rest = line
+                while too_long and rest and not rest.endswith(b"\n"):
+                    rest = stream.readline(2**20)
+            except DAMAGED_STREAM as error:
+                yield Record(number + 1, error=damage_message(error))
+                return
+            if not line:
+                return
+            if too_long:
+                yield Record(number, error=over_long_message())
+            elif not line.isspace():
+                yield Record(number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line, len(line))
 
 
 def parse_json(raw: bytes, text_field: str) -> tuple[str, Metadata]:
     """The text and the other fields of a JSON object."""
-    try:
-        record = json.loads(raw.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise BadRecord(invalid_utf8(error)) from error
-    except json.JSONDecodeError as error:
-        raise BadRecord(f"is not JSON: {error.msg} (column {error.colno})") from error
-    except (ValueError, RecursionError) as error:  # an integer of thousands of digits; too deep nesting
-        raise BadRecord(f"is not usable JSON: {error}") from error
+    record = decoded(raw)
     if not isinstance(record, dict):
         raise BadRecord(f"is a JSON {type(record).__name__}, not an object")
     if text_field not in record:
@@ -78,6 +78,18 @@ def parse_json(raw: bytes, text_field: str) -> tuple[str, Metadata]:
     if not isinstance(text, str):
         raise BadRecord(f"field {text_field!r} is not a string")
     return text, record
+
+
+def decoded(raw: bytes) -> Any:
+    """The value of a line of JSON. Raises BadRecord."""
+    try:
+        return json.loads(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise BadRecord(invalid_utf8(error)) from error
+    except json.JSONDecodeError as error:
+        raise BadRecord(f"is not JSON: {error.msg} (column {error.colno})") from error
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits; too deep nesting
+        raise BadRecord(f"is not usable JSON: {error}") from error
 
 
 @SOURCES("csv")
@@ -143,7 +155,6 @@ class Parquet(FileSource):
 
     kind = "parquet"
     suffixes = (".parquet", ".pq")
-    batch_bytes = 2**22  # approximate bytes that are converted to Python objects at a time
 
     def __init__(self, section: schema_data.ParquetSource, max_expansion: int) -> None:
         self.text_field = section.text_field
@@ -163,7 +174,7 @@ class Parquet(FileSource):
                 self._check_column(path, table.schema_arrow)
                 names = [field.name for field in table.schema_arrow if is_scalar(field.type)]
                 columns = [self.text_field, *(name for name in names if name != self.text_field)]
-                for batch in table.iter_batches(self._batch_rows(table.metadata), columns=columns, use_threads=False):
+                for batch in table.iter_batches(batch_rows(table.metadata), columns=columns, use_threads=False):
                     # as bytes, so that a row of invalid UTF-8 does not affect other rows
                     texts = batch.column(self.text_field).cast(pyarrow.large_binary()).to_pylist()
                     others = {name: cells(batch.column(name)) for name in columns if name != self.text_field}
@@ -175,11 +186,6 @@ class Parquet(FileSource):
         except (pyarrow.ArrowException, OSError) as error:  # pyarrow raises OSError for a damaged page
             yield Record(row + 1, error=f"is not readable Parquet: {error}")
 
-    def _batch_rows(self, metadata: Any) -> int:
-        """Rows of a batch of about `batch_bytes`, by the sizes in the metadata of the file."""
-        size = sum(metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups))
-        return max(1, min(256, self.batch_bytes * metadata.num_rows // max(size, 1)))
-
     def _check_column(self, path: Path, columns: Any) -> None:
         if self.text_field not in columns.names:
             raise missing_column(self.text_field, str(path), columns.names)
@@ -189,6 +195,37 @@ class Parquet(FileSource):
                 f"data.source.text_field={self.text_field!r}: column of {path} holds {found}, not strings; "
                 f"its columns are: {', '.join(columns.names)}"
             )
+
+
+def parquet_rows(path: Path) -> Iterator[Record]:
+    """The rows of a file as mappings from the names of all columns, also nested ones, to Python values."""
+    import pyarrow
+    import pyarrow.parquet
+
+    row = 0
+    with reading(path):
+        stream = path.open("rb")
+    try:
+        with stream, pyarrow.parquet.ParquetFile(stream, pre_buffer=False, buffer_size=2**20) as table:
+            rows = batch_rows(table.metadata)
+            for batch in table.iter_batches(rows, use_threads=False):
+                size = batch.nbytes // max(len(batch), 1)
+                for index in range(len(batch)):
+                    row += 1
+                    try:
+                        (cells_of_row,) = batch.slice(index, 1).to_pylist()
+                    except UnicodeDecodeError as error:
+                        yield Record(row, error=invalid_utf8(error))
+                    else:
+                        yield Record(row, cells_of_row, size)
+    except (pyarrow.ArrowException, OSError) as error:  # pyarrow raises OSError for a damaged page
+        yield Record(row + 1, error=f"is not readable Parquet: {error}")
+
+
+def batch_rows(metadata: Any) -> int:
+    """Rows of a batch of about BATCH_BYTES, by the sizes in the metadata of a file."""
+    size = sum(metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups))
+    return max(1, min(256, BATCH_BYTES * metadata.num_rows // max(size, 1)))
 
 
 def is_text(found: Any) -> bool:

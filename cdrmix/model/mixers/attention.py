@@ -108,7 +108,7 @@ class Attention(Mixer):
         self.key_norm = nn.RMSNorm(self.head_width, eps=config.norm_eps) if attention.qk_norm else None
 
     def forward(self, x: Tensor, context: Context, cache: AttentionCache | RaggedAttentionCache | None) -> Mixed:
-        """x [B, T, D] (normed) -> its output, and the cache after the last token, of packed rows one a document."""
+        """x [B, T, D] (normed) -> its output, and the cache after it; for packed rows a cache for each document."""
         batch, length, width = x.shape
         q = self.projected("query", x, context).view(batch, length, self.heads, self.head_width)
         k = self.projected("key", x, context).view(batch, length, self.kv_heads, self.head_width)
@@ -132,14 +132,14 @@ class Attention(Mixer):
     def _read(
         self, cache: AttentionCache | None, q: Tensor, k: Tensor, v: Tensor, context: Context
     ) -> tuple[Tensor, AttentionCache]:
-        """What the queries of some rows read, [B, T, H, N], and their cache with these tokens."""
+        """The attention output [B, T, H, N] of the queries, and the cache extended by these tokens."""
         after = extended(cache, k, v, keep=context.keep_cache)
         keys, values = after.keys.transpose(1, 2), after.values.transpose(1, 2)
         return ops.attention(q, keys, values, cu_seqlens=context.cu_seqlens), after
 
 
 def _documents(state: AttentionCache, cu_seqlens: Tensor) -> RaggedAttentionCache:
-    """Of the keys and values of packed rows those of each document."""
+    """Splits the cache of packed rows into one cache for each document."""
     keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (state.keys, state.values))  # [tokens, kv_heads, N]
     parts = zip(*(x.split(cu_seqlens.diff().tolist()) for x in (keys, values)), strict=True)
     return RaggedAttentionCache(

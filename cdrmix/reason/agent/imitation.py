@@ -59,9 +59,9 @@ def demonstrate(window: Window, episodes: Episodes, leak: float, generator: torc
         held_BHS[rows, oldest] = after_BS
         memory = memory.write(_spell(facts, after_BS, window), number + 1)
     prompt = torch.cat([begin, window.last(memory.shown())], 1)
-    told_all_B = (~asked | (held_BHS.flatten(1).unsqueeze(2) == numbers).any(1)).all(1)
+    complete_B = (~asked | (held_BHS.flatten(1).unsqueeze(2) == numbers).any(1)).all(1)
     last = _sequence(window, prompt, answer)
-    last = last._replace(mask_SN=last.mask_SN & told_all_B.unsqueeze(1))  # not in memory: no answer
+    last = last._replace(mask_SN=last.mask_SN & complete_B.unsqueeze(1))  # not in memory: no answer
     return [Demonstrations(*(torch.cat(column) for column in zip(*turns, strict=True))), last]
 
 

@@ -20,9 +20,10 @@ from cdrmix.errors import ConfigError
 from cdrmix.reason.agent.agent import Reading, Turn, Window, read_episodes, rewards_of
 from cdrmix.reason.episodes import EpisodeSource
 from cdrmix.reason.model import Loss, StageBModel
-from cdrmix.reason.phase import PHASES, Sources, generator_of, reasoning_of, reduce_over_processes
+from cdrmix.reason.phase import PHASES, Sources, generator_of, reasoning_of
 from cdrmix.reason.rl.grpo import OBJECTIVES, Objective, Totals, entropy, group_advantages, policy_loss
 from cdrmix.reason.rl.rollout import micro_batches, taken
+from cdrmix.training.distributed import reduce_over_processes
 from cdrmix.training.objective import Outcome
 
 LOGGER = logging.getLogger(__name__)

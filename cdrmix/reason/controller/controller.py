@@ -94,7 +94,8 @@ class Group(NamedTuple):
     """Rows int64 [R], ascending, whose caches have one shape, and their cache (None before the first commit).
 
     Rows that committed different numbers of tokens have attention caches of different lengths, and are in different
-    groups. Without attention caches all rows are in one group.
+    groups. Without attention caches all rows are in one group. A RaggedAttentionCache could hold all rows in one group,
+    but it makes one attention pass for each row; a group makes one for all its rows.
     """
 
     rows_R: Tensor

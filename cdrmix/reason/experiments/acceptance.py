@@ -29,7 +29,7 @@ def acceptance(config: Config, seed: int, say: Say) -> dict[str, float]:
     model = small_model(config, seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # the heads start at zero, but making them takes random numbers
-        model.controller = ControllerHeads(config.model.d_model, reasoning.controller.max_branches)
+        model.controller = ControllerHeads(config.cdrmix_model.d_model, reasoning.controller.max_branches)
 
     def seeded(section: EpisodesOfTask) -> EpisodeSource:
         return source_of(section.model_copy(update={"seed": section.seed + 1000 * seed}), reasoning.chunk)

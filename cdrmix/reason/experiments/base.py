@@ -22,4 +22,4 @@ def small_model(config: Config, seed: int) -> StageBModel:
     """A model of the configuration with its adapters, initialised from `seed`. The global generator is unchanged."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return StageBModel(LanguageModel(config.model, reasoning=config.reasoning))
+        return StageBModel(LanguageModel(config.cdrmix_model, reasoning=config.reasoning))

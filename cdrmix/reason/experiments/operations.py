@@ -26,9 +26,9 @@ def operations(config: Config, seed: int, say: Say) -> dict[str, float]:
     reasoning, ablation = config.reasoning, config.ablation
     config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
     torch.manual_seed(seed)
-    width = config.model.d_model
+    width = config.cdrmix_model.d_model
     model = StageBModel(
-        LanguageModel(config.model, reasoning=reasoning),
+        LanguageModel(config.cdrmix_model, reasoning=reasoning),
         operations=OperationHeads(width),
         summary=Summariser(width, reasoning.memory.dim, reasoning.memory.summary_stride),
     )

@@ -158,13 +158,18 @@ def verdict_line(verdict: Verdict) -> str:
 
 def markdown(name: str, ablation: Ablation, measured: Measured, seconds: float) -> str:
     """The outcome as a section of a Markdown document; the command prints the same text."""
-    lines = [f"## {name} (row {ablation.row})", "", f"Claim under test: {ablation.shows}", ""]
-    lines += [f"- {arm}: {section.says}" for arm, section in ablation.arms.items()]
-    lines += ["", *arms_table(ablation, measured), ""]
+    lines = section_lines(name, ablation, measured)
     lines += [f"- {verdict_line(judge(demand, measured))}" for demand in ablation.demands]
     lines += [] if ablation.demands else ["- no demands: measured only"]
     lines += ["", f"{sum(map(len, measured.values()))} runs, {seconds:.0f} s in all.", ""]
     return "\n".join(lines)
+
+
+def section_lines(name: str, ablation: Ablation, measured: Measured) -> list[str]:
+    """Lines of Markdown: the heading, the claim, the arms, and the table of all measurements."""
+    lines = [f"## {name} (row {ablation.row})", "", f"Claim under test: {ablation.shows}", ""]
+    lines += [f"- `{arm}`: {section.says}" for arm, section in ablation.arms.items()]
+    return [*lines, "", *arms_table(ablation, measured), ""]
 
 
 def arms_table(ablation: Ablation, measured: Measured, kinds: Sequence[str] | None = None) -> list[str]:

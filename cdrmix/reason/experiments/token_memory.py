@@ -57,7 +57,7 @@ def _imitated(config: Config, source: EpisodeSource, say: Say) -> StageBModel:
     assert reasoning is not None
     model = small_model(config, config.run.seed)
     phase = reasoning.phases.imitation
-    decisive = (config.run.seed, config.model, phase, reasoning.agent, reasoning.memory, reasoning.chunk)
+    decisive = (config.run.seed, config.cdrmix_model, phase, reasoning.agent, reasoning.memory, reasoning.chunk)
     key = repr((*decisive, reasoning.plastic_lora))
     if key not in _IMITATED:
         train_alone(phase_config(config, phase), model, ImitationPhase(config, source), say)

@@ -32,6 +32,7 @@ import numpy as np
 from cdrmix.durable import disk_guard, sync_folder
 from cdrmix.errors import MemoryLogError
 
+LOG = "episodes.log"
 MAGIC = b"cdrmix episodes\n"
 VERSION = 1
 HEADER = struct.Struct("<16sII")
@@ -72,7 +73,7 @@ class EpisodeLog:
     """
 
     def __init__(self, folder: Path, dim: int) -> None:
-        self.path, self.dim, self.sequence = folder / "episodes.log", dim, 0
+        self.path, self.dim, self.sequence = folder / LOG, dim, 0
         self.dropped = 0
         self._frames = hashlib.sha256()  # of the headers of all frames, which contain their payloads' checksums
         self._failed = False

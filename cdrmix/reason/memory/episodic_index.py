@@ -17,8 +17,8 @@ import numpy as np
 from cdrmix.errors import DiskFullError
 from cdrmix.reason.memory.episode_log import Commit, EpisodeLog, Floats
 from cdrmix.reason.memory.index_cache import IndexCache, Origin
-from cdrmix.reason.memory.kept_episodes import Hit, KeptEpisodes, Staged, unit
-from cdrmix.reason.memory.vectors import ExactVectors
+from cdrmix.reason.memory.kept_episodes import Hit, KeptEpisodes, Staged
+from cdrmix.reason.memory.vectors import ExactVectors, update
 
 if TYPE_CHECKING:
     from cdrmix.reason.memory.faiss_vectors import FaissVectors
@@ -53,11 +53,6 @@ class EpisodicIndex:
         return self._kept.tokens
 
     @property
-    def position(self) -> tuple[int, int]:
-        """The numbers of commits and bytes of the log."""
-        return self._log.sequence, self._log.size
-
-    @property
     def last_step(self) -> int:
         """The step of the last commit; 0 before the first."""
         return self._kept.last_step
@@ -78,13 +73,7 @@ class EpisodicIndex:
 
         Episodes that have expired at `step` are not found. Of equal scores the older episode is first.
         """
-        assert queries.ndim == 2
-        assert queries.shape[1] == self.dim
-        if not len(self):
-            return [[] for _ in queries]
-        hidden = np.array(self._kept.expired(step), np.int64)
-        ids, scores = self._vectors.search(unit(queries), min(count, len(self)), hidden)
-        return [self._kept.hits(*row) for row in zip(ids.tolist(), scores.tolist(), strict=True)]
+        return self._kept.search(self._vectors, queries, count, step)
 
     def commit(self, staged: Staged, step: int) -> list[int]:
         """Makes a step's changes durable, then visible; returns the new episodes' ids.
@@ -97,19 +86,12 @@ class EpisodicIndex:
         if commit is None:
             return []
         self._log.append(commit)
-        added, kept = commit.added, self._kept.episodes
-        removed = np.array([id for id in commit.removed if id in kept], np.int64)
         if self._apply(commit):
             self._vectors = self._make_vectors()
             self._save()
-            return [episode.id for episode in added]
-        if len(removed):
-            self._vectors.remove(removed)
-        remaining = [episode for episode in added if episode.id in kept]
-        if remaining:
-            ids = np.array([episode.id for episode in remaining], np.int64)
-            self._vectors.add(ids, np.stack([episode.key for episode in remaining]))
-        return [episode.id for episode in added]
+        else:
+            update(self._vectors, *self._kept.changes(commit))
+        return [episode.id for episode in commit.added]
 
     def _open(self) -> None:
         self._kept = KeptEpisodes(self.dim, self.max_tokens)
@@ -154,7 +136,7 @@ class EpisodicIndex:
 
         Returns False if the cache is missing or damaged.
         """
-        content = self._cache.load() if self._sample is not None and HAS_FAISS else None
+        content = self._cache.load() if self._sample is not None else None
         if content is None:
             return False
         from cdrmix.reason.memory.faiss_vectors import FaissVectors

@@ -45,15 +45,15 @@ class FaissVectors:
         return np.concatenate(parts)
 
     def add(self, ids: Integers, keys: Floats) -> None:
-        """See ExactVectors."""
+        """See Vectors."""
         self._index.add_with_ids(keys, ids)
 
     def remove(self, ids: Integers) -> None:
-        """See ExactVectors."""
+        """See Vectors."""
         self._index.remove_ids(ids)
 
     def search(self, queries: Floats, count: int, hidden: Integers) -> tuple[Integers, Floats]:
-        """See ExactVectors. With an inverted file it reads PROBES lists."""
+        """See Vectors. With an inverted file it reads PROBES lists."""
         wanted, total = min(count + 1, self._index.ntotal), self._index.ntotal
         parameters = self._parameters(hidden)
         while True:

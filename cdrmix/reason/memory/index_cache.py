@@ -64,11 +64,6 @@ class IndexCache:
             write_atomically(self.path, content)
             write_atomically(self._manifest, json.dumps(manifest, indent=1) + "\n")
 
-    def remove(self) -> None:
-        """Deletes the cache."""
-        self._manifest.unlink(missing_ok=True)
-        self.path.unlink(missing_ok=True)
-
     def _read(self) -> dict[str, Any] | None:
         try:
             manifest = json.loads(self._manifest.read_bytes())

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from cdrmix.reason.memory.episode_log import NEVER, Commit, Episode, Floats, Ids
+from cdrmix.reason.memory.vectors import ExactVectors, Integers, Vectors, update
 
 
 class Hit(NamedTuple):
@@ -40,7 +41,7 @@ class Staged:
 
 
 class EpisodicMemory(Protocol):
-    """The interface of episodic memories: EpisodicIndex on the disk, EpisodesInMemory for rollouts."""
+    """The interface of episodic memories: EpisodicIndex on the disk, DurableMemory with it, EpisodesInMemory in RAM."""
 
     def __len__(self) -> int:
         """The number of episodes."""
@@ -97,9 +98,27 @@ class KeptEpisodes:
         return np.stack([self.episodes[id].key for id in ids]) if ids else np.empty((0, self.dim), np.float32)
 
     def hits(self, ids: Sequence[int], scores: Sequence[float]) -> list[Hit]:
-        """The results of a search, sorted; ids below 0 mean no result."""
-        ordered = sorted((-score, id) for id, score in zip(ids, scores, strict=True) if id >= 0)
-        return [Hit(id, -negated, self.episodes[id].tokens) for negated, id in ordered]
+        """The results of a search in its order; ids below 0 mean no result."""
+        return [Hit(id, score, self.episodes[id].tokens) for id, score in zip(ids, scores, strict=True) if id >= 0]
+
+    def search(self, vectors: Vectors, queries: Floats, count: int, step: int) -> list[list[Hit]]:
+        """See EpisodicMemory; vectors: the keys of all episodes."""
+        assert queries.ndim == 2
+        assert queries.shape[1] == self.dim
+        if not self.episodes:
+            return [[] for _ in queries]
+        hidden = np.array(self.expired(step), np.int64)
+        ids, scores = vectors.search(unit(queries), min(count, len(self.episodes)), hidden)
+        return [self.hits(*row) for row in zip(ids.tolist(), scores.tolist(), strict=True)]
+
+    def changes(self, commit: Commit) -> tuple[Integers, list[Episode]]:
+        """What an applied commit changes in a search structure: the ids to remove, and the episodes to add.
+
+        A commit can remove an episode that it adds.
+        """
+        new = {episode.id for episode in commit.added}
+        removed = np.array([id for id in commit.removed if id not in new], np.int64)
+        return removed, [episode for episode in commit.added if episode.id in self.episodes]
 
     def _episode(self, number: int, key: Floats, tokens: Ids, expires: int) -> Episode:
         """The staged episode `number`, checked and with its id."""
@@ -135,32 +154,17 @@ class EpisodesInMemory:
 
     def __init__(self, dim: int, max_tokens: int) -> None:
         self._kept = KeptEpisodes(dim, max_tokens)
-        self._ids: list[int] = []
-        self._keys = self._kept.keys([])
+        self._vectors = ExactVectors(dim)
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return len(self._kept.episodes)
 
     def __contains__(self, id: object) -> bool:
         return id in self._kept.episodes
 
     def search(self, queries: Floats, count: int, step: int) -> list[list[Hit]]:
-        """See EpisodicIndex.search; always exact, of equal scores the older episode first."""
-        assert queries.ndim == 2
-        assert queries.shape[1] == self._kept.dim
-        if not self._ids:
-            return [[] for _ in queries]
-        # One inner product at a time: a matrix product may round equal keys differently, by their position.
-        scores = (unit(queries)[:, None] * self._keys).sum(-1)
-        expired = self._kept.expired(step)
-        if expired:
-            scores[:, np.isin(self._ids, expired)] = -np.inf
-        best = np.argsort(-scores, axis=1, kind="stable")[:, : min(count, len(self._ids) - len(expired))]
-        best_scores = np.take_along_axis(scores, best, 1).tolist()
-        return [
-            self._kept.hits([self._ids[position] for position in positions], of_query)
-            for positions, of_query in zip(best.tolist(), best_scores, strict=True)
-        ]
+        """See EpisodicIndex.search; always exact."""
+        return self._kept.search(self._vectors, queries, count, step)
 
     def commit(self, staged: Staged, step: int) -> list[int]:
         """See EpisodicIndex.commit; in RAM only."""
@@ -168,9 +172,7 @@ class EpisodesInMemory:
         if commit is None:
             return []
         self._kept.apply(commit)
-        if commit.added or commit.removed:
-            self._ids = sorted(self._kept.episodes)
-            self._keys = self._kept.keys(self._ids)
+        update(self._vectors, *self._kept.changes(commit))
         return [episode.id for episode in commit.added]
 
 

@@ -6,14 +6,40 @@ a product in different orders, so their scores agree to the rounding of float32.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
-from cdrmix.reason.memory.episode_log import Floats
+from cdrmix.reason.memory.episode_log import Episode, Floats
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 BLOCK = 1 << 22  # float32 numbers that a search by NumPy holds at once
+
+
+class Vectors(Protocol):
+    """A structure that searches vectors with ids by inner product."""
+
+    def add(self, ids: Integers, keys: Floats) -> None:
+        """Adds keys [n, dim] with new ids, ascending and above all present ids."""
+
+    def remove(self, ids: Integers) -> None:
+        """Removes ids."""
+
+    def search(self, queries: Floats, count: int, hidden: Integers) -> tuple[Integers, Floats]:
+        """Ids and values of the largest products of every query [Q, dim], both [Q, count]; id -1 means no result.
+
+        hidden: ids that the search leaves out.
+        """
+
+
+def update(vectors: Vectors, removed: Integers, added: Sequence[Episode]) -> None:
+    """Removes ids, and adds the keys of episodes."""
+    if len(removed):
+        vectors.remove(removed)
+    if added:
+        ids = np.array([episode.id for episode in added], np.int64)
+        vectors.add(ids, np.stack([episode.key for episode in added]))
 
 
 class ExactVectors:
@@ -24,19 +50,16 @@ class ExactVectors:
         self._keys: Floats = np.empty((0, dim), np.float32)
 
     def add(self, ids: Integers, keys: Floats) -> None:
-        """Adds keys [n, dim] with new ids, ascending and above all present ids."""
+        """See Vectors."""
         self._ids, self._keys = np.concatenate([self._ids, ids]), np.concatenate([self._keys, keys])
 
     def remove(self, ids: Integers) -> None:
-        """Removes ids."""
+        """See Vectors."""
         kept = ~np.isin(self._ids, ids)
         self._ids, self._keys = self._ids[kept], self._keys[kept]
 
     def search(self, queries: Floats, count: int, hidden: Integers) -> tuple[Integers, Floats]:
-        """Ids and values of the largest products of every query [Q, dim], both [Q, count]; id -1 means no result.
-
-        hidden: ids that the search leaves out.
-        """
+        """See Vectors."""
         visible = ~np.isin(self._ids, hidden)
         ids, scores = np.full((len(queries), count), -1, np.int64), np.full((len(queries), count), -np.inf, np.float32)
         for row, query in enumerate(queries):

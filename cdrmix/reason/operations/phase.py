@@ -28,8 +28,9 @@ from cdrmix.reason.heads import OPERATIONS, RETRIEVE
 from cdrmix.reason.model import Loss, StageBModel
 from cdrmix.reason.operations.rollout import Decisions, Reader, Rollouts
 from cdrmix.reason.operations.windows import Read, Windows
-from cdrmix.reason.phase import PHASES, Sources, generator_of, reasoning_of, reduce_over_processes
+from cdrmix.reason.phase import PHASES, Sources, generator_of, reasoning_of
 from cdrmix.reason.rl.grpo import Totals, entropy, group_advantages, policy_loss
+from cdrmix.training.distributed import reduce_over_processes
 from cdrmix.training.objective import Outcome
 
 

@@ -267,7 +267,7 @@ class Reader:
         share = settings.summarised * float(torch.rand((), generator=generator) < settings.summarised_batches)
         summarised_BN = torch.rand(count, chunks, generator=generator) < share
         path = [
-            _path(told_F, asked_F) for told_F, asked_F in zip(episodes.fact_chunk_BF, episodes.asked_BF, strict=True)
+            _path(chunk_F, asked_F) for chunk_F, asked_F in zip(episodes.fact_chunk_BF, episodes.asked_BF, strict=True)
         ]
         tokens = episodes.chunks_BNC.numpy().astype(np.uint32)
 
@@ -314,7 +314,7 @@ class _Oracle:
         return []
 
 
-def _path(told_F: Tensor, asked_F: Tensor) -> list[int]:
+def _path(chunk_F: Tensor, asked_F: Tensor) -> list[int]:
     """The chunks that the answer needs, each once, from the last fact's to the first's."""
-    chunks = told_F[asked_F].flip(0).tolist()
+    chunks = chunk_F[asked_F].flip(0).tolist()
     return list(dict.fromkeys(chunks))

@@ -70,7 +70,7 @@ class PlasticityPhase:
         assert config.reasoning is not None
         self._reasoning: Reasoning = config.reasoning
         self._section = config.reasoning.phases.plasticity
-        self._model = config.model
+        self._model = config.cdrmix_model
         self._source = source
         self._seed = config.run.seed if seed is None else seed
 

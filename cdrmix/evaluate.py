@@ -1,0 +1,171 @@
+"""Evaluates trained models: on held-out text, on generated questions, and on tasks of lm-eval."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from cdrmix.config.schema import Config
+from cdrmix.config.schema_data import Tokenizer
+from cdrmix.data.prepare import prepare
+from cdrmix.data.shards import ShardSet
+from cdrmix.errors import ConfigError
+from cdrmix.eval.changes import changes, text_table
+from cdrmix.eval.evaluation import Scores, evaluate_by_length, evaluations
+from cdrmix.eval.perplexity import HeldOut, held_out
+from cdrmix.hf.harness import HarnessScores, check_installed, evaluate_with_harness
+from cdrmix.hf.harness_model import HarnessModel, prompts_begin
+from cdrmix.hf.load import LoadedForeign, is_plain, load_alone
+from cdrmix.inference.generate import generate
+from cdrmix.inference.load import Loaded, Trained, run_of, tokenizer_file
+from cdrmix.inference.sampling import Sampling
+
+
+def evaluate_model(
+    model: Path, config_path: Path | None = None, overrides: Sequence[str] = (), *, device: str | None = None
+) -> HeldOut:
+    """Evaluates the model of a run, checkpoint or export folder on held-out text.
+
+    The text is that of the configuration of the model, or that of config_path and overrides. The tokenizer is that of
+    the model. device: auto, cpu or cuda; it replaces run.device of the configuration.
+    Progress of a preparation goes to standard error, so that standard output has the results only.
+    """
+    loaded = load_alone(model, device)
+    shards, config = _text_of(model, loaded, config_path, overrides)
+    return measure(loaded, shards, config)
+
+
+def _text_of(
+    model: Path, loaded: Loaded | LoadedForeign, config_path: Path | None, overrides: Sequence[str]
+) -> tuple[ShardSet, Config]:
+    """The prepared text of a model, or of config_path and overrides with its tokenizer, and the configuration."""
+    if config_path is None and is_plain(model):
+        raise ConfigError(f"{model} is not of cdrmix, so it has no text of its own: name a configuration by --config")
+    folder = model if (model / "tokenizer.json").is_file() else run_of(model).path
+    config = Config.from_yaml(config_path or folder / "config_snapshot.yaml", overrides)
+    if config.data == loaded.config.data and not (config_path or overrides):
+        shards = prepare(config, say=to_standard_error)
+        if shards.tokenizer_fingerprint == loaded.tokenizer.fingerprint:
+            return shards, config
+    tokenizer = Tokenizer(
+        path=str(tokenizer_file(folder).resolve()),
+        end_of_text=loaded.tokenizer.end_of_text,
+        begin_of_text=loaded.tokenizer.begin_of_text,
+        lossless=loaded.tokenizer.lossless,
+    )
+    data = config.data.model_copy(update={"tokenizer": tokenizer})
+    config = config.model_copy(update={"data": data, "model": loaded.config.model})
+    return prepare(config, say=to_standard_error), config
+
+
+def evaluate_tasks(
+    model: Path,
+    tasks: Sequence[str],
+    lengths: Sequence[int],
+    *,
+    count: int,
+    seed: int,
+    device: str | None = None,
+) -> Scores:
+    """Scores of the model in a run, checkpoint or export folder by task and length in tokens, with greedy generation.
+
+    tasks: names or families of evaluations, or `all`. Progress goes to standard error.
+    Raises ConfigError for an unknown task, and if no task has questions of these lengths.
+    """
+    names = evaluations(tasks)
+    loaded = load_alone(model, device)
+
+    def answer(prompts: Sequence[str], limits: Sequence[int]) -> list[str]:
+        samplings = [Sampling(temperature=0.0, max_new_tokens=limit) for limit in limits]
+        answers = [""] * len(prompts)
+        for number, piece in generate(loaded.model, loaded.tokenizer, prompts, samplings):
+            answers[number] += piece
+        return answers
+
+    return evaluate_by_length(
+        names,
+        lengths,
+        answer,
+        loaded.tokenizer,
+        count=count,
+        seed=seed,
+        training_length=loaded.config.data.row_length,
+        say=to_standard_error,
+    )
+
+
+def evaluate_harness(
+    model: Path,
+    tasks: Sequence[str],
+    config_path: Path | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    include: Path | None = None,
+    limit: int | None = None,
+    few_shot: int | None = None,
+    batch_size: int = 8,
+    max_length: int | None = None,
+    online: bool = False,
+    device: str | None = None,
+) -> HarnessScores:
+    """Scores of a model in tasks of lm-eval. The model: as of cdrmix.load, or a folder of transformers.
+
+    config_path, overrides: the text of the task cdrmix_held_out, as of `evaluate_model`. max_length: tokens that the
+    model reads at most; by default those of a row in its training. The other arguments are those of
+    `evaluate_with_harness`.
+    """
+    check_installed()
+    loaded = load_alone(model, device)
+
+    def held_out() -> Iterator[str]:
+        shards, _ = _text_of(model, loaded, config_path, overrides)
+        return (text.decode("utf-8") for text in shards.valid.text())
+
+    return evaluate_with_harness(
+        HarnessModel(
+            loaded.model,
+            loaded.tokenizer,
+            begins=prompts_begin(loaded),
+            max_length=max_length or loaded.config.data.row_length,
+            batch_size=batch_size,
+            say=to_standard_error,
+        ),
+        tasks,
+        name=str(model),
+        step=loaded.step,
+        held_out=held_out,
+        include=include,
+        limit=limit,
+        few_shot=few_shot,
+        online=online,
+        say=to_standard_error,
+    )
+
+
+def measure(loaded: Trained, shards: ShardSet, config: Config) -> HeldOut:
+    """The results of a model on the held-out split of shards."""
+    rows = {"row_length": config.data.row_length, "micro_batch_rows": config.train.micro_batch_rows}
+    return held_out(loaded.loss_model(), shards.valid, **rows)
+
+
+def to_standard_error(text: str) -> None:
+    """Prints progress, so that standard output has the results only."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def held_out_table(figures: HeldOut) -> str:
+    """The results as aligned lines of text."""
+    ratio = figures.bits_per_byte / figures.unigram_bits_per_byte
+    return "\n".join(
+        [
+            f"Held-out text: {figures.tokens:,} tokens, {figures.text_bytes:,} bytes",
+            f"  {'':<12}{'bits per byte':>14}",
+            f"  {'model':<12}{figures.bits_per_byte:>14.4f}   {ratio:.3f} of unigram; "
+            f"perplexity per token {figures.perplexity:.3f}",
+            f"  {'unigram':<12}{figures.unigram_bits_per_byte:>14.4f}",
+            f"  {'gzip -9':<12}{figures.gzip9_bits_per_byte:>14.4f}",
+            f"  {'zstd -19':<12}{figures.zstd19_bits_per_byte:>14.4f}",
+            *(f"  {line}" for line in text_table(changes(None, figures.as_json())) if figures.domains),
+        ]
+    )

@@ -1,0 +1,454 @@
+"""Models of transformers: made from a folder, from a description or from weights, and used for loss and generation.
+
+Only safetensors are read, and no code of a model is run. Names of parameters are those of transformers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from cdrmix.config.schema import Config
+from cdrmix.config.schema_huggingface import HuggingFaceModel, adapters_alone
+from cdrmix.errors import CheckpointError, ConfigError
+from cdrmix.hf import adapters, mamba
+from cdrmix.hf.head import Head, head_layer, head_logits, head_loss, probe_head
+from cdrmix.hf.packing import Decoded, Packing, called_outside_engine, choose_packing, decode, decoder_of
+from cdrmix.inference.checkpoints import state_dict_mismatch
+from cdrmix.model.language_model import Output, RouterStats
+from cdrmix.model.loss import Losses, LossModule
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+DESCRIPTION = "config.json"
+MISSING = "install the extra of this package: pip install 'cdrmix[hf]'"
+
+
+class Size(NamedTuple):
+    """Rows of the embedding that hold tokens, and all of them."""
+
+    tokens: int
+    rows: int
+
+
+def section_of(config: Config) -> HuggingFaceModel:
+    """The section `model` of a model of transformers. Raises ConfigError for a model of this package."""
+    if isinstance(config.model, HuggingFaceModel):
+        return config.model
+    raise ConfigError("this works only with model.kind: huggingface")
+
+
+def transformers_config(section: HuggingFaceModel, *, with_weights: bool = True) -> Any:
+    """The configuration of the architecture, as transformers reads it. with_weights: the folder must have them too.
+
+    Raises ConfigError if there is none, if transformers does not know the architecture, or if it needs code of its own.
+    """
+    auto = _transformers().AutoConfig
+    refusals = _refusals()
+    if section.random is not None:
+        values = dict(section.random)
+        kind = values.pop("model_type", None)
+        if not isinstance(kind, str):
+            raise ConfigError("model.random: name the architecture as model_type, for example model_type: llama")
+        try:
+            return auto.for_model(kind, **values)
+        except refusals as error:
+            raise ConfigError(
+                f"model.random: transformers cannot make {kind} of these keys: {_first(error)}"
+            ) from error
+    folder = section.folder
+    if folder is not None:
+        check_folder(folder, with_weights=with_weights)
+    elif not section.online:
+        raise ConfigError(
+            f"model.path: there is no folder {section.path}; name the folder of a transformers model, "
+            "model.online: true to download it from the Hugging Face hub, or model.made_by, which makes it"
+        )
+    try:
+        return auto.from_pretrained(folder or section.path, **_origin(section))
+    except refusals as error:
+        raise ConfigError(f"model.path: transformers cannot read {section.path}: {_first(error)}") from error
+
+
+def check_folder(folder: Path, *, with_weights: bool = True) -> None:
+    """Raises ConfigError if the folder has no description, code of its own, no safetensors, or shards that lack.
+
+    The index must name the tensors that the files have.
+    """
+    if (problem := adapters_alone(folder)) is not None:
+        raise ConfigError(problem)
+    try:
+        description = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"model.path: {folder / DESCRIPTION} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"model.path: {folder / DESCRIPTION} is not JSON: {error}") from error
+    kind = description.get("model_type")
+    if kind == "cdrmix":
+        raise ConfigError(f"model.path: {folder} is a model of cdrmix, not of transformers; leave model.kind out")
+    if kind not in _transformers().models.auto.configuration_auto.CONFIG_MAPPING:
+        own = " It has code of its own (auto_map), which is never run." if "auto_map" in description else ""
+        raise ConfigError(
+            f"model.path: {folder}: transformers {_transformers().__version__} has no architecture {kind!r}.{own} "
+            "Use a model whose architecture transformers has"
+        )
+    if with_weights:
+        check_weights(folder)
+
+
+def check_weights(folder: Path) -> None:
+    """Raises ConfigError unless the folder has whole safetensors, one file or several with a correct index."""
+    if (folder / SINGLE).is_file():
+        _names_in(folder / SINGLE)
+        return
+    if not (folder / INDEX).is_file():
+        pickled = sorted(path.name for path in folder.glob("*.bin")) + sorted(path.name for path in folder.glob("*.pt"))
+        what = f"only pickled weights ({pickled[0]}), which can run code" if pickled else "no weights"
+        raise ConfigError(
+            f"model.path: {folder} has {what}; safetensors are needed: {SINGLE}, or several files with {INDEX}. "
+            "`save_pretrained` of transformers writes them"
+        )
+    try:
+        index: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        files = sorted(set(index.values()))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(f"model.path: {folder / INDEX} is not an index of safetensors: {error}") from error
+    missing = [name for name in files if not (folder / name).is_file()]
+    if missing:
+        raise ConfigError(
+            f"model.path: {folder} lacks {len(missing)} of {len(files)} files of its index, the first is {missing[0]}; "
+            "copy them too"
+        )
+    for name in files:
+        expected = {tensor for tensor, file in index.items() if file == name}
+        if lacking := sorted(expected - _names_in(folder / name)):
+            raise ConfigError(
+                f"model.path: {folder / INDEX} says that {name} has {lacking[0]}, but it has not: the index is wrong"
+            )
+
+
+def base_model(config: Config, dtype: torch.dtype = torch.float32) -> Any:
+    """The model that a training begins with, without adapters, in this dtype; quantized with model.lora.quantize."""
+    section, transformers = section_of(config), _transformers()
+    described = transformers_config(section)
+    options: dict[str, Any] = {"dtype": dtype, **_attention(section, config)}
+    if section.lora is not None and section.lora.quantize is not None:
+        with quiet(), torch.device("meta"):
+            empty = transformers.AutoModelForCausalLM.from_config(described)
+        options |= adapters.quantization(empty, section.lora, config.train.precision)
+    with quiet():
+        if section.random is not None:
+            model = _described(lambda: transformers.AutoModelForCausalLM.from_config(described, **options), described)
+        else:
+            try:
+                model, report = transformers.AutoModelForCausalLM.from_pretrained(
+                    section.folder or section.path,
+                    config=described,
+                    use_safetensors=True,
+                    output_loading_info=True,
+                    **options,
+                    **_origin(section),
+                )
+            except (OSError, ValueError, SafetensorError) as error:
+                raise ConfigError(f"model.path: {section.path} cannot be loaded: {_first(error)}") from error
+            if missing := sorted(report["missing_keys"]):
+                raise ConfigError(
+                    f"model.path: {section.path} lacks {len(missing)} tensors of its architecture, the first is "
+                    f"{missing[0]}"
+                )
+            if wrong := report["mismatched_keys"]:
+                raise ConfigError(
+                    f"model.path: {section.path} has {wrong[0][0]} of another shape than config.json says"
+                )
+        adapters.keep_layout(model)
+        size = vocabulary(section)
+        if model.get_input_embeddings().num_embeddings != size.rows:
+            model.resize_token_embeddings(size.rows)
+    return model
+
+
+def base_folder(section: HuggingFaceModel) -> Path:
+    """The folder with the files of the model that a training begins with, also of one that the hub has sent.
+
+    Raises ConfigError if there is none.
+    """
+    if section.folder is None and section.path is not None and section.online:
+        try:
+            found = _transformers().utils.cached_file(section.path, DESCRIPTION, **_origin(section))
+        except OSError as error:
+            raise ConfigError(f"model.path: transformers cannot read {section.path}: {_first(error)}") from error
+        return Path(found).parent
+    assert section.path is not None
+    return Path(section.path).expanduser()
+
+
+def model_of(config: Config, folder: Path, weights: Mapping[str, Tensor], *, origin: Path) -> Any:
+    """The model with given weights, by name. folder: has the config.json of the model before training.
+
+    Raises CheckpointError, naming `origin`, if names or shapes do not match.
+    """
+    section = section_of(config).model_copy(update={"path": str(folder), "random": None})
+    described = _transformers().AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    described.get_text_config().vocab_size = vocabulary(section).rows
+    with quiet(), torch.device("meta"):
+        empty = _transformers().AutoModelForCausalLM.from_config(described)
+        wanted = {name: tensor.shape for name, tensor in trained_tensors(empty).items()}
+    problem = state_dict_mismatch(weights, wanted)
+    if problem is not None:
+        raise CheckpointError(f"{origin} does not match {folder / DESCRIPTION}: it {problem}")
+    with quiet():
+        model = type(empty).from_pretrained(
+            None,
+            config=described,
+            state_dict=dict(weights),
+            dtype=torch.float32,
+            **_attention(section, config),
+        )
+    return model.eval().requires_grad_(False)
+
+
+def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and the buffers that a checkpoint keeps, by name; tied parameters once."""
+    kept = set(model.state_dict())
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
+    return {**dict(model.named_parameters()), **buffers}
+
+
+def vocabulary(section: HuggingFaceModel) -> Size:
+    """The size of the embedding with `model.vocab`."""
+    tokens = section.vocab_size
+    return Size(tokens, -(-tokens // section.vocab.pad_to) * section.vocab.pad_to)
+
+
+class ForeignLossModel(LossModule):
+    """A model of transformers whose output is its loss. `language_model` is the model of transformers itself.
+
+    `prepare` must be called before the first forward pass.
+    """
+
+    def __init__(self, language_model: nn.Module, section: HuggingFaceModel) -> None:
+        super().__init__()
+        mamba.install(language_model)
+        self.language_model = language_model
+        self._section, self._tokens = section, vocabulary(section).tokens
+        self._packing: Packing | None = None
+        self._head = Head()
+        described: Any = language_model.config
+        self._experts = _Experts.of(described)
+        if section.lora is not None:
+            self.base = adapters.base_sha256(base_folder(section))
+
+    def assume(self, packing: Packing, head: Head) -> None:
+        """Uses these instead of what `prepare` finds: for tensors without values, on which nothing can be tested."""
+        self._packing, self._head = packing, head
+
+    def prepare(self) -> list[str]:
+        """Proves that packed documents are isolated, and finds the formula of the head. Raises ConfigError."""
+        with called_outside_engine(self.language_model):
+            self._head = probe_head(self.language_model)
+            self._packing = choose_packing(self.language_model, self._section.packing)
+            adapted = adapters.describe(self.language_model) if self.base is not None else []
+        architecture = self.language_model.config.model_type  # type: ignore[union-attr]
+        how = (
+            "one document a row" if self._packing.way == "rows" else f"packed documents isolated by {self._packing.way}"
+        )
+        loss = "fused loss" if self._head.fused else "loss by chunks of logits"
+        lines = [f"{architecture}: {how} (tested); {self._head.kind} head, {loss}"]
+        return [*lines, *adapted]
+
+    def forward(
+        self,
+        ids_BT: Tensor,
+        targets_BT: Tensor,
+        weights_BT: Tensor,
+        cu_seqlens: Tensor | None,
+        token_count: float,
+        share: float = 1.0,
+    ) -> Losses:
+        """As LossModel.forward."""
+        decoded = self._decode(ids_BT, cu_seqlens)
+        hidden = decoded.hidden_BTD
+        next_token = head_loss(
+            self._head,
+            head_layer(self.language_model),
+            hidden.reshape(-1, hidden.shape[-1]),
+            targets_BT.reshape(-1),
+            weights_BT.flatten(-2),
+            self._tokens,
+        )
+        total = next_token / token_count
+        load_balance = z_loss = torch.zeros((), device=total.device)
+        router = None if self._experts is None else self._experts.statistics(decoded.router_logits)
+        if router is not None:
+            assert self._experts is not None
+            load_balance, z_loss = router.load_balance_L.mean(), router.z_loss_L.mean()
+            total = total + share * self._experts.weight * load_balance
+        return Losses(total, next_token, load_balance, z_loss, router)
+
+    def _decode(self, ids_BT: Tensor, cu_seqlens: Tensor | None) -> Decoded:
+        assert self._packing is not None, "prepare() comes first"
+        options = {} if self._experts is None else {"output_router_logits": True}
+        return decode(self.language_model, self._packing, ids_BT, cu_seqlens, options=options)
+
+
+class _Experts(NamedTuple):
+    """A mixture of experts whose routers take the softmax of their logits. weight: of the balancing loss."""
+
+    top_k: int
+    weight: float
+
+    @classmethod
+    def of(cls, described: Any) -> _Experts | None:
+        """None without a mixture of experts that transformers balances by a loss."""
+        weight, top_k = (
+            getattr(described, "router_aux_loss_coef", None),
+            getattr(described, "num_experts_per_tok", None),
+        )
+        return None if weight is None or not top_k else cls(int(top_k), float(weight))
+
+    def statistics(self, logits: Sequence[Tensor]) -> RouterStats | None:
+        """Loads and losses by router. The balancing loss is that of Switch Transformer (arXiv 2101.03961), as in
+        transformers, but for each router by itself: experts * sum of (share of the routes * mean probability)."""
+        if not logits:
+            return None
+        counts, balances, z_losses = [], [], []
+        for layer in logits:
+            scores = layer.reshape(-1, layer.shape[-1]).float()
+            probabilities = scores.softmax(-1)
+            chosen = torch.zeros_like(probabilities).scatter(-1, probabilities.topk(self.top_k, -1).indices, 1.0)
+            counts.append(chosen.sum(0).long())
+            share = chosen.sum(0) / len(scores)
+            balances.append(scores.shape[-1] * (share * probabilities.mean(0)).sum())
+            z_losses.append(scores.logsumexp(-1).square().mean())
+        counts_LE = torch.stack(counts)
+        return RouterStats(counts_LE, counts_LE, torch.stack(balances), torch.stack(z_losses))
+
+
+class ForeignModel(nn.Module):
+    """A model of transformers for generation and logits, in evaluation mode: the interface CausalModel.
+
+    Rows are generated one at a time: their caches are of transformers, which cannot select rows in all architectures.
+    """
+
+    batching: Literal["row"] = "row"
+
+    def __init__(self, model: nn.Module, section: HuggingFaceModel) -> None:
+        super().__init__()
+        mamba.install(model)
+        self.transformers_model = model
+        self.vocab_size = vocabulary(section).tokens
+        self._section = section
+        self._head = probe_head(model)
+        self._packing: Packing | None = None
+
+    def forward(
+        self, ids_BT: Tensor, *, cu_seqlens: Tensor | None = None, cache: Any = None, return_cache: bool = False
+    ) -> Output:
+        """As CausalModel. cu_seqlens and a cache exclude each other."""
+        if not return_cache:
+            if self._packing is None and cu_seqlens is not None:
+                self._packing = choose_packing(self.transformers_model, self._section.packing)
+            packing = self._packing or Packing("positions")
+            return Output(decode(self.transformers_model, packing, ids_BT, cu_seqlens).hidden_BTD, None, None, None)
+        assert cu_seqlens is None, "rows are read one at a time"
+        decoder = decoder_of(self.transformers_model)
+        parameters = inspect.signature(decoder.forward).parameters
+        # Architectures without attention have another name for the cache, and no positions.
+        name = "cache_params" if "cache_params" in parameters else "past_key_values"
+        arguments = {"input_ids": ids_BT, "use_cache": True, name: cache}
+        if "position_ids" in parameters:  # bamba would count a continued row from 0
+            past = 0 if cache is None else cache.get_seq_length()
+            arguments["position_ids"] = past + torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
+        output = decoder(**arguments)
+        if name not in output:
+            described: Any = self.transformers_model.config
+            raise ConfigError(f"{described.model_type} has no cache that can be continued: it cannot generate text")
+        return Output(output.last_hidden_state, None, output[name], None)
+
+    def logits(self, hidden_BTD: Tensor) -> Tensor:
+        """Hidden states [..., D] -> logits [..., V] in float32."""
+        return head_logits(self._head, head_layer(self.transformers_model), hidden_BTD, self.vocab_size)
+
+    def loss_model(self) -> ForeignLossModel:
+        """The module that gives the Losses of a batch."""
+        loss_model = ForeignLossModel(self.transformers_model, self._section)
+        loss_model.prepare()
+        return loss_model
+
+
+def _attention(section: HuggingFaceModel, config: Config) -> dict[str, str]:
+    """The implementation of attention as an argument of transformers; without one it takes sdpa, or eager."""
+    if section.attention != "auto":
+        return {"attn_implementation": section.attention}
+    on_gpu = config.run.device != "cpu" and torch.cuda.is_available() and config.train.precision != "fp32"
+    if on_gpu and _transformers().utils.is_flash_attn_2_available():
+        return {"attn_implementation": "flash_attention_2"}
+    return {}
+
+
+def _described(make: Any, described: Any) -> Any:
+    try:
+        return make()
+    except ValueError as error:
+        raise ConfigError(
+            f"model.random: {described.model_type} is not a causal language model: {_first(error)}"
+        ) from error
+
+
+def _origin(section: HuggingFaceModel) -> dict[str, Any]:
+    """Where transformers may read a model from: never code, and the network only if the configuration says so."""
+    local = section.folder is not None or not section.online
+    return {"trust_remote_code": False, "local_files_only": local, "revision": section.revision or "main"}
+
+
+def _names_in(path: Path) -> set[str]:
+    try:
+        with safe_open(path, "pt") as file:
+            return set(file.keys())
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"model.path: {path} is not a whole safetensors file: {error}") from error
+
+
+def _refusals() -> tuple[type[Exception], ...]:
+    """What transformers raises for keys and values of a configuration that it does not take."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    strict: type[Exception] = StrictDataclassError
+    return OSError, ValueError, TypeError, KeyError, strict
+
+
+def _first(error: BaseException) -> str:
+    """The first lines of a message as one line."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(f"model.kind: huggingface needs the package transformers; {MISSING}") from error
+    return transformers
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without the progress bars and advice of transformers; errors are raised as ever."""
+    from transformers.utils import logging
+
+    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,254 @@
+"""Loads trained models of every kind: of this package and of transformers, from a run, checkpoint or export folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cdrmix.config.schema import Config, Model
+from cdrmix.config.schema_huggingface import HuggingFaceModel
+from cdrmix.data.tokenizer import TextTokenizer
+from cdrmix.errors import CheckpointError, ConfigError, VocabularyError
+from cdrmix.hf import adapters
+from cdrmix.hf.export import ABOUT
+from cdrmix.hf.foreign import (
+    ForeignLossModel,
+    ForeignModel,
+    base_folder,
+    base_model,
+    model_of,
+    quiet,
+    section_of,
+    trained_tensors,
+    transformers_config,
+)
+from cdrmix.inference.checkpoints import MANIFEST, base_of, step_of
+from cdrmix.inference.load import (
+    SUMS,
+    Loaded,
+    final_weights,
+    load_model,
+    read_safetensors,
+    read_tokenizer,
+    run_of,
+    verify,
+)
+from cdrmix.inference.text_model import TextModel
+from cdrmix.runtime import work_alone
+
+SNAPSHOT = "config_snapshot.yaml"
+ROW_LENGTH = 2048  # of a model whose config.json has no longest row, as in lm-eval
+
+
+class LoadedForeign(NamedTuple):
+    """A model of transformers in evaluation mode (float32) with its tokenizer and configuration.
+
+    folder: has the config.json of the model before training, and the other files of its tokenizer. adapters: with
+    model.lora their weights, which are merged into the model; base: the SHA-256 of the model they were trained with.
+    """
+
+    model: ForeignModel
+    tokenizer: TextTokenizer
+    config: Config
+    step: int
+    folder: Path
+    adapters: Mapping[str, Tensor] = {}
+    base: str | None = None
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """All weights by name; adapters are merged."""
+        return trained_tensors(self.model.transformers_model)
+
+    def loss_model(self) -> ForeignLossModel:
+        """The model with its loss."""
+        return self.model.loss_model()
+
+
+def load_trained(path: str | Path, device: torch.device | None = None) -> Loaded | LoadedForeign:
+    """Loads the model of a checkpoint, an export folder, a run folder (its newest checkpoint with valid weights), or a
+    folder of transformers.
+
+    If the run has a running average of the weights (train.ema_decay), the average is loaded. Adapters (model.lora) are
+    merged into their base. device: the CPU by default.
+    Raises CheckpointError if there is no model or a file does not match its hash; BaseModelError if the base of
+    adapters is missing or another one; VocabularyError if the tokenizer has more tokens than the model.
+    """
+    path = Path(path)
+    if is_plain(path):
+        loaded = _load_plain(path)
+        return loaded if device is None else loaded._replace(model=loaded.model.to(device))
+    if path.name in ("latest", "best") and path.is_file():  # files in checkpoints/ with the name of a checkpoint
+        path = path.with_name(path.read_text(encoding="utf-8").strip())
+    exported = (path / SUMS).is_file()
+    snapshot = path / SNAPSHOT if exported else run_of(path).config_snapshot
+    if exported and not snapshot.is_file():
+        raise CheckpointError(f"{path} has no {SNAPSHOT}: it is not an export of cdrmix")
+    config = Config.from_yaml(snapshot)
+    if isinstance(config.model, Model):
+        return load_model(path, device)
+    if not exported:
+        loaded = _load_checkpoint(path, config)
+    elif (path / adapters.WEIGHTS).is_file():
+        loaded = _load_adapters(path, config)
+    else:
+        loaded = _load_exported(path, config)
+    return loaded if device is None else loaded._replace(model=loaded.model.to(device))
+
+
+def untrained(config: Config, tokenizer: TextTokenizer) -> LoadedForeign:
+    """The model of transformers that a run starts from, as step 0; without adapters and not quantized."""
+    section = section_of(config).model_copy(update={"lora": None})
+    model = base_model(config.model_copy(update={"model": section})).eval().requires_grad_(False)
+    return LoadedForeign(ForeignModel(model, section), tokenizer, config, 0, section.folder or Path())
+
+
+def is_plain(path: Path) -> bool:
+    """Whether a folder has a model of transformers that cdrmix neither trained nor exported."""
+    return (path / "config.json").is_file() and not any((path / name).is_file() for name in (SUMS, SNAPSHOT, MANIFEST))
+
+
+def _load_plain(path: Path) -> LoadedForeign:
+    """A model of transformers as it is, with a configuration of which only `model` and `data` mean something.
+
+    data.row_length: the tokens that the model reads at most, 2,048 if its config.json does not say. Documents are not
+    packed.
+    """
+    model: dict[str, object] = {"kind": "huggingface", "path": str(path), "packing": "rows"}
+    section = HuggingFaceModel.model_validate(model)
+    described = transformers_config(section).get_text_config()
+    tokenizer = TextTokenizer.load(path, lossless=False)
+    if tokenizer.vocab_size > section.vocab_size:
+        raise VocabularyError(
+            f"the tokenizer of {path} has {tokenizer.vocab_size} tokens, but the vocabulary of the model has "
+            f"{section.vocab_size}"
+        )
+    data = {
+        "row_length": getattr(described, "max_position_embeddings", None) or ROW_LENGTH,
+        "tokenizer": {
+            "path": str(path),
+            "end_of_text": tokenizer.end_of_text,
+            "begin_of_text": tokenizer.begin_of_text,
+            "lossless": tokenizer.lossless,
+        },
+    }
+    train = {"steps": 1, "batch_rows": 1, "micro_batch_rows": 1, "learning_rate": 1.0, "precision": "fp32"}
+    config = Config.model_validate({"run": {"name": path.resolve().name}, "model": model, "data": data, "train": train})
+    made = base_model(config).eval().requires_grad_(False)
+    return LoadedForeign(ForeignModel(made, section), tokenizer, config, 0, path)
+
+
+def _load_checkpoint(path: Path, config: Config) -> LoadedForeign:
+    run = run_of(path)
+    checkpoint, weights = final_weights(path, average=True)
+    if not run.tokenizer.is_file():
+        raise CheckpointError(f"{run.path}: tokenizer.json is missing, and the model cannot be used without it")
+    if section_of(config).lora is not None:
+        base = base_of(checkpoint)
+        return _merged(config, weights, checkpoint, run.tokenizer, step_of(checkpoint), base, run.base_model)
+    model = model_of(config, run.base_model, weights, origin=checkpoint)
+    tokenizer = read_tokenizer(run.tokenizer, config)
+    return LoadedForeign(
+        ForeignModel(model, section_of(config)), tokenizer, config, step_of(checkpoint), run.base_model
+    )
+
+
+def _load_adapters(path: Path, config: Config) -> LoadedForeign:
+    """A folder with adapters alone; its base is at model.path."""
+    sums = verify(path)
+    for name in (adapters.WEIGHTS, adapters.DESCRIPTION, ABOUT, "tokenizer.json"):
+        if name not in sums:
+            raise CheckpointError(f"{path / SUMS} does not list {name}: the exported adapters are incomplete")
+    about, weights = _about(path), adapters.read_adapters(path)
+    tokenizer = path / "tokenizer.json"
+    return _merged(config, weights, path, tokenizer, int(about["step"]), str(about.get("base_sha256")), path)
+
+
+def _merged(
+    config: Config,
+    weights: dict[str, Tensor],
+    origin: Path,
+    tokenizer: Path,
+    step: int,
+    base: str,
+    folder: Path,
+) -> LoadedForeign:
+    """The base at model.path with adapters merged into it. origin: of the adapters. Others as of LoadedForeign."""
+    section = section_of(config)
+    assert section.lora is not None
+    adapters.check_base(base_folder(section), base, origin)
+    with quiet():
+        model = adapters.merge_adapters(base_model(config), section.lora, weights, origin=origin)
+    model.eval().requires_grad_(False)
+    plain = section.model_copy(update={"lora": None})  # nothing is trained
+    text = read_tokenizer(tokenizer, config)
+    return LoadedForeign(ForeignModel(model, plain), text, config, step, folder, weights, base)
+
+
+def _load_exported(path: Path, config: Config) -> LoadedForeign:
+    sums = verify(path)
+    for name in ("config.json", ABOUT, "tokenizer.json"):
+        if name not in sums:
+            raise CheckpointError(f"{path / SUMS} does not list {name}: the exported model is incomplete")
+    # The export has no rows of padding, and its description has the tokens that were added.
+    section = section_of(config).model_copy(update={"path": str(path), "random": None, "lora": None})
+    section = section.model_copy(update={"vocab": type(section.vocab)()})
+    plain = config.model_copy(update={"model": section})
+    weights = read_safetensors(path, sums)
+    model = model_of(plain, path, weights, origin=path)
+    tokenizer = read_tokenizer(path / "tokenizer.json", plain)
+    return LoadedForeign(ForeignModel(model, section), tokenizer, config, int(_about(path)["step"]), path)
+
+
+def _about(path: Path) -> dict[str, Any]:
+    try:
+        about: dict[str, Any] = json.loads((path / ABOUT).read_text(encoding="utf-8"))
+        int(about["step"])
+    except (ValueError, TypeError, LookupError) as error:
+        raise CheckpointError(f"{path / ABOUT} has no step: it is not a description of a model") from error
+    return about
+
+
+def load_cdrmix(path: str | Path, device: str | None = None) -> Loaded:
+    """`load_alone` of a model of this package. Raises ConfigError for a model of transformers."""
+    loaded = load_alone(path, device)
+    if not isinstance(loaded, Loaded):
+        raise ConfigError(f"{path}: this works only with models of cdrmix, and this one is of transformers")
+    return loaded
+
+
+def load_alone(path: str | Path, device: str | None = None) -> Loaded | LoadedForeign:
+    """Loads a model for use in this process alone, on its device and with the threads of its configuration.
+
+    device: auto, cpu or cuda; it replaces run.device of the configuration.
+    """
+    loaded = load_trained(path)
+    place = work_alone(loaded.config, device)
+    return loaded._replace(model=loaded.model.to(place))  # type: ignore[arg-type]
+
+
+def load(path: str | Path, *, device: str | None = None) -> TextModel:
+    """Loads the model of a run folder (its newest complete checkpoint), a checkpoint, an export folder, or a folder of
+    transformers (config.json, safetensors and tokenizer.json).
+
+    The files of cdrmix are verified first. The CPU threads and the determinism settings of this process are set as the
+    configuration of the run says.
+
+    Args:
+        path: the folder.
+        device: auto, cpu or cuda. Default: run.device of the configuration.
+
+    Raises:
+        CheckpointError: there is no complete model at the path.
+        ConfigError: the device does not exist.
+        VocabularyError: the tokenizer does not match the model.
+        ValueError: `path` is neither a string nor a Path.
+    """
+    if not isinstance(path, str | Path):
+        raise ValueError(f"path must be a string or a Path; found {path!r}")
+    return TextModel(load_alone(path, device))

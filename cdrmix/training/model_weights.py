@@ -1,0 +1,173 @@
+"""The weights of a model in training: gathered from the processes for checkpoints, and loaded from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cdrmix.training.distributed import DistributedContext
+from cdrmix.training.expert_parallel import ExpertGroups, is_expert_shard
+from cdrmix.training.master_weights import MasterWeights
+
+
+class ModelWeights:
+    """The parameters and buffers of a loss model after DeepSpeed has sharded them, by their name without
+    `language_model.`.
+
+    experts: the groups of expert parallelism. masters: the float32 weights of a model with bf16 weights; None: the
+    weights are float32. trained_only: save and load the trained parameters alone, without buffers.
+    """
+
+    def __init__(
+        self,
+        loss_model: nn.Module,
+        world: DistributedContext,
+        stage: int,
+        experts: ExpertGroups | None,
+        masters: MasterWeights | None,
+        *,
+        trained_only: bool,
+    ) -> None:
+        self._model, self._world, self._stage, self._experts, self.masters = loss_model, world, stage, experts, masters
+        self.parameters: dict[str, Any] = {  # Any: ZeRO-3 gives parameters ds_tensor, ds_numel and ds_shape
+            name.removeprefix("language_model."): parameter for name, parameter in loss_model.named_parameters()
+        }
+        # State that no gradient changes: the routers' biases. Whole and equal in every process.
+        self._buffers = {name.removeprefix("language_model."): buffer for name, buffer in _saved_buffers(loss_model)}
+        self._saved = self.parameters
+        if trained_only:
+            self._buffers = {}
+            self._saved = {name: each for name, each in self.parameters.items() if each.requires_grad}
+
+    def local(self) -> list[Tensor]:
+        """The float32 weights that this process holds: whole, or under ZeRO-3 one padded slice of each; with bf16
+        weights the partitions of this process."""
+        if self.masters is not None:
+            return [flat.detach() for flat in self.masters.flat]
+        return [self._held(parameter) for parameter in self._saved.values()]
+
+    def whole(self, local: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Whole float32 weights on the CPU, with all experts, and the buffers: in rank 0; {} in the others.
+
+        local: what `local` returned, or its average. All ranks call. One parameter at a time is whole on the device.
+        """
+        whole = {}
+        for number, (name, parameter) in enumerate(self._saved.items()):
+            if self.masters is not None and parameter in self.masters:
+                mine = self.masters.whole(parameter, local)
+            else:
+                mine = local[number] if self.masters is None else self._held(parameter).float()  # or it is frozen
+                mine = _joined(mine.to(self._world.device), parameter) if self._stage == 3 else mine
+            tensor: Tensor | None = mine if self._world.rank == 0 else None
+            if is_expert_shard(parameter):
+                assert self._experts is not None
+                tensor = self._experts.whole(mine)
+            if tensor is not None:
+                whole[name] = tensor.detach().cpu().contiguous()
+        if self._world.rank == 0:
+            whole |= {name: buffer.cpu().clone() for name, buffer in self._buffers.items()}
+        return whole
+
+    def load(self, weights: dict[str, Tensor]) -> None:
+        """Loads what `whole` returned. Rank 0's argument is sent to every rank. All ranks call."""
+        for name, parameter in self._saved.items():
+            with self._gathered(parameter), torch.no_grad():
+                if is_expert_shard(parameter):
+                    assert self._experts is not None
+                    self._experts.shard(parameter.data, weights[name] if self._world.rank == 0 else None)
+                elif self.masters is not None and parameter in self.masters:
+                    whole = self._sent(weights.get(name), parameter.shape)
+                    parameter.copy_(whole)
+                    self.masters.load(parameter, whole, self.masters.flat)
+                else:
+                    if self._world.rank == 0:
+                        parameter.copy_(weights[name])
+                    if self._stage < 3 and self._world.size > 1:
+                        dist.broadcast(parameter.data, 0)
+        for name, buffer in self._buffers.items():
+            if self._world.rank == 0:
+                buffer.copy_(weights[name])
+            if self._world.size > 1:
+                dist.broadcast(buffer, 0)
+
+    def load_local(self, local: Sequence[Tensor], weights: dict[str, Tensor]) -> None:
+        """Fills tensors of the shapes of `local` from whole weights, which every rank passes."""
+        for number, (name, parameter) in enumerate(self._saved.items()):
+            if self.masters is not None:
+                if parameter in self.masters:
+                    self.masters.load(parameter, weights[name], local)
+                continue
+            whole = self.shard(parameter, weights[name]).flatten()
+            if self._stage == 3:
+                size = parameter.ds_tensor.numel()
+                rank = dist.get_rank(parameter.ds_process_group)
+                whole = whole[rank * size : (rank + 1) * size]
+            local[number].flatten()[: whole.numel()].copy_(whole)
+
+    def copy_to(self, target: nn.Module) -> None:
+        """Copies all weights into a module of the same structure. All ranks call."""
+        with torch.no_grad():
+            for parameter, copied in zip(self.parameters.values(), target.parameters(), strict=True):
+                with self._gathered(parameter):
+                    copied.copy_(parameter)
+            for buffer, its_copy in zip(self._model.buffers(), target.buffers(), strict=True):
+                its_copy.copy_(buffer)
+
+    def shapes(self) -> dict[str, list[int]]:
+        """The shapes of what `whole` returns, in every rank and without gathering."""
+        shapes = {name: list(buffer.shape) for name, buffer in self._buffers.items()}
+        for name, parameter in self._saved.items():
+            shapes[name] = list(parameter.ds_shape if self._stage == 3 else parameter.shape)
+            if is_expert_shard(parameter):
+                assert self._experts is not None
+                shapes[name][0] *= self._experts.experts.size
+        return shapes
+
+    def shard(self, parameter: Tensor, whole: Tensor) -> Tensor:
+        """The part of a whole tensor that belongs to this process's parameter."""
+        if not is_expert_shard(parameter):
+            return whole
+        assert self._experts is not None
+        return self._experts.experts.share(whole)
+
+    def _held(self, parameter: Any) -> Tensor:
+        held: Tensor = parameter.ds_tensor.data if self._stage == 3 else parameter.data
+        return held
+
+    def _sent(self, tensor: Tensor | None, shape: torch.Size) -> Tensor:
+        """Rank 0's tensor in float32, on the device of every rank."""
+        device = self._world.device
+        sent = torch.empty(shape, device=device) if tensor is None else tensor.to(device, torch.float32)
+        if self._world.size > 1:
+            dist.broadcast(sent, 0)
+        return sent
+
+    def _gathered(self, parameter: nn.Parameter) -> Any:
+        if self._stage < 3:
+            return nullcontext()
+        import deepspeed
+
+        return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
+
+
+def _joined(mine: Tensor, parameter: Any) -> Tensor:
+    """Gathers a parameter under ZeRO-3 from the slices of its group. All ranks of the group call."""
+    size = dist.get_world_size(parameter.ds_process_group)
+    if size > 1:
+        slices = [torch.empty_like(mine) for _ in range(size)]
+        dist.all_gather(slices, mine.contiguous(), group=parameter.ds_process_group)
+        mine = torch.cat(slices)
+    return mine[: parameter.ds_numel].view(parameter.ds_shape)
+
+
+def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers of the state_dict: not those that the model computes, such as rotary frequencies."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer

@@ -1,0 +1,265 @@
+"""Direct preference optimisation (DPO): the loss of pairs of answers, the reference, and the trainer's objective.
+
+DPO (Rafailov et al. 2023, arXiv 2305.18290, equation 7) trains a model to prefer the chosen answer of a pair by its
+log-probability, against a reference: the model that the training starts from. The reference never changes, so its
+log-probabilities are computed once and stored in the run folder.
+
+The log-probability of an answer is the sum over its tokens. The fused loss gives it for all answers of a micro-batch,
+without the logits of all tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+from collections.abc import Callable
+from types import TracebackType
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cdrmix.config.schema import Config, Dpo, Model
+from cdrmix.data.batch import Batch
+from cdrmix.data.loader import Prefetcher, TrainLoader
+from cdrmix.data.pairs import PairBatch, all_pairs
+from cdrmix.data.shards import ShardSet, Split
+from cdrmix.durable import sha256_file, write_atomically, write_checksummed
+from cdrmix.model.feed_forward.router import balance_routers
+from cdrmix.run_folder import RunFolder
+from cdrmix.training.checkpoint import Progress
+from cdrmix.training.compiling import uncompiled
+from cdrmix.training.distributed import DistributedContext
+from cdrmix.training.engine import Engine
+from cdrmix.training.metrics import StepRecord
+from cdrmix.training.objective import Outcome, StepFacts, StepTotals
+
+FOLDER = "reference"  # in the run folder
+MEASURES = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward")  # means over pairs, in this order
+
+
+class PairTerms(NamedTuple):
+    """Sums over P pairs. loss: with a gradient. Rewards are beta (log p - log p of the reference), in nats.
+
+    accuracy: pairs whose chosen answer has the higher reward. margin: chosen less rejected reward.
+    """
+
+    loss: Tensor
+    accuracy: Tensor
+    margin: Tensor
+    chosen_reward: Tensor
+    rejected_reward: Tensor
+
+
+def preference_loss(log_probs_P2: Tensor, reference_P2: Tensor, section: Dpo) -> PairTerms:
+    """DPO's loss of pairs, summed. Columns: the chosen and the rejected answer, each the sum over its tokens.
+
+        -(1 - eps) log sigmoid(margin) - eps log sigmoid(-margin),  eps = label_smoothing
+
+    With eps this is the conservative DPO of Mitchell 2023. log_probs_P2, reference_P2: [P, 2], nats.
+    """
+    rewards_P2 = section.beta * (log_probs_P2 - reference_P2)
+    margins_P = rewards_P2[:, 0] - rewards_P2[:, 1]
+    smoothing = section.label_smoothing
+    losses_P = -(1 - smoothing) * F.logsigmoid(margins_P) - smoothing * F.logsigmoid(-margins_P)
+    chosen, rejected = rewards_P2.detach().sum(0)
+    return PairTerms(losses_P.sum(), (margins_P.detach() > 0).sum(), chosen - rejected, chosen, rejected)
+
+
+class Reference(NamedTuple):
+    """Log-probabilities of all answers under the model that the training starts from: float64 [pairs, 2], nats."""
+
+    train: Tensor
+    valid: Tensor
+
+
+def stored_reference(run: RunFolder, shards: ShardSet, world: DistributedContext) -> Reference | None:
+    """The reference of an earlier start of the run; None if it is not there, damaged, or of other shards."""
+    found: Reference | None = None
+    if world.is_main_process:
+        folder = run.path / FOLDER
+        try:
+            index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
+            if index["shards"] == shards.fingerprint:
+                paths = {name: folder / f"{name}.npy" for name in Reference._fields}
+                if all(sha256_file(path) == index["files"][name]["sha256"] for name, path in paths.items()):
+                    arrays = {name: np.load(path, allow_pickle=False) for name, path in paths.items()}
+                    found = Reference(**{name: torch.from_numpy(array) for name, array in arrays.items()})
+        except (OSError, ValueError, LookupError, TypeError):
+            found = None  # it is computed again
+    return world.gather(found)[0]
+
+
+def make_reference(engine: Engine, config: Config, run: RunFolder, shards: ShardSet) -> Reference:
+    """Computes the reference with the weights of the engine, and stores it in the run folder. Every process calls."""
+    rows = config.train.micro_batch_rows
+    with uncompiled(config):
+        reference = Reference(*(_log_probs_of_all(engine, split, rows) for split in (shards.train, shards.valid)))
+    if engine.world.is_main_process:
+        folder = run.path / FOLDER
+        folder.mkdir(exist_ok=True)
+        files = {}
+        for name, values in reference._asdict().items():
+            buffer = io.BytesIO()
+            np.save(buffer, values.numpy(), allow_pickle=False)
+            files[name] = write_checksummed(folder / f"{name}.npy", buffer.getvalue())
+        write_atomically(folder / "index.json", json.dumps({"shards": shards.fingerprint, "files": files}, indent=1))
+    engine.world.barrier()
+    return reference
+
+
+def _log_probs_of_all(engine: Engine, split: Split, micro_batch_rows: int) -> Tensor:
+    world = engine.world
+    numbers, values = [], []
+    training = engine.module.training
+    engine.module.eval()
+    with torch.no_grad():
+        for batch in all_pairs(split, np.arange(split.rows), micro_batch_rows, world.rank, world.size):
+            placed = batch.to(world.device)
+            numbers.append(batch.pairs_P)
+            values.append(log_probs(engine.module, placed).cpu())
+    engine.module.train(training)
+    found = torch.full((split.documents // 2, 2), math.nan, dtype=torch.float64)
+    for of_rank, its_values in world.gather((torch.cat(numbers), torch.cat(values))):
+        found[of_rank] = its_values
+    assert not found.isnan().any(), "every pair is in one row"
+    return found
+
+
+def log_probs(module: torch.nn.Module, batch: PairBatch) -> Tensor:
+    """float64 [P, 2]: the log-probabilities of the answers of a batch, in nats.
+
+    module: a LossModel or an engine's module around one. batch: on its device.
+    """
+    nats = module(*_arguments(batch), 1.0).next_token_sum
+    return -nats.double().view(-1, 2)[: len(batch.pairs_P)]
+
+
+def _arguments(batch: PairBatch) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
+    """The arguments of a loss model but the share. With an infinite count, `total` has the routers' losses alone."""
+    return batch.ids_BT, batch.targets_BT, batch.answer_weights(), batch.cu_seqlens_N, math.inf
+
+
+class Preferences:
+    """DPO as the trainer's objective: pairs instead of next tokens, and the routers' losses. A context manager.
+
+    Batches are made one step ahead, in a thread.
+    """
+
+    phase: str | None = None
+    measures: tuple[str, ...] = (*MEASURES, "load_balance", "z_loss")
+
+    def __init__(self, config: Config, loader: TrainLoader, world: DistributedContext, reference: Reference) -> None:
+        assert config.train.dpo is not None
+        self._config, self._loader, self._dpo = config, loader, config.train.dpo
+        self._reference = reference.train
+        self._batches = Prefetcher(loader, config.train.steps, world.device)
+        model = config.model
+        routes = isinstance(model, Model) and bool(model.routers)
+        self._bias_rate = config.cdrmix_model.feed_forward.bias_update_rate if routes else 0.0
+        self.balances_routers = self._bias_rate > 0
+        self._pair_count, self._token_count, self._share = 1, 0.0, 0.0  # of the global batch at hand
+
+    def __enter__(self) -> Preferences:
+        self._batches.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._batches.__exit__(kind, error, traceback)
+
+    def micro_batches(self, engine: Engine, step: int) -> list[Batch]:
+        """This process's micro-batches of global batch `step`."""
+        batches = self._batches.micro_batches(step)
+        first = batches[0]
+        assert isinstance(first, PairBatch)
+        self._pair_count, self._token_count, self._share = first.pair_count, first.token_count, engine.share
+        return batches
+
+    def forward(self, engine: Engine, micro_batch: Batch, *, last: bool) -> Outcome:
+        """The loss of the pairs of a micro-batch, as a part of the mean over the global batch."""
+        assert isinstance(micro_batch, PairBatch)
+        batch = micro_batch.to(engine.world.device)
+        losses = engine.evaluate(*_arguments(batch), engine.share, last=last)
+        nats_P2 = losses.next_token_sum.view(-1, 2)
+        reference_P2 = self._reference[batch.pairs_P].to(nats_P2)
+        terms = preference_loss(-nats_P2, reference_P2, self._dpo)
+        sums = torch.stack([term.detach().float() for term in (*terms, losses.load_balance, losses.z_loss)])
+        return Outcome(terms.loss / batch.pair_count + losses.total.mean(), sums, losses.router)
+
+    def update(self, engine: Engine, totals: StepTotals) -> None:
+        """Moves the routers' biases towards even loads."""
+        if self.balances_routers:
+            balance_routers(engine.module, totals.routing.tokens_per_expert_LE, self._bias_rate)
+
+    def tokens(self, totals: StepTotals) -> int:
+        """Tokens of answers in the global batch."""
+        return round(self._token_count)
+
+    def loss(self, totals: StepTotals) -> float:
+        """The loss of a pair."""
+        return totals.sums["loss"] / self._pair_count
+
+    def record(self, facts: StepFacts, totals: StepTotals) -> StepRecord:
+        """The step with the measures of its pairs."""
+        return StepRecord(
+            step=facts.step,
+            epoch=self._loader.epoch(facts.step),
+            loss=totals.loss,
+            next_token_loss=self.loss(totals),
+            load_balance=totals.sums["load_balance"] * self._share,
+            z_loss=totals.sums["z_loss"] * self._share,
+            learning_rate=facts.learning_rate,
+            gradient_norm=facts.gradient_norm,
+            tokens=facts.tokens,
+            tokens_per_second=facts.tokens_per_second,
+            seconds=facts.seconds,
+            memory_gib=facts.memory_gib,
+            preferences={name: totals.sums[name] / self._pair_count for name in MEASURES},
+            **totals.routing.measures(self._config.model),
+        )
+
+
+class PreferenceValidation:
+    """The measures of pairs on `train.evaluate_rows` held-out rows. No checkpoint is marked as the best by them."""
+
+    def __init__(
+        self,
+        config: Config,
+        shards: ShardSet,
+        world: DistributedContext,
+        reference: Reference,
+        say: Callable[[str], None],
+    ) -> None:
+        assert config.train.dpo is not None
+        self._config, self._dpo, self._reference, self._say = config, config.train.dpo, reference.valid, say
+        self._split, self._world = shards.valid, world
+        count = min(config.train.evaluate_rows, shards.valid.rows)
+        self._rows = np.arange(count) * shards.valid.rows // count
+
+    def complete(self, engine: Engine, record: StepRecord, progress: Progress) -> tuple[StepRecord, Progress]:
+        """A step's record and progress with the measures of the weights as they are after it."""
+        sums = torch.zeros(len(MEASURES) + 1, dtype=torch.float64, device=self._world.device)
+        rows = self._config.train.micro_batch_rows
+        training = engine.module.training
+        engine.module.eval()
+        with uncompiled(self._config), torch.no_grad():
+            for batch in all_pairs(self._split, self._rows, rows, self._world.rank, self._world.size):
+                placed = batch.to(self._world.device)
+                values_P2 = log_probs(engine.module, placed)
+                terms = preference_loss(values_P2, self._reference[batch.pairs_P].to(values_P2), self._dpo)
+                sums += torch.stack([*(term.double() for term in terms), sums.new_tensor(len(values_P2))])
+        engine.module.train(training)
+        *totals, pairs = self._world.total(sums).tolist()
+        means = {name: total / pairs for name, total in zip(MEASURES, totals, strict=True)}
+        self._say(
+            f"step {record.step}, held-out pairs: loss {means['loss']:.4f}, accuracy {means['accuracy']:.3f}, margin "
+            f"{means['margin']:.3f}"
+        )
+        record = dataclasses.replace(record, valid_loss=means["loss"], valid_preferences=means)
+        return record, dataclasses.replace(progress, unvalidated=None)

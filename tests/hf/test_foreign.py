@@ -1,0 +1,254 @@
+"""Models of transformers by whole runs: export, resume, the model that is made first, and folders that are refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import cdrmix
+from cdrmix.cli import main
+from cdrmix.compare import compare
+from cdrmix.config.schema import Config
+from cdrmix.data.loader import EvalLoader
+from cdrmix.data.prepare import prepare
+from cdrmix.errors import Preempted
+from cdrmix.run_folder import RunFolder
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+Write = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def write(tmp_path_factory: pytest.TempPathFactory) -> Write:
+    """Writes a configuration of a small model on a few texts, and returns its path."""
+    root = tmp_path_factory.mktemp("foreign")
+    texts = [
+        {"text": f"def function_{number}(x):\n    return x * {number} + {number % 7}  # {'comment ' * (number % 9)}\n"}
+        for number in range(120)
+    ]
+    (root / "text.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+
+    def make(name: str, model: dict[str, Any], tokenizer: str | None = None, **train: Any) -> Path:
+        content = {
+            "run": {"name": name, "root": str(root / "runs"), "device": "cpu", "threads": 1},
+            "model": {"kind": "huggingface", **model},
+            "data": {
+                "source": {"kind": "jsonl", "paths": [str(root / "text.jsonl")]},
+                "row_length": 64,
+                "cache": str(root / "cache"),
+                "valid_fraction": 0.1,
+                "dedup": {"near_duplicates": False},
+                **({} if tokenizer is None else {"tokenizer": {"path": tokenizer}}),
+            },
+            "train": {
+                "steps": 4,
+                "batch_rows": 4,
+                "micro_batch_rows": 2,
+                "learning_rate": 1e-2,
+                "precision": "fp32",
+                "evaluate_every": 2,
+                "checkpoint_every": 2,
+                **train,
+            },
+        }
+        path = root / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(content))
+        return path
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def finished(write: Write) -> RunFolder:
+    """A run from random weights, with rows of the embedding that have no token."""
+    return RunFolder(cdrmix.train(Config.from_yaml(write("first", {"random": LLAMA, "vocab": {"pad_to": 64}}))))
+
+
+def test_transformers_alone_gives_the_held_out_figures_of_the_export(finished: RunFolder) -> None:
+    config = Config.from_yaml(finished.config_snapshot)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        finished.export, dtype=torch.float32, output_loading_info=True, local_files_only=True
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert model.get_input_embeddings().num_embeddings == 300  # without padding
+    shards = prepare(config, say=lambda line: None)
+    nats, text_bytes = 0.0, shards.valid.text_bytes
+    for batch in EvalLoader(shards.valid, config.data.row_length, 2):
+        ids, targets, weights = (x.flatten() for x in (batch.ids_BT, batch.targets_BT, batch.weights_BT))
+        for start, end in pairwise(batch.cu_seqlens_N.tolist()):  # each document alone
+            with torch.no_grad():
+                log_probs = model(input_ids=ids[None, start:end]).logits[0].double().log_softmax(-1)
+            chosen = log_probs.gather(-1, targets[start:end, None]).squeeze(-1)
+            nats -= float((chosen * weights[start:end]).sum())
+    ours = finished.summary()["held_out"]["bits_per_byte"]
+    assert nats / math.log(2) / text_bytes == pytest.approx(ours, rel=1e-5)
+
+
+def test_an_export_knows_the_tokens_of_its_tokenizer(finished: RunFolder) -> None:
+    loaded = cdrmix.load(finished.export, device="cpu")
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((finished.export / name).read_text())["eos_token_id"] == loaded.tokenizer.end_of_text_id
+    assert loaded.generate("def ", max_new_tokens=8, temperature=0.0) == cdrmix.load(finished.path).generate(
+        "def ", max_new_tokens=8, temperature=0.0
+    )
+    assert compare(finished.path, finished.path).identical
+
+
+class StopAt(cdrmix.Callback):
+    """Stops the training after a step, as a signal does."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_record(self, record: Any) -> bool:
+        return bool(record.step == self._step)
+
+
+@pytest.mark.parametrize("mode", ["full", "recomputed", "lora"])
+def test_a_stopped_run_continues_bit_for_bit(finished: RunFolder, write: Write, mode: str) -> None:
+    model: dict[str, Any] = {"path": str(finished.export)}
+    model |= {"lora": {"rank": 2, "dropout": 0.1}} if mode == "lora" else {}
+    options = {"activation_checkpointing": mode == "recomputed", "log_every": 1}
+    path = write(f"continued-{mode}", model, "model", **options)
+    whole = cdrmix.train(Config.from_yaml(path, ["run.root=" + str(finished.path.parent / f"whole-{mode}")]))
+    config = Config.from_yaml(path, ["run.root=" + str(finished.path.parent / f"parts-{mode}")])
+    with pytest.raises(Preempted):
+        cdrmix.train(config, callbacks=[StopAt(3)])
+    parts = cdrmix.train(config, resume="auto")
+    assert compare(whole, parts).lines[0].startswith("identical")
+    before = RunFolder(parts).summary()["held_out_before"]["bits_per_byte"]
+    assert before == pytest.approx(finished.summary()["held_out"]["bits_per_byte"], rel=1e-6)
+
+
+def test_recomputed_activations_change_no_weight(finished: RunFolder, write: Write) -> None:
+    runs = finished.path.parent
+    folders = [next((runs / f"whole-{mode}").iterdir()) for mode in ("full", "recomputed")]
+    weights = [load_file(folder / "checkpoints" / "step-00000004" / "model.safetensors") for folder in folders]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_a_model_is_made_first_if_its_folder_does_not_exist(finished: RunFolder, write: Write, tmp_path: Path) -> None:
+    base = write("base", {"random": LLAMA}, steps=2)
+    model = {"path": str(tmp_path / "made"), "made_by": str(base)}
+    path = write("on-base", model, "model", steps=2)
+    assert main(["validate", "--config", str(path)]) == 0
+    assert main(["train", "--config", str(path)]) == 0
+    assert (tmp_path / "made" / "model.safetensors").is_file()
+    before = (tmp_path / "made" / "model.safetensors").stat().st_mtime_ns
+    assert main(["train", "--config", str(path)]) == 0  # it is not made again
+    assert (tmp_path / "made" / "model.safetensors").stat().st_mtime_ns == before
+
+
+def only_pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def unknown_architecture(folder: Path) -> None:
+    described = json.loads((folder / "config.json").read_text())
+    described |= {"model_type": "novel", "auto_map": {"AutoModelForCausalLM": "modeling_novel.Novel"}}
+    (folder / "config.json").write_text(json.dumps(described))
+
+
+def missing_part(folder: Path) -> None:
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def wrong_index(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "part.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"nowhere": "part.safetensors"}}))
+
+
+def lacks_a_tensor(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def cut_off(folder: Path) -> None:
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+
+
+def smaller_vocabulary(folder: Path) -> None:
+    described = json.loads((folder / "config.json").read_text()) | {"vocab_size": 280}
+    (folder / "config.json").write_text(json.dumps(described))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message", "code"),
+    [
+        (only_pickled, "has only pickled weights (pytorch_model.bin), which can run code", 2),
+        (unknown_architecture, "has no architecture 'novel'. It has code of its own (auto_map), which is never run", 2),
+        (missing_part, "lacks 1 of 1 files of its index, the first is model-00001-of-00002.safetensors", 2),
+        (wrong_index, "says that part.safetensors has nowhere, but it has not: the index is wrong", 2),
+        (lacks_a_tensor, "lacks 1 tensors of its architecture, the first is model.norm.weight", 2),
+        (cut_off, "is not a whole safetensors file", 2),
+        (smaller_vocabulary, "has 300 ids, more than the 280 of the model", 7),
+    ],
+)
+def test_folders_that_are_refused(
+    damage: Callable[[Path], None],
+    message: str,
+    code: int,
+    finished: RunFolder,
+    write: Write,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(finished.export, folder)
+    for path in folder.iterdir():
+        path.chmod(0o644)
+    damage(folder)
+    path = write("refused", {"path": str(folder)}, "model")
+    assert main(["train", "--config", str(path)]) == code
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"path": "models/not-there"}, "there is no folder models/not-there"),
+        ({"random": {"hidden_size": 32, "vocab_size": 300}}, "name the architecture as model_type"),
+        ({"random": {**LLAMA, "model_type": "lama"}}, "transformers cannot make lama of these keys"),
+        ({"random": {**LLAMA, "hidden_size": "wide"}}, "expected int, got str"),
+        ({"random": {**LLAMA, "model_type": "bert"}}, "bert"),
+        ({"random": LLAMA, "path": "models/both"}, "one of the two"),
+    ],
+)
+def test_sections_that_are_refused(
+    model: dict[str, Any], message: str, write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--config", str(write("refused", model))]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_commands_of_cdrmix_models_name_the_kind(finished: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reason", "demo", "--model", str(finished.path)]) == 2
+    assert "works only with models of cdrmix" in capsys.readouterr().err
+    assert main(["export", "--model", str(finished.path), "--rwkv", "model.pth"]) == 2
+    assert "works only with model.kind: cdrmix" in capsys.readouterr().err

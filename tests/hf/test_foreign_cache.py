@@ -1,0 +1,36 @@
+"""Generation with models of transformers: a continued row has the hidden states of one pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from cdrmix.config.schema_huggingface import HuggingFaceModel
+from cdrmix.errors import ConfigError
+from cdrmix.hf.architectures import tiny
+from cdrmix.hf.foreign import ForeignModel
+
+
+def build(architecture: str) -> ForeignModel:
+    torch.manual_seed(0)
+    section = HuggingFaceModel(kind="huggingface", random={"model_type": architecture, "vocab_size": 320})
+    return ForeignModel(AutoModelForCausalLM.from_config(tiny(architecture)).eval(), section)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "nemotron_h", "bamba", "mamba2", "mamba"])
+def test_a_continued_row_is_that_of_one_pass(architecture: str) -> None:
+    model, ids = build(architecture), torch.arange(5, 17).unsqueeze(0)
+    with torch.no_grad():
+        wanted = model(ids).hidden_BTD
+        output = model(ids[:, :9], return_cache=True)
+        found = [output.hidden_BTD]
+        for position in range(9, 12):
+            output = model(ids[:, position : position + 1], cache=output.cache, return_cache=True)
+            found.append(output.hidden_BTD)
+    torch.testing.assert_close(torch.cat(found, 1), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_without_a_cache_is_refused() -> None:
+    with pytest.raises(ConfigError, match="recurrent_gemma has no cache"):
+        build("recurrent_gemma")(torch.arange(4).unsqueeze(0), return_cache=True)
