@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("pydantic", reason="needs pydantic, which is not installed")
+
 from cdrmix.cli import main
 
 TINY = Path(__file__).parents[2] / "configs" / "cdrmix-core-tiny.yaml"
