@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import trainer_hf
 import trainer_peers as peers
+import trainer_replay
 import turns
 from cases import Case, Options, Result
 
@@ -127,6 +128,9 @@ CASES = {
         )
         for model in trainer_hf.MODELS
     },
+    "replay": Case(
+        trainer_replay.measure, "what continued pretraining forgets with 5 % of the old text, and without it, 5 seeds"
+    ),
 }
 
 
