@@ -21,10 +21,10 @@ from cdrmix.config.schema_huggingface import HuggingFaceModel, adapters_alone
 from cdrmix.errors import CheckpointError, ConfigError
 from cdrmix.hf import adapters, mamba
 from cdrmix.hf.head import Head, head_layer, head_logits, head_loss, probe_head
-from cdrmix.hf.packing import Decoded, Packing, called_outside_engine, choose_packing, decode, decoder_of
+from cdrmix.hf.packing import Packing, called_outside_engine, choose_packing, decode, decoder_of
 from cdrmix.inference.checkpoints import state_dict_mismatch
 from cdrmix.model.language_model import Output, RouterStats
-from cdrmix.model.loss import Losses, LossModule
+from cdrmix.model.loss import LossModule
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -264,39 +264,20 @@ class ForeignLossModel(LossModule):
         lines = [f"{architecture}: {how} (tested); {self._head.kind} head, {loss}"]
         return [*lines, *adapted]
 
-    def forward(
-        self,
-        ids_BT: Tensor,
-        targets_BT: Tensor,
-        weights_BT: Tensor,
-        cu_seqlens: Tensor | None,
-        token_count: float,
-        share: float = 1.0,
-    ) -> Losses:
-        """As LossModel.forward."""
-        decoded = self._decode(ids_BT, cu_seqlens)
-        hidden = decoded.hidden_BTD
-        next_token = head_loss(
-            self._head,
-            head_layer(self.language_model),
-            hidden.reshape(-1, hidden.shape[-1]),
-            targets_BT.reshape(-1),
-            weights_BT.flatten(-2),
-            self._tokens,
-        )
-        total = next_token / token_count
-        load_balance = z_loss = torch.zeros((), device=total.device)
-        router = None if self._experts is None else self._experts.statistics(decoded.router_logits)
-        if router is not None:
-            assert self._experts is not None
-            load_balance, z_loss = router.load_balance_L.mean(), router.z_loss_L.mean()
-            total = total + share * self._experts.weight * load_balance
-        return Losses(total, next_token, load_balance, z_loss, router)
-
-    def _decode(self, ids_BT: Tensor, cu_seqlens: Tensor | None) -> Decoded:
+    def _hidden(self, ids_BT: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, RouterStats | None]:
         assert self._packing is not None, "prepare() comes first"
         options = {} if self._experts is None else {"output_router_logits": True}
-        return decode(self.language_model, self._packing, ids_BT, cu_seqlens, options=options)
+        decoded = decode(self.language_model, self._packing, ids_BT, cu_seqlens, options=options)
+        return decoded.hidden_BTD, None if self._experts is None else self._experts.statistics(decoded.router_logits)
+
+    def _next_token_sum(self, hidden_RD: Tensor, targets_R: Tensor, weights_R: Tensor) -> Tensor:
+        return head_loss(
+            self._head, head_layer(self.language_model), hidden_RD, targets_R, weights_R, vocab_size=self._tokens
+        )
+
+    def _router_loss(self, load_balance: Tensor, z_loss: Tensor, share: float) -> Tensor:
+        assert self._experts is not None
+        return share * self._experts.weight * load_balance
 
 
 class _Experts(NamedTuple):
@@ -308,10 +289,8 @@ class _Experts(NamedTuple):
     @classmethod
     def of(cls, described: Any) -> _Experts | None:
         """None without a mixture of experts that transformers balances by a loss."""
-        weight, top_k = (
-            getattr(described, "router_aux_loss_coef", None),
-            getattr(described, "num_experts_per_tok", None),
-        )
+        weight = getattr(described, "router_aux_loss_coef", None)
+        top_k = getattr(described, "num_experts_per_tok", None)
         return None if weight is None or not top_k else cls(int(top_k), float(weight))
 
     def statistics(self, logits: Sequence[Tensor]) -> RouterStats | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 import torch
@@ -24,12 +25,11 @@ class Losses(NamedTuple):
     router: RouterStats | None
 
 
-class LossModule(nn.Module):
+class LossModule(nn.Module, ABC):
     """The module that the engine trains: its output is the loss. `language_model` is the model in it.
 
-    Its forward pass takes ids, targets, weights [B, T], cu_seqlens, the token count and the share of the micro-batch,
-    as LossModel.forward, and returns Losses. Weights [S, B, T] are S sets for the same tokens; then next_token_sum and
-    total are [S].
+    The next-token loss weights every token by its weight. The routers' losses and counts include all tokens, also those
+    of weight 0, which are routed and computed like the others. A subclass says how its model computes each term.
     """
 
     language_model: nn.Module
@@ -41,20 +41,6 @@ class LossModule(nn.Module):
         Every process calls it. Returns lines for the user.
         """
         return []
-
-
-class LossModel(LossModule):
-    """A language model whose output is its loss: the module that the engine trains.
-
-    The next-token loss weights every token by its weight. The routers' losses and counts include all tokens, also those
-    of weight 0, which are routed and computed like the others.
-    """
-
-    language_model: LanguageModel
-
-    def __init__(self, language_model: LanguageModel) -> None:
-        super().__init__()
-        self.language_model = language_model
 
     def forward(
         self,
@@ -69,19 +55,47 @@ class LossModel(LossModule):
 
         weights_BT may also be [S, B, T]: S sets of weights for the same tokens. Then next_token_sum and total are [S].
         """
-        config = self.language_model.config.feed_forward
-        hidden, router, *_ = self.language_model(ids_BT, cu_seqlens=cu_seqlens)
-        weights = weights_BT.flatten(-2)
-        next_token = ops.linear_cross_entropy(
-            hidden.reshape(-1, hidden.shape[-1]),
-            self.language_model.head_weight,
-            targets_BT.reshape(-1).expand(weights.shape),
-            weights=weights,
+        hidden, router = self._hidden(ids_BT, cu_seqlens)
+        next_token = self._next_token_sum(
+            hidden.reshape(-1, hidden.shape[-1]), targets_BT.reshape(-1), weights_BT.flatten(-2)
         )
         total = next_token / token_count
         load_balance = z_loss = torch.zeros((), device=total.device)
         if router is not None:
             load_balance, z_loss = router.load_balance_L.mean(), router.z_loss_L.mean()
-            routing = config.load_balance_weight * load_balance + config.z_loss_weight * z_loss
-            total = total + share * routing
+            total = total + self._router_loss(load_balance, z_loss, share)
         return Losses(total, next_token, load_balance, z_loss, router)
+
+    @abstractmethod
+    def _hidden(self, ids_BT: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, RouterStats | None]:
+        """The hidden states [B, T, D], and the reports of the routers; None without routers."""
+
+    @abstractmethod
+    def _next_token_sum(self, hidden_RD: Tensor, targets_R: Tensor, weights_R: Tensor) -> Tensor:
+        """Sum of weight * cross-entropy, nats, float32 scalar; [S] for S sets of weights [S, R]."""
+
+    @abstractmethod
+    def _router_loss(self, load_balance: Tensor, z_loss: Tensor, share: float) -> Tensor:
+        """The weighted losses of the routers, times `share`."""
+
+
+class LossModel(LossModule):
+    """A language model of this package with its loss."""
+
+    language_model: LanguageModel
+
+    def __init__(self, language_model: LanguageModel) -> None:
+        super().__init__()
+        self.language_model = language_model
+
+    def _hidden(self, ids_BT: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, RouterStats | None]:
+        output = self.language_model(ids_BT, cu_seqlens=cu_seqlens)
+        return output.hidden_BTD, output.router
+
+    def _next_token_sum(self, hidden_RD: Tensor, targets_R: Tensor, weights_R: Tensor) -> Tensor:
+        targets = targets_R.expand(weights_R.shape)
+        return ops.linear_cross_entropy(hidden_RD, self.language_model.head_weight, targets, weights=weights_R)
+
+    def _router_loss(self, load_balance: Tensor, z_loss: Tensor, share: float) -> Tensor:
+        config = self.language_model.config.feed_forward
+        return share * (config.load_balance_weight * load_balance + config.z_loss_weight * z_loss)
