@@ -50,22 +50,24 @@ def export_model(
     Raises ConfigError if `target` exists and replace is False, ExportMismatchError if the model that is read back
     differs, DiskFullError.
     """
-    if target.exists() and not replace:
-        raise ConfigError(f"{target} exists; an export is never overwritten: choose another path, or remove it first")
 
     def write(folder: Path) -> None:
         _write(loaded, folder, summary or {}, shard_bytes)
         _compare(loaded, load_exported(folder), held_out_row)
 
-    return publish(target, write, attachments=attachments)
+    return publish(target, write, replace=replace, attachments=attachments)
 
 
-def publish(target: Path, write: Callable[[Path], None], *, attachments: Sequence[Path] = ()) -> Path:
+def publish(
+    target: Path, write: Callable[[Path], None], *, replace: bool = False, attachments: Sequence[Path] = ()
+) -> Path:
     """Makes the folder `target` by `write`, which gets a temporary folder; it appears when that has returned.
 
-    An older folder is replaced. attachments: files to add before. Raises DiskFullError, ConfigError for a path that
-    cannot be written, and what `write` raises.
+    replace: replace an older folder then. attachments: files to add before. Raises ConfigError if `target` exists and
+    replace is False and for a path that cannot be written, DiskFullError, and what `write` raises.
     """
+    if target.exists() and not replace:
+        raise ConfigError(f"{target} exists; an export is never overwritten: choose another path, or remove it first")
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     with disk_guard(
         f"the export {target}", "The incomplete export was removed. Free some space, or choose a path on another disk."

@@ -7,13 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from cdrmix.errors import ConfigError, ExportMismatchError
 from cdrmix.hf.adapters import not_quantized, write_adapters
 from cdrmix.hf.card import adapter_card
 from cdrmix.hf.export import publish, write_sums
-from cdrmix.hf.export_foreign import compared_rows, write_companions
+from cdrmix.hf.export_foreign import check_same_logits, write_companions
 from cdrmix.hf.foreign import base_model, quiet, section_of
 from cdrmix.hf.load import LoadedForeign
 
@@ -34,14 +31,12 @@ def export_adapters(
     Raises ConfigError if `target` exists and replace is False, ExportMismatchError if the base with the adapters that
     peft reads back gives other logits than the merged model, DiskFullError.
     """
-    if target.exists() and not replace:
-        raise ConfigError(f"{target} exists; an export is never overwritten: choose another path, or remove it first")
 
     def write(folder: Path) -> None:
         _write(loaded, folder, summary or {})
         _compare(loaded, folder, held_out_row)
 
-    return publish(target, write)
+    return publish(target, write, replace=replace)
 
 
 def _write(loaded: LoadedForeign, folder: Path, summary: Mapping[str, Any]) -> None:
@@ -64,16 +59,5 @@ def _compare(ours: LoadedForeign, folder: Path, held_out_row: Sequence[int] | No
     with quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by an old name
         theirs = peft.PeftModel.from_pretrained(base_model(ours.config), str(folder))
-    device = next(ours.model.parameters()).device
-    theirs.to(device).eval()
-    for name, ids in compared_rows(ours, held_out_row).items():
-        ids_BT = torch.tensor([ids], device=device)
-        with torch.no_grad():
-            expected = ours.model.transformers_model(input_ids=ids_BT, use_cache=False).logits.float()
-            actual = theirs(input_ids=ids_BT, use_cache=False).logits.float()
-        difference = (expected - actual).square().mean().sqrt() / expected.std()
-        if not difference <= TOLERANCE:
-            raise ExportMismatchError(
-                f"the base with the exported adapters gives other logits on {name} than the merged model; difference: "
-                f"{difference.item():g} standard deviations"
-            )
+    what = "the base with the exported adapters"
+    check_same_logits(ours, theirs, held_out_row, tolerance=TOLERANCE, what=what)

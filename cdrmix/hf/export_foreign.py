@@ -13,7 +13,7 @@ import torch
 from cdrmix.data.chat.rendering import end_of_turn
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.data.tokenizer_files import STORED
-from cdrmix.errors import ConfigError, ExportMismatchError
+from cdrmix.errors import ExportMismatchError
 from cdrmix.hf import mamba
 from cdrmix.hf.card import foreign_card
 from cdrmix.hf.export import ABOUT, PROMPT, SHARD_BYTES, publish, write_sums
@@ -46,14 +46,12 @@ def export_foreign(
     Raises ConfigError if `target` exists and replace is False, ExportMismatchError if the model that transformers reads
     back differs, DiskFullError.
     """
-    if target.exists() and not replace:
-        raise ConfigError(f"{target} exists; an export is never overwritten: choose another path, or remove it first")
 
     def write(folder: Path) -> None:
         _write(loaded, folder, summary or {})
         _compare(loaded, folder, held_out_row)
 
-    return publish(target, write)
+    return publish(target, write, replace=replace)
 
 
 def keep_description(described: Any, source: Path | None, folder: Path) -> None:
@@ -76,7 +74,9 @@ def _write(loaded: LoadedForeign, folder: Path, summary: Mapping[str, Any]) -> N
     if section_of(loaded.config).random is not None:
         _name_tokens(model, loaded.tokenizer)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[loaded.config.export.weights]
-    weights = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
+    weights = {
+        name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in model.state_dict().items()
+    }
     with quiet():
         model.config.dtype = dtype
         model.save_pretrained(folder, state_dict=weights, max_shard_size=SHARD_BYTES)
@@ -121,14 +121,33 @@ def write_companions(loaded: LoadedForeign, folder: Path, facts: Mapping[str, An
     (folder / ABOUT).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
 
 
-def compared_rows(loaded: LoadedForeign, held_out_row: Sequence[int] | None) -> dict[str, list[int]]:
-    """Rows of token ids on which an exported model must give the logits of the original, by what they are."""
-    length = min(loaded.config.data.row_length, 256)
-    rows = {"the prompt": loaded.tokenizer.encode(PROMPT)}
-    rows["a row of scattered tokens"] = [7919 * position % loaded.model.vocab_size for position in range(length)]
+def check_same_logits(
+    ours: LoadedForeign, theirs: Any, held_out_row: Sequence[int] | None, *, tolerance: float, what: str
+) -> None:
+    """Raises ExportMismatchError if `theirs`, an exported model as it is read back, gives other logits than `ours`.
+
+    tolerance: largest root mean square of the difference, in standard deviations of the logits; 0: no bit may differ.
+    what: names `theirs` in the message.
+    """
+    device = next(ours.model.parameters()).device
+    theirs.to(device).eval()
+    length = min(ours.config.data.row_length, 256)
+    rows = {"the prompt": ours.tokenizer.encode(PROMPT)}
+    rows["a row of scattered tokens"] = [7919 * position % ours.model.vocab_size for position in range(length)]
     if held_out_row:
         rows["a held-out row"] = list(held_out_row)
-    return rows
+    for name, ids in rows.items():
+        ids_BT = torch.tensor([ids], device=device)
+        with torch.no_grad():
+            expected = ours.model.transformers_model(input_ids=ids_BT, use_cache=False).logits.float()
+            actual = theirs(input_ids=ids_BT, use_cache=False).logits.float()
+        difference = (expected - actual).square().mean().sqrt() / expected.std()
+        same = difference <= tolerance if tolerance else torch.equal(expected, actual)  # False for NaN
+        if not same:
+            raise ExportMismatchError(
+                f"{what} gives other logits on {name} than the trained model; difference: {difference.item():g} "
+                "standard deviations"
+            )
 
 
 def _stop_at_end_of_turn(folder: Path, tokenizer: TextTokenizer) -> None:
@@ -152,19 +171,6 @@ def _compare(ours: LoadedForeign, folder: Path, held_out_row: Sequence[int] | No
         )
     if report["missing_keys"]:
         raise ExportMismatchError(f"the exported model lacks {min(report['missing_keys'])}")
-    device = next(ours.model.parameters()).device
-    theirs.to(device).eval()
     mamba.install(theirs)  # the operators of the original, so that equal weights give equal bits
-    exact = ours.config.export.weights == "fp32"
-    for name, ids in compared_rows(ours, held_out_row).items():
-        ids_BT = torch.tensor([ids], device=device)
-        with torch.no_grad():
-            expected = ours.model.transformers_model(input_ids=ids_BT, use_cache=False).logits.float()
-            actual = theirs(input_ids=ids_BT, use_cache=False).logits.float()
-        difference = expected - actual
-        wrong = not torch.equal(expected, actual) if exact else difference.std() > TOLERANCE * expected.std()
-        if wrong:
-            raise ExportMismatchError(
-                f"the exported model gives other logits on {name} than the original; largest difference: "
-                f"{difference.abs().max().item():g}"
-            )
+    tolerance = 0.0 if ours.config.export.weights == "fp32" else TOLERANCE
+    check_same_logits(ours, theirs, held_out_row, tolerance=tolerance, what="the exported model")
