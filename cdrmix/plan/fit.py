@@ -114,20 +114,29 @@ def _at_most_of_transformers(tokens: int, row_length: int, size: ForeignModelSiz
 
 
 def shortfall(config: Config, result: Fit, machine: Machine, processes: int) -> str:
-    """Why the configuration does not fit, in one sentence."""
+    """Why the configuration does not fit."""
     assert result.limit is not None
     assert machine.memory_bytes is not None
     largest = sorted(result.memory.components, key=lambda part: -part.bytes)[:3]
     each = "each of the processes' shares" if machine.platform == "cpu" and processes > 1 else machine.name
-    return (
+    text = (
         f"training {config.run.name} takes {result.memory.total / GB:,.1f} GB a process and {each} has "
         f"{machine.memory_bytes / GB:,.1f} GB, of which {MAX_MEMORY_SHARE:.0%}, {result.limit / GB:,.1f} GB, "
         f"may be planned with; most take {', '.join(f'{part.name} {part.bytes / GB:,.1f} GB' for part in largest)}."
     )
+    return f"{text} {estimate_note(result.memory)}" if result.memory.untraced else text
+
+
+def estimate_note(memory: MemoryPlan) -> str:
+    """That the activations are estimated, and why."""
+    return (
+        "The activations are estimated by a formula, because an operator of the model cannot be traced: "
+        f"{memory.untraced.rstrip('.')}."
+    )
 
 
 def refusal(config: Config, result: Fit, machine: Machine, processes: int) -> str:
-    """Why the configuration does not fit, and the remedies, in one sentence each."""
+    """Why the configuration does not fit, and the remedies."""
     text = shortfall(config, result, machine, processes)
     if result.remedies:
         return f"{text} What would fit: {'; or '.join(str(remedy) for remedy in result.remedies)}."
@@ -268,10 +277,9 @@ class _Search:
 
 
 def _shown(value: Any) -> str:
-    """A value of a setting, as on the command line; of a section the keys that differ from their defaults."""
+    """A value of a setting, as on the command line; of a section the keys that are set."""
     if isinstance(value, Lora):
-        keys = {name: getattr(value, name) for name in value.model_fields_set} if value.model_fields_set else {}
-        return "{" + ", ".join(f"{name}: {each}" for name, each in keys.items()) + "}"
+        return "{" + ", ".join(f"{name}: {getattr(value, name)}" for name in sorted(value.model_fields_set)) + "}"
     return str(value).lower()
 
 

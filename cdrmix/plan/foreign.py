@@ -9,14 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedFakeTensorException,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cdrmix.config.schema import Config
+from cdrmix.config.schema_huggingface import HuggingFaceModel
 from cdrmix.hf.build import empty_model, recompute_activations
 from cdrmix.hf.foreign import ForeignLossModel, section_of, vocabulary
 from cdrmix.hf.head import Head
@@ -27,11 +23,6 @@ from cdrmix.plan.trace import DOCUMENT_TOKENS, LiveBytes, MicroBatch, drop_gradi
 from cdrmix.training.engine import AUTOCAST, Autocast
 
 NF4_BYTES = 0.52  # a weight in 4 bits, with its scales of two levels (arXiv 2305.14314)
-# What operators raise whose results depend on values, which fake tensors do not have: routers of experts, for example.
-UNTRACEABLE = (
-    *(DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException),
-    *(NotImplementedError, RuntimeError),
-)
 KEPT_OF_A_MATRIX = 2  # of the estimate without a trace: how often the inputs and outputs of a matrix are kept
 
 
@@ -42,7 +33,7 @@ class ForeignModelSize:
     stored: parameters by part, with those of adapters. active: those that one token uses. trained: parameters that are
     not frozen. weight_bytes: of all weights as the training stores them. largest: elements of the largest parameter.
     tied: the output head is the embedding. layers: blocks of the decoder. width: of the residual stream.
-    features: inputs and outputs of the matrices of the largest block, and of all blocks, for a token.
+    features: inputs and outputs of the matrices of the largest block, and of all blocks, that one token uses.
     attention: sum over the attention layers of heads * head size. states: sum over the Mamba-2 layers of inner channels
     * state size. taps: sum over them of the multiplications of the convolution. heads: of attention in a layer.
     vocabulary: rows of the embedding.
@@ -74,10 +65,10 @@ class ForeignModelSize:
 
 
 class ForeignTrace(NamedTuple):
-    """The memory of a micro-batch. traced: with fake tensors; otherwise estimated by a formula."""
+    """The memory of a micro-batch. untraced: why it is estimated by a formula; empty: it is traced."""
 
     step: MicroBatch
-    traced: bool
+    untraced: str = ""
 
 
 _sizes: dict[str, ForeignModelSize] = {}
@@ -99,7 +90,7 @@ def foreign_trace(config: Config, platform: Platform, *, gradients_stay: bool) -
     """The memory of a micro-batch of a model of transformers, traced with fake tensors through the real model.
 
     gradients_stay: gradients are kept between micro-batches or partitioned, and their memory is counted elsewhere.
-    If an operator depends on values, as in some mixtures of experts, the activations are estimated: see `_estimated`.
+    If an operator does not work with fake tensors, the activations are estimated: see `_estimated`.
     """
     train = config.train
     inputs = (config.model, config.data.row_length, train.micro_batch_rows, train.precision, train.weights)
@@ -110,9 +101,13 @@ def foreign_trace(config: Config, platform: Platform, *, gradients_stay: bool) -
         level = torch_log.level
         torch_log.setLevel(logging.CRITICAL)  # it prints a traceback of what is caught here
         try:
-            _traces[key] = ForeignTrace(_traced(config, platform, gradients_stay), True)
-        except UNTRACEABLE:
-            _traces[key] = ForeignTrace(_estimated(config, size), False)
+            _traces[key] = ForeignTrace(_traced(config, platform, gradients_stay))
+        except RuntimeError as error:
+            # An operator that depends on values raises subclasses of it, and NotImplementedError is one. RuntimeError
+            # itself is of operators that fake tensors do not support: grouped_mm of experts with float32 weights, and
+            # Triton kernels of other packages on a machine without a GPU.
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            _traces[key] = ForeignTrace(_estimated(config, size), reason)
         finally:
             torch_log.setLevel(level)
     return _traces[key]
@@ -132,24 +127,19 @@ def _measure(config: Config, model: Any) -> ForeignModelSize:
     active = dict(stored)
     if expert_parameters and experts:
         active["experts"] = expert_parameters * top_k // experts
-    quantized = 0
-    if section.lora is not None and section.lora.quantize is not None:
-        quantized = sum(
-            layer.base_layer.weight.numel() for _, layer in model.named_modules() if hasattr(layer, "lora_A")
-        )
     own = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
-    itemsize = embedding.weight.itemsize
-    layers = _blocks(model)
-    features = [_features(block) for block in layers]
+    saved_by_quantization = int((embedding.weight.itemsize - NF4_BYTES) * _quantized(model, section))
+    blocks = _blocks(model)
+    features = [_features(block, experts, top_k) for block in blocks]
     attention, states, taps = _mixers(model, described)
     return ForeignModelSize(
         dict(stored),
         active,
         trained=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
-        weight_bytes=own - int((itemsize - NF4_BYTES) * quantized),
+        weight_bytes=own - saved_by_quantization,
         largest=max(parameter.numel() for parameter in model.parameters()),
         tied=head.weight is embedding.weight,
-        layers=len(layers),
+        layers=len(blocks),
         width=embedding.embedding_dim,
         largest_features=max(features),
         features=sum(features),
@@ -186,15 +176,32 @@ def _experts(described: Any) -> tuple[int, int]:
     return int(experts), int(getattr(described, "num_experts_per_tok", None) or 0)
 
 
-def _blocks(model: Any) -> list[nn.Module]:
-    """The blocks of the decoder: the longest list of modules."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return max((list(modules) for modules in lists), key=len)
+def _quantized(model: Any, section: HuggingFaceModel) -> int:
+    """Weights that the training stores in 4 bits: those of the layers with adapters."""
+    if section.lora is None or section.lora.quantize is None:
+        return 0
+    return sum(layer.base_layer.weight.numel() for layer in model.modules() if hasattr(layer, "lora_A"))
 
 
-def _features(block: nn.Module) -> int:
-    """Inputs and outputs of all matrices of a block, for a token."""
-    return sum(parameter.shape[-1] + parameter.shape[-2] for parameter in block.parameters() if parameter.ndim >= 2)
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks of the decoder: the longest list of modules that is not inside another one, as experts are."""
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    outer = [modules for name, modules in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]
+    return [*max(outer, key=len)]
+
+
+def _features(block: nn.Module, experts: int, top_k: int) -> int:
+    """Inputs and outputs of the matrices of a block that one token uses: of its experts, `top_k`."""
+    total = 0.0
+    for name, parameter in block.named_parameters():
+        if parameter.ndim < 2:
+            continue
+        used = 1.0
+        if experts and "experts" in name.split("."):
+            # One parameter has the matrices of all experts, or each expert has its own.
+            used = top_k if parameter.ndim == 3 else top_k / experts
+        total += used * (parameter.shape[-1] + parameter.shape[-2])
+    return round(total)
 
 
 def _mixers(model: Any, described: Any) -> tuple[int, int, int]:

@@ -12,14 +12,14 @@ from cdrmix.config.schema import Config
 from cdrmix.hf.foreign import section_of
 from cdrmix.ops.backend import Platform
 from cdrmix.plan.components import (
-    CPU_RUNTIME,
     FP32,
-    FRAGMENTATION_SHARE,
-    GPU_RUNTIME,
-    NCCL_BUFFERS,
     Component,
     MemoryPlan,
-    gradients,
+    checkpoint_bytes,
+    lasting_state,
+    memory_plan,
+    micro_batches,
+    passes,
 )
 from cdrmix.plan.foreign import ForeignModelSize, foreign_size, foreign_trace
 from cdrmix.training.engine import BUCKET, MOST_LIVE
@@ -33,48 +33,17 @@ def foreign_memory_of(config: Config, platform: Platform, processes: int) -> Mem
     stage, size = zero_stage(train, processes), foreign_size(config)
     itemsize = 2 if train.weights == "bf16" else FP32
     shared = -(-size.trained // processes)  # the part of a process of the state that ZeRO partitions
-    accumulation = max(1, train.batch_rows // (train.micro_batch_rows * processes))
-    step, traced = foreign_trace(config, platform, gradients_stay=stage >= 2 or accumulation > 1)
-
-    parts = [
-        Component("weights", size.weight_bytes // (processes if stage == 3 else 1), _dtypes(config, stage, processes))
-    ]
-    moved, offloaded = [], 0  # bytes in main memory
-    if stage > 0:
-        moved.append(Component("masters", FP32 * shared, f"float32 weights of ZeRO, 1/{processes}"))
-    moments = shared if stage > 0 else size.trained
-    moved.append(
-        Component("optimizer", 2 * FP32 * moments, "the two moments of AdamW" + (f", 1/{processes}" if stage else ""))
+    step, untraced = foreign_trace(config, platform, gradients_stay=stage >= 2 or micro_batches(train, processes) > 1)
+    weights = Component(
+        "weights", size.weight_bytes // (processes if stage == 3 else 1), _dtypes(config, stage, processes)
     )
-    if train.offload == "none" or platform == "cpu":
-        parts += moved
-        parts += gradients(stage, size.trained, shared, accumulation, processes)
-    else:
-        offloaded = sum(part.bytes for part in moved)
-        # Gradients; at stage 2 a copy of the weights on their way to the device, at stage 3 sums over micro-batches.
-        offloaded += (FP32 + (itemsize if stage == 2 else FP32)) * shared
-        if train.offload == "all":
-            offloaded += parts.pop().bytes
-    if train.ema_decay is not None:
-        parts.append(
-            Component("average", FP32 * (shared if stage == 3 else size.trained), "the average of the weights")
-        )
-    rows = f"{train.micro_batch_rows} x {config.data.row_length} tokens"
-    how = ", inputs of the blocks" if train.activation_checkpointing else ""
-    source = "traced" if traced else "estimated by a formula"
-    parts.append(Component("activations", step.total_saved, f"saved by the forward pass of {rows}{how}; {source}"))
-    parts.append(Component("working", max(0, step.peak - step.total_saved), f"additional peak of the passes; {source}"))
+    parts, offloaded = lasting_state(
+        train, platform, stage, processes, weights=weights, here=size.trained, shared=shared, itemsize=itemsize
+    )
+    parts += passes(config, step, source="; estimated by a formula" if untraced else "; traced")
     parts += _buffers(stage, size, itemsize, processes)
-    tensors = sum(part.bytes for part in parts)
-    if platform == "cpu":
-        parts.append(Component("runtime", CPU_RUNTIME, "Python, PyTorch, DeepSpeed and compiled kernels, resident"))
-        return MemoryPlan(tuple(parts), step.saved, tensors, 0)
-    runtime = GPU_RUNTIME + (NCCL_BUFFERS if processes > 1 else 0)
-    parts.append(Component("runtime", runtime, "context and libraries: assumed, not measured"))
-    fragments = int(FRAGMENTATION_SHARE * step.peak)
-    parts.append(Component("fragments", fragments, "gaps of the allocator: assumed, not measured"))
-    gathered = FP32 * size.trained * (1 + (2 if stage == 0 else 0) + (train.ema_decay is not None))
-    return MemoryPlan(tuple(parts), step.saved, tensors, offloaded + max(size.weight_bytes, gathered))
+    host_bytes = offloaded + max(size.weight_bytes, checkpoint_bytes(train, stage, size.trained))
+    return memory_plan(parts, step, platform, processes, host_bytes, untraced)
 
 
 def _dtypes(config: Config, stage: int, processes: int) -> str:

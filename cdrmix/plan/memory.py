@@ -12,14 +12,14 @@ from cdrmix.config.schema import Config, Model
 from cdrmix.ops.backend import Platform
 from cdrmix.plan.components import (
     BYTES_16_BIT,
-    CPU_RUNTIME,
     FP32,
-    FRAGMENTATION_SHARE,
-    GPU_RUNTIME,
-    NCCL_BUFFERS,
     Component,
     MemoryPlan,
-    gradients,
+    checkpoint_bytes,
+    lasting_state,
+    memory_plan,
+    micro_batches,
+    passes,
 )
 from cdrmix.plan.foreign_memory import foreign_memory_of
 from cdrmix.plan.parameters import count_parameters
@@ -40,55 +40,25 @@ def memory_of(config: Config, platform: Platform, processes: int) -> MemoryPlan:
     here = stored.total_stored - experts + experts // train.expert_parallel
     everywhere = stored.total_stored
     shared = -(-everywhere // processes)  # the part of a process of the state that ZeRO partitions
-    held = shared if stage == 3 else here
-    accumulation = max(1, train.batch_rows // (train.micro_batch_rows * processes))
+    accumulation = micro_batches(train, processes)
     step = trace(config, platform, zero_stage=stage, accumulation=accumulation)
 
-    offload = "none" if platform == "cpu" else train.offload
-    offloaded = 0  # bytes in main memory
-
-    parts = [Component("weights", FP32 * held, "float32" + (f", 1/{processes} (ZeRO 3)" if stage == 3 else ""))]
-    if stage > 0:
-        parts.append(Component("masters", FP32 * shared, f"the float32 copy of ZeRO, 1/{processes}"))
-    moments = shared if stage > 0 else here
-    parts.append(
-        Component("optimizer", 2 * FP32 * moments, "the two moments of AdamW" + (f", 1/{processes}" if stage else ""))
+    zero_3 = stage == 3
+    weights = Component(
+        "weights", FP32 * (shared if zero_3 else here), "float32" + (f", 1/{processes} (ZeRO 3)" if zero_3 else "")
     )
-    if offload == "none":
-        parts += gradients(stage, here, shared, accumulation, processes)
-    else:  # a buffer of the size of the largest parameter, on the device and in main memory, is left out
-        moved = ["masters", "optimizer"] + (["weights"] if offload == "all" else [])
-        offloaded = sum(part.bytes for part in parts if part.name in moved)
-        # Gradients; at stage 2 a copy of the weights on their way to the device, at stage 3 sums over micro-batches.
-        offloaded += 2 * FP32 * shared
-        parts = [part for part in parts if part.name not in moved]
-    if train.ema_decay is not None:
-        parts.append(Component("average", FP32 * held, "the moving average of the weights"))
+    parts, offloaded = lasting_state(
+        train, platform, stage, processes, weights=weights, here=here, shared=shared, itemsize=FP32
+    )
     elsewhere = experts - experts // train.expert_parallel  # parameters of the trace that are not in this process
     if step.copies:
         copies = step.copies - BYTES_16_BIT * elsewhere
         parts.append(Component("copies", copies, f"of the weights in {train.precision}"))
-    saved = step.total_saved
-    rows = f"{train.micro_batch_rows} x {config.data.row_length} tokens"
-    how = ", only the inputs of the blocks" if train.activation_checkpointing else ""
-    parts.append(Component("activations", saved, f"saved by the forward pass of {rows}{how}"))
     # In a step with one micro-batch, gradients are allocated while activations are freed: the trace includes them.
-    traced_gradients = FP32 * elsewhere if stage < 2 and accumulation == 1 else 0
-    working = max(0, step.peak - saved - traced_gradients)
-    parts.append(Component("working", working, "additional peak of the passes"))
+    parts += passes(config, step, elsewhere=FP32 * elsewhere if stage < 2 and accumulation == 1 else 0)
     parts += _buffers(stage, config, here, processes)
-    tensors = sum(part.bytes for part in parts)
-    if platform == "cpu":
-        parts.append(Component("runtime", CPU_RUNTIME, "Python, PyTorch, DeepSpeed and compiled kernels, resident"))
-        return MemoryPlan(tuple(parts), step.saved, tensors, 0)
-    runtime = GPU_RUNTIME + (NCCL_BUFFERS if processes > 1 else 0)
-    parts.append(Component("runtime", runtime, "context and libraries: assumed, not measured"))
-    parts.append(
-        Component("fragments", int(FRAGMENTATION_SHARE * step.peak), "gaps of the allocator: assumed, not measured")
-    )
-    building = FP32 * here
-    gathered = FP32 * everywhere * (1 + (2 if stage == 0 else 0) + (train.ema_decay is not None))
-    return MemoryPlan(tuple(parts), step.saved, tensors, offloaded + max(building, gathered))
+    host_bytes = offloaded + max(FP32 * here, checkpoint_bytes(train, stage, everywhere))
+    return memory_plan(parts, step, platform, processes, host_bytes)
 
 
 def _buffers(stage: int, config: Config, here: int, processes: int) -> Iterator[Component]:

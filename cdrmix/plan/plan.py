@@ -10,7 +10,7 @@ from typing import Any
 
 from cdrmix.config.schema import Config, Model
 from cdrmix.plan.components import FP32
-from cdrmix.plan.fit import MAX_MEMORY_SHARE, Fit, fit, nothing_fits
+from cdrmix.plan.fit import MAX_MEMORY_SHARE, Fit, estimate_note, fit, nothing_fits
 from cdrmix.plan.flops import TokenFlops, training_flops_per_token
 from cdrmix.plan.foreign import foreign_size
 from cdrmix.plan.machine import Machine
@@ -104,6 +104,8 @@ def make_plan(config: Config, machine: Machine, processes: int, say: Callable[[s
             f"cdrmix train --nproc starts the processes of one machine. More than {PROCESSES_PER_HOST} GPUs need "
             "torchrun on several machines, which has not been tested."
         )
+    if fitting.memory.untraced:
+        notes.append(estimate_note(fitting.memory))
     if train.offload != "none" and fitting.memory.host_bytes:
         notes.append(
             "The main memory includes the state that train.offload moves. The time does not include its transfers and "
