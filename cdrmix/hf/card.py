@@ -41,20 +41,9 @@ def model_card(config: Config, step: int, stored: int, summary: Mapping[str, Any
     parameters = f"{stored:,} stored"
     if active := summary.get("parameters", {}).get("active"):
         parameters += f", {active:,} active per token"
-    held_out = summary.get("held_out") if summary.get("held_out_step") == step else None
-    base_model = [] if config.export.base_model is None else [f"base_model: {json.dumps(config.export.base_model)}"]
-    front = [
-        "library_name: transformers",
-        "pipeline_tag: text-generation",
-        f"license: {json.dumps(config.export.license or 'unknown')}",
-        *base_model,
-        f"tags: [{', '.join(['cdrmix', 'custom_code', *tags])}]",
-        *_model_index(config.run.name, held_out),
-    ]
-    return f"""---
-{chr(10).join(front)}
----
-
+    held_out = _held_out_of(summary, step)
+    front = _front_matter(config, ["cdrmix", "custom_code", *tags], config.export.base_model, held_out)
+    return f"""{front}
 # {config.run.name}
 
 A {kind} language model, trained by cdrmix for {step:,} steps of {config.train.batch_rows} rows of \
@@ -96,17 +85,12 @@ def foreign_card(config: Config, architecture: str, step: int, stored: int, summ
     """The model card of a model of transformers. Arguments as of `model_card`."""
     section = config.model
     assert isinstance(section, HuggingFaceModel)
-    base = f"\nbase_model: {Path(section.path).name}" if section.path is not None else ""
-    origin = f"continued from `{Path(section.path).name}`" if section.path is not None else "from random weights"
+    base = config.export.base_model or _name_of(section)
+    origin = "from random weights" if section.path is None else f"continued from `{_name_of(section)}`"
     if (lora := section.lora) is not None:
         origin += f", by adapters (LoRA) of rank {lora.rank} and alpha {lora.alpha:g} that were merged into it,"
-    held_out = summary.get("held_out") if summary.get("held_out_step") == step else None
-    return f"""---
-library_name: transformers
-pipeline_tag: text-generation{base}
-tags: [{architecture.replace("_", "-")}]
----
-
+    held_out = _held_out_of(summary, step)
+    return f"""{_front_matter(config, [architecture.replace("_", "-")], base, held_out)}
 # {config.run.name}
 
 A {architecture} language model, trained by cdrmix {origin} for {step:,} steps of {config.train.batch_rows} rows of \
@@ -117,7 +101,7 @@ A {architecture} language model, trained by cdrmix {origin} for {step:,} steps o
 | parameters | {stored:,} |
 | weights | {"float32" if config.export.weights == "fp32" else "bfloat16"} safetensors |
 | text | source `{config.data.source_kinds()}`, seed {config.run.seed} |
-{_figures(held_out)}
+{_figures(held_out)}{_domains(summary, held_out)}
 ## Use
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -127,6 +111,85 @@ A {architecture} language model, trained by cdrmix {origin} for {step:,} steps o
 `cdrmix generate --model PATH_OF_THIS_FOLDER --prompt "def "` and `cdrmix eval --model PATH_OF_THIS_FOLDER` work too.
 `sha256sum -c SHA256SUMS` verifies the files. The configuration `config_snapshot.yaml` is complete.
 """
+
+
+def adapter_card(
+    config: Config, architecture: str, step: int, stored: int, whole: Sequence[str], summary: Mapping[str, Any]
+) -> str:
+    """The model card of adapters. stored: their parameters. whole: names of the linear layers that were not quantized.
+    Other arguments as of `model_card`."""
+    section = config.model
+    assert isinstance(section, HuggingFaceModel)
+    assert section.lora is not None
+    base, lora = _name_of(section), section.lora
+    held_out = _held_out_of(summary, step)
+    options = settings = ""
+    if lora.quantize is not None:
+        options = ", quantization_config=settings"
+        settings = f"""    # The adapters were trained with the base quantized so. With another base the logits differ.
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="{lora.quantize}",
+        bnb_4bit_use_double_quant=True,
+        llm_int8_skip_modules={[*whole]},
+    )
+"""
+    tags = [architecture.replace("_", "-"), "lora"]
+    return f"""{_front_matter(config, tags, config.export.base_model or base, held_out, library="peft")}
+# {config.run.name}
+
+Adapters (LoRA) for the {architecture} language model `{base}`, trained by cdrmix for {step:,} steps of \
+{config.train.batch_rows} rows of {config.data.row_length} tokens.
+
+| | |
+|---|---|
+| parameters | {stored:,}; rank {lora.rank}, alpha {lora.alpha:g} |
+| weights | float32 safetensors |
+| text | source `{config.data.source_kinds()}`, seed {config.run.seed} |
+{_figures(held_out)}{_domains(summary, held_out)}
+## Use
+
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer{", BitsAndBytesConfig" if options else ""}
+{settings}    model = AutoModelForCausalLM.from_pretrained("PATH_OF_THE_BASE"{options})
+    model = PeftModel.from_pretrained(model, "PATH_OF_THIS_FOLDER")
+    tokenizer = AutoTokenizer.from_pretrained("PATH_OF_THIS_FOLDER")
+
+`cdrmix export --model PATH_OF_THIS_FOLDER --merge --out FOLDER` merges them into the base. `cdrmix generate` and
+`cdrmix eval` take this folder too, where the base is at `{section.path}`. `sha256sum -c SHA256SUMS` verifies the files.
+"""
+
+
+def _name_of(section: HuggingFaceModel) -> str | None:
+    """The name of the model that a training continues, without its folder; None for random weights."""
+    return None if section.path is None else Path(section.path).name
+
+
+def _held_out_of(summary: Mapping[str, Any], step: int) -> Mapping[str, Any] | None:
+    """The results on held-out text in metrics.json if they are those of this step."""
+    return summary.get("held_out") if summary.get("held_out_step") == step else None
+
+
+def _front_matter(
+    config: Config,
+    tags: Sequence[str],
+    base: str | None,
+    held_out: Mapping[str, Any] | None,
+    *,
+    library: str = "transformers",
+) -> str:
+    """The lines of YAML before the text of a card, which the Hugging Face Hub reads."""
+    lines = [
+        "---",
+        f"library_name: {library}",
+        "pipeline_tag: text-generation",
+        f"license: {json.dumps(config.export.license or 'unknown')}",
+        *([] if base is None else [f"base_model: {json.dumps(base)}"]),
+        f"tags: [{', '.join(tags)}]",
+        *_model_index(config.run.name, held_out),
+        "---",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def _model_index(name: str, held_out: Mapping[str, Any] | None) -> list[str]:
@@ -146,61 +209,6 @@ def _model_index(name: str, held_out: Mapping[str, Any] | None) -> list[str]:
             for key in metrics
         ),
     ]
-
-
-def adapter_card(
-    config: Config, architecture: str, step: int, stored: int, whole: Sequence[str], summary: Mapping[str, Any]
-) -> str:
-    """The model card of adapters. stored: their parameters. whole: names of the linear layers that were not quantized.
-    Other arguments as of `model_card`."""
-    section = config.model
-    assert isinstance(section, HuggingFaceModel)
-    assert section.lora is not None
-    assert section.path is not None
-    base, lora = Path(section.path).name, section.lora
-    held_out = summary.get("held_out") if summary.get("held_out_step") == step else None
-    options = note = ""
-    if lora.quantize is not None:
-        options = ", quantization_config=settings"
-        note = f"""
-The adapters were trained with a quantized base. With another base the logits differ:
-
-    settings = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="{lora.quantize}",
-        bnb_4bit_use_double_quant=True,
-        llm_int8_skip_modules={[*whole]},
-    )
-"""
-    return f"""---
-library_name: peft
-pipeline_tag: text-generation
-base_model: {base}
-tags: [{architecture.replace("_", "-")}, lora]
----
-
-# {config.run.name}
-
-Adapters (LoRA) for the {architecture} language model `{base}`, trained by cdrmix for {step:,} steps of \
-{config.train.batch_rows} rows of {config.data.row_length} tokens.
-
-| | |
-|---|---|
-| parameters | {stored:,}; rank {lora.rank}, alpha {lora.alpha:g} |
-| weights | float32 safetensors |
-| text | source `{config.data.source_kinds()}`, seed {config.run.seed} |
-{_figures(held_out)}
-## Use
-
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer{", BitsAndBytesConfig" if options else ""}
-    model = AutoModelForCausalLM.from_pretrained("PATH_OF_THE_BASE"{options})
-    model = PeftModel.from_pretrained(model, "PATH_OF_THIS_FOLDER")
-    tokenizer = AutoTokenizer.from_pretrained("PATH_OF_THIS_FOLDER")
-{note}
-`cdrmix export --model PATH_OF_THIS_FOLDER --merge --out FOLDER` merges them into the base. `cdrmix generate` and
-`cdrmix eval` take this folder too, where the base is at `{section.path}`. `sha256sum -c SHA256SUMS` verifies the files.
-"""
 
 
 def _stages(config: Config) -> str:

@@ -14,11 +14,12 @@ from transformers import AutoTokenizer
 from cdrmix.config.schema import Config
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import VocabularyError
-from cdrmix.hf.card import model_card
+from cdrmix.hf.card import adapter_card, foreign_card, model_card
 from cdrmix.hf.export import export_model
 from cdrmix.inference.load import backbone_weights, load_exported, read_sums, tokenizer_file
 
 Exported = Callable[[str], Path]
+LORA = Path(__file__).parents[2] / "configs" / "cpt-nemotron-h-8b-lora-24gb.yaml"
 TINY = Path(__file__).parents[2] / "configs" / "cdrmix-core-tiny.yaml"
 TEMPLATE = "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
 
@@ -40,6 +41,39 @@ def test_the_hub_reads_the_card() -> None:
     }
     plain = ModelCard(model_card(Config.from_yaml(TINY), 20, 1000, {})).data
     assert (plain.license, plain.base_model, plain.eval_results) == ("unknown", None, None)
+
+
+def cards_of_transformers(*overrides: str) -> list[ModelCard]:
+    """The card of a whole model and that of its adapters, of a run that continued the model `models/a: b`."""
+    config = Config.from_yaml(LORA, ["run.name=continued", "model.path='models/a: b'", *overrides])
+    score = {"tokens": 10, "text_bytes": 30, "bits_per_byte": 1.5, "perplexity": 9.0}
+    figures = score | {"unigram_bits_per_byte": 3.0, "gzip9_bits_per_byte": 2.5, "zstd19_bits_per_byte": 2.25}
+    summary = {
+        "held_out": {**figures, "domains": {"code": score}},
+        "held_out_before": {**score, "bits_per_byte": 2.0},
+        "held_out_step": 20,
+    }
+    cards = (
+        foreign_card(config, "llama", 20, 1000, summary),
+        adapter_card(config, "llama", 20, 100, ["lm_head"], summary),
+    )
+    return [ModelCard(card) for card in cards]
+
+
+def test_the_cards_of_models_of_transformers_have_the_same_lines() -> None:
+    """The license, the base and the results, also by domain and before the training."""
+    for card in cards_of_transformers():
+        assert (card.data.license, card.data.base_model, card.data.model_name) == ("unknown", "a: b", "continued")
+        assert "| code | 30 | - | 1.5000 | - |" in card.text
+        assert "| all text | 30 | 2.0000 | 1.5000 | -0.5000 |" in card.text
+    for card in cards_of_transformers("export.license=apache-2.0", "export.base_model=someone/base-1b"):
+        assert (card.data.license, card.data.base_model) == ("apache-2.0", "someone/base-1b")
+
+
+def test_the_card_of_adapters_of_a_quantized_base_has_the_quantization_before_its_use() -> None:
+    _, card = cards_of_transformers("model.lora.quantize=nf4")
+    assert 0 < card.text.index("settings = BitsAndBytesConfig(") < card.text.index("quantization_config=settings)")
+    assert "BitsAndBytes" not in cards_of_transformers("model.lora.quantize=null")[1].text
 
 
 def test_the_tokenizer_of_an_export_keeps_its_fingerprint(exported: Exported, tmp_path: Path) -> None:
