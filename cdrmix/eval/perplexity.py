@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from cdrmix.data.batch import Batch
 from cdrmix.data.loader import EvalLoader
 from cdrmix.data.shards import Split
+from cdrmix.model.causal import evaluation_mode
 
 
 @dataclass(frozen=True)
@@ -109,12 +110,9 @@ def evaluate(
     Raises ValueError if there is nothing to predict.
     """
     device = next(model.parameters()).device
-    # Each module separately: a wrapper can be in training mode while its model is not.
-    training = [module for module in model.modules() if module.training]
-    model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # nats, tokens
     by_domain = {name: torch.zeros_like(sums) for name in domain_bytes or {}}
-    with torch.no_grad():
+    with evaluation_mode(model), torch.no_grad():
         for batch in batches:
             placed = batch.to(device)
             whole = _nats_and_tokens(nats, model, placed)
@@ -122,8 +120,6 @@ def evaluate(
             if by_domain:
                 for name, part in _parts(nats, model, placed, whole).items():
                     by_domain[name] += part
-    for module in training:
-        module.training = True
     if together and dist.is_initialized():
         for each in (sums, *by_domain.values()):
             dist.all_reduce(each)

@@ -24,10 +24,11 @@ from cdrmix.config.schema_huggingface import Lora
 from cdrmix.durable import sha256_file
 from cdrmix.errors import BaseModelError, CheckpointError, ConfigError
 from cdrmix.inference.checkpoints import state_dict_mismatch
+from cdrmix.model.causal import evaluation_mode
 
 ADAPTER = "default"  # peft's name of the only adapter of a model
 DESCRIPTION, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # the files of an adapter folder
-OUTSIDE = "base_model.model."  # before the names of weights in a file of peft
+PREFIX = "base_model.model."  # of the names of weights in a file of peft
 MISSING = "install the extra of this package: pip install 'cdrmix[hf]'"
 EXPERTS = "experts"  # the name of the module of a mixture of experts in transformers
 # A weight or bias that a module reads from its own layer: `self.out_proj.weight`. Questions about it do not count.
@@ -133,15 +134,11 @@ def uncalled(model: Any) -> list[str]:
     }
     called: set[str] = set()
     hooks = [layer.register_forward_hook(lambda *_, name=name: called.add(name)) for name, layer in layers.items()]
-    modes = {module: module.training for module in model.modules()}
     device = next(model.parameters()).device
     try:
-        with torch.no_grad():
-            model.eval()
+        with evaluation_mode(model), torch.no_grad():
             model.base_model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=device), use_cache=False)
     finally:
-        for module, training in modes.items():
-            module.training = training
         for hook in hooks:
             hook.remove()
     return sorted(layers.keys() - called)
@@ -180,7 +177,9 @@ def write_adapters(model: Any, lora: Lora, weights: Mapping[str, Tensor], base: 
     text = (folder / DESCRIPTION).read_text(encoding="utf-8")
     described = {name: sorted(value) if isinstance(value, list) else value for name, value in json.loads(text).items()}
     (folder / DESCRIPTION).write_text(json.dumps(described, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    save_file({_outside(name): tensor for name, tensor in weights.items()}, folder / WEIGHTS, metadata={"format": "pt"})
+    save_file(
+        {_name_in_file(name): tensor for name, tensor in weights.items()}, folder / WEIGHTS, metadata={"format": "pt"}
+    )
 
 
 def read_adapters(folder: Path) -> dict[str, Tensor]:
@@ -189,17 +188,17 @@ def read_adapters(folder: Path) -> dict[str, Tensor]:
         stored = load_file(folder / WEIGHTS)
     except SafetensorError as error:
         raise CheckpointError(f"{folder / WEIGHTS}: not a safetensors file: {error}") from error
-    return {_inside(name): tensor for name, tensor in stored.items()}
+    return {_name_in_model(name): tensor for name, tensor in stored.items()}
 
 
-def _outside(name: str) -> str:
+def _name_in_file(name: str) -> str:
     """The name of an adapter's weight in a file of peft, from its name in the model."""
-    return OUTSIDE + name.replace(f".{ADAPTER}.", ".")
+    return PREFIX + name.replace(f".{ADAPTER}.", ".")
 
 
-def _inside(name: str) -> str:
+def _name_in_model(name: str) -> str:
     """The name of an adapter's weight in the model, from its name in a file of peft."""
-    return re.sub(r"\.(lora_[AB])\.", rf".\1.{ADAPTER}.", name.removeprefix(OUTSIDE))
+    return re.sub(r"\.(lora_[AB])\.", rf".\1.{ADAPTER}.", name.removeprefix(PREFIX))
 
 
 def _insert(model: Any, lora: Lora, base: str | None) -> Any:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cdrmix import ops
 from cdrmix.errors import ConfigError
+from cdrmix.model.causal import evaluation_mode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,19 +66,13 @@ def probe_head(model: PreTrainedModel, call: Callable[[Tensor], Tensor] | None =
     layer = head_layer(model)
     device = next(model.parameters()).device
     ids = torch.arange(1, PROBE_TOKENS + 1, device=device).unsqueeze(0) % model.config.vocab_size
-    modes = {module: module.training for module in model.modules()}
-    try:
-        with torch.no_grad():
-            model.eval()
-            hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state if call is None else None
-            given, _, _ = _run(model, layer, ids, None, call)
-            generator = torch.Generator().manual_seed(0)
-            random = torch.randn(given.shape, generator=generator).to(given)
-            _, products, logits = _run(model, layer, ids, random, call)
-            _, large_products, large_logits = _run(model, layer, ids, LARGE * random, call)
-    finally:
-        for module, training in modes.items():
-            module.training = training
+    with evaluation_mode(model), torch.no_grad():
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state if call is None else None
+        given, _, _ = _run(model, layer, ids, None, call)
+        generator = torch.Generator().manual_seed(0)
+        random = torch.randn(given.shape, generator=generator).to(given)
+        _, products, logits = _run(model, layer, ids, random, call)
+        _, large_products, large_logits = _run(model, layer, ids, LARGE * random, call)
     same_hidden = hidden is None or torch.allclose(hidden.float(), given.float(), rtol=1e-2, atol=1e-3)
     tolerance = TOLERANCE if given.dtype.itemsize >= 4 else HALF_TOLERANCE
     head = _fit(products, logits, large_products, large_logits, tolerance, layer.bias is not None)
@@ -173,7 +168,7 @@ def _fit(
     def agrees(scale: float, cap: float | None) -> bool:
         for x, wanted in ((y, found), (large_y, large_found)):
             made = scale * x if cap is None else cap * torch.tanh(scale * x / cap)
-            if float((made - wanted).abs().max()) > tolerance * float(wanted.abs().max()):
+            if not float((made - wanted).abs().max()) <= tolerance * float(wanted.abs().max()):  # NaN too
                 return False
         return True
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from cdrmix.errors import ConfigError
 from cdrmix.hf import mamba
+from cdrmix.model.causal import evaluation_mode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -180,21 +181,25 @@ def choose_packing(
     elif str(_config(model)._attn_implementation).startswith("flash_attention"):
         ways = ("flat",)
         os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")
+    refusal: Exception | None = None
     for way in ways:
         packing = Packing(way, operators=mamba.is_installed(model))
         try:
             if leak(model, packing, call=call) == 0.0:
                 return packing
-        except UNSUPPORTED:
+        except torch.OutOfMemoryError:
+            raise
+        except UNSUPPORTED as error:
             if way != "masks":
                 raise
+            refusal = error
     remedy = (
         "train another one" if wanted == "rows" else "set model.packing: rows, which gives each document its own row"
     )
     raise ConfigError(
         f"model.packing: {wanted}: packed documents see each other in {_config(model).model_type} "
-        f"(tried: {', '.join(ways)}); {remedy}"
-    )
+        f"(tried: {', '.join(ways)}{'' if refusal is None else ', which it refuses'}); {remedy}"
+    ) from refusal
 
 
 @contextlib.contextmanager
@@ -233,7 +238,6 @@ def leak(model: PreTrainedModel, packing: Packing, *, call: Callable[[Arguments]
     embeddings = (PROBE_STD * torch.randn(1, first + second, width, generator=generator)).to(device, dtype)
     embeddings.requires_grad_()
     cu_seqlens = torch.tensor([0, first, first + second], dtype=torch.int32, device=device)
-    modes = {module: module.training for module in model.modules()}
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         with torch.enable_grad():
             hidden = decode(model, packing, embeddings, cu_seqlens, call=call).hidden_BTD[:, first:]
@@ -242,14 +246,9 @@ def leak(model: PreTrainedModel, packing: Packing, *, call: Callable[[Arguments]
         found = float(gradient[:, :first].abs().max())
         if found != 0.0:  # NaN too
             return found
-        try:
-            model.eval()  # without dropout, with which the two passes would differ
-            with torch.no_grad():
-                packed = decode(model, packing, embeddings, cu_seqlens, call=call).hidden_BTD[:, first:]
-                alone = decode(model, packing, embeddings[:, first:], None, call=call).hidden_BTD
-        finally:
-            for module, training in modes.items():
-                module.training = training
+        with evaluation_mode(model), torch.no_grad():  # without dropout, with which the two passes would differ
+            packed = decode(model, packing, embeddings, cu_seqlens, call=call).hidden_BTD[:, first:]
+            alone = decode(model, packing, embeddings[:, first:], None, call=call).hidden_BTD
     difference = float((packed.double() - alone.double()).square().mean().sqrt() / alone.double().std())
     return 0.0 if difference <= TOLERANCE.get(dtype, HALF_TOLERANCE) else difference
 

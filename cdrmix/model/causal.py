@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from cdrmix.model.language_model import RouterStats
 
 
-class Read(Protocol):
+class CausalOutput(Protocol):
     """The result of a forward pass: hidden states [B, T, D], router reports, and the cache if it was asked for."""
 
     @property
@@ -33,7 +35,7 @@ class CausalModel(Protocol):
 
     def __call__(
         self, ids_BT: Tensor, *, cu_seqlens: Tensor | None = None, cache: Any = None, return_cache: bool = False
-    ) -> Read:
+    ) -> CausalOutput:
         """ids int64 [B, T]; cu_seqlens: the documents of the flattened tokens; cache: continues an earlier call."""
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
@@ -44,3 +46,18 @@ class CausalModel(Protocol):
 
     def to(self, device: Any) -> Any:
         """Moves the weights to a device."""
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Puts a model into evaluation mode; each module then gets its own mode back.
+
+    Each separately, because a wrapper can be in training mode while its model is not.
+    """
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -155,3 +155,17 @@ def test_a_head_that_reads_other_hidden_states_is_refused() -> None:
     model.lm_head.register_forward_pre_hook(lambda _module, inputs: (inputs[0] + 1.0,))
     with pytest.raises(ConfigError, match="formula that cdrmix does not know"):
         probe_head(model)
+
+
+def test_logits_that_are_not_numbers_are_refused() -> None:
+    model = build("llama")
+    forward = model.forward
+
+    def spoiled(input_ids: Tensor, use_cache: bool) -> object:
+        output = forward(input_ids=input_ids, use_cache=use_cache)
+        output.logits = 0.5 * output.logits.where(output.logits < 0, torch.nan)
+        return output
+
+    model.forward = spoiled
+    with pytest.raises(ConfigError, match="output head of llama"):
+        probe_head(model)

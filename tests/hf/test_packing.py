@@ -199,6 +199,24 @@ def test_positions_that_do_not_restart_are_found() -> None:
     assert leak(model, Packing("masks"), call=without_positions) > 0.01
 
 
+@pytest.mark.parametrize(
+    ("error", "found", "message"),
+    [(ValueError, ConfigError, "masks, which it refuses"), (torch.OutOfMemoryError, torch.OutOfMemoryError, "no room")],
+)
+def test_masks_that_are_refused_are_named_and_full_memory_is_not_taken_for_it(
+    error: type[Exception], found: type[Exception], message: str
+) -> None:
+    model = build("qwen3").eval()
+
+    def call(arguments: dict[str, Any]) -> Any:
+        if "attention_mask" in arguments:
+            raise error("no room")
+        return model.model(**arguments, attention_mask=torch.ones(1, 16))  # documents see each other
+
+    with pytest.raises(found, match=message):
+        choose_packing(model, call=call)
+
+
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "nemotron_h", "gpt_oss"])
 def test_isolation_is_tested_in_bfloat16(architecture: str) -> None:
     model = build(architecture).to(torch.bfloat16)
