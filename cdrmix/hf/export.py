@@ -24,10 +24,9 @@ from cdrmix.durable import disk_guard, is_disk_full, sha256_file, sync_file, syn
 from cdrmix.errors import ConfigError, ExportMismatchError
 from cdrmix.hf.card import model_card
 from cdrmix.hf.transformers_files import config_keys, text_files
-from cdrmix.inference.load import RUN_TOKENIZER, SUMS, Loaded, load_exported
+from cdrmix.inference.load import ABOUT, RUN_TOKENIZER, SUMS, Loaded, load_exported
 from cdrmix.run_folder import environment
 
-ABOUT = "cdrmix.json"  # of a model of transformers, whose config.json is that of transformers: its step
 SHARD_BYTES = 5_000_000_000
 PROMPT = "def "
 

@@ -16,10 +16,10 @@ from cdrmix.data.tokenizer_files import STORED
 from cdrmix.errors import ExportMismatchError
 from cdrmix.hf import mamba
 from cdrmix.hf.card import foreign_card
-from cdrmix.hf.export import ABOUT, PROMPT, SHARD_BYTES, publish, write_sums
+from cdrmix.hf.export import PROMPT, SHARD_BYTES, publish, write_sums
 from cdrmix.hf.foreign import quiet, section_of
 from cdrmix.hf.load import LoadedForeign
-from cdrmix.inference.load import CHAT_TEMPLATE
+from cdrmix.inference.load import ABOUT, CHAT_TEMPLATE
 from cdrmix.run_folder import environment
 
 # Files of a tokenizer besides tokenizer.json, and of generation: they are copied as they are.

@@ -15,7 +15,6 @@ from cdrmix.config.schema_huggingface import HuggingFaceModel
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import CheckpointError, ConfigError, VocabularyError
 from cdrmix.hf import adapters
-from cdrmix.hf.export import ABOUT
 from cdrmix.hf.foreign import (
     ForeignLossModel,
     ForeignModel,
@@ -29,13 +28,16 @@ from cdrmix.hf.foreign import (
 )
 from cdrmix.inference.checkpoints import MANIFEST, base_of, step_of
 from cdrmix.inference.load import (
+    ABOUT,
     SUMS,
     Loaded,
     final_weights,
     load_model,
+    pointed_checkpoint,
     read_safetensors,
     read_tokenizer,
     run_of,
+    run_tokenizer,
     verify,
 )
 from cdrmix.inference.text_model import TextModel
@@ -79,26 +81,29 @@ def load_trained(path: str | Path, device: torch.device | None = None) -> Loaded
     Raises CheckpointError if there is no model or a file does not match its hash; BaseModelError if the base of
     adapters is missing or another one; VocabularyError if the tokenizer has more tokens than the model.
     """
-    path = Path(path)
+    path = pointed_checkpoint(Path(path))
     if is_plain(path):
         loaded = _load_plain(path)
-        return loaded if device is None else loaded._replace(model=loaded.model.to(device))
-    if path.name in ("latest", "best") and path.is_file():  # files in checkpoints/ with the name of a checkpoint
-        path = path.with_name(path.read_text(encoding="utf-8").strip())
-    exported = (path / SUMS).is_file()
-    snapshot = path / SNAPSHOT if exported else run_of(path).config_snapshot
-    if exported and not snapshot.is_file():
-        raise CheckpointError(f"{path} has no {SNAPSHOT}: it is not an export of cdrmix")
-    config = Config.from_yaml(snapshot)
-    if isinstance(config.model, Model):
-        return load_model(path, device)
-    if not exported:
-        loaded = _load_checkpoint(path, config)
-    elif (path / adapters.WEIGHTS).is_file():
-        loaded = _load_adapters(path, config)
     else:
-        loaded = _load_exported(path, config)
+        config = _config_of(path)
+        if isinstance(config.model, Model):
+            return load_model(path, device)
+        if not (path / SUMS).is_file():
+            loaded = _load_checkpoint(path, config)
+        elif (path / adapters.WEIGHTS).is_file():
+            loaded = _load_adapters(path, config)
+        else:
+            loaded = _load_exported(path, config)
     return loaded if device is None else loaded._replace(model=loaded.model.to(device))
+
+
+def _config_of(path: Path) -> Config:
+    """The configuration of an export folder, a run or a checkpoint. Raises CheckpointError."""
+    if not (path / SUMS).is_file():
+        return Config.from_yaml(run_of(path).config_snapshot)
+    if not (path / SNAPSHOT).is_file():
+        raise CheckpointError(f"{path} has no {SNAPSHOT}: it is not an export of cdrmix")
+    return Config.from_yaml(path / SNAPSHOT)
 
 
 def untrained(config: Config, tokenizer: TextTokenizer) -> LoadedForeign:
@@ -146,16 +151,11 @@ def _load_plain(path: Path) -> LoadedForeign:
 def _load_checkpoint(path: Path, config: Config) -> LoadedForeign:
     run = run_of(path)
     checkpoint, weights = final_weights(path, average=True)
-    if not run.tokenizer.is_file():
-        raise CheckpointError(f"{run.path}: tokenizer.json is missing, and the model cannot be used without it")
+    tokenizer, step = run_tokenizer(run, config), step_of(checkpoint)
     if section_of(config).lora is not None:
-        base = base_of(checkpoint)
-        return _merged(config, weights, checkpoint, run.tokenizer, step_of(checkpoint), base, run.base_model)
-    model = model_of(config, run.base_model, weights, origin=checkpoint)
-    tokenizer = read_tokenizer(run.tokenizer, config)
-    return LoadedForeign(
-        ForeignModel(model, section_of(config)), tokenizer, config, step_of(checkpoint), run.base_model
-    )
+        return _merged(config, weights, checkpoint, tokenizer, step, base_of(checkpoint), run.base_model)
+    model = ForeignModel(model_of(config, run.base_model, weights, origin=checkpoint), section_of(config))
+    return LoadedForeign(model, tokenizer, config, step, run.base_model)
 
 
 def _load_adapters(path: Path, config: Config) -> LoadedForeign:
@@ -165,15 +165,17 @@ def _load_adapters(path: Path, config: Config) -> LoadedForeign:
         if name not in sums:
             raise CheckpointError(f"{path / SUMS} does not list {name}: the exported adapters are incomplete")
     about, weights = _about(path), adapters.read_adapters(path)
-    tokenizer = path / "tokenizer.json"
-    return _merged(config, weights, path, tokenizer, int(about["step"]), str(about.get("base_sha256")), path)
+    if (base := about.get("base_sha256")) is None:
+        raise CheckpointError(f"{path / ABOUT} does not name the base model of the adapters (base_sha256)")
+    tokenizer = read_tokenizer(path / "tokenizer.json", config)
+    return _merged(config, weights, path, tokenizer, int(about["step"]), str(base), path)
 
 
 def _merged(
     config: Config,
     weights: dict[str, Tensor],
     origin: Path,
-    tokenizer: Path,
+    tokenizer: TextTokenizer,
     step: int,
     base: str,
     folder: Path,
@@ -186,8 +188,7 @@ def _merged(
         model = adapters.merge_adapters(base_model(config), section.lora, weights, origin=origin)
     model.eval().requires_grad_(False)
     plain = section.model_copy(update={"lora": None})  # nothing is trained
-    text = read_tokenizer(tokenizer, config)
-    return LoadedForeign(ForeignModel(model, plain), text, config, step, folder, weights, base)
+    return LoadedForeign(ForeignModel(model, plain), tokenizer, config, step, folder, weights, base)
 
 
 def _load_exported(path: Path, config: Config) -> LoadedForeign:

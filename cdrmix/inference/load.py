@@ -32,6 +32,7 @@ from cdrmix.run_folder import RunFolder
 
 SUMS = "SHA256SUMS"
 RUN_TOKENIZER = "tokenizer_cdrmix.json"  # of an export: the tokenizer.json of the run, byte for byte
+ABOUT = "cdrmix.json"  # of an exported model of transformers, whose config.json is that of transformers: its step
 CHAT_TEMPLATE = "chat_template.jinja"  # the name that transformers gives it too
 HEADS = ("controller", "operations", "summary")  # first component of the names of the weights that stage B adds
 
@@ -82,21 +83,31 @@ def load_model(path: str | Path, device: torch.device | None = None) -> Loaded:
     Raises CheckpointError if there is no model or a file does not match its hash; VocabularyError if the tokenizer has
     more tokens than the model.
     """
-    path = Path(path)
-    if path.name in ("latest", "best") and path.is_file():  # files in checkpoints/ with the name of a checkpoint
-        path = path.with_name(path.read_text(encoding="utf-8").strip())
+    path = pointed_checkpoint(Path(path))
     if (path / SUMS).is_file():
         loaded = load_exported(path)
     else:
         run = run_of(path)
         config = Config.from_yaml(run.config_snapshot)
         checkpoint, weights = final_weights(path, average=True)
-        if not run.tokenizer.is_file():
-            raise CheckpointError(f"{run.path}: tokenizer.json is missing, and the model cannot be used without it")
+        tokenizer, template = run_tokenizer(run, config), _chat_template(run.path)
         model, heads = build(config, weights, origin=checkpoint)
-        tokenizer, template = read_tokenizer(run.tokenizer, config), _chat_template(run.path)
         loaded = Loaded(model, tokenizer, config, step_of(checkpoint), heads, template)
     return loaded if device is None else loaded._replace(model=loaded.model.to(device))
+
+
+def pointed_checkpoint(path: Path) -> Path:
+    """The checkpoint that a file `latest` or `best` in checkpoints/ names; another path as it is."""
+    if path.name in ("latest", "best") and path.is_file():
+        return path.with_name(path.read_text(encoding="utf-8").strip())
+    return path
+
+
+def run_tokenizer(run: RunFolder, config: Config) -> TextTokenizer:
+    """The tokenizer of a run. Raises CheckpointError if it is missing, and as `read_tokenizer`."""
+    if not run.tokenizer.is_file():
+        raise CheckpointError(f"{run.path}: tokenizer.json is missing, and the model cannot be used without it")
+    return read_tokenizer(run.tokenizer, config)
 
 
 def read_tokenizer(path: Path, config: Config) -> TextTokenizer:
