@@ -15,7 +15,7 @@ from cdrmix.data.loader import Prefetcher
 from cdrmix.data.shards import ShardSet
 from cdrmix.model.loss import LossModule
 from cdrmix.run_folder import RunFolder
-from cdrmix.training import stage_a
+from cdrmix.training import row_objective, stage_a
 from cdrmix.training.build import build_loss_model
 from cdrmix.training.distributed import join
 
@@ -63,7 +63,7 @@ def in_turns(
                 self.started = now
             return super().micro_batches(step)
 
-    with run_folder(config) as run, mock.patch.object(stage_a, "Prefetcher", Turns):
+    with run_folder(config) as run, mock.patch.object(row_objective, "Prefetcher", Turns):
         stage_a.train(config, run, shards, build=build, console=False)
     return {name: values[WARMUP_BLOCKS:] for name, values in samples.items()}
 

@@ -33,6 +33,12 @@ class PairBatch(Batch):
         assert isinstance(moved, PairBatch)
         return dataclasses.replace(moved, answers_BT=self.answers_BT.to(device, non_blocking=True))
 
+    def pinned(self) -> PairBatch:
+        """As Batch.pinned; except pairs_P, which stays on the CPU."""
+        pinned = super().pinned()
+        assert isinstance(pinned, PairBatch)
+        return dataclasses.replace(pinned, answers_BT=self.answers_BT.pin_memory())
+
     def answer_weights(self) -> Tensor:
         """float32 [2 P, B, T]: for each answer the weights of its own targets, 0 elsewhere; [2, B, T] without pairs."""
         answers = torch.arange(max(2 * len(self.pairs_P), 2), device=self.answers_BT.device)

@@ -260,13 +260,16 @@ class Engine:
 
     def forward(self, batch: Batch, *, last: bool) -> Losses:
         """The losses of a micro-batch. last: the step ends with it, and its backward pass reduces the gradients."""
-        here = batch.to(self.world.device)
-        if self._compiled:
-            here = mark_documents(here)
+        here = self.placed(batch)
         losses: Losses = self.evaluate(
             here.ids_BT, here.targets_BT, here.weights_BT, here.cu_seqlens_N, here.token_count, self.share, last=last
         )
         return losses
+
+    def placed(self, batch: Batch) -> Batch:
+        """The micro-batch on the device of the training, ready for compiled blocks."""
+        here = batch.to(self.world.device)
+        return mark_documents(here) if self._compiled else here
 
     def evaluate(self, *arguments: Any, last: bool) -> Any:
         """The loss model's forward pass on any arguments; last: as in `forward`."""

@@ -14,8 +14,7 @@ import dataclasses
 import io
 import json
 import math
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -23,13 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cdrmix.config.schema import Config, Dpo, Model
+from cdrmix.config.schema import Config, Dpo
 from cdrmix.data.batch import Batch
-from cdrmix.data.loader import Prefetcher, TrainLoader
+from cdrmix.data.loader import TrainLoader
 from cdrmix.data.pairs import PairBatch, all_pairs
-from cdrmix.data.shards import ShardSet, Split
+from cdrmix.data.shards import Array, ShardSet, Split
 from cdrmix.durable import sha256_file, write_atomically, write_checksummed
-from cdrmix.model.feed_forward.router import balance_routers
 from cdrmix.run_folder import RunFolder
 from cdrmix.training.checkpoint import Progress
 from cdrmix.training.compiling import uncompiled
@@ -37,6 +35,7 @@ from cdrmix.training.distributed import DistributedContext
 from cdrmix.training.engine import Engine
 from cdrmix.training.metrics import StepRecord
 from cdrmix.training.objective import Outcome, StepFacts, StepTotals
+from cdrmix.training.row_objective import RowObjective
 
 FOLDER = "reference"  # in the run folder
 MEASURES = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward")  # means over pairs, in this order
@@ -113,21 +112,29 @@ def make_reference(engine: Engine, config: Config, run: RunFolder, shards: Shard
 
 
 def _log_probs_of_all(engine: Engine, split: Split, micro_batch_rows: int) -> Tensor:
-    world = engine.world
     numbers, values = [], []
-    training = engine.module.training
-    engine.module.eval()
-    with torch.no_grad():
-        for batch in all_pairs(split, np.arange(split.rows), micro_batch_rows, world.rank, world.size):
-            placed = batch.to(world.device)
-            numbers.append(batch.pairs_P)
-            values.append(log_probs(engine.module, placed).cpu())
-    engine.module.train(training)
+    for batch, log_probs_P2 in _scored(engine, split, np.arange(split.rows), micro_batch_rows):
+        numbers.append(batch.pairs_P)
+        values.append(log_probs_P2.cpu())
     found = torch.full((split.documents // 2, 2), math.nan, dtype=torch.float64)
-    for of_rank, its_values in world.gather((torch.cat(numbers), torch.cat(values))):
+    for of_rank, its_values in engine.world.gather((torch.cat(numbers), torch.cat(values))):
         found[of_rank] = its_values
     assert not found.isnan().any(), "every pair is in one row"
     return found
+
+
+def _scored(engine: Engine, split: Split, rows: Array, micro_batch_rows: int) -> Iterator[tuple[PairBatch, Tensor]]:
+    """This process's batches of these rows, with the log-probabilities of their answers. All processes must finish it.
+
+    The model is in evaluation mode meanwhile, and has no gradients.
+    """
+    world, training = engine.world, engine.module.training
+    engine.module.eval()
+    for batch in all_pairs(split, rows, micro_batch_rows, world.rank, world.size):
+        with torch.no_grad():
+            log_probs_P2 = log_probs(engine.module, batch.to(world.device))
+        yield batch, log_probs_P2
+    engine.module.train(training)
 
 
 def log_probs(module: torch.nn.Module, batch: PairBatch) -> Tensor:
@@ -144,47 +151,29 @@ def _arguments(batch: PairBatch) -> tuple[Tensor, Tensor, Tensor, Tensor, float]
     return batch.ids_BT, batch.targets_BT, batch.answer_weights(), batch.cu_seqlens_N, math.inf
 
 
-class Preferences:
-    """DPO as the trainer's objective: pairs instead of next tokens, and the routers' losses. A context manager.
+class PreferenceOptimization(RowObjective):
+    """DPO as the trainer's objective: pairs instead of next tokens, and the routers' losses."""
 
-    Batches are made one step ahead, in a thread.
-    """
-
-    phase: str | None = None
-    measures: tuple[str, ...] = (*MEASURES, "load_balance", "z_loss")
+    measures = (*MEASURES, "load_balance", "z_loss")
 
     def __init__(self, config: Config, loader: TrainLoader, world: DistributedContext, reference: Reference) -> None:
+        super().__init__(config, loader, world)
         assert config.train.dpo is not None
-        self._config, self._loader, self._dpo = config, loader, config.train.dpo
-        self._reference = reference.train
-        self._batches = Prefetcher(loader, config.train.steps, world.device)
-        model = config.model
-        routes = isinstance(model, Model) and bool(model.routers)
-        self._bias_rate = config.cdrmix_model.feed_forward.bias_update_rate if routes else 0.0
-        self.balances_routers = self._bias_rate > 0
-        self._pair_count, self._token_count, self._share = 1, 0.0, 0.0  # of the global batch at hand
-
-    def __enter__(self) -> Preferences:
-        self._batches.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._batches.__exit__(kind, error, traceback)
+        self._dpo, self._reference = config.train.dpo, reference.train
+        self._pair_count = 1  # of the global batch at hand
 
     def micro_batches(self, engine: Engine, step: int) -> list[Batch]:
-        """This process's micro-batches of global batch `step`."""
-        batches = self._batches.micro_batches(step)
+        """This process's micro-batches of global batch `step`, PairBatches."""
+        batches = super().micro_batches(engine, step)
         first = batches[0]
         assert isinstance(first, PairBatch)
-        self._pair_count, self._token_count, self._share = first.pair_count, first.token_count, engine.share
+        self._pair_count = first.pair_count
         return batches
 
     def forward(self, engine: Engine, micro_batch: Batch, *, last: bool) -> Outcome:
         """The loss of the pairs of a micro-batch, as a part of the mean over the global batch."""
-        assert isinstance(micro_batch, PairBatch)
-        batch = micro_batch.to(engine.world.device)
+        batch = engine.placed(micro_batch)
+        assert isinstance(batch, PairBatch)
         losses = engine.evaluate(*_arguments(batch), engine.share, last=last)
         nats_P2 = losses.next_token_sum.view(-1, 2)
         reference_P2 = self._reference[batch.pairs_P].to(nats_P2)
@@ -192,37 +181,14 @@ class Preferences:
         sums = torch.stack([term.detach().float() for term in (*terms, losses.load_balance, losses.z_loss)])
         return Outcome(terms.loss / batch.pair_count + losses.total.mean(), sums, losses.router)
 
-    def update(self, engine: Engine, totals: StepTotals) -> None:
-        """Moves the routers' biases towards even loads."""
-        if self.balances_routers:
-            balance_routers(engine.module, totals.routing.tokens_per_expert_LE, self._bias_rate)
-
-    def tokens(self, totals: StepTotals) -> int:
-        """Tokens of answers in the global batch."""
-        return round(self._token_count)
-
     def loss(self, totals: StepTotals) -> float:
         """The loss of a pair."""
         return totals.sums["loss"] / self._pair_count
 
     def record(self, facts: StepFacts, totals: StepTotals) -> StepRecord:
         """The step with the measures of its pairs."""
-        return StepRecord(
-            step=facts.step,
-            epoch=self._loader.epoch(facts.step),
-            loss=totals.loss,
-            next_token_loss=self.loss(totals),
-            load_balance=totals.sums["load_balance"] * self._share,
-            z_loss=totals.sums["z_loss"] * self._share,
-            learning_rate=facts.learning_rate,
-            gradient_norm=facts.gradient_norm,
-            tokens=facts.tokens,
-            tokens_per_second=facts.tokens_per_second,
-            seconds=facts.seconds,
-            memory_gib=facts.memory_gib,
-            preferences={name: totals.sums[name] / self._pair_count for name in MEASURES},
-            **totals.routing.measures(self._config.model),
-        )
+        means = {name: totals.sums[name] / self._pair_count for name in MEASURES}
+        return dataclasses.replace(super().record(facts, totals), preferences=means)
 
 
 class PreferenceValidation:
@@ -245,16 +211,11 @@ class PreferenceValidation:
     def complete(self, engine: Engine, record: StepRecord, progress: Progress) -> tuple[StepRecord, Progress]:
         """A step's record and progress with the measures of the weights as they are after it."""
         sums = torch.zeros(len(MEASURES) + 1, dtype=torch.float64, device=self._world.device)
-        rows = self._config.train.micro_batch_rows
-        training = engine.module.training
-        engine.module.eval()
-        with uncompiled(self._config), torch.no_grad():
-            for batch in all_pairs(self._split, self._rows, rows, self._world.rank, self._world.size):
-                placed = batch.to(self._world.device)
-                values_P2 = log_probs(engine.module, placed)
+        with uncompiled(self._config):
+            rows = self._config.train.micro_batch_rows
+            for batch, values_P2 in _scored(engine, self._split, self._rows, rows):
                 terms = preference_loss(values_P2, self._reference[batch.pairs_P].to(values_P2), self._dpo)
                 sums += torch.stack([*(term.double() for term in terms), sums.new_tensor(len(values_P2))])
-        engine.module.train(training)
         *totals, pairs = self._world.total(sums).tolist()
         means = {name: total / pairs for name, total in zip(MEASURES, totals, strict=True)}
         self._say(

@@ -1,4 +1,4 @@
-"""Stage A: next-token training of a model on packed rows."""
+"""Stage A: training of a model on packed rows, on the next token or on preferences."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 import torch
 
-from cdrmix.config.schema import Config, Model
+from cdrmix.config.schema import Config
 from cdrmix.data.batch import Batch
-from cdrmix.data.loader import EvalLoader, Prefetcher, TrainLoader, train_loader
+from cdrmix.data.loader import EvalLoader, TrainLoader, train_loader
 from cdrmix.data.pairs import PairLoader
 from cdrmix.data.shards import ShardSet
 from cdrmix.errors import CheckpointError, VocabularyError
 from cdrmix.eval.perplexity import evaluate
 from cdrmix.inference.checkpoints import list_checkpoints, newest_whole_checkpoint
-from cdrmix.model.feed_forward.router import balance_routers
 from cdrmix.model.loss import LossModule
 from cdrmix.run_folder import RunFolder
 from cdrmix.runtime import seed_everything
@@ -32,15 +30,16 @@ from cdrmix.training.distributed import DistributedContext, join, thread_numbers
 from cdrmix.training.engine import Engine, make_engine
 from cdrmix.training.faults import memory_guard
 from cdrmix.training.metrics import StepRecord
-from cdrmix.training.objective import Outcome, StepFacts, StepTotals
+from cdrmix.training.objective import Outcome, StepTotals
 from cdrmix.training.preferences import (
-    Preferences,
+    PreferenceOptimization,
     PreferenceValidation,
     Reference,
     make_reference,
     stored_reference,
 )
 from cdrmix.training.profiling import make_profiler
+from cdrmix.training.row_objective import RowObjective
 from cdrmix.training.starting import load_start
 from cdrmix.training.threads import ThreadChoice
 from cdrmix.training.trackers import Trackers
@@ -99,12 +98,14 @@ def train(
             stack.enter_context(Trackers(run, config)),
             stack.enter_context(Console(run, settings.steps, start_step=progress.step, shown=console)),
         ]
-        objective = _objective(config, loader, world, reference)
-        stack.enter_context(objective)
         trainer = Trainer(
             settings,
             engine,
-            objective,
+            stack.enter_context(
+                Pretraining(config, loader, world)
+                if reference is None
+                else PreferenceOptimization(config, loader, world, reference)
+            ),
             ThreadChoice(thread_numbers(config, world), run.say),
             progress=progress,
             saver=Saver(engine, config, run, fingerprints(shards), latest=checkpoint),
@@ -126,39 +127,10 @@ def train(
     return TrainResult(progress.step, progress.loss, progress.valid_bits_per_byte, speed, progress.seconds, final)
 
 
-class Pretraining:
-    """Stage A as the trainer's objective: the next token of packed rows, and the routers' losses. A context manager.
+class Pretraining(RowObjective):
+    """Next-token prediction as the trainer's objective."""
 
-    Batches are made one step ahead, in a thread.
-    """
-
-    phase: str | None = None
-    measures: tuple[str, ...] = ("next_token_sum", "load_balance", "z_loss")
-
-    def __init__(self, config: Config, loader: TrainLoader, world: DistributedContext) -> None:
-        self._config, self._loader = config, loader
-        self._batches = Prefetcher(loader, config.train.steps, world.device)
-        model = config.model
-        routes = isinstance(model, Model) and bool(model.routers)
-        self._bias_rate = config.cdrmix_model.feed_forward.bias_update_rate if routes else 0.0
-        self.balances_routers = self._bias_rate > 0
-        self._token_count = 0.0  # of the global batch at hand
-        self._share = 0.0  # of one micro-batch in it
-
-    def __enter__(self) -> Pretraining:
-        self._batches.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._batches.__exit__(kind, error, traceback)
-
-    def micro_batches(self, engine: Engine, step: int) -> list[Batch]:
-        """This process's micro-batches of global batch `step`."""
-        batches = self._batches.micro_batches(step)
-        self._token_count, self._share = batches[0].token_count, engine.share
-        return batches
+    measures = ("next_token_sum", "load_balance", "z_loss")
 
     def forward(self, engine: Engine, micro_batch: Batch, *, last: bool) -> Outcome:
         """The loss model's forward pass."""
@@ -166,36 +138,9 @@ class Pretraining:
         terms = (losses.next_token_sum, losses.load_balance, losses.z_loss)
         return Outcome(losses.total, torch.stack([term.detach().float() for term in terms]), losses.router)
 
-    def update(self, engine: Engine, totals: StepTotals) -> None:
-        """Moves the routers' biases towards even loads."""
-        if self.balances_routers:
-            balance_routers(engine.module, totals.routing.tokens_per_expert_LE, self._bias_rate)
-
-    def tokens(self, totals: StepTotals) -> int:
-        """Tokens with a target in the global batch."""
-        return round(self._token_count)
-
     def loss(self, totals: StepTotals) -> float:
         """Nats a token."""
         return totals.sums["next_token_sum"] / self._token_count
-
-    def record(self, facts: StepFacts, totals: StepTotals) -> StepRecord:
-        """The step with its losses and the loads of the experts."""
-        return StepRecord(
-            step=facts.step,
-            epoch=self._loader.epoch(facts.step),
-            loss=totals.loss,
-            next_token_loss=self.loss(totals),
-            load_balance=totals.sums["load_balance"] * self._share,
-            z_loss=totals.sums["z_loss"] * self._share,
-            learning_rate=facts.learning_rate,
-            gradient_norm=facts.gradient_norm,
-            tokens=facts.tokens,
-            tokens_per_second=facts.tokens_per_second,
-            seconds=facts.seconds,
-            memory_gib=facts.memory_gib,
-            **totals.routing.measures(self._config.model),
-        )
 
 
 class Validation:
@@ -230,22 +175,20 @@ def fingerprints(shards: ShardSet) -> Fingerprints:
     return Fingerprints(shards.tokenizer_fingerprint, shards.fingerprint)
 
 
-def _objective(
-    config: Config, loader: TrainLoader, world: DistributedContext, reference: Reference | None
-) -> Pretraining | Preferences:
-    if reference is None:
-        return Pretraining(config, loader, world)
-    return Preferences(config, loader, world, reference)
-
-
 def _start(engine: Engine, config: Config, run: RunFolder, shards: ShardSet) -> Reference | None:
     """Loads the weights that the training starts from, unless a checkpoint follows. Returns the reference of DPO."""
-    reference = None if config.train.dpo is None else stored_reference(run, shards, engine.world)
-    missing = config.train.dpo is not None and reference is None
     begun = engine.world.gather(bool(list_checkpoints(run.checkpoints)))[0]
+    # Without a checkpoint the training starts from the model as it is now, which may not be that of a stored reference.
+    reference = stored_reference(run, shards, engine.world) if config.train.dpo is not None and begun else None
+    missing = config.train.dpo is not None and reference is None
     if config.train.start_from is not None and (missing or not begun):
         load_start(engine, config, shards)
     if missing:
+        if begun:
+            run.say(
+                "The stored log-probabilities of the reference model are missing or damaged. They are right only if "
+                f"{config.train.start_from or 'the base model'} is still the model that this run began with"
+            )
         run.say("Computing the log-probabilities of all answers under the model that the training starts from")
         reference = make_reference(engine, config, run, shards)
     return reference

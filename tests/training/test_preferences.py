@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,8 @@ import yaml
 from torch import Tensor
 
 from cdrmix.config.schema import Config, Dpo
-from cdrmix.data.pairs import PairLoader, all_pairs, make_pair_batch
+from cdrmix.data.batch import Batch
+from cdrmix.data.pairs import PairBatch, PairLoader, all_pairs, make_pair_batch
 from cdrmix.data.prepare import prepare
 from cdrmix.data.shards import ShardSet
 from cdrmix.errors import CheckpointError, ConfigError, VocabularyError
@@ -26,6 +28,7 @@ from cdrmix.inference.checkpoints import newest_whole_checkpoint, read_weights
 from cdrmix.inference.load import load_model
 from cdrmix.model.loss import LossModel
 from cdrmix.run_folder import RunFolder, read_metrics
+from cdrmix.training import engine as engine_module
 from cdrmix.training import stage_a
 from cdrmix.training.build import build_loss_model
 from cdrmix.training.console import Console
@@ -291,6 +294,46 @@ def test_a_resumed_run_is_the_same_and_reuses_the_reference(
     trainer(folder=runs[0])
     assert made == [1]
     assert path.read_bytes() == before
+    assert "the reference model are missing or damaged" in runs[0].log.read_text()
+
+
+def test_a_reference_without_a_checkpoint_is_computed_again(
+    trainer: Trainer, pairs: ShardSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the first checkpoint the start is loaded again, and may be another model than when the run was killed."""
+    starts = [trainer("train.steps=1", "train.warmup_steps=0", f"run.seed={seed}")[0] for seed in (1, 2)]
+    for start in starts:
+        start.keep_tokenizer(pairs.tokenizer_path)
+    runs: list[RunFolder] = []
+    create = RunFolder.create
+
+    def killed(self: Console, number: int) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RunFolder, "create", lambda config: runs.append(create(config)) or runs[-1])
+        patched.setattr(Console, "on_step", killed)
+        with pytest.raises(Killed):
+            trainer(f"train.start_from={starts[0].path}")
+    shutil.rmtree(starts[0].path)
+    starts[1].path.rename(starts[0].path)
+    config = Config.from_yaml(runs[0].config_snapshot)
+    train(config, runs[0], pairs, resume="auto", console=False)
+    first = read_metrics(runs[0].metrics_jsonl)[0]["preferences"]
+    assert first["margin"] == pytest.approx(0, abs=1e-4), "the policy is the reference"
+
+
+def test_the_documents_of_pairs_are_marked_for_compiled_blocks(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a resumed run compiles other code than an unbroken one."""
+    marked: list[Batch] = []
+    mark = engine_module.mark_documents
+    monkeypatch.setattr("cdrmix.training.build.compile_blocks", lambda model: None)
+    monkeypatch.setattr(engine_module, "mark_documents", lambda batch: marked.append(batch) or mark(batch))
+    trainer("train.steps=1", "train.warmup_steps=0", "train.compile=true")
+    assert len(marked) == 2
+    assert all(isinstance(batch, PairBatch) for batch in marked)
 
 
 def test_training_starts_from_an_earlier_model(
