@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from cdrmix.config.schema import Config
+from cdrmix.config.schema_huggingface import HuggingFaceModel
 from cdrmix.data.chat.rendering import template_tokens
 from cdrmix.data.objectives import special_tokens
 from cdrmix.data.tokenizer import TextTokenizer
@@ -24,7 +25,7 @@ def tokenizer_path(config: Config) -> Path | None:
         return None
     if path != OF_MODEL:
         return Path(path).expanduser()
-    folder = getattr(config.model, "path", None)  # only the section of a transformers model has it
+    folder = config.model.path if isinstance(config.model, HuggingFaceModel) else None
     if folder is None:
         raise ConfigError(
             "data.tokenizer.path: model means the tokenizer in the folder model.path, which this configuration does "
@@ -46,25 +47,25 @@ def load_tokenizer(config: Config) -> TextTokenizer | None:
     section, path = config.data.tokenizer, tokenizer_path(config)
     if path is None:
         return None
-    vocabulary = getattr(config.model, "vocab", None)  # only the section of a transformers model has it
+    model = config.model
     tokenizer = TextTokenizer.load(
         path,
         section.end_of_text,
         begin_of_text=section.begin_of_text,
         lossless=section.lossless,
-        added_tokens=vocabulary.add_tokens if vocabulary else (),
+        added_tokens=model.vocab.add_tokens if isinstance(model, HuggingFaceModel) else (),
     )
-    if tokenizer.vocab_size > config.model.vocab_size:
+    if tokenizer.vocab_size > model.vocab_size:
         size = f"{tokenizer.vocab_size} ids, more than"
-        if getattr(config.model, "kind", "cdrmix") == "huggingface":
+        if isinstance(model, HuggingFaceModel):
             remedy = "use the tokenizer that belongs to the model"
             if section.path != OF_MODEL:
                 remedy = "set data.tokenizer.path: model for the tokenizer of the model itself"
             raise VocabularyError(
-                f"data.tokenizer.path: {path} has {size} the {config.model.vocab_size} of the model; {remedy}"
+                f"data.tokenizer.path: {path} has {size} the {model.vocab_size} of the model; {remedy}"
             )
         raise VocabularyError(
-            f"data.tokenizer.path: {section.path} has {size} model.vocab_size={config.model.vocab_size}; set "
+            f"data.tokenizer.path: {section.path} has {size} model.vocab_size={model.vocab_size}; set "
             f"model.vocab_size={tokenizer.vocab_size} or higher"
         )
     for token in added_tokens(config):

@@ -166,9 +166,9 @@ def _row(split: Split, tokenizer: TextTokenizer, row: int, formatter: LineFormat
         f"{len(starts)} {'segment' if len(starts) == 1 else 'segments'}, "
         f"{sum(lengths):,} of {split.row_length:,} positions",
     )
-    for piece, start in zip(split.pieces(row), starts, strict=True):
+    for piece in split.pieces(row):
         yield formatter.line(BOUNDARY, _begin(piece))
-        yield from _segment(split, tokenizer, start, piece.tokens, formatter)
+        yield from _targets(split, tokenizer, piece.start, piece.tokens, formatter)
         yield formatter.line(BOUNDARY, _end(piece))
 
 
@@ -184,10 +184,10 @@ def _end(piece: Piece) -> str:
     return f"=== document {piece.document} {where} ==="
 
 
-def _segment(
+def _targets(
     split: Split, tokenizer: TextTokenizer, start: int, length: int, formatter: LineFormatter
 ) -> Iterator[str]:
-    """The targets of a segment, line by line, cut at changes of the loss weight and at special tokens."""
+    """The targets after the token `start`, line by line, cut at changes of the loss weight and at special tokens."""
     sizes = split.token_byte_lengths()
     ids = split.read(start + 1, start + 1 + length).tolist()
     weights = np.ones(length, np.float32)

@@ -68,8 +68,7 @@ def prepare(config: Config, *, say: Say = print) -> ShardSet:
     if not isinstance(config, Config):
         raise ValueError(f"config must be a cdrmix.Config; found {type(config).__name__}")
     data = config.data
-    sources, tokenizer = open_inputs(config)
-    renderers = make_renderers(data, tokenizer, tokenizer_path(config))
+    sources, tokenizer, renderers = open_inputs(config)
     key = content_key(config, sources, tokenizer, renderers)
     cache = Path(data.cache).expanduser()
     folder = cache / key[:20]
@@ -92,9 +91,10 @@ def prepare(config: Config, *, say: Say = print) -> ShardSet:
     return prepared
 
 
-def open_inputs(config: Config) -> tuple[dict[str, Source], TextTokenizer | None]:
-    """The source of each domain, and the tokenizer if one is configured. No text is read.
+def open_inputs(config: Config) -> tuple[dict[str, Source], TextTokenizer | None, dict[str, Renderer]]:
+    """The source of each domain, the tokenizer if one is configured, and the renderer of each domain of conversations.
 
+    No text is read.
     Raises CorpusError (a path without files), VocabularyError, ConfigError (a missing tokenizer file, an unknown rule,
     a chat template that cannot be used).
     """
@@ -102,8 +102,7 @@ def open_inputs(config: Config) -> tuple[dict[str, Source], TextTokenizer | None
     sources = {name: make_source(domain.source, data.max_expansion) for name, domain in data.all_domains().items()}
     check_names(config)
     tokenizer = load_tokenizer(config)
-    make_renderers(data, tokenizer, tokenizer_path(config))
-    return sources, tokenizer
+    return sources, tokenizer, make_renderers(data, tokenizer, tokenizer_path(config))
 
 
 def chat_template(config: Config) -> str | None:

@@ -2,11 +2,9 @@
 
 A folder of shards holds, for each split:
     <split>.tokens-00000.bin ...  uint16 or uint32, an end-of-text, then all documents end to end, each with an
-    end-of-text
-                                  at its end; cut every `shard_tokens` tokens
+                                  end-of-text at its end; cut every `shard_tokens` tokens
     <split>.weights-00000.bin ... uint8, only if a loss weight differs from 1: for every token the number of its weight
-    in
-                                  the list of the index; cut as the tokens are
+                                  in the list of the index; cut as the tokens are
     <split>.documents.bin         int64 [documents + 1], token number of the end-of-text before each document
     <split>.document-strata.bin   uint16 [documents], only with more than one stratum: the stratum of each document
     <split>.rows.bin              int64 [rows + 1], number of each row's first segment
@@ -62,7 +60,10 @@ class Stratum(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The part of a document in a row: `tokens` targets from its target number `offset` on, and their text."""
+    """The part of a document in a row: `tokens` targets from its target number `offset` on, and their text.
+
+    start: number of the first input in the tokens of the split.
+    """
 
     document: int
     domain: str
@@ -70,6 +71,7 @@ class Piece(NamedTuple):
     tokens: int
     document_tokens: int
     text: str
+    start: int
 
 
 class Split:
@@ -179,13 +181,29 @@ class Split:
 
     def pieces(self, row: int) -> Iterator[Piece]:
         """The parts of a row, document by document. Special tokens are shown by name."""
-        starts, lengths = self.segments(row)
-        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+        for start, length in self._parts(row):
             document = int(np.searchsorted(self._document_starts, start, "right")) - 1
             first, last = self._document_starts[document : document + 2].tolist()
             text = self._shards.tokenizer.decode_with_special_tokens(self.read(start + 1, start + 1 + length).tolist())
-            tokens = last - first - (self.first_id is not None)
-            yield Piece(document, self.domain_of(document), start - first, length, tokens, text)
+            tokens = last - first - self._gap
+            yield Piece(document, self.domain_of(document), start - first, length, tokens, text, start)
+
+    def _parts(self, row: int) -> Iterator[tuple[int, int]]:
+        """(start, length) of the part of each document in a row, in order: its first input and its targets."""
+        starts, lengths = self.segments(row)
+        if not self.pairs:
+            yield from zip(starts.tolist(), lengths.tolist(), strict=True)
+            return
+        for start, length, second in zip(
+            starts.tolist(), lengths.tolist(), self.pairs_of(starts)[1].tolist(), strict=True
+        ):
+            yield start, second - self._gap
+            yield start + second, length - second
+
+    @property
+    def _gap(self) -> int:
+        """Tokens between the documents that are no targets of either: the begin-of-text token, if there is one."""
+        return 0 if self.first_id is None else 1
 
     def text(self) -> Iterator[bytes]:
         """The original text of every document, UTF-8, in order. Decoded, for training text of a lossy tokenizer."""
@@ -222,9 +240,8 @@ class Split:
         """
         tokenizer, starts = self._shards.tokenizer, self._document_starts
         texts = repeat(b"") if self._original is None else self._original.documents(starts)
-        gap = self.first_id is not None  # then the next document begins with a token of its own
         for start, stop, text in zip(starts[:-1].tolist(), starts[1:].tolist(), texts, strict=False):
-            span = (start + 1, stop + 1 - gap)
+            span = (start + 1, stop + 1 - self._gap)
             trained = self._is_trained(*span)
             ids = self.read(*span)[trained]
             if self._original is None:

@@ -11,6 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from cdrmix.config.schema_data import ChatTasksSource, PreferencesSource, TaskPreferencesSource
+from cdrmix.data.inspection import inspect
 from cdrmix.data.loader import EvalLoader
 from cdrmix.data.prepare import prepare
 from cdrmix.data.shards import ShardSet, Split
@@ -86,6 +87,26 @@ def test_pairs_that_cannot_be_trained_on_are_dropped_and_counted(pairs: ShardSet
     assert all(rule["description"] != "No rule of this name is configured." for rule in report["rules"])
 
 
+def assert_pieces_are_whole_documents(split: Split) -> None:
+    pieces = [piece for row in range(split.rows) for piece in split.pieces(row)]
+    assert sorted(piece.document for piece in pieces) == list(range(split.documents))
+    for chosen, rejected in zip(pieces[::2], pieces[1::2], strict=True):
+        assert (chosen.document % 2, rejected.document) == (0, chosen.document + 1)
+        assert "yes" in chosen.text
+        assert "no" in rejected.text
+        assert [(piece.offset, piece.tokens) for piece in (chosen, rejected)] == [
+            (0, piece.document_tokens) for piece in (chosen, rejected)
+        ]
+
+
+def test_both_answers_of_a_pair_are_shown_as_documents(pairs: ShardSet) -> None:
+    assert_pieces_are_whole_documents(pairs.train)
+    rows = pairs.train.rows
+    lines = list(inspect(pairs.path, split="train", row=None, rows=rows, domain=None, coloured=False))
+    for what in ("begins", "ends"):
+        assert sum(line.startswith("===") and f" {what}" in line for line in lines) == pairs.train.documents
+
+
 def answers(split: Split) -> list[str]:
     return [text.decode() for _, text in split.trained_text()]
 
@@ -123,6 +144,7 @@ def test_held_out_bytes_are_those_of_the_original_answers(make_config: Any, tmp_
     section = {**options, "lossless": False}
     config = make_config(source, row_length=128, dedup={"near_duplicates": False}, tokenizer=section)
     split = prepare(config, say=lambda line: None).valid
+    assert_pieces_are_whole_documents(split)
     found = answers(split)
     assert len(found) == split.documents
     assert set(found[1::2]) == {"no Ø"}

@@ -154,14 +154,15 @@ def parse_chat_example(raw: tuple[str, Metadata], section: schema_data.ChatTasks
     """The conversation of a generated example as JSON, and the metadata of the example."""
     text, metadata = raw
     prompt = metadata["prompt"]
-    answer = text.removeprefix(prompt).strip()
-    turns = [{"role": "user", "content": prompt.strip()}, {"role": "assistant", "content": answer}]
-    return Conversation(messages_of(turns, section)).to_json(), metadata
+    return _conversation(prompt, text.removeprefix(prompt), section).to_json(), metadata
 
 
 @SOURCES("task_preferences")
 class TaskPreferences(Tasks):
-    """The examples of `Tasks` as pairs: the right answer, and the answer of a later example of the same task."""
+    """The examples of `Tasks` as pairs: the right answer, and that of the next example of the task with another one.
+
+    Examples without such a later example are left out.
+    """
 
     kind = "task_preferences"
 
@@ -170,15 +171,15 @@ class TaskPreferences(Tasks):
         self.parse = partial(parse_preference, section=section)
 
     def records(self, part: str, checkpoint: Any = None) -> Iterator[Record]:
-        waiting: dict[str, list[Record]] = {}  # of each task those without another answer yet
+        waiting: dict[str, list[Record]] = {}  # of each task its last examples, which have the same answer
         for record in super().records(part):
             text, metadata = record.raw
             earlier = waiting.setdefault(metadata["task"], [])
-            different = [other for other in earlier if other.raw[1]["answer"] != metadata["answer"]]
-            for other in different:
-                earlier.remove(other)
+            if earlier and earlier[0].raw[1]["answer"] != metadata["answer"]:
                 rejected = text.removeprefix(metadata["prompt"])
-                yield Record(other.number, (*other.raw, rejected), other.size + len(rejected))
+                for other in earlier:
+                    yield Record(other.number, (*other.raw, rejected), other.size + len(rejected))
+                earlier.clear()
             earlier.append(record)
 
 
@@ -188,14 +189,13 @@ def parse_preference(
     """The pair of a generated example and another answer as JSON, and the metadata of the example."""
     text, metadata, rejected = raw
     prompt = metadata["prompt"]
-    question = {"role": "user", "content": prompt.strip()}
-    answers = (text.removeprefix(prompt).strip(), rejected.strip())
-    return Pair(
-        *(
-            Conversation(messages_of([question, {"role": "assistant", "content": answer}], section))
-            for answer in answers
-        )
-    ).to_json(), metadata
+    answers = (text.removeprefix(prompt), rejected)
+    return Pair(*(_conversation(prompt, answer, section) for answer in answers)).to_json(), metadata
+
+
+def _conversation(prompt: str, answer: str, section: schema_data.Turns) -> Conversation:
+    turns = [{"role": "user", "content": prompt.strip()}, {"role": "assistant", "content": answer.strip()}]
+    return Conversation(messages_of(turns, section))
 
 
 def parse_example(raw: tuple[str, Metadata]) -> tuple[str, Metadata]:
