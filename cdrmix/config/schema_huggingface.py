@@ -113,7 +113,7 @@ def _vocab_size(path: str | None, random: str | None, made_by: str | None) -> in
             ) from error
         except ValueError as error:
             raise ConfigError(f"model.path: {file} is not JSON: {error}") from error
-    for section in (described, described.get("text_config")):
+    for section in (described, described.get("text_config")) if isinstance(described, dict) else ():
         if isinstance(section, dict) and isinstance(section.get("vocab_size"), int):
             return int(section["vocab_size"])
     raise ConfigError(f"{origin} has no vocab_size: it does not describe a language model")

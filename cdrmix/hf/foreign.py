@@ -29,7 +29,6 @@ from cdrmix.model.loss import LossModule
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DESCRIPTION = "config.json"
-MISSING = "install the extra of this package: pip install 'cdrmix[hf]'"
 
 
 class Size(NamedTuple):
@@ -52,7 +51,7 @@ def transformers_config(section: HuggingFaceModel, *, with_weights: bool = True)
     Raises ConfigError if there is none, if transformers does not know the architecture, or if it needs code of its own.
     """
     auto = _transformers().AutoConfig
-    refusals = _refusals()
+    refused = _configuration_errors()
     if section.random is not None:
         values = dict(section.random)
         kind = values.pop("model_type", None)
@@ -60,7 +59,7 @@ def transformers_config(section: HuggingFaceModel, *, with_weights: bool = True)
             raise ConfigError("model.random: name the architecture as model_type, for example model_type: llama")
         try:
             return auto.for_model(kind, **values)
-        except refusals as error:
+        except refused as error:
             raise ConfigError(
                 f"model.random: transformers cannot make {kind} of these keys: {_first(error)}"
             ) from error
@@ -74,7 +73,7 @@ def transformers_config(section: HuggingFaceModel, *, with_weights: bool = True)
         )
     try:
         return auto.from_pretrained(folder or section.path, **_origin(section))
-    except refusals as error:
+    except refused as error:
         raise ConfigError(f"model.path: transformers cannot read {section.path}: {_first(error)}") from error
 
 
@@ -91,6 +90,8 @@ def check_folder(folder: Path, *, with_weights: bool = True) -> None:
         raise ConfigError(f"model.path: {folder / DESCRIPTION} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"model.path: {folder / DESCRIPTION} is not JSON: {error}") from error
+    if not isinstance(description, dict):
+        raise ConfigError(f"model.path: {folder / DESCRIPTION} is not a JSON object: it does not describe a model")
     kind = description.get("model_type")
     if kind == "cdrmix":
         raise ConfigError(f"model.path: {folder} is a model of cdrmix, not of transformers; leave model.kind out")
@@ -137,41 +138,54 @@ def check_weights(folder: Path) -> None:
 
 def base_model(config: Config, dtype: torch.dtype = torch.float32) -> Any:
     """The model that a training begins with, without adapters, in this dtype; quantized with model.lora.quantize."""
-    section, transformers = section_of(config), _transformers()
+    section = section_of(config)
     described = transformers_config(section)
     options: dict[str, Any] = {"dtype": dtype, **_attention(section, config)}
     if section.lora is not None and section.lora.quantize is not None:
         with quiet(), torch.device("meta"):
-            empty = transformers.AutoModelForCausalLM.from_config(described)
+            empty = _transformers().AutoModelForCausalLM.from_config(described)
         options |= adapters.quantization(empty, section.lora, config.train.precision)
     with quiet():
-        if section.random is not None:
-            model = _described(lambda: transformers.AutoModelForCausalLM.from_config(described, **options), described)
-        else:
-            try:
-                model, report = transformers.AutoModelForCausalLM.from_pretrained(
-                    section.folder or section.path,
-                    config=described,
-                    use_safetensors=True,
-                    output_loading_info=True,
-                    **options,
-                    **_origin(section),
-                )
-            except (OSError, ValueError, SafetensorError) as error:
-                raise ConfigError(f"model.path: {section.path} cannot be loaded: {_first(error)}") from error
-            if missing := sorted(report["missing_keys"]):
-                raise ConfigError(
-                    f"model.path: {section.path} lacks {len(missing)} tensors of its architecture, the first is "
-                    f"{missing[0]}"
-                )
-            if wrong := report["mismatched_keys"]:
-                raise ConfigError(
-                    f"model.path: {section.path} has {wrong[0][0]} of another shape than config.json says"
-                )
+        model = (
+            _random_model(described, options)
+            if section.random is not None
+            else _read_model(section, described, options)
+        )
         adapters.keep_layout(model)
         size = vocabulary(section)
         if model.get_input_embeddings().num_embeddings != size.rows:
             model.resize_token_embeddings(size.rows)
+    return model
+
+
+def _random_model(described: Any, options: dict[str, Any]) -> Any:
+    try:
+        return _transformers().AutoModelForCausalLM.from_config(described, **options)
+    except ValueError as error:
+        raise ConfigError(
+            f"model.random: {described.model_type} is not a causal language model: {_first(error)}"
+        ) from error
+
+
+def _read_model(section: HuggingFaceModel, described: Any, options: dict[str, Any]) -> Any:
+    """The model with the weights of its files. Raises ConfigError if tensors lack or have other shapes."""
+    try:
+        model, report = _transformers().AutoModelForCausalLM.from_pretrained(
+            section.folder or section.path,
+            config=described,
+            use_safetensors=True,
+            output_loading_info=True,
+            **options,
+            **_origin(section),
+        )
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(f"model.path: {section.path} cannot be loaded: {_first(error)}") from error
+    if missing := sorted(report["missing_keys"]):
+        raise ConfigError(
+            f"model.path: {section.path} lacks {len(missing)} tensors of its architecture, the first is {missing[0]}"
+        )
+    if wrong := report["mismatched_keys"]:
+        raise ConfigError(f"model.path: {section.path} has {wrong[0][0]} of another shape than config.json says")
     return model
 
 
@@ -333,6 +347,7 @@ class ForeignModel(nn.Module):
     ) -> Output:
         """As CausalModel. cu_seqlens and a cache exclude each other."""
         if not return_cache:
+            assert cache is None, "a cache is continued only with return_cache"
             if self._packing is None and cu_seqlens is not None:
                 self._packing = choose_packing(self.transformers_model, self._section.packing)
             packing = self._packing or Packing("positions")
@@ -373,15 +388,6 @@ def _attention(section: HuggingFaceModel, config: Config) -> dict[str, str]:
     return {}
 
 
-def _described(make: Any, described: Any) -> Any:
-    try:
-        return make()
-    except ValueError as error:
-        raise ConfigError(
-            f"model.random: {described.model_type} is not a causal language model: {_first(error)}"
-        ) from error
-
-
 def _origin(section: HuggingFaceModel) -> dict[str, Any]:
     """Where transformers may read a model from: never code, and the network only if the configuration says so."""
     local = section.folder is not None or not section.online
@@ -396,7 +402,7 @@ def _names_in(path: Path) -> set[str]:
         raise ConfigError(f"model.path: {path} is not a whole safetensors file: {error}") from error
 
 
-def _refusals() -> tuple[type[Exception], ...]:
+def _configuration_errors() -> tuple[type[Exception], ...]:
     """What transformers raises for keys and values of a configuration that it does not take."""
     from huggingface_hub.errors import StrictDataclassError
 
@@ -413,7 +419,7 @@ def _transformers() -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise ConfigError(f"model.kind: huggingface needs the package transformers; {MISSING}") from error
+        raise ConfigError(f"model.kind: huggingface needs the package transformers; {adapters.MISSING}") from error
     return transformers
 
 

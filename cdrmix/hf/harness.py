@@ -178,7 +178,7 @@ def _load(tasks: Sequence[str], folders: Sequence[Path], online: bool, say: Call
         except OSError as error:
             remedy = "" if online else "; copy them to this machine, or allow the download with --online"
             raise CorpusError(f"--harness: no data for the task {task}: {_first(error)}{remedy}") from error
-        except Exception as error:
+        except Exception as error:  # task files name any Python function, so anything can be raised
             raise ConfigError(
                 f"--harness: lm-eval cannot make the task {task}: {type(error).__name__}: {_first(error)}"
             ) from error

@@ -14,7 +14,7 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from cdrmix.hf.cache import CdrmixCache
 from cdrmix.hf.configuration_cdrmix import CdrmixConfig
 from cdrmix.inference.load import HEADS
-from cdrmix.model.language_model import LanguageModel, RouterStats
+from cdrmix.model.language_model import LanguageModel, Output, RouterStats
 
 IGNORED = -100  # label of a token without a loss, in transformers
 
@@ -129,22 +129,12 @@ class CdrmixForCausalLM(PreTrainedModel, GenerationMixin):
                 "a model with plastic adapters counts chunks from the start of a row: padding is not possible; give "
                 "rows of one length, or one row at a time"
             )
-        state = None if cache is None else cache.layer.state
-        if tokens_BT is None:
-            output = self.model(input_ids, cache=state, return_cache=use_cache)
-            hidden_BTD = output.hidden_BTD
-        else:  # each row is a document of one packed row
-            lengths_B = tokens_BT.sum(1, dtype=torch.int32)
-            cu_seqlens = functional.pad(lengths_B.cumsum(0, dtype=torch.int32), (1, 0))
-            output = self.model(input_ids[tokens_BT].unsqueeze(0), cu_seqlens=cu_seqlens, return_cache=use_cache)
-            hidden = output.hidden_BTD[0]
-            hidden_BTD = hidden.new_zeros(*input_ids.shape, hidden.shape[-1]).masked_scatter(
-                tokens_BT.unsqueeze(-1), hidden
-            )
+        output = self._backbone(input_ids, tokens_BT, cache, use_cache)
         if cache is not None and use_cache:
+            assert output.cache is not None
             cache.layer.advance(output.cache, *input_ids.shape)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.model.logits(hidden_BTD[:, kept])
+        logits = self.model.logits(output.hidden_BTD[:, kept])
         aux_loss = self._router_loss(output.router)
         loss = None
         if labels is not None:
@@ -157,6 +147,19 @@ class CdrmixForCausalLM(PreTrainedModel, GenerationMixin):
             loss=loss, aux_loss=aux_loss, logits=logits, past_key_values=cache if use_cache else None
         )
         return result.to_tuple() if return_dict is False else result
+
+    def _backbone(self, ids_BT: Tensor, tokens_BT: Tensor | None, cache: CdrmixCache | None, use_cache: bool) -> Output:
+        """The hidden states of all ids, 0 for padding, and the cache. tokens_BT: False for padding; None without."""
+        if tokens_BT is None:
+            state = None if cache is None else cache.layer.state
+            return self.model(ids_BT, cache=state, return_cache=use_cache)
+        # Each row is a document of one packed row.
+        lengths_B = tokens_BT.sum(1, dtype=torch.int32)
+        cu_seqlens = functional.pad(lengths_B.cumsum(0, dtype=torch.int32), (1, 0))
+        output: Output = self.model(ids_BT[tokens_BT].unsqueeze(0), cu_seqlens=cu_seqlens, return_cache=use_cache)
+        hidden = output.hidden_BTD[0]
+        filled = hidden.new_zeros(*ids_BT.shape, hidden.shape[-1]).masked_scatter(tokens_BT.unsqueeze(-1), hidden)
+        return output._replace(hidden_BTD=filled)
 
     def _router_loss(self, router: RouterStats | None) -> Tensor | None:
         """The weighted losses of the routers, as in `cdrmix.model.loss.LossModel`."""

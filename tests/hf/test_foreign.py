@@ -198,6 +198,10 @@ def smaller_vocabulary(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(described))
 
 
+def list_of_nothing(folder: Path) -> None:
+    (folder / "config.json").write_text("[]")
+
+
 @pytest.mark.parametrize(
     ("damage", "message", "code"),
     [
@@ -207,6 +211,7 @@ def smaller_vocabulary(folder: Path) -> None:
         (wrong_index, "says that part.safetensors has nowhere, but it has not: the index is wrong", 2),
         (lacks_a_tensor, "lacks 1 tensors of its architecture, the first is model.norm.weight", 2),
         (cut_off, "is not a whole safetensors file", 2),
+        (list_of_nothing, "config.json is not a JSON object: it does not describe a model", 2),
         (smaller_vocabulary, "has 300 ids, more than the 280 of the model", 7),
     ],
 )
