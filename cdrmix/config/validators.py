@@ -154,12 +154,13 @@ def _path_or_random(path: str | None, random: object) -> str | None:
     return None if (path is None) != (random is None) else "a folder, or null and model.random: one of the two"
 
 
-def _made_by(made_by: str | None, path: str | None) -> str | None:
-    return "null, since model.path is null" if made_by is not None and path is None else None
+def _made_by(key: str, made_by: str | None, path: str | None) -> str | None:
+    return f"null, since {key} is null" if made_by is not None and path is None else None
 
 
-def _quantize(quantize: str | None, stage: int | str) -> str | None:
-    return "null, or train.zero_stage below 3" if quantize is not None and stage == 3 else None
+def _quantize(quantize: str | None, stage: int | str, offload: str) -> str | None:
+    refused = quantize is not None and (stage == 3 or offload == "all")  # which is stage 3 too
+    return "null, or train.zero_stage below 3 and train.offload none or optimizer" if refused else None
 
 
 def _trained_base(lora: object, random: object, add_tokens: Sequence[str]) -> str | None:
@@ -361,9 +362,12 @@ def _weights(weights: str, precision: str, zero_stage: int | str) -> str | None:
     return "fp32, or train.precision: bf16 and train.zero_stage: auto, 1, 2 or 3" if refused else None
 
 
-def _weights_of_cdrmix(weights: str, _: int) -> str | None:
-    refused = weights == "bf16"  # the keys of the rule are of a model of this package
-    return "fp32, for a model of cdrmix: its norms and routers need float32 weights" if refused else None
+def _only_of_transformers(allowed: str, value: str, kind: str, *, reason: str = "") -> str | None:
+    return f"{allowed}, for a model of cdrmix{reason}" if kind == "cdrmix" and value != allowed else None
+
+
+def _export_lora(form: str, lora: object) -> str | None:
+    return "merge, without model.lora" if form == "adapter" and lora is None else None
 
 
 def _offload(offload: str, zero_stage: int | str, expert_parallel: int) -> str | None:
@@ -394,10 +398,6 @@ def _start_from(start: str | None, kind: str) -> str | None:
     return "null for model.kind=huggingface; use model.path" if refused else None
 
 
-def _start_made_by(made_by: str | None, start: str | None) -> str | None:
-    return "null, since train.start_from is null" if made_by is not None and start is None else None
-
-
 def _precision(precision: str, device: str) -> str | None:
     return "bf16 or fp32 with run.device=cpu; fp16 needs a GPU" if precision == "fp16" and device == "cpu" else None
 
@@ -409,12 +409,13 @@ def _residual_dtype(residual_dtype: str | None, precision: str) -> str | None:
 
 STEP_BUDGET = "reasoning.controller.step_budget"
 ATTENTION = ("model.attention_fraction", "model.mixer_layers")  # they decide which layers use attention
+FLOAT32 = ": its norms and routers need float32 weights"
 WIDTH = ("model.mamba.expand", "model.d_model")
 
 RULES = (
     Rule(("model.path", "model.random"), _path_or_random),
-    Rule(("model.made_by", "model.path"), _made_by),
-    Rule(("model.lora.quantize", "train.zero_stage"), _quantize),
+    Rule(("model.made_by", "model.path"), partial(_made_by, "model.path")),
+    Rule(("model.lora.quantize", "train.zero_stage", "train.offload"), _quantize),
     Rule(("model.lora", "model.random", "model.vocab.add_tokens"), _trained_base),
     Rule(("model.lora.dropout", "model.lora.experts"), _expert_dropout),
     Rule(("train.expert_parallel", "model.kind"), partial(_only_of_ours, 1)),
@@ -487,9 +488,12 @@ RULES = (
     Rule(("train.residual_dtype", "train.precision"), _residual_dtype),
     Rule(("train.compile", "train.zero_stage", "train.offload", "train.expert_parallel"), _compile),
     Rule(("train.weights", "train.precision", "train.zero_stage"), _weights),
-    Rule(("train.weights", "model.d_model"), _weights_of_cdrmix),
+    Rule(("train.weights", "model.kind"), partial(_only_of_transformers, "fp32", reason=FLOAT32)),
+    Rule(("export.weights", "model.kind"), partial(_only_of_transformers, "fp32")),
+    Rule(("export.lora", "model.kind"), partial(_only_of_transformers, "merge")),
+    Rule(("export.lora", "model.lora"), _export_lora),
     Rule(("train.offload", "train.zero_stage", "train.expert_parallel"), _offload),
     Rule(("train.offload_folder", "train.offload", "train.optimizer"), _offload_folder),
-    Rule(("train.start_made_by", "train.start_from"), _start_made_by),
+    Rule(("train.start_made_by", "train.start_from"), partial(_made_by, "train.start_from")),
     Rule(("train.dpo", "data.source", "data.domains"), _dpo),
 )

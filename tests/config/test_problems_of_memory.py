@@ -63,6 +63,37 @@ def test_what_goes_together(tmp_path: Path, text: str, settings: str) -> None:
     read(tmp_path, text, settings)
 
 
+LORA = LLAMA.replace("random: {model_type: llama, vocab_size: 300}", "path: models/a, lora: {quantize: nf4}")
+
+
+@pytest.mark.parametrize("stage", ["zero_stage=3", "zero_stage=auto offload=all"])
+def test_quantized_weights_are_not_sharded(tmp_path: Path, stage: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, LORA, stage)
+    assert "model.lora.quantize: found" in str(caught.value)
+    assert "allowed: null, or train.zero_stage below 3 and train.offload none" in str(caught.value)
+    read(tmp_path, LORA, "zero_stage=auto offload=optimizer")
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value", "allowed"),
+    [
+        (CDRMIX, "weights", "bf16", "fp32, for a model of cdrmix"),
+        (CDRMIX, "lora", "adapter", "merge, for a model of cdrmix"),
+        (LLAMA, "lora", "adapter", "merge, without model.lora"),
+    ],
+)
+def test_keys_of_an_export_that_would_have_no_effect(
+    tmp_path: Path, text: str, key: str, value: str, allowed: str
+) -> None:
+    text += f"export: {{{key}: {value}}}\n"
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, text, "")
+    assert f"export.{key}: found" in str(caught.value)
+    assert f"allowed: {allowed}" in str(caught.value)
+    read(tmp_path, LORA + "export: {weights: bf16, lora: adapter}\n", "")
+
+
 def read(folder: Path, text: str, settings: str) -> Config:
     path = folder / "run.yaml"
     path.write_text(text)
