@@ -24,7 +24,8 @@ from typing import Any
 
 import hf_training
 import machine
-from hf_columns import COLUMNS, Cell, cell
+from hf_columns import COLUMNS, cell
+from hf_tiny import Cell
 
 from cdrmix.hf.architectures import ARCHITECTURES
 

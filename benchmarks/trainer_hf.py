@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import statistics
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -171,7 +172,7 @@ def _plain(described: dict[str, Any]) -> Any:
 
 
 def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
+    return statistics.median_high(values)
 
 
 def _ratio(ours: list[float], peer: list[float]) -> float:

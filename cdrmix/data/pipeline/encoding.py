@@ -109,35 +109,19 @@ def encode(task: Encode) -> dict[str, Any]:
     ids: list[Array] = [np.zeros(0, np.uint32)] * len(table)
     weights: list[Array | None] = [None] * len(table)
     second = np.zeros(len(table), np.int64)
-    marks = table.column("marks").to_pylist()
-    is_text = np.array([not each for each in marks], bool)
+    is_text = np.array([not marks for marks in table.column("marks").to_pylist()], bool)
     # held-out text is not rearranged, because it measures how well text is predicted
-    for rows_of_side, objectives in ((~held_out, task.objectives), (held_out, Objectives())):
-        chosen = np.flatnonzero(rows_of_side & is_text)
-        for some in np.array_split(chosen, -(-len(chosen) // ENCODE_BLOCK_DOCUMENTS) or 1):
-            part = table.take(pa.array(some))
-            encoded = encode_documents(
-                part.column("text").to_pylist(),
-                part.column("hash").to_pylist(),
-                [task.domains[number] for number in domains[some]],
-                tokenizer,
-                objectives,
-                objectives.fim.seed if objectives.fim else 0,
-            )
-            for number, (document_ids, document_weights) in zip(some, encoded, strict=True):
-                ids[number] = np.append(document_ids, np.uint32(tokenizer.end_of_text_id))
-                if document_weights is not None:
-                    weights[number] = np.append(document_weights, np.float32(1))
+    names = [task.domains[number] for number in domains]
+    for side, objectives in ((~held_out, task.objectives), (held_out, Objectives())):
+        for number, document in _encoded_texts(table, np.flatnonzero(side & is_text), names, tokenizer, objectives):
+            ids[number], weights[number] = document
     token_bytes: list[Array | None] = [None] * len(table)
     if not tokenizer.lossless:
         _add_token_bytes(token_bytes, table, np.flatnonzero(held_out & is_text), sizes, tokenizer)
-    chats = np.flatnonzero(~is_text)
-    for some in np.array_split(chats, -(-len(chats) // ENCODE_BLOCK_DOCUMENTS) or 1):
-        texts = [Rendered.from_marks(table["text"][number].as_py(), marks[number]) for number in some.tolist()]
-        for number, (chat, cut) in zip(some, encode_chats(texts, tokenizer), strict=True):
-            ids[number], weights[number], second[number] = chat.ids, chat.weights, cut
-            if held_out[number]:
-                token_bytes[number] = chat.token_bytes
+    for number, (chat, cut) in _encoded_chats(table, np.flatnonzero(~is_text), tokenizer):
+        ids[number], weights[number], second[number] = chat.ids, chat.weights, cut
+        if held_out[number]:
+            token_bytes[number] = chat.token_bytes
     too_long = ~is_text & (np.array([len(each) for each in ids]) > task.row_length)
     stats = PipelineStats()
     count_filtered(stats, LONGER_THAN_ROW, table, np.flatnonzero(too_long))
@@ -161,18 +145,42 @@ def encode(task: Encode) -> dict[str, Any]:
     return {"bytes": int(sizes.sum()), "stats": stats.as_json(), "left": left}
 
 
-def encode_chats(texts: list[Rendered], tokenizer: TextTokenizer) -> Iterator[tuple[Encoded, int]]:
-    """The tokens of each conversation, or of both conversations of a pair, and `second` of TOKENS."""
-    if not texts:
-        return
-    documents = iter(_chat_encoder(tokenizer).encode([document for text in texts for document in text.documents()]))
-    for text in texts:
-        first = next(documents)
-        if not text.second:
-            yield first, 0
-            continue
-        pair = zip(first, next(documents), strict=True)
-        yield Encoded(*(np.concatenate(each) for each in pair)), len(first.ids)
+def _encoded_texts(
+    table: pa.Table, rows: Array, domains: list[str], tokenizer: TextTokenizer, objectives: Objectives
+) -> Iterator[tuple[int, tuple[Array, Array | None]]]:
+    """The number of each of these rows of the table, with its ids and loss weights, the end-of-text at the end."""
+    seed = objectives.fim.seed if objectives.fim else 0
+    for some in _in_blocks(rows):
+        part = table.take(pa.array(some))
+        texts, hashes = (part.column(name).to_pylist() for name in ("text", "hash"))
+        names = [domains[number] for number in some]
+        encoded = encode_documents(texts, hashes, names, tokenizer, objectives, seed)
+        for number, (ids, weights) in zip(some, encoded, strict=True):
+            ended = np.append(ids, np.uint32(tokenizer.end_of_text_id))
+            yield number, (ended, None if weights is None else np.append(weights, np.float32(1)))
+
+
+def _encoded_chats(table: pa.Table, rows: Array, tokenizer: TextTokenizer) -> Iterator[tuple[int, tuple[Encoded, int]]]:
+    """The number of each of these rows of the table, with its tokens and `second` of TOKENS.
+
+    A row has a conversation, or both conversations of a pair.
+    """
+    for some in _in_blocks(rows):
+        texts = [Rendered.from_marks(*(table[name][number].as_py() for name in ("text", "marks"))) for number in some]
+        documents = iter(_chat_encoder(tokenizer).encode([document for text in texts for document in text.documents()]))
+        for number, text in zip(some, texts, strict=True):
+            first = next(documents)
+            if text.second:
+                pair = zip(first, next(documents), strict=True)
+                yield number, (Encoded(*(np.concatenate(each) for each in pair)), len(first.ids))
+            else:
+                yield number, (first, 0)
+
+
+def _in_blocks(rows: Array) -> Iterator[list[int]]:
+    """The numbers of rows in lists of at most ENCODE_BLOCK_DOCUMENTS, which bounds memory."""
+    for start in range(0, len(rows), ENCODE_BLOCK_DOCUMENTS):
+        yield rows[start : start + ENCODE_BLOCK_DOCUMENTS].tolist()
 
 
 @lru_cache(maxsize=1)
@@ -184,7 +192,7 @@ def _add_token_bytes(
     counts: list[Array | None], table: pa.Table, rows: Array, sizes: Array, tokenizer: TextTokenizer
 ) -> None:
     """Sets the items `rows` to uint32 [tokens] of these texts. The end-of-text has the bytes that are left."""
-    for some in np.array_split(rows, -(-len(rows) // ENCODE_BLOCK_DOCUMENTS) or 1):
+    for some in _in_blocks(rows):
         texts = table.column("text").take(pa.array(some)).to_pylist()
         for number, (_, of_tokens) in zip(some, tokenizer.encode_with_bytes(texts), strict=True):
             left = int(sizes[number]) - int(of_tokens.sum())

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -163,14 +164,10 @@ class Parquet(FileSource):
 
     def read(self, path: Path) -> Iterator[Record]:
         import pyarrow
-        import pyarrow.parquet
 
         row = 0
-        with reading(path):
-            stream = path.open("rb")
         try:
-            # pre_buffer would hold whole row groups; a bounded buffer streams them
-            with stream, pyarrow.parquet.ParquetFile(stream, pre_buffer=False, buffer_size=2**20) as table:
+            with parquet_file(path) as table:
                 self._check_column(path, table.schema_arrow)
                 names = [field.name for field in table.schema_arrow if is_scalar(field.type)]
                 columns = [self.text_field, *(name for name in names if name != self.text_field)]
@@ -200,13 +197,10 @@ class Parquet(FileSource):
 def parquet_rows(path: Path) -> Iterator[Record]:
     """The rows of a file as mappings from the names of all columns, also nested ones, to Python values."""
     import pyarrow
-    import pyarrow.parquet
 
     row = 0
-    with reading(path):
-        stream = path.open("rb")
     try:
-        with stream, pyarrow.parquet.ParquetFile(stream, pre_buffer=False, buffer_size=2**20) as table:
+        with parquet_file(path) as table:
             rows = batch_rows(table.metadata)
             for batch in table.iter_batches(rows, use_threads=False):
                 size = batch.nbytes // max(len(batch), 1)
@@ -220,6 +214,18 @@ def parquet_rows(path: Path) -> Iterator[Record]:
                         yield Record(row, cells_of_row, size)
     except (pyarrow.ArrowException, OSError) as error:  # pyarrow raises OSError for a damaged page
         yield Record(row + 1, error=f"is not readable Parquet: {error}")
+
+
+@contextmanager
+def parquet_file(path: Path) -> Iterator[Any]:
+    """A pyarrow.parquet.ParquetFile. Raises CorpusError if the file cannot be opened."""
+    import pyarrow.parquet
+
+    with reading(path):
+        stream = path.open("rb")
+    # pre_buffer would hold whole row groups; a bounded buffer streams them
+    with stream, pyarrow.parquet.ParquetFile(stream, pre_buffer=False, buffer_size=2**20) as table:
+        yield table
 
 
 def batch_rows(metadata: Any) -> int:
