@@ -28,6 +28,7 @@ from cdrmix.data.loader import TrainLoader
 from cdrmix.data.pairs import PairBatch, all_pairs
 from cdrmix.data.shards import Array, ShardSet, Split
 from cdrmix.durable import sha256_file, write_atomically, write_checksummed
+from cdrmix.model.causal import evaluation_mode
 from cdrmix.run_folder import RunFolder
 from cdrmix.training.checkpoint import Progress
 from cdrmix.training.compiling import uncompiled
@@ -128,13 +129,12 @@ def _scored(engine: Engine, split: Split, rows: Array, micro_batch_rows: int) ->
 
     The model is in evaluation mode meanwhile, and has no gradients.
     """
-    world, training = engine.world, engine.module.training
-    engine.module.eval()
-    for batch in all_pairs(split, rows, micro_batch_rows, world.rank, world.size):
-        with torch.no_grad():
-            log_probs_P2 = log_probs(engine.module, batch.to(world.device))
-        yield batch, log_probs_P2
-    engine.module.train(training)
+    world = engine.world
+    with evaluation_mode(engine.module):
+        for batch in all_pairs(split, rows, micro_batch_rows, world.rank, world.size):
+            with torch.no_grad():
+                log_probs_P2 = log_probs(engine.module, batch.to(world.device))
+            yield batch, log_probs_P2
 
 
 def log_probs(module: torch.nn.Module, batch: PairBatch) -> Tensor:

@@ -10,7 +10,7 @@ from cdrmix.config.schema import Config
 from cdrmix.data.shards import ShardSet
 from cdrmix.errors import CdrmixError, CheckpointError, ConfigError, VocabularyError
 from cdrmix.inference.checkpoints import state_dict_mismatch
-from cdrmix.inference.load import HEADS, load_model
+from cdrmix.inference.load import HEADS, RUN_TOKENIZER, load_model
 from cdrmix.training.engine import Engine
 
 
@@ -27,7 +27,7 @@ def load_start(engine: Engine, config: Config, shards: ShardSet) -> None:
         try:
             weights = _weights(Path(config.train.start_from).expanduser(), engine, shards)
         except CdrmixError as error:
-            problem = error
+            problem = error  # every process raises it below, so that none waits for the others
     problem = engine.world.gather(problem)[0]
     if problem is not None:
         raise problem
@@ -44,8 +44,8 @@ def _weights(path: Path, engine: Engine, shards: ShardSet) -> dict[str, Tensor]:
     if loaded.tokenizer.fingerprint != shards.tokenizer_fingerprint:
         raise VocabularyError(
             f"train.start_from: {path} has another tokenizer ({loaded.tokenizer.fingerprint[:12]}) than the text of "
-            f"this run ({shards.tokenizer_fingerprint[:12]}); set data.tokenizer.path to the tokenizer.json of that "
-            "folder"
+            f"this run ({shards.tokenizer_fingerprint[:12]}); set data.tokenizer.path to tokenizer.json of that "
+            f"folder, of an export to {RUN_TOKENIZER}"
         )
     weights = {name: tensor for name, tensor in loaded.weights.items() if name.split(".")[0] not in HEADS}
     problem = state_dict_mismatch(weights, engine.shapes())
