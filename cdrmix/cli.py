@@ -181,7 +181,32 @@ def parser() -> argparse.ArgumentParser:
         "measure bits per byte on held-out text, and compare with unigram, gzip, zstd; with --tasks: measure the share "
         "of right answers to generated questions, by length; with --harness: run tasks of lm-eval"
     )
-    evaluate = add("eval", commands.eval, text, config=False)
+    _eval_options(add("eval", commands.eval, text, config=False))
+    text = "continue a prompt and print the text while it is generated"
+    _generate_options(add("generate", commands.generate, text))
+    text = "write the model of a run to a read-only folder with checksums"
+    _export_options(add("export", commands.export, text))
+    _add_reason(subparsers)
+    ablate = add(
+        "ablate", commands.ablate, "train small models with a mechanism on and off, and print a comparison", config=True
+    )
+    ablate.add_argument("--seeds", type=_seeds, metavar="1,2,3", help="seeds to run (default: those of the file)")
+    ablate.add_argument("--arms", type=_names, metavar="A,B", help="arms to run (default: all)")
+    ablate.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="folder of the results (default: experiments/ablations)"
+    )
+    compare = add(
+        "compare",
+        commands.compare,
+        "compare the final weights of two runs bit for bit; exit code 0 if identical, 1 if not",
+    )
+    compare.add_argument("runs", nargs=2, type=Path, metavar="RUN", help="a run, checkpoint or export folder")
+    report = add("report", commands.report, "write loss.png, load.png and report.html of a run again")
+    report.add_argument("run", type=Path, metavar="RUN", help="the run folder")
+    return top
+
+
+def _eval_options(evaluate: argparse.ArgumentParser) -> None:
     _model(evaluate)
     _device(evaluate)
     evaluate.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -195,8 +220,10 @@ def parser() -> argparse.ArgumentParser:
     )
     evaluate.add_argument("--seed", type=int, metavar="N", help=f"which questions (default {commands.SEED})")
     evaluate.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the table as a picture too")
-    _harness(evaluate)
-    generate = add("generate", commands.generate, "continue a prompt and print the text while it is generated")
+    _harness_options(evaluate)
+
+
+def _generate_options(generate: argparse.ArgumentParser) -> None:
     _model(generate)
     _device(generate)
     generate.add_argument("--prompt", default="", help="text to continue (default: empty, which begins a new document)")
@@ -227,7 +254,9 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--max-new-tokens", type=int, default=256, metavar="N", help="end after N tokens (default 256)"
     )
-    export = add("export", commands.export, "write the model of a run to a read-only folder with checksums")
+
+
+def _export_options(export: argparse.ArgumentParser) -> None:
     _model(export)
     text = "which of a run's: best (on held-out text), last, or a checkpoint (default: the run's export.checkpoint)"
     export.add_argument("--checkpoint", metavar="best|last|PATH", help=text)
@@ -242,24 +271,6 @@ def parser() -> argparse.ArgumentParser:
     form.add_argument("--merge", action="store_const", const="merge", dest="lora", help=text)
     text = "of a model with adapters: the adapters alone, as peft reads them"
     form.add_argument("--adapter", action="store_const", const="adapter", dest="lora", help=text)
-    _add_reason(subparsers)
-    ablate = add(
-        "ablate", commands.ablate, "train small models with a mechanism on and off, and print a comparison", config=True
-    )
-    ablate.add_argument("--seeds", type=_seeds, metavar="1,2,3", help="seeds to run (default: those of the file)")
-    ablate.add_argument("--arms", type=_names, metavar="A,B", help="arms to run (default: all)")
-    ablate.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="folder of the results (default: experiments/ablations)"
-    )
-    compare = add(
-        "compare",
-        commands.compare,
-        "compare the final weights of two runs bit for bit; exit code 0 if identical, 1 if not",
-    )
-    compare.add_argument("runs", nargs=2, type=Path, metavar="RUN", help="a run, checkpoint or export folder")
-    report = add("report", commands.report, "write loss.png, load.png and report.html of a run again")
-    report.add_argument("run", type=Path, metavar="RUN", help="the run folder")
-    return top
 
 
 def _add_data(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -312,7 +323,7 @@ def _add_reason(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     demo.add_argument("--memory", type=Path, metavar="FOLDER", help=text)
 
 
-def _harness(evaluate: argparse.ArgumentParser) -> None:
+def _harness_options(evaluate: argparse.ArgumentParser) -> None:
     """The options of `eval --harness`."""
     harness = evaluate.add_argument_group("tasks of lm-eval", "offline, unless --online")
     text = "tasks of lm-eval, of --include, or cdrmix_held_out, cdrmix_recall, cdrmix_recall_choice"
