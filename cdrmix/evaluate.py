@@ -157,6 +157,7 @@ def to_standard_error(text: str) -> None:
 def held_out_table(figures: HeldOut) -> str:
     """The results as aligned lines of text."""
     ratio = figures.bits_per_byte / figures.unigram_bits_per_byte
+    domains = text_table(changes(None, figures.as_json())) if figures.domains else []
     return "\n".join(
         [
             f"Held-out text: {figures.tokens:,} tokens, {figures.text_bytes:,} bytes",
@@ -166,6 +167,6 @@ def held_out_table(figures: HeldOut) -> str:
             f"  {'unigram':<12}{figures.unigram_bits_per_byte:>14.4f}",
             f"  {'gzip -9':<12}{figures.gzip9_bits_per_byte:>14.4f}",
             f"  {'zstd -19':<12}{figures.zstd19_bits_per_byte:>14.4f}",
-            *(f"  {line}" for line in text_table(changes(None, figures.as_json())) if figures.domains),
+            *(f"  {line}" for line in domains),
         ]
     )

@@ -114,10 +114,10 @@ A {architecture} language model, trained by cdrmix {origin} for {step:,} steps o
 
 
 def adapter_card(
-    config: Config, architecture: str, step: int, stored: int, whole: Sequence[str], summary: Mapping[str, Any]
+    config: Config, architecture: str, step: int, stored: int, unquantized: Sequence[str], summary: Mapping[str, Any]
 ) -> str:
-    """The model card of adapters. stored: their parameters. whole: names of the linear layers that were not quantized.
-    Other arguments as of `model_card`."""
+    """The model card of adapters. stored: their parameters. unquantized: names of the linear layers that
+    were not quantized. Other arguments as of `model_card`."""
     section = config.model
     assert isinstance(section, HuggingFaceModel)
     assert section.lora is not None
@@ -131,7 +131,7 @@ def adapter_card(
         load_in_4bit=True,
         bnb_4bit_quant_type="{lora.quantize}",
         bnb_4bit_use_double_quant=True,
-        llm_int8_skip_modules={[*whole]},
+        llm_int8_skip_modules={[*unquantized]},
     )
 """
     tags = [architecture.replace("_", "-"), "lora"]

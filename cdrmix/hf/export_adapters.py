@@ -46,8 +46,8 @@ def _write(loaded: LoadedForeign, folder: Path, summary: Mapping[str, Any]) -> N
     write_adapters(model, section.lora, loaded.adapters, section.path, folder)
     write_companions(loaded, folder, {"base_sha256": loaded.base})
     stored = sum(tensor.numel() for tensor in loaded.adapters.values())
-    whole = sorted({name.rpartition(".")[2] for name in not_quantized(model)})
-    card = adapter_card(loaded.config, model.config.model_type, loaded.step, stored, whole, summary)
+    unquantized = sorted({name.rpartition(".")[2] for name in not_quantized(model)})
+    card = adapter_card(loaded.config, model.config.model_type, loaded.step, stored, unquantized, summary)
     (folder / "README.md").write_text(card, encoding="utf-8")
     write_sums(folder)
 

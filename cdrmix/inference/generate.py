@@ -211,7 +211,7 @@ def _generate(
         spelled = b"" if row.ended else tokenizer.token_bytes(token, begins=not begun[number])
         begun[number] = begun[number] or tokenizer.token_bytes(token) != b""
         if spaces[number] and row.drawn == 1:
-            spelled = spelled[1:]
+            spelled = spelled.removeprefix(b" ")  # a tokenizer may have no token that begins with a space
         piece = stream.push(spelled, last=row.ended or row.drawn == row.sampling.max_new_tokens)
         row.ended = row.ended or stream.stopped
         if piece:
