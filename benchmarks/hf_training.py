@@ -53,12 +53,9 @@ def zero(architecture: str) -> Cell:
     Two processes train three steps. A difference is that of a weight, relative to the largest element of its tensor.
     Good: 0 and at most 1e-3. At stage 3 every weight is sharded, also the small ones.
     """
-    with tempfile.TemporaryDirectory() as name, socket.socket() as probe:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as name:
+        folder, port = Path(name), free_port()
         save(architecture, folder)
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-        probe.close()
         other = FORK.Process(target=_other_process, args=(folder, port), daemon=True)
         other.start()
         plain, *others = _stages(folder, 0, port)
@@ -127,6 +124,13 @@ def resume(architecture: str) -> Cell:
     if different:
         return Cell(f"{len(different)} of {len(expected)} tensors differ: {different[0]}", good=False)
     return Cell("bit for bit", good=True)
+
+
+def free_port() -> str:
+    """A port of this machine that no process has."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
 
 
 def save(architecture: str, folder: Path) -> None:

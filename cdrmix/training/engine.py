@@ -81,6 +81,8 @@ def deepspeed_config(config: Config, world: DistributedContext) -> dict[str, Any
     """Every DeepSpeed key that affects training is written out, so that no default of its version matters."""
     train, stage = config.train, zero_stage(config.train, world.size)
     narrow = train.weights == "bf16"
+    # With stage 1 Engine sums the gradients of micro-batches in float32, and with offload HostGradients does.
+    deepspeed_sums = not narrow or stage == 3 or (stage == 2 and train.offload == "none")
     # Pinned memory is allocated in powers of two, up to twice of what is needed.
     host = {"device": "cpu", "pin_memory": False}
     return {
@@ -108,10 +110,7 @@ def deepspeed_config(config: Config, world: DistributedContext) -> dict[str, Any
         "fp16": {"enabled": False},
         "torch_autocast": {"enabled": False},
         "data_types": {
-            # bf16 where DeepSpeed does not add up: with stage 1 Engine and with offload HostGradients sum in float32.
-            "grad_accum_dtype": "bf16"
-            if narrow and (stage == 1 or (stage == 2 and train.offload != "none"))
-            else "fp32",
+            "grad_accum_dtype": "fp32" if deepspeed_sums else "bf16",
             "keep_in_fp32_modules": "auto" if narrow else [],  # buffers that transformers keeps in float32
         },
         "zero_optimization": {

@@ -95,6 +95,11 @@ class StateFiles:
                 f"train.offload_folder: {folder} cannot be made ({error.strerror}); name a folder on a local disk, or "
                 "null for main memory"
             ) from error
+        if not os.access(self._folder, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f"train.offload_folder: this process may not write to {folder}; name another folder on a local disk, "
+                "or null for main memory"
+            )
 
     def zeros(self, like: Tensor) -> Tensor:
         """A tensor of zeros in a file of its own. Raises DiskFullError."""

@@ -17,6 +17,7 @@ from cdrmix.config.schema import Config
 from cdrmix.config.schema_data import ChatSource, Data
 from cdrmix.data.chat.encoding import ChatEncoder
 from cdrmix.data.chat.rendering import Rendered, Renderer, make_renderers
+from cdrmix.data.chat.template import load_template
 from cdrmix.data.prepare import prepare
 from cdrmix.data.shards import ShardSet
 from cdrmix.data.sources.base import BadRecord
@@ -467,3 +468,10 @@ def test_the_template_is_part_of_the_content_key(make_config: Any, tmp_path: Pat
         template.write_text(text)
         folders.append(prepare(make_config(source, row_length=160), say=lambda line: None).path)
     assert folders[0] == folders[2] != folders[1]
+
+
+@pytest.mark.parametrize("content", ["[]", "{"])
+def test_a_damaged_tokenizer_config_is_named_with_the_key(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"^template: .*tokenizer_config\.json "):
+        load_template(None, tmp_path)

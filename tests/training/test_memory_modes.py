@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from cdrmix.errors import ConfigError
+from cdrmix.training.offload import StateFiles
 from cdrmix.training.zero import check_zero_stage, zero_stage
 
 pytest.importorskip("transformers", reason="needs transformers, which is not installed")
@@ -186,3 +189,13 @@ def test_auto_is_the_stage_that_the_mode_needs(make_config: Any) -> None:
     assert stages(weights="bf16") == (2, 1)
     assert stages(offload="optimizer") == stages(offload="optimizer", weights="bf16") == (2, 2)
     assert stages(offload="all") == (3, 3)
+
+
+def test_a_folder_that_cannot_have_state_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"train\.offload_folder: .*file cannot be made"):
+        StateFiles(str(tmp_path / "file"))
+    assert StateFiles(str(tmp_path)).zeros(torch.ones(3)).tolist() == [0, 0, 0]
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    with pytest.raises(ConfigError, match=r"train\.offload_folder: this process may not write to"):
+        StateFiles(str(tmp_path))

@@ -156,7 +156,7 @@ def _tokenizer_config(path: Path) -> dict[str, Any]:
     try:
         described = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+        raise ConfigError(f"template: {path} cannot be read: {error}; save the tokenizer again") from error
     if not isinstance(described, dict):
-        raise ConfigError(f"{path} is not a description of a tokenizer: it holds no JSON object")
+        raise ConfigError(f"template: {path} holds no JSON object; save the tokenizer again")
     return described
