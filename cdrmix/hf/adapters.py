@@ -1,6 +1,7 @@
-"""Low-rank adapters (LoRA) in models of transformers: made, quantized under, merged, and the identity of their base.
+"""Low-rank adapters (LoRA) in models of transformers: how they are inserted, merged, written and read.
 
-The base stays frozen. An adapter is made and merged by peft, so its tensors have the names and the meaning of peft.
+Also the quantization of their base, which stays frozen, and the hash that identifies it. An adapter is made and merged
+by peft, so its tensors have the names and the meaning of peft.
 """
 
 from __future__ import annotations
@@ -117,15 +118,15 @@ def describe(model: Any) -> list[str]:
     trained = sum(_size(parameter) for parameter in trained_parameters(model).values())
     stored = sum(_size(parameter) for parameter in model.parameters())
     lines = [f"adapters: {trained:,} of {stored:,} parameters are trained"]
-    if silent := uncalled(model):
-        lines.append(f"{len(silent)} adapters learn nothing, because the model does not call their layers: {silent[0]}")
+    if layers := uncalled(model):
+        lines.append(f"{len(layers)} adapters learn nothing, because the model does not call their layers: {layers[0]}")
     return lines
 
 
 def uncalled(model: Any) -> list[str]:
     """The layers with an adapter that a forward pass does not call: their adapters have no effect and learn nothing.
 
-    Experts may be without tokens, so they are not among them. The weights are only read.
+    Experts may be without tokens, so they are not among them. No weight changes.
     """
     layers = {
         name: layer

@@ -1,4 +1,4 @@
-"""Models of transformers: made from a folder, from a description or from weights, and used for loss and generation.
+"""Models of transformers: read from a folder or built from a description or weights; their loss and generation.
 
 Only safetensors are read, and no code of a model is run. Names of parameters are those of transformers.
 """
@@ -22,6 +22,7 @@ from cdrmix.errors import CheckpointError, ConfigError
 from cdrmix.hf import adapters, mamba
 from cdrmix.hf.head import Head, head_layer, head_logits, head_loss, probe_head
 from cdrmix.hf.packing import Packing, called_outside_engine, choose_packing, decode, decoder_of
+from cdrmix.hf.positions import Positions
 from cdrmix.inference.checkpoints import state_dict_mismatch
 from cdrmix.model.language_model import Output, RouterStats
 from cdrmix.model.loss import LossModule
@@ -32,7 +33,7 @@ DESCRIPTION = "config.json"
 
 
 class Size(NamedTuple):
-    """Rows of the embedding that hold tokens, and all of them."""
+    """Rows of the embedding: those that have a token, and all, which include padding."""
 
     tokens: int
     rows: int
@@ -78,7 +79,7 @@ def transformers_config(section: HuggingFaceModel, *, with_weights: bool = True)
 
 
 def check_folder(folder: Path, *, with_weights: bool = True) -> None:
-    """Raises ConfigError if the folder has no description, code of its own, no safetensors, or shards that lack.
+    """Raises ConfigError if the folder has no description, code of its own, no safetensors, or missing shards.
 
     The index must name the tensors that the files have.
     """
@@ -168,7 +169,7 @@ def _random_model(described: Any, options: dict[str, Any]) -> Any:
 
 
 def _read_model(section: HuggingFaceModel, described: Any, options: dict[str, Any]) -> Any:
-    """The model with the weights of its files. Raises ConfigError if tensors lack or have other shapes."""
+    """The model with the weights of its files. Raises ConfigError if tensors are missing or have other shapes."""
     try:
         model, report = _transformers().AutoModelForCausalLM.from_pretrained(
             section.folder or section.path,
@@ -253,6 +254,7 @@ class ForeignLossModel(LossModule):
         mamba.install(language_model)
         self.language_model = language_model
         self._section, self._tokens = section, vocabulary(section).tokens
+        self._positions = Positions.of(language_model)
         self._packing: Packing | None = None
         self._head = Head()
         described: Any = language_model.config
@@ -263,9 +265,10 @@ class ForeignLossModel(LossModule):
     def assume(self, packing: Packing, head: Head) -> None:
         """Uses these instead of what `prepare` finds: for tensors without values, on which nothing can be tested."""
         self._packing, self._head = packing, head
+        self._positions = self._positions._replace(limit=None)
 
     def prepare(self) -> list[str]:
-        """Proves that packed documents are isolated, and finds the formula of the head. Raises ConfigError."""
+        """Tests how packed documents are isolated, and finds the formula of the head. Raises ConfigError."""
         with called_outside_engine(self.language_model):
             self._head = probe_head(self.language_model)
             self._packing = choose_packing(self.language_model, self._section.packing)
@@ -280,6 +283,7 @@ class ForeignLossModel(LossModule):
 
     def _hidden(self, ids_BT: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, RouterStats | None]:
         assert self._packing is not None, "prepare() comes first"
+        self._positions.check(ids_BT.shape[1], cu_seqlens)
         options = {} if self._experts is None else {"output_router_logits": True}
         decoded = decode(self.language_model, self._packing, ids_BT, cu_seqlens, options=options)
         return decoded.hidden_BTD, None if self._experts is None else self._experts.statistics(decoded.router_logits)
@@ -339,6 +343,7 @@ class ForeignModel(nn.Module):
         self.transformers_model = model
         self.vocab_size = vocabulary(section).tokens
         self._section = section
+        self._positions = Positions.of(model)
         self._head = probe_head(model)
         self._packing: Packing | None = None
 
@@ -348,6 +353,7 @@ class ForeignModel(nn.Module):
         """As CausalModel. cu_seqlens and a cache exclude each other."""
         if not return_cache:
             assert cache is None, "a cache is continued only with return_cache"
+            self._positions.check(ids_BT.shape[1], cu_seqlens)
             if self._packing is None and cu_seqlens is not None:
                 self._packing = choose_packing(self.transformers_model, self._section.packing)
             packing = self._packing or Packing("positions")
@@ -360,6 +366,7 @@ class ForeignModel(nn.Module):
         arguments = {"input_ids": ids_BT, "use_cache": True, name: cache}
         if "position_ids" in parameters:  # bamba would count a continued row from 0
             past = 0 if cache is None else cache.get_seq_length()
+            self._positions.check(past + ids_BT.shape[1])
             arguments["position_ids"] = past + torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
         output = decoder(**arguments)
         if name not in output:
@@ -425,7 +432,7 @@ def _transformers() -> Any:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without the progress bars and advice of transformers; errors are raised as ever."""
+    """Hides the progress bars and advice of transformers. Errors are raised."""
     from transformers.utils import logging
 
     bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()

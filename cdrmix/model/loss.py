@@ -36,9 +36,9 @@ class LossModule(nn.Module, ABC):
     base: str | None = None  # SHA-256 of the frozen model if only adapters in it are trained and saved
 
     def prepare(self) -> list[str]:
-        """What must be known before the first step and needs the weights, which the engine may have sharded by then.
+        """Finds what the forward pass must know about the weights. Returns lines for the user.
 
-        Every process calls it. Returns lines for the user.
+        Every process calls it once before the first step; the engine may have sharded the weights by then.
         """
         return []
 

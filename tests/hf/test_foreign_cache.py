@@ -34,3 +34,21 @@ def test_a_continued_row_is_that_of_one_pass(architecture: str) -> None:
 def test_a_model_without_a_cache_is_refused() -> None:
     with pytest.raises(ConfigError, match="recurrent_gemma has no cache"):
         build("recurrent_gemma")(torch.arange(4).unsqueeze(0), return_cache=True)
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "opt"])
+def test_a_text_longer_than_the_table_of_positions_is_refused(architecture: str) -> None:
+    """Not a row of documents that fit, and not a model without such a table."""
+    model, ids = build(architecture), torch.ones(1, 513, dtype=torch.long)
+    message = f"{architecture} reads at most 512 tokens, and a text has 513"
+    with torch.no_grad():
+        cache = model(ids[:, :512], return_cache=True).cache
+        with pytest.raises(ConfigError, match=message):
+            model(ids[:, :1], cache=cache, return_cache=True)
+        with pytest.raises(ConfigError, match=message):
+            model(ids)
+        loss, starts = model.loss_model(), torch.tensor([0, 13, 513], dtype=torch.int32)
+        assert loss(ids, ids, torch.ones(1, 513), starts, 513.0).total.isfinite()
+        with pytest.raises(ConfigError, match=message):
+            loss(ids, ids, torch.ones(1, 513), starts[::2], 513.0)
+        assert build("llama")(ids).hidden_BTD.shape[1] == 513
