@@ -275,25 +275,30 @@ def assemble(
             fingerprints = column(table, "fingerprint")
             train_fingerprints.add(fingerprints[~held_out])
             valid_fingerprints.add(fingerprints[held_out])
-            ids = whole(table.column("ids"))
-            flat, offsets = ids.values.to_numpy(), ids.offsets.to_numpy()
-            document_weights = whole(table.column("weights"))
-            sizes, owners, seconds = (column(table, name) for name in ("bytes", "domain", "second"))
             originals = {} if tokenizer.lossless else _originals(table, merged, held_out)
-            for number in range(len(table)):
-                some = document_weights[number].values if document_weights.null_count < len(table) else None
-                (valid if held_out[number] else train).add(
-                    flat[offsets[number] : offsets[number + 1]],
-                    int(sizes[number]),
-                    domain=int(owners[number]),
-                    weights=None if some is None else some.to_numpy(),
-                    original=originals.get(number),
-                    second=int(seconds[number]),
-                )
-            _write_provenance(provenance, table, merged, domains, np.diff(offsets), sources)
+            _add_documents(table, [valid if held else train for held in held_out], originals)
+            _write_provenance(provenance, table, merged, domains, sources)
         splits = {split.name: split.close() for split in (train, valid)}
         near_duplicates = count_contaminated(valid_fingerprints, train_fingerprints)
     return Assembled(splits, {**train.files, **valid.files}, train.dtype, near_duplicates, dict(sources))
+
+
+def _add_documents(table: pa.Table, splits: list[SplitWriter], originals: dict[int, tuple[Array, bytes]]) -> None:
+    """Appends each document of a partition to its split. originals: as of `_originals`."""
+    ids = whole(table.column("ids"))
+    flat, offsets = ids.values.to_numpy(), ids.offsets.to_numpy()
+    weights = whole(table.column("weights"))
+    sizes, owners, seconds = (column(table, name) for name in ("bytes", "domain", "second"))
+    for number, split in enumerate(splits):
+        some = weights[number].values if weights.null_count < len(table) else None
+        split.add(
+            flat[offsets[number] : offsets[number + 1]],
+            int(sizes[number]),
+            domain=int(owners[number]),
+            weights=None if some is None else some.to_numpy(),
+            original=originals.get(number),
+            second=int(seconds[number]),
+        )
 
 
 def _originals(tokens: pa.Table, merged: Path, held_out: Array) -> dict[int, tuple[Array, bytes]]:
@@ -330,9 +335,9 @@ def _write_provenance(
     tokens: pa.Table,
     merged: Path,
     domains: list[str],
-    counts: Array,
     sources: Counter[str],
 ) -> None:
+    counts = np.diff(whole(tokens.column("ids")).offsets.to_numpy())
     names = ["hash", "where", "language", "meta"]
     origin = read_table(merged).select(names).take(tokens.column("row"))
     held_out = tokens.column("held_out").to_pylist()
