@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from cdrmix.config.schema import Config
+from cdrmix.config.schema import Config, Model
 from cdrmix.config.schema_data import Tokenizer
 from cdrmix.data.prepare import prepare
 from cdrmix.data.shards import ShardSet
@@ -44,7 +44,7 @@ def _text_of(
         raise ConfigError(f"{model} is not of cdrmix, so it has no text of its own: name a configuration by --config")
     folder = model if (model / "tokenizer.json").is_file() else run_of(model).path
     config = Config.from_yaml(config_path or folder / "config_snapshot.yaml", overrides)
-    if config.data == loaded.config.data and not (config_path or overrides):
+    if config.data == loaded.config.data and not (config_path or overrides) and _base_exists(config):
         shards = prepare(config, say=to_standard_error)
         if shards.tokenizer_fingerprint == loaded.tokenizer.fingerprint:
             return shards, config
@@ -55,8 +55,15 @@ def _text_of(
         lossless=loaded.tokenizer.lossless,
     )
     data = config.data.model_copy(update={"tokenizer": tokenizer})
-    config = config.model_copy(update={"data": data, "model": loaded.config.model})
+    section = loaded.model.section if isinstance(loaded, LoadedForeign) else loaded.config.model
+    config = config.model_copy(update={"data": data, "model": section})
     return prepare(config, say=to_standard_error), config
+
+
+def _base_exists(config: Config) -> bool:
+    """Whether the folder model.path exists, if the configuration has one: a trained model does not need it."""
+    model = config.model
+    return isinstance(model, Model) or model.random is not None or model.folder is not None
 
 
 def evaluate_tasks(

@@ -333,6 +333,7 @@ class ForeignModel(nn.Module):
     """A model of transformers for generation and logits, in evaluation mode: the interface CausalModel.
 
     Rows are generated one at a time: their caches are of transformers, which cannot select rows in all architectures.
+    section: the section `model` of a configuration, with files that exist on this machine.
     """
 
     batching: Literal["row"] = "row"
@@ -342,7 +343,7 @@ class ForeignModel(nn.Module):
         mamba.install(model)
         self.transformers_model = model
         self.vocab_size = vocabulary(section).tokens
-        self._section = section
+        self.section = section
         self._positions = Positions.of(model)
         self._head = probe_head(model)
         self._packing: Packing | None = None
@@ -355,7 +356,7 @@ class ForeignModel(nn.Module):
             assert cache is None, "a cache is continued only with return_cache"
             self._positions.check(ids_BT.shape[1], cu_seqlens)
             if self._packing is None and cu_seqlens is not None:
-                self._packing = choose_packing(self.transformers_model, self._section.packing)
+                self._packing = choose_packing(self.transformers_model, self.section.packing)
             packing = self._packing or Packing("positions")
             return Output(decode(self.transformers_model, packing, ids_BT, cu_seqlens).hidden_BTD, None, None, None)
         assert cu_seqlens is None, "rows are read one at a time"
@@ -380,7 +381,7 @@ class ForeignModel(nn.Module):
 
     def loss_model(self) -> ForeignLossModel:
         """The module that gives the Losses of a batch."""
-        loss_model = ForeignLossModel(self.transformers_model, self._section)
+        loss_model = ForeignLossModel(self.transformers_model, self.section)
         loss_model.prepare()
         return loss_model
 

@@ -151,10 +151,15 @@ def _load_plain(path: Path) -> LoadedForeign:
 def _load_checkpoint(path: Path, config: Config) -> LoadedForeign:
     run = run_of(path)
     checkpoint, weights = final_weights(path, average=True)
-    tokenizer, step = run_tokenizer(run, config), step_of(checkpoint)
+    step = step_of(checkpoint)
     if section_of(config).lora is not None:
+        tokenizer = run_tokenizer(run, config)
         return _merged(config, weights, checkpoint, tokenizer, step, base_of(checkpoint), run.base_model)
-    model = ForeignModel(model_of(config, run.base_model, weights, origin=checkpoint), section_of(config))
+    # The run has the config.json of the model before training, so the folder model.path is not needed any more.
+    section = section_of(config).model_copy(update={"path": str(run.base_model), "random": None})
+    own = config.model_copy(update={"model": section})
+    tokenizer = run_tokenizer(run, own)
+    model = ForeignModel(model_of(own, run.base_model, weights, origin=checkpoint), section)
     return LoadedForeign(model, tokenizer, config, step, run.base_model)
 
 

@@ -20,6 +20,7 @@ import cdrmix
 from cdrmix.cli import main
 from cdrmix.compare import compare
 from cdrmix.config.schema import Config
+from cdrmix.config.schema_huggingface import _vocab_size
 from cdrmix.data.loader import EvalLoader
 from cdrmix.data.prepare import prepare
 from cdrmix.errors import Preempted
@@ -159,6 +160,21 @@ def test_a_model_is_made_first_if_its_folder_does_not_exist(finished: RunFolder,
     before = (tmp_path / "made" / "model.safetensors").stat().st_mtime_ns
     assert main(["train", "--config", str(path)]) == 0  # it is not made again
     assert (tmp_path / "made" / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_a_trained_model_does_not_need_the_folder_that_it_was_continued_from(
+    finished: RunFolder, write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = Path(shutil.copytree(finished.export, tmp_path / "base"))
+    run = RunFolder(cdrmix.train(Config.from_yaml(write("continued", {"path": str(base)}, "model"))))
+    shutil.rmtree(base)
+    _vocab_size.cache_clear()  # as in another process
+    wanted = run.summary()["held_out"]
+    capsys.readouterr()
+    for model in (run.path, shutil.copytree(run.export, tmp_path / "moved")):
+        assert main(["eval", "--json", "--model", str(model)]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["bits_per_byte"] == pytest.approx(wanted["bits_per_byte"], rel=1e-6)
 
 
 def only_pickled(folder: Path) -> None:
