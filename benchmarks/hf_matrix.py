@@ -24,10 +24,9 @@ from typing import Any
 
 import hf_training
 import machine
+from hf_architectures import ARCHITECTURES
 from hf_columns import COLUMNS, cell
 from hf_tiny import Cell
-
-from cdrmix.hf.architectures import ARCHITECTURES
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "hf_matrix.jsonl"

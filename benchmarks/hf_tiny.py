@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from hf_architectures import tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
-
-from cdrmix.hf.architectures import tiny
 
 VOCAB, LENGTH = 320, 48
 DOCUMENTS = ((5, 33, 10), (9, 1, 31, 7))  # lengths in the two rows; two are longer than the windows of 8 tokens

@@ -39,7 +39,6 @@ ALLOWED = {
     "readinto": "io.RawIOBase calls it",
     "score_tokens": "docs/data.md: tasks in ids, for the training loop of a user",
     "make_token_example": "docs/data.md: tasks in ids, for the training loop of a user",
-    "tiny": "benchmarks/hf_matrix.py writes the table of docs/huggingface.md with these configurations",
 }
 # Methods and properties of the classes in cdrmix/hf that transformers reads.
 ALLOWED |= dict.fromkeys(

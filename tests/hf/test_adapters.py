@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import shutil
@@ -26,7 +27,6 @@ from cdrmix.config.schema_huggingface import Lora
 from cdrmix.data.batch import Batch
 from cdrmix.errors import BaseModelError, CheckpointError, ConfigError, Preempted
 from cdrmix.hf.adapters import add_adapters, merge_adapters, trained_parameters, uncalled
-from cdrmix.hf.architectures import tiny
 from cdrmix.hf.build import build_foreign, make_model
 from cdrmix.hf.foreign import base_model, section_of
 from cdrmix.hf.load import load_trained
@@ -35,6 +35,12 @@ from cdrmix.training.distributed import join
 from cdrmix.training.engine import make_engine
 from cdrmix.training.metrics import Record
 from cdrmix.workflow import run_all
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+architectures: Any = importlib.import_module("hf_architectures")
+sys.path.remove(str(BENCHMARKS))
+tiny = architectures.tiny
 
 peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it

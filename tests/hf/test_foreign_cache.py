@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from cdrmix.config.schema_huggingface import HuggingFaceModel
 from cdrmix.errors import ConfigError
-from cdrmix.hf.architectures import tiny
 from cdrmix.hf.foreign import ForeignModel
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+architectures: Any = importlib.import_module("hf_architectures")
+sys.path.remove(str(BENCHMARKS))
+tiny = architectures.tiny
 
 
 def build(architecture: str) -> ForeignModel:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,8 +15,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cdrmix.errors import ConfigError
 from cdrmix.hf import head
-from cdrmix.hf.architectures import tiny
 from cdrmix.hf.head import Head, head_layer, head_logits, head_loss, probe_head
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+architectures: Any = importlib.import_module("hf_architectures")
+sys.path.remove(str(BENCHMARKS))
+tiny = architectures.tiny
 
 VOCAB = 320
 KINDS = {

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import itertools
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +17,14 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from cdrmix.errors import ConfigError
 from cdrmix.hf import mamba
-from cdrmix.hf.architectures import ARCHITECTURES, tiny
 from cdrmix.hf.head import head_layer, head_logits, head_loss, probe_head
 from cdrmix.hf.packing import Packing, choose_packing, decode, leak, packed_arguments
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+architectures: Any = importlib.import_module("hf_architectures")
+sys.path.remove(str(BENCHMARKS))
+ARCHITECTURES, tiny = architectures.ARCHITECTURES, architectures.tiny
 
 OPERATORS = ("nemotron_h", "mamba2", "bamba", "falcon_h1", "zamba2", "granitemoehybrid")
 REFUSED = ("bloom", "jamba", "mamba", "lfm2", "qwen3_next", "olmo_hybrid", "recurrent_gemma")
@@ -290,12 +297,13 @@ def test_the_time_steps_keep_their_limits() -> None:
 def test_isolation_is_tested_through_the_module_of_an_engine(stage: int) -> None:
     """In a process of its own, for DeepSpeed keeps state. A threshold of 0 shards every weight of the tiny model."""
     code = f"""
-import os
+import os, sys
 os.environ |= dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str({29700 + stage}))
+sys.path.insert(0, {str(BENCHMARKS)!r})
 import deepspeed, torch
+from hf_architectures import tiny
 from transformers import AutoModelForCausalLM
 from cdrmix.hf import mamba
-from cdrmix.hf.architectures import tiny
 from cdrmix.hf.head import Head, probe_head
 from cdrmix.hf.packing import Packing, choose_packing, decoder_of, leak
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from cdrmix.cli import main
-from cdrmix.hf.architectures import tiny
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+architectures: Any = importlib.import_module("hf_architectures")
+sys.path.remove(str(BENCHMARKS))
+tiny = architectures.tiny
 
 
 @pytest.fixture(autouse=True)
