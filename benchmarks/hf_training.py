@@ -41,7 +41,6 @@ FORK = multiprocessing.get_context("fork")
 def preload() -> None:
     """Imports what every cell needs, so that the processes of the cells need not."""
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # an optimizer in DeepSpeed would load the compiler
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it advises to install kernels
     import deepspeed.runtime.zero.stage3  # noqa: F401
     import peft  # noqa: F401
