@@ -316,7 +316,7 @@ def final_adapters(root: Path) -> dict[str, Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "stage", "quantize"),
-    [("llama", 1, None), ("llama", 2, "nf4"), ("llama", 3, None), ("nemotron_h", 1, None)],
+    [("llama", 1, None), ("llama", 2, "nf4"), ("llama", 3, None), ("nemotron_h", 3, None)],
 )
 def test_two_processes_train_the_same_adapters_and_continue_after_a_kill(
     architecture: str, stage: int, quantize: str | None, bases: dict[str, Path], tmp_path: Path
