@@ -1,6 +1,6 @@
 """The schema of a run: every key of a configuration, with its type, range, default and description.
 
-Sections are frozen and refuse unknown keys. The type of a key checks that key; validators.py checks combinations of
+Sections are frozen and refuse unknown keys. The type of a key checks that key; validators*.py check combinations of
 keys. A key without a default must be set, unless the autosizers derive it from `model.size`, `model.d_model` or
 `model.attention.heads`.
 """
@@ -352,7 +352,8 @@ class Export(Section):
     """best: that of the best validation of stage A; after stage B the last one. last: the last one. Or the name or path
     of a checkpoint."""
     weights: Literal["fp32", "bf16"] = "fp32"
-    """Data type of the exported weights of a model of transformers. bf16 halves the files and rounds the weights."""
+    """Data type of the exported weights of a model of transformers. bf16 halves the files and rounds the weights. fp32
+    for `lora: adapter`."""
     license: Text | None = None
     """License of the exported model for the model card, as an identifier of the Hugging Face Hub such as apache-2.0.
     null: unknown."""

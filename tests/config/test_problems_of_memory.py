@@ -91,7 +91,15 @@ def test_keys_of_an_export_that_would_have_no_effect(
         read(tmp_path, text, "")
     assert f"export.{key}: found" in str(caught.value)
     assert f"allowed: {allowed}" in str(caught.value)
-    read(tmp_path, LORA + "export: {weights: bf16, lora: adapter}\n", "")
+
+
+def test_adapters_alone_are_exported_in_float32(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, LORA + "export: {weights: bf16, lora: adapter}\n", "")
+    assert "export.weights: found bf16" in " ".join(str(caught.value).replace('"', "").split())
+    assert "allowed: fp32, or export.lora: merge" in str(caught.value)
+    for alone in ("weights: bf16", "lora: adapter"):
+        read(tmp_path, LORA + f"export: {{{alone}}}\n", "")
 
 
 def read(folder: Path, text: str, settings: str) -> Config:

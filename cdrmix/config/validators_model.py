@@ -1,0 +1,102 @@
+"""Rules about the section `model` of a model of cdrmix: mixers, widths, experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from cdrmix.config.rule import Rule, Violation, known, registered_name
+from cdrmix.registry import nearest
+
+Layers = Mapping[str, list[int]]  # model.mixer_layers
+ATTENTION = ("model.attention_fraction", "model.mixer_layers")  # they decide which layers use attention
+WIDTH = ("model.mamba.expand", "model.d_model")
+
+
+def _has_attention(fraction: float, layers: Layers) -> bool:
+    return fraction > 0 or bool(layers.get("attention"))
+
+
+def _has_mamba(layers: Layers) -> bool:
+    return bool(layers.get("mamba2") or layers.get("routing_mamba"))
+
+
+def _heads(heads: int, width: int, fraction: float, layers: Layers) -> str | None:
+    return f"must divide model.d_model={width}" if _has_attention(fraction, layers) and width % heads else None
+
+
+def _rope(rope: bool, width: int, heads: int, fraction: float, layers: Layers) -> str | None:
+    odd = _has_attention(fraction, layers) and width % heads == 0 and width // heads % 2 == 1
+    return (
+        f"false, or an even head width; model.d_model/model.attention.heads is {width // heads}"
+        if rope and odd
+        else None
+    )
+
+
+def _kv_heads(kv_heads: int, heads: int, fraction: float, layers: Layers) -> str | None:
+    divides = heads % kv_heads == 0
+    return None if divides or not _has_attention(fraction, layers) else f"must divide model.attention.heads={heads}"
+
+
+def _head_size(head_size: int, width: int, fraction: float, layers: Layers) -> str | None:
+    has_rwkv = fraction < 1 or layers.get("rwkv7")
+    return f"must divide model.d_model={width}" if has_rwkv and width % head_size else None
+
+
+def _mixer_layers(mixers: Layers, layers: int) -> Violation | None:
+    names = known("mixer")
+    assigned: set[int] = set()
+    for mixer, chosen in mixers.items():
+        if mixer not in names:
+            close = nearest(mixer, names)
+            suggestion = f"model.mixer_layers.{close}" if close else None
+            return Violation((mixer,), f"one of the mixers {', '.join(names)}", suggestion, "unknown mixer")
+        for index, layer in enumerate(chosen):
+            if layer >= layers:
+                return Violation(
+                    (mixer, index), f"at most {layers - 1}: layers count from 0, and model.layers={layers}"
+                )
+            if layer in assigned:
+                return Violation((mixer, index), "each layer once in all of model.mixer_layers")
+            assigned.add(layer)
+    return None
+
+
+def _mamba_head_dim(head_dim: int, expand: int, width: int, layers: Layers) -> str | None:
+    inner = expand * width
+    return (
+        f"must divide model.mamba.expand * model.d_model={inner}" if _has_mamba(layers) and inner % head_dim else None
+    )
+
+
+def _mamba_groups(groups: int, head_dim: int, expand: int, width: int, layers: Layers) -> str | None:
+    heads, rest = divmod(expand * width, head_dim)
+    wrong = _has_mamba(layers) and not rest and heads % groups
+    return f"must divide model.mamba.expand * model.d_model / model.mamba.head_dim={heads}" if wrong else None
+
+
+def _top_k(top_k: int, experts: int, kind: str, layers: Layers) -> str | None:
+    routes = kind == "moe" or layers.get("routing_mamba")
+    return f"at most model.feed_forward.experts={experts}" if routes and top_k > experts else None
+
+
+def _activation(activation: str, kind: str) -> str | None:
+    return "relu2, for model.feed_forward.kind=channel_mix" if kind == "channel_mix" and activation != "relu2" else None
+
+
+RULES = (
+    Rule(("model.mixer_layers", "model.layers"), _mixer_layers),
+    Rule(("model.feed_forward.kind",), partial(registered_name, "feed-forward")),
+    Rule(("model.attention.heads", "model.d_model", *ATTENTION), _heads),
+    Rule(("model.attention.rope", "model.d_model", "model.attention.heads", *ATTENTION), _rope),
+    Rule(("model.attention.kv_heads", "model.attention.heads", *ATTENTION), _kv_heads),
+    Rule(("model.rwkv.head_size", "model.d_model", *ATTENTION), _head_size),
+    Rule(("model.mamba.head_dim", *WIDTH, "model.mixer_layers"), _mamba_head_dim),
+    Rule(("model.mamba.groups", "model.mamba.head_dim", *WIDTH, "model.mixer_layers"), _mamba_groups),
+    Rule(
+        ("model.feed_forward.top_k", "model.feed_forward.experts", "model.feed_forward.kind", "model.mixer_layers"),
+        _top_k,
+    ),
+    Rule(("model.feed_forward.activation", "model.feed_forward.kind"), _activation),
+)

@@ -1,0 +1,50 @@
+"""Rules about the section `reasoning`: budgets of steps, replay of phases."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from cdrmix.config.rule import Rule, Violation
+
+STEP_BUDGET = "reasoning.controller.step_budget"
+
+
+def _replay(name: str, replay: list[str]) -> Violation | None:
+    return Violation((replay.index(name),), "another phase than its own") if name in replay else None
+
+
+def _within_budget(chunks: int | None, step_budget: int, *steps: int) -> str | None:
+    if chunks is not None and chunks > step_budget and any(steps):
+        return f"at most reasoning.controller.step_budget={step_budget}"
+    return None
+
+
+def _acceptance_of_plasticity(chunks: int, step_budget: int, steps: int, own: object) -> str | None:
+    return None if own is not None else _within_budget(chunks, step_budget, steps)
+
+
+def _write_strengths(strengths: list[float], branches: int) -> str | None:
+    return f"at least reasoning.controller.max_branches={branches} of them" if len(strengths) < branches else None
+
+
+RULES = (
+    Rule(("reasoning.controller.write_strengths", "reasoning.controller.max_branches"), _write_strengths),
+    Rule(("reasoning.acceptance.chunks", STEP_BUDGET, "reasoning.phases.acceptance.steps"), _within_budget),
+    Rule(
+        ("reasoning.plasticity.chunks", STEP_BUDGET, "reasoning.phases.acceptance.steps", "reasoning.acceptance"),
+        _acceptance_of_plasticity,
+    ),
+    Rule(
+        (
+            "reasoning.agent.chunks",
+            STEP_BUDGET,
+            *(f"reasoning.phases.{name}.steps" for name in ("imitation", "policy")),
+        ),
+        _within_budget,
+    ),
+    Rule(("reasoning.phases.policy.chunks", STEP_BUDGET, "reasoning.phases.policy.steps"), _within_budget),
+    *(
+        Rule((f"reasoning.phases.{name}.replay",), partial(_replay, name))
+        for name in ("plasticity", "imitation", "operations_imitation")
+    ),
+)
