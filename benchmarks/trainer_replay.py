@@ -6,6 +6,7 @@ import json
 import tempfile
 from pathlib import Path
 
+import torch
 from cases import Options, Result
 
 from cdrmix.config.schema import Config
@@ -34,6 +35,7 @@ def measure(options: Options) -> Result:
                 f"run.root={folder}",
                 f"run.seed={seed}",
                 f"run.device={options.device}",
+                f"run.threads={torch.get_num_threads()}",
                 "export.checkpoint=last",
             ]
             base = run_all(Config.from_yaml(BASE, common)) / "export"
