@@ -11,6 +11,7 @@ import os
 import sys
 
 from cdrmix.config.schema import Config
+from cdrmix.config.schema_huggingface import HuggingFaceModel
 from cdrmix.errors import ConfigError
 from cdrmix.training import launch
 
@@ -79,6 +80,8 @@ def validate(options: argparse.Namespace) -> int:
 
         check_stage_b(config)
     print(config.to_yaml(), end="")
+    if isinstance(config.model, HuggingFaceModel) and config.model.random is None and config.model.folder is None:
+        print(f"model.path: there is no folder {config.model.path}; {config.model.remedy}", file=sys.stderr)
     return 0
 
 

@@ -31,6 +31,7 @@ from cdrmix.hf.export import export_model, exported_step
 from cdrmix.hf.export_adapters import export_adapters
 from cdrmix.hf.export_foreign import export_foreign, keep_description
 from cdrmix.hf.foreign import section_of, transformers_config
+from cdrmix.hf.hub import download
 from cdrmix.hf.load import LoadedForeign, load_trained, untrained
 from cdrmix.hf.rwkv_names import export_official_rwkv7
 from cdrmix.inference.checkpoints import MANIFEST, list_checkpoints, newest_whole_checkpoint, step_of
@@ -114,12 +115,15 @@ def run_all(config: Config, resume: str | Path | None = None, *, callbacks: Sequ
 def _make_base(config: Config, world: DistributedContext) -> None:
     """Makes the model that the training starts from, if its folder does not exist. Every process calls it.
 
-    Runs the configuration model.made_by or train.start_made_by, and copies its export to the folder.
+    Downloads it (model.online), or runs the configuration model.made_by or train.start_made_by and copies its export.
     """
     if isinstance(config.model, Model):
         made_by, folder = config.train.start_made_by, config.train.start_from
     else:
-        made_by, folder = config.model.made_by, config.model.path
+        section = config.model
+        if section.online:
+            _first_process(world, lambda: download(section, to_standard_error))
+        made_by, folder = section.made_by, section.path
     if made_by is None or folder is None:
         return
     target = Path(folder).expanduser()

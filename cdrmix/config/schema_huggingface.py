@@ -48,11 +48,12 @@ class HuggingFaceModel(Section):
     kind: Literal["huggingface"]
     """huggingface: a model of transformers."""
     path: Text | None = None
-    """Folder with config.json and safetensors; with `online`, also a name on the Hugging Face hub. null: `random`."""
+    """Folder with config.json and safetensors. null: `random`."""
     revision: Text | None = None
-    """Branch, tag or commit of a model on the hub."""
+    """Branch, tag or commit to download with `online`. null: main."""
     online: bool = False
-    """Download the model from the Hugging Face hub if `path` is not a folder. Code of a model is never run."""
+    """If the folder `path` does not exist, download it from the Hugging Face hub. The last two parts of `path` are the
+    name of the model there (models/nvidia/Nemotron-H-8B-Base-8K: nvidia/Nemotron-H-8B-Base-8K)."""
     random: dict[str, Any] | None = None
     """Train this architecture from random weights: the keys of its config.json, model_type above all. null: `path`."""
     made_by: Text | None = None
@@ -71,12 +72,41 @@ class HuggingFaceModel(Section):
     def vocab_size(self) -> int:
         """Token ids of the model with those of `vocab`, before rows are filled up. Raises ConfigError without it."""
         described = None if self.random is None else json.dumps(self.random)
-        return _vocab_size(self.path, described, self.made_by) + len(self.vocab.add_tokens)
+        return _vocab_size(self.path, described, self.remedy) + len(self.vocab.add_tokens)
+
+    @property
+    def named_folder(self) -> Path | None:
+        """The folder `path`, which may not exist yet; None for random weights."""
+        return None if self.path is None else Path(self.path).expanduser()
 
     @property
     def folder(self) -> Path | None:
-        """The folder of the model; None for random weights, and for a model on the hub."""
-        return None if self.path is None or not Path(self.path).expanduser().is_dir() else Path(self.path).expanduser()
+        """The folder of the model; None for random weights, and if the folder does not exist."""
+        folder = self.named_folder
+        return folder if folder is not None and folder.is_dir() else None
+
+    @property
+    def name_on_hub(self) -> str | None:
+        """The name of the model on the Hugging Face hub, with `online`."""
+        return None if self.path is None or not self.online else hub_name(self.path)
+
+    @property
+    def remedy(self) -> str:
+        """What makes the folder `path`, if it does not exist."""
+        if self.online:
+            return f"`cdrmix train` downloads {self.name_on_hub} from the Hugging Face hub to it"
+        if self.made_by is not None:
+            return f"`cdrmix train` makes it by {self.made_by}"
+        return (
+            "name a folder with config.json and safetensors, or set model.online: true to download it from the Hugging "
+            "Face hub, or model.made_by, which makes it"
+        )
+
+
+def hub_name(path: str) -> str | None:
+    """The last two parts of a path, which name a model on the Hugging Face hub; None if it has fewer."""
+    parts = [part for part in Path(path).parts if part not in ("/", "~", "..")]
+    return "/".join(parts[-2:]) if len(parts) > 1 else None
 
 
 def adapters_alone(folder: Path) -> str | None:
@@ -90,7 +120,7 @@ def adapters_alone(folder: Path) -> str | None:
 
 
 @cache
-def _vocab_size(path: str | None, random: str | None, made_by: str | None) -> int:
+def _vocab_size(path: str | None, random: str | None, remedy: str) -> int:
     if random is not None:
         origin, described = "model.random", json.loads(random)
     else:
@@ -104,12 +134,7 @@ def _vocab_size(path: str | None, random: str | None, made_by: str | None) -> in
                 raise ConfigError(problem) from error
             raise ConfigError(
                 f"model.path: {path} is not a folder of a transformers model: {file} cannot be read "
-                f"({error.strerror}); "
-                + (
-                    f"`cdrmix train` makes it by {made_by}"
-                    if made_by is not None
-                    else "name a folder with config.json and safetensors"
-                )
+                f"({error.strerror}); {remedy}"
             ) from error
         except ValueError as error:
             raise ConfigError(f"model.path: {file} is not JSON: {error}") from error

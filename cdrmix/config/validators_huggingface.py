@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from cdrmix.config.rule import Rule
+from cdrmix.config.schema_huggingface import hub_name
 
 FLOAT32 = ": its norms and routers need float32 weights"
 
@@ -16,6 +17,18 @@ def _path_or_random(path: str | None, random: object) -> str | None:
 
 def _made_by(key: str, made_by: str | None, path: str | None) -> str | None:
     return f"null, since {key} is null" if made_by is not None and path is None else None
+
+
+def _online(online: bool, path: str | None, made_by: str | None) -> str | None:
+    if not online:
+        return None
+    if made_by is not None:
+        return "false with model.made_by, which makes the folder: one of the two"
+    if path is None or hub_name(path) is None:
+        return (
+            "false, or a model.path whose last two parts are a name on the hub, such as models/nvidia/Minitron-8B-Base"
+        )
+    return None
 
 
 def _quantize(quantize: str | None, stage: int | str, offload: str) -> str | None:
@@ -62,6 +75,7 @@ def _start_from(start: str | None, kind: str) -> str | None:
 RULES = (
     Rule(("model.path", "model.random"), _path_or_random),
     Rule(("model.made_by", "model.path"), partial(_made_by, "model.path")),
+    Rule(("model.online", "model.path", "model.made_by"), _online),
     Rule(("model.lora.quantize", "train.zero_stage", "train.offload"), _quantize),
     Rule(("model.lora", "model.random", "model.vocab.add_tokens"), _trained_base),
     Rule(("model.lora.dropout", "model.lora.experts"), _expert_dropout),

@@ -25,18 +25,18 @@ def tokenizer_path(config: Config) -> Path | None:
         return None
     if path != OF_MODEL:
         return Path(path).expanduser()
-    folder = config.model.path if isinstance(config.model, HuggingFaceModel) else None
-    if folder is None:
+    section = config.model
+    if not isinstance(section, HuggingFaceModel) or section.path is None:
         raise ConfigError(
             "data.tokenizer.path: model means the tokenizer in the folder model.path, which this configuration does "
             "not have; name a tokenizer.json, or leave data.tokenizer.path out to train one on the corpus"
         )
-    if not Path(folder).expanduser().is_dir():
+    if section.folder is None:
         raise ConfigError(
-            f"data.tokenizer.path: model means the tokenizer in model.path={folder}, which is no folder of a model on "
-            "this machine; download it and set model.path to the folder"
+            f"data.tokenizer.path: model means the tokenizer in model.path, and there is no folder {section.path}; "
+            f"{section.remedy}"
         )
-    return Path(folder).expanduser()
+    return section.folder
 
 
 def load_tokenizer(config: Config) -> TextTokenizer | None:

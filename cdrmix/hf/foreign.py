@@ -65,15 +65,11 @@ def transformers_config(section: HuggingFaceModel, *, with_weights: bool = True)
                 f"model.random: transformers cannot make {kind} of these keys: {_first(error)}"
             ) from error
     folder = section.folder
-    if folder is not None:
-        check_folder(folder, with_weights=with_weights)
-    elif not section.online:
-        raise ConfigError(
-            f"model.path: there is no folder {section.path}; name the folder of a transformers model, "
-            "model.online: true to download it from the Hugging Face hub, or model.made_by, which makes it"
-        )
+    if folder is None:
+        raise ConfigError(f"model.path: there is no folder {section.path}; {section.remedy}")
+    check_folder(folder, with_weights=with_weights)
     try:
-        return auto.from_pretrained(folder or section.path, **_origin(section))
+        return auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except refused as error:
         raise ConfigError(f"model.path: transformers cannot read {section.path}: {_first(error)}") from error
 
@@ -172,12 +168,13 @@ def _read_model(section: HuggingFaceModel, described: Any, options: dict[str, An
     """The model with the weights of its files. Raises ConfigError if tensors are missing or have other shapes."""
     try:
         model, report = _transformers().AutoModelForCausalLM.from_pretrained(
-            section.folder or section.path,
+            section.folder,
             config=described,
             use_safetensors=True,
             output_loading_info=True,
+            local_files_only=True,
+            trust_remote_code=False,
             **options,
-            **_origin(section),
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"model.path: {section.path} cannot be loaded: {_first(error)}") from error
@@ -188,21 +185,6 @@ def _read_model(section: HuggingFaceModel, described: Any, options: dict[str, An
     if wrong := report["mismatched_keys"]:
         raise ConfigError(f"model.path: {section.path} has {wrong[0][0]} of another shape than config.json says")
     return model
-
-
-def base_folder(section: HuggingFaceModel) -> Path:
-    """The folder with the files of the model that a training begins with, also of one that the hub has sent.
-
-    Raises ConfigError if there is none.
-    """
-    if section.folder is None and section.path is not None and section.online:
-        try:
-            found = _transformers().utils.cached_file(section.path, DESCRIPTION, **_origin(section))
-        except OSError as error:
-            raise ConfigError(f"model.path: transformers cannot read {section.path}: {_first(error)}") from error
-        return Path(found).parent
-    assert section.path is not None
-    return Path(section.path).expanduser()
 
 
 def model_of(config: Config, folder: Path, weights: Mapping[str, Tensor], *, origin: Path) -> Any:
@@ -260,7 +242,8 @@ class ForeignLossModel(LossModule):
         described: Any = language_model.config
         self._experts = _Experts.of(described)
         if section.lora is not None:
-            self.base = adapters.base_sha256(base_folder(section))
+            assert section.named_folder is not None, "adapters of random weights are refused"
+            self.base = adapters.base_sha256(section.named_folder)
 
     def assume(self, packing: Packing, head: Head) -> None:
         """Uses these instead of what `prepare` finds: for tensors without values, on which nothing can be tested."""
@@ -394,12 +377,6 @@ def _attention(section: HuggingFaceModel, config: Config) -> dict[str, str]:
     if on_gpu and _transformers().utils.is_flash_attn_2_available():
         return {"attn_implementation": "flash_attention_2"}
     return {}
-
-
-def _origin(section: HuggingFaceModel) -> dict[str, Any]:
-    """Where transformers may read a model from: never code, and the network only if the configuration says so."""
-    local = section.folder is not None or not section.online
-    return {"trust_remote_code": False, "local_files_only": local, "revision": section.revision or "main"}
 
 
 def _names_in(path: Path) -> set[str]:

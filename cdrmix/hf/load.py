@@ -18,7 +18,6 @@ from cdrmix.hf import adapters
 from cdrmix.hf.foreign import (
     ForeignLossModel,
     ForeignModel,
-    base_folder,
     base_model,
     model_of,
     quiet,
@@ -188,7 +187,8 @@ def _merged(
     """The base at model.path with adapters merged into it. origin: of the adapters. Others as of LoadedForeign."""
     section = section_of(config)
     assert section.lora is not None
-    adapters.check_base(base_folder(section), base, origin)
+    assert section.named_folder is not None, "adapters of random weights are refused"
+    adapters.check_base(section.named_folder, base, origin)
     with quiet():
         model = adapters.merge_adapters(base_model(config), section.lora, weights, origin=origin)
     model.eval().requires_grad_(False)

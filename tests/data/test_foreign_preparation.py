@@ -269,7 +269,7 @@ def test_the_tokenizer_of_the_model(make_config: Any, tmp_path: Path, foreign: A
     shutil.move(folder, small)
     with pytest.raises(VocabularyError, match="ids, more than the 30 of the model; use the tokenizer that belongs to"):
         prepare(of_model(make_config, tmp_path, {"path": str(small)}, lossless=False), say=lambda line: None)
-    with pytest.raises(ConfigError, match=r"no folder of a model on this machine; download it and set model\.path"):
+    with pytest.raises(ConfigError, match=r"no folder some/model; `cdrmix train` downloads some/model from"):
         prepare(of_model(make_config, tmp_path, {"path": "some/model", "online": True}), say=lambda line: None)
 
 
