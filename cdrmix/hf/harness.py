@@ -289,7 +289,7 @@ def _language_model(model: HarnessModel) -> Any:
 def _sampling(arguments: dict[str, Any], number: int) -> Sampling:
     """The generation_kwargs of a task as Sampling. Greedy unless do_sample, or a temperature without do_sample.
 
-    Raises ConfigError for a key that cdrmix does not know.
+    Raises ConfigError for a key that cdrmix does not know, and for a value that it cannot use.
     """
     known = {"until", "do_sample", *LENGTHS, *SAMPLING}
     if unknown := sorted(arguments.keys() - known):
@@ -297,15 +297,27 @@ def _sampling(arguments: dict[str, Any], number: int) -> Sampling:
             f"--harness: generation_kwargs of a task have {unknown[0]!r}; cdrmix knows {', '.join(sorted(known))}"
         )
     until = arguments.get("until") or []
-    length = next((arguments[name] for name in LENGTHS if arguments.get(name) is not None), NEW_TOKENS)
+    if not isinstance(until, str | list | tuple):
+        raise _unusable("until", until, "a string or a list of strings")
+    name, length = next(
+        ((name, arguments[name]) for name in LENGTHS if arguments.get(name) is not None), ("", NEW_TOKENS)
+    )
+    try:
+        tokens = int(length)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise _unusable(name, length, "a number of tokens") from error
     values = {name: arguments[name] for name in SAMPLING if arguments.get(name) is not None}
     values.setdefault("temperature", 1.0 if arguments.get("do_sample") else 0.0)
     if not arguments.get("do_sample", values["temperature"] > 0):
         values["temperature"] = 0.0
     stop = [until] if isinstance(until, str) else until
     return Sampling(
-        **{"top_p": 1.0, **values}, max_new_tokens=int(length), stop=[text for text in stop if text], seed=SEED + number
+        **{"top_p": 1.0, **values}, max_new_tokens=tokens, stop=[text for text in stop if text], seed=SEED + number
     )
+
+
+def _unusable(name: str, value: object, allowed: str) -> ConfigError:
+    return ConfigError(f"--harness: generation_kwargs of a task have {name}: {value!r}; allowed: {allowed}")
 
 
 def _scores(full: dict[str, Any]) -> Iterator[HarnessScore]:

@@ -132,8 +132,14 @@ def _load_plain(path: Path) -> LoadedForeign:
             f"the tokenizer of {path} has {tokenizer.vocab_size} tokens, but the vocabulary of the model has "
             f"{section.vocab_size}"
         )
+    row_length = getattr(described, "max_position_embeddings", None) or ROW_LENGTH
+    if not isinstance(row_length, int) or row_length < 1:
+        raise ConfigError(
+            f"{path / 'config.json'}: max_position_embeddings: found {row_length}; allowed: the number of tokens that "
+            "the model reads, at least 1, or null"
+        )
     data = {
-        "row_length": getattr(described, "max_position_embeddings", None) or ROW_LENGTH,
+        "row_length": row_length,
         "tokenizer": {
             "path": str(path),
             "end_of_text": tokenizer.end_of_text,

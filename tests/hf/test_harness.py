@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -300,6 +301,9 @@ def test_recall_has_the_answer_among_its_choices(tmp_path: Path) -> None:
         (["--harness", "toy_unsafe"], 2, "the task toy_unsafe runs code that the model writes"),
         (["--harness", "toy_long"], 2, "a task asks for answers of up to 5,000 tokens, but the model reads 256"),
         (["--harness", "toy_beams"], 2, "generation_kwargs of a task have 'num_beams'; cdrmix knows do_sample, "),
+        (["--harness", "toy_words"], 2, "have max_gen_toks: 'many'; allowed: a number of tokens"),
+        (["--harness", "toy_hot"], 2, "top_p must be a number; found 'hot'"),
+        (["--harness", "toy_until"], 2, "have until: 5; allowed: a string or a list of strings"),
         (["--harness", "toy_empty"], 2, "an answer of a task has no tokens"),
         (["--limit", "3"], 2, "--limit works only with --harness, for example --harness cdrmix_held_out"),
         (["--few-shot", "0"], 2, "--few-shot works only with --harness"),
@@ -327,12 +331,26 @@ def test_what_is_refused(
         exact = {"output_type": "generate_until", "metric_list": [{"metric": "exact_match"}]}
         write_task(tasks, "toy_long", **exact, generation_kwargs={"max_gen_toks": 5000})
         write_task(tasks, "toy_beams", **exact, generation_kwargs={"num_beams": 4})
+        write_task(tasks, "toy_words", **exact, generation_kwargs={"max_gen_toks": "many"})
+        write_task(tasks, "toy_hot", **exact, generation_kwargs={"top_p": "hot", "do_sample": True})
+        write_task(tasks, "toy_until", **exact, generation_kwargs={"until": 5})
         choices = "{{['a', '' if answer == 2 else 'b']}}"  # lm-eval itself refuses an empty one in the first document
         empty = {"doc_to_text": "", "target_delimiter": "", "doc_to_choice": choices, "doc_to_target": 0}
         write_task(tasks, "toy_empty", output_type="multiple_choice", **empty)
     include = ["--include", str(tasks)] if "--harness" in options else []
     assert main(["eval", "--model", str(export), *options, *include]) == code
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["generate"], ["eval", "--harness", "toy_choice"]])
+def test_a_description_without_a_longest_text_is_refused(
+    command: list[str], llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(llama, tmp_path / "llama")
+    described = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": -1}
+    (folder / "config.json").write_text(json.dumps(described))
+    assert main([*command, "--model", str(folder)]) == 2
+    assert "config.json: max_position_embeddings: found -1; allowed: the number of tokens" in capsys.readouterr().err
 
 
 @pytest.mark.slow
