@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -28,30 +29,16 @@ def measure(options: Options) -> Result:
     bits per byte of the new text with replay less those without it. Both are means over seeds; `upper` is the upper end
     of the 95 % interval.
     """
-    kept, lost, costs = [], [], []
     with tempfile.TemporaryDirectory(prefix="cdrmix-benchmark-") as folder:
-        for seed in SEEDS:
-            common = [
-                f"run.root={folder}",
-                f"run.seed={seed}",
-                f"run.device={options.device}",
-                f"run.threads={torch.get_num_threads()}",
-                "export.checkpoint=last",
-            ]
-            base = run_all(Config.from_yaml(BASE, common)) / "export"
-            common += [f"model.path={base}", "model.made_by=null"]
-            replay = _changes(Config.from_yaml(CONTINUED, common))
-            without = _changes(Config.from_yaml(CONTINUED, [*common, NO_REPLAY]))
-            kept.append(replay[OLD])
-            lost.append(without[OLD])
-            costs.append(replay[NEW] - without[NEW])
+        common = [f"run.root={folder}", f"run.device={options.device}", f"run.threads={torch.get_num_threads()}"]
+        kept, lost, costs = zip(*(rises(seed, common) for seed in SEEDS), strict=True)
     excess = estimate([with_replay - without / 2 for with_replay, without in zip(kept, lost, strict=True)])
     cost = estimate(costs)
     return Result(
         unit="bits/byte",
         peer_name="no replay",
-        ours=kept,
-        peer=lost,
+        ours=list(kept),
+        peer=list(lost),
         figures={
             "excess_over_half": excess.mean,
             "excess_over_half_upper": excess.high,
@@ -61,6 +48,19 @@ def measure(options: Options) -> Result:
         settings={"config": CONTINUED.name, "base": BASE.name, "seeds": list(SEEDS), "device": options.device},
         profile={"cost_on_new_text_by_seed": costs, "rise_with_replay": kept, "rise_without": lost},
     )
+
+
+def rises(seed: int, common: Sequence[str], base_overrides: Sequence[str] = ()) -> tuple[float, float, float]:
+    """In bits per byte: the rise on the old text with replay, the rise without it, and the cost on the new text.
+
+    common: overrides of both configurations. base_overrides: further ones of the base.
+    """
+    common = [*common, f"run.seed={seed}", "export.checkpoint=last"]
+    base = run_all(Config.from_yaml(BASE, [*common, *base_overrides])) / "export"
+    common += [f"model.path={base}", "model.made_by=null"]
+    replay = _changes(Config.from_yaml(CONTINUED, common))
+    without = _changes(Config.from_yaml(CONTINUED, [*common, NO_REPLAY]))
+    return replay[OLD], without[OLD], replay[NEW] - without[NEW]
 
 
 def _changes(config: Config) -> dict[str, float]:
