@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from cdrmix.config.autosizers import Size
 from cdrmix.config.loader import dump_yaml, load_yaml
@@ -126,18 +126,20 @@ class Mamba(Section):
 
 
 class FeedForward(Section):
-    """The second half of a block: a mixture of experts, or the dense channel-mix of RWKV-7."""
+    """The second half of a block: a mixture of experts, a dense feed-forward, or the channel-mix of RWKV-7."""
 
     kind: Text = "moe"
-    """moe: mixture of experts. channel_mix: the dense feed-forward of RWKV-7. Or a feed-forward of a plugin."""
+    """moe: mixture of experts. dense: the feed-forward of a dense transformer, without experts and router. channel_mix:
+    the dense feed-forward of RWKV-7, with a token shift. Or a feed-forward of a plugin."""
     hidden: PositiveInt
-    """Hidden width of one expert, or of the channel-mix."""
+    """Hidden width of one expert, of the dense feed-forward, or of the channel-mix."""
     experts: PositiveInt = 8
     """Number of experts of a layer."""
     top_k: PositiveInt = 2
     """Number of experts that compute each token."""
     activation: Literal["relu2", "swiglu"] = "relu2"
-    """Activation of the experts."""
+    """Activation of the experts, or of the dense feed-forward, which has swiglu unless the key is set. swiglu: a gated
+    activation with three matrices, silu(gate) * up. relu2: the square of a ReLU, with two matrices."""
     capacity_factor: PositiveFloat = 1.25
     """Capacity of an expert, as a multiple of its even share of the tokens. Used by `drop` and to report overflow."""
     drop: bool = False
@@ -150,6 +152,12 @@ class FeedForward(Section):
     """Step size of the selection bias that balances the experts without a loss. 0: no bias."""
     router_jitter: Below1 = 0.0
     """In training, the router input is multiplied by random numbers in [1 - router_jitter, 1 + router_jitter]."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _dense_is_gated(cls, data: Any) -> Any:
+        """The default of activation is swiglu for a dense feed-forward."""
+        return {"activation": "swiglu", **data} if isinstance(data, dict) and data.get("kind") == "dense" else data
 
 
 class Model(Section):

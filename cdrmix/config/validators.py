@@ -17,7 +17,7 @@ from cdrmix.registry import nearest, registered
 Layers = Mapping[str, list[int]]  # model.mixer_layers
 BUILT_IN = {  # kind of registry -> the names that cdrmix itself registers
     "mixer": ("attention", "rwkv7", "mamba2", "routing_mamba"),
-    "feed-forward": ("moe", "channel_mix"),
+    "feed-forward": ("moe", "dense", "channel_mix"),
     "optimizer": ("adamw",),
 }
 
