@@ -180,6 +180,16 @@ def _only_of_ours(neutral: object, value: object, kind: str) -> str | None:
     return f"{shown}, for model.kind={kind}" if kind != "cdrmix" and value not in (None, neutral) else None
 
 
+def _countable(value: str | float | None, layers: Layers, kind: str) -> str | None:
+    """Neither a rule nor tokens_per_parameter works for parts of plugins, whose parameters the schema does not know."""
+    plugins = [name for name in layers if name not in BUILT_IN["mixer"]]
+    plugins += [kind] if kind not in BUILT_IN["feed-forward"] else []
+    if value in (None, "none") or not plugins:
+        return None
+    neutral = "none" if isinstance(value, str) else "null"
+    return f"{neutral}, because the parameters of {', '.join(plugins)} are unknown here"
+
+
 def _batch_rows(rows: int, micro: int) -> str | None:
     return f"a multiple of train.micro_batch_rows={micro}" if rows % micro else None
 
@@ -418,6 +428,12 @@ RULES = (
     Rule(("model.lora", "model.random", "model.vocab.add_tokens"), _trained_base),
     Rule(("model.lora.dropout", "model.lora.experts"), _expert_dropout),
     Rule(("train.expert_parallel", "model.kind"), partial(_only_of_ours, 1)),
+    Rule(("train.hyperparameters", "model.kind"), partial(_only_of_ours, "none")),
+    Rule(("train.tokens_per_parameter", "model.kind"), partial(_only_of_ours, None)),
+    *(
+        Rule((key, "model.mixer_layers", "model.feed_forward.kind"), _countable)
+        for key in ("train.hyperparameters", "train.tokens_per_parameter")
+    ),
     Rule(("train.compile", "model.kind"), partial(_only_of_ours, False)),
     Rule(("train.residual_dtype", "model.kind"), partial(_only_of_ours, None)),
     Rule(("train.start_from", "model.kind"), _start_from),

@@ -118,7 +118,7 @@ def parameter_table(config: Config, count: ParameterCount) -> str:
 
 
 def nominal(size: str) -> int:
-    """The number of parameters in the name of a size: 1b is 10**9."""
-    match = re.fullmatch(r"(\d+)([mbt])", size)
-    assert match, f"a size is digits and a unit, not {size!r}"
+    """The number of parameters in the name of a size: 1b and dense-1b are 10**9."""
+    match = re.fullmatch(r"(?:[a-z]+-)?(\d+)([mbt])", size)
+    assert match, f"a size is a family, digits and a unit, not {size!r}"
     return int(match[1]) * UNITS[match[2]]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cdrmix.config.schema import attention_layers
+from cdrmix.config.mixer_layers import attention_layers
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.model.loss import LossModel
 
