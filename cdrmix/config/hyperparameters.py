@@ -14,6 +14,7 @@ from typing import Any
 from cdrmix.config.mixer_layers import layer_mixers
 
 Values = Mapping[str, Any]  # dotted key to value, with the defaults of the schema
+COUNTING_KEYS: dict[str, str | None] = {"train.hyperparameters": "none", "train.tokens_per_parameter": None}
 RULE_READS = ("train.tokens_per_parameter", "data.row_length")  # besides the model
 SET_BY_A_RULE = ("train.steps", "train.batch_rows", "train.learning_rate")  # those without a default
 
@@ -26,6 +27,7 @@ FINAL_RATE = 1e-5  # of the runs that the law was fitted on
 LARGE_BATCH = 2**19
 BETAS, BETAS_OF_SMALL_BATCHES = [0.9, 0.95], [0.9, 0.99]
 MAX_WARMUP_SHARE = 0.1  # of the steps: for runs of less than ten tokens a parameter
+MIXERS, FEED_FORWARDS = ("attention", "rwkv7", "mamba2", "routing_mamba"), ("moe", "dense", "channel_mix")
 COUNTED = ("vocab_size", "d_model", "layers", "attention.heads", "attention.kv_heads")
 MAX_VALUE, MAX_LAYERS = 2**53, 10_000  # larger ones are malformed here, so that nothing overflows or takes long
 
@@ -126,6 +128,17 @@ def hyperparameters(values: Values) -> dict[str, Any]:
     return {"train": defaults}
 
 
+def countable(value: str | float | None, layers: Mapping[str, object], kind: str) -> str | None:
+    """What is allowed for a key of COUNTING_KEYS in a model with parts of plugins, whose parameters are unknown here.
+
+    layers, kind: model.mixer_layers and model.feed_forward.kind. None: the value is allowed.
+    """
+    parts = [name for name in (*layers, kind) if name not in (*MIXERS, *FEED_FORWARDS)]
+    if value in (None, "none") or not parts:
+        return None
+    return f"{'none' if isinstance(value, str) else 'null'}, because the parameters of {', '.join(parts)} are unknown"
+
+
 def round_rows(rows: float, micro: int) -> int:
     """Rows of a step near `rows`, at least one micro-batch of `micro` rows, which several processes can share.
 
@@ -186,7 +199,7 @@ def _mixers(known: Values) -> tuple[str, ...] | None:
     if any(not isinstance(layer, int) or not 0 <= layer < layers for layer in placed):
         return None
     mixers = layer_mixers(layers, fraction, str(known.get("schedule")), chosen)
-    return mixers if {*mixers} <= {"attention", "rwkv7", "mamba2", "routing_mamba"} else None
+    return mixers if {*mixers} <= {*MIXERS} else None
 
 
 def _mixer(mixer: str, known: Values) -> int:

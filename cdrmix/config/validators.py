@@ -11,6 +11,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from cdrmix.config.hyperparameters import COUNTING_KEYS, countable
 from cdrmix.config.nodes import Path, dotted, found, get
 from cdrmix.registry import nearest, registered
 
@@ -178,16 +179,6 @@ def _expert_dropout(dropout: float, experts: bool) -> str | None:
 def _only_of_ours(neutral: object, value: object, kind: str) -> str | None:
     shown = "null" if neutral is None else str(neutral).lower()
     return f"{shown}, for model.kind={kind}" if kind != "cdrmix" and value not in (None, neutral) else None
-
-
-def _countable(value: str | float | None, layers: Layers, kind: str) -> str | None:
-    """Neither a rule nor tokens_per_parameter works for parts of plugins, whose parameters the schema does not know."""
-    plugins = [name for name in layers if name not in BUILT_IN["mixer"]]
-    plugins += [kind] if kind not in BUILT_IN["feed-forward"] else []
-    if value in (None, "none") or not plugins:
-        return None
-    neutral = "none" if isinstance(value, str) else "null"
-    return f"{neutral}, because the parameters of {', '.join(plugins)} are unknown here"
 
 
 def _batch_rows(rows: int, micro: int) -> str | None:
@@ -428,12 +419,8 @@ RULES = (
     Rule(("model.lora", "model.random", "model.vocab.add_tokens"), _trained_base),
     Rule(("model.lora.dropout", "model.lora.experts"), _expert_dropout),
     Rule(("train.expert_parallel", "model.kind"), partial(_only_of_ours, 1)),
-    Rule(("train.hyperparameters", "model.kind"), partial(_only_of_ours, "none")),
-    Rule(("train.tokens_per_parameter", "model.kind"), partial(_only_of_ours, None)),
-    *(
-        Rule((key, "model.mixer_layers", "model.feed_forward.kind"), _countable)
-        for key in ("train.hyperparameters", "train.tokens_per_parameter")
-    ),
+    *(Rule((key, "model.kind"), partial(_only_of_ours, neutral)) for key, neutral in COUNTING_KEYS.items()),
+    *(Rule((key, "model.mixer_layers", "model.feed_forward.kind"), countable) for key in COUNTING_KEYS),
     Rule(("train.compile", "model.kind"), partial(_only_of_ours, False)),
     Rule(("train.residual_dtype", "model.kind"), partial(_only_of_ours, None)),
     Rule(("train.start_from", "model.kind"), _start_from),

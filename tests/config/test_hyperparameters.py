@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cdrmix.config.hyperparameters import hyperparameters, model_size, round_rows
+from cdrmix.config.hyperparameters import countable, hyperparameters, model_size, round_rows
 from cdrmix.config.schema import Attention, Config, FeedForward, Mamba, Model, Rwkv
 from cdrmix.errors import ConfigError
 from cdrmix.plan.parameters import count_parameters
@@ -193,6 +193,17 @@ def test_bad_input_is_named(tmp_path: Path, train: str, model: str, said: str) -
 def test_a_rule_is_for_models_of_this_package() -> None:
     with pytest.raises(ConfigError, match=r"train.hyperparameters.*\n.*none, for model.kind=huggingface"):
         Config.from_yaml(CONFIGS / "cpt-tiny.yaml", ["train.hyperparameters=step-law"])
+
+
+def test_parts_of_plugins_have_no_rule() -> None:
+    """The parameters of a plugin's mixer or feed-forward are unknown to the configuration."""
+    layers = {"attention": [0], "mine": [1]}
+    assert countable("step-law", layers, "moe") == "none, because the parameters of mine are unknown"
+    assert countable(20.0, {}, "softsign") == "null, because the parameters of softsign are unknown"
+    assert countable("none", layers, "softsign") is countable(None, layers, "softsign") is None
+    assert countable("svend", {"mamba2": [1]}, "dense") is None
+    values = model_values(CONFIGS / "cdrmix-core-tiny.yaml", hyperparameters="step-law", tokens_per_parameter=20)
+    assert hyperparameters(values | {"model.mixer_layers": layers}) == {}
 
 
 @given(
