@@ -6,6 +6,7 @@ import csv
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -215,3 +216,11 @@ def test_bad_arguments_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert cli.main(["ladder", "forecast", str(table), "--plot", "x.jpg"]) == 2
     assert cli.main(["ladder", "forecast", str(tmp_path / "none.csv")]) == 2
     assert "none.csv: cannot be read" in capsys.readouterr().err
+
+
+def test_the_example_of_the_page_runs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "ladder.md").read_text()
+    (example,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {}
+    exec(example, names)
+    assert names["found"].verdict is Verdict.PASS
