@@ -195,6 +195,7 @@ def parser() -> argparse.ArgumentParser:
     ablate.add_argument(
         "--out", type=Path, metavar="FOLDER", help="folder of the results (default: experiments/ablations)"
     )
+    _add_ladder(subparsers)
     compare = add(
         "compare",
         commands.compare,
@@ -292,6 +293,44 @@ def _add_data(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
     inspect.add_argument("--domain", metavar="NAME", help="print only rows of this domain")
 
 
+def _add_ladder(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """`ladder` prints a table, and has a command of its own."""
+    text = "compare the rungs of a ladder of models: parameters, operations, tokens, memory, learning rate, hours"
+    ladder = subparsers.add_parser("ladder", help=text, description=text, allow_abbrev=False)
+    ladder.set_defaults(command=commands.ladder, name="ladder")
+    text = "families of configs/ladder to print (default dense,hybrid; there is micro too)"
+    ladder.add_argument("--families", type=_names, default=["dense", "hybrid"], metavar="A,B", help=text)
+    text = "a configuration to print instead of the families; may be repeated"
+    ladder.add_argument("--config", action="append", type=Path, dest="configs", metavar="YAML", help=text)
+    ladder.add_argument(
+        "--gpu", choices=[gpu.key for gpu in GPUS], default="h200", help="GPU of the hours (default h200)"
+    )
+    text = "MFU: operations of the model as a share of the bf16 peak of the GPU (default 0.4)"
+    ladder.add_argument("--mfu", type=_share, default=0.4, metavar="X", help=text)
+    text = "tokens of a row (default: those of each rung)"
+    ladder.add_argument("--row-length", type=_positive, metavar="N", help=text)
+    text = "rule for learning rate and batch (default: that of each rung)"
+    ladder.add_argument("--hyperparameters", choices=["step-law", "svend"], help=text)
+    text = "tokens of the training for each parameter (default: that of each rung)"
+    ladder.add_argument("--tokens-per-parameter", type=_positive, metavar="N", help=text)
+    ladder.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    actions = ladder.add_subparsers(dest="action", metavar="COMMAND")
+    text = (
+        "forecast the held-out loss of a rung from smaller ones, and judge the measured loss; exit code 1 if it is "
+        "outside of the band, or with too few rungs"
+    )
+    forecast = actions.add_parser("forecast", help=text, description=text, allow_abbrev=False)
+    forecast.set_defaults(command=commands.ladder_forecast, name="ladder forecast")
+    text = (
+        "table, CSV or JSON lines: compute (operations of the training), loss (nats per token; empty for a rung that "
+        "is not trained yet), and optionally name, seed, parameters, tokens; lines of one name are seeds of one rung"
+    )
+    forecast.add_argument("losses", type=Path, metavar="FILE", help=text)
+    forecast.add_argument("--rung", metavar="NAME", help="rung to forecast (default: that with the most operations)")
+    forecast.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the forecast as a picture too")
+    forecast.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
 def _add_reason(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """`reason` has commands of its own."""
     text = "use a model that was trained in stage B"
@@ -366,6 +405,16 @@ def _not_negative(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"must be an integer of at least 0; found {text!r}")
     return int(text)
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(f"must be a number above 0 and of at most 1; found {text!r}")
+    return share
 
 
 def _names(text: str) -> list[str]:

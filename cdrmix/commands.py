@@ -267,6 +267,45 @@ def export(options: argparse.Namespace) -> int:
     return 0
 
 
+def ladder(options: argparse.Namespace) -> int:
+    from cdrmix.gpus import gpu_by_key
+    from cdrmix.ladder.comparison import RUNG_FAMILIES, compare, comparison_json, comparison_table, rung_files
+
+    unknown = [name for name in options.families if name not in RUNG_FAMILIES]
+    if unknown:
+        raise ConfigError(f"--families: found {unknown[0]!r}; allowed: {', '.join(RUNG_FAMILIES)}")
+    given = {
+        "data.row_length": options.row_length,
+        "train.hyperparameters": options.hyperparameters,
+        "train.tokens_per_parameter": options.tokens_per_parameter,
+    }
+    overrides = [f"{key}={value}" for key, value in given.items() if value is not None]
+    gpu = gpu_by_key(options.gpu)
+    assert gpu is not None, f"the parser allows only known GPUs, not {options.gpu}"
+    rungs = compare(options.configs or rung_files(options.families), overrides, gpu, options.mfu)
+    show = comparison_json if options.json else comparison_table
+    shown = show(rungs, gpu, options.mfu)
+    print(shown if isinstance(shown, str) else json.dumps(shown, indent=2, allow_nan=False))
+    return 0
+
+
+def ladder_forecast(options: argparse.Namespace) -> int:
+    """Returns exit code 0 if the measured loss is inside of the band, or if there is a forecast and no loss yet."""
+    from cdrmix.ladder.forecast import Verdict
+    from cdrmix.ladder.losses import forecast_of_table
+    from cdrmix.ladder.presentation import forecast_json, forecast_picture, forecast_text
+
+    if options.plot is not None and (options.plot.suffix != ".png" or not options.plot.absolute().parent.is_dir()):
+        raise ConfigError(f"--plot {options.plot}: name a file FILE.png in a folder that exists")
+    forecast = forecast_of_table(options.losses, options.rung)
+    print(json.dumps(forecast_json(forecast), indent=2, allow_nan=False) if options.json else forecast_text(forecast))
+    if options.plot is not None:
+        from cdrmix.durable import write_atomically
+
+        write_atomically(options.plot, forecast_picture(forecast))
+    return 0 if forecast.verdict in (None, Verdict.PASS) else 1
+
+
 def compare(options: argparse.Namespace) -> int:
     from cdrmix.compare import compare
 

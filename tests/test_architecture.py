@@ -37,6 +37,7 @@ LAYERS = [
     {"report", "plan", "compare"},
     {"evaluate"},
     {"workflow"},
+    {"ladder"},
     {"commands"},
     {"cli"},
 ]

@@ -11,24 +11,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-Size = Literal["1b", "4b", "40b", "200b"]
+from cdrmix.config.nodes import fill
+
+Size = Literal[
+    "1b", "4b", "40b", "200b",
+    "dense-50m", "dense-125m", "dense-500m", "dense-1b", "dense-3b", "dense-7b", "dense-13b",
+    "hybrid-50m", "hybrid-125m", "hybrid-500m", "hybrid-1b", "hybrid-3b", "hybrid-7b", "hybrid-13b",
+]  # fmt: skip
 
 # Keys that are derived from another key. If that key is missing, only that key is reported.
 DERIVED_FROM = {"model.rwkv": "model.d_model", "model.attention.kv_heads": "model.attention.heads"}
 
 
 @dataclass(frozen=True)
-class Scale:
-    """The values that one model size sets. Widths in elements, horizons in controller steps."""
+class ReasoningScale:
+    """The values that one size sets for the reasoning model on top of the core model. Horizons in controller steps."""
 
-    # the core model
-    d_model: int
-    layers: int
-    heads: int  # each head has a width of 128
-    expert_hidden: int
-    init_std_scale: float
-    gradient_clip: float
-    # the reasoning model on top of it
     lora_rank: int
     lora_alpha: float
     lora_decay: float  # of the fast weights, each controller step
@@ -42,32 +40,78 @@ class Scale:
     stability_weight: float
 
 
+@dataclass(frozen=True)
+class Scale:
+    """The values that one model size sets. Widths in elements.
+
+    hidden: of one expert, or of the dense feed-forward. kv_heads: None: as many as heads. attention_fraction: of the
+    layers, in a model with a dense feed-forward; None: a mixture of experts, for which the size sets neither the
+    feed-forward's kind nor the norms. reasoning: None: the size sets no keys of a reasoning model.
+    """
+
+    d_model: int
+    layers: int
+    heads: int
+    hidden: int
+    kv_heads: int | None = None
+    attention_fraction: float | None = None
+    init_std_scale: float = 1.0
+    gradient_clip: float = 1.0
+    reasoning: ReasoningScale | None = None
+
+
 SCALES: dict[Size, Scale] = {
     "1b": Scale(
-        d_model=2048, layers=24, heads=16, expert_hidden=4608, init_std_scale=1.0, gradient_clip=1.0,
-        lora_rank=8, lora_alpha=0.20, lora_decay=0.98, step_budget=64, max_branches=3,
-        memory_dim=512, memory_top_k=4, memory_tokens=16_384,
-        horizon=256, latency_weight=0.01, stability_weight=0.10,
+        d_model=2048, layers=24, heads=16, hidden=4608,
+        reasoning=ReasoningScale(
+            lora_rank=8, lora_alpha=0.20, lora_decay=0.98, step_budget=64, max_branches=3,
+            memory_dim=512, memory_top_k=4, memory_tokens=16_384,
+            horizon=256, latency_weight=0.01, stability_weight=0.10,
+        ),
     ),
     "4b": Scale(
-        d_model=3072, layers=36, heads=24, expert_hidden=8192, init_std_scale=1.0, gradient_clip=1.0,
-        lora_rank=12, lora_alpha=0.18, lora_decay=0.985, step_budget=96, max_branches=3,
-        memory_dim=640, memory_top_k=6, memory_tokens=32_768,
-        horizon=384, latency_weight=0.01, stability_weight=0.10,
+        d_model=3072, layers=36, heads=24, hidden=8192,
+        reasoning=ReasoningScale(
+            lora_rank=12, lora_alpha=0.18, lora_decay=0.985, step_budget=96, max_branches=3,
+            memory_dim=640, memory_top_k=6, memory_tokens=32_768,
+            horizon=384, latency_weight=0.01, stability_weight=0.10,
+        ),
     ),
     "40b": Scale(
-        d_model=6144, layers=64, heads=48, expert_hidden=16384, init_std_scale=0.9, gradient_clip=0.9,
-        lora_rank=16, lora_alpha=0.16, lora_decay=0.99, step_budget=128, max_branches=4,
-        memory_dim=768, memory_top_k=8, memory_tokens=131_072,
-        horizon=512, latency_weight=0.008, stability_weight=0.12,
+        d_model=6144, layers=64, heads=48, hidden=16384, init_std_scale=0.9, gradient_clip=0.9,
+        reasoning=ReasoningScale(
+            lora_rank=16, lora_alpha=0.16, lora_decay=0.99, step_budget=128, max_branches=4,
+            memory_dim=768, memory_top_k=8, memory_tokens=131_072,
+            horizon=512, latency_weight=0.008, stability_weight=0.12,
+        ),
     ),
     "200b": Scale(
-        d_model=12288, layers=96, heads=96, expert_hidden=32768, init_std_scale=0.8, gradient_clip=0.8,
-        lora_rank=24, lora_alpha=0.15, lora_decay=0.992, step_budget=160, max_branches=4,
-        memory_dim=1024, memory_top_k=8, memory_tokens=262_144,
-        horizon=768, latency_weight=0.006, stability_weight=0.12,
+        d_model=12288, layers=96, heads=96, hidden=32768, init_std_scale=0.8, gradient_clip=0.8,
+        reasoning=ReasoningScale(
+            lora_rank=24, lora_alpha=0.15, lora_decay=0.992, step_budget=160, max_branches=4,
+            memory_dim=1024, memory_top_k=8, memory_tokens=262_144,
+            horizon=768, latency_weight=0.006, stability_weight=0.12,
+        ),
     ),
+    # The dense ladder. hidden: the multiple of 64 with which the parameters, with a tied vocabulary of 50,272, are
+    # nearest to the number in the name; tests/config/test_ladder_sizes.py solves for it again.
+    "dense-50m": Scale(512, 8, 8, 1536, kv_heads=2, attention_fraction=1.0),
+    "dense-125m": Scale(768, 12, 12, 2432, kv_heads=4, attention_fraction=1.0),
+    "dense-500m": Scale(1024, 24, 16, 5248, kv_heads=4, attention_fraction=1.0),
+    "dense-1b": Scale(1536, 28, 12, 5760, kv_heads=4, attention_fraction=1.0),
+    "dense-3b": Scale(2560, 32, 20, 9664, kv_heads=4, attention_fraction=1.0),
+    "dense-7b": Scale(4096, 32, 32, 13888, kv_heads=8, attention_fraction=1.0),
+    "dense-13b": Scale(5120, 40, 40, 16640, kv_heads=8, attention_fraction=1.0),
+    # The same with three RWKV-7 layers for every attention layer. These have more parameters, so hidden is less.
+    "hybrid-50m": Scale(512, 8, 8, 1216, kv_heads=2, attention_fraction=0.25),
+    "hybrid-125m": Scale(768, 12, 12, 2048, kv_heads=4, attention_fraction=0.25),
+    "hybrid-500m": Scale(1024, 24, 16, 4672, kv_heads=4, attention_fraction=0.25),
+    "hybrid-1b": Scale(1536, 28, 12, 5056, kv_heads=4, attention_fraction=0.25),
+    "hybrid-3b": Scale(2560, 32, 20, 8320, kv_heads=4, attention_fraction=0.25),
+    "hybrid-7b": Scale(4096, 32, 32, 11904, kv_heads=8, attention_fraction=0.25),
+    "hybrid-13b": Scale(5120, 40, 40, 14144, kv_heads=8, attention_fraction=0.25),
 }  # fmt: skip
+REASONING_SIZES = tuple(size for size, scale in SCALES.items() if scale.reasoning is not None)
 
 
 def low_ranks(d_model: int) -> dict[str, int]:
@@ -108,18 +152,33 @@ def core_param_autosizer(data: Mapping[str, Any]) -> dict[str, Any]:
                 "layers": scale.layers,
                 "init_std_scale": scale.init_std_scale,
                 "attention": {"heads": scale.heads},
-                "feed_forward": {"hidden": scale.expert_hidden},
+                "feed_forward": {"hidden": scale.hidden},
             },
             "train": {"gradient_clip": scale.gradient_clip},
         }
+        if scale.attention_fraction is not None:
+            defaults["model"] |= {
+                "attention_fraction": scale.attention_fraction,
+                "norm": "rmsnorm",
+                "norm_eps": 1e-6,
+                "embedding_norm": scale.attention_fraction < 1,  # ln0 of RWKV; Llama has none
+                "feed_forward": {"kind": "dense", "hidden": scale.hidden},
+            }
     attention = model.get("attention", {})
     d_model = model.get("d_model", scale.d_model if scale else None)
-    heads = attention.get("heads", scale.heads if scale else None) if isinstance(attention, Mapping) else None
+    heads, kv_heads = (scale.heads, scale.kv_heads) if scale else (None, None)
+    if not isinstance(attention, Mapping):
+        heads = None
+    elif "heads" in attention:
+        heads, kv_heads = attention["heads"], None
     sections = defaults.setdefault("model", {})
+    feed_forward = fill(model, sections).get("feed_forward")
+    if isinstance(feed_forward, Mapping) and feed_forward.get("kind") == "dense":
+        sections["feed_forward"] = {**sections.get("feed_forward", {}), "activation": "swiglu"}
     if _is_positive_int(d_model):
         sections["rwkv"] = low_ranks(d_model)
     if _is_positive_int(heads):
-        sections["attention"] = {**sections.get("attention", {}), "kv_heads": heads}
+        sections["attention"] = {**sections.get("attention", {}), "kv_heads": kv_heads or heads}
     return defaults
 
 
@@ -133,7 +192,8 @@ def reasoning_param_autosizer(data: Mapping[str, Any]) -> dict[str, Any]:
         Sections with defaults. A key that `data` has takes precedence.
     """
     model = data.get("model")
-    scale = _scale_of(model.get("size")) if isinstance(model, Mapping) else None
+    size = _scale_of(model.get("size")) if isinstance(model, Mapping) else None
+    scale = size.reasoning if size else None
     if scale is None or not isinstance(data.get("reasoning"), Mapping):
         return {}
     return {

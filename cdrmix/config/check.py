@@ -10,7 +10,15 @@ from typing import Any, Generic, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from cdrmix.config import schema_types
-from cdrmix.config.autosizers import DERIVED_FROM, SCALES, Size, core_param_autosizer, reasoning_param_autosizer
+from cdrmix.config.autosizers import (
+    DERIVED_FROM,
+    REASONING_SIZES,
+    SCALES,
+    Size,
+    core_param_autosizer,
+    reasoning_param_autosizer,
+)
+from cdrmix.config.hyperparameters import RULE_READS, SET_BY_A_RULE, hyperparameters
 from cdrmix.config.nodes import (
     COMMAND_LINE,
     DEFAULT_KINDS,
@@ -87,6 +95,7 @@ def check(root: Node, complete: bool, model: type[Model]) -> tuple[Model | None,
         data = fill(data, {"model": {"kind": DEFAULT_KINDS[("model",)]}})
     data = fill(data, core_param_autosizer(data))
     data = fill(data, reasoning_param_autosizer(data))
+    data = fill(data, hyperparameters(dict(_known_values(schema_types.root(model), data, set()))))
     problems: list[Problem] = []
     reasoning = find(root, ("reasoning",))
     if reasoning and reasoning.blank:
@@ -166,7 +175,12 @@ class _Validation(Generic[Model]):
         """Whether the key is derived from another key that has no usable value."""
         key = f"{dotted(path)}."
         source = next((source for derived, source in DERIVED_FROM.items() if key.startswith(f"{derived}.")), None)
+        if source is None and dotted(path) in SET_BY_A_RULE and self._has_rule():  # it counts the model's parameters
+            return any(other[0] == "model" or dotted(other) in RULE_READS for other in self.broken)
         return source is not None and any(dotted(other) == source for other in self.broken)
+
+    def _has_rule(self) -> bool:
+        return get(self.data, ("train", "hyperparameters")) not in (None, "none")
 
     def _add_unknown(self, path: Path, close: Path | None) -> None:
         section = path[:-1]
@@ -184,8 +198,10 @@ class _Validation(Generic[Model]):
         schema = schema_types.at(self.schema, path, self.data)
         allowed = schema_types.allowed(schema) if schema else ""
         if any(f"{key}.".startswith(f"{dotted(path)}.") for key in _autosized_keys()):
-            sizes = ", ".join(get_args(Size))
+            sizes = ", ".join(REASONING_SIZES if path[0] == "reasoning" else get_args(Size))
             allowed += f"; or set model.size ({sizes}), which sets it"
+        if dotted(path) in SET_BY_A_RULE and self._has_rule():
+            allowed += "; or set train.tokens_per_parameter, from which train.hyperparameters derives it"
         meaning = " ".join(schema.get("description", "").split()) if schema else ""
         self._add(path, "missing, and it has no default", allowed, meaning=meaning)
 

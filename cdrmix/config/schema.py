@@ -2,7 +2,7 @@
 
 Sections are frozen and refuse unknown keys. The type of a key checks that key; validators*.py check combinations of
 keys. A key without a default must be set, unless the autosizers derive it from `model.size`, `model.d_model` or
-`model.attention.heads`.
+`model.attention.heads`, or a rule from `train.hyperparameters` and `train.tokens_per_parameter`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from cdrmix.config.autosizers import Size
 from cdrmix.config.loader import dump_yaml, load_yaml
+from cdrmix.config.mixer_layers import layer_mixers
 from cdrmix.config.schema_ablation import Ablation
 from cdrmix.config.schema_data import Data
 from cdrmix.config.schema_huggingface import HuggingFaceModel
@@ -39,7 +40,15 @@ from cdrmix.errors import ConfigError
 NOT_HASHED: dict[str, Any] = {
     "run": {"root", "name", "threads"},
     "data": {"cache", "engine", "workers", "memory_mb"},  # the shards are the same
-    "train": {"keep_last", "log_every", "expert_parallel", "profile", "offload_folder"},
+    "train": {
+        "keep_last",
+        "log_every",
+        "expert_parallel",
+        "profile",
+        "offload_folder",
+        "hyperparameters",
+        "tokens_per_parameter",
+    },  # of the last two the keys that they set are hashed
     "logging": True,
     "export": True,
 }
@@ -126,18 +135,20 @@ class Mamba(Section):
 
 
 class FeedForward(Section):
-    """The second half of a block: a mixture of experts, or the dense channel-mix of RWKV-7."""
+    """The second half of a block: a mixture of experts, a dense feed-forward, or the channel-mix of RWKV-7."""
 
     kind: Text = "moe"
-    """moe: mixture of experts. channel_mix: the dense feed-forward of RWKV-7. Or a feed-forward of a plugin."""
+    """moe: mixture of experts. dense: the feed-forward of a dense transformer, without experts and router. channel_mix:
+    the dense feed-forward of RWKV-7, with a token shift. Or a feed-forward of a plugin."""
     hidden: PositiveInt
-    """Hidden width of one expert, or of the channel-mix."""
+    """Hidden width of one expert, of the dense feed-forward, or of the channel-mix."""
     experts: PositiveInt = 8
     """Number of experts of a layer."""
     top_k: PositiveInt = 2
     """Number of experts that compute each token."""
     activation: Literal["relu2", "swiglu"] = "relu2"
-    """Activation of the experts."""
+    """Activation of the experts, or of the dense feed-forward, which has swiglu unless the key is set. swiglu: a gated
+    activation with three matrices, silu(gate) * up. relu2: the square of a ReLU, with two matrices."""
     capacity_factor: PositiveFloat = 1.25
     """Capacity of an expert, as a multiple of its even share of the tokens. Used by `drop` and to report overflow."""
     drop: bool = False
@@ -151,6 +162,12 @@ class FeedForward(Section):
     router_jitter: Below1 = 0.0
     """In training, the router input is multiplied by random numbers in [1 - router_jitter, 1 + router_jitter]."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _dense_is_gated(cls, data: Any) -> Any:
+        """The default of activation is swiglu for a dense feed-forward."""
+        return {"activation": "swiglu", **data} if isinstance(data, dict) and data.get("kind") == "dense" else data
+
 
 class Model(Section):
     """A stack of blocks. A block is a mixer (attention, RWKV-7 or Mamba-2) and a feed-forward."""
@@ -160,7 +177,9 @@ class Model(Section):
     family: Literal["cdrmix"] = "cdrmix"
     """Model family. There is one."""
     size: Size | None = None
-    """Named size. It sets d_model, layers, heads, expert width and training keys that the file does not set."""
+    """Named size. It sets d_model, layers, heads, the width of the feed-forward and training keys that the file does
+    not set. 1b, 4b, 40b, 200b: mixtures of experts, named by their active parameters. dense-: softmax attention, SwiGLU
+    and RMSNorm as in Llama. hybrid-: the same with RWKV-7 in three of four layers."""
     vocab_size: PositiveInt = 50272
     """Number of token ids of the model. A tokenizer that is trained on the text gets this size."""
     d_model: PositiveInt
@@ -193,12 +212,7 @@ class Model(Section):
     @property
     def mixers(self) -> tuple[str, ...]:
         """The name of the mixer of each layer."""
-        attention = attention_layers(self.layers, self.attention_fraction, self.schedule)
-        kinds = ["attention" if layer in attention else "rwkv7" for layer in range(self.layers)]
-        for kind, layers in self.mixer_layers.items():
-            for layer in layers:
-                kinds[layer] = kind
-        return tuple(kinds)
+        return layer_mixers(self.layers, self.attention_fraction, self.schedule, self.mixer_layers)
 
     @property
     def routers(self) -> tuple[str, ...]:
@@ -208,18 +222,6 @@ class Model(Section):
             names += [f"{layer}.mixer"] if mixer == "routing_mamba" else []
             names += [f"{layer}"] if self.feed_forward.kind == "moe" else []
         return tuple(names)
-
-
-def attention_layers(layers: int, fraction: float, schedule: str) -> frozenset[int]:
-    """Which layers, counted from 0, a schedule makes attention: floor(fraction * layers) of them.
-
-    top-of-x: the last ones. interleave-x: layer i where floor((i + 1) * fraction) steps up; at fraction 1/4,
-    where (i + 1) mod 4 = 0, so that the last of every four is attention.
-    """
-    steps = [int((i + 1) * fraction + 1e-9) for i in range(-1, layers)]
-    if schedule == "top-of-x":
-        return frozenset(range(layers - steps[-1], layers))
-    return frozenset(i for i in range(layers) if steps[i + 1] > steps[i])
 
 
 class Profile(Section):
@@ -263,6 +265,13 @@ class Train(Section):
     """Rows of one forward pass of one process. Must divide batch_rows."""
     learning_rate: PositiveFloat
     """Peak learning rate."""
+    hyperparameters: Literal["none", "step-law", "svend"] = "none"
+    """Rule for learning_rate, batch_rows, warmup_steps, final_learning_rate_ratio and betas, where the file does not
+    set them. step-law: StepLaw (arXiv 2503.04715), from the parameters without embeddings and the tokens. svend: the
+    table of the specification, whose betas are the default; it sets micro_batch_rows too."""
+    tokens_per_parameter: PositiveFloat | None = None
+    """Tokens of stage A for each active parameter. It sets steps, if the file does not. 20: compute-optimal (arXiv
+    2203.15556). null: steps and batch_rows give the number of tokens."""
     final_learning_rate_ratio: Fraction = 0.1
     """Learning rate at the end of the cosine decay, as a share of the peak."""
     warmup_steps: NonNegativeInt = 0

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from cdrmix.config.hyperparameters import COUNTING_KEYS, countable
 from cdrmix.config.rule import Rule, registered_name
 
 
@@ -84,6 +85,7 @@ RULES = (
         ),
         _rollouts,
     ),
+    *(Rule((key, "model.mixer_layers", "model.feed_forward.kind"), countable) for key in COUNTING_KEYS),
     Rule(("train.warmup_steps", "train.steps"), _warmup_steps),
     Rule(("train.precision", "run.device"), _precision),
     Rule(("train.residual_dtype", "train.precision"), _residual_dtype),

@@ -10,14 +10,14 @@ import torch
 from cdrmix.config.schema import Config, Model
 from cdrmix.config.schema_reasoning import Reasoning
 from cdrmix.model.block import Block
-from cdrmix.model.feed_forward.moe import EXPERT_PARAMETERS
+from cdrmix.model.feed_forward.moe import EXPERT_PARAMETERS, DenseFeedForward
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.plan.foreign import foreign_size
 from cdrmix.units import amount
 
 PARTS = (
-    *("embedding", "attention", "time-mix", "mamba", "router", "experts", "channel-mix", "norms", "head"),
-    *("adapters", "stage B heads"),
+    *("embedding", "attention", "time-mix", "mamba", "router", "experts", "feed-forward", "channel-mix", "norms"),
+    *("head", "adapters", "stage B heads"),
 )
 UNITS = {"m": 10**6, "b": 10**9, "t": 10**12}
 
@@ -92,7 +92,9 @@ def _part(model: LanguageModel, name: str) -> str:
         return "router"
     if parts[3] in EXPERT_PARAMETERS:
         return "experts"
-    return block.mixer.part if module == "mixer" else "channel-mix"
+    if module == "mixer":
+        return block.mixer.part
+    return "feed-forward" if isinstance(block.feed_forward, DenseFeedForward) else "channel-mix"
 
 
 def parameter_table(config: Config, count: ParameterCount) -> str:
@@ -116,7 +118,7 @@ def parameter_table(config: Config, count: ParameterCount) -> str:
 
 
 def nominal(size: str) -> int:
-    """The number of parameters in the name of a size: 1b is 10**9."""
-    match = re.fullmatch(r"(\d+)([mbt])", size)
-    assert match, f"a size is digits and a unit, not {size!r}"
+    """The number of parameters in the name of a size: 1b and dense-1b are 10**9."""
+    match = re.fullmatch(r"(?:[a-z]+-)?(\d+)([mbt])", size)
+    assert match, f"a size is a family, digits and a unit, not {size!r}"
     return int(match[1]) * UNITS[match[2]]

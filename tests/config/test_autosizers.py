@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from cdrmix.config.autosizers import core_param_autosizer, low_ranks, reasoning_param_autosizer
 from cdrmix.config.schema import Config
+from cdrmix.errors import ConfigError
 
 TRAIN = "train: {steps: 5, batch_rows: 1, micro_batch_rows: 1, learning_rate: 1}\n"
 
@@ -70,6 +71,23 @@ def test_explicit_keys_win_over_the_size(tmp_path: Path) -> None:
     assert config.reasoning is not None
     assert (config.reasoning.rl.horizon, config.reasoning.plastic_lora.rank) == (9, 1)
     assert (config.reasoning.controller.step_budget, config.reasoning.memory.dim) == (128, 768)
+
+
+def test_a_size_of_the_ladder_is_a_whole_architecture(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(TRAIN + "model: {size: dense-500m}\n")
+    model = Config.from_yaml(path).cdrmix_model
+    assert {*model.mixers} == {"attention"}
+    assert (model.attention.heads, model.attention.kv_heads, model.layers) == (16, 4, 24)
+    assert (model.feed_forward.kind, model.feed_forward.activation) == ("dense", "swiglu")
+    assert (model.norm, model.norm_eps, model.embedding_norm) == ("rmsnorm", 1e-6, False)
+    own = Config.from_yaml(path, ["model.attention.heads=8", "model.norm=layernorm"]).cdrmix_model
+    assert (own.attention.heads, own.attention.kv_heads, own.norm) == (8, 8, "layernorm")
+    assert Config.from_yaml(path, ["model.attention.kv_heads=2"]).cdrmix_model.attention.kv_heads == 2
+    experts = Config.from_yaml(path, ["model.feed_forward.kind=moe"]).cdrmix_model.feed_forward
+    assert (experts.activation, experts.hidden) == ("relu2", 5248)
+    with pytest.raises(ConfigError, match=r"or set model.size \(1b, 4b, 40b, 200b\)"):
+        Config.from_yaml(path, ["reasoning={}"])
 
 
 broken = st.recursive(

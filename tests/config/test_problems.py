@@ -180,7 +180,7 @@ BROKEN = {
         "",
         """\
         run.yaml:1: model.d_model: missing, and it has no default
-            allowed: an integer of at least 1; or set model.size (1b, 4b, 40b, 200b), which sets it
+            allowed: an integer of at least 1; or set model.size (1b, 4b, 40b, 200b, dense-*), which sets it
             meaning: Width of the residual stream.""",
     ),
     "reasoning without a size": (

@@ -32,6 +32,12 @@ SMALL = (
 KINDS = {
     "attention": ("model.attention_fraction=1.0", "model.attention.qk_norm=true"),
     "rwkv7": ("model.attention_fraction=0.0", "model.feed_forward.kind=channel_mix", "model.tie_embeddings=false"),
+    "dense": (
+        "model.attention_fraction=1.0",
+        "model.feed_forward.kind=dense",
+        "model.norm=rmsnorm",
+        "model.embedding_norm=false",
+    ),
     "mamba2": ("model.attention_fraction=0.0", "model.mixer_layers={mamba2: [0, 1]}"),
     "routing_mamba": ("model.attention_fraction=0.0", "model.mixer_layers={routing_mamba: [0, 1]}"),
     "hybrid": (

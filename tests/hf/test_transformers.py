@@ -29,7 +29,7 @@ from cdrmix.inference.sampling import Sampling
 from cdrmix.model.loss import LossModel
 
 Exported = Callable[[str], Path]
-KINDS = ["attention", "rwkv7", "mamba2", "routing_mamba", "hybrid"]
+KINDS = ["attention", "dense", "rwkv7", "mamba2", "routing_mamba", "hybrid"]
 PROMPTS = ["def f(x", "x", "return x\n def f", "für größere Öfen"]
 TOKENS = 64
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cdrmix.config.schema import attention_layers
+from cdrmix.config.mixer_layers import attention_layers
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.model.loss import LossModel
 
@@ -27,6 +27,8 @@ VARIANTS = [
         "mixer_layers": {"mamba2": [0, 2], "routing_mamba": [1]},
     },
     {"attention_fraction": 1.0, "layers": 2, "qk_norm": True, "activation": "swiglu", "norm": "rmsnorm"},
+    {"attention_fraction": 1.0, "layers": 2, "kind": "dense", "activation": "swiglu", "norm": "rmsnorm"},
+    {"attention_fraction": 0.25, "kind": "dense", "activation": "relu2"},
 ]
 # Two float64 evaluations of one function in different orders, through at most 4 blocks.
 BOUND = 1e-10

@@ -22,6 +22,7 @@ KINDS = {
     "attention": {"attention_fraction": 1.0, "kv_heads": 1},
     "rwkv7": {"attention_fraction": 0.0},
     "channel_mix": {"attention_fraction": 0.5, "kind": "channel_mix"},
+    "dense": {"attention_fraction": 0.5, "kind": "dense", "activation": "swiglu"},
     "mamba2": {"attention_fraction": 0.0, "mixer_layers": {"mamba2": [0, 1]}},
     "routing_mamba": {"attention_fraction": 0.0, "mixer_layers": {"routing_mamba": [0, 1]}},
     "hybrid": {"layers": 4, "attention_fraction": 0.25, "mixer_layers": {"mamba2": [1]}},

@@ -43,7 +43,7 @@ def test_an_embedding_that_is_not_the_head_is_a_look_up() -> None:
     assert own == tied
 
 
-@pytest.mark.parametrize("overrides", [[], ["model.feed_forward.kind=channel_mix"]])
+@pytest.mark.parametrize("overrides", [[], ["model.feed_forward.kind=channel_mix"], ["model.feed_forward.kind=dense"]])
 def test_pytorch_counts_as_many_in_the_matrices(overrides: list[str]) -> None:
     """Of a dense attention model every matrix product is PyTorch's own, and its counter sees each."""
     settings = [
@@ -60,6 +60,6 @@ def test_pytorch_counts_as_many_in_the_matrices(overrides: list[str]) -> None:
         model.logits(model(ids).hidden_BTD).sum().backward()
     counts = counter.get_flop_counts()["Global"]
     counted = (counts[torch.ops.aten.mm] + counts.get(torch.ops.aten.addmm, 0)) / (rows * length)
-    experts = 0 if config.model.feed_forward.kind == "channel_mix" else 6 * 4 * 2 * 128 * 256  # an operator of ours
+    experts = 0 if config.model.feed_forward.kind != "moe" else 6 * 4 * 2 * 128 * 256  # an operator of ours
     # The vectors' share is no product: norms and mixes, 0.3 % here.
     assert counted + experts == pytest.approx(training_flops_per_token(config).parameters, rel=0.005)

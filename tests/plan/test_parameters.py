@@ -51,6 +51,7 @@ def test_a_small_model_has_exactly_the_parameters_counted_by_hand() -> None:
         "mamba": 0,
         "router": layers * experts * d,
         "experts": layers * experts * 2 * d * hidden,
+        "feed-forward": 0,
         "channel-mix": 0,
         "norms": (2 * layers + 2) * 2 * d,
         "head": 0,
@@ -72,6 +73,13 @@ def test_untied_swiglu_and_dense_parts_are_counted_where_they_belong() -> None:
     dense = count_parameters(small(feed_forward=FeedForward(kind="channel_mix", hidden=hidden)))
     assert dense.stored["channel-mix"] == dense.active["channel-mix"] == 4 * (2 * d * hidden + d)
     assert dense.stored["experts"] == dense.stored["router"] == 0
+    for activation, matrices in (("swiglu", 3), ("relu2", 2)):
+        of_a_transformer = count_parameters(
+            small(feed_forward=FeedForward(kind="dense", hidden=hidden, activation=activation))
+        )
+        assert of_a_transformer.stored["feed-forward"] == 4 * matrices * d * hidden
+        assert of_a_transformer.active == of_a_transformer.stored
+        assert of_a_transformer.stored["experts"] == of_a_transformer.stored["router"] == 0
 
 
 def test_mamba_blocks_are_counted_by_hand_too() -> None:

@@ -1,4 +1,4 @@
-"""The feed-forward halves of a block: a mixture of experts, and RWKV-7's dense channel-mix."""
+"""The feed-forward halves of a block: a mixture of experts, a dense feed-forward, and RWKV-7's channel-mix."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from cdrmix import ops
 from cdrmix.config.schema import Model
@@ -55,6 +56,34 @@ class MoeFeedForward(nn.Module):
     def mix(self, x_TD: Tensor, routing: ops.Routing) -> Tensor:
         """The routed experts' weighted sum for each token, [T, D]."""
         return ops.moe_experts(x_TD, self.w_up, self.w_down, routing, activation=self.activation)
+
+
+@FEED_FORWARDS("dense")
+class DenseFeedForward(nn.Module):
+    """The feed-forward of a dense transformer, without a router: W_down (silu(W_gate x) * (W_up x)).
+
+    This is SwiGLU (arXiv 2002.05202, equation 6) without biases; with `activation: relu2` it is W_down relu(W_up x)^2
+    (arXiv 2109.08668). gate_up: the projection [2F, D], whose first F rows are W_gate and whose last F rows are W_up,
+    as one product; of relu2 there is `up`, [F, D], instead. down: [D, F].
+    """
+
+    def __init__(self, config: Model, layer: int) -> None:  # every layer has the same shape
+        super().__init__()
+        width, hidden, scale = config.d_model, config.feed_forward.hidden, 0.5 * config.init_std_scale
+        gated = config.feed_forward.activation == "swiglu"
+        self.gate_up = linear(width, 2 * hidden, scale) if gated else None
+        self.up = None if gated else linear(width, hidden, scale)
+        self.down = linear(hidden, width, 0.0)
+
+    def forward(self, x: Tensor, context: Context, cache_BD: Tensor | None) -> FedForward:
+        """x [B, T, D] (normed) -> output; it needs no cache, because tokens are independent, and has no report."""
+        if self.gate_up is not None:
+            gate, up = self.gate_up(x).chunk(2, -1)
+            hidden = functional.silu(gate) * up
+        else:
+            assert self.up is not None
+            hidden = self.up(x).relu().square()
+        return FedForward(self.down(hidden))
 
 
 @FEED_FORWARDS("channel_mix")
