@@ -30,6 +30,8 @@ def model_card(config: Config, step: int, stored: int, summary: Mapping[str, Any
     experts = (
         f"{feed_forward.experts} experts of {feed_forward.hidden}, top-{feed_forward.top_k} ({feed_forward.activation})"
         if feed_forward.kind == "moe"
+        else f"dense feed-forward of {feed_forward.hidden} ({feed_forward.activation})"
+        if feed_forward.kind == "dense"
         else f"dense {feed_forward.kind.replace('_', '-')} of {feed_forward.hidden}"
     )
     mixers_used = [*filter(model.mixers.__contains__, NAMES), *sorted({*model.mixers} - NAMES.keys())]
