@@ -199,7 +199,11 @@ def parser() -> argparse.ArgumentParser:
     generate = add("generate", commands.generate, "continue a prompt and print the text while it is generated")
     _model(generate)
     _device(generate)
-    generate.add_argument("--prompt", default="", help="text to continue (default: empty, which begins a new document)")
+    text = "text to continue (default: empty, which begins a new document); may be repeated"
+    generate.add_argument("--prompt", action="append", metavar="TEXT", help=text)
+    text = "continue each prompt N times, in batches, with the seeds SEED, SEED + 1, ... (default 1)"
+    generate.add_argument("--samples", type=_positive, default=1, metavar="N", help=text)
+    generate.add_argument("--json", action="store_true", help="print a line of JSON for each text: prompt, seed, text")
     generate.add_argument(
         "--temperature",
         type=float,

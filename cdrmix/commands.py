@@ -204,12 +204,25 @@ def generate(options: argparse.Namespace) -> int:
         max_new_tokens=options.max_new_tokens,
         stop=tuple(options.stop),
     )
-    pieces = load(options.model, device=_device(options)).stream(options.prompt, sampling)
+    prompts = options.prompt or [""]
+    model = load(options.model, device=_device(options))
     _show_every_character()
-    print(options.prompt, end="", flush=True)
-    for _, piece in pieces:
-        print(piece, end="", flush=True)
-    print()
+    if len(prompts) == options.samples == 1 and not options.json:
+        pieces = model.stream(prompts, sampling)
+        print(prompts[0], end="", flush=True)
+        for _, piece in pieces:
+            print(piece, end="", flush=True)
+        print()
+        return 0
+    for place, (prompt, texts) in enumerate(
+        zip(prompts, model.sample(prompts, options.samples, sampling), strict=True), 1
+    ):
+        for number, text in enumerate(texts):
+            seed = options.seed + number
+            if options.json:
+                print(json.dumps({"prompt": prompt, "seed": seed, "text": text}))
+            else:
+                print(f"--- prompt {place}, seed {seed}\n{prompt}{text}")
     return 0
 
 

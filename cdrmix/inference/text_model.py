@@ -168,6 +168,24 @@ class TextModel:
         written = ["".join(each) for each in pieces]
         return written[0] if isinstance(prompts, str) else written
 
+    def sample(
+        self, prompts: list[str] | tuple[str, ...], count: int, sampling: Sampling | None = None
+    ) -> list[list[str]]:
+        """Continues each prompt `count` times, in batches; returns a list of `count` texts for each prompt.
+
+        A prompt is read once. Sample i of every prompt has the seed of the sampling + i, so it is the text that
+        `generate` gives for that seed. Raises ValueError for arguments out of range.
+        """
+        sampling = Sampling() if sampling is None else sampling
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"count must be an integer of at least 1; found {count!r}")
+        texts = [text for text in _texts(prompts) for _ in range(count)]
+        written = [""] * len(texts)
+        seeds = [sampling.seed + number % count for number in range(len(texts))]
+        for number, piece in self.stream(texts, sampling, seed=seeds):
+            written[number] += piece
+        return [written[start : start + count] for start in range(0, len(texts), count)]
+
     def stream(
         self,
         prompts: str | list[str] | tuple[str, ...],

@@ -24,6 +24,7 @@ from cdrmix.kernels.common.libtorch import torch_function
 BLOCK = 8192  # rows of a product that is rounded before it is added: a whole product may be as large as [V, D]
 ROWS = 16  # the least rows of a product for each thread
 COLUMNS = 16  # products on several threads have a multiple of so many columns
+FEW = 4  # of fewer rows MKL makes a product of a matrix and vectors, with another order of summation
 _here = threading.local()
 # Sets MKL's number of threads for the products of the calling thread; None without MKL.
 _set_mkl_threads = torch_function("MKL_Set_Num_Threads_Local", [ctypes.c_int], ctypes.c_int)
@@ -54,6 +55,19 @@ def multiplies_on_one_thread() -> bool:
 def is_wide(rows: int, columns: int) -> bool:
     """Whether a product [rows, columns] may use two threads or more; it depends on the shape alone."""
     return rows >= 2 * ROWS and columns >= COLUMNS
+
+
+def enough_rows(x_RI: Tensor) -> Tensor:
+    """x [R, I] for a product outside of training, with rows of zeros up to FEW if it has fewer.
+
+    Then the bits of a row of the product do not depend on the number of rows, if the columns are a multiple of 16 or few
+    (8 experts): measured for 1 to 128 rows. Only for
+    float32 on a CPU after `multiply_on_one_thread`; other x are returned as they are.
+    """
+    # In this order: torch.compile would make separate code for few rows, and T is 0 in expert parallelism.
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not 0 < len(x_RI) < FEW or not _is_ours(x_RI):
+        return x_RI
+    return torch.cat([x_RI, x_RI.new_zeros(FEW - len(x_RI), x_RI.shape[1])])
 
 
 class _Shared:
