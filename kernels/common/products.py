@@ -60,9 +60,9 @@ def is_wide(rows: int, columns: int) -> bool:
 def enough_rows(x_RI: Tensor) -> Tensor:
     """x [R, I] for a product outside of training, with rows of zeros up to FEW if it has fewer.
 
-    Then the bits of a row of the product do not depend on the number of rows, if the columns are a multiple of 16 or few
-    (8 experts): measured for 1 to 128 rows. Only for
-    float32 on a CPU after `multiply_on_one_thread`; other x are returned as they are.
+    Then the bits of a row of the product do not depend on the number of rows: measured for 1 to 128 rows, and columns
+    that are a multiple of 16, or 8. Only for float32 on a CPU after `multiply_on_one_thread`; other x are returned as
+    they are.
     """
     # In this order: torch.compile would make separate code for few rows, and T is 0 in expert parallelism.
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or not 0 < len(x_RI) < FEW or not _is_ours(x_RI):
