@@ -51,8 +51,8 @@ def decode(
 
     Equal prompts in a batch are read once. A row that has ended leaves its batch.
     The tokens of a row depend on its ids and its sampling. On a CPU with the settings of `runtime.work_alone` they do
-    not depend on the other rows, if the widths of the model are multiples of 16. On a GPU they depend on them through
-    the rounding of products. The model says which rows it reads together.
+    not depend on the other rows. On a GPU they depend on them through the rounding of products. The model says which
+    rows it reads together.
     """
     for start in range(0, len(rows), rows_at_once):
         yield from _decode(model, rows, range(len(rows))[start : start + rows_at_once], vocabulary)

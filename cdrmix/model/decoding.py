@@ -2,7 +2,7 @@
 
 A prompt is read once, and any number of rows continue from its state. A row that has ended is taken out of the batch.
 The bits of a row do not depend on the other rows on a CPU whose products run on one thread (`runtime.be_deterministic`,
-`kernels/common/products.py`), if the widths of the model are multiples of 16.
+`kernels/common/products.py`).
 
 Shapes: B rows, L tokens of a prompt, D the width of the model, V the vocabulary.
 """

@@ -57,17 +57,25 @@ def is_wide(rows: int, columns: int) -> bool:
     return rows >= 2 * ROWS and columns >= COLUMNS
 
 
-def enough_rows(x_RI: Tensor) -> Tensor:
-    """x [R, I] for a product outside of training, with rows of zeros up to FEW if it has fewer.
+def product_of_rows(x_RI: Tensor, weight_IO: Tensor) -> Tensor:
+    """x @ weight outside of training, so that the bits of a row do not depend on the number of rows.
 
-    Then the bits of a row of the product do not depend on the number of rows: measured for 1 to 128 rows, and columns
-    that are a multiple of 16, or 8. Only for float32 on a CPU after `multiply_on_one_thread`; other x are returned as
-    they are.
+    Rows of zeros make them FEW, and columns beyond a multiple of COLUMNS are a separate product. Measured to suffice
+    for 1 to 128 rows. Only for float32 on a CPU after `multiply_on_one_thread`; else it is PyTorch's product.
     """
-    # In this order: torch.compile would make separate code for few rows, and T is 0 in expert parallelism.
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not 0 < len(x_RI) < FEW or not _is_ours(x_RI):
-        return x_RI
-    return torch.cat([x_RI, x_RI.new_zeros(FEW - len(x_RI), x_RI.shape[1])])
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not _is_ours(x_RI):
+        return x_RI @ weight_IO
+    rows, columns = x_RI.shape[0], weight_IO.shape[1]
+    if 0 < rows < FEW:
+        x_RI = torch.cat([x_RI, x_RI.new_zeros(FEW - rows, x_RI.shape[1])])
+    if is_wide(rows, columns):
+        return mm(x_RI, weight_IO)
+    whole = columns - columns % COLUMNS
+    if whole in (0, columns):
+        y = torch.mm(x_RI, weight_IO)
+    else:
+        y = torch.cat([torch.mm(x_RI, weight_IO[:, :whole]), torch.mm(x_RI, weight_IO[:, whole:])], 1)
+    return y if len(y) == rows else y[:rows]
 
 
 class _Shared:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cdrmix.kernels.common.elementwise import ZERO, array, compiled, run, sigmoid, with_sums
-from cdrmix.kernels.common.products import enough_rows, mm
+from cdrmix.kernels.common.products import FEW, mm, product_of_rows
 from cdrmix.kernels.moe import reference as reference_moe
 
 ROWS = 16  # rows that a thread takes at a time
@@ -136,11 +136,10 @@ def experts_forward(
 
 def _product(x_RI: Tensor, w_IO: Tensor, out_RO: Tensor) -> None:
     """out = x w; in a forward pass the bits of a row do not depend on the number of rows."""
-    padded = enough_rows(x_RI)
-    if padded is x_RI:
+    if len(x_RI) >= FEW:
         mm(x_RI, w_IO, out=out_RO)
     else:
-        out_RO.copy_(mm(padded, w_IO)[: len(x_RI)])
+        out_RO.copy_(product_of_rows(x_RI, w_IO))
 
 
 def experts_backward(

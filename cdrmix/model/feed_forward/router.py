@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from cdrmix import ops
 from cdrmix.config.schema import FeedForward
-from cdrmix.kernels.common.products import enough_rows
+from cdrmix.kernels.common.products import product_of_rows
 
 
 class Routed(NamedTuple):
@@ -60,9 +60,8 @@ class Router(nn.Module):
             x_TD = x_TD if x_TD.dtype == torch.float64 else x_TD.float()
             if self.jitter and self.training:
                 x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - self.jitter, 1 + self.jitter)
-            padded = enough_rows(x_TD)  # generation of few rows: the routes do not depend on their number
-            logits = padded @ self.weight.mT.to(x_TD.dtype)
-            return logits if padded is x_TD else logits[: len(x_TD)]
+            # In generation the routes of a token do not depend on the number of tokens.
+            return product_of_rows(x_TD, self.weight.mT.to(x_TD.dtype))
 
     def route(self, x_TD: Tensor) -> ops.Routing:
         """Which experts each token of x [T, D] goes to. T may be 0, in expert parallelism."""
