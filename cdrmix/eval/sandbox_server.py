@@ -45,8 +45,8 @@ weakref zlib"""
 # System calls by machine, numbers of asm/unistd.h. Allowed: read write close fstat lseek mmap mprotect munmap brk
 # rt_sigaction rt_sigprocmask rt_sigreturn pread64 readv writev mremap madvise dup nanosleep getpid exit getcwd
 # gettimeofday sysinfo getuid getgid geteuid getegid getppid sigaltstack gettid futex sched_getaffinity getdents64
-# clock_gettime clock_getres clock_nanosleep exit_group openat newfstatat readlinkat set_robust_list getrandom statx rseq faccessat
-# faccessat2 uname.
+# clock_gettime clock_getres clock_nanosleep exit_group openat newfstatat readlinkat set_robust_list getrandom statx
+# rseq faccessat faccessat2 uname.
 MACHINES: dict[str, dict[str, Any]] = {
     "x86_64": {
         "arch": 0xC000003E,
