@@ -125,7 +125,7 @@ def evaluate_suites(
             max_new_tokens=writing.max_new_tokens,
             stop=tuple(writing.stop),
         )
-        return text.sample(list(prompts), samples, sampling)
+        return text.sample(list(prompts), samples, sampling, heal=True)
 
     def documents(split: Literal["train", "valid"]) -> Iterator[str]:
         shards, _ = _text_of(model, loaded, config_path, overrides)

@@ -243,6 +243,11 @@ def test_prompts_of_any_lengths_are_continued_as_each_alone(run: Path) -> None:
     assert [texts[0] for texts in samples] == model.generate(prompts, max_new_tokens=12, seed=5)
     assert samples[1][1] == alone[1]  # its seed is 6
     assert all(len(texts) == 3 for texts in samples)
+    (healed,) = model.sample(["def fun"], 20, cdrmix.Sampling(max_new_tokens=1, temperature=5.0, top_p=1.0), heal=True)
+    last = model.tokenizer.token_bytes(model.encode("def fun")[-1])
+    for text in healed:  # the last token, or one that begins with it
+        assert any(model.decode([each]) == last.decode() + text for each in range(model.tokenizer.vocab_size))
+    assert "" in healed
     for count in (0, 1.5, True):
         with pytest.raises(ValueError, match="count must be an integer of at least 1"):
             model.sample(prompts, count)  # type: ignore[arg-type]

@@ -3,6 +3,8 @@
 compile_rate: the share of completions of held-out function heads that compile and have a statement besides pass and a
     docstring; compile_rate_human: of the functions' own bodies, cut in the same way.
 pass@k: 1 - C(n - c, k) / C(n, k) for c of n samples that pass, averaged over problems (arXiv 2107.03374, equation 1).
+Prompts end without their last line break, which the model writes, because tokenizers join it with the indentation after
+it, and often with the colon before it: the writer may replace the last token of a prompt by one that begins with it.
 Intervals: 95 %, bootstrap over problems (functions), whose samples stay together.
 """
 
@@ -26,17 +28,22 @@ HEADS = 200  # held-out functions, at most
 CONTEXT = 1500  # characters of a document before a function's head that the model sees
 BODY = 4000  # characters; a longer human body is not taken
 RESAMPLES = 2000
-STOP = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint", "\n@", "\nassert", '\n"""')
-_HEAD = re.compile(r"^(?:async )?def \w+\(.*\)(?: *->.*)?:[ \t]*\n", re.MULTILINE)
+STOP = ("\nassert", "\nprint", "\nif ", "\n#", '\n"""')
+STOP_BODY = (*STOP, "\nclass ", "\ndef ", "\n@")  # where the text is the body of a function
+_HEAD = re.compile(r"^(?:async )?def \w+\(.*\)(?: *->.*)?:(?=[ \t]*\n)", re.MULTILINE)
 
 
 class Problem(NamedTuple):
-    """A prompt, and the program that judges a completion: before + completion + after. reference: one that passes."""
+    """A prompt, and the program that judges a completion: before + completion + after.
+
+    reference: a completion that passes. stop: the text ends before one of these strings.
+    """
 
     prompt: str
     before: str
     after: str
     reference: str
+    stop: tuple[str, ...]
 
     def program(self, completion: str) -> Program:
         """The program that passes if the completion is right."""
@@ -65,18 +72,23 @@ def interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
 
 
 def cut(text: str) -> str:
-    """A function's body: up to the first line that is not indented. Without one, the last line is cut if incomplete."""
-    lines = text.splitlines(keepends=True)
+    """A function's body after its head: the rest of the head's line, and the lines up to the first one not indented.
+
+    Without such a line, the last one is cut if it is incomplete.
+    """
+    rest, newline, body = text.partition("\n")
+    lines = body.splitlines(keepends=True)
     for number, line in enumerate(lines):
         if line.strip() and not line[0].isspace():
-            return "".join(lines[:number])
-    return "".join(lines if not lines or lines[-1].endswith("\n") else lines[:-1])
+            return rest + newline + "".join(lines[:number])
+    return rest + newline + "".join(lines if not lines or lines[-1].endswith("\n") else lines[:-1])
 
 
 def function_heads(documents: Iterable[str], most: int = HEADS) -> Iterator[tuple[str, str, str]]:
     """(prompt, head, body) of functions at the margin of documents, one for each document, up to `most`.
 
-    The prompt is the document up to the body, its last CONTEXT characters from the beginning of a line.
+    The head ends with its colon. The prompt is the document up to there, its last CONTEXT characters from the beginning
+    of a line.
     """
     found = 0
     for document in documents:
@@ -99,7 +111,8 @@ def human_eval_problems(records: Iterable[dict[str, Any]]) -> list[Problem]:
 
     def problem(record: dict[str, Any]) -> Problem:
         after = f"{record['test']}\ncheck({record['entry_point']})\n"
-        return Problem(record["prompt"], record["prompt"], after, record["canonical_solution"])
+        prompt = record["prompt"].rstrip()
+        return Problem(prompt, prompt, after, "\n" + record["canonical_solution"], STOP_BODY)
 
     return _problems(problem, records, HUMAN_EVAL)
 
@@ -109,9 +122,9 @@ def mbpp_problems(records: Iterable[dict[str, Any]]) -> list[Problem]:
 
     def problem(record: dict[str, Any]) -> Problem:
         doc = record["doc"]
-        prompt = f'"""\n{doc["text"]}\n{doc["test_list"][0]}\n"""\n'
+        prompt = f'"""\n{doc["text"]}\n{doc["test_list"][0]}\n"""'
         after = "\n".join([doc.get("test_setup_code") or "", *doc["test_list"], ""])
-        return Problem(prompt, "", after, doc["code"])
+        return Problem(prompt, "", after, "\n" + doc["code"], STOP)
 
     return _problems(problem, records, MBPP)
 
@@ -180,7 +193,7 @@ def _compile_rates(
     if not heads:
         problem = "the held-out text has no Python function with its head in one line at the margin of a document"
         return [Measure(name, problem=problem) for name in names]
-    texts = subject.generate([prompt for prompt, _, _ in heads], options.samples, _writing(options))
+    texts = subject.generate([prompt for prompt, _, _ in heads], options.samples, _writing(options, STOP_BODY))
     bodies = {
         "compile_rate": [[cut(text) for text in written] for written in texts],
         "compile_rate_human": [[body] for _, _, body in heads],
@@ -209,7 +222,8 @@ def _pass_rates(
     ks: Sequence[int],
     say: Callable[[str], None],
 ) -> list[Measure]:
-    texts = subject.generate([problem.prompt for problem in problems], options.samples, _writing(options))
+    writing = _writing(options, problems[0].stop)
+    texts = subject.generate([problem.prompt for problem in problems], options.samples, writing)
     say(f"{name}: {len(problems)} problems, {options.samples} samples each, are written; they are judged now")
     verdicts = sandbox.run(
         [problem.program(text) for problem, written in zip(problems, texts, strict=True) for text in written]
@@ -223,8 +237,8 @@ def _pass_rates(
     return measures
 
 
-def _writing(options: SuiteOptions) -> Writing:
-    return Writing(options.max_new_tokens, options.temperature, options.seed, STOP, 1.0)
+def _writing(options: SuiteOptions, stop: Sequence[str]) -> Writing:
+    return Writing(options.max_new_tokens, options.temperature, options.seed, stop, 1.0)
 
 
 def _contamination(subject: Subject, problems: dict[str, list[Problem]]) -> tuple[dict[str, Any], list[str]]:

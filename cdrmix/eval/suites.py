@@ -34,7 +34,10 @@ class Writing:
 
 
 class Generate(Protocol):
-    """Continues each prompt `samples` times; a list of that many texts for each prompt."""
+    """Continues each prompt `samples` times; a list of that many texts for each prompt.
+
+    The last token of a prompt may be replaced by one that begins with it (`TextModel.sample`, heal).
+    """
 
     def __call__(self, prompts: Sequence[str], samples: int, writing: Writing) -> list[list[str]]: ...
 

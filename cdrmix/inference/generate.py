@@ -131,13 +131,20 @@ def _overlap(text: str, stop: str) -> int:
 
 
 def generate(
-    model: CausalModel, tokenizer: TextTokenizer, prompts: Sequence[str], samplings: Sequence[Sampling]
+    model: CausalModel,
+    tokenizer: TextTokenizer,
+    prompts: Sequence[str],
+    samplings: Sequence[Sampling],
+    *,
+    heal: bool = False,
 ) -> Iterator[tuple[int, str]]:
     """Yields (number of the prompt, piece of text) while the continuations are generated.
 
     A prompt begins a document: the first id of the tokenizer comes before it, as in training. It may be empty. Its
     continuation ends at the end-of-text token, before a stop string, or after max_new_tokens. The same model, prompts
     and samplings give the same text. Raises ConfigError immediately for a prompt that is not Unicode text.
+    heal: the first sampled token may also be one that begins with the last token of the prompt, instead of it. In
+    training `):` and the indentation after it are often one token, so a model hardly expects a line break after `):`.
     """
     for prompt in prompts:
         if not isinstance(prompt, str):
@@ -145,33 +152,37 @@ def generate(
         # Python represents bytes that are not UTF-8 by surrogates.
         if any("\ud800" <= character <= "\udfff" for character in prompt):
             raise ConfigError("a prompt must be UTF-8 text; this prompt has bytes that are not UTF-8")
-    return _generate(model, tokenizer, prompts, samplings)
+    return _generate(model, tokenizer, prompts, samplings, heal)
 
 
 def _generate(
-    model: CausalModel, tokenizer: TextTokenizer, prompts: Sequence[str], samplings: Sequence[Sampling]
+    model: CausalModel, tokenizer: TextTokenizer, prompts: Sequence[str], samplings: Sequence[Sampling], heal: bool
 ) -> Iterator[tuple[int, str]]:
-    rows, streams, spaces = [], [], []
-    spaced: list[int] = []  # tokens that begin with a space, computed once
+    rows, streams, known = [], [], []  # known: bytes of the first sampled token that are in the prompt
+    spelled_by_id: list[bytes] = []  # computed once, if needed
+    beginning: dict[bytes, list[int]] = {}  # tokens that begin with some bytes
     for prompt, sampling in zip(prompts, samplings, strict=True):
         # Tokens of words include the space before the word. A separate space token hardly occurs in training. So a
         # space at the end of the prompt is removed, and the first sampled token must begin with a space.
         space = prompt.endswith(" ") and bool(prompt.strip())
         ids = [tokenizer.first_id, *tokenizer.encode(prompt[:-1] if space else prompt)]
-        if space and not spaced:
-            every = range(tokenizer.vocab_size)
-            spaced = [token for token in every if tokenizer.token_bytes(token)[:1] == b" "]
-        rows.append(Row(ids, sampling, spaced if space else ()))
+        prefix = b" " if space else b""
+        if heal and not space and len(ids) > 2:
+            prefix = tokenizer.token_bytes(ids.pop())
+        if prefix and prefix not in beginning:
+            spelled_by_id = spelled_by_id or [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
+            beginning[prefix] = [token for token, each in enumerate(spelled_by_id) if each.startswith(prefix)]
+        rows.append(Row(ids, sampling, beginning.get(prefix, ())))
         streams.append(TextStream(sampling.stop))
-        spaces.append(space)
+        known.append(len(prefix))
     begun = [bool(prompt) for prompt in prompts]  # whether the text has begun
     for number, token in decode(model, rows, tokenizer.vocab_size):
         row, stream = rows[number], streams[number]
         row.ended = token == tokenizer.end_of_text_id
         spelled = b"" if row.ended else tokenizer.token_bytes(token, begins=not begun[number])
         begun[number] = begun[number] or tokenizer.token_bytes(token) != b""
-        if spaces[number] and row.drawn == 1:
-            spelled = spelled[1:]
+        if row.drawn == 1:
+            spelled = spelled[known[number] :]
         piece = stream.push(spelled, last=row.ended or row.drawn == row.sampling.max_new_tokens)
         row.ended = row.ended or stream.stopped
         if piece:
