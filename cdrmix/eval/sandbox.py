@@ -23,13 +23,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 from cdrmix.errors import ConfigError
 
 SERVER = Path(__file__).with_name("sandbox_server.py")
 Outcome = Literal["passed", "failed", "timeout", "memory", "forbidden", "crashed"]
-OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 NEEDED = ("landlock", "seccomp")
 WORKERS = 4  # at most
 
