@@ -301,7 +301,7 @@ def test_recall_has_the_answer_among_its_choices(tmp_path: Path) -> None:
         (["--harness", "toy_long"], 2, "a task asks for answers of up to 5,000 tokens, but the model reads 256"),
         (["--harness", "toy_beams"], 2, "generation_kwargs of a task have 'num_beams'; cdrmix knows do_sample, "),
         (["--harness", "toy_empty"], 2, "an answer of a task has no tokens"),
-        (["--limit", "3"], 2, "--limit works only with --harness, for example --harness cdrmix_held_out"),
+        (["--limit", "3"], 2, "--limit works only with --harness or --suite, for example --harness cdrmix_held_out"),
         (["--few-shot", "0"], 2, "--few-shot works only with --harness"),
         (["--online"], 2, "--online works only with --harness"),
         (["--harness", "a", "--tasks", "recall"], 2, "name one of the three"),
