@@ -3,6 +3,7 @@
 rollouts_*: equal prompts x groups and new tokens, temperature 1, equal numbers of parameters and layers; TRL's
 GRPOTrainer generates with transformers (its vLLM needs a GPU). reading: time of a token at 4,096 tokens over that at
 256, for the same rows. memory: bytes for reading 65,536 tokens, and how many more than for 4,096, in fresh processes.
+decoding: tokens a second of core-tiny, with random weights, that continues one prompt in 1, 8, 32 and 128 rows.
 As a program, `python rl.py TOKENS` prints the bytes by which reading so many tokens raises this process's memory.
 """
 
@@ -20,11 +21,14 @@ from cases import Case, Options, Result, quantiles
 from comparison import one_thread, peak_in_fresh_process
 from measure import peak_of_process
 
-from cdrmix.config.schema import Attention, FeedForward, Model, Rwkv
+from cdrmix.config.schema import Attention, Config, FeedForward, Model, Rwkv
+from cdrmix.inference.generate import Row, decode
+from cdrmix.inference.sampling import Sampling
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.reason.agent.agent import Window, read_episodes
 from cdrmix.reason.episodes import Episodes, TokenSource
 from cdrmix.reason.rl.rollout import generate
+from cdrmix.runtime import be_deterministic
 
 CPU = torch.device("cpu")
 PROMPTS, GROUP = 16, 8
@@ -34,6 +38,8 @@ SHAPES = {"cell": (1, 26, 4), "long": (0, 200, 64), "long_hybrid": (1, 200, 64)}
 ROWS = 8  # documents read at once for times; one for memory
 SHORT, LONG, LONGEST = 256, 4096, 65536  # tokens of a document
 CHUNK = 16
+DECODED = (64, 32)  # tokens of the prompt, and new ones of each row
+DECODED_ROWS = (1, 8, 32, 128)
 
 
 def cell(attention: int = 1) -> LanguageModel:
@@ -122,6 +128,48 @@ def reading(options: Options) -> Result:
     )
 
 
+def decoding(options: Options) -> Result:
+    """Tokens a second at 128 rows; those at 1, 8 and 32 rows; and the ratios to one row, in turns."""
+    config = Config.from_yaml(options.config)
+    torch.manual_seed(1)
+    model = LanguageModel(config.cdrmix_model).eval().requires_grad_(False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0 if parameter.ndim == 2 else 1.0)  # so that the distributions are not uniform
+    prompt = torch.randint(1, config.cdrmix_model.vocab_size, (DECODED[0],)).tolist()
+
+    def rate(rows: int) -> float:
+        made = [Row(list(prompt), Sampling(seed=n, max_new_tokens=DECODED[1], top_k=64)) for n in range(rows)]
+        return _rate(lambda: sum(1 for _ in decode(model, made)))
+
+    be_deterministic()  # as `cdrmix.load` sets it
+    samples: dict[int, list[float]] = {rows: [] for rows in DECODED_ROWS}
+    with one_thread(CPU):
+        for number in range(options.blocks + 1):
+            for rows, rates in samples.items():
+                found = rate(rows)
+                if number:
+                    rates.append(found)
+    alone = samples[1]
+    ratios = {rows: [x / y for x, y in zip(samples[rows], alone, strict=True)] for rows in DECODED_ROWS[1:]}
+    return Result(
+        unit="tokens/s",
+        peer_name=None,
+        ours=samples[DECODED_ROWS[-1]],
+        peer=[],
+        figures={f"tokens_per_second_{rows}": quantiles(rates)["p50"] for rows, rates in samples.items()}
+        | {f"rows_{rows}_over_1": quantiles(each)["p50"] for rows, each in ratios.items()},
+        settings={
+            "config": options.config.name,
+            "prompt_tokens": DECODED[0],
+            "new_tokens": DECODED[1],
+            "top_k": 64,
+            "device": "cpu",
+            "threads": 1,
+        },
+    )
+
+
 def memory(options: Options) -> Result:
     """Megabytes that reading a long document takes, without the document itself."""
     del options
@@ -173,6 +221,7 @@ CASES = {
     for name, shape in SHAPES.items()
 } | {
     "reading": Case(reading, "the memory agent's time a token, 4,096 tokens over 256", ("cpu",)),
+    "decoding": Case(decoding, "generated tokens/s at 1, 8, 32 and 128 rows; ratios to one row", ("cpu",)),
     "memory": Case(memory, "the memory agent's peak memory at 65,536 tokens, and over that at 4,096", ("cpu",)),
 }
 

@@ -179,7 +179,8 @@ def parser() -> argparse.ArgumentParser:
 
     text = (
         "measure bits per byte on held-out text, and compare with unigram, gzip, zstd; with --tasks: measure the share "
-        "of right answers to generated questions, by length; with --harness: run tasks of lm-eval"
+        "of right answers to generated questions, by length; with --harness: run tasks of lm-eval; with --suite: "
+        "measure generated code"
     )
     _eval_options(add("eval", commands.eval, text, config=False))
     text = "continue a prompt and print the text while it is generated"
@@ -222,12 +223,17 @@ def _eval_options(evaluate: argparse.ArgumentParser) -> None:
     evaluate.add_argument("--seed", type=int, metavar="N", help=f"which questions (default {commands.SEED})")
     evaluate.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the table as a picture too")
     _harness_options(evaluate)
+    _suite_options(evaluate)
 
 
 def _generate_options(generate: argparse.ArgumentParser) -> None:
     _model(generate)
     _device(generate)
-    generate.add_argument("--prompt", default="", help="text to continue (default: empty, which begins a new document)")
+    text = "text to continue (default: empty, which begins a new document); may be repeated"
+    generate.add_argument("--prompt", action="append", metavar="TEXT", help=text)
+    text = "continue each prompt N times, in batches, with the seeds SEED, SEED + 1, ... (default 1)"
+    generate.add_argument("--samples", type=_positive, default=1, metavar="N", help=text)
+    generate.add_argument("--json", action="store_true", help="print a line of JSON for each text: prompt, seed, text")
     generate.add_argument(
         "--temperature",
         type=float,
@@ -379,6 +385,22 @@ def _harness_options(evaluate: argparse.ArgumentParser) -> None:
     harness.add_argument("--out", type=Path, metavar="FILE.json", help="write the full results of lm-eval")
     text = "allow the download of tasks' data from the Hugging Face hub"
     harness.add_argument("--online", action="store_true", default=None, help=text)
+
+
+def _suite_options(evaluate: argparse.ArgumentParser) -> None:
+    """The options of `eval --suite`."""
+    suite = evaluate.add_argument_group("suites", "--seed and --limit (problems of each set) work with them too")
+    suite.add_argument("--suite", type=_names, metavar="A,B", help="suites, such as code")
+    suite.add_argument("--samples", type=_positive, metavar="N", help="texts for each problem (default 1)")
+    text = "sampling temperature (default 0.2; 0.8 is usual for pass@10)"
+    suite.add_argument("--temperature", type=float, metavar="X", help=text)
+    suite.add_argument("--max-new-tokens", type=_positive, metavar="N", help="tokens of a text (default 256)")
+    text = "folder with wheels of data sets (default: installed packages; a message names the command that gets one)"
+    suite.add_argument("--sets", type=Path, metavar="FOLDER", help=text)
+    suite.add_argument("--seconds", type=float, metavar="X", help="time limit of a generated program (default 10)")
+    suite.add_argument("--memory", type=_positive, metavar="MIB", help="memory of a generated program (default 512)")
+    text = "run generated code even where this machine cannot confine it (Landlock, seccomp)"
+    suite.add_argument("--allow-unsafe-execution", action="store_true", default=None, help=text)
 
 
 def _model(sub: argparse.ArgumentParser) -> None:

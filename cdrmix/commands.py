@@ -17,8 +17,16 @@ from cdrmix.training import launch
 
 LENGTHS, COUNT, SEED = (1024, 4096), 50, 1  # defaults of `cdrmix eval --tasks`; the help of cli.py has them
 BATCH_SIZE = 8  # default of `cdrmix eval --harness`
-OF_TASKS = ("lengths", "count", "seed", "plot")  # options of `cdrmix eval` that work only with --tasks
-OF_HARNESS = ("include", "limit", "few_shot", "batch_size", "max_length", "out", "online")  # only with --harness
+# Options of `cdrmix eval` and the ones of --tasks, --harness and --suite with which they work.
+OPTIONS_OF = {
+    **dict.fromkeys(("lengths", "count", "plot"), ("tasks",)),
+    **dict.fromkeys(("include", "few_shot", "batch_size", "max_length", "out", "online"), ("harness",)),
+    **dict.fromkeys(("samples", "temperature", "max_new_tokens", "sets", "seconds", "memory"), ("suite",)),
+    "allow_unsafe_execution": ("suite",),
+    "seed": ("tasks", "suite"),
+    "limit": ("harness", "suite"),
+}
+EXAMPLES = {"tasks": "recall", "harness": "cdrmix_held_out", "suite": "code"}
 
 
 def train(options: argparse.Namespace) -> int:
@@ -124,13 +132,20 @@ def params(options: argparse.Namespace) -> int:
 
 
 def eval(options: argparse.Namespace) -> int:
-    for names, needed, example in ((OF_TASKS, "tasks", "recall"), (OF_HARNESS, "harness", "cdrmix_held_out")):
-        given = [name for name in names if getattr(options, name) is not None]
-        if given and getattr(options, needed) is None:
-            option = given[0].replace("_", "-")
-            raise ConfigError(f"--{option} works only with --{needed}, for example --{needed} {example}")
-    if options.tasks is not None and options.harness is not None:
-        raise ConfigError("--tasks are tasks of cdrmix, --harness are tasks of lm-eval: name one of the two")
+    kinds = [kind for kind in EXAMPLES if getattr(options, kind) is not None]
+    for name, needed in OPTIONS_OF.items():
+        if getattr(options, name) is not None and not set(kinds) & set(needed):
+            also = f" or --{needed[1]}" if needed[1:] else ""
+            raise ConfigError(
+                f"--{name.replace('_', '-')} works only with --{needed[0]}{also}, for example --{needed[0]} "
+                f"{EXAMPLES[needed[0]]}"
+            )
+    if len(kinds) > 1:
+        raise ConfigError(
+            "--tasks are tasks of cdrmix, --harness are tasks of lm-eval, --suite are suites: name one of the three"
+        )
+    if options.suite is not None:
+        return _eval_suites(options)
     if options.tasks is not None:
         return _eval_tasks(options)
     if options.harness is not None:
@@ -166,6 +181,32 @@ def _eval_tasks(options: argparse.Namespace) -> int:
 
         write_atomically(options.plot, draw_scores(scores, title=str(options.model)))
     print(json.dumps(scores.as_json(), indent=2, allow_nan=False) if options.json else scores.table())
+    return 0
+
+
+def _eval_suites(options: argparse.Namespace) -> int:
+    from cdrmix.eval.suites import SuiteOptions
+    from cdrmix.evaluate import evaluate_suites
+
+    fields = {
+        "seed": options.seed,
+        "samples": options.samples,
+        "limit": options.limit,
+        "temperature": options.temperature,
+        "max_new_tokens": options.max_new_tokens,
+        "sets": options.sets,
+        "seconds": options.seconds,
+        "megabytes": options.memory,
+        "allow_unsafe": options.allow_unsafe_execution,
+    }
+    given = SuiteOptions(**{name: value for name, value in fields.items() if value is not None})
+    results = evaluate_suites(
+        options.model, options.suite, options.config, options.overrides, options=given, device=_device(options)
+    )
+    if options.json:
+        print(json.dumps([result.as_json() for result in results], indent=2, allow_nan=False))
+    else:
+        print("\n\n".join(result.table() for result in results))
     return 0
 
 
@@ -207,12 +248,25 @@ def generate(options: argparse.Namespace) -> int:
         max_new_tokens=options.max_new_tokens,
         stop=tuple(options.stop),
     )
-    pieces = load(options.model, device=_device(options)).stream(options.prompt, sampling)
+    prompts = options.prompt or [""]
+    model = load(options.model, device=_device(options))
     _show_every_character()
-    print(options.prompt, end="", flush=True)
-    for _, piece in pieces:
-        print(piece, end="", flush=True)
-    print()
+    if len(prompts) == options.samples == 1 and not options.json:
+        pieces = model.stream(prompts, sampling)
+        print(prompts[0], end="", flush=True)
+        for _, piece in pieces:
+            print(piece, end="", flush=True)
+        print()
+        return 0
+    for place, (prompt, texts) in enumerate(
+        zip(prompts, model.sample(prompts, options.samples, sampling), strict=True), 1
+    ):
+        for number, text in enumerate(texts):
+            seed = options.seed + number
+            if options.json:
+                print(json.dumps({"prompt": prompt, "seed": seed, "text": text}))
+            else:
+                print(f"--- prompt {place}, seed {seed}\n{prompt}{text}")
     return 0
 
 

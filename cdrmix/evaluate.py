@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 from cdrmix.config.schema import Config, Model
 from cdrmix.config.schema_data import Tokenizer
@@ -14,12 +15,14 @@ from cdrmix.errors import ConfigError
 from cdrmix.eval.changes import changes, text_table
 from cdrmix.eval.evaluation import Scores, evaluate_by_length, evaluations
 from cdrmix.eval.perplexity import HeldOut, held_out
+from cdrmix.eval.suites import SUITES, Subject, SuiteOptions, SuiteResult, Writing, suites
 from cdrmix.hf.harness import HarnessScores, check_installed, evaluate_with_harness
 from cdrmix.hf.harness_model import HarnessModel, prompts_begin
 from cdrmix.hf.load import LoadedForeign, is_plain, load_alone
 from cdrmix.inference.generate import generate
 from cdrmix.inference.load import Loaded, Trained, run_of, tokenizer_file
 from cdrmix.inference.sampling import Sampling
+from cdrmix.inference.text_model import TextModel
 
 
 def evaluate_model(
@@ -100,6 +103,44 @@ def evaluate_tasks(
         training_length=loaded.config.data.row_length,
         say=to_standard_error,
     )
+
+
+def evaluate_suites(
+    model: Path,
+    names: Sequence[str],
+    config_path: Path | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    options: SuiteOptions | None = None,
+    device: str | None = None,
+) -> list[SuiteResult]:
+    """The results of evaluation suites on a run, checkpoint, export folder, or folder of transformers.
+
+    names: of `cdrmix.eval.suites.SUITES`. config_path, overrides: the text of the model, as of `evaluate_model`.
+    Progress goes to standard error.
+    Raises ConfigError for an unknown suite, and if a suite cannot measure anything here.
+    """
+    chosen = suites(names)
+    loaded = load_alone(model, device)
+    text = TextModel(loaded)
+
+    def generate(prompts: Sequence[str], samples: int, writing: Writing) -> list[list[str]]:
+        sampling = Sampling(
+            temperature=writing.temperature,
+            top_p=writing.top_p,
+            seed=writing.seed,
+            max_new_tokens=writing.max_new_tokens,
+            stop=tuple(writing.stop),
+        )
+        return text.sample(list(prompts), samples, sampling, heal=True)
+
+    def documents(split: Literal["train", "valid"]) -> Iterator[str]:
+        shards, _ = _text_of(model, loaded, config_path, overrides)
+        chosen = shards.train if split == "train" else shards.valid
+        return (each.decode("utf-8", errors="replace") for each in chosen.text())
+
+    subject = Subject(str(model), generate, lambda: documents("valid"), lambda: documents("train"))
+    return [SUITES[name](subject, options or SuiteOptions(), to_standard_error) for name in chosen]
 
 
 def evaluate_harness(

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,18 @@ def test_prompts_of_any_lengths_are_continued_as_each_alone(run: Path) -> None:
         streamed[number] += piece
     assert streamed == alone
     assert model.generate([]) == []
+    samples = model.sample(prompts, 3, cdrmix.Sampling(max_new_tokens=12, seed=5))
+    assert [texts[0] for texts in samples] == model.generate(prompts, max_new_tokens=12, seed=5)
+    assert samples[1][1] == alone[1]  # its seed is 6
+    assert all(len(texts) == 3 for texts in samples)
+    (healed,) = model.sample(["def fun"], 20, cdrmix.Sampling(max_new_tokens=1, temperature=5.0, top_p=1.0), heal=True)
+    last = model.tokenizer.token_bytes(model.encode("def fun")[-1])
+    for text in healed:  # the last token, or one that begins with it
+        assert any(model.decode([each]) == last.decode() + text for each in range(model.tokenizer.vocab_size))
+    assert "" in healed
+    for count in (0, 1.5, True):
+        with pytest.raises(ValueError, match="count must be an integer of at least 1"):
+            model.sample(prompts, count)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="seed has 2 numbers for 6 prompts"):
         model.generate(prompts, seed=[1, 2])
 
@@ -298,13 +311,42 @@ def test_stop_strings_of_a_model(run: Path) -> None:
 
 def test_drawing_obeys_min_p_and_the_repetition_penalty() -> None:
     logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
-    random = torch.Generator().manual_seed(0)
 
     def drawn(sampling: Sampling, seen: list[int]) -> set[int]:
-        return {draw(logits, sampling, random, seen) for _ in range(400)}
+        return set(draw(logits.repeat(400, 1), [Row(seen, replace(sampling, seed=n)) for n in range(400)]))
 
     assert drawn(Sampling(temperature=1, top_p=1, min_p=0.5), []) == {0, 1}
     assert drawn(Sampling(temperature=1, top_p=1, min_p=0.0), []) == {0, 1, 2, 3}
     # Logits here are negative: tokens that were there are multiplied by the penalty.
     assert drawn(Sampling(temperature=0, repetition_penalty=5.0), [0, 0]) == {1}
-    assert draw(torch.tensor([2.0, 1.5]), Sampling(temperature=0, repetition_penalty=2.0), random, [0]) == 1
+    assert draw(torch.tensor([[2.0, 1.5]]), [Row([0], Sampling(temperature=0, repetition_penalty=2.0))]) == [1]
+
+
+@pytest.mark.parametrize("vocabulary", [50, 4000])
+@pytest.mark.parametrize("options", [{}, {"top_k": 30}, {"min_p": 0.02}, {"top_p": 1.0}, {"top_p": 0.3}])
+def test_draws_are_those_of_the_whole_order(vocabulary: int, options: dict[str, Any]) -> None:
+    """The token at the point of the row's generator in the distribution, computed here by NumPy for each row alone.
+
+    Peaked and flat rows, so that the nucleus is both smaller and larger than the part that is put in order at first.
+    """
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(60, vocabulary, generator=generator) * torch.linspace(0.1, 8, 60).unsqueeze(1)
+    logits[:, 7] = logits[:, 3]  # equal ones: the lower id first
+    rows = [Row([0], Sampling(temperature=0.9, seed=n, **options)) for n in range(60)]
+    found = draw(logits, rows)
+    for logits_V, row, token in zip(logits.double().numpy(), rows, found, strict=True):
+        sampling, point = row.sampling, torch.Generator().manual_seed(row.sampling.seed)
+        kept = np.ones(vocabulary, bool)
+        if sampling.top_k:
+            kept &= logits_V >= np.sort(logits_V)[-sampling.top_k]
+        weights = np.where(kept, np.exp((logits_V - logits_V.max()) / sampling.temperature), 0.0)
+        weights /= weights.sum()
+        weights[weights < sampling.min_p * weights.max()] = 0.0
+        weights /= weights.sum()
+        order = np.argsort(-weights, kind="stable") if sampling.top_p < 1 else np.arange(vocabulary)
+        cumulative = np.cumsum(weights[order])
+        nucleus = np.where(cumulative - weights[order] < sampling.top_p, weights[order], 0.0)
+        place = np.searchsorted(
+            np.cumsum(nucleus), torch.rand(1, generator=point, dtype=torch.float64).item() * nucleus.sum(), "right"
+        )
+        assert token == order[place]

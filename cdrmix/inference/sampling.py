@@ -5,11 +5,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from cdrmix.errors import ConfigError
+
+FIRST = 128  # tokens that are put in order at first; in trained models they have nearly all probability
 
 
 @dataclass(frozen=True)
@@ -78,31 +81,109 @@ def _integer(name: str, value: object) -> int:
         raise ConfigError(f"{name} must be an integer; found {value!r}") from None
 
 
-def draw(logits_V: Tensor, sampling: Sampling, random: torch.Generator, seen: Sequence[int] = ()) -> int:
-    """Samples one token id from logits [vocab_size], in float64 on the CPU.
+class Drawing(Protocol):
+    """A row for which a token is sampled. ids: its tokens so far. drawn: how many of them were sampled.
 
-    seen: token ids so far, for the repetition penalty. The order is: penalty, top-k, temperature, min-p, top-p.
+    first: if not empty, the first sampled token is one of these ids.
     """
-    logits_V = logits_V.double().cpu()
-    if sampling.repetition_penalty != 1 and seen:
-        before = torch.tensor(sorted(set(seen)))
-        found, penalty = logits_V[before], sampling.repetition_penalty
+
+    @property
+    def ids(self) -> Sequence[int]: ...
+    @property
+    def drawn(self) -> int: ...
+    @property
+    def first(self) -> Sequence[int]: ...
+    @property
+    def sampling(self) -> Sampling: ...
+    @property
+    def random(self) -> torch.Generator: ...
+
+
+def draw(logits_BV: Tensor, rows: Sequence[Drawing]) -> list[int]:
+    """Samples one token id for each row, in float64 on the CPU.
+
+    A row's token depends on its logits, its sampling and its generator only, which gives one number for each token at
+    a temperature above 0. The order is: penalty, top-k, temperature, min-p, top-p.
+    """
+    logits_BV = logits_BV.cpu()
+    if any(row.sampling.repetition_penalty != 1 or (row.first and not row.drawn) for row in rows):
+        logits_BV = torch.stack([_adjusted(logits_V, row) for logits_V, row in zip(logits_BV, rows, strict=True)])
+    alike: dict[tuple[float, ...], list[int]] = {}
+    for number, row in enumerate(rows):
+        sampling = row.sampling
+        key = (sampling.temperature, sampling.top_k, sampling.min_p, sampling.top_p)
+        alike.setdefault(key if sampling.temperature else (0.0,), []).append(number)
+    tokens = [0] * len(rows)
+    for numbers in alike.values():
+        logits_NV = logits_BV if len(alike) == 1 else logits_BV[numbers]
+        chosen = _drawn(logits_NV, rows[numbers[0]].sampling, [rows[number].random for number in numbers])
+        for number, token in zip(numbers, chosen, strict=True):
+            tokens[number] = token
+    return tokens
+
+
+def _adjusted(logits_V: Tensor, row: Drawing) -> Tensor:
+    """The logits after the restriction of the first token and the repetition penalty."""
+    logits_V = logits_V.double()
+    if row.first and not row.drawn:
+        kept = torch.full_like(logits_V, float("-inf"))
+        kept[list(row.first)] = logits_V[list(row.first)]
+        logits_V = kept
+    penalty = row.sampling.repetition_penalty
+    if penalty != 1 and row.ids:
+        before = torch.tensor(sorted({token for token in row.ids if token < len(logits_V)}), dtype=torch.int64)
+        found = logits_V[before]
         logits_V = logits_V.index_copy(0, before, torch.where(found > 0, found / penalty, found * penalty))
+    return logits_V
+
+
+def _drawn(logits_NV: Tensor, sampling: Sampling, randoms: Sequence[torch.Generator]) -> list[int]:
+    """A token id for each row of logits [N, V], all with the same sampling but for the seed."""
     if sampling.temperature == 0:
-        return int(logits_V.argmax())
-    if 0 < sampling.top_k < logits_V.numel():
-        kth = logits_V.topk(sampling.top_k).values[-1]
-        logits_V = logits_V.masked_fill(logits_V < kth, float("-inf"))
-    probability, token = torch.softmax((logits_V - logits_V.max()) / sampling.temperature, dim=0).sort(
-        descending=True, stable=True
-    )
+        return list(map(int, logits_NV.argmax(-1)))
+    if 0 < sampling.top_k < logits_NV.shape[1]:
+        kth_N1 = logits_NV.topk(sampling.top_k).values[:, -1:]
+        logits_NV = logits_NV.masked_fill(logits_NV < kth_N1, float("-inf"))
+    most_N1 = logits_NV.amax(-1, keepdim=True).double()
+    probability_NV = torch.softmax((logits_NV.double() - most_N1) / sampling.temperature, -1)
     if sampling.min_p > 0:
-        probability = probability.masked_fill(probability < sampling.min_p * probability[0], 0.0)
-        probability = probability / probability.sum()
-    cumulative = probability.cumsum(0)
-    # A token is kept if the more likely tokens sum to less than top_p. So at least one token is kept.
-    probability = probability.masked_fill(cumulative - probability >= sampling.top_p, 0.0)
-    cumulative = probability.cumsum(0)
-    point = torch.rand((), generator=random, dtype=torch.float64) * cumulative[-1]
-    position = int(torch.searchsorted(cumulative, point, right=True))
-    return int(token[min(position, int((probability > 0).sum()) - 1)])
+        least_N1 = sampling.min_p * probability_NV.amax(-1, keepdim=True)
+        probability_NV = probability_NV.masked_fill(probability_NV < least_N1, 0.0)
+        probability_NV = probability_NV / probability_NV.sum(-1, keepdim=True)
+    points_N1 = torch.stack([torch.rand(1, generator=random, dtype=torch.float64) for random in randoms])
+    if sampling.top_p == 1:
+        return list(map(int, inverse(probability_NV, points_N1)[:, 0]))
+    most_likely, order = _most_likely(probability_NV, min(FIRST, probability_NV.shape[1]))
+    tokens = order.gather(1, inverse(_nucleus(most_likely, sampling.top_p), points_N1))[:, 0]
+    # Where these have not the probability top_p together, the row needs the order of all tokens: 70 times the time of
+    # FIRST tokens at a vocabulary of 4,096, measured.
+    for row in torch.nonzero(most_likely.sum(-1) < sampling.top_p).flatten().tolist():
+        probability, every = probability_NV[row : row + 1].sort(descending=True, stable=True)
+        place = inverse(_nucleus(probability, sampling.top_p), points_N1[row : row + 1])
+        tokens[row] = every.gather(1, place)[0, 0]
+    return list(map(int, tokens))
+
+
+def _most_likely(probability_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest of each row and their token ids, in falling order, of equal ones the lower id first."""
+    ids = probability_NV.topk(count).indices.sort(dim=1).values
+    values, order = probability_NV.gather(1, ids).sort(dim=1, descending=True, stable=True)
+    return values, ids.gather(1, order)
+
+
+def _nucleus(probability_NV: Tensor, top_p: float) -> Tensor:
+    """Falling probabilities, 0 where the ones before sum to top_p or more. So at least one is kept."""
+    cumulative = probability_NV.cumsum(-1)
+    return probability_NV.masked_fill(cumulative - probability_NV >= top_p, 0.0)
+
+
+def inverse(probability_NV: Tensor, points_N1: Tensor) -> Tensor:
+    """The inverse of the distribution function: int64 [N, 1], an index for each point in [0, 1).
+
+    Index i is taken if the point, times the sum, is at least the sum before i and below the sum with i: never one of
+    probability 0. probability: float64, not negative, and need not sum to 1.
+    """
+    cumulative_NV = probability_NV.cumsum(-1)
+    total_N1 = cumulative_NV[:, -1:]
+    points_N1 = torch.minimum(points_N1 * total_N1, total_N1.nextafter(torch.zeros_like(total_N1)))
+    return torch.searchsorted(cumulative_NV, points_N1, right=True).clamp_(max=probability_NV.shape[1] - 1)

@@ -168,6 +168,28 @@ class TextModel:
         written = ["".join(each) for each in pieces]
         return written[0] if isinstance(prompts, str) else written
 
+    def sample(
+        self, prompts: list[str] | tuple[str, ...], count: int, sampling: Sampling | None = None, *, heal: bool = False
+    ) -> list[list[str]]:
+        """Continues each prompt `count` times, in batches; returns a list of `count` texts for each prompt.
+
+        A prompt is read once. Sample i of every prompt has the seed of the sampling + i, so it is the text that
+        `generate` gives for that seed, unless `heal` is set: the first sampled token may then also be one that begins
+        with the last token of the prompt, instead of it (for prompts that end where the tokenizer would not cut).
+        Raises ValueError for arguments out of range.
+        """
+        sampling = Sampling() if sampling is None else sampling
+        if not isinstance(sampling, Sampling):
+            raise ValueError(f"sampling must be a cdrmix.Sampling, as Sampling(top_k=40); found {sampling!r}")
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"count must be an integer of at least 1; found {count!r}")
+        texts = [text for text in _texts(prompts) for _ in range(count)]
+        written = [""] * len(texts)
+        seeds = [sampling.seed + number % count for number in range(len(texts))]
+        for number, piece in self._stream(texts, sampling, seeds, heal):
+            written[number] += piece
+        return [written[start : start + count] for start in range(0, len(texts), count)]
+
     def stream(
         self,
         prompts: str | list[str] | tuple[str, ...],
@@ -185,13 +207,16 @@ class TextModel:
             raise ValueError(f"sampling must be a cdrmix.Sampling, as Sampling(top_k=40); found {sampling!r}")
         return self._stream(_texts(prompts), sampling, sampling.seed if seed is None else seed)
 
-    def _stream(self, texts: list[str], sampling: Sampling, seed: int | Sequence[int]) -> Iterator[tuple[int, str]]:
+    def _stream(
+        self, texts: list[str], sampling: Sampling, seed: int | Sequence[int], heal: bool = False
+    ) -> Iterator[tuple[int, str]]:
         seeds = list(seed) if isinstance(seed, Sized) else [seed] * len(texts)
         if len(seeds) != len(texts):
             raise ValueError(
                 f"seed has {len(seeds)} numbers for {len(texts)} prompts; give one seed, or one for each prompt"
             )
-        return generate(self.model, self.tokenizer, texts, [replace(sampling, seed=each) for each in seeds])
+        samplings = [replace(sampling, seed=each) for each in seeds]
+        return generate(self.model, self.tokenizer, texts, samplings, heal=heal)
 
 
 def _texts(prompts: str | list[str] | tuple[str, ...]) -> list[str]:

@@ -7,7 +7,6 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from cdrmix import ops
@@ -191,7 +190,7 @@ class LanguageModel(nn.Module):
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """Hidden states [..., D] -> logits [..., V] in float32 at least."""
-        logits = functional.linear(hidden_BTD, self.head_weight)
+        logits = ops.linear(hidden_BTD, self.head_weight)
         return logits if logits.dtype == torch.float64 else logits.float()
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from cdrmix.kernels.common.products import add_product, is_wide, mm, multiplies_on_one_thread
+from cdrmix.kernels.common.products import add_product, is_wide, mm, multiplies_on_one_thread, product_of_rows
 from cdrmix.ops.backend import compute_dtype
 from cdrmix.ops.weights import compute_weight, gradient_sum, is_attached, outside_graphs
 
@@ -38,8 +38,17 @@ def _linear(x: Tensor, weight: Tensor, inputs_first: bool) -> Tensor:
     elif _uses_threads(x, weight):
         y = (_ThreadedLinear.apply if torch.is_grad_enabled() else _threaded_linear)(x, weight, inputs_first)
     else:
-        y = x @ weight if inputs_first else functional.linear(x, weight)
+        y = _with_few_rows(x, weight, inputs_first)
     return y
+
+
+def _with_few_rows(x: Tensor, weight: Tensor, inputs_first: bool) -> Tensor:
+    """PyTorch's own product; outside of training the bits of a row do not depend on the number of rows."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or x.dtype != weight.dtype or not x.numel():
+        return x @ weight if inputs_first else functional.linear(x, weight)
+    flat = x.reshape(-1, x.shape[-1])
+    y = product_of_rows(flat, weight if inputs_first else weight.mT)
+    return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def _uses_threads(x: Tensor, weight: Tensor) -> bool:

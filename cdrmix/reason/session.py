@@ -25,12 +25,13 @@ from cdrmix.durable import disk_guard
 from cdrmix.errors import CheckpointError, ConfigError
 from cdrmix.inference.load import Loaded
 from cdrmix.model.cache import filled, flattened
+from cdrmix.model.decoding import prefill
 from cdrmix.reason.agent.agent import TokenMemory, Window
 from cdrmix.reason.build import load_stage_b
 from cdrmix.reason.controller.controller import Controller, Group, configured
 from cdrmix.reason.durable_memory import DurableMemory
 from cdrmix.reason.episodes import EpisodeSource, source_of
-from cdrmix.reason.rl.rollout import decode, prefill
+from cdrmix.reason.rl.rollout import decode
 
 FORMAT = "cdrmix session 2"  # 2: adds the number of memory changes, which the step budget limits
 

@@ -24,6 +24,7 @@ from cdrmix.kernels.common.libtorch import torch_function
 BLOCK = 8192  # rows of a product that is rounded before it is added: a whole product may be as large as [V, D]
 ROWS = 16  # the least rows of a product for each thread
 COLUMNS = 16  # products on several threads have a multiple of so many columns
+FEW = 4  # of fewer rows MKL makes a product of a matrix and vectors, with another order of summation
 _here = threading.local()
 # Sets MKL's number of threads for the products of the calling thread; None without MKL.
 _set_mkl_threads = torch_function("MKL_Set_Num_Threads_Local", [ctypes.c_int], ctypes.c_int)
@@ -54,6 +55,27 @@ def multiplies_on_one_thread() -> bool:
 def is_wide(rows: int, columns: int) -> bool:
     """Whether a product [rows, columns] may use two threads or more; it depends on the shape alone."""
     return rows >= 2 * ROWS and columns >= COLUMNS
+
+
+def product_of_rows(x_RI: Tensor, weight_IO: Tensor) -> Tensor:
+    """x @ weight outside of training, so that the bits of a row do not depend on the number of rows.
+
+    Rows of zeros make them FEW, and columns beyond a multiple of COLUMNS are a separate product. Measured to suffice
+    for 1 to 128 rows. Only for float32 on a CPU after `multiply_on_one_thread`; else it is PyTorch's product.
+    """
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not _is_ours(x_RI):
+        return x_RI @ weight_IO
+    rows, columns = x_RI.shape[0], weight_IO.shape[1]
+    if 0 < rows < FEW:
+        x_RI = torch.cat([x_RI, x_RI.new_zeros(FEW - rows, x_RI.shape[1])])
+    if is_wide(rows, columns):
+        return mm(x_RI, weight_IO)
+    whole = columns - columns % COLUMNS
+    if whole in (0, columns):
+        y = torch.mm(x_RI, weight_IO)
+    else:
+        y = torch.cat([torch.mm(x_RI, weight_IO[:, :whole]), torch.mm(x_RI, weight_IO[:, whole:])], 1)
+    return y if len(y) == rows else y[:rows]
 
 
 class _Shared:

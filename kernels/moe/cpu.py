@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cdrmix.kernels.common.elementwise import ZERO, array, compiled, run, sigmoid, with_sums
-from cdrmix.kernels.common.products import mm
+from cdrmix.kernels.common.products import FEW, mm, product_of_rows
 from cdrmix.kernels.moe import reference as reference_moe
 
 ROWS = 16  # rows that a thread takes at a time
@@ -125,13 +125,21 @@ def experts_forward(
         if rows:
             z_here, hidden_here = z[span] if not recompute else z[:rows], hidden[:rows]
             torch.index_select(x_TD, 0, token_R[span], out=x[:rows])
-            mm(x[:rows], w_up[expert], out=z_here)
+            _product(x[:rows], w_up[expert], z_here)
             _run(KERNELS[activation][0], z_here, weights_R[span], hidden_here)
-            mm(hidden_here, w_down[expert], out=y[:rows])
+            _product(hidden_here, w_down[expert], y[:rows])
             _run(_add_rows, y[:rows], token_R[span], y_TD)
     if not recompute:
         z[spans[-1].stop :] = 0
     return y_TD, z if not recompute else z.new_empty(0)
+
+
+def _product(x_RI: Tensor, w_IO: Tensor, out_RO: Tensor) -> None:
+    """out = x w; in a forward pass the bits of a row do not depend on the number of rows."""
+    if len(x_RI) >= FEW:
+        mm(x_RI, w_IO, out=out_RO)
+    else:
+        out_RO.copy_(product_of_rows(x_RI, w_IO))
 
 
 def experts_backward(

@@ -111,6 +111,13 @@ def test_generate_streams_and_repeats(finished: RunFolder, capsys: pytest.Captur
     assert texts[0].startswith("def ")
     assert main(["generate", "--model", str(finished.path), "--max-new-tokens", "3", "--temperature", "0"]) == 0
     assert capsys.readouterr().out
+    several = ["--samples", "5", "--prompt", "def ", "--prompt", "x", "--max-new-tokens", "8"]
+    assert main(["generate", "--model", str(finished.path), *several, "--json"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["prompt"], line["seed"]) for line in lines] == [(p, n) for p in ("def ", "x") for n in range(1, 6)]
+    assert texts[0] == f"def {lines[0]['text']}\n"  # alone and among ten rows: the same text
+    assert main(["generate", "--model", str(finished.path), *several]) == 0
+    assert f"--- prompt 2, seed 3\nx{lines[7]['text']}\n" in capsys.readouterr().out
     assert main(["generate", "--model", str(finished.path), "--top-p", "1.5"]) == 2
     assert "top_p must be above 0 and at most 1; found 1.5" in capsys.readouterr().err
     assert main(["generate", "--model", str(finished.path), "--seed", str(2**70)]) == 2

@@ -305,10 +305,10 @@ def test_recall_has_the_answer_among_its_choices(tmp_path: Path) -> None:
         (["--harness", "toy_hot"], 2, "top_p must be a number; found 'hot'"),
         (["--harness", "toy_until"], 2, "have until: 5; allowed: a string or a list of strings"),
         (["--harness", "toy_empty"], 2, "an answer of a task has no tokens"),
-        (["--limit", "3"], 2, "--limit works only with --harness, for example --harness cdrmix_held_out"),
+        (["--limit", "3"], 2, "--limit works only with --harness or --suite, for example --harness cdrmix_held_out"),
         (["--few-shot", "0"], 2, "--few-shot works only with --harness"),
         (["--online"], 2, "--online works only with --harness"),
-        (["--harness", "a", "--tasks", "recall"], 2, "name one of the two"),
+        (["--harness", "a", "--tasks", "recall"], 2, "name one of the three"),
         (["--harness", "a", "--out", "/no/where/a.json"], 2, "--out /no/where/a.json: name a file in a folder"),
     ],
 )

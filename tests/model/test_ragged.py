@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from cdrmix.inference import generate
+from cdrmix.config.schema import Config
 from cdrmix.inference.generate import Row, decode
 from cdrmix.inference.sampling import Sampling
+from cdrmix.kernels.common.products import multiply_on_one_thread
+from cdrmix.model import decoding
 from cdrmix.model.cache import concatenated, flattened, select
+from cdrmix.model.decoding import advance, prefill_rows, repeat, take
 from cdrmix.model.language_model import Cache, LanguageModel
 
 MakeModel = Callable[..., LanguageModel]
+CONFIGS = Path(__file__).parents[2] / "configs"
 BOUND = 1e-10  # two float64 evaluations of one function in different orders
 LENGTHS = [5, 9, 1, 14, 2, 9]
 KINDS = {
@@ -122,14 +127,31 @@ def test_rows_of_unlike_lengths_draw_what_each_alone_draws(
         return [Row(ids, Sampling(seed=n, max_new_tokens=6 + n)) for n, ids in enumerate(prompts_of(lengths))]
 
     wanted = [drawn([row])[0] for row in rows()]
-    monkeypatch.setattr(generate, "PREFILL_TOKENS", at_once)
-    monkeypatch.setattr(generate, "SHORTEST_PIECE", 5)
+    monkeypatch.setattr(decoding, "PREFILL_TOKENS", at_once)
+    monkeypatch.setattr(decoding, "SHORTEST_PIECE", 5)
     passes: list[tuple[int, int]] = []
     forward = model.forward
     monkeypatch.setattr(model, "forward", lambda ids, **more: passes.append(tuple(ids.shape)) or forward(ids, **more))
     assert drawn(rows()) == wanted
     assert max(tokens for _, tokens in passes) <= at_once
     assert sum(batch == len(lengths) for batch, _ in passes) == 5  # of the tokens that all rows draw, one pass each
+
+
+@pytest.mark.parametrize("name", ["core", "hybrid"])
+def test_a_row_has_the_same_bits_in_any_batch(name: str) -> None:
+    """One token after a prompt, for 1 to 40 rows. A CPU multiplies by few rows with another order of summation."""
+    if not multiply_on_one_thread():
+        pytest.skip("this PyTorch has no MKL; the bits are measured with it")
+    torch.manual_seed(1)
+    model = LanguageModel(Config.from_yaml(CONFIGS / f"cdrmix-{name}-tiny.yaml", ["model.vocab_size=500"]).cdrmix_model)
+    for parameter in model.eval().requires_grad_(False).parameters():
+        parameter.normal_(std=0.1)  # many are 0 at first
+    prefix = repeat(prefill_rows(model, prompts_of([9])), 40)
+    tokens = torch.arange(40) % 8
+    whole = advance(model, tokens, prefix.cache).logits_BV
+    for rows in (1, 2, 3, 4, 5, 17):
+        some = take(prefix, range(rows))
+        assert torch.equal(advance(model, tokens[:rows], some.cache).logits_BV, whole[:rows]), rows
 
 
 def test_what_packed_rows_cannot_give(make_model: MakeModel) -> None:

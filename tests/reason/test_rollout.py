@@ -9,8 +9,9 @@ from torch import Tensor
 from cdrmix.config.schema import Attention, FeedForward, Mamba, Model, Rwkv
 from cdrmix.errors import NonFiniteLogitsError
 from cdrmix.model.cache import flattened, select
+from cdrmix.model.decoding import prefill, repeat
 from cdrmix.model.language_model import LanguageModel
-from cdrmix.reason.rl.rollout import decode, generate, micro_batches, prefill, repeat, taken
+from cdrmix.reason.rl.rollout import decode, generate, micro_batches, taken
 
 VOCABULARY = 24
 

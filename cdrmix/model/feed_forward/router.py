@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from cdrmix import ops
 from cdrmix.config.schema import FeedForward
+from cdrmix.kernels.common.products import product_of_rows
 
 
 class Routed(NamedTuple):
@@ -59,7 +60,8 @@ class Router(nn.Module):
             x_TD = x_TD if x_TD.dtype == torch.float64 else x_TD.float()
             if self.jitter and self.training:
                 x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - self.jitter, 1 + self.jitter)
-            return x_TD @ self.weight.mT.to(x_TD.dtype)
+            # In generation the routes of a token do not depend on the number of tokens.
+            return product_of_rows(x_TD, self.weight.mT.to(x_TD.dtype))
 
     def route(self, x_TD: Tensor) -> ops.Routing:
         """Which experts each token of x [T, D] goes to. T may be 0, in expert parallelism."""

@@ -24,9 +24,10 @@ from torch import Tensor
 
 from cdrmix.config.schema_reasoning import Reasoning, Rl
 from cdrmix.errors import ConfigError
+from cdrmix.model.decoding import Prefix, prefill, repeat
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.reason.episodes import Episodes, EpisodeSource, Marks
-from cdrmix.reason.rl.rollout import Generated, Prefix, decode, prefill, repeat
+from cdrmix.reason.rl.rollout import Generated, decode
 
 
 @dataclass(frozen=True)

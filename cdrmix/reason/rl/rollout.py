@@ -8,15 +8,15 @@ Shapes: B rows, L tokens of a prompt, N new tokens, V the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cdrmix.errors import NonFiniteLogitsError
-from cdrmix.model.cache import select
+from cdrmix.inference.sampling import inverse
+from cdrmix.model.decoding import Prefix, advance, evaluating, prefill, repeat, take
 from cdrmix.model.language_model import Cache, LanguageModel
 
 
@@ -29,26 +29,6 @@ class Generated(NamedTuple):
     tokens_BN: Tensor
     log_probs_BN: Tensor
     mask_BN: Tensor
-
-
-class Prefix(NamedTuple):
-    """The state after a prefill: the cache, and the logits [B, V] of the token after it."""
-
-    logits_BV: Tensor
-    cache: Cache
-
-
-def prefill(model: LanguageModel, prompts_BL: Tensor, cache: Cache | None = None) -> Prefix:
-    """Prefills prompts of one length, from the state `cache` if it is given. The cache is not changed."""
-    with _inference(model):
-        output = model(prompts_BL, cache=cache, return_cache=True)
-        return Prefix(model.logits(output.hidden_BTD[:, -1]), output.cache)
-
-
-def repeat(prefix: Prefix, times: int) -> Prefix:
-    """Every row `times` times, in neighbouring rows: the start of a group of rollouts."""
-    rows_R = torch.arange(len(prefix.logits_BV), device=prefix.logits_BV.device).repeat_interleave(times)
-    return Prefix(prefix.logits_BV[rows_R], select(prefix.cache, rows_R))
 
 
 def decode(
@@ -68,30 +48,30 @@ def decode(
     """
     assert new_tokens > 0
     assert temperature >= 0
-    logits_BV, cache = prefix
-    batch, device = len(logits_BV), logits_BV.device
+    batch, device = len(prefix.logits_BV), prefix.logits_BV.device
     points_BN = torch.empty(0)
     if temperature:
         points_BN = torch.rand(batch, new_tokens, generator=generator, dtype=torch.float64).to(device)
     tokens_BN = torch.full((batch, new_tokens), 0 if end is None else end, device=device)
     log_probs_BN = torch.zeros(batch, new_tokens, device=device)
     mask_BN = torch.zeros(batch, new_tokens, dtype=torch.bool, device=device)
-    going_B = torch.ones(batch, dtype=torch.bool, device=device)
-    with _inference(model):
+    going_R = torch.arange(batch, device=device)  # the rows without an end so far; the others leave the batch
+    with evaluating(model):
         for number in range(new_tokens):
-            if number:
-                output = model(tokens_BN[:, number - 1 : number], cache=cache, return_cache=True)
-                logits_BV, cache = model.logits(output.hidden_BTD[:, -1]), output.cache
-            token_B, log_prob_B = _take(logits_BV, temperature, points_BN[:, number] if temperature else None)
-            mask_BN[:, number] = going_B
-            if end is None:
-                tokens_BN[:, number], log_probs_BN[:, number] = token_B, log_prob_B
-                continue
-            tokens_BN[:, number] = torch.where(going_B, token_B, end)
-            log_probs_BN[:, number] = torch.where(going_B, log_prob_B, 0.0)
-            going_B = going_B & (token_B != end)
-            if not going_B.any():
+            points_R1 = points_BN[going_R, number : number + 1] if temperature else None
+            token_R, log_prob_R = _take(prefix.logits_BV, temperature, points_R1)
+            tokens_BN[going_R, number], log_probs_BN[going_R, number] = token_R, log_prob_R
+            mask_BN[going_R, number] = True
+            if number + 1 == new_tokens:
                 break
+            cache = prefix.cache
+            if end is not None:
+                kept = torch.nonzero(token_R != end).flatten().tolist()
+                if not kept:
+                    break
+                if len(kept) < len(token_R):
+                    going_R, token_R, cache = going_R[kept], token_R[kept], take(prefix, kept).cache
+            prefix = advance(model, token_R, cache)
     if not log_probs_BN.isfinite().all():
         raise NonFiniteLogitsError("the logits of a rollout are not finite; this step was not trained on")
     return Generated(tokens_BN, log_probs_BN, mask_BN)
@@ -152,32 +132,12 @@ def micro_batches(
     return cuts
 
 
-def _take(logits_BV: Tensor, temperature: float, points_B: Tensor | None) -> tuple[Tensor, Tensor]:
+def _take(logits_BV: Tensor, temperature: float, points_B1: Tensor | None) -> tuple[Tensor, Tensor]:
     """A token of each row and its log probability."""
-    if points_B is None:
+    if points_B1 is None:
         log_probs_BV = logits_BV.log_softmax(-1)
         token_B1 = logits_BV.argmax(-1, keepdim=True)
     else:
         log_probs_BV = (logits_BV / temperature).log_softmax(-1)
-        # Token i is taken if the point is at least the sum before i and below the sum with i: never at probability 0.
-        cumulative_BV = log_probs_BV.exp().cumsum(-1, dtype=torch.float64)
-        total_B = cumulative_BV[:, -1]
-        points_B = torch.minimum(points_B * total_B, total_B.nextafter(torch.zeros_like(total_B)))
-        token_B1 = torch.searchsorted(cumulative_BV, points_B.unsqueeze(1), right=True).clamp_(
-            max=logits_BV.shape[1] - 1
-        )
+        token_B1 = inverse(log_probs_BV.exp().double(), points_B1)
     return token_B1.squeeze(1), log_probs_BV.gather(1, token_B1).squeeze(1).float()
-
-
-@contextmanager
-def _inference(model: nn.Module) -> Iterator[None]:
-    """Without gradients, in evaluation mode (no router jitter, no expert capacity)."""
-    training = model.training
-    if training:
-        model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        if training:
-            model.train()

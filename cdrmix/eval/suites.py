@@ -1,0 +1,146 @@
+"""Evaluation suites: one interface, one registry, and results with intervals that print as a table or as JSON.
+
+A suite is one entry of SUITES. A file in this package or a plugin can add one:
+
+    @SUITES("length")
+    def length(subject: Subject, options: SuiteOptions, say: Callable[[str], None]) -> SuiteResult:
+        texts = subject.generate([""], samples=options.samples, sampling=Writing(max_new_tokens=64, seed=options.seed))
+        ...
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import cdrmix.eval
+from cdrmix.errors import ConfigError
+from cdrmix.registry import Registry, nearest
+
+
+@dataclass(frozen=True)
+class Writing:
+    """How a suite lets a model write. Sample i of a prompt has the seed + i. The others are as in cdrmix.Sampling."""
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    seed: int = 1
+    stop: Sequence[str] = ()
+    top_p: float = 1.0
+
+
+class Generate(Protocol):
+    """Continues each prompt `samples` times; a list of that many texts for each prompt.
+
+    The last token of a prompt may be replaced by one that begins with it (`TextModel.sample`, heal).
+    """
+
+    def __call__(self, prompts: Sequence[str], samples: int, writing: Writing) -> list[list[str]]: ...
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model that suites measure. name: for messages.
+
+    held_out, training: the documents of the prepared text of the model. They raise CdrmixError if it has none.
+    """
+
+    name: str
+    generate: Generate
+    held_out: Callable[[], Iterator[str]]
+    training: Callable[[], Iterator[str]]
+
+
+@dataclass(frozen=True)
+class SuiteOptions:
+    """Options of all suites; each uses those that it needs.
+
+    samples: texts for each problem. limit: problems of each set; None: all. sets: a folder with wheels of data sets, in
+    addition to installed packages. seconds, megabytes, allow_unsafe: of the sandbox.
+    """
+
+    seed: int = 1
+    samples: int = 1
+    limit: int | None = None
+    temperature: float = 0.2
+    max_new_tokens: int = 256
+    sets: Path | None = None
+    seconds: float = 10.0
+    megabytes: int = 512
+    allow_unsafe: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ConfigError(f"--temperature must be finite and at least 0; found {self.temperature}")
+        if self.samples > 1 and self.temperature == 0:
+            raise ConfigError("--samples needs a --temperature above 0: at 0 all samples of a problem are the same")
+        if self.sets is not None and not self.sets.is_dir():
+            raise ConfigError(f"--sets {self.sets}: there is no such folder; name one with the wheels of the data sets")
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A figure of a suite. low, high: its 95 % interval. count: problems.
+
+    problem: why it was not measured, with the remedy; value is None then.
+    """
+
+    name: str
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+    count: int = 0
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class SuiteResult:
+    """The figures of one suite. facts: what they depend on, as JSON data. notes: for readers."""
+
+    suite: str
+    measures: tuple[Measure, ...]
+    facts: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields as JSON data."""
+        return {
+            "suite": self.suite,
+            "measures": [vars(measure) for measure in self.measures],
+            "facts": self.facts,
+            "notes": list(self.notes),
+        }
+
+    def table(self) -> str:
+        """The figures as aligned lines, with the reasons for what was not measured, and the notes."""
+        width = max(len(measure.name) for measure in self.measures) + 2
+        lines = [f"{self.suite:<{width}}{'value':>9}{'95 % interval':>18}{'problems':>10}"]
+        for measure in self.measures:
+            if measure.value is None:
+                lines.append(f"{measure.name:<{width}}{'-':>9}  not measured: {measure.problem}")
+                continue
+            known = measure.low is not None and measure.high is not None
+            interval = f"{measure.low:.3f} to {measure.high:.3f}" if known else "-"
+            lines.append(f"{measure.name:<{width}}{measure.value:>9.3f}{interval:>18}{measure.count:>10,}")
+        return "\n".join([*lines, *self.notes])
+
+
+Suite = Callable[[Subject, SuiteOptions, Callable[[str], None]], SuiteResult]
+SUITES = Registry[Suite]("suite")
+
+
+def suites(asked: Sequence[str]) -> list[str]:
+    """The suites with these names, each once. Raises ConfigError for an unknown name, with the nearest and all."""
+    for module in pkgutil.iter_modules(cdrmix.eval.__path__):
+        importlib.import_module(f"cdrmix.eval.{module.name}")
+    known = SUITES.names()
+    for name in asked:
+        if name not in known:
+            close = nearest(name, known)
+            hint = f"; did you mean {close!r}?" if close else "."
+            raise ConfigError(f"--suite: there is no suite {name!r}{hint} The suites are {', '.join(known)}.")
+    return list(dict.fromkeys(asked))

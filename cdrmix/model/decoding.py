@@ -1,0 +1,132 @@
+"""Continues many rows token by token: prefill of prompts of any lengths, repeated states, one token for every row.
+
+A prompt is read once, and any number of rows continue from its state. A row that has ended is taken out of the batch.
+The bits of a row do not depend on the other rows on a CPU whose products run on one thread (`runtime.be_deterministic`,
+`kernels/common/products.py`).
+
+Shapes: B rows, L tokens of a prompt, D the width of the model, V the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from cdrmix.model.cache import concatenated, select
+from cdrmix.model.causal import CausalModel
+from cdrmix.runtime import threads_for
+
+PREFILL_TOKENS = 4096  # of prompts that are read in one forward pass
+SHORTEST_PIECE = 64  # tokens a row of such a pass, of however many rows
+# Multiplications of a product [B, D] x [D, D] up to which one CPU thread computes it, in some 0.2 ms. A second thread
+# saves half of that on an idle machine, and on a busy one costs milliseconds.
+ONE_THREAD = 1 << 22
+
+
+class Prefix(NamedTuple):
+    """The state after the tokens so far: the logits [B, V] of the next token, and the cache."""
+
+    logits_BV: Tensor
+    cache: Any
+
+
+def prefill(model: CausalModel, prompts_BL: Tensor, cache: Any = None) -> Prefix:
+    """Reads prompts of one length in one pass, from the state `cache` if it is given. The cache is not changed."""
+    return _read(model, prompts_BL, cache)
+
+
+def prefill_rows(model: CausalModel, prompts: Sequence[Sequence[int]]) -> Prefix:
+    """Reads prompts of any lengths, none of them empty: short ones together as packed documents, long ones in pieces.
+
+    Pieces bound the memory: only the keys and values of attention grow with the length of a prompt.
+    The prompts have one length if the model's `batching` is "length", and there is one if it is "row".
+    """
+    device = next(model.parameters()).device
+    if len({len(ids) for ids in prompts}) == 1:
+        ids_BT, cache, prefix = torch.tensor([list(ids) for ids in prompts], device=device), None, None
+        for piece_BT in ids_BT.split(max(SHORTEST_PIECE, PREFILL_TOKENS // len(prompts)), dim=1):
+            prefix = _read(model, piece_BT, cache)
+            cache = prefix.cache
+        assert prefix is not None
+        return prefix
+    parts = []
+    for pack in _packs(prompts):
+        if len(pack) == 1:
+            parts.append(prefill_rows(model, pack))
+            continue
+        bounds = torch.tensor([0, *accumulate(map(len, pack))], dtype=torch.int32, device=device)
+        ids_1T = torch.tensor([[token for ids in pack for token in ids]], device=device)
+        parts.append(_read(model, ids_1T, None, bounds))
+    logits, caches = zip(*parts, strict=True)
+    return Prefix(torch.cat(logits), concatenated(*caches))
+
+
+def repeat(prefix: Prefix, times: int) -> Prefix:
+    """Every row `times` times, in neighbouring rows: the start of several continuations of each prompt."""
+    return take(prefix, [row for row in range(len(prefix.logits_BV)) for _ in range(times)])
+
+
+def take(prefix: Prefix, rows: Sequence[int]) -> Prefix:
+    """The rows with these numbers, in this order; a row may be repeated or left out."""
+    if list(rows) == list(range(len(prefix.logits_BV))):
+        return prefix
+    chosen = torch.tensor(rows, device=prefix.logits_BV.device, dtype=torch.int64)
+    return Prefix(prefix.logits_BV[chosen], select(prefix.cache, chosen))
+
+
+def advance(model: CausalModel, tokens_B: Tensor, cache: Any) -> Prefix:
+    """Reads one token for every row."""
+    return _read(model, tokens_B.unsqueeze(1), cache)
+
+
+def _packs(prompts: Sequence[Sequence[int]]) -> list[list[Sequence[int]]]:
+    """Groups the prompts in their order, up to PREFILL_TOKENS tokens a group. A longer prompt is a group of its own."""
+    packs: list[list[Sequence[int]]] = []
+    left = 0
+    for ids in prompts:
+        if not packs or len(ids) > left:
+            packs.append([])
+            left = PREFILL_TOKENS
+        packs[-1].append(ids)
+        left -= len(ids)
+    return packs
+
+
+def _read(model: CausalModel, ids_BT: Tensor, cache: Any, cu_seqlens: Tensor | None = None) -> Prefix:
+    """The state after the last token of each row, or of each packed document."""
+    # Not around a generator of tokens: an abandoned generator would leave these contexts at exit.
+    with evaluating(model), few_threads(model, ids_BT.numel()):
+        output = model(ids_BT, cache=cache, return_cache=True, cu_seqlens=cu_seqlens)
+        hidden = output.hidden_BTD
+        last = hidden[:, -1] if cu_seqlens is None else hidden.flatten(0, 1)[cu_seqlens[1:].long() - 1]
+        return Prefix(model.logits(last), output.cache)
+
+
+@contextmanager
+def evaluating(model: CausalModel) -> Iterator[None]:
+    """Without gradients, in evaluation mode (no router jitter, no expert capacity)."""
+    training = isinstance(model, nn.Module) and model.training
+    if training:
+        model.eval()  # type: ignore[attr-defined]  # an nn.Module
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        if training:
+            model.train()  # type: ignore[attr-defined]
+
+
+@contextmanager
+def few_threads(model: CausalModel, tokens: int) -> Iterator[None]:
+    """Within it, one CPU thread for products of so few tokens that a second one saves little (ONE_THREAD).
+
+    Measured on two busy cores: a token of 32 rows of core-tiny takes 25 ms with one thread and 770 ms with two.
+    """
+    width = next(model.parameters()).shape[-1]  # of the embedding
+    with threads_for(1 if tokens * width * width <= ONE_THREAD else tokens):
+        yield
