@@ -19,6 +19,7 @@ import torch
 import cdrmix
 from cdrmix.inference.generate import Row, TextStream, decode
 from cdrmix.inference.sampling import Sampling, draw
+from cdrmix.model.mixers.base import MIXERS
 
 ROOT = Path(__file__).parents[1]
 TOY = [
@@ -296,6 +297,7 @@ def test_the_examples_of_the_documentation_run(run: Path, tmp_path: Path, monkey
     examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len(examples) == 6
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(MIXERS, "_entries", dict(MIXERS._entries))  # an example registers a mixer
     names: dict[str, Any] = {}  # the examples of a page continue each other
     for example in examples:
         exec(example, names)
