@@ -18,7 +18,13 @@ import torch
 
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
-from cdrmix.kernels.common.products import COLUMNS, is_wide, multiply_on_one_thread, set_num_threads
+from cdrmix.kernels.common.products import (
+    COLUMNS,
+    is_wide,
+    multiply_on_all_threads,
+    multiply_on_one_thread,
+    set_num_threads,
+)
 from cdrmix.ops.backend import check_served
 
 BF16_CAPABILITY = (8, 0)  # lowest compute capability with bfloat16 products (Ampere)
@@ -91,7 +97,7 @@ def work_alone(config: Config, wanted: str | None = None) -> torch.device:
     """
     device = device_type(config.run.device) if wanted is None else device_type(wanted, "device")
     set_num_threads(threads(config, 1))
-    be_deterministic()
+    be_deterministic(any_threads=config.model.kind == "cdrmix")
     return torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
 
 
@@ -100,8 +106,12 @@ def threads(config: Config, processes: int) -> int:
     return config.run.threads or max(1, len(os.sched_getaffinity(0)) // processes)
 
 
-def be_deterministic() -> None:
-    """Makes PyTorch refuse operations whose result depends on timing or, on a CPU, on the number of threads."""
+def be_deterministic(*, any_threads: bool = True) -> None:
+    """Makes PyTorch refuse operations whose result depends on timing.
+
+    any_threads: on a CPU, run products on one MKL thread, so that no bit of a model of this package depends on the
+    number of threads. False for models of transformers, which have other sums that depend on it: all threads.
+    """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     os.environ.setdefault("NCCL_ALGO", "Ring")  # one order of summation
     # Equals torch.use_deterministic_algorithms(True), which also imports torch.compile's compiler and takes 1 s longer;
@@ -110,7 +120,10 @@ def be_deterministic() -> None:
     # That setting also fills each torch.empty, which costs a pass over memory. cdrmix never reads such values.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
-    multiply_on_one_thread()
+    if any_threads:
+        multiply_on_one_thread()
+    else:
+        multiply_on_all_threads()
 
 
 @contextmanager

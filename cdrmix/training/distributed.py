@@ -93,7 +93,7 @@ def join(config: Config) -> DistributedContext:
     rank, size, local_rank = rank_size_local_rank()
     device = _device(config, local_rank)
     set_num_threads(threads(config, int(os.environ.get("LOCAL_WORLD_SIZE", size))))
-    be_deterministic()
+    be_deterministic(any_threads=config.model.kind == "cdrmix")
     keep_freed_memory()
     _join_process_group(rank, size, local_rank, device)
     return DistributedContext(rank, size, local_rank, device)

@@ -40,6 +40,14 @@ def multiply_on_one_thread() -> bool:
     return True
 
 
+def multiply_on_all_threads() -> None:
+    """Ends `multiply_on_one_thread` in this thread."""
+    if multiplies_on_one_thread():
+        assert _set_mkl_threads is not None
+        _set_mkl_threads(0)  # MKL's number for all threads of the process, which torch.set_num_threads sets
+        _here.one_thread = False
+
+
 def set_num_threads(number: int) -> None:
     """torch.set_num_threads, which also sets MKL's number; `multiply_on_one_thread` stays in force in this thread."""
     torch.set_num_threads(number)

@@ -1,0 +1,21 @@
+"""Continued pretraining forgets: 5 % of the old text keeps at least half of what is lost without it."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+replay: Any = importlib.import_module("trainer_replay")
+
+
+@pytest.mark.slow
+def test_five_percent_of_the_old_text_halves_what_is_forgotten(tmp_path: Path) -> None:
+    """The configurations of cpt-tiny with fewer steps; benchmarks/trainer_replay.py has all steps and five seeds."""
+    common = [f"run.root={tmp_path}", f"data.cache={tmp_path / 'cache'}", "train.evaluate_every=1000"]
+    with_replay, without, cost = replay.rises(4, [*common, "train.steps=200"], ["train.steps=300"])
+    assert without > 0.2, "nothing was forgotten, so the comparison says nothing"
+    assert with_replay <= without / 2
+    assert cost <= 0.02
