@@ -79,8 +79,8 @@ class Run(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of this run. auto: a GPU if PyTorch can use one, otherwise the CPU."""
     threads: NonNegativeInt = 0
-    """CPU threads of a process. 0: the run measures its own steps and selects the fastest number; models of transformers
-    take all cores. With float32 it changes no bit of a model of cdrmix."""
+    """CPU threads of a process. 0: the run measures its own steps and selects the fastest number; models of
+    transformers take all cores. With float32 it changes no bit of a model of cdrmix."""
 
 
 class Attention(Section):

@@ -9,6 +9,7 @@ import shutil
 import stat
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -450,8 +451,9 @@ def test_drawing_obeys_temperature_top_k_and_top_p() -> None:
     logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
 
     def counts(sampling: Sampling, draws: int = 4000) -> list[float]:
-        random = torch.Generator().manual_seed(0)
-        found = torch.tensor([draw(logits, sampling, random) for _ in range(draws)])
+        found = torch.tensor(
+            draw(logits.expand(draws, -1), [Row([0], replace(sampling, seed=n)) for n in range(draws)])
+        )
         return (torch.bincount(found, minlength=4) / draws).tolist()
 
     sigma = (0.25 / 4000) ** 0.5  # of a frequency, at most
@@ -464,6 +466,17 @@ def test_drawing_obeys_temperature_top_k_and_top_p() -> None:
     sharp = [0.25, 0.09, 0.0225, 0.0025]
     expected = [weight / sum(sharp) for weight in sharp]
     assert counts(Sampling(temperature=0.5, top_p=1.0)) == pytest.approx(expected, abs=4 * sigma)
+    assert counts(Sampling(temperature=1, top_p=1.0, min_p=0.5)) == pytest.approx([0.625, 0.375, 0, 0], abs=4 * sigma)
+
+
+def test_rows_with_other_sampling_do_not_change_what_a_row_draws() -> None:
+    logits_BV = torch.randn(6, 50, generator=torch.Generator().manual_seed(1))
+    kinds = [{}, {"temperature": 0.0}, {"top_k": 3}, {"min_p": 0.1}, {"repetition_penalty": 1.5}, {"top_p": 0.4}]
+    samplings = [Sampling(**{"temperature": 1.0, "top_p": 1.0, "seed": 3} | kind) for kind in kinds]  # type: ignore[arg-type]
+    rows = lambda: [Row([7, 9], sampling) for sampling in samplings]  # noqa: E731
+    together = draw(logits_BV, rows())
+    assert together == [draw(logits_BV[n : n + 1], [row])[0] for n, row in enumerate(rows())]
+    assert draw(logits_BV, [Row([7], sampling, first=[41]) for sampling in samplings]) == [41] * 6
 
 
 @pytest.mark.parametrize(
