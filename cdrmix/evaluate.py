@@ -112,11 +112,14 @@ def evaluate_suites(
     overrides: Sequence[str] = (),
     *,
     options: SuiteOptions | None = None,
+    batch_size: int = 32,
+    max_length: int | None = None,
     device: str | None = None,
 ) -> list[SuiteResult]:
     """The results of evaluation suites on a run, checkpoint, export folder, or folder of transformers.
 
     names: of `cdrmix.eval.suites.SUITES`. config_path, overrides: the text of the model, as of `evaluate_model`.
+    batch_size: sequences in one forward pass of log-likelihoods. max_length: as of `evaluate_harness`.
     Progress goes to standard error.
     Raises ConfigError for an unknown suite, and if a suite cannot measure anything here.
     """
@@ -139,7 +142,22 @@ def evaluate_suites(
         chosen = shards.train if split == "train" else shards.valid
         return (each.decode("utf-8", errors="replace") for each in chosen.text())
 
-    subject = Subject(str(model), generate, lambda: documents("valid"), lambda: documents("train"))
+    scorer = HarnessModel(
+        loaded.model,
+        loaded.tokenizer,
+        begins=prompts_begin(loaded),
+        max_length=max_length or loaded.config.data.row_length,
+        batch_size=batch_size,
+        say=to_standard_error,
+    )
+    subject = Subject(
+        str(model),
+        generate,
+        lambda: documents("valid"),
+        lambda: documents("train"),
+        likelihoods=lambda pairs: scorer.likelihoods([scorer.pair(*pair) for pair in pairs]),
+        max_length=scorer.max_length,
+    )
     return [SUITES[name](subject, options or SuiteOptions(), to_standard_error) for name in chosen]
 
 

@@ -15,7 +15,7 @@ import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import cdrmix.eval
 from cdrmix.errors import ConfigError
@@ -42,17 +42,35 @@ class Generate(Protocol):
     def __call__(self, prompts: Sequence[str], samples: int, writing: Writing) -> list[list[str]]: ...
 
 
+class Likelihood(NamedTuple):
+    """Of a continuation: the sum of the log-probabilities of its tokens in nats, and whether each is the likeliest.
+
+    cut: whether the model did not read the beginning of the context, because it was too long.
+    """
+
+    nats: float
+    greedy: bool
+    cut: bool = False
+
+
+Likelihoods = Callable[[Sequence[tuple[str, str]]], list[Likelihood]]  # of pairs (context, continuation)
+
+
 @dataclass(frozen=True)
 class Subject:
     """The model that suites measure. name: for messages.
 
     held_out, training: the documents of the prepared text of the model. They raise CdrmixError if it has none.
+    likelihoods: of continuations; it raises CdrmixError for one that is empty or too long. None: not available.
+    max_length: tokens that it reads at most.
     """
 
     name: str
     generate: Generate
     held_out: Callable[[], Iterator[str]]
     training: Callable[[], Iterator[str]]
+    likelihoods: Likelihoods | None = None
+    max_length: int | None = None
 
 
 @dataclass(frozen=True)
