@@ -1,7 +1,7 @@
-"""The suite `choices`: HellaSwag, ARC, PIQA, WinoGrande, BoolQ, SciQ, LAMBADA and MMLU by log-likelihoods, no examples.
+"""The suite `choices`: HellaSwag, ARC, PIQA, WinoGrande, BoolQ, SciQ, LAMBADA and MMLU by log-likelihoods, zero-shot.
 
 The prompts and the metrics are those of the tasks of lm-eval 0.4.13 with the same documents (TASKS names them).
-accuracy: the share of items whose right answer has the greatest log-likelihood; of LAMBADA, whose word is the greedy one.
+accuracy: the share of items whose right answer has the greatest log-likelihood; of LAMBADA, whose word is greedy.
 accuracy_norm: the same for log-likelihood / characters of the answer, of the sets for which lm-eval has it.
 bits_per_byte: the mean over items of -log2(probability of the right answer) / UTF-8 bytes of the answer, without the
     space before it (arXiv 2508.13144). Below 1B parameters it tells more than accuracy, which is near chance.
@@ -59,7 +59,7 @@ class Result(NamedTuple):
 class Task(NamedTuple):
     """A set of questions. normalised: whether it has accuracy_norm. split: of the published set.
 
-    lm_eval: the task with the same prompts. Only if `test` differs from the split of that task, it has other documents.
+    lm_eval: the task with the same prompts.
     """
 
     data_set: DataSet
@@ -252,7 +252,5 @@ def _notes(facts: dict[str, dict[str, Any]], subject: Subject) -> list[str]:
     cut = ", ".join(f"{name} {fact['cut']:,}" for name, fact in facts.items() if fact["cut"])
     notes = [f"accuracy by chance: {chance}"]
     if cut:
-        notes.append(
-            f"items whose beginning was cut, because the model reads {subject.max_length:,} tokens (--max-length): {cut}"
-        )
+        notes.append(f"items whose beginning was cut, as the model reads {subject.max_length:,} tokens: {cut}")
     return notes
