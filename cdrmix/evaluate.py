@@ -13,6 +13,7 @@ from cdrmix.data.prepare import prepare
 from cdrmix.data.shards import ShardSet
 from cdrmix.errors import ConfigError
 from cdrmix.eval.changes import changes, text_table
+from cdrmix.eval.documents import DocumentScores, score_documents
 from cdrmix.eval.evaluation import Scores, evaluate_by_length, evaluations
 from cdrmix.eval.perplexity import HeldOut, held_out
 from cdrmix.eval.suites import SUITES, Subject, SuiteOptions, SuiteResult, Writing, suites
@@ -150,6 +151,11 @@ def evaluate_suites(
         batch_size=batch_size,
         say=to_standard_error,
     )
+
+    def scored() -> DocumentScores:
+        shards, config = _text_of(model, loaded, config_path, overrides)
+        return score_documents(loaded.loss_model(), shards.valid, **_rows(config))
+
     subject = Subject(
         str(model),
         generate,
@@ -157,6 +163,7 @@ def evaluate_suites(
         lambda: documents("train"),
         likelihoods=lambda pairs: scorer.likelihoods([scorer.pair(*pair) for pair in pairs]),
         max_length=scorer.max_length,
+        documents=scored,
     )
     return [SUITES[name](subject, options or SuiteOptions(), to_standard_error) for name in chosen]
 
@@ -211,8 +218,11 @@ def evaluate_harness(
 
 def measure(loaded: Trained, shards: ShardSet, config: Config) -> HeldOut:
     """The results of a model on the held-out split of shards."""
-    rows = {"row_length": config.data.row_length, "micro_batch_rows": config.train.micro_batch_rows}
-    return held_out(loaded.loss_model(), shards.valid, **rows)
+    return held_out(loaded.loss_model(), shards.valid, **_rows(config))
+
+
+def _rows(config: Config) -> dict[str, int]:
+    return {"row_length": config.data.row_length, "micro_batch_rows": config.train.micro_batch_rows}
 
 
 def to_standard_error(text: str) -> None:

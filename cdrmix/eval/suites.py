@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 import cdrmix.eval
 from cdrmix.errors import ConfigError
+from cdrmix.eval.documents import DocumentScores
 from cdrmix.registry import Registry, nearest
 
 
@@ -62,7 +63,7 @@ class Subject:
 
     held_out, training: the documents of the prepared text of the model. They raise CdrmixError if it has none.
     likelihoods: of continuations; it raises CdrmixError for one that is empty or too long. None: not available.
-    max_length: tokens that it reads at most.
+    max_length: tokens that it reads at most. documents: the scores of the held-out documents; None: not available.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Subject:
     training: Callable[[], Iterator[str]]
     likelihoods: Likelihoods | None = None
     max_length: int | None = None
+    documents: Callable[[], DocumentScores] | None = None
 
 
 @dataclass(frozen=True)
