@@ -20,6 +20,7 @@ from cdrmix.eval.suites import SUITES, Subject, SuiteOptions, SuiteResult, Writi
 from cdrmix.hf.harness import HarnessScores, check_installed, evaluate_with_harness
 from cdrmix.hf.harness_model import HarnessModel, prompts_begin
 from cdrmix.hf.load import LoadedForeign, is_plain, load_alone
+from cdrmix.hf.tool_prompts import ToolFormat
 from cdrmix.inference.generate import generate
 from cdrmix.inference.load import Loaded, Trained, run_of, tokenizer_file
 from cdrmix.inference.sampling import Sampling
@@ -46,7 +47,7 @@ def _text_of(
     """The prepared text of a model, or of config_path and overrides with its tokenizer, and the configuration."""
     if config_path is None and is_plain(model):
         raise ConfigError(f"{model} is not of cdrmix, so it has no text of its own: name a configuration by --config")
-    folder = model if (model / "tokenizer.json").is_file() else run_of(model).path
+    folder = _folder(model)
     config = Config.from_yaml(config_path or folder / "config_snapshot.yaml", overrides)
     if config.data == loaded.config.data and not (config_path or overrides) and _base_exists(config):
         shards = prepare(config, say=to_standard_error)
@@ -164,8 +165,22 @@ def evaluate_suites(
         likelihoods=lambda pairs: scorer.likelihoods([scorer.pair(*pair) for pair in pairs]),
         max_length=scorer.max_length,
         documents=scored,
+        tools=_tool_format(model, loaded),
     )
     return [SUITES[name](subject, options or SuiteOptions(), to_standard_error) for name in chosen]
+
+
+def _tool_format(model: Path, loaded: Loaded | LoadedForeign) -> ToolFormat | None:
+    """The format of a model for tools; None without a chat template that writes them."""
+    try:
+        return ToolFormat(loaded, loaded.folder if isinstance(loaded, LoadedForeign) else _folder(model))
+    except ConfigError:
+        return None
+
+
+def _folder(model: Path) -> Path:
+    """The export, or the run of a checkpoint."""
+    return model if (model / "tokenizer.json").is_file() else run_of(model).path
 
 
 def evaluate_harness(
