@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 import zipfile
@@ -12,6 +13,7 @@ from typing import Any
 import lm_eval.tasks
 import pyarrow
 import pytest
+from lm_eval.api.instance import Instance
 from lm_eval.evaluator import evaluate, simple_evaluate
 from lm_eval.tasks import TaskManager
 
@@ -268,6 +270,33 @@ def test_lm_eval_knows_the_model(
                 [x for x, _ in theirs["filtered_resps"]], rel=1e-6
             )
             assert ours["acc"] == theirs["acc"]
+
+
+def test_other_requests_of_lm_eval(toy_run: Path, model: HarnessModel) -> None:
+    made = adapter.model_class().create_from_arg_string(f"path={toy_run / 'export'},max_length=32,batch_size=2")
+    texts = [("def f1(x):\n    return x + 1\n" * 4,), ("print(f1(2))",)]
+    asked = [("def f2(x):", {"until": ["\n\n"], "max_gen_toks": 9}), ("", {"until": [], "max_gen_toks": 5})]
+    for kind, arguments in (("loglikelihood_rolling", texts), ("generate_until", asked)):
+        requests = [Instance(kind, {}, each, number) for number, each in enumerate(arguments)]
+        found, expected = (getattr(each, kind)(requests) for each in (made, language_model(model)))
+        assert found == (pytest.approx(expected, rel=1e-6) if kind == "loglikelihood_rolling" else expected)
+        assert len(found) == 2
+
+
+def test_command_line_of_lm_eval(
+    toy_run: Path, sets: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the index of all its tasks, which takes lm-eval 20 s."""
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.setenv(name, "1")  # as the command sets it, and undone
+    few = functools.partial(TaskManager, include_defaults=False)
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", few)
+    options = ["--tasks", "own_piqa", "--include_path", str(sets), "--batch_size", "4", "--limit", "2"]
+    command = ["--model", "cdrmix", *options, "--model_args"]
+    assert adapter.main([*command, f"path={toy_run / 'export'}"]) == 0
+    assert "|own_piqa|" in capsys.readouterr().out.replace(" ", "")
+    assert adapter.main([*command, "path=/no/where"]) == 5
+    assert "cdrmix: error: /no/where" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
