@@ -15,10 +15,16 @@ import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import cdrmix.eval
+from cdrmix.config.schema import Config
+from cdrmix.data.shards import ShardSet
+from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import ConfigError
+from cdrmix.eval.evaluation import Answerer
+from cdrmix.model.causal import CausalModel
+from cdrmix.model.loss import LossModule
 from cdrmix.registry import Registry, nearest
 
 
@@ -42,17 +48,68 @@ class Generate(Protocol):
     def __call__(self, prompts: Sequence[str], samples: int, writing: Writing) -> list[list[str]]: ...
 
 
+class Likelihood(NamedTuple):
+    """Of a continuation: the sum of the log-probabilities of its tokens in nats, and whether each is the likeliest.
+
+    cut: whether the model did not read the beginning of the context, because it was too long.
+    """
+
+    nats: float
+    greedy: bool
+    cut: bool = False
+
+
+Likelihoods = Callable[[Sequence[tuple[str, str]]], list[Likelihood]]  # of pairs (context, continuation)
+Decode = Callable[[Sequence[Sequence[int]], int], Iterator[tuple[int, int]]]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The model itself, for suites that need more than its text.
+
+    config, step: of its training; config.data.row_length is the length of its rows in tokens.
+    answer: greedy answers to prompts, each with its most new tokens, in batches, as of `cdrmix eval --tasks`.
+    decode: (prompts as token ids, new tokens) -> (number of the prompt, token id), one at a time, greedy, beyond the
+        end of a text too.
+    loss_model: makes the model with its loss, which reports its routers.
+    text: the prepared text and its configuration. Raises CdrmixError if there is none.
+    own_text: whether that is the text of its training, and not one that the user named.
+    """
+
+    model: CausalModel
+    tokenizer: TextTokenizer
+    config: Config
+    step: int
+    answer: Answerer
+    decode: Decode
+    loss_model: Callable[[], LossModule]
+    text: Callable[[], tuple[ShardSet, Config]]
+    own_text: bool
+
+
 @dataclass(frozen=True)
 class Subject:
     """The model that suites measure. name: for messages.
 
     held_out, training: the documents of the prepared text of the model. They raise CdrmixError if it has none.
+    likelihoods: of continuations; it raises CdrmixError for one that is empty or too long. None: not available.
+    max_length: tokens that it reads at most.
+    parts: None for a writer that is no model.
     """
 
     name: str
     generate: Generate
     held_out: Callable[[], Iterator[str]]
     training: Callable[[], Iterator[str]]
+    likelihoods: Likelihoods | None = None
+    max_length: int | None = None
+    parts: Parts | None = None
+
+    def model_parts(self, suite: str) -> Parts:
+        """The parts. Raises ConfigError, naming the suite, if there are none."""
+        if self.parts is None:
+            raise ConfigError(f"--suite {suite} needs a model with its weights; {self.name} only writes text")
+        return self.parts
 
 
 @dataclass(frozen=True)
@@ -60,7 +117,8 @@ class SuiteOptions:
     """Options of all suites; each uses those that it needs.
 
     samples: texts for each problem. limit: problems of each set; None: all. sets: a folder with wheels of data sets, in
-    addition to installed packages. seconds, megabytes, allow_unsafe: of the sandbox.
+    addition to installed packages. seconds, megabytes, allow_unsafe: of the sandbox. canaries, policy, verbatim_tokens: of
+    the suite leak.
     """
 
     seed: int = 1
@@ -72,6 +130,9 @@ class SuiteOptions:
     seconds: float = 10.0
     megabytes: int = 512
     allow_unsafe: bool = False
+    canaries: Path | None = None
+    policy: Path | None = None
+    verbatim_tokens: int = 32
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -80,11 +141,14 @@ class SuiteOptions:
             raise ConfigError("--samples needs a --temperature above 0: at 0 all samples of a problem are the same")
         if self.sets is not None and not self.sets.is_dir():
             raise ConfigError(f"--sets {self.sets}: there is no such folder; name one with the wheels of the data sets")
+        for name, path in (("canaries", self.canaries), ("policy", self.policy)):
+            if path is not None and not path.is_file():
+                raise ConfigError(f"--{name} {path}: there is no such file; name one with a JSON object on each line")
 
 
 @dataclass(frozen=True)
 class Measure:
-    """A figure of a suite. low, high: its 95 % interval. count: problems.
+    """A figure of a suite. low, high: its 95 % interval; high alone: a 95 % bound. count: problems or other items.
 
     problem: why it was not measured, with the remedy; value is None then.
     """
@@ -118,13 +182,13 @@ class SuiteResult:
     def table(self) -> str:
         """The figures as aligned lines, with the reasons for what was not measured, and the notes."""
         width = max(len(measure.name) for measure in self.measures) + 2
-        lines = [f"{self.suite:<{width}}{'value':>9}{'95 % interval':>18}{'problems':>10}"]
+        lines = [f"{self.suite:<{width}}{'value':>9}{'95 % interval':>18}{'count':>10}"]
         for measure in self.measures:
             if measure.value is None:
                 lines.append(f"{measure.name:<{width}}{'-':>9}  not measured: {measure.problem}")
                 continue
-            known = measure.low is not None and measure.high is not None
-            interval = f"{measure.low:.3f} to {measure.high:.3f}" if known else "-"
+            low = "" if measure.low is None else f"{measure.low:.3f} "
+            interval = "-" if measure.high is None else f"{low}to {measure.high:.3f}"
             lines.append(f"{measure.name:<{width}}{measure.value:>9.3f}{interval:>18}{measure.count:>10,}")
         return "\n".join([*lines, *self.notes])
 
