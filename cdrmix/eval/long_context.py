@@ -3,7 +3,7 @@
 The questions are those of `cdrmix eval --tasks ruler,babilong,mqar`, and so are the scores.
 TASK_1x, TASK_2x, TASK_4x: the mean score of a task; the rows in training had 1x tokens.
 accuracy_1x, accuracy_2x, accuracy_4x: the mean over all tasks that have questions of the three lengths.
-Intervals: Wilson's, 95 %. A score is a share from 0 to 1, whose variance is at most that of a right or wrong answer with
+Intervals: Wilson's, 95 %. A score is a share from 0 to 1. Its variance is at most that of a right or wrong answer with
 the same mean, so for such scores the interval is rather too wide.
 """
 

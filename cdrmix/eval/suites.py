@@ -117,8 +117,8 @@ class SuiteOptions:
     """Options of all suites; each uses those that it needs.
 
     samples: texts for each problem. limit: problems of each set; None: all. sets: a folder with wheels of data sets, in
-    addition to installed packages. seconds, megabytes, allow_unsafe: of the sandbox. canaries, policy, verbatim_tokens: of
-    the suite leak.
+    addition to installed packages. seconds, megabytes, allow_unsafe: of the sandbox.
+    canaries, policy, verbatim_tokens: of the suite leak.
     """
 
     seed: int = 1
