@@ -14,6 +14,7 @@ from cdrmix.data.prepare import prepare
 from cdrmix.data.shards import ShardSet
 from cdrmix.errors import ConfigError
 from cdrmix.eval.changes import changes, text_table
+from cdrmix.eval.documents import DocumentScores, score_documents
 from cdrmix.eval.evaluation import Answerer, Scores, evaluate_by_length, evaluations
 from cdrmix.eval.perplexity import HeldOut, held_out
 from cdrmix.eval.suites import SUITES, Parts, Subject, SuiteOptions, SuiteResult, Writing, suites
@@ -118,11 +119,14 @@ def evaluate_suites(
     overrides: Sequence[str] = (),
     *,
     options: SuiteOptions | None = None,
+    batch_size: int = 32,
+    max_length: int | None = None,
     device: str | None = None,
 ) -> list[SuiteResult]:
     """The results of evaluation suites on a run, checkpoint, export folder, or folder of transformers.
 
     names: of `cdrmix.eval.suites.SUITES`. config_path, overrides: the text of the model, as of `evaluate_model`.
+    batch_size: sequences in one forward pass of log-likelihoods. max_length: as of `evaluate_harness`.
     Progress goes to standard error.
     Raises ConfigError for an unknown suite, and if a suite cannot measure anything here.
     """
@@ -164,7 +168,29 @@ def evaluate_suites(
         text=prepared,
         own_text=config_path is None and not overrides,
     )
-    subject = Subject(str(model), generate, lambda: documents("valid"), lambda: documents("train"), parts=parts)
+    scorer = HarnessModel(
+        loaded.model,
+        loaded.tokenizer,
+        begins=prompts_begin(loaded),
+        max_length=max_length or loaded.config.data.row_length,
+        batch_size=batch_size,
+        say=to_standard_error,
+    )
+
+    def scored() -> DocumentScores:
+        shards, config = prepared()
+        return score_documents(loaded.loss_model(), shards.valid, **_rows(config))
+
+    subject = Subject(
+        str(model),
+        generate,
+        lambda: documents("valid"),
+        lambda: documents("train"),
+        likelihoods=lambda pairs: scorer.likelihoods([scorer.pair(*pair) for pair in pairs]),
+        max_length=scorer.max_length,
+        documents=scored,
+        parts=parts,
+    )
     return [SUITES[name](subject, options or SuiteOptions(), to_standard_error) for name in chosen]
 
 
@@ -218,8 +244,11 @@ def evaluate_harness(
 
 def measure(loaded: Trained, shards: ShardSet, config: Config) -> HeldOut:
     """The results of a model on the held-out split of shards."""
-    rows = {"row_length": config.data.row_length, "micro_batch_rows": config.train.micro_batch_rows}
-    return held_out(loaded.loss_model(), shards.valid, **rows)
+    return held_out(loaded.loss_model(), shards.valid, **_rows(config))
+
+
+def _rows(config: Config) -> dict[str, int]:
+    return {"row_length": config.data.row_length, "micro_batch_rows": config.train.micro_batch_rows}
 
 
 def to_standard_error(text: str) -> None:

@@ -113,8 +113,8 @@ def latency(subject: Subject, options: SuiteOptions, say: Callable[[str], None])
     if count < enough:
         minutes = enough * seconds / count / 60
         missing = (
-            f"{count} requests; a bound of the 99 % quantile at 95 % confidence needs {enough}: --limit {enough}, about "
-            f"{minutes:.1f} minutes here"
+            f"{count} requests; a bound of the 99 % quantile at 95 % confidence needs {enough}: --limit {enough}, "
+            f"about {minutes:.1f} minutes here"
         )
     measures = (
         Measure("request_p50_ms", quantile(whole, 0.5), *median_interval(whole), count),

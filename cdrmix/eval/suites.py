@@ -22,6 +22,7 @@ from cdrmix.config.schema import Config
 from cdrmix.data.shards import ShardSet
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import ConfigError
+from cdrmix.eval.documents import DocumentScores
 from cdrmix.eval.evaluation import Answerer
 from cdrmix.model.causal import CausalModel
 from cdrmix.model.loss import LossModule
@@ -93,7 +94,7 @@ class Subject:
 
     held_out, training: the documents of the prepared text of the model. They raise CdrmixError if it has none.
     likelihoods: of continuations; it raises CdrmixError for one that is empty or too long. None: not available.
-    max_length: tokens that it reads at most.
+    max_length: tokens that it reads at most. documents: the scores of the held-out documents; None: not available.
     parts: None for a writer that is no model.
     """
 
@@ -103,6 +104,7 @@ class Subject:
     training: Callable[[], Iterator[str]]
     likelihoods: Likelihoods | None = None
     max_length: int | None = None
+    documents: Callable[[], DocumentScores] | None = None
     parts: Parts | None = None
 
     def model_parts(self, suite: str) -> Parts:
@@ -182,15 +184,21 @@ class SuiteResult:
     def table(self) -> str:
         """The figures as aligned lines, with the reasons for what was not measured, and the notes."""
         width = max(len(measure.name) for measure in self.measures) + 2
-        lines = [f"{self.suite:<{width}}{'value':>9}{'95 % interval':>18}{'count':>10}"]
-        for measure in self.measures:
+        intervals = [_interval(measure) for measure in self.measures]
+        wide = max(16, *map(len, intervals)) + 2
+        lines = [f"{self.suite:<{width}}{'value':>9}{'95 % interval':>{wide}}{'count':>10}"]
+        for measure, interval in zip(self.measures, intervals, strict=True):
             if measure.value is None:
                 lines.append(f"{measure.name:<{width}}{'-':>9}  not measured: {measure.problem}")
                 continue
-            low = "" if measure.low is None else f"{measure.low:.3f} "
-            interval = "-" if measure.high is None else f"{low}to {measure.high:.3f}"
-            lines.append(f"{measure.name:<{width}}{measure.value:>9.3f}{interval:>18}{measure.count:>10,}")
+            lines.append(f"{measure.name:<{width}}{measure.value:>9.3f}{interval:>{wide}}{measure.count:>10,}")
         return "\n".join([*lines, *self.notes])
+
+
+def _interval(measure: Measure) -> str:
+    if measure.high is None:
+        return "-"
+    return f"{f'{measure.low:.3f} ' if measure.low is not None else ''}to {measure.high:.3f}"
 
 
 Suite = Callable[[Subject, SuiteOptions, Callable[[str], None]], SuiteResult]
