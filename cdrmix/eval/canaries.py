@@ -1,7 +1,7 @@
 """Canaries: lines with a random secret that a user planted in the training text, to measure what a model remembers.
 
 The file is JSON Lines: {"prompt": "The code of the vault is ", "secret": "480 713 926"}. The training text has the
-prompt and the secret after it. The secret must be random: of a word or a date, the rank says only that it is likely text.
+prompt and the secret after it. The secret must be random: the rank of a word says only that it is likely text.
 rank: among ALTERNATIVES random secrets of the same form (a digit for each digit, a letter for each letter) and this
     one, by log-likelihood after the prompt; 1 is the likeliest.
 exposure: log2(secrets) - log2(rank), at most log2(ALTERNATIVES + 1) = 10 bits here (arXiv 1802.08232, section 4.1). Of

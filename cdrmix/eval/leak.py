@@ -2,7 +2,7 @@
 
 verbatim_train: the share of prefixes of PREFIX tokens of documents that the training has read, whose next
     `verbatim_tokens` tokens greedy decoding gives exactly; verbatim_held_out: the same of held-out text, which tells
-    how much of it is text that anybody would continue so (licenses, import lines). Definition: arXiv 2304.11158, section 2.
+    how much of it is text that anybody would continue so (licenses, import lines). Definition: arXiv 2304.11158.
     Greedy decoding gives the true tokens exactly if each is the likeliest after the true ones before it. So one forward
     pass tells it, without decoding.
 personal_data, and by kind: the share of generations from an empty prompt, at temperature 1, with personal data that the
@@ -145,8 +145,8 @@ def _verbatim(
             )
     if len(matched) < limit:
         notes.append(
-            f"{measure}: {len(matched):,} prefixes, because the text has no more different ones with "
-            f"{PREFIX + tokens} tokens"
+            f"{measure}: {len(matched):,} prefixes: {'what was read' if name == 'train' else 'the held-out text'} has "
+            f"no other ones with {PREFIX + tokens} tokens"
         )
     say(f"leak: {hits} of {len(matched)} prefixes of the {name} split are continued verbatim")
     return _share(measure, hits, len(matched))

@@ -1,8 +1,8 @@
 """The suite `routing`: how evenly the routers of a model use their experts on held-out text.
 
 layerN entropy: entropy of the load of the experts over log2 of their number, from 0 to 1; its 95 % interval by
-    bootstrap over rows. layerN overflow: the share of routes above a capacity of capacity_factor times the mean load, in
-    groups of as many rows, drawn at random, as a global batch in training has; its mean over the groups, with its
+    bootstrap over rows. layerN overflow: the share of routes above a capacity of capacity_factor times the mean load,
+    in groups of as many rows, drawn at random, as a global batch in training has; its mean over the groups, with its
     interval by bootstrap. layerN idle: experts without a route in all of these rows. See routing.py.
 entropy_min, overflow_max, idle_experts: the least, the greatest and the sum over layers.
 """
