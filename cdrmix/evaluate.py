@@ -12,15 +12,16 @@ from cdrmix.config.schema import Config, Model
 from cdrmix.config.schema_data import Tokenizer
 from cdrmix.data.prepare import prepare
 from cdrmix.data.shards import ShardSet
-from cdrmix.errors import ConfigError
+from cdrmix.errors import CdrmixError, ConfigError
 from cdrmix.eval.changes import changes, text_table
 from cdrmix.eval.documents import DocumentScores, score_documents
 from cdrmix.eval.evaluation import Answerer, Scores, evaluate_by_length, evaluations
 from cdrmix.eval.perplexity import HeldOut, held_out
-from cdrmix.eval.suites import SUITES, Parts, Subject, SuiteOptions, SuiteResult, Writing, suites
+from cdrmix.eval.suites import SUITES, Measure, Parts, Subject, SuiteOptions, SuiteResult, Writing, suites
 from cdrmix.hf.harness import HarnessScores, check_installed, evaluate_with_harness
 from cdrmix.hf.harness_model import HarnessModel, prompts_begin
 from cdrmix.hf.load import LoadedForeign, is_plain, load_alone
+from cdrmix.hf.tool_prompts import ToolFormat
 from cdrmix.inference.generate import Row, decode, generate
 from cdrmix.inference.load import Loaded, Trained, run_of, tokenizer_file
 from cdrmix.inference.sampling import Sampling
@@ -47,7 +48,7 @@ def _text_of(
     """The prepared text of a model, or of config_path and overrides with its tokenizer, and the configuration."""
     if config_path is None and is_plain(model):
         raise ConfigError(f"{model} is not of cdrmix, so it has no text of its own: name a configuration by --config")
-    folder = model if (model / "tokenizer.json").is_file() else run_of(model).path
+    folder = _folder(model)
     config = Config.from_yaml(config_path or folder / "config_snapshot.yaml", overrides)
     if config.data == loaded.config.data and not (config_path or overrides) and _base_exists(config):
         shards = prepare(config, say=to_standard_error)
@@ -128,7 +129,9 @@ def evaluate_suites(
     names: of `cdrmix.eval.suites.SUITES`. config_path, overrides: the text of the model, as of `evaluate_model`.
     batch_size: sequences in one forward pass of log-likelihoods. max_length: as of `evaluate_harness`.
     Progress goes to standard error.
-    Raises ConfigError for an unknown suite, and if a suite cannot measure anything here.
+    A suite that cannot measure anything here has one figure, with the reason.
+    Raises ConfigError for an unknown suite, and CdrmixError, the reason of the first suite, if no suite can measure
+    anything here.
     """
     chosen = suites(names)
     loaded = load_alone(model, device)
@@ -189,9 +192,32 @@ def evaluate_suites(
         likelihoods=lambda pairs: scorer.likelihoods([scorer.pair(*pair) for pair in pairs]),
         max_length=scorer.max_length,
         documents=scored,
+        tools=_tool_format(model, loaded),
         parts=parts,
     )
-    return [SUITES[name](subject, options or SuiteOptions(), to_standard_error) for name in chosen]
+    results, problems = list[SuiteResult](), list[CdrmixError]()
+    for name in chosen:
+        try:
+            results.append(SUITES[name](subject, options or SuiteOptions(), to_standard_error))
+        except CdrmixError as error:  # the results of the other suites may have taken hours
+            problems.append(error)
+            results.append(SuiteResult(name, (Measure(name, problem=str(error)),)))
+    if len(problems) == len(chosen):
+        raise problems[0]
+    return results
+
+
+def _tool_format(model: Path, loaded: Loaded | LoadedForeign) -> ToolFormat | None:
+    """The format of a model for tools; None without a chat template that writes them."""
+    try:
+        return ToolFormat(loaded, loaded.folder if isinstance(loaded, LoadedForeign) else _folder(model))
+    except ConfigError:
+        return None
+
+
+def _folder(model: Path) -> Path:
+    """The export, or the run of a checkpoint."""
+    return model if (model / "tokenizer.json").is_file() else run_of(model).path
 
 
 def evaluate_harness(

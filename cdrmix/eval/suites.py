@@ -60,6 +60,13 @@ class Likelihood(NamedTuple):
     cut: bool = False
 
 
+class ToolQuestion(NamedTuple):
+    """Messages (role, content), and tools as JSON schemas in the form of chat templates."""
+
+    messages: Sequence[dict[str, Any]]
+    tools: Sequence[dict[str, Any]]
+
+
 Likelihoods = Callable[[Sequence[tuple[str, str]]], list[Likelihood]]  # of pairs (context, continuation)
 Decode = Callable[[Sequence[Sequence[int]], int], Iterator[tuple[int, int]]]
 
@@ -95,6 +102,7 @@ class Subject:
     held_out, training: the documents of the prepared text of the model. They raise CdrmixError if it has none.
     likelihoods: of continuations; it raises CdrmixError for one that is empty or too long. None: not available.
     max_length: tokens that it reads at most. documents: the scores of the held-out documents; None: not available.
+    tools: the answers to questions with tools, of at most that many tokens; None: the model has no format for them.
     parts: None for a writer that is no model.
     """
 
@@ -105,6 +113,7 @@ class Subject:
     likelihoods: Likelihoods | None = None
     max_length: int | None = None
     documents: Callable[[], DocumentScores] | None = None
+    tools: Callable[[Sequence[ToolQuestion], int], list[str]] | None = None
     parts: Parts | None = None
 
     def model_parts(self, suite: str) -> Parts:

@@ -89,15 +89,15 @@ class HarnessModel:
         id are computed together.
         Raises ConfigError for a continuation without ids, and for one of more than max_length ids.
         """
+        if (longest := max((len(continuation) for _, continuation in pairs), default=0)) > self.max_length:
+            raise ConfigError(
+                f"an answer of a task has {longest:,} tokens, but the model reads {self.max_length:,} at most; set "
+                "--max-length"
+            )
         by_input: dict[tuple[int, ...], list[int]] = {}
         for number, (context, continuation) in enumerate(pairs):
             if not continuation:
                 raise ConfigError("an answer of a task has no tokens; an answer must not be empty")
-            if len(continuation) > self.max_length:
-                raise ConfigError(
-                    f"an answer of a task has {len(continuation):,} tokens, but the model reads "
-                    f"{self.max_length:,} at most; set --max-length"
-                )
             by_input.setdefault(tuple([*context, *continuation][-self.max_length - 1 : -1]), []).append(number)
         results: dict[int, Likelihood] = {}
         for batch in self._batches(sorted(by_input, key=lambda ids: (-len(ids), ids)), "log-likelihoods"):

