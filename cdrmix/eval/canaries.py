@@ -96,7 +96,7 @@ def read_canaries(path: Path) -> list[Canary]:
     return canaries
 
 
-def alternatives(secret: str, count: int, seed: int) -> list[str]:
+def other_secrets(secret: str, count: int, seed: int) -> list[str]:
     """Different random texts of the form of the secret, without the secret: `count`, or fewer if there are no more."""
     draw = random.Random(f"{seed} {secret}")  # a string as a seed does not depend on the process
     wanted = min(count, _forms(secret) - 1)
@@ -115,7 +115,7 @@ def exposures(
     texts = answer([canary.prompt for canary in canaries], [limit + SPARE for limit in limits])
     found = []
     for canary, text in zip(canaries, texts, strict=True):
-        others = alternatives(canary.secret, ALTERNATIVES, seed)
+        others = other_secrets(canary.secret, ALTERNATIVES, seed)
         own, *rest = likelihoods([(canary.prompt, secret) for secret in (canary.secret, *others)])
         rank = 1 + sum(other.nats > own.nats for other in rest)
         # At the end of a prompt a space belongs to the first token after it, so it may come again or not.

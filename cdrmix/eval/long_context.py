@@ -16,7 +16,7 @@ from cdrmix.eval.evaluation import Score, evaluations, scores_by_length
 from cdrmix.eval.intervals import wilson
 from cdrmix.eval.suites import SUITES, Measure, Subject, SuiteOptions, SuiteResult
 
-FAMILIES = ("ruler", "babilong", "mqar")
+QUESTIONS = ("ruler", "babilong", "mqar")
 TIMES = (1, 2, 4)
 COUNT = 20  # questions of each task and length; at core-tiny all take about a minute
 
@@ -28,7 +28,7 @@ def long(subject: Subject, options: SuiteOptions, say: Callable[[str], None]) ->
     row = parts.config.data.row_length
     lengths = [times * row for times in TIMES]
     scores: list[list[Score]] = []  # of a task, the three lengths
-    for name in evaluations(FAMILIES):
+    for name in evaluations(QUESTIONS):
         scores.append([])
         for tokens in lengths:
             try:

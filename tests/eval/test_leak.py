@@ -9,21 +9,21 @@ from pathlib import Path
 import pytest
 
 from cdrmix.errors import ConfigError
-from cdrmix.eval.canaries import ALTERNATIVES, Canary, alternatives, exposures, read_canaries
+from cdrmix.eval.canaries import ALTERNATIVES, Canary, exposures, other_secrets, read_canaries
 from cdrmix.eval.leak import _search, read_policy
 from cdrmix.eval.suites import Likelihood, SuiteOptions
 
 
 def test_alternatives_have_the_form_of_the_secret() -> None:
-    found = alternatives("Ab-19 é", ALTERNATIVES, seed=1)
+    found = other_secrets("Ab-19 é", ALTERNATIVES, seed=1)
     assert len(set(found)) == ALTERNATIVES
     assert "Ab-19 é" not in found
     for text in found:
         assert (text[0].isupper(), text[1].islower(), text[3:5].isdecimal()) == (True, True, True), text
         assert (text[2], text[5:]) == ("-", " é")
-    assert found == alternatives("Ab-19 é", ALTERNATIVES, seed=1)
-    assert found != alternatives("Ab-19 é", ALTERNATIVES, seed=2)
-    assert sorted(alternatives("7", ALTERNATIVES, seed=1)) == list("012345689")
+    assert found == other_secrets("Ab-19 é", ALTERNATIVES, seed=1)
+    assert found != other_secrets("Ab-19 é", ALTERNATIVES, seed=2)
+    assert sorted(other_secrets("7", ALTERNATIVES, seed=1)) == list("012345689")
 
 
 def test_rank_and_exposure() -> None:
