@@ -38,6 +38,7 @@ PREFIX = 32  # tokens, as in arXiv 2304.11158
 LIMIT = 1000  # prefixes of each split, and generations
 GENERATED = 64  # tokens of a generation
 FORWARD_TOKENS = 4096  # in one forward pass
+LOGITS = 1 << 26  # in one forward pass: 256 MiB in float32
 
 
 class Rule(NamedTuple):
@@ -206,7 +207,8 @@ def _sequences(split: Split, rows: Iterable[int], tokens: int, limit: int) -> It
 def _matched(parts: Parts, sequences: Sequence[list[int]]) -> list[int]:
     """How many tokens after the prefix of each sequence greedy decoding gives before the first other one."""
     device = next(parts.model.parameters()).device
-    rows = max(1, FORWARD_TOKENS // len(sequences[0]))
+    length = len(sequences[0])
+    rows = max(1, min(FORWARD_TOKENS // length, LOGITS // ((length - 1 - PREFIX) * parts.model.vocab_size)))
     matched: list[int] = []
     with evaluating(parts.model):
         for first in range(0, len(sequences), rows):

@@ -2,7 +2,7 @@
 
 The questions are those of `cdrmix eval --tasks ruler,babilong,mqar`, and so are the scores.
 TASK_1x, TASK_2x, TASK_4x: the mean score of a task; the rows in training had 1x tokens.
-accuracy_1x, accuracy_2x, accuracy_4x: the mean over all tasks that have questions of the three lengths.
+accuracy_1x, accuracy_2x, accuracy_4x: the mean over the tasks that have questions of each length that the model reads.
 Intervals: Wilson's, 95 %. A score is a share from 0 to 1. Its variance is at most that of a right or wrong answer with
 the same mean, so for such scores the interval is rather too wide.
 """
@@ -45,8 +45,12 @@ def long(subject: Subject, options: SuiteOptions, say: Callable[[str], None]) ->
             except CdrmixError as error:  # a text that the tokenizer or the model cannot take
                 found = Score(name, tokens, problem=str(error))
             scores[-1].append(found)
-    complete = [of_task for of_task in scores if all(score.accuracy is not None for score in of_task)]
-    measures = [_mean(times, [of_task[place] for of_task in complete]) for place, times in enumerate(TIMES)]
+    # A model with a table of positions reads no longer texts, so that no task has scores there.
+    read = [place for place in range(len(TIMES)) if any(of_task[place].accuracy is not None for of_task in scores)]
+    complete = [of_task for of_task in scores if read and all(of_task[place].accuracy is not None for place in read)]
+    measures = [
+        _mean(times, [of_task[place] for of_task in complete if place in read]) for place, times in enumerate(TIMES)
+    ]
     for of_task in scores:
         measures += [_measure(f"{score.name}_{times}x", score) for times, score in zip(TIMES, of_task, strict=True)]
     facts = {
@@ -65,8 +69,8 @@ def long(subject: Subject, options: SuiteOptions, say: Callable[[str], None]) ->
     notes = [
         f"1x = {row:,} tokens: the model {origin} {row:,} tokens. 2x = {lengths[1]:,} and 4x = {lengths[2]:,} tokens "
         "are longer than these.",
-        f"accuracy_1x, _2x, _4x: the mean of {len(complete)} of {len(scores)} tasks, those with questions of all three "
-        "lengths.",
+        f"accuracy_1x, _2x, _4x: the mean of the same {len(complete)} of {len(scores)} tasks, those with questions of "
+        "all of these lengths.",
     ]
     return SuiteResult("long", tuple(measures), facts, tuple(notes))
 
@@ -82,7 +86,7 @@ def _mean(times: int, scores: Sequence[Score]) -> Measure:
     variance within tasks is at most the variance of all questions."""
     name = f"accuracy_{times}x"
     if not scores:
-        return Measure(name, problem="no task has questions of 1, 2 and 4 times the row length; see each task")
+        return Measure(name, problem="no task was measured at this and the other lengths; see each task")
     count = sum(score.count for score in scores)
     right = sum((score.accuracy or 0.0) * score.count for score in scores)
     return Measure(name, right / count, *wilson(min(right, count), count), count)
