@@ -180,7 +180,7 @@ def parser() -> argparse.ArgumentParser:
     text = (
         "measure bits per byte on held-out text, and compare with unigram, gzip, zstd; with --tasks: measure the share "
         "of right answers to generated questions, by length; with --harness: run tasks of lm-eval; with --suite: "
-        "measure generated code"
+        "run suites, such as code, choices, long, leak, latency"
     )
     _eval_options(add("eval", commands.eval, text, config=False))
     text = "continue a prompt and print the text while it is generated"

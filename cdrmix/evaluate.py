@@ -23,7 +23,7 @@ from cdrmix.hf.harness_model import HarnessModel, prompts_begin
 from cdrmix.hf.load import LoadedForeign, is_plain, load_alone
 from cdrmix.hf.tool_prompts import ToolFormat
 from cdrmix.inference.generate import Row, decode, generate
-from cdrmix.inference.load import Loaded, Trained, run_of, tokenizer_file
+from cdrmix.inference.load import Loaded, Trained, pointed_checkpoint, run_of, tokenizer_file
 from cdrmix.inference.sampling import Sampling
 from cdrmix.inference.text_model import TextModel
 
@@ -37,6 +37,7 @@ def evaluate_model(
     the model. device: auto, cpu or cuda; it replaces run.device of the configuration.
     Progress of a preparation goes to standard error, so that standard output has the results only.
     """
+    model = pointed_checkpoint(model)
     loaded = load_alone(model, device)
     shards, config = _text_of(model, loaded, config_path, overrides)
     return measure(loaded, shards, config)
@@ -133,7 +134,7 @@ def evaluate_suites(
     Raises ConfigError for an unknown suite, and CdrmixError, the reason of the first suite, if no suite can measure
     anything here.
     """
-    chosen = suites(names)
+    chosen, model = suites(names), pointed_checkpoint(model)
     loaded = load_alone(model, device)
     text = TextModel(loaded)
 

@@ -170,7 +170,7 @@ def test_leak_of_a_model_that_has_learned_nothing(
     assert "1 of 1 canaries are left out" in notes
     assert (measures["policy_matches"]["value"], facts["policy"]["lines_with_matches"]) == (0.5, [1])
     assert measures["personal_data"]["count"] == 20
-    measures, _, notes = results(capsys, run, "leak", "--limit", "2", HALF)
+    measures, _, notes = results(capsys, run / "checkpoints" / "best", "leak", "--limit", "2", HALF)
     assert "the text was named by --config or an override" in notes
 
 
