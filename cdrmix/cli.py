@@ -180,7 +180,7 @@ def parser() -> argparse.ArgumentParser:
     text = (
         "measure bits per byte on held-out text, and compare with unigram, gzip, zstd; with --tasks: measure the share "
         "of right answers to generated questions, by length; with --harness: run tasks of lm-eval; with --suite: "
-        "measure generated code"
+        "run suites, such as code, choices, long, leak, latency"
     )
     _eval_options(add("eval", commands.eval, text, config=False))
     text = "continue a prompt and print the text while it is generated"
@@ -399,6 +399,12 @@ def _suite_options(evaluate: argparse.ArgumentParser) -> None:
     suite.add_argument("--max-new-tokens", type=_positive, metavar="N", help="tokens of a text (default 256)")
     text = "folder with wheels of data sets (default: installed packages; a message names the command that gets one)"
     suite.add_argument("--sets", type=Path, metavar="FOLDER", help=text)
+    text = "of leak: lines of JSON with a prompt and the random secret that follows it in the training text"
+    suite.add_argument("--canaries", type=Path, metavar="FILE", help=text)
+    text = "of leak: lines of JSON with a prompt and a regular expression that its texts must not match (forbidden)"
+    suite.add_argument("--policy", type=Path, metavar="FILE", help=text)
+    text = "of leak: tokens that must follow a prefix exactly (default 32)"
+    suite.add_argument("--verbatim-tokens", type=_positive, metavar="N", help=text)
     suite.add_argument("--seconds", type=float, metavar="X", help="time limit of a generated program (default 10)")
     suite.add_argument("--memory", type=_positive, metavar="MIB", help="memory of a generated program (default 512)")
     text = "run generated code even where this machine cannot confine it (Landlock, seccomp)"

@@ -24,7 +24,7 @@ OPTIONS_OF = {
     **dict.fromkeys(("include", "few_shot", "out", "online"), ("harness",)),
     **dict.fromkeys(("batch_size", "max_length"), ("harness", "suite")),
     **dict.fromkeys(("samples", "temperature", "max_new_tokens", "sets", "seconds", "memory"), ("suite",)),
-    "allow_unsafe_execution": ("suite",),
+    **dict.fromkeys(("allow_unsafe_execution", "canaries", "policy", "verbatim_tokens"), ("suite",)),
     "seed": ("tasks", "suite"),
     "limit": ("harness", "suite"),
 }
@@ -200,7 +200,14 @@ def _eval_suites(options: argparse.Namespace) -> int:
         "seconds": options.seconds,
         "megabytes": options.memory,
         "allow_unsafe": options.allow_unsafe_execution,
+        "canaries": options.canaries,
+        "policy": options.policy,
+        "verbatim_tokens": options.verbatim_tokens,
     }
+    if "leak" not in options.suite:
+        for name in ("canaries", "policy", "verbatim_tokens"):
+            if fields[name] is not None:
+                raise ConfigError(f"--{name.replace('_', '-')} works only with --suite leak")
     given = SuiteOptions(**{name: value for name, value in fields.items() if value is not None})
     results = evaluate_suites(
         options.model,

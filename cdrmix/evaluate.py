@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -14,15 +15,15 @@ from cdrmix.data.shards import ShardSet
 from cdrmix.errors import CdrmixError, ConfigError
 from cdrmix.eval.changes import changes, text_table
 from cdrmix.eval.documents import DocumentScores, score_documents
-from cdrmix.eval.evaluation import Scores, evaluate_by_length, evaluations
+from cdrmix.eval.evaluation import Answerer, Scores, evaluate_by_length, evaluations
 from cdrmix.eval.perplexity import HeldOut, held_out
-from cdrmix.eval.suites import SUITES, Measure, Subject, SuiteOptions, SuiteResult, Writing, suites
+from cdrmix.eval.suites import SUITES, Measure, Parts, Subject, SuiteOptions, SuiteResult, Writing, suites
 from cdrmix.hf.harness import HarnessScores, check_installed, evaluate_with_harness
 from cdrmix.hf.harness_model import HarnessModel, prompts_begin
 from cdrmix.hf.load import LoadedForeign, is_plain, load_alone
 from cdrmix.hf.tool_prompts import ToolFormat
-from cdrmix.inference.generate import generate
-from cdrmix.inference.load import Loaded, Trained, run_of, tokenizer_file
+from cdrmix.inference.generate import Row, decode, generate
+from cdrmix.inference.load import Loaded, Trained, pointed_checkpoint, run_of, tokenizer_file
 from cdrmix.inference.sampling import Sampling
 from cdrmix.inference.text_model import TextModel
 
@@ -36,6 +37,7 @@ def evaluate_model(
     the model. device: auto, cpu or cuda; it replaces run.device of the configuration.
     Progress of a preparation goes to standard error, so that standard output has the results only.
     """
+    model = pointed_checkpoint(model)
     loaded = load_alone(model, device)
     shards, config = _text_of(model, loaded, config_path, overrides)
     return measure(loaded, shards, config)
@@ -87,6 +89,20 @@ def evaluate_tasks(
     """
     names = evaluations(tasks)
     loaded = load_alone(model, device)
+    return evaluate_by_length(
+        names,
+        lengths,
+        _answerer(loaded),
+        loaded.tokenizer,
+        count=count,
+        seed=seed,
+        training_length=loaded.config.data.row_length,
+        say=to_standard_error,
+    )
+
+
+def _answerer(loaded: Loaded | LoadedForeign) -> Answerer:
+    """Greedy answers of a model in batches."""
 
     def answer(prompts: Sequence[str], limits: Sequence[int]) -> list[str]:
         samplings = [Sampling(temperature=0.0, max_new_tokens=limit) for limit in limits]
@@ -95,16 +111,7 @@ def evaluate_tasks(
             answers[number] += piece
         return answers
 
-    return evaluate_by_length(
-        names,
-        lengths,
-        answer,
-        loaded.tokenizer,
-        count=count,
-        seed=seed,
-        training_length=loaded.config.data.row_length,
-        say=to_standard_error,
-    )
+    return answer
 
 
 def evaluate_suites(
@@ -127,9 +134,17 @@ def evaluate_suites(
     Raises ConfigError for an unknown suite, and CdrmixError, the reason of the first suite, if no suite can measure
     anything here.
     """
-    chosen = suites(names)
+    chosen, model = suites(names), pointed_checkpoint(model)
     loaded = load_alone(model, device)
     text = TextModel(loaded)
+
+    @cache
+    def prepared() -> tuple[ShardSet, Config]:
+        return _text_of(model, loaded, config_path, overrides)
+
+    def tokens(prompts: Sequence[Sequence[int]], new_tokens: int) -> Iterator[tuple[int, int]]:
+        rows = [Row(list(ids), Sampling(temperature=0.0, max_new_tokens=new_tokens)) for ids in prompts]
+        return decode(loaded.model, rows, loaded.tokenizer.vocab_size)
 
     def generate(prompts: Sequence[str], samples: int, writing: Writing) -> list[list[str]]:
         sampling = Sampling(
@@ -142,10 +157,21 @@ def evaluate_suites(
         return text.sample(list(prompts), samples, sampling, heal=True)
 
     def documents(split: Literal["train", "valid"]) -> Iterator[str]:
-        shards, _ = _text_of(model, loaded, config_path, overrides)
+        shards, _ = prepared()
         chosen = shards.train if split == "train" else shards.valid
         return (each.decode("utf-8", errors="replace") for each in chosen.text())
 
+    parts = Parts(
+        model=loaded.model,
+        tokenizer=loaded.tokenizer,
+        config=loaded.config,
+        step=loaded.step,
+        answer=_answerer(loaded),
+        decode=tokens,
+        loss_model=loaded.loss_model,
+        text=prepared,
+        own_text=config_path is None and not overrides,
+    )
     scorer = HarnessModel(
         loaded.model,
         loaded.tokenizer,
@@ -156,7 +182,7 @@ def evaluate_suites(
     )
 
     def scored() -> DocumentScores:
-        shards, config = _text_of(model, loaded, config_path, overrides)
+        shards, config = prepared()
         return score_documents(loaded.loss_model(), shards.valid, **_rows(config))
 
     subject = Subject(
@@ -168,6 +194,7 @@ def evaluate_suites(
         max_length=scorer.max_length,
         documents=scored,
         tools=_tool_format(model, loaded),
+        parts=parts,
     )
     results, problems = list[SuiteResult](), list[CdrmixError]()
     for name in chosen:

@@ -166,12 +166,32 @@ def evaluate_by_length(
     training_length: int,
     say: Callable[[str], None],
 ) -> Scores:
+    """`scores_by_length`; raises ConfigError if no evaluation has questions of any of the lengths."""
+    result = scores_by_length(
+        names, lengths, answer, tokenizer, count=count, seed=seed, training_length=training_length, say=say
+    )
+    if all(score.problem for score in result.scores):
+        problems = "; ".join(result.problems)
+        raise ConfigError(f"--lengths: no evaluation has questions of these lengths; {problems}")
+    return result
+
+
+def scores_by_length(
+    names: Sequence[str],
+    lengths: Sequence[int],
+    answer: Answerer,
+    tokenizer: TextTokenizer,
+    *,
+    count: int,
+    seed: int,
+    training_length: int,
+    say: Callable[[str], None],
+) -> Scores:
     """Scores `count` questions of each evaluation (names from `evaluations`) at each length in tokens.
 
     A question with its answer has at most that many tokens, and at least the share LEAST of them. answer: generates the
     model's answers. An answer may have SPARE tokens more than the right one, so evaluations with long answers (copying,
-    sorting) take long. Raises ConfigError if no evaluation has questions of any of the lengths, VocabularyError if the
-    tokenizer cannot encode the text of a question.
+    sorting) take long. Raises VocabularyError if the tokenizer cannot encode the text of a question.
     """
     scores: list[Score] = []
     for name in names:
@@ -179,11 +199,7 @@ def evaluate_by_length(
             score = _score(name, tokens, answer, tokenizer, count, seed)
             scores.append(score)
             say(f"{name} at {length_text(tokens)} tokens: {score.problem or f'{score.accuracy:.3f}'}")
-    result = Scores(tuple(scores), training_length, seed)
-    if all(score.problem for score in scores):
-        problems = "; ".join(result.problems)
-        raise ConfigError(f"--lengths: no evaluation has questions of these lengths; {problems}")
-    return result
+    return Scores(tuple(scores), training_length, seed)
 
 
 def _score(name: str, tokens: int, answer: Answerer, tokenizer: TextTokenizer, count: int, seed: int) -> Score:

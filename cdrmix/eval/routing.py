@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+CAPACITY = 1.25  # multiple of an even share, above which tokens of a model of transformers count as overflow
+
 
 def routing_metrics(
     tokens_per_expert_LE: Tensor, capacity_factor: float, counts_LE: Tensor | None = None

@@ -18,8 +18,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import cdrmix.eval
+from cdrmix.config.schema import Config
+from cdrmix.data.shards import ShardSet
+from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import ConfigError
 from cdrmix.eval.documents import DocumentScores
+from cdrmix.eval.evaluation import Answerer
+from cdrmix.model.causal import CausalModel
+from cdrmix.model.loss import LossModule
 from cdrmix.registry import Registry, nearest
 
 
@@ -62,6 +68,31 @@ class ToolQuestion(NamedTuple):
 
 
 Likelihoods = Callable[[Sequence[tuple[str, str]]], list[Likelihood]]  # of pairs (context, continuation)
+Decode = Callable[[Sequence[Sequence[int]], int], Iterator[tuple[int, int]]]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The model itself, for suites that need more than its text.
+
+    config, step: of its training; config.data.row_length is the length of its rows in tokens.
+    answer: greedy answers to prompts, each with its most new tokens, in batches, as of `cdrmix eval --tasks`.
+    decode: (prompts as token ids, new tokens) -> (number of the prompt, token id), one at a time, greedy, beyond the
+        end of a text too.
+    loss_model: makes the model with its loss, which reports its routers.
+    text: the prepared text and its configuration. Raises CdrmixError if there is none.
+    own_text: whether that is the text of its training, and not one that the user named.
+    """
+
+    model: CausalModel
+    tokenizer: TextTokenizer
+    config: Config
+    step: int
+    answer: Answerer
+    decode: Decode
+    loss_model: Callable[[], LossModule]
+    text: Callable[[], tuple[ShardSet, Config]]
+    own_text: bool
 
 
 @dataclass(frozen=True)
@@ -72,6 +103,7 @@ class Subject:
     likelihoods: of continuations; it raises CdrmixError for one that is empty or too long. None: not available.
     max_length: tokens that it reads at most. documents: the scores of the held-out documents; None: not available.
     tools: the answers to questions with tools, of at most that many tokens; None: the model has no format for them.
+    parts: None for a writer that is no model.
     """
 
     name: str
@@ -82,6 +114,13 @@ class Subject:
     max_length: int | None = None
     documents: Callable[[], DocumentScores] | None = None
     tools: Callable[[Sequence[ToolQuestion], int], list[str]] | None = None
+    parts: Parts | None = None
+
+    def model_parts(self, suite: str) -> Parts:
+        """The parts. Raises ConfigError, naming the suite, if there are none."""
+        if self.parts is None:
+            raise ConfigError(f"--suite {suite} needs a model with its weights; {self.name} only writes text")
+        return self.parts
 
 
 @dataclass(frozen=True)
@@ -90,6 +129,7 @@ class SuiteOptions:
 
     samples: texts for each problem. limit: problems of each set; None: all. sets: a folder with wheels of data sets, in
     addition to installed packages. seconds, megabytes, allow_unsafe: of the sandbox.
+    canaries, policy, verbatim_tokens: of the suite leak.
     """
 
     seed: int = 1
@@ -101,6 +141,9 @@ class SuiteOptions:
     seconds: float = 10.0
     megabytes: int = 512
     allow_unsafe: bool = False
+    canaries: Path | None = None
+    policy: Path | None = None
+    verbatim_tokens: int = 32
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -109,11 +152,14 @@ class SuiteOptions:
             raise ConfigError("--samples needs a --temperature above 0: at 0 all samples of a problem are the same")
         if self.sets is not None and not self.sets.is_dir():
             raise ConfigError(f"--sets {self.sets}: there is no such folder; name one with the wheels of the data sets")
+        for name, path in (("canaries", self.canaries), ("policy", self.policy)):
+            if path is not None and not path.is_file():
+                raise ConfigError(f"--{name} {path}: there is no such file; name one with a JSON object on each line")
 
 
 @dataclass(frozen=True)
 class Measure:
-    """A figure of a suite. low, high: its 95 % interval. count: problems.
+    """A figure of a suite. low, high: its 95 % interval; high alone: a 95 % bound. count: problems or other items.
 
     problem: why it was not measured, with the remedy; value is None then.
     """
@@ -147,15 +193,21 @@ class SuiteResult:
     def table(self) -> str:
         """The figures as aligned lines, with the reasons for what was not measured, and the notes."""
         width = max(len(measure.name) for measure in self.measures) + 2
-        lines = [f"{self.suite:<{width}}{'value':>9}{'95 % interval':>18}{'problems':>10}"]
-        for measure in self.measures:
+        intervals = [_interval(measure) for measure in self.measures]
+        wide = max(16, *map(len, intervals)) + 2
+        lines = [f"{self.suite:<{width}}{'value':>9}{'95 % interval':>{wide}}{'count':>10}"]
+        for measure, interval in zip(self.measures, intervals, strict=True):
             if measure.value is None:
                 lines.append(f"{measure.name:<{width}}{'-':>9}  not measured: {measure.problem}")
                 continue
-            known = measure.low is not None and measure.high is not None
-            interval = f"{measure.low:.3f} to {measure.high:.3f}" if known else "-"
-            lines.append(f"{measure.name:<{width}}{measure.value:>9.3f}{interval:>18}{measure.count:>10,}")
+            lines.append(f"{measure.name:<{width}}{measure.value:>9.3f}{interval:>{wide}}{measure.count:>10,}")
         return "\n".join([*lines, *self.notes])
+
+
+def _interval(measure: Measure) -> str:
+    if measure.high is None:
+        return "-"
+    return f"{f'{measure.low:.3f} ' if measure.low is not None else ''}to {measure.high:.3f}"
 
 
 Suite = Callable[[Subject, SuiteOptions, Callable[[str], None]], SuiteResult]

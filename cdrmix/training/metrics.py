@@ -11,9 +11,7 @@ from torch import Tensor
 
 from cdrmix.config.schema import Model
 from cdrmix.config.schema_huggingface import HuggingFaceModel
-from cdrmix.eval.routing import expert_load, routing_metrics
-
-CAPACITY = 1.25  # multiple of an even share, above which tokens of a model of transformers count as overflow
+from cdrmix.eval.routing import CAPACITY, expert_load, routing_metrics
 
 
 @dataclass(frozen=True)

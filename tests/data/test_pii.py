@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cdrmix import _text
-from cdrmix.data.cleaning.pii import IBAN_LENGTHS, PLACEHOLDERS, scrub
+from cdrmix.data.cleaning.pii import IBAN_LENGTHS, PLACEHOLDERS, find, scrub
 
 KINDS = list(PLACEHOLDERS)
 RANDOM_KEY = "q8Zk2LxP0vR7tYb3WnD5mHc9JfGs1AeU4iOoX6Tz"  # 40 characters
@@ -178,3 +178,18 @@ def test_long_repetitions_take_linear_time(unit: str) -> None:
     """A quadratic search would take minutes (pytest's own time limit ends it)."""
     text = unit * (2_000_000 // len(unit))
     scrub(text, KINDS)
+
+
+def test_find_gives_the_values_that_scrub_replaces() -> None:
+    key = "-----BEGIN PRIVATE KEY-----\nabc\n-----END PRIVATE KEY-----"
+    text = f"Ö ann@example.org, IBAN DE89 3704 0044 0532 0130 00, 4111-1111-1111-1111 not 4111 1111 1111 1234 {key}"
+    found = [("email", "ann@example.org"), ("iban", "DE89 3704 0044 0532 0130 00")]
+    found.append(("credit_card", "4111-1111-1111-1111"))
+    assert find(text, KINDS) == [("secret", key), *found]
+    assert find(text, ["iban"]) == [found[1]]
+    replaced = text
+    for kind, value in find(text, KINDS):
+        replaced = replaced.replace(value, PLACEHOLDERS[kind])
+    assert replaced == scrub(text, KINDS)[0]
+    with pytest.raises(ValueError, match="unknown kinds"):
+        find(text, ["name"])

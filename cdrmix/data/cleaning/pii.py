@@ -12,7 +12,7 @@ import ipaddress
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
 from cdrmix import _text
@@ -94,8 +94,7 @@ def scrub(text: str, kinds: Collection[str]) -> tuple[str, dict[str, int]]:
 
     kinds: keys of PLACEHOLDERS. Raises ValueError for other values. The function is idempotent.
     """
-    if unknown := set(kinds) - PLACEHOLDERS.keys():
-        raise ValueError(f"unknown kinds of personal data {sorted(unknown)}; known: {', '.join(PLACEHOLDERS)}")
+    _check_kinds(kinds)
     counts: Counter[str] = Counter()
     if "secret" in kinds and "PRIVATE KEY" in text:
         text, number = PRIVATE_KEY.subn(PLACEHOLDERS["secret"], text)
@@ -107,22 +106,43 @@ def scrub(text: str, kinds: Collection[str]) -> tuple[str, dict[str, int]]:
         counts += replaced  # repeat: a replaced candidate may have hidden one next to it
 
 
-def _replaced(text: str, kinds: Collection[str]) -> tuple[str, Counter[str]]:
-    counts: Counter[str] = Counter()
-    candidates = [entry for entry in _text.personal(text) if KIND_OF.get(entry[0], entry[0]) in kinds]
-    if not candidates:
-        return text, counts
+def find(text: str, kinds: Collection[str]) -> list[tuple[str, str]]:
+    """(kind, value) of the personal data that `scrub` replaces first, in order, private keys first.
+
+    Raises ValueError for other kinds than keys of PLACEHOLDERS.
+    """
+    _check_kinds(kinds)
+    found = [("secret", match[0]) for match in PRIVATE_KEY.finditer(text)] if "secret" in kinds else []
     data = text.encode()
-    pieces, done = [], 0
+    return found + [(kind, data[begin:end].decode()) for kind, begin, end in _found(text, data, kinds)]
+
+
+def _check_kinds(kinds: Collection[str]) -> None:
+    if unknown := set(kinds) - PLACEHOLDERS.keys():
+        raise ValueError(f"unknown kinds of personal data {sorted(unknown)}; known: {', '.join(PLACEHOLDERS)}")
+
+
+def _found(text: str, data: bytes, kinds: Collection[str]) -> Iterator[tuple[str, int, int]]:
+    """(kind, begin, end) in data, the text in UTF-8, of what is valid, in order and without overlaps."""
+    done = 0
+    candidates = [entry for entry in _text.personal(text) if KIND_OF.get(entry[0], entry[0]) in kinds]
     for shape, begin, end in sorted(candidates, key=lambda entry: (entry[1], -entry[2])):
         if begin < done:
             continue
         size = VALIDATORS[shape](Candidate(data, begin, end))
         if size:
-            kind = KIND_OF.get(shape, shape)
-            pieces += [data[done:begin], PLACEHOLDERS[kind].encode()]
             done = begin + size
-            counts[kind] += 1
+            yield KIND_OF.get(shape, shape), begin, done
+
+
+def _replaced(text: str, kinds: Collection[str]) -> tuple[str, Counter[str]]:
+    counts: Counter[str] = Counter()
+    data = text.encode()
+    pieces, done = [], 0
+    for kind, begin, end in _found(text, data, kinds):
+        pieces += [data[done:begin], PLACEHOLDERS[kind].encode()]
+        done = end
+        counts[kind] += 1
     if not counts:
         return text, counts
     return b"".join([*pieces, data[done:]]).decode(), counts
