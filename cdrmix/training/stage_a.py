@@ -21,6 +21,7 @@ from cdrmix.inference.checkpoints import list_checkpoints, newest_whole_checkpoi
 from cdrmix.model.loss import LossModule
 from cdrmix.run_folder import RunFolder
 from cdrmix.runtime import seed_everything
+from cdrmix.training.best import check_best_metric, updated_best
 from cdrmix.training.build import build_loss_model
 from cdrmix.training.callbacks import Callback
 from cdrmix.training.checkpoint import Fingerprints, Progress, Saver, differences, load_checkpoint, restore_best
@@ -152,6 +153,7 @@ class Validation:
             shards.valid, config.data.row_length, train.micro_batch_rows, train.evaluate_rows, world.rank, world.size
         )
         self._text_bytes, self._domain_bytes = self._batches.text_bytes, self._batches.domain_bytes
+        check_best_metric(train, self._domain_bytes)
 
     def complete(self, engine: Engine, record: StepRecord, progress: Progress) -> tuple[StepRecord, Progress]:
         """A step's record and progress with the validation figures of the weights as they are after it."""
@@ -165,9 +167,7 @@ class Validation:
             valid_domains={name: of_domain.bits_per_byte for name, of_domain in score.domains.items()},
         )
         progress = dataclasses.replace(progress, valid_bits_per_byte=bits, unvalidated=None)
-        if progress.best_bits_per_byte is None or bits < progress.best_bits_per_byte:
-            progress = dataclasses.replace(progress, best_bits_per_byte=bits, best_step=progress.step)
-        return record, progress
+        return record, updated_best(progress, self._config.train, record)
 
 
 def fingerprints(shards: ShardSet) -> Fingerprints:
