@@ -54,6 +54,8 @@ from cdrmix.training.build import build_loss_model
 from cdrmix.training.callbacks import Callback
 from cdrmix.training.distributed import DistributedContext, join
 from cdrmix.training.launch import check_processes
+from cdrmix.training.mirror_thread import MirrorThread, check_mirror, mirroring
+from cdrmix.training.restore import find_run
 from cdrmix.training.stage_a import train
 from cdrmix.training.trackers import check_trackers
 from cdrmix.units import amount
@@ -68,8 +70,8 @@ def run_all(config: Config, resume: str | Path | None = None, *, callbacks: Sequ
     """Does everything of a run that is not done yet. All processes of the run call it. Returns the run folder.
 
     resume: None starts a new run. 'auto' continues the newest unfinished run of this configuration, or starts a new
-    run if there is none. A path continues that run. callbacks: receive the steps, records and checkpoints of both
-    stages. The last line that is printed is the path of the run folder.
+    run if there is none. A path continues that run; the path of a mirror restores its run first. callbacks: receive
+    the steps, records and checkpoints of both stages. The last line that is printed is the path of the run folder.
     """
     if not isinstance(config, Config):
         raise ConfigError(f"config must be a cdrmix.Config, for example of Config.from_yaml(path); found {config!r}")
@@ -80,6 +82,7 @@ def run_all(config: Config, resume: str | Path | None = None, *, callbacks: Sequ
     check_processes(config, world.size)
     check_trackers(config)
     check_choice(config.export.checkpoint)
+    check_mirror(config)
     _make_base(config, world)
     if not isinstance(config.model, Model):
         transformers_config(config.model)  # raises before the text is prepared
@@ -94,6 +97,7 @@ def run_all(config: Config, resume: str | Path | None = None, *, callbacks: Sequ
     run = _run_folder(config, resume, world)
     with contextlib.ExitStack() as stack:
         _first_process(world, lambda: stack.enter_context(run.locked()))
+        mirror = stack.enter_context(mirroring(config, run))
         if config.kind == "reasoning" and not stage_b:
             run.say(STAGE_A_ONLY)
             run.update_summary({"not_trained": STAGE_A_ONLY})
@@ -103,9 +107,9 @@ def run_all(config: Config, resume: str | Path | None = None, *, callbacks: Sequ
         if load_base := _trained_base(config, shards):
             _first_process(world, lambda: _measure_before(config, run, shards, world.device, load_base))
         if config.reasoning is None or config.reasoning.backbone is None:
-            _train(config, run, shards, world, resume, callbacks)
+            _train(config, run, shards, world, resume, callbacks, mirror)
         if stage_b:
-            _train_stage_b(config, run, shards, world, callbacks)
+            _train_stage_b(config, run, shards, world, callbacks, mirror)
         if world.is_main_process:
             _after_training(run, shards, world.device)
             print(run.path, flush=True)
@@ -160,7 +164,7 @@ def _first_process(world: DistributedContext, action: Callable[[], Item]) -> Ite
 
 def _run_folder(config: Config, resume: str | None, world: DistributedContext) -> RunFolder:
     def choose() -> Path:
-        run = RunFolder.resume(config, resume) if resume else None
+        run = find_run(config, resume, to_standard_error) if resume else None
         if run is not None:
             run.say(f"Continuing {run.path} ({config.run.name}, seed {config.run.seed})")
             return run.path
@@ -238,6 +242,7 @@ def _train(
     world: DistributedContext,
     resume: str | None,
     callbacks: Sequence[Callback],
+    mirror: MirrorThread | None,
 ) -> None:
     if world.gather(world.is_main_process and _finished(config, run))[0]:
         run.say(f"Stage A is already complete: {config.train.steps} steps")
@@ -256,14 +261,19 @@ def _train(
         f"Stage A: {config.train.steps} steps of {config.train.batch_rows} rows, {world.size} process(es) on "
         f"{world.device.type}{what}"
     )
-    result = train(config, run, shards, build=build, resume=resume, callbacks=callbacks)
+    result = train(config, run, shards, build=build, resume=resume, callbacks=callbacks, mirror=mirror)
     run.update_summary(
         {"stage_a": {name: value for name, value in result._asdict().items() if not isinstance(value, Path)}}
     )
 
 
 def _train_stage_b(
-    config: Config, run: RunFolder, shards: ShardSet, world: DistributedContext, callbacks: Sequence[Callback]
+    config: Config,
+    run: RunFolder,
+    shards: ShardSet,
+    world: DistributedContext,
+    callbacks: Sequence[Callback],
+    mirror: MirrorThread | None,
 ) -> None:
     last = spans(config)[-1]
     if world.gather(world.is_main_process and _reached(run, "stage_b", last.last))[0]:
@@ -280,7 +290,7 @@ def _train_stage_b(
             run.update_summary({"held_out_before": figures, "held_out_before_step": loaded.step})
     phases = ", ".join(f"{span.name} {span.section.steps}" for span in spans(config))
     run.say(f"Stage B, steps by phase: {phases}")
-    result = train_stage_b(config, run, shards, callbacks=callbacks)
+    result = train_stage_b(config, run, shards, callbacks=callbacks, mirror=mirror)
     run.update_summary({"stage_b": {"step": result.step, "seconds": result.seconds}})
 
 

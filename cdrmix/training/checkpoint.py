@@ -42,7 +42,6 @@ from cdrmix.inference.checkpoints import (
     FORMAT,
     MANIFEST,
     MODEL,
-    read_manifest,
     read_tensors,
     state_dict_mismatch,
 )
@@ -62,8 +61,8 @@ class Progress:
     """The progress of a run. `step` counts finished optimizer steps; the next global batch has that number.
 
     tokens: tokens with a target trained on. seconds: training time. loss: nats per token. best_value: of
-    train.best_metric at best_step. unvalidated: the StepRecord of this step, if a signal came before its validation; the resumed
-    run validates first. phase: of stage B, whose steps continue the count of stage A; None in stage A.
+    train.best_metric at best_step. unvalidated: the StepRecord of this step, if a signal came before its validation;
+    the resumed run validates first. phase: of stage B, whose steps continue the count of stage A; None in stage A.
     """
 
     step: int = 0

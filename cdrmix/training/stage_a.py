@@ -24,7 +24,15 @@ from cdrmix.runtime import seed_everything
 from cdrmix.training.best import check_best_metric, updated_best
 from cdrmix.training.build import build_loss_model
 from cdrmix.training.callbacks import Callback
-from cdrmix.training.checkpoint import Fingerprints, Progress, Saver, differences, load_checkpoint, restore_best
+from cdrmix.training.checkpoint import (
+    Fingerprints,
+    Mirroring,
+    Progress,
+    Saver,
+    differences,
+    load_checkpoint,
+    restore_best,
+)
 from cdrmix.training.compiling import uncompiled
 from cdrmix.training.console import Console
 from cdrmix.training.distributed import DistributedContext, join, thread_numbers
@@ -67,12 +75,14 @@ def train(
     resume: str | None = None,
     console: bool = True,
     callbacks: Sequence[Callback] = (),
+    mirror: Mirroring | None = None,
 ) -> TrainResult:
     """Trains to `train.steps` and returns with the final checkpoint committed. Every process of the run calls it.
 
     build: makes the model with its loss. By default a model of this package.
     resume: anything but None continues from the newest whole checkpoint of the run folder, bit for bit.
     console: whether rank 0 shows its progress; metrics and checkpoints are written either way.
+    mirror: copies the checkpoints to a second store, in the first process.
     Raises what Trainer.fit raises; OutOfMemoryError, DiskFullError, CheckpointError, ConfigError, VocabularyError;
     ShardError when the text has changed since the run began.
     """
@@ -109,7 +119,7 @@ def train(
             ),
             ThreadChoice(thread_numbers(config, world), run.say),
             progress=progress,
-            saver=Saver(engine, config, run, fingerprints(shards), latest=checkpoint),
+            saver=Saver(engine, config, run, fingerprints(shards), latest=checkpoint, mirror=mirror),
             validation=(
                 Validation(config, shards, world)
                 if reference is None
