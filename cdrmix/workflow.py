@@ -26,7 +26,7 @@ from cdrmix.evaluate import held_out_table, measure, to_standard_error
 from cdrmix.hf.adapters import WEIGHTS as ADAPTERS
 from cdrmix.hf.build import build_foreign
 from cdrmix.hf.card import STAGE_A_ONLY
-from cdrmix.hf.choice import check_choice, choose_checkpoint
+from cdrmix.hf.choice import choose_checkpoint
 from cdrmix.hf.export import export_model, exported_step
 from cdrmix.hf.export_adapters import export_adapters
 from cdrmix.hf.export_foreign import export_foreign, keep_description
@@ -34,7 +34,8 @@ from cdrmix.hf.foreign import section_of, transformers_config
 from cdrmix.hf.hub import download
 from cdrmix.hf.load import LoadedForeign, load_trained, untrained
 from cdrmix.hf.rwkv_names import export_official_rwkv7
-from cdrmix.inference.checkpoints import MANIFEST, list_checkpoints, newest_whole_checkpoint, step_of
+from cdrmix.inference.checkpoints import list_checkpoints, newest_whole_checkpoint, step_of
+from cdrmix.inference.choice import check_choice, is_run
 from cdrmix.inference.generate import generate
 from cdrmix.inference.load import SUMS, Loaded, load_model, run_of, verify
 from cdrmix.inference.sampling import Sampling
@@ -463,7 +464,7 @@ def export_rwkv(model: Path, out: Path, checkpoint: str | None = None) -> Path:
 
 def _to_export(model: Path, checkpoint: str | None) -> Loaded | LoadedForeign:
     """The model to export. For a run it prints the chosen checkpoint and the reason on standard error."""
-    if not (model / "config_snapshot.yaml").is_file() or (model / SUMS).is_file() or (model / MANIFEST).is_file():
+    if not is_run(model):
         if checkpoint is not None:
             raise ConfigError(f"--checkpoint selects one of a run folder; {model} is one model")
         return load_trained(model)

@@ -69,6 +69,14 @@ def verify_checkpoint(checkpoint: Path) -> None:
         _verify_file(checkpoint / name, entry)
 
 
+def verify_weights(checkpoint: Path) -> None:
+    """Raises CheckpointError if the weights, or their running average, are missing or differ from the manifest."""
+    files = read_manifest(checkpoint)["files"]
+    for name in (MODEL, AVERAGE):
+        if name in files:
+            _verify_file(checkpoint / name, files[name])
+
+
 def damages(checkpoint: Path) -> list[str]:
     """A text for every file of a checkpoint that is missing, cannot be read or differs from the manifest."""
     try:

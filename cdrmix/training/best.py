@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
-from cdrmix.config.best_metric import OF_DOMAIN, metric_and_mode
+from cdrmix.config.best_metric import OF_DOMAIN, held_out_figure, metric_and_mode
 from cdrmix.config.schema import Train
 from cdrmix.errors import ConfigError
 from cdrmix.training.checkpoint import Progress
@@ -29,15 +28,6 @@ def updated_best(progress: Progress, settings: Train, record: StepRecord) -> Pro
     if best is None or (value > best if mode == "max" else value < best):
         return dataclasses.replace(progress, best_value=value, best_step=progress.step)
     return progress
-
-
-def held_out_figure(row: Mapping[str, Any], metric: str) -> float | None:
-    """A figure of train.best_metric in a row of metrics.jsonl; None if the row has no validation or not this figure."""
-    if pairs := row.get("valid_preferences"):
-        return pairs.get(metric)
-    if metric.startswith(OF_DOMAIN):
-        return (row.get("valid_domains") or {}).get(metric.removeprefix(OF_DOMAIN))
-    return row.get(f"valid_{metric}")
 
 
 def check_best_metric(settings: Train, domains: Iterable[str]) -> None:

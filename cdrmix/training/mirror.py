@@ -27,7 +27,7 @@ from typing import Any
 
 from cdrmix.durable import sha256_file, write_atomically
 from cdrmix.errors import CheckpointError, ConfigError
-from cdrmix.inference.checkpoints import MANIFEST, damages, list_checkpoints, read_manifest
+from cdrmix.inference.checkpoints import MANIFEST, list_checkpoints, read_manifest
 from cdrmix.run_folder import RunFolder
 from cdrmix.training.retention import BEST, Rules, pointed, reasons_to_keep
 
@@ -291,11 +291,6 @@ def damaged_files(path: Path) -> list[str]:
         elif (found := sha256_file(path / name)) != entry["sha256"]:
             problems.append(f"{path / name} is corrupt: its SHA-256 is {found}, {ABOUT} says {entry['sha256']}")
     return problems
-
-
-def is_complete(checkpoint: Path) -> bool:
-    """Whether all files of a checkpoint match its manifest. Reads them all."""
-    return not damages(checkpoint)
 
 
 def _is_inside(name: str) -> bool:
