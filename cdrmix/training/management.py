@@ -179,10 +179,10 @@ def mirror_run(path: Path, to: Path | None = None) -> tuple[Path, list[Path]]:
         raise ConfigError(f"{folder} is the folder of the run itself; name a folder on another disk")
     with run.locked():
         give_id(run)
-        mirror = Mirror(run, folder)
+        mirror = Mirror(run, folder, Rules.of(config.train))
         try:
             with disk_guard(f"the mirror {mirror.path}", "Free some space there, or name another folder with --to."):
-                copied = synchronise(mirror, Rules.of(config.train))
+                copied = synchronise(mirror)
         except DiskFullError:
             raise
         except OSError as error:
@@ -244,7 +244,7 @@ def pruned_text(pruned: Pruned, *, dry: bool) -> str:
 def _mirror_of(run: RunFolder, config: Config) -> Mirror | None:
     if config.run.mirror is None or (run.path / ABOUT).is_file():
         return None
-    return Mirror(run, Path(config.run.mirror).expanduser())
+    return Mirror(run, Path(config.run.mirror).expanduser(), Rules.of(config.train))
 
 
 def _has(mirror: Mirror, checkpoint: Path) -> bool:

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cdrmix.durable import sha256_file, write_atomically
+from cdrmix.durable import is_disk_full, sha256_file, write_atomically
 from cdrmix.errors import CheckpointError, ConfigError
 from cdrmix.inference.checkpoints import MANIFEST, list_checkpoints, read_manifest
 from cdrmix.run_folder import RunFolder
@@ -43,11 +43,13 @@ NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # of drives that canno
 class Mirror:
     """Copies a run to `folder`/<name of the run>. It is opened by `claim`; only one process at a time writes it.
 
+    rules: which checkpoints the mirror keeps.
+
     The methods raise OSError when the store cannot be written, and ConfigError when it belongs to another run.
     """
 
-    def __init__(self, run: RunFolder, folder: Path) -> None:
-        self.run, self.folder = run, folder
+    def __init__(self, run: RunFolder, folder: Path, rules: Rules) -> None:
+        self.run, self.folder, self.rules = run, folder, rules
         self.path = folder / run.path.name
         self._writer = uuid.uuid4().hex
         self._device: int | None = None  # of the file system, once the mirror was written
@@ -105,13 +107,18 @@ class Mirror:
         """
         copy = self.checkpoints / checkpoint.name
         try:
-            copy_checkpoint(checkpoint, copy, self.copy_files)
-        except CheckpointError:
-            remove(copy)
-            raise
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                remove(copy)  # a half of it would only take room
+            try:
+                copy_checkpoint(checkpoint, copy, self.copy_files)
+            except OSError as error:
+                if not is_disk_full(error):
+                    raise
+                remove(copy)  # a part of it would only take room
+                if not self._make_room(copy):
+                    raise
+                copy_checkpoint(checkpoint, copy, self.copy_files)
+        except (CheckpointError, OSError) as error:
+            if isinstance(error, CheckpointError) or is_disk_full(error):
+                remove(copy)
             raise
 
     def copy_files(self) -> None:
@@ -130,7 +137,7 @@ class Mirror:
             if (self.run.path / name).is_file():
                 self._copy_if_changed(name)
 
-    def point_and_prune(self, rules: Rules, current: Path) -> None:
+    def point_and_prune(self, current: Path) -> None:
         """Writes the pointers, then removes what the rules do not keep. current: the newest checkpoint of the run.
 
         Nothing happens before the mirror has `current`.
@@ -143,9 +150,23 @@ class Mirror:
             (self.checkpoints / BEST).unlink(missing_ok=True)
         elif self.has(best):
             _write(self.checkpoints / BEST, best.name + "\n")
-        for checkpoint, reasons in reasons_to_keep(self.checkpoints, rules, self.checkpoints / current.name).items():
+        for checkpoint, reasons in reasons_to_keep(
+            self.checkpoints, self.rules, self.checkpoints / current.name
+        ).items():
             if not reasons:
                 remove(checkpoint)
+
+    def _make_room(self, copy: Path) -> bool:
+        """Removes what the rules will not keep once `copy` is there; never the newest. Whether anything was removed."""
+        there = [path for path in list_checkpoints(self.checkpoints) if path != copy and (path / MANIFEST).is_file()]
+        if not there:
+            return False
+        rules = self.rules._replace(keep_last=max(1, self.rules.keep_last - 1))
+        kept = reasons_to_keep(self.checkpoints, rules, there[-1])
+        leaving = [path for path, reasons in kept.items() if not reasons and path != copy]
+        for path in leaving:
+            remove(path)
+        return bool(leaving)
 
     def _copy_if_changed(self, name: str) -> dict[str, Any] | None:
         source, target = self.run.path / name, self.path / name
@@ -186,14 +207,14 @@ def wanted(run: RunFolder, rules: Rules) -> list[Path]:
     return sorted(kept, key=lambda path: (path == kept[-1], path == best, path), reverse=True)
 
 
-def synchronise(mirror: Mirror, rules: Rules) -> list[Path]:
+def synchronise(mirror: Mirror) -> list[Path]:
     """Brings a mirror up to date in this thread. Returns the checkpoints that were copied.
 
     Damaged checkpoints are not copied, which raises CheckpointError after the others.
     """
     mirror.claim()
     copied, problems = [], []
-    for checkpoint in wanted(mirror.run, rules):
+    for checkpoint in wanted(mirror.run, mirror.rules):
         if not mirror.has(checkpoint):
             try:
                 mirror.copy(checkpoint)
@@ -203,7 +224,7 @@ def synchronise(mirror: Mirror, rules: Rules) -> list[Path]:
             copied.append(checkpoint)
     mirror.copy_files()
     if checkpoints := list_checkpoints(mirror.run.checkpoints):
-        mirror.point_and_prune(rules, checkpoints[-1])
+        mirror.point_and_prune(checkpoints[-1])
     if problems:
         raise CheckpointError("; ".join(problems))
     return copied

@@ -56,7 +56,7 @@ class MirrorThread:
 
     def __init__(self, run: RunFolder, folder: Path, rules: Rules) -> None:
         self._run, self._rules = run, rules
-        self._mirror = Mirror(run, folder)
+        self._mirror = Mirror(run, folder, rules)
         self._lock = threading.Lock()  # of the choice of a checkpoint against its removal
         self._copying: Path | None = None
         self._current: Path | None = None
@@ -140,14 +140,14 @@ class MirrorThread:
                 self._say(f"warning: {checkpoint.name} is not mirrored: {error}")
             else:
                 self._note(f"mirrored {checkpoint.name} to {mirror.path} in {time.monotonic() - started:.1f} s")
-                mirror.point_and_prune(self._rules, checkpoint)
+                mirror.point_and_prune(checkpoint)
             finally:
                 with self._lock:
                     self._copying = None
             mirror.claim()
         mirror.copy_files()
         if newest := list_checkpoints(self._run.checkpoints):
-            mirror.point_and_prune(self._rules, newest[-1])
+            mirror.point_and_prune(newest[-1])
 
     def _next(self) -> Path | None:
         """The first checkpoint that the mirror lacks. It is not removed while it is copied."""
