@@ -84,7 +84,8 @@ class Mirror:
                 f"{about['since']}); this process does not write it any more"
             )
         if self._device is None or about is None:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(exist_ok=True)
+            self.checkpoints.mkdir(exist_ok=True)
             self._sums, self._copied = {}, {}
             self._write_about()
             self._device = self.folder.stat().st_dev
@@ -150,10 +151,10 @@ class Mirror:
             (self.checkpoints / BEST).unlink(missing_ok=True)
         elif self.has(best):
             _write(self.checkpoints / BEST, best.name + "\n")
-        for checkpoint, reasons in reasons_to_keep(
-            self.checkpoints, self.rules, self.checkpoints / current.name
-        ).items():
-            if not reasons:
+        mine = {path.name for path in wanted(self.run, self.rules)}  # one that is half copied is continued
+        kept = reasons_to_keep(self.checkpoints, self.rules, self.checkpoints / current.name)
+        for checkpoint, reasons in kept.items():
+            if not reasons and checkpoint.name not in mine:
                 remove(checkpoint)
 
     def _make_room(self, copy: Path) -> bool:
@@ -174,7 +175,9 @@ class Mirror:
         state = (facts.st_size, facts.st_mtime_ns)
         if self._copied.get(name) == state and target.exists():
             return None
-        target.parent.mkdir(parents=True, exist_ok=True)
+        # Not with parents=True: where a drive was unmounted, its folder must not be made on the disk below it.
+        for folder in reversed(Path(name).parents[:-1]):
+            (self.path / folder).mkdir(exist_ok=True)
         entry = copy_file(source, target)
         self._copied[name] = state
         return entry
@@ -237,7 +240,7 @@ def copy_checkpoint(source: Path, target: Path, before_manifest: Callable[[], No
     """
     files = read_manifest(source)["files"]
     (target / MANIFEST).unlink(missing_ok=True)
-    target.mkdir(parents=True, exist_ok=True)
+    target.mkdir(exist_ok=True)
     for path in target.iterdir():
         if path.name not in files:
             path.unlink()

@@ -60,7 +60,7 @@ class MirrorThread:
         self._lock = threading.Lock()  # of the choice of a checkpoint against its removal
         self._copying: Path | None = None
         self._current: Path | None = None
-        self._damaged: set[str] = set()
+        self._damaged: set[tuple[str, int]] = set()  # a checkpoint of that step may be written again
         self._wake, self._end = threading.Event(), threading.Event()
         self._problem: str | None = None
         self._told_behind = False
@@ -101,7 +101,6 @@ class MirrorThread:
             self._current = checkpoint
             busy = self._busy()
             prune(self._run.checkpoints, self._rules, checkpoint, busy)
-        self._damaged.discard(checkpoint.name)
         if busy and not self._told_behind:
             self._told_behind = True
             self._say(
@@ -136,7 +135,7 @@ class MirrorThread:
             try:
                 mirror.copy(checkpoint)
             except CheckpointError as error:
-                self._damaged.add(checkpoint.name)
+                self._damaged.add(_version(checkpoint))
                 self._say(f"warning: {checkpoint.name} is not mirrored: {error}")
             else:
                 self._note(f"mirrored {checkpoint.name} to {mirror.path} in {time.monotonic() - started:.1f} s")
@@ -154,7 +153,7 @@ class MirrorThread:
         with self._lock:
             candidates = wanted(self._run, self._rules)
         for checkpoint in candidates:
-            if checkpoint.name in self._damaged or self._mirror.has(checkpoint):
+            if _version(checkpoint) in self._damaged or self._mirror.has(checkpoint):
                 continue
             with self._lock:
                 if checkpoint.is_dir():
@@ -180,3 +179,11 @@ class MirrorThread:
     def _note(self, text: str) -> None:
         with contextlib.suppress(OSError):
             self._run.note(text)
+
+
+def _version(checkpoint: Path) -> tuple[str, int]:
+    """The name of a checkpoint and the time at which its folder was committed."""
+    try:
+        return checkpoint.name, checkpoint.stat().st_mtime_ns
+    except FileNotFoundError:
+        return checkpoint.name, 0
