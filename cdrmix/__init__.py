@@ -7,6 +7,7 @@ The Python API (docs/api.md). Each name is imported when it is used first:
     Config                Config.from_yaml(path) reads a YAML file
     Callback              base class of callbacks for steps, records and checkpoints: train(config, callbacks=[...])
     LanguageModel(model)  the torch module of the model section of a configuration
+    checkpoints(run)      lists the checkpoints of a run: step, size, held-out figure, why each is kept
     train(config)         does a whole run, the same as `cdrmix train`
     prepare(config)       prepares the text of a configuration: tokenised, packed shards
     errors                the exceptions
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from cdrmix.inference.text_model import TextModel as TextModel
     from cdrmix.model.language_model import LanguageModel as LanguageModel
     from cdrmix.training.callbacks import Callback as Callback
+    from cdrmix.training.management import checkpoints as checkpoints
     from cdrmix.workflow import run_all as train
 
 __version__ = "0.1.0"
@@ -37,6 +39,7 @@ __all__ = [
     "LanguageModel",
     "Sampling",
     "TextModel",
+    "checkpoints",
     "errors",
     "load",
     "ops",
@@ -50,6 +53,7 @@ _WHERE = {  # module and name there; imported when first asked for, so that `imp
     "LanguageModel": ("cdrmix.model.language_model", "LanguageModel"),
     "Sampling": ("cdrmix.inference.sampling", "Sampling"),
     "TextModel": ("cdrmix.inference.text_model", "TextModel"),
+    "checkpoints": ("cdrmix.training.management", "checkpoints"),
     "load": ("cdrmix.hf.load", "load"),
     "prepare": ("cdrmix.data.prepare", "prepare"),
     "train": ("cdrmix.workflow", "run_all"),

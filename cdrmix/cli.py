@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from cdrmix import commands
+from cdrmix import checkpoint_commands, commands
 from cdrmix.data.escaping import escape_unprintable
 from cdrmix.errors import CdrmixError, CdrmixWarning, ConfigError, DiskFullError, Preempted
 from cdrmix.gpus import GPUS
@@ -197,6 +197,7 @@ def parser() -> argparse.ArgumentParser:
         "--out", type=Path, metavar="FOLDER", help="folder of the results (default: experiments/ablations)"
     )
     _add_ladder(subparsers)
+    checkpoint_commands.add_checkpoints(subparsers)
     compare = add(
         "compare",
         commands.compare,
@@ -210,6 +211,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _eval_options(evaluate: argparse.ArgumentParser) -> None:
     _model(evaluate)
+    _checkpoint(evaluate, "last")
     _device(evaluate)
     evaluate.add_argument("--json", action="store_true", help="print JSON instead of a table")
     text = "tasks or families of tasks, such as recall,ruler,mqar,babilong; all: every one"
@@ -228,6 +230,7 @@ def _eval_options(evaluate: argparse.ArgumentParser) -> None:
 
 def _generate_options(generate: argparse.ArgumentParser) -> None:
     _model(generate)
+    _checkpoint(generate, "last")
     _device(generate)
     text = "text to continue (default: empty, which begins a new document); may be repeated"
     generate.add_argument("--prompt", action="append", metavar="TEXT", help=text)
@@ -265,8 +268,7 @@ def _generate_options(generate: argparse.ArgumentParser) -> None:
 
 def _export_options(export: argparse.ArgumentParser) -> None:
     _model(export)
-    text = "which of a run's: best (on held-out text), last, or a checkpoint (default: the run's export.checkpoint)"
-    export.add_argument("--checkpoint", metavar="best|last|PATH", help=text)
+    _checkpoint(export, "the run's export.checkpoint")
     where = export.add_mutually_exclusive_group()
     text = "folder to create (default: export/ in the run folder; a finished run has it already)"
     where.add_argument("--out", type=Path, metavar="PATH", help=text)
@@ -346,6 +348,7 @@ def _add_reason(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     demo = actions.add_parser("demo", help=text, description=text, allow_abbrev=False)
     demo.set_defaults(command=commands.reason_demo, name="reason demo")
     _model(demo)
+    _checkpoint(demo, "last")
     _device(demo)
     demo.add_argument(
         "--document", type=Path, metavar="FILE", help="UTF-8 text (default: a generated document of facts)"
@@ -415,6 +418,11 @@ def _model(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--model", required=True, type=Path, metavar="RUN_OR_EXPORT", help="a run, checkpoint or export folder"
     )
+
+
+def _checkpoint(sub: argparse.ArgumentParser, default: str) -> None:
+    text = f"which of a run's: best (on held-out text), last, or a checkpoint (default: {default})"
+    sub.add_argument("--checkpoint", metavar="best|last|PATH", help=text)
 
 
 def _device(sub: argparse.ArgumentParser) -> None:

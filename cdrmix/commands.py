@@ -146,6 +146,7 @@ def eval(options: argparse.Namespace) -> int:
         raise ConfigError(
             "--tasks are tasks of cdrmix, --harness are tasks of lm-eval, --suite are suites: name one of the three"
         )
+    _choose(options)
     if options.suite is not None:
         return _eval_suites(options)
     if options.tasks is not None:
@@ -264,6 +265,7 @@ def generate(options: argparse.Namespace) -> int:
         max_new_tokens=options.max_new_tokens,
         stop=tuple(options.stop),
     )
+    _choose(options)
     prompts = options.prompt or [""]
     model = load(options.model, device=_device(options))
     _show_every_character()
@@ -286,6 +288,18 @@ def generate(options: argparse.Namespace) -> int:
     return 0
 
 
+def _choose(options: argparse.Namespace) -> None:
+    """Puts the checkpoint of the option --checkpoint, if it is given, in the place of its run in --model."""
+    if options.checkpoint is None:
+        return
+    from cdrmix.inference.choice import of_run
+
+    found = of_run(options.model, options.checkpoint)
+    name = "" if found.path == options.model else f" {found.path.name},"
+    print(f"Using{name} {found.reason}", file=sys.stderr, flush=True)
+    options.model = found.path
+
+
 def _device(options: argparse.Namespace) -> str | None:
     """The option --device. Raises ConfigError, which names the option, if this machine has no such device."""
     from cdrmix.runtime import device_type
@@ -306,6 +320,7 @@ def reason_demo(options: argparse.Namespace) -> int:
     from cdrmix.reason.demo import demonstrate
 
     _show_every_character()
+    _choose(options)
     demonstrate(
         load_cdrmix(options.model, _device(options)),
         document=options.document,

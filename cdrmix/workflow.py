@@ -26,7 +26,7 @@ from cdrmix.evaluate import held_out_table, measure, to_standard_error
 from cdrmix.hf.adapters import WEIGHTS as ADAPTERS
 from cdrmix.hf.build import build_foreign
 from cdrmix.hf.card import STAGE_A_ONLY
-from cdrmix.hf.choice import check_choice, choose_checkpoint
+from cdrmix.hf.choice import choose_checkpoint
 from cdrmix.hf.export import export_model, exported_step
 from cdrmix.hf.export_adapters import export_adapters
 from cdrmix.hf.export_foreign import export_foreign, keep_description
@@ -34,7 +34,8 @@ from cdrmix.hf.foreign import section_of, transformers_config
 from cdrmix.hf.hub import download
 from cdrmix.hf.load import LoadedForeign, load_trained, untrained
 from cdrmix.hf.rwkv_names import export_official_rwkv7
-from cdrmix.inference.checkpoints import MANIFEST, list_checkpoints, newest_whole_checkpoint, step_of
+from cdrmix.inference.checkpoints import list_checkpoints, newest_whole_checkpoint, step_of
+from cdrmix.inference.choice import check_choice, is_run
 from cdrmix.inference.generate import generate
 from cdrmix.inference.load import SUMS, Loaded, load_model, run_of, verify
 from cdrmix.inference.sampling import Sampling
@@ -54,6 +55,8 @@ from cdrmix.training.build import build_loss_model
 from cdrmix.training.callbacks import Callback
 from cdrmix.training.distributed import DistributedContext, join
 from cdrmix.training.launch import check_processes
+from cdrmix.training.mirror_thread import MirrorThread, check_mirror, mirroring
+from cdrmix.training.restore import find_run
 from cdrmix.training.stage_a import train
 from cdrmix.training.trackers import check_trackers
 from cdrmix.units import amount
@@ -68,8 +71,8 @@ def run_all(config: Config, resume: str | Path | None = None, *, callbacks: Sequ
     """Does everything of a run that is not done yet. All processes of the run call it. Returns the run folder.
 
     resume: None starts a new run. 'auto' continues the newest unfinished run of this configuration, or starts a new
-    run if there is none. A path continues that run. callbacks: receive the steps, records and checkpoints of both
-    stages. The last line that is printed is the path of the run folder.
+    run if there is none. A path continues that run; the path of a mirror restores its run first. callbacks: receive
+    the steps, records and checkpoints of both stages. The last line that is printed is the path of the run folder.
     """
     if not isinstance(config, Config):
         raise ConfigError(f"config must be a cdrmix.Config, for example of Config.from_yaml(path); found {config!r}")
@@ -80,6 +83,7 @@ def run_all(config: Config, resume: str | Path | None = None, *, callbacks: Sequ
     check_processes(config, world.size)
     check_trackers(config)
     check_choice(config.export.checkpoint)
+    check_mirror(config)
     _make_base(config, world)
     if not isinstance(config.model, Model):
         transformers_config(config.model)  # raises before the text is prepared
@@ -94,6 +98,7 @@ def run_all(config: Config, resume: str | Path | None = None, *, callbacks: Sequ
     run = _run_folder(config, resume, world)
     with contextlib.ExitStack() as stack:
         _first_process(world, lambda: stack.enter_context(run.locked()))
+        mirror = stack.enter_context(mirroring(config, run))
         if config.kind == "reasoning" and not stage_b:
             run.say(STAGE_A_ONLY)
             run.update_summary({"not_trained": STAGE_A_ONLY})
@@ -103,9 +108,9 @@ def run_all(config: Config, resume: str | Path | None = None, *, callbacks: Sequ
         if load_base := _trained_base(config, shards):
             _first_process(world, lambda: _measure_before(config, run, shards, world.device, load_base))
         if config.reasoning is None or config.reasoning.backbone is None:
-            _train(config, run, shards, world, resume, callbacks)
+            _train(config, run, shards, world, resume, callbacks, mirror)
         if stage_b:
-            _train_stage_b(config, run, shards, world, callbacks)
+            _train_stage_b(config, run, shards, world, callbacks, mirror)
         if world.is_main_process:
             _after_training(run, shards, world.device)
             print(run.path, flush=True)
@@ -160,7 +165,7 @@ def _first_process(world: DistributedContext, action: Callable[[], Item]) -> Ite
 
 def _run_folder(config: Config, resume: str | None, world: DistributedContext) -> RunFolder:
     def choose() -> Path:
-        run = RunFolder.resume(config, resume) if resume else None
+        run = find_run(config, resume, to_standard_error) if resume else None
         if run is not None:
             run.say(f"Continuing {run.path} ({config.run.name}, seed {config.run.seed})")
             return run.path
@@ -238,6 +243,7 @@ def _train(
     world: DistributedContext,
     resume: str | None,
     callbacks: Sequence[Callback],
+    mirror: MirrorThread | None,
 ) -> None:
     if world.gather(world.is_main_process and _finished(config, run))[0]:
         run.say(f"Stage A is already complete: {config.train.steps} steps")
@@ -256,14 +262,19 @@ def _train(
         f"Stage A: {config.train.steps} steps of {config.train.batch_rows} rows, {world.size} process(es) on "
         f"{world.device.type}{what}"
     )
-    result = train(config, run, shards, build=build, resume=resume, callbacks=callbacks)
+    result = train(config, run, shards, build=build, resume=resume, callbacks=callbacks, mirror=mirror)
     run.update_summary(
         {"stage_a": {name: value for name, value in result._asdict().items() if not isinstance(value, Path)}}
     )
 
 
 def _train_stage_b(
-    config: Config, run: RunFolder, shards: ShardSet, world: DistributedContext, callbacks: Sequence[Callback]
+    config: Config,
+    run: RunFolder,
+    shards: ShardSet,
+    world: DistributedContext,
+    callbacks: Sequence[Callback],
+    mirror: MirrorThread | None,
 ) -> None:
     last = spans(config)[-1]
     if world.gather(world.is_main_process and _reached(run, "stage_b", last.last))[0]:
@@ -280,7 +291,7 @@ def _train_stage_b(
             run.update_summary({"held_out_before": figures, "held_out_before_step": loaded.step})
     phases = ", ".join(f"{span.name} {span.section.steps}" for span in spans(config))
     run.say(f"Stage B, steps by phase: {phases}")
-    result = train_stage_b(config, run, shards, callbacks=callbacks)
+    result = train_stage_b(config, run, shards, callbacks=callbacks, mirror=mirror)
     run.update_summary({"stage_b": {"step": result.step, "seconds": result.seconds}})
 
 
@@ -453,7 +464,7 @@ def export_rwkv(model: Path, out: Path, checkpoint: str | None = None) -> Path:
 
 def _to_export(model: Path, checkpoint: str | None) -> Loaded | LoadedForeign:
     """The model to export. For a run it prints the chosen checkpoint and the reason on standard error."""
-    if not (model / "config_snapshot.yaml").is_file() or (model / SUMS).is_file() or (model / MANIFEST).is_file():
+    if not is_run(model):
         if checkpoint is not None:
             raise ConfigError(f"--checkpoint selects one of a run folder; {model} is one model")
         return load_trained(model)

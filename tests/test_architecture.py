@@ -38,7 +38,7 @@ LAYERS = [
     {"evaluate"},
     {"workflow"},
     {"ladder"},
-    {"commands"},
+    {"commands", "checkpoint_commands"},
     {"cli"},
 ]
 LAYER_OF = {package: height for height, packages in enumerate(LAYERS) for package in packages}

@@ -38,10 +38,11 @@ from cdrmix.errors import ConfigError
 # The keys that Config.hash leaves out: they change neither a weight nor a measurement, only folders, logging and speed.
 # run.device is not one of them: it decides the order in which sums are rounded.
 NOT_HASHED: dict[str, Any] = {
-    "run": {"root", "name", "threads"},
+    "run": {"root", "name", "threads", "mirror"},
     "data": {"cache", "engine", "workers", "memory_mb"},  # the shards are the same
     "train": {
         "keep_last",
+        "keep_every",
         "log_every",
         "expert_parallel",
         "profile",
@@ -64,6 +65,8 @@ ADDED_LATER: dict[str, Any] = {
     "train.start_from": None,
     "train.start_made_by": None,
     "train.dpo": None,
+    "train.best_metric": None,
+    "train.best_mode": None,
 }
 
 
@@ -76,6 +79,9 @@ class Run(Section):
     """Seed of everything random: initial weights, order of the rows, router jitter."""
     root: Text = "experiments"
     """Folder in which run folders are created."""
+    mirror: Text | None = None
+    """Folder on another disk or a mounted drive that receives a copy of each checkpoint, and of what is needed to
+    resume from it. It is made if its parent exists. null: no mirror."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of this run. auto: a GPU if PyTorch can use one, otherwise the CPU."""
     threads: NonNegativeInt = 0
@@ -330,6 +336,16 @@ class Train(Section):
     """Steps between two checkpoints."""
     keep_last: PositiveInt = 2
     """Number of periodic checkpoints to keep. The best checkpoint is kept in addition."""
+    keep_every: PositiveInt | None = None
+    """Keep the checkpoint of each N-th step for good, in addition; it is written too if `checkpoint_every` does not
+    divide N. null: none."""
+    best_metric: Text | None = None
+    """Held-out figure that chooses the best checkpoint: bits_per_byte, loss, or that of a domain, bits_per_byte/NAME;
+    with `dpo` loss, accuracy, margin, chosen_reward or rejected_reward. null: bits_per_byte; with `dpo` no checkpoint
+    is the best."""
+    best_mode: Literal["min", "max"] | None = None
+    """Whether the lowest or the highest value of best_metric is the best. null: max for accuracy, margin and rewards,
+    otherwise min."""
     profile: Profile | None = None
     """Trace some steps to profile/ in the run folder. null: no trace."""
     start_from: Text | None = None
@@ -358,8 +374,8 @@ class Export(Section):
     weights is exported."""
 
     checkpoint: Text = "best"
-    """best: that of the best validation of stage A; after stage B the last one. last: the last one. Or the name or path
-    of a checkpoint."""
+    """best: that of the best validation of stage A (train.best_metric); after stage B the last one. last: the last one.
+    Or the name or path of a checkpoint."""
     weights: Literal["fp32", "bf16"] = "fp32"
     """Data type of the exported weights of a model of transformers. bf16 halves the files and rounds the weights. fp32
     for `lora: adapter`."""

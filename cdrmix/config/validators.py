@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from cdrmix.config import (
+    best_metric,
     validators_data,
     validators_huggingface,
     validators_model,
@@ -25,6 +26,7 @@ TOPICS = (
     validators_training,
     validators_reasoning,
     validators_data,
+    best_metric,
 )
 RULES = tuple(rule for topic in TOPICS for rule in topic.RULES)
 

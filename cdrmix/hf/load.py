@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from torch import Tensor
 from cdrmix.config.schema import Config, Model
 from cdrmix.config.schema_huggingface import HuggingFaceModel
 from cdrmix.data.tokenizer import TextTokenizer
-from cdrmix.errors import CheckpointError, ConfigError, VocabularyError
+from cdrmix.errors import CdrmixWarning, CheckpointError, ConfigError, VocabularyError
 from cdrmix.hf import adapters
 from cdrmix.hf.foreign import (
     ForeignLossModel,
@@ -26,6 +27,7 @@ from cdrmix.hf.foreign import (
     transformers_config,
 )
 from cdrmix.inference.checkpoints import MANIFEST, base_of, step_of
+from cdrmix.inference.choice import BEST, of_run
 from cdrmix.inference.load import (
     ABOUT,
     SUMS,
@@ -244,7 +246,7 @@ def load_alone(path: str | Path, device: str | None = None) -> Loaded | LoadedFo
     return loaded._replace(model=loaded.model.to(place))  # type: ignore[arg-type]
 
 
-def load(path: str | Path, *, device: str | None = None) -> TextModel:
+def load(path: str | Path, *, checkpoint: str | None = None, device: str | None = None) -> TextModel:
     """Loads the model of a run folder (its newest complete checkpoint), a checkpoint, an export folder, or a folder of
     transformers (config.json, safetensors and tokenizer.json).
 
@@ -253,14 +255,19 @@ def load(path: str | Path, *, device: str | None = None) -> TextModel:
 
     Args:
         path: the folder.
+        checkpoint: which of a run folder: best, last, or its name. Default: last. If there is no best, or its weights
+            are damaged, the last is taken, with a warning.
         device: auto, cpu or cuda. Default: run.device of the configuration.
 
     Raises:
         CheckpointError: there is no complete model at the path.
-        ConfigError: the device does not exist.
+        ConfigError: the device does not exist; `checkpoint` is unknown, or `path` is not a run folder.
         VocabularyError: the tokenizer does not match the model.
         ValueError: `path` is neither a string nor a Path.
     """
     if not isinstance(path, str | Path):
         raise ValueError(f"path must be a string or a Path; found {path!r}")
-    return TextModel(load_alone(path, device))
+    found = of_run(Path(path), checkpoint)
+    if checkpoint == BEST and found.path == Path(path):
+        warnings.warn(f"{path}: {found.reason}", CdrmixWarning, stacklevel=2)
+    return TextModel(load_alone(found.path, device))

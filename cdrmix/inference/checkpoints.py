@@ -69,6 +69,31 @@ def verify_checkpoint(checkpoint: Path) -> None:
         _verify_file(checkpoint / name, entry)
 
 
+def verify_weights(checkpoint: Path) -> None:
+    """Raises CheckpointError if the weights, or their running average, are missing or differ from the manifest."""
+    files = read_manifest(checkpoint)["files"]
+    for name in (MODEL, AVERAGE):
+        if name in files:
+            _verify_file(checkpoint / name, files[name])
+
+
+def damages(checkpoint: Path) -> list[str]:
+    """A text for every file of a checkpoint that is missing, cannot be read or differs from the manifest."""
+    try:
+        files = read_manifest(checkpoint)["files"]
+    except CheckpointError as error:
+        return [str(error)]
+    found = []
+    for name, entry in files.items():
+        try:
+            _verify_file(checkpoint / name, entry)
+        except CheckpointError as error:
+            found.append(str(error))
+        except OSError as error:
+            found.append(f"{checkpoint / name} cannot be read: {error.strerror}")
+    return found
+
+
 def step_of(checkpoint: Path) -> int:
     """The step in the name of a checkpoint, such as step-00000500."""
     number = checkpoint.name.rpartition("-")[2]
@@ -107,14 +132,21 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        known = manifest["format"] == FORMAT and isinstance(manifest["files"], dict)
+        known = manifest["format"] == FORMAT and all(_is_entry(*each) for each in manifest["files"].items())
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: the checkpoint is incomplete") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise CheckpointError(f"{path} is corrupt: it is not the manifest of a checkpoint") from None
     if not known:
         raise CheckpointError(f"{path} has format {manifest['format']!r}; this version of cdrmix reads format {FORMAT}")
     return manifest
+
+
+def _is_entry(name: str, entry: dict[str, Any]) -> bool:
+    # A manifest of a mirror is copied: its names must not lead out of the folder.
+    if Path(name).name != name or not isinstance(entry["bytes"], int) or not isinstance(entry["sha256"], str):
+        raise ValueError(name)
+    return True
 
 
 def _verify_file(path: Path, entry: dict[str, Any]) -> None:

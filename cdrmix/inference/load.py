@@ -25,12 +25,12 @@ from cdrmix.inference.checkpoints import (
     state_dict_mismatch,
     step_of,
 )
+from cdrmix.inference.choice import SUMS as SUMS
 from cdrmix.model.causal import CausalModel
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.model.loss import LossModel, LossModule
 from cdrmix.run_folder import RunFolder
 
-SUMS = "SHA256SUMS"
 RUN_TOKENIZER = "tokenizer_cdrmix.json"  # of an export: the tokenizer.json of the run, byte for byte
 ABOUT = "cdrmix.json"  # of an exported model of transformers, whose config.json is that of transformers: its step
 CHAT_TEMPLATE = "chat_template.jinja"  # the name that transformers gives it too

@@ -142,7 +142,7 @@ def _disk(config: Config, tokens: int) -> Disk:
     trained, export = _trained_and_exported(config)
     average = train.ema_decay is not None
     checkpoint = FP32 * trained * (3 + average)  # weights, two moments
-    kept = train.keep_last + 2  # the best one, and the one being written
+    kept = train.keep_last + 2 + train.steps // (train.keep_every or train.steps + 1)  # the best, and one being written
     return Disk(tokens * (2 if config.model.vocab_size <= 2**16 else 4), checkpoint, kept * checkpoint, export)
 
 

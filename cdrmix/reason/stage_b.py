@@ -26,7 +26,7 @@ from cdrmix.reason.phase import PhaseObjective, freeze, phase_config
 from cdrmix.run_folder import RunFolder
 from cdrmix.runtime import seed_everything
 from cdrmix.training.callbacks import Callback
-from cdrmix.training.checkpoint import Progress, Saver, load_checkpoint, read_progress
+from cdrmix.training.checkpoint import Mirroring, Progress, Saver, load_checkpoint, read_progress
 from cdrmix.training.console import PhaseConsole
 from cdrmix.training.distributed import DistributedContext, join
 from cdrmix.training.engine import Engine, make_engine
@@ -76,7 +76,13 @@ def check_stage_b(config: Config) -> None:
 
 
 def train_stage_b(
-    config: Config, run: RunFolder, shards: ShardSet, *, console: bool = True, callbacks: Sequence[Callback] = ()
+    config: Config,
+    run: RunFolder,
+    shards: ShardSet,
+    *,
+    console: bool = True,
+    callbacks: Sequence[Callback] = (),
+    mirror: Mirroring | None = None,
 ) -> StageBResult:
     """Trains every phase that is not done yet, from the run's newest whole checkpoint. Every process calls it.
 
@@ -99,6 +105,7 @@ def train_stage_b(
                 newest,
                 console=console,
                 callbacks=callbacks,
+                mirror=mirror,
             )
     assert newest is not None
     return StageBResult(progress.step, progress.seconds, newest)
@@ -136,6 +143,7 @@ def _train_phase(
     *,
     console: bool,
     callbacks: Sequence[Callback],
+    mirror: Mirroring | None,
 ) -> tuple[Progress, dict[str, Tensor], Path]:
     """One phase to its end. Returns the progress, rank 0's weights and the last checkpoint."""
     of_phase = phase_config(config, span.section)
@@ -153,7 +161,7 @@ def _train_phase(
     else:
         _begin(engine, weights, fresh, newest, world)
     run.drop_metrics_after(progress.step)
-    saver = Saver(engine, config, run, fingerprints(shards), latest=newest)
+    saver = Saver(engine, config, run, fingerprints(shards), latest=newest, mirror=mirror)
     with (
         Trackers(run, config) as trackers,
         PhaseConsole(run, span.name, span.section.steps, shown=console) as screen,

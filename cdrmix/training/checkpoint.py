@@ -26,7 +26,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -42,14 +42,13 @@ from cdrmix.inference.checkpoints import (
     FORMAT,
     MANIFEST,
     MODEL,
-    list_checkpoints,
-    read_manifest,
     read_tensors,
     state_dict_mismatch,
 )
 from cdrmix.run_folder import RunFolder, check_text
 from cdrmix.training.distributed import DistributedContext
 from cdrmix.training.engine import Engine
+from cdrmix.training.retention import Rules, prune, set_aside
 
 WHEN_FULL = (
     "The checkpoints already there are whole. Free some space or lower train.keep_last, then continue with "
@@ -61,9 +60,9 @@ WHEN_FULL = (
 class Progress:
     """The progress of a run. `step` counts finished optimizer steps; the next global batch has that number.
 
-    tokens: tokens with a target trained on. seconds: training time. loss: nats per token. best_step: the step of
-    best_bits_per_byte. unvalidated: the StepRecord of this step, if a signal came before its validation; the resumed
-    run validates first. phase: of stage B, whose steps continue the count of stage A; None in stage A.
+    tokens: tokens with a target trained on. seconds: training time. loss: nats per token. best_value: of
+    train.best_metric at best_step. unvalidated: the StepRecord of this step, if a signal came before its validation;
+    the resumed run validates first. phase: of stage B, whose steps continue the count of stage A; None in stage A.
     """
 
     step: int = 0
@@ -72,7 +71,7 @@ class Progress:
     loss: float = float("nan")
     skipped_steps: int = 0
     valid_bits_per_byte: float | None = None
-    best_bits_per_byte: float | None = None
+    best_value: float | None = None
     best_step: int | None = None
     unvalidated: dict[str, Any] | None = None
     phase: str | None = None
@@ -131,7 +130,7 @@ def save_checkpoint(
         _write_text(temporary / MANIFEST, json.dumps(manifest, indent=2) + "\n")
         sync_folder(temporary)
         if final.exists():  # it was corrupt, or is of the same step before a restart
-            shutil.rmtree(_set_aside(final))
+            shutil.rmtree(set_aside(final))
         temporary.rename(final)
         sync_folder(folder)
         point(folder, "latest", final)
@@ -144,21 +143,40 @@ def save_checkpoint(
     return final
 
 
+class Mirroring(Protocol):
+    """Copies checkpoints to a second store in the background."""
+
+    def committed(self, checkpoint: Path) -> None:
+        """A checkpoint was committed. Removes those that no rule keeps, except one that is being copied."""
+
+
 class Saver:
-    """Writes the checkpoints of a run: periodic, best and last. `latest` is the newest one."""
+    """Writes the checkpoints of a run: periodic, best and last. `latest` is the newest one.
+
+    mirror: copies what is committed to a second store; None: no mirror, or not the first process.
+    """
 
     def __init__(
-        self, engine: Engine, config: Config, run: RunFolder, shards: Fingerprints, latest: Path | None
+        self,
+        engine: Engine,
+        config: Config,
+        run: RunFolder,
+        shards: Fingerprints,
+        latest: Path | None,
+        mirror: Mirroring | None = None,
     ) -> None:
         self._engine, self._config, self._run, self._shards = engine, config, run, shards
-        self.latest = latest
+        self.latest, self._mirror = latest, mirror
 
     def save(self, progress: Progress, *, periodic: bool) -> None:
-        """Commits a checkpoint, then removes those that `train.keep_last` does not keep."""
+        """Commits a checkpoint, then removes those that `train.keep_last` and `keep_every` do not keep."""
         folder = self._run.checkpoints
         self.latest = save_checkpoint(self._engine, folder, progress, self._config, self._shards, periodic=periodic)
         if self._engine.world.is_main_process:
-            prune(folder, self._config.train.keep_last, self.latest)
+            if self._mirror is None:
+                prune(folder, Rules.of(self._config.train), self.latest)
+            else:
+                self._mirror.committed(self.latest)
         self._run.note(f"checkpoint {self.latest.name}{' (best)' if progress.best_step == progress.step else ''}")
         self._engine.world.barrier()
 
@@ -224,13 +242,19 @@ def load_checkpoint(engine: Engine, checkpoint: Path, config: Config, fingerprin
     generators = checkpoint / f"rng-rank{world.rank}.json"
     if generators.exists():  # an additional process keeps its new generators
         _set_random_state(json.loads(generators.read_text(encoding="utf-8")), world)
-    return Progress(**state["progress"])
+    return _progress(state)
 
 
 def read_progress(checkpoint: Path) -> Progress:
     """The progress of a run at a checkpoint."""
-    state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-    return Progress(**state["progress"])
+    return _progress(json.loads((checkpoint / "state.json").read_text(encoding="utf-8")))
+
+
+def _progress(state: dict[str, Any]) -> Progress:
+    fields = dict(state["progress"])
+    if "best_bits_per_byte" in fields:  # of a run before train.best_metric existed
+        fields["best_value"] = fields.pop("best_bits_per_byte")
+    return Progress(**fields)
 
 
 def differences(checkpoint: Path, engine: Engine) -> list[str]:
@@ -245,25 +269,6 @@ def differences(checkpoint: Path, engine: Engine) -> list[str]:
 def _layout(engine: Engine) -> dict[str, int]:
     layout = {"processes": engine.world.size, "expert_parallel": engine.expert_parallel}
     return layout if engine.any_threads else layout | {"threads": torch.get_num_threads()}
-
-
-def prune(folder: Path, keep_last: int, current: Path) -> None:
-    """Removes old checkpoints and incomplete ones. `current`, the newest periodic ones and the best stay.
-
-    current: the checkpoint just written; it is one of `keep_last` if it is periodic. Checkpoints of higher steps are
-    removed: they were corrupt, the run resumed before them, and its weights differ since.
-    """
-    for incomplete in folder.glob("step-*.tmp-*"):
-        shutil.rmtree(incomplete, ignore_errors=True)
-    checkpoints = list_checkpoints(folder)
-    kept = [path for path in checkpoints if path <= current and _is_periodic(path)][-keep_last:]
-    kept.append(current)
-    best = folder / "best"
-    if best.exists():
-        kept.append(folder / best.read_text(encoding="utf-8").strip())
-    for checkpoint in checkpoints:
-        if checkpoint not in kept:
-            shutil.rmtree(_set_aside(checkpoint), ignore_errors=True)
 
 
 def restore_best(folder: Path, progress: Progress) -> None:
@@ -336,19 +341,6 @@ def _write_text(path: Path, text: str) -> dict[str, Any]:
 
 def _entry(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
-
-
-def _is_periodic(checkpoint: Path) -> bool:
-    try:
-        return bool(read_manifest(checkpoint)["periodic"])
-    except (CheckpointError, KeyError):
-        return False
-
-
-def _set_aside(checkpoint: Path) -> Path:
-    # Renamed before it is removed, so that a kill in between leaves no partial checkpoint.
-    aside = checkpoint.with_name(f"{checkpoint.name}.tmp-{os.getpid()}-removed")
-    return checkpoint.rename(aside)
 
 
 def _random_state(world: DistributedContext) -> dict[str, Any]:

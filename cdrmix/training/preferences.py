@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cdrmix.config.best_metric import PAIR_FIGURES
 from cdrmix.config.schema import Config, Dpo
 from cdrmix.data.batch import Batch
 from cdrmix.data.loader import TrainLoader
@@ -30,6 +31,7 @@ from cdrmix.data.shards import Array, ShardSet, Split
 from cdrmix.durable import sha256_file, write_atomically, write_checksummed
 from cdrmix.model.causal import evaluation_mode
 from cdrmix.run_folder import RunFolder
+from cdrmix.training.best import updated_best
 from cdrmix.training.checkpoint import Progress
 from cdrmix.training.compiling import uncompiled
 from cdrmix.training.distributed import DistributedContext
@@ -39,7 +41,7 @@ from cdrmix.training.objective import Outcome, StepFacts, StepTotals
 from cdrmix.training.row_objective import RowObjective
 
 FOLDER = "reference"  # in the run folder
-MEASURES = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward")  # means over pairs, in this order
+MEASURES = PAIR_FIGURES  # means over pairs, in this order
 
 
 class PairTerms(NamedTuple):
@@ -192,7 +194,7 @@ class PreferenceOptimization(RowObjective):
 
 
 class PreferenceValidation:
-    """The measures of pairs on `train.evaluate_rows` held-out rows. No checkpoint is marked as the best by them."""
+    """The measures of pairs on `train.evaluate_rows` held-out rows."""
 
     def __init__(
         self,
@@ -223,4 +225,4 @@ class PreferenceValidation:
             f"{means['margin']:.3f}"
         )
         record = dataclasses.replace(record, valid_loss=means["loss"], valid_preferences=means)
-        return record, dataclasses.replace(progress, unvalidated=None)
+        return record, updated_best(dataclasses.replace(progress, unvalidated=None), self._config.train, record)

@@ -21,9 +21,18 @@ from cdrmix.inference.checkpoints import list_checkpoints, newest_whole_checkpoi
 from cdrmix.model.loss import LossModule
 from cdrmix.run_folder import RunFolder
 from cdrmix.runtime import seed_everything
+from cdrmix.training.best import check_best_metric, updated_best
 from cdrmix.training.build import build_loss_model
 from cdrmix.training.callbacks import Callback
-from cdrmix.training.checkpoint import Fingerprints, Progress, Saver, differences, load_checkpoint, restore_best
+from cdrmix.training.checkpoint import (
+    Fingerprints,
+    Mirroring,
+    Progress,
+    Saver,
+    differences,
+    load_checkpoint,
+    restore_best,
+)
 from cdrmix.training.compiling import uncompiled
 from cdrmix.training.console import Console
 from cdrmix.training.distributed import DistributedContext, join, thread_numbers
@@ -66,12 +75,14 @@ def train(
     resume: str | None = None,
     console: bool = True,
     callbacks: Sequence[Callback] = (),
+    mirror: Mirroring | None = None,
 ) -> TrainResult:
     """Trains to `train.steps` and returns with the final checkpoint committed. Every process of the run calls it.
 
     build: makes the model with its loss. By default a model of this package.
     resume: anything but None continues from the newest whole checkpoint of the run folder, bit for bit.
     console: whether rank 0 shows its progress; metrics and checkpoints are written either way.
+    mirror: copies the checkpoints to a second store, in the first process.
     Raises what Trainer.fit raises; OutOfMemoryError, DiskFullError, CheckpointError, ConfigError, VocabularyError;
     ShardError when the text has changed since the run began.
     """
@@ -108,7 +119,7 @@ def train(
             ),
             ThreadChoice(thread_numbers(config, world), run.say),
             progress=progress,
-            saver=Saver(engine, config, run, fingerprints(shards), latest=checkpoint),
+            saver=Saver(engine, config, run, fingerprints(shards), latest=checkpoint, mirror=mirror),
             validation=(
                 Validation(config, shards, world)
                 if reference is None
@@ -152,6 +163,7 @@ class Validation:
             shards.valid, config.data.row_length, train.micro_batch_rows, train.evaluate_rows, world.rank, world.size
         )
         self._text_bytes, self._domain_bytes = self._batches.text_bytes, self._batches.domain_bytes
+        check_best_metric(train, self._domain_bytes)
 
     def complete(self, engine: Engine, record: StepRecord, progress: Progress) -> tuple[StepRecord, Progress]:
         """A step's record and progress with the validation figures of the weights as they are after it."""
@@ -165,9 +177,7 @@ class Validation:
             valid_domains={name: of_domain.bits_per_byte for name, of_domain in score.domains.items()},
         )
         progress = dataclasses.replace(progress, valid_bits_per_byte=bits, unvalidated=None)
-        if progress.best_bits_per_byte is None or bits < progress.best_bits_per_byte:
-            progress = dataclasses.replace(progress, best_bits_per_byte=bits, best_step=progress.step)
-        return record, progress
+        return record, updated_best(progress, self._config.train, record)
 
 
 def fingerprints(shards: ShardSet) -> Fingerprints:

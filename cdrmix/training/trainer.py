@@ -116,7 +116,8 @@ class Trainer:
         if recorded:
             self._record(step, rate, totals, validates, stop)
         periodic = number % settings.checkpoint_every == 0 or last or totals.stop
-        if self.saver is not None and (periodic or self.progress.best_step == number):
+        kept = settings.keep_every is not None and number % settings.keep_every == 0
+        if self.saver is not None and (periodic or kept or self.progress.best_step == number):
             self.saver.save(self.progress, periodic=periodic)
             for callback in self.callbacks:
                 callback.on_checkpoint(self._checkpoint())

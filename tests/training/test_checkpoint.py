@@ -23,12 +23,12 @@ from cdrmix.training.checkpoint import (
     Progress,
     differences,
     load_checkpoint,
-    prune,
     restore_best,
     save_checkpoint,
 )
 from cdrmix.training.distributed import join
 from cdrmix.training.engine import Engine, make_engine
+from cdrmix.training.retention import Rules, prune
 
 FINGERPRINTS = Fingerprints("tokenizer", "text")
 
@@ -192,7 +192,7 @@ def test_the_newest_periodic_ones_and_the_best_stay(run: Run) -> None:
         saved = run.save(step, periodic=periodic, best_step=2)
     assert (run.folder / "best").read_text().strip() == "step-00000002"
     (run.folder / "step-00000007.tmp-99").mkdir()
-    prune(run.folder, 2, saved)
+    prune(run.folder, Rules(2), saved)
     assert [path.name[-1] for path in list_checkpoints(run.folder)] == ["2", "5", "6"]
     assert (run.folder / "latest").read_text().strip() == "step-00000006"
     assert list(run.folder.glob("*.tmp-*")) == []
@@ -203,10 +203,10 @@ def test_what_was_just_written_stays_and_not_the_corrupt_newer_one(run: Run) -> 
         newer = run.save(step)
     damage_flip(newer / "model.safetensors")
     saved = run.save(4)
-    prune(run.folder, 1, saved)
+    prune(run.folder, Rules(1), saved)
     assert list_checkpoints(run.folder) == [saved]
     saved = run.save(5, periodic=False)
-    prune(run.folder, 1, saved)
+    prune(run.folder, Rules(1), saved)
     assert [path.name[-1] for path in list_checkpoints(run.folder)] == ["4", "5"]
 
 

@@ -376,3 +376,17 @@ def test_preferences_and_their_loss_belong_together(pair_config: Callable[..., C
         pair_config("train.dpo=null")
     with pytest.raises(ConfigError, match=r"train\.dpo: .*\n.*sources of the kinds preferences"):
         pair_config("data.source={kind: stdlib}")
+
+
+def test_the_best_of_the_held_out_pairs_is_marked_if_it_is_asked_for(
+    trainer: Trainer, pair_config: Callable[..., Config]
+) -> None:
+    run, _ = trainer("train.steps=4", "train.evaluate_every=2", "train.best_metric=margin")
+    figures = {row["step"]: row["valid_preferences"].get("margin") for row in read_metrics(run.metrics_jsonl)}
+    measured = {step: figure for step, figure in figures.items() if figure is not None}
+    best = max(measured, key=lambda step: measured[step])
+    assert (run.checkpoints / "best").read_text() == f"step-{best:08d}\n"
+    with pytest.raises(ConfigError, match=r"the held-out pairs .* have: loss, accuracy, margin"):
+        pair_config("train.best_metric=bits_per_byte")
+    with pytest.raises(ConfigError, match=r"train\.best_mode"):
+        pair_config("train.best_mode=min")

@@ -1,0 +1,90 @@
+"""`cdrmix checkpoints`: its arguments, and the functions that they call, each from the options to the exit code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from cdrmix.errors import CheckpointError
+
+
+def add_checkpoints(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command, which has commands of its own."""
+    text = "list, verify and remove the checkpoints of a run, and copy them to a second store"
+    checkpoints = subparsers.add_parser("checkpoints", help=text, description=text, allow_abbrev=False)
+    actions = checkpoints.add_subparsers(dest="action", required=True, metavar="COMMAND")
+
+    def add(name: str, command: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        sub = actions.add_parser(name, help=text, description=text, allow_abbrev=False)
+        sub.set_defaults(command=command, name=f"checkpoints {name}")
+        sub.add_argument("run", type=Path, metavar="RUN", help="a run folder, or a run in a mirror")
+        return sub
+
+    text = "print step, tokens, size, held-out figure, the reasons to keep it, whether it is complete and mirrored"
+    add("list", list_, text).add_argument("--json", action="store_true", help="print JSON instead of a table")
+    text = "read every file and compare it with its hash; exit code 5 if one is damaged or missing"
+    add("verify", verify, text)
+    text = "remove the checkpoints that no rule keeps; the best, queued ones and the only complete one always stay"
+    prune_ = add("prune", prune, text)
+    prune_.add_argument(
+        "--keep-last", type=_count, metavar="N", help="periodic ones to keep (default: train.keep_last)"
+    )
+    text = "keep that of each N-th step (default: train.keep_every)"
+    prune_.add_argument("--keep-every", type=_count, metavar="N", help=text)
+    prune_.add_argument("--dry-run", action="store_true", help="print what would be removed; remove nothing")
+    text = "copy to a second store what it lacks: checkpoints, and what is needed to resume from them"
+    mirror_ = add("mirror", mirror, text)
+    mirror_.add_argument("--to", type=Path, metavar="FOLDER", help="the second store (default: run.mirror)")
+
+
+def list_(options: argparse.Namespace) -> int:
+    from cdrmix.training.management import list_run, table
+
+    found = list_run(options.run)
+    if options.json:
+        facts = {"metric": found.metric, "mirror": found.mirror and str(found.mirror)}
+        shown = facts | {"checkpoints": [info.as_json() for info in found.infos]}
+        print(json.dumps(shown, indent=2, allow_nan=False))
+    elif found.infos:
+        print(table(found))
+    else:
+        print(f"{options.run} has no checkpoints", file=sys.stderr)
+    return 0
+
+
+def verify(options: argparse.Namespace) -> int:
+    from cdrmix.training.management import verify_run
+
+    count, problems = verify_run(options.run)
+    if problems:
+        print("\n".join(problems))
+        return CheckpointError.exit_code
+    print(f"{count} checkpoint(s): all files match their hashes")
+    return 0
+
+
+def prune(options: argparse.Namespace) -> int:
+    from cdrmix.training.management import prune_run, pruned_text
+
+    pruned = prune_run(options.run, keep_last=options.keep_last, keep_every=options.keep_every, dry=options.dry_run)
+    print(pruned_text(pruned, dry=options.dry_run))
+    return 0
+
+
+def mirror(options: argparse.Namespace) -> int:
+    from cdrmix.training.management import mirror_run
+
+    path, copied = mirror_run(options.run, options.to)
+    for checkpoint in copied:
+        print(f"copied {checkpoint.name}")
+    print(path)
+    return 0
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1; found {text!r}")
+    return int(text)
