@@ -192,6 +192,8 @@ class _Validation(Generic[Model]):
             what += " (settings are shared by `base: FILE`, not by merge keys)"
         elif "." in name:
             what += " (in a file, sections are nested, not written with dots)"
+        elif schema and (others := schema_types.kinds_with(schema, name)):
+            what, close = f"not a key of kind={get(self.data, (*section, 'kind'))}, but of {', '.join(others)}", None
         self._add(path, what, f"{where}: {', '.join(known)}", nearest=dotted(close) if close else None)
 
     def _add_missing(self, path: Path) -> None:

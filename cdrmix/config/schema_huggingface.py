@@ -81,8 +81,10 @@ class HuggingFaceModel(Section):
 
     @property
     def folder(self) -> Path | None:
-        """The folder of the model; None for random weights, and if the folder does not exist."""
+        """The folder of the model; None for random weights, and if it does not exist. Raises ConfigError for a file."""
         folder = self.named_folder
+        if folder is not None and folder.exists() and not folder.is_dir():
+            raise ConfigError(f"model.path: {self.path} is a file; name a folder")
         return folder if folder is not None and folder.is_dir() else None
 
     @property

@@ -55,6 +55,11 @@ def free(schema: Schema) -> Schema | None:
     return inner if isinstance(inner, Mapping) else None
 
 
+def kinds_with(schema: Schema, key: str) -> list[str]:
+    """The kinds of a section whose keys depend on its `kind` that have a key of this name."""
+    return [kind for kind, variant in kinds(schema).items() if key in keys(variant)]
+
+
 def keys(schema: Schema, data: object = None) -> dict[str, Schema]:
     """The keys of a section. Empty if the schema is not a section.
 

@@ -239,6 +239,8 @@ def _targets(model: Any, lora: Lora) -> list[str]:
             raise ConfigError(f"model.lora: {model.config.model_type} has no linear layer that can have an adapter")
         return usable
     known = ", ".join(sorted({name.rpartition(".")[2] for name in usable}))
+    if not lora.targets:
+        raise ConfigError(f"model.lora.targets: found no name; allowed: auto, or a list of {known}")
     chosen: list[str] = []
     for target in lora.targets:
         named = [name for name in usable if name == target or name.endswith(f".{target}")]

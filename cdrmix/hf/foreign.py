@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_huggingface import HuggingFaceModel, adapters_alone
-from cdrmix.errors import CheckpointError, ConfigError
+from cdrmix.errors import CdrmixWarning, CheckpointError, ConfigError
 from cdrmix.hf import adapters, mamba
 from cdrmix.hf.head import Head, head_layer, head_logits, head_loss, probe_head
 from cdrmix.hf.packing import Packing, called_outside_engine, choose_packing, decode, decoder_of
@@ -115,8 +116,11 @@ def check_weights(folder: Path) -> None:
             "`save_pretrained` of transformers writes them"
         )
     try:
-        index: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        whole = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        index: dict[str, str] = whole["weight_map"]
         files = sorted(set(index.values()))
+        if not isinstance(whole.get("metadata"), dict):  # transformers reads it
+            raise ValueError("its key metadata is missing")
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"model.path: {folder / INDEX} is not an index of safetensors: {error}") from error
     missing = [name for name in files if not (folder / name).is_file()]
@@ -172,6 +176,7 @@ def _read_model(section: HuggingFaceModel, described: Any, options: dict[str, An
             config=described,
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in the report, which is read below
             local_files_only=True,
             trust_remote_code=False,
             **options,
@@ -182,8 +187,19 @@ def _read_model(section: HuggingFaceModel, described: Any, options: dict[str, An
         raise ConfigError(
             f"model.path: {section.path} lacks {len(missing)} tensors of its architecture, the first is {missing[0]}"
         )
-    if wrong := report["mismatched_keys"]:
-        raise ConfigError(f"model.path: {section.path} has {wrong[0][0]} of another shape than config.json says")
+    if wrong := sorted(report["mismatched_keys"]):
+        name, found, expected = wrong[0]
+        raise ConfigError(
+            f"model.path: {section.path} has {name} with the shape {list(found)}, and config.json describes one with "
+            f"{list(expected)}"
+        )
+    if unused := sorted(report["unexpected_keys"]):
+        warnings.warn(
+            f"model.path: {len(unused)} tensors of {section.path} are not used, the first is {unused[0]}; the "
+            f"architecture of its config.json has no such tensor",
+            CdrmixWarning,
+            stacklevel=2,
+        )
     return model
 
 

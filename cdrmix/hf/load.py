@@ -160,8 +160,9 @@ def _load_checkpoint(path: Path, config: Config) -> LoadedForeign:
     checkpoint, weights = final_weights(path, average=True)
     step = step_of(checkpoint)
     if section_of(config).lora is not None:
-        tokenizer = run_tokenizer(run, config)
-        return _merged(config, weights, checkpoint, tokenizer, step, base_of(checkpoint), run.base_model)
+        base = base_of(checkpoint)
+        _check_base(config, base, checkpoint)  # first: the tokenizer may be that of the base
+        return _merged(config, weights, checkpoint, run_tokenizer(run, config), step, base, run.base_model)
     # The run has the config.json of the model before training, so the folder model.path is not needed any more.
     section = section_of(config).model_copy(update={"path": str(run.base_model), "random": None})
     own = config.model_copy(update={"model": section})
@@ -179,8 +180,16 @@ def _load_adapters(path: Path, config: Config) -> LoadedForeign:
     about, weights = _about(path), adapters.read_adapters(path)
     if (base := about.get("base_sha256")) is None:
         raise CheckpointError(f"{path / ABOUT} does not name the base model of the adapters (base_sha256)")
+    _check_base(config, str(base), path)  # first: the vocabulary is that of the base
     tokenizer = read_tokenizer(path / "tokenizer.json", config)
     return _merged(config, weights, path, tokenizer, int(about["step"]), str(base), path)
+
+
+def _check_base(config: Config, base: str, origin: Path) -> None:
+    """Raises BaseModelError unless model.path has the weights that the adapters of `origin` were trained with."""
+    section = section_of(config)
+    assert section.named_folder is not None, "adapters of random weights are refused"
+    adapters.check_base(section.named_folder, base, origin)
 
 
 def _merged(
@@ -195,8 +204,6 @@ def _merged(
     """The base at model.path with adapters merged into it. origin: of the adapters. Others as of LoadedForeign."""
     section = section_of(config)
     assert section.lora is not None
-    assert section.named_folder is not None, "adapters of random weights are refused"
-    adapters.check_base(section.named_folder, base, origin)
     with quiet():
         model = adapters.merge_adapters(base_model(config), section.lora, weights, origin=origin)
     model.eval().requires_grad_(False)

@@ -37,7 +37,7 @@ def preset(name: str, folder: Path, *overrides: str) -> Config:
 
 
 def small(*overrides: str) -> Config:
-    """A llama with 1.2 M parameters."""
+    """A llama with 1.0 M parameters."""
     return Config.from_yaml(CONFIGS / "cpt-tiny-base.yaml", overrides)
 
 
