@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TextIO
 
 from cdrmix import commands
+from cdrmix.cli_gates import add_gate
 from cdrmix.data.escaping import escape_unprintable
 from cdrmix.errors import CdrmixError, CdrmixWarning, ConfigError, DiskFullError, Preempted
 from cdrmix.gpus import GPUS
@@ -197,6 +198,7 @@ def parser() -> argparse.ArgumentParser:
         "--out", type=Path, metavar="FOLDER", help="folder of the results (default: experiments/ablations)"
     )
     _add_ladder(subparsers)
+    add_gate(subparsers)
     compare = add(
         "compare",
         commands.compare,

@@ -16,7 +16,7 @@ from cdrmix.gpus import Gpu, gpu_by_name
 from cdrmix.hf.export import exported_step
 from cdrmix.hf.export_foreign import TOLERANCE
 from cdrmix.hf.load import load_alone
-from cdrmix.inference.checkpoints import list_checkpoints, read_manifest, step_of
+from cdrmix.inference.checkpoints import AVERAGE, MODEL, list_checkpoints, read_manifest, step_of
 from cdrmix.inference.load import SUMS, final_weights
 from cdrmix.ladder.evidence import exported_files, file_problems
 from cdrmix.ladder.facts import Facts
@@ -131,7 +131,10 @@ def _plan(run: RunFolder, config: Config, given: float | None, measured: dict[st
 
 
 def _measured(run: RunFolder, config: Config, trains_again: bool, say: Callable[[str], None]) -> dict[str, Any]:
-    """What gates/measured.json has of this configuration, on this machine with these packages. Without it, it is measured if `trains_again`."""
+    """What gates/measured.json has of this configuration, on this machine with these packages.
+
+    Otherwise it is measured if `trains_again`.
+    """
     path = run.path / "gates" / MEASURED
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
@@ -201,7 +204,7 @@ def _model_files(run: RunFolder, exported: dict[str, Any] | None) -> frozenset[s
             files = read_manifest(checkpoint)["files"]
         except CheckpointError:
             continue
-        hashes |= {entry["sha256"] for name, entry in files.items() if name.endswith(".safetensors")}
+        hashes |= {entry["sha256"] for name, entry in files.items() if name in (MODEL, AVERAGE)}
     return frozenset(hashes)
 
 

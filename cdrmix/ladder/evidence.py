@@ -18,6 +18,7 @@ from typing import Any
 from cdrmix.durable import sha256_file, sync_folder, write_atomically
 from cdrmix.errors import CheckpointError, ConfigError, ExportMismatchError
 from cdrmix.inference.load import SUMS, read_sums
+from cdrmix.ladder.verdict import Outcome, exit_code
 
 STATEMENT = "https://in-toto.io/Statement/v1"
 PREDICATE = "https://in-toto.io/attestation/test-result/v0.1"
@@ -111,11 +112,16 @@ class Evidence:
     """
 
     preset: str
-    outcome: str
+    outcome: Outcome
     stopping: tuple[str, ...]
     lenient: str | None
     signer: str | None
     path: Path
+
+    @property
+    def exit_code(self) -> int:
+        """That of the judgement."""
+        return exit_code(self.outcome, self.lenient)
 
 
 def verify_evidence(export: Path, allowed_signers: Path | None = None) -> list[Evidence]:
@@ -154,8 +160,11 @@ def _read(path: Path) -> dict[str, Any]:
         known = content["_type"] == STATEMENT and content["predicateType"] == PREDICATE
         for subject in content["subject"]:
             known = known and isinstance(subject["name"], str) and len(subject["digest"]["sha256"]) == 64
-        for name in ("preset", "outcome", "stopping", "lenient"):
-            content["predicate"]["cdrmix"][name]
+        found = content["predicate"]["cdrmix"]
+        Outcome(found["outcome"])
+        known = (
+            known and isinstance(found["preset"], str) and isinstance(found["stopping"], list) and "lenient" in found
+        )
     except (ValueError, LookupError, TypeError) as error:
         raise CheckpointError(f"{path} is not the evidence of a judgement: {error!r}") from error
     if not known:
@@ -173,7 +182,7 @@ def _subject_problems(path: Path, content: Mapping[str, Any], files: Mapping[str
             problems.append(f"{path.name}: {name} was added after the judgement")
         elif files[name] != judged[name]:
             problems.append(
-                f"{path.name}: {name} was changed after the judgement: its SHA-256 is {files[name]}, that of the judged "
+                f"{path.name}: {name} was changed after the judgement: its SHA-256 is {files[name]}, of the judged "
                 f"file {judged[name]}"
             )
     return problems
@@ -181,7 +190,8 @@ def _subject_problems(path: Path, content: Mapping[str, Any], files: Mapping[str
 
 def _evidence(path: Path, predicate: Mapping[str, Any], signer: str | None) -> Evidence:
     found = predicate["cdrmix"]
-    return Evidence(found["preset"], found["outcome"], tuple(found["stopping"]), found["lenient"], signer, path)
+    outcome = Outcome(found["outcome"])
+    return Evidence(found["preset"], outcome, tuple(found["stopping"]), found["lenient"], signer, path)
 
 
 def _signer(path: Path, allowed_signers: Path) -> str:

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import datetime
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from cdrmix.durable import sha256_file, write_atomically
+from cdrmix.errors import ConfigError, GateError, UndecidedGateError
+from cdrmix.inference.load import SUMS, run_of
+from cdrmix.ladder import bounds
+from cdrmix.ladder.collect import collect
+from cdrmix.ladder.custom_gates import load_gates
+from cdrmix.ladder.evidence import SIGNATURE, check_key, copy_to_export, sign, statement
+from cdrmix.ladder.facts import Facts
 from cdrmix.ladder.forecast import Forecast
-from cdrmix.ladder.verdict import Outcome, Verdict
+from cdrmix.ladder.gates import Gate
+from cdrmix.ladder.presets import TRAINS_AGAIN, Check, preset
+from cdrmix.ladder.verdict import Outcome, Verdict, exit_code
+from cdrmix.run_folder import RunFolder, environment
+
+FOLDER = "gates"
+HISTORY = "history.jsonl"
+TESTS = {Outcome.PASS: "passedTests", Outcome.FAIL: "failedTests"}  # others: warnedTests
 
 
 @dataclass(frozen=True)
@@ -44,10 +63,16 @@ class Judgement:
 
     @property
     def exit_code(self) -> int:
-        """0; 14 where a required gate failed; 15 where one is undecided or not measured."""
+        """0; that of GateError where a required gate failed; that of UndecidedGateError where one is undecided."""
+        return exit_code(self.outcome, self.lenient)
+
+    def require(self) -> None:
+        """Raises GateError if a required gate failed, UndecidedGateError if one is undecided or not measured."""
         if self.passed:
-            return 0
-        return 14 if self.outcome is Outcome.FAIL else 15
+            return
+        reasons = "; ".join(f"{name}: {self.verdicts[name].reason}" for name in self.stopping)
+        kind = GateError if self.outcome is Outcome.FAIL else UndecidedGateError
+        raise kind(f"the gates of {self.preset} stop the run: {reasons}")
 
 
 def judge(
@@ -114,7 +139,7 @@ def judge(
 
 
 def decide(preset_name: str, checks: Iterable[Check], facts: Facts, lenient: str | None = None) -> Judgement:
-    """The verdicts of gates on facts, and what they add up to. It reads and writes nothing else."""
+    """The verdicts of gates on facts, and what they add up to. It reads and writes no file."""
     applicable = [check for check in checks if check.applies(facts)]
     verdicts = _corrected({check.name: ask(check, facts) for check in applicable})
     required = frozenset(check.name for check in applicable if check.required(facts))
@@ -144,7 +169,7 @@ def _corrected(verdicts: Mapping[str, Verdict]) -> dict[str, Verdict]:
         name: dataclasses.replace(
             verdict,
             outcome=Outcome.HOLD,
-            reason=f"{verdict.reason}; that can be chance among {len(p_values)} gates (Holm, p = {verdict.p_value:.2g})",
+            reason=f"{verdict.reason}; among {len(p_values)} gates it can be chance (Holm, p = {verdict.p_value:.2g})",
         )
         if verdict.outcome is Outcome.FAIL and verdict.p_value is not None and name not in certain
         else verdict
@@ -234,7 +259,7 @@ def _predicate(
     """The test result of in-toto: result, configuration, tests by outcome; and the verdicts under `cdrmix`."""
     tests: dict[str, list[str]] = {"passedTests": [], "warnedTests": [], "failedTests": []}
     for name, verdict in judgement.verdicts.items():
-        tests[RESULTS.get(verdict.outcome, "warnedTests")].append(name)
+        tests[TESTS.get(verdict.outcome, "warnedTests")].append(name)
     passed = {True: "PASSED", False: "FAILED"}[judgement.outcome is Outcome.PASS]
     meanings = {check.name: check for check in checks}
     return {

@@ -106,7 +106,7 @@ def _convergence(limit: float, *, band: bool) -> list[Check]:
 def _stability() -> list[Check]:
     norm = gates.gradient_norm_at_most(100)
     reads = ("rows", "settings")
-    meaning = f"at most 1 of 1,000 recorded steps above mean + {gates.SIGMAS:g} standard deviations of the {gates.WINDOW} before"
+    meaning = f"at most 1 of 1,000 recorded steps above mean + {gates.SIGMAS:g} sd of the {gates.WINDOW} before"
     return [
         Check("spikes", "stability", gates.spikes, reads, meaning),
         Check("gradient-norm", "stability", norm, reads, "at most 100 after the warm-up"),
