@@ -73,7 +73,8 @@ def in_band(facts: Facts) -> Verdict:
         return not_measured("no forecast was given: cdrmix ladder forecast --json, then --forecast FILE")
     if not found["band"]:
         return not_measured("; ".join(found["notes"]) or "there are too few smaller rungs for a forecast")
-    value, low, high = found["measured"], found["low"], found["high"]
+    low, high = found["low"], found["high"]
+    value = None if facts.held_out is None else facts.held_out.get("loss_nats_per_token")
     if value is None:
         return not_measured(
             "the held-out loss of the run was not measured; continue it with cdrmix train --resume auto"
