@@ -19,7 +19,7 @@ def add_gate(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     sub.add_argument("--preset", required=True, choices=PRESETS, help="which gates and thresholds (docs/gates.md)")
     text = "the exported model (default: export/ of the run)"
     sub.add_argument("--export", type=Path, metavar="FOLDER", help=text)
-    text = "output of `cdrmix eval --suite A --json` or `--harness A --json` for this model"
+    text = "output of `cdrmix eval --suite A --json` for this model"
     sub.add_argument("--results", type=Path, nargs="+", action="extend", default=[], metavar="FILE.json", help=text)
     text = "output of `cdrmix ladder forecast --json` for this rung; the gate band is then required"
     sub.add_argument("--forecast", type=Path, metavar="FILE.json", help=text)

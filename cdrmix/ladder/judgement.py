@@ -98,7 +98,7 @@ def judge(
         run: the run folder, a checkpoint of it, or its export/.
         preset_name: quick, standard, full or production.
         export: the exported model. Default: export/ of the run, if there is one.
-        results: files of `cdrmix eval --suite A --json` or `--harness A --json`, of this model.
+        results: files of `cdrmix eval --suite A --json`, of this model.
         forecast: of this run's held-out loss, or a file of `cdrmix ladder forecast --json`. Without one, or with too
             few smaller rungs, the gate `band` is not required.
         tokens_per_second: of the plan, of all processes. Default: that of `cdrmix plan` on a known GPU; otherwise that
