@@ -56,6 +56,7 @@ def gate(options: argparse.Namespace) -> int:
     """`cdrmix gate`."""
     from cdrmix.ladder.gate_text import judgement_json, judgement_text
     from cdrmix.ladder.judgement import judge
+    from cdrmix.ladder.verdict import refuse
 
     judgement = judge(
         options.model,
@@ -72,18 +73,21 @@ def gate(options: argparse.Namespace) -> int:
     )
     shown = judgement_json(judgement)
     print(json.dumps(shown, indent=2, allow_nan=False) if options.json else judgement_text(judgement))
-    return judgement.exit_code
+    refuse(judgement.preset, judgement.outcome, judgement.stopping, judgement.lenient)
+    return 0
 
 
 def evidence_verify(options: argparse.Namespace) -> int:
-    """`cdrmix evidence verify`. The exit code is the worst of all judgements in the export."""
+    """`cdrmix evidence verify`. The exit code is that of the worst judgement in the export."""
     from cdrmix.ladder.evidence import verify_evidence
     from cdrmix.ladder.gate_text import evidence_text
+    from cdrmix.ladder.verdict import refuse
 
     found = verify_evidence(options.export, options.allowed_signers)
     print("\n".join(map(evidence_text, found)))
-    codes = [each.exit_code for each in found]
-    return 14 if 14 in codes else max(codes)
+    for each in sorted(found, key=lambda each: each.exit_code):  # 14 before 15
+        refuse(each.preset, each.outcome, each.stopping, each.lenient)
+    return 0
 
 
 def _above_zero(text: str) -> float:
