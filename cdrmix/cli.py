@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TextIO
 
 from cdrmix import checkpoint_commands, commands
+from cdrmix.cli_gates import add_gate
 from cdrmix.data.escaping import escape_unprintable
 from cdrmix.errors import CdrmixError, CdrmixWarning, ConfigError, DiskFullError, Preempted
 from cdrmix.gpus import GPUS
@@ -198,6 +199,7 @@ def parser() -> argparse.ArgumentParser:
     )
     _add_ladder(subparsers)
     checkpoint_commands.add_checkpoints(subparsers)
+    add_gate(subparsers)
     compare = add(
         "compare",
         commands.compare,

@@ -39,6 +39,7 @@ LAYERS = [
     {"workflow"},
     {"ladder"},
     {"commands", "checkpoint_commands"},
+    {"cli_gates"},
     {"cli"},
 ]
 LAYER_OF = {package: height for height, packages in enumerate(LAYERS) for package in packages}

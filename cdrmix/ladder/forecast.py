@@ -16,9 +16,9 @@ import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 from cdrmix.errors import ConfigError
+from cdrmix.ladder.verdict import Outcome
 
 EXPONENT = 0.154
 EXPONENTS = (0.12, 0.18)
@@ -28,15 +28,6 @@ GRID = 13  # exponents between the two bounds
 # Outside of these the forecast has not been tested; it is made, with a note.
 LEAST_PARAMETERS = 50e6
 MOST_RATIO_OF_RATIOS = 4.0  # of the largest to the smallest number of tokens per parameter
-
-
-class Verdict(StrEnum):
-    """The result of a comparison with a band. HOLD: a person has to decide. NOT_MEASURED: something is missing."""
-
-    PASS = "PASS"
-    FAIL = "FAIL"
-    HOLD = "HOLD"
-    NOT_MEASURED = "NOT_MEASURED"
 
 
 @dataclass(frozen=True)
@@ -84,7 +75,7 @@ class Forecast:
     deviation: float
     at: Interval | None
     measured: float | None
-    verdict: Verdict | None
+    verdict: Outcome | None
     notes: tuple[str, ...]
 
     def curve(self, points: int = 60) -> list[Interval]:
@@ -120,13 +111,13 @@ def forecast(rungs: Sequence[Rung], name: str, compute: float, measured: float |
             )
     if len(below) < LEAST_RUNGS:
         missing = f"{len(below)} of at least {LEAST_RUNGS} rungs below {name} are measured"
-        return Forecast(name, below, below, 0.0, None, measured, Verdict.NOT_MEASURED, (missing,))
+        return Forecast(name, below, below, 0.0, None, measured, Outcome.NOT_MEASURED, (missing,))
     used = below[-LAST_RUNGS:]
     deviation = _deviation(below[0])
     at = interval(used, compute, deviation)
     verdict = None
     if measured is not None:
-        verdict = Verdict.FAIL if measured > at.high else Verdict.HOLD if measured < at.low else Verdict.PASS
+        verdict = Outcome.FAIL if measured > at.high else Outcome.HOLD if measured < at.low else Outcome.PASS
     return Forecast(name, below, used, deviation, at, measured, verdict, tuple(_notes(used)))
 
 
