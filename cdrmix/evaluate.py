@@ -23,6 +23,7 @@ from cdrmix.inference.generate import generate
 from cdrmix.inference.load import Loaded, Trained, run_of, tokenizer_file
 from cdrmix.inference.sampling import Sampling
 from cdrmix.inference.text_model import TextModel
+from cdrmix.kernels.common.products import set_num_threads
 
 
 def evaluate_model(
@@ -113,15 +114,19 @@ def evaluate_suites(
     *,
     options: SuiteOptions | None = None,
     device: str | None = None,
+    threads: int | None = None,
 ) -> list[SuiteResult]:
     """The results of evaluation suites on a run, checkpoint, export folder, or folder of transformers.
 
     names: of `cdrmix.eval.suites.SUITES`. config_path, overrides: the text of the model, as of `evaluate_model`.
+    threads: CPU threads of the model; None: as its configuration says.
     Progress goes to standard error.
     Raises ConfigError for an unknown suite, and if a suite cannot measure anything here.
     """
     chosen = suites(names)
     loaded = load_alone(model, device)
+    if threads is not None:
+        set_num_threads(threads)
     text = TextModel(loaded)
 
     def generate(prompts: Sequence[str], samples: int, writing: Writing) -> list[list[str]]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from cdrmix.config import (
     validators_data,
+    validators_evaluation,
     validators_huggingface,
     validators_model,
     validators_reasoning,
@@ -25,6 +26,7 @@ TOPICS = (
     validators_training,
     validators_reasoning,
     validators_data,
+    validators_evaluation,
 )
 RULES = tuple(rule for topic in TOPICS for rule in topic.RULES)
 

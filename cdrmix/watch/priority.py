@@ -1,0 +1,39 @@
+"""The priority of the process that evaluates: it leaves processors, disk and memory to the training."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import random
+from contextlib import suppress
+from pathlib import Path
+
+NICENESS = 19  # the lowest priority: against a busy process it gets 15/1039 of a processor (sched(7))
+IOPRIO_SET = {"x86_64": 251, "aarch64": 30}  # number of the system call, which the C library does not have
+WHO_PROCESS, CLASS_IDLE, CLASS_SHIFT = 1, 3, 13  # linux/ioprio.h
+PR_SET_PDEATHSIG = 1
+
+
+def lower_priority(threads: int) -> None:
+    """Gives this process, and those that it will start, the lowest priority for processors and disk.
+
+    threads: the processors that they may use, drawn among those of this process. If memory is exhausted, the system
+    ends them before the training. What the system does not have, or does not allow, is left as it is.
+    """
+    os.nice(NICENESS)
+    number = IOPRIO_SET.get(platform.machine())
+    if number is not None:
+        ctypes.CDLL(None).syscall(number, WHO_PROCESS, 0, CLASS_IDLE << CLASS_SHIFT)
+    processors = sorted(os.sched_getaffinity(0))
+    with suppress(OSError):
+        os.sched_setaffinity(0, random.sample(processors, min(threads, len(processors))))
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def end_with_parent(parent: int, signal_number: int) -> None:
+    """Makes the system send this process a signal when the process `parent`, which started it, ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal_number)
+    if os.getppid() != parent:  # it ended before
+        os.kill(os.getpid(), signal_number)
