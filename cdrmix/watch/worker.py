@@ -11,12 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cdrmix.durable import write_atomically
-from cdrmix.errors import CdrmixError
-from cdrmix.eval.suites import SuiteOptions
-from cdrmix.evaluate import evaluate_suites
-from cdrmix.run_folder import finite
-from cdrmix.watch.priority import end_with_parent
+from cdrmix.watch.priority import end_with_parent, lower_priority
 
 
 class Job(NamedTuple):
@@ -34,7 +29,15 @@ class Job(NamedTuple):
 def main(job: Job) -> int:
     """Returns 0, or the exit code of a CdrmixError, whose message is the last line of standard error."""
     end_with_parent(job.parent, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the watcher, which ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the watcher too, which ends this process
+    lower_priority(job.threads)
+    # Imported at low priority: it takes seconds.
+    from cdrmix.durable import write_atomically
+    from cdrmix.errors import CdrmixError
+    from cdrmix.eval.suites import SuiteOptions
+    from cdrmix.evaluate import evaluate_suites
+    from cdrmix.run_folder import finite
+
     sets = job.options["sets"]
     try:
         options = SuiteOptions(**job.options | {"sets": None if sets is None else Path(sets)})
