@@ -1,4 +1,4 @@
-"""`cdrmix eval watch`: waits for checkpoints of a run and measures suites on the newest one, one process for each suite.
+"""`cdrmix eval watch`: waits for checkpoints of a run, and measures each suite on the newest one in its own process.
 
 The queue has one place: a newer checkpoint replaces the one that waits. What happens to a checkpoint is a row of
 eval/metrics.jsonl (see eval/rows.py), also that it was skipped, or that a process failed or was killed. A watcher that
