@@ -264,7 +264,7 @@ class _Watcher:
             self._logged = log.tell()
             command = [sys.executable, "-m", "cdrmix.watch.worker", json.dumps(job._asdict())]
             self._worker = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, close_fds=True
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
             )
         self._say(f"Evaluating {suite} on step {current.step}")
 

@@ -29,7 +29,6 @@ class Job(NamedTuple):
 def main(job: Job) -> int:
     """Returns 0, or the exit code of a CdrmixError, whose message is the last line of standard error."""
     end_with_parent(job.parent, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the watcher too, which ends this process
     lower_priority(job.threads)
     # Imported at low priority: it takes seconds.
     from cdrmix.durable import write_atomically

@@ -32,7 +32,9 @@ from cdrmix.eval.suites import SUITES, Measure, SuiteResult
 def fine(subject, options, say):
     text = subject.generate(["def f"], 1, writing())[0][0]
     measures = (Measure("length", float(len(text)), 0.0, 9.0, 1), Measure("absent", problem="no data set"))
+    group = Path("/proc/self/autogroup")
     facts = {"threads": len(os.sched_getaffinity(0)), "niceness": os.nice(0)}
+    facts["of the session"] = int(group.read_text().split()[-1]) if group.is_file() else 19
     return SuiteResult("fine", measures, facts, ("a note",))
 
 
@@ -129,7 +131,7 @@ def test_once(run: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
     assert row["measures"][0] == {"name": "length", "low": 0.0, "high": 9.0, "count": 1, "problem": None} | {
         "value": row["measures"][0]["value"]
     }
-    assert row["facts"] == {"threads": 1, "niceness": 19}
+    assert row["facts"] == {"threads": 1, "niceness": 19, "of the session": 19}
     assert row["options"]["seed"] == 1
     assert not list((run / "eval" / "queue").iterdir())
     assert json.loads((run / "metrics.json").read_text())["evaluation"]["fine"]["sha256"] == row["sha256"]
