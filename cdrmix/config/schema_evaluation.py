@@ -24,6 +24,9 @@ class Evaluation(Section):
     """Device of the evaluated model. On the GPU of the training it takes memory and time from the training."""
     threads: PositiveInt = 1
     """CPU cores of the process and of the programs that it runs."""
+    niceness: Annotated[int, Field(ge=0, le=19)] = 19
+    """Priority of the process, as of the command nice. 19: the lowest; while other processes use all processors, the
+    evaluation hardly goes on. 10: about a tenth of a busy processor."""
     seed: NonNegativeInt = 1
     """Seed of the generated texts."""
     samples: PositiveInt = 1

@@ -9,25 +9,25 @@ import random
 from contextlib import suppress
 from pathlib import Path
 
-NICENESS = 19  # the lowest priority: against a busy process it gets 15/1039 of a processor (sched(7))
 IOPRIO_SET = {"x86_64": 251, "aarch64": 30}  # number of the system call, which the C library does not have
 WHO_PROCESS, CLASS_IDLE, CLASS_SHIFT = 1, 3, 13  # linux/ioprio.h
 PR_SET_PDEATHSIG = 1
 
 
-def lower_priority(threads: int) -> None:
-    """Gives this process, and those that it will start, the lowest priority for processors and disk.
+def lower_priority(niceness: int, threads: int) -> None:
+    """Gives this process, and those that it will start, a low priority for processors, and the lowest for the disk.
 
-    threads: the processors that they may use, drawn among those of this process. If memory is exhausted, the system
-    ends them before the training. What the system does not have, or does not allow, is left as it is.
+    niceness: 19 gets 15/1039 of a processor that another process wants (sched(7)). threads: the processors that they
+    may use, drawn among those of this process. If memory is exhausted, the system ends them before the training. What
+    the system does not have, or does not allow, is left as it is.
     The process must lead a session: Linux shares processors among sessions first, and a process's own priority counts
     within its session only (sched(7), autogroup). Without it, a process of priority 19 took a third of the speed of a
     training in another session.
     """
     assert os.getsid(0) == os.getpid(), "else the priority of others in the session is lowered too"
-    os.nice(NICENESS)
+    os.nice(max(0, niceness - os.nice(0)))
     with suppress(OSError):
-        Path("/proc/self/autogroup").write_text(str(NICENESS))
+        Path("/proc/self/autogroup").write_text(str(niceness))
     number = IOPRIO_SET.get(platform.machine())
     if number is not None:
         ctypes.CDLL(None).syscall(number, WHO_PROCESS, 0, CLASS_IDLE << CLASS_SHIFT)

@@ -82,7 +82,7 @@ def watch(run: RunFolder, config: Config, *, once: bool, parent: int | None, say
     with StopRequest() as stop, _locked(run):
         if parent is not None:
             end_with_parent(parent, signal.SIGTERM)
-            lower_priority(section.threads)
+            lower_priority(section.niceness, section.threads)
         watcher = _Watcher(run, config, say)
         watcher.watch(once, stop)
     return not watcher.failed
@@ -253,6 +253,7 @@ class _Watcher:
             suite,
             self._options,
             section.device,
+            section.niceness,
             section.threads,
             str(self._result),
             os.getpid(),

@@ -21,6 +21,7 @@ class Job(NamedTuple):
     suite: str
     options: dict[str, Any]
     device: str
+    niceness: int
     threads: int
     result: str
     parent: int
@@ -29,7 +30,7 @@ class Job(NamedTuple):
 def main(job: Job) -> int:
     """Returns 0, or the exit code of a CdrmixError, whose message is the last line of standard error."""
     end_with_parent(job.parent, signal.SIGKILL)
-    lower_priority(job.threads)
+    lower_priority(job.niceness, job.threads)
     # Imported at low priority: it takes seconds.
     from cdrmix.durable import write_atomically
     from cdrmix.errors import CdrmixError
