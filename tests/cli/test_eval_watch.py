@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,8 @@ from cdrmix.config.rule import BUILT_IN
 from cdrmix.config.schema import Config
 from cdrmix.eval.rows import read_rows
 from cdrmix.eval.suites import SUITES, suites
+from cdrmix.run_folder import RunFolder
+from cdrmix.training.trackers import log_evaluations
 
 PLUGIN = """
 import os, signal, time
@@ -266,3 +269,44 @@ def test_a_training_with_a_watcher_that_is_killed_and_resumed_has_the_same_weigh
     assert json.loads((run / "metrics.json").read_text())["evaluation"]["fine"]["step"] == 4
     log = (run / "eval" / "watch.log").read_text()
     assert log.count("The watcher ends, as it was told to") == 2
+
+
+class FakeWandb(types.ModuleType):
+    """Stands for the package wandb, and for its run; calls are noted."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.calls: list[tuple[Any, ...]] = []
+
+    def init(self, *, project: str, name: str, id: str, resume: str, dir: str, config: dict[str, Any]) -> FakeWandb:
+        return self
+
+    def define_metric(self, name: str, *, step_metric: str) -> None:
+        self.calls.append((name, step_metric))
+
+    def log(self, figures: dict[str, float], step: int | None = None) -> None:
+        self.calls.append((figures, step))
+
+    def finish(self) -> None:
+        pass
+
+
+def test_trackers_get_each_result_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    config = Config.from_yaml(run / "config_snapshot.yaml", ["logging.wandb=true"])
+    measure = {"name": "pass@1", "value": 0.5, "low": 0.4, "high": None}
+    row = {"step": 2, "sha256": "1", "suite": "code", "status": "measured", "measures": [measure]}
+    skipped = {"step": 3, "sha256": None, "suite": None, "status": "skipped", "measures": []}
+    (run / "eval").mkdir()
+    with (run / "eval" / "metrics.jsonl").open("a") as file:
+        file.write(f"{json.dumps(row)}\n{json.dumps(skipped)}\n")
+        file.flush()
+        folder = RunFolder.open(run)
+        log_evaluations(folder, config)
+        log_evaluations(folder, config)
+        file.write(json.dumps(row | {"step": 4}) + "\n")
+    log_evaluations(folder, config)
+    logged = [call for call in wandb.calls if call[0] != "eval/*"]
+    figures = {"eval/code/pass@1": 0.5, "eval/code/pass@1/low": 0.4}
+    assert logged == [({"eval/step": step, **figures}, None) for step in (2, 4)]
