@@ -83,21 +83,25 @@ class AttachedWatcher(Callback):
                 self._run.say(f"Step {row['step']}, {row['suite'] or 'all suites'}: not evaluated: {row['reason']}")
 
     def _start(self) -> None:
+        """Starts the process. If the system cannot, the run goes on without it."""
         self._starts += 1
-        self._run.evaluation.mkdir(exist_ok=True)
         environment: dict[str, Any] = {name: value for name, value in os.environ.items() if name not in OF_A_WORKER}
         environment["PYTHONSAFEPATH"] = "1"  # see `launch`
         command = [sys.executable, "-m", "cdrmix.cli", "eval", "watch", str(self._run.path.absolute())]
-        with (self._run.evaluation / "watch.log").open("ab") as log:
-            # A session of its own: Ctrl-C reaches the training alone, which ends it.
-            self._process = subprocess.Popen(
-                [*command, "--parent", str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                start_new_session=True,
-            )
+        try:
+            self._run.evaluation.mkdir(exist_ok=True)
+            with (self._run.evaluation / "watch.log").open("ab") as log:
+                # A session of its own: Ctrl-C reaches the training alone, which ends it.
+                self._process = subprocess.Popen(
+                    [*command, "--parent", str(os.getpid())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=environment,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            self._run.say(f"Checkpoints are not evaluated: {error}. The training goes on")
 
     def _is_running(self) -> bool:
         """Whether the process runs. If a signal has ended it, it is started again; if it failed, the run goes on."""
@@ -111,7 +115,7 @@ class AttachedWatcher(Callback):
         if status < 0 and self._starts < MOST_STARTS:
             self._run.say(f"The process that evaluates checkpoints was ended by signal {-status}; it is started again")
             self._start()
-            return True
+            return self._process is not None
         if status != 0:
             self._run.say(f"The process that evaluates checkpoints has ended with exit code {status}: see {log}")
         return False

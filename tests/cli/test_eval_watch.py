@@ -24,6 +24,7 @@ from cdrmix.eval.rows import read_rows
 from cdrmix.eval.suites import SUITES, suites
 from cdrmix.run_folder import RunFolder
 from cdrmix.training.trackers import log_evaluations
+from cdrmix.watch.attached import AttachedWatcher
 
 PLUGIN = """
 import os, signal, time
@@ -310,3 +311,14 @@ def test_trackers_get_each_result_once(run: Path, monkeypatch: pytest.MonkeyPatc
     logged = [call for call in wandb.calls if call[0] != "eval/*"]
     figures = {"eval/code/pass@1": 0.5, "eval/code/pass@1/low": 0.4}
     assert logged == [({"eval/step": step, **figures}, None) for step in (2, 4)]
+
+
+def test_a_training_goes_on_without_a_watcher(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "eval").write_text("")
+    config = Config.from_yaml(run / "config_snapshot.yaml", ["evaluation.suites=[code]"])
+    with AttachedWatcher(RunFolder.open(run), config) as watcher:
+        watcher.on_checkpoint(run / "checkpoints" / "step-00000004")
+        watcher.finish()
+    said = capsys.readouterr().out
+    assert "Checkpoints are not evaluated: [Errno 17] File exists" in said
+    assert "Not evaluated on the last checkpoint: code. `cdrmix eval watch " in said
