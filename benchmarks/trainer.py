@@ -9,6 +9,7 @@ import torch
 import trainer_hf
 import trainer_peers as peers
 import trainer_replay
+import trainer_watch
 import turns
 from cases import Case, Options, Result
 
@@ -130,6 +131,9 @@ CASES = {
     },
     "replay": Case(
         trainer_replay.measure, "what continued pretraining forgets with 5 % of the old text, and without it, 5 seeds"
+    ),
+    "watch": Case(
+        trainer_watch.speed, "steps per second of stage A's loop beside a busy `cdrmix eval watch`, and a paused one"
     ),
 }
 

@@ -74,7 +74,7 @@ def _printer(others: Callable[..., None]) -> Callable[..., None]:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    options, rest = parser().parse_known_args(arguments)
+    options, rest = parser().parse_known_args(joined(arguments))
     show_traceback = options.traceback or "--traceback" in rest
     try:
         if launch.is_worker():
@@ -127,6 +127,14 @@ def _overrides(options: argparse.Namespace, rest: Sequence[str]) -> list[str]:
                 + (f". {OVERRIDES}" if hasattr(options, "config") else "")
             )
     return list(rest)
+
+
+def joined(arguments: Sequence[str]) -> list[str]:
+    """The arguments with `eval watch` as one word: a subparser of `eval` would refuse the overrides of `eval`."""
+    place = next((place for place, word in enumerate(arguments) if not word.startswith("-")), 0)
+    if list(arguments[place : place + 2]) != ["eval", "watch"]:
+        return list(arguments)
+    return [*arguments[:place], "eval watch", *arguments[place + 2 :]]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -184,6 +192,14 @@ def parser() -> argparse.ArgumentParser:
         "run suites, such as code, choices, long, leak, latency"
     )
     _eval_options(add("eval", commands.eval, text, config=False))
+    text = "measure suites on the checkpoints of a run while it is trained, in processes of low priority"
+    watch = add("eval watch", commands.eval_watch, text)
+    watch.set_defaults(config=None)  # takes overrides
+    watch.add_argument("run", type=Path, metavar="RUN", help="the run folder")
+    text = "suites, such as code (default: evaluation.suites of the run); evaluation.samples=5 sets another key"
+    watch.add_argument("--suite", type=_names, metavar="A,B", help=text)
+    watch.add_argument("--once", action="store_true", help="evaluate the newest checkpoint that is there, and end")
+    watch.add_argument("--parent", type=_positive, help=argparse.SUPPRESS)  # the training that started it
     text = "continue a prompt and print the text while it is generated"
     _generate_options(add("generate", commands.generate, text))
     text = "write the model of a run to a read-only folder with checksums"

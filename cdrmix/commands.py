@@ -227,6 +227,23 @@ def _eval_suites(options: argparse.Namespace) -> int:
     return 0
 
 
+def eval_watch(options: argparse.Namespace) -> int:
+    """Returns exit code 1 if the evaluation of a suite has failed."""
+    from cdrmix.run_folder import RunFolder
+    from cdrmix.watch.watcher import keep_results, watch
+
+    run = RunFolder.open(options.run.absolute())
+    given = [f"evaluation.suites=[{', '.join(options.suite)}]"] if options.suite else []
+    others = [word for word in options.overrides if not word.startswith("evaluation.")]
+    if others:
+        raise ConfigError(f"{others[0]}: `eval watch` takes only keys of the section evaluation")
+    config = Config.from_yaml(run.config_snapshot, [*given, *options.overrides])
+    succeeded = watch(run, config, once=options.once, parent=options.parent, say=lambda text: print(text, flush=True))
+    if options.parent is None:
+        keep_results(run)
+    return 0 if succeeded else 1
+
+
 def _eval_harness(options: argparse.Namespace) -> int:
     from cdrmix.evaluate import evaluate_harness
 

@@ -28,6 +28,7 @@ from cdrmix.inference.generate import Row, decode, generate
 from cdrmix.inference.load import SUMS, Loaded, Trained, pointed_checkpoint, read_sums, run_of, tokenizer_file
 from cdrmix.inference.sampling import Sampling
 from cdrmix.inference.text_model import TextModel
+from cdrmix.kernels.common.products import set_num_threads
 
 
 def evaluate_model(
@@ -126,11 +127,13 @@ def evaluate_suites(
     batch_size: int = 32,
     max_length: int | None = None,
     device: str | None = None,
+    threads: int | None = None,
 ) -> list[SuiteResult]:
     """The results of evaluation suites on a run, checkpoint, export folder, or folder of transformers.
 
     names: of `cdrmix.eval.suites.SUITES`. config_path, overrides: the text of the model, as of `evaluate_model`.
     batch_size: sequences in one forward pass of log-likelihoods. max_length: as of `evaluate_harness`.
+    threads: CPU threads of the model; None: as its configuration says.
     Progress goes to standard error.
     A suite that cannot measure anything here has one figure, with the reason.
     Raises ConfigError for an unknown suite, and CdrmixError, the reason of the first suite, if no suite can measure
@@ -138,6 +141,8 @@ def evaluate_suites(
     """
     chosen, model = suites(names), pointed_checkpoint(model)
     loaded = load_alone(model, device)
+    if threads is not None:
+        set_num_threads(threads)
     text = TextModel(loaded)
 
     @cache

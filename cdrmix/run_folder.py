@@ -182,6 +182,16 @@ class RunFolder:
         return self.path / "session.safetensors"
 
     @property
+    def evaluation(self) -> Path:
+        """What `cdrmix eval watch` keeps: its queue, log and lock."""
+        return self.path / "eval"
+
+    @property
+    def evaluation_rows(self) -> Path:
+        """The results of suites on checkpoints, one JSON object on each line."""
+        return self.evaluation / "metrics.jsonl"
+
+    @property
     def finished(self) -> bool:
         """Whether the run has completed all its stages, including the report."""
         return bool(self.summary().get("finished"))

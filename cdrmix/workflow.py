@@ -58,8 +58,10 @@ from cdrmix.training.launch import check_processes
 from cdrmix.training.mirror_thread import MirrorThread, check_mirror, mirroring
 from cdrmix.training.restore import find_run
 from cdrmix.training.stage_a import train
-from cdrmix.training.trackers import check_trackers
+from cdrmix.training.trackers import check_trackers, log_evaluations
 from cdrmix.units import amount
+from cdrmix.watch.attached import AttachedWatcher
+from cdrmix.watch.watcher import check_evaluation
 
 Item = TypeVar("Item")
 
@@ -84,6 +86,8 @@ def run_all(config: Config, resume: str | Path | None = None, *, callbacks: Sequ
     check_trackers(config)
     check_choice(config.export.checkpoint)
     check_mirror(config)
+    if config.evaluation.suites and config.evaluation.start:
+        check_evaluation(config.evaluation)
     _make_base(config, world)
     if not isinstance(config.model, Model):
         transformers_config(config.model)  # raises before the text is prepared
@@ -107,12 +111,14 @@ def run_all(config: Config, resume: str | Path | None = None, *, callbacks: Sequ
             check_episodes(config, shards.tokenizer)
         if load_base := _trained_base(config, shards):
             _first_process(world, lambda: _measure_before(config, run, shards, world.device, load_base))
+        watcher = stack.enter_context(AttachedWatcher(run, config))
+        callbacks = [*callbacks, watcher]
         if config.reasoning is None or config.reasoning.backbone is None:
             _train(config, run, shards, world, resume, callbacks, mirror)
         if stage_b:
             _train_stage_b(config, run, shards, world, callbacks, mirror)
         if world.is_main_process:
-            _after_training(run, shards, world.device)
+            _after_training(run, shards, world.device, watcher)
             print(run.path, flush=True)
     return run.path
 
@@ -308,7 +314,7 @@ def _reached(run: RunFolder, stage: str, step: int) -> bool:
     return bool(last) and newest_whole_checkpoint(run.checkpoints) in last
 
 
-def _after_training(run: RunFolder, shards: ShardSet, device: torch.device) -> None:
+def _after_training(run: RunFolder, shards: ShardSet, device: torch.device, watcher: AttachedWatcher) -> None:
     loaded = load_trained(run.path, device)
     if run.summary().get("held_out_step") != loaded.step:
         run.say(f"Evaluating step {loaded.step} on held-out text")
@@ -331,6 +337,8 @@ def _after_training(run: RunFolder, shards: ShardSet, device: torch.device) -> N
     text = "".join(piece for _, piece in generate(loaded.model, loaded.tokenizer, [SAMPLE_PROMPT], [SAMPLE]))
     run.update_summary({"sample": {"prompt": SAMPLE_PROMPT, "text": text}})
     run.say(f"Sample:\n{SAMPLE_PROMPT}{text}\n")
+    watcher.finish()
+    log_evaluations(run, loaded.config)
     write_report(run)
     run.update_summary({"finished": True})
     run.say(f"Report: {run.report}")

@@ -36,6 +36,7 @@ LAYERS = [
     {"reason"},
     {"report", "plan", "compare"},
     {"evaluate"},
+    {"watch"},
     {"workflow"},
     {"ladder"},
     {"commands", "checkpoint_commands"},

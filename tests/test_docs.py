@@ -54,7 +54,7 @@ def test_a_command_is_one_that_the_program_takes(page: str, arguments: list[str]
         assert re.search(rf"^{arguments[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), page
     elif program in ("cdrmix", "cdrmix-train"):
         options, overrides = cli.parser().parse_known_args(
-            [*(["train"] if program != "cdrmix" else []), *arguments[1:]]
+            cli.joined([*(["train"] if program != "cdrmix" else []), *arguments[1:]])
         )
         assert all("=" in word for word in overrides), page
         config = getattr(options, "config", None)

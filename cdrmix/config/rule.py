@@ -12,6 +12,17 @@ BUILT_IN = {  # kind of registry -> the names that cdrmix itself registers
     "mixer": ("attention", "rwkv7", "mamba2", "routing_mamba"),
     "feed-forward": ("moe", "dense", "channel_mix"),
     "optimizer": ("adamw",),
+    "suite": (
+        "choices",
+        "code",
+        "domains",
+        "latency",
+        "leak",
+        "long",
+        "reasoning",
+        "routing",
+        "tools",
+    ),
 }
 
 

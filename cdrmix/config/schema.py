@@ -20,6 +20,7 @@ from cdrmix.config.loader import dump_yaml, load_yaml
 from cdrmix.config.mixer_layers import layer_mixers
 from cdrmix.config.schema_ablation import Ablation
 from cdrmix.config.schema_data import Data
+from cdrmix.config.schema_evaluation import Evaluation
 from cdrmix.config.schema_huggingface import HuggingFaceModel
 from cdrmix.config.schema_reasoning import Reasoning
 from cdrmix.config.section import (
@@ -52,6 +53,7 @@ NOT_HASHED: dict[str, Any] = {
     },  # of the last two the keys that they set are hashed
     "logging": True,
     "export": True,
+    "evaluation": True,
 }
 
 # Keys that were added later, each with the value that means: as before the key existed. Config.hash and the content key
@@ -403,6 +405,7 @@ class Config(Section):
     train: Train
     logging: Logging = Field(default_factory=Logging)
     export: Export = Field(default_factory=Export)
+    evaluation: Evaluation = Field(default_factory=Evaluation)
     reasoning: Reasoning | None = None
     """Stage B. null: the run trains stage A only."""
     ablation: Ablation | None = None

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from cdrmix.config import (
     best_metric,
     validators_data,
+    validators_evaluation,
     validators_huggingface,
     validators_model,
     validators_reasoning,
@@ -27,6 +28,7 @@ TOPICS = (
     validators_reasoning,
     validators_data,
     best_metric,
+    validators_evaluation,
 )
 RULES = tuple(rule for topic in TOPICS for rule in topic.RULES)
 

@@ -144,6 +144,8 @@ def run_of(path: Path) -> RunFolder:
     """
     if (path / MANIFEST).is_file():
         path = path.resolve().parent.parent
+        if path.name == "eval" and not (path / "config_snapshot.yaml").is_file():
+            path = path.parent  # eval/queue/ of a run has checkpoints too
     elif not (path / "config_snapshot.yaml").is_file():
         what = "is not a run folder, a checkpoint or an exported model" if path.exists() else "does not exist"
         raise CheckpointError(f"{path} {what}")

@@ -6,22 +6,29 @@ import dataclasses
 import importlib
 import importlib.util
 import json
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Protocol
 
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
+from cdrmix.eval.rows import read_rows
+from cdrmix.eval.rows import scalars as row_scalars
 from cdrmix.run_folder import RunFolder, finite
 from cdrmix.training.callbacks import Callback
 from cdrmix.training.metrics import Record, scalars
 
+PASSED = "evaluations_logged"  # key of metrics.json
+
 
 class Tracker(Protocol):
-    """Takes records."""
+    """Takes records, and figures of suites on a checkpoint of a step, which come later than the record of the step."""
 
     def write(self, record: Record) -> None: ...
+
+    def write_evaluation(self, step: int, figures: Mapping[str, float]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -34,12 +41,14 @@ class Trackers(Callback):
 
     def __init__(self, run: RunFolder, config: Config) -> None:
         self._trackers: list[Tracker] = []
+        self._run, self._evaluated, self._read = run, False, 0
         if not run.writes:
             return
         check_trackers(config)
         for name, tracker in TRACKERS.items():
             if getattr(config.logging, name):
                 self._trackers.append(tracker(run, config))
+        self._evaluated = bool(self._trackers)
         self._trackers.insert(0, JsonLines(run))
 
     def __enter__(self) -> Trackers:
@@ -51,12 +60,29 @@ class Trackers(Callback):
         self.close()
 
     def on_record(self, record: Record) -> None:
-        """Passes a record to every tracker."""
+        """Passes a record to every tracker, and the results of suites that are new."""
         for tracker in self._trackers:
             tracker.write(record)
+        self._pass_evaluations()
+
+    def _pass_evaluations(self) -> None:
+        path = self._run.evaluation_rows
+        size = path.stat().st_size if self._evaluated and path.is_file() else 0
+        if size == self._read:  # looked at for each record
+            return
+        self._read = size
+        rows = new_evaluations(self._run)
+        for row in rows:
+            if figures := row_scalars(row):
+                for tracker in self._trackers:
+                    tracker.write_evaluation(row["step"], figures)
+        passed = int(self._run.summary().get(PASSED, 0)) + len(rows)
+        self._run.update_summary({PASSED: passed})
 
     def close(self) -> None:
-        """Flushes and closes every tracker. May be called again."""
+        """Passes on the results of suites that are new; flushes and closes every tracker. May be called again."""
+        if self._trackers:
+            self._pass_evaluations()
         while self._trackers:
             self._trackers.pop().close()
 
@@ -75,6 +101,9 @@ class JsonLines:
         self._file.write(json.dumps(finite(dataclasses.asdict(record)), allow_nan=False) + "\n")
         self._file.flush()
 
+    def write_evaluation(self, step: int, figures: Mapping[str, float]) -> None:
+        pass  # eval/metrics.jsonl has them
+
     def close(self) -> None:
         self._file.close()
 
@@ -89,6 +118,10 @@ class TensorBoard:
     def write(self, record: Record) -> None:
         for name, value in scalars(record).items():
             self._writer.add_scalar(name, value, record.step)
+
+    def write_evaluation(self, step: int, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         self._writer.close()
@@ -107,9 +140,14 @@ class WeightsAndBiases:
             dir=str(run.path),
             config=config.model_dump(mode="json"),
         )
+        # Figures of suites come later than the records of their step, and W&B refuses a step that is past.
+        self._run.define_metric("eval/*", step_metric="eval/step")
 
     def write(self, record: Record) -> None:
         self._run.log(scalars(record), step=record.step)
+
+    def write_evaluation(self, step: int, figures: Mapping[str, float]) -> None:
+        self._run.log({"eval/step": step, **figures})
 
     def close(self) -> None:
         self._run.finish()
@@ -128,6 +166,10 @@ class MLflow:
     def write(self, record: Record) -> None:
         self._mlflow.log_metrics(scalars(record), step=record.step)
 
+    def write_evaluation(self, step: int, figures: Mapping[str, float]) -> None:
+        # A name in MLflow has no character like the @ of pass@1.
+        self._mlflow.log_metrics({re.sub(r"[^\w./ -]", "_", name): value for name, value in figures.items()}, step=step)
+
     def close(self) -> None:
         self._mlflow.end_run()
 
@@ -138,6 +180,17 @@ TRACKERS: dict[str, Callable[[RunFolder, Config], Tracker]] = {
     "wandb": WeightsAndBiases,
     "mlflow": MLflow,
 }
+
+
+def new_evaluations(run: RunFolder) -> list[dict[str, Any]]:
+    """The rows of eval/metrics.jsonl that no tracker has got. What trackers have got is counted in metrics.json."""
+    return read_rows(run.evaluation_rows)[int(run.summary().get(PASSED, 0)) :]
+
+
+def log_evaluations(run: RunFolder, config: Config) -> None:
+    """Passes results of suites that came after the training to the trackers of `logging`."""
+    if any(getattr(config.logging, name) for name in TRACKERS) and any(map(row_scalars, new_evaluations(run))):
+        Trackers(run, config).close()
 
 
 def check_trackers(config: Config) -> None:

@@ -260,7 +260,7 @@ def test_the_dump_stands_by_itself(tmp_path: Path) -> None:
     # any YAML 1.1 reader gets the same values
     assert yaml.safe_load(text)["train"]["learning_rate"] == config.train.learning_rate
     assert "base" not in yaml.safe_load(text)
-    assert set(yaml.safe_load(text)) == {"run", "model", "data", "train", "logging", "export"}
+    assert set(yaml.safe_load(text)) == {"run", "model", "data", "train", "logging", "export", "evaluation"}
 
 
 def test_the_hash_is_of_values_not_of_how_they_were_written(tmp_path: Path) -> None:

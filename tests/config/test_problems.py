@@ -62,7 +62,7 @@ BROKEN = {
         "loging: {wandb: true}\ntrain:",
         """\
         run.yaml:6: loging: unknown key
-            allowed: at the top: run, model, data, train, logging, export, reasoning, ablation
+            allowed: at the top: run, model, data, train, logging, export, evaluation, reasoning, ablation
             did you mean logging?""",
     ),
     "key of another section": (
@@ -70,7 +70,7 @@ BROKEN = {
         "learning_rate: 1e-3\nmodel:",
         """\
         run.yaml:1: learning_rate: unknown key
-            allowed: at the top: run, model, data, train, logging, export, reasoning, ablation
+            allowed: at the top: run, model, data, train, logging, export, evaluation, reasoning, ablation
             did you mean train.learning_rate?""",
     ),
     "dots in a file": (
@@ -78,7 +78,7 @@ BROKEN = {
         "train.seed: 3\ntrain:",
         """\
         run.yaml:6: train.seed: unknown key (in a file, sections are nested, not written with dots)
-            allowed: at the top: run, model, data, train, logging, export, reasoning, ablation
+            allowed: at the top: run, model, data, train, logging, export, evaluation, reasoning, ablation
             did you mean train?""",
     ),
     "misspelt required key": (

@@ -279,7 +279,9 @@ def test_trackers_get_flat_numbers(config: Config, monkeypatch: pytest.MonkeyPat
         setattr(mlflow, name, function)
     wandb = types.ModuleType("wandb")
     own = types.SimpleNamespace(
-        log=lambda values, step: logged.append((step, values)), finish=lambda: ended.append("wandb")
+        log=lambda values, step=None: logged.append((step or values["eval/step"], values)),
+        finish=lambda: ended.append("wandb"),
+        define_metric=lambda name, step_metric: None,
     )
     wandb.init = lambda **settings: own  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
@@ -293,6 +295,13 @@ def test_trackers_get_flat_numbers(config: Config, monkeypatch: pytest.MonkeyPat
     assert "valid_loss" not in logged[0][1]
     assert sorted(ended) == ["mlflow", "wandb"]
     assert run.summary()["mlflow_run"] == "abc"
+    run.evaluation.mkdir()
+    row = {"step": 2, "suite": "code", "status": "measured", "measures": [{"name": "pass@1", "value": 0.5}]}
+    run.evaluation_rows.write_text(json.dumps(row) + "\n")
+    with Trackers(run, config) as trackers:
+        trackers.on_record(record(4))
+    assert (2, {"eval/code/pass_1": 0.5}) in logged  # MLflow refuses the character @
+    assert (2, {"eval/step": 2, "eval/code/pass@1": 0.5}) in logged
 
 
 def test_amounts_and_durations_read_well() -> None:

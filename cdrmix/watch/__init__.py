@@ -1,0 +1,1 @@
+"""Evaluation while training: a process of low priority that measures suites on the checkpoints of a run."""
