@@ -345,9 +345,9 @@ def ladder(options: argparse.Namespace) -> int:
 
 def ladder_forecast(options: argparse.Namespace) -> int:
     """Returns exit code 0 if the measured loss is inside of the band, or if there is a forecast and no loss yet."""
-    from cdrmix.ladder.forecast import Verdict
     from cdrmix.ladder.losses import forecast_of_table
     from cdrmix.ladder.presentation import forecast_json, forecast_picture, forecast_text
+    from cdrmix.ladder.verdict import Outcome
 
     if options.plot is not None and (options.plot.suffix != ".png" or not options.plot.absolute().parent.is_dir()):
         raise ConfigError(f"--plot {options.plot}: name a file FILE.png in a folder that exists")
@@ -357,7 +357,7 @@ def ladder_forecast(options: argparse.Namespace) -> int:
         from cdrmix.durable import write_atomically
 
         write_atomically(options.plot, forecast_picture(forecast))
-    return 0 if forecast.verdict in (None, Verdict.PASS) else 1
+    return 0 if forecast.verdict in (None, Outcome.PASS) else 1
 
 
 def compare(options: argparse.Namespace) -> int:

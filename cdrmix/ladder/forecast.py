@@ -16,9 +16,9 @@ import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 from cdrmix.errors import ConfigError
+from cdrmix.ladder.verdict import Outcome
 
 EXPONENT = 0.154
 EXPONENTS = (0.12, 0.18)
@@ -45,15 +45,6 @@ class Law:
 
 
 DEFAULT_LAW = Law()
-
-
-class Verdict(StrEnum):
-    """The result of a comparison with a band. HOLD: a person has to decide. NOT_MEASURED: something is missing."""
-
-    PASS = "PASS"
-    FAIL = "FAIL"
-    HOLD = "HOLD"
-    NOT_MEASURED = "NOT_MEASURED"
 
 
 @dataclass(frozen=True)
@@ -101,7 +92,7 @@ class Forecast:
     deviation: float
     at: Interval | None
     measured: float | None
-    verdict: Verdict | None
+    verdict: Outcome | None
     notes: tuple[str, ...]
     law: Law = DEFAULT_LAW
 
@@ -141,13 +132,13 @@ def forecast(
             )
     if len(below) < LEAST_RUNGS:
         missing = f"{len(below)} of at least {LEAST_RUNGS} rungs below {name} are measured"
-        return Forecast(name, below, below, 0.0, None, measured, Verdict.NOT_MEASURED, (missing,), law)
+        return Forecast(name, below, below, 0.0, None, measured, Outcome.NOT_MEASURED, (missing,), law)
     used = below[-LAST_RUNGS:]
     deviation = _deviation(below[0])
     at = interval(used, compute, deviation, law)
     verdict = None
     if measured is not None:
-        verdict = Verdict.FAIL if measured > at.high else Verdict.HOLD if measured < at.low else Verdict.PASS
+        verdict = Outcome.FAIL if measured > at.high else Outcome.HOLD if measured < at.low else Outcome.PASS
     return Forecast(name, below, used, deviation, at, measured, verdict, tuple(_notes(used)), law)
 
 

@@ -29,7 +29,7 @@ from cdrmix.durable import disk_guard
 from cdrmix.errors import ConfigError
 from cdrmix.eval import sandbox
 from cdrmix.inference.checkpoints import read_weights
-from cdrmix.ladder.forecast import Verdict
+from cdrmix.ladder.verdict import Outcome
 from cdrmix.model.loss import LossModel
 from cdrmix.plan.parameters import count_parameters
 from cdrmix.run_folder import RunFolder, environment
@@ -54,7 +54,7 @@ class Check:
     """The result of one check. detail: what was found. seconds: wall-clock time."""
 
     name: str
-    outcome: Verdict
+    outcome: Outcome
     detail: str
     seconds: float
 
@@ -101,16 +101,16 @@ def validate_infrastructure(config: Config, folder: Path, say: Callable[[str], N
         subject = _Subject(config, Path(name), say)
         results: list[Check] = []
         for title, check in CHECKS.items():
-            failed = next((each.name for each in results if each.outcome is Verdict.FAIL), None)
+            failed = next((each.name for each in results if each.outcome is Outcome.FAIL), None)
             began = time.monotonic()
             try:
                 if failed is not None and title != "sandbox":
                     raise _NotMeasured(f"{failed} failed")
-                outcome, detail = Verdict.PASS, check(subject)
+                outcome, detail = Outcome.PASS, check(subject)
             except _Failed as error:
-                outcome, detail = Verdict.FAIL, str(error)
+                outcome, detail = Outcome.FAIL, str(error)
             except _NotMeasured as error:
-                outcome, detail = Verdict.NOT_MEASURED, str(error)
+                outcome, detail = Outcome.NOT_MEASURED, str(error)
             results.append(Check(title, outcome, detail, time.monotonic() - began))
             say(results[-1].line())
     return results
@@ -312,7 +312,7 @@ def _difference(one: Path, other: Path) -> str:
 
 def failures(checks: list[Check]) -> list[str]:
     """The checks that failed, with their reasons."""
-    return [f"{check.name}: {check.detail}" for check in checks if check.outcome is Verdict.FAIL]
+    return [f"{check.name}: {check.detail}" for check in checks if check.outcome is Outcome.FAIL]
 
 
 def as_json(checks: list[Check]) -> list[dict[str, Any]]:

@@ -100,8 +100,10 @@ class Ledger:
         if not isinstance(values, dict) or tuple(values) != KEYS or values["kind"] not in get_args(Kind):
             raise LedgerError(f"{where} was changed: it is not a line of a ledger. {REMEDY}")
         if values["number"] != number:
-            what = f"lines {number} to {values['number'] - 1} are missing" if _is_above(values["number"], number) else (
-                f"it has the number {values['number']}"
+            what = (
+                f"lines {number} to {values['number'] - 1} are missing"
+                if _is_above(values["number"], number)
+                else (f"it has the number {values['number']}")
             )
             raise LedgerError(f"{where}: the ledger was changed: {what}. {REMEDY}")
         before = _sha256(self._lines[number - 2]) if number > 1 else FIRST
@@ -124,9 +126,7 @@ class Ledger:
             raise LedgerError(f"{self.head} was changed: found {text[:80]!r}. {REMEDY}")
         lines = len(self._lines)
         if int(count) > lines:
-            raise LedgerError(
-                f"{self.path} was cut: it has {lines} lines, and {self.head.name} says {count}. {REMEDY}"
-            )
+            raise LedgerError(f"{self.path} was cut: it has {lines} lines, and {self.head.name} says {count}. {REMEDY}")
         if lines > int(count) + 1:
             raise LedgerError(
                 f"{self.head} was changed: it says {count} lines, and {self.path.name} has {lines}. {REMEDY}"
@@ -179,7 +179,9 @@ def locked(root: Path) -> Iterator[None]:
         root.mkdir(parents=True, exist_ok=True)
         file = (root / LOCK).open("a")
     except OSError as error:
-        raise ConfigError(f"ladder.root: cannot use {root}: {error.strerror}; set a folder that you can write") from error
+        raise ConfigError(
+            f"ladder.root: cannot use {root}: {error.strerror}; set a folder that you can write"
+        ) from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from cdrmix.errors import ConfigError
-from cdrmix.ladder.forecast import Forecast, Verdict
+from cdrmix.ladder.forecast import Forecast
+from cdrmix.ladder.verdict import Outcome
 from cdrmix.report.plots_ladder import ForecastRung, MeasuredRung, draw_forecast
 
 MEANING = {
-    Verdict.PASS: "the measured loss is inside of the band",
-    Verdict.FAIL: "the measured loss is above the band: do not train a larger rung before the reason is known",
-    Verdict.HOLD: "the measured loss is below the band: look for held-out text in the training text, or another text",
-    Verdict.NOT_MEASURED: "too few rungs for a forecast",
+    Outcome.PASS: "the measured loss is inside of the band",
+    Outcome.FAIL: "the measured loss is above the band: do not train a larger rung before the reason is known",
+    Outcome.HOLD: "the measured loss is below the band: look for held-out text in the training text, or another text",
+    Outcome.NOT_MEASURED: "too few rungs for a forecast",
 }
 
 

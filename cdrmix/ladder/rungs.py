@@ -170,9 +170,7 @@ def _figures(config: Config) -> RungFigures:
     return figures_of(config, next(gpu for gpu in GPUS if gpu.key == "h200"), 0.4)
 
 
-def _with_factories(
-    config: Config, model_factory: ModelFactory | None, data_factory: DataFactory | None
-) -> Config:
+def _with_factories(config: Config, model_factory: ModelFactory | None, data_factory: DataFactory | None) -> Config:
     """The configuration with the sections of the factories, checked as a file is."""
     sections: dict[str, Any] = {}
     for name, factory, kind in (("model", model_factory, Model), ("data", data_factory, Data)):

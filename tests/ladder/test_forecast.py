@@ -13,8 +13,9 @@ import pytest
 
 from cdrmix import cli
 from cdrmix.errors import ConfigError
-from cdrmix.ladder.forecast import EXPONENT, Rung, Verdict, forecast
+from cdrmix.ladder.forecast import EXPONENT, Rung, forecast
 from cdrmix.ladder.losses import forecast_of_table
+from cdrmix.ladder.verdict import Outcome
 
 # Held-out losses of 6 models on 3 texts, 20 tokens a parameter (Gadre et al., arXiv 2403.08540). The figures are those
 # of exp_data/models/*-1.0.json of github.com/mlfoundations/scaling at a003c491, rounded to 5 digits: tokens, parameters
@@ -65,11 +66,11 @@ def test_the_band_on_public_losses() -> None:
             if 0 not in sources:
                 assert found.at is not None
                 assert 0.045 < (found.at.high - found.at.low) / found.at.loss < 0.11
-                assert forecast(used, "target", compute, 1.06 * found.at.loss).verdict is Verdict.FAIL
+                assert forecast(used, "target", compute, 1.06 * found.at.loss).verdict is Outcome.FAIL
                 worse.append(forecast(used, "target", compute, 1.06 * loss).verdict)
-    assert worse.count(Verdict.FAIL) == 11
-    assert verdicts[:12] == [Verdict.PASS] * 12
-    assert sorted(verdicts[12:]) == [Verdict.FAIL, *[Verdict.PASS] * 3]
+    assert worse.count(Outcome.FAIL) == 11
+    assert verdicts[:12] == [Outcome.PASS] * 12
+    assert sorted(verdicts[12:]) == [Outcome.FAIL, *[Outcome.PASS] * 3]
 
 
 def rungs_of_a_law(computes: list[float], floor: float = 1.7, factor: float = 200.0) -> list[Rung]:
@@ -124,14 +125,14 @@ def test_verdicts() -> None:
     assert plain.at is not None
     assert plain.verdict is None
     for loss, verdict in (
-        (plain.at.loss, Verdict.PASS),
-        (plain.at.high * 1.0001, Verdict.FAIL),
-        (plain.at.low * 0.9999, Verdict.HOLD),
+        (plain.at.loss, Outcome.PASS),
+        (plain.at.high * 1.0001, Outcome.FAIL),
+        (plain.at.low * 0.9999, Outcome.HOLD),
     ):
         assert forecast(rungs, "next", 1e20, loss).verdict is verdict
     for few in ([], rungs[:1], [*rungs[:1], Rung("larger", 1e21, (2.0,))]):  # only smaller rungs count
         missing = forecast(few, "next", 1e20, 2.0)
-        assert missing.verdict is Verdict.NOT_MEASURED
+        assert missing.verdict is Outcome.NOT_MEASURED
         assert missing.at is None
         assert missing.curve() == []
 
@@ -223,4 +224,4 @@ def test_the_example_of_the_page_runs() -> None:
     (example,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     names: dict[str, Any] = {}
     exec(example, names)
-    assert names["found"].verdict is Verdict.PASS
+    assert names["found"].verdict is Outcome.PASS
