@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from cdrmix import commands
+from cdrmix import commands, commands_ladder
 from cdrmix.data.escaping import escape_unprintable
 from cdrmix.errors import CdrmixError, CdrmixWarning, ConfigError, DiskFullError, Preempted
 from cdrmix.gpus import GPUS
@@ -321,6 +321,7 @@ def _add_ladder(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     ladder.add_argument("--tokens-per-parameter", type=_positive, metavar="N", help=text)
     ladder.add_argument("--json", action="store_true", help="print JSON instead of a table")
     actions = ladder.add_subparsers(dest="action", metavar="COMMAND")
+    commands_ladder.add_commands(actions)
     text = (
         "forecast the held-out loss of a rung from smaller ones, and judge the measured loss; exit code 1 if it is "
         "outside of the band, or with too few rungs"
@@ -329,7 +330,8 @@ def _add_ladder(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     forecast.set_defaults(command=commands.ladder_forecast, name="ladder forecast")
     text = (
         "table, CSV or JSON lines: compute (operations of the training), loss (nats per token; empty for a rung that "
-        "is not trained yet), and optionally name, seed, parameters, tokens; lines of one name are seeds of one rung"
+        "is not trained yet), and optionally name, seed, parameters, tokens; lines of one name are seeds of one rung; "
+        "or the folder of a ladder"
     )
     forecast.add_argument("losses", type=Path, metavar="FILE", help=text)
     forecast.add_argument("--rung", metavar="NAME", help="rung to forecast (default: that with the most operations)")

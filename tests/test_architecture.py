@@ -38,7 +38,7 @@ LAYERS = [
     {"evaluate"},
     {"workflow"},
     {"ladder"},
-    {"commands"},
+    {"commands", "commands_ladder"},
     {"cli"},
 ]
 LAYER_OF = {package: height for height, packages in enumerate(LAYERS) for package in packages}

@@ -35,6 +35,8 @@ class Ladder(Section):
     """Number of seeds of a rung, by its name; the first is run.seed of its configuration. Other rungs have one."""
     set: list[Text] = []
     """Overrides of every rung, each key.path=value."""
+    suites: list[Text] = []
+    """Suites of `cdrmix eval --suite` that measure each rung, for the gates of tasks."""
     gates: Literal["quick", "standard", "full", "production"] = "full"
     """Preset of gates that a rung must pass before the next one begins."""
     strict: bool = True

@@ -16,7 +16,7 @@ import datetime
 import fcntl
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -151,9 +151,9 @@ def _sha256(line: str) -> str:
     return hashlib.sha256(line.encode("utf-8")).hexdigest()
 
 
-def recorded_files(root: Path, files: Mapping[str, Path]) -> dict[str, str]:
+def recorded_files(root: Path, files: Iterable[Path]) -> dict[str, str]:
     """The record of files: path relative to the folder of the ladder, to SHA-256."""
-    return {path.relative_to(root).as_posix(): sha256_file(path) for path in files.values()}
+    return {path.relative_to(root).as_posix(): sha256_file(path) for path in files}
 
 
 def check_files(root: Path, entry: Entry) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from cdrmix.errors import ConfigError
 from cdrmix.ladder.forecast import Forecast
 from cdrmix.ladder.verdict import Outcome
+from cdrmix.report.plots import LIGHT, Palette
 from cdrmix.report.plots_ladder import ForecastRung, MeasuredRung, draw_forecast
 
 MEANING = {
@@ -66,7 +67,7 @@ def forecast_json(forecast: Forecast) -> dict[str, Any]:
     }
 
 
-def forecast_picture(forecast: Forecast) -> bytes:
+def forecast_picture(forecast: Forecast, palette: Palette = LIGHT) -> bytes:
     """The picture, a PNG. Raises ConfigError with too few rungs."""
     at = forecast.at
     if at is None:
@@ -85,4 +86,5 @@ def forecast_picture(forecast: Forecast) -> bytes:
             f"{verdict}, band {at.low:.3f} to {at.high:.3f}",
         ),
         title=f"Forecast of {forecast.name}",
+        palette=palette,
     )

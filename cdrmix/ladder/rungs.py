@@ -11,15 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cdrmix.config.loader import dump_yaml
 from cdrmix.config.schema import Config, Model
 from cdrmix.config.schema_data import Data
 from cdrmix.config.schema_ladder import Ladder, LadderFile
 from cdrmix.durable import write_atomically
 from cdrmix.errors import ConfigError
-from cdrmix.gpus import GPUS
+from cdrmix.gpus import gpu_by_key
 from cdrmix.ladder.comparison import FOLDER, RUNG_FAMILIES, RungFigures, figures_of, rung_files
 from cdrmix.registry import nearest
 
+GPU, MFU = "h200", 0.4  # of the hours in the plan, as the defaults of `cdrmix ladder`
 ModelFactory = Callable[[Config], Model]
 DataFactory = Callable[[Config], Data]
 
@@ -61,15 +63,22 @@ class RungPlan:
         }
 
 
-def ladder_of_family(family: str) -> Ladder:
-    """The ladder of a family of configs/ladder, below the working directory, with the default settings."""
+def ladder_of_family(family: str, overrides: Sequence[str] = ()) -> Ladder:
+    """The ladder of a family of configs/ladder, below the working directory, with the default settings.
+
+    overrides: `ladder.key=value` each. Raises ConfigError for an unknown family, and as a ladder file does.
+    """
     if family not in RUNG_FAMILIES:
         close = nearest(family, RUNG_FAMILIES)
         hint = f"; did you mean {close}?" if close else ""
         raise ConfigError(f"--family: found {family!r}; allowed: {', '.join(RUNG_FAMILIES)}{hint}")
     files = sorted(rung_files([family]), key=lambda path: _figures(Config.from_yaml(path)).compute)
     names = [path.stem for path in files]
-    return Ladder(name=family, root=f"experiments/ladder-{family}", rungs=names)
+    ladder = Ladder(name=family, root=f"experiments/ladder-{family}", rungs=names)
+    with tempfile.TemporaryDirectory(prefix="cdrmix-ladder-") as folder:  # the loader knows overrides
+        path = Path(folder) / f"{family}.yaml"
+        path.write_text(dump_yaml({"ladder": ladder.model_dump(mode="json")}), encoding="utf-8")
+        return LadderFile.from_yaml(path, overrides).ladder
 
 
 def read_ladder(path: Path, overrides: Sequence[str] = ()) -> tuple[Ladder, Path]:
@@ -167,7 +176,9 @@ def _path(rung: str, beside: Path | None) -> Path:
 
 
 def _figures(config: Config) -> RungFigures:
-    return figures_of(config, next(gpu for gpu in GPUS if gpu.key == "h200"), 0.4)
+    gpu = gpu_by_key(GPU)
+    assert gpu is not None, GPU
+    return figures_of(config, gpu, MFU)
 
 
 def _with_factories(config: Config, model_factory: ModelFactory | None, data_factory: DataFactory | None) -> Config:
