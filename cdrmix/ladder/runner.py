@@ -296,7 +296,7 @@ class PipelineRunner:
         stopped = f"{rung.name} was stopped after a checkpoint; {AGAIN}"
         if self.processes == 1:
             try:
-                run_all(config, resume="auto")
+                run_all(config, resume="auto" if RunFolder.all_of(config) else None)
             except Preempted as error:
                 raise Preempted(stopped) from error
             return
