@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from cdrmix import commands, commands_ladder
+from cdrmix import cli_ladder, commands
+from cdrmix.cli_gates import add_gate
 from cdrmix.data.escaping import escape_unprintable
 from cdrmix.errors import CdrmixError, CdrmixWarning, ConfigError, DiskFullError, Preempted
 from cdrmix.gpus import GPUS
@@ -197,6 +198,7 @@ def parser() -> argparse.ArgumentParser:
         "--out", type=Path, metavar="FOLDER", help="folder of the results (default: experiments/ablations)"
     )
     _add_ladder(subparsers)
+    add_gate(subparsers)
     compare = add(
         "compare",
         commands.compare,
@@ -321,7 +323,7 @@ def _add_ladder(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     ladder.add_argument("--tokens-per-parameter", type=_positive, metavar="N", help=text)
     ladder.add_argument("--json", action="store_true", help="print JSON instead of a table")
     actions = ladder.add_subparsers(dest="action", metavar="COMMAND")
-    commands_ladder.add_commands(actions)
+    cli_ladder.add_commands(actions)
     text = (
         "forecast the held-out loss of a rung from smaller ones, and judge the measured loss; exit code 1 if it is "
         "outside of the band, or with too few rungs"

@@ -93,6 +93,18 @@ class BaseModelError(CheckpointError):
     exit_code = 13
 
 
+class GateError(CdrmixError):
+    """A required gate failed."""
+
+    exit_code = 14
+
+
+class UndecidedGateError(CdrmixError):
+    """A required gate is undecided, or its figure was not measured."""
+
+    exit_code = 15
+
+
 class Preempted(CdrmixError):
     """A signal stopped the training after a checkpoint was written. `--resume auto` continues the run."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,8 +20,9 @@ from cdrmix.eval.suites import SUITES, Subject, SuiteOptions, SuiteResult, Writi
 from cdrmix.hf.harness import HarnessScores, check_installed, evaluate_with_harness
 from cdrmix.hf.harness_model import HarnessModel, prompts_begin
 from cdrmix.hf.load import LoadedForeign, is_plain, load_alone
+from cdrmix.inference.checkpoints import AVERAGE, MODEL, read_manifest
 from cdrmix.inference.generate import generate
-from cdrmix.inference.load import Loaded, Trained, run_of, tokenizer_file
+from cdrmix.inference.load import SUMS, Loaded, Trained, pointed_checkpoint, read_sums, run_of, tokenizer_file
 from cdrmix.inference.sampling import Sampling
 from cdrmix.inference.text_model import TextModel
 
@@ -140,7 +142,25 @@ def evaluate_suites(
         return (each.decode("utf-8", errors="replace") for each in chosen.text())
 
     subject = Subject(str(model), generate, lambda: documents("valid"), lambda: documents("train"))
-    return [SUITES[name](subject, options or SuiteOptions(), to_standard_error) for name in chosen]
+    results = [SUITES[name](subject, options or SuiteOptions(), to_standard_error) for name in chosen]
+    about = {"path": str(model), "step": loaded.step, "weights": _weight_files(model, loaded.step)}
+    return [dataclasses.replace(result, facts={**result.facts, "model": about}) for result in results]
+
+
+def _weight_files(model: Path, step: int) -> dict[str, str]:
+    """The SHA-256 of the files of weights of a model, by name, so that its results can be told from another one's.
+
+    Those that its checkpoint or export lists; {} for a folder of transformers.
+    """
+    model = pointed_checkpoint(model)
+    if (model / SUMS).is_file():
+        hashes = read_sums(model)
+    elif is_plain(model):
+        hashes = {}
+    else:
+        files = read_manifest(run_of(model).checkpoints / f"step-{step:08d}")["files"]
+        hashes = {name: entry["sha256"] for name, entry in files.items() if name in (MODEL, AVERAGE)}
+    return {name: digest for name, digest in hashes.items() if name.endswith(".safetensors")}
 
 
 def evaluate_harness(

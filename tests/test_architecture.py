@@ -38,7 +38,8 @@ LAYERS = [
     {"evaluate"},
     {"workflow"},
     {"ladder"},
-    {"commands", "commands_ladder"},
+    {"commands"},
+    {"cli_gates", "cli_ladder"},
     {"cli"},
 ]
 LAYER_OF = {package: height for height, packages in enumerate(LAYERS) for package in packages}

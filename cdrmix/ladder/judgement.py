@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import datetime
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cdrmix.durable import sha256_file, write_atomically
+from cdrmix.errors import ConfigError, GateError, UndecidedGateError
+from cdrmix.inference.load import SUMS, run_of
+from cdrmix.ladder import bounds
+from cdrmix.ladder.collect import collect
+from cdrmix.ladder.custom_gates import load_gates
+from cdrmix.ladder.evidence import SIGNATURE, check_key, copy_to_export, sign, statement
+from cdrmix.ladder.facts import Facts
 from cdrmix.ladder.forecast import Forecast
-from cdrmix.ladder.verdict import Outcome, Verdict
+from cdrmix.ladder.gates import Gate
+from cdrmix.ladder.presets import TRAINS_AGAIN, Check, preset
+from cdrmix.ladder.verdict import Outcome, Verdict, exit_code
+from cdrmix.run_folder import RunFolder, environment
+
+FOLDER = "gates"
+HISTORY = "history.jsonl"
+TESTS = {Outcome.PASS: "passedTests", Outcome.FAIL: "failedTests"}  # others: warnedTests
 
 
 @dataclass(frozen=True)
@@ -16,7 +34,8 @@ class Judgement:
 
     verdicts: by gate. required: the gates without which a run does not pass. outcome: PASS; FAIL where a required gate
     failed; otherwise HOLD or NOT_MEASURED. lenient: the reason for which the run passes nevertheless; None: strict.
-    evidence: gates/<preset>.json of the run. exported_evidence: its copy in the export; None without an export.
+    evidence: gates/<preset>.json of the run; None before it is written. exported_evidence: its copy in the export; None
+    without an export, and for one that SHA256SUMS does not fit.
     """
 
     preset: str
@@ -24,7 +43,7 @@ class Judgement:
     required: frozenset[str]
     outcome: Outcome
     lenient: str | None
-    evidence: Path
+    evidence: Path | None
     exported_evidence: Path | None
 
     @property
@@ -43,45 +62,227 @@ class Judgement:
 
     @property
     def exit_code(self) -> int:
-        """0; 14 where a required gate failed; 15 where one is undecided or not measured."""
+        """0; that of GateError where a required gate failed; that of UndecidedGateError where one is undecided."""
+        return exit_code(self.outcome, self.lenient)
+
+    def require(self) -> None:
+        """Raises GateError if a required gate failed, UndecidedGateError if one is undecided or not measured."""
         if self.passed:
-            return 0
-        return 14 if self.outcome is Outcome.FAIL else 15
+            return
+        reasons = "; ".join(f"{name}: {self.verdicts[name].reason}" for name in self.stopping)
+        kind = GateError if self.outcome is Outcome.FAIL else UndecidedGateError
+        raise kind(f"the gates of {self.preset} stop the run: {reasons}")
 
 
 def judge(
-    run: Path,
-    preset: str,
+    run: str | Path,
+    preset_name: str,
     *,
     export: Path | None = None,
     results: Sequence[Path] = (),
-    forecast: Forecast | None = None,
+    forecast: Forecast | Path | None = None,
     tokens_per_second: float | None = None,
     custom_gates: Sequence[str] = (),
     lenient: str | None = None,
     measure: bool | None = None,
-    sign: Path | None = None,
+    sign_with: Path | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Judgement:
     """Judges a run by the gates of a preset, and writes the evidence.
 
+    The run gets gates/<preset>.json (the evidence), gates/<preset>.facts.json (what the gates read) and a line of
+    gates/history.jsonl; the export gets a copy of the evidence, gates-<preset>.json.
+
     Args:
-        run: the run folder.
-        preset: quick, standard, full or production.
+        run: the run folder, a checkpoint of it, or its export/.
+        preset_name: quick, standard, full or production.
         export: the exported model. Default: export/ of the run, if there is one.
-        results: files of `cdrmix eval --suite ... --json`, of this model.
-        forecast: of this run's held-out loss. None, or one with too few rungs: the gate `band` is not required.
-        tokens_per_second: that the plan expects, of all processes. None: of `cdrmix plan`, if it knows the GPU.
+        results: files of `cdrmix eval --suite A --json` or `--harness A --json`, of this model.
+        forecast: of this run's held-out loss, or a file of `cdrmix ladder forecast --json`. Without one, or with too
+            few smaller rungs, the gate `band` is not required.
+        tokens_per_second: of the plan, of all processes. Default: that of `cdrmix plan` on a known GPU; otherwise that
+            of the steps that are trained again.
         custom_gates: entry points of the group cdrmix.gates. Only these are imported. They are required.
         lenient: the reason why the run passes whatever the gates say. It is recorded. None: strict.
-        measure: whether to train 20 steps again, and 20 from a checkpoint, where that is not measured yet. None: for
+        measure: whether to train 20 steps again, and 20 from a checkpoint, where that is not measured yet. Default: for
             full and production.
-        sign: a private key of ssh, which signs the evidence.
+        sign_with: a private key of ssh, which signs the evidence.
         say: receives progress messages.
 
     Raises:
         ConfigError: there is no such preset or gate, the run cannot be judged, or a file of results is not one.
-        CheckpointError: the run has no complete checkpoint.
         PluginError: a custom gate cannot be imported.
+        CheckpointError: `run` is no run, or SHA256SUMS of the export is missing or malformed.
     """
-    raise NotImplementedError
+    checks = preset(preset_name)
+    if lenient is not None and not lenient.strip():
+        raise ConfigError("--lenient needs a reason, which is recorded")
+    if sign_with is not None:
+        check_key(sign_with)
+    custom = load_gates(custom_gates)
+    checks += [_custom(name, gate, checks) for name, (gate, _) in custom.items()]
+    folder, export = _run_and_export(Path(run), export)
+    facts = collect(
+        folder,
+        export=export,
+        results=results,
+        forecast=forecast,
+        tokens_per_second=tokens_per_second,
+        compares_logits=any(check.name == "export" for check in checks),
+        trains_again=preset_name in TRAINS_AGAIN if measure is None else measure,
+        say=say or (lambda _: None),
+    )
+    judgement = decide(preset_name, checks, facts, lenient)
+    origins = {name: origin for name, (_, origin) in custom.items()}
+    return _write(judgement, checks, facts, folder, export, origins, sign_with)
+
+
+def decide(preset_name: str, checks: Iterable[Check], facts: Facts, lenient: str | None = None) -> Judgement:
+    """The verdicts of gates on facts, and what they add up to. It reads and writes no file."""
+    applicable = [check for check in checks if check.applies(facts)]
+    verdicts = _corrected({check.name: ask(check, facts) for check in applicable})
+    required = frozenset(check.name for check in applicable if check.required(facts))
+    outcomes = {verdicts[name].outcome for name in required}
+    worst = next(
+        (outcome for outcome in (Outcome.FAIL, Outcome.HOLD, Outcome.NOT_MEASURED) if outcome in outcomes), Outcome.PASS
+    )
+    return Judgement(preset_name, verdicts, required, worst, lenient, None, None)
+
+
+def ask(check: Check, facts: Facts) -> Verdict:
+    """The verdict of one gate. A gate that raises, or that returns no verdict, fails."""
+    try:
+        verdict = check.gate(facts)
+        if not isinstance(verdict, Verdict):
+            raise TypeError(f"it returned {verdict!r}, which is no Verdict")
+    except Exception as error:  # noqa: BLE001  a gate is anybody's code, and none of its errors may let a run pass
+        verdict = Verdict(Outcome.FAIL, f"the gate raised {type(error).__name__}: {error}")
+    return dataclasses.replace(verdict, inputs_sha256=facts.digest(*check.reads))
+
+
+def _corrected(verdicts: Mapping[str, Verdict]) -> dict[str, Verdict]:
+    """The verdicts after Holm's correction: what fails by a chance that so many gates have, is undecided."""
+    p_values = {name: verdict.p_value for name, verdict in verdicts.items() if verdict.p_value is not None}
+    certain = bounds.holm(p_values)
+    return {
+        name: dataclasses.replace(
+            verdict,
+            outcome=Outcome.HOLD,
+            reason=f"{verdict.reason}; among {len(p_values)} gates it can be chance (Holm, p = {verdict.p_value:.2g})",
+        )
+        if verdict.outcome is Outcome.FAIL and verdict.p_value is not None and name not in certain
+        else verdict
+        for name, verdict in verdicts.items()
+    }
+
+
+def _custom(name: str, gate: Gate, checks: Sequence[Check]) -> Check:
+    if any(check.name == name for check in checks):
+        raise ConfigError(f"the custom gate {name!r} has the name of a gate of the preset; rename its entry point")
+    return Check(name, "custom", gate, (), "a gate of a plugin")
+
+
+def _run_and_export(path: Path, export: Path | None) -> tuple[RunFolder, Path | None]:
+    """The run folder of a run, a checkpoint, or export/ of a run, and the export to judge."""
+    if (path / SUMS).is_file():
+        parent = path.resolve().parent
+        if export is not None or not (parent / "config_snapshot.yaml").is_file():
+            raise ConfigError(
+                f"{path} is an exported model without its run: gates read what the run recorded. Name the run with "
+                "--model RUN, and this folder with --export"
+            )
+        return RunFolder.open(parent, writes=False), path
+    run = run_of(path)
+    if export is None and (run.export / SUMS).is_file():
+        export = run.export
+    if export is not None and not (export / SUMS).is_file():
+        raise ConfigError(f"{export} is not an exported model: it has no {SUMS}")
+    return run, export
+
+
+def _write(
+    judgement: Judgement,
+    checks: Sequence[Check],
+    facts: Facts,
+    run: RunFolder,
+    export: Path | None,
+    custom: Mapping[str, Mapping[str, str]],
+    sign_with: Path | None,
+) -> Judgement:
+    """Writes the facts, the evidence with its signature and its copy, and the history."""
+    folder = run.path / FOLDER
+    folder.mkdir(exist_ok=True)
+    facts_file = folder / f"{judgement.preset}.facts.json"
+    write_atomically(facts_file, json.dumps(facts.as_json(), allow_nan=False) + "\n")
+    if facts.export is not None:
+        subjects: Mapping[str, str] = facts.export["files"]
+    elif facts.weights is not None:
+        subjects = {
+            f"checkpoints/{facts.weights['checkpoint']}/{name}": digest
+            for name, digest in facts.weights["files"].items()
+        }
+    else:
+        subjects = {run.config_snapshot.name: sha256_file(run.config_snapshot)}
+    evidence = folder / f"{judgement.preset}.json"
+    (folder / (evidence.name + SIGNATURE)).unlink(missing_ok=True)  # of an earlier judgement
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    predicate = _predicate(judgement, checks, facts, sha256_file(facts_file), custom, now)
+    write_atomically(evidence, statement(subjects, predicate))
+    if sign_with is not None:
+        sign(evidence, sign_with)
+    copy = None
+    if export is not None and facts.export is not None and not facts.export["problems"]:
+        copy = copy_to_export(export, evidence, judgement.preset)
+    line = {
+        "time": now,
+        "preset": judgement.preset,
+        "outcome": judgement.outcome.value,
+        "lenient": judgement.lenient,
+        "passed": judgement.passed,
+        "evidence_sha256": sha256_file(evidence),
+        "verdicts": {name: verdict.outcome.value for name, verdict in judgement.verdicts.items()},
+    }
+    with (folder / HISTORY).open("a", encoding="utf-8") as history:
+        history.write(json.dumps(line) + "\n")
+    return dataclasses.replace(judgement, evidence=evidence, exported_evidence=copy)
+
+
+def _predicate(
+    judgement: Judgement,
+    checks: Sequence[Check],
+    facts: Facts,
+    facts_sha256: str,
+    custom: Mapping[str, Mapping[str, str]],
+    now: str,
+) -> dict[str, Any]:
+    """The test result of in-toto: result, configuration, tests by outcome; and the verdicts under `cdrmix`."""
+    tests: dict[str, list[str]] = {"passedTests": [], "warnedTests": [], "failedTests": []}
+    for name, verdict in judgement.verdicts.items():
+        tests[TESTS.get(verdict.outcome, "warnedTests")].append(name)
+    passed = {True: "PASSED", False: "FAILED"}[judgement.outcome is Outcome.PASS]
+    meanings = {check.name: check for check in checks}
+    return {
+        "result": "WARNED" if passed == "FAILED" and judgement.passed else passed,
+        "configuration": [{"name": f"{judgement.preset}.facts.json", "digest": {"sha256": facts_sha256}}],
+        **tests,
+        "cdrmix": {
+            "preset": judgement.preset,
+            "outcome": judgement.outcome.value,
+            "passed": judgement.passed,
+            "lenient": judgement.lenient,
+            "stopping": list(judgement.stopping),
+            "time": now,
+            "run": dict(facts.run),
+            "version": environment()["versions"]["cdrmix"],
+            "verdicts": {
+                name: {
+                    "group": meanings[name].group,
+                    "meaning": meanings[name].meaning,
+                    "required": name in judgement.required,
+                    **verdict.as_json(),
+                }
+                for name, verdict in judgement.verdicts.items()
+            },
+            "custom_gates": {name: dict(origin) for name, origin in custom.items()},
+        },
+    }

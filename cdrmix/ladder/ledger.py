@@ -100,12 +100,10 @@ class Ledger:
         if not isinstance(values, dict) or tuple(values) != KEYS or values["kind"] not in get_args(Kind):
             raise LedgerError(f"{where} was changed: it is not a line of a ledger. {REMEDY}")
         if values["number"] != number:
-            what = (
-                f"lines {number} to {values['number'] - 1} are missing"
-                if _is_above(values["number"], number)
-                else (f"it has the number {values['number']}")
+            raise LedgerError(
+                f"{where}: the ledger was changed: here is line {values['number']}, and line {number} is missing or in "
+                f"another place. {REMEDY}"
             )
-            raise LedgerError(f"{where}: the ledger was changed: {what}. {REMEDY}")
         before = _sha256(self._lines[number - 2]) if number > 1 else FIRST
         if values["before"] != before:
             changed = f"line {number - 1} was changed" if number > 1 else "line 1 was changed"
@@ -141,10 +139,6 @@ class Ledger:
 
     def _write_head(self, lines: list[str]) -> None:
         write_atomically(self.head, f"{len(lines)} {_sha256(lines[-1])}\n")
-
-
-def _is_above(number: object, least: int) -> bool:
-    return isinstance(number, int) and number > least
 
 
 def _sha256(line: str) -> str:

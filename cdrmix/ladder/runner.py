@@ -20,7 +20,7 @@ from cdrmix.errors import CdrmixError, CheckpointError, ConfigError, Preempted
 from cdrmix.evaluate import evaluate_suites
 from cdrmix.inference.load import SUMS, read_sums
 from cdrmix.ladder import infrastructure
-from cdrmix.ladder.forecast import Law, forecast
+from cdrmix.ladder.forecast import Forecast, Law, forecast
 from cdrmix.ladder.infrastructure import Check
 from cdrmix.ladder.judgement import Judgement, judge
 from cdrmix.ladder.ladder_report import write_ladder_report
@@ -28,11 +28,12 @@ from cdrmix.ladder.ledger import Entry, Ledger, locked, recorded_files
 from cdrmix.ladder.presentation import forecast_json
 from cdrmix.ladder.rungs import DataFactory, ModelFactory, RungPlan, plan_rungs, read_ladder, rung_named, write_config
 from cdrmix.ladder.state import RungState, check_states, run_path, rung_states
-from cdrmix.ladder.verdict import Outcome
+from cdrmix.ladder.verdict import Outcome, Verdict, exit_code
 from cdrmix.run_folder import RunFolder, finite
 from cdrmix.training.launch import launch
 from cdrmix.workflow import run_all
 
+WORST_FIRST = (Outcome.FAIL, Outcome.HOLD, Outcome.NOT_MEASURED, Outcome.PASS)
 PREEMPTED = Preempted.exit_code
 AGAIN = "the same command continues the ladder"
 
@@ -324,21 +325,30 @@ class PipelineRunner:
             lenient=lenient,
             say=self.say,
         )
-        for name, verdict in judgement.verdicts.items():
-            needed = "" if name in judgement.required else " (not required)"
+        made = state.forecast_with_loss()
+        verdicts, required = dict(judgement.verdicts), set(judgement.required)
+        if made is not None and made.at is not None and "band" not in verdicts:
+            verdicts["band"] = _band(made)  # the forecast counts as a gate in every preset
+            required.add("band")
+        found = {judgement.outcome, *(verdicts[name].outcome for name in required)}
+        outcome = next(each for each in WORST_FIRST if each in found)
+        for name, verdict in verdicts.items():
+            needed = "" if name in required else " (not required)"
             self.say(f"{verdict.outcome:<12}  {name}{needed}: {verdict.reason}")
         facts = {
             "identity": rung.identity,
             "preset": judgement.preset,
-            "outcome": judgement.outcome.value,
-            "exit_code": judgement.exit_code,
-            "lenient": judgement.lenient,
-            "stopping": list(judgement.stopping),
-            "verdicts": {name: verdict.outcome.value for name, verdict in judgement.verdicts.items()},
-            "required": sorted(judgement.required),
+            "outcome": outcome.value,
+            "exit_code": exit_code(outcome, lenient),
+            "lenient": lenient,
+            "stopping": [name for name in verdicts if name in required and verdicts[name].outcome != Outcome.PASS],
+            "verdicts": {name: verdict.outcome.value for name, verdict in verdicts.items()},
+            "required": sorted(required),
         }
         files = _evidence(judgement, run, results)
-        return ledger.append("judged", rung.name, facts, {"files": recorded_files(self.root, files)})
+        reasons = {name: verdict.reason for name, verdict in verdicts.items()}
+        record = {"reasons": reasons, "files": recorded_files(self.root, files)}
+        return ledger.append("judged", rung.name, facts, record)
 
     def _evaluate(self, run: Path) -> list[Path]:
         """Runs the suites on the exported model, once. Returns the files of results."""
@@ -353,5 +363,13 @@ class PipelineRunner:
 
 
 def _evidence(judgement: Judgement, run: Path, results: Sequence[Path]) -> list[Path]:
-    files = [judgement.evidence, run / "export" / SUMS, *results]
-    return [*files, judgement.exported_evidence] if judgement.exported_evidence is not None else files
+    files = [judgement.evidence, judgement.exported_evidence, run / "export" / SUMS, *results]
+    return [path for path in files if path is not None]
+
+
+def _band(made: Forecast) -> Verdict:
+    """The forecast of a rung with a loss as the verdict of a gate."""
+    assert made.at is not None
+    assert made.verdict is not None
+    reason = f"held-out loss {made.measured:.4f}, band {made.at.low:.4f} to {made.at.high:.4f}"
+    return Verdict(made.verdict, reason, made.measured, threshold=made.at.high, n=len(made.used))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal
 
+from cdrmix.errors import GateError, UndecidedGateError
 from cdrmix.run_folder import finite
 
 
@@ -19,6 +20,13 @@ class Outcome(StrEnum):
     FAIL = "FAIL"
     HOLD = "HOLD"
     NOT_MEASURED = "NOT_MEASURED"
+
+
+def exit_code(outcome: Outcome, lenient: str | None) -> int:
+    """The exit code of a judgement with this outcome. lenient: the reason why it passes nevertheless."""
+    if outcome is Outcome.PASS or lenient is not None:
+        return 0
+    return GateError.exit_code if outcome is Outcome.FAIL else UndecidedGateError.exit_code
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ def _dry_run(runner: PipelineRunner, up_to: str | None) -> int:
 def status(options: argparse.Namespace) -> int:
     """Returns 0 if the ledger and the files that it records are whole."""
     from cdrmix.ladder.ladder_report import status_json, status_text
-    from cdrmix.ladder.ledger import LEDGER, Ledger
+    from cdrmix.ladder.ledger import HEAD, LEDGER, Ledger
     from cdrmix.ladder.rungs import read_ladder
     from cdrmix.ladder.state import check_states, rung_states
 
@@ -98,7 +98,7 @@ def status(options: argparse.Namespace) -> int:
         ladder = _ladder_or_file(options)
         settings = read_ladder(ladder, options.overrides)[0] if isinstance(ladder, Path) else ladder
         root = Path(settings.root).expanduser()
-    if not (root / LEDGER).is_file():
+    if not (root / LEDGER).is_file() and not (root / HEAD).is_file():
         raise ConfigError(f"{root} is not the folder of a ladder: it has no {LEDGER}")
     ledger = Ledger(root)
     states = rung_states(ledger)

@@ -1,0 +1,220 @@
+"""Evidence of a judgement: an in-toto statement on the files of an export, its copy in the export, and its signature.
+
+The statement (in-toto Statement v1) names the files of the export with their SHA-256. Its predicate is a test result
+(https://github.com/in-toto/attestation/blob/main/spec/predicates/test-result.md) with the verdicts in addition.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cdrmix.durable import sha256_file, sync_folder, write_atomically
+from cdrmix.errors import CheckpointError, ConfigError, ExportMismatchError
+from cdrmix.inference.load import SUMS, read_sums
+from cdrmix.ladder.verdict import Outcome, exit_code
+
+STATEMENT = "https://in-toto.io/Statement/v1"
+PREDICATE = "https://in-toto.io/attestation/test-result/v0.1"
+NAMESPACE = "cdrmix-ladder"  # of signatures, as ssh-keygen -n
+SIGNATURE = ".sig"
+
+
+def exported_name(preset: str) -> str:
+    """The name of the evidence in an export."""
+    return f"gates-{preset}.json"
+
+
+def is_evidence(name: str) -> bool:
+    """Whether a file of an export is evidence or its signature."""
+    return name.startswith("gates-") and name.removesuffix(SIGNATURE).endswith(".json")
+
+
+def exported_files(export: Path) -> dict[str, str]:
+    """The SHA-256 of the files of an export, without SHA256SUMS and the evidence. Folders are left out."""
+    paths = (path for path in sorted(export.iterdir()) if path.is_file())
+    return {path.name: sha256_file(path) for path in paths if path.name != SUMS and not is_evidence(path.name)}
+
+
+def file_problems(export: Path) -> list[str]:
+    """What differs between an export and its SHA256SUMS: each file that is missing, changed or added, as a sentence.
+
+    Raises CheckpointError if SHA256SUMS is missing or malformed.
+    """
+    sums = read_sums(export)
+    problems = []
+    for name, expected in sums.items():
+        path = export / name
+        if not path.is_file():
+            problems.append(f"{path} is missing, but {SUMS} lists it")
+        elif (found := sha256_file(path)) != expected:
+            problems.append(f"{path} was changed: its SHA-256 is {found}, {SUMS} says {expected}")
+    added = sorted(path.name for path in export.iterdir() if path.name not in sums and path.name != SUMS)
+    return problems + [f"{export / name} was added: {SUMS} does not list it" for name in added]
+
+
+def statement(files: Mapping[str, str], predicate: Mapping[str, Any]) -> str:
+    """An in-toto statement on files (name -> SHA-256), as JSON."""
+    subjects = [{"name": name, "digest": {"sha256": digest}} for name, digest in sorted(files.items())]
+    content = {"_type": STATEMENT, "subject": subjects, "predicateType": PREDICATE, "predicate": predicate}
+    return json.dumps(content, indent=1, allow_nan=False) + "\n"
+
+
+def check_key(key: Path) -> None:
+    """Raises ConfigError if a file cannot be used to sign."""
+    if shutil.which("ssh-keygen") is None:
+        raise ConfigError("--sign needs ssh-keygen of OpenSSH, which is not installed")
+    if not key.is_file():
+        raise ConfigError(f"--sign {key}: there is no such file; name a private key of ssh")
+
+
+def sign(evidence: Path, key: Path) -> Path:
+    """Signs a file with a private key of ssh. Returns the signature, a file beside it.
+
+    ssh-keygen asks for the passphrase of the key, if it has one. Raises ConfigError if it refuses the key.
+    """
+    signature = evidence.with_name(evidence.name + SIGNATURE)
+    signature.unlink(missing_ok=True)  # ssh-keygen asks before it overwrites
+    _ssh_keygen(["-Y", "sign", "-q", "-f", str(key), "-n", NAMESPACE, str(evidence)], f"--sign {key}")
+    return signature
+
+
+def copy_to_export(export: Path, evidence: Path, preset: str) -> Path:
+    """Copies evidence and its signature into an export, read-only, and lists them in SHA256SUMS. Returns the copy."""
+    sums = {each: digest for each, digest in read_sums(export).items() if not is_evidence(each)}
+    name = exported_name(preset)
+    (export / (name + SIGNATURE)).unlink(missing_ok=True)  # of an earlier judgement
+    for source in (evidence, evidence.with_name(evidence.name + SIGNATURE)):
+        if source.is_file():
+            target = export / (name + source.name.removeprefix(evidence.name))
+            write_atomically(target, source.read_bytes())
+            target.chmod(0o444)
+    for path in export.iterdir():
+        if is_evidence(path.name):
+            sums[path.name] = sha256_file(path)
+    write_atomically(export / SUMS, "".join(f"{digest}  {each}\n" for each, digest in sorted(sums.items())))
+    os.chmod(export / SUMS, 0o444)
+    sync_folder(export)
+    return export / name
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Evidence in an export that was verified.
+
+    outcome, stopping, lenient: of the judgement. signer: who signed it, of the allowed signers; None: not checked.
+    """
+
+    preset: str
+    outcome: Outcome
+    stopping: tuple[str, ...]
+    lenient: str | None
+    signer: str | None
+    path: Path
+
+    @property
+    def exit_code(self) -> int:
+        """That of the judgement."""
+        return exit_code(self.outcome, self.lenient)
+
+
+def verify_evidence(export: Path, allowed_signers: Path | None = None) -> list[Evidence]:
+    """Verifies an export with SHA256SUMS, and each evidence in it with the files that it names.
+
+    allowed_signers: a file as in ssh-keygen(1); then each evidence must have a signature of one of them.
+
+    Raises:
+        CheckpointError: the export is none or has no evidence, or a file was changed, added or removed, or a signature
+            is missing or wrong. It names each.
+        ExportMismatchError: the files agree with SHA256SUMS, but not with the evidence: another model was judged.
+        ConfigError: allowed_signers cannot be used.
+    """
+    if not (export / SUMS).is_file():
+        raise CheckpointError(f"{export} is not an exported model: it has no {SUMS}")
+    if allowed_signers is not None and not allowed_signers.is_file():
+        raise ConfigError(f"--allowed-signers {allowed_signers}: there is no such file")
+    if problems := file_problems(export):
+        raise CheckpointError("; ".join(problems))
+    paths = sorted(path for path in export.iterdir() if is_evidence(path.name) and path.suffix == ".json")
+    if not paths:
+        raise CheckpointError(f"{export} has no evidence: judge its run with cdrmix gate")
+    files = exported_files(export)
+    contents = {path: _read(path) for path in paths}
+    for path, content in contents.items():
+        problems += _subject_problems(path, content, files)
+    if problems:
+        raise ExportMismatchError("; ".join(problems))
+    signers = {path: None if allowed_signers is None else _signer(path, allowed_signers) for path in paths}
+    return [_evidence(path, contents[path]["predicate"], signers[path]) for path in paths]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        known = content["_type"] == STATEMENT and content["predicateType"] == PREDICATE
+        for subject in content["subject"]:
+            known = known and isinstance(subject["name"], str) and len(subject["digest"]["sha256"]) == 64
+        found = content["predicate"]["cdrmix"]
+        Outcome(found["outcome"])
+        known = (
+            known and isinstance(found["preset"], str) and isinstance(found["stopping"], list) and "lenient" in found
+        )
+    except (ValueError, LookupError, TypeError) as error:
+        raise CheckpointError(f"{path} is not the evidence of a judgement: {error!r}") from error
+    if not known:
+        raise CheckpointError(f"{path} is not an in-toto statement on a test result")
+    return content
+
+
+def _subject_problems(path: Path, content: Mapping[str, Any], files: Mapping[str, str]) -> list[str]:
+    judged = {subject["name"]: subject["digest"]["sha256"] for subject in content["subject"]}
+    problems = []
+    for name in sorted(judged.keys() | files.keys()):
+        if name not in files:
+            problems.append(f"{path.name}: {name} was judged, and is missing")
+        elif name not in judged:
+            problems.append(f"{path.name}: {name} was added after the judgement")
+        elif files[name] != judged[name]:
+            problems.append(
+                f"{path.name}: {name} was changed after the judgement: its SHA-256 is {files[name]}, of the judged "
+                f"file {judged[name]}"
+            )
+    return problems
+
+
+def _evidence(path: Path, predicate: Mapping[str, Any], signer: str | None) -> Evidence:
+    found = predicate["cdrmix"]
+    outcome = Outcome(found["outcome"])
+    return Evidence(found["preset"], outcome, tuple(found["stopping"]), found["lenient"], signer, path)
+
+
+def _signer(path: Path, allowed_signers: Path) -> str:
+    """Who of the allowed signers signed a file. Raises CheckpointError."""
+    signature = path.with_name(path.name + SIGNATURE)
+    if not signature.is_file():
+        raise CheckpointError(f"{path} has no signature, which --allowed-signers requires: judge with --sign KEY")
+    common = ["-f", str(allowed_signers), "-n", NAMESPACE, "-s", str(signature)]
+    try:
+        found = _ssh_keygen(["-Y", "find-principals", *common], str(signature))
+        signer = found.splitlines()[0].strip()
+        _ssh_keygen(["-Y", "verify", "-I", signer, *common], str(signature), path.read_bytes())
+    except ConfigError as error:
+        raise CheckpointError(f"{path} is not signed by an allowed signer: {error}") from error
+    return signer
+
+
+def _ssh_keygen(arguments: list[str], what: str, given: bytes | None = None) -> str:
+    """Runs ssh-keygen and returns its output. Raises ConfigError with what it says if it fails."""
+    if shutil.which("ssh-keygen") is None:
+        raise ConfigError("signatures need ssh-keygen of OpenSSH, which is not installed")
+    done = subprocess.run(["ssh-keygen", *arguments], input=given, capture_output=True, check=False)
+    if done.returncode:
+        said = (done.stderr or done.stdout).decode("utf-8", errors="replace").strip().replace("\n", "; ")
+        raise ConfigError(f"{what}: ssh-keygen refused: {said}")
+    return done.stdout.decode("utf-8", errors="replace")
