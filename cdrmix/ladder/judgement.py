@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cdrmix.durable import sha256_file, write_atomically
 from cdrmix.errors import ConfigError, GateError, UndecidedGateError

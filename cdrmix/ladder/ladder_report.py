@@ -9,13 +9,14 @@ from typing import Any
 from cdrmix.durable import write_atomically
 from cdrmix.ladder.ledger import Ledger
 from cdrmix.ladder.presentation import forecast_json, forecast_picture
-from cdrmix.ladder.state import RungState, run_path, rung_states
+from cdrmix.ladder.state import RungState, run_path, rung_states, stopping
 from cdrmix.page import escaped, html_page, picture, tiles
 from cdrmix.report.plots import DARK, LIGHT
 from cdrmix.run_folder import read_metrics
 from cdrmix.units import amount, clock
 
 REPORT, PICTURE, FORECASTS = "report.html", "forecast.png", "forecasts"
+LONG = 40  # characters of a cell that is one line
 HEADS = ("rung", "FLOP", "forecast", "band", "loss", "seeds", "band holds", "gates", "state")
 
 
@@ -49,7 +50,7 @@ def status_text(ledger: Ledger, states: Sequence[RungState]) -> str:
     rows = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
     for state in states:
         if state.judged is not None and state.promoted is None and state.judged.facts["stopping"]:
-            rows.append(f"{state.name} was stopped by {', '.join(state.judged.facts['stopping'])}")
+            rows.append(f"{state.name} was stopped by {stopping(state.judged)}")
         if line := _progress(ledger, state):
             rows.append(line)
     return "\n".join(rows)
@@ -129,11 +130,12 @@ def _gates(state: RungState) -> str:
         return ""
     facts = state.judged.facts
     rows = [
-        (gate, "yes" if gate in facts["required"] else "no", outcome) for gate, outcome in facts["verdicts"].items()
+        (gate, "yes" if gate in facts["required"] else "no", outcome, state.judged.record["reasons"][gate])
+        for gate, outcome in facts["verdicts"].items()
     ]
     reason = f"<p>Lenient: {escaped(facts['lenient'])}</p>" if facts["lenient"] else ""
     head = f"<h2>Gates of {escaped(state.name)}, preset {escaped(facts['preset'])}</h2>"
-    return head + reason + _table(("gate", "required", "verdict"), rows)
+    return head + reason + _table(("gate", "required", "verdict", "reason"), rows)
 
 
 def _runs(ledger: Ledger, states: Sequence[RungState]) -> str:
@@ -167,5 +169,11 @@ def _machine(ledger: Ledger) -> str:
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{escaped(cell)}</th>" for cell in heads)
-    body = "".join("<tr>" + "".join(f"<td>{escaped(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    body = "".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows)
     return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
+
+
+def _cell(text: str) -> str:
+    """A cell; long texts are broken into lines, results that stop a rung are marked."""
+    kind = ' class="text"' if len(text) > LONG else ' class="bad"' if text in ("FAIL", "HOLD") else ""
+    return f"<td{kind}>{escaped(text)}</td>"

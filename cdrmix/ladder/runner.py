@@ -23,11 +23,11 @@ from cdrmix.ladder import infrastructure
 from cdrmix.ladder.forecast import Forecast, Law, forecast
 from cdrmix.ladder.infrastructure import Check
 from cdrmix.ladder.judgement import Judgement, judge
-from cdrmix.ladder.ladder_report import write_ladder_report
+from cdrmix.ladder.ladder_report import REPORT, write_ladder_report
 from cdrmix.ladder.ledger import Entry, Ledger, locked, recorded_files
 from cdrmix.ladder.presentation import forecast_json
 from cdrmix.ladder.rungs import DataFactory, ModelFactory, RungPlan, plan_rungs, read_ladder, rung_named, write_config
-from cdrmix.ladder.state import RungState, check_states, run_path, rung_states
+from cdrmix.ladder.state import RungState, check_states, run_path, rung_states, stopping
 from cdrmix.ladder.verdict import Outcome, Verdict, exit_code
 from cdrmix.run_folder import RunFolder, finite
 from cdrmix.training.launch import launch
@@ -152,20 +152,20 @@ class PipelineRunner:
             plan = [rung.facts() for rung in self.rungs]
             check_states(ledger, rung_states(ledger, plan))
             self._record_plan(ledger, plan)
-            stopped, exit_code = "", 0
+            stopped, code = "", 0
             if any(state.promoted is None for state in self._of(ledger, rungs)):
                 self._check_machine(ledger, rungs[0])
             for rung in rungs:
-                judgement_facts = self._rung(ledger, rung, lenient)
-                if judgement_facts is not None:
-                    exit_code = judgement_facts["exit_code"]
+                judged = self._rung(ledger, rung, lenient)
+                if judged is not None:
+                    code = judged.facts["exit_code"]
                     stopped = (
-                        f"{rung.name}: {judgement_facts['outcome']} in {', '.join(judgement_facts['stopping'])}. Look "
-                        f"at {self.root / 'report.html'}; --lenient REASON promotes the rung nevertheless"
+                        f"{rung.name} is not promoted: {judged.facts['outcome']}. {stopping(judged)}. Look at "
+                        f"{self.root / REPORT}; --lenient REASON promotes the rung nevertheless"
                     )
                     self.say(stopped)
                     break
-            return PipelineResult(tuple(self._of(ledger)), stopped, exit_code, write_ladder_report(ledger))
+            return PipelineResult(tuple(self._of(ledger)), stopped, code, write_ladder_report(ledger))
 
     def _of(self, ledger: Ledger, rungs: Sequence[RungPlan] | None = None) -> list[RungState]:
         names = [rung.name for rung in (self.rungs if rungs is None else rungs)]
@@ -205,8 +205,8 @@ class PipelineRunner:
             raise ConfigError(f"this machine cannot train {rung.name}: {'; '.join(failed)}")
         return checks
 
-    def _rung(self, ledger: Ledger, rung: RungPlan, lenient: str | None) -> dict[str, Any] | None:
-        """Does what is left of a rung. Returns the facts of its judgement if it is not promoted."""
+    def _rung(self, ledger: Ledger, rung: RungPlan, lenient: str | None) -> Entry | None:
+        """Does what is left of a rung. Returns its judgement if it is not promoted."""
         (state,) = self._of(ledger, [rung])
         if state.promoted is not None:
             self.say(f"{rung.name} is promoted already")
@@ -221,7 +221,7 @@ class PipelineRunner:
         if judged is None or (judged.facts["exit_code"] and lenient is not None):
             judged = self._judge(ledger, rung, state, lenient)
         if judged.facts["exit_code"]:
-            return judged.facts
+            return judged
         reason = judged.facts["lenient"] if judged.facts["outcome"] != Outcome.PASS else None
         facts = {"identity": rung.identity, "outcome": judged.facts["outcome"], "lenient": reason}
         ledger.append("promoted", rung.name, {**facts, "attempt": state.earlier + 1}, {})

@@ -120,6 +120,11 @@ def run_path(root: Path, entry: Entry) -> Path:
     return root / entry.record["run"]
 
 
+def stopping(judged: Entry) -> str:
+    """The required gates of a `judged` entry that did not pass, with their reasons."""
+    return "; ".join(f"{name}: {judged.record['reasons'][name]}" for name in judged.facts["stopping"])
+
+
 def forecast_of_ladder(root: Path, target: str | None = None) -> Forecast:
     """The forecast of a rung of a ladder from its promoted rungs, as the ledger records it.
 
