@@ -38,6 +38,7 @@ from cdrmix.training.build import build_loss_model
 from cdrmix.training.engine import AUTOCAST
 from cdrmix.training.stage_a import train
 
+PREFIX = "infrastructure-"  # of the folder for short runs
 STEPS, CHECKPOINT = 4, 2  # steps of the short runs; the checkpoint from which one of them is continued
 ROWS, TOKENS = 2, 64  # of the batch of random tokens
 # Unit roundoff of products. The gradient passes about ten products a layer, whose errors are independent, so the
@@ -97,7 +98,7 @@ def validate_infrastructure(config: Config, folder: Path, say: Callable[[str], N
     Raises:
         CorpusError, ShardError, DiskFullError, Preempted: as the training does.
     """
-    with tempfile.TemporaryDirectory(prefix="infrastructure-", dir=folder) as name:
+    with tempfile.TemporaryDirectory(prefix=PREFIX, dir=folder) as name:
         subject = _Subject(config, Path(name), say)
         results: list[Check] = []
         for title, check in CHECKS.items():

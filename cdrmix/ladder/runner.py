@@ -7,6 +7,7 @@ begins. Each step is one line of the ledger (ledger.py). A ladder that was stopp
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,6 +201,8 @@ class PipelineRunner:
 
     def _validate(self, rung: RungPlan) -> list[Check]:
         self.say(f"Checking this machine with {rung.name}")
+        for left in self.root.glob(f"{infrastructure.PREFIX}*"):  # of a process that was killed
+            shutil.rmtree(left)
         checks = infrastructure.validate_infrastructure(rung.config, self.root, self.say)
         if failed := infrastructure.failures(checks):
             raise ConfigError(f"this machine cannot train {rung.name}: {'; '.join(failed)}")
