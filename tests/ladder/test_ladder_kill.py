@@ -46,7 +46,7 @@ for number in range(kills):
     while number % 2 and count() == before and ended == (0, 0):
         time.sleep(0.002)
         ended = os.waitpid(child, os.WNOHANG)
-    time.sleep(chance.uniform(0.0, 0.12) * whole)
+    time.sleep(chance.uniform(0.0, 0.06) * whole)
     if ended == (0, 0):
         os.kill(child, signal.SIGKILL)
         ended = os.waitpid(child, 0)
