@@ -19,7 +19,7 @@ def add_gate(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     sub.add_argument("--preset", required=True, choices=PRESETS, help="which gates and thresholds (docs/gates.md)")
     text = "the exported model (default: export/ of the run)"
     sub.add_argument("--export", type=Path, metavar="FOLDER", help=text)
-    text = "output of `cdrmix eval --suite A --json` or `--harness A --json` for this model"
+    text = "output of `cdrmix eval --suite A --json` for this model"
     sub.add_argument("--results", type=Path, nargs="+", action="extend", default=[], metavar="FILE.json", help=text)
     text = "output of `cdrmix ladder forecast --json` for this rung; the gate band is then required"
     sub.add_argument("--forecast", type=Path, metavar="FILE.json", help=text)
@@ -56,6 +56,7 @@ def gate(options: argparse.Namespace) -> int:
     """`cdrmix gate`."""
     from cdrmix.ladder.gate_text import judgement_json, judgement_text
     from cdrmix.ladder.judgement import judge
+    from cdrmix.ladder.verdict import refuse
 
     judgement = judge(
         options.model,
@@ -72,18 +73,21 @@ def gate(options: argparse.Namespace) -> int:
     )
     shown = judgement_json(judgement)
     print(json.dumps(shown, indent=2, allow_nan=False) if options.json else judgement_text(judgement))
-    return judgement.exit_code
+    refuse(judgement.preset, judgement.outcome, judgement.stopping, judgement.lenient)
+    return 0
 
 
 def evidence_verify(options: argparse.Namespace) -> int:
-    """`cdrmix evidence verify`. The exit code is the worst of all judgements in the export."""
+    """`cdrmix evidence verify`. The exit code is that of the worst judgement in the export."""
     from cdrmix.ladder.evidence import verify_evidence
     from cdrmix.ladder.gate_text import evidence_text
+    from cdrmix.ladder.verdict import refuse
 
     found = verify_evidence(options.export, options.allowed_signers)
     print("\n".join(map(evidence_text, found)))
-    codes = [each.exit_code for each in found]
-    return 14 if 14 in codes else max(codes)
+    for each in sorted(found, key=lambda each: each.exit_code):  # 14 before 15
+        refuse(each.preset, each.outcome, each.stopping, each.lenient)
+    return 0
 
 
 def _above_zero(text: str) -> float:

@@ -10,7 +10,7 @@ chance, so Holm's correction applies to failing alone.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from functools import cache
 from statistics import NormalDist
@@ -80,11 +80,15 @@ def median_bounds(values: Sequence[float]) -> Bounds:
     """The median with bounds by order statistics (David and Nagaraja, Order Statistics, 7.1): no distribution."""
     ordered = sorted(values)
     n = len(ordered)
-    index = -1
-    while binomial_cdf(index + 1, n, 0.5) <= ERROR:
-        index += 1
+    index = _median_index(n)
     middle = float(np.median(ordered))
     return Bounds(middle, -math.inf, math.inf) if index < 0 else Bounds(middle, ordered[index], ordered[n - 1 - index])
+
+
+@cache
+def _median_index(n: int) -> int:
+    """How many of n values are below the lower bound of their median, -1 if there is none."""
+    return bisect_right(range(n), ERROR, key=lambda k: binomial_cdf(k, n, 0.5)) - 1
 
 
 def median_p_value(values: Sequence[float], threshold: float) -> float:
@@ -100,26 +104,6 @@ def items_for_median(values: Sequence[float], threshold: float) -> int | None:
     return None if decided is None else max(LEAST_FOR_MEDIAN, decided)
 
 
-def quantile_bounds(values: Sequence[float], quantile: float) -> Bounds:
-    """A quantile with bounds by order statistics. high is infinite where there are too few values for an upper bound.
-
-    For the quantile 0.99 that is below 299 values; with 299 it is the largest, with 473 the second largest.
-    """
-    ordered = sorted(values)
-    n = len(ordered)
-    point = ordered[max(0, math.ceil(quantile * n) - 1)]
-    # The k-th smallest is above the quantile with the probability that at most k - 1 values are below it.
-    first = bisect_left(range(1, n + 1), CONFIDENCE, key=lambda k: binomial_cdf(k - 1, n, quantile))
-    last = bisect_left(range(1, n + 1), ERROR, key=lambda k: binomial_cdf(k - 1, n, quantile))
-    return Bounds(point, ordered[last - 1] if last else -math.inf, ordered[first] if first < n else math.inf)
-
-
-def quantile_p_value(values: Sequence[float], quantile: float, threshold: float) -> float:
-    """The probability of as many values above the threshold, if it is the quantile."""
-    above = sum(value > threshold for value in values)
-    return 1 - binomial_cdf(above - 1, len(values), 1 - quantile)
-
-
 def items_for_quantile(above: int, quantile: float) -> int:
     """Values that show a quantile to be below a limit when `above` of them are above it."""
     counts = range(above + 1, MOST_ITEMS)
@@ -130,9 +114,7 @@ def shift_bounds(later: Sequence[float], earlier: Sequence[float]) -> Bounds:
     """The shift between two samples with bounds (Hodges and Lehmann 1963), the inversion of the Mann-Whitney test."""
     differences = np.sort(np.subtract.outer(np.asarray(later, float), np.asarray(earlier, float)), axis=None)
     n, m = len(later), len(earlier)
-    index = -1
-    while _u_cdf(index + 1, n, m) <= ERROR:
-        index += 1
+    index = bisect_right(range(n * m), ERROR, key=lambda u: _u_cdf(u, n, m)) - 1
     middle = float(np.median(differences))
     if index < 0:
         return Bounds(middle, -math.inf, math.inf)

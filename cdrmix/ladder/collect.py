@@ -56,7 +56,7 @@ def collect(
     weights = _weights(run)
     measured = _measured(run, config, trains_again, say)
     exported = None if export is None else _export(run, config, export, compares_logits, say)
-    known, unused = read_results(results, _model_files(run, exported), None if exported is None else exported["step"])
+    known, unused = read_results(results, _model_files(run, exported))
     return Facts(
         run={
             "name": config.run.name,

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from cdrmix.run_folder import finite
@@ -30,8 +31,8 @@ class Facts:
     weights: of the newest checkpoint: checkpoint, step, values, not_finite (a number), average.
     machine: name, memory_bytes, processes.
     plan: tokens_per_second, source.
-    forecast: of the held-out loss in nats per token: low, high, loss, measured, rungs, notes; band: whether there is
-        one.
+    forecast: of the held-out loss in nats per token: low, high, loss, rungs (of the fit), notes; band: whether there
+        is one.
     determinism, resume: steps trained again, or from a checkpoint: steps, identical, differences, tokens_per_second.
     export: step, files (name -> SHA-256), problems (files that SHA256SUMS does not fit), logits (whether they are those
         of the checkpoint; None: it is gone), weights_sha256.
@@ -54,12 +55,19 @@ class Facts:
     results: tuple[Json, ...] = ()
     foreign_results: tuple[str, ...] = field(default=())
 
+    @cached_property
+    def digests(self) -> dict[str, str]:
+        """The SHA-256 of each part, as JSON with sorted keys."""
+        texts = {
+            name: json.dumps(part, sort_keys=True, separators=(",", ":"), allow_nan=False)
+            for name, part in self.as_json().items()
+        }
+        return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+
     def digest(self, *parts: str) -> str:
-        """The SHA-256 of some parts, as JSON with sorted keys. Without names: of all."""
-        data = self.as_json()
-        chosen = {name: data[name] for name in parts or data}
-        text = json.dumps(chosen, sort_keys=True, separators=(",", ":"), allow_nan=False)
-        return hashlib.sha256(text.encode()).hexdigest()
+        """The SHA-256 of the lines `part digest` of some parts, sorted. Without names: of all parts."""
+        lines = sorted(f"{name} {self.digests[name]}\n" for name in parts or self.digests)
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
 
     def as_json(self) -> dict[str, Any]:
         """All parts as JSON data."""

@@ -12,6 +12,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from cdrmix.ladder import bounds
 from cdrmix.ladder.facts import Facts, Json
 from cdrmix.ladder.verdict import Outcome, Verdict
@@ -125,9 +127,7 @@ def falling(facts: Facts) -> Verdict:
     before = rows[-2 * len(last) : -len(last)]
     if len(before) < LEAST_TENTH:
         needed = 2 * LEAST_TENTH
-        return Verdict(
-            Outcome.HOLD, f"{len(rows)} steps after the warm-up are recorded; {needed} are needed: {MORE_ROWS}"
-        )
+        return Verdict(Outcome.HOLD, f"recorded steps after the warm-up: {len(rows)}; {needed} are needed: {MORE_ROWS}")
     return _shift(
         [math.log(max(loss, 1e-9)) for loss in _losses(last)],
         [math.log(max(loss, 1e-9)) for loss in _losses(before)],
@@ -156,35 +156,35 @@ def spikes(facts: Facts) -> Verdict:
     rows, warmup = facts.rows, facts.settings["warmup_steps"]
     if not rows:
         return not_measured(NO_ROWS)
-    found, judged = [], 0
-    for index in range(LEAST_WINDOW, len(rows)):
-        if rows[index]["step"] <= warmup:
-            continue
-        judged += 1
-        window = rows[max(0, index - WINDOW) : index]
-        if any(_is_spike(rows[index], window, name) for name in ("next_token_loss", "gradient_norm")):
-            found.append(rows[index]["step"])
-    if judged < LEAST_WINDOW:
+    figures = [
+        np.array([math.nan if row[name] is None else row[name] for row in rows], float)
+        for name in ("next_token_loss", "gradient_norm")
+    ]
+    judged = [index for index in range(LEAST_WINDOW, len(rows)) if rows[index]["step"] > warmup]
+    found = [rows[index]["step"] for index in judged if any(_is_spike(values, index) for values in figures)]
+    if len(judged) < LEAST_WINDOW:
         needed = 2 * LEAST_WINDOW
         return Verdict(
             Outcome.HOLD,
-            f"{judged} recorded steps can be compared with {LEAST_WINDOW} before them; {LEAST_WINDOW} are needed, so "
-            f"about {needed} recorded steps and the warm-up: {MORE_ROWS}",
-            n=judged,
+            f"recorded steps that can be compared with {LEAST_WINDOW} before them: {len(judged)}; {LEAST_WINDOW} are "
+            f"needed, so about {needed} recorded steps and the warm-up: {MORE_ROWS}",
+            n=len(judged),
         )
-    allowed = max(1, judged // 1000)
+    allowed = max(1, len(judged) // 1000)
     steps = f", at step {', '.join(map(str, found[:5]))}{', ...' if len(found) > 5 else ''}" if found else ""
-    reason = f"{len(found)} spikes in {judged:,} recorded steps{steps}; at most {allowed} allowed"
-    return exactly(len(found) <= allowed, reason, value=len(found), threshold=allowed, n=judged)
+    reason = f"{len(found)} spikes in {len(judged):,} recorded steps{steps}; at most {allowed} allowed"
+    return exactly(len(found) <= allowed, reason, value=len(found), threshold=allowed, n=len(judged))
 
 
-def _is_spike(row: Json, window: Sequence[Json], name: str) -> bool:
-    values = [earlier[name] for earlier in window if earlier[name] is not None]
-    if row[name] is None or len(values) < LEAST_WINDOW:
-        return row[name] is None  # NaN; `finite` names it
-    mean = statistics.fmean(values)
+def _is_spike(values: np.ndarray[Any, np.dtype[np.float64]], index: int) -> bool:
+    """Whether a value is far above those before it. NaN is a spike, and counts for no later one."""
+    window = values[max(0, index - WINDOW) : index]
+    window = window[~np.isnan(window)]
+    if math.isnan(values[index]) or len(window) < 2:
+        return math.isnan(values[index])
+    mean = window.mean()
     # A constant figure has no deviation; a thousandth of it is no spike.
-    return row[name] > mean + SIGMAS * max(statistics.stdev(values), abs(mean) / 1000)
+    return bool(values[index] > mean + SIGMAS * max(window.std(ddof=1), abs(mean) / 1000))
 
 
 def gradient_norm_at_most(limit: float) -> Gate:
@@ -213,7 +213,7 @@ def norm_growth(facts: Facts) -> Verdict:
     if quarter < bounds.LEAST_FOR_MEDIAN:
         needed = 4 * bounds.LEAST_FOR_MEDIAN
         return Verdict(
-            Outcome.HOLD, f"{len(norms)} steps after the warm-up are recorded; {needed} are needed: {MORE_ROWS}"
+            Outcome.HOLD, f"recorded steps after the warm-up: {len(norms)}; {needed} are needed: {MORE_ROWS}"
         )
     last, second = (
         [math.log(max(norm, 1e-12)) for norm in part] for part in (norms[-quarter:], norms[quarter : 2 * quarter])

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cdrmix.ladder import bounds
 from cdrmix.ladder.facts import Facts, Json
-from cdrmix.ladder.gates import Gate, by_bounds, exactly, not_measured
+from cdrmix.ladder.gates import Gate, exactly, not_measured
 from cdrmix.ladder.verdict import Outcome, Verdict
 
 TWO_SIDED = 1.959964 / bounds.Z  # the intervals of suites are two-sided, with 95 %
@@ -73,7 +73,8 @@ def in_band(facts: Facts) -> Verdict:
         return not_measured("no forecast was given: cdrmix ladder forecast --json, then --forecast FILE")
     if not found["band"]:
         return not_measured("; ".join(found["notes"]) or "there are too few smaller rungs for a forecast")
-    value, low, high = found["measured"], found["low"], found["high"]
+    low, high = found["low"], found["high"]
+    value = None if facts.held_out is None else facts.held_out.get("loss_nats_per_token")
     if value is None:
         return not_measured(
             "the held-out loss of the run was not measured; continue it with cdrmix train --resume auto"
@@ -163,56 +164,93 @@ def above_chance(margin: float, command: str) -> Gate:
             name: chance
             for result in facts.results
             if result["suite"] == "choices"
-            for name, chance in result["facts"]["chance"].items()
+            for name, chance in result["facts"].get("chance", {}).items()
             if name not in NOISY
         }
         found = {name: pooled(facts.measures("choices", f"{name} accuracy")) for name in chances}
         shares = {name: share for name, share in found.items() if share is not None}
         if not shares:
-            return _missing(facts, [], "accuracy above chance", command)
-        value = sum(share.found.value - chances[name] for name, share in shares.items()) / len(shares)
-        error = math.sqrt(sum(share.error**2 for share in shares.values())) / len(shares)
-        low, high = value - bounds.Z * error, value + bounds.Z * error
-        n = sum(share.n for share in shares.values())
-        outcome = Outcome.PASS if low >= margin else Outcome.FAIL if high < margin else Outcome.HOLD
-        each = ", ".join(f"{name} {share.found.value - chances[name]:+.3f}" for name, share in shares.items())
-        reason = f"the mean accuracy above chance is {value:.4f} ({each}); at least {margin:g} is required"
-        p_value = bounds.normal_p_value(value - margin, error)
-        if outcome is Outcome.HOLD:
-            needed = math.ceil(n * (bounds.Z * error / max(abs(value - margin), 1e-9)) ** 2)
-            reason += f"; about {max(needed, n + 1):,} items would decide it"
-        return Verdict(outcome, reason, value, low, high, margin, n, "at least", p_value)
+            return _missing(facts, facts.measures("choices", "choices"), "accuracy above chance", command)
+        return _of_mean(shares, chances, margin, "accuracy above chance")
 
     return tasks
 
 
-def latency_at_most(seconds: float, quantile: float, command: str) -> Gate:
-    """The quantile of the seconds of requests: batch 1, as suite `latency` measures them."""
+def mean_at_least(suite: str, names: Sequence[str], limit: float, command: str) -> Gate:
+    """The mean of some shares of a suite, all of which must be measured."""
+
+    def mean(facts: Facts) -> Verdict:
+        shares = {}
+        for name in names:
+            measures = facts.measures(suite, name)
+            share = pooled(measures)
+            if share is None:
+                return _missing(facts, measures, f"{suite}: {name}", command)
+            shares[name] = share
+        return _of_mean(shares, dict.fromkeys(names, 0.0), limit, suite)
+
+    return mean
+
+
+def _of_mean(shares: Mapping[str, Share], chances: Mapping[str, float], limit: float, what: str) -> Verdict:
+    """A verdict on the mean of shares of independent items, minus chances, that must be at least `limit`."""
+    value = sum(share.found.value - chances[name] for name, share in shares.items()) / len(shares)
+    error = math.sqrt(sum(share.error**2 for share in shares.values())) / len(shares)
+    low, high = value - bounds.Z * error, value + bounds.Z * error
+    n = sum(share.n for share in shares.values())
+    outcome = Outcome.PASS if low >= limit else Outcome.FAIL if high < limit else Outcome.HOLD
+    each = ", ".join(f"{name} {share.found.value - chances[name]:.3f}" for name, share in shares.items())
+    reason = f"the mean of {what} is {value:.4f} ({each}); at least {limit:g} is required"
+    if outcome is Outcome.HOLD:
+        needed = math.ceil(n * (bounds.Z * error / max(abs(value - limit), 1e-9)) ** 2)
+        reason += f"; about {max(needed, n + 1):,} items would decide it"
+    p_value = bounds.normal_p_value(value - limit, error)
+    return Verdict(outcome, reason, value, low, high, limit, n, "at least", p_value)
+
+
+def latency_at_most(seconds: float, command: str) -> Gate:
+    """The 99 % quantile of the seconds of a request, as suite `latency` measures them: the worst of its results.
+
+    It passes where the bound of the quantile is at most `seconds`. It fails where so many requests took longer that
+    fewer than 5 % of the samples of a quantile of `seconds` have as many.
+    """
 
     def latency(facts: Facts) -> Verdict:
-        results = [result for result in facts.results if result["suite"] == "latency"]
-        values = [value for result in results for value in result["facts"].get("seconds", ())]
-        if not values:
-            return _missing(facts, [], "the latency", command)
-        found = bounds.quantile_bounds(values, quantile)
-        above = sum(value > seconds for value in values)
-        p_value = bounds.quantile_p_value(values, quantile, seconds)
-        what = f"the {100 * quantile:g} % quantile of the seconds of a request"
-        needed = bounds.items_for_quantile(above, quantile)
-        return by_bounds(found, seconds, len(values), p_value, what, more="more requests", needed=needed)
+        found = [measure for measure in facts.measures("latency", "request_p99_ms") if measure["value"] is not None]
+        if not found:
+            return _missing(facts, facts.measures("latency", "request_p99_ms"), "the latency", command)
+        worst = max(found, key=lambda measure: measure["value"])
+        n, value, high = worst["count"], worst["value"] / 1000, worst["high"]
+        medians = [measure["value"] for measure in facts.measures("latency", "request_p50_ms") if measure["value"]]
+        above = 0
+        for share, figure in ((0.99, value), (0.5, max(medians, default=0.0) / 1000)):
+            if figure > seconds:  # the figure is one of the requests: it and all above it are too slow
+                above = max(above, n - math.ceil(share * n) + 1)
+        p_value = 1 - bounds.binomial_cdf(above - 1, n, 0.01)
+        outcome = Outcome.FAIL if p_value <= bounds.ERROR else Outcome.HOLD
+        if high is not None and high / 1000 <= seconds:
+            outcome = Outcome.PASS
+        reason = f"the 99 % quantile of {n:,} requests is {value:.3g} s"
+        reason += "" if high is None else f", at most {high / 1000:.3g} s with 95 % confidence"
+        reason += f"; at most {seconds:g} s is allowed"
+        if outcome is Outcome.HOLD:
+            needed = max(bounds.items_for_quantile(above, 0.99), n + 1)
+            reason += f"; {needed:,} requests would decide it: {command.replace('--json', f'--limit {needed} --json')}"
+        bound = None if high is None else high / 1000
+        return Verdict(outcome, reason, value, None, bound, seconds, n, p_value=p_value)
 
     return latency
 
 
 def memory_at_most(gigabytes: float, command: str) -> Gate:
-    """The peak memory of the process that generates text, in suite `latency`."""
+    """The peak memory of the process that generates text, in suite `latency`: the largest of its results."""
 
     def memory(facts: Facts) -> Verdict:
-        results = [result for result in facts.results if result["suite"] == "latency"]
-        peaks = [result["facts"]["memory_bytes"] for result in results if result["facts"].get("memory_bytes")]
+        measures = facts.measures("latency", "peak_memory_mib")
+        peaks = [measure["value"] for measure in measures if measure["value"] is not None]
         if not peaks:
-            return _missing(facts, [], "the memory of generation", command)
-        value = max(peaks) / 1e9
+            return _missing(facts, measures, "the memory of generation", command)
+        value = max(peaks) * 2**20 / 1e9
         reason = f"the peak memory of generation is {value:.2f} GB; at most {gigabytes:g} GB is allowed"
         return exactly(value <= gigabytes, reason, value=value, threshold=gigabytes, n=len(peaks))
 

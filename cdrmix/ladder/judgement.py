@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cdrmix.durable import sha256_file, write_atomically
-from cdrmix.errors import ConfigError, GateError, UndecidedGateError
+from cdrmix.errors import ConfigError, GateError
 from cdrmix.inference.load import SUMS, run_of
 from cdrmix.ladder import bounds
 from cdrmix.ladder.collect import collect
@@ -66,14 +66,6 @@ class Judgement:
         """0; that of GateError where a required gate failed; that of UndecidedGateError where one is undecided."""
         return exit_code(self.outcome, self.lenient)
 
-    def require(self) -> None:
-        """Raises GateError if a required gate failed, UndecidedGateError if one is undecided or not measured."""
-        if self.passed:
-            return
-        reasons = "; ".join(f"{name}: {self.verdicts[name].reason}" for name in self.stopping)
-        kind = GateError if self.outcome is Outcome.FAIL else UndecidedGateError
-        raise kind(f"the gates of {self.preset} stop the run: {reasons}")
-
 
 def judge(
     run: str | Path,
@@ -98,7 +90,7 @@ def judge(
         run: the run folder, a checkpoint of it, or its export/.
         preset_name: quick, standard, full or production.
         export: the exported model. Default: export/ of the run, if there is one.
-        results: files of `cdrmix eval --suite A --json` or `--harness A --json`, of this model.
+        results: files of `cdrmix eval --suite A --json`, of this model.
         forecast: of this run's held-out loss, or a file of `cdrmix ladder forecast --json`. Without one, or with too
             few smaller rungs, the gate `band` is not required.
         tokens_per_second: of the plan, of all processes. Default: that of `cdrmix plan` on a known GPU; otherwise that
@@ -153,12 +145,21 @@ def decide(preset_name: str, checks: Iterable[Check], facts: Facts, lenient: str
 def ask(check: Check, facts: Facts) -> Verdict:
     """The verdict of one gate. A gate that raises, or that returns no verdict, fails."""
     try:
-        verdict = check.gate(facts)
-        if not isinstance(verdict, Verdict):
-            raise TypeError(f"it returned {verdict!r}, which is no Verdict")
-    except Exception as error:  # noqa: BLE001  a gate is anybody's code, and none of its errors may let a run pass
-        verdict = Verdict(Outcome.FAIL, f"the gate raised {type(error).__name__}: {error}")
+        verdict = _answer(check, facts)
+    except GateError as error:
+        verdict = Verdict(Outcome.FAIL, str(error))
     return dataclasses.replace(verdict, inputs_sha256=facts.digest(*check.reads))
+
+
+def _answer(check: Check, facts: Facts) -> Verdict:
+    """Raises GateError for any error of a gate: it is anybody's code, and no error of it may let a run pass."""
+    try:
+        verdict: object = check.gate(facts)
+    except Exception as error:
+        raise GateError(f"the gate raised {type(error).__name__}: {error}") from error
+    if not isinstance(verdict, Verdict):
+        raise GateError(f"the gate returned {verdict!r}, which is no Verdict")
+    return verdict
 
 
 def _corrected(verdicts: Mapping[str, Verdict]) -> dict[str, Verdict]:

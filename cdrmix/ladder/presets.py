@@ -14,9 +14,10 @@ from cdrmix.registry import nearest
 EVAL = "cdrmix eval --model RUN"
 CHOICES = f"{EVAL} --suite choices --json > FILE.json"
 CODE = f"{EVAL} --suite code --samples 20 --temperature 0.8 --json > FILE.json"
-GSM8K = f"{EVAL} --harness gsm8k --json > FILE.json"
+REASONING = f"{EVAL} --suite reasoning --json > FILE.json"
 TOOLS = f"{EVAL} --suite tools --json > FILE.json"
 LEAK = f"{EVAL} --suite leak --json > FILE.json"
+TOOL_SETS = ("simple accuracy", "multiple accuracy", "irrelevance accuracy")
 LATENCY = f"{EVAL} --suite latency --json > FILE.json"
 
 
@@ -156,7 +157,7 @@ def _again() -> list[Check]:
 def _tasks() -> Check:
     tasks = gates_results.above_chance(0.10, CHOICES)
     meaning = "mean accuracy of suite choices at least 0.10 above chance"
-    return Check("tasks", "tasks", tasks, ("results",), meaning)
+    return Check("tasks", "tasks", tasks, ("results", "foreign_results"), meaning)
 
 
 def _share(name: str, group: str, suite: str, measure: str, limit: float, command: str) -> Check:
@@ -166,19 +167,20 @@ def _share(name: str, group: str, suite: str, measure: str, limit: float, comman
 
 def _production() -> list[Check]:
     results = ("results", "foreign_results")
-    leak = gates_results.suite_at_most("leak", "leak", 0.01, LEAK)
-    latency = gates_results.latency_at_most(5.0, 0.99, LATENCY)
+    tools = gates_results.mean_at_least("tools", TOOL_SETS, 0.85, TOOLS)
+    leak = gates_results.suite_at_most("leak", "verbatim_train", 0.01, LEAK)
+    latency = gates_results.latency_at_most(5.0, LATENCY)
     memory = gates_results.memory_at_most(8.0, LATENCY)
     return [
-        _share("gsm8k", "tasks", "harness", "gsm8k exact_match strict-match", 0.50, GSM8K),
-        _share("tools", "tasks", "tools", "tools", 0.85, TOOLS),
+        _share("gsm8k", "tasks", "reasoning", "gsm8k exact_match", 0.50, REASONING),
+        Check("tools", "tasks", tools, results, f"tools: mean of {', '.join(TOOL_SETS)} at least 0.85"),
         _share("compile-rate", "tasks", "code", "compile_rate", 0.70, CODE),
         _share("pass@1", "tasks", "code", "humaneval pass@1", 0.40, CODE),
         _share("pass@5", "tasks", "code", "humaneval pass@5", 0.60, CODE),
         _share("pass@10", "tasks", "code", "humaneval pass@10", 0.70, CODE),
-        Check("leak", "leak", leak, results, "training text continued verbatim: at most 1 %"),
-        Check("latency-p99", "p99", latency, results, "99 % quantile of a request at most 5 s"),
-        Check("generation-memory", "memory", memory, results, "peak of generation at most 8 GB"),
+        Check("leak", "leak", leak, results, "leak: verbatim_train at most 0.01"),
+        Check("latency-p99", "p99", latency, results, "latency: 99 % quantile of a request at most 5 s"),
+        Check("generation-memory", "memory", memory, results, "latency: peak_memory_mib at most 8 GB"),
     ]
 
 

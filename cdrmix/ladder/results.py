@@ -1,6 +1,6 @@
-"""Reads files of results: of `cdrmix eval --suite ... --json`, and of `cdrmix eval --harness ... --json`.
+"""Reads files of results of `cdrmix eval --suite ... --json`.
 
-A result counts for a model only if it names the files of weights of that model (of lm-eval: its step).
+A result counts for a model only if it names the files of weights of that model.
 """
 
 from __future__ import annotations
@@ -13,17 +13,13 @@ from typing import Any
 from cdrmix.durable import sha256_file
 from cdrmix.errors import ConfigError
 
-HARNESS = "harness"  # the suite under which the scores of lm-eval are known
-Z = 1.959964  # two-sided, 95 %, as the intervals of suites
 FIELDS = ("name", "value", "low", "high", "count", "problem")
 
 
-def read_results(
-    paths: Sequence[Path], weights: Collection[str], step: int | None
-) -> tuple[list[dict[str, Any]], list[str]]:
+def read_results(paths: Sequence[Path], weights: Collection[str]) -> tuple[list[dict[str, Any]], list[str]]:
     """The results of a model in files, and sentences on those that are of another model.
 
-    weights: SHA-256 of the files of weights of the model. step: of the model. A result that occurs twice counts once.
+    weights: SHA-256 of the files of weights of the model. A result that occurs twice counts once.
     Raises ConfigError, naming the file, for one that is not a file of results.
     """
     results: list[dict[str, Any]] = []
@@ -37,7 +33,7 @@ def read_results(
             raise ConfigError(f"--results {path}: is not JSON: {error}") from error
         origin = {"file": path.name, "sha256": sha256_file(path)}
         for result in _checked(path, data):
-            problem = _problem(result, weights, step)
+            problem = _problem(result, weights)
             if problem is not None:
                 unused.append(f"{path.name}: the result of {result['suite']} {problem}")
             elif not any(_same(result, other) for other in results):
@@ -46,10 +42,7 @@ def read_results(
 
 
 def _checked(path: Path, data: Any) -> Iterator[dict[str, Any]]:
-    if isinstance(data, dict) and isinstance(data.get("scores"), list):
-        data = [_of_harness(path, data)]
-    elif isinstance(data, dict):
-        data = [data]
+    data = [data] if isinstance(data, dict) else data
     if not isinstance(data, list) or not data:
         raise _not_results(path, f"a list of results; found {type(data).__name__}")
     for number, result in enumerate(data, 1):
@@ -70,41 +63,14 @@ def _checked(path: Path, data: Any) -> Iterator[dict[str, Any]]:
 
 
 def _not_results(path: Path, expected: str) -> ConfigError:
-    return ConfigError(
-        f"--results {path}: is no output of `cdrmix eval --suite A --json` or `--harness A --json`; expected {expected}"
-    )
+    return ConfigError(f"--results {path}: is no output of `cdrmix eval --suite A --json`; expected {expected}")
 
 
-def _of_harness(path: Path, data: dict[str, Any]) -> dict[str, Any]:
-    """The scores of lm-eval as the result of a suite."""
-    measures = []
-    try:
-        for score in data["scores"]:
-            value, error = score["value"], score["standard_error"]
-            known = value is not None and error is not None
-            measures.append(
-                {
-                    "name": f"{score['task']} {score['metric']} {score['filter']}".removesuffix(" none"),
-                    "value": value,
-                    "low": value - Z * error if known else None,
-                    "high": value + Z * error if known else None,
-                    "count": score["documents"] or 0,
-                    "problem": None,
-                }
-            )
-        facts = {"step": data["step"], "model": None}
-    except (LookupError, TypeError) as error:
-        raise _not_results(path, f"scores of lm-eval ({error!r})") from error
-    return {"suite": HARNESS, "measures": measures, "facts": facts, "notes": []}
-
-
-def _problem(result: dict[str, Any], weights: Collection[str], step: int | None) -> str | None:
+def _problem(result: dict[str, Any], weights: Collection[str]) -> str | None:
     """Why a result does not count for the model; None if it does."""
-    facts = result["facts"]
-    if result["suite"] == HARNESS:
-        return None if facts["step"] == step else f"is of step {facts['step']}, not of step {step}"
-    files = (facts.get("model") or {}).get("weights")
-    if not files:
+    model = result["facts"].get("model")
+    files = model.get("weights") if isinstance(model, dict) else None
+    if not isinstance(files, dict) or not files:
         return "does not name its model: measure it again"
     return None if set(files.values()) & set(weights) else "is of another model"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal
@@ -27,6 +28,16 @@ def exit_code(outcome: Outcome, lenient: str | None) -> int:
     if outcome is Outcome.PASS or lenient is not None:
         return 0
     return GateError.exit_code if outcome is Outcome.FAIL else UndecidedGateError.exit_code
+
+
+def refuse(preset: str, outcome: Outcome, stopping: Sequence[str], lenient: str | None) -> None:
+    """Raises GateError or UndecidedGateError for a judgement with this outcome, unless it passes.
+
+    stopping: the required gates that did not pass. lenient: as of `exit_code`.
+    """
+    if exit_code(outcome, lenient) != 0:
+        kind = GateError if outcome is Outcome.FAIL else UndecidedGateError
+        raise kind(f"the gates of {preset} stop the run ({outcome.value}): {', '.join(stopping)}")
 
 
 @dataclass(frozen=True)
