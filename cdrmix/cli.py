@@ -382,7 +382,7 @@ def _harness_options(evaluate: argparse.ArgumentParser) -> None:
     harness.add_argument("--limit", type=_positive, metavar="N", help="documents of each task (default: all)")
     text = "examples in a prompt, unless the task fixes their number"
     harness.add_argument("--few-shot", type=_not_negative, metavar="N", help=text)
-    text = f"sequences in one forward pass (default {commands.BATCH_SIZE})"
+    text = f"sequences in one forward pass (default {commands.BATCH_SIZE}; with --suite {commands.SUITE_BATCH_SIZE})"
     harness.add_argument("--batch-size", type=_positive, metavar="N", help=text)
     text = "tokens that the model reads at most (default: a row of its training, or what its config.json says)"
     harness.add_argument("--max-length", type=_positive, metavar="N", help=text)
@@ -393,8 +393,10 @@ def _harness_options(evaluate: argparse.ArgumentParser) -> None:
 
 def _suite_options(evaluate: argparse.ArgumentParser) -> None:
     """The options of `eval --suite`."""
-    suite = evaluate.add_argument_group("suites", "--seed and --limit (problems of each set) work with them too")
-    suite.add_argument("--suite", type=_names, metavar="A,B", help="suites, such as code")
+    suite = evaluate.add_argument_group(
+        "suites", "--seed, --limit (problems of each set), --max-length and --batch-size work too"
+    )
+    suite.add_argument("--suite", type=_names, metavar="A,B", help="suites, such as code,choices")
     suite.add_argument("--samples", type=_positive, metavar="N", help="texts for each problem (default 1)")
     text = "sampling temperature (default 0.2; 0.8 is usual for pass@10)"
     suite.add_argument("--temperature", type=float, metavar="X", help=text)

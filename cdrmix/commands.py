@@ -17,10 +17,12 @@ from cdrmix.training import launch
 
 LENGTHS, COUNT, SEED = (1024, 4096), 50, 1  # defaults of `cdrmix eval --tasks`; the help of cli.py has them
 BATCH_SIZE = 8  # default of `cdrmix eval --harness`
+SUITE_BATCH_SIZE = 32  # default of `cdrmix eval --suite`
 # Options of `cdrmix eval` and the ones of --tasks, --harness and --suite with which they work.
 OPTIONS_OF = {
     **dict.fromkeys(("lengths", "count", "plot"), ("tasks",)),
-    **dict.fromkeys(("include", "few_shot", "batch_size", "max_length", "out", "online"), ("harness",)),
+    **dict.fromkeys(("include", "few_shot", "out", "online"), ("harness",)),
+    **dict.fromkeys(("batch_size", "max_length"), ("harness", "suite")),
     **dict.fromkeys(("samples", "temperature", "max_new_tokens", "sets", "seconds", "memory"), ("suite",)),
     "allow_unsafe_execution": ("suite",),
     "seed": ("tasks", "suite"),
@@ -201,7 +203,14 @@ def _eval_suites(options: argparse.Namespace) -> int:
     }
     given = SuiteOptions(**{name: value for name, value in fields.items() if value is not None})
     results = evaluate_suites(
-        options.model, options.suite, options.config, options.overrides, options=given, device=_device(options)
+        options.model,
+        options.suite,
+        options.config,
+        options.overrides,
+        options=given,
+        batch_size=options.batch_size or SUITE_BATCH_SIZE,
+        max_length=options.max_length,
+        device=_device(options),
     )
     if options.json:
         print(json.dumps([result.as_json() for result in results], indent=2, allow_nan=False))

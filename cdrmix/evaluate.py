@@ -12,14 +12,16 @@ from cdrmix.config.schema import Config, Model
 from cdrmix.config.schema_data import Tokenizer
 from cdrmix.data.prepare import prepare
 from cdrmix.data.shards import ShardSet
-from cdrmix.errors import ConfigError
+from cdrmix.errors import CdrmixError, ConfigError
 from cdrmix.eval.changes import changes, text_table
+from cdrmix.eval.documents import DocumentScores, score_documents
 from cdrmix.eval.evaluation import Scores, evaluate_by_length, evaluations
 from cdrmix.eval.perplexity import HeldOut, held_out
-from cdrmix.eval.suites import SUITES, Subject, SuiteOptions, SuiteResult, Writing, suites
+from cdrmix.eval.suites import SUITES, Measure, Subject, SuiteOptions, SuiteResult, Writing, suites
 from cdrmix.hf.harness import HarnessScores, check_installed, evaluate_with_harness
 from cdrmix.hf.harness_model import HarnessModel, prompts_begin
 from cdrmix.hf.load import LoadedForeign, is_plain, load_alone
+from cdrmix.hf.tool_prompts import ToolFormat
 from cdrmix.inference.checkpoints import AVERAGE, MODEL, read_manifest
 from cdrmix.inference.generate import generate
 from cdrmix.inference.load import SUMS, Loaded, Trained, pointed_checkpoint, read_sums, run_of, tokenizer_file
@@ -47,7 +49,7 @@ def _text_of(
     """The prepared text of a model, or of config_path and overrides with its tokenizer, and the configuration."""
     if config_path is None and is_plain(model):
         raise ConfigError(f"{model} is not of cdrmix, so it has no text of its own: name a configuration by --config")
-    folder = model if (model / "tokenizer.json").is_file() else run_of(model).path
+    folder = _folder(model)
     config = Config.from_yaml(config_path or folder / "config_snapshot.yaml", overrides)
     if config.data == loaded.config.data and not (config_path or overrides) and _base_exists(config):
         shards = prepare(config, say=to_standard_error)
@@ -114,13 +116,18 @@ def evaluate_suites(
     overrides: Sequence[str] = (),
     *,
     options: SuiteOptions | None = None,
+    batch_size: int = 32,
+    max_length: int | None = None,
     device: str | None = None,
 ) -> list[SuiteResult]:
     """The results of evaluation suites on a run, checkpoint, export folder, or folder of transformers.
 
     names: of `cdrmix.eval.suites.SUITES`. config_path, overrides: the text of the model, as of `evaluate_model`.
+    batch_size: sequences in one forward pass of log-likelihoods. max_length: as of `evaluate_harness`.
     Progress goes to standard error.
-    Raises ConfigError for an unknown suite, and if a suite cannot measure anything here.
+    A suite that cannot measure anything here has one figure, with the reason.
+    Raises ConfigError for an unknown suite, and CdrmixError, the reason of the first suite, if no suite can measure
+    anything here.
     """
     chosen = suites(names)
     loaded = load_alone(model, device)
@@ -141,8 +148,38 @@ def evaluate_suites(
         chosen = shards.train if split == "train" else shards.valid
         return (each.decode("utf-8", errors="replace") for each in chosen.text())
 
-    subject = Subject(str(model), generate, lambda: documents("valid"), lambda: documents("train"))
-    results = [SUITES[name](subject, options or SuiteOptions(), to_standard_error) for name in chosen]
+    scorer = HarnessModel(
+        loaded.model,
+        loaded.tokenizer,
+        begins=prompts_begin(loaded),
+        max_length=max_length or loaded.config.data.row_length,
+        batch_size=batch_size,
+        say=to_standard_error,
+    )
+
+    def scored() -> DocumentScores:
+        shards, config = _text_of(model, loaded, config_path, overrides)
+        return score_documents(loaded.loss_model(), shards.valid, **_rows(config))
+
+    subject = Subject(
+        str(model),
+        generate,
+        lambda: documents("valid"),
+        lambda: documents("train"),
+        likelihoods=lambda pairs: scorer.likelihoods([scorer.pair(*pair) for pair in pairs]),
+        max_length=scorer.max_length,
+        documents=scored,
+        tools=_tool_format(model, loaded),
+    )
+    results, problems = list[SuiteResult](), list[CdrmixError]()
+    for name in chosen:
+        try:
+            results.append(SUITES[name](subject, options or SuiteOptions(), to_standard_error))
+        except CdrmixError as error:  # the results of the other suites may have taken hours
+            problems.append(error)
+            results.append(SuiteResult(name, (Measure(name, problem=str(error)),)))
+    if len(problems) == len(chosen):
+        raise problems[0]
     about = {"path": str(model), "step": loaded.step, "weights": _weight_files(model, loaded.step)}
     return [dataclasses.replace(result, facts={**result.facts, "model": about}) for result in results]
 
@@ -161,6 +198,19 @@ def _weight_files(model: Path, step: int) -> dict[str, str]:
         files = read_manifest(run_of(model).checkpoints / f"step-{step:08d}")["files"]
         hashes = {name: entry["sha256"] for name, entry in files.items() if name in (MODEL, AVERAGE)}
     return {name: digest for name, digest in hashes.items() if name.endswith(".safetensors")}
+
+
+def _tool_format(model: Path, loaded: Loaded | LoadedForeign) -> ToolFormat | None:
+    """The format of a model for tools; None without a chat template that writes them."""
+    try:
+        return ToolFormat(loaded, loaded.folder if isinstance(loaded, LoadedForeign) else _folder(model))
+    except ConfigError:
+        return None
+
+
+def _folder(model: Path) -> Path:
+    """The export, or the run of a checkpoint."""
+    return model if (model / "tokenizer.json").is_file() else run_of(model).path
 
 
 def evaluate_harness(
@@ -213,8 +263,11 @@ def evaluate_harness(
 
 def measure(loaded: Trained, shards: ShardSet, config: Config) -> HeldOut:
     """The results of a model on the held-out split of shards."""
-    rows = {"row_length": config.data.row_length, "micro_batch_rows": config.train.micro_batch_rows}
-    return held_out(loaded.loss_model(), shards.valid, **rows)
+    return held_out(loaded.loss_model(), shards.valid, **_rows(config))
+
+
+def _rows(config: Config) -> dict[str, int]:
+    return {"row_length": config.data.row_length, "micro_batch_rows": config.train.micro_batch_rows}
 
 
 def to_standard_error(text: str) -> None:

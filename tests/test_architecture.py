@@ -62,7 +62,8 @@ OWNERS = {
     "pyarrow": {
         "cdrmix/data/sources/tables.py",
         "cdrmix/data/pipeline",
-    },  # a format of text | what stages leave one another
+        "cdrmix/eval/data_sets.py",
+    },  # a format of text | what stages leave one another | published data sets
     "ray": {"cdrmix/data/pipeline/executor.py"},
     "zstandard": {
         "cdrmix/data/sources/files.py",
@@ -92,7 +93,7 @@ OWNERS = {
     "transformers": {"cdrmix/hf"},
     "peft": {"cdrmix/hf"},
     "bitsandbytes": {"cdrmix/hf"},
-    "lm_eval": {"cdrmix/hf/harness.py"},
+    "lm_eval": {"cdrmix/hf/harness.py", "cdrmix/hf/lm_eval.py"},  # cdrmix runs it | it runs cdrmix
     "yaml": {"cdrmix/config/loader.py"},
     "matplotlib": {"cdrmix/report"},
     "rich": {"cdrmix/training/console.py", "cdrmix/cli.py"},

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lm_eval._cli import HarnessCLI
 
 from cdrmix import cli, errors
 from cdrmix.config import schema_types
@@ -18,6 +19,7 @@ from cdrmix.config.reference import reference
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_ladder import Ladder, LadderFile
 from cdrmix.errors import ConfigError
+from cdrmix.hf import lm_eval
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -65,6 +67,11 @@ def test_a_command_is_one_that_the_program_takes(page: str, arguments: list[str]
                 assert str(config) == "my.yaml", f"{page}: {config}"  # stands for a file of the reader
                 path = ROOT / "configs" / "cdrmix-core-tiny.yaml"
             (LadderFile if options.name in LADDER_COMMANDS else Config).from_yaml(path, overrides)
+    elif program == "python" and arguments[1] == "-m":
+        assert arguments[2] == "cdrmix.hf.lm_eval", f"{page}: {arguments}"
+        HarnessCLI()._parser.parse_args(["run", *arguments[3:]])
+        words = arguments[arguments.index("--model_args") + 1].split(",")
+        assert {word.partition("=")[0] for word in words} <= {*lm_eval.ARGUMENTS}, page
     elif program == "python":
         assert (ROOT / arguments[1]).is_file(), page
         assert {it for it in arguments if it.startswith("--")} <= {"--list", "--suite"}, page

@@ -27,6 +27,7 @@ ALLOWED = {
     "alternatives": "benchmarks/aot.py asks each kernel module by name what to compile ahead of time",
     "builds": "benchmarks/aot.py asks each kernel module by name what to compile ahead of time",
     "candidate_pairs": "docs/data.md: near-duplicates without the pipeline",
+    "create_from_arg_string": "lm-eval calls it",
     "deduplicate": "docs/data.md: near-duplicates without the pipeline",
     "force": "tests and measurements choose the library that multiplies",
     "generate_until": "lm-eval calls it",

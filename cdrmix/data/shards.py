@@ -173,6 +173,10 @@ class Split:
         documents = np.searchsorted(self._document_starts, starts)
         return documents // 2, np.asarray(self._document_starts[documents + 1] - starts)
 
+    def documents_at(self, starts: Array) -> Array:
+        """int64: the numbers of the documents of segments with these starts; of a pair, that of its first document."""
+        return np.asarray(np.searchsorted(self._document_starts, starts, "right") - 1)
+
     def domain_of(self, document: int) -> str:
         """The domain of a document by its number, from 0. Raises IndexError if there is no such document."""
         if not 0 <= document < self.documents:
@@ -215,7 +219,11 @@ class Split:
             yield tokenizer.decode_bytes(self.read(int(start) + 1, int(stop)).tolist())
 
     def text_bytes_of(self, starts: Array, lengths: Array) -> int:
-        """UTF-8 bytes of the original text of the targets of segments that have a loss weight above 0.
+        """The sum of `segment_bytes`."""
+        return int(self.segment_bytes(starts, lengths).sum())
+
+    def segment_bytes(self, starts: Array, lengths: Array) -> Array:
+        """int64: UTF-8 bytes of the original text of the targets of each segment that have a loss weight above 0.
 
         An end-of-text has none. Raises ShardError for training text of a tokenizer that changes text, whose bytes are
         not stored.
@@ -226,12 +234,12 @@ class Split:
                 "evaluate on the held-out text"
             )
         sizes = np.array(self.token_byte_lengths(), np.int64)
-        total = 0
-        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+        found = np.zeros(len(starts), np.int64)
+        for number, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
             span = (start + 1, start + length + 1)
             of_tokens = sizes[self.read(*span)] if self._original is None else self._original.of(*span)
-            total += int(of_tokens[self._is_trained(*span)].sum(dtype=np.int64))
-        return total
+            found[number] = of_tokens[self._is_trained(*span)].sum(dtype=np.int64)
+        return found
 
     def trained_text(self) -> Iterator[tuple[Array, bytes]]:
         """The tokens of every document whose loss weight is above 0, and the bytes of their original text, in order.

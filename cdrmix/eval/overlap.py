@@ -6,8 +6,10 @@ The definition is that of GPT-3 (arXiv 2005.14165, appendix C): words in lower c
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from cdrmix.errors import CdrmixError
 
 WORDS = 13
 BYTES = 64_000_000  # of training text that is read; 64 MB take about a minute
@@ -53,6 +55,23 @@ def overlaps(sets: Sequence[Sequence[str]], documents: Iterable[str], most: int 
                 found.update(owners[gram])
     hits = [sum(which == owner for owner, _ in found) for which in range(len(sets))]
     return [Overlap(hit, count, characters, whole) for hit, count in zip(hits, counts, strict=True)]
+
+
+def contamination(
+    sets: Mapping[str, Sequence[str]], training: Callable[[], Iterable[str]]
+) -> tuple[dict[str, Any], list[str]]:
+    """The overlap of each set of problems by name with the training text, as facts and as notes.
+
+    training: gives the documents; if it raises CdrmixError, there are no facts, and a note tells the reason.
+    """
+    if not sets:
+        return {}, []
+    try:
+        found = dict(zip(sets, overlaps(list(sets.values()), training()), strict=True))
+    except CdrmixError as error:
+        return {}, [f"overlap with the training text: not measured: {error}"]
+    facts = {name: overlap._asdict() for name, overlap in found.items()}
+    return facts, [overlap.note(name) for name, overlap in found.items()]
 
 
 def _grams(text: str) -> Iterator[int]:

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cdrmix.errors import CdrmixError, ConfigError, CorpusError, ShardError
+from cdrmix.errors import CdrmixError, ConfigError, CorpusError
 from cdrmix.eval.data_sets import HUMAN_EVAL, MBPP, DataSet, read_set
-from cdrmix.eval.overlap import overlaps
+from cdrmix.eval.overlap import contamination
 from cdrmix.eval.sandbox import Program, Sandbox
 from cdrmix.eval.suites import SUITES, Measure, Subject, SuiteOptions, SuiteResult, Writing
 
@@ -163,7 +163,8 @@ def code(subject: Subject, options: SuiteOptions, say: Callable[[str], None]) ->
             reasons = dict.fromkeys(f"{measure.name}: {measure.problem}" for measure in measures)
             raise ConfigError(f"--suite code: nothing can be measured; {'; '.join(reasons)}")
         notes, layers = sandbox.layers.notes(), sandbox.layers.as_json()
-    shared, more = _contamination(subject, problems)
+    texts = {name: [f"{each.prompt}\n{each.reference}" for each in of_set] for name, of_set in problems.items()}
+    shared, more = contamination(texts, subject.training)
     facts = {
         "samples": options.samples,
         "temperature": options.temperature,
@@ -239,16 +240,3 @@ def _pass_rates(
 
 def _writing(options: SuiteOptions, stop: Sequence[str]) -> Writing:
     return Writing(options.max_new_tokens, options.temperature, options.seed, stop, 1.0)
-
-
-def _contamination(subject: Subject, problems: dict[str, list[Problem]]) -> tuple[dict[str, Any], list[str]]:
-    """The overlap of each set with the training text, as facts and as notes."""
-    if not problems:
-        return {}, []
-    texts = [[f"{each.prompt}\n{each.reference}" for each in of_set] for of_set in problems.values()]
-    try:
-        found = dict(zip(problems, overlaps(texts, subject.training()), strict=True))
-    except (ConfigError, CorpusError, ShardError) as error:
-        return {}, [f"overlap with the training text: not measured: {error}"]
-    facts = {name: overlap._asdict() for name, overlap in found.items()}
-    return facts, [overlap.note(name) for name, overlap in found.items()]

@@ -15,10 +15,11 @@ import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import cdrmix.eval
 from cdrmix.errors import ConfigError
+from cdrmix.eval.documents import DocumentScores
 from cdrmix.registry import Registry, nearest
 
 
@@ -42,17 +43,45 @@ class Generate(Protocol):
     def __call__(self, prompts: Sequence[str], samples: int, writing: Writing) -> list[list[str]]: ...
 
 
+class Likelihood(NamedTuple):
+    """Of a continuation: the sum of the log-probabilities of its tokens in nats, and whether each is the likeliest.
+
+    cut: whether the model did not read the beginning of the context, because it was too long.
+    """
+
+    nats: float
+    greedy: bool
+    cut: bool = False
+
+
+class ToolQuestion(NamedTuple):
+    """Messages (role, content), and tools as JSON schemas in the form of chat templates."""
+
+    messages: Sequence[dict[str, Any]]
+    tools: Sequence[dict[str, Any]]
+
+
+Likelihoods = Callable[[Sequence[tuple[str, str]]], list[Likelihood]]  # of pairs (context, continuation)
+
+
 @dataclass(frozen=True)
 class Subject:
     """The model that suites measure. name: for messages.
 
     held_out, training: the documents of the prepared text of the model. They raise CdrmixError if it has none.
+    likelihoods: of continuations; it raises CdrmixError for one that is empty or too long. None: not available.
+    max_length: tokens that it reads at most. documents: the scores of the held-out documents; None: not available.
+    tools: the answers to questions with tools, of at most that many tokens; None: the model has no format for them.
     """
 
     name: str
     generate: Generate
     held_out: Callable[[], Iterator[str]]
     training: Callable[[], Iterator[str]]
+    likelihoods: Likelihoods | None = None
+    max_length: int | None = None
+    documents: Callable[[], DocumentScores] | None = None
+    tools: Callable[[Sequence[ToolQuestion], int], list[str]] | None = None
 
 
 @dataclass(frozen=True)

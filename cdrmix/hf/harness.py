@@ -143,7 +143,7 @@ def evaluate_with_harness(
         folders = [Path(temporary), *([] if include is None else [include])]
         loaded = _load(tasks, folders, online, say)
         _set_few_shot(loaded["tasks"], few_shot)
-        full = dict(evaluate(_language_model(model), loaded, limit=limit))
+        full = dict(evaluate(language_model(model), loaded, limit=limit))
     full["config"] = {
         "model": name,
         "model_step": step,
@@ -255,20 +255,31 @@ def _set_few_shot(tasks: dict[str, Any], few_shot: int | None) -> None:
         task.set_fewshot_seed(seed=SEED)
 
 
-def _language_model(model: HarnessModel) -> Any:
+def language_model(model: HarnessModel) -> Any:
     """The model with the interface of lm-eval."""
+    made = language_model_class()
+    return made(model)
+
+
+@cache
+def language_model_class() -> Any:
+    """The class of the interface of lm-eval; an object is made of a HarnessModel. Here, because lm-eval is optional."""
     from lm_eval.api.model import LM
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
     class CdrmixLM(LM):
         """Answers the requests of lm-eval; `args` of a request are texts."""
 
+        def __init__(self, model: HarnessModel) -> None:
+            super().__init__()
+            self._model = model
+
         def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
-            found = model.likelihoods([model.pair(*request.args) for request in requests])
+            found = self._model.likelihoods([self._model.pair(*request.args) for request in requests])
             return [(likelihood.nats, likelihood.greedy) for likelihood in found]
 
         def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
-            pairs, owners = [], []
+            model, pairs, owners = self._model, [], []
             for number, request in enumerate(requests):
                 ids = model.tokenizer.encode(request.args[0])
                 for window in get_rolling_token_windows(ids, model.first_id, model.max_length, context_len=1):
@@ -281,9 +292,9 @@ def _language_model(model: HarnessModel) -> Any:
 
         def generate_until(self, requests: list[Any]) -> list[str]:
             asked = [Continuation(request.args[0], _sampling(request.args[1], n)) for n, request in enumerate(requests)]
-            return model.continuations(asked)
+            return self._model.continuations(asked)
 
-    return CdrmixLM()
+    return CdrmixLM
 
 
 def _sampling(arguments: dict[str, Any], number: int) -> Sampling:

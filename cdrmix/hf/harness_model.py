@@ -16,6 +16,7 @@ from torch import Tensor
 from cdrmix.data import tokenizer_files
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import ConfigError
+from cdrmix.eval.suites import Likelihood
 from cdrmix.hf.load import LoadedForeign
 from cdrmix.inference.generate import Row, TextStream, decode
 from cdrmix.inference.load import Loaded
@@ -27,13 +28,6 @@ Item = TypeVar("Item")
 
 LOGIT_TOKENS = 256  # tokens whose logits are stored at once
 TELL_SECONDS = 10.0  # between two lines of progress
-
-
-class Likelihood(NamedTuple):
-    """Of a continuation: the sum of the log-probabilities of its tokens in nats, and whether each is the likeliest."""
-
-    nats: float
-    greedy: bool
 
 
 class Continuation(NamedTuple):
@@ -95,15 +89,15 @@ class HarnessModel:
         id are computed together.
         Raises ConfigError for a continuation without ids, and for one of more than max_length ids.
         """
+        if (longest := max((len(continuation) for _, continuation in pairs), default=0)) > self.max_length:
+            raise ConfigError(
+                f"an answer of a task has {longest:,} tokens, but the model reads {self.max_length:,} at most; set "
+                "--max-length"
+            )
         by_input: dict[tuple[int, ...], list[int]] = {}
         for number, (context, continuation) in enumerate(pairs):
             if not continuation:
-                raise ConfigError("--harness: an answer of a task has no tokens; an answer must not be empty")
-            if len(continuation) > self.max_length:
-                raise ConfigError(
-                    f"--harness: an answer of a task has {len(continuation):,} tokens, but the model reads "
-                    f"{self.max_length:,} at most; set --max-length"
-                )
+                raise ConfigError("an answer of a task has no tokens; an answer must not be empty")
             by_input.setdefault(tuple([*context, *continuation][-self.max_length - 1 : -1]), []).append(number)
         results: dict[int, Likelihood] = {}
         for batch in self._batches(sorted(by_input, key=lambda ids: (-len(ids), ids)), "log-likelihoods"):
@@ -112,7 +106,10 @@ class HarnessModel:
                 targets = [pairs[number][1] for number in numbers]
                 found = self._likelihoods_after(hidden_TD, targets)
                 results.update(zip(numbers, found, strict=True))
-        return [results[number] for number in range(len(pairs))]
+        return [
+            results[number]._replace(cut=len(context) + len(continuation) - 1 > self.max_length)
+            for number, (context, continuation) in enumerate(pairs)
+        ]
 
     def continuations(self, requests: Sequence[Continuation]) -> list[str]:
         """The continuation of each prompt, of which the last max_length - max_new_tokens ids are read.
@@ -124,7 +121,7 @@ class HarnessModel:
             kept = self.max_length - sampling.max_new_tokens
             if kept < 1:
                 raise ConfigError(
-                    f"--harness: a task asks for answers of up to {sampling.max_new_tokens:,} tokens, but the model "
+                    f"a task asks for answers of up to {sampling.max_new_tokens:,} tokens, but the model "
                     f"reads {self.max_length:,} with the question; set max_gen_toks in generation_kwargs of the task, "
                     "or --max-length"
                 )

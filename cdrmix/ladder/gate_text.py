@@ -23,7 +23,7 @@ def judgement_text(judgement: Judgement) -> str:
     for name, verdict in judgement.verdicts.items():
         if verdict.outcome is not Outcome.PASS:
             text = f"{name}: {verdict.outcome.value}: {verdict.reason}"
-            lines += textwrap.wrap(text, WIDTH, subsequent_indent="  ")
+            lines += textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     lines.append(outcome_line(judgement.preset, judgement.outcome, judgement.stopping, judgement.lenient))
     if judgement.evidence is not None:
         lines.append(f"evidence: {judgement.evidence}")

@@ -75,13 +75,13 @@ def finite(facts: Facts) -> Verdict:
     """Every recorded loss and gradient norm, and every weight of the newest checkpoint, is a finite number."""
     if not facts.rows:
         return not_measured(NO_ROWS)
-    if facts.weights is None:
-        return not_measured("the run has no complete checkpoint; continue it with cdrmix train --resume auto")
     for row in (*facts.rows, *facts.phases):
         names = ("loss", "gradient_norm", "next_token_loss") if "next_token_loss" in row else ("loss", "gradient_norm")
         for name in names:
             if row.get(name) is None:
                 return exactly(False, f"step {row['step']}: {name} is not a finite number", n=len(facts.rows))
+    if facts.weights is None:
+        return not_measured("the run has no complete checkpoint; continue it with cdrmix train --resume auto")
     bad, values = facts.weights["not_finite"], facts.weights["values"]
     if bad:
         return exactly(

@@ -16,6 +16,7 @@ from cdrmix.config.schema import Config
 from cdrmix.data.loader import EvalLoader
 from cdrmix.data.prepare import prepare
 from cdrmix.errors import Preempted
+from cdrmix.eval.documents import score_documents
 from cdrmix.eval.perplexity import evaluate
 from cdrmix.inference.load import load_model
 from cdrmix.model.loss import LossModel
@@ -117,6 +118,38 @@ def test_a_domain_has_the_figures_of_its_rows_alone(finished: Path) -> None:
         assert (score["tokens"], score["text_bytes"]) == (tokens, text_bytes)
         # Sums of float32 over three rows of 32 tokens: 96 roundings at most.
         assert score["loss_nats_per_token"] == pytest.approx(nats / tokens, rel=96 * torch.finfo(torch.float32).eps)
+
+
+def test_suite_domains(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The values are those of `cdrmix eval`; the documents are those of a direct sum over the model's logits."""
+    assert main(["eval", "--model", str(finished), "--json"]) == 0
+    held_out = json.loads(capsys.readouterr().out)
+    assert main(["eval", "--model", str(finished), "--suite", "domains", "--json"]) == 0
+    (result,) = json.loads(capsys.readouterr().out)
+    measures = {measure["name"]: measure for measure in result["measures"]}
+    assert measures["bits_per_byte"]["value"] == held_out["bits_per_byte"]
+    for name, score in held_out["domains"].items():
+        measure = measures[f"{name} bits_per_byte"]
+        assert measure["value"] == score["bits_per_byte"]
+        assert measure["low"] <= measure["value"] <= measure["high"]
+    assert result["facts"]["tokens"] == held_out["tokens"]
+
+    loaded = load_model(finished)
+    split = prepare(loaded.config, say=lambda _: None).valid
+    found = score_documents(loaded.loss_model(), split, row_length=loaded.config.data.row_length, micro_batch_rows=3)
+    assert found.text_bytes.tolist() == [len(text) for text in split.text()]
+    assert found.domains == [split.domain_of(number) for number in range(split.documents)]
+    assert measures["code bits_per_byte"]["count"] == found.domains.count("code")
+    sums = [0.0] * split.documents
+    for row in range(split.rows):
+        for piece in split.pieces(row):
+            ids = torch.from_numpy(split.read(piece.start, piece.start + piece.tokens + 1))
+            with torch.no_grad():
+                logits = loaded.model.logits(loaded.model(ids[None, :-1]).hidden_BTD)[0].double()
+            sums[piece.document] -= logits.log_softmax(-1)[torch.arange(piece.tokens), ids[1:]].sum().item()
+    # Sums of float32 in another order: the recurrences of up to 32 tokens and 3 rows of 32 tokens.
+    assert found.nats.tolist() == pytest.approx(sums, rel=1e-5)
+    assert found.nats.sum() == pytest.approx(held_out["loss_nats_per_token"] * held_out["tokens"], rel=1e-5)
 
 
 def test_validations_report_and_card_show_the_domains(finished: Path) -> None:

@@ -22,4 +22,6 @@ def test_five_percent_of_the_old_text_halves_what_is_forgotten(tmp_path: Path) -
     with_replay, without, cost = replay.rises(4, [*common, "train.steps=200"], ["train.steps=300"])
     assert without > 0.2, "nothing was forgotten, so the comparison says nothing"
     assert with_replay <= without / 2
-    assert cost <= 0.04  # over seeds .013 with a standard deviation of .0056 (benchmarks/results/trainer.jsonl): 5 of them
+    assert (
+        cost <= 0.04
+    )  # over seeds .013 with a standard deviation of .0056 (benchmarks/results/trainer.jsonl): 5 of them

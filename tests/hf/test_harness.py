@@ -153,7 +153,7 @@ def ours(path: Path, *, batch_size: int) -> Any:
     """The model as lm-eval gets it."""
     loaded = load_trained(path)
     first = prompts_begin(loaded)
-    return harness._language_model(
+    return harness.language_model(
         HarnessModel(loaded.model, loaded.tokenizer, begins=first, max_length=LENGTH, batch_size=batch_size, say=print)
     )
 

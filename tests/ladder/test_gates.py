@@ -423,6 +423,11 @@ def test_the_command_that_computes_a_missing_figure_is_named() -> None:
     assert "tools: simple accuracy was not measured: no chat template" in refused.verdicts["tools"].reason
 
 
+def test_a_bad_step_fails_before_there_is_a_checkpoint() -> None:
+    facts = rows(lambda i, r: {"loss": None} if i == 7 else {})
+    assert judged("quick", dataclasses.replace(facts, weights=None)).verdicts["finite"].outcome is Outcome.FAIL
+
+
 def test_gates_without_a_meaning_are_left_out() -> None:
     dense = judged("standard", part("settings", routed=False))
     assert dense.passed

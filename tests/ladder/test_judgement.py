@@ -77,7 +77,9 @@ def speechless(facts: Facts) -> Verdict:
     return True  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize(("gate", "reason"), [(raising, "KeyError: 'solubility'"), (speechless, "the gate returned True")])
+@pytest.mark.parametrize(
+    ("gate", "reason"), [(raising, "KeyError: 'solubility'"), (speechless, "the gate returned True")]
+)
 def test_a_gate_that_raises_fails(gate: Callable[[Facts], Verdict], reason: str) -> None:
     judgement = decide("quick", [*preset("quick"), Check("chemistry", "custom", gate, (), "")], EMPTY)
     assert judgement.verdicts["chemistry"].outcome is Outcome.FAIL

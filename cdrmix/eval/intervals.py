@@ -1,0 +1,50 @@
+"""95 % intervals: of a share by Wilson's formula, of means and of ratios of sums by bootstrap."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+RESAMPLES = 2000
+Z = 1.959963984540054  # the 97.5 % quantile of the normal distribution
+
+
+def wilson(right: float, count: int) -> tuple[float, float]:
+    """The interval of a share, `right` of `count` independent items (Wilson 1927; it holds for small counts too).
+
+    Raises ValueError unless 0 <= right <= count and count >= 1.
+    """
+    if count < 1 or not 0 <= right <= count:
+        raise ValueError(f"{right} right items of {count} are no share")
+    share, square = right / count, Z * Z / count
+    centre = (share + square / 2) / (1 + square)
+    half = Z / (1 + square) * math.sqrt(share * (1 - share) / count + square / count / 4)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def mean_interval(values: Sequence[float], seed: int = 0) -> tuple[float | None, float | None]:
+    """The percentile interval of the mean by bootstrap over independent values; None for fewer than two."""
+    return ratio_interval(values, [1.0] * len(values), seed)
+
+
+def ratio_interval(above: Sequence[float], below: Sequence[float], seed: int = 0) -> tuple[float | None, float | None]:
+    """The percentile interval of sum(above) / sum(below) by bootstrap over pairs, the independent units.
+
+    Units are documents, for example, whose tokens depend on each other. None for fewer than two units.
+    """
+    count = len(above)
+    if count < 2:
+        return None, None
+    pairs = np.stack([np.asarray(above, np.float64), np.asarray(below, np.float64)])
+    draw = np.random.default_rng(seed)
+    ratios = []
+    for _ in range(RESAMPLES):  # one resample at a time, because all of them do not fit for many documents
+        sums = pairs[:, draw.integers(0, count, count)].sum(1)
+        if sums[1] > 0:
+            ratios.append(sums[0] / sums[1])
+    if not ratios:
+        return None, None
+    low, high = np.percentile(ratios, (2.5, 97.5))
+    return float(low), float(high)

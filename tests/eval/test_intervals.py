@@ -1,0 +1,39 @@
+"""95 % intervals against the roots of their definitions and against simulation."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cdrmix.eval.intervals import Z, mean_interval, ratio_interval, wilson
+
+
+@pytest.mark.parametrize(("right", "count"), [(0, 1), (1, 1), (3, 10), (50, 100), (1000, 1000), (0, 300)])
+def test_wilson_solves_its_equation(right: int, count: int) -> None:
+    """The bounds are the shares p with |right / count - p| = z sqrt(p (1 - p) / count)."""
+    share = right / count
+    roots = np.roots([1 + Z * Z / count, -(2 * share + Z * Z / count), share * share])
+    assert wilson(right, count) == pytest.approx(tuple(sorted(roots.real)), abs=1e-9)
+
+
+@pytest.mark.parametrize(("right", "count"), [(0, 0), (-1, 3), (4, 3)])
+def test_no_share(right: int, count: int) -> None:
+    with pytest.raises(ValueError, match="are no share"):
+        wilson(right, count)
+
+
+def test_ratio_of_clusters() -> None:
+    """The interval is as wide as the normal one of a ratio of means; one unit has none."""
+    draw = np.random.default_rng(1)
+    sizes = draw.integers(50, 500, 400).astype(float)
+    values = sizes * (2 + 0.3 * draw.standard_normal(400))
+    ratio = values.sum() / sizes.sum()
+    error = np.sqrt(((values - ratio * sizes) ** 2).sum()) / sizes.sum()
+    low, high = ratio_interval(values.tolist(), sizes.tolist())
+    assert low is not None
+    assert high is not None
+    # 2,000 resamples: the quantiles have a standard error of about 0.06 standard errors of the ratio; 4 of them.
+    assert low == pytest.approx(ratio - Z * error, abs=0.25 * error)
+    assert high == pytest.approx(ratio + Z * error, abs=0.25 * error)
+    assert ratio_interval([1.0], [2.0]) == (None, None)
+    assert mean_interval([3.0, 3.0]) == (3.0, 3.0)
