@@ -11,6 +11,7 @@ The Python API (docs/api.md). Each name is imported when it is used first:
     train(config)         does a whole run, the same as `cdrmix train`
     prepare(config)       prepares the text of a configuration: tokenised, packed shards
     errors                the exceptions
+    ladder                PipelineRunner: trains a ladder of models, as `cdrmix ladder run` does
     ops                   the operators: attention, wkv7, ssd_scan, moe_experts, linear_cross_entropy, ...
 """
 
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cdrmix import errors as errors
+    from cdrmix import ladder as ladder
     from cdrmix import ops as ops
     from cdrmix.config.schema import Config as Config
     from cdrmix.data.prepare import prepare as prepare
@@ -41,6 +43,7 @@ __all__ = [
     "TextModel",
     "checkpoints",
     "errors",
+    "ladder",
     "load",
     "ops",
     "prepare",
@@ -63,7 +66,7 @@ _WHERE = {  # module and name there; imported when first asked for, so that `imp
 if not TYPE_CHECKING:  # a type checker takes the names above, and none besides
 
     def __getattr__(name: str) -> object:
-        if name in ("errors", "ops"):
+        if name in ("errors", "ladder", "ops"):
             return importlib.import_module(f"cdrmix.{name}")
         if name not in _WHERE:
             raise AttributeError(f"module 'cdrmix' has no attribute {name!r}; it has {', '.join(__all__)}")

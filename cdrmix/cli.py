@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from cdrmix import checkpoint_commands, commands
+from cdrmix import cli_checkpoints, cli_ladder, commands
 from cdrmix.cli_gates import add_gate
 from cdrmix.data.escaping import escape_unprintable
 from cdrmix.errors import CdrmixError, CdrmixWarning, ConfigError, DiskFullError, Preempted
@@ -214,7 +214,7 @@ def parser() -> argparse.ArgumentParser:
         "--out", type=Path, metavar="FOLDER", help="folder of the results (default: experiments/ablations)"
     )
     _add_ladder(subparsers)
-    checkpoint_commands.add_checkpoints(subparsers)
+    cli_checkpoints.add_checkpoints(subparsers)
     add_gate(subparsers)
     compare = add(
         "compare",
@@ -341,6 +341,7 @@ def _add_ladder(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     ladder.add_argument("--tokens-per-parameter", type=_positive, metavar="N", help=text)
     ladder.add_argument("--json", action="store_true", help="print JSON instead of a table")
     actions = ladder.add_subparsers(dest="action", metavar="COMMAND")
+    cli_ladder.add_commands(actions)
     text = (
         "forecast the held-out loss of a rung from smaller ones, and judge the measured loss; exit code 1 if it is "
         "outside of the band, or with too few rungs"
@@ -349,7 +350,8 @@ def _add_ladder(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     forecast.set_defaults(command=commands.ladder_forecast, name="ladder forecast")
     text = (
         "table, CSV or JSON lines: compute (operations of the training), loss (nats per token; empty for a rung that "
-        "is not trained yet), and optionally name, seed, parameters, tokens; lines of one name are seeds of one rung"
+        "is not trained yet), and optionally name, seed, parameters, tokens; lines of one name are seeds of one rung; "
+        "or the folder of a ladder"
     )
     forecast.add_argument("losses", type=Path, metavar="FILE", help=text)
     forecast.add_argument("--rung", metavar="NAME", help="rung to forecast (default: that with the most operations)")

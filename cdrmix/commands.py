@@ -399,7 +399,12 @@ def ladder_forecast(options: argparse.Namespace) -> int:
 
     if options.plot is not None and (options.plot.suffix != ".png" or not options.plot.absolute().parent.is_dir()):
         raise ConfigError(f"--plot {options.plot}: name a file FILE.png in a folder that exists")
-    forecast = forecast_of_table(options.losses, options.rung)
+    if options.losses.is_dir():
+        from cdrmix.ladder.state import forecast_of_ladder
+
+        forecast = forecast_of_ladder(options.losses, options.rung)
+    else:
+        forecast = forecast_of_table(options.losses, options.rung)
     print(json.dumps(forecast_json(forecast), indent=2, allow_nan=False) if options.json else forecast_text(forecast))
     if options.plot is not None:
         from cdrmix.durable import write_atomically

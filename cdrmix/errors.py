@@ -37,6 +37,10 @@ class CheckpointError(CdrmixError, ValueError):
     exit_code = 5
 
 
+class LedgerError(CheckpointError):
+    """The ledger of a ladder, or a file that it records, was changed, cut or removed."""
+
+
 class DiskFullError(CdrmixError, OSError):
     """The disk is full. Existing checkpoints are not affected."""
 

@@ -39,8 +39,8 @@ LAYERS = [
     {"watch"},
     {"workflow"},
     {"ladder"},
-    {"commands", "checkpoint_commands"},
-    {"cli_gates"},
+    {"commands"},
+    {"cli_checkpoints", "cli_gates", "cli_ladder"},
     {"cli"},
 ]
 LAYER_OF = {package: height for height, packages in enumerate(LAYERS) for package in packages}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -16,12 +17,14 @@ from cdrmix import cli, errors
 from cdrmix.config import schema_types
 from cdrmix.config.reference import reference
 from cdrmix.config.schema import Config
+from cdrmix.config.schema_ladder import Ladder, LadderFile
 from cdrmix.errors import ConfigError
 from cdrmix.hf import lm_eval
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 IDS = [page.stem for page in PAGES]
+LADDER_COMMANDS = ("ladder run", "ladder status")  # their --config is a ladder file
 SECTIONS = "|".join(schema_types.keys(schema_types.root(Config)))
 
 
@@ -63,7 +66,7 @@ def test_a_command_is_one_that_the_program_takes(page: str, arguments: list[str]
             if not path.is_file():
                 assert str(config) == "my.yaml", f"{page}: {config}"  # stands for a file of the reader
                 path = ROOT / "configs" / "cdrmix-core-tiny.yaml"
-            Config.from_yaml(path, overrides)
+            (LadderFile if options.name in LADDER_COMMANDS else Config).from_yaml(path, overrides)
     elif program == "python" and arguments[1] == "-m":
         assert arguments[2] == "cdrmix.hf.lm_eval", f"{page}: {arguments}"
         HarnessCLI()._parser.parse_args(["run", *arguments[3:]])
@@ -102,7 +105,19 @@ def test_a_yaml_example_is_a_configuration(page: Path, tmp_path: Path) -> None:
     for example in blocks(page, "yaml"):
         path = tmp_path / "example.yaml"
         path.write_text(example.replace("base: configs/", f"base: {ROOT}/configs/"))
-        Config.from_yaml(path)
+        (LadderFile if example.startswith("ladder:") else Config).from_yaml(path)
+
+
+def test_the_page_of_the_ladder_has_every_key_of_a_ladder_file() -> None:
+    page = (ROOT / "docs" / "ladder.md").read_text().partition("### The ladder file")[2].partition("###")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]*) \|", page, re.MULTILINE))
+    assert [*rows] == [*Ladder.model_fields]
+    for name, field in Ladder.model_fields.items():
+        if rows[name].startswith("`"):
+            default = field.default if isinstance(field.default, str) else json.dumps(field.default)
+            assert rows[name].strip() == f"`{default}`", name
+        else:
+            assert rows[name].strip() == ("*required*" if field.is_required() else "a section"), name
 
 
 def anchors(page: Path) -> set[str]:

@@ -36,6 +36,7 @@ ALLOWED = {
     "loglikelihood_rolling": "lm-eval calls it",
     "long_rows": "benchmarks/aot.py asks each kernel module by name what to compile ahead of time",
     "plastic_lora_loop": "the formula token by token; tests compare every implementation with it",
+    "run_progressive": "docs/api.md: a part of a ladder",
     "readable": "io.RawIOBase calls it",
     "readinto": "io.RawIOBase calls it",
     "score_tokens": "docs/data.md: tasks in ids, for the training loop of a user",

@@ -31,6 +31,23 @@ MOST_RATIO_OF_RATIOS = 4.0  # of the largest to the smallest number of tokens pe
 
 
 @dataclass(frozen=True)
+class Law:
+    """The constants of the forecast. exponents: smallest and largest of the band. slack: relative, on both sides."""
+
+    exponents: tuple[float, float] = EXPONENTS
+    slack: float = SLACK
+
+    @property
+    def exponent(self) -> float:
+        """That of the middle: EXPONENT, or the bound that is nearest to it."""
+        low, high = self.exponents
+        return min(max(EXPONENT, low), high)
+
+
+DEFAULT_LAW = Law()
+
+
+@dataclass(frozen=True)
 class Rung:
     """A measured rung.
 
@@ -77,6 +94,7 @@ class Forecast:
     measured: float | None
     verdict: Outcome | None
     notes: tuple[str, ...]
+    law: Law = DEFAULT_LAW
 
     def curve(self, points: int = 60) -> list[Interval]:
         """The law with its band from the first used rung to the target, evenly in the logarithm of the operations."""
@@ -84,16 +102,19 @@ class Forecast:
             return []
         first, last = self.used[0].compute, self.at.compute
         computes = [first * (last / first) ** (index / (points - 1)) for index in range(points)]
-        return [interval(self.used, compute, self.deviation) for compute in computes]
+        return [interval(self.used, compute, self.deviation, self.law) for compute in computes]
 
 
-def forecast(rungs: Sequence[Rung], name: str, compute: float, measured: float | None = None) -> Forecast:
+def forecast(
+    rungs: Sequence[Rung], name: str, compute: float, measured: float | None = None, law: Law = DEFAULT_LAW
+) -> Forecast:
     """Forecasts the loss of a rung, and compares it with the measured loss if there is one.
 
     Args:
         rungs: measured rungs. Those that do not have fewer operations than the target are left out.
         name, compute: of the target.
         measured: the target's own loss, in nats per token.
+        law: the exponents and the slack of the band.
 
     Returns:
         The forecast. Its verdict is FAIL for a measured loss above the band, HOLD for one below it (is held-out text in
@@ -111,23 +132,23 @@ def forecast(rungs: Sequence[Rung], name: str, compute: float, measured: float |
             )
     if len(below) < LEAST_RUNGS:
         missing = f"{len(below)} of at least {LEAST_RUNGS} rungs below {name} are measured"
-        return Forecast(name, below, below, 0.0, None, measured, Outcome.NOT_MEASURED, (missing,))
+        return Forecast(name, below, below, 0.0, None, measured, Outcome.NOT_MEASURED, (missing,), law)
     used = below[-LAST_RUNGS:]
     deviation = _deviation(below[0])
-    at = interval(used, compute, deviation)
+    at = interval(used, compute, deviation, law)
     verdict = None
     if measured is not None:
         verdict = Outcome.FAIL if measured > at.high else Outcome.HOLD if measured < at.low else Outcome.PASS
-    return Forecast(name, below, used, deviation, at, measured, verdict, tuple(_notes(used)))
+    return Forecast(name, below, used, deviation, at, measured, verdict, tuple(_notes(used)), law)
 
 
-def interval(rungs: Sequence[Rung], compute: float, deviation: float) -> Interval:
+def interval(rungs: Sequence[Rung], compute: float, deviation: float, law: Law = DEFAULT_LAW) -> Interval:
     """The law of the rungs at some number of operations, with its band. deviation: relative, widens the band."""
-    low, high = EXPONENTS
+    low, high = law.exponents
     exponents = [low + (high - low) * index / (GRID - 1) for index in range(GRID)]
     losses = [_law(rungs, compute, exponent) for exponent in exponents]
-    margin = SLACK + deviation
-    return Interval(compute, _law(rungs, compute, EXPONENT), min(losses) * (1 - margin), max(losses) * (1 + margin))
+    margin = law.slack + deviation
+    return Interval(compute, _law(rungs, compute, law.exponent), min(losses) * (1 - margin), max(losses) * (1 + margin))
 
 
 def _law(rungs: Sequence[Rung], compute: float, exponent: float) -> float:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from cdrmix.errors import ConfigError
-from cdrmix.ladder.forecast import EXPONENT, EXPONENTS, SLACK, Forecast
+from cdrmix.ladder.forecast import Forecast
 from cdrmix.ladder.verdict import Outcome
+from cdrmix.report.plots import LIGHT, Palette
 from cdrmix.report.plots_ladder import ForecastRung, MeasuredRung, draw_forecast
 
 MEANING = {
@@ -25,13 +26,14 @@ def forecast_text(forecast: Forecast) -> str:
         fitted = "yes" if forecast.at is not None and rung in forecast.used else "no"
         lines.append(f"{rung.name:<{width}}  {rung.compute:>9.2e}  {rung.loss:>8.4f}  {len(rung.losses):>5}  {fitted}")
     if forecast.at is not None:
-        at = forecast.at
+        at, law = forecast.at, forecast.law
         lines += [
             "",
             f"forecast of {forecast.name}, {at.compute:.2e} FLOP: {at.loss:.4f}, band {at.low:.4f} to {at.high:.4f}",
         ]
         lines.append(
-            f"  E + A C^-{EXPONENT}, band over exponents of {EXPONENTS[0]} to {EXPONENTS[1]}, {SLACK:.0%} on both sides"
+            f"  E + A C^-{law.exponent}, band over exponents of {law.exponents[0]} to {law.exponents[1]}, "
+            f"{100 * law.slack:g}% on both sides"
             + (f", and {forecast.deviation:.2%} of the seeds" if forecast.deviation else "")
         )
     if forecast.measured is not None:
@@ -53,9 +55,9 @@ def forecast_json(forecast: Forecast) -> dict[str, Any]:
         "high": None if at is None else at.high,
         "measured": forecast.measured,
         "verdict": None if forecast.verdict is None else forecast.verdict.value,
-        "exponent": EXPONENT,
-        "exponents": list(EXPONENTS),
-        "slack": SLACK,
+        "exponent": forecast.law.exponent,
+        "exponents": list(forecast.law.exponents),
+        "slack": forecast.law.slack,
         "seed_deviation": forecast.deviation,
         "rungs": [
             {"name": rung.name, "compute": rung.compute, "losses": list(rung.losses), "fitted": rung in forecast.used}
@@ -65,7 +67,7 @@ def forecast_json(forecast: Forecast) -> dict[str, Any]:
     }
 
 
-def forecast_picture(forecast: Forecast) -> bytes:
+def forecast_picture(forecast: Forecast, palette: Palette = LIGHT) -> bytes:
     """The picture, a PNG. Raises ConfigError with too few rungs."""
     at = forecast.at
     if at is None:
@@ -84,4 +86,5 @@ def forecast_picture(forecast: Forecast) -> bytes:
             f"{verdict}, band {at.low:.3f} to {at.high:.3f}",
         ),
         title=f"Forecast of {forecast.name}",
+        palette=palette,
     )

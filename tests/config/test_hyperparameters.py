@@ -14,7 +14,9 @@ from cdrmix.errors import ConfigError
 from cdrmix.plan.parameters import count_parameters
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-SHIPPED = [*sorted(CONFIGS.glob("cdrmix-*.yaml")), *sorted((CONFIGS / "ladder").glob("*.yaml"))]
+LADDERS = ("micro", "two-rungs")  # ladder files, which name rungs
+RUNGS = sorted(path for path in (CONFIGS / "ladder").glob("*.yaml") if path.stem not in LADDERS)
+SHIPPED = [*sorted(CONFIGS.glob("cdrmix-*.yaml")), *RUNGS]
 
 
 def dotted(section: dict[str, object], prefix: str) -> dict[str, object]:

@@ -12,6 +12,7 @@ from cdrmix.config.autosizers import SCALES
 from cdrmix.config.schema import Config
 from cdrmix.data.curriculum import Mixture
 from cdrmix.data.shards import Stratum
+from cdrmix.ladder.rungs import plan_rungs, read_ladder
 from cdrmix.plan.flops import training_flops_per_token
 from cdrmix.plan.parameters import count_parameters, nominal
 
@@ -20,6 +21,7 @@ LADDER = ROOT / "configs" / "ladder"
 SIZES = ("50m", "125m", "500m", "1b", "3b", "7b", "13b")
 NAMED = [f"{family}-{size}" for family in ("dense", "hybrid") for size in SIZES]
 MICRO = {"micro-300k": 3e5, "micro-1m": 1e6, "micro-3m": 3e6, "micro-10m": 1e7}
+LADDERS = ("micro", "two-rungs")
 ROWS = (2048, 4096, 4096, 8192, 8192, 8192, 8192)  # the specification's context lengths
 # Of the dense ladder with rows of 2,048, for each size: parameters, GFLOP a token, tokens, operations, GB at 16 bytes a
 # parameter, learning rate, tokens of a step, hours of an H200 at 40 %. Computed apart from this code, with 20 tokens a
@@ -38,7 +40,10 @@ PUBLISHED = {
 @pytest.mark.parametrize("path", sorted(LADDER.rglob("*.yaml")), ids=lambda path: path.stem)
 def test_a_configuration_of_the_ladder_loads(path: Path) -> None:
     assert path.read_text().startswith("# ")
-    if path.parent == LADDER:
+    if path.stem in LADDERS:
+        rungs = plan_rungs(*read_ladder(path))
+        assert [rung.name for rung in rungs] == [name for name in MICRO if name in [each.name for each in rungs]]
+    elif path.parent == LADDER:
         assert Config.from_yaml(path).run.name == path.stem
 
 

@@ -1,0 +1,130 @@
+"""The commands `ladder run` and `ladder status`: their arguments, and what they do.
+
+The functions import the packages that they need themselves, so that `cdrmix --help` does not import PyTorch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cdrmix.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cdrmix.config.schema_ladder import Ladder
+    from cdrmix.ladder.runner import PipelineRunner
+
+EPILOG = "Arguments of the form ladder.key=value override keys of the ladder file. Example: ladder.gates=standard"
+
+
+def add_commands(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the two commands to those of `cdrmix ladder`."""
+    text = (
+        "train the rungs of a ladder in turn: forecast, train, evaluate, gates, promote; the same command continues a "
+        "ladder that was stopped; exit code 14 if a gate fails, 15 if gates are undecided"
+    )
+    climb = actions.add_parser("run", help=text, description=text, allow_abbrev=False, epilog=EPILOG)
+    climb.set_defaults(command=run, name="ladder run")
+    _which(climb, required=True)
+    climb.add_argument("--up-to", metavar="RUNG", help="the last rung to train (default: all), such as 500m")
+    text = "print what each rung costs and what the ledger says of it, and stop; nothing is written"
+    climb.add_argument("--dry-run", action="store_true", help=text)
+    text = "promote rungs whatever their gates say; the ledger records the reason"
+    climb.add_argument("--lenient", metavar="REASON", help=text)
+    text = "processes of the training on this machine (default 1)"
+    climb.add_argument("--nproc", type=int, default=1, metavar="N", help=text)
+
+    text = "verify the ledger of a ladder and the files that it records, and print the state of each rung"
+    show = actions.add_parser("status", help=text, description=text, allow_abbrev=False, epilog=EPILOG)
+    show.set_defaults(command=status, name="ladder status")
+    show.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help="the folder of the ladder")
+    _which(show, required=False)
+    show.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Returns 0 if every rung that was asked for is promoted; otherwise the exit code of the gates."""
+    from cdrmix.ladder.runner import PipelineRunner
+
+    if options.nproc < 1:
+        raise ConfigError(f"--nproc must be an integer of at least 1; found {options.nproc}")
+    ladder = _ladder_or_file(options)
+    runner = PipelineRunner(
+        ladder,
+        options.overrides if isinstance(ladder, Path) else (),
+        lenient=options.lenient,
+        processes=options.nproc,
+        say=_say,
+    )
+    if options.dry_run:
+        return _dry_run(runner, options.up_to)
+    result = runner.run(options.up_to)
+    print(result.report)
+    return result.exit_code
+
+
+def _dry_run(runner: PipelineRunner, up_to: str | None) -> int:
+    from cdrmix.gpus import gpu_by_key
+    from cdrmix.ladder.comparison import comparison_table
+    from cdrmix.ladder.ladder_report import status_text
+    from cdrmix.ladder.ledger import Ledger
+    from cdrmix.ladder.rungs import GPU, MFU, rung_named
+
+    gpu = gpu_by_key(GPU)
+    assert gpu is not None
+    names = [rung.name for rung in runner.rungs]
+    last = len(names) if up_to is None else names.index(rung_named(up_to, names, "--up-to")) + 1
+    print(comparison_table([rung.figures for rung in runner.rungs[:last]], gpu, MFU))
+    print()
+    print(status_text(Ledger(runner.root), runner.states()[:last]))
+    return 0
+
+
+def status(options: argparse.Namespace) -> int:
+    """Returns 0 if the ledger and the files that it records are whole."""
+    from cdrmix.ladder.ladder_report import status_json, status_text
+    from cdrmix.ladder.ledger import HEAD, LEDGER, Ledger
+    from cdrmix.ladder.rungs import read_ladder
+    from cdrmix.ladder.state import check_states, rung_states
+
+    if options.folder is not None:
+        if options.config or options.family or options.overrides:
+            raise ConfigError("give a folder, --config or --family: one of the three")
+        root = options.folder
+    else:
+        ladder = _ladder_or_file(options)
+        settings = read_ladder(ladder, options.overrides)[0] if isinstance(ladder, Path) else ladder
+        root = Path(settings.root).expanduser()
+    if not (root / LEDGER).is_file() and not (root / HEAD).is_file():
+        raise ConfigError(f"{root} is not the folder of a ladder: it has no {LEDGER}")
+    ledger = Ledger(root)
+    states = rung_states(ledger)
+    check_states(ledger, states)
+    print(json.dumps(status_json(states), indent=2, allow_nan=False) if options.json else status_text(ledger, states))
+    return 0
+
+
+def _which(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    which = parser.add_mutually_exclusive_group(required=required)
+    which.add_argument("--config", type=Path, metavar="YAML", help="the ladder file")
+    text = "a family of configs/ladder (dense, hybrid, micro) with the default settings, instead of a file"
+    which.add_argument("--family", metavar="NAME", help=text)
+
+
+def _ladder_or_file(options: argparse.Namespace) -> Ladder | Path:
+    """The file of --config, or the Ladder of --family with its overrides."""
+    from cdrmix.ladder.rungs import ladder_of_family
+
+    if options.config is not None:
+        return Path(options.config)
+    if options.family is None:
+        raise ConfigError("give the folder of a ladder, --config or --family")
+    return ladder_of_family(options.family, options.overrides)
+
+
+def _say(text: str) -> None:
+    """Prints progress at once, also where the output is a file."""
+    print(text, flush=True, file=sys.stdout)
