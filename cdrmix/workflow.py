@@ -132,6 +132,7 @@ def _make_base(config: Config, world: DistributedContext) -> None:
         made_by, folder = config.train.start_made_by, config.train.start_from
     else:
         section = config.model
+        _ = section.folder  # raises for a file
         if section.online:
             _first_process(world, lambda: download(section, to_standard_error))
         made_by, folder = section.made_by, section.path

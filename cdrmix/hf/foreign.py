@@ -119,8 +119,6 @@ def check_weights(folder: Path) -> None:
         whole = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         index: dict[str, str] = whole["weight_map"]
         files = sorted(set(index.values()))
-        if not isinstance(whole.get("metadata"), dict):  # transformers reads it
-            raise ValueError("its key metadata is missing")
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"model.path: {folder / INDEX} is not an index of safetensors: {error}") from error
     missing = [name for name in files if not (folder / name).is_file()]
@@ -135,6 +133,8 @@ def check_weights(folder: Path) -> None:
             raise ConfigError(
                 f"model.path: {folder / INDEX} says that {name} has {lacking[0]}, but it has not: the index is wrong"
             )
+    if not isinstance(whole.get("metadata"), dict):
+        raise ConfigError(f'model.path: {folder / INDEX} lacks what transformers reads: add the key "metadata": {{}}')
 
 
 def base_model(config: Config, dtype: torch.dtype = torch.float32) -> Any:

@@ -217,9 +217,8 @@ BROKEN = {
         "train:",
         "data: {source: {kind: text, paths: [a], text_field: body}}\ntrain:",
         """\
-        run.yaml:6: data.source.text_field: unknown key
-            allowed: in data.source: kind, paths
-            did you mean data.source.text_field?""",
+        run.yaml:6: data.source.text_field: not a key of kind=text, but of csv, huggingface, jsonl, parquet
+            allowed: in data.source: kind, paths""",
     ),
     "no paths": (
         "train:",

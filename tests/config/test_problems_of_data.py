@@ -42,9 +42,8 @@ BROKEN = {
         "train:",
         "data: {domains: {web: {source: {kind: text, paths: [a], text_field: b}}}}\ntrain:",
         """\
-        run.yaml:6: data.domains.web.source.text_field: unknown key
-            allowed: in data.domains.web.source: kind, paths
-            did you mean data.domains.web.source.text_field?""",
+        run.yaml:6: data.domains.web.source.text_field: not a key of kind=text, but of csv, huggingface, jsonl, parquet
+            allowed: in data.domains.web.source: kind, paths""",
     ),
     "domain without a source": (
         "train:",

@@ -23,7 +23,7 @@ from torch import Tensor
 import cdrmix
 from cdrmix.cli import main
 from cdrmix.config.schema import Config
-from cdrmix.config.schema_huggingface import Lora
+from cdrmix.config.schema_huggingface import Lora, _vocab_size
 from cdrmix.data.batch import Batch
 from cdrmix.errors import BaseModelError, CheckpointError, ConfigError, Preempted
 from cdrmix.hf.adapters import add_adapters, merge_adapters, trained_parameters, uncalled
@@ -284,6 +284,10 @@ def test_a_stopped_run_continues_bit_for_bit_with_its_base_alone_and_exports_the
     adapted = peft.PeftModel.from_pretrained(plain(base), str(stopped / "export"))
     assert distance(logits(adapted), logits(plain(run / "export"))) < 1e-5
     cdrmix.load(stopped / "export")
+    shutil.move(base, tmp_path / "away")
+    _vocab_size.cache_clear()  # as in another process
+    with pytest.raises(BaseModelError, match="which does not exist; restore that folder"):
+        cdrmix.load(stopped / "export")
 
 
 def work(config: Config, folder: Path, action: str, *overrides: str, processes: int = 1) -> list[int]:
@@ -344,6 +348,7 @@ def test_two_processes_train_the_same_adapters_and_continue_after_a_kill(
             {"targets": ["q_proj", "query"]},
             r"query does not exist in llama; .* are down_proj, gate_proj, k_p",
         ),
+        ("llama", {"targets": []}, "found no name; allowed: auto, or a list of "),
         ("llama", {"targets": ["lm_head"]}, "the layer lm_head cannot have an adapter"),
         ("llama", {"targets": ["embed_tokens"]}, "the layer embed_tokens cannot have an adapter"),
         ("nemotron_h", {"targets": ["out_proj"]}, "out_proj cannot have an adapter in nemotron_h"),

@@ -23,7 +23,7 @@ from cdrmix.config.schema import Config
 from cdrmix.config.schema_huggingface import _vocab_size
 from cdrmix.data.loader import EvalLoader
 from cdrmix.data.prepare import prepare
-from cdrmix.errors import Preempted
+from cdrmix.errors import CdrmixWarning, Preempted
 from cdrmix.run_folder import RunFolder
 
 LLAMA = {
@@ -198,6 +198,18 @@ def wrong_index(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"nowhere": "part.safetensors"}}))
 
 
+def index_without_metadata(folder: Path) -> None:
+    names = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").rename(folder / "part.safetensors")
+    index = {"weight_map": dict.fromkeys(names, "part.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def wider(folder: Path) -> None:
+    described = json.loads((folder / "config.json").read_text()) | {"intermediate_size": 96}
+    (folder / "config.json").write_text(json.dumps(described))
+
+
 def lacks_a_tensor(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     del weights["model.norm.weight"]
@@ -225,6 +237,8 @@ def list_of_nothing(folder: Path) -> None:
         (unknown_architecture, "has no architecture 'novel'. It has code of its own (auto_map), which is never run", 2),
         (missing_part, "lacks 1 of 1 files of its index, the first is model-00001-of-00002.safetensors", 2),
         (wrong_index, "says that part.safetensors has nowhere, but it has not: the index is wrong", 2),
+        (index_without_metadata, 'lacks what transformers reads: add the key "metadata": {}', 2),
+        (wider, "and config.json describes one with [", 2),
         (lacks_a_tensor, "lacks 1 tensors of its architecture, the first is model.norm.weight", 2),
         (cut_off, "is not a whole safetensors file", 2),
         (list_of_nothing, "config.json is not a JSON object: it does not describe a model", 2),
@@ -250,10 +264,26 @@ def test_folders_that_are_refused(
     assert message in " ".join(capsys.readouterr().err.split())
 
 
+def test_tensors_that_the_architecture_has_not_are_told(finished: RunFolder, write: Write, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(finished.export, tmp_path / "model"))
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").chmod(0o644)
+    save_file(
+        weights | {"model.surplus.weight": torch.ones(2)}, folder / "model.safetensors", metadata={"format": "pt"}
+    )
+    path = write("surplus", {"path": str(folder)}, "model")
+    with pytest.warns(CdrmixWarning, match="1 tensors of .*, the first is model.surplus.weight"):
+        cdrmix.train(Config.from_yaml(path))
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
         ({"path": "models/not-there"}, "there is no folder models/not-there"),
+        (
+            {"path": __file__, "made_by": str(Path(__file__).parents[2] / "configs" / "cpt-tiny-base.yaml")},
+            "is a file; name a folder",
+        ),
         ({"random": {"hidden_size": 32, "vocab_size": 300}}, "name the architecture as model_type"),
         ({"random": {**LLAMA, "model_type": "lama"}}, "transformers cannot make lama of these keys"),
         ({"random": {**LLAMA, "hidden_size": "wide"}}, "expected int, got str"),
