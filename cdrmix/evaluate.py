@@ -23,7 +23,7 @@ from cdrmix.hf.harness import HarnessScores, check_installed, evaluate_with_harn
 from cdrmix.hf.harness_model import HarnessModel, prompts_begin
 from cdrmix.hf.load import LoadedForeign, is_plain, load_alone
 from cdrmix.hf.tool_prompts import ToolFormat
-from cdrmix.inference.checkpoints import AVERAGE, MODEL, read_manifest
+from cdrmix.inference.checkpoints import AVERAGE, MANIFEST, MODEL, read_manifest
 from cdrmix.inference.generate import Row, decode, generate
 from cdrmix.inference.load import SUMS, Loaded, Trained, pointed_checkpoint, read_sums, run_of, tokenizer_file
 from cdrmix.inference.sampling import Sampling
@@ -227,7 +227,8 @@ def _weight_files(model: Path, step: int) -> dict[str, str]:
     elif is_plain(model):
         hashes = {}
     else:
-        files = read_manifest(run_of(model).checkpoints / f"step-{step:08d}")["files"]
+        checkpoint = model if (model / MANIFEST).is_file() else run_of(model).checkpoints / f"step-{step:08d}"
+        files = read_manifest(checkpoint)["files"]
         hashes = {name: entry["sha256"] for name, entry in files.items() if name in (MODEL, AVERAGE)}
     return {name: digest for name, digest in hashes.items() if name.endswith(".safetensors")}
 

@@ -137,6 +137,8 @@ def test_once(run: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
     assert row["measures"][0] == {"name": "length", "low": 0.0, "high": 9.0, "count": 1, "problem": None} | {
         "value": row["measures"][0]["value"]
     }
+    of_model = row["facts"].pop("model")
+    assert (of_model["step"], of_model["weights"]) == (4, {"model.safetensors": row["sha256"]})
     assert row["facts"] == {"threads": 1, "niceness": 1, "of the session": 1}
     assert row["options"]["seed"] == 1
     assert not list((run / "eval" / "queue").iterdir())
@@ -153,7 +155,7 @@ def test_once(run: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
     ("arguments", "message"),
     [
         ([], "evaluation.suites is empty; name suites by --suite"),
-        (["--suite", "cod"], 'evaluation.suites[0]: found "cod" (a string)\n    allowed: one of code'),
+        (["--suite", "cod"], 'evaluation.suites[0]: found "cod" (a string)\n    allowed: one of choices, code, domains'),
         (["--suite", "code", "train.steps=3"], "train.steps=3: `eval watch` takes only keys of the section evaluation"),
         (["--suite", "code", "evaluation.sets=absent"], "evaluation.sets: there is no folder absent"),
         (["--suite", "code", "evaluation.every=3"], "allowed: null, or a multiple of train.checkpoint_every=2"),
