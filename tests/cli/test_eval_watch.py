@@ -155,7 +155,10 @@ def test_once(run: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
     ("arguments", "message"),
     [
         ([], "evaluation.suites is empty; name suites by --suite"),
-        (["--suite", "cod"], 'evaluation.suites[0]: found "cod" (a string)\n    allowed: one of choices, code, domains'),
+        (
+            ["--suite", "cod"],
+            'evaluation.suites[0]: found "cod" (a string)\n    allowed: one of choices, code, domains',
+        ),
         (["--suite", "code", "train.steps=3"], "train.steps=3: `eval watch` takes only keys of the section evaluation"),
         (["--suite", "code", "evaluation.sets=absent"], "evaluation.sets: there is no folder absent"),
         (["--suite", "code", "evaluation.every=3"], "allowed: null, or a multiple of train.checkpoint_every=2"),
