@@ -293,9 +293,9 @@ def test_the_examples_of_the_documentation_run(run: Path, tmp_path: Path, monkey
     snapshot = run / "config_snapshot.yaml"
     # The examples train on the standard library; here on the text of the toy, and its steps.
     text = text.replace("experiments/RUN", str(run)).replace("configs/cdrmix-core-tiny.yaml", str(snapshot))
-    text = text.replace("train.steps=100", "train.steps=2")
+    text = text.replace("train.steps=100", "train.steps=2").replace("configs/ladder/", f"{ROOT}/configs/ladder/")
     examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(examples) == 6
+    assert len(examples) == 8
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(MIXERS, "_entries", dict(MIXERS._entries))  # an example registers a mixer
     names: dict[str, Any] = {}  # the examples of a page continue each other

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -77,7 +78,7 @@ def results(
     """(measures by name, facts, notes) of a suite by the command."""
     assert main(["eval", "--model", str(model), "--suite", suite, "--json", *options]) == 0
     (result,) = json.loads(capsys.readouterr().out)
-    assert "safe" not in json.dumps(result).lower()
+    assert not re.search(r"\bsafe\b", json.dumps(result).lower())
     return {measure["name"]: measure for measure in result["measures"]}, result["facts"], " ".join(result["notes"])
 
 

@@ -40,7 +40,7 @@ PUBLISHED = {
 @pytest.mark.parametrize("path", sorted(LADDER.rglob("*.yaml")), ids=lambda path: path.stem)
 def test_a_configuration_of_the_ladder_loads(path: Path) -> None:
     assert path.read_text().startswith("# ")
-    if path.stem in LADDERS:
+    if path.parent == LADDER and path.stem in LADDERS:
         rungs = plan_rungs(*read_ladder(path))
         assert [rung.name for rung in rungs] == [name for name in MICRO if name in [each.name for each in rungs]]
     elif path.parent == LADDER:

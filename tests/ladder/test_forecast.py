@@ -219,9 +219,11 @@ def test_bad_arguments_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "none.csv: cannot be read" in capsys.readouterr().err
 
 
-def test_the_example_of_the_page_runs() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "ladder.md").read_text()
-    (example,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+def test_the_examples_of_the_page_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    page = Path("docs/ladder.md").read_text()
     names: dict[str, Any] = {}
-    exec(example, names)
+    for example in re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
+        exec(example, names)
     assert names["found"].verdict is Outcome.PASS
+    assert [rung.name for rung in names["runner"].rungs] == ["micro-300k", "micro-1m"]
