@@ -145,6 +145,7 @@ def cdrmix(environment: dict[str, str], *options: str) -> subprocess.CompletedPr
     return subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_a_run_uses_the_entries_of_a_plugin(tmp_path: Path, arguments: Callable[..., list[str]]) -> None:
     environment = install(tmp_path, PLUGIN, "toy_plugin")
     runs = tmp_path / "runs"

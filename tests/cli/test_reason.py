@@ -123,6 +123,7 @@ def test_a_backbone_of_other_sizes_is_refused(
     assert "feed_forward.w_up with shape [4, 32, 16]; the configuration needs [4, 32, 32]" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_stage_b_begins_with_a_trained_backbone(finished: Path, arguments: Arguments, tmp_path: Path) -> None:
     overrides = arguments(*REASON, f"run.root={tmp_path}", f"reasoning.backbone={finished}")
     overrides += [f"reasoning.phases.{name}.steps=0" for name in PHASES if name != "acceptance"]

@@ -74,6 +74,7 @@ def kept(memory: Path) -> list[tuple[int, list[int]]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_second_process_answers_from_what_the_first_has_read(
     model: Path, book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,7 +117,7 @@ def test_what_the_controller_rolls_back_leaves_nothing(
     assert len(kept(tmp_path / "memory")) == told.count("written x1") == -(-len(calls) // 2)
 
 
-@pytest.mark.parametrize("attempt", range(2))
+@pytest.mark.parametrize("attempt", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_at_any_moment_no_commit_is_lost(model: Path, book: Path, tmp_path: Path, attempt: int) -> None:
     """Two kills at random moments, then a read to the end: the index equals that of an uninterrupted run."""
     options = ("--document", book, "--question", "thing number 3")

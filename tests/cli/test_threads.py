@@ -33,7 +33,10 @@ ODD = (
         pytest.param((*WIDE, "model.mixer_layers={}"), marks=pytest.mark.slow),
         pytest.param((*WIDE, "model.mixer_layers={mamba2: [0, 2]}"), marks=pytest.mark.slow),
         pytest.param(ODD, marks=pytest.mark.slow),
-        (*ODD, "model.mixer_layers={mamba2: [0]}", "model.mamba={d_state: 12, head_dim: 24}"),
+        pytest.param(
+            (*ODD, "model.mixer_layers={mamba2: [0]}", "model.mamba={d_state: 12, head_dim: 24}"),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["core", "hybrid", "odd", "odd hybrid"],
 )

@@ -58,7 +58,7 @@ def test_the_estimate_is_within_a_tenth_of_the_measured_peak(case: str) -> None:
         (8, "false", 32, 256),
         pytest.param(8, "true", 32, 256, marks=pytest.mark.slow),
         pytest.param(1, "false", 32, 256, marks=pytest.mark.slow),
-        (1, "false", 1024, 64),
+        pytest.param(1, "false", 1024, 64, marks=pytest.mark.slow),
         pytest.param(1, "true", 32, 256, marks=pytest.mark.slow),
     ],
 )
@@ -181,6 +181,7 @@ def test_a_refusal_names_what_would_fit_and_that_does_fit() -> None:
         assert fit(config_of("core-tiny", "train.batch_rows=64", *overrides), small, 1).fits
 
 
+@pytest.mark.slow
 def test_more_devices_are_proposed_with_nothing_else_changed() -> None:
     config = config_of("core-1b", "model.layers=4", "train.zero_stage=auto", "train.batch_rows=64")
     at_four = memory_of(config, "cuda", 4).total

@@ -67,7 +67,7 @@ def train(*overrides: str) -> tuple[StageBModel, list[dict[str, float]], Accepta
 
 
 @pytest.mark.usefixtures("judged")
-@pytest.mark.parametrize("branches", [1, 3])
+@pytest.mark.parametrize("branches", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_the_head_learns_to_reject_marked_chunks(branches: int) -> None:
     """On held-out episodes; the value head, fitted to the same rewards, makes the same decisions."""
     model, said, phase = train("reasoning.phases.acceptance.steps=30", f"reasoning.controller.max_branches={branches}")
@@ -158,6 +158,7 @@ def test_micro_batches_change_only_rounding() -> None:
     assert outcomes[0]["entropy"] == pytest.approx(outcomes[1]["entropy"])
 
 
+@pytest.mark.slow
 def test_a_task_that_no_one_can_solve_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     config, model, source = make()
     phase = AcceptancePhase(config, source)

@@ -261,6 +261,7 @@ def test_both_phases_run_and_are_the_same_again(training: Callable[[Config, int,
     assert all(torch.equal(outcomes[0][name], outcomes[1][name]) for name in outcomes[0])
 
 
+@pytest.mark.slow
 def test_imitation_learns_what_to_do(training: Callable[[Config, int, float], Config]) -> None:
     """After a hundred small steps most of what the expert does is met, 0.70 to 0.79 with three seeds. Heads of zeros
     begin with noop everywhere, a quarter of them."""

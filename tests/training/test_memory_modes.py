@@ -108,7 +108,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize(
     ("kinds", "modes", "in_two"),
     [
-        (["qwen3_moe"], FEW + FEW_NARROW, [FEW[1], FEW[2], FEW_NARROW[1]]),
+        pytest.param(["qwen3_moe"], FEW + FEW_NARROW, [FEW[1], FEW[2], FEW_NARROW[1]], marks=pytest.mark.slow),
         pytest.param(["llama"], ALL, ALL, marks=pytest.mark.slow),
         pytest.param(["qwen3_moe"], ALL, ALL, marks=pytest.mark.slow),
     ],
@@ -139,7 +139,12 @@ def relative_norm(found: dict[str, Tensor], expected: dict[str, Tensor]) -> floa
 @pytest.mark.parametrize(
     ("resumed", "frozen", "processes"),
     [
-        ([mode(2, "bf16", "optimizer", folder=True), mode(3, offload="all")], [mode(0), mode(3, "bf16", "all")], 1),
+        pytest.param(
+            [mode(2, "bf16", "optimizer", folder=True), mode(3, offload="all")],
+            [mode(0), mode(3, "bf16", "all")],
+            1,
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             [mode(0), *FEW[2:], *NARROW, mode(2, "bf16", "optimizer", folder=True)],
             [mode(0), mode(1), mode(2), mode(3), *NARROW],

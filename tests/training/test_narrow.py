@@ -13,7 +13,7 @@ BF16 = 2.0**-9  # its unit roundoff
 @pytest.mark.parametrize(
     ("processes", "stack", "stages"),
     [
-        (1, "tiny", (0, 1)),
+        pytest.param(1, "tiny", (0, 1), marks=pytest.mark.slow),
         pytest.param(1, "tiny", (2, 3), marks=pytest.mark.slow),
         pytest.param(2, "hybrid", (0, 1), marks=pytest.mark.slow),
         pytest.param(2, "tiny", (2, 3), marks=pytest.mark.slow),

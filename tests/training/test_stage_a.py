@@ -347,6 +347,7 @@ def test_a_step_reads_the_device_once(trainer: Trainer, monkeypatch: pytest.Monk
     assert between == [0] * len(between), "a step waits for the device elsewhere than in StepAccumulator.total"
 
 
+@pytest.mark.slow
 def test_a_profile_is_written_and_changes_no_weight(trainer: Trainer) -> None:
     plain, _ = trainer("train.steps=4")
     profiled, _ = trainer("train.steps=4", "train.profile={first: 2, steps: 2}")
