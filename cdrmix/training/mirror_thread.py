@@ -129,24 +129,28 @@ class MirrorThread:
 
     def _synchronise(self) -> None:
         mirror = self._mirror
-        mirror.claim()
         while (checkpoint := self._next()) is not None:
-            started = time.monotonic()
             try:
-                mirror.copy(checkpoint)
-            except CheckpointError as error:
-                self._damaged.add(_version(checkpoint))
-                self._say(f"warning: {checkpoint.name} is not mirrored: {error}")
-            else:
-                self._note(f"mirrored {checkpoint.name} to {mirror.path} in {time.monotonic() - started:.1f} s")
-                mirror.point_and_prune(checkpoint)
+                mirror.claim()  # since the last copy the drive may have been unmounted, or taken by another process
+                self._copy(checkpoint)
             finally:
                 with self._lock:
                     self._copying = None
-            mirror.claim()
+        mirror.claim()
         mirror.copy_files()
         if newest := list_checkpoints(self._run.checkpoints):
             mirror.point_and_prune(newest[-1])
+
+    def _copy(self, checkpoint: Path) -> None:
+        started = time.monotonic()
+        try:
+            self._mirror.copy(checkpoint)
+        except CheckpointError as error:
+            self._damaged.add(_version(checkpoint))
+            self._say(f"warning: {checkpoint.name} is not mirrored: {error}")
+        else:
+            self._note(f"mirrored {checkpoint.name} to {self._mirror.path} in {time.monotonic() - started:.1f} s")
+            self._mirror.point_and_prune(checkpoint)
 
     def _next(self) -> Path | None:
         """The first checkpoint that the mirror lacks. It is not removed while it is copied."""

@@ -219,6 +219,7 @@ print(type(first).__module__, type(again).__module__)
 """
 
 
+@pytest.mark.slow
 def test_remote_code_is_the_installed_package(exported: Exported, tmp_path: Path) -> None:
     """In a fresh process, without `register` and without a network; also for what transformers saves."""
     environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
