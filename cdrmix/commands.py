@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import sys
+from pathlib import Path
 
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_huggingface import HuggingFaceModel
@@ -163,13 +164,26 @@ def eval(options: argparse.Namespace) -> int:
     return 0
 
 
+def _check_plot(plot: Path | None) -> None:
+    if plot is not None and (plot.suffix != ".png" or plot.is_dir() or not plot.absolute().parent.is_dir()):
+        raise ConfigError(f"--plot {plot}: name a file FILE.png in a folder that exists")
+
+
+def _write_plot(plot: Path, picture: bytes) -> None:
+    from cdrmix.durable import write_atomically
+
+    try:
+        write_atomically(plot, picture)
+    except OSError as error:
+        raise ConfigError(f"--plot {plot}: cannot be written: {error.strerror}") from error
+
+
 def _eval_tasks(options: argparse.Namespace) -> int:
     from cdrmix.evaluate import evaluate_tasks
 
     if options.config or options.overrides:
         raise ConfigError("--tasks does not use a configuration: remove --config and the overrides")
-    if options.plot is not None and (options.plot.suffix != ".png" or not options.plot.absolute().parent.is_dir()):
-        raise ConfigError(f"--plot {options.plot}: name a file FILE.png in a folder that exists")
+    _check_plot(options.plot)
     scores = evaluate_tasks(
         options.model,
         options.tasks,
@@ -179,10 +193,9 @@ def _eval_tasks(options: argparse.Namespace) -> int:
         device=_device(options),
     )
     if options.plot is not None:
-        from cdrmix.durable import write_atomically
         from cdrmix.report.plots_tasks import draw_scores
 
-        write_atomically(options.plot, draw_scores(scores, title=str(options.model)))
+        _write_plot(options.plot, draw_scores(scores, title=str(options.model)))
     print(json.dumps(scores.as_json(), indent=2, allow_nan=False) if options.json else scores.table())
     return 0
 
@@ -397,8 +410,7 @@ def ladder_forecast(options: argparse.Namespace) -> int:
     from cdrmix.ladder.presentation import forecast_json, forecast_picture, forecast_text
     from cdrmix.ladder.verdict import Outcome
 
-    if options.plot is not None and (options.plot.suffix != ".png" or not options.plot.absolute().parent.is_dir()):
-        raise ConfigError(f"--plot {options.plot}: name a file FILE.png in a folder that exists")
+    _check_plot(options.plot)
     if options.losses.is_dir():
         from cdrmix.ladder.state import forecast_of_ladder
 
@@ -407,9 +419,7 @@ def ladder_forecast(options: argparse.Namespace) -> int:
         forecast = forecast_of_table(options.losses, options.rung)
     print(json.dumps(forecast_json(forecast), indent=2, allow_nan=False) if options.json else forecast_text(forecast))
     if options.plot is not None:
-        from cdrmix.durable import write_atomically
-
-        write_atomically(options.plot, forecast_picture(forecast))
+        _write_plot(options.plot, forecast_picture(forecast))
     return 0 if forecast.verdict in (None, Outcome.PASS) else 1
 
 

@@ -24,6 +24,16 @@ def wilson(right: float, count: int) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
+def score_interval(scores: Sequence[float], seed: int = 0) -> tuple[float | None, float | None]:
+    """The interval of the mean of scores from 0 to 1 of independent items: Wilson's if all are 0 or 1, else bootstrap.
+
+    By bootstrap, items that have all failed would have an interval without width.
+    """
+    if scores and set(scores) <= {0.0, 1.0}:
+        return wilson(sum(scores), len(scores))
+    return mean_interval(scores, seed)
+
+
 def mean_interval(values: Sequence[float], seed: int = 0) -> tuple[float | None, float | None]:
     """The percentile interval of the mean by bootstrap over independent values; None for fewer than two."""
     return ratio_interval(values, [1.0] * len(values), seed)

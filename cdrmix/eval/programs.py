@@ -5,7 +5,8 @@ compile_rate: the share of completions of held-out function heads that compile a
 pass@k: 1 - C(n - c, k) / C(n, k) for c of n samples that pass, averaged over problems (arXiv 2107.03374, equation 1).
 Prompts end without their last line break, which the model writes, because tokenizers join it with the indentation after
 it, and often with the colon before it: the writer may replace the last token of a prompt by one that begins with it.
-Intervals: 95 %, bootstrap over problems (functions), whose samples stay together.
+Intervals: 95 %, over problems (functions), whose samples stay together: Wilson's if each problem has passed or failed
+    with all of them, bootstrap otherwise.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 
 from cdrmix.errors import CdrmixError, ConfigError, CorpusError
 from cdrmix.eval.data_sets import HUMAN_EVAL, MBPP, DataSet, read_set
+from cdrmix.eval.intervals import score_interval
 from cdrmix.eval.overlap import contamination
 from cdrmix.eval.sandbox import Program, Sandbox
 from cdrmix.eval.suites import SUITES, Measure, Subject, SuiteOptions, SuiteResult, Writing
@@ -27,7 +29,6 @@ KS = (1, 5, 10)
 HEADS = 200  # held-out functions, at most
 CONTEXT = 1500  # characters of a document before a function's head that the model sees
 BODY = 4000  # characters; a longer human body is not taken
-RESAMPLES = 2000
 STOP = ("\nassert", "\nprint", "\nif ", "\n#", '\n"""')
 STOP_BODY = (*STOP, "\nclass ", "\ndef ", "\n@")  # where the text is the body of a function
 _HEAD = re.compile(r"^(?:async )?def \w+\(.*\)(?: *->.*)?:(?=[ \t]*\n)", re.MULTILINE)
@@ -61,14 +62,6 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
     for number in range(samples - passed + 1, samples + 1):  # the product is stable where the coefficients overflow
         missed *= max(0.0, 1 - k / number)
     return 1 - missed
-
-
-def interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
-    """The 95 % percentile interval of the mean by bootstrap over the values."""
-    data = np.asarray(values, np.float64)
-    draws = np.random.default_rng(seed).integers(0, len(data), (RESAMPLES, len(data)))
-    low, high = np.percentile(data[draws].mean(1), (2.5, 97.5))
-    return float(low), float(high)
 
 
 def cut(text: str) -> str:
@@ -208,7 +201,7 @@ def _compile_rates(
         outcomes[name] = dict(Counter(verdict.outcome for verdict in verdicts))
         passed = np.array([verdict.outcome == "passed" for verdict in verdicts], np.float64)
         shares = passed.reshape(len(heads), -1).mean(1).tolist()
-        measures.append(Measure(name, float(np.mean(shares)), *interval(shares), len(heads)))
+        measures.append(Measure(name, float(np.mean(shares)), *score_interval(shares), len(heads)))
         say(f"{name}: {measures[-1].value:.3f} of {len(sources)} completions")
     return measures
 
@@ -234,7 +227,7 @@ def _pass_rates(
     measures = []
     for k in ks:
         values = [pass_at_k(options.samples, int(count), k) for count in passed]
-        measures.append(Measure(f"{name} pass@{k}", float(np.mean(values)), *interval(values), len(problems)))
+        measures.append(Measure(f"{name} pass@{k}", float(np.mean(values)), *score_interval(values), len(problems)))
     return measures
 
 

@@ -17,7 +17,7 @@ import pytest
 from cdrmix.errors import ConfigError, CorpusError
 from cdrmix.eval.data_sets import HUMAN_EVAL, MBPP, read_set
 from cdrmix.eval.overlap import overlaps
-from cdrmix.eval.programs import code, cut, function_heads, human_eval_problems, interval, mbpp_problems, pass_at_k
+from cdrmix.eval.programs import code, cut, function_heads, human_eval_problems, mbpp_problems, pass_at_k
 from cdrmix.eval.sandbox import NEEDED, Sandbox, probe
 from cdrmix.eval.suites import Subject, SuiteOptions, SuiteResult, Writing
 
@@ -81,14 +81,6 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_pass() -> None:
     for n, c, k in ((2, 1, 3), (2, 3, 1), (2, -1, 1), (2, 1, 0)):
         with pytest.raises(ValueError, match="is not defined"):
             pass_at_k(n, c, k)
-
-
-def test_the_interval_is_that_of_a_share() -> None:
-    """164 problems at 0.4: 1.96 standard errors of sqrt(0.4 x 0.6 / 164); 2,000 draws give it to about 5 %."""
-    low, high = interval([1.0] * 66 + [0.0] * 98)
-    half = 1.96 * (66 / 164 * 98 / 164 / 164) ** 0.5
-    assert (high - low) / 2 == pytest.approx(half, rel=0.1)
-    assert interval([1.0] * 5) == (1.0, 1.0)
 
 
 def test_a_completion_is_cut_at_the_first_dedent() -> None:

@@ -214,9 +214,14 @@ def test_bad_arguments_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     table.write_text(TABLE.replace("1b,1.3e20,", "1b,1.3e20,,"))
     assert cli.main(["ladder", "forecast", str(table), "--rung", "500mm"]) == 2
     assert "did you mean 500m?" in capsys.readouterr().err
-    assert cli.main(["ladder", "forecast", str(table), "--plot", "x.jpg"]) == 2
     assert cli.main(["ladder", "forecast", str(tmp_path / "none.csv")]) == 2
     assert "none.csv: cannot be read" in capsys.readouterr().err
+    folder, table = tmp_path / "folder.png", tmp_path / "good.csv"
+    folder.mkdir()
+    table.write_text(TABLE)
+    for plot in ("x.jpg", str(folder), "/proc/x.png"):  # no file can be made in /proc
+        assert cli.main(["ladder", "forecast", str(table), "--plot", plot]) == 2
+        assert f"--plot {plot}: " in capsys.readouterr().err
 
 
 def test_the_examples_of_the_page_run(monkeypatch: pytest.MonkeyPatch) -> None:
