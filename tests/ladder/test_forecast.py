@@ -218,7 +218,7 @@ def test_bad_arguments_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "none.csv: cannot be read" in capsys.readouterr().err
     folder, table = tmp_path / "folder.png", tmp_path / "good.csv"
     folder.mkdir()
-    table.write_text(TABLE)
+    table.write_text(TABLE.replace("1b,1.3e20,", "1b,1.3e20,,"))
     for plot in ("x.jpg", str(folder), "/proc/x.png"):  # no file can be made in /proc
         assert cli.main(["ladder", "forecast", str(table), "--plot", plot]) == 2
         assert f"--plot {plot}: " in capsys.readouterr().err
