@@ -1,24 +1,36 @@
-"""Durable files: atomic replacement, checksums, and the error for a full disk."""
+"""Durable files: atomic replacement, checksums, locks, and the error for a full disk."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from safetensors import SafetensorError
 
-from cdrmix.errors import DiskFullError
+from cdrmix.errors import ConfigError, DiskFullError
 
 
 def sha256_file(path: Path) -> str:
     """The SHA-256 of a file, hexadecimal. The file is read in blocks, so memory is bounded."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def lock_file(file: IO[str], used: Callable[[], str]) -> None:
+    """Locks an open file against other processes, until it is closed. Raises ConfigError if another one has the lock.
+
+    used: the message of the error; it gets the remedy.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(f"{used()}; wait until it ends, or stop it") from error
 
 
 def sync_file(path: Path) -> None:

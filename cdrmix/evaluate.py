@@ -92,7 +92,7 @@ def evaluate_tasks(
     """
     names = evaluations(tasks)
     loaded = load_alone(model, device)
-    return evaluate_by_length(
+    scores = evaluate_by_length(
         names,
         lengths,
         _answerer(loaded),
@@ -100,6 +100,22 @@ def evaluate_tasks(
         count=count,
         seed=seed,
         training_length=loaded.config.data.row_length,
+        say=to_standard_error,
+    )
+    if all(score.problem for score in scores.scores):
+        problems = "; ".join(scores.problems)
+        raise ConfigError(f"--lengths: no evaluation has questions of these lengths; {problems}")
+    return scores
+
+
+def _harness_model(loaded: Loaded | LoadedForeign, batch_size: int, max_length: int | None) -> HarnessModel:
+    """Log-likelihoods and texts of a model. max_length: tokens that it reads; None: the row length of its training."""
+    return HarnessModel(
+        loaded.model,
+        loaded.tokenizer,
+        begins=prompts_begin(loaded),
+        max_length=max_length or loaded.config.data.row_length,
+        batch_size=batch_size,
         say=to_standard_error,
     )
 
@@ -179,14 +195,7 @@ def evaluate_suites(
         text=prepared,
         own_text=config_path is None and not overrides,
     )
-    scorer = HarnessModel(
-        loaded.model,
-        loaded.tokenizer,
-        begins=prompts_begin(loaded),
-        max_length=max_length or loaded.config.data.row_length,
-        batch_size=batch_size,
-        say=to_standard_error,
-    )
+    scorer = _harness_model(loaded, batch_size, max_length)
 
     def scored() -> DocumentScores:
         shards, config = prepared()
@@ -274,14 +283,7 @@ def evaluate_harness(
         return (text.decode("utf-8") for text in shards.valid.text())
 
     return evaluate_with_harness(
-        HarnessModel(
-            loaded.model,
-            loaded.tokenizer,
-            begins=prompts_begin(loaded),
-            max_length=max_length or loaded.config.data.row_length,
-            batch_size=batch_size,
-            say=to_standard_error,
-        ),
+        _harness_model(loaded, batch_size, max_length),
         tasks,
         name=str(model),
         step=loaded.step,

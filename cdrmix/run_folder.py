@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import fcntl
 import importlib.metadata
 import json
 import os
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cdrmix.config.schema import Config
-from cdrmix.durable import disk_guard, write_atomically
+from cdrmix.durable import disk_guard, lock_file, write_atomically
 from cdrmix.errors import ConfigError, DiskFullError, ShardError
 
 PACKAGES = ("cdrmix", "torch", "deepspeed", "numpy", "tokenizers", "safetensors", "pydantic", "triton", "numba")
@@ -206,12 +205,7 @@ class RunFolder:
             yield
             return
         with self.log.open("a") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise ConfigError(
-                    f"{self.path}: another process is working on this run; wait until it ends, or stop it"
-                ) from error
+            lock_file(file, lambda: f"{self.path}: another process is working on this run")
             yield
 
     def is_locked(self) -> bool:

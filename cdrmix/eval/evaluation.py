@@ -166,27 +166,6 @@ def evaluate_by_length(
     training_length: int,
     say: Callable[[str], None],
 ) -> Scores:
-    """`scores_by_length`; raises ConfigError if no evaluation has questions of any of the lengths."""
-    result = scores_by_length(
-        names, lengths, answer, tokenizer, count=count, seed=seed, training_length=training_length, say=say
-    )
-    if all(score.problem for score in result.scores):
-        problems = "; ".join(result.problems)
-        raise ConfigError(f"--lengths: no evaluation has questions of these lengths; {problems}")
-    return result
-
-
-def scores_by_length(
-    names: Sequence[str],
-    lengths: Sequence[int],
-    answer: Answerer,
-    tokenizer: TextTokenizer,
-    *,
-    count: int,
-    seed: int,
-    training_length: int,
-    say: Callable[[str], None],
-) -> Scores:
     """Scores `count` questions of each evaluation (names from `evaluations`) at each length in tokens.
 
     A question with its answer has at most that many tokens, and at least the share LEAST of them. answer: generates the

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from cdrmix.errors import CdrmixError
-from cdrmix.eval.evaluation import Score, evaluations, scores_by_length
+from cdrmix.eval.evaluation import Score, evaluate_by_length, evaluations
 from cdrmix.eval.intervals import wilson
 from cdrmix.eval.suites import SUITES, Measure, Subject, SuiteOptions, SuiteResult
 
@@ -32,7 +32,7 @@ def long(subject: Subject, options: SuiteOptions, say: Callable[[str], None]) ->
         scores.append([])
         for tokens in lengths:
             try:
-                found = scores_by_length(
+                found = evaluate_by_length(
                     [name],
                     [tokens],
                     parts.answer,

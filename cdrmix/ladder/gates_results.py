@@ -89,30 +89,17 @@ def in_band(facts: Facts) -> Verdict:
     return Verdict(outcome, reason, value, low, high, high, found["rungs"])
 
 
-def suite_at_least(suite: str, name: str, limit: float, command: str) -> Gate:
-    """A share of a suite is at least `limit`. command: computes it."""
+def suite_share(suite: str, name: str, limit: float, command: str, *, at_least: bool) -> Gate:
+    """A share of a suite is at least, or else at most, `limit`. command: computes it."""
 
-    def at_least(facts: Facts) -> Verdict:
+    def gate(facts: Facts) -> Verdict:
         measures = facts.measures(suite, name)
         share = pooled(measures)
-        return (
-            _missing(facts, measures, name, command) if share is None else of_share(share, limit, name, at_least=True)
-        )
+        if share is None:
+            return _missing(facts, measures, name, command)
+        return of_share(share, limit, name, at_least=at_least)
 
-    return at_least
-
-
-def suite_at_most(suite: str, name: str, limit: float, command: str) -> Gate:
-    """A share of a suite is at most `limit`. command: computes it."""
-
-    def at_most(facts: Facts) -> Verdict:
-        measures = facts.measures(suite, name)
-        share = pooled(measures)
-        return (
-            _missing(facts, measures, name, command) if share is None else of_share(share, limit, name, at_least=False)
-        )
-
-    return at_most
+    return gate
 
 
 def pooled(measures: Sequence[Json]) -> Share | None:

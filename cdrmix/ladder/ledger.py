@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import fcntl
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from cdrmix.durable import disk_guard, sha256_file, write_atomically
+from cdrmix.durable import disk_guard, lock_file, sha256_file, write_atomically
 from cdrmix.errors import ConfigError, LedgerError
 from cdrmix.run_folder import finite
 
@@ -177,10 +176,5 @@ def locked(root: Path) -> Iterator[None]:
             f"ladder.root: cannot use {root}: {error.strerror}; set a folder that you can write"
         ) from error
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(
-                f"{root}: another process is working on this ladder; wait until it ends, or stop it"
-            ) from error
+        lock_file(file, lambda: f"{root}: another process is working on this ladder")
         yield

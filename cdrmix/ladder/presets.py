@@ -161,14 +161,14 @@ def _tasks() -> Check:
 
 
 def _share(name: str, group: str, suite: str, measure: str, limit: float, command: str) -> Check:
-    gate = gates_results.suite_at_least(suite, measure, limit, command)
+    gate = gates_results.suite_share(suite, measure, limit, command, at_least=True)
     return Check(name, group, gate, ("results", "foreign_results"), f"{suite}: {measure} at least {limit:g}")
 
 
 def _production() -> list[Check]:
     results = ("results", "foreign_results")
     tools = gates_results.mean_at_least("tools", TOOL_SETS, 0.85, TOOLS)
-    leak = gates_results.suite_at_most("leak", "verbatim_train", 0.01, LEAK)
+    leak = gates_results.suite_share("leak", "verbatim_train", 0.01, LEAK, at_least=False)
     latency = gates_results.latency_at_most(5.0, LATENCY)
     memory = gates_results.memory_at_most(8.0, LATENCY)
     return [

@@ -8,8 +8,8 @@ starts again goes on from these rows and from the queue.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
-import fcntl
 import json
 import os
 import signal
@@ -23,9 +23,10 @@ from typing import Any
 
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_evaluation import Evaluation
-from cdrmix.durable import write_atomically
+from cdrmix.durable import lock_file, write_atomically
 from cdrmix.errors import CheckpointError, ConfigError
 from cdrmix.eval.rows import last_results, lines, read_rows
+from cdrmix.eval.suites import SuiteOptions
 from cdrmix.run_folder import RunFolder
 from cdrmix.runtime import device_type
 from cdrmix.training.faults import StopRequest
@@ -35,21 +36,7 @@ from cdrmix.watch.worker import Job
 
 POLL = 0.5  # seconds between two looks at the checkpoints and at the process that evaluates
 MOST_INTERRUPTIONS = 2  # after so many the evaluation of a suite on a checkpoint counts as failed
-# The keys of the section that are options of suites.
-OPTIONS = {
-    "seed",
-    "samples",
-    "limit",
-    "temperature",
-    "max_new_tokens",
-    "sets",
-    "seconds",
-    "megabytes",
-    "allow_unsafe",
-    "canaries",
-    "policy",
-    "verbatim_tokens",
-}
+OPTIONS = {field.name for field in dataclasses.fields(SuiteOptions)}  # keys of the section with the same names
 Say = Callable[[str], None]
 
 
@@ -121,14 +108,13 @@ def _locked(run: RunFolder) -> Iterator[None]:
     except FileExistsError as error:
         raise ConfigError(f"{run.evaluation} is a file; the results of suites need a folder of this name") from error
     with path.open("a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+
+        def other() -> str:
             file.seek(0)
-            raise ConfigError(
-                f"{run.path}: another `cdrmix eval watch` works on this run: {file.read().strip() or 'it just began'}; "
-                "wait until it ends, or stop it"
-            ) from error
+            began = file.read().strip() or "it just began"
+            return f"{run.path}: another `cdrmix eval watch` works on this run: {began}"
+
+        lock_file(file, other)
         file.truncate(0)
         file.write(f"{_process()}, since {_now()}\n")
         file.flush()

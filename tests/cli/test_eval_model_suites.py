@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("pydantic", reason="needs pydantic, which is not installed")
-
 from cdrmix.cli import main
 from cdrmix.eval import latency
 from cdrmix.eval.evaluation import EVALUATIONS, evaluations

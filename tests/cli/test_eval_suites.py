@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("pydantic", reason="needs pydantic, which is not installed")
-
 from cdrmix.cli import main
 from cdrmix.eval.data_sets import HUMAN_EVAL
 from cdrmix.eval.sandbox import NEEDED, probe

@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("pydantic", reason="needs pydantic, which is not installed")
-
 import torch
 from safetensors.torch import load_file, save_file
 

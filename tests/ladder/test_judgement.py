@@ -126,7 +126,8 @@ def test_holm_bounds_the_runs_that_fail_by_chance() -> None:
     Of 400 runs at most 9 % are allowed: four standard errors above 5 %.
     """
     checks = [
-        Check(f"x{i}", "", gates_results.suite_at_least("x", f"x{i}", 0.5, ""), ("results",), "") for i in range(12)
+        Check(f"x{i}", "", gates_results.suite_share("x", f"x{i}", 0.5, "", at_least=True), ("results",), "")
+        for i in range(12)
     ]
     rng = np.random.default_rng(2)
     failed, without = 0, 0

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("pydantic", reason="needs pydantic, which is not installed")
-
 from cdrmix.ladder.ledger import Ledger
 
 KILLS = 20

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("pydantic", reason="needs pydantic, which is not installed")
 import torch
 
 import cdrmix
