@@ -34,6 +34,8 @@ def add_commands(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -
     climb.add_argument("--dry-run", action="store_true", help=text)
     text = "promote rungs whatever their gates say; the ledger records the reason"
     climb.add_argument("--lenient", metavar="REASON", help=text)
+    text = "sign the evidence of each rung with this private key of ssh"
+    climb.add_argument("--sign", type=Path, metavar="KEY", help=text)
     text = "processes of the training on this machine (default 1)"
     climb.add_argument("--nproc", type=int, default=1, metavar="N", help=text)
 
@@ -56,6 +58,7 @@ def run(options: argparse.Namespace) -> int:
         ladder,
         options.overrides if isinstance(ladder, Path) else (),
         lenient=options.lenient,
+        sign_with=options.sign,
         processes=options.nproc,
         say=_say,
     )

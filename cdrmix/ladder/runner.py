@@ -21,6 +21,7 @@ from cdrmix.errors import CdrmixError, CheckpointError, ConfigError, Preempted
 from cdrmix.evaluate import evaluate_suites
 from cdrmix.inference.load import SUMS, read_sums
 from cdrmix.ladder import infrastructure
+from cdrmix.ladder.evidence import check_key
 from cdrmix.ladder.forecast import Forecast, Law, forecast
 from cdrmix.ladder.infrastructure import Check
 from cdrmix.ladder.judgement import Judgement, judge
@@ -69,6 +70,7 @@ class PipelineRunner:
         data_factory: returns the section `data`. It may name sources that the caller has registered.
         lenient: the reason why rungs are promoted whatever the gates say; the ledger records it. None: as the file
             says.
+        sign_with: a private key of ssh, which signs the evidence of each rung that is judged.
         processes: number of processes of the training on this machine. With more than one, registered parts must be
             those of plugins, because other processes do not see the caller's.
         say: receives progress messages.
@@ -85,6 +87,7 @@ class PipelineRunner:
         model_factory: ModelFactory | None = None,
         data_factory: DataFactory | None = None,
         lenient: str | None = None,
+        sign_with: Path | None = None,
         processes: int = 1,
         say: Callable[[str], None] = print,
     ) -> None:
@@ -96,12 +99,14 @@ class PipelineRunner:
             self.ladder, beside = read_ladder(Path(config), overrides)
         if lenient is not None and not lenient.strip():
             raise ConfigError("--lenient: give the reason; the ledger records it")
+        if sign_with is not None:
+            check_key(sign_with)
         if processes < 1:
             raise ConfigError(f"processes must be at least 1; found {processes}")
         self.root = Path(self.ladder.root).expanduser()
         self.rungs = plan_rungs(self.ladder, beside, model_factory=model_factory, data_factory=data_factory)
         self.lenient = lenient or (None if self.ladder.strict else self.ladder.reason)
-        self.processes, self.say = processes, say
+        self.sign_with, self.processes, self.say = sign_with, processes, say
 
     @property
     def history(self) -> list[Entry]:
@@ -326,6 +331,7 @@ class PipelineRunner:
             forecast=state.forecast_with_loss(),
             custom_gates=self.ladder.custom_gates,
             lenient=lenient,
+            sign_with=self.sign_with,
             say=self.say,
         )
         made = state.forecast_with_loss()

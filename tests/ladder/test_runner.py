@@ -6,6 +6,7 @@ import fcntl
 import json
 import shutil
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -188,6 +189,7 @@ def test_another_process_has_the_ladder(climbed: Path, copy: Path, capsys: pytes
         (("ladder.forecast.exponents=[0.3, 0.2]",), "the smaller one first"),
         (("--lenient", " "), "--lenient: give the reason"),
         (("--nproc", "0"), "--nproc"),
+        (("--sign", "no-key"), "ssh"),  # there is no such file, or no ssh-keygen
         (("train.steps=7",), "allowed: at the top: ladder"),
     ],
 )
@@ -243,6 +245,33 @@ def test_ctrl_c_and_a_changed_recipe(
     assert main(["ladder", "status", str(root), "--json"]) == 0
     state = json.loads(capsys.readouterr().out)[-1]
     assert (state["name"], state["earlier_attempts"], state["judged"]["outcome"]) == ("toy-c", 1, "FAIL")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="needs ssh-keygen")
+def test_suites_and_the_full_gates(climbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The figures of the suites reach the gates, what is measured again too, and the evidence is signed."""
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "key"], check=True)
+    signers = tmp_path / "signers"
+    signers.write_text(f"ladder@example.org {(tmp_path / 'key.pub').read_text()}")
+    root = tmp_path / "own"
+    more = ("ladder.gates=full", "ladder.suites=[domains, routing]", "--sign", str(tmp_path / "key"))
+    assert run(climbed, root, "--up-to", "toy-a", *more) == 14  # six steps do not reach the loss that full demands
+    judged = Ledger(root).of("judged", "toy-a")[0]
+    verdicts = judged.facts["verdicts"]
+    assert {verdicts[name] for name in ("finite", "determinism", "resume", "export")} == {"PASS"}
+    assert verdicts["tasks"] == "NOT_MEASURED"  # no suite of choices
+    path = run_of(root, "toy-a")
+    assert f"{path.relative_to(root)}/suites.json" in judged.record["files"]
+    assert {result["suite"] for result in json.loads((path / "suites.json").read_text())} == {"domains", "routing"}
+    capsys.readouterr()
+    assert main(["evidence", "verify", str(path / "export"), "--allowed-signers", str(signers)]) == 14
+    assert "ladder@example.org" in capsys.readouterr().out
+    written = (path / "suites.json").stat().st_mtime_ns
+    assert run(climbed, root, "--up-to", "toy-a", *more, "--lenient", "a toy") == 0
+    assert (path / "suites.json").stat().st_mtime_ns == written  # a suite is run once
+    (path / "suites.json").write_text("[]")
+    assert main(["ladder", "status", str(root)]) == LedgerError.exit_code
 
 
 @pytest.mark.slow
