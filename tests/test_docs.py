@@ -40,7 +40,7 @@ def code(page: Path) -> list[str]:
 
 def commands() -> Iterator[tuple[str, list[str]]]:
     for page in PAGES:
-        for line in "".join(blocks(page, "sh")).splitlines():
+        for line in "".join(blocks(page, "sh")).replace("\\\n", " ").splitlines():
             arguments = shlex.split(line, comments=True)
             if arguments:
                 yield page.name, arguments
