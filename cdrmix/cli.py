@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from cdrmix import cli_checkpoints, cli_ladder, commands
+from cdrmix import cli_checkpoints, cli_eval, cli_ladder, commands
+from cdrmix.cli_common import add_checkpoint, add_device, add_model, name_list, positive_integer, seed_list
 from cdrmix.cli_gates import add_gate
 from cdrmix.data.escaping import escape_unprintable
 from cdrmix.errors import CdrmixError, CdrmixWarning, ConfigError, DiskFullError, Preempted
@@ -159,7 +160,9 @@ def parser() -> argparse.ArgumentParser:
     train = add(
         "train", commands.train, "run everything: prepare the text, train, evaluate, export, report", config=True
     )
-    train.add_argument("--nproc", type=_positive, default=1, metavar="N", help="number of processes on this machine")
+    train.add_argument(
+        "--nproc", type=positive_integer, default=1, metavar="N", help="number of processes on this machine"
+    )
     train.add_argument(
         "--resume", metavar="auto|PATH", help="continue a run: auto is the newest unfinished run of this configuration"
     )
@@ -181,7 +184,7 @@ def parser() -> argparse.ArgumentParser:
         help="plan for this device (default: the device that run.device selects on this machine)",
     )
     plan.add_argument(
-        "--gpus", type=_positive, default=1, metavar="N", help="number of devices, one process each (default 1)"
+        "--gpus", type=positive_integer, default=1, metavar="N", help="number of devices, one process each (default 1)"
     )
     plan.add_argument("--json", action="store_true", help="print JSON instead of a table; unknown values are null")
     add("params", commands.params, "count stored and active parameters without building the model", config=True)
@@ -191,15 +194,9 @@ def parser() -> argparse.ArgumentParser:
         "of right answers to generated questions, by length; with --harness: run tasks of lm-eval; with --suite: "
         "run suites, such as code, choices, long, leak, latency"
     )
-    _eval_options(add("eval", commands.eval, text, config=False))
+    cli_eval.add_eval_options(add("eval", cli_eval.eval, text, config=False))
     text = "measure suites on the checkpoints of a run while it is trained, in processes of low priority"
-    watch = add("eval watch", commands.eval_watch, text)
-    watch.set_defaults(config=None)  # takes overrides
-    watch.add_argument("run", type=Path, metavar="RUN", help="the run folder")
-    text = "suites, such as code (default: evaluation.suites of the run); evaluation.samples=5 sets another key"
-    watch.add_argument("--suite", type=_names, metavar="A,B", help=text)
-    watch.add_argument("--once", action="store_true", help="evaluate the newest checkpoint that is there, and end")
-    watch.add_argument("--parent", type=_positive, help=argparse.SUPPRESS)  # the training that started it
+    cli_eval.add_watch_options(add("eval watch", cli_eval.eval_watch, text))
     text = "continue a prompt and print the text while it is generated"
     _generate_options(add("generate", commands.generate, text))
     text = "write the model of a run to a read-only folder with checksums"
@@ -208,12 +205,12 @@ def parser() -> argparse.ArgumentParser:
     ablate = add(
         "ablate", commands.ablate, "train small models with a mechanism on and off, and print a comparison", config=True
     )
-    ablate.add_argument("--seeds", type=_seeds, metavar="1,2,3", help="seeds to run (default: those of the file)")
-    ablate.add_argument("--arms", type=_names, metavar="A,B", help="arms to run (default: all)")
+    ablate.add_argument("--seeds", type=seed_list, metavar="1,2,3", help="seeds to run (default: those of the file)")
+    ablate.add_argument("--arms", type=name_list, metavar="A,B", help="arms to run (default: all)")
     ablate.add_argument(
         "--out", type=Path, metavar="FOLDER", help="folder of the results (default: experiments/ablations)"
     )
-    _add_ladder(subparsers)
+    cli_ladder.add_ladder(subparsers)
     cli_checkpoints.add_checkpoints(subparsers)
     add_gate(subparsers)
     compare = add(
@@ -227,33 +224,14 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def _eval_options(evaluate: argparse.ArgumentParser) -> None:
-    _model(evaluate)
-    _checkpoint(evaluate, "last")
-    _device(evaluate)
-    evaluate.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    text = "tasks or families of tasks, such as recall,ruler,mqar,babilong; all: every one"
-    evaluate.add_argument("--tasks", type=_names, metavar="A,B", help=text)
-    default = ",".join(f"{length // 1024}k" for length in commands.LENGTHS)
-    text = f"tokens of a question with its answer (default {default}; 1k is 1024); may be beyond the training length"
-    evaluate.add_argument("--lengths", type=_lengths, metavar="1k,4k", help=text)
-    evaluate.add_argument(
-        "--count", type=_positive, metavar="N", help=f"questions of each task and length (default {commands.COUNT})"
-    )
-    evaluate.add_argument("--seed", type=int, metavar="N", help=f"which questions (default {commands.SEED})")
-    evaluate.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the table as a picture too")
-    _harness_options(evaluate)
-    _suite_options(evaluate)
-
-
 def _generate_options(generate: argparse.ArgumentParser) -> None:
-    _model(generate)
-    _checkpoint(generate, "last")
-    _device(generate)
+    add_model(generate)
+    add_checkpoint(generate, "last")
+    add_device(generate)
     text = "text to continue (default: empty, which begins a new document); may be repeated"
     generate.add_argument("--prompt", action="append", metavar="TEXT", help=text)
     text = "continue each prompt N times, in batches, with the seeds SEED, SEED + 1, ... (default 1)"
-    generate.add_argument("--samples", type=_positive, default=1, metavar="N", help=text)
+    generate.add_argument("--samples", type=positive_integer, default=1, metavar="N", help=text)
     generate.add_argument("--json", action="store_true", help="print a line of JSON for each text: prompt, seed, text")
     generate.add_argument(
         "--temperature",
@@ -285,8 +263,8 @@ def _generate_options(generate: argparse.ArgumentParser) -> None:
 
 
 def _export_options(export: argparse.ArgumentParser) -> None:
-    _model(export)
-    _checkpoint(export, "the run's export.checkpoint")
+    add_model(export)
+    add_checkpoint(export, "the run's export.checkpoint")
     where = export.add_mutually_exclusive_group()
     text = "folder to create (default: export/ in the run folder; a finished run has it already)"
     where.add_argument("--out", type=Path, metavar="PATH", help=text)
@@ -315,48 +293,10 @@ def _add_data(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
     inspect.add_argument("shards", type=Path, metavar="SHARDS", help="the folder that `cdrmix data prepare` prints")
     inspect.add_argument("--split", choices=["train", "valid"], default="train", help="which split (default: train)")
     inspect.add_argument("--row", type=int, metavar="N", help="first row to print, counted from 0 (default 0)")
-    inspect.add_argument("--rows", type=_positive, default=1, metavar="N", help="number of rows to print (default 1)")
+    inspect.add_argument(
+        "--rows", type=positive_integer, default=1, metavar="N", help="number of rows to print (default 1)"
+    )
     inspect.add_argument("--domain", metavar="NAME", help="print only rows of this domain")
-
-
-def _add_ladder(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """`ladder` prints a table, and has a command of its own."""
-    text = "compare the rungs of a ladder of models: parameters, operations, tokens, memory, learning rate, hours"
-    ladder = subparsers.add_parser("ladder", help=text, description=text, allow_abbrev=False)
-    ladder.set_defaults(command=commands.ladder, name="ladder")
-    text = "families of configs/ladder to print (default dense,hybrid; there is micro too)"
-    ladder.add_argument("--families", type=_names, default=["dense", "hybrid"], metavar="A,B", help=text)
-    text = "a configuration to print instead of the families; may be repeated"
-    ladder.add_argument("--config", action="append", type=Path, dest="configs", metavar="YAML", help=text)
-    ladder.add_argument(
-        "--gpu", choices=[gpu.key for gpu in GPUS], default="h200", help="GPU of the hours (default h200)"
-    )
-    text = "MFU: operations of the model as a share of the bf16 peak of the GPU (default 0.4)"
-    ladder.add_argument("--mfu", type=_share, default=0.4, metavar="X", help=text)
-    text = "tokens of a row (default: those of each rung)"
-    ladder.add_argument("--row-length", type=_positive, metavar="N", help=text)
-    text = "rule for learning rate and batch (default: that of each rung)"
-    ladder.add_argument("--hyperparameters", choices=["step-law", "svend"], help=text)
-    text = "tokens of the training for each parameter (default: that of each rung)"
-    ladder.add_argument("--tokens-per-parameter", type=_positive, metavar="N", help=text)
-    ladder.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    actions = ladder.add_subparsers(dest="action", metavar="COMMAND")
-    cli_ladder.add_commands(actions)
-    text = (
-        "forecast the held-out loss of a rung from smaller ones, and judge the measured loss; exit code 1 if it is "
-        "outside of the band, or with too few rungs"
-    )
-    forecast = actions.add_parser("forecast", help=text, description=text, allow_abbrev=False)
-    forecast.set_defaults(command=commands.ladder_forecast, name="ladder forecast")
-    text = (
-        "table, CSV or JSON lines: compute (operations of the training), loss (nats per token; empty for a rung that "
-        "is not trained yet), and optionally name, seed, parameters, tokens; lines of one name are seeds of one rung; "
-        "or the folder of a ladder"
-    )
-    forecast.add_argument("losses", type=Path, metavar="FILE", help=text)
-    forecast.add_argument("--rung", metavar="NAME", help="rung to forecast (default: that with the most operations)")
-    forecast.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the forecast as a picture too")
-    forecast.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def _add_reason(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -367,132 +307,28 @@ def _add_reason(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     text = "read a document chunk by chunk, show what the model stores, answer a question about it"
     demo = actions.add_parser("demo", help=text, description=text, allow_abbrev=False)
     demo.set_defaults(command=commands.reason_demo, name="reason demo")
-    _model(demo)
-    _checkpoint(demo, "last")
-    _device(demo)
+    add_model(demo)
+    add_checkpoint(demo, "last")
+    add_device(demo)
     demo.add_argument(
         "--document", type=Path, metavar="FILE", help="UTF-8 text (default: a generated document of facts)"
     )
     demo.add_argument("--question", metavar="TEXT", help="question about --document or about --memory")
     demo.add_argument(
         "--chunks",
-        type=_positive,
+        type=positive_integer,
         default=8,
         metavar="N",
         help="approximate length of the generated document (default 8)",
     )
     demo.add_argument(
-        "--number", type=_positive, default=1, metavar="N", help="number of the generated document (default 1)"
+        "--number", type=positive_integer, default=1, metavar="N", help="number of the generated document (default 1)"
     )
     demo.add_argument(
         "--session", type=Path, metavar="FILE", help="continue from this file if it exists, and save to it"
     )
     text = "keep committed chunks in a durable index in this folder; answer from all that was read into it"
     demo.add_argument("--memory", type=Path, metavar="FOLDER", help=text)
-
-
-def _harness_options(evaluate: argparse.ArgumentParser) -> None:
-    """The options of `eval --harness`."""
-    harness = evaluate.add_argument_group("tasks of lm-eval", "offline, unless --online")
-    text = "tasks of lm-eval, of --include, or cdrmix_held_out, cdrmix_recall, cdrmix_recall_choice"
-    harness.add_argument("--harness", type=_names, metavar="A,B", help=text)
-    text = "folder with task files (YAML); Python functions that they name are run"
-    harness.add_argument("--include", type=Path, metavar="FOLDER", help=text)
-    harness.add_argument("--limit", type=_positive, metavar="N", help="documents of each task (default: all)")
-    text = "examples in a prompt, unless the task fixes their number"
-    harness.add_argument("--few-shot", type=_not_negative, metavar="N", help=text)
-    text = f"sequences in one forward pass (default {commands.BATCH_SIZE}; with --suite {commands.SUITE_BATCH_SIZE})"
-    harness.add_argument("--batch-size", type=_positive, metavar="N", help=text)
-    text = "tokens that the model reads at most (default: a row of its training, or what its config.json says)"
-    harness.add_argument("--max-length", type=_positive, metavar="N", help=text)
-    harness.add_argument("--out", type=Path, metavar="FILE.json", help="write the full results of lm-eval")
-    text = "allow the download of tasks' data from the Hugging Face hub"
-    harness.add_argument("--online", action="store_true", default=None, help=text)
-
-
-def _suite_options(evaluate: argparse.ArgumentParser) -> None:
-    """The options of `eval --suite`."""
-    suite = evaluate.add_argument_group(
-        "suites", "--seed, --limit (problems of each set), --max-length and --batch-size work too"
-    )
-    suite.add_argument("--suite", type=_names, metavar="A,B", help="suites, such as code,choices")
-    suite.add_argument("--samples", type=_positive, metavar="N", help="texts for each problem (default 1)")
-    text = "sampling temperature (default 0.2; 0.8 is usual for pass@10)"
-    suite.add_argument("--temperature", type=float, metavar="X", help=text)
-    suite.add_argument("--max-new-tokens", type=_positive, metavar="N", help="tokens of a text (default 256)")
-    text = "folder with wheels of data sets (default: installed packages; a message names the command that gets one)"
-    suite.add_argument("--sets", type=Path, metavar="FOLDER", help=text)
-    text = "of leak: lines of JSON with a prompt and the random secret that follows it in the training text"
-    suite.add_argument("--canaries", type=Path, metavar="FILE", help=text)
-    text = "of leak: lines of JSON with a prompt and a regular expression that its texts must not match (forbidden)"
-    suite.add_argument("--policy", type=Path, metavar="FILE", help=text)
-    text = "of leak: tokens that must follow a prefix exactly (default 32)"
-    suite.add_argument("--verbatim-tokens", type=_positive, metavar="N", help=text)
-    suite.add_argument("--seconds", type=float, metavar="X", help="time limit of a generated program (default 10)")
-    suite.add_argument("--memory", type=_positive, metavar="MIB", help="memory of a generated program (default 512)")
-    text = "run generated code even where this machine cannot confine it (Landlock, seccomp)"
-    suite.add_argument("--allow-unsafe-execution", action="store_true", default=None, help=text)
-
-
-def _model(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "--model", required=True, type=Path, metavar="RUN_OR_EXPORT", help="a run, checkpoint or export folder"
-    )
-
-
-def _checkpoint(sub: argparse.ArgumentParser, default: str) -> None:
-    text = f"which of a run's: best (on held-out text), last, or a checkpoint (default: {default})"
-    sub.add_argument("--checkpoint", metavar="best|last|PATH", help=text)
-
-
-def _device(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "--device",
-        choices=["auto", "cpu", "cuda"],
-        help="device of the model (default: run.device of its configuration)",
-    )
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer of at least 1; found {text!r}")
-    return int(text)
-
-
-def _not_negative(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be an integer of at least 0; found {text!r}")
-    return int(text)
-
-
-def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = 0.0
-    if not 0 < share <= 1:
-        raise argparse.ArgumentTypeError(f"must be a number above 0 and of at most 1; found {text!r}")
-    return share
-
-
-def _names(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
-    if not all(names):
-        raise argparse.ArgumentTypeError(f"must be names with commas between; found {text!r}")
-    return names
-
-
-def _lengths(text: str) -> list[int]:
-    """1k,4k or 1024,4096."""
-    lengths = []
-    for part in text.split(","):
-        number = part.strip().lower()
-        lengths.append(1024 * _positive(number[:-1]) if number.endswith("k") else _positive(number))
-    return lengths
-
-
-def _seeds(text: str) -> list[int]:
-    return [_positive(part) for part in text.split(",")]
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ import json
 import sys
 from pathlib import Path
 
+from cdrmix.cli_common import positive_number
+
 PRESETS = ("quick", "standard", "full", "production")
 
 
@@ -24,7 +26,7 @@ def add_gate(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     text = "output of `cdrmix ladder forecast --json` for this rung; the gate band is then required"
     sub.add_argument("--forecast", type=Path, metavar="FILE.json", help=text)
     text = "planned speed of all processes (default: that of cdrmix plan, or of the steps that are trained again)"
-    sub.add_argument("--tokens-per-second", type=_above_zero, metavar="X", help=text)
+    sub.add_argument("--tokens-per-second", type=positive_number, metavar="X", help=text)
     text = "a gate of an installed package (entry point of the group cdrmix.gates); may be repeated"
     sub.add_argument("--gate", action="append", default=[], dest="gates", metavar="NAME", help=text)
     text = "pass whatever the gates say, and record the reason (exit code 0)"
@@ -88,13 +90,3 @@ def evidence_verify(options: argparse.Namespace) -> int:
     for each in sorted(found, key=lambda each: each.exit_code):  # 14 before 15
         refuse(each.preset, each.outcome, each.stopping, each.lenient)
     return 0
-
-
-def _above_zero(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number above 0; found {text!r}")
-    return number

@@ -1,4 +1,4 @@
-"""The commands `ladder run` and `ladder status`: their arguments, and what they do.
+"""`cdrmix ladder` and its commands: their arguments, and the functions that they call.
 
 The functions import the packages that they need themselves, so that `cdrmix --help` does not import PyTorch.
 """
@@ -11,7 +11,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cdrmix.cli_common import check_writable, name_list, positive_integer, share, write_file
 from cdrmix.errors import ConfigError
+from cdrmix.gpus import GPUS
 
 if TYPE_CHECKING:
     from cdrmix.config.schema_ladder import Ladder
@@ -20,7 +22,47 @@ if TYPE_CHECKING:
 EPILOG = "Arguments of the form ladder.key=value override keys of the ladder file. Example: ladder.gates=standard"
 
 
-def add_commands(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_ladder(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """`ladder` prints a table, and has a command of its own."""
+    text = "compare the rungs of a ladder of models: parameters, operations, tokens, memory, learning rate, hours"
+    ladder = subparsers.add_parser("ladder", help=text, description=text, allow_abbrev=False)
+    ladder.set_defaults(command=compare, name="ladder")
+    text = "families of configs/ladder to print (default dense,hybrid; there is micro too)"
+    ladder.add_argument("--families", type=name_list, default=["dense", "hybrid"], metavar="A,B", help=text)
+    text = "a configuration to print instead of the families; may be repeated"
+    ladder.add_argument("--config", action="append", type=Path, dest="configs", metavar="YAML", help=text)
+    ladder.add_argument(
+        "--gpu", choices=[gpu.key for gpu in GPUS], default="h200", help="GPU of the hours (default h200)"
+    )
+    text = "MFU: operations of the model as a share of the bf16 peak of the GPU (default 0.4)"
+    ladder.add_argument("--mfu", type=share, default=0.4, metavar="X", help=text)
+    text = "tokens of a row (default: those of each rung)"
+    ladder.add_argument("--row-length", type=positive_integer, metavar="N", help=text)
+    text = "rule for learning rate and batch (default: that of each rung)"
+    ladder.add_argument("--hyperparameters", choices=["step-law", "svend"], help=text)
+    text = "tokens of the training for each parameter (default: that of each rung)"
+    ladder.add_argument("--tokens-per-parameter", type=positive_integer, metavar="N", help=text)
+    ladder.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    actions = ladder.add_subparsers(dest="action", metavar="COMMAND")
+    _add_run_and_status(actions)
+    text = (
+        "forecast the held-out loss of a rung from smaller ones, and judge the measured loss; exit code 1 if it is "
+        "outside of the band, or with too few rungs"
+    )
+    sub = actions.add_parser("forecast", help=text, description=text, allow_abbrev=False)
+    sub.set_defaults(command=forecast, name="ladder forecast")
+    text = (
+        "table, CSV or JSON lines: compute (operations of the training), loss (nats per token; empty for a rung that "
+        "is not trained yet), and optionally name, seed, parameters, tokens; lines of one name are seeds of one rung; "
+        "or the folder of a ladder"
+    )
+    sub.add_argument("losses", type=Path, metavar="FILE", help=text)
+    sub.add_argument("--rung", metavar="NAME", help="rung to forecast (default: that with the most operations)")
+    sub.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the forecast as a picture too")
+    sub.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def _add_run_and_status(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds the two commands to those of `cdrmix ladder`."""
     text = (
         "train the rungs of a ladder in turn: forecast, train, evaluate, gates, promote; the same command continues a "
@@ -45,6 +87,48 @@ def add_commands(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -
     show.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help="the folder of the ladder")
     _which(show, required=False)
     show.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def compare(options: argparse.Namespace) -> int:
+    from cdrmix.gpus import gpu_by_key
+    from cdrmix.ladder.comparison import RUNG_FAMILIES, comparison_json, comparison_table, rung_files
+    from cdrmix.ladder.comparison import compare as compare_rungs
+
+    unknown = [name for name in options.families if name not in RUNG_FAMILIES]
+    if unknown:
+        raise ConfigError(f"--families: found {unknown[0]!r}; allowed: {', '.join(RUNG_FAMILIES)}")
+    given = {
+        "data.row_length": options.row_length,
+        "train.hyperparameters": options.hyperparameters,
+        "train.tokens_per_parameter": options.tokens_per_parameter,
+    }
+    overrides = [f"{key}={value}" for key, value in given.items() if value is not None]
+    gpu = gpu_by_key(options.gpu)
+    assert gpu is not None, f"the parser allows only known GPUs, not {options.gpu}"
+    rungs = compare_rungs(options.configs or rung_files(options.families), overrides, gpu, options.mfu)
+    show = comparison_json if options.json else comparison_table
+    shown = show(rungs, gpu, options.mfu)
+    print(shown if isinstance(shown, str) else json.dumps(shown, indent=2, allow_nan=False))
+    return 0
+
+
+def forecast(options: argparse.Namespace) -> int:
+    """Returns exit code 0 if the measured loss is inside of the band, or if there is a forecast and no loss yet."""
+    from cdrmix.ladder.losses import forecast_of_table
+    from cdrmix.ladder.presentation import forecast_json, forecast_picture, forecast_text
+    from cdrmix.ladder.verdict import Outcome
+
+    check_writable(options.plot, "--plot", ".png")
+    if options.losses.is_dir():
+        from cdrmix.ladder.state import forecast_of_ladder
+
+        found = forecast_of_ladder(options.losses, options.rung)
+    else:
+        found = forecast_of_table(options.losses, options.rung)
+    print(json.dumps(forecast_json(found), indent=2, allow_nan=False) if options.json else forecast_text(found))
+    if options.plot is not None:
+        write_file(options.plot, "--plot", forecast_picture(found))
+    return 0 if found.verdict in (None, Outcome.PASS) else 1
 
 
 def run(options: argparse.Namespace) -> int:

@@ -9,27 +9,12 @@ import argparse
 import json
 import os
 import sys
-from pathlib import Path
 
+from cdrmix.cli_common import choose_checkpoint, chosen_device, show_every_character
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_huggingface import HuggingFaceModel
 from cdrmix.errors import ConfigError
 from cdrmix.training import launch
-
-LENGTHS, COUNT, SEED = (1024, 4096), 50, 1  # defaults of `cdrmix eval --tasks`; the help of cli.py has them
-BATCH_SIZE = 8  # default of `cdrmix eval --harness`
-SUITE_BATCH_SIZE = 32  # default of `cdrmix eval --suite`
-# Options of `cdrmix eval` and the ones of --tasks, --harness and --suite with which they work.
-OPTIONS_OF = {
-    **dict.fromkeys(("lengths", "count", "plot"), ("tasks",)),
-    **dict.fromkeys(("include", "few_shot", "out", "online"), ("harness",)),
-    **dict.fromkeys(("batch_size", "max_length"), ("harness", "suite")),
-    **dict.fromkeys(("samples", "temperature", "max_new_tokens", "sets", "seconds", "memory"), ("suite",)),
-    **dict.fromkeys(("allow_unsafe_execution", "canaries", "policy", "verbatim_tokens"), ("suite",)),
-    "seed": ("tasks", "suite"),
-    "limit": ("harness", "suite"),
-}
-EXAMPLES = {"tasks": "recall", "harness": "cdrmix_held_out", "suite": "code"}
 
 
 def train(options: argparse.Namespace) -> int:
@@ -68,7 +53,7 @@ def data_inspect(options: argparse.Namespace) -> int:
     from cdrmix.data.inspection import inspect
 
     coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    _show_every_character()
+    show_every_character()
     for line in inspect(
         options.shards,
         split=options.split,
@@ -134,153 +119,6 @@ def params(options: argparse.Namespace) -> int:
     return 0
 
 
-def eval(options: argparse.Namespace) -> int:
-    kinds = [kind for kind in EXAMPLES if getattr(options, kind) is not None]
-    for name, needed in OPTIONS_OF.items():
-        if getattr(options, name) is not None and not set(kinds) & set(needed):
-            also = f" or --{needed[1]}" if needed[1:] else ""
-            raise ConfigError(
-                f"--{name.replace('_', '-')} works only with --{needed[0]}{also}, for example --{needed[0]} "
-                f"{EXAMPLES[needed[0]]}"
-            )
-    if len(kinds) > 1:
-        raise ConfigError(
-            "--tasks are tasks of cdrmix, --harness are tasks of lm-eval, --suite are suites: name one of the three"
-        )
-    _choose(options)
-    if options.suite is not None:
-        return _eval_suites(options)
-    if options.tasks is not None:
-        return _eval_tasks(options)
-    if options.harness is not None:
-        return _eval_harness(options)
-    from cdrmix.evaluate import evaluate_model, held_out_table
-    from cdrmix.run_folder import finite
-
-    held_out = evaluate_model(options.model, options.config, options.overrides, device=_device(options))
-    print(
-        json.dumps(finite(held_out.as_json()), indent=2, allow_nan=False) if options.json else held_out_table(held_out)
-    )
-    return 0
-
-
-def _check_plot(plot: Path | None) -> None:
-    if plot is not None and (plot.suffix != ".png" or plot.is_dir() or not plot.absolute().parent.is_dir()):
-        raise ConfigError(f"--plot {plot}: name a file FILE.png in a folder that exists")
-
-
-def _write_plot(plot: Path, picture: bytes) -> None:
-    from cdrmix.durable import write_atomically
-
-    try:
-        write_atomically(plot, picture)
-    except OSError as error:
-        raise ConfigError(f"--plot {plot}: cannot be written: {error.strerror}") from error
-
-
-def _eval_tasks(options: argparse.Namespace) -> int:
-    from cdrmix.evaluate import evaluate_tasks
-
-    if options.config or options.overrides:
-        raise ConfigError("--tasks does not use a configuration: remove --config and the overrides")
-    _check_plot(options.plot)
-    scores = evaluate_tasks(
-        options.model,
-        options.tasks,
-        options.lengths or LENGTHS,
-        count=options.count or COUNT,
-        seed=SEED if options.seed is None else options.seed,
-        device=_device(options),
-    )
-    if options.plot is not None:
-        from cdrmix.report.plots_tasks import draw_scores
-
-        _write_plot(options.plot, draw_scores(scores, title=str(options.model)))
-    print(json.dumps(scores.as_json(), indent=2, allow_nan=False) if options.json else scores.table())
-    return 0
-
-
-def _eval_suites(options: argparse.Namespace) -> int:
-    from cdrmix.eval.suites import SuiteOptions
-    from cdrmix.evaluate import evaluate_suites
-
-    fields = {
-        "seed": options.seed,
-        "samples": options.samples,
-        "limit": options.limit,
-        "temperature": options.temperature,
-        "max_new_tokens": options.max_new_tokens,
-        "sets": options.sets,
-        "seconds": options.seconds,
-        "megabytes": options.memory,
-        "allow_unsafe": options.allow_unsafe_execution,
-        "canaries": options.canaries,
-        "policy": options.policy,
-        "verbatim_tokens": options.verbatim_tokens,
-    }
-    if "leak" not in options.suite:
-        for name in ("canaries", "policy", "verbatim_tokens"):
-            if fields[name] is not None:
-                raise ConfigError(f"--{name.replace('_', '-')} works only with --suite leak")
-    given = SuiteOptions(**{name: value for name, value in fields.items() if value is not None})
-    results = evaluate_suites(
-        options.model,
-        options.suite,
-        options.config,
-        options.overrides,
-        options=given,
-        batch_size=options.batch_size or SUITE_BATCH_SIZE,
-        max_length=options.max_length,
-        device=_device(options),
-    )
-    if options.json:
-        print(json.dumps([result.as_json() for result in results], indent=2, allow_nan=False))
-    else:
-        print("\n\n".join(result.table() for result in results))
-    return 0
-
-
-def eval_watch(options: argparse.Namespace) -> int:
-    """Returns exit code 1 if the evaluation of a suite has failed."""
-    from cdrmix.run_folder import RunFolder
-    from cdrmix.watch.watcher import keep_results, watch
-
-    run = RunFolder.open(options.run.absolute())
-    given = [f"evaluation.suites=[{', '.join(options.suite)}]"] if options.suite else []
-    others = [word for word in options.overrides if not word.startswith("evaluation.")]
-    if others:
-        raise ConfigError(f"{others[0]}: `eval watch` takes only keys of the section evaluation")
-    config = Config.from_yaml(run.config_snapshot, [*given, *options.overrides])
-    succeeded = watch(run, config, once=options.once, parent=options.parent, say=lambda text: print(text, flush=True))
-    if options.parent is None:
-        keep_results(run)
-    return 0 if succeeded else 1
-
-
-def _eval_harness(options: argparse.Namespace) -> int:
-    from cdrmix.evaluate import evaluate_harness
-
-    if options.out is not None and not options.out.absolute().parent.is_dir():
-        raise ConfigError(f"--out {options.out}: name a file in a folder that exists")
-    scores = evaluate_harness(
-        options.model,
-        options.harness,
-        options.config,
-        options.overrides,
-        include=options.include,
-        limit=options.limit,
-        few_shot=options.few_shot,
-        batch_size=options.batch_size or BATCH_SIZE,
-        max_length=options.max_length,
-        online=bool(options.online),
-        device=_device(options),
-    )
-    if options.out is not None:
-        scores.write(options.out)
-    print(json.dumps(scores.as_json(), indent=2, allow_nan=False) if options.json else scores.table())
-    return 0
-
-
 def generate(options: argparse.Namespace) -> int:
     from cdrmix.hf.load import load
     from cdrmix.inference.sampling import Sampling
@@ -295,10 +133,10 @@ def generate(options: argparse.Namespace) -> int:
         max_new_tokens=options.max_new_tokens,
         stop=tuple(options.stop),
     )
-    _choose(options)
+    choose_checkpoint(options)
     prompts = options.prompt or [""]
-    model = load(options.model, device=_device(options))
-    _show_every_character()
+    model = load(options.model, device=chosen_device(options))
+    show_every_character()
     if len(prompts) == options.samples == 1 and not options.json:
         pieces = model.stream(prompts, sampling)
         print(prompts[0], end="", flush=True)
@@ -318,41 +156,14 @@ def generate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _choose(options: argparse.Namespace) -> None:
-    """Puts the checkpoint of the option --checkpoint, if it is given, in the place of its run in --model."""
-    if options.checkpoint is None:
-        return
-    from cdrmix.inference.choice import of_run
-
-    found = of_run(options.model, options.checkpoint)
-    name = "" if found.path == options.model else f" {found.path.name},"
-    print(f"Using{name} {found.reason}", file=sys.stderr, flush=True)
-    options.model = found.path
-
-
-def _device(options: argparse.Namespace) -> str | None:
-    """The option --device. Raises ConfigError, which names the option, if this machine has no such device."""
-    from cdrmix.runtime import device_type
-
-    device: str | None = options.device
-    if device is not None:
-        device_type(device, "--device")
-    return device
-
-
-def _show_every_character() -> None:
-    """Prints a character that the terminal cannot encode as its code; without this, printing would fail midway."""
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-
-
 def reason_demo(options: argparse.Namespace) -> int:
     from cdrmix.hf.load import load_cdrmix
     from cdrmix.reason.demo import demonstrate
 
-    _show_every_character()
-    _choose(options)
+    show_every_character()
+    choose_checkpoint(options)
     demonstrate(
-        load_cdrmix(options.model, _device(options)),
+        load_cdrmix(options.model, chosen_device(options)),
         document=options.document,
         question=options.question,
         chunks=options.chunks,
@@ -380,47 +191,6 @@ def export(options: argparse.Namespace) -> int:
     else:
         print(export_to(options.model, options.out, options.checkpoint, options.lora))
     return 0
-
-
-def ladder(options: argparse.Namespace) -> int:
-    from cdrmix.gpus import gpu_by_key
-    from cdrmix.ladder.comparison import RUNG_FAMILIES, compare, comparison_json, comparison_table, rung_files
-
-    unknown = [name for name in options.families if name not in RUNG_FAMILIES]
-    if unknown:
-        raise ConfigError(f"--families: found {unknown[0]!r}; allowed: {', '.join(RUNG_FAMILIES)}")
-    given = {
-        "data.row_length": options.row_length,
-        "train.hyperparameters": options.hyperparameters,
-        "train.tokens_per_parameter": options.tokens_per_parameter,
-    }
-    overrides = [f"{key}={value}" for key, value in given.items() if value is not None]
-    gpu = gpu_by_key(options.gpu)
-    assert gpu is not None, f"the parser allows only known GPUs, not {options.gpu}"
-    rungs = compare(options.configs or rung_files(options.families), overrides, gpu, options.mfu)
-    show = comparison_json if options.json else comparison_table
-    shown = show(rungs, gpu, options.mfu)
-    print(shown if isinstance(shown, str) else json.dumps(shown, indent=2, allow_nan=False))
-    return 0
-
-
-def ladder_forecast(options: argparse.Namespace) -> int:
-    """Returns exit code 0 if the measured loss is inside of the band, or if there is a forecast and no loss yet."""
-    from cdrmix.ladder.losses import forecast_of_table
-    from cdrmix.ladder.presentation import forecast_json, forecast_picture, forecast_text
-    from cdrmix.ladder.verdict import Outcome
-
-    _check_plot(options.plot)
-    if options.losses.is_dir():
-        from cdrmix.ladder.state import forecast_of_ladder
-
-        forecast = forecast_of_ladder(options.losses, options.rung)
-    else:
-        forecast = forecast_of_table(options.losses, options.rung)
-    print(json.dumps(forecast_json(forecast), indent=2, allow_nan=False) if options.json else forecast_text(forecast))
-    if options.plot is not None:
-        _write_plot(options.plot, forecast_picture(forecast))
-    return 0 if forecast.verdict in (None, Outcome.PASS) else 1
 
 
 def compare(options: argparse.Namespace) -> int:

@@ -39,8 +39,8 @@ LAYERS = [
     {"watch"},
     {"workflow"},
     {"ladder"},
-    {"commands"},
-    {"cli_checkpoints", "cli_gates", "cli_ladder"},
+    {"cli_common"},
+    {"commands", "cli_checkpoints", "cli_eval", "cli_gates", "cli_ladder"},
     {"cli"},
 ]
 LAYER_OF = {package: height for height, packages in enumerate(LAYERS) for package in packages}

