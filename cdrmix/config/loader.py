@@ -21,7 +21,7 @@ import yaml
 
 from cdrmix.config import schema_types
 from cdrmix.config.check import Model, Problem, check, config_error
-from cdrmix.config.nodes import COMMAND_LINE, Location, Node, Scalar, find, found, merge
+from cdrmix.config.nodes import COMMAND_LINE, Location, Node, Scalar, find, found, merge, with_sections
 from cdrmix.errors import ConfigError
 from cdrmix.plugins import load_plugins
 from cdrmix.registry import nearest
@@ -145,7 +145,7 @@ class _ConfigReader:
     def _parse_file(self, text: str, location: Location) -> Node:
         root = _parse(text, location, "", self.problems)
         if isinstance(root.content, dict):
-            return root
+            return with_sections(root)
         what = "the file is empty" if root.blank else f"{found(_outline(root))} at the top of the file"
         allowed = f"a mapping with the sections {', '.join(schema_types.keys(self.schema))}"
         raise _UnreadableError(root.location, what, allowed)
@@ -181,7 +181,7 @@ class _ConfigReader:
             return None
         for part in reversed(key.split(".")):
             node = Node({part: node}, location)
-        return node
+        return with_sections(node)
 
 
 def _outline(node: Node) -> object:

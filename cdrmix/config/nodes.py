@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 Path = tuple[str | int, ...]
@@ -12,6 +12,10 @@ Scalar = str | int | float | bool | None
 COMMAND_LINE = "command line"
 ANY = "<name>"  # in a path pattern: matches any key
 DEFAULT_KINDS: dict[Path, str] = {("model",): "cdrmix"}  # the kind of a section that does not write it
+# Sections that may be written as their kind alone, such as `optimizer: muon`.
+KIND_ALONE: frozenset[Path] = frozenset(
+    {("train", "optimizer"), ("train", "schedule"), ("train", "groups", ANY, "schedule")}
+)
 
 
 @dataclass(frozen=True)
@@ -96,17 +100,28 @@ def location_of(root: Node, path: Path) -> Location:
     return root.location
 
 
+def with_sections(node: Node, path: Path = ()) -> Node:
+    """The node with a section in place of each kind that is written alone."""
+    if isinstance(node.content, str) and matches(path, KIND_ALONE):
+        return Node({"kind": node}, node.location)
+    if not isinstance(node.content, dict) or path[:1] not in ((), ("train",)):
+        return node
+    inner = {key: with_sections(value, (*path, key)) for key, value in node.content.items()}
+    return replace(node, content=inner)
+
+
 def merge(base: Node, override: Node, tagged: Set[Path], path: Path = ()) -> Node:
     """`override` merged into `base`: mappings are merged key by key, other values are replaced.
 
     Args:
         tagged: path patterns of the sections whose keys depend on their `kind`. If `override` has another kind than
-            `base`, it replaces the whole section, because the keys of the old kind do not apply to the new one.
+            `base`, it replaces the whole section, because the keys of the old kind do not apply to the new one. So it
+            is for KIND_ALONE.
     """
     old, new = base.content, override.content
     if not isinstance(old, dict) or not isinstance(new, dict):
         return override
-    if matches(path, tagged) and "kind" in new:
+    if matches(path, tagged | KIND_ALONE) and "kind" in new:
         kind = old["kind"].content if "kind" in old else DEFAULT_KINDS.get(path)
         if kind is not None and kind != new["kind"].content:
             return override

@@ -11,7 +11,7 @@ from cdrmix.registry import nearest, registered
 BUILT_IN = {  # kind of registry -> the names that cdrmix itself registers
     "mixer": ("attention", "rwkv7", "mamba2", "routing_mamba"),
     "feed-forward": ("moe", "dense", "channel_mix"),
-    "optimizer": ("adamw",),
+    "optimizer": ("adamw", "muon"),
     "suite": (
         "choices",
         "code",

@@ -22,6 +22,7 @@ from cdrmix.config.schema_ablation import Ablation
 from cdrmix.config.schema_data import Data
 from cdrmix.config.schema_evaluation import Evaluation
 from cdrmix.config.schema_huggingface import HuggingFaceModel
+from cdrmix.config.schema_optimizer import AnOptimizer, ASchedule, Optimizer, ParameterGroup, Schedule
 from cdrmix.config.schema_reasoning import Reasoning
 from cdrmix.config.section import (
     Below1,
@@ -69,6 +70,9 @@ ADDED_LATER: dict[str, Any] = {
     "train.dpo": None,
     "train.best_metric": None,
     "train.best_mode": None,
+    **{f"train.optimizer.{key}": value for key, value in Optimizer().model_dump().items() if key != "kind"},
+    "train.schedule": Schedule().model_dump(),
+    "train.groups": {},
 }
 
 
@@ -281,11 +285,17 @@ class Train(Section):
     """Tokens of stage A for each active parameter. It sets steps, if the file does not. 20: compute-optimal (arXiv
     2203.15556). null: steps and batch_rows give the number of tokens."""
     final_learning_rate_ratio: Fraction = 0.1
-    """Learning rate at the end of the cosine decay, as a share of the peak."""
+    """Learning rate at the end of the schedule's decay, as a share of the peak."""
+    schedule: ASchedule = Field(default_factory=Schedule)
+    """Learning rate after the warmup, as a share of the peak: a section, or its kind."""
     warmup_steps: NonNegativeInt = 0
     """Steps of linear warmup. Must be below steps."""
-    optimizer: Text = "adamw"
-    """Optimizer of stage A and of the phases of stage B: adamw, or the name of a plugin's optimizer."""
+    optimizer: AnOptimizer = Field(default_factory=Optimizer)
+    """Optimizer of stage A and of the phases of stage B: a section, or its kind."""
+    groups: dict[Text, ParameterGroup] = {}
+    """Learning rate, weight decay and schedule by kind of parameter: embedding (with the tied head), head, projection,
+    expert, low_rank, router, convolution, decay_bias, vector. matrix means projection and expert; vector also means
+    low_rank, router and convolution, where they are not named."""
     betas: tuple[Below1, Below1] = (0.9, 0.95)
     """AdamW: decay rates of the two moments."""
     epsilon: PositiveFloat = 1e-8
@@ -465,3 +475,6 @@ def leave_out_added(data: dict[str, Any]) -> None:
             section = section.get(name) if isinstance(section, dict) else None
         if isinstance(section, dict) and key in section and section[key] == value:
             del section[key]
+    train = data.get("train")
+    if isinstance(train, dict) and isinstance(train.get("optimizer"), dict) and [*train["optimizer"]] == ["kind"]:
+        train["optimizer"] = train["optimizer"]["kind"]  # as before it was a section

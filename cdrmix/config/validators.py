@@ -15,6 +15,7 @@ from cdrmix.config import (
     validators_evaluation,
     validators_huggingface,
     validators_model,
+    validators_optimizer,
     validators_reasoning,
     validators_training,
 )
@@ -25,6 +26,7 @@ TOPICS = (
     validators_huggingface,
     validators_model,
     validators_training,
+    validators_optimizer,
     validators_reasoning,
     validators_data,
     best_metric,

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from cdrmix.config.hyperparameters import COUNTING_KEYS, countable
-from cdrmix.config.rule import Rule, registered_name
+from cdrmix.config.rule import Rule
 
 
 def _batch_rows(rows: int, micro: int) -> str | None:
@@ -75,7 +74,6 @@ def _residual_dtype(residual_dtype: str | None, precision: str) -> str | None:
 
 
 RULES = (
-    Rule(("train.optimizer",), partial(registered_name, "optimizer")),
     Rule(("train.batch_rows", "train.micro_batch_rows"), _batch_rows),
     Rule(("train.expert_parallel", "model.feed_forward.experts", "model.feed_forward.kind"), _expert_parallel),
     Rule(
@@ -92,6 +90,6 @@ RULES = (
     Rule(("train.compile", "train.zero_stage", "train.offload", "train.expert_parallel"), _compile),
     Rule(("train.weights", "train.precision", "train.zero_stage"), _weights),
     Rule(("train.offload", "train.zero_stage", "train.expert_parallel"), _offload),
-    Rule(("train.offload_folder", "train.offload", "train.optimizer"), _offload_folder),
+    Rule(("train.offload_folder", "train.offload", "train.optimizer.kind"), _offload_folder),
     Rule(("train.dpo", "data.source", "data.domains"), _dpo),
 )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+import re
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,35 @@ from cdrmix import ops
 from cdrmix.config.schema import Model
 from cdrmix.kernels.common.products import set_num_threads
 
-ParameterKind = Literal["matrix", "embedding", "vector", "decay_bias"]
+ParameterKind = Literal[
+    "projection", "expert", "embedding", "head", "low_rank", "router", "convolution", "decay_bias", "vector"
+]
+LOW_RANK_MAP = re.compile(r"[wavg][12]")  # of RWKV-7
+
+
+class Fused(NamedTuple):
+    """How a matrix holds several linear maps of one input, which one product computes.
+
+    dim: the dimension of the outputs, -1 or -2. outputs: those of each map. A module names its fused matrices in its
+    attribute `fused`, a mapping from the name of the parameter in the module.
+    """
+
+    dim: int
+    outputs: tuple[slice, ...]
+
+    def split(self, matrix: Tensor) -> list[Tensor]:
+        """The maps as views; matrix: [..., O, I], or with dim -1 [..., I, O]."""
+        return [matrix[..., each] if self.dim == -1 else matrix[..., each, :] for each in self.outputs]
+
+
+def consecutive(dim: int, *widths: int) -> Fused:
+    """Maps whose outputs follow one another, with these numbers of outputs."""
+    ends = [sum(widths[: number + 1]) for number in range(len(widths))]
+    return Fused(dim, tuple(slice(end - width, end) for end, width in zip(ends, widths, strict=True)))
+
+
+INTERLEAVED = Fused(-1, (slice(0, None, 2), slice(1, None, 2)))
+"""Two maps whose outputs alternate: gates and ups of SwiGLU experts (`ops.moe_experts`)."""
 
 
 class AddNorm(nn.Module):
@@ -85,9 +114,10 @@ def linear(inputs: int, outputs: int, scale: float) -> Projection:
 def parameter_kinds(model: nn.Module) -> dict[str, ParameterKind]:
     """The kind of every parameter, for the optimizer, by the module that owns it, its shape and its name.
 
-    matrix: projections and experts, with weight decay. embedding: token tables and output heads, without. decay_bias:
-    RWKV-7's w0, with twice the learning rate (RWKV-LM's training code). vector: all others, such as norms, mixes,
-    low-rank maps, convolutions and the router, without weight decay.
+    projection: matrices of linear maps. expert: the stacked matrices of experts. embedding: token tables, also those
+    that are the head too. head: a head of its own. low_rank: RWKV-7's low-rank maps. decay_bias: RWKV-7's w0, with
+    twice the learning rate (RWKV-LM's training code). router, convolution. vector: all others, such as norms and mixes.
+    Only projections and experts have weight decay.
     model: of this package or of transformers. Its parameters may be partitioned by ZeRO-3 already: then they have the
         shape (0,), and `ds_shape` is the real one.
     """
@@ -99,24 +129,39 @@ def parameter_kinds(model: nn.Module) -> dict[str, ParameterKind]:
         head = getattr(module, "get_output_embeddings", None)  # of transformers
         heads.add(getattr(head(), "weight", None) if callable(head) else None)
     return {
-        name: "embedding" if parameter in heads else _kind(name, parameter, owners[parameter])
+        name: _kind(name, parameter, owners[parameter], is_head=parameter in heads)
         for name, parameter in model.named_parameters()
     }
 
 
-def _kind(name: str, parameter: Tensor, owners: list[nn.Module]) -> ParameterKind:
-    """owners: several modules for a tied weight."""
+def fused_matrices(model: nn.Module) -> dict[str, Fused]:
+    """The matrices of the model that hold several maps, by the name of the parameter."""
+    return {
+        f"{prefix}.{name}" if prefix else name: fused
+        for prefix, module in model.named_modules()
+        for name, fused in getattr(module, "fused", {}).items()
+    }
+
+
+def _kind(name: str, parameter: Tensor, owners: list[nn.Module], *, is_head: bool) -> ParameterKind:
+    """owners: several modules for a tied weight. is_head: whether transformers names it as the head."""
     leaf = name.rsplit(".", 1)[-1]
     shape: tuple[int, ...] = tuple(getattr(parameter, "ds_shape", parameter.shape))
     if leaf == "w0":
         return "decay_bias"
-    if any(isinstance(owner, (TokenEmbedding, nn.Embedding)) for owner in owners) or name.endswith("head.weight"):
+    if name.endswith("head.weight"):
+        return "head"
+    if any(isinstance(owner, (TokenEmbedding, nn.Embedding)) for owner in owners):
         return "embedding"
+    if is_head:
+        return "head"
     if "router" in name or any("router" in type(owner).__name__.lower() for owner in owners):
-        return "vector"
+        return "router"
     if leaf == "weight" and len(shape) == 2:
-        return "matrix"
-    convolution = any(isinstance(owner, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for owner in owners)
+        return "projection"
+    if leaf.startswith("conv_") or any(isinstance(owner, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for owner in owners):
+        return "convolution"
     # Experts: of this package w_up and w_down, of transformers gate_up_proj and others.
-    stacked = len(shape) == 3 and min(shape[1:]) > 1 and "bias" not in leaf and not convolution
-    return "matrix" if stacked else "vector"
+    if len(shape) == 3 and min(shape[1:]) > 1 and "bias" not in leaf:
+        return "expert"
+    return "low_rank" if len(shape) == 2 and LOW_RANK_MAP.fullmatch(leaf) else "vector"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from cdrmix.config.schema import Config, Train
 from cdrmix.ops.backend import Platform
 from cdrmix.plan.trace import MicroBatch
+from cdrmix.training.zero import deepspeed_stage, shards_whole_parameters
 
 FP32 = 4
 BYTES_16_BIT = 2  # of an element of an attached copy, bf16 or fp16
@@ -63,18 +64,21 @@ def lasting_state(
     here: int,
     shared: int,
     itemsize: int,
+    single: int = 0,
 ) -> tuple[list[Component], int]:
     """What a process keeps from step to step, and the bytes of it that `train.offload` keeps in main memory.
 
     here: trained parameters of a process. shared: its part of all of them, which ZeRO partitions. itemsize: bytes of a
-    weight.
+    weight. single: parameters of the process that have one moment, by Muon, of `here` or with ZeRO of `shared`.
     """
     state = []
-    if stage > 0:
+    whole = shards_whole_parameters(train, processes)  # then the weights themselves are updated
+    if stage > 0 and not whole:
         state.append(Component("masters", FP32 * shared, f"the float32 weights of ZeRO, 1/{processes}"))
     moments = shared if stage > 0 else here
     share = f", 1/{processes}" if stage > 0 else ""
-    state.append(Component("optimizer", 2 * FP32 * moments, f"the two moments of AdamW{share}"))
+    which = "one of matrices, two of the rest" if single else "the two moments of AdamW"
+    state.append(Component("optimizer", FP32 * (2 * moments - single), f"{which}{share}"))
     average = []
     if train.ema_decay is not None:
         averaged = FP32 * (shared if stage == 3 else here)
@@ -116,9 +120,13 @@ def passes(config: Config, step: MicroBatch, *, elsewhere: int = 0, source: str 
     yield Component("working", working, f"additional peak of the passes{source}")
 
 
-def checkpoint_bytes(train: Train, stage: int, parameters: int) -> int:
-    """Main memory in which the first process gathers a checkpoint: parameters and average, without ZeRO the moments."""
-    return FP32 * parameters * (1 + (2 if stage == 0 else 0) + (train.ema_decay is not None))
+def checkpoint_bytes(train: Train, processes: int, parameters: int, single: int = 0) -> int:
+    """Main memory in which the first process gathers a checkpoint: parameters and average, without ZeRO the moments.
+
+    single: parameters that have one moment.
+    """
+    moments = 2 * parameters - single if deepspeed_stage(train, processes) == 0 else 0
+    return FP32 * (parameters * (1 + (train.ema_decay is not None)) + moments)
 
 
 def memory_plan(

@@ -3,8 +3,8 @@
 A multiplication and an addition count as two operations. The conventions are those of published throughputs. A matrix
 costs 2 operations per element and token in the forward pass and twice as many in the backward pass, so N active
 parameters cost 6 N (arXiv 2001.08361, section 2.1). The same holds for the two products of attention. The recurrences
-are counted by their formulas. Not counted: norms, activations, the optimizer, and operations of a kernel beyond its
-formula (a chunked recurrence, recomputation in a backward pass).
+are counted by their formulas, and so are the products of Muon. Not counted: norms, activations, other operations of
+the optimizer, and operations of a kernel beyond its formula (a chunked recurrence, recomputation in a backward pass).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from cdrmix.config.schema import Config, Model
 from cdrmix.plan.foreign import ForeignModelSize, foreign_size
+from cdrmix.plan.optimizer import optimizer_size
 from cdrmix.plan.parameters import count_parameters
 
 PRODUCT = 3  # operations of forward and backward pass of a product, relative to the forward pass
@@ -32,7 +33,8 @@ class TokenFlops:
     active_parameters: parameters that multiply: top_k of the experts, and no embedding that is not also the head.
     parameters: 6 per active parameter, 4 where it is frozen. attention: queries with keys and weights with values, over
     the causal half of a row as one document; shorter documents need fewer. rwkv7, mamba2: the recurrences; mamba2 with
-    its short convolution. recomputed: operations that activation checkpointing repeats.
+    its short convolution. recomputed: operations that activation checkpointing repeats. muon: those of one update of
+    all matrices, divided by the tokens of a step.
     """
 
     active_parameters: int
@@ -41,6 +43,7 @@ class TokenFlops:
     rwkv7: int
     mamba2: int
     recomputed: int
+    muon: int = 0
 
     @property
     def total(self) -> int:
@@ -49,8 +52,8 @@ class TokenFlops:
 
     @property
     def executed(self) -> int:
-        """The operations with recomputation: for hardware FLOP utilisation (HFU)."""
-        return self.total + self.recomputed
+        """The operations with recomputation and Muon: for hardware FLOP utilisation (HFU)."""
+        return self.total + self.recomputed + self.muon
 
 
 def training_flops_per_token(config: Config) -> TokenFlops:
@@ -77,6 +80,7 @@ def training_flops_per_token(config: Config) -> TokenFlops:
         rwkv7=(RWKV7_FORWARD + RWKV7_BACKWARD) * states,
         mamba2=(MAMBA2_FORWARD + MAMBA2_BACKWARD) * scanned + PRODUCT * taps,
         recomputed=again if config.train.activation_checkpointing else 0,
+        muon=optimizer_size(config).operations // (config.train.batch_rows * config.data.row_length),
     )
 
 

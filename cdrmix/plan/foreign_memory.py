@@ -42,7 +42,7 @@ def foreign_memory_of(config: Config, platform: Platform, processes: int) -> Mem
     )
     parts += passes(config, step, source="; estimated by a formula" if untraced else "; traced")
     parts += _buffers(stage, size, itemsize, processes)
-    host_bytes = offloaded + max(size.weight_bytes, checkpoint_bytes(train, stage, size.trained))
+    host_bytes = offloaded + max(size.weight_bytes, checkpoint_bytes(train, processes, size.trained))
     return memory_plan(parts, step, platform, processes, host_bytes, untraced)
 
 

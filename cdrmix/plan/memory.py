@@ -22,6 +22,7 @@ from cdrmix.plan.components import (
     passes,
 )
 from cdrmix.plan.foreign_memory import foreign_memory_of
+from cdrmix.plan.optimizer import optimizer_size
 from cdrmix.plan.parameters import count_parameters
 from cdrmix.plan.trace import trace
 from cdrmix.training.engine import BUCKET, MOST_LIVE
@@ -47,8 +48,11 @@ def memory_of(config: Config, platform: Platform, processes: int) -> MemoryPlan:
     weights = Component(
         "weights", FP32 * (shared if zero_3 else here), "float32" + (f", 1/{processes} (ZeRO 3)" if zero_3 else "")
     )
+    orthogonalised = optimizer_size(config).orthogonalised
+    absent = everywhere - here if train.optimizer.experts else 0
+    single = -(-orthogonalised // processes) if stage > 0 else max(0, orthogonalised - absent)
     parts, offloaded = lasting_state(
-        train, platform, stage, processes, weights=weights, here=here, shared=shared, itemsize=FP32
+        train, platform, stage, processes, weights=weights, here=here, shared=shared, itemsize=FP32, single=single
     )
     elsewhere = experts - experts // train.expert_parallel  # parameters of the trace that are not in this process
     if step.copies:
@@ -57,7 +61,7 @@ def memory_of(config: Config, platform: Platform, processes: int) -> MemoryPlan:
     # In a step with one micro-batch, gradients are allocated while activations are freed: the trace includes them.
     parts += passes(config, step, elsewhere=FP32 * elsewhere if stage < 2 and accumulation == 1 else 0)
     parts += _buffers(stage, config, here, processes)
-    host_bytes = offloaded + max(FP32 * here, checkpoint_bytes(train, stage, everywhere))
+    host_bytes = offloaded + max(FP32 * here, checkpoint_bytes(train, processes, everywhere, orthogonalised))
     return memory_plan(parts, step, platform, processes, host_bytes)
 
 

@@ -14,6 +14,7 @@ from cdrmix.plan.fit import MAX_MEMORY_SHARE, Fit, estimate_note, fit, nothing_f
 from cdrmix.plan.flops import TokenFlops, training_flops_per_token
 from cdrmix.plan.foreign import foreign_size
 from cdrmix.plan.machine import Machine
+from cdrmix.plan.optimizer import optimizer_size
 from cdrmix.plan.parameters import count_parameters
 from cdrmix.training.zero import zero_stage
 
@@ -141,7 +142,7 @@ def _disk(config: Config, tokens: int) -> Disk:
     train = config.train
     trained, export = _trained_and_exported(config)
     average = train.ema_decay is not None
-    checkpoint = FP32 * trained * (3 + average)  # weights, two moments
+    checkpoint = FP32 * (trained * (3 + average) - optimizer_size(config).orthogonalised)  # weights, moments
     kept = train.keep_last + 2 + train.steps // (train.keep_every or train.steps + 1)  # the best, and one being written
     return Disk(tokens * (2 if config.model.vocab_size <= 2**16 else 4), checkpoint, kept * checkpoint, export)
 
@@ -193,6 +194,7 @@ def plan_table(plan: Plan) -> str:
         "mamba2": (flops.mamba2, "the recurrence and its convolution"),
         "total": (flops.total, "of the model, for MFU"),
         "recomputed": (flops.recomputed, "additional, by activation checkpointing"),
+        "muon": (flops.muon, f"additional, by the optimizer: {flops.muon / flops.total:.1%} of the model's"),
     }
     lines += [f"  {name:<14}{number / scale:>11,.3f}   {why}" for name, (number, why) in parts.items() if number]
     speed = plan.speed

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -41,10 +41,12 @@ from cdrmix.training.distributed import DistributedContext, any_threads
 from cdrmix.training.expert_parallel import expert_groups, is_expert_shard, total_norm
 from cdrmix.training.master_weights import MasterWeights
 from cdrmix.training.model_weights import ModelWeights
+from cdrmix.training.muon import OrthogonalizedMomentum
 from cdrmix.training.offload import HostGradients, move_state
 from cdrmix.training.optim import LossScale, WeightAverage, make_optimizer, parameter_groups
+from cdrmix.training.owners import Owners, slots
 from cdrmix.training.reduction import GradientReduction, ReplicatedParameters
-from cdrmix.training.zero import zero_stage
+from cdrmix.training.zero import deepspeed_stage, shards_whole_parameters
 
 REDUCED = {"fp32": torch.float32, "bf16": torch.bfloat16}
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -79,7 +81,7 @@ def accumulation(config: Config, world: DistributedContext) -> int:
 
 def deepspeed_config(config: Config, world: DistributedContext) -> dict[str, Any]:
     """Every DeepSpeed key that affects training is written out, so that no default of its version matters."""
-    train, stage = config.train, zero_stage(config.train, world.size)
+    train, stage = config.train, deepspeed_stage(config.train, world.size)
     narrow = train.weights == "bf16"
     # With stage 1 Engine sums the gradients of micro-batches in float32, and with offload HostGradients does.
     deepspeed_sums = not narrow or stage == 3 or (stage == 2 and train.offload == "none")
@@ -155,7 +157,7 @@ def deepspeed_config(config: Config, world: DistributedContext) -> dict[str, Any
             "log_trace_cache_warnings": False,
             "enable_sanity_checks": False,
         },
-        "zero_allow_untested_optimizer": train.optimizer != "adamw",
+        "zero_allow_untested_optimizer": train.optimizer.kind != "adamw",
         "zero_force_ds_cpu_optimizer": False,
         "compile": {"deepcompile": False},
         "flops_profiler": {"enabled": False},
@@ -200,7 +202,7 @@ class Engine:
         import deepspeed  # imported after distributed.join has chosen the accelerator
 
         self.world, self.base = world, base
-        self.stage = zero_stage(config.train, world.size)
+        self.stage = deepspeed_stage(config.train, world.size)
         self.gradient_clip = config.train.gradient_clip
         self.expert_parallel = config.train.expert_parallel
         self._compiled = config.train.compile
@@ -231,6 +233,10 @@ class Engine:
         )
         self.parameters = self._weights.parameters
         attach_copies(self.parameters.values(), self.module.dtype, self.stage)
+        self._owners: Owners | None = None
+        if shards_whole_parameters(config.train, world.size):
+            assert isinstance(self.optimizer, OrthogonalizedMomentum)
+            self._owners = self.optimizer.ownership = Owners(self._replicated())
         self._reduction: GradientReduction | None = None
         if self.stage < 2:
             self._engine.enable_backward_allreduce = False
@@ -252,10 +258,13 @@ class Engine:
         decay = config.train.ema_decay
         self.average = None if decay is None else WeightAverage(self._weights.local(), decay)
 
-    def set_learning_rate(self, rate: float) -> None:
-        """Sets the learning rate of every group for the next update: `rate` times the group's multiplier."""
+    def set_learning_rate(self, rate: float, own: Mapping[str, float] = {}) -> None:
+        """Sets the learning rate of every group for the next update: `rate` times the group's multiplier.
+
+        own: the rates of the groups with a schedule of their own (`schedule.group_rates`).
+        """
         for group in self.optimizer.param_groups:
-            group["lr"] = rate * group["multiplier"]
+            group["lr"] = own.get(group["schedule"], rate) * group["multiplier"]
 
     def forward(self, batch: Batch, *, last: bool) -> Losses:
         """The losses of a micro-batch. last: the step ends with it, and its backward pass reduces the gradients."""
@@ -389,14 +398,13 @@ class Engine:
         All ranks call.
         """
         state = {}
-        for name, parameter in self._optimized().items():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                tensor: Tensor | None = value.detach() if self.stage > 0 or self.world.rank == 0 else None
-                if is_expert_shard(parameter) and value.shape == parameter.shape:
-                    assert self._experts is not None
-                    tensor = self._experts.whole(value)
-                if tensor is not None:
-                    state[f"{name}/{key}"] = tensor.cpu()
+        for name, key, parameter, value in slots(self.world, self.optimizer, self._optimized(), self._owners):
+            tensor: Tensor | None = value.detach() if self.stage > 0 or self.world.rank == 0 else None
+            if is_expert_shard(parameter) and value.shape == parameter.shape:
+                assert self._experts is not None
+                tensor = self._experts.whole(value)
+            if tensor is not None:
+                state[f"{name}/{key}"] = tensor.cpu()
         return state
 
     def load_optimizer_state(self, state: dict[str, Tensor]) -> None:
@@ -405,6 +413,8 @@ class Engine:
         for key, value in state.items():
             name, _, slot = key.rpartition("/")
             parameter = optimized[name]
+            if self._owners is not None and not self._owners.mine(parameter):
+                continue
             if value.dim() == parameter.dim():  # otherwise it is the step count
                 value = self._weights.shard(parameter, value)
             present = self.optimizer.state[parameter].get(slot)

@@ -1,4 +1,4 @@
-"""AdamW with its decay groups, the loss scale of fp16, and the running average of the weights."""
+"""The optimizers and their groups, the loss scale of fp16, and the running average of the weights."""
 
 from __future__ import annotations
 
@@ -10,40 +10,73 @@ import torch
 from torch import Tensor, nn
 
 from cdrmix.config.schema import Train
-from cdrmix.model.layers import ParameterKind, parameter_kinds
+from cdrmix.config.schema_optimizer import Optimizer, ParameterGroup
+from cdrmix.model.layers import ParameterKind, fused_matrices, parameter_kinds
 from cdrmix.registry import Registry
+from cdrmix.training.muon import OrthogonalizedMomentum
 
 OPTIMIZERS = Registry[Callable[[list[dict[str, Any]], Train], torch.optim.Optimizer]]("optimizer")
 
 # Weight decay shrinks what multiplies activations; norms, biases, mixing vectors and embeddings are left alone.
-DECAYED: dict[ParameterKind, bool] = {"matrix": True, "embedding": False, "vector": False, "decay_bias": False}
+DECAYED: tuple[ParameterKind, ...] = ("projection", "expert")
+# The name under which train.groups may name several kinds.
+FAMILIES: dict[ParameterKind, str] = {
+    "projection": "matrix",
+    "expert": "matrix",
+    "low_rank": "vector",
+    "router": "vector",
+    "convolution": "vector",
+}
 
 
 def parameter_groups(model: nn.Module, train: Train) -> list[dict[str, Any]]:
-    """AdamW's groups: every trainable parameter once, by (weight decay, learning-rate multiplier).
+    """The optimizer's groups: every trainable parameter once, by weight decay, multiplier, schedule and update.
 
     The order is that of first appearance in the model, so it is the same in every process and every run. The experts
-    of a process under expert parallelism have groups of their own, marked as DeepSpeed's ZeRO looks for them.
+    of a process under expert parallelism have groups of their own, marked as DeepSpeed's ZeRO looks for them. A group
+    has the keys params, weight_decay, multiplier (of the learning rate), schedule (the name in `train.groups` whose
+    schedule it has; None: train.schedule), and for Muon `matrices`: for each parameter the maps that it holds.
     """
-    groups: dict[tuple[float, float, str], list[nn.Parameter]] = {}
-    kinds = parameter_kinds(model)
+    groups: dict[tuple[float, float, str, str | None, bool], dict[str, Any]] = {}
+    kinds, fused = parameter_kinds(model), fused_matrices(model)
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            what = kinds[name]
-            expert_group: str = getattr(parameter, "group_name", "")  # expert_parallel.expert_layer sets it
-            multiplier = train.decay_bias_multiplier if what == "decay_bias" else 1.0
-            key = (train.weight_decay if DECAYED[what] else 0.0, multiplier, expert_group)
-            groups.setdefault(key, []).append(parameter)
-    return [
-        {"params": parameters, "weight_decay": decay, "multiplier": multiplier}
-        | ({"moe": True, "name": expert_group} if expert_group else {})
-        for (decay, multiplier, expert_group), parameters in groups.items()
-    ]
+        if not parameter.requires_grad:
+            continue
+        kind = kinds[name]
+        key = next((key for key in (kind, FAMILIES.get(kind)) if key in train.groups), None)
+        own = ParameterGroup() if key is None else train.groups[key]
+        decay = own.weight_decay if own.weight_decay is not None else train.weight_decay if kind in DECAYED else 0.0
+        multiplier = own.rate * (train.decay_bias_multiplier if kind == "decay_bias" else 1.0)
+        schedule = None if own.schedule is None else key
+        expert_group: str = getattr(parameter, "group_name", "")  # expert_parallel.expert_layer sets it
+        orthogonal = is_orthogonalized(kind, train.optimizer)
+        settings = (decay, multiplier, expert_group, schedule, orthogonal)
+        if settings not in groups:
+            marks = {"moe": True, "name": expert_group} if expert_group else {}
+            empty: dict[str, Any] = {"params": [], "weight_decay": decay, "multiplier": multiplier}
+            groups[settings] = empty | {"schedule": schedule} | marks | ({"matrices": []} if orthogonal else {})
+        groups[settings]["params"].append(parameter)
+        if orthogonal:
+            groups[settings]["matrices"].append(fused.get(name))
+    return list(groups.values())
+
+
+def is_orthogonalized(kind: ParameterKind, optimizer: Optimizer) -> bool:
+    """Whether Muon updates the parameters of a kind: projections, and experts by `train.optimizer.experts`."""
+    return optimizer.kind == "muon" and (kind == "projection" or (kind == "expert" and optimizer.experts))
 
 
 def make_optimizer(groups: list[dict[str, Any]], train: Train) -> torch.optim.Optimizer:
     """The optimizer `train.optimizer` over the groups of `parameter_groups`. Its state must consist of tensors."""
-    return OPTIMIZERS[train.optimizer](groups, train)
+    return OPTIMIZERS[train.optimizer.kind](groups, train)
+
+
+@OPTIMIZERS("muon")
+def muon(groups: list[dict[str, Any]], train: Train) -> OrthogonalizedMomentum:
+    """Muon over the groups with `matrices`, AdamW over the others."""
+    return OrthogonalizedMomentum(
+        groups, train.optimizer, lambda rest: adamw(rest, train), learning_rate=train.learning_rate
+    )
 
 
 @OPTIMIZERS("adamw")

@@ -20,7 +20,7 @@ from cdrmix.training.engine import Engine
 from cdrmix.training.faults import Skips, StopRequest, check_finite
 from cdrmix.training.metrics import Record, StepRecord
 from cdrmix.training.objective import Objective, StepAccumulator, StepFacts, StepTotals
-from cdrmix.training.schedule import learning_rate
+from cdrmix.training.schedule import group_rates, learning_rate
 from cdrmix.training.threads import ThreadChoice
 
 
@@ -85,7 +85,7 @@ class Trainer:
         self.threads.begin()
         self._clock.start()
         rate = learning_rate(settings, step)
-        engine.set_learning_rate(rate)
+        engine.set_learning_rate(rate, group_rates(settings, step))
         sums = StepAccumulator(engine.world, objective.measures, counts_routing=recorded or objective.balances_routers)
         micro_batches = objective.micro_batches(engine, step)
         for index, micro_batch in enumerate(micro_batches, 1):

@@ -27,6 +27,19 @@ def zero_stage(train: Train, processes: int) -> Stage:
     return 1
 
 
+def shards_whole_parameters(train: Train, processes: int) -> bool:
+    """Whether stage 1 shards the optimizer's state by whole parameters (`owners.py`): Muon needs whole matrices.
+
+    DeepSpeed, whose stage 1 divides parameters, then runs at stage 0.
+    """
+    return processes > 1 and train.optimizer.kind == "muon" and zero_stage(train, processes) == 1
+
+
+def deepspeed_stage(train: Train, processes: int) -> Stage:
+    """The ZeRO stage of the DeepSpeed engine."""
+    return 0 if shards_whole_parameters(train, processes) else zero_stage(train, processes)
+
+
 def check_zero_stage(train: Train, processes: int) -> None:
     """Raises ConfigError for ZeRO with one process, where it shards nothing and costs memory and time.
 

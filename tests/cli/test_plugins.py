@@ -174,7 +174,7 @@ def test_a_run_uses_the_entries_of_a_plugin(tmp_path: Path, arguments: Callable[
             "    allowed: one of the mixers attention, rwkv7, mamba2, routing_mamba, pointwise\n"
             "    did you mean model.mixer_layers.pointwise?",
         ),
-        ("train.optimizer=nadams", 'found "nadams" (a string)\n    allowed: one of adamw, nadam\n'),
+        ("train.optimizer=nadams", 'found "nadams" (a string)\n    allowed: one of adamw, muon, nadam\n'),
         ("data.source={kind: plugin, name: count}", "data.source.name: unknown source 'count'; known: "),
         ("data.source={kind: tasks, tasks: [backward], documents: 1}", "did you mean 'backwards'?"),
     ],

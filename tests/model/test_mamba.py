@@ -250,12 +250,14 @@ def test_begins_as_published() -> None:
 def test_parameter_kinds(make_model: MakeModel) -> None:
     model = make_model(mixer_layers={"mamba2": [0], "routing_mamba": [1]})
     kinds = parameter_kinds(model)
-    matrices = ["0.mixer.input.weight", "0.mixer.output.weight", "1.mixer.select.weight", "1.mixer.w_up"]
-    for name in [*matrices, "1.mixer.w_down"]:
-        assert kinds[f"blocks.{name}"] == "matrix", name
-    for leaf in ("A_log", "D", "dt_bias", "conv_weight_WC", "conv_bias", "norm_weight"):
+    for name in ("0.mixer.input.weight", "0.mixer.output.weight", "1.mixer.select.weight"):
+        assert kinds[f"blocks.{name}"] == "projection", name
+    assert kinds["blocks.1.mixer.w_up"] == kinds["blocks.1.mixer.w_down"] == "expert"
+    for leaf in ("A_log", "D", "dt_bias", "norm_weight"):
         assert kinds[f"blocks.0.mixer.{leaf}"] == kinds[f"blocks.1.mixer.{leaf}"] == "vector", leaf
-    assert kinds["blocks.1.mixer.router.weight"] == "vector"
+    for leaf in ("conv_weight_WC", "conv_bias"):
+        assert kinds[f"blocks.0.mixer.{leaf}"] == kinds[f"blocks.1.mixer.{leaf}"] == "convolution", leaf
+    assert kinds["blocks.1.mixer.router.weight"] == "router"
 
 
 def test_every_mixer_that_a_configuration_may_name_is_there() -> None:

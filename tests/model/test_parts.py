@@ -79,19 +79,14 @@ def test_places_of_packed_documents(make_model: MakeModel) -> None:
 def test_parameter_kinds(make_model: MakeModel) -> None:
     model = make_model(tie_embeddings=False)
     kinds = parameter_kinds(model)
-    assert kinds["embedding.weight"] == kinds["head.weight"] == "embedding"
+    assert (kinds["embedding.weight"], kinds["head.weight"]) == ("embedding", "head")
     assert kinds["blocks.0.mixer.w0"] == "decay_bias"
-    assert kinds["blocks.0.mixer.receptance.weight"] == "matrix"
-    assert kinds["blocks.3.mixer.query.weight"] == "matrix"
-    assert kinds["blocks.0.feed_forward.w_up"] == kinds["blocks.0.feed_forward.w_down"] == "matrix"
-    for name in (
-        "mixer.w1",
-        "mixer.w2",
-        "mixer.r_k",
-        "mixer.ln_x.weight",
-        "mixer_norm.weight",
-        "feed_forward.router.weight",
-    ):
+    assert kinds["blocks.0.mixer.receptance.weight"] == "projection"
+    assert kinds["blocks.3.mixer.query.weight"] == "projection"
+    assert kinds["blocks.0.feed_forward.w_up"] == kinds["blocks.0.feed_forward.w_down"] == "expert"
+    assert kinds["blocks.0.mixer.w1"] == kinds["blocks.0.mixer.g2"] == kinds["blocks.1.mixer.v2"] == "low_rank"
+    assert kinds["blocks.0.feed_forward.router.weight"] == "router"
+    for name in ("mixer.r_k", "mixer.a0", "mixer.ln_x.weight", "mixer_norm.weight"):
         assert kinds[f"blocks.0.{name}"] == "vector", name
 
 

@@ -57,9 +57,9 @@ def test_every_parameter_is_in_one_group_and_only_matrices_decay(make_config) ->
     kinds = parameter_kinds(model)
     for name, parameter in model.named_parameters():
         kind = kinds[name]
-        assert found[id(parameter)]["weight_decay"] == (0.3 if kind == "matrix" else 0.0), name
+        assert found[id(parameter)]["weight_decay"] == (0.3 if kind in ("projection", "expert") else 0.0), name
         assert found[id(parameter)]["multiplier"] == (2.0 if kind == "decay_bias" else 1.0), name
-    assert set(kinds.values()) == {"matrix", "embedding", "vector", "decay_bias"}
+    assert set(kinds.values()) == {*("projection", "expert", "embedding", "low_rank", "router", "decay_bias", "vector")}
 
 
 FOREIGN = {

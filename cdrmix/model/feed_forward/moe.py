@@ -13,7 +13,7 @@ from cdrmix import ops
 from cdrmix.config.schema import Model
 from cdrmix.model.context import Context
 from cdrmix.model.feed_forward.router import Routed, Router
-from cdrmix.model.layers import linear
+from cdrmix.model.layers import INTERLEAVED, consecutive, linear
 from cdrmix.registry import Registry
 
 EXPERT_PARAMETERS = ("w_up", "w_down")  # names of the parameters whose first dimension is experts
@@ -41,6 +41,7 @@ class MoeFeedForward(nn.Module):
         self.activation = ffn.activation
         self.router = Router(config.d_model, ffn)
         widening = 2 if ffn.activation == "swiglu" else 1
+        self.fused = {"w_up": INTERLEAVED} if ffn.activation == "swiglu" else {}
         self.w_up = nn.Parameter(torch.empty(ffn.experts, config.d_model, widening * ffn.hidden))
         self.w_down = nn.Parameter(torch.zeros(ffn.experts, ffn.hidden, config.d_model))
         bound = 0.5 * config.init_std_scale * config.d_model**-0.5
@@ -72,6 +73,7 @@ class DenseFeedForward(nn.Module):
         width, hidden, scale = config.d_model, config.feed_forward.hidden, 0.5 * config.init_std_scale
         gated = config.feed_forward.activation == "swiglu"
         self.gate_up = linear(width, 2 * hidden, scale) if gated else None
+        self.fused = {"gate_up.weight": consecutive(-2, hidden, hidden)} if gated else {}
         self.up = None if gated else linear(width, hidden, scale)
         self.down = linear(hidden, width, 0.0)
 

@@ -17,7 +17,7 @@ from cdrmix import ops
 from cdrmix.config.schema import Model
 from cdrmix.model.context import Context
 from cdrmix.model.feed_forward.router import Routed
-from cdrmix.model.layers import linear
+from cdrmix.model.layers import consecutive, linear
 from cdrmix.model.mixers.base import MIXERS, Mixed, Mixer
 
 DECAY_RANGE = (1.0, 16.0)  # initial -A, uniform
@@ -78,6 +78,9 @@ class Mamba2(Mixer):
     def add_projections(self, config: Model) -> None:
         """The parameters of `project` and `emit`."""
         self.input = linear(config.d_model, self.inner + self.channels + self.heads, config.init_std_scale)
+        selecting = self.groups * self.d_state
+        gate_x_B_C_step = (self.inner, self.inner, selecting, selecting, self.heads)
+        self.fused = {"input.weight": consecutive(-2, *gate_x_B_C_step)}
         self.output = linear(self.inner, config.d_model, 0.0)
 
     def project(self, x: Tensor) -> Projected:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from cdrmix import ops
 from cdrmix.config.schema import Model
 from cdrmix.model.feed_forward.router import Router
-from cdrmix.model.layers import linear, uniform_
+from cdrmix.model.layers import consecutive, linear, uniform_
 from cdrmix.model.mixers.base import MIXERS
 from cdrmix.model.mixers.mamba2 import Mamba2, Projected
 from cdrmix.ops.backend import compute_dtype
@@ -33,7 +33,12 @@ class RoutingMamba(Mamba2):
         experts, width = config.feed_forward.experts, config.d_model
         self.router = Router(width, config.feed_forward)
         self.select = linear(width, self.channels - self.inner + self.heads, config.init_std_scale)
+        selecting = self.groups * self.d_state
         self.w_up = nn.Parameter(torch.empty(experts, width, 2 * self.inner))
+        self.fused = {
+            "select.weight": consecutive(-2, selecting, selecting, self.heads),
+            "w_up": consecutive(-1, self.inner, self.inner),
+        }
         uniform_(self.w_up.mT, config.init_std_scale)
         self.w_down = nn.Parameter(torch.zeros(experts, self.inner, width))
 

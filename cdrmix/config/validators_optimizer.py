@@ -1,0 +1,65 @@
+"""Rules about the optimizer, the learning-rate schedule and the groups of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, get_args
+
+from cdrmix.config.rule import Rule, Violation, registered_name
+from cdrmix.config.schema_optimizer import GroupName, Optimizer, Schedule
+from cdrmix.registry import nearest
+
+OF_MUON = {key: value for key, value in Optimizer().model_dump().items() if key != "kind"}
+OF_WSD = {"decay": Schedule().decay, "shape": Schedule().shape}
+
+
+def _only_of(kind_of: str, neutral: object, value: object, kind: str) -> str | None:
+    shown = str(neutral).lower()
+    return f"{shown}, for kind={kind}; it is a key of {kind_of}" if kind != kind_of and value != neutral else None
+
+
+def _kind(kind: str, model: str, weights: str, offload: str) -> str | None:
+    if kind != "muon":
+        return None
+    if model != "cdrmix":
+        return f"adamw for model.kind={model}: which of its matrices hold several maps is not known"
+    if weights != "fp32" or offload != "none":
+        return "adamw with train.weights: bf16 or train.offload, whose partitions divide matrices"
+    return None
+
+
+def _zero_stage(stage: int | str, kind: str) -> str | None:
+    refused = kind == "muon" and stage in (2, 3)
+    return "auto, 0 or 1 with train.optimizer.kind=muon: stages 2 and 3 divide matrices" if refused else None
+
+
+def _groups(groups: Mapping[str, Any]) -> Violation | None:
+    known = get_args(GroupName)
+    for name, group in groups.items():
+        if name not in known:
+            close = nearest(name, known)
+            suggestion = f"train.groups.{close}" if close else None
+            return Violation((name,), f"one of {', '.join(known)}", suggestion, "unknown kind of parameter")
+        schedule = group.get("schedule") or {}
+        for key, neutral in OF_WSD.items():
+            value, kind = schedule.get(key, neutral), schedule.get("kind", Schedule().kind)
+            if (allowed := _only_of("wsd", neutral, value, kind)) is not None:
+                return Violation((name, "schedule", key), allowed)
+    return None
+
+
+RULES = (
+    Rule(("train.optimizer.kind",), partial(registered_name, "optimizer")),
+    *(
+        Rule((f"train.optimizer.{key}", "train.optimizer.kind"), partial(_only_of, "muon", neutral))
+        for key, neutral in OF_MUON.items()
+    ),
+    Rule(("train.optimizer.kind", "model.kind", "train.weights", "train.offload"), _kind),
+    Rule(("train.zero_stage", "train.optimizer.kind"), _zero_stage),
+    *(
+        Rule((f"train.schedule.{key}", "train.schedule.kind"), partial(_only_of, "wsd", neutral))
+        for key, neutral in OF_WSD.items()
+    ),
+    Rule(("train.groups",), _groups),
+)
