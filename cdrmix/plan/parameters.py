@@ -10,7 +10,7 @@ import torch
 from cdrmix.config.schema import Config, Model
 from cdrmix.config.schema_reasoning import Reasoning
 from cdrmix.model.block import Block
-from cdrmix.model.feed_forward.moe import EXPERT_PARAMETERS, DenseFeedForward
+from cdrmix.model.feed_forward.moe import EXPERT_PARAMETERS, DenseFeedForward, MoeFeedForward, SkippingFeedForward
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.plan.foreign import foreign_size
 from cdrmix.units import amount
@@ -87,14 +87,18 @@ def _part(model: LanguageModel, name: str) -> str:
         return "norms"
     if module == "plastic":
         return "adapters"
+    if module == "depth_routers":
+        return "router"
     assert module in ("mixer", "feed_forward"), f"{name} belongs to no part"
     if parts[3] == "router":
         return "router"
-    if parts[3] in EXPERT_PARAMETERS:
+    feed_forward = block.feed_forward
+    if parts[3] in EXPERT_PARAMETERS and (module == "mixer" or isinstance(feed_forward, MoeFeedForward)):
         return "experts"
     if module == "mixer":
         return block.mixer.part
-    return "feed-forward" if isinstance(block.feed_forward, DenseFeedForward) else "channel-mix"
+    dense = isinstance(feed_forward, DenseFeedForward | SkippingFeedForward) or parts[3] == "shared"
+    return "feed-forward" if dense else "channel-mix"
 
 
 def parameter_table(config: Config, count: ParameterCount) -> str:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cdrmix.config.hyperparameters import countable, hyperparameters, model_size, round_rows
-from cdrmix.config.schema import Attention, Config, FeedForward, Mamba, Model, Rwkv
+from cdrmix.config.schema import Depth, Attention, Config, FeedForward, Mamba, Model, Rwkv
 from cdrmix.errors import ConfigError
 from cdrmix.plan.parameters import count_parameters
 
