@@ -213,7 +213,7 @@ class Depth(Section):
     part: Literal["feed_forward", "mixer", "both"] = "feed_forward"
     """Branches that skip tokens. For a mixer a skipped token is no token: it changes no state, it has no key and no
     position, and later tokens do not shift to it."""
-    rate: Annotated[float, Field(gt=0, le=1)] = 0.01
+    rate: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Part of the distance to the threshold of the last batch that b moves after each step."""
     release: Fraction = 0.05
     """Share of the steps over which the kept share falls from 1 to the capacity. Not for a run that starts from the

@@ -20,6 +20,7 @@ from cdrmix.model.feed_forward.router import Routed
 from cdrmix.model.layers import AddNorm
 from cdrmix.model.mixers import MIXERS
 from cdrmix.model.mixers.base import Mixer
+from cdrmix.model.skipping import mix_kept
 
 
 class BlockCache(NamedTuple):
@@ -60,6 +61,7 @@ class Block(nn.Module):
         self, config: Model, layer: int, mixer: str, experts: Callable[[Model], MoeFeedForward] = MoeFeedForward
     ) -> None:
         super().__init__()
+        self.config = config
         self.mixer_norm = AddNorm(config)
         self.mixer: Mixer = MIXERS[mixer](config, layer)
         self.feed_forward_norm = AddNorm(config)
@@ -80,10 +82,14 @@ class Block(nn.Module):
         if self.plastic is not None:
             update = FastWeightUpdate(self.plastic, span, cache.plastic)
             context = context._replace(fast_weights=update)
-        x, normed = self.mixer_norm(x, y)
-        mixed = self.mixer(normed, context, cache.mixer)
-        x, normed = self.feed_forward_norm(x, mixed.y)
         gates = []
+        x, normed = self.mixer_norm(x, y)
+        if "mixer" in self.depth_routers:
+            gates.append(self.depth_routers["mixer"].gate(normed.flatten(0, 1)))
+            mixed = mix_kept(self.mixer, self.config, normed, context, cache.mixer, gates[-1])
+        else:
+            mixed = self.mixer(normed, context, cache.mixer)
+        x, normed = self.feed_forward_norm(x, mixed.y)
         if "feed_forward" in self.depth_routers:
             gates.append(self.depth_routers["feed_forward"].gate(normed.flatten(0, 1)))
             fed = self.feed_forward(normed, context, cache.feed_forward_BD, gates[-1])

@@ -79,7 +79,8 @@ class LanguageModel(nn.Module):
         self.embedding_norm = AddNorm(config, wide=True) if config.embedding_norm else None
         blocks = [Block(config, layer, mixer, experts) for layer, mixer in enumerate(config.mixers)]
         self.blocks = nn.ModuleList(blocks)
-        self.attends = any(block.mixer.attends for block in blocks)
+        # A mixer that skips tokens has positions of its own.
+        self.attends = any(block.mixer.attends and "mixer" not in block.depth_routers for block in blocks)
         self.final_norm = AddNorm(config, wide=True)  # the heads of stage B need float32
         self.head = (
             None
