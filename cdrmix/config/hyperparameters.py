@@ -28,6 +28,7 @@ LARGE_BATCH = 2**19
 BETAS, BETAS_OF_SMALL_BATCHES = [0.9, 0.95], [0.9, 0.99]
 MAX_WARMUP_SHARE = 0.1  # of the steps: for runs of less than ten tokens a parameter
 MIXERS, FEED_FORWARDS = ("attention", "rwkv7", "mamba2", "routing_mamba"), ("moe", "dense", "channel_mix")
+MIXED = ("dense_layers", "shared_hidden", "dense_hidden")  # keys of a mixture with dense parts
 COUNTED = ("vocab_size", "d_model", "layers", "attention.heads", "attention.kv_heads")
 MAX_VALUE, MAX_LAYERS = 2**53, 10_000  # larger ones are malformed here, so that nothing overflows or takes long
 
@@ -166,7 +167,8 @@ def model_size(values: Values) -> ModelSize | None:
     if mixers is None or known["attention.heads"] > width or known["mamba.head_dim"] > known["mamba.expand"] * width:
         return None
     gated, kind = known.get("feed_forward.activation") == "swiglu", known.get("feed_forward.kind")
-    matrices = (3 if gated else 2) * width * known["feed_forward.hidden"]
+    hidden = (3 if gated else 2) * width  # parameters for each hidden unit
+    matrices = hidden * known["feed_forward.hidden"]
     share, experts = known["feed_forward.top_k"], known["feed_forward.experts"]
     stacked, layers = 0, known["layers"]
     norms = 2 * layers + 1 + bool(known.get("embedding_norm"))
@@ -176,14 +178,24 @@ def model_size(values: Values) -> ModelSize | None:
     others += later * (2 * width * known["rwkv.value_rank"] + width)
     stacked = 3 * mixers.count("routing_mamba") * experts * known["mamba.expand"] * width**2
     if kind == "moe":
-        stacked += layers * experts * matrices
-        others += layers * experts * width
+        dense, shared, dense_hidden = (known.get(f"feed_forward.{name}") for name in MIXED)
+        dense_layers = len(dense) if isinstance(dense, list) else 0
+        mixtures = layers - dense_layers
+        stacked += mixtures * experts * matrices
+        others += mixtures * experts * width
+        others += mixtures * hidden * shared if _positive(shared) else 0
+        others += dense_layers * (hidden * dense_hidden if _positive(dense_hidden) else share * matrices)
     elif kind == "dense":
         others += layers * matrices
     elif kind == "channel_mix":
         others += layers * (2 * width * known["feed_forward.hidden"] + width)
     else:
         return None
+    if known.get("depth") is not None or known.get("depth.capacity") is not None:
+        part = known.get("depth.part", "feed_forward")
+        skipping = layers if part != "mixer" else 0
+        skipping += layers - ("rwkv7" in mixers) if part != "feed_forward" else 0
+        others += skipping * width
     tables = 1 if known.get("tie_embeddings") else 2
     return ModelSize(tables * vocabulary * width, stacked, stacked * share // experts, others)
 

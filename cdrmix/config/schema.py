@@ -63,6 +63,10 @@ ADDED_LATER: dict[str, Any] = {
     "data.tokenizer.begin_of_text": "auto",
     "data.tokenizer.lossless": True,
     "model.kind": "cdrmix",
+    "model.depth": None,
+    "model.feed_forward.dense_layers": [],
+    "model.feed_forward.dense_hidden": None,
+    "model.feed_forward.shared_hidden": None,
     "train.weights": "fp32",
     "train.offload": "none",
     "train.start_from": None,
@@ -173,12 +177,51 @@ class FeedForward(Section):
     """Step size of the selection bias that balances the experts without a loss. 0: no bias."""
     router_jitter: Below1 = 0.0
     """In training, the router input is multiplied by random numbers in [1 - router_jitter, 1 + router_jitter]."""
+    dense_layers: list[NonNegativeInt] = []
+    """Layers, counted from 0, that have a dense feed-forward of the same activation instead of the mixture of
+    experts."""
+    dense_hidden: PositiveInt | None = None
+    """Hidden width of the dense feed-forward of dense_layers. null: top_k * hidden, as many as a token uses of the
+    mixture."""
+    shared_hidden: PositiveInt | None = None
+    """Hidden width of a dense feed-forward whose output is added to that of every mixture, for all tokens (the shared
+    expert of arXiv 2401.06066). null: none."""
+
+    def kinds(self, layers: int) -> tuple[str, ...]:
+        """The kind of the feed-forward of each of so many layers."""
+        return tuple("dense" if layer in self.dense_layers else self.kind for layer in range(layers))
+
+    @property
+    def dense_width(self) -> int:
+        """Hidden width of a dense feed-forward, of all layers or of dense_layers."""
+        if self.kind == "dense":
+            return self.hidden
+        return self.top_k * self.hidden if self.dense_hidden is None else self.dense_hidden
 
     @model_validator(mode="before")
     @classmethod
     def _dense_is_gated(cls, data: Any) -> Any:
         """The default of activation is swiglu for a dense feed-forward."""
         return {"activation": "swiglu", **data} if isinstance(data, dict) and data.get("kind") == "dense" else data
+
+
+class Depth(Section):
+    """Mixture-of-Depths (arXiv 2404.02258) by a threshold for each token: branches of blocks that skip tokens.
+
+    A branch f adds sigmoid(s) f(x) to the tokens with s + b > 0, with s = w . x in float32 and x the normed input of
+    the branch. w is trained. b moves after each step, so that the share of the tokens that are kept is the capacity.
+    """
+
+    capacity: Annotated[float, Field(gt=0, le=1)] = 0.75
+    """Share of the tokens that a branch computes, as a mean over the batches. 1: all, with the factor sigmoid(s)."""
+    part: Literal["feed_forward", "mixer", "both"] = "feed_forward"
+    """Branches that skip tokens. For a mixer a skipped token is no token: it changes no state, it has no key and no
+    position, and later tokens do not shift to it."""
+    rate: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Part of the distance to the threshold of the last batch that b moves after each step."""
+    release: Fraction = 0.05
+    """Share of the steps over which the kept share falls from 1 to the capacity. Not for a run that starts from the
+    weights of another (train.start_from)."""
 
 
 class Model(Section):
@@ -220,6 +263,8 @@ class Model(Section):
     rwkv: Rwkv
     mamba: Mamba = Field(default_factory=Mamba)
     feed_forward: FeedForward
+    depth: Depth | None = None
+    """Branches that skip tokens. null: every layer computes every token."""
 
     @property
     def mixers(self) -> tuple[str, ...]:
@@ -230,9 +275,31 @@ class Model(Section):
     def routers(self) -> tuple[str, ...]:
         """The names of the routers in model order: "3" in the feed-forward of layer 3, "3.mixer" in its mixer."""
         names = []
-        for layer, mixer in enumerate(self.mixers):
+        for layer, (mixer, feed_forward) in enumerate(zip(self.mixers, self.feed_forwards, strict=True)):
             names += [f"{layer}.mixer"] if mixer == "routing_mamba" else []
-            names += [f"{layer}"] if self.feed_forward.kind == "moe" else []
+            names += [f"{layer}"] if feed_forward == "moe" else []
+        return tuple(names)
+
+    @property
+    def feed_forwards(self) -> tuple[str, ...]:
+        """The kind of the feed-forward of each layer."""
+        return self.feed_forward.kinds(self.layers)
+
+    def skips(self, layer: int, branch: Literal["mixer", "feed_forward"]) -> bool:
+        """Whether a branch of a layer skips tokens. The mixer of the first RWKV-7 layer does not: later layers read its
+        values of every token."""
+        if self.depth is None or self.depth.part not in (branch, "both"):
+            return False
+        mixers = self.mixers
+        return branch == "feed_forward" or mixers[layer] != "rwkv7" or "rwkv7" in mixers[:layer]
+
+    @property
+    def skipping(self) -> tuple[str, ...]:
+        """The names of the branches that skip tokens, in model order: "3.mixer" and "3", as in `routers`."""
+        names = []
+        for layer in range(self.layers):
+            names += [f"{layer}.mixer"] if self.skips(layer, "mixer") else []
+            names += [f"{layer}"] if self.skips(layer, "feed_forward") else []
         return tuple(names)
 
 

@@ -85,6 +85,37 @@ def _activation(activation: str, kind: str) -> str | None:
     return "relu2, for model.feed_forward.kind=channel_mix" if kind == "channel_mix" and activation != "relu2" else None
 
 
+def _dense_layers(dense: list[int], layers: int, kind: str) -> Violation | None:
+    if dense and kind != "moe":
+        return Violation((), f"[] for model.feed_forward.kind={kind}, which has no mixture of experts")
+    for index, layer in enumerate(dense):
+        if layer >= layers:
+            return Violation((index,), f"at most {layers - 1}: layers count from 0, and model.layers={layers}")
+        if layer in dense[:index]:
+            return Violation((index,), "each layer once in model.feed_forward.dense_layers")
+    return None
+
+
+def _dense_hidden(hidden: int | None, dense: list[int]) -> str | None:
+    return "null without model.feed_forward.dense_layers" if hidden is not None and not dense else None
+
+
+def _shared_hidden(hidden: int | None, kind: str) -> str | None:
+    return f"null for model.feed_forward.kind={kind}" if hidden is not None and kind != "moe" else None
+
+
+def _depth_of_feed_forward(part: str, kind: str) -> str | None:
+    if part == "mixer" or kind in ("moe", "dense"):
+        return None
+    return f"mixer, or model.feed_forward.kind moe or dense: {kind} does not skip tokens"
+
+
+def _depth_of_mixers(part: str, reasoning: object) -> str | None:
+    if part == "feed_forward" or reasoning is None:
+        return None
+    return "feed_forward in a run with a section reasoning: its adapters and memories read every token of a mixer"
+
+
 RULES = (
     Rule(("model.mixer_layers", "model.layers"), _mixer_layers),
     Rule(("model.feed_forward.kind",), partial(registered_name, "feed-forward")),
@@ -99,4 +130,9 @@ RULES = (
         _top_k,
     ),
     Rule(("model.feed_forward.activation", "model.feed_forward.kind"), _activation),
+    Rule(("model.feed_forward.dense_layers", "model.layers", "model.feed_forward.kind"), _dense_layers),
+    Rule(("model.feed_forward.dense_hidden", "model.feed_forward.dense_layers"), _dense_hidden),
+    Rule(("model.feed_forward.shared_hidden", "model.feed_forward.kind"), _shared_hidden),
+    Rule(("model.depth.part", "model.feed_forward.kind"), _depth_of_feed_forward),
+    Rule(("model.depth.part", "reasoning"), _depth_of_mixers),
 )

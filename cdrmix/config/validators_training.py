@@ -36,6 +36,12 @@ def _compile(compiled: bool, zero_stage: int | str, offload: str, expert_paralle
     return f"false, or train.zero_stage below 3{others} and train.expert_parallel 1" if refused else None
 
 
+def _compile_depth(compiled: bool, part: str) -> str | None:
+    if not compiled or part == "feed_forward":
+        return None
+    return "false with model.depth.part mixer or both: mixers read as many rows as tokens are kept"
+
+
 def _weights(weights: str, precision: str, zero_stage: int | str) -> str | None:
     refused = weights == "bf16" and (precision != "bf16" or zero_stage == 0)
     return "fp32, or train.precision: bf16 and train.zero_stage: auto, 1, 2 or 3" if refused else None
@@ -88,6 +94,7 @@ RULES = (
     Rule(("train.precision", "run.device"), _precision),
     Rule(("train.residual_dtype", "train.precision"), _residual_dtype),
     Rule(("train.compile", "train.zero_stage", "train.offload", "train.expert_parallel"), _compile),
+    Rule(("train.compile", "model.depth.part"), _compile_depth),
     Rule(("train.weights", "train.precision", "train.zero_stage"), _weights),
     Rule(("train.offload", "train.zero_stage", "train.expert_parallel"), _offload),
     Rule(("train.offload_folder", "train.offload", "train.optimizer.kind"), _offload_folder),

@@ -34,6 +34,13 @@ def model_card(config: Config, step: int, stored: int, summary: Mapping[str, Any
         if feed_forward.kind == "dense"
         else f"dense {feed_forward.kind.replace('_', '-')} of {feed_forward.hidden}"
     )
+    if feed_forward.dense_layers:
+        experts += f"; {len(feed_forward.dense_layers)} layers are dense, of {feed_forward.dense_width}"
+    if feed_forward.shared_hidden is not None:
+        experts += f"; a shared expert of {feed_forward.shared_hidden}"
+    if model.depth is not None:
+        names = {"feed_forward": "feed-forwards", "mixer": "mixers", "both": "mixers and feed-forwards"}
+        experts += f"; {names[model.depth.part]} compute {model.depth.capacity:.0%} of the tokens"
     mixers_used = [*filter(model.mixers.__contains__, NAMES), *sorted({*model.mixers} - NAMES.keys())]
     counts = {NAMES.get(mixer, mixer): model.mixers.count(mixer) for mixer in mixers_used}
     mixers = ", ".join(f"{count} {name}" for name, count in counts.items())

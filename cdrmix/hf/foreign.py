@@ -280,12 +280,13 @@ class ForeignLossModel(LossModule):
         lines = [f"{architecture}: {how} (tested); {self._head.kind} head, {loss}"]
         return [*lines, *adapted]
 
-    def _hidden(self, ids_BT: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, RouterStats | None]:
+    def _hidden(self, ids_BT: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, RouterStats | None, None]:
         assert self._packing is not None, "prepare() comes first"
         self._positions.check(ids_BT.shape[1], cu_seqlens)
         options = {} if self._experts is None else {"output_router_logits": True}
         decoded = decode(self.language_model, self._packing, ids_BT, cu_seqlens, options=options)
-        return decoded.hidden_BTD, None if self._experts is None else self._experts.statistics(decoded.router_logits)
+        router = None if self._experts is None else self._experts.statistics(decoded.router_logits)
+        return decoded.hidden_BTD, router, None
 
     def _next_token_sum(self, hidden_RD: Tensor, targets_R: Tensor, weights_R: Tensor) -> Tensor:
         return head_loss(

@@ -40,7 +40,7 @@ class CdrmixForCausalLM(PreTrainedModel, GenerationMixin):
         self.gradient_checkpointing = False
         section = config.model_section
         # A rounded router selects other experts. transformers 4.57 refuses names that the model does not have.
-        self._keep_in_fp32_modules_strict = ["router"] if section.routers else []
+        self._keep_in_fp32_modules_strict = ["router"] if section.routers or section.skipping else []
         dtype = torch.get_default_dtype()
         torch.set_default_dtype(torch.float32)  # the initial values cannot be computed in bfloat16
         try:

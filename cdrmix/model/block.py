@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from cdrmix.config.schema import Model
 from cdrmix.model.context import Context
+from cdrmix.model.depth import DepthRouter, Gated
 from cdrmix.model.fast_weights import FastWeightSpan, FastWeightUpdate, PlasticState
 from cdrmix.model.feed_forward.moe import FEED_FORWARDS, MoeFeedForward
 from cdrmix.model.feed_forward.router import Routed
 from cdrmix.model.layers import AddNorm
 from cdrmix.model.mixers import MIXERS
 from cdrmix.model.mixers.base import Mixer
+from cdrmix.model.skipping import mix_kept
 
 
 class BlockCache(NamedTuple):
@@ -35,7 +37,8 @@ class BlockOutput(NamedTuple):
 
     x: [B, T, D], the residual stream before its feed-forward. y: [B, T, D], the feed-forward's output, not yet added.
     v_first: [B, T, D], the values of the first RWKV-7 block so far. cache: if wanted. routed: the routers' reports.
-    correlation: the plastic adapters' own objective, summed over them, if there are any.
+    correlation: the plastic adapters' own objective, summed over them, if there are any. gated: the reports of the
+    branches that skip tokens.
     """
 
     x: Tensor
@@ -44,23 +47,30 @@ class BlockOutput(NamedTuple):
     cache: BlockCache | None
     routed: tuple[Routed, ...]
     correlation: Tensor | None
+    gated: tuple[Gated, ...] = ()
 
 
 class Block(nn.Module):
     """One layer: x <- x + mixer(norm(x)), then x <- x + feed_forward(norm(x)).
 
-    mixer: its name. experts: makes the mixture of experts if the configuration has one.
+    mixer: its name. experts: makes the mixture of experts if the layer has one. With `model.depth` a branch may skip
+    tokens: `depth_routers` has the router of each such branch.
     """
 
     def __init__(
         self, config: Model, layer: int, mixer: str, experts: Callable[[Model], MoeFeedForward] = MoeFeedForward
     ) -> None:
         super().__init__()
+        self.config = config
         self.mixer_norm = AddNorm(config)
         self.mixer: Mixer = MIXERS[mixer](config, layer)
         self.feed_forward_norm = AddNorm(config)
-        kind = config.feed_forward.kind
+        kind = config.feed_forwards[layer]
         self.feed_forward = experts(config) if kind == "moe" else FEED_FORWARDS[kind](config, layer)
+        self.depth_routers = nn.ModuleDict()
+        for branch in ("mixer", "feed_forward"):
+            if config.depth is not None and config.skips(layer, branch):
+                self.depth_routers[branch] = DepthRouter(config.d_model, config.depth.capacity)
         self.plastic: nn.ModuleDict | None = None  # adapters of the mixer's projections: LanguageModel sets them
 
     def forward(
@@ -72,13 +82,23 @@ class Block(nn.Module):
         if self.plastic is not None:
             update = FastWeightUpdate(self.plastic, span, cache.plastic)
             context = context._replace(fast_weights=update)
+        gates = []
         x, normed = self.mixer_norm(x, y)
-        mixed = self.mixer(normed, context, cache.mixer)
+        if "mixer" in self.depth_routers:
+            gates.append(self.depth_routers["mixer"].gate(normed.flatten(0, 1)))
+            mixed = mix_kept(self.mixer, self.config, normed, context, cache.mixer, gates[-1])
+        else:
+            mixed = self.mixer(normed, context, cache.mixer)
         x, normed = self.feed_forward_norm(x, mixed.y)
-        fed = self.feed_forward(normed, context, cache.feed_forward_BD)
+        if "feed_forward" in self.depth_routers:
+            gates.append(self.depth_routers["feed_forward"].gate(normed.flatten(0, 1)))
+            fed = self.feed_forward(normed, context, cache.feed_forward_BD, gates[-1])
+        else:
+            fed = self.feed_forward(normed, context, cache.feed_forward_BD)
         after = None
         if context.keep_cache:
             after = BlockCache(mixed.cache, fed.cache_BD, None if update is None else update.state())
         routed = tuple(report for report in (mixed.routed, fed.routed) if report is not None)
         v_first = mixed.values if context.v_first is None else context.v_first
-        return BlockOutput(x, fed.y, v_first, after, routed, None if update is None else update.correlation)
+        correlation = None if update is None else update.correlation
+        return BlockOutput(x, fed.y, v_first, after, routed, correlation, tuple(gate.gated for gate in gates))

@@ -14,6 +14,7 @@ from cdrmix.config.schema import Model
 from cdrmix.config.schema_reasoning import Reasoning
 from cdrmix.model.block import Block, BlockCache
 from cdrmix.model.context import make_context
+from cdrmix.model.depth import DepthStats, Gated
 from cdrmix.model.fast_weights import FastWeightOptions, FastWeightSpan, make_adapters
 from cdrmix.model.feed_forward.moe import MoeFeedForward
 from cdrmix.model.feed_forward.router import Routed, Router
@@ -35,12 +36,14 @@ class RouterStats(NamedTuple):
 
 class Output(NamedTuple):
     """The result of a forward pass: hidden states after the final norm [B, T, D], router reports, the cache if wanted,
-    the mean of the plastic adapters' own objective (a scalar; None without adapters)."""
+    the mean of the plastic adapters' own objective (a scalar; None without adapters); the reports of the branches that
+    skip tokens (None without `model.depth`)."""
 
     hidden_BTD: Tensor
     router: RouterStats | None
     cache: Cache | None
     correlation: Tensor | None
+    depth: DepthStats | None = None
 
 
 class LanguageModel(nn.Module):
@@ -76,7 +79,8 @@ class LanguageModel(nn.Module):
         self.embedding_norm = AddNorm(config, wide=True) if config.embedding_norm else None
         blocks = [Block(config, layer, mixer, experts) for layer, mixer in enumerate(config.mixers)]
         self.blocks = nn.ModuleList(blocks)
-        self.attends = any(block.mixer.attends for block in blocks)
+        # A mixer that skips tokens has positions of its own.
+        self.attends = any(block.mixer.attends and "mixer" not in block.depth_routers for block in blocks)
         self.final_norm = AddNorm(config, wide=True)  # the heads of stage B need float32
         self.head = (
             None
@@ -169,24 +173,28 @@ class LanguageModel(nn.Module):
         caches: list[BlockCache] = []
         reports: list[Routed] = []
         correlations: list[Tensor] = []
+        gated: list[Gated] = []
         for layer, block in enumerate(self.blocks):
             arguments = (x, y, context, span, cache[layer] if cache else None)
             if self.activation_checkpointing and torch.is_grad_enabled():
-                x, y, v_first, after, routed, correlation = checkpoint(block, *arguments, use_reentrant=False)
+                result = checkpoint(block, *arguments, use_reentrant=False)
             else:
-                x, y, v_first, after, routed, correlation = block(*arguments)
+                result = block(*arguments)
+            x, y, v_first, after, routed, correlation, skipping = result
             context = context._replace(v_first=v_first)
             if after is not None:
                 caches.append(after)
             if correlation is not None:
                 correlations.append(correlation)
             reports += routed
+            gated += skipping
         router = RouterStats(*(torch.stack(column) for column in zip(*reports, strict=True))) if reports else None
+        depth = DepthStats(*(torch.stack(column) for column in zip(*gated, strict=True))) if gated else None
         objective = torch.stack(correlations).sum() / self.adapters if correlations else None
         if prefix:
             x, y = x[:, prefix:], None if y is None else y[:, prefix:]
         _, hidden_BTD = self.final_norm(x, y)
-        return Output(hidden_BTD, router, tuple(caches) if return_cache else None, objective)
+        return Output(hidden_BTD, router, tuple(caches) if return_cache else None, objective, depth)
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """Hidden states [..., D] -> logits [..., V] in float32 at least."""

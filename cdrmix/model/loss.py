@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cdrmix import ops
+from cdrmix.model.depth import DepthStats
 from cdrmix.model.language_model import LanguageModel, RouterStats
 
 
@@ -23,6 +24,7 @@ class Losses(NamedTuple):
     load_balance: Tensor
     z_loss: Tensor
     router: RouterStats | None
+    depth: DepthStats | None = None
 
 
 class LossModule(nn.Module, ABC):
@@ -55,7 +57,7 @@ class LossModule(nn.Module, ABC):
 
         weights_BT may also be [S, B, T]: S sets of weights for the same tokens. Then next_token_sum and total are [S].
         """
-        hidden, router = self._hidden(ids_BT, cu_seqlens)
+        hidden, router, depth = self._hidden(ids_BT, cu_seqlens)
         next_token = self._next_token_sum(
             hidden.reshape(-1, hidden.shape[-1]), targets_BT.reshape(-1), weights_BT.flatten(-2)
         )
@@ -64,11 +66,13 @@ class LossModule(nn.Module, ABC):
         if router is not None:
             load_balance, z_loss = router.load_balance_L.mean(), router.z_loss_L.mean()
             total = total + self._router_loss(load_balance, z_loss, share)
-        return Losses(total, next_token, load_balance, z_loss, router)
+        return Losses(total, next_token, load_balance, z_loss, router, depth)
 
     @abstractmethod
-    def _hidden(self, ids_BT: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, RouterStats | None]:
-        """The hidden states [B, T, D], and the reports of the routers; None without routers."""
+    def _hidden(
+        self, ids_BT: Tensor, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, RouterStats | None, DepthStats | None]:
+        """The hidden states [B, T, D], and the reports of the routers and of those of the depth; None without."""
 
     @abstractmethod
     def _next_token_sum(self, hidden_RD: Tensor, targets_R: Tensor, weights_R: Tensor) -> Tensor:
@@ -88,9 +92,11 @@ class LossModel(LossModule):
         super().__init__()
         self.language_model = language_model
 
-    def _hidden(self, ids_BT: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, RouterStats | None]:
+    def _hidden(
+        self, ids_BT: Tensor, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, RouterStats | None, DepthStats | None]:
         output = self.language_model(ids_BT, cu_seqlens=cu_seqlens)
-        return output.hidden_BTD, output.router
+        return output.hidden_BTD, output.router, output.depth
 
     def _next_token_sum(self, hidden_RD: Tensor, targets_R: Tensor, weights_R: Tensor) -> Tensor:
         targets = targets_R.expand(weights_R.shape)

@@ -95,7 +95,8 @@ def at_most(config: Config, processes: int) -> int:
     if not isinstance(config.model, Model):
         return _at_most_of_transformers(tokens, config.data.row_length, foreign_size(config))
     model, ffn = config.model, config.model.feed_forward
-    hidden = 12 * ffn.hidden * (ffn.top_k if ffn.kind == "moe" else 1)
+    hidden = 12 * (ffn.hidden * (ffn.top_k if ffn.kind == "moe" else 1) + (ffn.shared_hidden or 0))
+    hidden = max(hidden, 12 * ffn.dense_width) if ffn.dense_layers else hidden
     inner = 40 * model.mamba.expand * model.d_model if any(model.mixer_layers.values()) else 0
     attention = 8 * model.attention.heads * config.data.row_length if "attention" in model.mixers else 0
     widest = 120 * model.d_model + hidden + inner * (ffn.top_k if "routing_mamba" in model.mixers else 1) + attention

@@ -31,7 +31,8 @@ class TokenFlops:
     """Operations per token.
 
     active_parameters: parameters that multiply: top_k of the experts, and no embedding that is not also the head.
-    parameters: 6 per active parameter, 4 where it is frozen. attention: queries with keys and weights with values, over
+    parameters: 6 per active parameter, 4 where it is frozen, and model.depth.capacity of that in branches that skip
+    tokens, here as in the other parts. attention: queries with keys and weights with values, over
     the causal half of a row as one document; shorter documents need fewer. rwkv7, mamba2: the recurrences; mamba2 with
     its short convolution. recomputed: operations that activation checkpointing repeats. muon: those of one update of
     all matrices, divided by the tokens of a step.
@@ -64,24 +65,36 @@ def training_flops_per_token(config: Config) -> TokenFlops:
     count = count_parameters(model)
     head = model.vocab_size * model.d_model
     active = count.total_active - (0 if model.tie_embeddings else head)
-    mixers = model.mixers
-    # A token has (T + 1) / 2 keys on average over a row, with 2 D operations each for scores and for values.
-    attention = mixers.count("attention") * 2 * model.d_model * (config.data.row_length + 1)
-    states = mixers.count("rwkv7") * model.d_model * model.rwkv.head_size
-    mamba = model.mamba
-    inner, scans = mamba.expand * model.d_model, mixers.count("mamba2") + mixers.count("routing_mamba")
-    scanned = scans * inner * mamba.d_state
-    taps = scans * 2 * mamba.conv_width * (inner + 2 * mamba.groups * mamba.d_state)
-    again = 2 * (active - head) + attention + RWKV7_FORWARD * states + MAMBA2_FORWARD * scanned + taps  # not the head
+    mamba, inner = model.mamba, model.mamba.expand * model.d_model
+    taps_of_layer = 2 * mamba.conv_width * (inner + 2 * mamba.groups * mamba.d_state)
+    attention = states = scanned = taps = 0
+    for layer, mixer in enumerate(model.mixers):
+        kept = capacity(model) if model.skips(layer, "mixer") else 1
+        if mixer == "attention":
+            # A kept token has (T + 1) / 2 keys on average over a row of T that are kept, with 2 D operations each for
+            # scores and for values.
+            attention += round(kept * 2 * model.d_model * (kept * config.data.row_length + 1))
+        elif mixer == "rwkv7":
+            states += round(kept * model.d_model * model.rwkv.head_size)
+        elif mixer in ("mamba2", "routing_mamba"):
+            scanned += round(kept * inner * mamba.d_state)
+            taps += round(kept * taps_of_layer)
+    computed = active - round((1 - capacity(model)) * count.skipping)
+    again = 2 * (computed - head) + attention + RWKV7_FORWARD * states + MAMBA2_FORWARD * scanned + taps  # not the head
     return TokenFlops(
         active_parameters=active,
-        parameters=2 * PRODUCT * active,
+        parameters=2 * PRODUCT * computed,
         attention=PRODUCT * attention,
         rwkv7=(RWKV7_FORWARD + RWKV7_BACKWARD) * states,
         mamba2=(MAMBA2_FORWARD + MAMBA2_BACKWARD) * scanned + PRODUCT * taps,
         recomputed=again if config.train.activation_checkpointing else 0,
         muon=optimizer_size(config).operations // (config.train.batch_rows * config.data.row_length),
     )
+
+
+def capacity(model: Model) -> float:
+    """The share of the tokens that a skipping branch computes."""
+    return 1.0 if model.depth is None else model.depth.capacity
 
 
 def _of_transformers(config: Config, size: ForeignModelSize) -> TokenFlops:

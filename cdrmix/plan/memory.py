@@ -77,6 +77,8 @@ def _buffers(stage: int, config: Config, here: int, processes: int) -> Iterator[
     largest = widening * model.d_model * ffn.hidden
     if ffn.kind == "moe":
         largest *= ffn.experts // config.train.expert_parallel
+        if ffn.dense_layers:
+            largest = max(largest, widening * model.d_model * ffn.dense_width)
     largest = max(largest, model.vocab_size * model.d_model)
     live = min(here, max(MOST_LIVE, largest))
     why = "gathered weights, and gradients of the largest module"

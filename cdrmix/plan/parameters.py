@@ -10,7 +10,7 @@ import torch
 from cdrmix.config.schema import Config, Model
 from cdrmix.config.schema_reasoning import Reasoning
 from cdrmix.model.block import Block
-from cdrmix.model.feed_forward.moe import EXPERT_PARAMETERS, DenseFeedForward
+from cdrmix.model.feed_forward.moe import EXPERT_PARAMETERS, DenseFeedForward, MoeFeedForward, SkippingFeedForward
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.plan.foreign import foreign_size
 from cdrmix.units import amount
@@ -27,11 +27,12 @@ class ParameterCount:
     """Numbers of parameters by part, in the order of PARTS, then those of plugins.
 
     stored: in the files. active: used by one token: all parameters except those of experts, and top_k of the experts. A
-    tied embedding counts once, under embedding.
+    tied embedding counts once, under embedding. skipping: of the active ones, those in branches that skip tokens.
     """
 
     stored: dict[str, int]
     active: dict[str, int]
+    skipping: int = 0
 
     @property
     def total_stored(self) -> int:
@@ -66,13 +67,27 @@ def count_parameters(config: Model, reasoning: Reasoning | None = None) -> Param
             stored["stage B heads"] = sum(p.numel() for p in heads.parameters()) - sum(
                 p.numel() for p in model.parameters()
             )
+    skipping = dict.fromkeys(PARTS, 0)
     for name, parameter in model.named_parameters():
         part = _part(model, name)
         stored[part] = stored.get(part, 0) + parameter.numel()  # the mixer of a plugin may name a part of its own
-    active = dict(stored)
-    feed_forward = config.feed_forward
-    active["experts"] = stored["experts"] * feed_forward.top_k // feed_forward.experts
-    return ParameterCount(stored, active)
+        if _skips(config, name) and part != "router":
+            skipping[part] = skipping.get(part, 0) + parameter.numel()
+    active, feed_forward = dict(stored), config.feed_forward
+    for of_part in (active, skipping):
+        of_part["experts"] = of_part["experts"] * feed_forward.top_k // feed_forward.experts
+    return ParameterCount(stored, active, sum(skipping.values()))
+
+
+def _skips(config: Model, name: str) -> bool:
+    """Whether a parameter is in a branch that skips tokens."""
+    parts = name.split(".")
+    if parts[0] != "blocks":
+        return False
+    layer, branch = int(parts[1]), parts[2]
+    return (branch == "mixer" and config.skips(layer, "mixer")) or (
+        branch == "feed_forward" and config.skips(layer, "feed_forward")
+    )
 
 
 def _part(model: LanguageModel, name: str) -> str:
@@ -87,14 +102,18 @@ def _part(model: LanguageModel, name: str) -> str:
         return "norms"
     if module == "plastic":
         return "adapters"
+    if module == "depth_routers":
+        return "router"
     assert module in ("mixer", "feed_forward"), f"{name} belongs to no part"
     if parts[3] == "router":
         return "router"
-    if parts[3] in EXPERT_PARAMETERS:
+    feed_forward = block.feed_forward
+    if parts[3] in EXPERT_PARAMETERS and (module == "mixer" or isinstance(feed_forward, MoeFeedForward)):
         return "experts"
     if module == "mixer":
         return block.mixer.part
-    return "feed-forward" if isinstance(block.feed_forward, DenseFeedForward) else "channel-mix"
+    dense = isinstance(feed_forward, DenseFeedForward | SkippingFeedForward) or parts[3] == "shared"
+    return "feed-forward" if dense else "channel-mix"
 
 
 def parameter_table(config: Config, count: ParameterCount) -> str:

@@ -172,7 +172,11 @@ class _TraceInput:
 
     def of_layers(self, layers: int) -> Model:
         listed = {kind: [i for i in chosen if i < layers] for kind, chosen in self.model.mixer_layers.items()}
-        return self.model.model_copy(update={"layers": layers, "mixer_layers": listed})
+        dense = [layer for layer in self.model.feed_forward.dense_layers if layer < layers]
+        feed_forward = self.model.feed_forward.model_copy(update={"dense_layers": dense})
+        return self.model.model_copy(
+            update={"layers": layers, "mixer_layers": listed, "feed_forward": feed_forward}
+        )
 
 
 def _extended(fewer: _TraceResult, more: _TraceResult, steps: float) -> _TraceResult:
@@ -187,10 +191,11 @@ def _extended(fewer: _TraceResult, more: _TraceResult, steps: float) -> _TraceRe
 
 
 def _period(model: Model) -> int | None:
-    """The period of the mixers in blocks; None if there is none of at most MAX_PERIOD."""
-    mixers = model.mixers
+    """The period of the layers; None if there is none of at most MAX_PERIOD."""
+    skipping = [model.skips(layer, "mixer") for layer in range(model.layers)]
+    kinds = list(zip(model.mixers, model.feed_forwards, skipping, strict=True))
     for period in range(1, MAX_PERIOD + 1):
-        repeats = all(mixer == mixers[layer % period] for layer, mixer in enumerate(mixers))
+        repeats = all(kind == kinds[layer % period] for layer, kind in enumerate(kinds))
         if repeats and model.layers % period == 0:
             return period
     return None

@@ -69,6 +69,7 @@ def page(
         *results,
         f"<h2>Curves</h2>{picture(curves, CURVES)}",
         _router(rows),
+        _depth(rows),
         picture(loads, "Load of each expert over the steps: one heat map for each block") if loads else "",
         _sample(summary.get("sample")),
         _demonstration(summary.get("demonstration")),
@@ -166,6 +167,20 @@ def _router(rows: Sequence[Mapping[str, Any]]) -> str:
         "summed over these steps. Overflow is the share of routed tokens above the capacity. Dropped is the share that "
         "was dropped, which is 0 unless model.feed_forward.drop is true. Coloured: normalised entropy below 0.95, "
         "max / mean, summed above 1.3, overflow of 5% or more, unused experts.</p>"
+    )
+
+
+def _depth(rows: Sequence[Mapping[str, Any]]) -> str:
+    last = [row["depth"] for row in rows if row.get("depth")][-LAST_ROWS:]
+    if not last:
+        return ""
+    head = "".join(f"<th>{escaped(name)}</th>" for name in last[-1])
+    cells = "".join(f"<td>{sum(row[name] for row in last) / len(last):.1%}</td>" for name in last[-1])
+    return (
+        f'<h2>Tokens kept by depth, mean of the last {len(last)} logged steps</h2><div class="scroll">'
+        f"<table><tr><th>block</th>{head}</tr><tr><td>kept</td>{cells}</tr></table></div>"
+        '<p class="soft">The share of the tokens of the global batches that the feed-forward of a block computed, or '
+        "its mixer. The others were skipped (model.depth).</p>"
     )
 
 

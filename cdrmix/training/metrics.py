@@ -21,7 +21,8 @@ class StepRecord:
     loss: the optimised loss. next_token_loss: nats per token with a target, over the global batch. tokens: with a
     target, since the start of the run. seconds: training time since then. routers: names as in `Model.routers`.
     router: measure -> one value for each router. load: for each router the fraction of routes of each expert, 1 / E
-    when balanced. valid_*: on steps that were validated. valid_domains: domain -> bits per byte, if there are several.
+    when balanced. depth: of the branches that skip tokens, the share of tokens that each kept, with names as in
+    `Model.skipping`. valid_*: on steps that were validated. valid_domains: domain -> bits per byte, if there are several.
     preferences: of pairs, measure -> mean; then loss and next_token_loss are of a pair.
     """
 
@@ -40,6 +41,7 @@ class StepRecord:
     routers: list[str] = field(default_factory=list)
     router: dict[str, list[float]] = field(default_factory=dict)
     load: list[list[float]] = field(default_factory=list)
+    depth: dict[str, float] = field(default_factory=dict)
     valid_bits_per_byte: float | None = None
     valid_loss: float | None = None
     valid_domains: dict[str, float] = field(default_factory=dict)
@@ -86,6 +88,21 @@ class RoutingCounts(NamedTuple):
             "router": routing_metrics(self.tokens_per_expert_LE, capacity, self.counts_LE),
             "load": expert_load(self.tokens_per_expert_LE),
         }
+
+
+class DepthTotals(NamedTuple):
+    """Of a step's global batch, by branch that skips tokens [G], float64: the share of the tokens kept; means over the
+    micro-batches of the threshold and of the lowest score (`model.depth.Gated`)."""
+
+    share_G: Tensor
+    threshold_G: Tensor
+    lowest_G: Tensor
+
+    @classmethod
+    def of(cls, sums_5G: Tensor) -> DepthTotals:
+        """From the sums of kept tokens, tokens, thresholds, lowest scores and micro-batches."""
+        kept_G, tokens_G, threshold_G, lowest_G, micro_batches_G = sums_5G
+        return cls(kept_G / tokens_G, threshold_G / micro_batches_G, lowest_G / micro_batches_G)
 
 
 def scalars(record: Record) -> dict[str, float]:

@@ -9,22 +9,24 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from cdrmix.model.depth import DepthStats
 from cdrmix.model.language_model import RouterStats
 from cdrmix.training.distributed import DistributedContext
 from cdrmix.training.engine import Engine
-from cdrmix.training.metrics import Record, RoutingCounts
+from cdrmix.training.metrics import DepthTotals, Record, RoutingCounts
 
 
 class Outcome(NamedTuple):
     """What one micro-batch gives. `total` and `sums` are added up over a step's micro-batches and processes.
 
     total: its part of the step's loss, a scalar with a gradient. sums: float32 [K], one for each of the objective's
-    `measures`. router: statistics of the mixture of experts; None without one.
+    `measures`. router: statistics of the mixture of experts; None without one. depth: of the branches that skip tokens.
     """
 
     total: Tensor
     sums: Tensor
     router: RouterStats | None = None
+    depth: DepthStats | None = None
 
 
 class StepTotals(NamedTuple):
@@ -32,6 +34,7 @@ class StepTotals(NamedTuple):
 
     loss: what was optimised. sums: by the objective's measures. gradient_norm: before clipping; None where DeepSpeed
     finds it. stop: whether a process was told to stop. routing: loads of the experts; of no layers where not counted.
+    depth: of the branches that skip tokens.
     """
 
     loss: float
@@ -39,6 +42,7 @@ class StepTotals(NamedTuple):
     gradient_norm: float | None
     stop: bool
     routing: RoutingCounts
+    depth: DepthTotals
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,7 @@ class StepAccumulator:
         # loss, stop, measures
         self._sums = torch.zeros(2 + len(measures), dtype=torch.float64, device=world.device)
         self._counts_2LE: Tensor | None = None  # tokens that wanted an expert, tokens it computed
+        self._depth_5G = self._sums.new_zeros(5, 0)  # the fields of DepthStats, and the number of micro-batches
 
     def add(self, outcome: Outcome) -> None:
         """Takes in a micro-batch."""
@@ -108,6 +113,10 @@ class StepAccumulator:
         if self._counts_routing and outcome.router is not None:
             counts_2LE = torch.stack([outcome.router.tokens_per_expert_LE, outcome.router.counts_LE]).double()
             self._counts_2LE = counts_2LE if self._counts_2LE is None else self._counts_2LE + counts_2LE
+        if outcome.depth is not None:
+            fields = [field.double() for field in outcome.depth]
+            depth_5G = torch.stack([*fields, torch.ones_like(fields[0])])
+            self._depth_5G = depth_5G if not self._depth_5G.numel() else self._depth_5G + depth_5G
 
     def total(self, stop: bool, gradient_norm: Tensor | None) -> StepTotals:
         """The global batch's sums. Waits for the device: the step's only wait.
@@ -116,12 +125,14 @@ class StepAccumulator:
         """
         self._sums[1] = float(stop)
         counts = self._sums.new_zeros(2, 0, 0) if self._counts_2LE is None else self._counts_2LE
-        parts = [self._world.total(torch.cat([self._sums, counts.flatten()]))]
+        parts = [self._world.total(torch.cat([self._sums, counts.flatten(), self._depth_5G.flatten()]))]
         if gradient_norm is not None:
             parts.append(gradient_norm.double().reshape(1))
         read = torch.cat(parts).cpu()
         end = len(self._sums)
-        routing = RoutingCounts(*read[end : end + counts.numel()].view(counts.shape))
+        routed, skipping, _ = read[end:].split([counts.numel(), self._depth_5G.numel(), gradient_norm is not None])
+        routing = RoutingCounts(*routed.view(counts.shape))
+        depth = DepthTotals.of(skipping.view(self._depth_5G.shape))
         loss, stops, *sums = read[:end].tolist()
         norm = None if gradient_norm is None else read[-1:].tolist()[0]
-        return StepTotals(loss, dict(zip(self._measures, sums, strict=True)), norm, stops > 0, routing)
+        return StepTotals(loss, dict(zip(self._measures, sums, strict=True)), norm, stops > 0, routing, depth)

@@ -181,7 +181,7 @@ class PreferenceOptimization(RowObjective):
         reference_P2 = self._reference[batch.pairs_P].to(nats_P2)
         terms = preference_loss(-nats_P2, reference_P2, self._dpo)
         sums = torch.stack([term.detach().float() for term in (*terms, losses.load_balance, losses.z_loss)])
-        return Outcome(terms.loss / batch.pair_count + losses.total.mean(), sums, losses.router)
+        return Outcome(terms.loss / batch.pair_count + losses.total.mean(), sums, losses.router, losses.depth)
 
     def loss(self, totals: StepTotals) -> float:
         """The loss of a pair."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import Self
@@ -9,6 +10,7 @@ from typing import Self
 from cdrmix.config.schema import Config, Model
 from cdrmix.data.batch import Batch
 from cdrmix.data.loader import Prefetcher, TrainLoader
+from cdrmix.model.depth import move_biases
 from cdrmix.model.feed_forward.router import balance_routers
 from cdrmix.training.distributed import DistributedContext
 from cdrmix.training.engine import Engine
@@ -31,6 +33,12 @@ class RowObjective(ABC):
         routes = isinstance(config.model, Model) and bool(config.model.routers)
         self._bias_rate = config.cdrmix_model.feed_forward.bias_update_rate if routes else 0.0
         self.balances_routers = self._bias_rate > 0
+        self._depth = config.model.depth if isinstance(config.model, Model) else None
+        self._skipping = config.model.skipping if isinstance(config.model, Model) else ()
+        # A run that starts from other weights has their biases.
+        share = 0.0 if self._depth is None or config.train.start_from is not None else self._depth.release
+        self._release_steps = math.ceil(share * config.train.steps)
+        self._step = 0  # at hand
         self._token_count = 0.0  # of the global batch at hand
         self._share = 0.0  # of one micro-batch in it
 
@@ -45,7 +53,7 @@ class RowObjective(ABC):
 
     def micro_batches(self, engine: Engine, step: int) -> list[Batch]:
         """This process's micro-batches of global batch `step`."""
-        batches = self._batches.micro_batches(step)
+        batches, self._step = self._batches.micro_batches(step), step
         self._token_count, self._share = batches[0].token_count, engine.share
         return batches
 
@@ -54,9 +62,12 @@ class RowObjective(ABC):
         """As of Objective."""
 
     def update(self, engine: Engine, totals: StepTotals) -> None:
-        """Moves the routers' biases towards even loads."""
+        """Moves the routers' biases towards even loads, and those of the depth towards the capacity."""
         if self.balances_routers:
             balance_routers(engine.module, totals.routing.tokens_per_expert_LE, self._bias_rate)
+        if self._depth is not None:
+            released = min(1.0, (self._step + 1) / max(self._release_steps, 1))
+            move_biases(engine.module, totals.depth.threshold_G, totals.depth.lowest_G, released, self._depth.rate)
 
     def tokens(self, totals: StepTotals) -> int:
         """The loss weights of the global batch, summed: tokens with a target, of conversations those of the answers."""
@@ -82,4 +93,5 @@ class RowObjective(ABC):
             seconds=facts.seconds,
             memory_gib=facts.memory_gib,
             **totals.routing.measures(self._config.model),
+            depth=dict(zip(self._skipping, totals.depth.share_G.tolist(), strict=True)),
         )

@@ -31,7 +31,8 @@ class Routing:
     tokens_per_expert_E: int64, routes to each expert before capacity; equal to counts_E without a capacity.
     order_R: int64, the routes sorted stably by (dropped or not, expert, route). Sorted row i is route order_R[i], which
         is choice order_R[i] % k of token order_R[i] // k. Rows from counts_E.sum() on are dropped: no expert computes
-        them, they add nothing to the output, and their weights get a gradient of zero.
+        them, they add nothing to the output, and their weights get a gradient of zero. The routes of skipped tokens
+        are the last ones.
     load_balance: scalar, E sum_e f_e P_e, with f_e the share of routes to expert e before capacity and P_e its mean
         probability (arXiv 2101.03961, equation 4, over all k choices); 1 when balanced; differentiable through P.
     z_loss: scalar, mean of logsumexp(logits)^2 (arXiv 2202.08906, equation 5); differentiable.
@@ -47,27 +48,38 @@ class Routing:
 
 
 def route_forward(
-    logits_TE: Tensor, k: int, bias: Tensor | None, capacity: int | None
+    logits_TE: Tensor, k: int, bias: Tensor | None, capacity: int | None, keep_T: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Each token's k most probable experts, ties to the lowest index; returns the fields of `Routing` in order.
 
     logits_TE: float32 or float64; bias: [E], added for the selection only. capacity: most rows of an expert; it keeps
     its first ones in route order, so no token can displace an earlier one; None: no limit. T = 0 gives zeros.
+    keep_T: bool; the routes of the other tokens are last in the order and in no count, and the two losses are means
+    over the tokens kept; None: all tokens.
     """
     tokens, experts = logits_TE.shape
     score_TE = logits_TE if bias is None else logits_TE + bias
     experts_TK = torch.sort(score_TE, dim=-1, descending=True, stable=True).indices[:, :k].contiguous()
-    sorted_R, order_R = experts_TK.view(-1).sort(stable=True)
+    wanted_TK = experts_TK if keep_T is None else experts_TK.masked_fill(~keep_T.unsqueeze(1), experts)
+    sorted_R, order_R = wanted_TK.view(-1).sort(stable=True)
     ends_E = torch.searchsorted(sorted_R, torch.arange(experts, device=sorted_R.device), right=True)
     tokens_per_expert_E = ends_E.diff(prepend=ends_E.new_zeros(1))
     counts_E = tokens_per_expert_E.clone()
     if capacity is not None:
         counts_E = tokens_per_expert_E.clamp(max=capacity)
-        position_R = torch.arange(len(order_R), device=order_R.device) - (ends_E - tokens_per_expert_E)[sorted_R]
+        begin_E = ends_E - tokens_per_expert_E
+        if keep_T is not None:  # the routes of skipped tokens are sorted as those of one more expert
+            begin_E = torch.cat([begin_E, begin_E.new_full((1,), -len(order_R))])  # all of them over its capacity
+        position_R = torch.arange(len(order_R), device=order_R.device) - begin_E[sorted_R]
         order_R = order_R[(position_R >= capacity).byte().argsort(stable=True)]
-    log_normaliser_T = logits_TE.logsumexp(-1)
-    mean_E = logits_TE.softmax(-1).sum(0) / max(tokens, 1)
-    share_E = tokens_per_expert_E.to(logits_TE.dtype) / max(len(order_R), 1)
+    log_normaliser_T, probabilities_TE = logits_TE.logsumexp(-1), logits_TE.softmax(-1)
+    kept: int | Tensor = max(tokens, 1)
+    if keep_T is not None:
+        kept = keep_T.sum().clamp(min=1).to(logits_TE.dtype)
+        log_normaliser_T = log_normaliser_T.where(keep_T, 0)
+        probabilities_TE = probabilities_TE.where(keep_T.unsqueeze(1), 0)
+    mean_E = probabilities_TE.sum(0) / kept
+    share_E = tokens_per_expert_E.to(logits_TE.dtype) / (kept * k)
     return (
         logits_TE.gather(1, experts_TK).softmax(-1),
         experts_TK,
@@ -75,7 +87,7 @@ def route_forward(
         tokens_per_expert_E,
         order_R,
         experts * (share_E * mean_E).sum(),
-        log_normaliser_T.square().sum() / max(tokens, 1),
+        log_normaliser_T.square().sum() / kept,
     )
 
 
@@ -87,9 +99,14 @@ def route_backward(
     experts_TK: Tensor,
     tokens_per_expert_E: Tensor,
     k: int,
+    keep_T: Tensor | None = None,
 ) -> Tensor:
-    """dlogits_TE; a gradient of None is zero. Both softmaxes are computed again from the logits."""
+    """dlogits_TE; a gradient of None is zero. Both softmaxes are computed again from the logits.
+
+    Where tokens are skipped, the gradients of their weights must be zero, as `experts_backward` gives them.
+    """
     tokens, experts = logits_TE.shape
+    kept = max(tokens, 1) if keep_T is None else keep_T.sum().clamp(min=1).to(logits_TE.dtype)
     dlogits_TE = torch.zeros_like(logits_TE)
     if dweights_TK is not None:
         weights_TK = logits_TE.gather(1, experts_TK).softmax(-1)
@@ -100,10 +117,12 @@ def route_backward(
     probabilities_TE = logits_TE.softmax(-1)
     factor_TE = torch.zeros_like(logits_TE)
     if dload_balance is not None:
-        slope_E = dload_balance * tokens_per_expert_E.to(logits_TE.dtype) * (experts / max(tokens * tokens * k, 1))
+        slope_E = dload_balance * tokens_per_expert_E.to(logits_TE.dtype) * (experts / (kept * kept * k))
         factor_TE += slope_E - (probabilities_TE * slope_E).sum(-1, keepdim=True)
     if dz_loss is not None:
-        factor_TE += dz_loss * logits_TE.logsumexp(-1, keepdim=True) * (2 / max(tokens, 1))
+        factor_TE += dz_loss * logits_TE.logsumexp(-1, keepdim=True) * (2 / kept)
+    if keep_T is not None:
+        factor_TE = factor_TE.where(keep_T.unsqueeze(1), 0)
     return dlogits_TE.addcmul_(probabilities_TE, factor_TE)
 
 

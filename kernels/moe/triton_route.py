@@ -4,6 +4,7 @@ logits [T, E] float32, K of E experts a token, R = T K routes; route i is choice
     p = softmax(l);  chosen: the K largest of l + bias, ties to the lowest index;  w = softmax of l over the chosen
     load_balance = E sum_e f_e P_e,  P_e = mean_t p_te  (arXiv 2101.03961, eq. 4, over all choices)
         with f_e = tokens_per_expert_e / R the share of the routes that go to expert e before capacity
+With a mask of the tokens kept, means and counts are over these, and the routes of the others are last.
     z_loss = mean_t logsumexp(l_t)^2                                        (arXiv 2202.08906, eq. 5)
 The sort is a counting sort. A token chooses an expert at most once, so a route's position within its expert is the
 number of earlier tokens that chose the same expert. moe_topk counts within blocks of tokens. A prefix sum over the
@@ -43,9 +44,18 @@ def softmax_of(logits, tokens, experts, length, E: tl.constexpr):
     return block, p / total[:, None], top + tl.log(total)
 
 
-@triton.jit(do_not_specialize=["length", "has_bias"])
+@triton.jit
+def kept_of(keep, tokens, length, has_keep):
+    """Which tokens of a block are inside the batch and kept."""
+    kept = tokens < length
+    if has_keep != 0:
+        kept = kept & (tl.load(keep + tokens, mask=kept, other=0) != 0)
+    return kept
+
+
+@triton.jit(do_not_specialize=["length", "has_bias", "has_keep"])
 def moe_topk(
-    logits, bias, weights, chosen, block_counts, block_p, block_z, length, has_bias,
+    logits, bias, keep, weights, chosen, block_counts, block_p, block_z, length, has_bias, has_keep,
     E: tl.constexpr, PADDED_E: tl.constexpr, K: tl.constexpr, PADDED_K: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """A block's weights and experts [T, K], and its sums: routes and p by expert [blocks, E], and logsumexp^2."""
@@ -78,16 +88,17 @@ def moe_topk(
     tl.store(weights + routes, w, mask=inside)
     tl.store(chosen + routes, picked.to(tl.int64), mask=inside)
 
-    count = tl.sum(tl.where((tokens < length)[:, None], taken, 0), 0)
+    kept = kept_of(keep, tokens, length, has_keep)
+    count = tl.sum(tl.where(kept[:, None], taken, 0), 0)
     offsets = block.to(tl.int64) * E + experts
     tl.store(block_counts + offsets, count, mask=experts < E)
-    tl.store(block_p + offsets, tl.sum(tl.where((tokens < length)[:, None], p, 0.0), 0), mask=experts < E)
-    tl.store(block_z + block, tl.sum(tl.where(tokens < length, log_total * log_total, 0.0), 0))
+    tl.store(block_p + offsets, tl.sum(tl.where(kept[:, None], p, 0.0), 0), mask=experts < E)
+    tl.store(block_z + block, tl.sum(tl.where(kept, log_total * log_total, 0.0), 0))
 
 
-@triton.jit(do_not_specialize=["length", "blocks", "capacity"])
+@triton.jit(do_not_specialize=["blocks", "capacity"])
 def moe_finish(
-    ends, block_p, block_z, counts, tokens_per_expert, load_balance, z_loss, length, blocks, capacity,
+    ends, block_p, block_z, counts, tokens_per_expert, load_balance, z_loss, blocks, capacity,
     E: tl.constexpr, PADDED_E: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Adds the blocks' sums in order: counts_E, tokens_per_expert_E, load_balance, z_loss.
@@ -105,18 +116,18 @@ def moe_finish(
     wanted = tl.load(ends + (blocks - 1) * E + experts, mask=experts < E, other=0)
     tl.store(tokens_per_expert + experts, wanted.to(tl.int64), mask=experts < E)
     tl.store(counts + experts, tl.minimum(wanted, capacity).to(tl.int64), mask=experts < E)
-    tokens = length.to(tl.float32)
+    tokens = tl.maximum(tl.sum(tl.where(experts < E, wanted, 0), 0) // K, 1).to(tl.float32)  # those that are kept
     balance = tl.sum(tl.sum(p, 0) / tokens * (wanted.to(tl.float32) / (tokens * K)), 0) * E
     tl.store(load_balance, balance)
     tl.store(z_loss, tl.sum(z, 0) / tokens)
 
 
-@triton.jit(do_not_specialize=["length", "capacity"])
+@triton.jit(do_not_specialize=["length", "capacity", "has_keep"])
 def moe_sort(
-    chosen, ends, block_counts, tokens_per_expert, order, length, capacity,
+    chosen, keep, ends, block_counts, tokens_per_expert, order, length, capacity, has_keep,
     E: tl.constexpr, PADDED_E: tl.constexpr, K: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Writes each route of a block to its sorted position: kept routes by expert and route, then dropped ones."""
+    """Writes each route of a block to its sorted position: kept routes by expert and route, dropped ones, those of skipped tokens."""
     block = tl.program_id(0).to(tl.int64)
     tokens = block * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = tokens < length
@@ -131,36 +142,44 @@ def moe_sort(
     kept_start = tl.cumsum(count, 0) - count
     over_start = tl.cumsum(over, 0) - over + tl.sum(count, 0)
 
+    kept = kept_of(keep, tokens, length, has_keep)
+    skipped = (inside & (kept == 0)).to(tl.int32)
+    skipped_before = block * BLOCK_T - tl.sum(earlier, 0) // K + tl.cumsum(skipped, 0) - skipped
+    skipped_row = tl.sum(wanted, 0) + skipped_before * K
+
     has = tl.zeros([BLOCK_T, PADDED_E], tl.int32)
     for choice in range(K):
-        index = tl.load(chosen + tokens * K + choice, mask=inside, other=-1).to(tl.int32)
+        index = tl.load(chosen + tokens * K + choice, mask=kept, other=-1).to(tl.int32)
         has += (experts[None, :] == index[:, None]).to(tl.int32)
     rank = earlier[None, :] + tl.cumsum(has, 0) - has
     row = tl.where(rank < capacity, kept_start[None, :] + rank, over_start[None, :] + rank - capacity)
     for choice in range(K):
         index = tl.load(chosen + tokens * K + choice, mask=inside, other=-1).to(tl.int32)
         at = tl.sum(tl.where(experts[None, :] == index[:, None], row, 0), 1)
+        at = tl.where(kept, at, skipped_row + choice)
         tl.store(order + at, tokens * K + choice, mask=inside)
 
 
-@triton.jit(do_not_specialize=["length", "has_dweights", "has_dload_balance", "has_dz_loss"])
+@triton.jit(do_not_specialize=["length", "has_dweights", "has_dload_balance", "has_dz_loss", "has_keep"])
 def moe_route_gradient(
-    dweights, dload_balance, dz_loss, logits, chosen, tokens_per_expert, dlogits,
-    length, has_dweights, has_dload_balance, has_dz_loss,
+    dweights, dload_balance, dz_loss, logits, keep, chosen, tokens_per_expert, dlogits,
+    length, has_dweights, has_dload_balance, has_dz_loss, has_keep,
     E: tl.constexpr, PADDED_E: tl.constexpr, K: tl.constexpr, PADDED_K: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """dlogits [T, E] from the gradients of the weights [T, K] and of both loss terms, any of which may be absent."""
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     experts, choices = tl.arange(0, PADDED_E), tl.arange(0, PADDED_K)
     _, p, log_total = softmax_of(logits, tokens, experts, length, E)
-    count = length.to(tl.float32)
+    wanted = tl.load(tokens_per_expert + experts, mask=experts < E, other=0)
+    count = tl.maximum(tl.sum(wanted, 0) // K, 1).to(tl.float32)
     dl = tl.zeros([BLOCK_T, PADDED_E], tl.float32)
     if has_dload_balance != 0:
-        share = tl.load(tokens_per_expert + experts, mask=experts < E, other=0).to(tl.float32) / (count * K)
+        share = wanted.to(tl.float32) / (count * K)
         dp = tl.load(dload_balance).to(tl.float32) * E * share / count
         dl += p * (dp[None, :] - tl.sum(p * dp[None, :], 1)[:, None])
     if has_dz_loss != 0:
         dl += (tl.load(dz_loss).to(tl.float32) * 2 / count) * log_total[:, None] * p
+    dl = tl.where(kept_of(keep, tokens, length, has_keep)[:, None], dl, 0.0)
     if has_dweights != 0:
         routes = tokens[:, None] * K + choices[None, :]
         inside = (tokens < length)[:, None] & (choices < K)[None, :]
@@ -203,12 +222,13 @@ _SORT = ("E", "PADDED_E", "K", "BLOCK_T")
 
 
 def route_forward(
-    logits_TE: Tensor, k: int, bias: Tensor | None, capacity: int | None
+    logits_TE: Tensor, k: int, bias: Tensor | None, capacity: int | None, keep_T: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """weights_TK float32, experts_TK, counts_E, tokens_per_expert_E, order_R int64, load_balance and z_loss float32 [].
 
     logits_TE: float32 [T, E], E <= 256, k <= E; bias: [E], for the selection only; capacity: most rows that an expert
-    keeps, its first ones in route order; None: no limit. T = 0 gives zeros.
+    keeps, its first ones in route order; None: no limit. T = 0 gives zeros. keep_T: bool [T], tokens that are kept;
+    None: all.
     """
     T, E = logits_TE.shape
     if not 0 < E <= MOST_EXPERTS:
@@ -237,21 +257,23 @@ def route_forward(
             z_loss.zero_(),
         )
     most = T if capacity is None else min(capacity, T)
+    keep, has_keep = (logits_TE, 0) if keep_T is None else (keep_T.contiguous().view(torch.int8), 1)
     scores = logits_TE if bias is None else bias.float().contiguous()
     with on(device):
         moe_topk[(blocks,)](
-            *(logits_TE, scores, weights_TK, experts_TK, block_counts, block_p, block_z, T, int(bias is not None)),
+            *(logits_TE, scores, keep, weights_TK, experts_TK, block_counts, block_p, block_z, T),
+            *(int(bias is not None), has_keep),
             **_constants(E, k, *_TOPK),
             num_warps=4,
         )
         ends = block_counts.cumsum(0, dtype=torch.int32)
         moe_finish[(1,)](
-            *(ends, block_p, block_z, counts_E, tokens_per_expert_E, load_balance, z_loss, T, blocks, most),
+            *(ends, block_p, block_z, counts_E, tokens_per_expert_E, load_balance, z_loss, blocks, most),
             **_constants(E, k, *_FINISH),
             num_warps=8,
         )
         moe_sort[(blocks,)](
-            *(experts_TK, ends, block_counts, tokens_per_expert_E, order_R, T, most),
+            *(experts_TK, keep, ends, block_counts, tokens_per_expert_E, order_R, T, most, has_keep),
             **_constants(E, k, *_SORT),
             num_warps=4,
         )
@@ -266,6 +288,7 @@ def route_backward(
     experts_TK: Tensor,
     tokens_per_expert_E: Tensor,
     k: int,
+    keep_T: Tensor | None = None,
 ) -> Tensor:
     """dlogits_TE float32, from the gradients of the weights and loss terms; both softmaxes are computed again."""
     T, E = logits_TE.shape
@@ -275,11 +298,13 @@ def route_backward(
     if T == 0:
         return dlogits_TE
     dweights_TK = None if dweights_TK is None else dweights_TK.float().contiguous()
+    keep, has_keep = (logits_TE, 0) if keep_T is None else (keep_T.contiguous().view(torch.int8), 1)
     with on(logits_TE.device):
         moe_route_gradient[(-(-T // block_tokens(E)),)](
             *(logits_TE if gradient is None else gradient for gradient in (dweights_TK, dload_balance, dz_loss)),
-            *(logits_TE, experts_TK, tokens_per_expert_E, dlogits_TE, T),
+            *(logits_TE, keep, experts_TK, tokens_per_expert_E, dlogits_TE, T),
             *(int(gradient is not None) for gradient in given),
+            has_keep,
             **_constants(E, k, *_TOPK),
             num_warps=4,
         )
@@ -298,8 +323,8 @@ def _builds() -> Iterator[Build]:
     )
     floats |= dict.fromkeys(("dload_balance", "dz_loss", "dlogits"), "*fp32")
     longs = dict.fromkeys(("chosen", "counts", "tokens_per_expert", "order"), "*i64")
-    numbers = ("length", "has_bias", "blocks", "capacity", "has_dweights", "has_dload_balance", "has_dz_loss")
-    known = floats | longs | {"block_counts": "*i32", "ends": "*i32"} | dict.fromkeys(numbers, "i32")
+    numbers = ("length", "has_bias", "blocks", "capacity", "has_dweights", "has_dload_balance", "has_dz_loss", "has_keep")
+    known = floats | longs | {"block_counts": "*i32", "ends": "*i32", "keep": "*i8"} | dict.fromkeys(numbers, "i32")
     for E in (8, MOST_EXPERTS):
         blocks = -(-T // block_tokens(E))
         sums = blocks * E * 4

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cdrmix.config.hyperparameters import countable, hyperparameters, model_size, round_rows
-from cdrmix.config.schema import Attention, Config, FeedForward, Mamba, Model, Rwkv
+from cdrmix.config.schema import Attention, Config, Depth, FeedForward, Mamba, Model, Rwkv
 from cdrmix.errors import ConfigError
 from cdrmix.plan.parameters import count_parameters
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 LADDERS = ("micro", "two-rungs")  # ladder files, which name rungs
 RUNGS = sorted(path for path in (CONFIGS / "ladder").glob("*.yaml") if path.stem not in LADDERS)
-SHIPPED = [*sorted(CONFIGS.glob("cdrmix-*.yaml")), *RUNGS]
+SHIPPED = [*sorted(CONFIGS.glob("cdrmix-*.yaml")), *sorted(CONFIGS.glob("moe-arch-*.yaml")), *RUNGS]
 
 
 def dotted(section: dict[str, object], prefix: str) -> dict[str, object]:
@@ -50,6 +50,8 @@ def test_the_rules_count_the_parameters_of_any_model(data: st.DataObject) -> Non
     for layer in range(layers):
         chosen.setdefault(pick("attention", "rwkv7", "mamba2", "routing_mamba", "none"), []).append(layer)
     chosen.pop("none", None)
+    kind = pick("moe", "dense", "channel_mix")
+    mixed = kind == "moe"
     agrees(
         Model(
             vocab_size=pick(50, 300),
@@ -65,12 +67,16 @@ def test_the_rules_count_the_parameters_of_any_model(data: st.DataObject) -> Non
             rwkv=Rwkv(head_size=16, decay_rank=4, iclr_rank=6, value_rank=8, gate_rank=10),
             mamba=Mamba(d_state=16, head_dim=8, groups=pick(1, 2), conv_width=pick(2, 4), expand=pick(1, 2)),
             feed_forward=FeedForward(
-                kind=pick("moe", "dense", "channel_mix"),
+                kind=kind,
                 hidden=48,
                 experts=pick(4, 5),
                 top_k=pick(1, 3),
                 activation=pick("relu2", "swiglu"),
+                dense_layers=pick([], [0], list(range(layers))) if mixed else [],
+                dense_hidden=pick(None, 40),
+                shared_hidden=pick(None, 24) if mixed else None,
             ),
+            depth=pick(None, Depth(part="mixer"), *([] if kind == "channel_mix" else [Depth(part="both"), Depth()])),
         )
     )
 

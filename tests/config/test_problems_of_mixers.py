@@ -72,6 +72,63 @@ BROKEN = {
         run.yaml:5: model.feed_forward.top_k: found 3 (an integer)
             allowed: at most model.feed_forward.experts=2""",
     ),
+    "a dense layer that is not there": (
+        "{hidden: 256}",
+        "\n    hidden: 256\n    dense_layers: [1, 4]",
+        """\
+        run.yaml:7: model.feed_forward.dense_layers[1]: found 4 (an integer)
+            allowed: at most 3: layers count from 0, and model.layers=4""",
+    ),
+    "a layer that is dense twice": (
+        "{hidden: 256}",
+        "{hidden: 256, dense_layers: [1, 1]}",
+        """\
+        run.yaml:5: model.feed_forward.dense_layers[1]: found 1 (an integer)
+            allowed: each layer once in model.feed_forward.dense_layers""",
+    ),
+    "dense layers of a dense model": (
+        "{hidden: 256}",
+        "{hidden: 256, kind: dense, dense_layers: [1]}",
+        """\
+        run.yaml:5: model.feed_forward.dense_layers: found a list
+            allowed: [] for model.feed_forward.kind=dense, which has no mixture of experts""",
+    ),
+    "a width of dense layers that there are not": (
+        "{hidden: 256}",
+        "{hidden: 256, dense_hidden: 512}",
+        """\
+        run.yaml:5: model.feed_forward.dense_hidden: found 512 (an integer)
+            allowed: null without model.feed_forward.dense_layers""",
+    ),
+    "a shared expert without experts": (
+        "{hidden: 256}",
+        "{hidden: 256, kind: channel_mix, shared_hidden: 64}",
+        """\
+        run.yaml:5: model.feed_forward.shared_hidden: found 64 (an integer)
+            allowed: null for model.feed_forward.kind=channel_mix""",
+    ),
+    "a channel-mix that skips tokens": (
+        "{hidden: 256}",
+        "{hidden: 256, kind: channel_mix}\n  depth: {part: both}",
+        """\
+        run.yaml:6: model.depth.part: found "both"
+            allowed: mixer, or model.feed_forward.kind moe or dense: channel_mix does not skip tokens""",
+    ),
+    "mixers that skip tokens, compiled": (
+        "train: {",
+        "  depth: {part: mixer}\ntrain: {compile: true, ",
+        """\
+        run.yaml:7: train.compile: found true
+            allowed: false with model.depth.part mixer or both: mixers read as many rows as tokens are kept""",
+    ),
+    "mixers that skip tokens in a reasoning model": (
+        "train: {",
+        "  depth: {part: mixer}\nreasoning: {controller: {step_budget: 4}}\ntrain: {",
+        """\
+        run.yaml:6: model.depth.part: found "mixer"
+            allowed: feed_forward in a run with a section reasoning: its adapters and memories read every token of a \
+mixer""",
+    ),
 }
 
 
@@ -98,6 +155,10 @@ def test_every_layer_has_the_mixer_that_was_said(tmp_path: Path) -> None:
     model = Config.from_yaml(path, [listed]).model
     assert model.mixers == ("routing_mamba", "routing_mamba", "attention", "mamba2")
     assert model.routers == ("0.mixer", "0", "1.mixer", "1", "2", "3")
+    dense = Config.from_yaml(path, [listed, "model.feed_forward.dense_layers=[0, 3]", "model.depth={}"]).model
+    assert dense.routers == ("0.mixer", "1.mixer", "1", "2")
+    assert dense.feed_forwards == ("dense", "moe", "moe", "dense")
+    assert dense.skipping == ("0", "1", "2", "3")
     assert Config.from_yaml(path, [listed, "model.feed_forward.kind=channel_mix"]).model.routers == (
         "0.mixer",
         "1.mixer",

@@ -22,17 +22,26 @@ ROUTES = [
 ]
 
 
+def kept(T: int, share: float | None) -> torch.Tensor | None:
+    """A mask of about that share of the tokens; None: no token is skipped."""
+    return None if share is None else torch.rand(T, generator=torch.Generator().manual_seed(T)) < share
+
+
 @interpreted
+@pytest.mark.parametrize("share", [None, 0.7, 0.0])
 @pytest.mark.parametrize(("T", "E", "k", "capacity", "with_bias"), ROUTES)
-def test_routing_equals_float64(T: int, E: int, k: int, capacity: int | None, with_bias: bool) -> None:
-    """Every fourth token has logits of small integers, so that some are tied."""
+def test_routing_equals_float64(
+    T: int, E: int, k: int, capacity: int | None, with_bias: bool, share: float | None
+) -> None:
+    """Every fourth token has logits of small integers, so that some are tied. share: of the tokens that are kept."""
+    keep = kept(T, share)
     generator = torch.Generator().manual_seed(T)
     logits = torch.randn(T, E, generator=generator)
     logits[::4] = logits[::4].round()
     bias = torch.randn(E, generator=generator).mul(4).round() / 4 if with_bias else None
-    found = moe_route.route_forward(logits, k, bias, capacity)
+    found = moe_route.route_forward(logits, k, bias, capacity, keep)
     doubles = logits.double()
-    wanted = reference_moe.route_forward(doubles, k, None if bias is None else bias.double(), capacity)
+    wanted = reference_moe.route_forward(doubles, k, None if bias is None else bias.double(), capacity, keep)
     for name, x, y in zip(reference_moe.Routing.__annotations__, found, wanted, strict=True):
         assert x.dtype == (torch.int64 if y.dtype == torch.int64 else torch.float32), name
         assert x.shape == y.shape, name
@@ -40,10 +49,12 @@ def test_routing_equals_float64(T: int, E: int, k: int, capacity: int | None, wi
         assert torch.equal(x, y) if x.dtype == torch.int64 else torch.allclose(x.double(), y, rtol=2e-6), name
 
     dweights, balance, z = torch.randn(T, k, generator=generator), torch.tensor(0.3), torch.tensor(0.7)
+    if keep is not None:
+        dweights[~keep] = 0  # as of dropped routes
     for given in ((dweights, balance, z), (dweights, None, None), (None, balance, None), (None, None, z)):
         exact = [None if x is None else x.double() for x in given]
-        gradient = moe_route.route_backward(*given, logits, found[1], found[3], k)
-        right = reference_moe.route_backward(*exact, doubles, wanted[1], wanted[3], k)
+        gradient = moe_route.route_backward(*given, logits, found[1], found[3], k, keep)
+        right = reference_moe.route_backward(*exact, doubles, wanted[1], wanted[3], k, keep)
         assert (gradient.double() - right).norm() <= 2e-6 * (right.norm() + 0.01)  # f all equal: the balance's cancels
     assert (moe_route.route_backward(None, None, None, logits, found[1], found[3], k) == 0).all()
 
@@ -82,13 +93,18 @@ def test_more_experts_than_a_tile_holds_are_refused() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("share", [None, 0.7])
 @pytest.mark.parametrize(("T", "E", "k", "capacity", "with_bias"), [*ROUTES, (32768, 8, 2, 10000, True)])
-def test_routing_on_a_gpu(T: int, E: int, k: int, capacity: int | None, with_bias: bool) -> None:
+def test_routing_on_a_gpu(
+    T: int, E: int, k: int, capacity: int | None, with_bias: bool, share: float | None
+) -> None:
+    keep = kept(T, share)
     generator = torch.Generator().manual_seed(T)
     logits = torch.randn(T, E, generator=generator)
     bias = torch.randn(E, generator=generator).mul(4).round() / 4 if with_bias else None
-    found = moe_route.route_forward(logits.cuda(), k, None if bias is None else bias.cuda(), capacity)
-    wanted = reference_moe.route_forward(logits.double(), k, None if bias is None else bias.double(), capacity)
+    on_gpu = [None if x is None else x.cuda() for x in (bias, keep)]
+    found = moe_route.route_forward(logits.cuda(), k, on_gpu[0], capacity, on_gpu[1])
+    wanted = reference_moe.route_forward(logits.double(), k, None if bias is None else bias.double(), capacity, keep)
     for name, x, y in zip(reference_moe.Routing.__annotations__, found, wanted, strict=True):
         # The approximate exponential of a GPU is good to 2^-21.
         close = torch.equal(x.cpu(), y) if x.dtype == torch.int64 else torch.allclose(x.cpu().double(), y, rtol=5e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -12,8 +13,9 @@ from torch.nn import functional
 from cdrmix import ops
 from cdrmix.config.schema import Model
 from cdrmix.model.context import Context
+from cdrmix.model.depth import Gate
 from cdrmix.model.feed_forward.router import Routed, Router
-from cdrmix.model.layers import INTERLEAVED, consecutive, linear
+from cdrmix.model.layers import INTERLEAVED, consecutive, linear, uniform_
 from cdrmix.registry import Registry
 
 EXPERT_PARAMETERS = ("w_up", "w_down")  # names of the parameters whose first dimension is experts
@@ -33,7 +35,10 @@ FEED_FORWARDS = Registry[Callable[[Model, int], nn.Module]]("feed-forward")
 
 @FEED_FORWARDS("moe")
 class MoeFeedForward(nn.Module):
-    """Top-k of E experts for each token, each two matrices around relu^2 (or three around SwiGLU)."""
+    """Top-k of E experts for each token, each two matrices around relu^2 (or three around SwiGLU).
+
+    shared: a dense feed-forward beside them; None without `shared_hidden`.
+    """
 
     def __init__(self, config: Model, layer: int = 0) -> None:  # every layer has the same shape
         super().__init__()
@@ -46,20 +51,30 @@ class MoeFeedForward(nn.Module):
         self.w_down = nn.Parameter(torch.zeros(ffn.experts, ffn.hidden, config.d_model))
         bound = 0.5 * config.init_std_scale * config.d_model**-0.5
         nn.init.uniform_(self.w_up, -bound, bound)
+        self.shared = None if ffn.shared_hidden is None else dense_feed_forward(config, layer, ffn.shared_hidden)
 
-    def forward(self, x: Tensor, context: Context, cache_BD: Tensor | None) -> FedForward:
-        """x [B, T, D] (normed) -> output and router's report; it needs no cache, because tokens are independent."""
+    def forward(self, x: Tensor, context: Context, cache_BD: Tensor | None, gate: Gate | None = None) -> FedForward:
+        """x [B, T, D] (normed) -> output and router's report; it needs no cache, because tokens are independent.
+
+        gate: which tokens are computed, and the factors of their outputs; None: all, with 1. A skipped token is routed
+        to no expert, and its output is 0.
+        """
         flat_TD = x.reshape(-1, x.shape[-1])
-        routing = self.router.route(flat_TD)
-        y_TD = self.mix(flat_TD, routing)
-        return FedForward(y_TD.view(x.shape), None, Routed.of(routing))
+        routing = self.router.route(flat_TD, None if gate is None else gate.keep_T)
+        routed = Routed.of(routing)
+        if gate is not None:
+            weights_TK = routing.weights_TK * gate.weight_T.unsqueeze(1)
+            routing = dataclasses.replace(routing, weights_TK=weights_TK)
+        y = self.mix(flat_TD, routing).view(x.shape)
+        if self.shared is not None:
+            y = y + self.shared(x, context, None, gate).y
+        return FedForward(y, None, routed)
 
     def mix(self, x_TD: Tensor, routing: ops.Routing) -> Tensor:
         """The routed experts' weighted sum for each token, [T, D]."""
         return ops.moe_experts(x_TD, self.w_up, self.w_down, routing, activation=self.activation)
 
 
-@FEED_FORWARDS("dense")
 class DenseFeedForward(nn.Module):
     """The feed-forward of a dense transformer, without a router: W_down (silu(W_gate x) * (W_up x)).
 
@@ -68,17 +83,19 @@ class DenseFeedForward(nn.Module):
     as one product; of relu2 there is `up`, [F, D], instead. down: [D, F].
     """
 
-    def __init__(self, config: Model, layer: int) -> None:  # every layer has the same shape
+    def __init__(self, config: Model, hidden: int) -> None:
         super().__init__()
-        width, hidden, scale = config.d_model, config.feed_forward.hidden, 0.5 * config.init_std_scale
+        width, scale = config.d_model, 0.5 * config.init_std_scale
         gated = config.feed_forward.activation == "swiglu"
         self.gate_up = linear(width, 2 * hidden, scale) if gated else None
         self.fused = {"gate_up.weight": consecutive(-2, hidden, hidden)} if gated else {}
         self.up = None if gated else linear(width, hidden, scale)
         self.down = linear(hidden, width, 0.0)
 
-    def forward(self, x: Tensor, context: Context, cache_BD: Tensor | None) -> FedForward:
-        """x [B, T, D] (normed) -> output; it needs no cache, because tokens are independent, and has no report."""
+    def forward(self, x: Tensor, context: Context, cache_BD: Tensor | None, gate: Gate | None = None) -> FedForward:
+        """x [B, T, D] (normed) -> output; it needs no cache, because tokens are independent, and has no report. It
+        computes every token: `gate` must be None."""
+        assert gate is None, "SkippingFeedForward skips tokens"
         if self.gate_up is not None:
             gate, up = self.gate_up(x).chunk(2, -1)
             hidden = functional.silu(gate) * up
@@ -86,6 +103,51 @@ class DenseFeedForward(nn.Module):
             assert self.up is not None
             hidden = self.up(x).relu().square()
         return FedForward(self.down(hidden))
+
+
+class SkippingFeedForward(nn.Module):
+    """A dense feed-forward that skips tokens: the single expert of a mixture, which computes the tokens kept.
+
+    So a GPU computes no more rows than are kept, and the host need not wait for their number. w_up: [1, D, F], for
+    SwiGLU [1, D, 2F], interleaved as in `ops.moe_experts`. w_down: [1, F, D].
+    """
+
+    def __init__(self, config: Model, hidden: int) -> None:
+        super().__init__()
+        self.activation = config.feed_forward.activation
+        widening = 2 if self.activation == "swiglu" else 1
+        self.w_up = nn.Parameter(torch.empty(1, config.d_model, widening * hidden))
+        self.w_down = nn.Parameter(torch.zeros(1, hidden, config.d_model))
+        uniform_(self.w_up.mT, 0.5 * config.init_std_scale)
+
+    def forward(self, x: Tensor, context: Context, cache_BD: Tensor | None, gate: Gate) -> FedForward:
+        """x [B, T, D] (normed) -> output, 0 for skipped tokens; no cache and no report."""
+        kept = gate.keep_T.sum().unsqueeze(0)
+        nothing = gate.weight_T.new_zeros(())
+        routing = ops.Routing(
+            weights_TK=gate.weight_T.unsqueeze(1),
+            experts_TK=torch.zeros_like(gate.keep_T, dtype=torch.int64).unsqueeze(1),
+            counts_E=kept,
+            tokens_per_expert_E=kept,
+            order_R=(~gate.keep_T).byte().argsort(stable=True),
+            load_balance=nothing,
+            z_loss=nothing,
+        )
+        flat_TD = x.reshape(-1, x.shape[-1])
+        y_TD = ops.moe_experts(flat_TD, self.w_up, self.w_down, routing, activation=self.activation)
+        return FedForward(y_TD.view(x.shape))
+
+
+@FEED_FORWARDS("dense")
+def dense_feed_forward(
+    config: Model, layer: int, hidden: int | None = None
+) -> DenseFeedForward | SkippingFeedForward:
+    """The dense feed-forward of a layer, which skips tokens where the layer's feed-forward does.
+
+    hidden: its width; None: model.feed_forward.dense_width.
+    """
+    kind = SkippingFeedForward if config.skips(layer, "feed_forward") else DenseFeedForward
+    return kind(config, config.feed_forward.dense_width if hidden is None else hidden)
 
 
 @FEED_FORWARDS("channel_mix")

@@ -63,11 +63,15 @@ class Router(nn.Module):
             # In generation the routes of a token do not depend on the number of tokens.
             return product_of_rows(x_TD, self.weight.mT.to(x_TD.dtype))
 
-    def route(self, x_TD: Tensor) -> ops.Routing:
-        """Which experts each token of x [T, D] goes to. T may be 0, in expert parallelism."""
+    def route(self, x_TD: Tensor, keep_T: Tensor | None = None) -> ops.Routing:
+        """Which experts each token of x [T, D] goes to. T may be 0, in expert parallelism.
+
+        keep_T: bool; the other tokens go to none. None: all tokens are kept.
+        """
         # torch.compile would compile separately for every name.
         name = "" if torch.compiler.is_compiling() else self.name
-        return ops.route_topk(self(x_TD), self.top_k, bias=self.bias, capacity=self.capacity(len(x_TD)), name=name)
+        capacity = self.capacity(len(x_TD))
+        return ops.route_topk(self(x_TD), self.top_k, bias=self.bias, capacity=capacity, keep=keep_T, name=name)
 
     def capacity(self, tokens: int) -> int | None:
         """The most rows of an expert for that many tokens; None outside training, and where nothing is dropped."""

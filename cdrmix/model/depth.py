@@ -1,0 +1,99 @@
+"""Mixture-of-Depths (arXiv 2404.02258): which tokens a branch of a block computes, and which it skips.
+
+A branch adds sigmoid(s) f(x) to the residual stream of the tokens with s + b > 0, and nothing to that of the others. A
+token's score s is a product of its own normed input, and b is a number that changes only between optimizer steps. So
+the decision is causal, and the same in training, in evaluation and in generation. The paper's top-k over a row is not.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from cdrmix.kernels.common.products import product_of_rows
+
+FIRST_BIAS = 1.0  # of a new router, whose scores are 0: every token is kept
+
+
+class Gated(NamedTuple):
+    """The report of one router: tokens kept and all tokens (int64 scalars); in training the threshold of the score
+    that would keep the configured share of these tokens, and the lowest score (float32 scalars, otherwise 0)."""
+
+    kept: Tensor
+    tokens: Tensor
+    threshold: Tensor
+    lowest: Tensor
+
+
+class Gate(NamedTuple):
+    """The decision of a router for T tokens: the factor of each token's output, sigmoid(s), [T] in float32 at least
+    and with a gradient; whether it is kept, bool [T]; the report."""
+
+    weight_T: Tensor
+    keep_T: Tensor
+    gated: Gated
+
+
+class DepthRouter(nn.Module):
+    """Decides for each token whether a branch computes it: s + bias > 0 with s = weight . x, x the branch's input.
+
+    capacity: the share of the tokens to keep, a mean over the global batch and not over each row.
+    weight: [1, D], zero at first. bias: [1], a buffer: the same in every process under every ZeRO stage, and part of the
+        weights in checkpoints and exports. Only `move` changes it, once an optimizer step.
+    """
+
+    bias: Tensor
+
+    def __init__(self, d_model: int, capacity: float) -> None:
+        super().__init__()
+        self.capacity = capacity
+        self.weight = nn.Parameter(torch.zeros(1, d_model))
+        self.register_buffer("bias", torch.full((1,), FIRST_BIAS))
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """x [T, D] -> scores [T, 1], float32 at least. `gate` is a separate method as `Router.route` is."""
+        with torch.autocast(x_TD.device.type, enabled=False):
+            x_TD = x_TD if x_TD.dtype == torch.float64 else x_TD.float()
+            return product_of_rows(x_TD, self.weight.mT.to(x_TD.dtype))
+
+    def gate(self, x_TD: Tensor) -> Gate:
+        """The decision for each token of x [T, D], the normed input of the branch. T may be 0."""
+        score_T = self(x_TD).squeeze(1)
+        with torch.no_grad():
+            keep_T = score_T + self.bias > 0
+            kept, tokens = keep_T.sum(), torch.full((), len(keep_T), device=keep_T.device)
+            threshold = lowest = torch.zeros((), device=keep_T.device)
+            if self.training and len(keep_T):
+                sorted_T = score_T.float().sort().values
+                # Scores above this one are kept, where no two are equal.
+                place = min(max(round((1 - self.capacity) * len(sorted_T)) - 1, 0), len(sorted_T) - 1)
+                threshold, lowest = sorted_T[place], sorted_T[0]
+        return Gate(score_T.sigmoid(), keep_T, Gated(kept, tokens, threshold, lowest))
+
+    @torch.no_grad()
+    def move(self, threshold: float, lowest: float, released: float, rate: float) -> None:
+        """One step of the bias towards the configured share of kept tokens.
+
+        threshold, lowest: of `Gated`, means over the global batch. released: 0 to 1, from keeping all tokens to the
+        configured share. rate: the part of the distance that the bias moves.
+        """
+        target = -(lowest + released * (threshold - lowest))
+        self.bias += rate * (target - self.bias)
+
+
+class DepthStats(NamedTuple):
+    """The reports of all routers of the depth, stacked in the model's order, [G] each: see `Gated`."""
+
+    kept_G: Tensor
+    tokens_G: Tensor
+    threshold_G: Tensor
+    lowest_G: Tensor
+
+
+def move_biases(model: nn.Module, threshold_G: Tensor, lowest_G: Tensor, released: float, rate: float) -> None:
+    """`DepthRouter.move` of every router, in the model's order; the figures are means over a whole optimizer step."""
+    routers = [module for module in model.modules() if isinstance(module, DepthRouter)]
+    for router, threshold, lowest in zip(routers, threshold_G.tolist(), lowest_G.tolist(), strict=True):
+        router.move(threshold, lowest, released, rate)
