@@ -1,4 +1,4 @@
-"""The schema of the data: sources, cleaning, deduplication, tokenizer, objectives, curriculum."""
+"""The schema of the data: sources, cleaning, deduplication, tokenizer, curriculum."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from cdrmix.config.schema_objectives import Objectives
 from cdrmix.config.section import (
     Between0And1,
     Fraction,
@@ -294,6 +295,16 @@ class Tokenizer(Section):
     per byte count the bytes of the original text in any case."""
     train_bytes: PositiveInt = 100_000_000
     """Bytes of text that the tokenizer is trained on, at most."""
+    min_frequency: PositiveInt = 1
+    """Least number of occurrences of a pair of tokens that becomes a token, of a tokenizer that is trained."""
+    max_token_length: PositiveInt | None = None
+    """Longest token in bytes, of a tokenizer that is trained. null: no limit."""
+    normalization: Literal["none", "nfkc"] = "none"
+    """Unicode normal form that a trained tokenizer brings texts into. nfkc replaces characters by compatible ones and
+    loses the difference, so it needs `lossless: false`. The preparation brings all text into NFC before."""
+    add_tokens: list[Text] = []
+    """Special tokens to add, such as the marks of data.objectives.fim for the tokenizer at `path` that lacks them. They
+    get the ids after its largest one. A model of transformers has model.vocab.add_tokens instead."""
 
     @model_validator(mode="before")
     @classmethod
@@ -302,45 +313,6 @@ class Tokenizer(Section):
         if isinstance(data, dict) and isinstance(path := data.get("path"), str) and not path.endswith(".json"):
             return {"end_of_text": None, **data}
         return data
-
-
-class Fim(Section):
-    """Fill in the middle (arXiv 2207.14255): some documents are rearranged as prefix, suffix, middle."""
-
-    rate: Fraction = 0.5
-    """Share of the documents that are rearranged."""
-    spm_fraction: Fraction = 0.5
-    """Of these, the share in the order suffix, prefix, middle. The others have the order prefix, suffix, middle."""
-    domains: list[Text] | None = None
-    """Domains whose documents are rearranged. null: all."""
-    seed: NonNegativeInt = 1
-    """Seed of the choice of documents and of the positions."""
-    prefix: Text = "<|fim_prefix|>"
-    """Token before the prefix."""
-    middle: Text = "<|fim_middle|>"
-    """Token before the middle."""
-    suffix: Text = "<|fim_suffix|>"
-    """Token before the suffix."""
-
-
-class Span(Section):
-    """A span of text between two marks, the marks included, with its own loss weight."""
-
-    begin: Text
-    """Text that begins the span."""
-    end: Text
-    """Text that ends the span."""
-    weight: NonNegativeFloat
-    """Loss weight of the tokens of the span. 0: not trained on."""
-
-
-class Objectives(Section):
-    """Training objectives in addition to next-token prediction."""
-
-    fim: Fim | None = None
-    """Fill in the middle. null: off."""
-    spans: list[Span] = []
-    """Spans of text with a loss weight of their own."""
 
 
 class CurriculumStage(Section):
@@ -376,6 +348,9 @@ class Data(Section):
     """Named curricula, of which data.mixture chooses one."""
     mixture: Text | None = None
     """Name of the curriculum in data.mixtures. null: data.curriculum."""
+    order: Literal["shuffled", "sequential"] = "shuffled"
+    """Order of the rows without a curriculum. shuffled: each epoch in another random order, by run.seed. sequential:
+    each epoch in the order of the shards."""
     valid_fraction: Between0And1 = 0.05
     """Share of the documents that are held out. A hash of the content selects them."""
     cache: Text = "data_cache"

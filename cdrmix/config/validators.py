@@ -15,6 +15,7 @@ from cdrmix.config import (
     validators_evaluation,
     validators_huggingface,
     validators_model,
+    validators_objectives,
     validators_optimizer,
     validators_reasoning,
     validators_training,
@@ -29,6 +30,7 @@ TOPICS = (
     validators_optimizer,
     validators_reasoning,
     validators_data,
+    validators_objectives,
     best_metric,
     validators_evaluation,
 )

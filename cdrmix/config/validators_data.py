@@ -12,13 +12,15 @@ from cdrmix.config.rule import Rule, Violation
 from cdrmix.registry import nearest
 
 
-def _vocab_size(vocabulary: int, tokenizer: str | None, fim: Mapping[str, Any] | None) -> str | None:
-    marks = 0 if fim is None else 3
-    if tokenizer is None and vocabulary < 257 + marks:
+def _vocab_size(
+    vocabulary: int, tokenizer: str | None, fim: Mapping[str, Any] | None, add_tokens: list[str]
+) -> str | None:
+    marks = {fim.get(name, f"<|fim_{name}|>") for name in ("prefix", "middle", "suffix")} if fim is not None else set()
+    least = 257 + len(marks | set(add_tokens))
+    if tokenizer is None and vocabulary < least:
         also = ", and the three marks of data.objectives.fim" if marks else ""
-        return (
-            f"at least {257 + marks} for a tokenizer trained on the corpus: 256 bytes and the end-of-text token{also}"
-        )
+        also += ", and data.tokenizer.add_tokens" if add_tokens else ""
+        return f"at least {least} for a tokenizer trained on the corpus: 256 bytes and the end-of-text token{also}"
     return None
 
 
@@ -38,28 +40,13 @@ def _domains(domains: Mapping[str, Any] | None, source: Mapping[str, Any] | None
     return "at least one domain, or null" if domains is not None and not domains else None
 
 
-def _domain_names(domains: Mapping[str, Any] | None) -> list[str]:
+def domain_names(domains: Mapping[str, Any] | None) -> list[str]:
     return ["text"] if domains is None else [*domains]
 
 
 def _bands(bands: int, rows: int, num_perm: int) -> str | None:
     if bands * rows > num_perm:
         return f"at most {num_perm // rows}: data.dedup.num_perm={num_perm} over data.dedup.rows={rows}"
-    return None
-
-
-def _fim_domains(chosen: list[str] | None, domains: Mapping[str, Any] | None) -> Violation | None:
-    known = _domain_names(domains)
-    for index, name in enumerate(chosen or []):
-        if name not in known:
-            return Violation((index,), f"one of data.domains: {', '.join(known)}", nearest(name, known))
-    return None
-
-
-def _marks(prefix: str, middle: str, suffix: str, end_of_text: str | None) -> str | None:
-    marks = [prefix, middle, suffix, end_of_text or "the token that ends a document"]
-    if len(set(marks)) < len(marks):
-        return f"four different tokens, with data.tokenizer.end_of_text; they are {', '.join(marks)}"
     return None
 
 
@@ -83,7 +70,7 @@ def _stage_ends(stages: list[Mapping[str, Any]]) -> Violation | None:
 
 
 def _stage_domains(stages: list[Mapping[str, Any]], domains: Mapping[str, Any] | None) -> Violation | None:
-    known = _domain_names(domains)
+    known = domain_names(domains)
     for index, stage in enumerate(stages):
         weights = stage.get("domains")
         if weights is None:
@@ -144,16 +131,11 @@ def _no_stages(stages: list[Mapping[str, Any]]) -> Violation | None:
 
 
 RULES = (
-    Rule(("model.vocab_size", "data.tokenizer.path", "data.objectives.fim"), _vocab_size),
+    Rule(("model.vocab_size", "data.tokenizer.path", "data.objectives.fim", "data.tokenizer.add_tokens"), _vocab_size),
     Rule(("data.tokenizer.end_of_text", "data.tokenizer.path"), _end_of_text),
     Rule(("data.tokenizer.begin_of_text", "data.tokenizer.path"), _begin_of_text),
     Rule(("data.domains", "data.source"), _domains),
     Rule(("data.dedup.bands", "data.dedup.rows", "data.dedup.num_perm"), _bands),
-    Rule(("data.objectives.fim.domains", "data.domains"), _fim_domains),
-    Rule(
-        (*(f"data.objectives.fim.{mark}" for mark in ("prefix", "middle", "suffix")), "data.tokenizer.end_of_text"),
-        _marks,
-    ),
     Rule(("data.length_classes",), _length_classes),
     Rule(("data.curriculum",), _stage_ends),
     Rule(("data.curriculum", "data.domains"), _stage_domains),

@@ -6,21 +6,39 @@ This module needs only PyTorch, so that an engine runs without the packages that
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class PartCount(NamedTuple):
+    """A part of the loss in a global batch.
+
+    name, number: of the part. tokens: of the part; where loss weights in the shards are not 1, their sum. factor: what
+    these weights were multiplied by.
+    """
+
+    name: str
+    number: int
+    tokens: float
+    factor: float
 
 
 @dataclass(frozen=True)
 class Batch:
     """Rows of packed documents. B rows, T positions a row.
 
-    ids_BT, targets_BT: int64. weights_BT: float32, the loss weight of each target: 1 or the weight of the shards.
+    ids_BT, targets_BT: int64. weights_BT: float32, the loss weight of each target: 1 or the weight of the shards, times
+    the factor of its part.
     Padding has the weight 0 and the target 0. cu_seqlens_N: int32, document starts in the flattened B * T positions,
     from 0 to B * T. Every row starts a document, and so does the padding of a row. step: number of the batch.
-    token_count: sum of the weights of the global batch over all ranks and micro-batches; 1 if the sum is 0.
+    token_count: sum of the weights of the shards over the global batch, all ranks and micro-batches; 1 if it is 0.
     domains: bool [B] by domain, the rows of the domain; only in the evaluation of text of several domains.
+    parts_BT: uint8, the part of the loss of each target; None: all next_token. parts: those with tokens in the global
+    batch and a weight above 0, with data.objectives.weights; empty without.
     """
 
     ids_BT: Tensor
@@ -30,6 +48,8 @@ class Batch:
     step: int
     token_count: float
     domains: dict[str, Tensor] = field(default_factory=dict)
+    parts_BT: Tensor | None = None
+    parts: tuple[PartCount, ...] = ()
 
     def to(self, device: torch.device) -> Batch:
         """The batch with its tensors on a device. Tensors that are already there are not copied."""
@@ -40,6 +60,7 @@ class Batch:
             weights_BT=self.weights_BT.to(device, non_blocking=True),
             cu_seqlens_N=self.cu_seqlens_N.to(device, non_blocking=True),
             domains={name: rows_B.to(device, non_blocking=True) for name, rows_B in self.domains.items()},
+            parts_BT=None if self.parts_BT is None else self.parts_BT.to(device, non_blocking=True),
         )
 
     def pinned(self) -> Batch:
@@ -50,4 +71,12 @@ class Batch:
             targets_BT=self.targets_BT.pin_memory(),
             weights_BT=self.weights_BT.pin_memory(),
             cu_seqlens_N=self.cu_seqlens_N.pin_memory(),
+            parts_BT=None if self.parts_BT is None else self.parts_BT.pin_memory(),
         )
+
+    def part_weights(self, numbers: Sequence[int]) -> Tensor:
+        """float32 [P, B, T]: for each of these parts the weights of its own targets, 0 elsewhere."""
+        if self.parts_BT is None:
+            return torch.stack([self.weights_BT * (number == 0) for number in numbers])
+        chosen = torch.tensor(numbers, dtype=self.parts_BT.dtype, device=self.parts_BT.device)
+        return (self.parts_BT == chosen[:, None, None]) * self.weights_BT

@@ -12,6 +12,7 @@ from cdrmix.data.objectives import special_tokens
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import ConfigError, VocabularyError
 
+MULTIPLE = 64  # of a vocabulary size that tiles of matrix products divide
 OF_MODEL = "model"  # data.tokenizer.path: the tokenizer of model.path
 
 
@@ -53,7 +54,7 @@ def load_tokenizer(config: Config) -> TextTokenizer | None:
         section.end_of_text,
         begin_of_text=section.begin_of_text,
         lossless=section.lossless,
-        added_tokens=model.vocab.add_tokens if isinstance(model, HuggingFaceModel) else (),
+        added_tokens=model.vocab.add_tokens if isinstance(model, HuggingFaceModel) else section.add_tokens,
     )
     if tokenizer.vocab_size > model.vocab_size:
         size = f"{tokenizer.vocab_size} ids, more than"
@@ -64,9 +65,11 @@ def load_tokenizer(config: Config) -> TextTokenizer | None:
             raise VocabularyError(
                 f"data.tokenizer.path: {path} has {size} the {model.vocab_size} of the model; {remedy}"
             )
+        rounded = -(-tokenizer.vocab_size // MULTIPLE) * MULTIPLE
         raise VocabularyError(
             f"data.tokenizer.path: {section.path} has {size} model.vocab_size={model.vocab_size}; set "
-            f"model.vocab_size={tokenizer.vocab_size} or higher"
+            f"model.vocab_size={tokenizer.vocab_size} or higher, such as {rounded}, a multiple of {MULTIPLE}, for "
+            "which matrix products are faster"
         )
     for token in added_tokens(config):
         tokenizer.special_id(token)  # raises now and not after the text has been read
@@ -75,7 +78,8 @@ def load_tokenizer(config: Config) -> TextTokenizer | None:
 
 def added_tokens(config: Config) -> list[str]:
     """The special tokens that the corpus needs, in addition to the end of text."""
-    return list(dict.fromkeys((*special_tokens(config.data.objectives), *template_tokens(config.data))))
+    data = config.data
+    return list(dict.fromkeys((*special_tokens(data.objectives), *template_tokens(data), *data.tokenizer.add_tokens)))
 
 
 def content_of(section: dict[str, Any], tokenizer: TextTokenizer | None) -> dict[str, Any]:
@@ -86,6 +90,7 @@ def content_of(section: dict[str, Any], tokenizer: TextTokenizer | None) -> dict
     """
     if tokenizer is None:
         return section
-    left = {key: value for key, value in section.items() if key not in ("begin_of_text", "lossless")}
+    # the fingerprint of the tokenizer has the added tokens
+    left = {key: value for key, value in section.items() if key not in ("begin_of_text", "lossless", "add_tokens")}
     begin = {} if tokenizer.begin_of_text is None else {"begin_of_text": tokenizer.begin_of_text}
     return {**left, "end_of_text": tokenizer.end_of_text, **begin}

@@ -11,25 +11,61 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
 
 from cdrmix.config.schema import Config
-from cdrmix.data.batch import Batch
+from cdrmix.config.schema_objectives import Objectives
+from cdrmix.data.batch import Batch, PartCount
 from cdrmix.data.curriculum import Mixture, make_mixture
+from cdrmix.data.objectives import PARTS
 from cdrmix.data.permutation import permute
 from cdrmix.data.shards import Array, Split
 from cdrmix.errors import ConfigError, ShardError
 
 
+class Weighting(NamedTuple):
+    """The weights of the parts of the loss, by name, and whether the loss is the sum of the means of the parts."""
+
+    weights: Mapping[str, float]
+    sum_of_means: bool
+
+    @classmethod
+    def of(cls, section: Objectives) -> Self | None:
+        """As a configuration says; None without data.objectives.weights."""
+        if section.weights is None:
+            return None
+        return cls(section.weights.model_dump(), section.normalise == "sum_of_means")
+
+    def parts(self, counts: Mapping[str, float]) -> tuple[PartCount, ...]:
+        """The parts of a global batch that are trained on. counts: of its tokens by part.
+
+        With weights a and counts N, the factors make the sum of the losses over all tokens, divided by the number of
+        tokens sum(N), one of
+            sum(a * sum of the losses of the part) / sum(a * N)    a mean of all tokens
+            sum(a / N * sum of the losses of the part)             the sum of the means
+        """
+        kept = {name: count for name, count in counts.items() if count > 0 and self.weights[name] > 0}
+        tokens = sum(kept.values())
+        total = sum(self.weights[name] * count for name, count in kept.items())
+        return tuple(
+            PartCount(
+                name, PARTS.index(name), count, self.weights[name] * tokens / (count if self.sum_of_means else total)
+            )
+            for name, count in kept.items()
+        )
+
+
 class TrainLoader:
     """The training batches: `micro_batches(step)` is a pure function of the constructor's arguments and the step.
 
-    mixture: determines the order of the rows; None: a permutation of all rows per epoch.
+    mixture: determines the order of the rows; None: a permutation of all rows per epoch, or their own order if
+        `sequential`. weighting: the weights of the parts of the loss; None: all tokens count alike.
     Raises ConfigError if the micro-batches of all ranks do not divide the global batch, and ShardError if the shards
     were packed at another row length.
     """
@@ -45,6 +81,8 @@ class TrainLoader:
         rank: int = 0,
         world_size: int = 1,
         mixture: Mixture | None = None,
+        sequential: bool = False,
+        weighting: Weighting | None = None,
     ) -> None:
         check_row_length(split, row_length)
         assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
@@ -56,7 +94,7 @@ class TrainLoader:
         self.split = split
         self.batch_rows, self.micro_batch_rows = batch_rows, micro_batch_rows
         self.seed, self.rank, self.world_size = seed, rank, world_size
-        self.mixture = mixture
+        self.mixture, self.sequential, self.weighting = mixture, sequential, weighting
 
     def epoch(self, step: int) -> float:
         """The number of rows before step `step`, divided by the rows of the split."""
@@ -70,6 +108,8 @@ class TrainLoader:
         if self.mixture is not None:
             return self.mixture.rows(positions)
         epochs, within = np.divmod(positions, self.split.rows)
+        if self.sequential:
+            return within
         rows = np.empty_like(within)
         for epoch in np.unique(epochs):
             inside = epochs == epoch
@@ -79,8 +119,11 @@ class TrainLoader:
     def micro_batches(self, step: int) -> list[Batch]:
         """The micro-batches of this rank of global batch `step`."""
         rows = self.rows(step)
-        token_count = self.split.weight_in_rows(rows) or 1.0  # if all weights are 0, the loss is 0, not 0 / 0
         own = rows.reshape(-1, self.world_size, self.micro_batch_rows)[:, self.rank]
+        if self.weighting is not None:
+            parts = self.weighting.parts(self.split.parts_in_rows(rows))
+            return [weighted_batch(self.split, micro, parts, step=step) for micro in own]
+        token_count = self.split.weight_in_rows(rows) or 1.0  # if all weights are 0, the loss is 0, not 0 / 0
         return [make_batch(self.split, micro, step=step, token_count=token_count) for micro in own]
 
 
@@ -100,6 +143,8 @@ def train_loader(
         rank=rank,
         world_size=world_size,
         mixture=make_mixture(config, split),
+        sequential=config.data.order == "sequential",
+        weighting=Weighting.of(config.data.objectives),
     )
 
 
@@ -236,6 +281,10 @@ def make_batch(split: Split, rows: Array, *, step: int, token_count: float) -> B
     weights = (np.arange(width) < filled[:, None]).astype(np.float32)
     if split.weighted:
         split.copy_weights(starts, lengths, positions, weights.reshape(-1))
+    parts = None
+    if split.parted:
+        parts = np.zeros(height * width, np.uint8)
+        split.copy_parts(starts, lengths, positions, parts)
     row_ends = np.arange(1, height + 1) * width
     boundaries = np.union1d(positions + lengths, np.append(row_ends, 0))
     if split.pairs:
@@ -247,7 +296,18 @@ def make_batch(split: Split, rows: Array, *, step: int, token_count: float) -> B
         cu_seqlens_N=torch.from_numpy(boundaries.astype(np.int32)),
         step=step,
         token_count=token_count,
+        parts_BT=None if parts is None else torch.from_numpy(parts.reshape(height, width)),
     )
+
+
+def weighted_batch(split: Split, rows: Array, parts: Sequence[PartCount], *, step: int) -> Batch:
+    """The batch of these rows with the weights of the shards times the factors of their parts."""
+    batch = make_batch(split, rows, step=step, token_count=sum(part.tokens for part in parts) or 1.0)
+    factors = torch.zeros(len(PARTS))
+    for part in parts:
+        factors[part.number] = part.factor
+    of_tokens = factors[0] if batch.parts_BT is None else factors[batch.parts_BT.long()]
+    return dataclasses.replace(batch, weights_BT=batch.weights_BT * of_tokens, parts=tuple(parts))
 
 
 def check_row_length(split: Split, row_length: int) -> None:

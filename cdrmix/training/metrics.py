@@ -23,6 +23,8 @@ class StepRecord:
     router: measure -> one value for each router. load: for each router the fraction of routes of each expert, 1 / E
     when balanced. depth: of the branches that skip tokens, the share of tokens that each kept, with names as in
     `Model.skipping`. valid_*: on steps that were validated. valid_domains: domain -> bits per byte, if there are several.
+    parts, valid_parts: part of the loss -> nats per token, with data.objectives.weights; held-out chains of thought and
+    held-out documents in the order of fill in the middle are parts, and bits per byte are of the text as it is.
     preferences: of pairs, measure -> mean; then loss and next_token_loss are of a pair.
     """
 
@@ -45,6 +47,8 @@ class StepRecord:
     valid_bits_per_byte: float | None = None
     valid_loss: float | None = None
     valid_domains: dict[str, float] = field(default_factory=dict)
+    parts: dict[str, float] = field(default_factory=dict)
+    valid_parts: dict[str, float] = field(default_factory=dict)
     preferences: dict[str, float] = field(default_factory=dict)
     valid_preferences: dict[str, float] = field(default_factory=dict)
 

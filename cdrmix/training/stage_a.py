@@ -16,7 +16,8 @@ from cdrmix.data.loader import EvalLoader, TrainLoader, train_loader
 from cdrmix.data.pairs import PairLoader
 from cdrmix.data.shards import ShardSet
 from cdrmix.errors import CheckpointError, VocabularyError
-from cdrmix.eval.perplexity import evaluate
+from cdrmix.eval.parts import PartScores
+from cdrmix.eval.perplexity import evaluate, loss_model_nats
 from cdrmix.inference.checkpoints import list_checkpoints, newest_whole_checkpoint
 from cdrmix.model.loss import LossModule
 from cdrmix.run_folder import RunFolder
@@ -40,6 +41,7 @@ from cdrmix.training.engine import Engine, make_engine
 from cdrmix.training.faults import memory_guard
 from cdrmix.training.metrics import StepRecord
 from cdrmix.training.objective import Outcome, StepTotals
+from cdrmix.training.parts import PartedPretraining
 from cdrmix.training.preferences import (
     PreferenceOptimization,
     PreferenceValidation,
@@ -112,11 +114,7 @@ def train(
         trainer = Trainer(
             settings,
             engine,
-            stack.enter_context(
-                Pretraining(config, loader, world)
-                if reference is None
-                else PreferenceOptimization(config, loader, world, reference)
-            ),
+            stack.enter_context(make_objective(config, loader, world, reference)),
             ThreadChoice(thread_numbers(config, world), run.say),
             progress=progress,
             saver=Saver(engine, config, run, fingerprints(shards), latest=checkpoint, mirror=mirror),
@@ -138,6 +136,15 @@ def train(
     return TrainResult(progress.step, progress.loss, progress.valid_bits_per_byte, speed, progress.seconds, final)
 
 
+def make_objective(
+    config: Config, loader: TrainLoader, world: DistributedContext, reference: Reference | None
+) -> RowObjective:
+    """What stage A of a configuration optimises. reference: of DPO."""
+    if reference is not None:
+        return PreferenceOptimization(config, loader, world, reference)
+    return (Pretraining if loader.weighting is None else PartedPretraining)(config, loader, world)
+
+
 class Pretraining(RowObjective):
     """Next-token prediction as the trainer's objective."""
 
@@ -155,7 +162,10 @@ class Pretraining(RowObjective):
 
 
 class Validation:
-    """Bits per byte of `train.evaluate_rows` held-out rows."""
+    """Bits per byte of `train.evaluate_rows` held-out rows; with data.objectives.weights the losses of the parts too.
+
+    Fill in the middle is validated on as many rows of rearranged held-out documents.
+    """
 
     def __init__(self, config: Config, shards: ShardSet, world: DistributedContext) -> None:
         train, self._config = config.train, config
@@ -164,17 +174,37 @@ class Validation:
         )
         self._text_bytes, self._domain_bytes = self._batches.text_bytes, self._batches.domain_bytes
         check_best_metric(train, self._domain_bytes)
+        self._parted, self._rearranged = config.data.objectives.weights is not None, None
+        if self._parted and shards.rearranged is not None:
+            self._rearranged = EvalLoader(
+                shards.rearranged,
+                config.data.row_length,
+                train.micro_batch_rows,
+                train.evaluate_rows,
+                world.rank,
+                world.size,
+            )
 
     def complete(self, engine: Engine, record: StepRecord, progress: Progress) -> tuple[StepRecord, Progress]:
         """A step's record and progress with the validation figures of the weights as they are after it."""
+        parts = PartScores(engine.world.device) if self._parted else None
         with uncompiled(self._config):
-            score = evaluate(engine.module, self._batches, self._text_bytes, domain_bytes=self._domain_bytes)
+            score = evaluate(
+                engine.module,
+                self._batches,
+                self._text_bytes,
+                domain_bytes=self._domain_bytes,
+                nats=parts or loss_model_nats,
+            )
+            if parts is not None and self._rearranged is not None:
+                parts.add_rearranged(engine.module, self._rearranged)
         bits = score.bits_per_byte
         record = dataclasses.replace(
             record,
             valid_loss=score.loss_nats_per_token,
             valid_bits_per_byte=bits,
             valid_domains={name: of_domain.bits_per_byte for name, of_domain in score.domains.items()},
+            valid_parts={} if parts is None else parts.losses(),
         )
         progress = dataclasses.replace(progress, valid_bits_per_byte=bits, unvalidated=None)
         return record, updated_best(progress, self._config.train, record)

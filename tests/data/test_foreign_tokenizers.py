@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from cdrmix.config.schema_data import Objectives, Span
+from cdrmix.config.schema_objectives import Objectives, Span
 from cdrmix.data import tokenizer as tokenizer_module
 from cdrmix.data.objectives import encode_documents
 from cdrmix.data.tokenizer import TextTokenizer
@@ -163,7 +163,7 @@ def test_a_long_text_has_no_spaces_where_it_is_cut(
 def test_a_marked_span_adds_no_space(foreign: dict[str, Any]) -> None:
     tokenizer = TextTokenizer.load(foreign["llama2"].folder, lossless=False)
     objectives = Objectives(spans=[Span(begin="[", end="]", weight=0.5)])
-    ((ids, weights),) = encode_documents(["Anna[the]Anna"], [bytes(16)], ["text"], tokenizer, objectives, 0)
+    ((ids, weights, _),) = encode_documents(["Anna[the]Anna"], [bytes(16)], ["text"], tokenizer, objectives)
     assert tokenizer.decode(ids.tolist()) == "Anna[the]Anna"
     assert weights is not None
     assert tokenizer.decode(ids[weights == 0.5].tolist()) == "[the]"

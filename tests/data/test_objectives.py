@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cdrmix.config.schema_data import Fim, Objectives, Span
-from cdrmix.data.objectives import encode_documents, random_numbers, spans_of, special_tokens
+from cdrmix.config.schema_objectives import Fim, Objectives, Span
+from cdrmix.data.objectives import EncodedDocument, encode_documents, marked_spans, random_numbers, special_tokens
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import VocabularyError
 
@@ -27,10 +27,12 @@ def key_of(text: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()[:16]
 
 
-def encode(
-    texts: list[str], section: Objectives, *, seed: int = 1, domain: str = "text"
-) -> list[tuple[np.ndarray, np.ndarray | None]]:
-    return encode_documents(texts, [key_of(text) for text in texts], [domain] * len(texts), TOKENIZER, section, seed)
+def encode(texts: list[str], section: Objectives, *, domain: str = "text") -> list[EncodedDocument]:
+    return encode_documents(texts, [key_of(text) for text in texts], [domain] * len(texts), TOKENIZER, section)
+
+
+def seeded(fim: Fim, seed: int) -> Objectives:
+    return Objectives(fim=fim.model_copy(update={"seed": seed}))
 
 
 def taken_apart(ids: list[int]) -> tuple[str, str, bytes]:
@@ -50,25 +52,28 @@ def taken_apart(ids: list[int]) -> tuple[str, str, bytes]:
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=40), st.integers(0, 2**63 - 1))
 def test_a_rearranged_document_is_the_same_text(text: str, seed: int) -> None:
-    ((ids, weights),) = encode([text], Objectives(fim=FIM), seed=seed)
+    ((ids, weights, parts),) = encode([text], seeded(FIM, seed))
     assert ids.dtype == np.uint32
     assert weights is None
+    assert parts is not None
+    assert set(parts.tolist()) == {1}
     kind, back, prefix = taken_apart(ids.tolist())
     assert (kind, back) == ("rearranged", text)
     prefix.decode()  # cuts are between characters
 
 
 def test_without_objectives_a_document_is_its_tokens() -> None:
-    for text, (ids, weights) in zip(CORPUS, encode(CORPUS, Objectives()), strict=True):
+    for text, (ids, weights, parts) in zip(CORPUS, encode(CORPUS, Objectives()), strict=True):
         assert ids.tolist() == TOKENIZER.encode(text)
         assert weights is None
+        assert parts is None
 
 
 def test_rates_and_cuts() -> None:
     """4,000 documents of 40 characters; five standard deviations are passed once in 10^6."""
     texts = [f"{number:04}" + "x" * 36 for number in range(4000)]
     rearranged, as_spm, prefixes = 0, 0, []
-    for text, (ids, _) in zip(texts, encode(texts, Objectives(fim=Fim(rate=0.25, spm_fraction=0.2))), strict=True):
+    for text, (ids, *_) in zip(texts, encode(texts, Objectives(fim=Fim(rate=0.25, spm_fraction=0.2))), strict=True):
         kind, back, _ = taken_apart(ids.tolist())
         assert back == text
         if kind == "rearranged":
@@ -97,7 +102,8 @@ def test_it_depends_on_the_document_alone() -> None:
     for one, other in zip(together[::-1], encode(texts[::-1], section), strict=True):
         np.testing.assert_array_equal(one[0], other[0])
     assert any(
-        len(one[0]) != len(other[0]) for one, other in zip(together, encode(texts, section, seed=2), strict=True)
+        len(one[0]) != len(other[0])
+        for one, other in zip(together, encode(texts, seeded(Fim(rate=0.5), 2)), strict=True)
     )
 
 
@@ -116,7 +122,7 @@ def test_text_that_spells_a_mark_is_text() -> None:
 def test_a_tokenizer_without_the_marks() -> None:
     plain = TextTokenizer.train(CORPUS, vocab_size=300, end_of_text="<|endoftext|>")
     with pytest.raises(VocabularyError, match=r"no special token '<\|fim_prefix\|>'; .* are '<\|endoftext\|>'"):
-        encode_documents(["a"], [b"k"], ["text"], plain, Objectives(fim=FIM), 1)
+        encode_documents(["a"], [b"k"], ["text"], plain, Objectives(fim=FIM))
 
 
 SPANS = [Span(begin="<t>", end="</t>", weight=0.25), Span(begin="[", end="]", weight=0.0)]
@@ -127,7 +133,7 @@ marked = st.lists(st.sampled_from(["<t>", "</t>", "[", "]", "a", "é\n", "<"]), 
 @given(marked)
 def test_spans_are_what_the_regular_expression_finds(text: str) -> None:
     expected = [(*match.span(), 0.25 if match[0][0] == "<" else 0.0) for match in PATTERN.finditer(text)]
-    assert list(spans_of(text, SPANS)) == expected
+    assert [span[:3] for span in marked_spans(text, Objectives(spans=SPANS))] == expected
 
 
 @given(marked, st.booleans())
@@ -137,7 +143,7 @@ def test_weights_lie_on_the_spans(text: str, rearrange: bool) -> None:
     for match in PATTERN.finditer(text):
         wanted |= dict.fromkeys(range(*match.span()), 0.25 if match[0][0] == "<" else 0.0)
     section = Objectives(fim=FIM if rearrange else None, spans=SPANS)
-    ((ids, weights),) = encode([text], section)
+    ((ids, weights, _),) = encode([text], section)
     values = [1.0] * len(ids) if weights is None else weights.tolist()
     assert weights is None or (weights.dtype == np.float32 and len(weights) == len(ids))
     lengths = TOKENIZER.byte_lengths()

@@ -15,13 +15,24 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
-from cdrmix.config.schema_data import Objectives
+from cdrmix.config.schema_objectives import Objectives
 from cdrmix.data import shards
+from cdrmix.data.chains import ChainChoice, choose_chains
 from cdrmix.data.chat.encoding import ChatEncoder, Encoded
 from cdrmix.data.chat.rendering import Rendered
 from cdrmix.data.dedup.minhash import FingerprintFile, count_contaminated, simhash
-from cdrmix.data.objectives import encode_documents
+from cdrmix.data.objectives import EncodedDocument, encode_documents, pieces
 from cdrmix.data.pipeline.duplicates import Survivors
+from cdrmix.data.pipeline.loss_parts import (
+    Parted,
+    add_rearranged,
+    chain_counts,
+    ended,
+    has_rearranged,
+    in_blocks,
+    texts_of_rows,
+    without_chains,
+)
 from cdrmix.data.pipeline.merging import Documents, count_filtered
 from cdrmix.data.pipeline.stats import PipelineStats
 from cdrmix.data.pipeline.storage import Array, column, read_table, texts_of, whole, write_table
@@ -29,7 +40,6 @@ from cdrmix.data.shard_writer import SplitWriter
 from cdrmix.data.tokenizer import TextTokenizer
 
 HASH_RANGE = 2**64
-ENCODE_BLOCK_DOCUMENTS = 1024
 LONGER_THAN_ROW = "longer_than_row"  # the rule, in the report, that filters conversations that no row can hold
 
 TOKENS = pa.schema(
@@ -110,14 +120,21 @@ def encode(task: Encode) -> dict[str, Any]:
     weights: list[Array | None] = [None] * len(table)
     second = np.zeros(len(table), np.int64)
     is_text = np.array([not marks for marks in table.column("marks").to_pylist()], bool)
-    # held-out text is not rearranged, because it measures how well text is predicted
     names = [task.domains[number] for number in domains]
-    for side, objectives in ((~held_out, task.objectives), (held_out, Objectives())):
+    parted = Parted(len(table)) if task.objectives.weights is not None else None
+    # Held-out text is not rearranged, because it measures how well text is predicted. Its chains of thought are a part.
+    as_it_is = Objectives(cot=task.objectives.cot)
+    for side, objectives in ((~held_out, task.objectives), (held_out, as_it_is)):
         for number, document in _encoded_texts(table, np.flatnonzero(side & is_text), names, tokenizer, objectives):
-            ids[number], weights[number] = document
+            ids[number], weights[number] = document.ids, document.weights
+            if parted is not None:
+                parted.parts[number] = document.parts
+    if parted is not None:
+        parted.add_chain_numbers(table, ~held_out, task.objectives.cot)
+        parted.add_rearranged(table, np.flatnonzero(held_out & is_text), names, tokenizer, task.objectives)
     token_bytes: list[Array | None] = [None] * len(table)
     if not tokenizer.lossless:
-        _add_token_bytes(token_bytes, table, np.flatnonzero(held_out & is_text), sizes, tokenizer)
+        _add_token_bytes(token_bytes, table, np.flatnonzero(held_out & is_text), sizes, tokenizer, as_it_is)
     for number, (chat, cut) in _encoded_chats(table, np.flatnonzero(~is_text), tokenizer):
         ids[number], weights[number], second[number] = chat.ids, chat.weights, cut
         if held_out[number]:
@@ -125,7 +142,9 @@ def encode(task: Encode) -> dict[str, Any]:
     too_long = ~is_text & (np.array([len(each) for each in ids]) > task.row_length)
     stats = PipelineStats()
     count_filtered(stats, LONGER_THAN_ROW, table, np.flatnonzero(too_long))
-    more = {} if tokenizer.lossless else {TOKEN_BYTES.name: pa.array(token_bytes, TOKEN_BYTES.type)}
+    more: dict[pa.Field, pa.Array] = {} if parted is None else parted.columns()
+    if not tokenizer.lossless:
+        more[TOKEN_BYTES] = pa.array(token_bytes, TOKEN_BYTES.type)
     tokens = pa.table(
         {
             "ids": _lists(ids, pa.uint32()),
@@ -136,9 +155,9 @@ def encode(task: Encode) -> dict[str, Any]:
             "fingerprint": pa.array(simhash(packed, threads=1)),
             "row": pa.array(rows),
             "second": pa.array(second),
-            **more,
+            **{field.name: values for field, values in more.items()},
         },
-        schema=TOKENS.append(TOKEN_BYTES) if more else TOKENS,
+        schema=pa.schema([*TOKENS, *more]),
     )
     write_table(task.path, tokens.filter(pa.array(~too_long)), {})
     left = [int((side & ~too_long).sum()) for side in (~held_out, held_out)]
@@ -147,17 +166,12 @@ def encode(task: Encode) -> dict[str, Any]:
 
 def _encoded_texts(
     table: pa.Table, rows: Array, domains: list[str], tokenizer: TextTokenizer, objectives: Objectives
-) -> Iterator[tuple[int, tuple[Array, Array | None]]]:
-    """The number of each of these rows of the table, with its ids and loss weights, the end-of-text at the end."""
-    seed = objectives.fim.seed if objectives.fim else 0
-    for some in _in_blocks(rows):
-        part = table.take(pa.array(some))
-        texts, hashes = (part.column(name).to_pylist() for name in ("text", "hash"))
-        names = [domains[number] for number in some]
-        encoded = encode_documents(texts, hashes, names, tokenizer, objectives, seed)
-        for number, (ids, weights) in zip(some, encoded, strict=True):
-            ended = np.append(ids, np.uint32(tokenizer.end_of_text_id))
-            yield number, (ended, None if weights is None else np.append(weights, np.float32(1)))
+) -> Iterator[tuple[int, EncodedDocument]]:
+    """The number of each of these rows of the table, with its tokens, the end-of-text at the end."""
+    for some in in_blocks(rows):
+        encoded = encode_documents(*texts_of_rows(table, some, domains), tokenizer, objectives)
+        for number, document in zip(some, encoded, strict=True):
+            yield number, ended(document, tokenizer)
 
 
 def _encoded_chats(table: pa.Table, rows: Array, tokenizer: TextTokenizer) -> Iterator[tuple[int, tuple[Encoded, int]]]:
@@ -165,7 +179,7 @@ def _encoded_chats(table: pa.Table, rows: Array, tokenizer: TextTokenizer) -> It
 
     A row has a conversation, or both conversations of a pair.
     """
-    for some in _in_blocks(rows):
+    for some in in_blocks(rows):
         texts = [Rendered.from_marks(*(table[name][number].as_py() for name in ("text", "marks"))) for number in some]
         documents = iter(_chat_encoder(tokenizer).encode([document for text in texts for document in text.documents()]))
         for number, text in zip(some, texts, strict=True):
@@ -177,24 +191,31 @@ def _encoded_chats(table: pa.Table, rows: Array, tokenizer: TextTokenizer) -> It
                 yield number, (first, 0)
 
 
-def _in_blocks(rows: Array) -> Iterator[list[int]]:
-    """The numbers of rows in lists of at most ENCODE_BLOCK_DOCUMENTS, which bounds memory."""
-    for start in range(0, len(rows), ENCODE_BLOCK_DOCUMENTS):
-        yield rows[start : start + ENCODE_BLOCK_DOCUMENTS].tolist()
-
-
 @lru_cache(maxsize=1)
 def _chat_encoder(tokenizer: TextTokenizer) -> ChatEncoder:
     return ChatEncoder(tokenizer)
 
 
 def _add_token_bytes(
-    counts: list[Array | None], table: pa.Table, rows: Array, sizes: Array, tokenizer: TextTokenizer
+    counts: list[Array | None],
+    table: pa.Table,
+    rows: Array,
+    sizes: Array,
+    tokenizer: TextTokenizer,
+    objectives: Objectives,
 ) -> None:
-    """Sets the items `rows` to uint32 [tokens] of these texts. The end-of-text has the bytes that are left."""
-    for some in _in_blocks(rows):
+    """Sets the items `rows` to uint32 [tokens] of these texts. The end-of-text has the bytes that are left.
+
+    objectives: those that the texts were tokenised with, without fill in the middle.
+    """
+    for some in in_blocks(rows):
         texts = table.column("text").take(pa.array(some)).to_pylist()
-        for number, (_, of_tokens) in zip(some, tokenizer.encode_with_bytes(texts), strict=True):
+        of_texts = [list(pieces(text, objectives, None)) for text in texts]
+        every = [piece for of_text in of_texts for piece in of_text]
+        encoded = tokenizer.encode_with_bytes([piece.text for piece in every], [piece.continues for piece in every])
+        of_pieces = iter(of_tokens for _, of_tokens in encoded)
+        for number, of_text in zip(some, of_texts, strict=True):
+            of_tokens = np.concatenate([next(of_pieces) for _ in of_text])
             left = int(sizes[number]) - int(of_tokens.sum())
             counts[number] = np.append(of_tokens, np.uint32(left))
 
@@ -213,13 +234,17 @@ def _tokenizer(path: Path, end_of_text: str, lossless: bool) -> TextTokenizer:
 
 @dataclass(frozen=True)
 class Assembled:
-    """The finished shards: index entries of the splits and the files, and counts for the report."""
+    """The finished shards: index entries of the splits and the files, and counts for the report.
+
+    chains: the choice of chains of thought; None without data.objectives.cot.
+    """
 
     splits: dict[str, dict[str, Any]]
     files: dict[str, dict[str, Any]]
     dtype: str
     near_duplicates: int
     tokens_by_domain: dict[str, int]
+    chains: ChainChoice | None
 
 
 def assemble(
@@ -234,18 +259,22 @@ def assemble(
     length_classes: list[int],
     weights: bool,
     pairs: bool,
+    objectives: Objectives,
     tokenizer: TextTokenizer,
 ) -> Assembled:
-    """Writes both splits to `folder`, in the order of the partitions.
+    """Writes the splits to `folder`, in the order of the partitions.
 
     It also writes report/documents.parquet: the origin of each document. parts: the files of `encode`, one per
     partition.
     """
     sources: Counter[str] = Counter()
     (folder / "report").mkdir()
+    chains = None if objectives.cot is None else choose_chains(map(chain_counts, parts), objectives.cot)
+    parted = objectives.weights is not None
+    names = (*shards.SPLITS, shards.REARRANGED) if parted and any(map(has_rearranged, parts)) else shards.SPLITS
     with ExitStack() as stack:
-        train, valid = (
-            stack.enter_context(
+        writers = {
+            name: stack.enter_context(
                 SplitWriter(
                     folder,
                     name,
@@ -254,14 +283,15 @@ def assemble(
                     row_length=row_length,
                     domains=domains,
                     length_classes=length_classes,
-                    weights=weights,
+                    weights=weights or parted,
                     first_id=None if tokenizer.begin_of_text is None else tokenizer.first_id,
                     original=name == "valid" and not tokenizer.lossless,
                     pairs=pairs,
                 )
             )
-            for name in shards.SPLITS
-        )
+            for name in names
+        }
+        train, valid = (writers[name] for name in shards.SPLITS)
         # files without a name: they are deleted when the process ends, even if it is killed
         train_fingerprints, valid_fingerprints = (
             FingerprintFile(stack.enter_context(tempfile.TemporaryFile(dir=folder))) for _ in shards.SPLITS
@@ -271,16 +301,21 @@ def assemble(
         )
         for path, merged in zip(parts, documents.paths, strict=True):
             table = read_table(path)
+            if chains is not None:
+                table = without_chains(table, chains.below, tokenizer)
             held_out = whole(table.column("held_out")).to_numpy(zero_copy_only=False)
             fingerprints = column(table, "fingerprint")
             train_fingerprints.add(fingerprints[~held_out])
             valid_fingerprints.add(fingerprints[held_out])
             originals = {} if tokenizer.lossless else _originals(table, merged, held_out)
             _add_documents(table, [valid if held else train for held in held_out], originals)
+            if shards.REARRANGED in writers:
+                add_rearranged(table, writers[shards.REARRANGED])
             _write_provenance(provenance, table, merged, domains, sources)
-        splits = {split.name: split.close() for split in (train, valid)}
+        splits = {name: writer.close() for name, writer in writers.items()}
         near_duplicates = count_contaminated(valid_fingerprints, train_fingerprints)
-    return Assembled(splits, {**train.files, **valid.files}, train.dtype, near_duplicates, dict(sources))
+    files = {name: entry for writer in writers.values() for name, entry in writer.files.items()}
+    return Assembled(splits, files, train.dtype, near_duplicates, dict(sources), chains)
 
 
 def _add_documents(table: pa.Table, splits: list[SplitWriter], originals: dict[int, tuple[Array, bytes]]) -> None:
@@ -288,14 +323,17 @@ def _add_documents(table: pa.Table, splits: list[SplitWriter], originals: dict[i
     ids = whole(table.column("ids"))
     flat, offsets = ids.values.to_numpy(), ids.offsets.to_numpy()
     weights = whole(table.column("weights"))
+    parts = whole(table.column("parts")) if "parts" in table.column_names else None
     sizes, owners, seconds = (column(table, name) for name in ("bytes", "domain", "second"))
     for number, split in enumerate(splits):
         some = weights[number].values if weights.null_count < len(table) else None
+        of_parts = None if parts is None else parts[number].values
         split.add(
             flat[offsets[number] : offsets[number + 1]],
             int(sizes[number]),
             domain=int(owners[number]),
             weights=None if some is None else some.to_numpy(),
+            parts=None if of_parts is None else of_parts.to_numpy(),
             original=originals.get(number),
             second=int(seconds[number]),
         )
