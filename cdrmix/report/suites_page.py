@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -22,7 +23,7 @@ SHARE = "share"
 
 def suites_page(results: Sequence[SuiteResult], title: str) -> str:
     """The HTML page of the results of one model. title: plain text, the name of the model."""
-    about = next((result.facts["model"] for result in results if "model" in result.facts), {})
+    about: dict[str, Any] = next((result.facts["model"] for result in results if "model" in result.facts), {})
     told = [f"step {about['step']:,}"] if "step" in about else []
     told += [f"{name}: SHA-256 {digest[:16]}" for name, digest in about.get("weights", {}).items()]
     first = [(result, next((each for each in result.measures if each.value is not None), None)) for result in results]
