@@ -347,11 +347,12 @@ def _after_training(run: RunFolder, shards: ShardSet, device: torch.device, watc
 
 def _export(run: RunFolder, shards: ShardSet, last: Loaded | LoadedForeign, device: torch.device) -> None:
     """Exports the checkpoint that the configuration asks for, with its own figures on held-out text."""
-    chosen, reason = choose_checkpoint(run, last.config.export.checkpoint)
-    if chosen.step == last.step:
+    average = last.config.export.average
+    chosen, reason = choose_checkpoint(run, last.config.export.checkpoint, average=average)
+    if chosen.step == last.step and average == 1:
         chosen = last
     chosen.model.to(device)
-    if not _is_exported(run, chosen.step):
+    if not _is_exported(run, chosen.step, average):
         run.say(f"Exporting step {chosen.step}, {reason}")
         row = shards.valid.read(0, min(chosen.config.data.row_length, shards.valid.tokens)).tolist()
         summary = run.summary()
@@ -371,6 +372,7 @@ def _export(run: RunFolder, shards: ShardSet, last: Loaded | LoadedForeign, devi
             _answers_the_same(run)
     sizes = [path.stat().st_size for path in run.export.iterdir()]
     facts = {"path": run.export.name, "step": chosen.step, "reason": reason, "files": len(sizes), "bytes": sum(sizes)}
+    facts |= {"average": average} if average > 1 else {}
     run.update_summary({"export": facts})
 
 
@@ -403,14 +405,17 @@ def _answers_the_same(run: RunFolder) -> None:
     run.say("The exported model with its memory gives the same answer")
 
 
-def _is_exported(run: RunFolder, step: int) -> bool:
-    """Whether export/ of the run has the complete model of that step. If training continued after it, it has not.
+def _is_exported(run: RunFolder, step: int, average: int) -> bool:
+    """Whether export/ of the run has the complete model of that step, and the average of so many checkpoints.
 
     If the export must be replaced, the reason is printed.
     """
     if not run.export.exists():
         return False
     exported = exported_step(run.export)
+    if run.summary().get("export", {}).get("average", 1) != average:
+        run.say(f"{run.export} is not of export.average={average}. It is exported again")
+        return False
     if exported != step:
         run.say(f"{run.export} has the model of step {exported}, not of step {step}. It is exported again")
         return False
@@ -478,6 +483,7 @@ def _to_export(model: Path, checkpoint: str | None) -> Loaded | LoadedForeign:
             raise ConfigError(f"--checkpoint selects one of a run folder; {model} is one model")
         return load_trained(model)
     run = RunFolder.open(model, writes=False)
-    loaded, reason = choose_checkpoint(run, checkpoint or Config.from_yaml(run.config_snapshot).export.checkpoint)
+    export = Config.from_yaml(run.config_snapshot).export
+    loaded, reason = choose_checkpoint(run, checkpoint or export.checkpoint, average=export.average)
     to_standard_error(f"Exporting step {loaded.step}, {reason}")
     return loaded

@@ -464,6 +464,8 @@ class Export(Section):
     checkpoint: Text = "best"
     """best: that of the best validation of stage A (train.best_metric); after stage B the last one. last: the last one.
     Or the name or path of a checkpoint."""
+    average: PositiveInt = 1
+    """Number of checkpoints whose weights are averaged: that of `checkpoint` and those before it. 1: no average."""
     weights: Literal["fp32", "bf16"] = "fp32"
     """Data type of the exported weights of a model of transformers. bf16 halves the files and rounds the weights. fp32
     for `lora: adapter`."""

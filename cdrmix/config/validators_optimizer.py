@@ -1,4 +1,4 @@
-"""Rules about the optimizer, the learning-rate schedule and the groups of parameters."""
+"""Rules about the optimizer, the learning-rate schedule, the groups of parameters, and the average of checkpoints."""
 
 from __future__ import annotations
 
@@ -49,6 +49,13 @@ def _groups(groups: Mapping[str, Any]) -> Violation | None:
     return None
 
 
+def _average(average: int, keep_last: int, ema_decay: float | None, model: str, reasoning: object) -> str | None:
+    if average > keep_last:
+        return f"at most train.keep_last={keep_last}"
+    others = ema_decay is not None or model != "cdrmix" or reasoning is not None
+    return "1 with train.ema_decay, a model of transformers or a section reasoning" if average > 1 and others else None
+
+
 RULES = (
     Rule(("train.optimizer.kind",), partial(registered_name, "optimizer")),
     *(
@@ -62,4 +69,5 @@ RULES = (
         for key, neutral in OF_WSD.items()
     ),
     Rule(("train.groups",), _groups),
+    Rule(("export.average", "train.keep_last", "train.ema_decay", "model.kind", "reasoning"), _average),
 )

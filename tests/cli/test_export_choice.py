@@ -113,3 +113,20 @@ def test_a_path_that_cannot_be_used_is_refused(run: RunFolder, capsys: pytest.Ca
     message = capsys.readouterr().err
     assert "an export is never overwritten: name another folder with --out" in message
     assert "Exporting" not in message
+
+
+def test_the_average_of_the_last_checkpoints_is_exported(
+    run: RunFolder, arguments: Arguments, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.update_summary({"finished": False})
+    average = ("export.checkpoint=last", "export.average=2")
+    assert main(["train", *arguments(f"run.root={run.path.parent}", *average), "--resume", "auto"]) == 0
+    told = capsys.readouterr().out
+    assert "Exporting step 4, the last, as requested; the weights are the average of the steps 2, 4" in told
+    one, other = (read_weights(run.checkpoints / f"step-0000000{step}") for step in (2, 4))
+    exported = load_exported(run.export).weights
+    assert one.keys() == exported.keys()
+    for name, weight in exported.items():
+        assert torch.equal(weight, ((one[name].double() + other[name].double()) / 2).float()), name
+    assert main(["train", *arguments("export.average=3")]) == 2
+    assert "export.average: found 3 (an integer)\n    allowed: at most train.keep_last=2" in capsys.readouterr().err

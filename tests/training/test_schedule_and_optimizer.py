@@ -11,10 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cdrmix.config.schema import Train
+from cdrmix.config.schema_optimizer import Schedule
+from cdrmix.inference.checkpoints import newest_whole_checkpoint, read_weights
 from cdrmix.model.layers import parameter_kinds
+from cdrmix.run_folder import RunFolder
+from cdrmix.runtime import seed_everything
 from cdrmix.training.build import build_loss_model
 from cdrmix.training.optim import LossScale, WeightAverage, make_optimizer, parameter_groups
-from cdrmix.training.schedule import learning_rate
+from cdrmix.training.schedule import group_rates, learning_rate
+from cdrmix.training.stage_a import train
 
 
 def schedule(steps: int, warmup: int, ratio: float) -> Train:
@@ -145,3 +150,71 @@ def test_weight_average_is_the_exponential_one() -> None:
     weight.copy_(torch.tensor([2.0, 8.0]))
     average.update([weight])
     assert average.tensors[0].tolist() == [0.25 * 0.75 + 0.5, (4 + 0.25 * 4) * 0.75 + 2.0]
+
+
+@given(st.integers(10, 200), st.floats(0, 0.5), st.floats(0.05, 1.0), st.sampled_from(["linear", "sqrt"]))
+def test_wsd_is_constant_until_its_decay(steps: int, warm: float, decay: float, shape: str) -> None:
+    warmup = int(warm * steps)
+    own = Schedule(kind="wsd", decay=decay, shape=shape)
+    train = schedule(steps, warmup, 0.1).model_copy(update={"schedule": own})
+    rates = [learning_rate(train, step) for step in range(steps)]
+    begin = max(warmup, steps - round(decay * steps))
+    assert rates[warmup:begin] == [2.0] * (begin - warmup)
+    assert all(high > low for high, low in itertools.pairwise(rates[begin:]))
+    if begin < steps:
+        assert rates[-1] == pytest.approx(0.2, rel=1e-12)
+        share = 1 / (steps - begin)  # of the decay, after its first step
+        fallen = share if shape == "linear" else share**0.5
+        assert rates[begin] == pytest.approx(2.0 - 1.8 * fallen, rel=1e-12)
+
+
+def test_linear_and_constant_schedules() -> None:
+    for kind, rates in {"linear": [1.0, 2.0, 1.5, 1.0, 0.5, 0.0], "constant": [1.0, *[2.0] * 5]}.items():
+        train = schedule(6, 2, 0.0).model_copy(update={"schedule": Schedule(kind=kind)})
+        assert [learning_rate(train, step) for step in range(6)] == pytest.approx(rates, abs=1e-15), kind
+
+
+def test_groups_have_rates_decay_and_schedules_of_their_own(make_config) -> None:
+    config = make_config(
+        "model.tie_embeddings=false",
+        "train.weight_decay=0.3",
+        "train.groups={embedding: {rate: 3.0, schedule: {kind: linear, final_ratio: 0.5}}, matrix: {rate: 0.5}, "
+        "expert: {weight_decay: 0.7}, vector: {weight_decay: 0.01}, router: {rate: 2.0}}",
+    )
+    model = build_loss_model(config)
+    groups, kinds = parameter_groups(model, config.train), parameter_kinds(model)
+    found = {id(parameter): group for group in groups for parameter in group["params"]}
+    expected = {
+        "embedding": (3.0, 0.0, "embedding"),
+        "head": (1.0, 0.0, None),
+        "projection": (0.5, 0.3, None),
+        "expert": (1.0, 0.7, None),
+        "low_rank": (1.0, 0.01, None),
+        "router": (2.0, 0.0, None),
+        "decay_bias": (2.0, 0.0, None),
+        "vector": (1.0, 0.01, None),
+    }
+    for name, parameter in model.named_parameters():
+        group = found[id(parameter)]
+        assert (group["multiplier"], group["weight_decay"], group["schedule"]) == expected[kinds[name]], name
+    last = config.train.steps - 1
+    assert group_rates(config.train, last) == {"embedding": pytest.approx(0.5 * config.train.learning_rate)}
+
+
+def test_groups_and_schedules_reach_the_updates(make_config, shards) -> None:
+    """After one step of a run AdamW has moved each element by about its learning rate: g / |g| of the first step."""
+    moved = {}
+    for groups in ("{}", "{embedding: {rate: 3.0}}", "{embedding: {rate: 3.0, schedule: constant}}"):
+        run = ("train.steps=1", "train.warmup_steps=0", "train.schedule=linear", "train.epsilon=1e-12")
+        config = make_config(*run, "train.final_learning_rate_ratio=0.1", f"train.groups={groups}")
+        folder = RunFolder.create(config)
+        seed_everything(config.run.seed)
+        start = build_loss_model(config).language_model.embedding.weight.detach().clone()
+        train(config, folder, shards, console=False)
+        newest = newest_whole_checkpoint(folder.checkpoints)
+        assert newest is not None
+        moved[groups] = (read_weights(newest)["embedding.weight"] - start).abs().max().item()
+    one, three, constant = moved.values()
+    rate = make_config().train.learning_rate
+    # The largest weight is below 0.1, and rounded by 2^-28.
+    assert (one, three, constant) == pytest.approx((0.1 * rate, 0.3 * rate, 3 * rate), rel=1e-3)
