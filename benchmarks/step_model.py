@@ -194,11 +194,20 @@ class Counter(TorchDispatchMode):
         return Cost(len(wanted), moved, 0, seconds)
 
     def experts(self, name: str, given: list[Tensor], moved: int) -> Cost:
-        """Two products forward; backward the gradients of both inputs and both weights."""
+        """Two products forward; backward the gradients of both inputs and both weights.
+
+        Feed-forwards that skip tokens compute model.depth.capacity of the rows. Their bytes are those of all rows.
+        """
         ffn, model = self.config.model.feed_forward, self.config.model
-        widening = 2 if ffn.activation == "swiglu" else 1
-        forward = 2 * tokens_of(self.config) * ffn.top_k * model.d_model * ffn.hidden * (1 + widening)
         backward = "backward" in name
+        if name.startswith("moe_experts"):
+            w_up, w_down, weights_TK = given[1 + backward : 4 + backward]
+            forward = 2 * weights_TK.numel() * (w_up[0].numel() + w_down[0].numel())
+            if model.depth is not None and model.depth.part != "mixer":
+                forward = round(model.depth.capacity * forward)
+        else:
+            widening = 2 if ffn.activation == "swiglu" else 1
+            forward = 2 * tokens_of(self.config) * ffn.top_k * model.d_model * ffn.hidden * (1 + widening)
         return self.product(forward * (2 if backward else 1), moved, ROUTING_LAUNCHES.get(name, 2))
 
     def loss(self, given: list[Tensor], moved: int) -> Cost:

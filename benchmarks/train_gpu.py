@@ -40,6 +40,7 @@ from cdrmix import ops
 from cdrmix.config.schema import Config
 from cdrmix.data.batch import Batch
 from cdrmix.errors import CdrmixError, OutOfMemoryError
+from cdrmix.model.depth import move_biases
 from cdrmix.model.feed_forward.router import balance_routers
 from cdrmix.plan.fit import GB, fit, shortfall
 from cdrmix.plan.flops import training_flops_per_token
@@ -86,6 +87,7 @@ CASES = {
     "core-4b": Measured("cdrmix-core-4b.yaml", (), "the shipped 4b configuration"),
     "core-40b": Measured("cdrmix-core-40b.yaml", (), "the shipped 40b configuration"),
     "core-200b": Measured("cdrmix-core-200b.yaml", (), "the shipped 200b configuration"),
+    "moe-arch-5b": Measured("moe-arch-5b.yaml", (), "the shipped 5B mixture of experts with Mixture-of-Depths"),
     "core-tiny": Measured("cdrmix-core-tiny.yaml", (), "the tiny model: what launches and the host cost"),
 }
 
@@ -383,8 +385,11 @@ class Trainer:
         engine.set_learning_rate(learning_rate(self.config.train, len(self.losses)))
         next_token = torch.zeros((), dtype=torch.float64, device=world.device)
         tokens_per_expert_LE = None
+        threshold_G = next_token.new_zeros(0)
         for batch in batches:
             losses = engine.forward(batch, last=batch is batches[-1])
+            if losses.depth is not None:
+                threshold_G = losses.depth.threshold_G.double()
             engine.backward(losses.total)
             next_token += losses.next_token_sum.detach()
             if losses.router is not None:
@@ -395,7 +400,8 @@ class Trainer:
         if tokens_per_expert_LE is None:
             tokens_per_expert_LE = next_token.new_zeros(0, 0)
         norm = engine.clip()
-        parts = [world.total(torch.cat([next_token.reshape(1), tokens_per_expert_LE.flatten()]))]
+        counted = [next_token.reshape(1), tokens_per_expert_LE.flatten(), threshold_G / world.size]
+        parts = [world.total(torch.cat(counted))]
         parts += [] if norm is None else [norm.double().reshape(1)]
         read = torch.cat(parts).cpu()
         loss = read[0].item() / (sum(batch.ids_BT.numel() for batch in batches) * world.size)
@@ -406,6 +412,9 @@ class Trainer:
         tokens_per_expert_LE = read[1 : 1 + tokens_per_expert_LE.numel()].view(tokens_per_expert_LE.shape)
         if applied and self._bias_rate > 0:
             balance_routers(engine.module, tokens_per_expert_LE, self._bias_rate)
+        if applied and len(threshold_G):  # at once to the share that is kept after the release, by the last micro-batch
+            threshold_G = read[1 + tokens_per_expert_LE.numel() :][: len(threshold_G)]
+            move_biases(engine.module, threshold_G, threshold_G, 1.0, 1.0)
         marks.add()
         if tokens_per_expert_LE.numel():
             even_L1 = tokens_per_expert_LE.mean(1, keepdim=True)

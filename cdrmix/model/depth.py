@@ -40,8 +40,8 @@ class DepthRouter(nn.Module):
     """Decides for each token whether a branch computes it: s + bias > 0 with s = weight . x, x the branch's input.
 
     capacity: the share of the tokens to keep, a mean over the global batch and not over each row.
-    weight: [1, D], zero at first. bias: [1], a buffer: the same in every process under every ZeRO stage, and part of the
-        weights in checkpoints and exports. Only `move` changes it, once an optimizer step.
+    weight: [1, D], zero at first. bias: [1], a buffer: the same in every process under every ZeRO stage, and part of
+        the weights in checkpoints and exports. Only `move` changes it, once an optimizer step.
     """
 
     bias: Tensor

@@ -24,13 +24,13 @@ from cdrmix.model.mixers.base import Mixed, Mixer
 
 
 def mix_kept(mixer: Mixer, config: Model, x: Tensor, context: Context, cache: Any, gate: Gate) -> Mixed:
-    """The mixer over the kept tokens of x [B, T, D] (normed): its output times the gate's factors, 0 for skipped tokens.
+    """The mixer over the kept tokens of x [B, T, D] (normed): its output times the gate's factors, 0 for other tokens.
 
     The cache has a row for each row of x, or for each document, also for those of which nothing was kept so far. Of
     attention it is always a RaggedAttentionCache. The host reads how many tokens are kept, and waits for a GPU.
     """
-    return _begun(mixer, config, x, context, gate) if cache is None else _continued(
-        mixer, config, x, context, cache, gate
+    return (
+        _begun(mixer, config, x, context, gate) if cache is None else _continued(mixer, config, x, context, cache, gate)
     )
 
 

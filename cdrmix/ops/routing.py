@@ -74,7 +74,9 @@ def _check(logits_TE: Tensor, k: int, bias: Tensor | None, capacity: int | None,
     if keep is not None and not isinstance(keep, Tensor):
         raise ValueError(f"route_topk: keep must be a torch.Tensor or None; found {type(keep).__name__}")
     if keep is not None and (keep.shape != logits_TE.shape[:1] or keep.dtype != torch.bool):
-        raise ValueError(f"route_topk: keep must be bool [{len(logits_TE)}], one for each token; found {_described(keep)}")
+        raise ValueError(
+            f"route_topk: keep must be bool [{len(logits_TE)}], one for each token; found {_described(keep)}"
+        )
     if keep is not None and keep.device != logits_TE.device:
         raise ValueError(f"route_topk: keep is on {keep.device}, but the logits are on {logits_TE.device}")
 

@@ -174,9 +174,7 @@ class _TraceInput:
         listed = {kind: [i for i in chosen if i < layers] for kind, chosen in self.model.mixer_layers.items()}
         dense = [layer for layer in self.model.feed_forward.dense_layers if layer < layers]
         feed_forward = self.model.feed_forward.model_copy(update={"dense_layers": dense})
-        return self.model.model_copy(
-            update={"layers": layers, "mixer_layers": listed, "feed_forward": feed_forward}
-        )
+        return self.model.model_copy(update={"layers": layers, "mixer_layers": listed, "feed_forward": feed_forward})
 
 
 def _extended(fewer: _TraceResult, more: _TraceResult, steps: float) -> _TraceResult:

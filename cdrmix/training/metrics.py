@@ -22,10 +22,10 @@ class StepRecord:
     target, since the start of the run. seconds: training time since then. routers: names as in `Model.routers`.
     router: measure -> one value for each router. load: for each router the fraction of routes of each expert, 1 / E
     when balanced. depth: of the branches that skip tokens, the share of tokens that each kept, with names as in
-    `Model.skipping`. valid_*: on steps that were validated. valid_domains: domain -> bits per byte, if there are several.
-    parts, valid_parts: part of the loss -> nats per token, with data.objectives.weights; held-out chains of thought and
-    held-out documents in the order of fill in the middle are parts, and bits per byte are of the text as it is.
-    preferences: of pairs, measure -> mean; then loss and next_token_loss are of a pair.
+    `Model.skipping`. valid_*: on steps that were validated. valid_domains: domain -> bits per byte, if there are
+    several. parts, valid_parts: part of the loss -> nats per token, with data.objectives.weights; held-out chains of
+    thought and held-out documents in the order of fill in the middle are parts, and bits per byte are of the text as
+    it is. preferences: of pairs, measure -> mean; then loss and next_token_loss are of a pair.
     """
 
     step: int

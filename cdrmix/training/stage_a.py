@@ -154,7 +154,9 @@ class Pretraining(RowObjective):
         """The loss model's forward pass."""
         losses = engine.forward(micro_batch, last=last)
         terms = (losses.next_token_sum, losses.load_balance, losses.z_loss)
-        return Outcome(losses.total, torch.stack([term.detach().float() for term in terms]), losses.router, losses.depth)
+        return Outcome(
+            losses.total, torch.stack([term.detach().float() for term in terms]), losses.router, losses.depth
+        )
 
     def loss(self, totals: StepTotals) -> float:
         """Nats a token."""

@@ -127,7 +127,8 @@ def moe_sort(
     chosen, keep, ends, block_counts, tokens_per_expert, order, length, capacity, has_keep,
     E: tl.constexpr, PADDED_E: tl.constexpr, K: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Writes each route of a block to its sorted position: kept routes by expert and route, dropped ones, those of skipped tokens."""
+    """Writes each route of a block to its position: kept routes by expert and route, dropped ones, those of skipped
+    tokens."""
     block = tl.program_id(0).to(tl.int64)
     tokens = block * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = tokens < length
@@ -323,7 +324,8 @@ def _builds() -> Iterator[Build]:
     )
     floats |= dict.fromkeys(("dload_balance", "dz_loss", "dlogits"), "*fp32")
     longs = dict.fromkeys(("chosen", "counts", "tokens_per_expert", "order"), "*i64")
-    numbers = ("length", "has_bias", "blocks", "capacity", "has_dweights", "has_dload_balance", "has_dz_loss", "has_keep")
+    numbers = ("length", "has_bias", "blocks", "capacity", "has_dweights", "has_dload_balance", "has_dz_loss")
+    numbers += ("has_keep",)
     known = floats | longs | {"block_counts": "*i32", "ends": "*i32", "keep": "*i8"} | dict.fromkeys(numbers, "i32")
     for E in (8, MOST_EXPERTS):
         blocks = -(-T // block_tokens(E))

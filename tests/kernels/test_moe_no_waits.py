@@ -50,6 +50,7 @@ def test_a_layer_on_triton_reads_nothing(
     """All that the operators call on a GPU, forward and backward, in Triton's interpreter."""
     monkeypatch.setattr(torch, "_grouped_mm", lambda left, w, *, offs: product_of_every_row(left, w, offs))
     generator = torch.Generator().manual_seed(0)
+    keep = torch.rand(21, generator=generator) < 0.7
     logits, x, dy = (torch.randn(21, size, generator=generator) for size in (3, 16, 16))
     w_up, w_down = torch.randn(3, 16, 32, generator=generator), torch.randn(3, 16, 16, generator=generator)
     sums = [torch.zeros_like(w_up), torch.zeros_like(w_down)]
@@ -57,9 +58,9 @@ def test_a_layer_on_triton_reads_nothing(
     try:
         with NoReads():
             weights, chosen, counts, tokens_per_expert, order, balance, z_loss = moe_route.route_forward(
-                logits, 2, None, capacity
+                logits, 2, None, capacity, keep
             )
-            moe_route.route_backward(weights, balance, z_loss, logits, chosen, tokens_per_expert, 2)
+            moe_route.route_backward(weights, balance, z_loss, logits, chosen, tokens_per_expert, 2, keep)
             tensors = x, w_up, w_down, weights, order, counts
             for recompute in (False, True):
                 _, z = moe_experts.experts_forward(*tensors, activation="swiglu", recompute=recompute)

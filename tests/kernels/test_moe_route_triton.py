@@ -95,9 +95,7 @@ def test_more_experts_than_a_tile_holds_are_refused() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("share", [None, 0.7])
 @pytest.mark.parametrize(("T", "E", "k", "capacity", "with_bias"), [*ROUTES, (32768, 8, 2, 10000, True)])
-def test_routing_on_a_gpu(
-    T: int, E: int, k: int, capacity: int | None, with_bias: bool, share: float | None
-) -> None:
+def test_routing_on_a_gpu(T: int, E: int, k: int, capacity: int | None, with_bias: bool, share: float | None) -> None:
     keep = kept(T, share)
     generator = torch.Generator().manual_seed(T)
     logits = torch.randn(T, E, generator=generator)

@@ -114,10 +114,14 @@ def inputs(rank: int, experts: int, tokens: int, favour: float) -> list[Tensor]:
     return [x.requires_grad_(), logits.requires_grad_(), dy]
 
 
-def gradients(layer: MoeFeedForward, rank: int, experts: int, tokens: int, favour: float) -> list[Tensor]:
+def gradients(
+    layer: MoeFeedForward, rank: int, experts: int, tokens: int, favour: float, skips: bool = False
+) -> list[Tensor]:
+    """skips: every third token of the first rank, and all tokens of the others."""
     x, logits, dy = (each.detach().to(layer.w_up.device) for each in inputs(rank, experts, tokens, favour))
     x, logits = x.requires_grad_(), logits.requires_grad_()
-    routing = ops.route_topk(logits, 2, capacity=layer.router.capacity(tokens))
+    keep = (torch.arange(tokens, device=x.device) % 3 > 0) & (rank == 0) if skips else None
+    routing = ops.route_topk(logits, 2, capacity=layer.router.capacity(tokens), keep=keep)
     y = layer.mix(x, routing)
     return [y.detach(), *torch.autograd.grad(y, [x, logits, layer.w_up, layer.w_down], dy)]
 
@@ -138,9 +142,12 @@ def test_counts_that_travel_on_their_own_stream_of_a_gpu(monkeypatch: pytest.Mon
             torch.testing.assert_close(x.cpu(), y, rtol=1e-12, atol=1e-12)  # float64, sums of at most 22 rows
 
 
+@pytest.mark.parametrize("skips", [False, True])
 @pytest.mark.parametrize("favour", [0.0, 50.0])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_slots_and_counts_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, ranks: int, favour: float) -> None:
+def test_slots_and_counts_give_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, favour: float, skips: bool
+) -> None:
     experts, tokens = 6, 11
     whole, shared = layers(ranks, experts)
     found = {}
@@ -148,13 +155,14 @@ def test_slots_and_counts_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, ra
         group = Ranks(ranks)
         monkeypatch.setattr(expert_parallel.dist, "all_to_all_single", group.exchange)
         monkeypatch.setattr(expert_parallel, "host_knows", lambda x, padded=padded: not padded)
-        found[padded] = group.run(lambda rank: gradients(shared[rank], rank, experts, tokens, favour))
+        found[padded] = group.run(lambda rank: gradients(shared[rank], rank, experts, tokens, favour, skips))
         sizes = {size for rank in group.rows for size in rank if size > experts}
         slots = experts * whole.router.capacity(tokens)
         assert (sizes == {slots}) == padded, "every message has the same length with slots, and only then"
     for one, other in zip(found[False], found[True], strict=True):
         assert all(map(torch.equal, one, other))
-    expected = [gradients(whole, rank, experts, tokens, favour) for rank in range(ranks)]
+    expected = [gradients(whole, rank, experts, tokens, favour, skips) for rank in range(ranks)]
+    assert not skips or not expected[-1][0].any()
     for rank, one in enumerate(found[True]):
         for x, y in zip(one[:3], expected[rank][:3], strict=True):
             torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)  # float64, sums of at most 22 rows

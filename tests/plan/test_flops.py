@@ -37,6 +37,19 @@ def test_checkpointing_runs_the_blocks_forward_pass_again() -> None:
     assert again.recomputed == matrices + attention + rwkv7 + mamba2
 
 
+def test_branches_that_skip_tokens_multiply_less() -> None:
+    path = CONFIGS / "cdrmix-core-tiny.yaml"
+    plain, half = (
+        training_flops_per_token(Config.from_yaml(path, each)) for each in ([], ["model.depth.capacity=0.5"])
+    )
+    experts = 4 * 2 * 2 * 128 * 256  # four layers, two experts of two matrices
+    assert plain.parameters - half.parameters == 6 * (experts // 2 - 4 * 128)  # less the routers of the depth
+    assert (half.attention, half.rwkv7) == (plain.attention, plain.rwkv7)
+    both = training_flops_per_token(Config.from_yaml(path, ["model.depth={capacity: 0.5, part: both}"]))
+    assert both.attention == 3 * 2 * 128 * 129 // 2  # half of the queries, of 128 tokens
+    assert both.rwkv7 == 2 * plain.rwkv7 // 3  # the first of three layers skips nothing
+
+
 def test_an_embedding_that_is_not_the_head_is_a_look_up() -> None:
     tied = training_flops_per_token(Config.from_yaml(CONFIGS / "cdrmix-core-tiny.yaml"))
     own = training_flops_per_token(Config.from_yaml(CONFIGS / "cdrmix-core-tiny.yaml", ["model.tie_embeddings=false"]))

@@ -23,6 +23,7 @@ from cdrmix.data.loader import Prefetcher
 from cdrmix.data.shards import ShardSet
 from cdrmix.errors import CheckpointError, NonFiniteLossError, Preempted
 from cdrmix.inference.checkpoints import list_checkpoints, newest_whole_checkpoint, read_weights
+from cdrmix.model.depth import FIRST_BIAS
 from cdrmix.model.loss import Losses, LossModel
 from cdrmix.run_folder import RunFolder, read_metrics
 from cdrmix.training import stage_a
@@ -127,6 +128,8 @@ def test_same_seed_same_bits_and_another_seed_others(trainer: Trainer, micro_bat
 
 SETTINGS = ("bias_update_rate=0.02", "router_jitter=0.05", "drop=true")
 ROUTERS = tuple(f"model.feed_forward.{setting}" for setting in SETTINGS)
+# attention, which skips tokens, and the first RWKV-7 mixer, which does not
+DEPTH = ("model.depth={part: both, rate: 0.5, release: 0.2}", "model.feed_forward.dense_layers=[1]")
 
 
 @pytest.mark.parametrize("step", [1, 3, 5])
@@ -136,6 +139,7 @@ ROUTERS = tuple(f"model.feed_forward.{setting}" for setting in SETTINGS)
         (),
         ("train.micro_batch_rows=2", "train.ema_decay=0.9", "train.precision=bf16"),
         ROUTERS,
+        DEPTH,
     ],
 )
 def test_broken_off_and_resumed_is_uninterrupted(
@@ -184,6 +188,19 @@ def break_off_and_resume(
         rows = [json.loads(line) for line in straight.metrics_jsonl.read_text().splitlines()]
         assert any(max(row["router"]["dropped"]) > 0 for row in rows)
     return straight
+
+
+def test_the_share_of_kept_tokens_falls_to_the_capacity(trainer: Trainer) -> None:
+    """From 1 at the start, in metrics.jsonl and in the biases of the checkpoint."""
+    run, _ = trainer(*DEPTH, "train.steps=30", "train.log_every=1", "model.depth.capacity=0.6")
+    rows = read_metrics(run.metrics_jsonl)
+    assert rows[0]["depth"] == {"0": 1.0, "1.mixer": 1.0, "1": 1.0}
+    shares = [sum(row["depth"].values()) / 3 for row in rows]
+    # A batch has 192 tokens, so a share has a standard deviation of 0.035, and the scores move from step to step.
+    assert abs(sum(shares[-10:]) / 10 - 0.6) < 0.1
+    biases = [tensor.item() for name, tensor in weights(run).items() if "depth_routers" in name and "bias" in name]
+    assert len(biases) == 3
+    assert all(bias != FIRST_BIAS for bias in biases)
 
 
 def test_a_finished_run_resumes_to_its_own_result(trainer: Trainer) -> None:

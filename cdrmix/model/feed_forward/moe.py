@@ -139,9 +139,7 @@ class SkippingFeedForward(nn.Module):
 
 
 @FEED_FORWARDS("dense")
-def dense_feed_forward(
-    config: Model, layer: int, hidden: int | None = None
-) -> DenseFeedForward | SkippingFeedForward:
+def dense_feed_forward(config: Model, layer: int, hidden: int | None = None) -> DenseFeedForward | SkippingFeedForward:
     """The dense feed-forward of a layer, which skips tokens where the layer's feed-forward does.
 
     hidden: its width; None: model.feed_forward.dense_width.
