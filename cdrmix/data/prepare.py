@@ -130,9 +130,8 @@ def content_key(
     data = config.data.model_dump(exclude=NOT_IN_CONTENT_KEY)
     for domain in (data["domains"] or {}).values():
         del domain["max_epochs"]
-    del data["objectives"]["normalise"]
-    if data["objectives"]["weights"] is not None:
-        data["objectives"]["weights"] = True  # the shards tell the parts apart, and the training weights them
+    # The shards tell the parts of the loss apart, and the training weights them.
+    data["objectives"] |= {"weights": config.data.objectives.weights is not None or None, "normalise": "mean_of_tokens"}
     leave_out_added({"data": data})
     data["tokenizer"] = content_of(data["tokenizer"], tokenizer)
     content = {
