@@ -16,6 +16,7 @@ BUILT_IN = {  # kind of registry -> the names that cdrmix itself registers
         "choices",
         "code",
         "domains",
+        "infilling",
         "latency",
         "leak",
         "long",

@@ -67,6 +67,7 @@ ADDED_LATER: dict[str, Any] = {
     "data.tokenizer.normalization": "none",
     "data.tokenizer.add_tokens": [],
     "data.objectives.fim.loss": "all",
+    "data.objectives.fim.characters": None,
     "data.objectives.cot": None,
     "data.objectives.weights": None,
     "data.objectives.normalise": "mean_of_tokens",

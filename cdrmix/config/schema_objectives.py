@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from cdrmix.config.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, Section, Text
+from cdrmix.config.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, Text
 
 
 class Fim(Section):
@@ -16,6 +16,11 @@ class Fim(Section):
     """Of these, the share in the order suffix, prefix, middle. The others have the order prefix, suffix, middle."""
     loss: Literal["all", "middle"] = "all"
     """Tokens of a rearranged document that are trained on. all: every one. middle: the middle and the end of text."""
+    characters: PositiveInt | None = None
+    """Longest text that is rearranged. A longer document is cut into texts of at most this length, after a line end
+    where there is one, and each is rearranged with the probability `rate`, as a document of its own. Without it, a
+    document that is longer than a row is rearranged as a whole, and no row has its middle with what is around it. null:
+    whole documents."""
     domains: list[Text] | None = None
     """Domains whose documents are rearranged. null: all."""
     seed: NonNegativeInt = 1

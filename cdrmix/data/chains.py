@@ -76,6 +76,12 @@ class ChainChoice:
     kept_tokens: int
     share: float
 
+    def __str__(self) -> str:
+        return (
+            f"Chains of thought: {self.kept_documents:,} of {self.documents:,} training documents keep theirs, "
+            f"{self.kept_tokens:,} tokens, {self.share:.1%} of the training tokens"
+        )
+
     def as_json(self) -> dict[str, Any]:
         """The counts for the report of the shards."""
         return {name: value for name, value in vars(self).items() if name != "below"}

@@ -5,7 +5,9 @@ middle and suffix. It becomes
     PSM: <prefix mark> prefix <suffix mark> suffix <middle mark> middle
     SPM: <prefix mark> <suffix mark> suffix <middle mark> prefix middle
 SPM is their second variant, with the marks in the order of PSM. A hash of the seed and the content of a document
-determines whether and where it is cut. A document with a chain of thought is not cut.
+determines whether and where it is cut. A document with a chain of thought is not cut. Long documents can be cut into
+texts before, which is their "context-level" variant (section 4.2): else the rows that a long document fills would have
+its middle without its prefix and suffix.
 
 The pieces of a document are tokenised separately, so that no token crosses a cut or the border of a span. The same
 holds at the end of a prompt. So a chain of thought can be left out of the tokens later.
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,12 +53,13 @@ class EncodedDocument(NamedTuple):
     """The tokens of a document without an end-of-text.
 
     ids: uint32 [tokens]. weights: float32 [tokens]; None: all 1. parts: uint8 [tokens], the part of the loss of each
-    token; None: all NEXT_TOKEN.
+    token; None: all NEXT_TOKEN. cuts: numbers of the tokens that begin further documents, each after an end-of-text.
     """
 
     ids: Ids
     weights: Weights | None
     parts: Parts | None
+    cuts: tuple[int, ...] = ()
 
 
 class Marked(NamedTuple):
@@ -85,20 +89,29 @@ def encode_documents(
     Raises VocabularyError with the name of a special token that the tokenizer does not have.
     """
     marks = {token: np.array([tokenizer.special_id(token)], np.uint32) for token in special_tokens(section)}
-    documents = [
-        list(pieces(text, section, _numbers(section.fim, key, domain)))
-        for text, key, domain in zip(texts, keys, domains, strict=True)
-    ]
+    end = tokenizer.end_of_text
+    marks[end] = np.array([tokenizer.end_of_text_id], np.uint32)
+    documents: list[list[Piece]] = []
+    firsts: list[list[int]] = []  # of each document: the pieces that begin a further one
+    for text, key, domain in zip(texts, keys, domains, strict=True):
+        first, *others = _documents(text, section, key, domain)
+        documents.append(first)
+        firsts.append([])
+        for other in others:
+            documents[-1].append(Piece("", mark=end, part=FIM if documents[-1][-1].part == FIM else NEXT_TOKEN))
+            firsts[-1].append(len(documents[-1]))
+            documents[-1] += other
     plain = [piece for document in documents for piece in document if not piece.mark]
     encoded = iter(tokenizer.encode_batch([piece.text for piece in plain], [piece.continues for piece in plain]))
     results = []
-    for document in documents:
+    for document, of_others in zip(documents, firsts, strict=True):
         ids = [marks[piece.mark] if piece.mark else next(encoded) for piece in document]
         results.append(
             EncodedDocument(
                 ids[0] if len(ids) == 1 else np.concatenate(ids),
                 _repeated([piece.weight for piece in document], ids, np.float32(1)),
                 _repeated([piece.part for piece in document], ids, np.uint8(NEXT_TOKEN)),
+                tuple(sum(map(len, ids[:first])) for first in of_others),
             )
         )
     return results
@@ -133,17 +146,55 @@ def random_numbers(seed: int, key: bytes) -> tuple[float, float, float, float]:
     return first / 2**53, second / 2**53, third / 2**53, fourth / 2**53
 
 
-def pieces(text: str, section: schema.Objectives, numbers: tuple[float, float, float, float] | None) -> Iterator[Piece]:
-    """The pieces of a document in the order of training. numbers: of `random_numbers`; None: no fill in the middle."""
-    spans = marked_spans(text, section)
-    fim = section.fim
-    if numbers is None or fim is None or numbers[0] >= fim.rate or any(span.part == COT for span in spans):
-        yield from _stretch(text, spans, 0, len(text))
-        return
-    # one of the len + 1 positions between characters, uniformly
-    first, second = sorted(int(number * (len(text) + 1)) for number in numbers[2:])
+def pieces(text: str, section: schema.Objectives) -> list[Piece]:
+    """The pieces of a document that is not rearranged."""
+    return list(_stretch(text, marked_spans(text, section), 0, len(text)))
+
+
+def _documents(text: str, section: schema.Objectives, key: bytes, domain: str) -> list[list[Piece]]:
+    """The pieces of the document, or of the documents that a long one is cut into, in the order of training."""
+    spans, fim = marked_spans(text, section), section.fim
+    if fim is None or not (fim.domains is None or domain in fim.domains) or any(span.part == COT for span in spans):
+        return [list(_stretch(text, spans, 0, len(text)))]
+    cuts = _cuts(text, len(text) if fim.characters is None else fim.characters)
+    documents = []
+    begun = 0  # of text that is not rearranged, whose cuts are left out
+    for number, (start, stop) in enumerate(pairwise(cuts)):
+        numbers = random_numbers(fim.seed, key if len(cuts) == 2 else key + number.to_bytes(8, "big"))
+        if numbers[0] < fim.rate:
+            if begun < start:
+                documents.append(list(_stretch(text, spans, begun, start)))
+            documents.append(list(_rearranged(text, spans, start, stop, fim, numbers)))
+            begun = stop
+    if begun < len(text) or not documents:
+        documents.append(list(_stretch(text, spans, begun, len(text))))
+    return documents
+
+
+def _cuts(text: str, most: int) -> list[int]:
+    """Where a text is cut into texts of at most `most` characters: after a line end if there is one. From 0 to its end.
+
+    A text without characters is one text.
+    """
+    cuts = [0]
+    while len(text) - cuts[-1] > most:
+        cuts.append(text.rfind("\n", cuts[-1], cuts[-1] + most) + 1 or cuts[-1] + most)
+    return [*cuts, len(text)]
+
+
+def _rearranged(
+    text: str,
+    spans: Sequence[Marked],
+    start: int,
+    stop: int,
+    fim: schema.Fim,
+    numbers: tuple[float, float, float, float],
+) -> Iterator[Piece]:
+    """The pieces of the text from start to stop, rearranged. numbers: of `random_numbers`."""
+    # one of the positions between characters, uniformly
+    first, second = sorted(start + int(number * (stop - start + 1)) for number in numbers[2:])
     prefix, middle, suffix = (
-        list(_stretch(text, spans, start, stop)) for start, stop in ((0, first), (first, second), (second, len(text)))
+        list(_stretch(text, spans, *stretch)) for stretch in ((start, first), (first, second), (second, stop))
     )
     marks = (Piece("", mark=fim.prefix), Piece("", mark=fim.suffix), Piece("", mark=fim.middle))
     if numbers[1] < fim.spm_fraction:
@@ -196,13 +247,6 @@ def _marked(
         while number == with_space and position < len(text) and text[position].isspace():
             position += 1
         yield begin, position, number
-
-
-def _numbers(fim: schema.Fim | None, key: bytes, domain: str) -> tuple[float, float, float, float] | None:
-    """The random numbers of a document that may be rearranged, otherwise None."""
-    if fim is None or not (fim.domains is None or domain in fim.domains):
-        return None
-    return random_numbers(fim.seed, key)
 
 
 def _repeated(values: Sequence[float], ids: Sequence[Ids], neutral: Any) -> Any:

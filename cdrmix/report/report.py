@@ -11,6 +11,7 @@ from cdrmix.durable import write_atomically
 from cdrmix.eval.rows import read_rows
 from cdrmix.page import escaped, html_page, picture, tiles
 from cdrmix.report.domains import domains_section
+from cdrmix.report.parts import parts_section
 from cdrmix.report.plots import DARK, LAST_ROWS, LIGHT, draw, draw_load
 from cdrmix.report.stage_b import stage_b_sections
 from cdrmix.report.suites import suites_section
@@ -40,7 +41,11 @@ def write_report(run: RunFolder) -> Path:
     write_atomically(run.plot, curves[0])
     if loads:
         write_atomically(run.load_plot, loads[0])
-    results = [domains_section(rows, summary, title), *stage_b_sections(of_phases, summary, title)]
+    results = [
+        domains_section(rows, summary, title),
+        parts_section(rows, title),
+        *stage_b_sections(of_phases, summary, title),
+    ]
     results.append(suites_section(read_rows(run.evaluation_rows), title))
     write_atomically(run.report, page(run, rows, summary, curves, loads, results))
     return run.report

@@ -251,3 +251,38 @@ def test_routing_of_a_dense_model(
 def test_wrong_arguments(toy_run: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "--model", str(toy_run), *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def topics(workspace: Path) -> Path:
+    """120 documents of random words, each of the letters of one of six topics."""
+    folder = workspace / "topics"
+    folder.mkdir()
+    draw = random.Random(2)
+    for number in range(120):
+        letters = ("abcd", "efgh", "ijkl", "mnop", "qrst", "uvwx")[number % 6]
+        lines = [" ".join("".join(draw.choice(letters) for _ in range(4)) for _ in range(4)) for _ in range(5)]
+        (folder / f"{number}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder
+
+
+def test_infilling_is_above_chance_of_a_model_that_was_trained_for_it(
+    arguments: Arguments, topics: Path, workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The line has the letters of what is around it, which the model has learned: it sees those of few lines. Five of
+    six other lines have other letters, so that a perfect model has about 0.8."""
+    parts = ("data.objectives={fim: {rate: 0.7}, weights: {}}", "data.dedup.near_duplicates=false")
+    run = trained(arguments, topics, workspace / "infilling", *MEMORISING, HALF, *parts)
+    capsys.readouterr()
+    measures, facts, notes = results(capsys, run, "infilling", "--limit", "40")
+    assert facts["chance"] == 0.25
+    assert measures["psm"]["count"] == 40
+    assert measures["psm"]["low"] > 0.25
+    assert measures["spm"]["low"] > 0.25
+    assert "chance is 0.25" in notes
+
+
+def test_infilling_of_a_model_without_the_marks_is_not_measured(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "--model", str(run), "--suite", "infilling"]) in (0, 2)
+    said = capsys.readouterr()
+    assert "was not trained to fill in the middle; set data.objectives.fim" in said.out + said.err

@@ -24,12 +24,14 @@ from cdrmix.data.dedup.minhash import FingerprintFile, count_contaminated, simha
 from cdrmix.data.objectives import EncodedDocument, encode_documents, pieces
 from cdrmix.data.pipeline.duplicates import Survivors
 from cdrmix.data.pipeline.loss_parts import (
+    CUTS,
     Parted,
     add_rearranged,
     chain_counts,
     ended,
     has_rearranged,
     in_blocks,
+    stretches,
     texts_of_rows,
     without_chains,
 )
@@ -119,6 +121,7 @@ def encode(task: Encode) -> dict[str, Any]:
     ids: list[Array] = [np.zeros(0, np.uint32)] * len(table)
     weights: list[Array | None] = [None] * len(table)
     second = np.zeros(len(table), np.int64)
+    cuts: list[tuple[int, ...] | None] = [None] * len(table)
     is_text = np.array([not marks for marks in table.column("marks").to_pylist()], bool)
     names = [task.domains[number] for number in domains]
     parted = Parted(len(table)) if task.objectives.weights is not None else None
@@ -127,6 +130,7 @@ def encode(task: Encode) -> dict[str, Any]:
     for side, objectives in ((~held_out, task.objectives), (held_out, as_it_is)):
         for number, document in _encoded_texts(table, np.flatnonzero(side & is_text), names, tokenizer, objectives):
             ids[number], weights[number] = document.ids, document.weights
+            cuts[number] = document.cuts or None
             if parted is not None:
                 parted.parts[number] = document.parts
     if parted is not None:
@@ -143,6 +147,8 @@ def encode(task: Encode) -> dict[str, Any]:
     stats = PipelineStats()
     count_filtered(stats, LONGER_THAN_ROW, table, np.flatnonzero(too_long))
     more: dict[pa.Field, pa.Array] = {} if parted is None else parted.columns()
+    if any(cuts):
+        more[CUTS] = pa.array(cuts, CUTS.type)
     if not tokenizer.lossless:
         more[TOKEN_BYTES] = pa.array(token_bytes, TOKEN_BYTES.type)
     tokens = pa.table(
@@ -210,7 +216,7 @@ def _add_token_bytes(
     """
     for some in in_blocks(rows):
         texts = table.column("text").take(pa.array(some)).to_pylist()
-        of_texts = [list(pieces(text, objectives, None)) for text in texts]
+        of_texts = [pieces(text, objectives) for text in texts]
         every = [piece for of_text in of_texts for piece in of_text]
         encoded = tokenizer.encode_with_bytes([piece.text for piece in every], [piece.continues for piece in every])
         of_pieces = iter(of_tokens for _, of_tokens in encoded)
@@ -325,18 +331,22 @@ def _add_documents(table: pa.Table, splits: list[SplitWriter], originals: dict[i
     weights = whole(table.column("weights"))
     parts = whole(table.column("parts")) if "parts" in table.column_names else None
     sizes, owners, seconds = (column(table, name) for name in ("bytes", "domain", "second"))
+    cuts = whole(table.column(CUTS.name)) if CUTS.name in table.column_names else None
     for number, split in enumerate(splits):
         some = weights[number].values if weights.null_count < len(table) else None
         of_parts = None if parts is None else parts[number].values
-        split.add(
-            flat[offsets[number] : offsets[number + 1]],
-            int(sizes[number]),
-            domain=int(owners[number]),
-            weights=None if some is None else some.to_numpy(),
-            parts=None if of_parts is None else of_parts.to_numpy(),
-            original=originals.get(number),
-            second=int(seconds[number]),
-        )
+        tokens = flat[offsets[number] : offsets[number + 1]]
+        of_tokens = [None if each is None else each.to_numpy() for each in (some, of_parts)]
+        for stretch in stretches(None if cuts is None else cuts[number].values, len(tokens)):
+            split.add(
+                tokens[stretch],
+                int(sizes[number]) if stretch.start == 0 else 0,
+                domain=int(owners[number]),
+                weights=None if of_tokens[0] is None else of_tokens[0][stretch],
+                parts=None if of_tokens[1] is None else of_tokens[1][stretch],
+                original=originals.get(number),
+                second=int(seconds[number]),
+            )
 
 
 def _originals(tokens: pa.Table, merged: Path, held_out: Array) -> dict[int, tuple[Array, bytes]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,15 @@ from cdrmix.data.tokenizer import TextTokenizer
 
 ENCODE_BLOCK_DOCUMENTS = 1024
 
-# Columns of tokens, only with data.objectives.weights.
+# Only with data.objectives.fim.characters.
+CUTS = pa.field("cuts", pa.large_list(pa.int64()))  # numbers of the tokens that begin further documents; null: none
+# Only with data.objectives.weights.
 PART_COLUMNS = (
     pa.field("parts", pa.large_list(pa.uint8())),  # of the loss; null: all NEXT_TOKEN
     pa.field("chain_number", pa.float64()),  # of a training document with chains of thought: `chosen_number`
     pa.field("fim_ids", pa.large_list(pa.uint32())),  # of a held-out document, rearranged; null: it is not
     pa.field("fim_weights", pa.large_list(pa.float32())),  # null: all 1
+    pa.field("fim_cuts", pa.large_list(pa.int64())),  # as CUTS
 )
 
 
@@ -58,6 +62,7 @@ class Parted:
             self._numbers,
             [document and document.ids for document in self._rearranged],
             [document and document.weights for document in self._rearranged],
+            [document and document.cuts for document in self._rearranged],
         )
         return {field: pa.array(items, field.type) for field, items in zip(PART_COLUMNS, values, strict=True)}
 
@@ -69,13 +74,14 @@ def texts_of_rows(table: pa.Table, rows: list[int], domains: list[str]) -> tuple
 
 
 def ended(document: EncodedDocument, tokenizer: TextTokenizer) -> EncodedDocument:
-    """The document with an end-of-text of weight 1, which of a rearranged document is in the part FIM."""
-    ids, weights, parts = document
-    part = FIM if parts is not None and parts[0] == FIM else NEXT_TOKEN
+    """The document with an end-of-text of weight 1, which is in the part FIM at the end of rearranged text."""
+    ids, weights, parts, cuts = document
+    part = FIM if parts is not None and parts[-1] == FIM else NEXT_TOKEN
     return EncodedDocument(
         np.append(ids, np.uint32(tokenizer.end_of_text_id)),
         None if weights is None else np.append(weights, np.float32(1)),
         None if parts is None else np.append(parts, np.uint8(part)),
+        cuts,
     )
 
 
@@ -128,14 +134,18 @@ def has_rearranged(path: Path) -> bool:
 def add_rearranged(table: pa.Table, split: SplitWriter) -> None:
     """Appends the rearranged held-out documents of a partition."""
     owners = column(table, "domain")
-    ids, weights = (whole(table.column(name)) for name in ("fim_ids", "fim_weights"))
+    ids, weights, cuts = (whole(table.column(name)) for name in ("fim_ids", "fim_weights", "fim_cuts"))
     for number in range(len(table)):
         if ids[number].is_valid:
             of_document = ids[number].values.to_numpy()
-            split.add(
-                of_document,
-                0,
-                domain=int(owners[number]),
-                weights=weights[number].values.to_numpy() if weights[number].is_valid else None,
-                parts=np.full(len(of_document), FIM, np.uint8),
-            )
+            of_tokens = weights[number].values.to_numpy() if weights[number].is_valid else None
+            parts = np.full(len(of_document), FIM, np.uint8)
+            for stretch in stretches(cuts[number].values, len(of_document)):
+                of_stretch = None if of_tokens is None else of_tokens[stretch]
+                split.add(of_document[stretch], 0, domain=int(owners[number]), weights=of_stretch, parts=parts[stretch])
+
+
+def stretches(cuts: pa.Array | None, tokens: int) -> list[slice]:
+    """The tokens of each document that a long one was cut into. cuts: of CUTS."""
+    borders = [0, *([] if cuts is None else cuts.to_pylist()), tokens]
+    return [slice(start, stop) for start, stop in pairwise(borders)]
