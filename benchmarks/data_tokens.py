@@ -138,7 +138,7 @@ def run(folder: Path, threads: int, rounds: int, without: tuple[str, ...]) -> di
 
 
 def measure(folder: Path, threads: int, rounds: int, without: list[str]) -> dict[str, Any]:
-    """CPU seconds by tokenizer and text, package and round; the number of texts with other ids; why a peer is absent."""
+    """CPU seconds by tokenizer and text, package and round; the number of wrong texts; why a peer is absent."""
     import numpy as np
 
     from cdrmix.data.batch_encoder import ReferenceEncoder

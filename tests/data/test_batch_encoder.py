@@ -24,14 +24,17 @@ from cdrmix.data.prepare import prepare
 from cdrmix.data.tokenizer import FEW_CHARACTERS, TextTokenizer
 
 END = "<|endoftext|>"
-OTHER_LANGUAGES = "Füße naïve Ærøskøbing Привет, мир! 東京都に行く 안녕하세요 नमस्ते दुनिया สวัสดี שלום مرحبا 🙂👩\u200d👧 e\u0301 ½ ² Ⅷ 𝟘 "
+OTHER_LANGUAGES = (
+    "Füße naïve Ærøskøbing Привет, мир! 東京都に行く 안녕하세요 नमस्ते दुनिया สวัสดี שלום مرحبا "
+    "🙂👩\u200d👧 e\u0301 ½ ² Ⅷ 𝟘 "
+)
 CODE = [Path(module.__file__).read_text() for module in (json, subprocess, hashlib) if module.__file__]
 KINDS = ("trained", "gpt2", *(f"{name} pattern" for name in PATTERNS if name != "cdrmix"))
 
 
 @functools.cache
 def tokenizer_of(kind: str) -> bytes:
-    """tokenizer.json: of one that is trained here, with ByteLevel alone, or with one of PATTERNS; llama3 with whole words."""
+    """tokenizer.json: trained by the project, with ByteLevel alone, or one of PATTERNS (llama3: with whole words)."""
     texts = [*CODE, OTHER_LANGUAGES * 20]
     if kind == "trained":
         return TextTokenizer.train(texts, vocab_size=1500, end_of_text=END).json_bytes
