@@ -20,10 +20,10 @@ from cdrmix.data.token_bytes import byte_alphabet
 Ids = np.ndarray[Any, np.dtype[np.uint32]]
 
 # Pre-tokenisation of tokenizers that are trained here: BPE tokens never cross these cuts. The alternatives are a word
-# with one preceding character (" word", ".name", "(self"); up to three digits; punctuation with the following line end and indentation 
-# (":\n        "); white space over line ends with the next indentation; white space. Bytes per held-out token on the Python 3.11
-# standard library with a vocabulary of 4,096: 3.71. The GPT-2 pattern has 3.45. A pattern that separates line ends and
-# indentation, like that of GPT-4, has 3.46.
+# with one preceding character (" word", ".name", "(self"); up to three digits; punctuation with the following line end
+# and indentation (":\n        "); white space over line ends with the next indentation; white space. Bytes per held-out
+# token on the Python 3.11 standard library with a vocabulary of 4,096: 3.71. The GPT-2 pattern has 3.45. A pattern that
+# separates line ends and indentation, like that of GPT-4, has 3.46.
 PRETOKENIZER_PATTERN = (
     r"[^\r\n\p{L}\p{M}\p{N}]?[\p{L}\p{M}]+"
     r"|\p{N}{1,3}"
