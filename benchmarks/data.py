@@ -226,7 +226,7 @@ CASES = {
     ),
     "tokens": Case(
         lambda options: tokens(options, corpus()),
-        "3 MB of code and 1 MB of hostile text to ids, against tokenizers",
+        "1.3 MB of code and hostile text to ids, against tokenizers",
         ("cpu",),
     ),
     "line": Case(

@@ -21,10 +21,10 @@ from typing import Any
 
 from cases import Options, Result
 
-TEXT_BYTES = 3_000_000  # of code; a round takes the tokenizers package more than a second for each tokenizer
-HOSTILE_BYTES = 1_000_000
-TRAINING_BYTES = 2_000_000
-VOCABULARY = 16_384
+TEXT_BYTES = 1_000_000  # of code; a round takes the tokenizers package half a second for each tokenizer
+HOSTILE_BYTES = 300_000
+TRAINING_BYTES = 500_000
+VOCABULARY = 4096
 THREADS = (1, 2)
 OURS, REFERENCE, TIKTOKEN = "cdrmix", "tokenizers", "tiktoken"
 # Letters of twelve scripts, by range of code points.

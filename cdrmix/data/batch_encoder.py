@@ -60,7 +60,11 @@ class ReferenceEncoder:
     def __init__(self, tokenizer: Tokenizer, reason: str = "") -> None:
         """reason: why fastokens is not used."""
         self._tokenizer = tokenizer
-        self.description = f"tokenizers {version('tokenizers')}" + (f" ({reason})" if reason else "")
+        self._reason = reason
+
+    @property
+    def description(self) -> str:
+        return f"tokenizers {version('tokenizers')}" + (f" ({self._reason})" if self._reason else "")
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         # The results of the package take about 100 bytes per token, so the caller passes about 4 MB of text.
@@ -85,7 +89,10 @@ class FastEncoder:
         self._tokenizer = fastokens.Tokenizer.from_json_str(json.dumps(content, ensure_ascii=False))
         self._reference = reference
         self._process = os.getpid()
-        self.description = f"fastokens {version('fastokens')}"
+
+    @property
+    def description(self) -> str:
+        return f"fastokens {version('fastokens')}"
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         if os.getpid() != self._process:
