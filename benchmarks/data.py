@@ -22,6 +22,7 @@ from cases import Case, Options, Result, quantiles
 from data_cleaning import cleaning
 from data_loader import loader
 from data_pipeline import line, memory, processes
+from data_tokens import tokens
 from dedup_peers import DATASKETCH, GAOYA, OURS, RENSA, present
 
 from cdrmix import _dedup
@@ -222,6 +223,11 @@ CASES = {
     "signatures": Case(signatures, "30 MB of text to MinHash signatures; ratio of speeds to rensa's", ("cpu",)),
     "cleaning": Case(
         lambda options: cleaning(options, corpus()), "30 MB normalised, judged, scrubbed: each part", ("cpu",)
+    ),
+    "tokens": Case(
+        lambda options: tokens(options, corpus()),
+        "1.3 MB of code and hostile text to ids, against tokenizers",
+        ("cpu",),
     ),
     "line": Case(
         lambda options: line(options, corpus(LINE_BYTES)),

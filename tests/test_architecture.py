@@ -88,8 +88,10 @@ OWNERS = {
     "pydantic": {"cdrmix/config"},
     "tokenizers": {
         "cdrmix/data/tokenizer.py",
+        "cdrmix/data/batch_encoder.py",
         "cdrmix/data/chat/encoding.py",  # needs the offsets of tokens, and another name for every special token
     },
+    "fastokens": {"cdrmix/data/batch_encoder.py"},
     "jinja2": {"cdrmix/data/chat/template.py"},
     "transformers": {"cdrmix/hf"},
     "peft": {"cdrmix/hf"},

@@ -368,7 +368,7 @@ def write_folder(
         "bytes": report["text_bytes"],
     }
     timings = {**runner.timings(), "shards": written}
-    filter_report.write(output / "report", config, stats, pair_counts, report, timings)
+    filter_report.write(output / "report", config, stats, pair_counts, report, timings, tokenizer.encoder.description)
     sync_folder(output)
     with suppress_existing():  # without locks, another process may have been faster with the same shards
         output.rename(folder)

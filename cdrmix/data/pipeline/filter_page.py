@@ -254,7 +254,7 @@ def _stages(content: Mapping[str, Any]) -> str:
         return ""
     return (
         '<h2>Time</h2><div class="scroll"><table><tr><th></th><th>seconds</th><th>MB</th><th>MB/s</th>'
-        f"<th>CPU-seconds</th></tr>{lines}</table></div>"
+        f"<th>CPU-seconds</th></tr>{lines}</table></div><p>Encoded with {shown(content['encoder'])}.</p>"
     )
 
 

@@ -19,6 +19,7 @@ report.json is one object. An amount is {"documents", "bytes"}. Bytes are of UTF
     domains          name -> documents, tokens, rows, share of its tokens, in both splits
     pii              kind -> number of placeholders
     bad_records      count, and shown: the first messages
+    encoder          the package that tokenised, its version, and why it is not fastokens
     stages           a list in order: name, seconds, cpu_seconds of all processes, bytes (of text),
                      megabytes_per_second or null
     shards           the report of the shards' index
@@ -60,15 +61,16 @@ def write(
     near_duplicates: dict[str, Any],
     report: dict[str, Any],
     timings: dict[str, dict[str, float]],
+    encoder: str,
 ) -> None:
     """Writes report.json and report.html to `folder`, a folder inside a folder of finished shards.
 
     near_duplicates: the results of the near-duplicate stage. report: of the index. timings: seconds and bytes of each
-    stage.
+    stage. encoder: the description of the tokenizer's encoder.
     """
     prepared = open_shards(folder.parent, verify=False)
     strata = [*prepared.train.strata, *prepared.valid.strata]
-    content = gather(config, stats, near_duplicates, report, timings, strata)
+    content = gather(config, stats, near_duplicates, report, timings, encoder, strata)
     write_atomically(folder / "report.json", json.dumps(content, indent=1, allow_nan=False))
     write_atomically(folder / "report.html", filter_page(content, config.to_yaml()))
 
@@ -79,6 +81,7 @@ def gather(
     near_duplicates: dict[str, Any],
     report: dict[str, Any],
     timings: dict[str, dict[str, float]],
+    encoder: str,
     strata: Sequence[Stratum],
 ) -> dict[str, Any]:
     """The contents of report.json; strata: of both splits."""
@@ -123,6 +126,7 @@ def gather(
         "domains": _domains(strata),
         "pii": dict(sorted(stats.pii.items())),
         "bad_records": {"count": stats.bad, "shown": stats.bad_shown[:BAD_RECORDS_SHOWN]},
+        "encoder": encoder,
         "stages": [
             {
                 "name": name,
