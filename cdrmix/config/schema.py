@@ -22,6 +22,7 @@ from cdrmix.config.schema_ablation import Ablation
 from cdrmix.config.schema_data import Data
 from cdrmix.config.schema_evaluation import Evaluation
 from cdrmix.config.schema_huggingface import HuggingFaceModel
+from cdrmix.config.schema_prediction import Prediction
 from cdrmix.config.schema_reasoning import Reasoning
 from cdrmix.config.section import (
     Below1,
@@ -62,6 +63,7 @@ ADDED_LATER: dict[str, Any] = {
     "data.tokenizer.begin_of_text": "auto",
     "data.tokenizer.lossless": True,
     "model.kind": "cdrmix",
+    "model.prediction": None,
     "train.weights": "fp32",
     "train.offload": "none",
     "train.start_from": None,
@@ -216,6 +218,8 @@ class Model(Section):
     rwkv: Rwkv
     mamba: Mamba = Field(default_factory=Mamba)
     feed_forward: FeedForward
+    prediction: Prediction | None = None
+    """Prediction of several tokens. null: of the next token alone."""
 
     @property
     def mixers(self) -> tuple[str, ...]:
@@ -389,6 +393,9 @@ class Export(Section):
     lora: Literal["merge", "adapter"] = "merge"
     """Of a run with model.lora. merge: the model with the adapters merged into it. adapter: the adapters alone, as peft
     reads them."""
+    prediction_heads: Literal["drop", "keep"] = "drop"
+    """Of a run with model.prediction. drop: the model that predicts the next token. keep: also the parameters of the
+    other depths, with which it can draft (`cdrmix generate --speculative`)."""
 
 
 def _with_kind(model: object) -> object:

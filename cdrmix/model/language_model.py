@@ -19,6 +19,7 @@ from cdrmix.model.feed_forward.moe import MoeFeedForward
 from cdrmix.model.feed_forward.router import Routed, Router
 from cdrmix.model.layers import AddNorm, TokenEmbedding
 from cdrmix.model.mixers.attention import AttentionCache, RaggedAttentionCache
+from cdrmix.model.prediction import MultiTokenPrediction
 
 Cache = tuple[BlockCache, ...]  # of a model, by layer
 
@@ -90,6 +91,12 @@ class LanguageModel(nn.Module):
             for kind, block in zip(config.mixers, blocks, strict=True):
                 block.plastic = make_adapters(kind, block.mixer, reasoning.plastic_lora, reasoning.chunk)
         self.adapters = sum(len(block.plastic) for block in blocks if block.plastic is not None)
+        # Drawn last, as the adapters: the rest of the model has the same parameters without it.
+        self.prediction = (
+            None
+            if config.prediction is None
+            else MultiTokenPrediction(config, activation_checkpointing=activation_checkpointing)
+        )
 
     @property
     def vocab_size(self) -> int:

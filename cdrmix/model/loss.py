@@ -1,4 +1,4 @@
-"""The training loss in one forward pass: the next-token loss and the routers' losses."""
+"""The training loss in one forward pass: the next-token loss, that of further depths, and the routers' losses."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from torch import Tensor, nn
 
 from cdrmix import ops
 from cdrmix.model.language_model import LanguageModel, RouterStats
+from cdrmix.model.prediction import Depths, PredictionSums, prediction_sums
 
 
 class Losses(NamedTuple):
     """The terms of one micro-batch. Summing `total` over a global batch's micro-batches gives the global loss.
 
     next_token_sum: sum of weight * cross-entropy, nats. load_balance, z_loss: means over layers, unweighted.
+    depths_2K: of multi-token prediction, `PredictionSums.nats_2K`.
     """
 
     total: Tensor
@@ -23,6 +25,7 @@ class Losses(NamedTuple):
     load_balance: Tensor
     z_loss: Tensor
     router: RouterStats | None
+    depths_2K: Tensor | None = None
 
 
 class LossModule(nn.Module, ABC):
@@ -50,21 +53,31 @@ class LossModule(nn.Module, ABC):
         cu_seqlens: Tensor | None,
         token_count: float,
         share: float = 1.0,
+        depths: Depths | None = None,
     ) -> Losses:
         """token_count: sum of the weights over the global batch; share: 1 / the number of its micro-batches.
 
         weights_BT may also be [S, B, T]: S sets of weights for the same tokens. Then next_token_sum and total are [S].
+        depths: adds the losses of the further depths, divided by the same count; None: the next token alone, as in
+            every evaluation.
         """
         hidden, router = self._hidden(ids_BT, cu_seqlens)
-        next_token = self._next_token_sum(
-            hidden.reshape(-1, hidden.shape[-1]), targets_BT.reshape(-1), weights_BT.flatten(-2)
-        )
-        total = next_token / token_count
+        depths_2K = None
+        if depths is None:
+            next_token = self._next_token_sum(
+                hidden.reshape(-1, hidden.shape[-1]), targets_BT.reshape(-1), weights_BT.flatten(-2)
+            )
+            total = next_token / token_count
+        else:
+            next_token, further, depths_2K = self._prediction_sums(
+                hidden, ids_BT, targets_BT, weights_BT, cu_seqlens, depths
+            )
+            total = (next_token + further) / token_count
         load_balance = z_loss = torch.zeros((), device=total.device)
         if router is not None:
             load_balance, z_loss = router.load_balance_L.mean(), router.z_loss_L.mean()
             total = total + self._router_loss(load_balance, z_loss, share)
-        return Losses(total, next_token, load_balance, z_loss, router)
+        return Losses(total, next_token, load_balance, z_loss, router, depths_2K)
 
     @abstractmethod
     def _hidden(self, ids_BT: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, RouterStats | None]:
@@ -73,6 +86,18 @@ class LossModule(nn.Module, ABC):
     @abstractmethod
     def _next_token_sum(self, hidden_RD: Tensor, targets_R: Tensor, weights_R: Tensor) -> Tensor:
         """Sum of weight * cross-entropy, nats, float32 scalar; [S] for S sets of weights [S, R]."""
+
+    def _prediction_sums(
+        self,
+        hidden_BTD: Tensor,
+        ids_BT: Tensor,
+        targets_BT: Tensor,
+        weights_BT: Tensor,
+        cu_seqlens: Tensor | None,
+        depths: Depths,
+    ) -> PredictionSums:
+        """The losses of all depths. Raises ValueError for a model that predicts the next token alone."""
+        raise ValueError("depths were given to a model without multi-token prediction (model.prediction)")
 
     @abstractmethod
     def _router_loss(self, load_balance: Tensor, z_loss: Tensor, share: float) -> Tensor:
@@ -95,6 +120,21 @@ class LossModel(LossModule):
     def _next_token_sum(self, hidden_RD: Tensor, targets_R: Tensor, weights_R: Tensor) -> Tensor:
         targets = targets_R.expand(weights_R.shape)
         return ops.linear_cross_entropy(hidden_RD, self.language_model.head_weight, targets, weights=weights_R)
+
+    def _prediction_sums(
+        self,
+        hidden_BTD: Tensor,
+        ids_BT: Tensor,
+        targets_BT: Tensor,
+        weights_BT: Tensor,
+        cu_seqlens: Tensor | None,
+        depths: Depths,
+    ) -> PredictionSums:
+        model = self.language_model
+        arguments = hidden_BTD, ids_BT, targets_BT, weights_BT, cu_seqlens, depths
+        if model.prediction is None:
+            return super()._prediction_sums(*arguments)
+        return prediction_sums(model.prediction, model.head_weight, model.embedding, *arguments)
 
     def _router_loss(self, load_balance: Tensor, z_loss: Tensor, share: float) -> Tensor:
         config = self.language_model.config.feed_forward

@@ -22,7 +22,8 @@ class StepRecord:
     target, since the start of the run. seconds: training time since then. routers: names as in `Model.routers`.
     router: measure -> one value for each router. load: for each router the fraction of routes of each expert, 1 / E
     when balanced. valid_*: on steps that were validated. valid_domains: domain -> bits per byte, if there are several.
-    preferences: of pairs, measure -> mean; then loss and next_token_loss are of a pair.
+    preferences: of pairs, measure -> mean; then loss and next_token_loss are of a pair. depth_losses: of multi-token
+    prediction, depth -> nats per token; depth 1 is next_token_loss.
     """
 
     step: int
@@ -45,6 +46,7 @@ class StepRecord:
     valid_domains: dict[str, float] = field(default_factory=dict)
     preferences: dict[str, float] = field(default_factory=dict)
     valid_preferences: dict[str, float] = field(default_factory=dict)
+    depth_losses: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from cdrmix.config.schema import Config
+from cdrmix.config.schema import Config, Model
 from cdrmix.data.batch import Batch
 from cdrmix.data.loader import EvalLoader, TrainLoader, train_loader
 from cdrmix.data.pairs import PairLoader
@@ -19,6 +19,7 @@ from cdrmix.errors import CheckpointError, VocabularyError
 from cdrmix.eval.perplexity import evaluate
 from cdrmix.inference.checkpoints import list_checkpoints, newest_whole_checkpoint
 from cdrmix.model.loss import LossModule
+from cdrmix.model.prediction import Depths
 from cdrmix.run_folder import RunFolder
 from cdrmix.runtime import seed_everything
 from cdrmix.training.best import check_best_metric, updated_best
@@ -39,7 +40,7 @@ from cdrmix.training.distributed import DistributedContext, join, thread_numbers
 from cdrmix.training.engine import Engine, make_engine
 from cdrmix.training.faults import memory_guard
 from cdrmix.training.metrics import StepRecord
-from cdrmix.training.objective import Outcome, StepTotals
+from cdrmix.training.objective import Outcome, StepFacts, StepTotals
 from cdrmix.training.preferences import (
     PreferenceOptimization,
     PreferenceValidation,
@@ -139,19 +140,38 @@ def train(
 
 
 class Pretraining(RowObjective):
-    """Next-token prediction as the trainer's objective."""
+    """Next-token prediction as the trainer's objective, or that of several tokens (model.prediction)."""
 
-    measures = ("next_token_sum", "load_balance", "z_loss")
+    measures: tuple[str, ...] = ("next_token_sum", "load_balance", "z_loss")
+
+    def __init__(self, config: Config, loader: TrainLoader, world: DistributedContext) -> None:
+        super().__init__(config, loader, world)
+        model = config.model
+        self._prediction = model.prediction if isinstance(model, Model) else None
+        self._depths = [] if self._prediction is None else [str(i) for i in range(2, self._prediction.tokens + 1)]
+        for measure in ("nats", "weights"):
+            self.measures += tuple(f"depth_{depth}_{measure}" for depth in self._depths)
 
     def forward(self, engine: Engine, micro_batch: Batch, *, last: bool) -> Outcome:
         """The loss model's forward pass."""
-        losses = engine.forward(micro_batch, last=last)
-        terms = (losses.next_token_sum, losses.load_balance, losses.z_loss)
+        depths = None
+        if self._prediction is not None:
+            depths = Depths.of(self._prediction, micro_batch.step, self._config.train.steps)
+        losses = engine.forward(micro_batch, last=last, depths=depths)
+        terms = [losses.next_token_sum, losses.load_balance, losses.z_loss]
+        if losses.depths_2K is not None:
+            terms += losses.depths_2K.flatten().unbind()
         return Outcome(losses.total, torch.stack([term.detach().float() for term in terms]), losses.router)
 
     def loss(self, totals: StepTotals) -> float:
         """Nats a token."""
         return totals.sums["next_token_sum"] / self._token_count
+
+    def record(self, facts: StepFacts, totals: StepTotals) -> StepRecord:
+        """The step, with the loss of each further depth that has a weight at it."""
+        nats, weights = ({d: totals.sums[f"depth_{d}_{m}"] for d in self._depths} for m in ("nats", "weights"))
+        losses = {depth: nats[depth] / weights[depth] for depth in self._depths if weights[depth]}
+        return dataclasses.replace(super().record(facts, totals), depth_losses=losses)
 
 
 class Validation:
