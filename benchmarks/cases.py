@@ -23,6 +23,7 @@ SUITES = {
     "plastic": "plastic",
     "memory": "memory",
     "rl": "rl",
+    "prediction": "prediction",
 }
 
 

@@ -300,22 +300,29 @@ def generate(options: argparse.Namespace) -> int:
     model = load(options.model, device=_device(options))
     _show_every_character()
     if len(prompts) == options.samples == 1 and not options.json:
-        pieces = model.stream(prompts, sampling)
+        pieces = model.stream(prompts, sampling, speculative=options.speculative)
         print(prompts[0], end="", flush=True)
         for _, piece in pieces:
             print(piece, end="", flush=True)
         print()
+        _show_drafts(model)
         return 0
-    for place, (prompt, texts) in enumerate(
-        zip(prompts, model.sample(prompts, options.samples, sampling), strict=True), 1
-    ):
+    samples = model.sample(prompts, options.samples, sampling, speculative=options.speculative)
+    for place, (prompt, texts) in enumerate(zip(prompts, samples, strict=True), 1):
         for number, text in enumerate(texts):
             seed = options.seed + number
             if options.json:
                 print(json.dumps({"prompt": prompt, "seed": seed, "text": text}))
             else:
                 print(f"--- prompt {place}, seed {seed}\n{prompt}{text}")
+    _show_drafts(model)
     return 0
+
+
+def _show_drafts(model: TextModel) -> None:
+    """Writes what speculative decoding did to standard error."""
+    if model.drafts is not None:
+        print(model.drafts, file=sys.stderr)
 
 
 def _choose(options: argparse.Namespace) -> None:

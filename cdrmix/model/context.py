@@ -43,6 +43,9 @@ class Context(NamedTuple):
     token). before_BT1: int64, number of tokens before each token in its document and row. angles: rotary angles of the
     positions in the document. Each is None where each row is one document, or where no block needs it.
     prefix: number of vectors before each row's tokens. keep_cache: whether a cache of these tokens is wanted.
+    token_by_token: every token is computed with the bits of a pass of one token, and a cache is kept after each: a
+        mixer or feed-forward with a cache then returns a tuple of T caches. Only for the continuation of a cache, without
+        gradients.
     v_first: [B, T, D], the values of the first RWKV-7 block, which later ones mix into their own; None before it.
     fast_weights: those of the current block; None where it has none.
     """
@@ -53,6 +56,7 @@ class Context(NamedTuple):
     angles: Angles | None = None
     prefix: int = 0
     keep_cache: bool = True
+    token_by_token: bool = False
     v_first: Tensor | None = None
     fast_weights: FastWeights | None = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,12 +36,14 @@ class RouterStats(NamedTuple):
 
 class Output(NamedTuple):
     """The result of a forward pass: hidden states after the final norm [B, T, D], router reports, the cache if wanted,
-    the mean of the plastic adapters' own objective (a scalar; None without adapters)."""
+    the mean of the plastic adapters' own objective (a scalar; None without adapters), the caches after each token if
+    wanted."""
 
     hidden_BTD: Tensor
     router: RouterStats | None
     cache: Cache | None
     correlation: Tensor | None
+    caches: tuple[Cache, ...] | None = None
 
 
 class LanguageModel(nn.Module):
@@ -120,6 +122,7 @@ class LanguageModel(nn.Module):
         cu_seqlens: Tensor | None = None,
         cache: Cache | None = None,
         return_cache: bool = False,
+        token_by_token: bool = False,
         prefix_BPD: Tensor | None = None,
         fast_weights: FastWeightOptions | None = None,
     ) -> Output:
@@ -129,6 +132,9 @@ class LanguageModel(nn.Module):
         cache: continues an earlier call's rows (one document a row, so not together with cu_seqlens).
         return_cache: with cu_seqlens the cache has a row for each document. ValueError for an empty document, and for a
             model with plastic adapters, which count chunks from the start of a row.
+        token_by_token: with `cache`, the hidden states have the bits of passes of one token each (on a CPU with the
+            settings of `runtime.work_alone`), and `Output.caches` has the cache after each token. ValueError for a model
+            with plastic adapters, for rows that have read different numbers of tokens, and with gradients.
         prefix_BPD: vectors in front of each row's tokens, read like embeddings; nothing is given or written for them.
         fast_weights: options for a model with plastic adapters; None: the defaults.
         """
@@ -139,6 +145,8 @@ class LanguageModel(nn.Module):
                 raise ValueError("return_cache with cu_seqlens: a model with plastic adapters takes one document a row")
             if (cu_seqlens.diff() < 1).any():
                 raise ValueError("return_cache with cu_seqlens: every document must have at least one token")
+        if token_by_token:
+            self._check_token_by_token(cache)
         options = FastWeightOptions() if fast_weights is None else fast_weights
         if not isinstance(ids_BT, Tensor) or ids_BT.ndim != 2 or ids_BT.dtype not in (torch.int64, torch.int32):
             found = f"{ids_BT.dtype} {list(ids_BT.shape)}" if isinstance(ids_BT, Tensor) else type(ids_BT).__name__
@@ -158,9 +166,10 @@ class LanguageModel(nn.Module):
             ids_BT.device,
             attends=self.attends,
             prefix=prefix,
-            keep_cache=return_cache,
+            keep_cache=return_cache or token_by_token,
             dtype=torch.promote_types(self.embedding.weight.dtype, torch.float32),
         )
+        context = context._replace(token_by_token=token_by_token)
         starts_BT = None if context.starts_BT1 is None else context.starts_BT1.squeeze(-1)
         if options.cu_seqlens is not None:
             starts_BT = ops.document_starts(options.cu_seqlens, batch, length)
@@ -173,7 +182,7 @@ class LanguageModel(nn.Module):
         if prefix_BPD is not None:
             x = torch.cat([prefix_BPD.to(x), x], 1)
         y: Tensor | None = None  # a branch's output, which the next norm adds to the stream x
-        caches: list[BlockCache] = []
+        caches: list[Any] = []
         reports: list[Routed] = []
         correlations: list[Tensor] = []
         for layer, block in enumerate(self.blocks):
@@ -193,7 +202,16 @@ class LanguageModel(nn.Module):
         if prefix:
             x, y = x[:, prefix:], None if y is None else y[:, prefix:]
         _, hidden_BTD = self.final_norm(x, y)
+        if token_by_token:
+            return Output(hidden_BTD, router, None, objective, tuple(zip(*caches, strict=True)))
         return Output(hidden_BTD, router, tuple(caches) if return_cache else None, objective)
+
+    def _check_token_by_token(self, cache: Cache | None) -> None:
+        ragged = any(isinstance(block.mixer, RaggedAttentionCache) for block in cache or ())
+        if cache is None or ragged or self.adapters or torch.is_grad_enabled():
+            raise ValueError(
+                "token_by_token needs the cache of rows of one length, a model without plastic adapters, and no gradients"
+            )
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """Hidden states [..., D] -> logits [..., V] in float32 at least."""

@@ -58,8 +58,8 @@ class LossModule(nn.Module, ABC):
         """token_count: sum of the weights over the global batch; share: 1 / the number of its micro-batches.
 
         weights_BT may also be [S, B, T]: S sets of weights for the same tokens. Then next_token_sum and total are [S].
-        depths: adds the losses of the further depths, divided by the same count; None: the next token alone, as in
-            every evaluation.
+        depths: adds the losses of the further depths, divided by the same count; total is then a scalar, and
+            next_token_sum has no gradient. None: the next token alone, as in every evaluation.
         """
         hidden, router = self._hidden(ids_BT, cu_seqlens)
         depths_2K = None
@@ -69,10 +69,10 @@ class LossModule(nn.Module, ABC):
             )
             total = next_token / token_count
         else:
-            next_token, further, depths_2K = self._prediction_sums(
+            loss, next_token, depths_2K = self._prediction_sums(
                 hidden, ids_BT, targets_BT, weights_BT, cu_seqlens, depths
             )
-            total = (next_token + further) / token_count
+            total = loss / token_count
         load_balance = z_loss = torch.zeros((), device=total.device)
         if router is not None:
             load_balance, z_loss = router.load_balance_L.mean(), router.z_loss_L.mean()
@@ -134,7 +134,7 @@ class LossModel(LossModule):
         arguments = hidden_BTD, ids_BT, targets_BT, weights_BT, cu_seqlens, depths
         if model.prediction is None:
             return super()._prediction_sums(*arguments)
-        return prediction_sums(model.prediction, model.head_weight, model.embedding, *arguments)
+        return prediction_sums(model.prediction, lambda: model.head_weight, model.embedding, *arguments)
 
     def _router_loss(self, load_balance: Tensor, z_loss: Tensor, share: float) -> Tensor:
         config = self.language_model.config.feed_forward

@@ -213,18 +213,21 @@ class Depths(NamedTuple):
 
 
 class PredictionSums(NamedTuple):
-    """next_token_S: sums of weight * cross-entropy of depth 1, [S] or a scalar. further: what the further depths add to
-    the loss, a scalar. nats_2K: the sums of weight * cross-entropy of the K depths without their own weights, and the
-    sums of these weights; 0 for a depth without a weight. No gradient."""
+    """loss: sum of weight * cross-entropy over all depths, a scalar, with a gradient. next_token: that of depth 1, a
+    scalar, or [S] for sets of weights. nats_2K: the sums of weight * cross-entropy of the K further depths without
+    their own weights, and the sums of these weights; 0 for a depth without a weight.
 
+    The parts have no gradient: the fused loss computes gradients once for sets whose losses are just summed.
+    """
+
+    loss: Tensor
     next_token: Tensor
-    further: Tensor
     nats_2K: Tensor
 
 
 def prediction_sums(
     prediction: MultiTokenPrediction,
-    head_weight: Tensor,
+    head: Callable[[], Tensor],
     embed: Embed,
     hidden_BTD: Tensor,
     ids_BT: Tensor,
@@ -235,6 +238,8 @@ def prediction_sums(
 ) -> PredictionSums:
     """The losses of all depths in one pass of the fused loss; with `detach`, and with kind heads, in one for each head.
 
+    head: reads the output head, [V, D]. It is read after every call of a module, because ZeRO-3 partitions a weight
+    again after the call of its module.
     targets: int64 [B, T], the next token of each. weights: [B, T], or S sets of them [S, B, T]; the depths have the sum
     of the sets. The target of depth i + 1 at token t is the target of t + i, where both are in one document.
     If no depth has a weight at this step, the loss is that of depth 1 alone to the bit, and gradients are zeros.
@@ -253,18 +258,18 @@ def prediction_sums(
     factors_K1 = hidden_RD.new_tensor(depths.weights, dtype=weights_KR.dtype).unsqueeze(1) * section.every
     counts_KP = weights_KR[:, picked] * (factors_K1 > 0)
 
-    own = prediction.heads()
     source_BTD = hidden_BTD.detach() if section.detach else hidden_BTD
     embedding = (lambda ids: embed(ids).detach()) if section.detach else embed
     states_KPD = None
     if section.kind != "shared":
         states_KPD = prediction(source_BTD, ids_BT, cu_seqlens, embedding, depths.first)
+    own, head_weight = prediction.heads(), head()
     main = hidden_RD, head_weight, main_targets_SR.view(weights.shape[:-2] + (-1,))
     main_weights = main_SR.view(weights.shape[:-2] + (-1,))
     if not any(depths.weights):
         next_token = ops.linear_cross_entropy(*main, weights=main_weights)
-        zero = next_token.new_zeros(()) if states_KPD is None else _no_gradient(states_KPD, own)
-        return PredictionSums(next_token, zero, counts_KP.new_zeros(2, further))
+        loss = next_token.sum() if states_KPD is None else next_token.sum() + _no_gradient(states_KPD, own)
+        return PredictionSums(loss, next_token.detach(), counts_KP.new_zeros(2, further))
 
     scaled_KP = counts_KP * factors_K1
     targets_KP = targets_KR[:, picked]
@@ -274,7 +279,7 @@ def prediction_sums(
         both = ops.linear_cross_entropy(
             hidden_RD, head_weight, torch.cat([main_targets_SR, targets_KR]), weights=torch.cat([main_SR, spread_KR])
         )
-        next_S, sums_K = both[:sets], both[sets:]
+        loss, next_S, sums_K = both.sum(), both[:sets], both[sets:]
     elif own is not None or section.detach:
         next_S = ops.linear_cross_entropy(*main, weights=main_weights).reshape(-1)
         if own is None:
@@ -282,6 +287,7 @@ def prediction_sums(
         else:
             each = zip(states_KPD, own, targets_KP, scaled_KP, strict=True)
             sums_K = torch.stack([ops.linear_cross_entropy(h, w, t, weights=a) for h, w, t, a in each])
+        loss = next_S.sum() + sums_K.sum()
     else:
         # One set for each sum, on the rows of all: a set has no weight, and so no cost, on the rows of the others.
         rows, places = hidden_RD.shape[0], states_KPD.shape[1]
@@ -293,11 +299,11 @@ def prediction_sums(
             start = rows + depth * places
             all_weights[sets + depth, start : start + places] = scaled_KP[depth]
         both = ops.linear_cross_entropy(all_rows, head_weight, all_targets, weights=all_weights)
-        next_S, sums_K = both[:sets], both[sets:]
+        loss, next_S, sums_K = both.sum(), both[:sets], both[sets:]
     factors_K = factors_K1.squeeze(1).to(sums_K.dtype)
     nats_K = torch.where(factors_K > 0, sums_K.detach() / factors_K, 0.0)
-    next_token = next_S[0] if weights.ndim == 2 else next_S
-    return PredictionSums(next_token, sums_K.sum(), torch.stack([nats_K, counts_KP.sum(1).to(nats_K.dtype)]))
+    next_token = next_S.detach()[0] if weights.ndim == 2 else next_S.detach()
+    return PredictionSums(loss, next_token, torch.stack([nats_K, counts_KP.sum(1).to(nats_K.dtype)]))
 
 
 def _no_gradient(states_KPD: Tensor, own: list[Tensor] | None) -> Tensor:

@@ -9,6 +9,7 @@ formula (a chunked recurrence, recomputation in a backward pass).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cdrmix.config.schema import Config, Model
@@ -32,7 +33,8 @@ class TokenFlops:
     active_parameters: parameters that multiply: top_k of the experts, and no embedding that is not also the head.
     parameters: 6 per active parameter, 4 where it is frozen. attention: queries with keys and weights with values, over
     the causal half of a row as one document; shorter documents need fewer. rwkv7, mamba2: the recurrences; mamba2 with
-    its short convolution. recomputed: operations that activation checkpointing repeats.
+    its short convolution. recomputed: operations that activation checkpointing repeats. prediction: everything for the
+    further depths of multi-token prediction, whose parameters are not among the active ones.
     """
 
     active_parameters: int
@@ -41,11 +43,12 @@ class TokenFlops:
     rwkv7: int
     mamba2: int
     recomputed: int
+    prediction: int = 0
 
     @property
     def total(self) -> int:
         """The operations of the model, forward and backward, without recomputation: for MFU."""
-        return self.parameters + self.attention + self.rwkv7 + self.mamba2
+        return self.parameters + self.attention + self.rwkv7 + self.mamba2 + self.prediction
 
     @property
     def executed(self) -> int:
@@ -60,24 +63,54 @@ def training_flops_per_token(config: Config) -> TokenFlops:
     model = config.model
     count = count_parameters(model)
     head = model.vocab_size * model.d_model
-    active = count.total_active - (0 if model.tie_embeddings else head)
-    mixers = model.mixers
+    active = count.total_active - count.active["prediction"] - (0 if model.tie_embeddings else head)
+    mixing, again = _mixing(model, model.mixers, config.data.row_length)
+    further, further_again = (0, 0) if model.prediction is None else _prediction(config, count.stored["prediction"])
+    again += 2 * (active - head) + further_again  # the head is not recomputed
+    return TokenFlops(
+        active_parameters=active,
+        parameters=2 * PRODUCT * active,
+        **mixing,
+        recomputed=again if config.train.activation_checkpointing else 0,
+        prediction=further,
+    )
+
+
+def _mixing(model: Model, mixers: Sequence[str], row_length: int) -> tuple[dict[str, int], int]:
+    """The operations of mixers without their parameters, by field of TokenFlops, and those of the forward pass."""
     # A token has (T + 1) / 2 keys on average over a row, with 2 D operations each for scores and for values.
-    attention = mixers.count("attention") * 2 * model.d_model * (config.data.row_length + 1)
+    attention = mixers.count("attention") * 2 * model.d_model * (row_length + 1)
     states = mixers.count("rwkv7") * model.d_model * model.rwkv.head_size
     mamba = model.mamba
     inner, scans = mamba.expand * model.d_model, mixers.count("mamba2") + mixers.count("routing_mamba")
     scanned = scans * inner * mamba.d_state
     taps = scans * 2 * mamba.conv_width * (inner + 2 * mamba.groups * mamba.d_state)
-    again = 2 * (active - head) + attention + RWKV7_FORWARD * states + MAMBA2_FORWARD * scanned + taps  # not the head
-    return TokenFlops(
-        active_parameters=active,
-        parameters=2 * PRODUCT * active,
-        attention=PRODUCT * attention,
-        rwkv7=(RWKV7_FORWARD + RWKV7_BACKWARD) * states,
-        mamba2=(MAMBA2_FORWARD + MAMBA2_BACKWARD) * scanned + PRODUCT * taps,
-        recomputed=again if config.train.activation_checkpointing else 0,
-    )
+    parts = {
+        "attention": PRODUCT * attention,
+        "rwkv7": (RWKV7_FORWARD + RWKV7_BACKWARD) * states,
+        "mamba2": (MAMBA2_FORWARD + MAMBA2_BACKWARD) * scanned + PRODUCT * taps,
+    }
+    return parts, attention + RWKV7_FORWARD * states + MAMBA2_FORWARD * scanned + taps
+
+
+def _prediction(config: Config, own: int) -> tuple[int, int]:
+    """The operations of the further depths, and those that activation checkpointing repeats. own: their parameters.
+
+    Their losses, and the depths themselves if they do not mix tokens, are computed at one token of `every`. With
+    `detach` an output head has no gradient, or its input has none: 4 operations an element instead of 6.
+    """
+    model = config.cdrmix_model
+    assert model.prediction is not None
+    section, further = model.prediction, model.prediction.tokens - 1
+    if section.kind == "shared":
+        return 0, 0  # the head's product is that of the next token
+    heads = further * model.vocab_size * model.d_model * (4 if section.detach else 2 * PRODUCT) // section.every
+    if section.kind == "heads":
+        return heads, 0
+    if section.kind != "sequential":
+        return heads + 2 * PRODUCT * own // section.every, 0
+    mixing, again = _mixing(model, [section.mixer] * further, config.data.row_length)
+    return heads + 2 * PRODUCT * own + sum(mixing.values()), 2 * own + again
 
 
 def _of_transformers(config: Config, size: ForeignModelSize) -> TokenFlops:

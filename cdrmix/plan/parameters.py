@@ -17,7 +17,7 @@ from cdrmix.units import amount
 
 PARTS = (
     *("embedding", "attention", "time-mix", "mamba", "router", "experts", "feed-forward", "channel-mix", "norms"),
-    *("head", "adapters", "stage B heads"),
+    *("head", "prediction", "adapters", "stage B heads"),
 )
 UNITS = {"m": 10**6, "b": 10**9, "t": 10**12}
 
@@ -27,7 +27,8 @@ class ParameterCount:
     """Numbers of parameters by part, in the order of PARTS, then those of plugins.
 
     stored: in the files. active: used by one token: all parameters except those of experts, and top_k of the experts. A
-    tied embedding counts once, under embedding.
+    tied embedding counts once, under embedding. prediction: the further depths of multi-token prediction, which one
+    token of `every` uses in training, and generation only for drafts.
     """
 
     stored: dict[str, int]
@@ -77,7 +78,7 @@ def count_parameters(config: Model, reasoning: Reasoning | None = None) -> Param
 
 def _part(model: LanguageModel, name: str) -> str:
     parts = name.split(".")
-    if parts[0] in ("embedding", "head"):
+    if parts[0] in ("embedding", "head", "prediction"):
         return parts[0]
     if parts[0] in ("embedding_norm", "final_norm"):
         return "norms"

@@ -104,7 +104,17 @@ class Mamba2(Mixer):
         log_decay = -self.A_log.exp() * dt
         v = (x * dt.unsqueeze(-1)).to(x.dtype)
         last: Tensor | None
-        if length == 1 and cache is not None and context.cu_seqlens is None and not torch.is_grad_enabled():
+        after: MambaCache | tuple[MambaCache, ...] | None = None
+        if context.token_by_token:
+            assert cache is not None
+            state, tokens, states = cache.scan_BHVK, [], []
+            window = torch.cat([cache.convolved_BWC, inputs_BTC], 1)
+            for t in range(length):
+                token, state = ops.ssd_scan_step(*(side[:, t] for side in (q, k, v, log_decay)), state)
+                tokens.append(token)
+                states.append(MambaCache(window[:, t + 1 : t + len(self.conv_weight_WC)], state))
+            y, last, after = torch.stack(tokens, 1), None, tuple(states)
+        elif length == 1 and cache is not None and context.cu_seqlens is None and not torch.is_grad_enabled():
             q_t, k_t, v_t, log_decay_t = (side.squeeze(1) for side in (q, k, v, log_decay))
             token, last = ops.ssd_scan_step(q_t, k_t, v_t, log_decay_t, cache.scan_BHVK)
             y = token.unsqueeze(1)
@@ -119,7 +129,6 @@ class Mamba2(Mixer):
                 return_state=context.keep_cache,
             )
         y = (y + self.D.unsqueeze(-1) * x).view(batch, length, self.inner)
-        after = None
         if context.keep_cache and last is not None:
             if context.cu_seqlens is not None:
                 convolved = last_inputs(inputs_BTC, context.cu_seqlens, len(self.conv_weight_WC) - 1)

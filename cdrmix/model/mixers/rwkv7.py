@@ -104,7 +104,16 @@ class TimeMix(Mixer):
         if self.allow_neg_eigval:  # c = 2, see the class
             b = 2 * b
         last: Tensor | None
-        if length == 1 and cache is not None and cu_seqlens is None and not torch.is_grad_enabled():
+        after: TimeMixCache | tuple[TimeMixCache, ...] | None = None
+        if context.token_by_token:
+            assert cache is not None
+            state, tokens, states = cache.wkv_BHVK, [], []
+            for t in range(length):
+                token, state = ops.wkv7_step(*(side[:, t] for side in (r, log_w, k, v, a, b)), state)
+                tokens.append(token)
+                states.append(TimeMixCache(x[:, t], state))
+            y, last, after = torch.stack(tokens, 1), None, tuple(states)
+        elif length == 1 and cache is not None and cu_seqlens is None and not torch.is_grad_enabled():
             r_t, log_w_t, k_t, v_t, a_t, b_t = (t.squeeze(1) for t in (r, log_w, k, v, a, b))
             token, last = ops.wkv7_step(r_t, log_w_t, k_t, v_t, a_t, b_t, cache.wkv_BHVK)
             y = token.unsqueeze(1)
@@ -114,7 +123,8 @@ class TimeMix(Mixer):
                 r, log_w, k, v, a, b, state=carried, cu_seqlens=cu_seqlens, return_state=context.keep_cache
             )
         mixed = ops.time_mix_output(y, r, k, v, gate, self.r_k, self.ln_x.weight, self.ln_x.bias, self.ln_x.eps)
-        after = TimeMixCache(context.last(x), last) if context.keep_cache and last is not None else None
+        if context.keep_cache and last is not None:
+            after = TimeMixCache(context.last(x), last)
         return Mixed(self.projected("output", mixed, context), after, values=value)
 
 
