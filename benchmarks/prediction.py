@@ -1,20 +1,26 @@
-"""Multi-token prediction: processor time of a step of every kind beside that of the plain one, in turns.
+"""Multi-token prediction: the cost of a step of every kind, and speculative decoding beside plain decoding.
 
-Each trains core-tiny on the same batches: forward and backward pass, clipping and AdamW, on one thread. Processor time
-is measured, which waiting for a core does not enter.
+Processor time on one thread is measured, which waiting for a core does not enter. `step` trains core-tiny on the same
+batches with every kind in turns: forward and backward pass, clipping and AdamW. `speculative` continues prompts with a
+trained model, each prompt by itself, plainly and with drafts. The texts must be equal.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 
 import numpy as np
 import torch
-from cases import Case, Options, Result, quantiles
+from cases import Case, NotMeasured, Options, Result, quantiles
 
 from cdrmix.config.schema import Config
 from cdrmix.data.batch import Batch
+from cdrmix.inference.generate import Row, decode
+from cdrmix.inference.load import load_model
+from cdrmix.inference.sampling import Sampling
+from cdrmix.inference.speculative import DraftStatistics, decode_speculatively
 from cdrmix.model.loss import LossModel
 from cdrmix.model.prediction import Depths
 from cdrmix.plan.parameters import count_parameters
@@ -28,6 +34,7 @@ VARIANTS = [*((kind, 4) for kind in KINDS), ("maps", 1), ("chain", 1), ("sequent
 RECOMMENDED = "chain, every 4"
 DOCUMENT = 128  # tokens of a document of the random text
 WARMUP = 2
+PROMPTS, TEXTS, NEW_TOKENS = 1000, 20, 12  # prompts in all, of one timing, and tokens of each
 
 
 def step(options: Options) -> Result:
@@ -92,4 +99,49 @@ def _batch(config: Config, number: int) -> Batch:
     return Batch(ids, ids.roll(-1, 1), torch.ones(shape), bounds, number, float(ids.numel()))
 
 
-CASES = {"step": Case(step, "a step of core-tiny with four tokens, of every kind, over the plain step", ("cpu",))}
+def speculative(options: Options) -> Result:
+    """Processor seconds of 20 texts, speculative over plain, greedy and sampled; identical texts are counted.
+
+    options.model: a run or export folder of a model with further depths. The prompts are pieces of its tokenizer's own
+    vocabulary, so that no text is needed.
+    """
+    if options.model is None:
+        raise NotMeasured("give the folder of a trained model with model.prediction: --model FOLDER")
+    torch.set_num_threads(1)
+    be_deterministic()
+    loaded = load_model(options.model)
+    vocabulary = loaded.tokenizer.vocab_size
+    ours, peer, identical, statistics = [], [], 0, DraftStatistics()
+    rng = np.random.default_rng(1)
+    for number in range(PROMPTS // TEXTS):
+        prompts = [[loaded.tokenizer.first_id, *rng.integers(vocabulary, size=3).tolist()] for _ in range(TEXTS)]
+        temperature = float(number % 2)  # greedy and sampled by turns
+
+        def rows(prompts: list[list[int]] = prompts, temperature: float = temperature) -> list[Row]:
+            sampling = Sampling(temperature=temperature, max_new_tokens=NEW_TOKENS)
+            return [Row([*ids], dataclasses.replace(sampling, seed=seed)) for seed, ids in enumerate(prompts)]
+
+        plain, drafted = rows(), rows()
+        begun = time.process_time()
+        for _ in decode(loaded.model, plain, vocabulary, rows_at_once=1):
+            pass
+        between = time.process_time()
+        for _ in decode_speculatively(loaded.model, drafted, vocabulary, statistics):
+            pass
+        ours.append(time.process_time() - between)
+        peer.append(between - begun)
+        identical += sum(one.ids == other.ids for one, other in zip(plain, drafted, strict=True))
+    figures: dict[str, float | None] = {
+        "identical_texts": identical,
+        "different_texts": PROMPTS - identical,
+        "acceptance": statistics.acceptance,
+        "tokens_per_pass": statistics.tokens_per_pass,
+    }
+    settings = {"prompts": PROMPTS, "new_tokens": NEW_TOKENS, "clock": "processor time, one thread"}
+    return Result("processor seconds of 20 texts", "plain decoding", ours, peer, figures=figures, settings=settings)
+
+
+CASES = {
+    "step": Case(step, "a step of core-tiny with four tokens, of every kind, over the plain step", ("cpu",)),
+    "speculative": Case(speculative, "speculative decoding over plain decoding, with a trained model", ("cpu",)),
+}

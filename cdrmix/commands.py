@@ -305,7 +305,7 @@ def generate(options: argparse.Namespace) -> int:
         for _, piece in pieces:
             print(piece, end="", flush=True)
         print()
-        _show_drafts(model)
+        _show_drafts(model.drafts)
         return 0
     samples = model.sample(prompts, options.samples, sampling, speculative=options.speculative)
     for place, (prompt, texts) in enumerate(zip(prompts, samples, strict=True), 1):
@@ -315,14 +315,14 @@ def generate(options: argparse.Namespace) -> int:
                 print(json.dumps({"prompt": prompt, "seed": seed, "text": text}))
             else:
                 print(f"--- prompt {place}, seed {seed}\n{prompt}{text}")
-    _show_drafts(model)
+    _show_drafts(model.drafts)
     return 0
 
 
-def _show_drafts(model: TextModel) -> None:
-    """Writes what speculative decoding did to standard error."""
-    if model.drafts is not None:
-        print(model.drafts, file=sys.stderr)
+def _show_drafts(statistics: object | None) -> None:
+    """Writes the counts of speculative decoding to standard error; None: it was not used."""
+    if statistics is not None:
+        print(statistics, file=sys.stderr)
 
 
 def _choose(options: argparse.Namespace) -> None:

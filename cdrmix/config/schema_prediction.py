@@ -1,4 +1,4 @@
-"""The schema of the section `model.prediction`: prediction of several tokens, and the drafts of speculative decoding."""
+"""The schema of the section `model.prediction`: several tokens ahead, and drafts of speculative decoding."""
 
 from __future__ import annotations
 

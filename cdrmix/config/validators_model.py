@@ -112,7 +112,9 @@ def _prediction_mixer(
     if kind != "sequential":
         return None
     if mixer == "rwkv7":
-        return f"another mixer, or model.rwkv.head_size that divides model.d_model={width}" if width % head_size else None
+        return (
+            f"another mixer, or model.rwkv.head_size that divides model.d_model={width}" if width % head_size else None
+        )
     if mixer == "mamba2":
         ways, rest = divmod(expand * width, head_dim)
         fits = not rest and not ways % groups
@@ -122,9 +124,11 @@ def _prediction_mixer(
 
 
 def _detach(detach: bool, kind: str) -> str | None:
-    return "false, or another model.prediction.kind than shared, which has no parameters" if (
-        detach and kind == "shared"
-    ) else None
+    return (
+        "false, or another model.prediction.kind than shared, which has no parameters"
+        if (detach and kind == "shared")
+        else None
+    )
 
 
 RULES = (

@@ -6,8 +6,8 @@ plain decoding. While it equals the draft, the next one is drawn from the next l
 that was right is kept; later caches are dropped. So recurrent states, convolutions, token shifts, keys and values are
 rolled back by choosing one of the states, never by inverting a recurrence.
 
-The text is that of plain decoding: each token is drawn once, from logits of the same tokens, with the same number of the
-row's generator. On a CPU with the settings of `runtime.work_alone` the logits have the same bits as in plain decoding.
+The text is that of plain decoding: each token is drawn once, from logits of the same tokens, with the same number of
+the row's generator. On a CPU with the settings of `runtime.work_alone` the logits have the same bits as in plain decoding.
 On a GPU products of several rows are rounded otherwise than those of one row, so that a token can differ where two are
 nearly equally likely.
 
@@ -151,8 +151,7 @@ class Drafter:
         self._kept: list[Tensor | None] = [None] * len(self._prediction.depths)  # inputs of a depth after its cache
 
     def draft(self, hidden_1TD: Tensor, ids: Sequence[int]) -> list[int]:
-        """The tokens after `ids`, by the hidden states of the tokens since the last call up to the last but one of ids.
-        """
+        """The tokens after `ids`, by the hidden states of the tokens since the last call, all but the last of ids."""
         if self.reads_all:
             return self._of_blocks(hidden_1TD, ids)
         drafts: list[int] = []
@@ -186,9 +185,7 @@ class Drafter:
                 )
                 state.append(made)
             if end < self._read:
-                made, head_input, _ = self._run(
-                    depth, inputs_1TD[:, final:], vectors_1TD[:, final:], end, cache, False
-                )
+                made, head_input, _ = self._run(depth, inputs_1TD[:, final:], vectors_1TD[:, final:], end, cache, False)
                 state.append(made)
             # The depth before computes its outputs from `settled` on again in the next call.
             self._caches[number], self._ends[number] = cache, end

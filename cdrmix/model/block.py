@@ -79,7 +79,7 @@ class Block(nn.Module):
         fed = self.feed_forward(normed, context, cache.feed_forward_BD)
         after: BlockCache | tuple[BlockCache, ...] | None = None
         if context.token_by_token:
-            fed_caches = fed.cache_BD or (None,) * x.shape[1]
+            fed_caches = fed.cache_BD or (None,) * len(x)
             after = tuple(BlockCache(*caches) for caches in zip(mixed.cache, fed_caches, strict=True))
         elif context.keep_cache:
             after = BlockCache(mixed.cache, fed.cache_BD, None if update is None else update.state())

@@ -132,9 +132,10 @@ class LanguageModel(nn.Module):
         cache: continues an earlier call's rows (one document a row, so not together with cu_seqlens).
         return_cache: with cu_seqlens the cache has a row for each document. ValueError for an empty document, and for a
             model with plastic adapters, which count chunks from the start of a row.
-        token_by_token: with `cache`, the hidden states have the bits of passes of one token each (on a CPU with the
-            settings of `runtime.work_alone`), and `Output.caches` has the cache after each token. ValueError for a model
-            with plastic adapters, for rows that have read different numbers of tokens, and with gradients.
+        token_by_token: with `cache` and one row, `Output.caches` has the cache after each token. All parts but those
+            that mix tokens see the tokens as rows of one token. So on a CPU with the settings of `runtime.work_alone` each
+            token has the bits of a pass of its own. ValueError for other arguments, with gradients, and for a model
+            with plastic adapters.
         prefix_BPD: vectors in front of each row's tokens, read like embeddings; nothing is given or written for them.
         fast_weights: options for a model with plastic adapters; None: the defaults.
         """
@@ -145,13 +146,16 @@ class LanguageModel(nn.Module):
                 raise ValueError("return_cache with cu_seqlens: a model with plastic adapters takes one document a row")
             if (cu_seqlens.diff() < 1).any():
                 raise ValueError("return_cache with cu_seqlens: every document must have at least one token")
-        if token_by_token:
-            self._check_token_by_token(cache)
         options = FastWeightOptions() if fast_weights is None else fast_weights
         if not isinstance(ids_BT, Tensor) or ids_BT.ndim != 2 or ids_BT.dtype not in (torch.int64, torch.int32):
             found = f"{ids_BT.dtype} {list(ids_BT.shape)}" if isinstance(ids_BT, Tensor) else type(ids_BT).__name__
             raise ValueError(f"ids must be an int64 or int32 tensor [B, T]; found {found}")
         batch, length = ids_BT.shape
+        past = _past(cache, ids_BT.device)
+        if token_by_token:
+            self._check_token_by_token(batch, cache)
+            past = past + torch.arange(length, device=ids_BT.device)
+            ids_BT, batch, length = ids_BT.mT, length, 1
         if not ids_BT.numel():
             raise ValueError(f"ids are {batch} rows of {length} tokens: give at least one token, in every process")
         prefix = 0 if prefix_BPD is None else prefix_BPD.shape[1]
@@ -162,7 +166,7 @@ class LanguageModel(nn.Module):
             batch,
             prefix + length,
             cu_seqlens,
-            _past(cache, ids_BT.device),
+            past,
             ids_BT.device,
             attends=self.attends,
             prefix=prefix,
@@ -203,14 +207,14 @@ class LanguageModel(nn.Module):
             x, y = x[:, prefix:], None if y is None else y[:, prefix:]
         _, hidden_BTD = self.final_norm(x, y)
         if token_by_token:
-            return Output(hidden_BTD, router, None, objective, tuple(zip(*caches, strict=True)))
+            return Output(hidden_BTD.transpose(0, 1), router, None, objective, tuple(zip(*caches, strict=True)))
         return Output(hidden_BTD, router, tuple(caches) if return_cache else None, objective)
 
-    def _check_token_by_token(self, cache: Cache | None) -> None:
+    def _check_token_by_token(self, rows: int, cache: Cache | None) -> None:
         ragged = any(isinstance(block.mixer, RaggedAttentionCache) for block in cache or ())
-        if cache is None or ragged or self.adapters or torch.is_grad_enabled():
+        if rows != 1 or cache is None or ragged or self.adapters or torch.is_grad_enabled():
             raise ValueError(
-                "token_by_token needs the cache of rows of one length, a model without plastic adapters, and no gradients"
+                "token_by_token needs one row, its cache, a model without plastic adapters, and no gradients"
             )
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:

@@ -138,7 +138,9 @@ class MultiTokenPrediction(nn.Module):
         """The output heads [V, D] of kind heads, one a depth; None where the depths share the head of the model."""
         return [depth.head.weight for depth in self.depths] if self.section.kind == "heads" else None  # type: ignore[union-attr, misc]
 
-    def forward(self, hidden_BTD: Tensor, ids_BT: Tensor, cu_seqlens: Tensor | None, embed: Embed, first: int) -> Tensor:
+    def forward(
+        self, hidden_BTD: Tensor, ids_BT: Tensor, cu_seqlens: Tensor | None, embed: Embed, first: int
+    ) -> Tensor:
         """The inputs of the output heads [K, P, D], at the flattened tokens first, first + every, ...
 
         hidden: the model's hidden states, after its final norm. A token that is not in the document of the token it is
@@ -264,8 +266,8 @@ def prediction_sums(
     if section.kind != "shared":
         states_KPD = prediction(source_BTD, ids_BT, cu_seqlens, embedding, depths.first)
     own, head_weight = prediction.heads(), head()
-    main = hidden_RD, head_weight, main_targets_SR.view(weights.shape[:-2] + (-1,))
-    main_weights = main_SR.view(weights.shape[:-2] + (-1,))
+    main = hidden_RD, head_weight, main_targets_SR.view((*weights.shape[:-2], -1))
+    main_weights = main_SR.view((*weights.shape[:-2], -1))
     if not any(depths.weights):
         next_token = ops.linear_cross_entropy(*main, weights=main_weights)
         loss = next_token.sum() if states_KPD is None else next_token.sum() + _no_gradient(states_KPD, own)

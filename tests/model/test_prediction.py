@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +34,7 @@ def batch_of(lengths: list[list[int]], seed: int, vocabulary: int = 23) -> tuple
         bounds.append(bounds[-1] + length)
     weights = torch.rand(shape, generator=generator, dtype=torch.float64)
     flat_ids, flat_targets = ids.view(-1), targets.view(-1)
-    for start, end in zip(bounds, bounds[1:], strict=False):  # a target is the next token; the last one ends the text
+    for start, end in itertools.pairwise(bounds):  # a target is the next token; the last one ends the text
         flat_targets[start : end - 1] = flat_ids[start + 1 : end]
     return ids, targets, torch.where(weights < 0.2, 0.0, weights), torch.tensor(bounds, dtype=torch.int32)
 
@@ -43,7 +44,7 @@ def plain_loss(model: LanguageModel, batch: tuple[Tensor, ...], depths: Depths) 
     ids, targets, weights, bounds = batch[0].view(-1), batch[1].view(-1), batch[2].view(-1), batch[3].tolist()
     assert model.prediction is not None
     section, terms = model.prediction.section, []
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in itertools.pairwise(bounds):
         text = ids[start:end]
         hidden = model(text.unsqueeze(0)).hidden_BTD[0]
         terms.append((weights[start:end] * cross_entropies(hidden @ model.head_weight.mT, targets[start:end])).sum())
@@ -148,7 +149,8 @@ def test_without_weights_it_is_the_plain_loss_to_the_bit(make_model: MakeModel, 
     batch = tuple(x.float() if x.is_floating_point() else x for x in batch_of([[5, 9, 2], [16]], 1))
     losses = LossModel(model)(*batch, 19.0, 1.0, Depths.of(section, 3, 100))
     plain = LossModel(alone)(*batch, 19.0, 1.0)
-    assert torch.equal(losses.total, plain.total) and torch.equal(losses.next_token_sum, plain.next_token_sum)
+    assert torch.equal(losses.total, plain.total)
+    assert torch.equal(losses.next_token_sum, plain.next_token_sum)
     found, expected = gradients(model, losses.total), gradients(alone, plain.total)
     assert all(torch.equal(gradient, found[name]) for name, gradient in expected.items())
     assert set(found) == {name for name, _ in model.named_parameters()}
@@ -168,14 +170,16 @@ def test_no_target_and_no_token_crosses_a_document(make_model: MakeModel, kind: 
     depths = Depths.of(section, 0, 1)
     texts = (ids, targets), (planted_ids, planted_targets)
     one, other = (LossModel(model)(*text, weights, bounds, 1.0, 0.0, depths) for text in texts)
-    assert one.depths_2K is not None and other.depths_2K is not None
+    assert one.depths_2K is not None
+    assert other.depths_2K is not None
     # In float64 other tokens of document 1 change the order of the sums of experts, and nothing else.
     torch.testing.assert_close(one.depths_2K, other.depths_2K, rtol=1e-12, atol=0)
     # The last i tokens of a document have no target at depth i + 1.
     assert one.depths_2K[1].tolist() == [6 + 7 - 2 * shift for shift in (1, 2, 3)]
     # With these weights at the planted tokens they would count: 3 documents have 3 last tokens.
     every = LossModel(model)(ids, targets, torch.ones_like(weights), bounds, 1.0, 0.0, depths).depths_2K
-    assert every is not None and every[1].tolist() == [18 - 3 * shift for shift in (1, 2, 3)]
+    assert every is not None
+    assert every[1].tolist() == [18 - 3 * shift for shift in (1, 2, 3)]
     packed = LossModel(model)(ids, targets, torch.ones_like(weights), bounds, 1.0, 0.0, depths).total
     parts = [
         LossModel(model)(ids[:, a:b], targets[:, a:b], torch.ones(1, b - a).double(), None, 1.0, 0.0, depths).total

@@ -1,4 +1,4 @@
-"""Multi-token prediction in training: gradients of the engine, resumed runs, the measures, and evaluation of depth 1."""
+"""Multi-token prediction in training: gradients of the engine, resumed runs, measures, evaluation of depth 1 alone."""
 
 from __future__ import annotations
 
@@ -98,5 +98,6 @@ def test_validation_sees_depth_1_alone(make_config, shards) -> None:
         for measure in ("valid_bits_per_byte", "valid_loss", "next_token_loss"):
             assert one[measure] == other[measure], measure
         assert one["loss"] > other["loss"]
-        assert one["depth_losses"] and not other["depth_losses"]
+        assert one["depth_losses"]
+        assert not other["depth_losses"]
     assert torch.isfinite(torch.tensor(rows["with"][-1]["loss"]))

@@ -99,8 +99,8 @@ class ChannelMix(nn.Module):
 
     def forward(self, x: Tensor, context: Context, cache_BD: Tensor | None) -> FedForward:
         """x [B, T, D] (normed) -> output and cache; no router report."""
-        shift = ops.token_shift(x, cache_BD, context.starts_BT1) - x
+        shift = ops.token_shift(x, context.last_before(cache_BD, x), context.starts_BT1) - x
         hidden = self.key(torch.addcmul(x, shift, self.x_k)).relu().square()
         if context.token_by_token:
-            return FedForward(self.value(hidden), x.unbind(1))
+            return FedForward(self.value(hidden), x.squeeze(1).split(1))
         return FedForward(self.value(hidden), context.last(x) if context.keep_cache else None)

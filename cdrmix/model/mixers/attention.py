@@ -121,11 +121,11 @@ class Attention(Mixer):
         if context.token_by_token:
             assert isinstance(cache, AttentionCache)
             state, tokens, states = cache, [], []
-            for t in range(length):
-                token, state = self._read(state, *(side[:, t : t + 1] for side in (q, k, v)), context)
+            for each in zip(q.split(1), k.split(1), v.split(1), strict=True):
+                token, state = self._read(state, *each, context)
                 tokens.append(token)
                 states.append(state)
-            y, after = torch.cat(tokens, 1), tuple(states)
+            y, after = torch.cat(tokens), tuple(states)
         elif isinstance(cache, RaggedAttentionCache):
             parts = zip(cache.rows, q.split(1), k.split(1), v.split(1), strict=True)
             read = [self._read(*part, context) for part in parts]

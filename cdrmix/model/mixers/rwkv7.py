@@ -86,7 +86,7 @@ class TimeMix(Mixer):
         x_r, x_w, x_k, x_v, x_a, x_g = ops.time_mix_streams(
             x,
             torch.stack([self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g]),
-            cache.last_BD if cache else None,
+            context.last_before(cache.last_BD if cache else None, x),
             None if starts is None else starts.squeeze(-1),
         )
         r = self.projected("receptance", x_r, context).view(batch, length, self.heads, self.head_size)
@@ -108,11 +108,11 @@ class TimeMix(Mixer):
         if context.token_by_token:
             assert cache is not None
             state, tokens, states = cache.wkv_BHVK, [], []
-            for t in range(length):
-                token, state = ops.wkv7_step(*(side[:, t] for side in (r, log_w, k, v, a, b)), state)
+            for t in range(batch):
+                token, state = ops.wkv7_step(*(side[t : t + 1, 0] for side in (r, log_w, k, v, a, b)), state)
                 tokens.append(token)
-                states.append(TimeMixCache(x[:, t], state))
-            y, last, after = torch.stack(tokens, 1), None, tuple(states)
+                states.append(TimeMixCache(x[t : t + 1, 0], state))
+            y, last, after = torch.stack(tokens), None, tuple(states)
         elif length == 1 and cache is not None and cu_seqlens is None and not torch.is_grad_enabled():
             r_t, log_w_t, k_t, v_t, a_t, b_t = (t.squeeze(1) for t in (r, log_w, k, v, a, b))
             token, last = ops.wkv7_step(r_t, log_w_t, k_t, v_t, a_t, b_t, cache.wkv_BHVK)
