@@ -7,7 +7,9 @@ that was right is kept; later caches are dropped. So recurrent states, convoluti
 rolled back by choosing one of the states, never by inverting a recurrence.
 
 The text is that of plain decoding: each token is drawn once, from logits of the same tokens, with the same number of
-the row's generator. On a CPU with the settings of `runtime.work_alone` the logits have the same bits as in plain decoding.
+the row's generator. On a CPU with the settings of `runtime.work_alone` the logits have the same bits as in plain
+decoding, while a pass has so few tokens that the products of its rows round alike: 4, measured. The products of the
+experts of Routing-Mamba are an exception: they round otherwise for one row of an expert than for several.
 On a GPU products of several rows are rounded otherwise than those of one row, so that a token can differ where two are
 nearly equally likely.
 
@@ -124,7 +126,7 @@ def _prefill(model: LanguageModel, ids: Sequence[int], *, keeps_all: bool) -> tu
     """The cache after the ids, and their hidden states [1, T, D], or that of the last one only."""
     ids_1T = torch.tensor([list(ids)], device=model.embedding.weight.device)
     cache: Cache | None = None
-    parts = []
+    parts: list[Tensor] = []
     for piece_1T in ids_1T.split(PREFILL_TOKENS, dim=1):
         with evaluating(model), few_threads(model, piece_1T.numel()):
             output = model(piece_1T, cache=cache, return_cache=True)

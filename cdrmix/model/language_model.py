@@ -133,9 +133,9 @@ class LanguageModel(nn.Module):
         return_cache: with cu_seqlens the cache has a row for each document. ValueError for an empty document, and for a
             model with plastic adapters, which count chunks from the start of a row.
         token_by_token: with `cache` and one row, `Output.caches` has the cache after each token. All parts but those
-            that mix tokens see the tokens as rows of one token. So on a CPU with the settings of `runtime.work_alone` each
-            token has the bits of a pass of its own. ValueError for other arguments, with gradients, and for a model
-            with plastic adapters.
+            that mix tokens see the tokens as rows of one token. So where the bits of a row do not depend on other rows
+            (`kernels/common/products.py`) each token has the bits of a pass of its own. ValueError for other arguments,
+            with gradients, and for a model with plastic adapters.
         prefix_BPD: vectors in front of each row's tokens, read like embeddings; nothing is given or written for them.
         fast_weights: options for a model with plastic adapters; None: the defaults.
         """

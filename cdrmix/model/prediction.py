@@ -180,10 +180,17 @@ class MultiTokenPrediction(nn.Module):
     ) -> Context:
         """The context of the blocks of kind sequential for tokens after `past` others."""
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        attends = self.section.mixer == "attention"
-        device = ids_BT.device
+        batch, length = ids_BT.shape
         return make_context(
-            self._config, *ids_BT.shape, cu_seqlens, past, device, attends=attends, keep_cache=keep_cache, dtype=dtype
+            self._config,
+            batch,
+            length,
+            cu_seqlens,
+            past,
+            ids_BT.device,
+            attends=self.section.mixer == "attention",
+            keep_cache=keep_cache,
+            dtype=dtype,
         )
 
 

@@ -112,7 +112,8 @@ class Mamba2(Mixer):
             assert cache is not None
             state, tokens, states = cache.scan_BHVK, [], []
             for t in range(batch):
-                token, state = ops.ssd_scan_step(*(side[t : t + 1, 0] for side in (q, k, v, log_decay)), state)
+                q_t, k_t, v_t, log_decay_t = (side[t : t + 1, 0] for side in (q, k, v, log_decay))
+                token, state = ops.ssd_scan_step(q_t, k_t, v_t, log_decay_t, state)
                 tokens.append(token)
                 states.append(MambaCache(convolved[t : t + 1].clone(), state))
             y, last, after = torch.stack(tokens), None, tuple(states)

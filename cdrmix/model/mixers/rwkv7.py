@@ -109,7 +109,8 @@ class TimeMix(Mixer):
             assert cache is not None
             state, tokens, states = cache.wkv_BHVK, [], []
             for t in range(batch):
-                token, state = ops.wkv7_step(*(side[t : t + 1, 0] for side in (r, log_w, k, v, a, b)), state)
+                r_t, log_w_t, k_t, v_t, a_t, b_t = (side[t : t + 1, 0] for side in (r, log_w, k, v, a, b))
+                token, state = ops.wkv7_step(r_t, log_w_t, k_t, v_t, a_t, b_t, state)
                 tokens.append(token)
                 states.append(TimeMixCache(x[t : t + 1, 0], state))
             y, last, after = torch.stack(tokens), None, tuple(states)
