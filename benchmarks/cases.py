@@ -23,6 +23,7 @@ SUITES = {
     "plastic": "plastic",
     "memory": "memory",
     "rl": "rl",
+    "prediction": "prediction",
 }
 
 
@@ -36,6 +37,7 @@ class Options:
     device: str = "cpu"  # run.device of ours, and the peers' device; both train in the configured precision
     without: tuple[str, ...] = ()  # peers to leave out: those whose name contains one of these
     results: Path | None = None  # folder for results of a case besides its row; None: they are not written
+    model: Path | None = None  # folder of a trained model, for cases that need one
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ def main() -> int:
     parser.add_argument("--blocks", type=int, default=20, help="timings of speed cases (default 20)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of ours and the peers (default cpu)")
     parser.add_argument("--without", action="append", default=[], metavar="NAME", help="leave out peers of this name")
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="a trained model, for prediction/speculative")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="where rows are appended")
     parser.add_argument("--dry", action="store_true", help="append nothing")
     arguments = parser.parse_args()
@@ -86,6 +87,7 @@ def main() -> int:
         arguments.device,
         tuple(arguments.without),
         None if arguments.dry else arguments.results,
+        arguments.model,
     )
     where = machine.facts()
     rows = []

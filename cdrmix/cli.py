@@ -257,9 +257,10 @@ def _generate_options(generate: argparse.ArgumentParser) -> None:
     generate.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated"
     )
-    generate.add_argument(
-        "--max-new-tokens", type=int, default=256, metavar="N", help="end after N tokens (default 256)"
-    )
+    text = "end after N tokens (default 256)"
+    generate.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help=text)
+    text = "draft tokens with the further depths of the model (model.prediction); the text is the same"
+    generate.add_argument("--speculative", action="store_true", help=text)
 
 
 def _export_options(export: argparse.ArgumentParser) -> None:

@@ -138,22 +138,29 @@ def generate(options: argparse.Namespace) -> int:
     model = load(options.model, device=chosen_device(options))
     show_every_character()
     if len(prompts) == options.samples == 1 and not options.json:
-        pieces = model.stream(prompts, sampling)
+        pieces = model.stream(prompts, sampling, speculative=options.speculative)
         print(prompts[0], end="", flush=True)
         for _, piece in pieces:
             print(piece, end="", flush=True)
         print()
+        _show_drafts(model.drafts)
         return 0
-    for place, (prompt, texts) in enumerate(
-        zip(prompts, model.sample(prompts, options.samples, sampling), strict=True), 1
-    ):
+    samples = model.sample(prompts, options.samples, sampling, speculative=options.speculative)
+    for place, (prompt, texts) in enumerate(zip(prompts, samples, strict=True), 1):
         for number, text in enumerate(texts):
             seed = options.seed + number
             if options.json:
                 print(json.dumps({"prompt": prompt, "seed": seed, "text": text}))
             else:
                 print(f"--- prompt {place}, seed {seed}\n{prompt}{text}")
+    _show_drafts(model.drafts)
     return 0
+
+
+def _show_drafts(statistics: object | None) -> None:
+    """Writes the counts of speculative decoding to standard error; None: it was not used."""
+    if statistics is not None:
+        print(statistics, file=sys.stderr)
 
 
 def reason_demo(options: argparse.Namespace) -> int:

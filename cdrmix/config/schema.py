@@ -23,6 +23,7 @@ from cdrmix.config.schema_data import Data
 from cdrmix.config.schema_evaluation import Evaluation
 from cdrmix.config.schema_huggingface import HuggingFaceModel
 from cdrmix.config.schema_optimizer import AnOptimizer, ASchedule, Optimizer, ParameterGroup, Schedule
+from cdrmix.config.schema_prediction import Prediction
 from cdrmix.config.schema_reasoning import Reasoning
 from cdrmix.config.section import (
     Below1,
@@ -77,6 +78,7 @@ ADDED_LATER: dict[str, Any] = {
     "model.feed_forward.dense_layers": [],
     "model.feed_forward.dense_hidden": None,
     "model.feed_forward.shared_hidden": None,
+    "model.prediction": None,
     "train.weights": "fp32",
     "train.offload": "none",
     "train.start_from": None,
@@ -275,6 +277,8 @@ class Model(Section):
     feed_forward: FeedForward
     depth: Depth | None = None
     """Branches that skip tokens. null: every layer computes every token."""
+    prediction: Prediction | None = None
+    """Prediction of several tokens. null: of the next token alone."""
 
     @property
     def mixers(self) -> tuple[str, ...]:
@@ -478,6 +482,9 @@ class Export(Section):
     lora: Literal["merge", "adapter"] = "merge"
     """Of a run with model.lora. merge: the model with the adapters merged into it. adapter: the adapters alone, as peft
     reads them."""
+    prediction_heads: Literal["drop", "keep"] = "drop"
+    """Of a run with model.prediction. drop: the model that predicts the next token. keep: also the parameters of the
+    other depths, with which it can draft (`cdrmix generate --speculative`)."""
 
 
 def _with_kind(model: object) -> object:

@@ -116,6 +116,52 @@ def _depth_of_mixers(part: str, reasoning: object) -> str | None:
     return "feed_forward in a run with a section reasoning: its adapters and memories read every token of a mixer"
 
 
+def _prediction_weights(weights: list[float] | None, tokens: int) -> Violation | str | None:
+    if weights is None:
+        return None
+    if len(weights) != tokens:
+        return f"null, or model.prediction.tokens={tokens} weights"
+    return None if weights[0] == 1 else Violation((0,), "1: the weight of the next token")
+
+
+def _prediction_mixer(
+    mixer: str,
+    kind: str,
+    width: int,
+    heads: int,
+    kv_heads: int,
+    rope: bool,
+    head_size: int,
+    expand: int,
+    head_dim: int,
+    groups: int,
+) -> Violation | str | None:
+    """Blocks of the depths may have a mixer that no layer has, whose widths no other rule checks then."""
+    allowed = ("attention", "rwkv7", "mamba2")
+    if mixer not in allowed:
+        return Violation((), f"one of {', '.join(allowed)}", nearest(mixer, allowed))
+    if kind != "sequential":
+        return None
+    if mixer == "rwkv7":
+        return (
+            f"another mixer, or model.rwkv.head_size that divides model.d_model={width}" if width % head_size else None
+        )
+    if mixer == "mamba2":
+        ways, rest = divmod(expand * width, head_dim)
+        fits = not rest and not ways % groups
+        return None if fits else "another mixer, or model.mamba.head_dim and groups that divide the inner width"
+    fits = not width % heads and not heads % kv_heads and not (rope and width // heads % 2)
+    return None if fits else "another mixer, or model.attention.heads and kv_heads that divide model.d_model evenly"
+
+
+def _detach(detach: bool, kind: str) -> str | None:
+    return (
+        "false, or another model.prediction.kind than shared, which has no parameters"
+        if (detach and kind == "shared")
+        else None
+    )
+
+
 RULES = (
     Rule(("model.mixer_layers", "model.layers"), _mixer_layers),
     Rule(("model.feed_forward.kind",), partial(registered_name, "feed-forward")),
@@ -135,4 +181,14 @@ RULES = (
     Rule(("model.feed_forward.shared_hidden", "model.feed_forward.kind"), _shared_hidden),
     Rule(("model.depth.part", "model.feed_forward.kind"), _depth_of_feed_forward),
     Rule(("model.depth.part", "reasoning"), _depth_of_mixers),
+    Rule(("model.prediction.weights", "model.prediction.tokens"), _prediction_weights),
+    Rule(
+        (
+            *("model.prediction.mixer", "model.prediction.kind", "model.d_model", "model.attention.heads"),
+            *("model.attention.kv_heads", "model.attention.rope", "model.rwkv.head_size", "model.mamba.expand"),
+            *("model.mamba.head_dim", "model.mamba.groups"),
+        ),
+        _prediction_mixer,
+    ),
+    Rule(("model.prediction.detach", "model.prediction.kind"), _detach),
 )

@@ -8,6 +8,7 @@ is writable by its owner; otherwise `rm -rf` of a run fails.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -46,15 +47,30 @@ def export_model(
     summary: metrics.json of the run, for the results in the model card. Results of another step are omitted.
     held_out_row: token ids to compare, in addition to a fixed prompt.
     replace: replace an older export when the new one is complete. attachments: files to add to the folder.
+    The further depths of model.prediction are left out, unless export.prediction_heads of the configuration keeps them.
     Raises ConfigError if `target` exists and replace is False, ExportMismatchError if the model that is read back
     differs, DiskFullError.
     """
+    if loaded.config.export.prediction_heads == "drop":
+        loaded = _without_prediction(loaded)
 
     def write(folder: Path) -> None:
         _write(loaded, folder, summary or {}, shard_bytes)
         _compare(loaded, load_exported(folder), held_out_row)
 
     return publish(target, write, replace=replace, attachments=attachments)
+
+
+def _without_prediction(loaded: Loaded) -> Loaded:
+    """The model that predicts the next token alone; it shares the weights."""
+    section = loaded.config.cdrmix_model
+    if section.prediction is None:
+        return loaded
+    section = section.model_copy(update={"prediction": None})
+    model = copy.copy(loaded.model)
+    model._modules = {**model._modules}
+    model.config, model.prediction = section, None
+    return loaded._replace(model=model, config=loaded.config.model_copy(update={"model": section}))
 
 
 def publish(

@@ -8,7 +8,7 @@ that only the keys and values of attention grow with its length.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +19,8 @@ from cdrmix.inference.sampling import Sampling, draw
 from cdrmix.model.causal import CausalModel
 from cdrmix.model.decoding import Prefix, advance, few_threads, prefill_rows, take
 
+# A model, rows and the vocabulary -> (number of the row, token id): `decode`, or speculative decoding.
+Decoding = Callable[[CausalModel, Sequence["Row"], int | None], Iterator[tuple[int, int]]]
 ROWS_AT_ONCE = 128  # core-tiny: 18 times the tokens a second of one row; 13 times at 32 rows
 
 
@@ -137,6 +139,7 @@ def generate(
     samplings: Sequence[Sampling],
     *,
     heal: bool = False,
+    decoding: Decoding | None = None,
 ) -> Iterator[tuple[int, str]]:
     """Yields (number of the prompt, piece of text) while the continuations are generated.
 
@@ -145,6 +148,7 @@ def generate(
     and samplings give the same text. Raises ConfigError immediately for a prompt that is not Unicode text.
     heal: the first sampled token may also be one that begins with the last token of the prompt, instead of it. In
     training `):` and the indentation after it are often one token, so a model hardly expects a line break after `):`.
+    decoding: None: `decode`.
     """
     for prompt in prompts:
         if not isinstance(prompt, str):
@@ -152,11 +156,16 @@ def generate(
         # Python represents bytes that are not UTF-8 by surrogates.
         if any("\ud800" <= character <= "\udfff" for character in prompt):
             raise ConfigError("a prompt must be UTF-8 text; this prompt has bytes that are not UTF-8")
-    return _generate(model, tokenizer, prompts, samplings, heal)
+    return _generate(model, tokenizer, prompts, samplings, heal, decode if decoding is None else decoding)
 
 
 def _generate(
-    model: CausalModel, tokenizer: TextTokenizer, prompts: Sequence[str], samplings: Sequence[Sampling], heal: bool
+    model: CausalModel,
+    tokenizer: TextTokenizer,
+    prompts: Sequence[str],
+    samplings: Sequence[Sampling],
+    heal: bool,
+    decoding: Decoding,
 ) -> Iterator[tuple[int, str]]:
     rows, streams, known = [], [], []  # known: first bytes that the prompt has too
     spelled_by_id: list[bytes] = []  # computed once, if needed
@@ -176,7 +185,7 @@ def _generate(
         streams.append(TextStream(sampling.stop))
         known.append(prefix)
     begun = [bool(prompt) for prompt in prompts]  # whether the text has begun
-    for number, token in decode(model, rows, tokenizer.vocab_size):
+    for number, token in decoding(model, rows, tokenizer.vocab_size):
         row, stream = rows[number], streams[number]
         row.ended = token == tokenizer.end_of_text_id
         spelled = b"" if row.ended else tokenizer.token_bytes(token, begins=not begun[number])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import replace
+from functools import partial
 from typing import overload
 
 import torch
@@ -15,6 +16,7 @@ from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.inference.generate import generate
 from cdrmix.inference.load import Trained
 from cdrmix.inference.sampling import Sampling
+from cdrmix.inference.speculative import DraftStatistics, decode_speculatively, drafting_model
 from cdrmix.model.causal import CausalModel
 from cdrmix.runtime import device_type
 
@@ -27,6 +29,7 @@ class TextModel:
         tokenizer: the tokenizer.
         config: the configuration of the run that trained the model.
         step: number of optimizer steps of the training.
+        drafts: counts of the last generation with `speculative`; None after one without.
     """
 
     def __init__(self, loaded: Trained) -> None:
@@ -34,6 +37,7 @@ class TextModel:
         self.tokenizer: TextTokenizer = loaded.tokenizer
         self.config: Config = loaded.config
         self.step: int = loaded.step
+        self.drafts: DraftStatistics | None = None
 
     def __repr__(self) -> str:
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
@@ -117,6 +121,7 @@ class TextModel:
         repetition_penalty: float = ...,
         stop: str | Sequence[str] = ...,
         seed: int | Sequence[int] = ...,
+        speculative: bool = ...,
     ) -> str: ...
 
     @overload
@@ -132,6 +137,7 @@ class TextModel:
         repetition_penalty: float = ...,
         stop: str | Sequence[str] = ...,
         seed: int | Sequence[int] = ...,
+        speculative: bool = ...,
     ) -> list[str]: ...
 
     def generate(
@@ -146,11 +152,12 @@ class TextModel:
         repetition_penalty: float = 1.0,
         stop: str | Sequence[str] = (),
         seed: int | Sequence[int] = 1,
+        speculative: bool = False,
     ) -> str | list[str]:
         """Continues one prompt (returns a string) or a list of prompts of any lengths (returns a list).
 
         The other arguments are those of `cdrmix.Sampling`. seed: one seed for all prompts, or a list with one seed for
-        each prompt. Raises ValueError for arguments out of range.
+        each prompt. speculative: as of `stream`. Raises ValueError for arguments out of range.
         """
         texts = _texts(prompts)
         sampling = Sampling(
@@ -163,19 +170,26 @@ class TextModel:
             stop=stop,
         )
         pieces: list[list[str]] = [[] for _ in texts]
-        for number, piece in self._stream(texts, sampling, seed):
+        for number, piece in self._stream(texts, sampling, seed, speculative=speculative):
             pieces[number].append(piece)
         written = ["".join(each) for each in pieces]
         return written[0] if isinstance(prompts, str) else written
 
     def sample(
-        self, prompts: list[str] | tuple[str, ...], count: int, sampling: Sampling | None = None, *, heal: bool = False
+        self,
+        prompts: list[str] | tuple[str, ...],
+        count: int,
+        sampling: Sampling | None = None,
+        *,
+        heal: bool = False,
+        speculative: bool = False,
     ) -> list[list[str]]:
         """Continues each prompt `count` times, in batches; returns a list of `count` texts for each prompt.
 
         A prompt is read once. Sample i of every prompt has the seed of the sampling + i, so it is the text that
         `generate` gives for that seed, unless `heal` is set: the first sampled token may then also be one that begins
         with the last token of the prompt, instead of it (for prompts that end where the tokenizer would not cut).
+        speculative: as of `stream`; then prompts are read for each sample, and rows one after another.
         Raises ValueError for arguments out of range.
         """
         sampling = Sampling() if sampling is None else sampling
@@ -186,7 +200,7 @@ class TextModel:
         texts = [text for text in _texts(prompts) for _ in range(count)]
         written = [""] * len(texts)
         seeds = [sampling.seed + number % count for number in range(len(texts))]
-        for number, piece in self._stream(texts, sampling, seeds, heal):
+        for number, piece in self._stream(texts, sampling, seeds, heal, speculative=speculative):
             written[number] += piece
         return [written[start : start + count] for start in range(0, len(texts), count)]
 
@@ -196,19 +210,29 @@ class TextModel:
         sampling: Sampling | None = None,
         *,
         seed: int | Sequence[int] | None = None,
+        speculative: bool = False,
     ) -> Iterator[tuple[int, str]]:
         """Yields (number of the prompt, piece of text) while the texts are generated. A piece has complete characters.
 
         sampling: the arguments of `generate`, except for the seeds.
         seed: one seed for all prompts, or one for each prompt; it replaces the seed of the sampling.
+        speculative: the further depths of the model (model.prediction) draft tokens, which one pass verifies. The texts
+            are the same, one prompt after another. `drafts` has the counts. ConfigError for a model that cannot draft.
         """
         sampling = Sampling() if sampling is None else sampling
         if not isinstance(sampling, Sampling):
             raise ValueError(f"sampling must be a cdrmix.Sampling, as Sampling(top_k=40); found {sampling!r}")
-        return self._stream(_texts(prompts), sampling, sampling.seed if seed is None else seed)
+        seed = sampling.seed if seed is None else seed
+        return self._stream(_texts(prompts), sampling, seed, speculative=speculative)
 
     def _stream(
-        self, texts: list[str], sampling: Sampling, seed: int | Sequence[int], heal: bool = False
+        self,
+        texts: list[str],
+        sampling: Sampling,
+        seed: int | Sequence[int],
+        heal: bool = False,
+        *,
+        speculative: bool = False,
     ) -> Iterator[tuple[int, str]]:
         seeds = list(seed) if isinstance(seed, Sized) else [seed] * len(texts)
         if len(seeds) != len(texts):
@@ -216,7 +240,13 @@ class TextModel:
                 f"seed has {len(seeds)} numbers for {len(texts)} prompts; give one seed, or one for each prompt"
             )
         samplings = [replace(sampling, seed=each) for each in seeds]
-        return generate(self.model, self.tokenizer, texts, samplings, heal=heal)
+        decoding = None
+        self.drafts = None
+        if speculative:
+            drafting_model(self.model)
+            self.drafts = DraftStatistics()
+            decoding = partial(decode_speculatively, statistics=self.drafts)
+        return generate(self.model, self.tokenizer, texts, samplings, heal=heal, decoding=decoding)
 
 
 def _texts(prompts: str | list[str] | tuple[str, ...]) -> list[str]:

@@ -36,15 +36,15 @@ class BlockOutput(NamedTuple):
     """The result of one block.
 
     x: [B, T, D], the residual stream before its feed-forward. y: [B, T, D], the feed-forward's output, not yet added.
-    v_first: [B, T, D], the values of the first RWKV-7 block so far. cache: if wanted. routed: the routers' reports.
-    correlation: the plastic adapters' own objective, summed over them, if there are any. gated: the reports of the
-    branches that skip tokens.
+    v_first: [B, T, D], the values of the first RWKV-7 block so far. cache: if wanted; of context.token_by_token that
+    after each token. routed: the routers' reports. correlation: the plastic adapters' own objective, summed over
+    them, if there are any. gated: the reports of the branches that skip tokens.
     """
 
     x: Tensor
     y: Tensor
     v_first: Tensor | None
-    cache: BlockCache | None
+    cache: BlockCache | tuple[BlockCache, ...] | None
     routed: tuple[Routed, ...]
     correlation: Tensor | None
     gated: tuple[Gated, ...] = ()
@@ -95,8 +95,11 @@ class Block(nn.Module):
             fed = self.feed_forward(normed, context, cache.feed_forward_BD, gates[-1])
         else:
             fed = self.feed_forward(normed, context, cache.feed_forward_BD)
-        after = None
-        if context.keep_cache:
+        after: BlockCache | tuple[BlockCache, ...] | None = None
+        if context.token_by_token:
+            fed_caches = fed.cache_BD or (None,) * len(x)
+            after = tuple(BlockCache(*caches) for caches in zip(mixed.cache, fed_caches, strict=True))
+        elif context.keep_cache:
             after = BlockCache(mixed.cache, fed.cache_BD, None if update is None else update.state())
         routed = tuple(report for report in (mixed.routed, fed.routed) if report is not None)
         v_first = mixed.values if context.v_first is None else context.v_first

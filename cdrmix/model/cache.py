@@ -152,3 +152,13 @@ def _is_ragged(parts: Sequence[AttentionCache | RaggedAttentionCache]) -> bool:
 def _tuple_like(kind: Any, parts: Iterable[Any]) -> Any:
     """A tuple of the same kind, a NamedTuple or a plain one, with other contents."""
     return type(kind)(*parts) if hasattr(kind, "_fields") else tuple(parts)
+
+
+def rewind(cache: Cache) -> None:
+    """Lets the next tokens after `cache` be written where those of dropped later states are, without a copy.
+
+    The later states that share its buffers must not be used again.
+    """
+    for block in cache:
+        if isinstance(block.mixer, AttentionCache) and block.mixer.buffer is not None:
+            block.mixer.buffer.used = block.mixer.keys.shape[2]

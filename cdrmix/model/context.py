@@ -43,6 +43,8 @@ class Context(NamedTuple):
     token). before_BT1: int64, number of tokens before each token in its document and row. angles: rotary angles of the
     positions in the document. Each is None where each row is one document, or where no block needs it.
     prefix: number of vectors before each row's tokens. keep_cache: whether a cache of these tokens is wanted.
+    token_by_token: the rows are successive tokens of one row, one each: x is [T, 1, D], and the cache is that before
+        the first of them. A mixer or feed-forward with a cache returns a tuple of T caches, one after each token.
     v_first: [B, T, D], the values of the first RWKV-7 block, which later ones mix into their own; None before it.
     fast_weights: those of the current block; None where it has none.
     """
@@ -53,8 +55,16 @@ class Context(NamedTuple):
     angles: Angles | None = None
     prefix: int = 0
     keep_cache: bool = True
+    token_by_token: bool = False
     v_first: Tensor | None = None
     fast_weights: FastWeights | None = None
+
+    def last_before(self, last_BD: Tensor | None, x: Tensor) -> Tensor | None:
+        """The token before each row of x: that of the cache; with token_by_token then the rows themselves."""
+        if not self.token_by_token:
+            return last_BD
+        assert last_BD is not None
+        return torch.cat([last_BD, x[:-1, 0]])
 
     def last(self, x: Tensor) -> Tensor:
         """x [B, T, D] at the last token of each row, [B, D]; for packed rows of each document, [documents, D]."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from cdrmix.model.feed_forward.moe import MoeFeedForward
 from cdrmix.model.feed_forward.router import Routed, Router
 from cdrmix.model.layers import AddNorm, TokenEmbedding
 from cdrmix.model.mixers.attention import AttentionCache, RaggedAttentionCache
+from cdrmix.model.prediction import MultiTokenPrediction
 
 Cache = tuple[BlockCache, ...]  # of a model, by layer
 
@@ -37,13 +38,14 @@ class RouterStats(NamedTuple):
 class Output(NamedTuple):
     """The result of a forward pass: hidden states after the final norm [B, T, D], router reports, the cache if wanted,
     the mean of the plastic adapters' own objective (a scalar; None without adapters); the reports of the branches that
-    skip tokens (None without `model.depth`)."""
+    skip tokens (None without `model.depth`); the caches after each token if wanted."""
 
     hidden_BTD: Tensor
     router: RouterStats | None
     cache: Cache | None
     correlation: Tensor | None
     depth: DepthStats | None = None
+    caches: tuple[Cache, ...] | None = None
 
 
 class LanguageModel(nn.Module):
@@ -94,6 +96,12 @@ class LanguageModel(nn.Module):
             for kind, block in zip(config.mixers, blocks, strict=True):
                 block.plastic = make_adapters(kind, block.mixer, reasoning.plastic_lora, reasoning.chunk)
         self.adapters = sum(len(block.plastic) for block in blocks if block.plastic is not None)
+        # Drawn last, as the adapters: the rest of the model has the same parameters without it.
+        self.prediction = (
+            None
+            if config.prediction is None
+            else MultiTokenPrediction(config, activation_checkpointing=activation_checkpointing)
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -117,6 +125,7 @@ class LanguageModel(nn.Module):
         cu_seqlens: Tensor | None = None,
         cache: Cache | None = None,
         return_cache: bool = False,
+        token_by_token: bool = False,
         prefix_BPD: Tensor | None = None,
         fast_weights: FastWeightOptions | None = None,
     ) -> Output:
@@ -126,6 +135,10 @@ class LanguageModel(nn.Module):
         cache: continues an earlier call's rows (one document a row, so not together with cu_seqlens).
         return_cache: with cu_seqlens the cache has a row for each document. ValueError for an empty document, and for a
             model with plastic adapters, which count chunks from the start of a row.
+        token_by_token: with `cache` and one row, `Output.caches` has the cache after each token. All parts but those
+            that mix tokens see the tokens as rows of one token. So where the bits of a row do not depend on other rows
+            (`kernels/common/products.py`) each token has the bits of a pass of its own. ValueError for other arguments,
+            with gradients, and for a model with plastic adapters.
         prefix_BPD: vectors in front of each row's tokens, read like embeddings; nothing is given or written for them.
         fast_weights: options for a model with plastic adapters; None: the defaults.
         """
@@ -141,6 +154,11 @@ class LanguageModel(nn.Module):
             found = f"{ids_BT.dtype} {list(ids_BT.shape)}" if isinstance(ids_BT, Tensor) else type(ids_BT).__name__
             raise ValueError(f"ids must be an int64 or int32 tensor [B, T]; found {found}")
         batch, length = ids_BT.shape
+        past = _past(cache, ids_BT.device)
+        if token_by_token:
+            self._check_token_by_token(batch, cache)
+            past = past + torch.arange(length, device=ids_BT.device)
+            ids_BT, batch, length = ids_BT.mT, length, 1
         if not ids_BT.numel():
             raise ValueError(f"ids are {batch} rows of {length} tokens: give at least one token, in every process")
         prefix = 0 if prefix_BPD is None else prefix_BPD.shape[1]
@@ -151,13 +169,14 @@ class LanguageModel(nn.Module):
             batch,
             prefix + length,
             cu_seqlens,
-            _past(cache, ids_BT.device),
+            past,
             ids_BT.device,
             attends=self.attends,
             prefix=prefix,
-            keep_cache=return_cache,
+            keep_cache=return_cache or token_by_token,
             dtype=torch.promote_types(self.embedding.weight.dtype, torch.float32),
         )
+        context = context._replace(token_by_token=token_by_token)
         starts_BT = None if context.starts_BT1 is None else context.starts_BT1.squeeze(-1)
         if options.cu_seqlens is not None:
             starts_BT = ops.document_starts(options.cu_seqlens, batch, length)
@@ -170,7 +189,7 @@ class LanguageModel(nn.Module):
         if prefix_BPD is not None:
             x = torch.cat([prefix_BPD.to(x), x], 1)
         y: Tensor | None = None  # a branch's output, which the next norm adds to the stream x
-        caches: list[BlockCache] = []
+        caches: list[Any] = []
         reports: list[Routed] = []
         correlations: list[Tensor] = []
         gated: list[Gated] = []
@@ -194,7 +213,16 @@ class LanguageModel(nn.Module):
         if prefix:
             x, y = x[:, prefix:], None if y is None else y[:, prefix:]
         _, hidden_BTD = self.final_norm(x, y)
+        if token_by_token:
+            return Output(hidden_BTD.transpose(0, 1), router, None, objective, depth, tuple(zip(*caches, strict=True)))
         return Output(hidden_BTD, router, tuple(caches) if return_cache else None, objective, depth)
+
+    def _check_token_by_token(self, rows: int, cache: Cache | None) -> None:
+        ragged = any(isinstance(block.mixer, RaggedAttentionCache) for block in cache or ())
+        if rows != 1 or cache is None or ragged or self.adapters or torch.is_grad_enabled():
+            raise ValueError(
+                "token_by_token needs one row, its cache, a model without plastic adapters, and no gradients"
+            )
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """Hidden states [..., D] -> logits [..., V] in float32 at least."""

@@ -1,4 +1,4 @@
-"""The training loss in one forward pass: the next-token loss and the routers' losses."""
+"""The training loss in one forward pass: the next-token loss, that of further depths, and the routers' losses."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from cdrmix import ops
 from cdrmix.model.depth import DepthStats
 from cdrmix.model.language_model import LanguageModel, RouterStats
+from cdrmix.model.prediction import Depths, PredictionSums, prediction_sums
 
 
 class Losses(NamedTuple):
     """The terms of one micro-batch. Summing `total` over a global batch's micro-batches gives the global loss.
 
     next_token_sum: sum of weight * cross-entropy, nats. load_balance, z_loss: means over layers, unweighted.
+    prediction_2K: of multi-token prediction, `PredictionSums.nats_2K`.
     """
 
     total: Tensor
@@ -25,6 +27,7 @@ class Losses(NamedTuple):
     z_loss: Tensor
     router: RouterStats | None
     depth: DepthStats | None = None
+    prediction_2K: Tensor | None = None
 
 
 class LossModule(nn.Module, ABC):
@@ -53,22 +56,32 @@ class LossModule(nn.Module, ABC):
         token_count: float,
         share: float = 1.0,
         together: bool = False,
+        prediction: Depths | None = None,
     ) -> Losses:
         """token_count: sum of the weights over the global batch; share: 1 / the number of its micro-batches.
 
         weights_BT may also be [S, B, T]: S sets of weights for the same tokens. Then next_token_sum is [S], and total
         too; together: total is of the sum of the sets, a scalar.
+        prediction: adds the losses of the further depths of multi-token prediction, divided by the same count; total is
+            then a scalar, and next_token_sum has no gradient. None: the next token alone, as in every evaluation.
         """
         hidden, router, depth = self._hidden(ids_BT, cu_seqlens)
-        next_token = self._next_token_sum(
-            hidden.reshape(-1, hidden.shape[-1]), targets_BT.reshape(-1), weights_BT.flatten(-2)
-        )
-        total = (next_token.sum() if together else next_token) / token_count
+        prediction_2K = None
+        if prediction is None:
+            next_token = self._next_token_sum(
+                hidden.reshape(-1, hidden.shape[-1]), targets_BT.reshape(-1), weights_BT.flatten(-2)
+            )
+            total = (next_token.sum() if together else next_token) / token_count
+        else:
+            loss, next_token, prediction_2K = self._prediction_sums(
+                hidden, ids_BT, targets_BT, weights_BT, cu_seqlens, prediction
+            )
+            total = loss / token_count
         load_balance = z_loss = torch.zeros((), device=total.device)
         if router is not None:
             load_balance, z_loss = router.load_balance_L.mean(), router.z_loss_L.mean()
             total = total + self._router_loss(load_balance, z_loss, share)
-        return Losses(total, next_token, load_balance, z_loss, router, depth)
+        return Losses(total, next_token, load_balance, z_loss, router, depth, prediction_2K)
 
     @abstractmethod
     def _hidden(
@@ -79,6 +92,18 @@ class LossModule(nn.Module, ABC):
     @abstractmethod
     def _next_token_sum(self, hidden_RD: Tensor, targets_R: Tensor, weights_R: Tensor) -> Tensor:
         """Sum of weight * cross-entropy, nats, float32 scalar; [S] for S sets of weights [S, R]."""
+
+    def _prediction_sums(
+        self,
+        hidden_BTD: Tensor,
+        ids_BT: Tensor,
+        targets_BT: Tensor,
+        weights_BT: Tensor,
+        cu_seqlens: Tensor | None,
+        depths: Depths,
+    ) -> PredictionSums:
+        """The losses of all depths. Raises ValueError for a model that predicts the next token alone."""
+        raise ValueError("depths were given to a model without multi-token prediction (model.prediction)")
 
     @abstractmethod
     def _router_loss(self, load_balance: Tensor, z_loss: Tensor, share: float) -> Tensor:
@@ -103,6 +128,21 @@ class LossModel(LossModule):
     def _next_token_sum(self, hidden_RD: Tensor, targets_R: Tensor, weights_R: Tensor) -> Tensor:
         targets = targets_R.expand(weights_R.shape)
         return ops.linear_cross_entropy(hidden_RD, self.language_model.head_weight, targets, weights=weights_R)
+
+    def _prediction_sums(
+        self,
+        hidden_BTD: Tensor,
+        ids_BT: Tensor,
+        targets_BT: Tensor,
+        weights_BT: Tensor,
+        cu_seqlens: Tensor | None,
+        depths: Depths,
+    ) -> PredictionSums:
+        model = self.language_model
+        arguments = hidden_BTD, ids_BT, targets_BT, weights_BT, cu_seqlens, depths
+        if model.prediction is None:
+            return super()._prediction_sums(*arguments)
+        return prediction_sums(model.prediction, lambda: model.head_weight, model.embedding, *arguments)
 
     def _router_loss(self, load_balance: Tensor, z_loss: Tensor, share: float) -> Tensor:
         config = self.language_model.config.feed_forward

@@ -9,6 +9,7 @@ the optimizer, and operations of a kernel beyond its formula (a chunked recurren
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cdrmix.config.schema import Config, Model
@@ -35,7 +36,8 @@ class TokenFlops:
     tokens, here as in the other parts. attention: queries with keys and weights with values, over
     the causal half of a row as one document; shorter documents need fewer. rwkv7, mamba2: the recurrences; mamba2 with
     its short convolution. recomputed: operations that activation checkpointing repeats. muon: those of one update of
-    all matrices, divided by the tokens of a step.
+    all matrices, divided by the tokens of a step. prediction: everything for the further depths of multi-token
+    prediction, whose parameters are not among the active ones.
     """
 
     active_parameters: int
@@ -45,11 +47,12 @@ class TokenFlops:
     mamba2: int
     recomputed: int
     muon: int = 0
+    prediction: int = 0
 
     @property
     def total(self) -> int:
         """The operations of the model, forward and backward, without recomputation: for MFU."""
-        return self.parameters + self.attention + self.rwkv7 + self.mamba2
+        return self.parameters + self.attention + self.rwkv7 + self.mamba2 + self.prediction
 
     @property
     def executed(self) -> int:
@@ -64,32 +67,65 @@ def training_flops_per_token(config: Config) -> TokenFlops:
     model = config.model
     count = count_parameters(model)
     head = model.vocab_size * model.d_model
-    active = count.total_active - (0 if model.tie_embeddings else head)
-    mamba, inner = model.mamba, model.mamba.expand * model.d_model
-    taps_of_layer = 2 * mamba.conv_width * (inner + 2 * mamba.groups * mamba.d_state)
-    attention = states = scanned = taps = 0
-    for layer, mixer in enumerate(model.mixers):
-        kept = capacity(model) if model.skips(layer, "mixer") else 1
-        if mixer == "attention":
-            # A kept token has (T + 1) / 2 keys on average over a row of T that are kept, with 2 D operations each for
-            # scores and for values.
-            attention += round(kept * 2 * model.d_model * (kept * config.data.row_length + 1))
-        elif mixer == "rwkv7":
-            states += round(kept * model.d_model * model.rwkv.head_size)
-        elif mixer in ("mamba2", "routing_mamba"):
-            scanned += round(kept * inner * mamba.d_state)
-            taps += round(kept * taps_of_layer)
+    active = count.total_active - count.active["prediction"] - (0 if model.tie_embeddings else head)
+    kept = [capacity(model) if model.skips(layer, "mixer") else 1.0 for layer in range(model.layers)]
+    mixing, again = _mixing(model, model.mixers, kept, config.data.row_length)
+    further, further_again = (0, 0) if model.prediction is None else _prediction(config, count.stored["prediction"])
     computed = active - round((1 - capacity(model)) * count.skipping)
-    again = 2 * (computed - head) + attention + RWKV7_FORWARD * states + MAMBA2_FORWARD * scanned + taps  # not the head
+    again += 2 * (computed - head) + further_again  # the head is not recomputed
     return TokenFlops(
         active_parameters=active,
         parameters=2 * PRODUCT * computed,
-        attention=PRODUCT * attention,
-        rwkv7=(RWKV7_FORWARD + RWKV7_BACKWARD) * states,
-        mamba2=(MAMBA2_FORWARD + MAMBA2_BACKWARD) * scanned + PRODUCT * taps,
+        **mixing,
         recomputed=again if config.train.activation_checkpointing else 0,
         muon=optimizer_size(config).operations // (config.train.batch_rows * config.data.row_length),
+        prediction=further,
     )
+
+
+def _mixing(model: Model, mixers: Sequence[str], kept: Sequence[float], row_length: int) -> tuple[dict[str, int], int]:
+    """The operations of mixers without their parameters, by field of TokenFlops, and those of the forward pass.
+
+    kept: the share of the tokens that each mixer computes.
+    """
+    attention = states = scanned = taps = 0
+    mamba, inner = model.mamba, model.mamba.expand * model.d_model
+    for mixer, share in zip(mixers, kept, strict=True):
+        if mixer == "attention":
+            # A kept token has (T + 1) / 2 keys on average over a row of T that are kept, with 2 D operations each for
+            # scores and for values.
+            attention += round(share * 2 * model.d_model * (share * row_length + 1))
+        elif mixer == "rwkv7":
+            states += round(share * model.d_model * model.rwkv.head_size)
+        elif mixer in ("mamba2", "routing_mamba"):
+            scanned += round(share * inner * mamba.d_state)
+            taps += round(share * 2 * mamba.conv_width * (inner + 2 * mamba.groups * mamba.d_state))
+    parts = {
+        "attention": PRODUCT * attention,
+        "rwkv7": (RWKV7_FORWARD + RWKV7_BACKWARD) * states,
+        "mamba2": (MAMBA2_FORWARD + MAMBA2_BACKWARD) * scanned + PRODUCT * taps,
+    }
+    return parts, attention + RWKV7_FORWARD * states + MAMBA2_FORWARD * scanned + taps
+
+
+def _prediction(config: Config, own: int) -> tuple[int, int]:
+    """The operations of the further depths, and those that activation checkpointing repeats. own: their parameters.
+
+    Their losses, and the depths themselves if they do not mix tokens, are computed at one token of `every`. With
+    `detach` an output head has no gradient, or its input has none: 4 operations an element instead of 6.
+    """
+    model = config.cdrmix_model
+    assert model.prediction is not None
+    section, further = model.prediction, model.prediction.tokens - 1
+    if section.kind == "shared":
+        return 0, 0  # the head's product is that of the next token
+    heads = further * model.vocab_size * model.d_model * (4 if section.detach else 2 * PRODUCT) // section.every
+    if section.kind == "heads":
+        return heads, 0
+    if section.kind != "sequential":
+        return heads + 2 * PRODUCT * own // section.every, 0
+    mixing, again = _mixing(model, [section.mixer] * further, [1.0] * further, config.data.row_length)
+    return heads + 2 * PRODUCT * own + sum(mixing.values()), 2 * own + again
 
 
 def capacity(model: Model) -> float:

@@ -17,7 +17,7 @@ from cdrmix.units import amount
 
 PARTS = (
     *("embedding", "attention", "time-mix", "mamba", "router", "experts", "feed-forward", "channel-mix", "norms"),
-    *("head", "adapters", "stage B heads"),
+    *("head", "prediction", "adapters", "stage B heads"),
 )
 UNITS = {"m": 10**6, "b": 10**9, "t": 10**12}
 
@@ -28,6 +28,8 @@ class ParameterCount:
 
     stored: in the files. active: used by one token: all parameters except those of experts, and top_k of the experts. A
     tied embedding counts once, under embedding. skipping: of the active ones, those in branches that skip tokens.
+    prediction: the further depths of multi-token prediction, which one token of `every` uses in training, and
+    generation only for drafts.
     """
 
     stored: dict[str, int]
@@ -92,7 +94,7 @@ def _skips(config: Model, name: str) -> bool:
 
 def _part(model: LanguageModel, name: str) -> str:
     parts = name.split(".")
-    if parts[0] in ("embedding", "head"):
+    if parts[0] in ("embedding", "head", "prediction"):
         return parts[0]
     if parts[0] in ("embedding_norm", "final_norm"):
         return "norms"

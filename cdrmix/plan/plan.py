@@ -151,8 +151,9 @@ def _trained_and_exported(config: Config) -> tuple[int, int]:
     """The parameters that a checkpoint holds, and the bytes of the exported weights."""
     model = config.model
     if isinstance(model, Model):
-        stored = count_parameters(model).total_stored
-        return stored, FP32 * stored
+        count = count_parameters(model)
+        dropped = count.stored["prediction"] if config.export.prediction_heads == "drop" else 0
+        return count.total_stored, FP32 * (count.total_stored - dropped)
     size = foreign_size(config)
     adapters = size.stored.get("adapters", 0)
     exported = adapters if model.lora is not None and config.export.lora == "adapter" else size.total_stored - adapters
@@ -192,6 +193,7 @@ def plan_table(plan: Plan) -> str:
         "attention": (flops.attention, "scores and values over the causal half of a row"),
         "rwkv7": (flops.rwkv7, "the recurrence"),
         "mamba2": (flops.mamba2, "the recurrence and its convolution"),
+        "prediction": (flops.prediction, "the further depths of multi-token prediction"),
         "total": (flops.total, "of the model, for MFU"),
         "recomputed": (flops.recomputed, "additional, by activation checkpointing"),
         "muon": (flops.muon, f"additional, by the optimizer: {flops.muon / flops.total:.1%} of the model's"),

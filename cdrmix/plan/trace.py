@@ -25,6 +25,7 @@ from cdrmix.config.schema import Config, Model
 from cdrmix.errors import ConfigError
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.model.loss import LossModel
+from cdrmix.model.prediction import Depths
 from cdrmix.ops import weights as compute_weights
 from cdrmix.ops.backend import Platform, assume_platform
 from cdrmix.plan.workspace import workspace
@@ -239,8 +240,11 @@ def _run(traced: _TraceInput, layers: int) -> _TraceResult:
         documents = torch.zeros(rows * max(1, length // DOCUMENT_TOKENS) + 1, dtype=torch.int32)
         live.leave_out([*parameters, *model.buffers(), ids, weights, documents])
         live.leave_out(parameter.grad for parameter in parameters)
+        section = traced.model.prediction
+        depths = None if section is None else Depths(section.depth_weights, 0)
         with live:
-            losses = Autocast(model, "cpu", dtype)(ids, ids, weights, documents, float(rows * length))
+            arguments = ids, ids, weights, documents, float(rows * length), 1.0, False, depths
+            losses = Autocast(model, "cpu", dtype)(*arguments)
             copies = sum(live.set_aside(copy) for copy in compute_weights.copies(parameters))
             saved = live.by_operator()
             forward = len(live.levels)

@@ -73,6 +73,7 @@ def page(
         _held_out(summary.get("held_out")),
         *results,
         f"<h2>Curves</h2>{picture(curves, CURVES)}",
+        _depths(rows),
         _router(rows),
         _depth(rows),
         picture(loads, "Load of each expert over the steps: one heat map for each block") if loads else "",
@@ -129,6 +130,26 @@ def _held_out(held_out: Mapping[str, Any] | None) -> str:
         f'<p class="soft">{held_out["tokens"]:,} predicted tokens, {held_out["text_bytes"]:,} bytes; lower is better. '
         "Unigram is the entropy of the distribution of the held-out tokens. gzip and zstd compress the whole held-out "
         "text as one stream.</p>"
+    )
+
+
+def _depths(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The losses of multi-token prediction, of the last steps at which every depth has one."""
+    known = [row for row in rows if row.get("prediction_losses")]
+    most = max((len(row["prediction_losses"]) for row in known), default=0)
+    last = [row for row in known if len(row["prediction_losses"]) == most][-LAST_ROWS:]
+    if not last:
+        return ""
+    means = {"1": sum(row["next_token_loss"] for row in last) / len(last)}
+    means |= {
+        depth: sum(row["prediction_losses"][depth] for row in last) / len(last)
+        for depth in last[-1]["prediction_losses"]
+    }
+    body = "".join(f"<tr><td>{escaped(depth)}</td><td>{nats:.3f}</td></tr>" for depth, nats in means.items())
+    return (
+        f'<h2>Depths of multi-token prediction, mean of {len(last)} logged steps</h2><div class="scroll">'
+        f"<table><tr><th>depth</th><th>nats per token</th></tr>{body}</table></div>"
+        '<p class="soft">Depth 1 is the next token. Evaluation counts depth 1 alone.</p>'
     )
 
 

@@ -35,6 +35,7 @@ from cdrmix.config.schema import Config
 from cdrmix.data.batch import Batch
 from cdrmix.errors import ConfigError
 from cdrmix.model.loss import Losses
+from cdrmix.model.prediction import Depths
 from cdrmix.ops import weights as compute_weights
 from cdrmix.training.compiling import mark_documents
 from cdrmix.training.distributed import DistributedContext, any_threads
@@ -266,12 +267,14 @@ class Engine:
         for group in self.optimizer.param_groups:
             group["lr"] = own.get(group["schedule"], rate) * group["multiplier"]
 
-    def forward(self, batch: Batch, *, last: bool) -> Losses:
-        """The losses of a micro-batch. last: the step ends with it, and its backward pass reduces the gradients."""
+    def forward(self, batch: Batch, *, last: bool, prediction: Depths | None = None) -> Losses:
+        """The losses of a micro-batch. last: the step ends with it, and its backward pass reduces the gradients.
+
+        prediction: as of LossModule.
+        """
         here = self.placed(batch)
-        losses: Losses = self.evaluate(
-            here.ids_BT, here.targets_BT, here.weights_BT, here.cu_seqlens_N, here.token_count, self.share, last=last
-        )
+        arguments = here.ids_BT, here.targets_BT, here.weights_BT, here.cu_seqlens_N, here.token_count, self.share
+        losses: Losses = self.evaluate(*arguments, *(() if prediction is None else (False, prediction)), last=last)
         return losses
 
     def placed(self, batch: Batch) -> Batch:

@@ -25,7 +25,8 @@ class StepRecord:
     `Model.skipping`. valid_*: on steps that were validated. valid_domains: domain -> bits per byte, if there are
     several. parts, valid_parts: part of the loss -> nats per token, with data.objectives.weights; held-out chains of
     thought and held-out documents in the order of fill in the middle are parts, and bits per byte are of the text as
-    it is. preferences: of pairs, measure -> mean; then loss and next_token_loss are of a pair.
+    it is. preferences: of pairs, measure -> mean; then loss and next_token_loss are of a pair. prediction_losses: of
+    multi-token prediction, depth -> nats per token; depth 1 is next_token_loss.
     """
 
     step: int
@@ -51,6 +52,7 @@ class StepRecord:
     valid_parts: dict[str, float] = field(default_factory=dict)
     preferences: dict[str, float] = field(default_factory=dict)
     valid_preferences: dict[str, float] = field(default_factory=dict)
+    prediction_losses: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
+
 from cdrmix.config.schema import Config
 from cdrmix.data.batch import Batch, PartCount
 from cdrmix.data.loader import TrainLoader
@@ -12,6 +14,7 @@ from cdrmix.training.distributed import DistributedContext
 from cdrmix.training.engine import Engine
 from cdrmix.training.metrics import StepRecord
 from cdrmix.training.objective import Outcome, StepFacts, StepTotals
+from cdrmix.training.prediction_losses import PredictionLosses
 from cdrmix.training.row_objective import RowObjective
 
 
@@ -22,11 +25,13 @@ class PartedPretraining(RowObjective):
     and their losses are known apart.
     """
 
-    measures = (*PARTS, "load_balance", "z_loss")
+    measures: tuple[str, ...] = (*PARTS, "load_balance", "z_loss")
 
     def __init__(self, config: Config, loader: TrainLoader, world: DistributedContext) -> None:
         super().__init__(config, loader, world)
         assert loader.weighting is not None
+        self._prediction = PredictionLosses(config)
+        self.measures += self._prediction.measures
         self._parts: tuple[PartCount, ...] = ()  # of the global batch at hand
 
     def micro_batches(self, engine: Engine, step: int) -> list[Batch]:
@@ -41,13 +46,17 @@ class PartedPretraining(RowObjective):
         # of a batch without any part one set, of weights that are all 0
         weights_PBT = batch.part_weights([part.number for part in batch.parts] or [0])
         arguments = batch.ids_BT, batch.targets_BT, weights_PBT, batch.cu_seqlens_N, batch.token_count
-        losses = engine.evaluate(*arguments, engine.share, True, last=last)
+        prediction = self._prediction.at(micro_batch.step)
+        further = () if prediction is None else (prediction,)
+        losses = engine.evaluate(*arguments, engine.share, True, *further, last=last)
         nats_P = losses.next_token_sum.detach().float()
-        sums = nats_P.new_zeros(len(self.measures))
-        for part, nats in zip(batch.parts, nats_P, strict=False):
-            sums[part.number] = nats
-        sums[-2], sums[-1] = losses.load_balance.detach(), losses.z_loss.detach()
-        return Outcome(losses.total, sums, losses.router)
+        sums = dict.fromkeys(self.measures, nats_P.new_zeros(()))
+        sums |= {part.name: nats for part, nats in zip(batch.parts, nats_P, strict=False)}
+        sums |= {"load_balance": losses.load_balance, "z_loss": losses.z_loss}
+        sums |= dict(zip(self._prediction.measures, self._prediction.sums(losses), strict=True))
+        return Outcome(
+            losses.total, torch.stack([each.detach().float() for each in sums.values()]), losses.router, losses.depth
+        )
 
     def loss(self, totals: StepTotals) -> float:
         """Nats a token over all parts, each token counted alike."""
@@ -58,4 +67,5 @@ class PartedPretraining(RowObjective):
     def record(self, facts: StepFacts, totals: StepTotals) -> StepRecord:
         """The step with the loss of each part, in nats a token."""
         means = {part.name: totals.sums[part.name] / part.factor / part.tokens for part in self._parts}
-        return dataclasses.replace(super().record(facts, totals), parts=means)
+        further = self._prediction.means(totals)
+        return dataclasses.replace(super().record(facts, totals), parts=means, prediction_losses=further)

@@ -40,8 +40,9 @@ from cdrmix.training.distributed import DistributedContext, join, thread_numbers
 from cdrmix.training.engine import Engine, make_engine
 from cdrmix.training.faults import memory_guard
 from cdrmix.training.metrics import StepRecord
-from cdrmix.training.objective import Outcome, StepTotals
+from cdrmix.training.objective import Outcome, StepFacts, StepTotals
 from cdrmix.training.parts import PartedPretraining
+from cdrmix.training.prediction_losses import PredictionLosses
 from cdrmix.training.preferences import (
     PreferenceOptimization,
     PreferenceValidation,
@@ -146,14 +147,20 @@ def make_objective(
 
 
 class Pretraining(RowObjective):
-    """Next-token prediction as the trainer's objective."""
+    """Next-token prediction as the trainer's objective, or that of several tokens (model.prediction)."""
 
-    measures = ("next_token_sum", "load_balance", "z_loss")
+    measures: tuple[str, ...] = ("next_token_sum", "load_balance", "z_loss")
+
+    def __init__(self, config: Config, loader: TrainLoader, world: DistributedContext) -> None:
+        super().__init__(config, loader, world)
+        self._prediction = PredictionLosses(config)
+        self.measures += self._prediction.measures
 
     def forward(self, engine: Engine, micro_batch: Batch, *, last: bool) -> Outcome:
         """The loss model's forward pass."""
-        losses = engine.forward(micro_batch, last=last)
-        terms = (losses.next_token_sum, losses.load_balance, losses.z_loss)
+        prediction = self._prediction.at(micro_batch.step)
+        losses = engine.forward(micro_batch, last=last, prediction=prediction)
+        terms = [losses.next_token_sum, losses.load_balance, losses.z_loss, *self._prediction.sums(losses)]
         return Outcome(
             losses.total, torch.stack([term.detach().float() for term in terms]), losses.router, losses.depth
         )
@@ -161,6 +168,10 @@ class Pretraining(RowObjective):
     def loss(self, totals: StepTotals) -> float:
         """Nats a token."""
         return totals.sums["next_token_sum"] / self._token_count
+
+    def record(self, facts: StepFacts, totals: StepTotals) -> StepRecord:
+        """The step, with the loss of each further depth that has a weight at it."""
+        return dataclasses.replace(super().record(facts, totals), prediction_losses=self._prediction.means(totals))
 
 
 class Validation:

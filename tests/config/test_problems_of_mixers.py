@@ -129,6 +129,42 @@ BROKEN = {
             allowed: feed_forward in a run with a section reasoning: its adapters and memories read every token of a \
 mixer""",
     ),
+    "weights of other depths than there are": (
+        "layers: 4",
+        "layers: 4\n  prediction: {tokens: 3, weights: [1, 0.5]}",
+        """\
+        run.yaml:4: model.prediction.weights: found [1, 0.5] (a list)
+            allowed: null, or model.prediction.tokens=3 weights""",
+    ),
+    "another weight of the next token than 1": (
+        "layers: 4",
+        "layers: 4\n  prediction: {tokens: 2, weights: [0.5, 0.5]}",
+        """\
+        run.yaml:4: model.prediction.weights[0]: found 0.5 (a number)
+            allowed: 1: the weight of the next token""",
+    ),
+    "a mixer of the depths that is none": (
+        "layers: 4",
+        "layers: 4\n  prediction: {kind: sequential, mixer: mamba}",
+        """\
+        run.yaml:4: model.prediction.mixer: found 'mamba' (text)
+            allowed: one of attention, rwkv7, mamba2
+            did you mean 'mamba2'?""",
+    ),
+    "blocks of the depths with heads that do not divide the width": (
+        "  layers: 4\n  attention: {heads: 4}",
+        "  layers: 4\n  attention_fraction: 0\n  prediction: {kind: sequential}\n  attention: {heads: 3}",
+        """\
+        run.yaml:5: model.prediction: no value of mixer fits
+            allowed: x""",
+    ),
+    "depths without parameters that shall be detached": (
+        "layers: 4",
+        "layers: 4\n  prediction: {kind: shared, detach: true}",
+        """\
+        run.yaml:4: model.prediction.detach: found true
+            allowed: false, or another model.prediction.kind than shared, which has no parameters""",
+    ),
 }
 
 

@@ -10,6 +10,7 @@ pytest.importorskip("pydantic", reason="needs pydantic, which is not installed")
 import torch
 
 from cdrmix.config.schema import Attention, FeedForward, Mamba, Model, Rwkv
+from cdrmix.config.schema_prediction import Prediction
 from cdrmix.model.language_model import LanguageModel
 
 MakeModel = Callable[..., LanguageModel]
@@ -35,6 +36,7 @@ def make_model() -> MakeModel:
         activation_checkpointing: bool = False,
         mixer_layers: dict[str, list[int]] | None = None,
         bias_update_rate: float = 0.0,
+        prediction: Prediction | None = None,
     ) -> LanguageModel:
         config = Model(
             vocab_size=23,
@@ -56,6 +58,7 @@ def make_model() -> MakeModel:
                 activation=activation,  # type: ignore[arg-type]
                 bias_update_rate=bias_update_rate,
             ),
+            prediction=prediction,
         )
         torch.manual_seed(seed)
         model = LanguageModel(config, activation_checkpointing=activation_checkpointing).double()

@@ -10,6 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cdrmix.config.schema import Config
 from cdrmix.model.language_model import LanguageModel
+from cdrmix.model.loss import LossModel
+from cdrmix.model.prediction import Depths
 from cdrmix.plan.flops import training_flops_per_token
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -76,3 +78,28 @@ def test_pytorch_counts_as_many_in_the_matrices(overrides: list[str]) -> None:
     experts = 0 if config.model.feed_forward.kind != "moe" else 6 * 4 * 2 * 128 * 256  # an operator of ours
     # The vectors' share is no product: norms and mixes, 0.3 % here.
     assert counted + experts == pytest.approx(training_flops_per_token(config).parameters, rel=0.005)
+
+
+@pytest.mark.parametrize("kind", ["maps", "chain", "sequential"])
+def test_pytorch_counts_as_many_in_the_further_depths(kind: str) -> None:
+    every, tokens = 2, 3
+    section = f"model.prediction={{kind: {kind}, tokens: {tokens}, every: {every}, mixer: attention}}"
+    config = Config.from_yaml(CONFIGS / "cdrmix-core-tiny.yaml", [section, "data.row_length=64"])
+    torch.manual_seed(1)
+    model = LossModel(LanguageModel(config.cdrmix_model))
+    ids = torch.zeros(2, 64, dtype=torch.long)
+    counts = []
+    for depths in (None, Depths((0.1,) * (tokens - 1), 0)):
+        counter = FlopCounterMode(display=False)
+        with counter:
+            model(ids, ids, torch.ones(2, 64), None, 128.0, 1.0, depths).total.backward()
+        found = counter.get_flop_counts()["Global"]
+        counts.append((found[torch.ops.aten.mm] + found.get(torch.ops.aten.addmm, 0)) / 128)
+    flops = training_flops_per_token(config)
+    heads = 6 * (tokens - 1) * 4096 * 128 // every  # in an operator of ours, as are the products of attention
+    scores = 3 * (tokens - 1) * 2 * 128 * 65 if kind == "sequential" else 0
+    # Norms are parameters and no products: 2 % here.
+    assert counts[1] - counts[0] == pytest.approx(flops.prediction - heads - scores, rel=0.02)
+    plain = training_flops_per_token(Config.from_yaml(CONFIGS / "cdrmix-core-tiny.yaml", ["data.row_length=64"]))
+    assert flops.total == plain.total + flops.prediction
+    assert flops.parameters == plain.parameters

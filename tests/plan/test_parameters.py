@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cdrmix.config.schema import Attention, Config, FeedForward, Mamba, Model, Rwkv
+from cdrmix.config.schema_prediction import Prediction
 from cdrmix.plan.parameters import count_parameters, parameter_table
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -55,6 +56,7 @@ def test_a_small_model_has_exactly_the_parameters_counted_by_hand() -> None:
         "channel-mix": 0,
         "norms": (2 * layers + 2) * 2 * d,
         "head": 0,
+        "prediction": 0,
         "adapters": 0,
         "stage B heads": 0,
     }
@@ -112,3 +114,23 @@ def test_the_table_is_aligned_and_says_how_far_both_totals_are_from_the_name() -
     assert [float(fields[0]), float(fields[2])] == [round(number / 1e9, 2) for number in numbers]
     columns = total.index(f"{count.total_stored:,}") + len(f"{count.total_stored:,}"), len(total)
     assert (of_name.index(" x") + 2, of_name.index(" x", columns[0]) + 2) == columns
+
+
+def test_further_depths_are_counted_by_hand() -> None:
+    d, further, norm = 64, 3, 2 * 64
+    mixer = 2 * d * d + 2 * d * (2 * 16)  # attention, as above
+    dense = 3 * d * (3 * 48)  # SwiGLU of the width of top_k experts
+    by_hand = {
+        "shared": 0,
+        "maps": further * (d * d + norm),
+        "heads": further * 300 * d,
+        "chain": further * (2 * d * 2 * d + 2 * d * d + 3 * norm),
+        "sequential": further * (2 * d * d + mixer + dense + 5 * norm),
+    }
+    plain = count_parameters(small())
+    for kind, expected in by_hand.items():
+        section = Prediction(tokens=1 + further, kind=kind)  # type: ignore[arg-type]
+        ffn = FeedForward(hidden=48, experts=8, top_k=3, activation="swiglu")
+        count = count_parameters(small(prediction=section, feed_forward=ffn))
+        assert count.stored["prediction"] == count.active["prediction"] == expected, kind
+        assert count.stored["embedding"] == plain.stored["embedding"]

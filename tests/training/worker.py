@@ -25,6 +25,7 @@ from cdrmix.inference.checkpoints import newest_whole_checkpoint, read_weights
 from cdrmix.model.feed_forward.moe import MoeFeedForward
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.model.loss import LossModel
+from cdrmix.model.prediction import Depths
 from cdrmix.run_folder import RunFolder
 from cdrmix.runtime import seed_everything
 from cdrmix.training import engine as engine_module
@@ -125,6 +126,18 @@ def gradients(order: dict[str, Any]) -> int:
     return 0
 
 
+def depths(order: dict[str, Any]) -> int:
+    """Holds the engine against plain PyTorch as `gradients`, with multi-token prediction of several kinds."""
+    results = {}
+    for kind, settings in json.loads(order["cases"]):
+        section = f"model.prediction={{tokens: 3, every: 2, kind: {kind}, weights: [1, 0.5, 0.25]}}"
+        varied = {**order, "overrides": [*order["overrides"], section]}
+        results[f"{kind} {settings}"] = compare(varied, [f"train.{setting}" for setting in settings], 2)
+    if rank_size_local_rank()[0] == 0:
+        Path(order["where"]).write_text(json.dumps(results))
+    return 0
+
+
 def compare_scaled(order: dict[str, Any], stage: int, parallel: int = 1) -> dict[str, float]:
     """A step with a loss scale against one without, and what is left of the weights after an overflow: all errors."""
     rank, size, _ = rank_size_local_rank()
@@ -178,6 +191,8 @@ def compare(order: dict[str, Any], overrides: list[str], accumulation: int) -> d
     split = open_shards(Path(order["shards"])).train
     rows = {"row_length": config.data.row_length, "batch_rows": 8, "seed": 5}
 
+    section = config.cdrmix_model.prediction
+    depths = None if section is None else Depths.of(section, 0, 1)
     seed_everything(3)
     plain = build_loss_model(Config.from_yaml(order["config"], order["overrides"]))
     # The routers' losses are means over a micro-batch, so plain PyTorch sees the same micro-batches, of all ranks.
@@ -189,6 +204,7 @@ def compare(order: dict[str, Any], overrides: list[str], accumulation: int) -> d
             batch.cu_seqlens_N,
             batch.token_count,
             1 / accumulation / size,
+            depths,
         ).total.backward()
     expected = {name: parameter.grad.clone() for name, parameter in plain.named_parameters()}
     norm = nn.utils.clip_grad_norm_(plain.parameters(), config.train.gradient_clip).item()
@@ -205,7 +221,7 @@ def compare(order: dict[str, Any], overrides: list[str], accumulation: int) -> d
     assert len(batches) == accumulation
     engine.set_learning_rate(1e-2)
     for batch in batches:
-        engine.backward(engine.forward(batch, last=batch is batches[-1]).total)
+        engine.backward(engine.forward(batch, last=batch is batches[-1], prediction=depths).total)
     if config.train.zero_stage == 3 and size > 1:
         assert all(parameter.numel() == 0 for parameter in model.parameters()), "ZeRO-3 holds a parameter whole"
     worst = 0.0
@@ -452,4 +468,5 @@ def expert_layers(order: dict[str, Any]) -> dict[str, float]:
 if __name__ == "__main__":
     order = json.loads(sys.argv[1])
     jobs = {"train": train, "twice": twice, "repeat": repeat, "gradients": gradients, "experts": experts}
+    jobs["depths"] = depths
     sys.exit(jobs[order["job"]](order))

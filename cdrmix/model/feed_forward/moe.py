@@ -22,11 +22,11 @@ EXPERT_PARAMETERS = ("w_up", "w_down")  # names of the parameters whose first di
 
 
 class FedForward(NamedTuple):
-    """The result of a feed-forward: its output [B, T, D]; its cache, the last token's input [B, D], if it has one; its
-    router's report, if it has one."""
+    """The result of a feed-forward: its output [B, T, D]; its cache, the last token's input [B, D], if it has one (of
+    context.token_by_token that of each token); its router's report, if it has one."""
 
     y: Tensor
-    cache_BD: Tensor | None = None
+    cache_BD: Tensor | tuple[Tensor, ...] | None = None
     routed: Routed | None = None
 
 
@@ -161,6 +161,8 @@ class ChannelMix(nn.Module):
 
     def forward(self, x: Tensor, context: Context, cache_BD: Tensor | None) -> FedForward:
         """x [B, T, D] (normed) -> output and cache; no router report."""
-        shift = ops.token_shift(x, cache_BD, context.starts_BT1) - x
+        shift = ops.token_shift(x, context.last_before(cache_BD, x), context.starts_BT1) - x
         hidden = self.key(torch.addcmul(x, shift, self.x_k)).relu().square()
+        if context.token_by_token:
+            return FedForward(self.value(hidden), x.squeeze(1).split(1))
         return FedForward(self.value(hidden), context.last(x) if context.keep_cache else None)

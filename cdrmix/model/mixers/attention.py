@@ -117,8 +117,16 @@ class Attention(Mixer):
             q, k = self.query_norm(q), self.key_norm(k)
         if context.angles is not None:
             q, k = rotate(q, context.angles), rotate(k, context.angles)
-        after: AttentionCache | RaggedAttentionCache
-        if isinstance(cache, RaggedAttentionCache):
+        after: AttentionCache | RaggedAttentionCache | tuple[AttentionCache, ...]
+        if context.token_by_token:
+            assert isinstance(cache, AttentionCache)
+            state, tokens, states = cache, [], []
+            for each in zip(q.split(1), k.split(1), v.split(1), strict=True):
+                token, state = self._read(state, *each, context)
+                tokens.append(token)
+                states.append(state)
+            y, after = torch.cat(tokens), tuple(states)
+        elif isinstance(cache, RaggedAttentionCache):
             parts = zip(cache.rows, q.split(1), k.split(1), v.split(1), strict=True)
             read = [self._read(*part, context) for part in parts]
             y, after = torch.cat([y for y, _ in read]), RaggedAttentionCache(tuple(row for _, row in read))

@@ -15,8 +15,9 @@ from cdrmix.registry import Registry
 
 
 class Mixed(NamedTuple):
-    """The result of a mixer: its output [B, T, D]; its cache after the last token, a NamedTuple of tensors, if wanted;
-    its router's report, if it has one; of an RWKV-7 block its values [B, T, D], which later ones mix into theirs."""
+    """The result of a mixer: its output [B, T, D]; its cache after the last token, a NamedTuple of tensors, if wanted
+    (of context.token_by_token a tuple of those after each token); its router's report, if it has one; of an RWKV-7
+    block its values [B, T, D], which later ones mix into theirs."""
 
     y: Tensor
     cache: Any = None

@@ -95,9 +95,12 @@ class Mamba2(Mixer):
         """x [B, T, D] (normed) -> its output, and the cache after the last token if wanted."""
         batch, length, _ = x.shape
         gate, x_B_C, step, routing = self.project(x)
-        inputs_BTC = x_B_C
+        inputs_BTC, before_BWC = x_B_C, cache.convolved_BWC if cache else None
+        if context.token_by_token:
+            assert before_BWC is not None
+            before_BWC = torch.cat([before_BWC[0], x_B_C[:-1, 0]]).unfold(0, before_BWC.shape[1], 1).mT
         x_B_C, convolved = causal_convolution(
-            x_B_C, self.conv_weight_WC, self.conv_bias, cache.convolved_BWC if cache else None, context.before_BT1
+            x_B_C, self.conv_weight_WC, self.conv_bias, before_BWC, context.before_BT1
         )
         selecting = self.groups * self.d_state
         x, k, q = _silu(x_B_C).split([self.inner, selecting, selecting], -1)
@@ -107,7 +110,17 @@ class Mamba2(Mixer):
         log_decay = -self.A_log.exp() * dt
         v = (x * dt.unsqueeze(-1)).to(x.dtype)
         last: Tensor | None
-        if length == 1 and cache is not None and context.cu_seqlens is None and not torch.is_grad_enabled():
+        after: MambaCache | tuple[MambaCache, ...] | None = None
+        if context.token_by_token:
+            assert cache is not None
+            state, tokens, states = cache.scan_BHVK, [], []
+            for t in range(batch):
+                q_t, k_t, v_t, log_decay_t = (side[t : t + 1, 0] for side in (q, k, v, log_decay))
+                token, state = ops.ssd_scan_step(q_t, k_t, v_t, log_decay_t, state)
+                tokens.append(token)
+                states.append(MambaCache(convolved[t : t + 1].clone(), state))
+            y, last, after = torch.stack(tokens), None, tuple(states)
+        elif length == 1 and cache is not None and context.cu_seqlens is None and not torch.is_grad_enabled():
             q_t, k_t, v_t, log_decay_t = (side.squeeze(1) for side in (q, k, v, log_decay))
             token, last = ops.ssd_scan_step(q_t, k_t, v_t, log_decay_t, cache.scan_BHVK)
             y = token.unsqueeze(1)
@@ -122,7 +135,6 @@ class Mamba2(Mixer):
                 return_state=context.keep_cache,
             )
         y = (y + self.D.unsqueeze(-1) * x).view(batch, length, self.inner)
-        after = None
         if context.keep_cache and last is not None:
             if context.cu_seqlens is not None:
                 convolved = last_inputs(inputs_BTC, context.cu_seqlens, len(self.conv_weight_WC) - 1)

@@ -86,7 +86,7 @@ class TimeMix(Mixer):
         x_r, x_w, x_k, x_v, x_a, x_g = ops.time_mix_streams(
             x,
             torch.stack([self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g]),
-            cache.last_BD if cache else None,
+            context.last_before(cache.last_BD if cache else None, x),
             None if starts is None else starts.squeeze(-1),
         )
         r = self.projected("receptance", x_r, context).view(batch, length, self.heads, self.head_size)
@@ -104,7 +104,17 @@ class TimeMix(Mixer):
         if self.allow_neg_eigval:  # c = 2, see the class
             b = 2 * b
         last: Tensor | None
-        if length == 1 and cache is not None and cu_seqlens is None and not torch.is_grad_enabled():
+        after: TimeMixCache | tuple[TimeMixCache, ...] | None = None
+        if context.token_by_token:
+            assert cache is not None
+            state, tokens, states = cache.wkv_BHVK, [], []
+            for t in range(batch):
+                r_t, log_w_t, k_t, v_t, a_t, b_t = (side[t : t + 1, 0] for side in (r, log_w, k, v, a, b))
+                token, state = ops.wkv7_step(r_t, log_w_t, k_t, v_t, a_t, b_t, state)
+                tokens.append(token)
+                states.append(TimeMixCache(x[t : t + 1, 0], state))
+            y, last, after = torch.stack(tokens), None, tuple(states)
+        elif length == 1 and cache is not None and cu_seqlens is None and not torch.is_grad_enabled():
             r_t, log_w_t, k_t, v_t, a_t, b_t = (t.squeeze(1) for t in (r, log_w, k, v, a, b))
             token, last = ops.wkv7_step(r_t, log_w_t, k_t, v_t, a_t, b_t, cache.wkv_BHVK)
             y = token.unsqueeze(1)
@@ -114,7 +124,8 @@ class TimeMix(Mixer):
                 r, log_w, k, v, a, b, state=carried, cu_seqlens=cu_seqlens, return_state=context.keep_cache
             )
         mixed = ops.time_mix_output(y, r, k, v, gate, self.r_k, self.ln_x.weight, self.ln_x.bias, self.ln_x.eps)
-        after = TimeMixCache(context.last(x), last) if context.keep_cache and last is not None else None
+        if context.keep_cache and last is not None:
+            after = TimeMixCache(context.last(x), last)
         return Mixed(self.projected("output", mixed, context), after, values=value)
 
 
