@@ -55,8 +55,8 @@ class LossModule(nn.Module, ABC):
         cu_seqlens: Tensor | None,
         token_count: float,
         share: float = 1.0,
-        together: bool = False,
         prediction: Depths | None = None,
+        together: bool = False,
     ) -> Losses:
         """token_count: sum of the weights over the global batch; share: 1 / the number of its micro-batches.
 

@@ -243,7 +243,7 @@ def _run(traced: _TraceInput, layers: int) -> _TraceResult:
         section = traced.model.prediction
         depths = None if section is None else Depths(section.depth_weights, 0)
         with live:
-            arguments = ids, ids, weights, documents, float(rows * length), 1.0, False, depths
+            arguments = ids, ids, weights, documents, float(rows * length), 1.0, depths
             losses = Autocast(model, "cpu", dtype)(*arguments)
             copies = sum(live.set_aside(copy) for copy in compute_weights.copies(parameters))
             saved = live.by_operator()

@@ -274,7 +274,7 @@ class Engine:
         """
         here = self.placed(batch)
         arguments = here.ids_BT, here.targets_BT, here.weights_BT, here.cu_seqlens_N, here.token_count, self.share
-        losses: Losses = self.evaluate(*arguments, *(() if prediction is None else (False, prediction)), last=last)
+        losses: Losses = self.evaluate(*arguments, *(() if prediction is None else (prediction,)), last=last)
         return losses
 
     def placed(self, batch: Batch) -> Batch:

@@ -47,8 +47,7 @@ class PartedPretraining(RowObjective):
         weights_PBT = batch.part_weights([part.number for part in batch.parts] or [0])
         arguments = batch.ids_BT, batch.targets_BT, weights_PBT, batch.cu_seqlens_N, batch.token_count
         prediction = self._prediction.at(micro_batch.step)
-        further = () if prediction is None else (prediction,)
-        losses = engine.evaluate(*arguments, engine.share, True, *further, last=last)
+        losses = engine.evaluate(*arguments, engine.share, prediction, True, last=last)
         nats_P = losses.next_token_sum.detach().float()
         sums = dict.fromkeys(self.measures, nats_P.new_zeros(()))
         sums |= {part.name: nats for part, nats in zip(batch.parts, nats_P, strict=False)}

@@ -125,7 +125,7 @@ def test_values_and_gradients_equal_the_plain_formula(make_model: MakeModel, dat
     )
     batch = batch_of(rows, data.draw(st.integers(0, 9)))
     depths = Depths.of(section, data.draw(st.integers(0, 5)), 6)
-    losses = LossModel(model)(*batch, 7.0, 1.0, prediction=depths)
+    losses = LossModel(model)(*batch, 7.0, 1.0, depths)
     router = LossModel(model)(*batch, 7.0, 1.0)
     plain = plain_loss(model, batch, depths)
     # float64: sums of some 60 terms of size 10; the routers' losses are those of the next-token loss.
@@ -169,7 +169,7 @@ def test_no_target_and_no_token_crosses_a_document(make_model: MakeModel, kind: 
     planted_ids[:, 6:11], planted_targets[:, 6:11] = 22, 21
     depths = Depths.of(section, 0, 1)
     texts = (ids, targets), (planted_ids, planted_targets)
-    one, other = (LossModel(model)(*text, weights, bounds, 1.0, 0.0, prediction=depths) for text in texts)
+    one, other = (LossModel(model)(*text, weights, bounds, 1.0, 0.0, depths) for text in texts)
     assert one.prediction_2K is not None
     assert other.prediction_2K is not None
     # In float64 other tokens of document 1 change the order of the sums of experts, and nothing else.
@@ -177,14 +177,12 @@ def test_no_target_and_no_token_crosses_a_document(make_model: MakeModel, kind: 
     # The last i tokens of a document have no target at depth i + 1.
     assert one.prediction_2K[1].tolist() == [6 + 7 - 2 * shift for shift in (1, 2, 3)]
     # With these weights at the planted tokens they would count: 3 documents have 3 last tokens.
-    every = LossModel(model)(ids, targets, torch.ones_like(weights), bounds, 1.0, 0.0, prediction=depths).prediction_2K
+    every = LossModel(model)(ids, targets, torch.ones_like(weights), bounds, 1.0, 0.0, depths).prediction_2K
     assert every is not None
     assert every[1].tolist() == [18 - 3 * shift for shift in (1, 2, 3)]
-    packed = LossModel(model)(ids, targets, torch.ones_like(weights), bounds, 1.0, 0.0, prediction=depths).total
+    packed = LossModel(model)(ids, targets, torch.ones_like(weights), bounds, 1.0, 0.0, depths).total
     parts = [
-        LossModel(model)(
-            ids[:, a:b], targets[:, a:b], torch.ones(1, b - a).double(), None, 1.0, 0.0, prediction=depths
-        ).total
+        LossModel(model)(ids[:, a:b], targets[:, a:b], torch.ones(1, b - a).double(), None, 1.0, 0.0, depths).total
         for a, b in ((0, 6), (6, 11), (11, 18))
     ]
     torch.testing.assert_close(packed, torch.stack(parts).sum(), rtol=1e-12, atol=0)  # sums of 60 float64 terms
@@ -195,7 +193,7 @@ def test_detached_depths_change_only_their_own_parameters(make_model: MakeModel,
     section = Prediction(tokens=3, kind=kind, detach=True)  # type: ignore[arg-type]
     model = make_model(prediction=section)
     batch = batch_of([[5, 9, 2], [16]], 1)
-    with_depths = gradients(model, LossModel(model)(*batch, 1.0, 1.0, prediction=Depths.of(section, 0, 1)).total)
+    with_depths = gradients(model, LossModel(model)(*batch, 1.0, 1.0, Depths.of(section, 0, 1)).total)
     plain = gradients(model, LossModel(model)(*batch, 1.0, 1.0).total)
     assert all(torch.equal(with_depths[name], gradient) for name, gradient in plain.items())
     assert all(with_depths[name].any() for name in with_depths if name.startswith("prediction."))
@@ -208,8 +206,8 @@ def test_sets_of_weights_share_the_further_depths(make_model: MakeModel) -> None
     first = torch.zeros_like(weights)
     first[:, ::3] = weights[:, ::3]
     depths = Depths.of(section, 1, 2)
-    whole = model(ids, targets, weights, bounds, 1.0, 0.0, prediction=depths)
-    parts = model(ids, targets, torch.stack([first, weights - first]), bounds, 1.0, 0.0, prediction=depths)
+    whole = model(ids, targets, weights, bounds, 1.0, 0.0, depths)
+    parts = model(ids, targets, torch.stack([first, weights - first]), bounds, 1.0, 0.0, depths)
     torch.testing.assert_close(parts.next_token_sum.sum(), whole.next_token_sum, rtol=1e-12, atol=0)
     torch.testing.assert_close(parts.prediction_2K, whole.prediction_2K, rtol=1e-12, atol=0)
 
