@@ -20,7 +20,7 @@ OPTIMIZERS = Registry[Callable[[list[dict[str, Any]], Train], torch.optim.Optimi
 # Weight decay shrinks what multiplies activations; norms, biases, mixing vectors and embeddings are left alone.
 DECAYED: tuple[ParameterKind, ...] = ("projection", "expert")
 # The name under which train.groups may name several kinds.
-FAMILIES: dict[ParameterKind, str] = {
+COARSE_KINDS: dict[ParameterKind, str] = {
     "projection": "matrix",
     "expert": "matrix",
     "low_rank": "vector",
@@ -43,7 +43,7 @@ def parameter_groups(model: nn.Module, train: Train) -> list[dict[str, Any]]:
         if not parameter.requires_grad:
             continue
         kind = kinds[name]
-        key = next((key for key in (kind, FAMILIES.get(kind)) if key in train.groups), None)
+        key = next((key for key in (kind, COARSE_KINDS.get(kind)) if key in train.groups), None)
         own = ParameterGroup() if key is None else train.groups[key]
         decay = own.weight_decay if own.weight_decay is not None else train.weight_decay if kind in DECAYED else 0.0
         multiplier = own.rate * (train.decay_bias_multiplier if kind == "decay_bias" else 1.0)

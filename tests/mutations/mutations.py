@@ -119,9 +119,23 @@ MUTATIONS = (
     Mutation(
         "AdamW: norms and biases are decayed",
         "cdrmix/training/optim.py",
-        '"vector": False,',
-        '"vector": True,',
+        '= ("projection", "expert")',
+        '= ("projection", "expert", "vector")',
         ("tests/training/test_schedule_and_optimizer.py",),
+    ),
+    Mutation(
+        "Muon: gates and ups of SwiGLU experts are orthogonalised as one matrix",
+        "cdrmix/model/layers.py",
+        "INTERLEAVED = Fused(-1, (slice(0, None, 2), slice(1, None, 2)))",
+        "INTERLEAVED = Fused(-1, (slice(0, None),))",
+        ("tests/training/test_muon.py",),
+    ),
+    Mutation(
+        "Muon: processes do not exchange the parameters that they update",
+        "cdrmix/training/muon.py",
+        "            self.ownership.exchange()",
+        "            pass",
+        ("tests/training/test_muon.py::test_processes_share_whole_matrices",),
     ),
     # data
     Mutation(

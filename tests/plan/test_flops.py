@@ -13,6 +13,7 @@ from cdrmix.model.language_model import LanguageModel
 from cdrmix.model.loss import LossModel
 from cdrmix.model.prediction import Depths
 from cdrmix.plan.flops import training_flops_per_token
+from cdrmix.plan.optimizer import optimizer_size
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -103,3 +104,21 @@ def test_pytorch_counts_as_many_in_the_further_depths(kind: str) -> None:
     plain = training_flops_per_token(Config.from_yaml(CONFIGS / "cdrmix-core-tiny.yaml", ["data.row_length=64"]))
     assert flops.total == plain.total + flops.prediction
     assert flops.parameters == plain.parameters
+
+
+def test_muon_takes_less_than_a_twentieth_of_a_released_step() -> None:
+    config = Config.from_yaml(CONFIGS / "cdrmix-core-1b.yaml", ["train.optimizer=muon"])
+    flops = training_flops_per_token(config)
+    assert 0.01 < flops.muon / flops.total < 0.05
+    assert flops.executed == flops.total + flops.muon
+
+
+def test_the_operations_of_muon_are_counted_by_hand() -> None:
+    """Of the experts of core-tiny, with gates and ups apart; and of the projections."""
+    overrides = ["train.optimizer=muon", "model.feed_forward.activation=swiglu", "train.optimizer.iterations=1"]
+    config = Config.from_yaml(CONFIGS / "cdrmix-core-tiny.yaml", overrides)
+    square, wide = 4 * 128**3 + 2 * 128**3, 4 * 128**2 * 256 + 2 * 128**3
+    blocks, experts, projections = 4, 8, 4
+    expected = blocks * (experts * 3 * wide + projections * square)
+    assert optimizer_size(config).operations == expected
+    assert training_flops_per_token(config).muon == expected // (8 * 256)

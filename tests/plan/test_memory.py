@@ -16,6 +16,7 @@ from cdrmix.plan import trace as tracing
 from cdrmix.plan.fit import MAX_MEMORY_SHARE, Remedy, at_most, check_memory, fit
 from cdrmix.plan.machine import Machine, host_memory, machine_for
 from cdrmix.plan.memory import memory_of
+from cdrmix.plan.optimizer import optimizer_size
 from cdrmix.plan.parameters import count_parameters
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -26,6 +27,7 @@ TINY = {
     "core-tiny": [],
     "hybrid-tiny": [],
     "reason-tiny": [],
+    "core-tiny, muon": ["train.optimizer=muon"],
     # Gradients that are there before, and inputs of blocks alone: other moments are the highest.
     "core-tiny, checkpointed": ["train.activation_checkpointing=true", "train.batch_rows=16"],
 }
@@ -256,3 +258,22 @@ def test_a_card_of_the_table_has_its_memory() -> None:
     assert gpu is not None
     machine = machine_for(config, "mi300x", 1)
     assert (machine.platform, machine.memory_bytes) == ("hip", gpu.memory_bytes)
+
+
+def test_muon_has_one_moment_of_matrices() -> None:
+    orthogonalised = optimizer_size(config_of("core-tiny", "train.optimizer=muon")).orthogonalised
+    stored = count_parameters(config_of("core-tiny").cdrmix_model).stored
+    # Four projections of 128 x 128 in each block, and all experts.
+    assert orthogonalised == stored["experts"] + 4 * 4 * 128 * 128
+    projections = optimizer_size(config_of("core-tiny", "train.optimizer={kind: muon, experts: false}"))
+    assert projections.orthogonalised == 4 * 4 * 128 * 128
+    for stage, processes in ((0, 1), ("auto", 2)):
+        state = {}
+        for kind in ("adamw", "muon"):
+            plan = memory_of(
+                config_of("core-tiny", f"train.optimizer={kind}", f"train.zero_stage={stage}"), "cpu", processes
+            )
+            state[kind] = {part.name: part.bytes for part in plan.components}
+        assert state["muon"]["optimizer"] == state["adamw"]["optimizer"] - 4 * orthogonalised // processes
+        assert ("masters" in state["adamw"]) == (processes == 2)
+        assert "masters" not in state["muon"]  # whole parameters are updated in place

@@ -313,10 +313,8 @@ def check(found: dict[str, Any], processes: int) -> None:
     for name, result in found.items():
         if name.startswith("steps"):
             assert result["update"] < UPDATE, name
-            if (
-                processes > 1 and name == "steps 1"
-            ):  # largest first to the emptiest process: at most 4/3 of an even share
-                assert result["share"] < 4 / 3 / processes + 0.1, name
+            if processes > 1:  # the embedding's two moments are half of the state, and have one owner
+                assert result["share"] < 0.8, name
         else:
             assert result is True, name
 
