@@ -150,7 +150,7 @@ def contents(
         "pairs": {"seconds": 0.0, "cpu_seconds": 0.0, "bytes": 0},
     }
     strata = [Stratum("text", 0, 0, 5, 300, 6)]
-    content = gather(make_config(None, **data), stats, near_duplicates or {}, REPORT, stages, strata)
+    content = gather(make_config(None, **data), stats, near_duplicates or {}, REPORT, stages, "fastokens 1.0", strata)
     return json.loads(json.dumps(content, allow_nan=False))
 
 
