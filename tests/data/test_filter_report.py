@@ -329,6 +329,7 @@ def test_texts_of_strangers_stay_texts(texts: list[str]) -> None:
         "domains": dict.fromkeys(texts, amount),
         "pii": dict.fromkeys(texts, 1),
         "bad_records": {"count": 9, "shown": texts},
+        "encoder": texts[0],
         "stages": [
             {"name": text, "seconds": 1.0, "cpu_seconds": 1.0, "bytes": 1, "megabytes_per_second": 1.0}
             for text in texts
