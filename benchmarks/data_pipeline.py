@@ -1,7 +1,7 @@
 """The data suite's cases of the whole pipeline: compressed JSON lines to shards, compared with datatrove; memory.
 
-Each measurement is a process of its own. Speed is in megabytes of text a second of CPU time without tokenisation, for
-which both sides use the `tokenizers` package and which is a separate figure.
+Each measurement is a process of its own. Speed is in megabytes of text a second of CPU time without tokenisation, which
+data_tokens.py measures.
 """
 
 from __future__ import annotations

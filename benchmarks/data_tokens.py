@@ -115,7 +115,7 @@ def up_to(most: int, texts: Iterator[str]) -> Iterator[str]:
 
 
 def hostile_texts() -> Iterator[str]:
-    """Words of random letters, which no cache has seen, of all scripts, with numbers, marks and white space."""
+    """Words of random letters of all scripts, with numbers, marks and white space."""
     rng = random.Random(1)
     gaps = (" ", " ", " ", "  ", "\n", ", ", "\r\n\t", "'s ", "...", "\u3000", "\u200d", " 12345 ", "\u0301", "_")
     while True:

@@ -28,6 +28,8 @@ import os, signal
 from cdrmix.errors import CorpusError
 def square(task):
     return task * task, os.getpid()
+def threads(task):
+    return os.environ["RAYON_NUM_THREADS"], os.environ["FASTOKENS_BPE_THREADS"]
 def kill_itself(task):
     if task == 3:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -55,6 +57,11 @@ def test_every_task_once(tasks: Any, workers: int) -> None:
         assert (os.getpid() in {process for _, process in results}) == (workers == 1)
         of_parts = [result for result, _ in engine.run_parts(tasks.square, range, [3, 0, 2])]
         assert sorted(of_parts) == [0, 0, 1, 1, 4]
+
+
+def test_processes_encode_on_one_thread_each(tasks: Any) -> None:
+    with LocalExecutor(2) as engine:
+        assert {*engine.run(tasks.threads, range(4))} == {("1", "1")}
 
 
 def test_an_error_of_a_task_is_raised_here(tasks: Any) -> None:

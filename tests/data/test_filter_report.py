@@ -150,7 +150,7 @@ def contents(
         "pairs": {"seconds": 0.0, "cpu_seconds": 0.0, "bytes": 0},
     }
     strata = [Stratum("text", 0, 0, 5, 300, 6)]
-    content = gather(make_config(None, **data), stats, near_duplicates or {}, REPORT, stages, strata)
+    content = gather(make_config(None, **data), stats, near_duplicates or {}, REPORT, stages, "fastokens 1.0", strata)
     return json.loads(json.dumps(content, allow_nan=False))
 
 
@@ -329,6 +329,7 @@ def test_texts_of_strangers_stay_texts(texts: list[str]) -> None:
         "domains": dict.fromkeys(texts, amount),
         "pii": dict.fromkeys(texts, 1),
         "bad_records": {"count": 9, "shown": texts},
+        "encoder": texts[0],
         "stages": [
             {"name": text, "seconds": 1.0, "cpu_seconds": 1.0, "bytes": 1, "megabytes_per_second": 1.0}
             for text in texts

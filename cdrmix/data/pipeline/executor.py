@@ -156,7 +156,7 @@ def make_executor(name: str, workers: int) -> Executor:
 def _begin_worker() -> None:
     """Initialises a new process: it ignores Ctrl-C, which the parent handles, and exits when the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # there is already one process per core
+    # there is already one process per core; fastokens has threads of its own besides rayon's
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "FASTOKENS_BPE_THREADS": "1"}
     parent = parent_process()
     assert parent is not None
