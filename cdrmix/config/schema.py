@@ -205,7 +205,8 @@ class Depth(Section):
     """Mixture-of-Depths (arXiv 2404.02258) by a threshold for each token: branches of blocks that skip tokens.
 
     A branch f adds sigmoid(s) f(x) to the tokens with s + b > 0, with s = w . x / sqrt(d_model) in float32 and x the
-    normed input of the branch. w is trained. b moves after each step, so that the share of the tokens that are kept is the capacity.
+    normed input of the branch. w is trained. b moves after each step, so that the share of the tokens that are kept is
+    the capacity.
     """
 
     capacity: Annotated[float, Field(gt=0, le=1)] = 0.75

@@ -37,7 +37,7 @@ class Gate(NamedTuple):
 
 
 class DepthRouter(nn.Module):
-    """Decides for each token whether a branch computes it: s + bias > 0, s = weight . x / sqrt(D), x the branch's input.
+    """Decides for each token whether a branch computes it: s + bias > 0, s = weight . x / sqrt(D), x the input.
 
     A step of AdamW changes each weight by the learning rate, so without the divisor s would change by the rate times D
     in the worst case, and so fast in the first steps that no bias could follow (benchmarks/LOG.md).
