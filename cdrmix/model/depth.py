@@ -37,7 +37,10 @@ class Gate(NamedTuple):
 
 
 class DepthRouter(nn.Module):
-    """Decides for each token whether a branch computes it: s + bias > 0 with s = weight . x, x the branch's input.
+    """Decides for each token whether a branch computes it: s + bias > 0, s = weight . x / sqrt(D), x the input.
+
+    A step of AdamW changes each weight by the learning rate, so without the divisor s would change by the rate times D
+    in the worst case, and so fast in the first steps that no bias could follow (benchmarks/LOG.md).
 
     capacity: the share of the tokens to keep, a mean over the global batch and not over each row.
     weight: [1, D], zero at first. bias: [1], a buffer: the same in every process under every ZeRO stage, and part of
@@ -56,7 +59,7 @@ class DepthRouter(nn.Module):
         """x [T, D] -> scores [T, 1], float32 at least. `gate` is a separate method as `Router.route` is."""
         with torch.autocast(x_TD.device.type, enabled=False):
             x_TD = x_TD if x_TD.dtype == torch.float64 else x_TD.float()
-            return product_of_rows(x_TD, self.weight.mT.to(x_TD.dtype))
+            return product_of_rows(x_TD, self.weight.mT.to(x_TD.dtype)) * x_TD.shape[1] ** -0.5
 
     def gate(self, x_TD: Tensor) -> Gate:
         """The decision for each token of x [T, D], the normed input of the branch. T may be 0."""

@@ -90,7 +90,7 @@ BROKEN = {
         "{hidden: 256}",
         "{hidden: 256, kind: dense, dense_layers: [1]}",
         """\
-        run.yaml:5: model.feed_forward.dense_layers: found a list
+        run.yaml:5: model.feed_forward.dense_layers: found a list of 1
             allowed: [] for model.feed_forward.kind=dense, which has no mixture of experts""",
     ),
     "a width of dense layers that there are not": (
@@ -111,23 +111,15 @@ BROKEN = {
         "{hidden: 256}",
         "{hidden: 256, kind: channel_mix}\n  depth: {part: both}",
         """\
-        run.yaml:6: model.depth.part: found "both"
+        run.yaml:6: model.depth.part: found "both" (a string)
             allowed: mixer, or model.feed_forward.kind moe or dense: channel_mix does not skip tokens""",
     ),
     "mixers that skip tokens, compiled": (
         "train: {",
         "  depth: {part: mixer}\ntrain: {compile: true, ",
         """\
-        run.yaml:7: train.compile: found true
+        run.yaml:7: train.compile: found true (true/false)
             allowed: false with model.depth.part mixer or both: mixers read as many rows as tokens are kept""",
-    ),
-    "mixers that skip tokens in a reasoning model": (
-        "train: {",
-        "  depth: {part: mixer}\nreasoning: {controller: {step_budget: 4}}\ntrain: {",
-        """\
-        run.yaml:6: model.depth.part: found "mixer"
-            allowed: feed_forward in a run with a section reasoning: its adapters and memories read every token of a \
-mixer""",
     ),
     "weights of other depths than there are": (
         "layers: 4",
@@ -179,6 +171,15 @@ def test_what_is_said(name: str, tmp_path: Path) -> None:
     headline, *said = str(caught.value).replace(f"{tmp_path}/", "").splitlines()
     assert headline == "the configuration has one problem:"
     assert said == dedent(expected).splitlines()
+
+
+def test_mixers_of_a_reasoning_model_skip_no_token() -> None:
+    path = Path(__file__).parents[2] / "configs" / "cdrmix-reason-tiny.yaml"
+    with pytest.raises(
+        ConfigError, match=r"model\.depth\.part: found .mixer.*\n.*feed_forward in a run with a section"
+    ):
+        Config.from_yaml(path, ["model.depth.part=mixer"])
+    assert Config.from_yaml(path, ["model.depth={}"]).model.skipping == ("0", "1", "2", "3")
 
 
 def test_every_layer_has_the_mixer_that_was_said(tmp_path: Path) -> None:

@@ -158,14 +158,14 @@ def test_the_same_call_has_the_same_bits_and_so_has_recomputation(name: str) -> 
 
 
 def test_a_block_adds_the_weighted_output_of_kept_tokens() -> None:
-    """Against the definition: s = w . x, and sigmoid(s) f(x) where s + b > 0, with f a plain SwiGLU."""
+    """Against the definition: s = w . x / sqrt(D), and sigmoid(s) f(x) where s + b > 0, with f a plain SwiGLU."""
     model = make_model(kind="dense", activation="swiglu", bias=0.1)
     block: Any = model.blocks[0]
     x = torch.randn(30, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     router, ffn = block.depth_routers["feed_forward"], block.feed_forward
     gate = router.gate(x)
     y = ffn(x.unsqueeze(0), None, None, gate).y[0]
-    score = x @ router.weight[0]
+    score = x @ router.weight[0] / 4  # sqrt(D)
     f = functional.silu(x @ ffn.w_up[0, :, 0::2]) * (x @ ffn.w_up[0, :, 1::2]) @ ffn.w_down[0]
     keep = score + 0.1 > 0
     assert 5 < keep.sum() < 25
@@ -231,7 +231,7 @@ def test_a_mixer_reads_the_kept_tokens_of_each_document_alone(layer: int) -> Non
             )
             inside = inside._replace(v_first=None if context.v_first is None else v_first[:, places])
             y = block.mixer(x[:, places], inside, None).y
-            wanted[:, places] = (x[0, places] @ router.weight[0]).sigmoid().unsqueeze(1) * y
+            wanted[:, places] = (x[0, places] @ router.weight[0] / 4).sigmoid().unsqueeze(1) * y
     assert (mixed.y - wanted).abs().max() < BOUND
     assert not mixed.y[:, ~keep].any()
 

@@ -67,6 +67,13 @@ MUTATIONS = (
         ("tests/kernels/test_moe_route_triton.py", "tests/kernels/test_moe.py"),
     ),
     Mutation(
+        "routing, Triton: the balancing loss includes skipped tokens",
+        "kernels/moe/triton_route.py",
+        "tl.sum(tl.where(kept[:, None], p, 0.0), 0)",
+        "tl.sum(tl.where((tokens < length)[:, None], p, 0.0), 0)",
+        ("tests/kernels/test_moe_route_triton.py",),
+    ),
+    Mutation(
         "cross-entropy, Triton: wrong sign of label smoothing in the gradient",
         "kernels/cross_entropy/triton.py",
         "dx = factor * tl.exp(x - lse) - spread",

@@ -16,6 +16,7 @@ import pytest
 from cdrmix import workflow as lifecycle
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError, DiskFullError
+from cdrmix.report.report import write_report
 from cdrmix.run_folder import RunFolder, finite, read_metrics
 from cdrmix.training.console import Console
 from cdrmix.training.metrics import StepRecord, scalars
@@ -309,3 +310,15 @@ def test_amounts_and_durations_read_well() -> None:
     # What rounds up to the next unit is told in it.
     assert [amount(value) for value in (999.7, 999_400, 999_700, 9.997e14)] == ["1k", "999k", "1M", "1000T"]
     assert [clock(value) for value in (0, 61, 3_725)] == ["0:00", "1:01", "1:02:05"]
+
+
+def test_the_report_and_the_trackers_have_the_share_of_kept_tokens(config: Config) -> None:
+    run = RunFolder.create(config)
+    rows = [
+        dataclasses.replace(record(step), depth={"0": 0.7, "1.mixer": share}) for step, share in ((1, 0.8), (2, 0.9))
+    ]
+    run.metrics_jsonl.write_text("".join(json.dumps(dataclasses.asdict(row)) + "\n" for row in rows))
+    page = write_report(run).read_text()
+    assert "Tokens kept by depth, mean of the last 2 logged steps" in page
+    assert "<th>0</th><th>1.mixer</th></tr><tr><td>kept</td><td>70.0%</td><td>85.0%</td>" in page
+    assert scalars(rows[1])["depth/1.mixer"] == 0.9

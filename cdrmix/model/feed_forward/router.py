@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cdrmix import ops
-from cdrmix.config.schema import FeedForward
+from cdrmix.config.schema_layers import FeedForward
 from cdrmix.kernels.common.products import product_of_rows
 
 
