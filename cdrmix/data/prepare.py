@@ -419,11 +419,11 @@ def make_report(config: Config, assembled: Assembled, tokenizer: TextTokenizer, 
     }
     positions = both["rows"] * config.data.row_length
     targets = sum(stratum["tokens"] for split in splits.values() for stratum in split["strata"])
-    no_counts = ("shards", "strata", "domains")
     return {
         **both,
         **{
-            name: {key: value for key, value in split.items() if key not in no_counts} for name, split in splits.items()
+            name: {key: value for key, value in split.items() if key not in ("shards", "strata", "domains")}
+            for name, split in splits.items()
         },
         "row_length": config.data.row_length,
         "bytes_per_token": both["text_bytes"] / both["tokens"],
