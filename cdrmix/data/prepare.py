@@ -81,7 +81,7 @@ def prepare(config: Config, *, say: Say = print) -> ShardSet:
                     build(config, sources, tokenizer, renderers, key, folder, say)
                     return open_shards(folder)
     prepared = open_shards(folder)
-    bad = BadRecords(data.max_bad_records, _silent)
+    bad = BadRecords(data.max_bad_records, lambda _: None)  # reused shards say nothing
     # The limit may be lower than when the shards were made.
     bad.add_many(prepared.report["bad_records"], prepared.report["bad_records_shown"])
     if prepared.key != key:
@@ -494,7 +494,3 @@ def disk_errors(cache: Path) -> Iterator[None]:
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT):
             raise ConfigError(f"data.cache: cannot write below {cache}: {error.strerror}") from error
         raise
-
-
-def _silent(_: str) -> None:
-    """Ignores a line: nothing is reported for reused shards."""
