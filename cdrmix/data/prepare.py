@@ -81,7 +81,7 @@ def prepare(config: Config, *, say: Say = print) -> ShardSet:
                     build(config, sources, tokenizer, renderers, key, folder, say)
                     return open_shards(folder)
     prepared = open_shards(folder)
-    bad = BadRecords(data.max_bad_records, _silent)
+    bad = BadRecords(data.max_bad_records, lambda _: None)  # reused shards say nothing
     # The limit may be lower than when the shards were made.
     bad.add_many(prepared.report["bad_records"], prepared.report["bad_records_shown"])
     if prepared.key != key:
@@ -419,11 +419,11 @@ def make_report(config: Config, assembled: Assembled, tokenizer: TextTokenizer, 
     }
     positions = both["rows"] * config.data.row_length
     targets = sum(stratum["tokens"] for split in splits.values() for stratum in split["strata"])
-    no_counts = ("shards", "strata", "domains")
     return {
         **both,
         **{
-            name: {key: value for key, value in split.items() if key not in no_counts} for name, split in splits.items()
+            name: {key: value for key, value in split.items() if key not in ("shards", "strata", "domains")}
+            for name, split in splits.items()
         },
         "row_length": config.data.row_length,
         "bytes_per_token": both["text_bytes"] / both["tokens"],
@@ -494,7 +494,3 @@ def disk_errors(cache: Path) -> Iterator[None]:
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT):
             raise ConfigError(f"data.cache: cannot write below {cache}: {error.strerror}") from error
         raise
-
-
-def _silent(_: str) -> None:
-    """Ignores a line: nothing is reported for reused shards."""

@@ -146,7 +146,7 @@ class TextTokenizer:
         """Trains a tokenizer with at most `vocab_size` ids; fewer if the text has no more pairs to merge.
 
         special_tokens: in addition to `end_of_text`, such as the marks of data.objectives.fim.
-        min_frequency: occurrences of a pair that is merged. max_token_length: in bytes; None: no limit.
+        min_frequency: occurrences of a pair that is merged. max_token_length: bound in bytes; None: none.
         nfkc: bring texts into the Unicode normal form NFKC. Then the tokenizer is not lossless.
         The result depends only on the texts and their order, not on the number of threads.
         """

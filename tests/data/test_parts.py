@@ -22,7 +22,7 @@ from cdrmix.data.objectives import COT, FIM, NEXT_TOKEN, PARTS, encode_documents
 from cdrmix.data.prepare import prepare
 from cdrmix.data.shards import ShardSet, Split
 from cdrmix.data.tokenizer import TextTokenizer
-from cdrmix.errors import CorpusError
+from cdrmix.errors import CorpusError, VocabularyError
 
 MakeConfig = Callable[..., Config]
 FIM_MARKS = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
@@ -322,3 +322,30 @@ def test_batches_of_rows_without_parts_have_one_set() -> None:
     ones = torch.ones(2, 3)
     batch = Batch(ones.long(), ones.long(), ones, torch.tensor([0, 6]), 0, 6.0)
     assert batch.part_weights([0, 1]).tolist() == [ones.tolist(), torch.zeros(2, 3).tolist()]
+
+
+def test_a_tokenizer_file_without_the_marks(make_config: MakeConfig, corpus: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(TextTokenizer.train(["a b c\n"], vocab_size=300, end_of_text="<|endoftext|>").json_bytes)
+    objectives = {"fim": {"rate": 1.0}}
+    tokenizer = {"path": str(path), "add_tokens": [*FIM_MARKS]}
+    shards = prepare(
+        make_config(corpus, vocab_size=320, workers=1, tokenizer=tokenizer, objectives=objectives), say=lambda _: None
+    )
+    assert all(shards.tokenizer.special_id(mark) in documents(shards.train)[0][0] for mark in FIM_MARKS)
+    with pytest.raises(VocabularyError, match=r"set model\.vocab_size=26\d or higher, such as 320, a multiple of 64"):
+        prepare(make_config(corpus, vocab_size=257, tokenizer=tokenizer, objectives=objectives), say=lambda _: None)
+
+
+def test_a_trained_tokenizer_with_another_normal_form(make_config: MakeConfig, tmp_path: Path) -> None:
+    path = tmp_path / "corpus.jsonl"
+    texts = [f"ﬁle {n}\n<think>½ of {n}</think>\n{n} ﬁles\n" for n in range(30)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    options = {"normalization": "nfkc", "lossless": False, "min_frequency": 2, "max_token_length": 8}
+    more = settings(cot={"max_share": 1.0})
+    shards = prepare(
+        make_config({"kind": "jsonl", "paths": [str(path)]}, tokenizer=options, **more), say=lambda _: None
+    )
+    assert {text.decode() for text in shards.valid.text()} <= {*texts}, "the held-out text is stored as it was"
+    assert EvalLoader(shards.valid, 16, 4).text_bytes == shards.valid.text_bytes
+    assert shards.valid.parts_in_rows(np.arange(shards.valid.rows))["cot"] > 0

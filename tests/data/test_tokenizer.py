@@ -217,3 +217,27 @@ def test_further_special_tokens() -> None:
     assert [again.special_id(mark) for mark in marks] == ids
     with pytest.raises(VocabularyError, match=r"no special token 'return'; its special tokens are '<\|endoftext\|>', "):
         tokenizer.special_id("return")
+
+
+def test_options_of_training() -> None:
+    texts = ["alpha beta gamma ﬁle\n" * 20, "once upon a time there was one rare word: zyzzyva\n"]
+    plain = TextTokenizer.train(texts, vocab_size=400, end_of_text=END)
+    short = TextTokenizer.train(texts, vocab_size=400, end_of_text=END, max_token_length=3)
+    frequent = TextTokenizer.train(texts, vocab_size=400, end_of_text=END, min_frequency=10)
+    assert max(plain.byte_lengths()) > 3 >= max(short.byte_lengths()) > 1
+    assert frequent.vocab_size < plain.vocab_size
+    assert frequent.encode("zyzzyva") == [byte for letter in "zyzzyva" for byte in frequent.encode(letter)]
+    folded = TextTokenizer.train(texts, vocab_size=400, end_of_text=END, nfkc=True)
+    assert not folded.lossless
+    assert folded.encode("ﬁle") == folded.encode("file") != plain.encode("ﬁle")
+
+
+def test_marks_are_added_to_a_tokenizer_without_them(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(TextTokenizer.train(CODE, vocab_size=400, end_of_text=END).json_bytes)
+    before = TextTokenizer.load(path, END)
+    marks = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
+    after = TextTokenizer.load(path, END, added_tokens=marks)
+    assert [after.special_id(mark) for mark in marks] == [before.vocab_size + number for number in range(3)]
+    text = f"return x {marks[0]}"
+    assert after.encode(text) == before.encode(text)

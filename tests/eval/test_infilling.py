@@ -1,4 +1,4 @@
-"""The suite `infilling`: chance of models that ignore the text, the points of ties, the tokens of its rows and items."""
+"""The suite `infilling`: chance of models that ignore the text, the tokens of its rows, its items."""
 
 from __future__ import annotations
 
