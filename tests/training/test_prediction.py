@@ -31,7 +31,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("cases", CASES)
+@pytest.mark.parametrize("cases", [pytest.param("weights whole", marks=pytest.mark.slow), "weights partitioned"])
 def test_gradients_of_two_processes_equal_plain_pytorch(work, tmp_path: Path, cases: str) -> None:
     where = tmp_path / "errors.json"
     finished = work("depths", where, processes=2, cases=json.dumps(CASES[cases]))
