@@ -254,9 +254,8 @@ def _generate_options(generate: argparse.ArgumentParser) -> None:
     )
     text = "a value above 1 makes tokens of the text so far less likely (default 1)"
     generate.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help=text)
-    generate.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated"
-    )
+    text = "end before this text; may be repeated"
+    generate.add_argument("--stop", action="append", default=[], metavar="TEXT", help=text)
     text = "end after N tokens (default 256)"
     generate.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help=text)
     text = "draft tokens with the further depths of the model (model.prediction); the text is the same"

@@ -38,8 +38,8 @@ from cdrmix.model.language_model import Cache, LanguageModel
 
 @dataclass
 class DraftStatistics:
-    """Counts of a generation. passes: forward passes after the prompts. tokens: drawn tokens without the first of each
-    row, which the prompt gives. drafted, accepted: tokens."""
+    """Counts of a generation. passes: forward passes, that of each prompt too. tokens: drawn tokens. drafted, accepted:
+    tokens that were drafted, and those of them that were also drawn."""
 
     passes: int = 0
     tokens: int = 0
@@ -95,6 +95,7 @@ def _decode(
         logits_TV = model.logits(hidden_1TD[0, -1:])
     states: tuple[Cache, ...] = (cache,)
     drafts: list[int] = []
+    statistics.passes += 1
     while True:
         for place in range(len(drafts) + 1):  # the places of the pass whose tokens before are all right
             (token,) = draw(logits_TV[place : place + 1, :vocabulary], [row])

@@ -37,15 +37,6 @@ def depth_weights(section: Prediction, step: int, steps: int) -> tuple[float, ..
     return tuple(w if depth <= most else 0.0 for depth, w in zip(depths, section.depth_weights, strict=True))
 
 
-class Further(NamedTuple):
-    """The K further depths at P tokens. states: [K, P, D], the input of the output head; of kind heads that of each
-    depth's own head. targets: int64 [K, P]. weights: [K, P], 0 where the target is in another document."""
-
-    states_KPD: Tensor
-    targets_KP: Tensor
-    weights_KP: Tensor
-
-
 class Depth(nn.Module):
     """One further depth of the kinds maps, chain and heads: what its output head reads, token by token."""
 
@@ -136,7 +127,9 @@ class MultiTokenPrediction(nn.Module):
 
     def heads(self) -> list[Tensor] | None:
         """The output heads [V, D] of kind heads, one a depth; None where the depths share the head of the model."""
-        return [depth.head.weight for depth in self.depths] if self.section.kind == "heads" else None  # type: ignore[union-attr, misc]
+        if self.section.kind != "heads":
+            return None
+        return [depth.head.weight for depth in self.depths if isinstance(depth, Depth)]
 
     def forward(
         self, hidden_BTD: Tensor, ids_BT: Tensor, cu_seqlens: Tensor | None, embed: Embed, first: int
@@ -253,69 +246,84 @@ def prediction_sums(
     of the sets. The target of depth i + 1 at token t is the target of t + i, where both are in one document.
     If no depth has a weight at this step, the loss is that of depth 1 alone to the bit, and gradients are zeros.
     """
-    section, width = prediction.section, hidden_BTD.shape[-1]
-    further, sets = section.tokens - 1, 1 if weights.ndim == 2 else len(weights)
-    hidden_RD, main_SR = hidden_BTD.reshape(-1, width), weights.reshape(sets, -1)
-    main_targets_SR = targets_BT.reshape(1, -1).expand(main_SR.shape)
+    section, further = prediction.section, len(depths.weights)
+    factors = [weight * section.every for weight in depths.weights]  # Python numbers: nothing is copied to a GPU
     picked = slice(depths.first, None, section.every)
-    summed_BT = weights if weights.ndim == 2 else weights.sum(0)
-    shifts = range(1, section.tokens)
-    targets_KR = torch.stack([following(targets_BT, shift).flatten() for shift in shifts])
-    weights_KR = torch.stack(
-        [(following(summed_BT, shift) * same_document(ids_BT, cu_seqlens, shift)).flatten() for shift in shifts]
-    )
-    factors_K1 = hidden_RD.new_tensor(depths.weights, dtype=weights_KR.dtype).unsqueeze(1) * section.every
-    counts_KP = weights_KR[:, picked] * (factors_K1 > 0)
+    main_SR = weights.reshape(1 if weights.ndim == 2 else len(weights), -1)
+    targets_KR, weights_KR = _targets(ids_BT, targets_BT, main_SR.sum(0).view_as(ids_BT), cu_seqlens, further)
+    scaled_KP = torch.stack([each * factor for each, factor in zip(weights_KR[:, picked], factors, strict=True)])
+    targets_KP = targets_KR[:, picked]
 
-    source_BTD = hidden_BTD.detach() if section.detach else hidden_BTD
-    embedding = (lambda ids: embed(ids).detach()) if section.detach else embed
     states_KPD = None
     if section.kind != "shared":
-        states_KPD = prediction(source_BTD, ids_BT, cu_seqlens, embedding, depths.first)
+        source_BTD = hidden_BTD.detach() if section.detach else hidden_BTD
+        vectors = (lambda ids: embed(ids).detach()) if section.detach else embed
+        states_KPD = prediction(source_BTD, ids_BT, cu_seqlens, vectors, depths.first)
     own, head_weight = prediction.heads(), head()
-    main = hidden_RD, head_weight, main_targets_SR.view((*weights.shape[:-2], -1))
-    main_weights = main_SR.view((*weights.shape[:-2], -1))
-    if not any(depths.weights):
-        next_token = ops.linear_cross_entropy(*main, weights=main_weights)
-        loss = next_token.sum() if states_KPD is None else next_token.sum() + _no_gradient(states_KPD, own)
-        return PredictionSums(loss, next_token.detach(), counts_KP.new_zeros(2, further))
-
-    scaled_KP = counts_KP * factors_K1
-    targets_KP = targets_KR[:, picked]
-    if states_KPD is None:
-        spread_KR = torch.zeros_like(weights_KR)
-        spread_KR[:, picked] = scaled_KP
-        both = ops.linear_cross_entropy(
-            hidden_RD, head_weight, torch.cat([main_targets_SR, targets_KR]), weights=torch.cat([main_SR, spread_KR])
+    hidden_RD = hidden_BTD.flatten(0, 1)
+    apart = not any(factors) or own is not None or section.detach
+    if apart:
+        flat = weights.flatten(-2)
+        next_token = ops.linear_cross_entropy(
+            hidden_RD, head_weight, targets_BT.flatten().expand(flat.shape), weights=flat
         )
-        loss, next_S, sums_K = both.sum(), both[:sets], both[sets:]
-    elif own is not None or section.detach:
-        next_S = ops.linear_cross_entropy(*main, weights=main_weights).reshape(-1)
+        if not any(factors):
+            loss = next_token.sum() if states_KPD is None else next_token.sum() + _no_gradient(states_KPD, own)
+            return PredictionSums(loss, next_token.detach(), scaled_KP.new_zeros(2, further))
+        assert states_KPD is not None
         if own is None:
             sums_K = ops.linear_cross_entropy(states_KPD, head_weight.detach(), targets_KP, weights=scaled_KP)
         else:
             each = zip(states_KPD, own, targets_KP, scaled_KP, strict=True)
-            sums_K = torch.stack([ops.linear_cross_entropy(h, w, t, weights=a) for h, w, t, a in each])
-        loss = next_S.sum() + sums_K.sum()
+            sums_K = torch.stack([ops.linear_cross_entropy(h, w, t, weights=x) for h, w, t, x in each])
+        loss = next_token.sum() + sums_K.sum()
     else:
-        # One set for each sum, on the rows of all: a set has no weight, and so no cost, on the rows of the others.
-        rows, places = hidden_RD.shape[0], states_KPD.shape[1]
-        all_rows = torch.cat([hidden_RD, states_KPD.flatten(0, 1).to(hidden_RD.dtype)])
-        all_targets = torch.cat([targets_BT.reshape(-1), targets_KP.flatten()]).expand(sets + further, -1)
-        all_weights = main_SR.new_zeros(sets + further, len(all_rows))
-        all_weights[:sets, :rows] = main_SR
-        for depth in range(further):
-            start = rows + depth * places
-            all_weights[sets + depth, start : start + places] = scaled_KP[depth]
-        both = ops.linear_cross_entropy(all_rows, head_weight, all_targets, weights=all_weights)
-        loss, next_S, sums_K = both.sum(), both[:sets], both[sets:]
-    factors_K = factors_K1.squeeze(1).to(sums_K.dtype)
-    nats_K = torch.where(factors_K > 0, sums_K.detach() / factors_K, 0.0)
-    next_token = next_S.detach()[0] if weights.ndim == 2 else next_S.detach()
-    return PredictionSums(loss, next_token, torch.stack([nats_K, counts_KP.sum(1).to(nats_K.dtype)]))
+        if states_KPD is None:
+            spread_KR = torch.zeros_like(weights_KR)
+            spread_KR[:, picked] = scaled_KP
+            rows_RD, targets = hidden_RD, torch.cat([targets_BT.view(1, -1).expand(main_SR.shape), targets_KR])
+            both_weights = torch.cat([main_SR, spread_KR])
+        else:
+            rows_RD, targets, both_weights = _one_above_another(
+                hidden_RD, states_KPD, targets_BT.flatten(), targets_KP, main_SR, scaled_KP
+            )
+        sums = ops.linear_cross_entropy(rows_RD, head_weight, targets, weights=both_weights)
+        loss, (next_token, sums_K) = sums.sum(), sums.split([len(main_SR), further])
+        next_token = next_token if weights.ndim == 3 else next_token[0]
+    nats = [total / factor if factor else total * 0 for total, factor in zip(sums_K.detach(), factors, strict=True)]
+    counts = [each[picked].sum() * bool(factor) for each, factor in zip(weights_KR, factors, strict=True)]
+    return PredictionSums(loss, next_token.detach(), torch.stack([torch.stack(nats), torch.stack(counts).to(nats[0])]))
+
+
+def _targets(
+    ids_BT: Tensor, targets_BT: Tensor, weights_BT: Tensor, cu_seqlens: Tensor | None, further: int
+) -> tuple[Tensor, Tensor]:
+    """The targets of the K further depths [K, R], and their weights, 0 where a target is in another document."""
+    shifts = range(1, further + 1)
+    weights = [following(weights_BT, shift) * same_document(ids_BT, cu_seqlens, shift) for shift in shifts]
+    targets = [following(targets_BT, shift) for shift in shifts]
+    return torch.stack(targets).flatten(1), torch.stack(weights).flatten(1)
+
+
+def _one_above_another(
+    hidden_RD: Tensor, states_KPD: Tensor, targets_R: Tensor, targets_KP: Tensor, main_SR: Tensor, scaled_KP: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows of all depths, and S + K sets of targets and weights for them.
+
+    A set has no weight on the rows of the other depths, and rows without a weight in any set cost nothing.
+    """
+    rows, sets, (further, places) = len(hidden_RD), len(main_SR), targets_KP.shape
+    rows_ND = torch.cat([hidden_RD, states_KPD.flatten(0, 1).to(hidden_RD.dtype)])
+    targets = torch.cat([targets_R, targets_KP.flatten()]).expand(sets + further, -1)
+    weights = main_SR.new_zeros(sets + further, len(rows_ND))
+    weights[:sets, :rows] = main_SR
+    for depth in range(further):
+        start = rows + depth * places
+        weights[sets + depth, start : start + places] = scaled_KP[depth]
+    return rows_ND, targets, weights
 
 
 def _no_gradient(states_KPD: Tensor, own: list[Tensor] | None) -> Tensor:
     """0 with gradients of zero, so that an optimizer treats the parameters as in every other step."""
     zero = (states_KPD * 0).sum()
-    return zero if own is None else zero + sum((head[:1] * 0).sum() for head in own)
+    return zero if own is None else zero + torch.stack([(head[:1] * 0).sum() for head in own]).sum()

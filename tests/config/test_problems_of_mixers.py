@@ -125,7 +125,7 @@ BROKEN = {
         "layers: 4",
         "layers: 4\n  prediction: {tokens: 3, weights: [1, 0.5]}",
         """\
-        run.yaml:4: model.prediction.weights: found [1, 0.5] (a list)
+        run.yaml:4: model.prediction.weights: found a list of 2
             allowed: null, or model.prediction.tokens=3 weights""",
     ),
     "another weight of the next token than 1": (
@@ -139,22 +139,22 @@ BROKEN = {
         "layers: 4",
         "layers: 4\n  prediction: {kind: sequential, mixer: mamba}",
         """\
-        run.yaml:4: model.prediction.mixer: found 'mamba' (text)
+        run.yaml:4: model.prediction.mixer: found "mamba" (a string)
             allowed: one of attention, rwkv7, mamba2
-            did you mean 'mamba2'?""",
+            did you mean mamba2?""",
     ),
     "blocks of the depths with heads that do not divide the width": (
         "  layers: 4\n  attention: {heads: 4}",
         "  layers: 4\n  attention_fraction: 0\n  prediction: {kind: sequential}\n  attention: {heads: 3}",
         """\
-        run.yaml:5: model.prediction: no value of mixer fits
-            allowed: x""",
+        run.yaml:5: model.prediction.mixer: found "attention" (a string)
+            allowed: another mixer, or model.attention.heads and kv_heads that divide model.d_model evenly""",
     ),
     "depths without parameters that shall be detached": (
         "layers: 4",
         "layers: 4\n  prediction: {kind: shared, detach: true}",
         """\
-        run.yaml:4: model.prediction.detach: found true
+        run.yaml:4: model.prediction.detach: found true (true/false)
             allowed: false, or another model.prediction.kind than shared, which has no parameters""",
     ),
 }

@@ -68,14 +68,14 @@ def test_transformers_loads_both(tmp_path: Path, heads: str) -> None:
     import cdrmix.hf.auto  # noqa: F401  # registers the classes
 
     original, folder = exported(tmp_path, "chain", heads)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     ids = torch.arange(3, 40).unsqueeze(0)
     with torch.no_grad():
         assert torch.equal(model(ids).logits, original.logits(original(ids).hidden_BTD))
     names = {name for name in model.state_dict() if ".prediction." in name}
     assert bool(names) == (heads == "keep")
     model.save_pretrained(tmp_path / "again")
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again", trust_remote_code=True)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, again.state_dict()[name])
 

@@ -77,8 +77,8 @@ def test_the_tokens_are_those_of_plain_decoding(
         drafted[number].ended = token == 7 and drafted[number].drawn > 12
     assert [row.ids for row in drafted] == [row.ids for row in plain]
     assert statistics.tokens == sum(row.drawn for row in plain)
-    assert 0 < statistics.passes <= statistics.tokens - len(plain)
-    assert statistics.passes + statistics.accepted == statistics.tokens - len(plain) or statistics.accepted
+    # A pass gives a token besides the accepted drafts, but for a row whose last token is an accepted draft.
+    assert statistics.passes - len(plain) <= statistics.tokens - statistics.accepted <= statistics.passes
     assert statistics.drafted <= 3 * statistics.passes
 
 
