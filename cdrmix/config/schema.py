@@ -22,9 +22,9 @@ from cdrmix.config.schema_ablation import Ablation
 from cdrmix.config.schema_data import Data
 from cdrmix.config.schema_evaluation import Evaluation
 from cdrmix.config.schema_huggingface import HuggingFaceModel
+from cdrmix.config.schema_layers import Depth, FeedForward
 from cdrmix.config.schema_optimizer import AnOptimizer, ASchedule, Optimizer, ParameterGroup, Schedule
 from cdrmix.config.schema_prediction import Prediction
-from cdrmix.config.schema_layers import Depth, FeedForward
 from cdrmix.config.schema_reasoning import Reasoning
 from cdrmix.config.section import (
     Below1,

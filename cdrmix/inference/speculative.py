@@ -72,6 +72,10 @@ def drafting_model(model: CausalModel) -> LanguageModel:
         )
     if model.adapters:
         raise ConfigError("speculative decoding is not for models with plastic adapters: leave it out")
+    if model.config.depth is not None and model.config.depth.part != "feed_forward":
+        raise ConfigError(
+            "speculative decoding is not for models whose mixers skip tokens (model.depth.part): leave it out"
+        )
     return model
 
 

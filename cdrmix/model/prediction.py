@@ -83,8 +83,15 @@ class DepthBlock(nn.Module):
         assert config.prediction is not None
         mixer, ffn = config.prediction.mixer, config.feed_forward
         hidden = ffn.hidden * (ffn.top_k if ffn.kind == "moe" else 1)
-        dense = ffn.model_copy(update={"kind": "dense", "hidden": hidden})
-        alone = {"layers": 1, "mixer_layers": {mixer: [0]}, "attention_fraction": 0.0, "feed_forward": dense}
+        wide = {"hidden": hidden, "dense_layers": [], "dense_hidden": None, "shared_hidden": None}
+        dense = ffn.model_copy(update={"kind": "dense", **wide})
+        alone = {
+            "layers": 1,
+            "mixer_layers": {mixer: [0]},
+            "attention_fraction": 0.0,
+            "feed_forward": dense,
+            "depth": None,
+        }
         self.state_norm, self.token_norm = AddNorm(config), AddNorm(config)
         self.joined = linear(2 * config.d_model, config.d_model, config.init_std_scale)
         self.block = Block(config.model_copy(update=alone), 0, mixer)

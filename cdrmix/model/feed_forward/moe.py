@@ -97,8 +97,8 @@ class DenseFeedForward(nn.Module):
         computes every token: `gate` must be None."""
         assert gate is None, "SkippingFeedForward skips tokens"
         if self.gate_up is not None:
-            gate, up = self.gate_up(x).chunk(2, -1)
-            hidden = functional.silu(gate) * up
+            gating, up = self.gate_up(x).chunk(2, -1)
+            hidden = functional.silu(gating) * up
         else:
             assert self.up is not None
             hidden = self.up(x).relu().square()
@@ -116,6 +116,7 @@ class SkippingFeedForward(nn.Module):
         super().__init__()
         self.activation = config.feed_forward.activation
         widening = 2 if self.activation == "swiglu" else 1
+        self.fused = {"w_up": INTERLEAVED} if self.activation == "swiglu" else {}
         self.w_up = nn.Parameter(torch.empty(1, config.d_model, widening * hidden))
         self.w_down = nn.Parameter(torch.zeros(1, hidden, config.d_model))
         uniform_(self.w_up.mT, 0.5 * config.init_std_scale)
