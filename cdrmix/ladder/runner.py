@@ -46,7 +46,7 @@ from cdrmix.ladder.ledger import Entry, Ledger, check_files, locked, recorded_fi
 from cdrmix.ladder.presentation import forecast_json
 from cdrmix.ladder.presets import preset
 from cdrmix.ladder.rungs import DataFactory, ModelFactory, RungPlan, plan_rungs, read_ladder, rung_named, write_config
-from cdrmix.ladder.state import RungState, check_states, rung_states, stopping
+from cdrmix.ladder.state import RungState, check_states, rung_states, something_missing, stopping
 from cdrmix.ladder.verdict import Outcome
 from cdrmix.run_folder import RunFolder, finite
 from cdrmix.training.launch import launch
@@ -189,10 +189,11 @@ class PipelineRunner:
 
     def _stopped(self, judged: Entry) -> str:
         """Why a rung is not promoted, and what can be done."""
-        text = f"{judged.rung} is not promoted: {judged.facts['outcome']}. {stopping(judged)}."
+        found = f"{judged.facts['outcome']} by the gates of {judged.facts['preset']}"
+        text = f"{judged.rung} is not promoted: {found}. {stopping(judged)}."
         if "train.log_every" in text:
             text += f" A change of train.log_every trains {judged.rung} again from the beginning."
-        if judged.facts["outcome"] == Outcome.NOT_MEASURED:
+        if something_missing(judged):
             text += " The same command judges it again."
         return f"{text} Look at {self.root / REPORT}; --lenient REASON promotes the rung nevertheless"
 
@@ -281,9 +282,7 @@ class PipelineRunner:
         """
         if judged.facts.get("settings") != self._judgement_settings():
             return True
-        verdicts = judged.facts["verdicts"]
-        missing = any(verdicts[name] == Outcome.NOT_MEASURED for name in judged.facts["stopping"])
-        return bool(judged.facts["exit_code"]) and (lenient is not None or missing)
+        return bool(judged.facts["exit_code"]) and (lenient is not None or something_missing(judged))
 
     def _forecast(self, ledger: Ledger, rung: RungPlan) -> None:
         tokenizer = prepare(rung.config, say=self.say).tokenizer_fingerprint

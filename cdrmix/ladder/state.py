@@ -114,6 +114,12 @@ def check_states(ledger: Ledger, states: list[RungState]) -> None:
             check_files(ledger.root, state.judged)
 
 
+def something_missing(judged: Entry) -> bool:
+    """Whether a required gate of a `judged` entry was not measured."""
+    verdicts = judged.facts["verdicts"]
+    return any(verdicts[name] == Outcome.NOT_MEASURED for name in judged.facts["stopping"])
+
+
 def stopping(judged: Entry) -> str:
     """The required gates of a `judged` entry that did not pass, with their reasons."""
     return "; ".join(f"{name}: {judged.record['reasons'][name]}" for name in judged.facts["stopping"])

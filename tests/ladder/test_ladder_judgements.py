@@ -98,7 +98,7 @@ def test_a_kill_during_a_lenient_judgement(
 ) -> None:
     assert run(climbed, trained, STANDARD) == UndecidedGateError.exit_code
     out = capsys.readouterr().out
-    assert "toy-b is not promoted: HOLD" in out
+    assert "toy-b is not promoted: HOLD by the gates of standard. falling: " in out
     assert "A change of train.log_every trains toy-b again" in " ".join(out.split())
     assert max(len(line) for line in out.splitlines() if str(trained) not in line) <= 100
     assert main(["ladder", "status", str(trained)]) == 0
@@ -130,6 +130,7 @@ def test_other_settings_judge_a_stopped_rung_again(climbed: Path, trained: Path)
     assert main(["ladder", "status", str(trained)]) == 0
 
 
+@pytest.mark.filterwarnings("always::cdrmix.errors.CdrmixWarning")
 def test_suites_run_again_only_where_something_was_not_measured(
     climbed: Path, trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
