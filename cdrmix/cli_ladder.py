@@ -133,7 +133,7 @@ def forecast(options: argparse.Namespace) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """Returns 0 if every rung that was asked for is promoted; otherwise the exit code of the gates."""
-    from cdrmix.ladder.runner import PipelineRunner
+    from cdrmix.ladder.runner import AGAIN, PipelineRunner
 
     if options.nproc < 1:
         raise ConfigError(f"--nproc must be an integer of at least 1; found {options.nproc}")
@@ -148,7 +148,11 @@ def run(options: argparse.Namespace) -> int:
     )
     if options.dry_run:
         return _dry_run(runner, options.up_to)
-    result = runner.run(options.up_to)
+    try:
+        result = runner.run(options.up_to)
+    except KeyboardInterrupt:
+        print(f"Interrupted; {AGAIN}.", file=sys.stderr)
+        raise
     print(result.report)
     return result.exit_code
 
@@ -214,4 +218,6 @@ def _ladder_or_file(options: argparse.Namespace) -> Ladder | Path:
 
 def _say(text: str) -> None:
     """Prints progress at once, also where the output is a file."""
-    print(text, flush=True, file=sys.stdout)
+    from cdrmix.ladder.presentation import wrapped
+
+    print(wrapped(text), flush=True, file=sys.stdout)

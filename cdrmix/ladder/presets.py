@@ -67,10 +67,17 @@ def _loss(limit: float) -> Check:
     return Check("loss", "convergence", gates.loss_at_most(limit), ("rows",), meaning)
 
 
-def _convergence(limit: float, *, band: bool) -> list[Check]:
+def _band(applies: Callable[[Facts], bool] = _forecast) -> Check:
+    """Required where there is a band. applies: by default a run without a band is not asked for one."""
+    meaning = "held-out loss inside of the band of the forecast; below the band: HOLD"
+    reads = ("forecast", "held_out")
+    return Check("band", "convergence", gates_results.in_band, reads, meaning, applies, required=_forecast)
+
+
+def _convergence(limit: float) -> list[Check]:
     """What a run must show of its convergence from STANDARD on."""
     perplexity = gates.perplexity_at_most(1000)
-    checks = [
+    return [
         _loss(limit),
         Check(
             "below-uniform",
@@ -96,12 +103,6 @@ def _convergence(limit: float, *, band: bool) -> list[Check]:
             _of_tokens,
         ),
     ]
-    if band:
-        meaning = "held-out loss inside of the band of the forecast; below the band: HOLD"
-        checks.append(
-            Check("band", "convergence", gates_results.in_band, ("forecast", "held_out"), meaning, required=_forecast)
-        )
-    return checks
 
 
 def _stability() -> list[Check]:
@@ -185,21 +186,22 @@ def _production() -> list[Check]:
 
 
 def _quick() -> list[Check]:
-    return [_finite(), _loss(100)]
+    return [_finite(), _loss(100), _band()]
 
 
 def _standard() -> list[Check]:
-    return [_finite(), *_convergence(10, band=False), *_stability(), *_routers(), _memory()]
+    return [_finite(), *_convergence(10), _band(), *_stability(), *_routers(), _memory()]
 
 
 def _full() -> list[Check]:
-    return [_finite(), *_convergence(5, band=True), *_stability(), *_routers(), _memory(), *_again(), _tasks()]
+    return [_finite(), *_convergence(5), _band(_always), *_stability(), *_routers(), _memory(), *_again(), _tasks()]
 
 
 def _for_production() -> list[Check]:
     return [
         _finite(),
-        *_convergence(3, band=False),
+        *_convergence(3),
+        _band(),
         *_stability(),
         *_routers(),
         _memory(),

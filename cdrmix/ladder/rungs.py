@@ -82,8 +82,19 @@ def ladder_of_family(family: str, overrides: Sequence[str] = ()) -> Ladder:
 
 
 def read_ladder(path: Path, overrides: Sequence[str] = ()) -> tuple[Ladder, Path]:
-    """The ladder of a file, and the folder of the file, in which names of rungs are looked up first."""
-    return LadderFile.from_yaml(path, overrides).ladder, path.parent
+    """The ladder of a file, and the folder of the file, in which names of rungs are looked up first.
+
+    Raises ConfigError as LadderFile.from_yaml does, and says so if the file is that of a rung.
+    """
+    try:
+        return LadderFile.from_yaml(path, overrides).ladder, path.parent
+    except ConfigError as error:
+        if _is_rung(path):
+            raise ConfigError(
+                f"{path} is the configuration of one model, a rung, and no ladder file. A ladder file names rungs: "
+                f"`ladder: {{rungs: [{path.stem}, ...]}}`; `cdrmix train --config {path}` trains this rung alone"
+            ) from error
+        raise
 
 
 def plan_rungs(
@@ -173,6 +184,14 @@ def _path(rung: str, beside: Path | None) -> Path:
     hint = f"; did you mean {close}?" if close else ""
     places = " or ".join(dict.fromkeys(str(folder) for folder in folders))
     raise ConfigError(f"ladder.rungs: there is no {rung}.yaml in {places}{hint}")
+
+
+def _is_rung(path: Path) -> bool:
+    try:
+        Config.from_yaml(path)
+    except ConfigError:
+        return False
+    return True
 
 
 def _figures(config: Config) -> RungFigures:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,25 +19,39 @@ from cdrmix.config.schema import Config
 from cdrmix.config.schema_ladder import Ladder
 from cdrmix.data.prepare import prepare
 from cdrmix.durable import write_atomically
-from cdrmix.errors import CdrmixError, CheckpointError, ConfigError, Preempted
+from cdrmix.errors import CdrmixError, CdrmixWarning, CheckpointError, ConfigError, CorpusError, Preempted, ShardError
+from cdrmix.eval.data_sets import missing_packages
+from cdrmix.eval.suites import Measure, SuiteResult, suites
 from cdrmix.evaluate import evaluate_suites
-from cdrmix.inference.load import SUMS, read_sums
+from cdrmix.inference.load import read_sums
 from cdrmix.ladder import infrastructure
-from cdrmix.ladder.evidence import check_key
-from cdrmix.ladder.forecast import Forecast, Law, forecast
+from cdrmix.ladder.custom_gates import load_gates
+from cdrmix.ladder.evidence import check_key, sign
+from cdrmix.ladder.forecast import LEAST_RUNGS, Law, forecast
+from cdrmix.ladder.gates import Gate
 from cdrmix.ladder.infrastructure import Check
-from cdrmix.ladder.judgement import Judgement, judge
+from cdrmix.ladder.judgement import judge
+from cdrmix.ladder.ladder_files import (
+    JUDGEMENTS,
+    RESULTS,
+    keep_evidence,
+    read_suites,
+    remove_incomplete_evidence,
+    run_path,
+    training_facts,
+    training_files,
+)
 from cdrmix.ladder.ladder_report import REPORT, write_ladder_report
-from cdrmix.ladder.ledger import Entry, Ledger, locked, recorded_files
+from cdrmix.ladder.ledger import Entry, Ledger, check_files, locked, recorded_files
 from cdrmix.ladder.presentation import forecast_json
+from cdrmix.ladder.presets import preset
 from cdrmix.ladder.rungs import DataFactory, ModelFactory, RungPlan, plan_rungs, read_ladder, rung_named, write_config
-from cdrmix.ladder.state import RungState, check_states, run_path, rung_states, stopping
-from cdrmix.ladder.verdict import Outcome, Verdict, exit_code
+from cdrmix.ladder.state import RungState, check_states, rung_states, something_missing, stopping
+from cdrmix.ladder.verdict import Outcome
 from cdrmix.run_folder import RunFolder, finite
 from cdrmix.training.launch import launch
 from cdrmix.workflow import run_all
 
-WORST_FIRST = (Outcome.FAIL, Outcome.HOLD, Outcome.NOT_MEASURED, Outcome.PASS)
 PREEMPTED = Preempted.exit_code
 AGAIN = "the same command continues the ladder"
 
@@ -76,7 +92,8 @@ class PipelineRunner:
         say: receives progress messages.
 
     Raises:
-        ConfigError: with file and line, for what cannot be used.
+        ConfigError: for what cannot be used: a key, with file and line, a rung, a suite, a custom gate, a key of ssh.
+        PluginError: a custom gate cannot be imported.
     """
 
     def __init__(
@@ -100,11 +117,12 @@ class PipelineRunner:
         if lenient is not None and not lenient.strip():
             raise ConfigError("--lenient: give the reason; the ledger records it")
         if sign_with is not None:
-            check_key(sign_with)
+            _try_key(sign_with)
         if processes < 1:
             raise ConfigError(f"processes must be at least 1; found {processes}")
         self.root = Path(self.ladder.root).expanduser()
         self.rungs = plan_rungs(self.ladder, beside, model_factory=model_factory, data_factory=data_factory)
+        self.suites, self.custom_gates = _known_suites(self.ladder), _known_gates(self.ladder)
         self.lenient = lenient or (None if self.ladder.strict else self.ladder.reason)
         self.sign_with, self.processes, self.say = sign_with, processes, say
 
@@ -164,14 +182,20 @@ class PipelineRunner:
             for rung in rungs:
                 judged = self._rung(ledger, rung, lenient)
                 if judged is not None:
-                    code = judged.facts["exit_code"]
-                    stopped = (
-                        f"{rung.name} is not promoted: {judged.facts['outcome']}. {stopping(judged)}. Look at "
-                        f"{self.root / REPORT}; --lenient REASON promotes the rung nevertheless"
-                    )
+                    code, stopped = judged.facts["exit_code"], self._stopped(judged)
                     self.say(stopped)
                     break
             return PipelineResult(tuple(self._of(ledger)), stopped, code, write_ladder_report(ledger))
+
+    def _stopped(self, judged: Entry) -> str:
+        """Why a rung is not promoted, and what can be done."""
+        found = f"{judged.facts['outcome']} by the gates of {judged.facts['preset']}"
+        text = f"{judged.rung} is not promoted: {found}. {stopping(judged)}."
+        if "train.log_every" in text:
+            text += f" A change of train.log_every trains {judged.rung} again from the beginning."
+        if something_missing(judged):
+            text += " The same command judges it again."
+        return f"{text} Look at {self.root / REPORT}; --lenient REASON promotes the rung nevertheless"
 
     def _of(self, ledger: Ledger, rungs: Sequence[RungPlan] | None = None) -> list[RungState]:
         names = [rung.name for rung in (self.rungs if rungs is None else rungs)]
@@ -208,7 +232,10 @@ class PipelineRunner:
         self.say(f"Checking this machine with {rung.name}")
         for left in self.root.glob(f"{infrastructure.PREFIX}*"):  # of a process that was killed
             shutil.rmtree(left)
-        checks = infrastructure.validate_infrastructure(rung.config, self.root, self.say)
+        try:
+            checks = infrastructure.validate_infrastructure(rung.config, self.root, self.say)
+        except Preempted as error:
+            raise Preempted(f"the checks of this machine were stopped; {AGAIN}") from error
         if failed := infrastructure.failures(checks):
             raise ConfigError(f"this machine cannot train {rung.name}: {'; '.join(failed)}")
         return checks
@@ -219,14 +246,14 @@ class PipelineRunner:
         if state.promoted is not None:
             self.say(f"{rung.name} is promoted already")
             return None
-        if state.forecast is None:
+        if state.forecast is None or not self._forecast_settings_of(state.forecast):
             self._forecast(ledger, rung)
         for seed, config in rung.configs.items():
             if seed not in state.trained:
                 self._train(ledger, rung, config)
         (state,) = self._of(ledger, [rung])
         judged = state.judged
-        if judged is None or (judged.facts["exit_code"] and lenient is not None):
+        if judged is None or self._judges_again(judged, lenient):
             judged = self._judge(ledger, rung, state, lenient)
         if judged.facts["exit_code"]:
             return judged
@@ -236,6 +263,26 @@ class PipelineRunner:
         self.say(f"{rung.name} is promoted" + (f", although {judged.facts['outcome']}: {reason}" if reason else ""))
         write_ladder_report(ledger)
         return None
+
+    def _forecast_settings_of(self, made: Entry) -> bool:
+        """Whether a forecast has the exponents and the slack of the ladder file."""
+        settings = self.ladder.forecast
+        return bool((made.facts["exponents"], made.facts["slack"]) == (list(settings.exponents), settings.slack))
+
+    def _judgement_settings(self) -> dict[str, Any]:
+        """What a judgement depends on besides the runs and the forecast."""
+        custom = {name: origin for name, (_, origin) in self.custom_gates.items()}
+        return {"gates": self.ladder.gates, "custom_gates": custom, "suites": self.suites}
+
+    def _judges_again(self, judged: Entry, lenient: str | None) -> bool:
+        """Whether a judgement may have another result now.
+
+        It may with other settings, and where a required gate was not measured: the data set of its suite may be
+        installed by now. A gate that failed or is undecided has read what the run recorded, which does not change.
+        """
+        if judged.facts.get("settings") != self._judgement_settings():
+            return True
+        return bool(judged.facts["exit_code"]) and (lenient is not None or something_missing(judged))
 
     def _forecast(self, ledger: Ledger, rung: RungPlan) -> None:
         tokenizer = prepare(rung.config, say=self.say).tokenizer_fingerprint
@@ -263,7 +310,7 @@ class PipelineRunner:
         }
         ledger.append("forecast", rung.name, facts, {})
         if made.at is None:
-            self.say(f"{rung.name}: no forecast: {'; '.join(made.notes)}")
+            self.say(f"{rung.name}: not forecast, because that takes {LEAST_RUNGS} smaller rungs that are promoted")
         else:
             self.say(f"{rung.name}: forecast {made.at.loss:.4f}, band {made.at.low:.4f} to {made.at.high:.4f}")
         write_ladder_report(ledger)
@@ -277,26 +324,20 @@ class PipelineRunner:
         if not finished:
             raise CheckpointError(f"the run of {rung.name} in {config.run.root} ended, but it is not finished")
         run = finished[0]
-        summary = run.summary()
-        sums = read_sums(run.export)
+        stage = run.summary()["stage_a"]
+        weights = {name: digest for name, digest in read_sums(run.export).items() if name.endswith(".safetensors")}
         facts = {
             "identity": rung.identity,
             "seed": config.run.seed,
             "config_hash": config.hash(),
-            "step": summary["held_out_step"],
-            "loss": summary["held_out"]["loss_nats_per_token"],
-            "bits_per_byte": summary["held_out"]["bits_per_byte"],
-            "text": summary["text_fingerprint"],
-            "tokenizer": summary["corpus"]["tokenizer_sha256"],
-            "exported_step": summary["export"]["step"],
-            "weights": {name: digest for name, digest in sums.items() if name.endswith(".safetensors")},
+            **training_facts(run),
+            "weights": weights,
         }
-        files = [run.config_snapshot, run.metrics_jsonl, *(run.export / name for name in sums)]
         record = {
             "run": run.path.relative_to(self.root).as_posix(),
-            "seconds": summary["stage_a"]["seconds"],
-            "tokens_per_second": summary["stage_a"]["tokens_per_second"],
-            "files": recorded_files(self.root, files),
+            "seconds": stage["seconds"],
+            "tokens_per_second": stage["tokens_per_second"],
+            "files": recorded_files(self.root, training_files(run)),
         }
         ledger.append("trained", rung.name, facts, record)
 
@@ -319,10 +360,16 @@ class PipelineRunner:
             raise failure
 
     def _judge(self, ledger: Ledger, rung: RungPlan, state: RungState, lenient: str | None) -> Entry:
-        """Judges the run of the first seed; the other seeds show how much the loss varies."""
+        """Judges the run of the first seed; the other seeds show how much the loss varies.
+
+        If nothing differs from the judgement before, that one is returned and the ledger stays as it is.
+        """
         trained = state.trained[rung.config.run.seed]
         run = run_path(self.root, trained)
-        results = self._evaluate(run)
+        folder = self.root / JUDGEMENTS / rung.name
+        number = len(ledger.of("judged", rung.name)) + 1
+        results = self._evaluate(trained, folder / str(number), ledger.of("judged", rung.name))
+        remove_incomplete_evidence(run / "export")
         judgement = judge(
             run,
             self.ladder.gates,
@@ -334,51 +381,98 @@ class PipelineRunner:
             sign_with=self.sign_with,
             say=self.say,
         )
-        made = state.forecast_with_loss()
-        verdicts, required = dict(judgement.verdicts), set(judgement.required)
-        if made is not None and made.at is not None and "band" not in verdicts:
-            verdicts["band"] = _band(made)  # the forecast counts as a gate in every preset
-            required.add("band")
-        found = {judgement.outcome, *(verdicts[name].outcome for name in required)}
-        outcome = next(each for each in WORST_FIRST if each in found)
-        for name, verdict in verdicts.items():
-            needed = "" if name in required else " (not required)"
-            self.say(f"{verdict.outcome:<12}  {name}{needed}: {verdict.reason}")
+        verdicts, required = judgement.verdicts, judgement.required
         facts = {
             "identity": rung.identity,
+            "settings": self._judgement_settings(),
             "preset": judgement.preset,
-            "outcome": outcome.value,
-            "exit_code": exit_code(outcome, lenient),
+            "outcome": judgement.outcome.value,
+            "exit_code": judgement.exit_code,
             "lenient": lenient,
-            "stopping": [name for name in verdicts if name in required and verdicts[name].outcome != Outcome.PASS],
+            "stopping": list(judgement.stopping),
             "verdicts": {name: verdict.outcome.value for name, verdict in verdicts.items()},
             "required": sorted(required),
         }
-        files = _evidence(judgement, run, results)
         reasons = {name: verdict.reason for name, verdict in verdicts.items()}
+        before = state.judged
+        if before is not None and before.facts == finite(facts) and before.record["reasons"] == reasons:
+            return before
+        for name, verdict in verdicts.items():
+            needed = "" if name in required else " (not required)"
+            self.say(f"{verdict.outcome:<12}  {name}{needed}: {verdict.reason}")
+        assert judgement.evidence is not None
+        files = keep_evidence(folder / str(number), judgement.evidence, results)
         record = {"reasons": reasons, "files": recorded_files(self.root, files)}
         return ledger.append("judged", rung.name, facts, record)
 
-    def _evaluate(self, run: Path) -> list[Path]:
-        """Runs the suites on the exported model, once. Returns the files of results."""
-        if not self.ladder.suites:
+    def _evaluate(self, trained: Entry, folder: Path, earlier: Sequence[Entry]) -> list[Path]:
+        """Runs the suites on the exported model. Returns the files of results.
+
+        folder: of this judgement. earlier: the judgements of this rung. Their results of this model, and those that a
+        kill left in the folder, are used again, unless something was not measured.
+        """
+        if not self.suites:
             return []
-        path = run / "suites.json"
-        if not path.is_file():
-            self.say(f"Evaluating {run / 'export'}: {', '.join(self.ladder.suites)}")
-            found = [result.as_json() for result in evaluate_suites(run / "export", self.ladder.suites)]
-            write_atomically(path, json.dumps(found, indent=2, allow_nan=False) + "\n")
+        export, path = run_path(self.root, trained) / "export", folder / RESULTS
+        weights = trained.facts["weights"]
+        found = read_suites(path, weights)
+        for entry in earlier:
+            check_files(self.root, entry)
+            for name in entry.record["files"]:
+                if Path(name).name == RESULTS:
+                    found |= read_suites(self.root / name, weights)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in self.suites:
+            if name in found:
+                continue
+            self.say(f"Evaluating {export}: {name}")
+            try:
+                found[name] = evaluate_suites(export, [name])[0].as_json()
+            except (
+                ConfigError,
+                CorpusError,
+                ShardError,
+            ) as error:  # such as a data set that is missing; the gates that need it are not measured
+                self.say(f"{name} was not measured: {error}")
+                found[name] = SuiteResult(name, (Measure(name, problem=str(error)),)).as_json()
+            done = [found[each] for each in self.suites if each in found]
+            write_atomically(path, json.dumps(done, indent=2, allow_nan=False) + "\n")
+        write_atomically(path, json.dumps([found[name] for name in self.suites], indent=2, allow_nan=False) + "\n")
         return [path]
 
 
-def _evidence(judgement: Judgement, run: Path, results: Sequence[Path]) -> list[Path]:
-    files = [judgement.evidence, judgement.exported_evidence, run / "export" / SUMS, *results]
-    return [path for path in files if path is not None]
+def _known_suites(ladder: Ladder) -> list[str]:
+    """The suites of a ladder. Warns of data sets that are missing. Raises ConfigError for an unknown suite."""
+    try:
+        known = suites(ladder.suites)
+    except ConfigError as error:
+        raise ConfigError(f"ladder.suites: {str(error).removeprefix('--suite: ')}") from error
+    for name in known:
+        for command in missing_packages(name):
+            warnings.warn(
+                f"ladder.suites: a data set of {name} is missing, so its gates will not be measured; "
+                f"`{command}` installs it",
+                CdrmixWarning,
+                stacklevel=3,
+            )
+    return known
 
 
-def _band(made: Forecast) -> Verdict:
-    """The forecast of a rung with a loss as the verdict of a gate."""
-    assert made.at is not None
-    assert made.verdict is not None
-    reason = f"held-out loss {made.measured:.4f}, band {made.at.low:.4f} to {made.at.high:.4f}"
-    return Verdict(made.verdict, reason, made.measured, threshold=made.at.high, n=len(made.used))
+def _known_gates(ladder: Ladder) -> dict[str, tuple[Gate, dict[str, str]]]:
+    """The custom gates of a ladder, with their origins. Raises ConfigError and PluginError."""
+    gates = load_gates(ladder.custom_gates)
+    if taken := {check.name for check in preset(ladder.gates)} & gates.keys():
+        raise ConfigError(
+            f"ladder.custom_gates: {', '.join(sorted(taken))} is also the name of a gate of {ladder.gates}; rename its "
+            "entry point"
+        )
+    return gates
+
+
+def _try_key(key: Path) -> None:
+    """Signs an empty file. Raises ConfigError if that fails."""
+    check_key(key)
+    with tempfile.TemporaryDirectory(prefix="cdrmix-ladder-") as folder:
+        trial = Path(folder) / "trial"
+        trial.touch()
+        sign(trial, key)

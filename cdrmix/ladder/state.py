@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from cdrmix.errors import ConfigError
-from cdrmix.inference.load import verify
 from cdrmix.ladder.forecast import Forecast, Law, Rung, forecast
+from cdrmix.ladder.ladder_files import check_run
 from cdrmix.ladder.ledger import LEDGER, Entry, Ledger, check_files
 from cdrmix.ladder.rungs import rung_named
 from cdrmix.ladder.verdict import Outcome
@@ -87,7 +87,7 @@ def rung_states(ledger: Ledger, plan: list[dict[str, Any]] | None = None) -> lis
             state.earlier += entry.kind == "forecast"
             state.promoted_otherwise |= entry.kind == "promoted"
         elif entry.kind == "forecast":
-            state.forecast = entry
+            state.forecast, state.judged = entry, None  # a judgement is one by the newest forecast
         elif entry.kind == "trained":
             state.trained[entry.facts["seed"]] = entry
         elif entry.kind == "judged":
@@ -108,16 +108,16 @@ def check_states(ledger: Ledger, states: list[RungState]) -> None:
                 f"{state.name} is promoted in {ledger.path}, but its configuration has changed since: restore it, or "
                 "climb in a new folder (ladder.root)"
             )
-        for entry in (*state.trained.values(), state.judged):
-            if entry is not None:
-                check_files(ledger.root, entry)
         for entry in state.trained.values():
-            verify(run_path(ledger.root, entry) / "export")
+            check_run(ledger.root, entry)
+        if state.judged is not None:
+            check_files(ledger.root, state.judged)
 
 
-def run_path(root: Path, entry: Entry) -> Path:
-    """The run folder of a `trained` entry."""
-    return root / entry.record["run"]
+def something_missing(judged: Entry) -> bool:
+    """Whether a required gate of a `judged` entry was not measured."""
+    verdicts = judged.facts["verdicts"]
+    return any(verdicts[name] == Outcome.NOT_MEASURED for name in judged.facts["stopping"])
 
 
 def stopping(judged: Entry) -> str:

@@ -107,6 +107,19 @@ def test_the_fit_is_least_squares_over_the_last_three() -> None:
     assert found.at.high == pytest.approx(1.01 * max(bounds), rel=1e-10)
 
 
+def test_only_the_seeds_of_rungs_of_the_fit_widen_the_band(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The rung 50m is not fitted for 3b. Of two rungs with seeds the larger deviation counts."""
+    table = tmp_path / "losses.csv"
+    seeds = {"50m": (3.0, 4.0), "125m": (3.20, 3.22), "500m": (2.79, 2.85), "1b": (2.66,)}
+    computes = {"50m": 3.5e17, "125m": 2.2e18, "500m": 3.3e19, "1b": 1.3e20}
+    rows = [f"{name},{computes[name]},{loss},{seed}" for name in seeds for seed, loss in enumerate(seeds[name])]
+    table.write_text("\n".join(["name,compute,loss,seed", *rows, "3b,1.2e21,,"]) + "\n")
+    assert cli.main(["ladder", "forecast", str(table), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [rung["fitted"] for rung in found["rungs"]] == [False, True, True, True]
+    assert found["seed_deviation"] == pytest.approx(np.std([2.79, 2.85], ddof=1) / 2.82)
+
+
 def test_the_seeds_of_the_smallest_rung_widen_the_band() -> None:
     rungs = rungs_of_a_law([1e17, 1e18, 1e19])
     loss = rungs[0].losses[0]

@@ -25,6 +25,8 @@ from cdrmix.run_folder import RunFolder
 from cdrmix.training.callbacks import Callback
 from cdrmix.training.console import Console
 
+ROOT = Path(__file__).parents[2]
+
 
 @pytest.fixture
 def copy(climbed: Path, tmp_path: Path) -> Path:
@@ -87,7 +89,7 @@ def test_the_third_rung_is_forecast_before_it_is_trained(
     assert [rung["losses"] for rung in made.facts["rungs"]] == [[losses[0]], [losses[1]]]
     assert losses[2] < made.facts["low"] < made.facts["loss"] < made.facts["high"]
     assert judged.facts["verdicts"] == {"finite": "PASS", "loss": "PASS", "band": "HOLD"}
-    assert "toy-c is not promoted: HOLD. band: held-out loss" in out
+    assert "toy-c is not promoted: HOLD by the gates of quick. band: the held-out loss is" in " ".join(out.split())
     assert (copy / "forecast.png").read_bytes()[1:4] == b"PNG"
     assert (copy / "forecasts" / "toy-c.png").is_file()
 
@@ -117,6 +119,11 @@ def append(path: Path) -> None:
     path.write_bytes(path.read_bytes() + b" ")
 
 
+def cut_sums(path: Path) -> None:
+    path.chmod(0o644)
+    path.write_text("".join(line for line in path.read_text().splitlines(keepends=True) if "README.md" not in line))
+
+
 CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "an edited line": (lambda root: edit(root, 5, "PASS", "FAIL"), "ledger.jsonl: line 5 was changed"),
     "an edited last line": (lambda root: edit(root, 10, '"PASS"', '"FAIL"'), "ledger.jsonl:10 was changed"),
@@ -125,7 +132,15 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing lines": (lambda root: cut(root, 2, 3), "line 2 is missing"),
     "a missing last line": (lambda root: cut(root, 10), "was cut: it has 9 lines, and ledger.head says 10"),
     "a missing ledger": (lambda root: (root / "ledger.jsonl").unlink(), "was cut: it has 0 lines"),
-    "a missing head": (lambda root: (root / "ledger.head").unlink(), "ledger.head was changed"),
+    "a missing head": (lambda root: (root / "ledger.head").unlink(), "ledger.head is missing, and ledger.jsonl has 10"),
+    "a head of other bytes": (
+        lambda root: (root / "ledger.head").write_bytes(b"\xff\xfe"),
+        "ledger.head was changed: it is not a file of UTF-8 text",
+    ),
+    "a head that is a folder": (
+        lambda root: [(root / "ledger.head").unlink(), (root / "ledger.head").mkdir()],
+        "ledger.head was changed: it is not a file of UTF-8 text",
+    ),
     "an added line": (lambda root: append(root / "ledger.jsonl"), "ledger.jsonl:11 was changed"),
     "edited weights": (
         lambda root: append(run_of(root, "toy-a") / "export" / "model.safetensors"),
@@ -133,9 +148,28 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "edited checksums": (
         lambda root: append(run_of(root, "toy-b") / "export" / "SHA256SUMS"),
-        "export/SHA256SUMS was changed",
+        "export/SHA256SUMS: malformed line",
     ),
-    "edited evidence": (lambda root: append(run_of(root, "toy-b") / "gates" / "quick.json"), "quick.json was changed"),
+    "a line less of checksums": (
+        lambda root: cut_sums(run_of(root, "toy-b") / "export" / "SHA256SUMS"),
+        "export/SHA256SUMS was changed: it does not list README.md as line 8",
+    ),
+    "an added file": (
+        lambda root: (run_of(root, "toy-a") / "export" / "evil.py").write_text("print(1)"),
+        "export/evil.py was added",
+    ),
+    "edited evidence": (
+        lambda root: append(root / "judgements" / "toy-b" / "1" / "quick.json"),
+        "toy-b/1/quick.json was changed",
+    ),
+    "edited facts of a judgement": (
+        lambda root: append(root / "judgements" / "toy-b" / "1" / "quick.facts.json"),
+        "toy-b/1/quick.facts.json was changed",
+    ),
+    "an edited loss": (
+        lambda root: RunFolder.open(run_of(root, "toy-a")).update_summary({"held_out_step": 5}),
+        "metrics.json was changed: step is 5",
+    ),
     "edited metrics": (lambda root: append(run_of(root, "toy-a") / "metrics.jsonl"), "metrics.jsonl was changed"),
     "a removed run": (lambda root: shutil.rmtree(run_of(root, "toy-a")), "config_snapshot.yaml is missing"),
 }
@@ -158,7 +192,7 @@ def test_a_kill_between_ledger_and_head(copy: Path) -> None:
     head = f"9 {json.loads(lines[9])['before']}\n"
     (copy / "ledger.head").write_text(head)
     ledger = Ledger(copy)  # one line ahead of its head is what a kill leaves
-    ledger.append("ladder", "", {}, {})
+    ledger.append("ladder", "", ledger.entries[0].facts, {})
     assert len(Ledger(copy).entries) == 11
     (copy / "ledger.head").write_text(head)
     with pytest.raises(LedgerError, match="it says 9 lines"):  # two are not
@@ -190,6 +224,12 @@ def test_another_process_has_the_ladder(climbed: Path, copy: Path, capsys: pytes
         (("--lenient", " "), "--lenient: give the reason"),
         (("--nproc", "0"), "--nproc"),
         (("--sign", "no-key"), "ssh"),  # there is no such file, or no ssh-keygen
+        (("--sign", str(ROOT / "README.md")), "ssh-keygen"),  # it is no key, or there is no ssh-keygen
+        (("--dry-run", "--sign", str(ROOT / "README.md")), "ssh-keygen"),
+        (("ladder.suites=[cod]",), "ladder.suites: there is no suite 'cod'; did you mean 'code'?"),
+        (("--dry-run", "ladder.suites=[cod]"), "ladder.suites: there is no suite 'cod'"),
+        (("ladder.custom_gates=[nope]",), "there is no gate 'nope'"),
+        (("--dry-run", "ladder.custom_gates=[nope]"), "there is no gate 'nope'"),
         (("train.steps=7",), "allowed: at the top: ladder"),
     ],
 )
@@ -262,15 +302,18 @@ def test_suites_and_the_full_gates(climbed: Path, tmp_path: Path, capsys: pytest
     assert {verdicts[name] for name in ("finite", "determinism", "resume", "export")} == {"PASS"}
     assert verdicts["tasks"] == "NOT_MEASURED"  # no suite of choices
     path = run_of(root, "toy-a")
-    assert f"{path.relative_to(root)}/suites.json" in judged.record["files"]
-    assert {result["suite"] for result in json.loads((path / "suites.json").read_text())} == {"domains", "routing"}
+    kept = root / "judgements" / "toy-a"
+    assert "judgements/toy-a/1/suites.json" in judged.record["files"]
+    assert "judgements/toy-a/1/full.json.sig" in judged.record["files"]
+    results = json.loads((kept / "1" / "suites.json").read_text())
+    assert {result["suite"] for result in results} == {"domains", "routing"}
     capsys.readouterr()
     assert main(["evidence", "verify", str(path / "export"), "--allowed-signers", str(signers)]) == 14
     assert "ladder@example.org" in capsys.readouterr().out
-    written = (path / "suites.json").stat().st_mtime_ns
     assert run(climbed, root, "--up-to", "toy-a", *more, "--lenient", "a toy") == 0
-    assert (path / "suites.json").stat().st_mtime_ns == written  # a suite is run once
-    (path / "suites.json").write_text("[]")
+    assert "Evaluating" not in capsys.readouterr().out  # a suite is run once
+    assert json.loads((kept / "2" / "suites.json").read_text()) == results
+    (kept / "2" / "suites.json").write_text("[]")
     assert main(["ladder", "status", str(root)]) == LedgerError.exit_code
 
 
