@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
+
+from cdrmix.confidence import wilson_bounds
 
 RESAMPLES = 2000
 Z = 1.959963984540054  # the 97.5 % quantile of the normal distribution
@@ -18,10 +19,7 @@ def wilson(right: float, count: int) -> tuple[float, float]:
     """
     if count < 1 or not 0 <= right <= count:
         raise ValueError(f"{right} right items of {count} are no share")
-    share, square = right / count, Z * Z / count
-    centre = (share + square / 2) / (1 + square)
-    half = Z / (1 + square) * math.sqrt(share * (1 - share) / count + square / count / 4)
-    return max(0.0, centre - half), min(1.0, centre + half)
+    return wilson_bounds(right / count, count, Z)
 
 
 def score_interval(scores: Sequence[float], seed: int = 0) -> tuple[float | None, float | None]:
