@@ -23,7 +23,7 @@ def add_checkpoints(subparsers: argparse._SubParsersAction[argparse.ArgumentPars
         sub.add_argument("run", type=Path, metavar="RUN", help="a run folder, or a run in a mirror")
         return sub
 
-    text = "print step, tokens, size, held-out figure, the reasons to keep it, whether it is complete and mirrored"
+    text = "print step, tokens, size, held-out figure, the reasons to keep it, whether it is complete and in run.mirror"
     add("list", list_, text).add_argument("--json", action="store_true", help="print JSON instead of a table")
     text = "read every file and compare it with its hash; exit code 5 if one is damaged or missing"
     add("verify", verify, text)

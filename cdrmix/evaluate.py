@@ -219,10 +219,19 @@ def evaluate_suites(
         except CdrmixError as error:  # the results of the other suites may have taken hours
             problems.append(error)
             results.append(SuiteResult(name, (Measure(name, problem=str(error)),)))
-    if len(problems) == len(chosen):
-        raise problems[0]
+    if all(result.measures and all(each.value is None for each in result.measures) for result in results):
+        raise problems[0] if problems else ConfigError(_reasons(results))
     about = {"path": str(model), "step": loaded.step, "weights": _weight_files(model, loaded.step)}
     return [dataclasses.replace(result, facts={**result.facts, "model": about}) for result in results]
+
+
+def _reasons(results: Sequence[SuiteResult]) -> str:
+    """Why nothing was measured: the reasons of each suite, each once."""
+    told = []
+    for result in results:
+        reasons = dict.fromkeys(str(measure.problem) for measure in result.measures)
+        told.append(f"--suite {result.suite}: nothing can be measured; {'; '.join(reasons)}")
+    return "\n".join(told)
 
 
 def _weight_files(model: Path, step: int) -> dict[str, str]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from cdrmix.data.shards import Array
 from cdrmix.errors import ConfigError
-from cdrmix.eval.intervals import ratio_interval
+from cdrmix.eval.intervals import LEAST_UNITS, ratio_interval
 from cdrmix.eval.perplexity import Score
 from cdrmix.eval.suites import SUITES, Measure, Subject, SuiteOptions, SuiteResult
 from cdrmix.run_folder import finite
@@ -34,9 +34,9 @@ def domains(subject: Subject, options: SuiteOptions, say: Callable[[str], None])
         measures.append(_measure(f"{name} bits_per_byte", score, bits[chosen], scored.text_bytes[chosen]))
     facts: dict[str, Any] = finite({**scored.score.as_json(), "documents": len(bits)})
     notes = [
-        f"{measure.name}: no interval, because there is one document"
+        f"{measure.name}: no interval, because there are fewer than {LEAST_UNITS} documents"
         for measure in measures
-        if measure.count == 1 and measure.problem is None
+        if measure.count < LEAST_UNITS and measure.problem is None
     ]
     if not scored.score.domains:
         notes.append(f"the held-out text has one domain, {scored.domains[0]!r}")

@@ -20,7 +20,7 @@ from cdrmix.config.schema import Config, Model
 from cdrmix.data.loader import make_batch
 from cdrmix.data.shards import Split
 from cdrmix.errors import CdrmixError
-from cdrmix.eval.intervals import RESAMPLES, mean_interval
+from cdrmix.eval.intervals import LEAST_UNITS, RESAMPLES, mean_interval
 from cdrmix.eval.routing import CAPACITY, routing_metrics
 from cdrmix.eval.suites import SUITES, Measure, Subject, SuiteOptions, SuiteResult
 from cdrmix.model.causal import evaluation_mode
@@ -114,9 +114,9 @@ def _named(config: Config, routers: int) -> list[str]:
 
 
 def _entropy_intervals(counts_RLE: Tensor, seed: int) -> list[tuple[float | None, float | None]]:
-    """The 95 % percentile interval of each layer's normalised entropy by bootstrap over rows; None for one row."""
+    """The 95 % percentile interval of each layer's normalised entropy by bootstrap over rows; None for few rows."""
     rows, layers, experts = counts_RLE.shape
-    if rows < 2:
+    if rows < LEAST_UNITS:
         return [(None, None)] * layers
     draws = np.random.default_rng(seed).multinomial(rows, np.full(rows, 1 / rows), RESAMPLES)
     sums_SLE = torch.from_numpy(draws.astype(np.float64)) @ counts_RLE.double().flatten(1)

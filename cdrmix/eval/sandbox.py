@@ -145,7 +145,7 @@ class Sandbox:
         server = self._idle.get()
         try:
             answer = _answer(server, json.dumps(request))
-            if answer is None:  # only unconfined programs can end the server
+            if answer is None:  # as by a program that is not confined
                 _stop(server)
                 self._servers.remove(server)
                 server, _ = _start()

@@ -359,13 +359,21 @@ def outcome_of(ended: bool, status: int, report: str, token: str) -> tuple[str, 
             return "timeout", "CPU time"
         if number == signal.SIGXFSZ:
             return "forbidden", "it wrote a file"
-        return "crashed", signal.Signals(number).name
+        return "crashed", _signal_name(number)
     if report == token:
         return ("passed", "") if os.WEXITSTATUS(status) == 0 else ("crashed", "it ended with an error after the tests")
     word, _, detail = report.partition(" ")
     if word in ("memory", "failed", "forbidden"):
         return word, detail
     return "failed", f"it ended with status {os.WEXITSTATUS(status)} before the tests were over"
+
+
+def _signal_name(number: int) -> str:
+    """SIGSEGV for 11. Real-time signals have no names in Python, but for the first and the last."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def probe(folders: list[int]) -> dict[str, str]:

@@ -4,7 +4,7 @@ A suite is one entry of SUITES. A file in this package or a plugin can add one:
 
     @SUITES("length")
     def length(subject: Subject, options: SuiteOptions, say: Callable[[str], None]) -> SuiteResult:
-        texts = subject.generate([""], samples=options.samples, sampling=Writing(max_new_tokens=64, seed=options.seed))
+        texts = subject.generate([""], samples=options.samples, writing=Writing(max_new_tokens=64, seed=options.seed))
         ...
 """
 

@@ -175,8 +175,8 @@ def mirror_run(path: Path, to: Path | None = None) -> tuple[Path, list[Path]]:
     if to is None and config.run.mirror is None:
         raise ConfigError(f"{path}: its configuration has no run.mirror; name a folder with --to")
     folder = (to or Path(str(config.run.mirror))).expanduser()
-    if folder.resolve() == path.resolve().parent:
-        raise ConfigError(f"{folder} is the folder of the run itself; name a folder on another disk")
+    if folder.resolve() == path.resolve().parent or folder.resolve().is_relative_to(path.resolve()):
+        raise ConfigError(f"{folder} is in the folder of the run itself, or around it; name a folder on another disk")
     with run.locked():
         give_id(run)
         mirror = Mirror(run, folder, Rules.of(config.train))

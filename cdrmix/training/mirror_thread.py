@@ -32,7 +32,7 @@ def mirroring(config: Config, run: RunFolder) -> Iterator[MirrorThread | None]:
 
 
 def check_mirror(config: Config) -> None:
-    """Raises ConfigError if run.mirror is a file, a run folder or run.root. That it cannot be written is no error."""
+    """Raises ConfigError if run.mirror is a file, run.root, or in a run. That it cannot be written is no error."""
     if config.run.mirror is None:
         return
     folder, root = Path(config.run.mirror).expanduser(), Path(config.run.root).expanduser()
@@ -41,10 +41,13 @@ def check_mirror(config: Config) -> None:
         raise ConfigError(f"run.mirror: {folder} is a file; {remedy}")
     if folder.resolve() == root.resolve():
         raise ConfigError(f"run.mirror: {folder} is run.root, the folder of the runs themselves; {remedy}")
-    if (folder / "config_snapshot.yaml").is_file():
+    inside = [each for each in (folder, *folder.resolve().parents) if (each / "config_snapshot.yaml").is_file()]
+    if inside == [folder]:
         raise ConfigError(
             f"run.mirror: {folder} is one run; name the folder around it, in which each run gets a folder of its own"
         )
+    if inside:
+        raise ConfigError(f"run.mirror: {folder} is in the run folder {inside[-1]}; {remedy}")
 
 
 class MirrorThread:

@@ -196,5 +196,7 @@ def test_a_mirror_is_made_by_hand_and_refused_where_it_belongs_to_another(
     store = tmp_path / "a" / "b"  # its parent is missing, as that of an unplugged drive
     assert main(["checkpoints", "mirror", str(run.path), "--to", str(store)]) == 2
     assert f"cannot be written: No such file or directory: {store}" in capsys.readouterr().err
-    assert main(["checkpoints", "mirror", str(run.path), "--to", str(run.path.parent)]) == 2
-    assert "is the folder of the run itself" in capsys.readouterr().err
+    for folder in (run.path.parent, run.path, run.path / "checkpoints", run.path / "inner"):
+        assert main(["checkpoints", "mirror", str(run.path), "--to", str(folder)]) == 2
+        assert "is in the folder of the run itself, or around it" in capsys.readouterr().err
+    assert not (run.path / "inner").exists()

