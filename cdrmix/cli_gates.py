@@ -40,7 +40,7 @@ def add_gate(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     sub.add_argument("--sign", type=Path, metavar="KEY", help=text)
     sub.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
-    text = "verify exported models that were judged"
+    text = "verify exported models that were judged, and remove old evidence"
     evidence = subparsers.add_parser("evidence", help=text, description=text, allow_abbrev=False)
     actions = evidence.add_subparsers(dest="action", required=True, metavar="COMMAND")
     text = (
@@ -52,6 +52,11 @@ def add_gate(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     verify.add_argument("export", type=Path, metavar="EXPORT", help="the folder of the exported model")
     text = "require signatures of these keys; the file is that of ssh-keygen(1), ALLOWED SIGNERS"
     verify.add_argument("--allowed-signers", type=Path, metavar="FILE", help=text)
+    text = "remove the evidence of a preset from an export and its SHA256SUMS; that of the run is kept"
+    remove = actions.add_parser("remove", help=text, description=text, allow_abbrev=False)
+    remove.set_defaults(command=evidence_remove, name="evidence remove")
+    remove.add_argument("export", type=Path, metavar="EXPORT", help="the folder of the exported model")
+    remove.add_argument("--preset", required=True, choices=PRESETS, help="the preset of the evidence")
 
 
 def gate(options: argparse.Namespace) -> int:
@@ -89,4 +94,13 @@ def evidence_verify(options: argparse.Namespace) -> int:
     print("\n".join(map(evidence_text, found)))
     for each in sorted(found, key=lambda each: each.exit_code):  # 14 before 15
         refuse(each.preset, each.outcome, each.stopping, each.lenient)
+    return 0
+
+
+def evidence_remove(options: argparse.Namespace) -> int:
+    """`cdrmix evidence remove`."""
+    from cdrmix.ladder.evidence import remove_evidence
+
+    for path in remove_evidence(options.export, options.preset):
+        print(f"removed {path}")
     return 0

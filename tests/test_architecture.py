@@ -23,7 +23,7 @@ ALL_FILES = sorted(
 
 # Lowest first. A package imports from itself and from lower layers.
 LAYERS = [
-    {"errors", "page", "gpus", "units"},
+    {"errors", "page", "gpus", "units", "confidence"},
     {"plugins"},
     {"registry"},
     {"durable", "kernels", "_dedup", "_text"},

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
+
+from cdrmix.confidence import wilson_bounds
 
 RESAMPLES = 2000
 # Percentile intervals of the mean of n normal values contain it in 46 % (n = 2), 82 % (5), 90 % (10), 93 % (20) of
@@ -22,10 +23,7 @@ def wilson(right: float, count: int) -> tuple[float, float]:
     """
     if count < 1 or not 0 <= right <= count:
         raise ValueError(f"{right} right items of {count} are no share")
-    share, square = right / count, Z * Z / count
-    centre = (share + square / 2) / (1 + square)
-    half = Z / (1 + square) * math.sqrt(share * (1 - share) / count + square / count / 4)
-    return max(0.0, centre - half), min(1.0, centre + half)
+    return wilson_bounds(right / count, count, Z)
 
 
 def score_interval(scores: Sequence[float], seed: int = 0) -> tuple[float | None, float | None]:

@@ -7,9 +7,7 @@ first_token_p50_ms, first_token_p99_ms: of the time to its first new token, in w
 token_p50_ms: the median over requests of the time of each further token.
 request_p99_bound_ms: a bound which the 99 % quantile does not exceed at 95 % confidence.
 peak_memory_mib: of the process on a CPU (resident), of tensors on a GPU, while the requests ran.
-Intervals come from order statistics (David and Nagaraja, Order Statistics, section 7.1): of n independent times at most
-k - 1 lie below the quantile q with the probability P(Binomial(n, q) <= k - 1), whatever their distribution. So the k-th
-smallest is an upper bound at 95 % if this is at least 0.95. For q = 0.99 and k = n this needs n = 299.
+Intervals come from order statistics (cdrmix.confidence). A bound of the 99 % quantile needs 299 requests.
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 
+from cdrmix.confidence import CONFIDENCE, items_for_quantile, upper_rank
 from cdrmix.data.tasks import make_example
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import CdrmixError
@@ -32,7 +31,6 @@ PROMPT, NEW = 128, 64  # tokens
 WARM_UP = 3  # requests before those that count: kernels are compiled and memory is allocated in them
 BUDGET = 30.0  # seconds of requests that count, without --limit
 LEAST = 5  # requests, however long they take
-CONFIDENCE = 0.95
 FIRST_EXAMPLE = 1 << 41  # of the generated text
 
 
@@ -41,26 +39,6 @@ class Request(NamedTuple):
 
     first: float
     whole: float
-
-
-def needed(share: float, confidence: float = CONFIDENCE) -> int:
-    """The fewest values whose largest one bounds the quantile `share` at this confidence: 299 for 0.99 at 0.95."""
-    return math.ceil(math.log(1 - confidence) / math.log(share))
-
-
-def upper_rank(count: int, share: float, confidence: float = CONFIDENCE) -> int | None:
-    """The smallest k for which the k-th smallest of `count` values bounds the quantile `share`; None if none does.
-
-    That is the smallest k <= count with P(Binomial(count, share) <= k - 1) >= confidence.
-    """
-    below = 0.0
-    for rank in range(1, count + 1):
-        smaller = rank - 1
-        log = math.lgamma(count + 1) - math.lgamma(smaller + 1) - math.lgamma(count - smaller + 1)
-        below += math.exp(log + smaller * math.log(share) + (count - smaller) * math.log1p(-share))
-        if below >= confidence:
-            return rank
-    return None
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -89,7 +67,7 @@ def latency(subject: Subject, options: SuiteOptions, say: Callable[[str], None])
     parts = subject.model_parts("latency")
     device = next(parts.model.parameters()).device
     before = os.getloadavg()
-    enough = needed(0.99)
+    enough = items_for_quantile(0, 0.99)
     try:
         began = time.perf_counter()
         for number in range(WARM_UP):

@@ -1,16 +1,19 @@
 """Confidence bounds of the gates: of shares, medians, shifts of a median, quantiles; and Holm's correction.
 
-All bounds are one-sided with a confidence of 95 %. A gate passes where the bound on the bad side of the figure clears
-the threshold, so a run that is as bad as the threshold passes in at most 5 % of the cases. All required gates have to
-pass, and the largest of their errors bounds that of the preset (an intersection-union test: Berger 1982, Technometrics
-24:295). A gate fails where the other bound misses the threshold; the more gates, the more often one of them does so by
-chance, so Holm's correction applies to failing alone.
+All bounds are one-sided with a confidence of 95 % for independent values. Recorded steps are not quite independent:
+neighbours are alike, so bounds of medians and shifts of steps have a lower confidence.
+
+A gate passes where the bound on the bad side of the figure clears the threshold, so a run that is as bad as the
+threshold passes in at most 5 % of the cases. All required gates have to pass, and the largest of their errors bounds
+that of the preset (an intersection-union test: Berger 1982, Technometrics 24:295). A gate fails where the other bound
+misses the threshold; the more gates, the more often one of them does so by chance, so Holm's correction applies to
+failing alone.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import cache
 from statistics import NormalDist
@@ -18,11 +21,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-CONFIDENCE = 0.95
+from cdrmix.confidence import CONFIDENCE, binomial_cdf, upper_rank, wilson_bounds
+
 ERROR = 1 - CONFIDENCE
 Z = NormalDist().inv_cdf(CONFIDENCE)
 LEAST_FOR_MEDIAN = 5  # 2^-5 is below 5 %: of fewer values not even all of them bound the median
-MOST_ITEMS = 10**9
 EXACT_VALUES = 40  # of both samples: up to here the distribution of U is counted, beyond it is nearly normal
 
 
@@ -35,10 +38,8 @@ class Bounds(NamedTuple):
 
 
 def wilson(share: float, n: int) -> Bounds:
-    """The score interval of a proportion (Wilson 1927). share: in [0, 1]. n: independent items, at least 1."""
-    centre = (share + Z**2 / (2 * n)) / (1 + Z**2 / n)
-    half = Z / (1 + Z**2 / n) * math.sqrt(share * (1 - share) / n + Z**2 / (4 * n**2))
-    return Bounds(share, max(0.0, centre - half), min(1.0, centre + half))
+    """The one-sided bounds of a share, as of `wilson_bounds`."""
+    return Bounds(share, *wilson_bounds(share, n, Z))
 
 
 def share_p_value(share: float, n: int, threshold: float) -> float:
@@ -63,32 +64,13 @@ def items_for_share(share: float, threshold: float) -> int | None:
     return max(1, math.ceil(Z**2 * threshold * (1 - threshold) / (share - threshold) ** 2))
 
 
-def binomial_cdf(k: int, n: int, p: float) -> float:
-    """The probability of at most k successes of n, each with probability p."""
-    if k < 0:
-        return 0.0
-    if k >= n or p == 0:
-        return 1.0
-    logs = [
-        math.lgamma(n + 1) - math.lgamma(i + 1) - math.lgamma(n - i + 1) + i * math.log(p) + (n - i) * math.log1p(-p)
-        for i in range(k + 1)
-    ]
-    return min(1.0, math.fsum(map(math.exp, logs)))
-
-
 def median_bounds(values: Sequence[float]) -> Bounds:
-    """The median with bounds by order statistics (David and Nagaraja, Order Statistics, 7.1): no distribution."""
+    """The median with bounds by order statistics (cdrmix.confidence), which assume no distribution."""
     ordered = sorted(values)
     n = len(ordered)
-    index = _median_index(n)
+    rank = upper_rank(n, 0.5)
     middle = float(np.median(ordered))
-    return Bounds(middle, -math.inf, math.inf) if index < 0 else Bounds(middle, ordered[index], ordered[n - 1 - index])
-
-
-@cache
-def _median_index(n: int) -> int:
-    """How many of n values are below the lower bound of their median, -1 if there is none."""
-    return bisect_right(range(n), ERROR, key=lambda k: binomial_cdf(k, n, 0.5)) - 1
+    return Bounds(middle, -math.inf, math.inf) if rank is None else Bounds(middle, ordered[n - rank], ordered[rank - 1])
 
 
 def median_p_value(values: Sequence[float], threshold: float) -> float:
@@ -102,12 +84,6 @@ def items_for_median(values: Sequence[float], threshold: float) -> int | None:
     share = sum(value > threshold for value in values) / len(values)
     decided = items_for_share(share, 0.5)
     return None if decided is None else max(LEAST_FOR_MEDIAN, decided)
-
-
-def items_for_quantile(above: int, quantile: float) -> int:
-    """Values that show a quantile to be below a limit when `above` of them are above it."""
-    counts = range(above + 1, MOST_ITEMS)
-    return counts[bisect_left(counts, CONFIDENCE, key=lambda n: 1 - binomial_cdf(above, n, 1 - quantile))]
 
 
 def shift_bounds(later: Sequence[float], earlier: Sequence[float]) -> Bounds:

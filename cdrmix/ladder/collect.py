@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,11 @@ from cdrmix.ladder.facts import Facts
 from cdrmix.ladder.forecast import Forecast
 from cdrmix.ladder.presentation import forecast_json
 from cdrmix.ladder.rerun import processes_of, same_machine, train_again
-from cdrmix.ladder.results import read_results
+from cdrmix.ladder.results import forecast_facts, read_forecast, read_results, results_of
 from cdrmix.plan.flops import training_flops_per_token
 from cdrmix.plan.machine import machine_for
 from cdrmix.plan.plan import ASSUMED_MFU
+from cdrmix.reason.stage_b import spans
 from cdrmix.run_folder import RunFolder, environment, finite, read_metrics
 
 MEASURED = "measured.json"
@@ -42,27 +43,33 @@ def collect(
     tokens_per_second: float | None,
     compares_logits: bool,
     trains_again: bool,
+    rewritten: Collection[str],
     say: Callable[[str], None],
 ) -> Facts:
     """The facts of a run. What was measured here before, in gates/measured.json, is used again.
 
     export: the folder of the exported model; None: there is none. compares_logits: load the export and its checkpoint.
-    trains_again: measure determinism and resume, unless that was done. The others: as of `judge`.
+    trains_again: measure determinism and resume, unless that was done. rewritten: files of the export that the
+    judgement writes. The others: as of `judge`.
     Raises ConfigError if the run or a file cannot be read.
     """
+    every_result = read_results(results)  # files that are wrong are found before anything is computed
+    expected = _forecast(forecast)
     config = Config.from_yaml(run.config_snapshot)
-    summary, every = run.summary(), read_metrics(run.metrics_jsonl)
+    summary, every = _summary(run), _metrics(run)
     rows = tuple(row for row in every if "phase" not in row)
     weights = _weights(run)
     measured = _measured(run, config, trains_again, say)
-    exported = None if export is None else _export(run, config, export, compares_logits, say)
-    known, unused = read_results(results, _model_files(run, exported))
+    exported = None if export is None else _export(run, config, export, compares_logits, rewritten, say)
+    known, unused = results_of(every_result, _model_files(run, exported))
     return Facts(
         run={
             "name": config.run.name,
             "config_hash": config.hash(),
             "folder": run.path.name,
             "step": None if weights is None else weights["step"],
+            "steps": _steps(config),
+            "finished": run.finished,
         },
         settings={
             "vocabulary": config.model.vocab_size,
@@ -80,13 +87,49 @@ def collect(
         weights=weights,
         machine=_machine(run, config),
         plan=_plan(run, config, tokens_per_second, measured),
-        forecast=_forecast(forecast),
+        forecast=expected,
         determinism=measured.get("determinism"),
         resume=measured.get("resume"),
         export=exported,
         results=tuple(known),
         foreign_results=tuple(unused),
     )
+
+
+def _steps(config: Config) -> int:
+    """The steps of a finished run, with those of stage B."""
+    phases = [] if config.reasoning is None else spans(config)
+    return phases[-1].last if phases else config.train.steps
+
+
+def _summary(run: RunFolder) -> dict[str, Any]:
+    """The contents of metrics.json. Raises ConfigError if it is missing or damaged."""
+    summary = run.summary()
+    if not summary:
+        raise ConfigError(
+            f"{run.metrics_json} is missing or damaged: it has the held-out loss and the machine of the run; restore it"
+        )
+    return summary
+
+
+def _metrics(run: RunFolder) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl. Its last line may be incomplete, after a kill. Raises ConfigError for other damage."""
+    path = run.metrics_jsonl
+    rows = read_metrics(path)
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"{path}:{number}: this line is not UTF-8 ({error.reason}): the file is damaged; restore it"
+            ) from error
+    if len(rows) < len(lines) - 1:
+        raise ConfigError(
+            f"{path}: {len(lines) - len(rows)} of {len(lines)} lines are no recorded steps: the file is damaged; "
+            "restore it"
+        )
+    return rows
 
 
 def _weights(run: RunFolder) -> dict[str, Any] | None:
@@ -152,12 +195,17 @@ def _measured(run: RunFolder, config: Config, trains_again: bool, say: Callable[
 
 
 def _export(
-    run: RunFolder, config: Config, export: Path, compares_logits: bool, say: Callable[[str], None]
+    run: RunFolder,
+    config: Config,
+    export: Path,
+    compares_logits: bool,
+    rewritten: Collection[str],
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
     """The files of an export with their hashes, what is wrong with them, and whether it gives the trained logits."""
     if not (export / SUMS).is_file():
         raise ConfigError(f"{export} is not an exported model: it has no {SUMS}")
-    step, problems = exported_step(export), file_problems(export)
+    step, problems = exported_step(export), file_problems(export, rewritten)
     if step is None and not problems:
         problems.append(f"{export} does not say which step it has")
     found: dict[str, Any] = {"step": step, "files": exported_files(export), "problems": problems}
@@ -211,18 +259,4 @@ def _model_files(run: RunFolder, exported: dict[str, Any] | None) -> frozenset[s
 def _forecast(given: Forecast | Path | None) -> dict[str, Any] | None:
     if given is None:
         return None
-    if isinstance(given, Forecast):
-        data = forecast_json(given)
-    else:
-        try:
-            data = json.loads(given.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"--forecast {given}: cannot be read as JSON: {error}") from error
-    try:
-        rungs = sum(bool(rung["fitted"]) for rung in data["rungs"])
-        low, high, notes = data["low"], data["high"], list(data["notes"])
-    except (LookupError, TypeError) as error:
-        raise ConfigError(
-            f"--forecast {given}: is not the output of `cdrmix ladder forecast LOSSES --rung NAME --json` ({error!r})"
-        ) from error
-    return {"band": low is not None, "low": low, "high": high, "loss": data.get("loss"), "rungs": rungs, "notes": notes}
+    return forecast_facts(forecast_json(given)) if isinstance(given, Forecast) else read_forecast(given)

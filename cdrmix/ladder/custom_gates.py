@@ -53,7 +53,9 @@ def _load(entry: EntryPoint) -> tuple[Gate, dict[str, str]]:
     where = f"the gate {entry.name!r} = {entry.value!r} of the distribution {_distribution(entry)}"
     try:
         gate = entry.load()
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit too: an import must not end the command
         raise PluginError(f"{where} failed with {type(error).__name__}: {error}. Correct that distribution") from error
     try:
         inspect.signature(gate).bind(Facts(run={}, settings={}))

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,11 @@ def exported_name(preset: str) -> str:
     return f"gates-{preset}.json"
 
 
+def evidence_names(preset: str) -> tuple[str, str]:
+    """The names of the evidence in an export and of its signature."""
+    return exported_name(preset), exported_name(preset) + SIGNATURE
+
+
 def is_evidence(name: str) -> bool:
     """Whether a file of an export is evidence or its signature."""
     return name.startswith("gates-") and name.removesuffix(SIGNATURE).endswith(".json")
@@ -42,20 +47,23 @@ def exported_files(export: Path) -> dict[str, str]:
     return {path.name: sha256_file(path) for path in paths if path.name != SUMS and not is_evidence(path.name)}
 
 
-def file_problems(export: Path) -> list[str]:
+def file_problems(export: Path, without: Collection[str] = ()) -> list[str]:
     """What differs between an export and its SHA256SUMS: each file that is missing, changed or added, as a sentence.
 
-    Raises CheckpointError if SHA256SUMS is missing or malformed.
+    without: names of files that are not verified. Raises CheckpointError if SHA256SUMS is missing or malformed.
     """
     sums = read_sums(export)
     problems = []
     for name, expected in sums.items():
+        if name in without:
+            continue
         path = export / name
         if not path.is_file():
             problems.append(f"{path} is missing, but {SUMS} lists it")
         elif (found := sha256_file(path)) != expected:
             problems.append(f"{path} was changed: its SHA-256 is {found}, {SUMS} says {expected}")
-    added = sorted(path.name for path in export.iterdir() if path.name not in sums and path.name != SUMS)
+    known = {*sums, *without, SUMS}
+    added = sorted(path.name for path in export.iterdir() if path.name not in known)
     return problems + [f"{export / name} was added: {SUMS} does not list it" for name in added]
 
 
@@ -98,23 +106,47 @@ def copy_to_export(export: Path, evidence: Path, preset: str) -> Path:
     for path in export.iterdir():
         if is_evidence(path.name):
             sums[path.name] = sha256_file(path)
-    write_atomically(export / SUMS, "".join(f"{digest}  {each}\n" for each, digest in sorted(sums.items())))
+    _write_sums(export, sums)
+    return export / name
+
+
+def _write_sums(export: Path, sums: Mapping[str, str]) -> None:
+    write_atomically(export / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())))
     os.chmod(export / SUMS, 0o444)
     sync_folder(export)
-    return export / name
+
+
+def remove_evidence(export: Path, preset: str) -> list[Path]:
+    """Removes the evidence of a preset and its signature from an export and from its SHA256SUMS. Returns the files.
+
+    Raises CheckpointError if there is none, with the presets that the export has evidence of.
+    """
+    if not (export / SUMS).is_file():
+        raise CheckpointError(f"{export} is not an exported model: it has no {SUMS}")
+    sums, names = read_sums(export), evidence_names(preset)
+    found = [export / name for name in names if name in sums or (export / name).is_file()]
+    if not found:
+        has = sorted(path.stem.removeprefix("gates-") for path in export.glob("gates-*.json"))
+        raise CheckpointError(f"{export} has no evidence of {preset}; it has that of {', '.join(has) or 'no preset'}")
+    for path in found:
+        path.unlink(missing_ok=True)
+    _write_sums(export, {name: digest for name, digest in sums.items() if name not in names})
+    return found
 
 
 @dataclass(frozen=True)
 class Evidence:
     """Evidence in an export that was verified.
 
-    outcome, stopping, lenient: of the judgement. signer: who signed it, of the allowed signers; None: not checked.
+    outcome, stopping, lenient: of the judgement. progress: as of the function `progress`. signer: who signed it, of the
+    allowed signers; None: not checked.
     """
 
     preset: str
     outcome: Outcome
     stopping: tuple[str, ...]
     lenient: str | None
+    progress: str
     signer: str | None
     path: Path
 
@@ -191,22 +223,38 @@ def _subject_problems(path: Path, content: Mapping[str, Any], files: Mapping[str
 def _evidence(path: Path, predicate: Mapping[str, Any], signer: str | None) -> Evidence:
     found = predicate["cdrmix"]
     outcome = Outcome(found["outcome"])
-    return Evidence(found["preset"], outcome, tuple(found["stopping"]), found["lenient"], signer, path)
+    lenient, far = found["lenient"], progress(found.get("run", {}))
+    return Evidence(found["preset"], outcome, tuple(found["stopping"]), lenient, far, signer, path)
+
+
+def progress(run: Mapping[str, Any]) -> str:
+    """How far a run was that is not finished: "step 50 of 100"; "" for a finished one. run: of `Facts`."""
+    if run.get("finished", True):
+        return ""
+    return "no checkpoint yet" if run["step"] is None else f"step {run['step']:,} of {run['steps']:,}"
 
 
 def _signer(path: Path, allowed_signers: Path) -> str:
     """Who of the allowed signers signed a file. Raises CheckpointError."""
     signature = path.with_name(path.name + SIGNATURE)
     if not signature.is_file():
-        raise CheckpointError(f"{path} has no signature, which --allowed-signers requires: judge with --sign KEY")
+        raise CheckpointError(f"{path} has no signature, which --allowed-signers requires: {_remedy(path)}")
     common = ["-f", str(allowed_signers), "-n", NAMESPACE, "-s", str(signature)]
     try:
         found = _ssh_keygen(["-Y", "find-principals", *common], str(signature))
         signer = found.splitlines()[0].strip()
         _ssh_keygen(["-Y", "verify", "-I", signer, *common], str(signature), path.read_bytes())
     except ConfigError as error:
-        raise CheckpointError(f"{path} is not signed by an allowed signer: {error}") from error
+        raise CheckpointError(f"{path} is not signed by an allowed signer: {error}. {_remedy(path)}") from error
     return signer
+
+
+def _remedy(path: Path) -> str:
+    preset = path.stem.removeprefix("gates-")
+    return (
+        f"judge the run with --preset {preset} --sign KEY, or remove this evidence: "
+        f"cdrmix evidence remove {path.parent} --preset {preset}"
+    )
 
 
 def _ssh_keygen(arguments: list[str], what: str, given: bytes | None = None) -> str:

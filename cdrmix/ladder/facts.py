@@ -20,22 +20,29 @@ Json = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a run. A part that is None was not measured. Numbers that are not finite are None.
+    """What is known of a run. A part that is None was not measured.
 
-    run: name, config_hash, stage_a_steps (finished), step (of the newest checkpoint).
+    Each object has its own copy of the data, as plain JSON data: a number that is not finite is None. So gates read
+    what the file of facts has, and a gate that changes its copy does not change the facts.
+
+    run: name, config_hash, folder, step (of the newest checkpoint; None without one), steps (of the configuration, with
+        those of stage B), finished.
     settings: of its configuration: vocabulary, steps, warmup_steps, log_every, preferences (whether it trains on
         pairs, so that its loss is not that of tokens), routed (whether the model has routers).
     rows: the lines of metrics.jsonl in stage A (cdrmix.training.metrics.StepRecord), by step.
     phases: its lines in stage B (PhaseRecord).
     held_out: the results on all held-out text (cdrmix.eval.perplexity.HeldOut), of the step held_out_step.
-    weights: of the newest checkpoint: checkpoint, step, values, not_finite (a number), average.
-    machine: name, memory_bytes, processes.
+    weights: of the newest checkpoint: checkpoint, step, values (their number), not_finite (how many are not finite),
+        first (the first tensor with such a value), files (name -> SHA-256).
+    machine: name, memory_bytes; None if the run was trained on another machine.
     plan: tokens_per_second, source.
     forecast: of the held-out loss in nats per token: low, high, loss, rungs (of the fit), notes; band: whether there
         is one.
-    determinism, resume: steps trained again, or from a checkpoint: steps, identical, differences, tokens_per_second.
+    determinism, resume: steps trained again, or from a checkpoint: steps, differences (sentences; none if all bits are
+        the same), tokens_per_second, problem (why they cannot be trained again here, or None). determinism also has
+        compared_with_the_run: whether their losses were compared with those of the run, which needs its machine.
     export: step, files (name -> SHA-256), problems (files that SHA256SUMS does not fit), logits (whether they are those
-        of the checkpoint; None: it is gone), weights_sha256.
+        of the checkpoint; None: not compared), logits_problem (why not).
     results: of suites (cdrmix.eval.suites.SuiteResult) of this model, each with `origin`: file and its SHA-256.
     foreign_results: sentences on the files of results that are not used, because they are of another model.
     """
@@ -55,6 +62,12 @@ class Facts:
     results: tuple[Json, ...] = ()
     foreign_results: tuple[str, ...] = field(default=())
 
+    def __post_init__(self) -> None:
+        for entry in dataclasses.fields(self):
+            value = getattr(self, entry.name)
+            plain = finite(value)
+            object.__setattr__(self, entry.name, tuple(plain) if isinstance(value, tuple) else plain)
+
     @cached_property
     def digests(self) -> dict[str, str]:
         """The SHA-256 of each part, as JSON with sorted keys."""
@@ -72,6 +85,10 @@ class Facts:
     def as_json(self) -> dict[str, Any]:
         """All parts as JSON data."""
         return {entry.name: finite(getattr(self, entry.name)) for entry in dataclasses.fields(self)}
+
+    def copy(self) -> Facts:
+        """The same facts with data of their own."""
+        return dataclasses.replace(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Facts:

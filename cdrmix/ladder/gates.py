@@ -16,7 +16,7 @@ import numpy as np
 
 from cdrmix.ladder import bounds
 from cdrmix.ladder.facts import Facts, Json
-from cdrmix.ladder.verdict import Outcome, Verdict
+from cdrmix.ladder.verdict import Comparison, Outcome, Verdict
 
 Gate = Callable[[Facts], Verdict]
 
@@ -24,10 +24,16 @@ WINDOW, LEAST_WINDOW = 128, 16  # rows before a row that is compared with them (
 SIGMAS = 6.0
 ROUTER_ROWS = 10
 LEAST_TENTH = 8  # rows, where a tenth of the run has fewer: 5 do not show a small difference
+LEAST_VALUE, MOST_LOG = 1e-12, 700.0  # of a ratio: no logarithm of 0, no infinite exponential
 NOT_FINITE = 1e9  # stands for a loss that is NaN or infinite
 RISE = 0.02  # the losses of two seeds of a micro rung differ by up to 1.9 %, so less is no rise
 NO_ROWS = "metrics.jsonl has no step of stage A; train the run, or name another one"
 MORE_ROWS = "set train.log_every lower, or train longer"
+
+
+def figure(value: float, unit: str) -> str:
+    """A number with its unit. %: a share, such as 0.05, is shown as 5 %."""
+    return f"{100 * value:.3g} %" if unit == "%" else f"{value:.4g} {unit}".rstrip()
 
 
 def not_measured(reason: str) -> Verdict:
@@ -35,40 +41,63 @@ def not_measured(reason: str) -> Verdict:
     return Verdict(Outcome.NOT_MEASURED, reason)
 
 
-def exactly(good: bool, reason: str, *, value: float | None = None, threshold: float | None = None, n: int) -> Verdict:
+def exactly(
+    good: bool,
+    reason: str,
+    *,
+    value: float | None = None,
+    threshold: float | None = None,
+    n: int,
+    comparison: Comparison = "at most",
+    unit: str = "",
+) -> Verdict:
     """A verdict on what has no sampling error: it passes or fails."""
-    return Verdict(Outcome.PASS if good else Outcome.FAIL, reason, value, threshold=threshold, n=n)
+    outcome = Outcome.PASS if good else Outcome.FAIL
+    return Verdict(outcome, reason, value, threshold=threshold, n=n, comparison=comparison, unit=unit)
 
 
 def by_bounds(
-    found: bounds.Bounds, threshold: float, n: int, p_value: float, what: str, *, more: str, needed: int | None
+    found: bounds.Bounds,
+    threshold: float,
+    n: int,
+    p_value: float,
+    what: str,
+    *,
+    needed: int | None,
+    more: str = MORE_ROWS,
+    comparison: Comparison = "at most",
+    unit: str = "",
 ) -> Verdict:
-    """A verdict on a figure that must be at most `threshold`.
+    """A verdict on a figure that must be at most, or below, `threshold`.
 
     what: the figure in words. needed: items that would decide it; None: unknown. more: how to get them.
     """
     outcome = Outcome.HOLD
-    reason = f"{what} is {found.value:.4g}, of {n:,}; at most {threshold:.4g} is allowed"
-    if found.high <= threshold:
+    shown = [figure(number, unit) for number in (found.value, threshold)]
+    reason = f"{what} is {shown[0]}, of {n:,}; {comparison} {shown[1]} is allowed"
+    if found.high < threshold or (found.high == threshold and comparison == "at most"):
         outcome = Outcome.PASS
-    elif found.low > threshold:
+    elif found.low > threshold or (found.low == threshold and comparison == "below"):
         outcome = Outcome.FAIL
     else:
         count = "more" if needed is None else f"about {max(needed, n + 1):,}"
         reason += f"; {count} would decide it: {more}"
     low, high = (None if math.isinf(bound) else bound for bound in (found.low, found.high))
-    return Verdict(outcome, reason, found.value, low, high, threshold, n, p_value=p_value)
+    return Verdict(outcome, reason, found.value, low, high, threshold, n, comparison, p_value, unit=unit)
 
 
-def of_median(values: Sequence[float], threshold: float, what: str, more: str = MORE_ROWS) -> Verdict:
-    """A verdict on a median that must be at most `threshold`."""
+def of_median(
+    values: Sequence[float], threshold: float, what: str, *, comparison: Comparison = "at most", unit: str = ""
+) -> Verdict:
+    """A verdict on a median that must be at most, or below, `threshold`."""
     values = bounds.blocks(values)
     found = bounds.median_bounds(values)
     needed = bounds.items_for_median(values, threshold)
     if len(values) < bounds.LEAST_FOR_MEDIAN:
         needed = bounds.LEAST_FOR_MEDIAN
     p_value = bounds.median_p_value(values, threshold)
-    return by_bounds(found, threshold, len(values), p_value, what, more=more, needed=needed)
+    n = len(values)
+    return by_bounds(found, threshold, n, p_value, what, needed=needed, comparison=comparison, unit=unit)
 
 
 def finite(facts: Facts) -> Verdict:
@@ -102,7 +131,7 @@ def loss_at_most(limit: float) -> Gate:
     def loss(facts: Facts) -> Verdict:
         if not facts.rows:
             return not_measured(NO_ROWS)
-        return of_median(_losses(_tenth(facts.rows)), limit, "the median loss of the last recorded steps")
+        return of_median(_losses(_tenth(facts.rows)), limit, "the median loss of the last recorded steps", unit="nats")
 
     return loss
 
@@ -115,7 +144,7 @@ def below_uniform(facts: Facts) -> Verdict:
     if not rows:
         return Verdict(Outcome.HOLD, f"no step after the warm-up is recorded; {MORE_ROWS}")
     what = f"the median loss after the warm-up, whose limit is ln {vocabulary},"
-    return of_median(_losses(_tenth(rows)), math.log(vocabulary), what)
+    return of_median(_losses(_tenth(rows)), math.log(vocabulary), what, comparison="below", unit="nats")
 
 
 def falling(facts: Facts) -> Verdict:
@@ -128,12 +157,8 @@ def falling(facts: Facts) -> Verdict:
     if len(before) < LEAST_TENTH:
         needed = 2 * LEAST_TENTH
         return Verdict(Outcome.HOLD, f"recorded steps after the warm-up: {len(rows)}; {needed} are needed: {MORE_ROWS}")
-    return _shift(
-        [math.log(max(loss, 1e-9)) for loss in _losses(last)],
-        [math.log(max(loss, 1e-9)) for loss in _losses(before)],
-        math.log1p(RISE),
-        "the logarithm of the ratio of the last losses to those before",
-    )
+    what = "the change of the last losses from those before"
+    return _ratio(_losses(last), _losses(before), 1 + RISE, what, change=True)
 
 
 def perplexity_at_most(limit: float) -> Gate:
@@ -215,12 +240,8 @@ def norm_growth(facts: Facts) -> Verdict:
         return Verdict(
             Outcome.HOLD, f"recorded steps after the warm-up: {len(norms)}; {needed} are needed: {MORE_ROWS}"
         )
-    last, second = (
-        [math.log(max(norm, 1e-12)) for norm in part] for part in (norms[-quarter:], norms[quarter : 2 * quarter])
-    )
-    return _shift(
-        last, second, math.log(2), "the logarithm of the ratio of the last gradient norms to the second quarter's"
-    )
+    what = "the ratio of the last gradient norms to those of the second quarter"
+    return _ratio(norms[-quarter:], norms[quarter : 2 * quarter], 2, what, change=False)
 
 
 def router_entropy_at_least(limit: float) -> Gate:
@@ -257,7 +278,8 @@ def router_overflow_below(limit: float) -> Gate:
         name, values = _worst_router(facts, "overflow", sign=1)
         if not values:
             return not_measured(_NO_ROUTERS)
-        return of_median(values, limit, f"the overflow of router {name}, the largest,")
+        what = f"the overflow of router {name}, the largest,"
+        return of_median(values, limit, what, comparison="below", unit="%")
 
     return router_overflow
 
@@ -291,13 +313,19 @@ def memory_share_below(share: float) -> Gate:
             return not_measured(NO_ROWS)
         if facts.machine is None or facts.machine.get("memory_bytes") is None:
             return not_measured(
-                "the memory of the machine of the run is not known here: judge the run on the machine that trained it"
+                "the run was trained on another machine, whose memory is not recorded: judge the run on that machine"
             )
         limit = facts.machine["memory_bytes"]
         value = max(peaks) * 2**30 / limit
         reason = f"the peak is {max(peaks):.2f} GiB of {limit / 2**30:.2f} GiB of {facts.machine['name']}"
         return exactly(
-            value < share, f"{reason}; less than {share:.0%} is allowed", value=value, threshold=share, n=len(peaks)
+            value < share,
+            f"{reason}; less than {share:.0%} is allowed",
+            value=value,
+            threshold=share,
+            n=len(peaks),
+            comparison="below",
+            unit="%",
         )
 
     return memory_share
@@ -342,15 +370,25 @@ def _losses(rows: Sequence[Json]) -> list[float]:
     return [NOT_FINITE if row["next_token_loss"] is None else row["next_token_loss"] for row in rows]
 
 
-def _shift(later: Sequence[float], earlier: Sequence[float], threshold: float, what: str) -> Verdict:
-    later, earlier = bounds.blocks(later), bounds.blocks(earlier)
-    found = bounds.shift_bounds(later, earlier)
-    p_value = bounds.shift_p_value(later, earlier, threshold)
-    n, distance = len(later) + len(earlier), abs(found.value - threshold)
+def _ratio(later: Sequence[float], earlier: Sequence[float], most: float, what: str, *, change: bool) -> Verdict:
+    """A verdict on the ratio of two samples that must be at most `most`: bounds of the shift of their logarithms.
+
+    change: the figures are the ratio minus 1, in percent.
+    """
+    logs, logs_before = (
+        bounds.blocks([math.log(max(value, LEAST_VALUE)) for value in values]) for values in (later, earlier)
+    )
+    shift, threshold = bounds.shift_bounds(logs, logs_before), math.log(most)
+    p_value = bounds.shift_p_value(logs, logs_before, threshold)
+    n, distance = len(logs) + len(logs_before), abs(shift.value - threshold)
     # The bounds approach the figure with the square root of the number.
-    width = max(found.high - found.value, found.value - found.low)
+    width = max(shift.high - shift.value, shift.value - shift.low)
     needed = None if distance == 0 or not math.isfinite(width) else math.ceil(n * (width / distance) ** 2)
-    return by_bounds(found, threshold, n, p_value, what, more=MORE_ROWS, needed=needed)
+    less, unit = (1, "%") if change else (0, "")
+    found = bounds.Bounds(*(math.exp(min(bound, MOST_LOG)) - less for bound in shift))
+    if math.isinf(shift.high):
+        found = bounds.Bounds(found.value, -math.inf, math.inf)
+    return by_bounds(found, most - less, n, p_value, what, needed=needed, unit=unit)
 
 
 def _worst_router(facts: Facts, measure: str, *, sign: int) -> tuple[str, list[float]]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from cdrmix.confidence import binomial_cdf, items_for_quantile
 from cdrmix.ladder import bounds
 from cdrmix.ladder.facts import Facts, Json
 from cdrmix.ladder.gates import Gate, exactly, not_measured
@@ -86,7 +87,7 @@ def in_band(facts: Facts) -> Verdict:
         Outcome.HOLD: "below the band: look for held-out text in the training text, or for another text",
     }
     reason = f"the held-out loss is {value:.4f}, {reasons[outcome]} from {low:.4f} to {high:.4f}"
-    return Verdict(outcome, reason, value, low, high, high, found["rungs"])
+    return Verdict(outcome, reason, value, low, high, high, found["rungs"], unit="nats")
 
 
 def suite_share(suite: str, name: str, limit: float, command: str, *, at_least: bool) -> Gate:
@@ -144,9 +145,16 @@ def of_share(share: Share, limit: float, name: str, *, at_least: bool) -> Verdic
 
 
 def above_chance(margin: float, command: str) -> Gate:
-    """The mean over the sets of suite `choices` of accuracy minus chance. Sets that are too noisy are left out."""
+    """The mean over the sets of suite `choices` of accuracy minus chance, all of which must be measured.
+
+    Sets that are too noisy are left out. A set that is missing would raise the mean if the model is bad at it.
+    """
 
     def tasks(facts: Facts) -> Verdict:
+        for name in _sets(facts):
+            measures = facts.measures("choices", f"{name} accuracy")
+            if pooled(measures) is None:
+                return _missing(facts, measures, f"choices: {name}", command)
         chances = {
             name: chance
             for result in facts.results
@@ -161,6 +169,19 @@ def above_chance(margin: float, command: str) -> Gate:
         return _of_mean(shares, chances, margin, "accuracy above chance")
 
     return tasks
+
+
+def _sets(facts: Facts) -> list[str]:
+    """The sets that results of suite `choices` name, measured or not, without those that are too noisy."""
+    suffix = " accuracy"
+    names = [
+        measure["name"].removesuffix(suffix)
+        for result in facts.results
+        if result["suite"] == "choices"
+        for measure in result["measures"]
+        if measure["name"].endswith(suffix)
+    ]
+    return [name for name in dict.fromkeys(names) if name not in NOISY]
 
 
 def mean_at_least(suite: str, names: Sequence[str], limit: float, command: str) -> Gate:
@@ -213,7 +234,7 @@ def latency_at_most(seconds: float, command: str) -> Gate:
         for share, figure in ((0.99, value), (0.5, max(medians, default=0.0) / 1000)):
             if figure > seconds:  # the figure is one of the requests: it and all above it are too slow
                 above = max(above, n - math.ceil(share * n) + 1)
-        p_value = 1 - bounds.binomial_cdf(above - 1, n, 0.01)
+        p_value = 1 - binomial_cdf(above - 1, n, 0.01)
         outcome = Outcome.FAIL if p_value <= bounds.ERROR else Outcome.HOLD
         if high is not None and high / 1000 <= seconds:
             outcome = Outcome.PASS
@@ -221,10 +242,10 @@ def latency_at_most(seconds: float, command: str) -> Gate:
         reason += "" if high is None else f", at most {high / 1000:.3g} s with 95 % confidence"
         reason += f"; at most {seconds:g} s is allowed"
         if outcome is Outcome.HOLD:
-            needed = max(bounds.items_for_quantile(above, 0.99), n + 1)
+            needed = max(items_for_quantile(above, 0.99), n + 1)
             reason += f"; {needed:,} requests would decide it: {command.replace('--json', f'--limit {needed} --json')}"
         bound = None if high is None else high / 1000
-        return Verdict(outcome, reason, value, None, bound, seconds, n, p_value=p_value)
+        return Verdict(outcome, reason, value, None, bound, seconds, n, p_value=p_value, unit="s")
 
     return latency
 
@@ -239,7 +260,7 @@ def memory_at_most(gigabytes: float, command: str) -> Gate:
             return _missing(facts, measures, "the memory of generation", command)
         value = max(peaks) * 2**20 / 1e9
         reason = f"the peak memory of generation is {value:.2f} GB; at most {gigabytes:g} GB is allowed"
-        return exactly(value <= gigabytes, reason, value=value, threshold=gigabytes, n=len(peaks))
+        return exactly(value <= gigabytes, reason, value=value, threshold=gigabytes, n=len(peaks), unit="GB")
 
     return memory
 

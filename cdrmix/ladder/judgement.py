@@ -4,24 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import hashlib
 import json
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cdrmix.durable import sha256_file, write_atomically
-from cdrmix.errors import ConfigError, GateError
+from cdrmix.errors import CheckpointError, ConfigError, GateError
 from cdrmix.inference.load import SUMS, run_of
 from cdrmix.ladder import bounds
 from cdrmix.ladder.collect import collect
 from cdrmix.ladder.custom_gates import load_gates
-from cdrmix.ladder.evidence import SIGNATURE, check_key, copy_to_export, sign, statement
+from cdrmix.ladder.evidence import (
+    SIGNATURE,
+    check_key,
+    copy_to_export,
+    evidence_names,
+    file_problems,
+    progress,
+    sign,
+    statement,
+)
 from cdrmix.ladder.facts import Facts
 from cdrmix.ladder.forecast import Forecast
 from cdrmix.ladder.gates import Gate
 from cdrmix.ladder.presets import TRAINS_AGAIN, Check, preset
-from cdrmix.ladder.verdict import Outcome, Verdict, exit_code
+from cdrmix.ladder.verdict import Outcome, Verdict, checked, exit_code
 from cdrmix.run_folder import RunFolder, environment
 
 FOLDER = "gates"
@@ -35,6 +46,7 @@ class Judgement:
 
     verdicts: by gate. required: the gates without which a run does not pass. outcome: PASS; FAIL where a required gate
     failed; otherwise HOLD or NOT_MEASURED. lenient: the reason for which the run passes nevertheless; None: strict.
+    progress: how far a run was that is not finished, such as "step 50 of 100"; "" for a finished one.
     evidence: gates/<preset>.json of the run; None before it is written. exported_evidence: its copy in the export; None
     without an export, and for one that SHA256SUMS does not fit.
     """
@@ -44,6 +56,7 @@ class Judgement:
     required: frozenset[str]
     outcome: Outcome
     lenient: str | None
+    progress: str
     evidence: Path | None
     exported_evidence: Path | None
 
@@ -105,7 +118,8 @@ def judge(
     Raises:
         ConfigError: there is no such preset or gate, the run cannot be judged, or a file of results is not one.
         PluginError: a custom gate cannot be imported.
-        CheckpointError: `run` is no run, or SHA256SUMS of the export is missing or malformed.
+        CheckpointError: `run` is no run; SHA256SUMS of the export is missing or malformed; or a file of the export was
+            changed, added or removed, unless the preset has the gate `export`, which fails then.
     """
     checks = preset(preset_name)
     if lenient is not None and not lenient.strip():
@@ -115,14 +129,20 @@ def judge(
     custom = load_gates(custom_gates)
     checks += [_custom(name, gate, checks) for name, (gate, _) in custom.items()]
     folder, export = _run_and_export(Path(run), export)
+    compares_logits = any(check.name == "export" for check in checks)
+    if export is not None and not compares_logits and (problems := file_problems(export, evidence_names(preset_name))):
+        raise CheckpointError(
+            f"{'; '.join(problems)}. Restore the files, or remove {export} and export the run again with cdrmix export"
+        )
     facts = collect(
         folder,
         export=export,
         results=results,
         forecast=forecast,
         tokens_per_second=tokens_per_second,
-        compares_logits=any(check.name == "export" for check in checks),
+        compares_logits=compares_logits,
         trains_again=preset_name in TRAINS_AGAIN if measure is None else measure,
+        rewritten=evidence_names(preset_name),
         say=say or (lambda _: None),
     )
     judgement = decide(preset_name, checks, facts, lenient)
@@ -139,7 +159,7 @@ def decide(preset_name: str, checks: Iterable[Check], facts: Facts, lenient: str
     worst = next(
         (outcome for outcome in (Outcome.FAIL, Outcome.HOLD, Outcome.NOT_MEASURED) if outcome in outcomes), Outcome.PASS
     )
-    return Judgement(preset_name, verdicts, required, worst, lenient, None, None)
+    return Judgement(preset_name, verdicts, required, worst, lenient, progress(facts.run), None, None)
 
 
 def ask(check: Check, facts: Facts) -> Verdict:
@@ -154,12 +174,15 @@ def ask(check: Check, facts: Facts) -> Verdict:
 def _answer(check: Check, facts: Facts) -> Verdict:
     """Raises GateError for any error of a gate: it is anybody's code, and no error of it may let a run pass."""
     try:
-        verdict: object = check.gate(facts)
-    except Exception as error:
+        answer: object = check.gate(facts)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit too: no gate may end the command without a judgement
         raise GateError(f"the gate raised {type(error).__name__}: {error}") from error
-    if not isinstance(verdict, Verdict):
-        raise GateError(f"the gate returned {verdict!r}, which is no Verdict")
-    return verdict
+    try:
+        return checked(answer)
+    except ValueError as error:
+        raise GateError(f"the gate returned {error}") from error
 
 
 def _corrected(verdicts: Mapping[str, Verdict]) -> dict[str, Verdict]:
@@ -181,7 +204,7 @@ def _corrected(verdicts: Mapping[str, Verdict]) -> dict[str, Verdict]:
 def _custom(name: str, gate: Gate, checks: Sequence[Check]) -> Check:
     if any(check.name == name for check in checks):
         raise ConfigError(f"the custom gate {name!r} has the name of a gate of the preset; rename its entry point")
-    return Check(name, "custom", gate, (), "a gate of a plugin")
+    return Check(name, "custom", lambda facts: gate(facts.copy()), (), "a gate of a plugin")
 
 
 def _run_and_export(path: Path, export: Path | None) -> tuple[RunFolder, Path | None]:
@@ -214,8 +237,8 @@ def _write(
     """Writes the facts, the evidence with its signature and its copy, and the history."""
     folder = run.path / FOLDER
     folder.mkdir(exist_ok=True)
-    facts_file = folder / f"{judgement.preset}.facts.json"
-    write_atomically(facts_file, json.dumps(facts.as_json(), allow_nan=False) + "\n")
+    facts_file, facts_text = folder / f"{judgement.preset}.facts.json", json.dumps(facts.as_json(), allow_nan=False)
+    facts_bytes = (facts_text + "\n").encode()
     if facts.export is not None:
         subjects: Mapping[str, str] = facts.export["files"]
     elif facts.weights is not None:
@@ -226,12 +249,16 @@ def _write(
     else:
         subjects = {run.config_snapshot.name: sha256_file(run.config_snapshot)}
     evidence = folder / f"{judgement.preset}.json"
-    (folder / (evidence.name + SIGNATURE)).unlink(missing_ok=True)  # of an earlier judgement
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    predicate = _predicate(judgement, checks, facts, sha256_file(facts_file), custom, now)
-    write_atomically(evidence, statement(subjects, predicate))
-    if sign_with is not None:
-        sign(evidence, sign_with)
+    predicate = _predicate(judgement, checks, facts, hashlib.sha256(facts_bytes).hexdigest(), custom, now)
+    text = statement(subjects, predicate)
+    signed = None if sign_with is None else _signature(text, sign_with)  # if that fails, nothing is written
+    write_atomically(facts_file, facts_bytes)
+    signature = evidence.with_name(evidence.name + SIGNATURE)
+    signature.unlink(missing_ok=True)  # of an earlier judgement
+    write_atomically(evidence, text)
+    if signed is not None:
+        write_atomically(signature, signed)
     copy = None
     if export is not None and facts.export is not None and not facts.export["problems"]:
         copy = copy_to_export(export, evidence, judgement.preset)
@@ -247,6 +274,13 @@ def _write(
     with (folder / HISTORY).open("a", encoding="utf-8") as history:
         history.write(json.dumps(line) + "\n")
     return dataclasses.replace(judgement, evidence=evidence, exported_evidence=copy)
+
+
+def _signature(text: str, key: Path) -> bytes:
+    with tempfile.TemporaryDirectory(prefix="cdrmix-sign-") as folder:
+        file = Path(folder) / "evidence"
+        file.write_text(text, encoding="utf-8")
+        return sign(file, key).read_bytes()
 
 
 def _predicate(

@@ -19,10 +19,9 @@ from typing import Any
 from cdrmix.compare import compare, first_metric_difference
 from cdrmix.config.schema import Config
 from cdrmix.errors import CdrmixError, Preempted
-from cdrmix.inference.checkpoints import list_checkpoints
+from cdrmix.inference.checkpoints import list_checkpoints, step_of
 from cdrmix.run_folder import RunFolder, environment, read_metrics
 from cdrmix.training.callbacks import Callback
-from cdrmix.training.metrics import Record
 from cdrmix.workflow import run_all
 
 STEPS = 20
@@ -30,15 +29,20 @@ SAME_MACHINE = ("python", "platform", "machine", "cpus", "versions")
 NEVER = 10**9
 
 
+class Reached(Exception):
+    """The checkpoint of the step is written, at which a training that is measured ends."""
+
+
 class StopAfter(Callback):
-    """Stops a run after a step, with a checkpoint. The configuration must record every step."""
+    """Ends a run right after the checkpoint of a step. Only what this raises is expected; a signal is a signal."""
 
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def on_record(self, record: Record) -> bool:
-        """Requests the stop one step early: the run makes one more step."""
-        return record.step >= self.step - 1
+    def on_checkpoint(self, checkpoint: Path) -> None:
+        """Raises Reached."""
+        if step_of(checkpoint) >= self.step:
+            raise Reached
 
 
 def train_again(run: RunFolder, say: Callable[[str], None]) -> dict[str, Any]:
@@ -109,10 +113,14 @@ def _measure(run: RunFolder, config: Config, folder: Path, say: Callable[[str], 
 def _train(run: RunFolder, root: Path, every: int, last: int, resume: RunFolder | None = None) -> RunFolder:
     """Trains the configuration of a run below `root` to step `last`, with a checkpoint each `every` steps.
 
-    What the training prints is dropped. Raises Preempted if a signal stopped it before that step.
+    What the training prints is dropped. Nothing is written outside of `root`, and no process is started. Raises
+    Preempted if a signal stopped it.
     """
     changes = {
         "run.root": root,
+        "run.mirror": "null",
+        "evaluation.suites": "[]",
+        "evaluation.every": "null",
         "train.log_every": 1,
         "train.checkpoint_every": every,
         "train.evaluate_every": NEVER,
@@ -123,13 +131,13 @@ def _train(run: RunFolder, root: Path, every: int, last: int, resume: RunFolder 
         "logging.mlflow": "false",
     }
     config = Config.from_yaml(run.config_snapshot, [f"{key}={value}" for key, value in changes.items()])
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(Preempted):
-        run_all(config, None if resume is None else resume.path, callbacks=[StopAfter(last)])
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(Reached):
+            run_all(config, None if resume is None else resume.path, callbacks=[StopAfter(last)])
+    except Preempted as error:
+        raise Preempted("stopped by a signal while steps of the run were trained again") from error
     (snapshot,) = root.glob("*/config_snapshot.yaml")
-    trained = RunFolder.open(snapshot.parent, writes=False)
-    if not _checkpoint(trained, last).is_dir():
-        raise Preempted("stopped by a signal while steps of the run were trained again")
-    return trained
+    return RunFolder.open(snapshot.parent, writes=False)
 
 
 def _checkpoint(run: RunFolder, step: int) -> Path:

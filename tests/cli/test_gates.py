@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -82,13 +83,25 @@ def test_a_good_run_and_its_evidence(run: Path, capsys: pytest.CaptureFixture[st
     recorded = {name: verdict["inputs_sha256"] for name, verdict in predicate["cdrmix"]["verdicts"].items()}
     assert {name: verdict.inputs_sha256 for name, verdict in again.verdicts.items()} == recorded
 
+    # Figures have the units of the reasons, and strict thresholds their sign.
+    assert gate("--model", run, "--preset", "standard") == 0
+    table = capsys.readouterr().out
+    assert all(len(line) <= 100 for line in table.splitlines() if str(run) not in line)
+    shown = {line.split()[0]: " ".join(line.split()) for line in table.splitlines() if line}
+    assert re.search(r"^falling PASS -[0-9.]+ % .*<= 2 %", shown["falling"]), shown["falling"]
+    assert re.search(r"^memory PASS [0-9.]+ % < 90 %", shown["memory"]), shown["memory"]
+    assert "< 5.704 nats" in shown["below-uniform"]  # ln 300
+    assert "<= 2 " in shown["norm-growth"]
+    assert "< 5 %" in shown["router-overflow"]
+    assert "not finished" not in table
+
     assert gate("--model", run / "export", "--preset", "quick") == 0
     table = capsys.readouterr().out
-    assert "quick: PASS" in table
+    assert "quick: PASS\n" in table
     assert verify(run / "export") == 0
     assert capsys.readouterr().out.count("the files are those that were judged") == 2
     lines = [json.loads(line) for line in (run / "gates" / "history.jsonl").read_text().splitlines()]
-    assert [(line["preset"], line["outcome"]) for line in lines] == [("standard", "PASS"), ("quick", "PASS")]
+    assert [(line["preset"], line["outcome"]) for line in lines] == [("standard", "PASS")] * 2 + [("quick", "PASS")]
     assert subprocess.run(["sha256sum", "--quiet", "-c", "SHA256SUMS"], cwd=run / "export", check=False).returncode == 0
 
 
@@ -318,7 +331,7 @@ def test_wrong_arguments(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([], "expected a list of results; found list"),
+        ([], "expected a list of at least one result; found an empty list"),
         ([{"suite": 1}], "expected result 1 to have a suite"),
         ([{"suite": "code"}], "expected result 1 (code) to have measures and facts"),
         (

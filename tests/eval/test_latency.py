@@ -8,7 +8,8 @@ from math import comb
 import numpy as np
 import pytest
 
-from cdrmix.eval.latency import median_interval, needed, quantile, upper_bound, upper_rank
+from cdrmix.confidence import items_for_quantile, upper_rank
+from cdrmix.eval.latency import median_interval, quantile, upper_bound
 
 
 def exact_rank(count: int, share: Fraction, confidence: Fraction) -> int | None:
@@ -28,7 +29,7 @@ def test_ranks_equal_those_of_exact_sums(count: int) -> None:
 
 def test_what_a_bound_of_the_99_percent_quantile_needs() -> None:
     """299 requests with none above it, 473 with one."""
-    assert needed(0.99) == 299
+    assert [items_for_quantile(above, 0.99) for above in (0, 1)] == [299, 473]
     assert (upper_rank(298, 0.99), upper_rank(299, 0.99)) == (None, 299)
     assert (upper_rank(472, 0.99), upper_rank(473, 0.99)) == (472, 472)
     values = [float(value) for value in np.random.default_rng(1).permutation(473)]

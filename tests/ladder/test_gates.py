@@ -207,24 +207,41 @@ DOCTORED = {
         part("weights", not_finite=3, first="head"),
         "3 of 1,000 weights of step-1 .* the first in head",
     ),
-    "large loss": ("quick", "loss", rows(lambda i, r: {"next_token_loss": 101.0}), "is 101, of 30; at most 100"),
+    "large loss": (
+        "quick",
+        "loss",
+        rows(lambda i, r: {"next_token_loss": 101.0}),
+        "is 101 nats, of 30; at most 100 nats is allowed",
+    ),
     "loss of production": (
         "production",
         "loss",
         rows(lambda i, r: {"next_token_loss": r["next_token_loss"] + 1}),
-        "at most 3 is allowed",
+        "at most 3 nats is allowed",
     ),
     "no learning": (
         "standard",
         "below-uniform",
         rows(lambda i, r: {"next_token_loss": 10.9}),
-        r"limit is ln 50272, is 10.9.*at most 10.83",
+        r"limit is ln 50272, is 10.9 nats.*below 10.83 nats",
+    ),
+    "equal probabilities": (
+        "standard",
+        "below-uniform",
+        rows(lambda i, r: {"next_token_loss": math.log(50272)}),
+        "below 10.83 nats is allowed",  # a strict threshold: on it is not below it
+    ),
+    "overflow on the threshold": (
+        "standard",
+        "router-overflow",
+        router(3, "overflow", 0.05),
+        "is 5 %, of 10; below 5 % is allowed",
     ),
     "rise at the end": (
         "standard",
         "falling",
         rows(lambda i, r: {"next_token_loss": r["next_token_loss"] * (1.1 if i >= N - 30 else 1)}),
-        "logarithm of the ratio of the last losses",
+        "change of the last losses from those before is 6.17 %, of 58; at most 2 % is allowed",
     ),
     "perplexity": ("standard", "perplexity", part("held_out", perplexity=1001.0), "1,000,000 held-out tokens is 1001"),
     "infinite perplexity": ("standard", "perplexity", part("held_out", perplexity=None), "not finite"),
@@ -256,7 +273,7 @@ DOCTORED = {
         "standard",
         "norm-growth",
         rows(lambda i, r: {"gradient_norm": 1.3} if i > 0.7 * N else {}),
-        "gradient norms",
+        "ratio of the last gradient norms to those of the second quarter is 2.6, .* at most 2 is allowed",
     ),
     "collapsed router": (
         "standard",
@@ -268,7 +285,7 @@ DOCTORED = {
         "standard",
         "router-overflow",
         router(3, "overflow", 0.2),
-        "overflow of router 3, the largest, is 0.2",
+        "overflow of router 3, the largest, is 20 %, of 10; below 5 % is allowed",
     ),
     "idle expert": (
         "standard",
