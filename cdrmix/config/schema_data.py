@@ -298,8 +298,8 @@ class Tokenizer(Section):
     min_frequency: PositiveInt = 1
     """Least number of occurrences of a pair of tokens that becomes a token, of a tokenizer that is trained."""
     max_token_length: PositiveInt | None = None
-    """Upper bound of the length of a token in bytes, of a tokenizer that is trained. Of a bound of 3 or more, the package
-    tokenizers reaches one byte less. null: no bound."""
+    """Upper bound of the length of a token in bytes, of a tokenizer that is trained. Of a bound of 3 or more, the
+    package tokenizers reaches one byte less. null: no bound."""
     normalization: Literal["none", "nfkc"] = "none"
     """Unicode normal form that a trained tokenizer brings texts into. nfkc replaces characters by compatible ones and
     loses the difference, so it needs `lossless: false`. The preparation brings all text into NFC before."""
