@@ -163,7 +163,7 @@ def test_a_long_text_has_no_spaces_where_it_is_cut(
 def test_a_marked_span_adds_no_space(foreign: dict[str, Any]) -> None:
     tokenizer = TextTokenizer.load(foreign["llama2"].folder, lossless=False)
     objectives = Objectives(spans=[Span(begin="[", end="]", weight=0.5)])
-    ((ids, weights, _),) = encode_documents(["Anna[the]Anna"], [bytes(16)], ["text"], tokenizer, objectives)
+    ((ids, weights, *_),) = encode_documents(["Anna[the]Anna"], [bytes(16)], ["text"], tokenizer, objectives)
     assert tokenizer.decode(ids.tolist()) == "Anna[the]Anna"
     assert weights is not None
     assert tokenizer.decode(ids[weights == 0.5].tolist()) == "[the]"

@@ -52,7 +52,7 @@ def taken_apart(ids: list[int]) -> tuple[str, str, bytes]:
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=40), st.integers(0, 2**63 - 1))
 def test_a_rearranged_document_is_the_same_text(text: str, seed: int) -> None:
-    ((ids, weights, parts),) = encode([text], seeded(FIM, seed))
+    ((ids, weights, parts, _),) = encode([text], seeded(FIM, seed))
     assert ids.dtype == np.uint32
     assert weights is None
     assert parts is not None
@@ -63,7 +63,7 @@ def test_a_rearranged_document_is_the_same_text(text: str, seed: int) -> None:
 
 
 def test_without_objectives_a_document_is_its_tokens() -> None:
-    for text, (ids, weights, parts) in zip(CORPUS, encode(CORPUS, Objectives()), strict=True):
+    for text, (ids, weights, parts, _) in zip(CORPUS, encode(CORPUS, Objectives()), strict=True):
         assert ids.tolist() == TOKENIZER.encode(text)
         assert weights is None
         assert parts is None
@@ -143,7 +143,7 @@ def test_weights_lie_on_the_spans(text: str, rearrange: bool) -> None:
     for match in PATTERN.finditer(text):
         wanted |= dict.fromkeys(range(*match.span()), 0.25 if match[0][0] == "<" else 0.0)
     section = Objectives(fim=FIM if rearrange else None, spans=SPANS)
-    ((ids, weights, _),) = encode([text], section)
+    ((ids, weights, *_),) = encode([text], section)
     values = [1.0] * len(ids) if weights is None else weights.tolist()
     assert weights is None or (weights.dtype == np.float32 and len(weights) == len(ids))
     lengths = TOKENIZER.byte_lengths()
