@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from cdrmix.config.schema import Model
 from cdrmix.model.context import Context
-from cdrmix.model.depth import DepthRouter, Gated
+from cdrmix.model.depth import DepthRouter, Gate, Gated
 from cdrmix.model.fast_weights import FastWeightSpan, FastWeightUpdate, PlasticState
 from cdrmix.model.feed_forward.moe import FEED_FORWARDS, MoeFeedForward
 from cdrmix.model.feed_forward.router import Routed
@@ -82,23 +82,31 @@ class Block(nn.Module):
         if self.plastic is not None:
             update = FastWeightUpdate(self.plastic, span, cache.plastic)
             context = context._replace(fast_weights=update)
-        gates = []
         x, normed = self.mixer_norm(x, y)
-        if "mixer" in self.depth_routers:
-            gates.append(self.depth_routers["mixer"].gate(normed.flatten(0, 1)))
-            mixed = mix_kept(self.mixer, self.config, normed, context, cache.mixer, gates[-1])
-        else:
+        of_mixer = self._gate("mixer", normed)
+        if of_mixer is None:
             mixed = self.mixer(normed, context, cache.mixer)
-        x, normed = self.feed_forward_norm(x, mixed.y)
-        if "feed_forward" in self.depth_routers:
-            gates.append(self.depth_routers["feed_forward"].gate(normed.flatten(0, 1)))
-            fed = self.feed_forward(normed, context, cache.feed_forward_BD, gates[-1])
         else:
+            mixed = mix_kept(self.mixer, self.config, normed, context, cache.mixer, of_mixer)
+        x, normed = self.feed_forward_norm(x, mixed.y)
+        gate = self._gate("feed_forward", normed)
+        if gate is None:
             fed = self.feed_forward(normed, context, cache.feed_forward_BD)
+        else:
+            fed = self.feed_forward(normed, context, cache.feed_forward_BD, gate)
         after = None
         if context.keep_cache:
             after = BlockCache(mixed.cache, fed.cache_BD, None if update is None else update.state())
         routed = tuple(report for report in (mixed.routed, fed.routed) if report is not None)
         v_first = mixed.values if context.v_first is None else context.v_first
         correlation = None if update is None else update.correlation
-        return BlockOutput(x, fed.y, v_first, after, routed, correlation, tuple(gate.gated for gate in gates))
+        gated = tuple(each.gated for each in (of_mixer, gate) if each is not None)
+        return BlockOutput(x, fed.y, v_first, after, routed, correlation, gated)
+
+    def _gate(self, branch: str, x: Tensor) -> Gate | None:
+        """Which tokens of its normed input x [B, T, D] a branch computes; None: all."""
+        if branch not in self.depth_routers:
+            return None
+        router = self.depth_routers[branch]
+        assert isinstance(router, DepthRouter)
+        return router.gate(x.flatten(0, 1))

@@ -96,9 +96,11 @@ def _run(
     cache: Any,
 ) -> Mixed:
     """The mixer over the tokens at these places of the flattened x, with a context of their own; y [R, K, D]."""
+    rows, kept = place_RK.shape
     inside = make_context(
         config,
-        *place_RK.shape,
+        rows,
+        kept,
         cu_seqlens,
         past,
         x.device,

@@ -95,8 +95,8 @@ class DenseFeedForward(nn.Module):
         computes every token: `gate` must be None."""
         assert gate is None, "SkippingFeedForward skips tokens"
         if self.gate_up is not None:
-            gate, up = self.gate_up(x).chunk(2, -1)
-            hidden = functional.silu(gate) * up
+            gating, up = self.gate_up(x).chunk(2, -1)
+            hidden = functional.silu(gating) * up
         else:
             assert self.up is not None
             hidden = self.up(x).relu().square()
