@@ -325,8 +325,12 @@ def _builds() -> Iterator[Build]:
     floats |= dict.fromkeys(("dload_balance", "dz_loss", "dlogits"), "*fp32")
     longs = dict.fromkeys(("chosen", "counts", "tokens_per_expert", "order"), "*i64")
     numbers = ("length", "has_bias", "blocks", "capacity", "has_dweights", "has_dload_balance", "has_dz_loss")
-    numbers += ("has_keep",)
-    known = floats | longs | {"block_counts": "*i32", "ends": "*i32", "keep": "*i8"} | dict.fromkeys(numbers, "i32")
+    known = (
+        floats
+        | longs
+        | {"block_counts": "*i32", "ends": "*i32", "keep": "*i8"}
+        | dict.fromkeys((*numbers, "has_keep"), "i32")
+    )
     for E in (8, MOST_EXPERTS):
         blocks = -(-T // block_tokens(E))
         sums = blocks * E * 4
