@@ -248,3 +248,14 @@ def test_a_card_of_the_table_has_its_memory() -> None:
     assert gpu is not None
     machine = machine_for(config, "mi300x", 1)
     assert (machine.platform, machine.memory_bytes) == ("hip", gpu.memory_bytes)
+
+
+def test_the_further_depths_of_a_prediction_are_traced() -> None:
+    section = "model.prediction={kind: heads, tokens: 4}"
+    plain, with_heads = (
+        tracing.trace(config_of("core-tiny", "train.precision=bf16", *more), "cpu", zero_stage=0, accumulation=1)
+        for more in ((), (section,))
+    )
+    heads = 3 * 4096 * 128  # their gradients are allocated while the losses are computed, and live to the update
+    assert with_heads.peak - plain.peak >= 4 * heads
+    assert with_heads.total_saved - plain.total_saved >= 4 * heads
