@@ -33,7 +33,8 @@ class Prediction(Section):
     """The depths after the first are trained at each N-th token of a micro-batch, at other tokens in the next step,
     with N times the weight. 1: at all tokens, which costs more time."""
     detach: bool = False
-    """The depths after the first change only their own parameters. Then they draft without any effect on the model."""
+    """The depths after the first change only their own parameters. Then they draft and hardly affect the model: their
+    gradients only count in the norm that train.gradient_clip limits."""
     mixer: Text = "attention"
     """Mixer of the blocks of kind sequential: attention, rwkv7 or mamba2. Their feed-forward is dense, with the width
     of the experts of a token."""

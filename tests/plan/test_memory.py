@@ -277,3 +277,14 @@ def test_muon_has_one_moment_of_matrices() -> None:
         assert state["muon"]["optimizer"] == state["adamw"]["optimizer"] - 4 * orthogonalised // processes
         assert ("masters" in state["adamw"]) == (processes == 2)
         assert "masters" not in state["muon"]  # whole parameters are updated in place
+
+
+def test_the_further_depths_of_a_prediction_are_traced() -> None:
+    section = "model.prediction={kind: heads, tokens: 4}"
+    plain, with_heads = (
+        tracing.trace(config_of("core-tiny", "train.precision=bf16", *more), "cpu", zero_stage=0, accumulation=1)
+        for more in ((), (section,))
+    )
+    heads = 3 * 4096 * 128  # their gradients are allocated while the losses are computed, and live to the update
+    assert with_heads.peak - plain.peak >= 4 * heads
+    assert with_heads.total_saved - plain.total_saved >= 4 * heads
