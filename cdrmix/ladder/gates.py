@@ -75,15 +75,21 @@ def by_bounds(
     outcome = Outcome.HOLD
     shown = [figure(number, unit) for number in (found.value, threshold)]
     reason = f"{what} is {shown[0]}, of {n:,}; {comparison} {shown[1]} is allowed"
-    if found.high < threshold or (found.high == threshold and comparison == "at most"):
+    limit = largest_allowed(threshold, comparison)
+    if found.high <= limit:
         outcome = Outcome.PASS
-    elif found.low > threshold or (found.low == threshold and comparison == "below"):
+    elif found.low > limit:
         outcome = Outcome.FAIL
     else:
         count = "more" if needed is None else f"about {max(needed, n + 1):,}"
         reason += f"; {count} would decide it: {more}"
     low, high = (None if math.isinf(bound) else bound for bound in (found.low, found.high))
     return Verdict(outcome, reason, found.value, low, high, threshold, n, comparison, p_value, unit=unit)
+
+
+def largest_allowed(threshold: float, comparison: Comparison) -> float:
+    """The largest figure that passes: the threshold, or the number before it."""
+    return math.nextafter(threshold, -math.inf) if comparison == "below" else threshold
 
 
 def of_median(
@@ -95,7 +101,7 @@ def of_median(
     needed = bounds.items_for_median(values, threshold)
     if len(values) < bounds.LEAST_FOR_MEDIAN:
         needed = bounds.LEAST_FOR_MEDIAN
-    p_value = bounds.median_p_value(values, threshold)
+    p_value = bounds.median_p_value(values, largest_allowed(threshold, comparison))
     n = len(values)
     return by_bounds(found, threshold, n, p_value, what, needed=needed, comparison=comparison, unit=unit)
 
