@@ -402,7 +402,8 @@ def test_the_operators_are_registered_as_pytorch_asks(device: str) -> None:
     weights = routing.weights_TK.requires_grad_()
     rows = torch.randn(40, 16, device=device, requires_grad=True)
     operators = torch.ops.cdrmix
-    torch.library.opcheck(operators.moe_route.default, (x["logits"], 2, torch.zeros(4, device=device), 9, ""))
+    for keep in (None, torch.arange(20, device=device) % 3 > 0):
+        torch.library.opcheck(operators.moe_route.default, (x["logits"], 2, torch.zeros(4, device=device), 9, keep, ""))
     for recompute in (False, True):
         arguments = (x["x"], x["w_up"], x["w_down"], weights, routing.experts_TK, *order, "relu2", recompute)
         torch.library.opcheck(operators.moe_experts.default, arguments)
