@@ -32,8 +32,10 @@ from hypothesis import HealthCheck, settings
 
 import cdrmix.kernels
 import cdrmix.ops
+from cdrmix.kernels.common.products import strict_mode
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+strict_mode()  # before the first product, as in every command
 
 # The machine may be slow and shared, so no deadline; the same examples every time, so that a failure is a fact.
 settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from cdrmix.kernels.common.products import set_num_threads
 ParameterKind = Literal[
     "projection", "expert", "embedding", "head", "low_rank", "router", "convolution", "decay_bias", "vector"
 ]
+FOUR_VECTORS = 64  # float32 elements in four vectors of AVX-512; a multiple of those of narrower vectors
 LOW_RANK_MAP = re.compile(r"[wavg][12]")  # of RWKV-7
 
 
@@ -109,6 +111,19 @@ def linear(inputs: int, outputs: int, scale: float) -> Projection:
     layer = Projection(inputs, outputs)
     uniform_(layer.weight, scale)
     return layer
+
+
+def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """function(x) for an element-wise function, so that the bits of an element do not depend on its place in x.
+
+    On a CPU, PyTorch computes the elements beyond a multiple of four vectors one by one, with another rounding. So x is
+    filled up to such a multiple, unless a gradient is wanted: in training no row is compared with itself in another
+    batch.
+    """
+    rest = -x.numel() % FOUR_VECTORS
+    if x.device.type != "cpu" or x.requires_grad or rest == 0 or torch.compiler.is_compiling():
+        return function(x)
+    return function(functional.pad(x.flatten(), (0, rest)))[: x.numel()].view(x.shape)
 
 
 def parameter_kinds(model: nn.Module) -> dict[str, ParameterKind]:

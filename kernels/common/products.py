@@ -4,7 +4,7 @@ MKL divides a product among threads by the product's shape and the number of thr
 columns that are not a multiple of 16, MKL uses other code that rounds differently. So after `multiply_on_one_thread`
 every CPU product of the calling thread runs on one thread, whoever calls it. The exceptions are those products of `mm`
 and `add_product` that `is_wide` allows: these were measured to have the same bits for every number of threads
-(benchmarks/LOG.md).
+(benchmarks/LOG.md). On Intel processors this holds in MKL's strict mode only, which `strict_mode` sets.
 
 On CUDA, cuBLAS adds its float32 accumulators to the float32 sum in the product's epilogue. So a weight's gradient is
 never rounded to 16 bits, and the sum is read and written once. PyTorch offers this as addmm with out_dtype; since 2.10
@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -28,12 +30,40 @@ FEW = 4  # of fewer rows MKL makes a product of a matrix and vectors, with anoth
 _here = threading.local()
 # Sets MKL's number of threads for the products of the calling thread; None without MKL.
 _set_mkl_threads = torch_function("MKL_Set_Num_Threads_Local", [ctypes.c_int], ctypes.c_int)
+# MKL's mode of conditional numerical reproducibility: sets it, and returns it for -1.
+_set_mkl_mode = torch_function("mkl_serv_cbwr_set", [ctypes.c_int], ctypes.c_int)
+_mkl_mode = torch_function("mkl_serv_cbwr_get", [ctypes.c_int], ctypes.c_int)
+AUTO, STRICT = 2, 0x10000  # MKL_CBWR_AUTO, MKL_CBWR_STRICT
+
+
+@cache
+def strict_mode() -> bool:
+    """Whether wide products have the same bits with any number of threads. On Intel, asks MKL for its strict mode.
+
+    MKL takes the mode only before the first product of a process; the environment variable MKL_CBWR=AUTO,STRICT sets it
+    too. Without it this returns False, and wide products take one thread. Some shapes have other bits in strict mode,
+    which costs no time. Other processors have no such mode, and do not need it (measured on AMD).
+    """
+    if not _is_intel():
+        return True
+    if _set_mkl_mode is None or _mkl_mode is None:
+        return False
+    _set_mkl_mode(AUTO | STRICT)
+    return bool(_mkl_mode(-1) & STRICT)
+
+
+def _is_intel() -> bool:
+    try:
+        return "GenuineIntel" in Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return True  # unknown: one thread is always right
 
 
 def multiply_on_one_thread() -> bool:
     """Runs this thread's CPU products on one MKL thread, except wide ones of this module; False where MKL is absent."""
     if _set_mkl_threads is None:
         return False
+    strict_mode()  # before the first product
     torch.get_num_threads()  # a thread's first such call sets its numbers of threads, MKL's too
     _set_mkl_threads(1)
     _here.one_thread = True
@@ -93,7 +123,7 @@ class _Shared:
 
     def __init__(self, rows: int) -> None:
         threads = torch.get_num_threads()
-        self._threads = threads if ROWS * threads <= rows else 1
+        self._threads = threads if ROWS * threads <= rows and strict_mode() else 1
 
     def __enter__(self) -> None:
         if self._threads > 1 and _set_mkl_threads is not None:

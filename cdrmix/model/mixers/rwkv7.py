@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from cdrmix import ops
 from cdrmix.config.schema import Model
 from cdrmix.model.context import Context
-from cdrmix.model.layers import linear, orthogonal_
+from cdrmix.model.layers import elementwise, linear, orthogonal_
 from cdrmix.model.mixers.base import MIXERS, Mixed, Mixer
 
 
@@ -92,9 +92,9 @@ class TimeMix(Mixer):
         r = self.projected("receptance", x_r, context).view(batch, length, self.heads, self.head_size)
         k = self.projected("key", x_k, context)
         value = self.projected("value", x_v, context)
-        decay = _product(torch.tanh(_product(x_w, self.w1)), self.w2)
+        decay = _product(elementwise(torch.tanh, _product(x_w, self.w1)), self.w2)
         rate = _product(_product(x_a, self.a1), self.a2)
-        gate = _product(torch.sigmoid(_product(x_g, self.g1)), self.g2)
+        gate = _product(elementwise(torch.sigmoid, _product(x_g, self.g1)), self.g2)
         v_gate = v0 = None
         if v_first is not None:
             v_gate, v0 = _product(_product(x_v, self.v1), self.v2), self.v0
