@@ -65,12 +65,15 @@ def test_names_of_something_else_suggest_nothing(name: str) -> None:
 
 @pytest.mark.slow
 def test_words_that_no_one_meant_as_a_key_suggest_almost_nothing() -> None:
-    """By a ratio of common letters of 0.6, half of all words were near one of some 200 keys."""
+    """By a ratio of common letters of 0.6, half of all words were near one of some 200 keys.
+
+    A key may be near one of 3,000 words, as `group` is near `groups`.
+    """
     tree = [ast.parse(inspect.getsource(module)) for module in (argparse, pydoc, tarfile)]
     words = {node.id.lower() for module in tree for node in ast.walk(module) if isinstance(node, ast.Name)}
     words = {word for word in words if len(word) >= 4} - set(KEYS)
     assert len(words) > 200
-    assert sum(nearest(word, KEYS) is not None for word in words) < 0.1 * len(words)
+    assert sum(nearest(word, KEYS) is not None for word in words) < len(KEYS) / 3000 * len(words)
 
 
 def test_every_key_with_a_letter_too_many_or_exchanged_is_recognised() -> None:

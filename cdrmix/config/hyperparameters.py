@@ -58,7 +58,7 @@ SVEND_WARMUP_SHARE, SVEND_FINAL_RATIO = 0.03, 0.1
 @dataclass(frozen=True)
 class ModelSize:
     """Numbers of parameters. embeddings: of the embedding, and of the head where it is not tied. experts: of all
-    experts, of which active_experts are used by one token. others: all others."""
+    experts, of which active_experts are used by one token. others: all others, but for those of model.prediction."""
 
     embeddings: int
     experts: int

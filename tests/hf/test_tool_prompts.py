@@ -114,6 +114,5 @@ def test_suite_tools(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     values = {measure["name"]: measure["value"] for measure in result["measures"]}
     assert values == {"simple accuracy": 0.0, "multiple accuracy": 0.0, "irrelevance accuracy": 1.0}
     plain = with_template(llama, tmp_path / "plain", None)
-    assert main([*command, str(plain)]) == 0
-    (result,) = json.loads(capsys.readouterr().out)
-    assert all(measure["value"] is None and measure["problem"] for measure in result["measures"])
+    assert main([*command, str(plain)]) == 2
+    assert "--suite tools: nothing can be measured; the model has no chat template" in capsys.readouterr().err

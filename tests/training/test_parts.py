@@ -88,7 +88,7 @@ def test_one_pass_is_three_passes(parted: Callable[..., Config], parted_shards: 
     inputs = batch.ids_BT, batch.targets_BT
     model.eval()
     weights_PBT = batch.part_weights([part.number for part in batch.parts]).double()
-    losses = model(*inputs, weights_PBT, batch.cu_seqlens_N, batch.token_count, 1.0, True)
+    losses = model(*inputs, weights_PBT, batch.cu_seqlens_N, batch.token_count, 1.0, None, True)
     losses.total.backward()
     found = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
     model.zero_grad()
