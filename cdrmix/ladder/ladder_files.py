@@ -126,7 +126,7 @@ def read_suites(path: Path, weights: dict[str, str]) -> dict[str, dict[str, Any]
         return {
             result["suite"]: result
             for result in stored
-            if result["facts"]["model"]["weights"] == weights
+            if result["facts"].get("model", {}).get("weights") == weights  # nothing of a suite that failed
             and all(measure["problem"] is None for measure in result["measures"])
         }
     except (FileNotFoundError, ValueError, LookupError, TypeError):

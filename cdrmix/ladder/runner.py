@@ -428,11 +428,8 @@ class PipelineRunner:
             self.say(f"Evaluating {export}: {name}")
             try:
                 found[name] = evaluate_suites(export, [name])[0].as_json()
-            except (
-                ConfigError,
-                CorpusError,
-                ShardError,
-            ) as error:  # such as a data set that is missing; the gates that need it are not measured
+            except (ConfigError, CorpusError, ShardError) as error:
+                # Such as a data set that is missing; the gates that need it are not measured.
                 self.say(f"{name} was not measured: {error}")
                 found[name] = SuiteResult(name, (Measure(name, problem=str(error)),)).as_json()
             done = [found[each] for each in self.suites if each in found]
