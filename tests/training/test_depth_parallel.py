@@ -8,6 +8,13 @@ from typing import Any
 
 import pytest
 
+from cdrmix.inference.checkpoints import newest_whole_checkpoint, read_tensors
+
+# As in test_engine.py: both sides add the same fp32 terms in another order. A gradient's error of that size is one of
+# an update of AdamW, whose epsilon is above the gradients here, and grows in Muon's iteration 500 times
+# (test_muon.py). Kept tokens are counted alike: no score is so near to the threshold that its rounding decides.
+GRADIENT = 222 * 2**-24
+UPDATE = {"adamw": 3 * GRADIENT, "muon": 500 * GRADIENT}  # of three steps; one of Muon hides the errors of the others
 FEED_FORWARD = "model.depth={capacity: 0.75}"
 BOTH = "model.depth={capacity: 0.75, part: both}"
 STAGES = [f"train.zero_stage={stage}" for stage in (0, 1, 2, 3)]
@@ -21,17 +28,38 @@ CASES = [
     [FEED_FORWARD, STAGES[1], MUON, SHARED],
 ]
 RESUMED = [[BOTH, STAGES[3], SHARED], [FEED_FORWARD, STAGES[1]], [BOTH, STAGES[1], MUON]]
-if __import__("os").environ.get("CASES"):
-    CASES = eval(__import__("os").environ["CASES"])
-    RESUMED = eval(__import__("os").environ.get("RESUMED", "[]"))
 
 
 @pytest.mark.slow
 def test_two_processes_train_as_one(work, tmp_path: Path) -> None:
+    """Also where one of them keeps no token; the thresholds are saved, and a resumed run has the same bits."""
     where = tmp_path / "told.json"
     overrides = ("model.layers=3", "model.mixer_layers={mamba2: [2]}", "model.mamba={d_state: 8, head_dim: 8}")
     options = {"folder": str(tmp_path), "cases": json.dumps(CASES), "resumed": json.dumps(RESUMED)}
     finished = work("depth", where, *overrides, processes=2, script="depth_worker.py", **options)
     assert [process.returncode for process in finished] == [0, 0], "\n".join(f.stdout for f in finished)
     results: dict[str, Any] = json.loads(where.read_text())
-    print(json.dumps(results, indent=1))
+    print(json.dumps(results, indent=1))  # the figures, for who wants them: pytest -rP
+    assert len(results) == len(CASES) + len(RESUMED)
+    for name, found in results.items():
+        if name.startswith("resumed"):
+            assert found is True, name
+            continue
+        assert found["share"] == 0.0, name
+        assert found["loss"] < GRADIENT, name
+        assert found["norm"] < GRADIENT, name
+        assert found["update"] < UPDATE["muon" if MUON in name else "adamw"], name
+        assert found["bias"] < GRADIENT, name
+
+    # The trainer itself, in one process: its weights, and its thresholds, which are b of the whole batch.
+    settings = ("train.micro_batch_rows=2", "train.steps=5", "train.evaluate_rows=5", "train.epsilon=0.01")
+    settings += ("train.ema_decay=0.9", *overrides, *RESUMED[0][:1])
+    (alone,) = work("train", tmp_path / "alone", *settings)
+    assert alone.returncode == 0, alone.stdout
+    folders = [
+        newest_whole_checkpoint(path / "checkpoints") for path in (tmp_path / "alone", tmp_path / "resumed-0/straight")
+    ]
+    one, two = (read_tensors(folder / "model.safetensors") for folder in folders if folder is not None)
+    assert one.keys() == two.keys()
+    for name, expected in one.items():
+        assert (two[name] - expected).abs().max() <= 5 * GRADIENT * expected.abs().max() + 1e-7, name
