@@ -19,7 +19,7 @@ from worker import FINGERPRINTS, BrokenOff, act_before, relative, same_bits, tra
 from cdrmix.config.schema import Config
 from cdrmix.data.loader import TrainLoader
 from cdrmix.data.shards import open_shards
-from cdrmix.inference.checkpoints import newest_whole_checkpoint, read_tensors, read_weights
+from cdrmix.inference.checkpoints import newest_whole_checkpoint, read_weights
 from cdrmix.model.depth import DepthRouter, move_biases
 from cdrmix.model.loss import Losses
 from cdrmix.runtime import seed_everything
@@ -170,11 +170,10 @@ def everyone_owner(batches: list[Any], of_ranks: list[list[Any]]) -> list[int]:
 
 def resumes(order: dict[str, Any], settings: list[str], where: Path) -> bool:
     """Whether a run broken off and resumed ends with the bits of one that was not."""
-    overrides = ["train.micro_batch_rows=2", "train.steps=5", "train.evaluate_rows=5", *order["overrides"], *settings]
-    overrides += ["train.ema_decay=0.9", "train.epsilon=0.01"]
+    overrides = [*order["overrides"], *json.loads(order["trained"]), *settings]
     where.mkdir(exist_ok=True)
     assert train_in(where / "straight", order, overrides) == 0
-    act_before("3:stop")
+    act_before("8:stop")
     try:
         train_in(where / "broken", order, overrides)
     except BrokenOff:
@@ -182,8 +181,6 @@ def resumes(order: dict[str, Any], settings: list[str], where: Path) -> bool:
     one, other = (newest_whole_checkpoint(where / name / "checkpoints") for name in ("straight", "broken"))
     assert one is not None
     assert other is not None
-    biases = {name: value for name, value in read_tensors(one / "model.safetensors").items() if "depth_routers" in name}
-    assert any(name.endswith("bias") and (value != 1.0).any() for name, value in biases.items()), "no bias has moved"
     files = [path.name for path in one.glob("*.safetensors")]
     return all((one / name).read_bytes() == (other / name).read_bytes() for name in files)
 
