@@ -105,8 +105,8 @@ MUTATIONS = (
     Mutation(
         "engine: gradients are not divided by the number of processes",
         "cdrmix/training/engine.py",
-        "self.share = 1.0 / (accumulation(config, world) * world.size)",
-        "self.share = 1.0 / accumulation(config, world)",
+        "self.share = 1.0 / (count * self.world.size)",
+        "self.share = 1.0 / count",
         ("tests/training/test_engine.py::test_gradients_norm_and_update_equal_plain_pytorch",),
     ),
     Mutation(
