@@ -39,8 +39,8 @@ def test_batches_grow_on_a_line_by_what_processes_share(micro: int, first: int, 
 
 def test_the_rows_before_a_late_step_take_no_time() -> None:
     sizes = BatchSizes(4096, 32, 10**9)
-    step = 10**8  # the line rises by 0.4 units in these steps: no step has more rows than the first yet
-    assert sizes.before(step // 20) == 32 * (step // 20)
+    step = 5 * 10**6  # the line rises by 0.6 units up to here, so every step before has the rows of the first
+    assert sizes.before(step) == 32 * step
     assert sizes.before(10**12) == 10**12 * 4096 - sizes.missing
 
 

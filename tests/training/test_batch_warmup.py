@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ pytest.importorskip("deepspeed", reason="needs deepspeed, which is not installed
 
 from cdrmix.config.schema import Config
 from cdrmix.data.batch import Batch
-from cdrmix.data.loader import TrainLoader, train_loader
+from cdrmix.data.loader import train_loader
 from cdrmix.data.shards import ShardSet
 from cdrmix.errors import ConfigError
 from cdrmix.inference.checkpoints import list_checkpoints, read_weights
@@ -22,15 +23,15 @@ from cdrmix.run_folder import RunFolder, read_metrics
 from cdrmix.training.launch import check_processes
 from cdrmix.training.stage_a import train
 
-WARMUP = "train.batch_warmup={rows: 4, steps: 5}"
-SIZES = [4, 4, 4, 4, 4, 8]  # by tens of a step's line: 4 + 4 * floor(step / 5)
+WARMUP = ("train.batch_rows=16", "train.batch_warmup={rows: 4, steps: 5}")
+SIZES = [4, 4, 8, 8, 12, 16]  # the line 4 + 12 / 5 * step, rounded down to multiples of 4
 SMALL = ("train.log_every=1", "train.checkpoint_every=1", "train.keep_last=9")
 
 
 def rows_of(run: Path, shards: ShardSet) -> list[int]:
     """The rows of each step, from the epochs of metrics.jsonl."""
     before = [0, *(round(row["epoch"] * shards.train.rows) for row in read_metrics(run / "metrics.jsonl"))]
-    return [stop - start for start, stop in zip(before, before[1:], strict=False)]
+    return [stop - start for start, stop in itertools.pairwise(before)]
 
 
 def trained(config: Config, shards: ShardSet) -> RunFolder:
@@ -55,11 +56,11 @@ def equal(one: Batch, other: Batch) -> bool:
 def test_a_step_has_the_same_rows_for_any_number_of_processes(
     make_config: Callable[..., Config], shards: ShardSet, world: int
 ) -> None:
-    config = make_config("train.batch_rows=16", "train.micro_batch_rows=1", "train.batch_warmup={rows: 4, steps: 5}")
+    config = make_config("train.micro_batch_rows=1", *WARMUP)
     alone = train_loader(config, shards.train)
     ranks = [train_loader(config, shards.train, rank, world) for rank in range(world)]
     seen: list[int] = []
-    for step, rows in enumerate([4, 4, 8, 8, 12, 16, 16]):
+    for step, rows in enumerate([*SIZES, 16]):
         batches = [loader.micro_batches(step) for loader in ranks]
         in_order = [of_rank[number] for number in range(rows // world) for of_rank in batches]
         assert len(in_order) == rows
@@ -88,16 +89,16 @@ def test_processes_that_cannot_share_the_first_batch_are_refused(
 def test_the_first_steps_are_those_of_a_smaller_batch(make_config: Callable[..., Config], shards: ShardSet) -> None:
     """Bit for bit, with the routers' losses, which are means over the micro-batches of a step."""
     cut = ("train.micro_batch_rows=2", "model.feed_forward.load_balance_weight=0.5", *SMALL)
-    grown = trained(make_config(*cut, WARMUP), shards)
+    grown = trained(make_config(*cut, *WARMUP), shards)
     assert rows_of(grown.path, shards) == SIZES
     small = trained(make_config(*cut, "train.batch_rows=4"), shards)
-    for step in range(1, 6):
+    for step in (1, 2):
         one, other = weights_after(grown, step), weights_after(small, step)
         assert all(torch.equal(one[name], other[name]) for name in other), step
     figures = ("loss", "load_balance", "z_loss", "gradient_norm", "tokens", "epoch")
-    for one, other in zip(read_metrics(grown.metrics_jsonl)[:5], read_metrics(small.metrics_jsonl), strict=False):
+    for one, other in zip(read_metrics(grown.metrics_jsonl)[:2], read_metrics(small.metrics_jsonl), strict=False):
         assert [one[name] for name in figures] == [other[name] for name in figures]
-    last, smaller = (weights_after(run, 6) for run in (grown, small))
+    last, smaller = (weights_after(run, 3) for run in (grown, small))
     assert any(not torch.equal(last[name], smaller[name]) for name in last)
 
 
@@ -114,7 +115,7 @@ def test_the_last_steps_are_those_of_the_full_batch(make_config: Callable[..., C
 @pytest.mark.slow
 def test_processes_and_zero_stages_train_alike(work, tmp_path: Path, shards: ShardSet) -> None:
     """One, two and four processes read the same rows, and every ZeRO stage gives the weights of one process."""
-    overrides = ("train.micro_batch_rows=1", "train.batch_warmup={rows: 4, steps: 5}", *SMALL)
+    overrides = ("train.micro_batch_rows=1", *WARMUP, *SMALL)
     runs = {}
     for name, processes, stage in (("1", 1, 0), ("2", 2, 0), ("4", 4, 0), ("z1", 2, 1), ("z2", 2, 2), ("z3", 2, 3)):
         runs[name] = tmp_path / name
@@ -132,8 +133,7 @@ def test_processes_and_zero_stages_train_alike(work, tmp_path: Path, shards: Sha
 @pytest.mark.slow
 def test_two_processes_broken_off_in_the_warm_up_are_uninterrupted(work, tmp_path: Path) -> None:
     """At each ZeRO stage, two of them also with offload: stopped after step 3 of a warm-up of 5 steps."""
-    warmup = "train.batch_warmup={rows: 4, steps: 5}"
-    overrides = ("train.micro_batch_rows=1", "train.batch_rows=16", "train.ema_decay=0.9", warmup)
+    overrides = ("train.micro_batch_rows=1", "train.ema_decay=0.9", *WARMUP)
     finished = work("repeat", tmp_path / "runs", *overrides, processes=2)
     assert [process.returncode for process in finished] == [75, 75], finished[0].stdout
     for name in ("0", "1", "2", "3", "2-optimizer", "3-all"):
