@@ -19,9 +19,12 @@ from cdrmix.data.loader import train_loader
 from cdrmix.data.shards import ShardSet
 from cdrmix.errors import ConfigError
 from cdrmix.inference.checkpoints import list_checkpoints, read_weights
+from cdrmix.reason.phase import phase_config
 from cdrmix.run_folder import RunFolder, read_metrics
 from cdrmix.training.launch import check_processes
 from cdrmix.training.stage_a import train
+from cdrmix.training.threads import ThreadChoice
+from cdrmix.training.trainer import Clock
 
 WARMUP = ("train.batch_rows=16", "train.batch_warmup={rows: 4, steps: 5}")
 SIZES = [4, 4, 8, 8, 12, 16]  # the line 4 + 12 / 5 * step, rounded down to multiples of 4
@@ -110,6 +113,25 @@ def test_the_last_steps_are_those_of_the_full_batch(make_config: Callable[..., C
     for step in range(2, 6):  # 4 + 4 rows before it: those of one step of 8
         for name in ("loss", "load_balance", "gradient_norm"):
             assert grown[step][name] == pytest.approx(constant[step - 1][name], rel=1e-6), (step, name)
+
+
+def test_threads_are_chosen_by_the_time_of_a_full_batch(
+    make_config: Callable[..., Config], shards: ShardSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def a_second_more(clock: Clock) -> float:
+        clock._seconds += 1.0
+        return clock._seconds
+
+    heard: list[float] = []
+    monkeypatch.setattr(Clock, "stop", a_second_more)
+    monkeypatch.setattr(ThreadChoice, "end", lambda choice, seconds: heard.append(seconds))
+    trained(make_config("train.micro_batch_rows=4", *WARMUP), shards)
+    assert heard == [16 / rows for rows in SIZES]
+
+
+def test_a_phase_of_stage_b_has_no_batch_warm_up(make_config: Callable[..., Config]) -> None:
+    train = phase_config(make_config("train.micro_batch_rows=4", *WARMUP)).train
+    assert (train.batch_rows, train.micro_batch_rows, train.batch_sizes.at(0)) == (4, 1, 4)
 
 
 @pytest.mark.slow
