@@ -130,8 +130,8 @@ def test_threads_are_chosen_by_the_time_of_a_full_batch(
 
 
 def test_a_phase_of_stage_b_has_no_batch_warm_up(make_config: Callable[..., Config]) -> None:
-    train = phase_config(make_config("train.micro_batch_rows=4", *WARMUP)).train
-    assert (train.batch_rows, train.micro_batch_rows, train.batch_sizes.at(0)) == (4, 1, 4)
+    train = phase_config(make_config("train.micro_batch_rows=2", *WARMUP)).train
+    assert (train.batch_rows, train.micro_batch_rows, train.batch_sizes.at(0)) == (8, 1, 8)
 
 
 @pytest.mark.slow
