@@ -44,6 +44,11 @@ def test_the_rows_before_a_late_step_take_no_time() -> None:
     assert sizes.before(10**12) == 10**12 * 4096 - sizes.missing
 
 
+def test_messages_name_the_first_and_the_last_batch() -> None:
+    assert BatchSizes(256, 256, 0).text == "256 rows"
+    assert BatchSizes(256, 32, 9).text == "32 to 256 rows"
+
+
 def test_a_negative_step_is_refused() -> None:
     for of_step in (BatchSizes(8, 8, 0).at, BatchSizes(8, 4, 2).before):
         with pytest.raises(ValueError, match="step=-1 is negative"):

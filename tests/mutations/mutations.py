@@ -110,6 +110,20 @@ MUTATIONS = (
         ("tests/training/test_engine.py::test_gradients_norm_and_update_equal_plain_pytorch",),
     ),
     Mutation(
+        "batch warm-up: rows of smaller batches are left out",
+        "cdrmix/data/loader.py",
+        "start = self.sizes.before(step)",
+        "start = step * self.sizes.rows",
+        ("tests/training/test_batch_warmup.py",),
+    ),
+    Mutation(
+        "batch warm-up: the routers' losses are divided by the micro-batches of a full batch",
+        "cdrmix/training/row_objective.py",
+        "engine.set_micro_batches(len(batches))",
+        "engine.set_micro_batches(round(1 / engine.share / engine.world.size))",
+        ("tests/training/test_batch_warmup.py",),
+    ),
+    Mutation(
         "reduction: messages are sent in the order of the forward pass",
         "cdrmix/training/reduction.py",
         "self._buckets = sorted(found, key=lambda bucket: -min(",
