@@ -266,7 +266,7 @@ def _train(
         if world.is_main_process:
             keep_description(described, config.model.folder, run.base_model)
     run.say(
-        f"Stage A: {config.train.steps} steps of {config.train.batch_rows} rows, {world.size} process(es) on "
+        f"Stage A: {config.train.steps} steps of {config.train.batch_sizes.text}, {world.size} process(es) on "
         f"{world.device.type}{what}"
     )
     result = train(config, run, shards, build=build, resume=resume, callbacks=callbacks, mirror=mirror)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cdrmix.config.batch_sizes import BatchSizes
 from cdrmix.config.mixer_layers import layer_mixers
 
 Values = Mapping[str, Any]  # dotted key to value, with the defaults of the schema
@@ -95,7 +96,7 @@ def hyperparameters(values: Values) -> dict[str, Any]:
     steps, rows, micro = (values.get(f"train.{key}") for key in ("steps", "batch_rows", "micro_batch_rows"))
     if any(not _positive(it) for it in (steps, rows) if it is not None):
         return {}
-    tokens: float | None = steps * rows * length if steps and rows else None
+    tokens: float | None = _sizes(values, rows).before(steps) * length if steps and rows else None
     if ratio is not None:
         tokens = ratio * size.active if _positive(ratio, float) else None
     if tokens is None or not size.without_embeddings:
@@ -109,7 +110,8 @@ def hyperparameters(values: Values) -> dict[str, Any]:
         rows = rows or row.rows * row.accumulation
     if rows is None:
         return {}
-    steps = steps or max(1, round(tokens / (rows * length)))
+    sizes = _sizes(values, rows)
+    steps = steps or max(1, round((tokens + sizes.missing * length) / (rows * length)))
     defaults: dict[str, Any] = {"batch_rows": rows, "steps": steps}
     if rule == "step-law":
         rate = min(MAX_RATE, RATE * size.without_embeddings**RATE_OF_N * tokens**RATE_OF_D)
@@ -124,9 +126,17 @@ def hyperparameters(values: Values) -> dict[str, Any]:
             "learning_rate": row.learning_rate,
             "final_learning_rate_ratio": SVEND_FINAL_RATIO,
             "warmup_steps": int(SVEND_WARMUP_SHARE * steps),
-            "micro_batch_rows": math.gcd(row.rows, rows),
+            "micro_batch_rows": math.gcd(row.rows, rows, sizes.first),
         }
     return {"train": defaults}
+
+
+def _sizes(values: Values, rows: int) -> BatchSizes:
+    """The rows of each step with `rows` rows after the batch warm-up; of all steps, if the section is malformed."""
+    first, steps = values.get("train.batch_warmup.rows"), values.get("train.batch_warmup.steps")
+    if isinstance(first, int) and isinstance(steps, int) and _positive(first) and _positive(steps) and first < rows:
+        return BatchSizes(rows, first, steps)
+    return BatchSizes.of(rows, None)
 
 
 def countable(value: str | float | None, layers: Mapping[str, object], kind: str) -> str | None:

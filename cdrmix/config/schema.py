@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field
 
 from cdrmix.config.autosizers import Size
+from cdrmix.config.batch_sizes import BatchSizes
 from cdrmix.config.loader import dump_yaml, load_yaml
 from cdrmix.config.mixer_layers import layer_mixers
 from cdrmix.config.schema_ablation import Ablation
@@ -26,6 +27,7 @@ from cdrmix.config.schema_layers import Depth, FeedForward
 from cdrmix.config.schema_optimizer import AnOptimizer, ASchedule, Optimizer, ParameterGroup, Schedule
 from cdrmix.config.schema_prediction import Prediction
 from cdrmix.config.schema_reasoning import Reasoning
+from cdrmix.config.schema_training import BatchWarmup, LossScale, Profile
 from cdrmix.config.section import (
     Below1,
     Between0And1,
@@ -87,6 +89,7 @@ ADDED_LATER: dict[str, Any] = {
     "train.dpo": None,
     "train.best_metric": None,
     "train.best_mode": None,
+    "train.batch_warmup": None,
     **{f"train.optimizer.{key}": value for key, value in Optimizer().model_dump().items() if key != "kind"},
     "train.schedule": Schedule().model_dump(),
     "train.groups": {},
@@ -244,24 +247,6 @@ class Model(Section):
         return tuple(names)
 
 
-class Profile(Section):
-    """Steps that the profiler traces. It writes to profile/ in the run folder."""
-
-    first: PositiveInt = 10
-    """First step to trace, counted from the start of this process."""
-    steps: PositiveInt = 3
-    """Number of steps to trace."""
-
-
-class LossScale(Section):
-    """Dynamic loss scaling of fp16. The scale halves on overflow."""
-
-    initial: PositiveFloat = 65536.0
-    """Scale of the first step."""
-    interval: PositiveInt = 1000
-    """Steps without overflow after which the scale doubles."""
-
-
 class Dpo(Section):
     """Direct preference optimisation (arXiv 2305.18290), equation 7: the loss of pairs of answers.
 
@@ -298,6 +283,8 @@ class Train(Section):
     """Learning rate after the warmup, as a share of the peak: a section, or its kind."""
     warmup_steps: NonNegativeInt = 0
     """Steps of linear warmup. Must be below steps."""
+    batch_warmup: BatchWarmup | None = None
+    """Fewer rows in the first steps. null: every step has batch_rows rows."""
     optimizer: AnOptimizer = Field(default_factory=Optimizer)
     """Optimizer of stage A and of the phases of stage B: a section, or its kind."""
     groups: dict[Text, ParameterGroup] = {}
@@ -376,6 +363,11 @@ class Train(Section):
     its export is copied to the folder."""
     dpo: Dpo | None = None
     """Train on preferences instead of next tokens. The sources are then of kind preferences. null: next tokens."""
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """The rows of each step."""
+        return BatchSizes.of(self.batch_rows, self.batch_warmup)
 
 
 class Logging(Section):

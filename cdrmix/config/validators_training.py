@@ -13,6 +13,11 @@ def _batch_rows(rows: int, micro: int) -> str | None:
     return f"a multiple of train.micro_batch_rows={micro}" if rows % micro else None
 
 
+def _first_rows(first: int, rows: int, micro: int) -> str | None:
+    refused = first >= rows or first % micro
+    return f"a multiple of train.micro_batch_rows={micro} below train.batch_rows={rows}" if refused else None
+
+
 def _expert_parallel(processes: int, experts: int, kind: str) -> str | None:
     if kind != "moe":
         return None if processes == 1 else f"1 for model.feed_forward.kind={kind}, which has no experts"
@@ -25,7 +30,7 @@ def _rollouts(processes: int, *steps: int) -> str | None:
     return None
 
 
-def _warmup_steps(warmup: int, steps: int) -> str | None:
+def _below_steps(warmup: int, steps: int) -> str | None:
     return f"below train.steps={steps}" if warmup >= steps else None
 
 
@@ -81,6 +86,7 @@ def _residual_dtype(residual_dtype: str | None, precision: str) -> str | None:
 
 RULES = (
     Rule(("train.batch_rows", "train.micro_batch_rows"), _batch_rows),
+    Rule(("train.batch_warmup.rows", "train.batch_rows", "train.micro_batch_rows"), _first_rows),
     Rule(("train.expert_parallel", "model.feed_forward.experts", "model.feed_forward.kind"), _expert_parallel),
     Rule(
         (
@@ -90,7 +96,8 @@ RULES = (
         _rollouts,
     ),
     *(Rule((key, "model.mixer_layers", "model.feed_forward.kind"), countable) for key in COUNTING_KEYS),
-    Rule(("train.warmup_steps", "train.steps"), _warmup_steps),
+    Rule(("train.warmup_steps", "train.steps"), _below_steps),
+    Rule(("train.batch_warmup.steps", "train.steps"), _below_steps),
     Rule(("train.precision", "run.device"), _precision),
     Rule(("train.residual_dtype", "train.precision"), _residual_dtype),
     Rule(("train.compile", "train.zero_stage", "train.offload", "train.expert_parallel"), _compile),

@@ -9,6 +9,7 @@ keyed permutation for each epoch. There is no state between positions.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -123,7 +124,8 @@ def make_mixture(config: Config, split: Split) -> Mixture | None:
 
     Raises ConfigError as Mixture, also without a curriculum.
     """
-    total_rows = config.train.steps * config.train.batch_rows
+    train, sizes = config.train, config.train.batch_sizes
+    total_rows = sizes.before(train.steps)
     limits = {
         name: domain.max_epochs for name, domain in config.data.all_domains().items() if domain.max_epochs is not None
     }
@@ -133,10 +135,11 @@ def make_mixture(config: Config, split: Split) -> Mixture | None:
         return Mixture(stages, split.strata, total_rows=total_rows, seed=seed, limits=limits, name=key)
     for name, limit in limits.items():
         if total_rows > limit * split.rows:
+            fitting = bisect.bisect_right(range(train.steps), int(limit * split.rows), key=sizes.before) - 1
             raise ConfigError(
                 f"data.domains.{name}.max_epochs={limit:g}: the training takes {total_rows:,} rows of the "
                 f"{split.rows:,} available rows, {total_rows / split.rows:.2f} times each; lower train.steps to "
-                f"{int(limit * split.rows) // config.train.batch_rows}, give the domain less weight by "
+                f"{fitting}, give the domain less weight by "
                 "data.curriculum, or raise the limit"
             )
     return None

@@ -1,6 +1,7 @@
 """Loaders: batches are a function of the step by keyed permutations of rows, so that resuming is O(1) and exact.
 
-Global batch n of B rows has the positions n * B .. n * B + B - 1 of an infinite sequence of rows. Epoch e of the
+Global batch n of B rows has the positions n * B .. n * B + B - 1 of an infinite sequence of rows. With a batch warm-up
+the first batches are smaller, and config/batch_sizes.py gives the position at which batch n begins. Epoch e of the
 sequence is a permutation of all rows that depends on (seed, e). With a curriculum, curriculum.py defines the sequence.
 Micro-batches are assigned to the ranks in turn: micro-batch j of rank r of W ranks is number j * W + r of its global
 batch. So neither the order nor the batches depend on W.
@@ -19,8 +20,10 @@ from typing import NamedTuple, Self
 import numpy as np
 import torch
 
+from cdrmix.config.batch_sizes import BatchSizes
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_objectives import Objectives
+from cdrmix.config.schema_training import BatchWarmup
 from cdrmix.data.batch import Batch, PartCount
 from cdrmix.data.curriculum import Mixture, make_mixture
 from cdrmix.data.objectives import PARTS
@@ -64,9 +67,10 @@ class Weighting(NamedTuple):
 class TrainLoader:
     """The training batches: `micro_batches(step)` is a pure function of the constructor's arguments and the step.
 
+    batch_rows: of a step. batch_warmup: the rows of the first steps; None: all steps have batch_rows rows.
     mixture: determines the order of the rows; None: a permutation of all rows per epoch, or their own order if
         `sequential`. weighting: the weights of the parts of the loss; None: all tokens count alike.
-    Raises ConfigError if the micro-batches of all ranks do not divide the global batch, and ShardError if the shards
+    Raises ConfigError if the micro-batches of all ranks do not divide every global batch, and ShardError if the shards
     were packed at another row length.
     """
 
@@ -78,6 +82,7 @@ class TrainLoader:
         batch_rows: int,
         micro_batch_rows: int,
         seed: int,
+        batch_warmup: BatchWarmup | None = None,
         rank: int = 0,
         world_size: int = 1,
         mixture: Mixture | None = None,
@@ -86,25 +91,25 @@ class TrainLoader:
     ) -> None:
         check_row_length(split, row_length)
         assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
-        if batch_rows % (micro_batch_rows * world_size):
-            raise ConfigError(
-                f"train.batch_rows={batch_rows} must be a multiple of train.micro_batch_rows={micro_batch_rows} times "
-                f"the {world_size} processes, {micro_batch_rows * world_size}"
-            )
-        self.split = split
-        self.batch_rows, self.micro_batch_rows = batch_rows, micro_batch_rows
+        self.sizes = BatchSizes.of(batch_rows, batch_warmup)
+        for key, rows in (("batch_rows", batch_rows), ("batch_warmup.rows", self.sizes.first)):
+            if rows % (micro_batch_rows * world_size):
+                raise ConfigError(
+                    f"train.{key}={rows} must be a multiple of train.micro_batch_rows={micro_batch_rows} times the "
+                    f"{world_size} processes, {micro_batch_rows * world_size}"
+                )
+        self.split, self.micro_batch_rows = split, micro_batch_rows
         self.seed, self.rank, self.world_size = seed, rank, world_size
         self.mixture, self.sequential, self.weighting = mixture, sequential, weighting
 
     def epoch(self, step: int) -> float:
         """The number of rows before step `step`, divided by the rows of the split."""
-        return step * self.batch_rows / self.split.rows
+        return self.sizes.before(step) / self.split.rows
 
     def rows(self, step: int) -> Array:
-        """int64 [batch_rows]: the rows of global batch `step`, in order."""
-        if step < 0:
-            raise ValueError(f"step={step} is negative")
-        positions = np.arange(step * self.batch_rows, (step + 1) * self.batch_rows, dtype=np.int64)
+        """int64 [B], B = sizes.at(step): the rows of global batch `step`, in order. Raises ValueError if step < 0."""
+        start = self.sizes.before(step)
+        positions = np.arange(start, start + self.sizes.at(step), dtype=np.int64)
         if self.mixture is not None:
             return self.mixture.rows(positions)
         epochs, within = np.divmod(positions, self.split.rows)
@@ -139,6 +144,7 @@ def train_loader(
         row_length=config.data.row_length,
         batch_rows=config.train.batch_rows,
         micro_batch_rows=config.train.micro_batch_rows,
+        batch_warmup=config.train.batch_warmup,
         seed=config.run.seed,
         rank=rank,
         world_size=world_size,

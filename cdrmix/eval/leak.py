@@ -135,7 +135,7 @@ def _verbatim(
     if name == "train":
         facts[measure]["rows_read"] = "all of the text that was named"
         if parts.own_text:
-            read = min(parts.step * parts.text()[1].train.batch_rows, split.rows)
+            read = min(parts.text()[1].train.batch_sizes.before(parts.step), split.rows)
             facts[measure]["rows_read"], facts[measure]["rows"] = read, split.rows
             notes.append(
                 f"verbatim_train: of {read:,} of {split.rows:,} training rows, those that {parts.step:,} steps read"

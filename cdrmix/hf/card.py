@@ -55,7 +55,7 @@ def model_card(config: Config, step: int, stored: int, summary: Mapping[str, Any
     return f"""{front}
 # {config.run.name}
 
-A {kind} language model, trained by cdrmix for {step:,} steps of {config.train.batch_rows} rows of \
+A {kind} language model, trained by cdrmix for {step:,} steps of {config.train.batch_sizes.text} of \
 {config.data.row_length} tokens.{_stages(config)}
 
 | | |
@@ -102,7 +102,7 @@ def foreign_card(config: Config, architecture: str, step: int, stored: int, summ
     return f"""{_front_matter(config, [architecture.replace("_", "-")], base, held_out)}
 # {config.run.name}
 
-A {architecture} language model, trained by cdrmix {origin} for {step:,} steps of {config.train.batch_rows} rows of \
+A {architecture} language model, trained by cdrmix {origin} for {step:,} steps of {config.train.batch_sizes.text} of \
 {config.data.row_length} tokens.
 
 | | |
@@ -148,7 +148,7 @@ def adapter_card(
 # {config.run.name}
 
 Adapters (LoRA) for the {architecture} language model `{base}`, trained by cdrmix for {step:,} steps of \
-{config.train.batch_rows} rows of {config.data.row_length} tokens.
+{config.train.batch_sizes.text} of {config.data.row_length} tokens.
 
 | | |
 |---|---|

@@ -55,7 +55,7 @@ def figures_of(config: Config, gpu: Gpu, share: float) -> RungFigures:
     model = config.cdrmix_model
     count, train = count_parameters(model), config.train
     batch_tokens = train.batch_rows * config.data.row_length
-    tokens = train.steps * batch_tokens
+    tokens = train.batch_sizes.before(train.steps) * config.data.row_length
     flops = training_flops_per_token(config)
     return RungFigures(
         name=config.run.name,

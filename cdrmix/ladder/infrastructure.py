@@ -279,6 +279,7 @@ def _short_run(subject: _Subject, name: str, begin: Path | None = None) -> Path:
     changed = {
         "steps": STEPS,
         "batch_rows": 2 * rows,
+        "batch_warmup": None,
         "warmup_steps": 1,
         "checkpoint_every": CHECKPOINT,
         "keep_last": STEPS,

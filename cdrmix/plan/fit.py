@@ -235,6 +235,7 @@ class _Search:
         step has too few rows for twice the processes, the rows of a micro-batch are reduced too.
         """
         train, processes = self.config.train, self.processes
+        shared = train.batch_sizes.unit  # rows of which every step has a multiple
         counts = [
             processes << shift for shift in range(MAX_PROCESSES.bit_length()) if processes << shift <= MAX_PROCESSES
         ]
@@ -242,14 +243,14 @@ class _Search:
         least = max(zero_stage(train, processes), 1)
         most = 1 if train.optimizer.kind == "muon" else 3
         higher = [(count, stage) for count in counts if count > 1 for stage in range(least, most + 1)]
-        too_few = train.batch_rows % (train.micro_batch_rows * 2 * processes) > 0
+        too_few = shared % (train.micro_batch_rows * 2 * processes) > 0
         single = self._checkpointing() | {"train.micro_batch_rows": 1}
         for changes, tried in (({}, unchanged), ({}, higher), (single, higher)):
             for count, stage in tried:
                 rows = changes.get("train.micro_batch_rows", train.micro_batch_rows)
                 if too_few:
-                    rows = math.gcd(train.batch_rows // count, rows)
-                if rows == 0 or train.batch_rows % (rows * count):
+                    rows = math.gcd(shared // count, rows)
+                if rows == 0 or shared % (rows * count):
                     continue
                 settings = changes | {"train.micro_batch_rows": rows, "train.zero_stage": stage}
                 kept = {"train.micro_batch_rows": train.micro_batch_rows, "train.zero_stage": zero_stage(train, count)}

@@ -65,7 +65,8 @@ def training_flops_per_token(config: Config) -> TokenFlops:
     if not isinstance(config.model, Model):
         return _of_transformers(config, foreign_size(config))
     model = config.model
-    count = count_parameters(model)
+    count, train = count_parameters(model), config.train
+    tokens = train.batch_sizes.before(train.steps) * config.data.row_length
     head = model.vocab_size * model.d_model
     active = count.total_active - count.active["prediction"] - (0 if model.tie_embeddings else head)
     kept = [capacity(model) if model.skips(layer, "mixer") else 1.0 for layer in range(model.layers)]
@@ -77,8 +78,8 @@ def training_flops_per_token(config: Config) -> TokenFlops:
         active_parameters=active,
         parameters=2 * PRODUCT * computed,
         **mixing,
-        recomputed=again if config.train.activation_checkpointing else 0,
-        muon=optimizer_size(config).operations // (config.train.batch_rows * config.data.row_length),
+        recomputed=again if train.activation_checkpointing else 0,
+        muon=optimizer_size(config).operations * train.steps // tokens,
         prediction=further,
     )
 

@@ -97,7 +97,7 @@ def make_plan(config: Config, machine: Machine, processes: int, say: Callable[[s
     """The plan of stage A on `processes` processes with one such device each. say: receives progress messages."""
     train = config.train
     flops = training_flops_per_token(config)
-    tokens = train.steps * train.batch_rows * config.data.row_length
+    tokens = train.batch_sizes.before(train.steps) * config.data.row_length
     notes = []
     fitting = fit(config, machine, processes, say=say)
     if max(processes, *(remedy.processes for remedy in fitting.remedies), 0) > PROCESSES_PER_HOST:

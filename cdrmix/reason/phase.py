@@ -70,7 +70,7 @@ def phase_config(config: Config, section: PhaseSection | None = None) -> Config:
     """The configuration that a phase's engine reads: with a section its steps and rates; weights are not averaged."""
     # A phase makes its own micro-batches; DeepSpeed needs numbers that are consistent.
     rows = max(1, config.train.batch_rows // config.train.micro_batch_rows)
-    changes: dict[str, object] = {"ema_decay": None, "batch_rows": rows, "micro_batch_rows": 1}
+    changes: dict[str, object] = {"ema_decay": None, "batch_rows": rows, "micro_batch_rows": 1, "batch_warmup": None}
     if section is not None:
         own = ("steps", "learning_rate", "warmup_steps", "weight_decay")
         changes |= {name: getattr(section, name) for name in own}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import IO
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cdrmix.run_folder import RunFolder
 from cdrmix.training.callbacks import Callback
@@ -19,7 +20,8 @@ from cdrmix.units import amount, clock
 class Console(Callback):
     """Progress of stage A: one live line on a terminal, aligned plain lines otherwise.
 
-    A context manager. Every record is also a plain line of train.log. shown: whether the console shows it.
+    A context manager. Every record is also a plain line of train.log. shown: whether the console shows it. rows: of all
+    steps before one, to which the time that is left is in proportion; None: every step takes as long.
     """
 
     def __init__(
@@ -30,9 +32,10 @@ class Console(Callback):
         start_step: int = 0,
         stream: IO[str] | None = None,
         shown: bool = True,
+        rows: Callable[[int], int] | None = None,
     ) -> None:
         self._run, self._shown = run, shown
-        self._total = total_steps
+        self._total, self._rows = total_steps, rows or int
         self._step = start_step
         self._start = (start_step, time.monotonic())
         self._valid: float | None = None
@@ -42,15 +45,20 @@ class Console(Callback):
         self._progress: Progress | None = None
         if run.writes and shown and stream.isatty():
             self._progress = Progress(
-                TextColumn("step"),
-                MofNCompleteColumn(),
+                TextColumn(f"step {{task.fields[step]:>{len(str(total_steps))}}}/{total_steps}"),
                 BarColumn(bar_width=None),
                 TextColumn("{task.fields[figures]}"),
                 TimeRemainingColumn(compact=True, elapsed_when_finished=True),
                 console=RichConsole(file=stream),
                 expand=True,
             )
-            self._task = self._progress.add_task("train", total=total_steps, completed=start_step, figures="")
+            self._task = self._progress.add_task(
+                "train",
+                total=self._rows(total_steps),
+                completed=self._rows(start_step),
+                step=start_step,
+                figures="",
+            )
 
     def __enter__(self) -> Console:
         if self._progress is not None:
@@ -67,7 +75,7 @@ class Console(Callback):
         """Moves the bar to `step`, where there is a bar."""
         self._step = step
         if self._progress is not None:
-            self._progress.update(self._task, completed=step)
+            self._progress.update(self._task, completed=self._rows(step), step=step)
 
     def on_record(self, record: Record) -> None:
         """Shows one record."""
@@ -112,7 +120,8 @@ class Console(Callback):
         start_step, start_time = self._start
         if step <= start_step:
             return "-"
-        return clock((time.monotonic() - start_time) / (step - start_step) * (self._total - step))
+        done, left = self._rows(step) - self._rows(start_step), self._rows(self._total) - self._rows(step)
+        return clock((time.monotonic() - start_time) / done * left)
 
 
 class PhaseConsole(Callback):

@@ -76,7 +76,7 @@ class Autocast(nn.Module):
 
 
 def accumulation(config: Config, world: DistributedContext) -> int:
-    """Micro-batches of one process in one step."""
+    """Micro-batches of one process in a step after the batch warm-up."""
     return config.train.batch_rows // (config.train.micro_batch_rows * world.size)
 
 
@@ -92,7 +92,8 @@ def deepspeed_config(config: Config, world: DistributedContext) -> dict[str, Any
         "train_batch_size": train.batch_rows,
         "train_micro_batch_size_per_gpu": train.micro_batch_rows,
         "gradient_accumulation_steps": accumulation(config, world),
-        "managed_gradient_accumulation": True,  # Engine.evaluate sets the boundary
+        # Engine.evaluate sets the boundary. So a step may have fewer micro-batches than the line above says.
+        "managed_gradient_accumulation": True,
         # Without ZeRO, DeepSpeed clips and does not return the norm, so Engine.clip clips. With ZeRO its step clips.
         "gradient_clipping": train.gradient_clip if stage > 0 else 0.0,
         "prescale_gradients": False,
@@ -208,7 +209,8 @@ class Engine:
         self.expert_parallel = config.train.expert_parallel
         self._compiled = config.train.compile
         self._experts = expert_groups(config)
-        self.share = 1.0 / (accumulation(config, world) * world.size)
+        self.share = 0.0  # of a micro-batch in its global batch
+        self.set_micro_batches(accumulation(config, world))
         self.gradient_norm = 0.0  # of the last step, before clipping
         self._norm = torch.zeros(())  # the same on the device, between `clip` and `step`
         self.loss_scale = LossScale(
@@ -266,6 +268,13 @@ class Engine:
         """
         for group in self.optimizer.param_groups:
             group["lr"] = own.get(group["schedule"], rate) * group["multiplier"]
+
+    def set_micro_batches(self, count: int) -> None:
+        """Sets the number of micro-batches of a process in the next steps, at first that of train.batch_rows.
+
+        It gives each micro-batch its share of the means over micro-batches, which the routers' losses are.
+        """
+        self.share = 1.0 / (count * self.world.size)
 
     def forward(self, batch: Batch, *, last: bool, prediction: Depths | None = None) -> Losses:
         """The losses of a micro-batch. last: the step ends with it, and its backward pass reduces the gradients.

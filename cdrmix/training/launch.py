@@ -103,11 +103,12 @@ def check_processes(config: Config, processes: int) -> None:
     """Raises ConfigError unless rows and experts divide evenly among the processes, and ZeRO has something to shard."""
     train = config.train
     together = train.micro_batch_rows * processes
-    if train.batch_rows % together:
-        raise ConfigError(
-            f"train.batch_rows: must be a multiple of train.micro_batch_rows={train.micro_batch_rows} times the "
-            f"{processes} processes, {together}; found {train.batch_rows}"
-        )
+    for key, rows in (("batch_rows", train.batch_rows), ("batch_warmup.rows", train.batch_sizes.first)):
+        if rows % together:
+            raise ConfigError(
+                f"train.{key}: must be a multiple of train.micro_batch_rows={train.micro_batch_rows} times the "
+                f"{processes} processes, {together}; found {rows}"
+            )
     if processes % train.expert_parallel:
         raise ConfigError(
             f"train.expert_parallel: must divide the number of processes (--nproc), {processes}; "

@@ -54,6 +54,7 @@ class RowObjective(ABC):
     def micro_batches(self, engine: Engine, step: int) -> list[Batch]:
         """This process's micro-batches of global batch `step`."""
         batches, self._step = self._batches.micro_batches(step), step
+        engine.set_micro_batches(len(batches))
         self._token_count, self._share = batches[0].token_count, engine.share
         return batches
 

@@ -110,7 +110,9 @@ def train(
         listeners: list[Callback] = [
             stack.enter_context(make_profiler(config, run, world)),
             stack.enter_context(Trackers(run, config)),
-            stack.enter_context(Console(run, settings.steps, start_step=progress.step, shown=console)),
+            stack.enter_context(
+                Console(run, settings.steps, start_step=progress.step, shown=console, rows=settings.batch_sizes.before)
+            ),
         ]
         trainer = Trainer(
             settings,

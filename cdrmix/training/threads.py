@@ -56,7 +56,10 @@ class ThreadChoice:
         set_num_threads(self._queue[0] if self._queue else self.chosen)
 
     def end(self, seconds: float) -> None:
-        """Records the time of the step."""
+        """Records the time of the step; of a step in the batch warm-up what one with train.batch_rows rows would take.
+
+        seconds: in proportion to the rows.
+        """
         if not self._queue:
             self._steps += 1
             self._recent.append(seconds)

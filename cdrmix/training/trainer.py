@@ -101,7 +101,7 @@ class Trainer:
         self._skips.record(applied, number)
 
         seconds = self._clock.stop()
-        self.threads.end(seconds - self.progress.seconds)
+        self.threads.end((seconds - self.progress.seconds) / settings.batch_sizes.share(step))
         self.progress = dataclasses.replace(
             self.progress,
             step=number,

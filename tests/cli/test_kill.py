@@ -32,11 +32,21 @@ def is_at(run: Path, step: int) -> bool:
 # Steps right after a checkpoint, between two and right after the second; what the step that is under way when the
 # signal comes has done by then is chance.
 @pytest.mark.slow
-@pytest.mark.parametrize(("accumulation", "processes", "step"), [(1, 1, 4), (4, 1, 5), (1, 2, 7)])
+@pytest.mark.parametrize(
+    ("accumulation", "processes", "step", "more"),
+    [(1, 1, 4, ()), (4, 1, 5, ()), (1, 2, 7, ()), (2, 2, 5, ("train.batch_warmup={rows: 2, steps: 9}",))],
+)
 def test_sigkill_and_resume(
-    workspace: Path, arguments: Callable[..., list[str]], accumulation: int, processes: int, step: int, tmp_path: Path
+    workspace: Path,
+    arguments: Callable[..., list[str]],
+    accumulation: int,
+    processes: int,
+    step: int,
+    more: tuple[str, ...],
+    tmp_path: Path,
 ) -> None:
     shape = (
+        *more,
         f"train.steps={STEPS}",
         f"train.checkpoint_every={CHECKPOINT_EVERY}",
         f"train.evaluate_every={STEPS}",

@@ -29,6 +29,20 @@ def test_the_plan_of_a_card_as_json(arguments: Arguments, capsys: pytest.Capture
     assert "assumed" in speed["source"]
 
 
+def test_the_plan_counts_the_rows_of_a_batch_warm_up(arguments: Arguments, capsys: pytest.CaptureFixture[str]) -> None:
+    plans = []
+    for overrides in ((), ("train.batch_warmup={rows: 1, steps: 3}",)):  # 1, 1, 1, then 2 rows
+        command = ["plan", *arguments("train.optimizer=muon", *overrides), "--gpu", "h100", "--json"]
+        assert main(command) == 0
+        plans.append(json.loads(capsys.readouterr().out))
+    constant, grown = plans
+    assert (constant["tokens"], grown["tokens"]) == (4 * 2 * 32, 5 * 32)
+    assert grown["disk"]["shards"] == grown["tokens"] * 2
+    muon = [plan["flops_per_token"]["muon"] * plan["tokens"] for plan in plans]  # as many updates
+    assert muon[1] == pytest.approx(muon[0], rel=1e-3)
+    assert grown["memory"]["total"] == constant["memory"]["total"]
+
+
 def test_a_cpus_speed_is_unknown_and_not_guessed(arguments: Arguments, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *arguments(), "--gpu", "cpu", "--json"]) == 0
     speed = json.loads(capsys.readouterr().out)["speed"]

@@ -15,6 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cdrmix.config.schema_data import CurriculumStage
+from cdrmix.config.schema_training import BatchWarmup
 from cdrmix.data.curriculum import PERIOD, Mixture, interleave, make_mixture, period_slots, stratum_weights
 from cdrmix.data.loader import TrainLoader
 from cdrmix.data.shards import Split, Stratum
@@ -257,6 +258,17 @@ def test_the_mixture_of_a_configuration(make_config: Any) -> None:
     assert make_mixture(configured(make_config, 20), split) is None
     with pytest.raises(ConfigError, match=r"books\.max_epochs=2: .* takes 210 rows of the 100 .* train\.steps to 20,"):
         make_mixture(configured(make_config, 21), split)
+    # A batch warm-up of 5 rows in each of 8 steps leaves rows for 4 steps more.
+    warm = configured(make_config, 24)
+    warmup = {"batch_warmup": BatchWarmup(rows=5, steps=8)}
+    fitting, longer = (
+        warm.model_copy(update={"train": warm.train.model_copy(update=warmup | {"steps": steps})}) for steps in (22, 25)
+    )
+    rows = fitting.train.batch_sizes.before(22)
+    assert rows == 180
+    assert make_mixture(fitting, split) is None
+    with pytest.raises(ConfigError, match=r"books\.max_epochs=2: .* takes 210 rows of the 100 .* train\.steps to 24,"):
+        make_mixture(longer, split)
     stages = [{"until": 0.5, "domains": {"web": 1}}, {"until": 1.0, "domains": {"web": 1, "books": 1}}]
     with pytest.raises(ConfigError, match=r"books\.max_epochs=2: the training takes 25 rows of books, which has 10"):
         make_mixture(configured(make_config, 10, curriculum=stages), split)

@@ -12,6 +12,8 @@ from cdrmix.config.autosizers import SCALES
 from cdrmix.config.schema import Config
 from cdrmix.data.curriculum import Mixture
 from cdrmix.data.shards import Stratum
+from cdrmix.gpus import gpu_by_key
+from cdrmix.ladder.comparison import compare
 from cdrmix.ladder.rungs import plan_rungs, read_ladder
 from cdrmix.plan.flops import training_flops_per_token
 from cdrmix.plan.parameters import count_parameters, nominal
@@ -191,3 +193,19 @@ def test_tests_and_production_are_parts_of_a_ladder() -> None:
     assert (scale.train.batch_rows, scale.train.learning_rate) == (rung.batch_rows, rung.learning_rate)
     assert production.train.steps * production.train.batch_rows * 8192 == pytest.approx(20e9, rel=0.01)
     assert production.train.ema_decay == pytest.approx(1 - 1 / (0.05 * production.train.steps), abs=5e-5)
+
+
+def test_tokens_and_hours_are_those_that_a_batch_warm_up_leaves() -> None:
+    path = LADDER / "micro-1m.yaml"
+    constant = Config.from_yaml(path).train
+    micro = constant.micro_batch_rows
+    assert constant.batch_rows > micro
+    fixed = [f"train.steps={constant.steps}", f"train.batch_rows={constant.batch_rows}"]
+    warmup = f"train.batch_warmup={{rows: {micro}, steps: {constant.steps // 2}}}"
+    gpu = gpu_by_key("h200")
+    assert gpu is not None
+    (plain,), (grown,) = (compare([path], overrides, gpu, 0.4) for overrides in (fixed, [*fixed, warmup]))
+    rows = Config.from_yaml(path, [*fixed, warmup]).train.batch_sizes.before(constant.steps)
+    assert grown.tokens == rows * grown.row_length < plain.tokens
+    assert grown.batch_tokens == plain.batch_tokens
+    assert grown.hours / plain.hours == pytest.approx(grown.tokens / plain.tokens)

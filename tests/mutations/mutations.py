@@ -105,9 +105,23 @@ MUTATIONS = (
     Mutation(
         "engine: gradients are not divided by the number of processes",
         "cdrmix/training/engine.py",
-        "self.share = 1.0 / (accumulation(config, world) * world.size)",
-        "self.share = 1.0 / accumulation(config, world)",
+        "self.share = 1.0 / (count * self.world.size)",
+        "self.share = 1.0 / count",
         ("tests/training/test_engine.py::test_gradients_norm_and_update_equal_plain_pytorch",),
+    ),
+    Mutation(
+        "batch warm-up: rows of smaller batches are left out",
+        "cdrmix/data/loader.py",
+        "start = self.sizes.before(step)",
+        "start = step * self.sizes.rows",
+        ("tests/training/test_batch_warmup.py",),
+    ),
+    Mutation(
+        "batch warm-up: the routers' losses are divided by the micro-batches of a full batch",
+        "cdrmix/training/row_objective.py",
+        "engine.set_micro_batches(len(batches))",
+        "engine.set_micro_batches(round(1 / engine.share / engine.world.size))",
+        ("tests/training/test_batch_warmup.py",),
     ),
     Mutation(
         "reduction: messages are sent in the order of the forward pass",

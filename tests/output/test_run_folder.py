@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from cdrmix import workflow as lifecycle
+from cdrmix.config.batch_sizes import BatchSizes
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError, DiskFullError
 from cdrmix.report.report import write_report
@@ -213,6 +214,17 @@ def test_terminal_console_shows_one_live_line(config: Config) -> None:
     shown = stream.getvalue()
     for text in ("101/500", "2.300", "bits/byte", "tok/s"):
         assert text in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown)
+
+
+def test_the_time_left_is_in_proportion_to_the_rows(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a batch warm-up later steps take longer. 10 steps of 4 rows took 40 s; 490 of 8 rows take 3,920 s."""
+    run, stream, now = RunFolder.create(config), io.StringIO(), [0.0]
+    monkeypatch.setattr("cdrmix.training.console.time.monotonic", lambda: now[0])
+    for rows, left in ((BatchSizes(8, 4, 10).before, clock(3920)), (None, clock(1960))):
+        with Console(run, 500, stream=stream, rows=rows) as console:
+            now[0] += 40.0
+            console.on_record(record(10))
+        assert stream.getvalue().splitlines()[-1].endswith(f" {left}")
 
 
 @pytest.mark.parametrize("tracker", ["tensorboard", "wandb", "mlflow"])

@@ -203,6 +203,21 @@ def test_more_devices_are_proposed_with_nothing_else_changed() -> None:
     small = small.model_copy(update={"train": small.train.model_copy(update={"micro_batch_rows": 8})})
     remedy = fit(small, room, 1).remedies[-1]
     assert remedy.settings == (f"train.micro_batch_rows={8 // remedy.processes}",)
+    # The first batch of a batch warm-up must have rows for each process too.
+    warm = config_of(
+        "core-1b",
+        "model.layers=4",
+        "train.zero_stage=auto",
+        "train.batch_rows=64",
+        "train.micro_batch_rows=2",
+        "train.batch_warmup={rows: 4, steps: 9}",
+    )
+    most = max(remedy.processes for remedy in fit(warm, room, 1).remedies)
+    assert most in (1, 2, 4)
+    for remedy in fit(warm, room, 1).remedies:
+        changed = dict(setting.split("=") for setting in remedy.settings)
+        rows = int(changed.get("train.micro_batch_rows", "2"))
+        assert 4 % (rows * remedy.processes) == 0, remedy
 
 
 @pytest.mark.parametrize("least", [["train.precision=bf16"], ["train.precision=bf16", "data.row_length=1024"]])

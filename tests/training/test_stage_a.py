@@ -140,6 +140,7 @@ DEPTH = ("model.depth={part: both, rate: 0.5, release: 0.2}", "model.feed_forwar
         ("train.micro_batch_rows=2", "train.ema_decay=0.9", "train.precision=bf16"),
         ROUTERS,
         DEPTH,
+        ("train.micro_batch_rows=2", "train.batch_warmup={rows: 2, steps: 4}", *ROUTERS),
     ],
 )
 def test_broken_off_and_resumed_is_uninterrupted(
