@@ -18,8 +18,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     Near is a name at an edit distance of at most a third of the shorter name's letters, as in the Rust compiler. Else
     all words of one name must be in the other (num_heads, heads), and be at least half of the longer name's letters;
     if both share another word, one may be cut after four letters or more (grad_clip, gradient_clip). Case does not
-    count. Of several near names the one at the smallest distance is taken, of equal ones one that begins with `name`, else
-    the first.
+    count. Of several near names the one at the smallest distance is taken, of equal ones one that begins with `name`,
+    else the first.
     """
     written = name.lower()
     ranked = [
