@@ -12,7 +12,7 @@ from torch import nn
 
 sys.path.append(str(Path(__file__).parent))  # conftest.py keeps it off the path of child processes
 
-from worker import FINGERPRINTS, BrokenOff, act_before, relative, same_bits, train_in
+from worker import FINGERPRINTS, relative, resumes, same_bits
 
 from cdrmix.config.schema import Config
 from cdrmix.data.loader import TrainLoader
@@ -109,22 +109,11 @@ def load(order: dict[str, Any], saved: Path, parallel: int) -> bool:
     )
 
 
-def resumes(order: dict[str, Any], parallel: int, where: Path) -> bool:
-    """Whether a run broken off and resumed ends with the bits of one that was not."""
+def muon_resumes(order: dict[str, Any], parallel: int, where: Path) -> bool:
+    """`resumes` with Muon."""
     overrides = ["train.optimizer=muon", "train.zero_stage=auto", f"train.expert_parallel={parallel}"]
     overrides += ["train.micro_batch_rows=2", "train.steps=5", *order["overrides"]]
-    where.mkdir(exist_ok=True)
-    assert train_in(where / "straight", order, overrides) == 0
-    act_before("3:stop")
-    try:
-        train_in(where / "broken", order, overrides)
-    except BrokenOff:
-        assert train_in(where / "broken", order, overrides, resume="auto") == 0
-    one, other = (newest_whole_checkpoint(where / name / "checkpoints") for name in ("straight", "broken"))
-    assert one is not None
-    assert other is not None
-    names = ("model.safetensors", "optimizer.safetensors")
-    return all((one / name).read_bytes() == (other / name).read_bytes() for name in names)
+    return resumes(order, overrides, where, stop=3)
 
 
 def main(order: dict[str, Any]) -> None:
@@ -134,7 +123,7 @@ def main(order: dict[str, Any]) -> None:
     for parallel in json.loads(order["parallel"]):
         results[f"steps {parallel}"] = steps(order, parallel, folder / f"saved-{size}-{parallel}")
         if order.get("resume"):
-            results[f"resumed {parallel}"] = resumes(order, parallel, folder / f"runs-{size}-{parallel}")
+            results[f"resumed {parallel}"] = muon_resumes(order, parallel, folder / f"runs-{size}-{parallel}")
     for saved, parallel in json.loads(order["load"]):
         results[f"loaded {saved}"] = load(order, folder / saved, parallel)
     if rank == 0:

@@ -380,8 +380,28 @@ def same_bits(world: DistributedContext, expected: dict[str, torch.Tensor], foun
     return expected.keys() == found.keys() and all(torch.equal(value, found[name]) for name, value in expected.items())
 
 
+def resumes(order: dict[str, Any], overrides: list[str], where: Path, *, stop: int, files: int = 2) -> bool:
+    """Whether a run broken off before step `stop` and resumed ends with the bits of one that was not.
+
+    files: the least number of files with tensors that are compared.
+    """
+    where.mkdir(exist_ok=True)
+    assert train_in(where / "straight", order, overrides) == 0
+    act_before(f"{stop}:stop")
+    try:
+        train_in(where / "broken", order, overrides)
+    except BrokenOff:
+        assert train_in(where / "broken", order, overrides, resume="auto") == 0
+    one, other = (newest_whole_checkpoint(where / name / "checkpoints") for name in ("straight", "broken"))
+    assert one is not None
+    assert other is not None
+    names = [path.name for path in one.glob("*.safetensors")]
+    assert len(names) >= files
+    return all((one / name).read_bytes() == (other / name).read_bytes() for name in names)
+
+
 def expert_resume(order: dict[str, Any], stage: int, where: Path) -> bool:
-    """Whether a run broken off and resumed ends with the bits of one that was not."""
+    """`resumes` with expert parallelism."""
     overrides = [
         *order["overrides"],
         f"train.zero_stage={stage}",
@@ -391,19 +411,7 @@ def expert_resume(order: dict[str, Any], stage: int, where: Path) -> bool:
         "train.steps=5",
         "train.ema_decay=0.9",
     ]
-    where.mkdir(exist_ok=True)
-    assert train_in(where / "straight", order, overrides) == 0
-    act_before("3:stop")
-    try:
-        train_in(where / "broken", order, overrides)
-    except BrokenOff:
-        assert train_in(where / "broken", order, overrides, resume="auto") == 0
-    one, other = (newest_whole_checkpoint(where / name / "checkpoints") for name in ("straight", "broken"))
-    assert one is not None
-    assert other is not None
-    files = [path.name for path in one.glob("*.safetensors")]
-    assert len(files) >= 3
-    return all((one / name).read_bytes() == (other / name).read_bytes() for name in files)
+    return resumes(order, overrides, where, stop=3, files=3)
 
 
 def expert_layers(order: dict[str, Any]) -> dict[str, float]:
