@@ -75,10 +75,21 @@ class BareLoop:
 
 
 def llama(
-    vocab_size: int, row_length: int, active_parameters: int, *, d_model: int, layers: int, heads: int
+    vocab_size: int,
+    row_length: int,
+    active_parameters: int,
+    *,
+    d_model: int,
+    layers: int,
+    heads: int,
+    tied: bool = True,
 ) -> LlamaForCausalLM:
-    """A Llama of this shape, tied, whose feed-forward width brings it closest to `active_parameters`."""
-    fixed = vocab_size * d_model + d_model + layers * (4 * d_model**2 + 2 * d_model)
+    """A Llama of this shape whose feed-forward width brings it closest to `active_parameters`.
+
+    tied: whether the embedding is the head too; else both count.
+    """
+    tables = vocab_size * d_model * (1 if tied else 2)
+    fixed = tables + d_model + layers * (4 * d_model**2 + 2 * d_model)
     hidden = round((active_parameters - fixed) / (3 * d_model * layers))
     if hidden < 1:
         raise ValueError(f"{active_parameters} parameters leave none for the feed-forwards of this Llama")
@@ -90,7 +101,7 @@ def llama(
         num_attention_heads=heads,
         num_key_value_heads=heads,
         max_position_embeddings=row_length,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
         use_cache=False,
         attn_implementation="sdpa",
     )
@@ -106,19 +117,14 @@ def llama_nats(model: nn.Module, batch: Batch) -> Tensor:
 
 
 class LlamaLoop:
-    """A Llama trained with AdamW on the rows of a loss model, each read as one document, in one process."""
+    """A Llama trained with the optimizer and groups of `train` on the rows of a loss model, each read as one document,
+    in one process. Each of a Llama's matrices is one linear map, so Muon may update it."""
 
     def __init__(self, model: LlamaForCausalLM, train: Train, device: torch.device) -> None:
         self.model, self.train, self.device = model.to(device), train, device
-        matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
-        others = [parameter for parameter in model.parameters() if parameter.ndim != 2]
-        self.optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": train.weight_decay}, {"params": others, "weight_decay": 0.0}],
-            lr=train.learning_rate,
-            betas=train.betas,
-            eps=train.epsilon,
-            fused=True,
-        )
+        groups = parameter_groups(model, train)
+        self.multipliers = [group["multiplier"] for group in groups]
+        self.optimizer = make_optimizer(groups, train)
         model.train()
 
     def step(self, number: int, batches: list[Batch]) -> None:
@@ -127,8 +133,8 @@ class LlamaLoop:
 
     def update(self, rate: float, batches: list[Batch]) -> None:
         """One optimizer step at this rate."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        for group, multiplier in zip(self.optimizer.param_groups, self.multipliers, strict=True):
+            group["lr"] = rate * multiplier
         for batch in batches:
             here = batch.to(self.device)
             with precision(self.train, self.device):
@@ -142,7 +148,7 @@ class LlamaLoop:
 
 
 def train_llama(model: LlamaForCausalLM, train: Train, rows: Rows, seconds: float, device: torch.device) -> Trained:
-    """Trains with AdamW for `seconds`; warmup and cosine follow the clock, so both end as configured."""
+    """Trains for `seconds`; warmup and cosine follow the clock, so both end as configured."""
     loop = LlamaLoop(model, train, device)
     warmup, ratio = train.warmup_steps / train.steps, train.final_learning_rate_ratio
     start, step, tokens = clock(device), 0, 0

@@ -206,8 +206,11 @@ def model_size(values: Values) -> ModelSize | None:
         skipping = layers if part != "mixer" else 0
         skipping += layers - ("rwkv7" in mixers) if part != "feed_forward" else 0
         others += skipping * width
-    tables = 1 if known.get("tie_embeddings") else 2
-    return ModelSize(tables * vocabulary * width, stacked, stacked * share // experts, others)
+    rows = vocabulary * (1 if known.get("tie_embeddings") else 2)
+    if known.get("bigrams") is not None or known.get("bigrams.rows") is not None:
+        table = known.get("bigrams.rows", 16_384)  # the schema's default
+        rows += table if _positive(table) else 0
+    return ModelSize(rows * width, stacked, stacked * share // experts, others)
 
 
 def _mixers(known: Values) -> tuple[str, ...] | None:

@@ -23,7 +23,7 @@ from cdrmix.config.schema_ablation import Ablation
 from cdrmix.config.schema_data import Data
 from cdrmix.config.schema_evaluation import Evaluation
 from cdrmix.config.schema_huggingface import HuggingFaceModel
-from cdrmix.config.schema_layers import Depth, FeedForward
+from cdrmix.config.schema_layers import Bigrams, Depth, FeedForward
 from cdrmix.config.schema_optimizer import AnOptimizer, ASchedule, Optimizer, ParameterGroup, Schedule
 from cdrmix.config.schema_prediction import Prediction
 from cdrmix.config.schema_reasoning import Reasoning
@@ -77,6 +77,7 @@ ADDED_LATER: dict[str, Any] = {
     "data.objectives.normalise": "mean_of_tokens",
     "data.order": "shuffled",
     "model.kind": "cdrmix",
+    "model.bigrams": None,
     "model.depth": None,
     "model.feed_forward.dense_layers": [],
     "model.feed_forward.dense_hidden": None,
@@ -201,6 +202,8 @@ class Model(Section):
     """Use the embedding matrix as the output matrix too."""
     init_std_scale: PositiveFloat = 1.0
     """Factor on the standard deviation of the initial weights."""
+    bigrams: Bigrams | None = None
+    """A second embedding, of pairs of successive tokens. null: none."""
     attention: Attention
     rwkv: Rwkv
     mamba: Mamba = Field(default_factory=Mamba)

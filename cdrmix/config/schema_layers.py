@@ -73,6 +73,14 @@ class FeedForward(Section):
         return {"activation": "swiglu", **data} if isinstance(data, dict) and data.get("kind") == "dense" else data
 
 
+class Bigrams(Section):
+    """Vectors for pairs of successive tokens, which are added to the tokens' embeddings (over-encoding, arXiv
+    2501.16975). Pairs are hashed to the rows of a table, and pairs that share a row share its vector."""
+
+    rows: PositiveInt = 16_384
+    """Rows of the table, of d_model parameters each. A token reads one row, so more rows cost memory alone."""
+
+
 class Depth(Section):
     """Mixture-of-Depths (arXiv 2404.02258) by a threshold for each token: branches of blocks that skip tokens.
 

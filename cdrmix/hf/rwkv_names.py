@@ -58,6 +58,7 @@ def official_rwkv7_weights(config: Model, weights: dict[str, Tensor]) -> dict[st
             "without mamba2 and routing_mamba layers",
         ),
         "model.feed_forward.kind": (config.feed_forward.kind, "channel_mix", "channel_mix"),
+        "model.bigrams": (config.bigrams, None, "null"),
         "model.depth": (config.depth, None, "null"),
         "model.norm": (config.norm, "layernorm", "layernorm"),
         "model.norm_eps": (config.norm_eps, 1e-5, "1e-5"),

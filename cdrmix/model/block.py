@@ -25,11 +25,16 @@ from cdrmix.model.skipping import mix_kept
 
 class BlockCache(NamedTuple):
     """What one block carries from token to token: its mixer's cache; a channel-mix's last token; its plastic adapters'
-    states, in the order of their names. None: empty so far, or not used."""
+    states, in the order of their names. None: empty so far, or not used.
+
+    last_token_B: of the first block of a model with `model.bigrams`, the id plus 1 of the last token, int64; 0 before
+    the first token.
+    """
 
     mixer: Any = None
     feed_forward_BD: Tensor | None = None
     plastic: tuple[PlasticState, ...] | None = None
+    last_token_B: Tensor | None = None
 
 
 class BlockOutput(NamedTuple):

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from cdrmix import ops
 from cdrmix.config.schema import Model
 from cdrmix.config.schema_reasoning import Reasoning
+from cdrmix.model.bigrams import BigramEmbedding, tokens_before, with_last_token
 from cdrmix.model.block import Block, BlockCache
 from cdrmix.model.context import make_context
 from cdrmix.model.depth import DepthStats, Gated
@@ -96,11 +97,16 @@ class LanguageModel(nn.Module):
             for kind, block in zip(config.mixers, blocks, strict=True):
                 block.plastic = make_adapters(kind, block.mixer, reasoning.plastic_lora, reasoning.chunk)
         self.adapters = sum(len(block.plastic) for block in blocks if block.plastic is not None)
-        # Drawn last, as the adapters: the rest of the model has the same parameters without it.
+        # Drawn last, as the adapters: the rest of the model has the same parameters without them.
         self.prediction = (
             None
             if config.prediction is None
             else MultiTokenPrediction(config, activation_checkpointing=activation_checkpointing)
+        )
+        self.bigrams = (
+            None
+            if config.bigrams is None
+            else BigramEmbedding(config.bigrams, config.d_model, std=0.02 * config.init_std_scale)
         )
 
     @property
@@ -155,6 +161,7 @@ class LanguageModel(nn.Module):
             raise ValueError(f"ids must be an int64 or int32 tensor [B, T]; found {found}")
         batch, length = ids_BT.shape
         past = _past(cache, ids_BT.device)
+        in_rows_BT = ids_BT
         if token_by_token:
             self._check_token_by_token(batch, cache)
             past = past + torch.arange(length, device=ids_BT.device)
@@ -178,10 +185,13 @@ class LanguageModel(nn.Module):
         )
         context = context._replace(token_by_token=token_by_token)
         starts_BT = None if context.starts_BT1 is None else context.starts_BT1.squeeze(-1)
+        x = self.embedding(ids_BT)
+        if self.bigrams is not None:
+            before_BT = tokens_before(in_rows_BT, cache[0].last_token_B if cache else None, starts_BT)
+            x = x + self.bigrams(ids_BT, before_BT.mT if token_by_token else before_BT)
         if options.cu_seqlens is not None:
             starts_BT = ops.document_starts(options.cu_seqlens, batch, length)
         span = FastWeightSpan(starts_BT, prefix, options.scale_S)
-        x = self.embedding(ids_BT)
         if self.embedding_norm is not None:
             _, x = self.embedding_norm(x)
         if self.narrow_residual:
@@ -207,6 +217,8 @@ class LanguageModel(nn.Module):
                 correlations.append(correlation)
             reports += routed
             gated += skipping
+        if self.bigrams is not None and caches:
+            caches[0] = with_last_token(caches[0], in_rows_BT, cu_seqlens)
         router = RouterStats(*(torch.stack(column) for column in zip(*reports, strict=True))) if reports else None
         depth = DepthStats(*(torch.stack(column) for column in zip(*gated, strict=True))) if gated else None
         objective = torch.stack(correlations).sum() / self.adapters if correlations else None

@@ -68,7 +68,8 @@ def training_flops_per_token(config: Config) -> TokenFlops:
     count, train = count_parameters(model), config.train
     tokens = train.batch_sizes.before(train.steps) * config.data.row_length
     head = model.vocab_size * model.d_model
-    active = count.total_active - count.active["prediction"] - (0 if model.tie_embeddings else head)
+    looked_up = (0 if model.tie_embeddings else head) + (model.bigrams.rows * model.d_model if model.bigrams else 0)
+    active = count.total_active - count.active["prediction"] - looked_up
     kept = [capacity(model) if model.skips(layer, "mixer") else 1.0 for layer in range(model.layers)]
     mixing, again = _mixing(model, model.mixers, kept, config.data.row_length)
     further, further_again = (0, 0) if model.prediction is None else _prediction(config, count.stored["prediction"])

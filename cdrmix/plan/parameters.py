@@ -27,7 +27,8 @@ class ParameterCount:
     """Numbers of parameters by part, in the order of PARTS, then those of plugins.
 
     stored: in the files. active: used by one token: all parameters except those of experts, and top_k of the experts. A
-    tied embedding counts once, under embedding. skipping: of the active ones, those in branches that skip tokens.
+    tied embedding counts once, under embedding, and so does the table of bigrams. skipping: of the active ones, those
+    in branches that skip tokens.
     prediction: the further depths of multi-token prediction, which one token of `every` uses in training, and
     generation only for drafts.
     """
@@ -96,6 +97,8 @@ def _part(model: LanguageModel, name: str) -> str:
     parts = name.split(".")
     if parts[0] in ("embedding", "head", "prediction"):
         return parts[0]
+    if parts[0] == "bigrams":
+        return "embedding"
     if parts[0] in ("embedding_norm", "final_norm"):
         return "norms"
     block, module = model.blocks[int(parts[1])], parts[2]

@@ -12,7 +12,7 @@ pytest.importorskip("pydantic", reason="needs pydantic, which is not installed")
 
 from cdrmix.cli import main
 
-TINY = Path(__file__).parents[2] / "configs" / "cdrmix-core-tiny.yaml"
+TINY = Path(__file__).parents[2] / "configs" / "base" / "tiny.yaml"
 TOY = (
     "run.threads=1",  # two tests at a time on two cores; test_threads.py has other numbers
     "model.vocab_size=300",
@@ -74,5 +74,5 @@ def arguments(toy_text: Path, workspace: Path) -> Callable[..., list[str]]:
 
 @pytest.fixture
 def tiny() -> Path:
-    """The shipped tiny configuration."""
+    """The configuration that the small ones share."""
     return TINY

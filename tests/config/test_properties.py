@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
 
-TINY = (Path(__file__).parents[2] / "configs" / "cdrmix-core-tiny.yaml").read_text()
+TINY = (Path(__file__).parents[2] / "configs" / "base" / "tiny.yaml").read_text()
 text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=12)
 # strings that YAML could take for something else
 tricky = st.sampled_from(["3e-4", "1_0", "yes", "null", "~", "010", "0x1", ".5", "true", "<<", "- a", "a: b", "#", " "])

@@ -17,7 +17,7 @@ from cdrmix.inference import generate as generate_module
 from cdrmix.inference.sampling import Sampling
 from cdrmix.run_folder import RunFolder
 
-TINY = Path(__file__).parents[2] / "configs" / "cdrmix-core-tiny.yaml"
+TINY = Path(__file__).parents[2] / "configs" / "base" / "tiny.yaml"
 TOY = (
     "run.threads=1",
     "model.vocab_size=600",

@@ -40,6 +40,7 @@ KINDS = {
     ),
     "mamba2": ("model.attention_fraction=0.0", "model.mixer_layers={mamba2: [0, 1]}"),
     "routing_mamba": ("model.attention_fraction=0.0", "model.mixer_layers={routing_mamba: [0, 1]}"),
+    "bigrams": ("model.attention_fraction=0.5", "model.bigrams.rows=61"),
     "hybrid": (
         "model.layers=4",
         "model.attention_fraction=0.25",
@@ -66,7 +67,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def export(kind: str) -> Path:
         if kind not in folders:
-            config = Config.from_yaml(CONFIGS / "cdrmix-core-tiny.yaml", [*SMALL, *KINDS[kind]])
+            config = Config.from_yaml(CONFIGS / "base" / "tiny.yaml", [*SMALL, *KINDS[kind]])
             tokenizer = TextTokenizer.train(TEXT, vocab_size=290, end_of_text="<|endoftext|>")
             loaded = Loaded(model_with_weights(config), tokenizer, config, 20)
             folders[kind] = export_model(loaded, tmp_path_factory.mktemp(kind) / "export")

@@ -34,7 +34,8 @@ from cdrmix.inference.text_model import TextModel
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.run_folder import RunFolder
 
-TINY = Path(__file__).parents[2] / "configs" / "cdrmix-core-tiny.yaml"
+CONFIGS = Path(__file__).parents[2] / "configs"
+TINY = CONFIGS / "base" / "tiny.yaml"
 TOY = (
     "model.vocab_size=300",
     "model.d_model=32",
@@ -259,7 +260,7 @@ def test_the_message_about_a_missing_gpu_names_what_the_user_set(
 
 
 def test_the_card_of_a_reasoning_model_says_what_was_trained(config: Config) -> None:
-    reasoning = TINY.with_name("cdrmix-reason-1b.yaml")
+    reasoning = CONFIGS / "cdrmix-reason-1b.yaml"
     without_phases = Config.from_yaml(reasoning, [f"reasoning.phases.{name}.steps=0" for name, _ in Phases()])
     assert STAGE_A_ONLY in model_card(without_phases, 1, 1, {})
     assert STAGE_A_ONLY not in model_card(Config.from_yaml(reasoning), 1, 1, {})

@@ -20,7 +20,7 @@ from cdrmix.inference.load import backbone_weights, load_exported, read_sums, to
 
 Exported = Callable[[str], Path]
 LORA = Path(__file__).parents[2] / "configs" / "cpt-nemotron-h-8b-lora-24gb.yaml"
-TINY = Path(__file__).parents[2] / "configs" / "cdrmix-core-tiny.yaml"
+TINY = Path(__file__).parents[2] / "configs" / "base" / "tiny.yaml"
 TEMPLATE = "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
 
 

@@ -36,7 +36,7 @@ from cdrmix.hf.load import load_trained
 from cdrmix.inference.load import Loaded
 from cdrmix.model.language_model import LanguageModel
 
-TINY = Path(__file__).parents[2] / "configs" / "cdrmix-core-tiny.yaml"
+TINY = Path(__file__).parents[2] / "configs" / "base" / "tiny.yaml"
 TOY = (
     "run.threads=1",
     "model.vocab_size=320",

@@ -16,7 +16,7 @@ from cdrmix.inference.load import Loaded, load_exported
 from cdrmix.inference.text_model import TextModel
 from cdrmix.model.language_model import LanguageModel
 
-TINY = Path(__file__).parents[2] / "configs" / "cdrmix-core-tiny.yaml"
+TINY = Path(__file__).parents[2] / "configs" / "base" / "tiny.yaml"
 SMALL = (
     *("model.vocab_size=300", "model.d_model=32", "model.layers=2", "model.attention_fraction=0.5"),
     *("model.attention.heads=2", "model.attention.kv_heads=1", "model.rwkv.head_size=16"),

@@ -50,7 +50,7 @@ def write_toy_ladder(folder: Path) -> Path:
     for number in range(24):
         (text / f"{number}.py").write_text(f"def f{number}(x):\n    return x + {number}\n\nprint(f{number}(2))\n")
     for name, (width, steps) in RUNGS.items():
-        base = ROOT / "configs" / "cdrmix-core-tiny.yaml"
+        base = ROOT / "configs" / "base" / "tiny.yaml"
         rung = RUNG.format(base=base, name=name, width=width, steps=steps, folder=folder)
         (folder / f"{name}.yaml").write_text(rung)
     (folder / "ladder.yaml").write_text(LADDER.format(folder=folder))

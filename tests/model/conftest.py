@@ -10,6 +10,7 @@ pytest.importorskip("pydantic", reason="needs pydantic, which is not installed")
 import torch
 
 from cdrmix.config.schema import Attention, FeedForward, Mamba, Model, Rwkv
+from cdrmix.config.schema_layers import Bigrams
 from cdrmix.config.schema_prediction import Prediction
 from cdrmix.model.language_model import LanguageModel
 
@@ -37,6 +38,7 @@ def make_model() -> MakeModel:
         mixer_layers: dict[str, list[int]] | None = None,
         bias_update_rate: float = 0.0,
         prediction: Prediction | None = None,
+        bigrams: Bigrams | None = None,
     ) -> LanguageModel:
         config = Model(
             vocab_size=23,
@@ -59,6 +61,7 @@ def make_model() -> MakeModel:
                 bias_update_rate=bias_update_rate,
             ),
             prediction=prediction,
+            bigrams=bigrams,
         )
         torch.manual_seed(seed)
         model = LanguageModel(config, activation_checkpointing=activation_checkpointing).double()

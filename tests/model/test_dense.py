@@ -17,7 +17,7 @@ from cdrmix.model.language_model import LanguageModel
 transformers = pytest.importorskip("transformers", reason="needs transformers, which is not installed")
 
 MakeModel = Callable[..., LanguageModel]
-TINY = Path(__file__).parents[2] / "configs" / "cdrmix-core-tiny.yaml"
+TINY = Path(__file__).parents[2] / "configs" / "base" / "tiny.yaml"
 # Two float64 evaluations of one function in different orders, through 3 blocks of width 16.
 BOUND = 1e-12
 

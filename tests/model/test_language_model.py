@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cdrmix.config.mixer_layers import attention_layers
+from cdrmix.config.schema_layers import Bigrams
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.model.loss import LossModel
 
@@ -29,6 +30,7 @@ VARIANTS = [
     {"attention_fraction": 1.0, "layers": 2, "qk_norm": True, "activation": "swiglu", "norm": "rmsnorm"},
     {"attention_fraction": 1.0, "layers": 2, "kind": "dense", "activation": "swiglu", "norm": "rmsnorm"},
     {"attention_fraction": 0.25, "kind": "dense", "activation": "relu2"},
+    {"bigrams": Bigrams(rows=61), "mixer_layers": {"mamba2": [0]}},
 ]
 # Two float64 evaluations of one function in different orders, through at most 4 blocks.
 BOUND = 1e-10

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cdrmix.config.schema import Config
+from cdrmix.config.schema_layers import Bigrams
 from cdrmix.inference.generate import Row, decode
 from cdrmix.inference.sampling import Sampling
 from cdrmix.kernels.common.products import multiply_on_one_thread
@@ -30,6 +31,7 @@ KINDS = {
     "dense": {"attention_fraction": 0.5, "kind": "dense", "activation": "swiglu"},
     "mamba2": {"attention_fraction": 0.0, "mixer_layers": {"mamba2": [0, 1]}},
     "routing_mamba": {"attention_fraction": 0.0, "mixer_layers": {"routing_mamba": [0, 1]}},
+    "bigrams": {"attention_fraction": 0.5, "bigrams": Bigrams(rows=61)},
     "hybrid": {"layers": 4, "attention_fraction": 0.25, "mixer_layers": {"mamba2": [1]}},
 }
 

@@ -12,7 +12,7 @@ from cdrmix.config.schema import Config
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.training.build import build_loss_model
 
-TINY = Path(__file__).parents[2] / "configs" / "cdrmix-core-tiny.yaml"
+TINY = Path(__file__).parents[2] / "configs" / "base" / "tiny.yaml"
 SMALL = ("model.d_model=64", "model.vocab_size=300", "model.feed_forward.hidden=32", "model.attention.heads=2")
 
 

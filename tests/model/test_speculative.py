@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from cdrmix.config.schema_layers import Bigrams
 from cdrmix.config.schema_prediction import Prediction
 from cdrmix.errors import ConfigError
 from cdrmix.inference.generate import Row, decode
@@ -38,10 +39,14 @@ def hybrid(make_model: MakeModel, depths: str, mixer: str = "attention", **more:
 
 
 @pytest.mark.parametrize("feed_forward", ["moe", "channel_mix"])
-def test_one_pass_has_the_bits_of_single_tokens_and_keeps_every_state(make_model: MakeModel, feed_forward: str) -> None:
+@pytest.mark.parametrize("bigrams", [None, Bigrams(rows=61)], ids=["", "bigrams"])
+def test_one_pass_has_the_bits_of_single_tokens_and_keeps_every_state(
+    make_model: MakeModel, feed_forward: str, bigrams: Bigrams | None
+) -> None:
     # Of up to 4 tokens: products of up to 5 rows have the same bits for each row (measured). Without routing_mamba:
     # its experts' products round otherwise for one row than for several.
-    model = hybrid(make_model, "chain", kind=feed_forward, d_model=32, mixer_layers={"mamba2": [0]}).float()
+    more = {"kind": feed_forward, "d_model": 32, "mixer_layers": {"mamba2": [0]}, "bigrams": bigrams}
+    model = hybrid(make_model, "chain", **more).float()
     ids = torch.randint(23, (1, 16), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         cache = model(ids[:, :12], return_cache=True).cache

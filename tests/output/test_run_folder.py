@@ -24,7 +24,7 @@ from cdrmix.training.metrics import StepRecord, scalars
 from cdrmix.training.trackers import Trackers, check_trackers
 from cdrmix.units import amount, clock
 
-TINY = Path(__file__).parents[2] / "configs" / "cdrmix-core-tiny.yaml"
+TINY = Path(__file__).parents[2] / "configs" / "base" / "tiny.yaml"
 
 
 @pytest.fixture

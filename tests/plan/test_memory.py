@@ -21,20 +21,20 @@ from cdrmix.plan.parameters import count_parameters
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 WORKER = Path(__file__).with_name("measure_worker.py")
-RELEASED = [f"{kind}-{size}" for size in ("1b", "4b", "40b", "200b") for kind in ("core", "reason")]
+RELEASED = [f"cdrmix-{kind}-{size}" for size in ("1b", "4b", "40b", "200b") for kind in ("core", "reason")]
 PROCESSES = {"1b": 8, "4b": 8, "40b": 64, "200b": 512}
 TINY = {
-    "core-tiny": [],
-    "hybrid-tiny": [],
-    "reason-tiny": [],
-    "core-tiny, muon": ["train.optimizer=muon"],
+    "base/tiny": [],
+    "cdrmix-hybrid-tiny": [],
+    "cdrmix-reason-tiny": [],
+    "base/tiny, muon": ["train.optimizer=muon"],
     # Gradients that are there before, and inputs of blocks alone: other moments are the highest.
-    "core-tiny, checkpointed": ["train.activation_checkpointing=true", "train.batch_rows=16"],
+    "base/tiny, checkpointed": ["train.activation_checkpointing=true", "train.batch_rows=16"],
 }
 
 
 def config_of(name: str, *overrides: str) -> Config:
-    return Config.from_yaml(CONFIGS / f"cdrmix-{name}.yaml", list(overrides))
+    return Config.from_yaml(CONFIGS / f"{name}.yaml", list(overrides))
 
 
 def card(memory_bytes: int | None, flops: float | None = 1e15) -> Machine:
@@ -45,7 +45,7 @@ def card(memory_bytes: int | None, flops: float | None = 1e15) -> Machine:
 @pytest.mark.parametrize("case", TINY)
 def test_the_estimate_is_within_a_tenth_of_the_measured_peak(case: str) -> None:
     name = case.partition(",")[0]
-    command = [sys.executable, str(WORKER), str(CONFIGS / f"cdrmix-{name}.yaml"), *TINY[case]]
+    command = [sys.executable, str(WORKER), str(CONFIGS / f"{name}.yaml"), *TINY[case]]
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -75,7 +75,7 @@ def test_two_short_models_say_what_a_long_one_takes(
         f"model.feed_forward.hidden={hidden}",
     ]
     overrides += ["train.batch_rows=16", f"train.activation_checkpointing={checkpointing}", "model.vocab_size=512"]
-    config = config_of("core-tiny", *overrides, "train.micro_batch_rows=2", f"data.row_length={row_length}")
+    config = config_of("base/tiny", *overrides, "train.micro_batch_rows=2", f"data.row_length={row_length}")
     short = tracing.trace(config, "cuda", zero_stage=0, accumulation=accumulation)
     monkeypatch.setattr(tracing, "FULL_TRACE_LAYERS", 24)
     whole = tracing.trace(config, "cuda", zero_stage=0, accumulation=accumulation)
@@ -87,7 +87,7 @@ def test_two_short_models_say_what_a_long_one_takes(
 
 
 def test_every_platform_saves_what_its_own_kernels_need() -> None:
-    config = config_of("core-tiny", "model.layers=4", "train.precision=bf16", "model.rwkv.head_size=64")
+    config = config_of("base/tiny", "model.layers=4", "train.precision=bf16", "model.rwkv.head_size=64")
     saved = {
         platform: memory_of(config, platform, 1).saved_by_operator  # type: ignore[arg-type]
         for platform in ("cpu", "cuda", "hip")
@@ -99,7 +99,7 @@ def test_every_platform_saves_what_its_own_kernels_need() -> None:
 
 def test_what_is_saved_grows_with_rows_and_shrinks_with_checkpointing() -> None:
     def saved(*overrides: str) -> int:
-        found = memory_of(config_of("core-tiny", "train.batch_rows=64", *overrides), "cuda", 1)
+        found = memory_of(config_of("base/tiny", "train.batch_rows=64", *overrides), "cuda", 1)
         return next(part.bytes for part in found.components if part.name == "activations")
 
     one, two, four = (saved(f"train.micro_batch_rows={rows}") for rows in (2, 4, 8))
@@ -111,13 +111,13 @@ def test_what_is_saved_grows_with_rows_and_shrinks_with_checkpointing() -> None:
 @pytest.mark.parametrize("part", ["feed_forward", "both"])
 def test_branches_that_skip_tokens_need_no_less_memory(part: str) -> None:
     """In the first steps they keep all tokens; the plan cannot know how many they keep later."""
-    plain = memory_of(config_of("core-tiny"), "cuda", 1)
-    skipping = memory_of(config_of("core-tiny", f"model.depth.part={part}"), "cuda", 1)
+    plain = memory_of(config_of("base/tiny"), "cuda", 1)
+    skipping = memory_of(config_of("base/tiny", f"model.depth.part={part}"), "cuda", 1)
     assert plain.total <= skipping.total < 1.3 * plain.total
 
 
 def test_state_is_partitioned_as_in_zero() -> None:
-    config = config_of("core-tiny", "train.batch_rows=64", "train.micro_batch_rows=4", "train.zero_stage=auto")
+    config = config_of("base/tiny", "train.batch_rows=64", "train.micro_batch_rows=4", "train.zero_stage=auto")
     stored = sum(part.bytes for part in memory_of(config, "cuda", 1).components if part.name == "weights")
 
     def state(stage: object, processes: int = 4) -> int:
@@ -135,7 +135,7 @@ def test_state_is_partitioned_as_in_zero() -> None:
 
 def test_offloaded_state_is_in_main_memory() -> None:
     memory = {
-        offload: memory_of(config_of("core-tiny", "train.zero_stage=auto", f"train.offload={offload}"), "cuda", 1)
+        offload: memory_of(config_of("base/tiny", "train.zero_stage=auto", f"train.offload={offload}"), "cuda", 1)
         for offload in ("none", "optimizer", "all")
     }
     sizes = {offload: {part.name: part.bytes for part in plan.components} for offload, plan in memory.items()}
@@ -147,7 +147,7 @@ def test_offloaded_state_is_in_main_memory() -> None:
     assert memory["optimizer"].host_bytes == moved + weights
     assert "weights" not in sizes["all"]
     assert memory["all"].host_bytes == moved + weights + weights
-    on_cpu = memory_of(config_of("core-tiny", "train.zero_stage=auto", "train.offload=optimizer"), "cpu", 1)
+    on_cpu = memory_of(config_of("base/tiny", "train.zero_stage=auto", "train.offload=optimizer"), "cpu", 1)
     assert on_cpu.host_bytes == 0
     assert on_cpu.tensors > weights + moved
 
@@ -157,7 +157,7 @@ def test_offloaded_state_is_in_main_memory() -> None:
 )
 def test_a_released_configuration_is_refused_on_half_of_what_it_needs(name: str) -> None:
     config = config_of(name)
-    processes = PROCESSES[name.split("-")[1]]
+    processes = PROCESSES[name.rsplit("-", 1)[-1]]
     needed = memory_of(config, "cuda", processes).total
     check_memory(config, card(int(needed / MAX_MEMORY_SHARE) + 1), processes)
     half = card(int(needed / MAX_MEMORY_SHARE) // 2)
@@ -172,14 +172,14 @@ def test_a_released_configuration_is_refused_on_half_of_what_it_needs(name: str)
 
 def test_the_1b_model_fits_as_it_is_released() -> None:
     """On one H200 without ZeRO, and on eight cards of 80 GB with its stage 1."""
-    config = config_of("core-1b")
+    config = config_of("cdrmix-core-1b")
     for key, processes in (("h200", 1), ("h100", 8), ("a100", 8)):
         found = fit(config, machine_for(config, key, processes), processes)
         assert found.fits, (key, found.memory.total)
 
 
 def test_a_refusal_names_what_would_fit_and_that_does_fit() -> None:
-    config = config_of("core-tiny", "train.batch_rows=64", "train.micro_batch_rows=16", "run.name=big")
+    config = config_of("base/tiny", "train.batch_rows=64", "train.micro_batch_rows=16", "run.name=big")
     needed = memory_of(config, "cpu", 1).total
     small = Machine("a small machine", "cpu", int(0.95 * needed / MAX_MEMORY_SHARE), None, "a test", True, None)
     with pytest.raises(
@@ -188,24 +188,24 @@ def test_a_refusal_names_what_would_fit_and_that_does_fit() -> None:
         check_memory(config, small, 1)
     assert "train.activation_checkpointing=true" in str(refused.value)
     for overrides in (["train.micro_batch_rows=8"], ["train.activation_checkpointing=true"]):
-        assert fit(config_of("core-tiny", "train.batch_rows=64", *overrides), small, 1).fits
+        assert fit(config_of("base/tiny", "train.batch_rows=64", *overrides), small, 1).fits
 
 
 @pytest.mark.slow
 def test_more_devices_are_proposed_with_nothing_else_changed() -> None:
-    config = config_of("core-1b", "model.layers=4", "train.zero_stage=auto", "train.batch_rows=64")
+    config = config_of("cdrmix-core-1b", "model.layers=4", "train.zero_stage=auto", "train.batch_rows=64")
     at_four = memory_of(config, "cuda", 4).total
     assert memory_of(config, "cuda", 2).total > at_four
     room = card(int(at_four / MAX_MEMORY_SHARE) + 1)
     assert fit(config, room, 1).remedies[-1] == Remedy((), 4, at_four)
     # A step of as many rows as a micro-batch has none for a second process: its rows go down with the number.
-    small = config_of("core-1b", "model.layers=4", "train.zero_stage=auto", "train.batch_rows=8")
+    small = config_of("cdrmix-core-1b", "model.layers=4", "train.zero_stage=auto", "train.batch_rows=8")
     small = small.model_copy(update={"train": small.train.model_copy(update={"micro_batch_rows": 8})})
     remedy = fit(small, room, 1).remedies[-1]
     assert remedy.settings == (f"train.micro_batch_rows={8 // remedy.processes}",)
     # The first batch of a batch warm-up must have rows for each process too.
     warm = config_of(
-        "core-1b",
+        "cdrmix-core-1b",
         "model.layers=4",
         "train.zero_stage=auto",
         "train.batch_rows=64",
@@ -224,32 +224,32 @@ def test_more_devices_are_proposed_with_nothing_else_changed() -> None:
 def test_narrower_precision_and_shorter_rows_are_proposed_where_nothing_else_suffices(least: list[str]) -> None:
     overrides = ["train.batch_rows=1", "train.micro_batch_rows=1", "train.activation_checkpointing=true"]
     overrides += ["train.precision=fp32", "data.row_length=4096"]
-    needed = memory_of(config_of("core-tiny", *overrides, *least), "cuda", 1).total
+    needed = memory_of(config_of("base/tiny", *overrides, *least), "cuda", 1).total
     room = card(int(needed / MAX_MEMORY_SHARE) + 1)
-    assert fit(config_of("core-tiny", *overrides), room, 1).remedies == (Remedy(tuple(least), 1, needed),)
+    assert fit(config_of("base/tiny", *overrides), room, 1).remedies == (Remedy(tuple(least), 1, needed),)
 
 
 def test_where_nothing_suffices_it_is_said() -> None:
     with pytest.raises(ConfigError, match=r"No number of rows, .* or rows of down to 256 tokens is sufficient"):
-        check_memory(config_of("core-tiny", "train.batch_rows=1", "train.micro_batch_rows=1"), card(10**7), 1)
+        check_memory(config_of("base/tiny", "train.batch_rows=1", "train.micro_batch_rows=1"), card(10**7), 1)
 
 
 def test_what_is_unknown_is_never_refused() -> None:
-    config = config_of("core-tiny")
+    config = config_of("base/tiny")
     found = fit(config, card(None), 1)
     assert found.fits is None
     assert found.remedies == ()
     check_memory(config, card(None), 1)
 
 
-@pytest.mark.parametrize("name", ["core-tiny", "hybrid-tiny", "core-1b"])
+@pytest.mark.parametrize("name", ["base/tiny", "cdrmix-hybrid-tiny", "cdrmix-core-1b"])
 def test_what_obviously_fits_really_takes_less(name: str) -> None:
     config = config_of(name)
     assert at_most(config, 1) > 1.5 * memory_of(config, "cuda", 1).total
 
 
 def test_a_model_without_kernels_on_a_gpu_is_refused_there() -> None:
-    config = config_of("core-tiny", "model.rwkv.head_size=16", "model.layers=1")
+    config = config_of("base/tiny", "model.rwkv.head_size=16", "model.layers=1")
     with pytest.raises(ConfigError, match="cannot be trained on an NVIDIA GPU: time_mix_keys: head size 16"):
         memory_of(config, "cuda", 1)
 
@@ -268,7 +268,7 @@ def test_main_memory_is_that_of_the_control_group(tmp_path: Path) -> None:
 
 
 def test_a_card_of_the_table_has_its_memory() -> None:
-    config = config_of("core-tiny")
+    config = config_of("base/tiny")
     gpu = gpu_by_key("mi300x")
     assert gpu is not None
     machine = machine_for(config, "mi300x", 1)
@@ -276,17 +276,17 @@ def test_a_card_of_the_table_has_its_memory() -> None:
 
 
 def test_muon_has_one_moment_of_matrices() -> None:
-    orthogonalised = optimizer_size(config_of("core-tiny", "train.optimizer=muon")).orthogonalised
-    stored = count_parameters(config_of("core-tiny").cdrmix_model).stored
+    orthogonalised = optimizer_size(config_of("base/tiny", "train.optimizer=muon")).orthogonalised
+    stored = count_parameters(config_of("base/tiny").cdrmix_model).stored
     # Four projections of 128 x 128 in each block, and all experts.
     assert orthogonalised == stored["experts"] + 4 * 4 * 128 * 128
-    projections = optimizer_size(config_of("core-tiny", "train.optimizer={kind: muon, experts: false}"))
+    projections = optimizer_size(config_of("base/tiny", "train.optimizer={kind: muon, experts: false}"))
     assert projections.orthogonalised == 4 * 4 * 128 * 128
     for stage, processes in ((0, 1), ("auto", 2)):
         state = {}
         for kind in ("adamw", "muon"):
             plan = memory_of(
-                config_of("core-tiny", f"train.optimizer={kind}", f"train.zero_stage={stage}"), "cpu", processes
+                config_of("base/tiny", f"train.optimizer={kind}", f"train.zero_stage={stage}"), "cpu", processes
             )
             state[kind] = {part.name: part.bytes for part in plan.components}
         assert state["muon"]["optimizer"] == state["adamw"]["optimizer"] - 4 * orthogonalised // processes
@@ -297,7 +297,7 @@ def test_muon_has_one_moment_of_matrices() -> None:
 def test_the_further_depths_of_a_prediction_are_traced() -> None:
     section = "model.prediction={kind: heads, tokens: 4}"
     plain, with_heads = (
-        tracing.trace(config_of("core-tiny", "train.precision=bf16", *more), "cpu", zero_stage=0, accumulation=1)
+        tracing.trace(config_of("base/tiny", "train.precision=bf16", *more), "cpu", zero_stage=0, accumulation=1)
         for more in ((), (section,))
     )
     heads = 3 * 4096 * 128  # their gradients are allocated while the losses are computed, and live to the update

@@ -29,7 +29,7 @@ from cdrmix.inference.text_model import TextModel
 
 pytest.importorskip("deepspeed", reason="needs deepspeed, which is not installed")
 
-CONFIG = Path(__file__).parents[2] / "configs" / "cdrmix-core-tiny.yaml"
+CONFIG = Path(__file__).parents[2] / "configs" / "base" / "tiny.yaml"
 VOCABULARY, ROW = 300, 64
 STEPS = 6
 COMMON = (

@@ -1,0 +1,295 @@
+"""Trains settings of one configuration side by side, over seeds, and compares their held-out bits per byte.
+
+python benchmarks/recipes.py benchmarks/recipes/core-tiny.yaml --seeds 1 2 3 --equal seconds --out FOLDER
+
+The file names a configuration and settings of it: `config: PATH` and `settings: {NAME: [OVERRIDE, ...], ...}`. The
+first of the settings is the reference: `train.steps` is the length of its runs. The others train until they have cost
+as much as it: as many steps (`--equal steps`), as many floating-point operations by the count of `cdrmix plan`
+(`operations`), or as much processor time by short runs of all settings before (`seconds`). Every run has one thread and
+a process of its own, `--jobs` at once. FOLDER gets runs.jsonl, one line a run; runs that are in it are not repeated. It
+gets bits.png too: held-out bits per byte against tokens and against seconds, of all settings or of those in `--plot`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import yaml
+from matplotlib.figure import Figure
+from matplotlib.ticker import StrMethodFormatter
+
+from cdrmix.config.schema import Config
+from cdrmix.data.prepare import prepare
+from cdrmix.plan.flops import training_flops_per_token
+from cdrmix.reason.experiments.table import Estimate, student_quantile
+from cdrmix.run_folder import RunFolder
+from cdrmix.training import stage_a
+from cdrmix.training.callbacks import Callback
+from cdrmix.training.metrics import StepRecord
+
+ROOT = Path(__file__).parents[1]
+PROBE_STEPS, PROBES = 24, 3  # the first four steps of a probe are not counted: memory is being allocated
+COSTS = ("tokens", "operations", "seconds")
+ALL_ROWS = 10**9  # more than there are: settings with other vocabularies must be compared on the same text
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run to make: settings by name, their overrides, the seed and the number of steps."""
+
+    config: str
+    name: str
+    overrides: tuple[str, ...]
+    seed: int
+    steps: int
+    validations: int  # of all held-out rows, evenly spaced; 0: none, not even at the end
+
+    def configuration(self, root: str) -> Config:
+        """The configuration of the run, its warm-up in proportion to its length."""
+        full = Config.from_yaml(self.config, list(self.overrides))
+        warmup = min(self.steps - 1, round(full.train.warmup_steps * self.steps / full.train.steps))
+        every = max(1, self.steps // self.validations) if self.validations else self.steps + 1
+        return Config.from_yaml(
+            self.config,
+            [
+                *self.overrides,
+                f"run.root={root}",
+                f"run.seed={self.seed}",
+                "run.threads=1",
+                f"train.steps={self.steps}",
+                f"train.warmup_steps={warmup}",
+                f"train.evaluate_every={every}",
+                f"train.evaluate_rows={ALL_ROWS}",
+                f"train.checkpoint_every={self.steps + 1}",
+            ],
+        )
+
+
+@dataclass
+class Measured:
+    """The result of a run: bits per byte by number of tokens, and what a step costs."""
+
+    name: str
+    seed: int
+    steps: int
+    tokens: int = 0
+    operations: float = 0.0  # of the whole run, by count
+    seconds_per_step: float = 0.0  # of processor time: the median over the steps
+    bits_per_byte: float = math.nan
+    curve: list[tuple[int, float]] = field(default_factory=list)
+    overrides: tuple[str, ...] = ()
+
+    def per_token(self, cost: str) -> float:
+        """What a token costs: 1, its operations, or its seconds of processor time without validations."""
+        whole = {
+            "tokens": self.tokens,
+            "operations": self.operations,
+            "seconds": self.seconds_per_step * self.steps,
+        }
+        return whole[cost] / self.tokens
+
+
+class Watch(Callback):
+    """Takes the processor time of every step, and the validations."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.curve: list[tuple[int, float]] = []
+        self._last = time.process_time()
+
+    def on_step(self, step: int) -> None:
+        """The time of the step. That with a validation or a checkpoint is longer, which a median leaves out."""
+        now = time.process_time()
+        self.times.append(now - self._last)
+        self._last = now
+
+    def on_record(self, record: Any) -> None:
+        """Keeps the bits per byte of a validation."""
+        if isinstance(record, StepRecord) and record.valid_bits_per_byte is not None:
+            self.curve.append((record.tokens, record.valid_bits_per_byte))
+
+
+def run(trial: Trial) -> Measured:
+    """Trains one run to its end, in this process."""
+    with tempfile.TemporaryDirectory() as root:
+        config = trial.configuration(root)
+        shards = prepare(config, say=lambda _: None)
+        watch = Watch()
+        result = stage_a.train(config, RunFolder.create(config), shards, console=False, callbacks=[watch])
+    if trial.validations:
+        assert result.valid_bits_per_byte is not None, "the last step validates"
+    tokens = config.train.batch_sizes.before(trial.steps) * config.data.row_length
+    return Measured(
+        trial.name,
+        trial.seed,
+        trial.steps,
+        tokens,
+        training_flops_per_token(config).executed * tokens,
+        statistics.median(watch.times[4:]),
+        result.valid_bits_per_byte or math.nan,
+        watch.curve,
+        trial.overrides,
+    )
+
+
+def equal_steps(file: dict[str, Any], equal: str, pool: ProcessPoolExecutor, names: Sequence[str]) -> dict[str, int]:
+    """The number of steps of each of the settings, so that all cost what the reference's `train.steps` cost."""
+    config, settings = file["config"], file["settings"]
+    reference = next(iter(settings))
+    lengths = {name: Config.from_yaml(config, settings[name]).train.steps for name in settings}
+    if equal == "steps":
+        return lengths
+    if equal == "operations":
+        costs = {}
+        for name in settings:
+            each = Config.from_yaml(config, settings[name])
+            tokens = each.train.batch_rows * each.data.row_length
+            costs[name] = training_flops_per_token(each).executed * tokens
+    else:
+        trials = [
+            Trial(config, name, tuple(settings[name]), 0, PROBE_STEPS, validations=0)
+            for _ in range(PROBES)
+            for name in dict.fromkeys((reference, *names))
+        ]
+        times: dict[str, list[float]] = defaultdict(list)
+        for measured in pool.map(run, trials):
+            times[measured.name].append(measured.seconds_per_step)
+        costs = {name: min(each) for name, each in times.items()}
+        print("processor seconds a step:", {name: round(cost, 3) for name, cost in costs.items()})
+    return {name: max(8, round(lengths[reference] * costs[reference] / cost)) for name, cost in costs.items()}
+
+
+def interval(values: Sequence[float]) -> Estimate:
+    """The mean with Student's 95 % interval."""
+    half = None
+    if len(values) > 1:
+        half = student_quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    return Estimate(statistics.mean(values), half, len(values))
+
+
+def reaches(curve: Sequence[tuple[float, float]], bits: float) -> float:
+    """Where a falling curve first reaches so few bits, interpolated; infinity if it does not."""
+    for (before, high), (after, low) in itertools.pairwise(curve):
+        if low <= bits:
+            return before + (after - before) * (high - bits) / (high - low)
+    return math.inf
+
+
+def table(results: dict[str, dict[int, Measured]], reference: str) -> list[str]:
+    """A line for each of the settings: bits per byte, the difference to the reference paired by seed, and the shares of
+    the reference's tokens, operations and seconds until they have its last bits per byte."""
+    base = results[reference]
+    lines = [
+        f"| settings | steps | bits per byte by seed | mean | minus the reference's | {' | '.join(COSTS)} |",
+        "|---" * (5 + len(COSTS)) + "|",
+    ]
+    for name, by_seed in results.items():
+        bits = [measured.bits_per_byte for measured in by_seed.values()]
+        cells = [name, str(next(iter(by_seed.values())).steps), ", ".join(f"{each:.3f}" for each in bits)]
+        cells.append(f"{statistics.mean(bits):.3f}")
+        pairs = [(measured, base[seed]) for seed, measured in by_seed.items() if seed in base]
+        if name != reference and pairs:
+            cells.append(str(interval([ours.bits_per_byte - other.bits_per_byte for ours, other in pairs])))
+            shares = [reaches(ours.curve, other.bits_per_byte) / other.tokens for ours, other in pairs]
+            for cost in COSTS:
+                ours, other = (
+                    statistics.median(each.per_token(cost) for each in side.values()) for side in (by_seed, base)
+                )
+                reached = all(share < math.inf for share in shares)
+                cells.append(str(interval([share * ours / other for share in shares])) if reached else "not reached")
+        lines.append("| " + " | ".join(cells + [""] * (5 + len(COSTS) - len(cells))) + " |")
+    return lines
+
+
+def picture(results: dict[str, dict[int, Measured]], path: Path) -> None:
+    """Held-out bits per byte against tokens and against processor seconds; a line a run, a colour for the settings."""
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    colours = matplotlib.colormaps["tab10"]
+    lowest = min(measured.bits_per_byte for by_seed in results.values() for measured in by_seed.values())
+    for number, (name, by_seed) in enumerate(results.items()):
+        cost = statistics.median(each.per_token("seconds") for each in by_seed.values())
+        for order, measured in enumerate(by_seed.values()):
+            tokens, bits = zip(*measured.curve, strict=True)
+            for axis, scale in zip(axes, (1e-6, cost), strict=True):
+                label = name if order == 0 else None
+                axis.plot([scale * each for each in tokens], bits, color=colours(number), linewidth=1.2, label=label)
+    for axis, label in zip(axes, ("million tokens", "seconds of processor time, one thread"), strict=True):
+        axis.set_yscale("log")
+        axis.set_ylim(0.98 * lowest, 1.9 * lowest)
+        axis.yaxis.set_major_formatter(StrMethodFormatter("{x:.1f}"))
+        axis.yaxis.set_minor_formatter(StrMethodFormatter("{x:.1f}"))
+        axis.set_xlabel(label)
+        axis.grid(alpha=0.3, which="both")
+    axes[0].set_ylabel("held-out bits per byte")
+    axes[0].legend()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    """Makes the runs that are missing, and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--equal", choices=["steps", "operations", "seconds"], default="steps")
+    parser.add_argument("--validations", type=int, default=8, help="of each run on all held-out text, evenly spaced")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at once, one thread each")
+    parser.add_argument("--only", action="append", help="train only the settings of this name; may be repeated")
+    parser.add_argument("--plot", action="append", help="settings that the picture shows; may be repeated")
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    file = yaml.safe_load(arguments.file.read_text())
+    file["config"] = str(ROOT / file["config"])
+    settings: dict[str, list[str]] = file["settings"]
+    reference = next(iter(settings))
+    names = arguments.only or list(settings)
+    if unknown := set(names) - set(settings):
+        parser.error(
+            f"{arguments.file} has no settings named {', '.join(sorted(unknown))}: it has {', '.join(settings)}"
+        )
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    record = arguments.out / "runs.jsonl"
+    results: dict[str, dict[int, Measured]] = defaultdict(dict)
+    for line in record.read_text().splitlines() if record.exists() else []:
+        measured = Measured(**json.loads(line))
+        if measured.name in settings and list(measured.overrides) == settings[measured.name]:
+            results[measured.name][measured.seed] = measured
+    for name in names:  # here, one after another: two runs at once would prepare the same shards
+        prepare(Config.from_yaml(file["config"], settings[name]))
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(arguments.jobs, mp_context=context, max_tasks_per_child=1) as pool:
+        missing = [(name, seed) for seed in arguments.seeds for name in names if seed not in results[name]]
+        steps = equal_steps(file, arguments.equal, pool, sorted({name for name, _ in missing})) if missing else {}
+        trials = [
+            Trial(file["config"], name, tuple(settings[name]), seed, steps[name], max(1, arguments.validations))
+            for name, seed in missing
+        ]
+        for measured in pool.map(run, trials):
+            results[measured.name][measured.seed] = measured
+            with record.open("a") as lines:
+                lines.write(json.dumps(asdict(measured)) + "\n")
+            print(f"{measured.name}, seed {measured.seed}: {measured.bits_per_byte:.4f} bits per byte", flush=True)
+    shown = {name: dict(sorted(results[name].items())) for name in settings if results[name]}
+    print("\n".join(table(shown, reference) if reference in shown else []))
+    picture(
+        {name: by_seed for name, by_seed in shown.items() if name in (arguments.plot or shown)},
+        arguments.out / "bits.png",
+    )
+
+
+if __name__ == "__main__":
+    main()

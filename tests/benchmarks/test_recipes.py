@@ -1,0 +1,96 @@
+"""The comparison of settings: equal cost, runs that are not repeated, the table, and the errors."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
+TOY = (
+    *("model.vocab_size=300", "model.d_model=32", "model.layers=2", "model.attention_fraction=0.5"),
+    *("model.attention={heads: 1, kv_heads: 1}", "model.feed_forward={hidden: 16, experts: 4}"),
+    *("data.row_length=32", "data.max_documents=30", "train.batch_rows=2", "train.micro_batch_rows=1"),
+    *("train.steps=40", "train.warmup_steps=4", "train.evaluate_rows=4"),
+)
+
+
+def load(name: str) -> Any:
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+recipes = load("recipes")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Settings of a toy: the reference, one with half as many rows a step, and one that cannot learn."""
+    toy = [*TOY, f"data.cache={tmp_path / 'cache'}"]
+    settings = {
+        "plain": toy,
+        "one row": [*toy, "train.batch_rows=1"],
+        "no rate": [*toy, "train.learning_rate=1.0e-9"],
+    }
+    path = tmp_path / "settings.yaml"
+    path.write_text(yaml.safe_dump({"config": "configs/base/tiny.yaml", "settings": settings}, sort_keys=False))
+    return path
+
+
+def compare(file: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The program in a process of its own, as a user runs it."""
+    command = [sys.executable, str(BENCHMARKS / "recipes.py"), str(file), *arguments]
+    return subprocess.run(command, check=False, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_a_comparison_from_its_file_to_its_table(file: Path, tmp_path: Path) -> None:
+    """Equal operations: twice the steps of half the rows. A second call makes the missing runs alone."""
+    out = tmp_path / "out"
+    first = compare(file, "--equal", "operations", "--seeds", "1", "--out", str(out))
+    assert first.returncode == 0, first.stderr
+    runs = {row["name"]: row for row in map(json.loads, (out / "runs.jsonl").read_text().splitlines())}
+    assert {name: row["steps"] for name, row in runs.items()} == {"plain": 40, "one row": 80, "no rate": 40}
+    assert {row["tokens"] for row in runs.values()} == {40 * 2 * 32}
+    assert len(runs["plain"]["curve"]) == 8
+    assert runs["plain"]["curve"][-1][1] == runs["plain"]["bits_per_byte"] < runs["no rate"]["bits_per_byte"]
+    assert first.stdout.splitlines()[-1].startswith("| no rate | 40 | ")
+    assert first.stdout.splitlines()[-1].endswith("| not reached | not reached | not reached |")
+    assert (out / "bits.png").read_bytes().startswith(b"\x89PNG")
+
+    again = compare(file, "--seeds", "1", "2", "--only", "plain", "--out", str(out))
+    assert again.returncode == 0, again.stderr
+    made = [json.loads(row) for row in (out / "runs.jsonl").read_text().splitlines()][3:]
+    assert [(row["name"], row["seed"]) for row in made] == [("plain", 2)]
+
+
+def test_settings_that_the_file_lacks_are_refused(file: Path, tmp_path: Path) -> None:
+    done = compare(file, "--only", "muon", "--out", str(tmp_path / "out"))
+    assert done.returncode == 2
+    assert "has no settings named muon: it has plain, one row, no rate" in done.stderr
+
+
+def test_the_share_of_the_tokens_until_a_loss() -> None:
+    """Interpolated between validations; infinite if the curve does not come so low."""
+    curve = [(100, 3.0), (200, 2.0), (300, 1.0)]
+    assert recipes.reaches(curve, 1.5) == 250
+    assert recipes.reaches(curve, 2.0) == 200
+    assert recipes.reaches(curve, 0.9) == float("inf")
+
+
+def test_an_interval_over_seeds_is_students() -> None:
+    """Three values 1, 2, 3: the mean 2, and 4.3027 / sqrt(3) (Student's t of two degrees of freedom)."""
+    low, high = recipes.interval([1.0, 2.0, 3.0])[:2]
+    assert (low, high) == pytest.approx((2.0, 4.3026527 / 3**0.5), rel=1e-6)
