@@ -53,9 +53,11 @@ def test_branches_that_skip_tokens_multiply_less() -> None:
 
 
 def test_an_embedding_that_is_not_the_head_is_a_look_up() -> None:
-    tied = training_flops_per_token(Config.from_yaml(CONFIGS / "base" / "tiny.yaml"))
-    own = training_flops_per_token(Config.from_yaml(CONFIGS / "base" / "tiny.yaml", ["model.tie_embeddings=false"]))
-    assert own == tied
+    """And so is the table of bigrams."""
+    path = CONFIGS / "base" / "tiny.yaml"
+    tied = training_flops_per_token(Config.from_yaml(path))
+    for more in ("model.tie_embeddings=false", "model.bigrams.rows=61"):
+        assert training_flops_per_token(Config.from_yaml(path, [more])) == tied
 
 
 @pytest.mark.parametrize("overrides", [[], ["model.feed_forward.kind=channel_mix"], ["model.feed_forward.kind=dense"]])
