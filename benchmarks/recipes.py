@@ -6,8 +6,8 @@ The file names a configuration and settings of it: `config: PATH` and `settings:
 first of the settings is the reference: `train.steps` is the length of its runs. The others train until they have cost
 as much as it: as many steps (`--equal steps`), as many floating-point operations by the count of `cdrmix plan`
 (`operations`), or as much processor time by short runs of all settings before (`seconds`). Every run has one thread and
-a process of its own, `--jobs` at once. FOLDER gets runs.jsonl, one line a run; runs that are in it are not repeated. It
-gets bits.png too: held-out bits per byte against tokens and against seconds, of all settings or of those in `--plot`.
+a process of its own, `--jobs` at once. FOLDER gets runs.jsonl, one line a run; runs of the same settings and `--equal`
+that are in it are not repeated. It gets bits.png too: held-out bits per byte against tokens and against seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,23 +35,26 @@ from matplotlib.ticker import StrMethodFormatter
 from cdrmix.config.schema import Config
 from cdrmix.data.prepare import prepare
 from cdrmix.plan.flops import training_flops_per_token
-from cdrmix.reason.experiments.table import Estimate, student_quantile
+from cdrmix.reason.experiments.table import estimate, table
 from cdrmix.run_folder import RunFolder
 from cdrmix.training import stage_a
 from cdrmix.training.callbacks import Callback
 from cdrmix.training.metrics import StepRecord
 
 ROOT = Path(__file__).parents[1]
-PROBE_STEPS, PROBES = 24, 3  # the first four steps of a probe are not counted: memory is being allocated
+PROBE_STEPS, PROBES = 24, 3
+UNCOUNTED = 4  # first steps of a run whose time is not counted: memory is being allocated
 COSTS = ("tokens", "operations", "seconds")
 ALL_ROWS = 10**9  # more than there are: settings with other vocabularies must be compared on the same text
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One run to make: settings by name, their overrides, the seed and the number of steps."""
+    """One run to make: settings by name, their overrides, the seed and the number of steps, equal to the reference's in
+    `equal`."""
 
     config: str
+    equal: str
     name: str
     overrides: tuple[str, ...]
     seed: int
@@ -83,15 +86,16 @@ class Trial:
 class Measured:
     """The result of a run: bits per byte by number of tokens, and what a step costs."""
 
+    equal: str
     name: str
+    overrides: tuple[str, ...]
     seed: int
     steps: int
-    tokens: int = 0
-    operations: float = 0.0  # of the whole run, by count
-    seconds_per_step: float = 0.0  # of processor time: the median over the steps
-    bits_per_byte: float = math.nan
-    curve: list[tuple[int, float]] = field(default_factory=list)
-    overrides: tuple[str, ...] = ()
+    tokens: int
+    operations: float  # of the whole run, by count
+    seconds_per_step: float  # of processor time: the median over the steps
+    bits_per_byte: float
+    curve: list[tuple[int, float]]
 
     def per_token(self, cost: str) -> float:
         """What a token costs: 1, its operations, or its seconds of processor time without validations."""
@@ -134,15 +138,16 @@ def run(trial: Trial) -> Measured:
         assert result.valid_bits_per_byte is not None, "the last step validates"
     tokens = config.train.batch_sizes.before(trial.steps) * config.data.row_length
     return Measured(
+        trial.equal,
         trial.name,
+        trial.overrides,
         trial.seed,
         trial.steps,
         tokens,
         training_flops_per_token(config).executed * tokens,
-        statistics.median(watch.times[4:]),
+        statistics.median(watch.times[UNCOUNTED:]),
         result.valid_bits_per_byte or math.nan,
         watch.curve,
-        trial.overrides,
     )
 
 
@@ -161,7 +166,7 @@ def equal_steps(file: dict[str, Any], equal: str, pool: ProcessPoolExecutor, nam
             costs[name] = training_flops_per_token(each).executed * tokens
     else:
         trials = [
-            Trial(config, name, tuple(settings[name]), 0, PROBE_STEPS, validations=0)
+            Trial(config, equal, name, tuple(settings[name]), 0, PROBE_STEPS, validations=0)
             for _ in range(PROBES)
             for name in dict.fromkeys((reference, *names))
         ]
@@ -170,15 +175,8 @@ def equal_steps(file: dict[str, Any], equal: str, pool: ProcessPoolExecutor, nam
             times[measured.name].append(measured.seconds_per_step)
         costs = {name: min(each) for name, each in times.items()}
         print("processor seconds a step:", {name: round(cost, 3) for name, cost in costs.items()})
-    return {name: max(8, round(lengths[reference] * costs[reference] / cost)) for name, cost in costs.items()}
-
-
-def interval(values: Sequence[float]) -> Estimate:
-    """The mean with Student's 95 % interval."""
-    half = None
-    if len(values) > 1:
-        half = student_quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
-    return Estimate(statistics.mean(values), half, len(values))
+    whole = lengths[reference] * costs[reference]
+    return {name: max(UNCOUNTED + 1, round(whole / cost)) for name, cost in costs.items()}
 
 
 def reaches(curve: Sequence[tuple[float, float]], bits: float) -> float:
@@ -189,30 +187,28 @@ def reaches(curve: Sequence[tuple[float, float]], bits: float) -> float:
     return math.inf
 
 
-def table(results: dict[str, dict[int, Measured]], reference: str) -> list[str]:
-    """A line for each of the settings: bits per byte, the difference to the reference paired by seed, and the shares of
-    the reference's tokens, operations and seconds until they have its last bits per byte."""
+def comparison(results: dict[str, dict[int, Measured]], reference: str) -> list[str]:
+    """Lines of a table, a row for each of the settings: bits per byte, the difference to the reference paired by seed,
+    and the shares of the reference's tokens, operations and seconds until they have its last bits per byte."""
     base = results[reference]
-    lines = [
-        f"| settings | steps | bits per byte by seed | mean | minus the reference's | {' | '.join(COSTS)} |",
-        "|---" * (5 + len(COSTS)) + "|",
-    ]
+    head = ["settings", "steps", "bits per byte by seed", "mean", "minus the reference's", *COSTS]
+    rows = [head]
     for name, by_seed in results.items():
         bits = [measured.bits_per_byte for measured in by_seed.values()]
-        cells = [name, str(next(iter(by_seed.values())).steps), ", ".join(f"{each:.3f}" for each in bits)]
-        cells.append(f"{statistics.mean(bits):.3f}")
+        row = [name, str(next(iter(by_seed.values())).steps), ", ".join(f"{each:.3f}" for each in bits)]
+        row.append(f"{statistics.mean(bits):.3f}")
         pairs = [(measured, base[seed]) for seed, measured in by_seed.items() if seed in base]
         if name != reference and pairs:
-            cells.append(str(interval([ours.bits_per_byte - other.bits_per_byte for ours, other in pairs])))
+            row.append(str(estimate([ours.bits_per_byte - other.bits_per_byte for ours, other in pairs])))
             shares = [reaches(ours.curve, other.bits_per_byte) / other.tokens for ours, other in pairs]
             for cost in COSTS:
                 ours, other = (
                     statistics.median(each.per_token(cost) for each in side.values()) for side in (by_seed, base)
                 )
-                reached = all(share < math.inf for share in shares)
-                cells.append(str(interval([share * ours / other for share in shares])) if reached else "not reached")
-        lines.append("| " + " | ".join(cells + [""] * (5 + len(COSTS) - len(cells))) + " |")
-    return lines
+                values = [share * ours / other for share in shares]
+                row.append(str(estimate(values)) if max(values) < math.inf else "not reached")
+        rows.append(row + [""] * (len(head) - len(row)))
+    return table(rows)
 
 
 def picture(results: dict[str, dict[int, Measured]], path: Path) -> None:
@@ -257,7 +253,7 @@ def main() -> None:
     settings: dict[str, list[str]] = file["settings"]
     reference = next(iter(settings))
     names = arguments.only or list(settings)
-    if unknown := set(names) - set(settings):
+    if unknown := {*names, *(arguments.plot or [])} - set(settings):
         parser.error(
             f"{arguments.file} has no settings named {', '.join(sorted(unknown))}: it has {', '.join(settings)}"
         )
@@ -266,7 +262,7 @@ def main() -> None:
     results: dict[str, dict[int, Measured]] = defaultdict(dict)
     for line in record.read_text().splitlines() if record.exists() else []:
         measured = Measured(**json.loads(line))
-        if measured.name in settings and list(measured.overrides) == settings[measured.name]:
+        if measured.equal == arguments.equal and list(measured.overrides) == settings.get(measured.name):
             results[measured.name][measured.seed] = measured
     for name in names:  # here, one after another: two runs at once would prepare the same shards
         prepare(Config.from_yaml(file["config"], settings[name]))
@@ -275,7 +271,15 @@ def main() -> None:
         missing = [(name, seed) for seed in arguments.seeds for name in names if seed not in results[name]]
         steps = equal_steps(file, arguments.equal, pool, sorted({name for name, _ in missing})) if missing else {}
         trials = [
-            Trial(file["config"], name, tuple(settings[name]), seed, steps[name], max(1, arguments.validations))
+            Trial(
+                config=file["config"],
+                equal=arguments.equal,
+                name=name,
+                overrides=tuple(settings[name]),
+                seed=seed,
+                steps=steps[name],
+                validations=max(1, arguments.validations),
+            )
             for name, seed in missing
         ]
         for measured in pool.map(run, trials):
@@ -284,11 +288,10 @@ def main() -> None:
                 lines.write(json.dumps(asdict(measured)) + "\n")
             print(f"{measured.name}, seed {measured.seed}: {measured.bits_per_byte:.4f} bits per byte", flush=True)
     shown = {name: dict(sorted(results[name].items())) for name in settings if results[name]}
-    print("\n".join(table(shown, reference) if reference in shown else []))
-    picture(
-        {name: by_seed for name, by_seed in shown.items() if name in (arguments.plot or shown)},
-        arguments.out / "bits.png",
-    )
+    print("\n".join(comparison(shown, reference) if reference in shown else []))
+    plotted = {name: by_seed for name, by_seed in shown.items() if name in (arguments.plot or shown)}
+    if plotted:
+        picture(plotted, arguments.out / "bits.png")
 
 
 if __name__ == "__main__":

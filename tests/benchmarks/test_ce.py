@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from pathlib import Path
-from typing import Any
 
+import cases
+import ce
 import pytest
+import smallest
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -17,15 +17,6 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CPU = torch.device("cpu")
 
 
-def load(name: str) -> Any:
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-
-
-cases, ce, ce_peers, smallest = (load(name) for name in ("cases", "ce", "ce_peers", "smallest"))
 OPTIONS = cases.Options(Path(), 60.0, 2, "cpu", ())
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
+import cases
+import moe
+import moe_peers
 import pytest
+import smallest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -19,15 +21,6 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CPU = torch.device("cpu")
 
 
-def load(name: str) -> Any:
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-
-
-cases, moe, moe_peers, smallest = (load(name) for name in ("cases", "moe", "moe_peers", "smallest"))
 SHARES = (("", "_of_dense"), ("backward_", "_of_dense"), ("routing_", ""), ("dispatch_combine_", ""))
 OPTIONS = cases.Options(Path(), 60.0, 2, "cpu", ("transformers", "DeepSpeed"))
 

@@ -11,7 +11,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import cases
+import machine
+import measure
 import pytest
+import run
+import smoke
 import torch
 import yaml
 
@@ -19,17 +24,6 @@ ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 # Its programs find each other as neighbours, which the tests' PYTHONSAFEPATH would forbid.
 ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
-
-
-def load(name: str) -> Any:
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-
-
-cases, measure, run, wkv7 = (load(name) for name in ("cases", "measure", "run", "wkv7"))
 
 
 def test_every_case_has_targets_and_every_target_a_case() -> None:
@@ -139,7 +133,6 @@ def test_without_a_gpu_the_gpu_is_asked_for() -> None:
 
 
 def test_the_commit_comes_from_the_environment_where_git_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = load("machine")
     monkeypatch.setattr(machine, "_git", lambda *_: None)
     monkeypatch.setenv("CDRMIX_COMMIT", "0123456789ab")
     assert machine.commit() == "0123456789ab"
@@ -198,7 +191,9 @@ def test_the_plan_for_a_gpu_names_every_gpu_case(tmp_path: Path) -> None:
     steps = [line.split()[0] for line in plan.stdout.splitlines()]
     assert steps[:4] == ["smoke", "wkv7/h32_k64_training", "moe/swiglu_training", "moe/relu2_training"]
     suites = {
-        name: load(module) for name, module in cases.SUITES.items() if name not in ("trainer", "train", "aot", "data")
+        name: importlib.import_module(module)
+        for name, module in cases.SUITES.items()
+        if name not in ("trainer", "train", "aot", "data")
     }
     on_gpu = {
         f"{suite}/{name}" for suite in suites for name, case in suites[suite].CASES.items() if "cuda" in case.devices
@@ -237,7 +232,6 @@ def test_what_comes_first_on_a_gpu_takes_45_minutes_in_calls_of_nine(tmp_path: P
 def test_the_smoke_of_a_family_is_close_to_float64_and_says_when_not(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    smoke = load("smoke")
     monkeypatch.setenv("CDRMIX_BACKEND", "triton")  # which it changes
     make = smoke.FAMILIES["projection"]
     assert smoke.check("projection", torch.device("cpu"))

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from pathlib import Path
-from typing import Any
 
+import cases
 import pytest
+import scan
+import scan_peers
+import smallest
 import torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CPU = torch.device("cpu")
 
 
-def load(name: str) -> Any:
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-
-
-cases, scan, scan_peers, smallest = (load(name) for name in ("cases", "scan", "scan_peers", "smallest"))
 SHAPE = scan.Shape(2, 128, 1, 2, 16, 8)
 
 

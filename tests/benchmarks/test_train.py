@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
@@ -12,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run
 import torch
+import train_gpu
+import train_profile
 import yaml
 
 from cdrmix.config.schema import Config
@@ -30,15 +32,6 @@ TOY = (
 )
 
 
-def load(name: str) -> Any:
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-
-
-run, train_gpu, train_profile = load("run"), load("train_gpu"), load("train_profile")
 TARGETS = yaml.safe_load((BENCHMARKS / "targets.yaml").read_text())["train"]
 
 

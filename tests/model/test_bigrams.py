@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,11 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cdrmix.config.schema import Config
 from cdrmix.config.schema_layers import Bigrams
 from cdrmix.model.bigrams import hashed, tokens_before
 from cdrmix.model.language_model import LanguageModel
 
 MakeModel = Callable[..., LanguageModel]
+TINY = Path(__file__).parents[2] / "configs" / "base" / "tiny.yaml"
 ROWS = 61
 
 
@@ -73,22 +76,11 @@ def test_a_model_adds_the_row_of_each_pair_to_its_embedding(make_model: MakeMode
 
 
 def test_the_rest_of_the_model_has_the_same_first_parameters() -> None:
-    from cdrmix.config.schema import Attention, FeedForward, Model, Rwkv
-
-    def parameters(bigrams: Bigrams | None) -> dict[str, Tensor]:
+    def parameters(*overrides: str) -> dict[str, Tensor]:
         torch.manual_seed(1)
-        config = Model(
-            vocab_size=23,
-            d_model=16,
-            layers=2,
-            attention=Attention(heads=2, kv_heads=2),
-            rwkv=Rwkv(head_size=16, decay_rank=3, iclr_rank=3, value_rank=2, gate_rank=4),
-            feed_forward=FeedForward(hidden=8, experts=4),
-            bigrams=bigrams,
-        )
-        return LanguageModel(config).state_dict()
+        return LanguageModel(Config.from_yaml(TINY, list(overrides)).cdrmix_model).state_dict()
 
-    plain, more = parameters(None), parameters(Bigrams(rows=ROWS))
-    assert more.pop("bigrams.table.weight").shape == (ROWS, 16)
+    plain, more = parameters(), parameters(f"model.bigrams.rows={ROWS}")
+    assert more.pop("bigrams.table.weight").shape == (ROWS, 128)
     assert plain.keys() == more.keys()
     assert all(torch.equal(plain[name], more[name]) for name in plain)
