@@ -70,7 +70,7 @@ def quality(options: Options) -> Result:
     rows = {"row_length": config.data.row_length, "micro_batch_rows": config.train.micro_batch_rows}
     score = held_out(LossModel(ours), shards.valid, **rows)
 
-    # The rows, optimizer and groups of ours; the rates are the best of some fifteen: LOG.md.
+    # The rows, optimizer and groups of ours; the rates are the best of eight settings: LOG.md.
     train = Train.model_validate(
         {
             "steps": 100,  # with warmup_steps it gives the share of the time for warm-up

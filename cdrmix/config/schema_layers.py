@@ -78,7 +78,8 @@ class Bigrams(Section):
     2501.16975). Pairs are hashed to the rows of a table, and pairs that share a row share its vector."""
 
     rows: PositiveInt = 16_384
-    """Rows of the table, of d_model parameters each. A token reads one row, so more rows cost memory alone."""
+    """Rows of the table, of d_model parameters each. A token reads one row. More rows cost memory and
+    time of the optimizer."""
 
 
 class Depth(Section):

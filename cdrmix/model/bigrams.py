@@ -17,8 +17,8 @@ SHIFTS = (30, 27, 31)
 class BigramEmbedding(nn.Module):
     """A vector for each token and the one before it in its document, from a table of `rows` rows.
 
-    It is added to the token's embedding: the 2-grams of over-encoding (arXiv 2501.16975, section 3.2). Pairs that are
-    hashed to one row share its vector.
+    It is added to the token's embedding: the 2-grams of over-encoding (arXiv 2501.16975). Pairs that are hashed to one
+    row share its vector.
     """
 
     def __init__(self, config: Bigrams, d_model: int, std: float) -> None:
