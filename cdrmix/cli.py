@@ -332,4 +332,6 @@ def _add_reason(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
 
 
 if __name__ == "__main__":
+    if launch.is_worker():
+        launch.exit_worker(main())
     sys.exit(main())

@@ -8,6 +8,7 @@ writes its exit code and message to a file, because torchrun exits with 1 for ev
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import fcntl
@@ -19,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
@@ -145,6 +147,19 @@ def end_work() -> None:
     with _locked(folder):
         if registered.exists():
             registered.rename(registered.with_suffix(".done"))
+
+
+def exit_worker(status: int) -> NoReturn:
+    """Ends a worker without finalising the interpreter.
+
+    A thread of gloo may still hold the tensors of the last collective. To free them it needs the interpreter's lock.
+    CPython ends a thread that asks for it during finalisation, and in C++ code that aborts the process (SIGABRT).
+    Destroying the process groups does not help: the hooks of ZeRO-3 keep them, and with them the threads, alive.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def report_failure(status: int, message: str) -> None:

@@ -127,6 +127,20 @@ def test_a_command_interrupted_before_it_begins_says_so_and_takes_leave(tmp_path
     assert len(list(tmp_path.glob("*.done"))) == 1
 
 
+def test_a_worker_ends_without_finalising_the_interpreter(tmp_path: Path) -> None:
+    """During finalisation, a thread of gloo that frees tensors aborts the process: one run in dozens, under load."""
+    command = [sys.executable, "-m", "cdrmix.cli", "train", "--config", "nowhere.yaml"]
+    verbose = os.environ | {"PYTHONVERBOSE": "1"}  # prints "# cleanup" when modules are cleared
+    worker, alone = (
+        subprocess.run(command, env=environment, check=False, timeout=120, capture_output=True, text=True)
+        for environment in (verbose | {launch.FOLDER: str(tmp_path)}, verbose)
+    )
+    assert worker.returncode == alone.returncode == 2
+    assert "# cleanup" in alone.stderr
+    assert "# cleanup" not in worker.stderr
+    assert len(list(tmp_path.glob("*.done"))) == 1
+
+
 def test_the_first_failure_is_the_one_that_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(launch.FOLDER, str(tmp_path))
     launch.report_failure(9, "the cause")
