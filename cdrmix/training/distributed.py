@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import datetime
 import functools
+import gc
 import logging
 import os
 import pickle
@@ -165,6 +166,9 @@ def _join_process_group(rank: int, size: int, local_rank: int, device: torch.dev
             raise ConfigError(f"run.device: {device.type}, but this process already runs over {dist.get_backend()}")
         return
     import deepspeed  # imported here: it reads DS_ACCELERATOR, and its import takes a second
+
+    # Its functions keep the process group that exists at its import as their default, so none may exist: see _leave.
+    import torch.distributed.nn.functional  # noqa: F401
     from deepspeed.utils import logger
 
     logger.setLevel(logging.WARNING)
@@ -196,7 +200,17 @@ def collective_device() -> torch.device:
 
 
 def _leave() -> None:
+    """Destroys the process groups, and waits for the threads of gloo.
+
+    A thread may still hold the tensors of the last collective. To free them it needs the interpreter's lock. CPython
+    ends a thread that asks for it while the interpreter is ending, and in C++ code that aborts the process (SIGABRT).
+    A group joins its threads when it is freed, so nothing may refer to one: neither deepspeed.utils.groups, nor an
+    engine, which is part of reference cycles. The hooks of ZeRO keep theirs alive: see launch.exit_worker.
+    """
+    from deepspeed import comm
+
     # A peer may have ended already. This process is ending too, so the error does not matter.
     with contextlib.suppress(RuntimeError, ValueError):
         if dist.is_initialized():
-            dist.destroy_process_group()
+            comm.destroy_process_group()
+    gc.collect()

@@ -150,11 +150,9 @@ def end_work() -> None:
 
 
 def exit_worker(status: int) -> NoReturn:
-    """Ends a worker without finalising the interpreter.
+    """Ends a worker without finalising the interpreter, during which a thread of gloo could abort the process.
 
-    A thread of gloo may still hold the tensors of the last collective. To free them it needs the interpreter's lock.
-    CPython ends a thread that asks for it during finalisation, and in C++ code that aborts the process (SIGABRT).
-    Destroying the process groups does not help: the hooks of ZeRO-3 keep them, and with them the threads, alive.
+    See distributed._leave, which is not sufficient with ZeRO.
     """
     atexit._run_exitfuncs()
     sys.stdout.flush()

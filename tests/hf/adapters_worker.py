@@ -9,6 +9,7 @@ import sys
 from cdrmix.config.schema import Config
 from cdrmix.training import engine
 from cdrmix.training.callbacks import Callback
+from cdrmix.training.launch import exit_worker
 from cdrmix.workflow import run_all
 
 engine.PERSISTENCE_THRESHOLD = 0  # otherwise ZeRO-3 would keep every parameter of a tiny model whole
@@ -32,3 +33,4 @@ if __name__ == "__main__":
         run_all(config, "auto")
     else:
         run_all(config, callbacks=[Kill(int(action.removeprefix("kill=")))])
+    exit_worker(0)

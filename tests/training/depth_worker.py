@@ -28,6 +28,7 @@ from cdrmix.training.build import build_loss_model
 from cdrmix.training.checkpoint import Progress, load_checkpoint, save_checkpoint
 from cdrmix.training.distributed import DistributedContext, join, rank_size_local_rank
 from cdrmix.training.engine import make_engine
+from cdrmix.training.launch import exit_worker
 from cdrmix.training.objective import Outcome, StepAccumulator, StepTotals
 from cdrmix.training.optim import make_optimizer, parameter_groups
 
@@ -186,3 +187,4 @@ def main(order: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     main(json.loads(sys.argv[1]))
+    exit_worker(0)

@@ -22,6 +22,7 @@ from cdrmix.training import engine as engine_module
 from cdrmix.training.checkpoint import Fingerprints, Progress, load_checkpoint, save_checkpoint
 from cdrmix.training.distributed import join, rank_size_local_rank
 from cdrmix.training.engine import Engine, deepspeed_config, make_engine
+from cdrmix.training.launch import exit_worker
 from cdrmix.training.optim import parameter_groups
 
 # The models here are so small that ZeRO-3 would keep every parameter whole, and prove nothing about released ones.
@@ -307,4 +308,4 @@ def main(order: dict[str, Any]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(json.loads(sys.argv[1])))
+    exit_worker(main(json.loads(sys.argv[1])))

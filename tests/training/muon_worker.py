@@ -24,6 +24,7 @@ from cdrmix.training.build import build_loss_model
 from cdrmix.training.checkpoint import Progress, load_checkpoint, save_checkpoint
 from cdrmix.training.distributed import join, rank_size_local_rank
 from cdrmix.training.engine import make_engine
+from cdrmix.training.launch import exit_worker
 from cdrmix.training.optim import make_optimizer, parameter_groups
 
 owners.SMALL = 200  # the model is so small that every process would update everything
@@ -132,3 +133,4 @@ def main(order: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     main(json.loads(sys.argv[1]))
+    exit_worker(0)

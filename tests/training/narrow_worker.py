@@ -21,6 +21,7 @@ from cdrmix.training import engine as engine_module
 from cdrmix.training import stage_a
 from cdrmix.training.distributed import DistributedContext, join, rank_size_local_rank
 from cdrmix.training.engine import Engine, make_engine
+from cdrmix.training.launch import exit_worker
 from cdrmix.training.optim import make_optimizer, parameter_groups
 
 engine_module.PERSISTENCE_THRESHOLD = 0  # so small a model would be kept whole by ZeRO-3
@@ -197,3 +198,4 @@ class Reference:
 
 if __name__ == "__main__":
     main(json.loads(sys.argv[1]))
+    exit_worker(0)

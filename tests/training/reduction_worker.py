@@ -23,6 +23,7 @@ from cdrmix.training import engine as engine_module
 from cdrmix.training.build import build_loss_model
 from cdrmix.training.distributed import join, rank_size_local_rank
 from cdrmix.training.engine import Engine, make_engine
+from cdrmix.training.launch import exit_worker
 from cdrmix.training.reduction import GradientReduction, ReplicatedParameters
 
 
@@ -132,4 +133,4 @@ def main(order: dict[str, Any]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(json.loads(sys.argv[1])))
+    exit_worker(main(json.loads(sys.argv[1])))

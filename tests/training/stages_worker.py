@@ -18,6 +18,7 @@ from cdrmix.training import engine as engine_module
 from cdrmix.training.build import build_loss_model
 from cdrmix.training.distributed import join
 from cdrmix.training.engine import make_engine
+from cdrmix.training.launch import exit_worker
 
 # The model here is so small that ZeRO-3 would keep every parameter whole, and prove nothing about released ones.
 engine_module.PERSISTENCE_THRESHOLD = 0
@@ -73,4 +74,4 @@ def main(order: dict[str, Any]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(json.loads(sys.argv[1])))
+    exit_worker(main(json.loads(sys.argv[1])))

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +17,8 @@ import torch.distributed as dist
 
 from cdrmix.training import distributed as parallel
 from cdrmix.training.distributed import DistributedContext
+
+Work = Callable[..., list[Any]]
 
 
 @pytest.fixture
@@ -48,3 +54,13 @@ def test_a_wait_for_the_others_ends_at_a_signal(store: dist.Store) -> None:
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         worlds(2)[1].gather("the first process prepares the text")
+
+
+@pytest.mark.slow
+def test_no_thread_of_gloo_is_left_when_the_interpreter_ends(work: Work, tmp_path: Path) -> None:
+    """One that still held tensors of the last collective aborted the process, at times, under load."""
+    finished = work("leave", tmp_path / "run", "train.steps=4", "train.micro_batch_rows=4", processes=2)
+    for process in finished:
+        assert process.returncode == 0, process.stdout
+        before, after = re.findall(r"(?:before|after): (\d+)$", process.stdout, re.MULTILINE)
+        assert int(before) > 0 == int(after), process.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import json
 import math
@@ -35,6 +36,7 @@ from cdrmix.training.checkpoint import Fingerprints, Progress, differences, load
 from cdrmix.training.distributed import DistributedContext, join, rank_size_local_rank
 from cdrmix.training.engine import make_engine
 from cdrmix.training.expert_parallel import expert_layer, is_expert_shard
+from cdrmix.training.launch import exit_worker
 from cdrmix.training.optim import LossScale, make_optimizer, parameter_groups
 from cdrmix.training.schedule import learning_rate
 
@@ -63,6 +65,19 @@ def train_in(where: Path, order: dict[str, Any], overrides: list[str], *, resume
         print(error)
         return error.exit_code
     return 0
+
+
+def gloo_threads() -> int:
+    """How many threads of gloo this process has."""
+    return sum("gloo" in (task / "comm").read_text() for task in Path("/proc/self/task").iterdir())
+
+
+def leave(order: dict[str, Any]) -> int:
+    """Trains, and prints the number of gloo's threads now and after all other functions that run at exit."""
+    atexit.register(lambda: print("after:", gloo_threads()))  # the first to be registered runs last
+    status = train(order)
+    print("before:", gloo_threads())
+    return status
 
 
 def twice(order: dict[str, Any]) -> int:
@@ -476,5 +491,5 @@ def expert_layers(order: dict[str, Any]) -> dict[str, float]:
 if __name__ == "__main__":
     order = json.loads(sys.argv[1])
     jobs = {"train": train, "twice": twice, "repeat": repeat, "gradients": gradients, "experts": experts}
-    jobs["depths"] = depths
-    sys.exit(jobs[order["job"]](order))
+    jobs |= {"depths": depths, "leave": leave}
+    exit_worker(jobs[order["job"]](order))
