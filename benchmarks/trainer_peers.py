@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -148,15 +147,12 @@ class LlamaLoop:
 
 
 def train_llama(model: LlamaForCausalLM, train: Train, rows: Rows, seconds: float, device: torch.device) -> Trained:
-    """Trains for `seconds`; warmup and cosine follow the clock, so both end as configured."""
+    """Trains for `seconds`. The schedule follows the clock: it ends with the time, after however many steps."""
     loop = LlamaLoop(model, train, device)
-    warmup, ratio = train.warmup_steps / train.steps, train.final_learning_rate_ratio
     start, step, tokens = clock(device), 0, 0
     while (elapsed := clock(device) - start) < seconds:
-        done = elapsed / seconds
-        cosine = ratio + (1 - ratio) * 0.5 * (1 + math.cos(math.pi * max(0.0, done - warmup) / (1 - warmup)))
         batches = rows(step)
-        loop.update(train.learning_rate * (min(1.0, done / warmup) if warmup else 1.0) * cosine, batches)
+        loop.update(learning_rate(train, int(elapsed / seconds * train.steps)), batches)
         tokens += sum(int(batch.weights_BT.sum()) for batch in batches)
         step += 1
     return Trained(step, tokens, clock(device) - start)

@@ -12,6 +12,8 @@ import pytest
 import recipes
 import yaml
 
+from cdrmix.config.schema import Config
+
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
@@ -41,6 +43,13 @@ def compare(file: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The program in a process of its own, as a user runs it."""
     command = [sys.executable, str(BENCHMARKS / "recipes.py"), str(file), *arguments]
     return subprocess.run(command, check=False, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("path", sorted((BENCHMARKS / "recipes").iterdir()), ids=lambda path: path.stem)
+def test_all_settings_of_the_files_are_valid(path: Path) -> None:
+    file = yaml.safe_load(path.read_text())
+    settings = {name: Config.from_yaml(ROOT / file["config"], each) for name, each in file["settings"].items()}
+    assert len({config.hash() for config in settings.values()}) == len(settings) > 1
 
 
 @pytest.mark.slow

@@ -166,9 +166,8 @@ def test_the_dense_model_has_as_many_active_parameters() -> None:
 
 
 def test_synthetic_batches_are_whole_packed_rows_of_log_normal_documents() -> None:
-    config = Config.from_yaml(
-        ROOT / "configs" / "cdrmix-core-tiny.yaml", ["data.row_length=1024", "train.batch_rows=32"]
-    )
+    rows = ["data.row_length=1024", "train.batch_rows=32", "train.micro_batch_rows=8"]
+    config = Config.from_yaml(ROOT / "configs" / "cdrmix-core-tiny.yaml", rows)
     batches = [train_gpu.synthetic_batch(config, number) for number in range(4)]
     again = train_gpu.synthetic_batch(config, 2)
     assert torch.equal(again.ids_BT, batches[2].ids_BT)

@@ -95,9 +95,9 @@ def model_values(path: Path, **train: object) -> dict[str, object]:
 def test_the_law_of_known_mixtures_of_experts() -> None:
     """Computed from arXiv 2503.04715, equation 1, with N = stored parameters without embeddings.
 
-    core-1b is shipped with 4.0e-4; the law says 4.1e-4. core-tiny was tuned by hand to 6e-3 and 2,048 tokens.
+    core-1b is shipped with 4.0e-4; the law says 4.1e-4. base/tiny.yaml was tuned by hand to 6e-3 and 2,048 tokens.
     """
-    tiny = model_values(CONFIGS / "cdrmix-core-tiny.yaml", hyperparameters="step-law", steps=500, batch_rows=8)
+    tiny = model_values(CONFIGS / "base" / "tiny.yaml", hyperparameters="step-law", steps=500, batch_rows=8)
     assert hyperparameters(tiny)["train"]["learning_rate"] == pytest.approx(3.5e-3, rel=0.01)
     large = model_values(CONFIGS / "cdrmix-core-1b.yaml", hyperparameters="step-law", tokens_per_parameter=20)
     assert hyperparameters(large)["train"]["learning_rate"] == pytest.approx(4.1e-4, rel=0.01)

@@ -33,7 +33,7 @@ def test_checkpointing_runs_the_blocks_forward_pass_again() -> None:
     again = training_flops_per_token(Config.from_yaml(path, [adamw, "train.activation_checkpointing=true"]))
     assert again.total == plain.total == plain.executed
     matrices = 2 * (plain.active_parameters - Config.from_yaml(path).cdrmix_model.vocab_size * 128)
-    attention = 2 * 128 * 257
+    attention = 2 * 128 * 129
     rwkv7 = 9 * 128 * 32
     mamba2 = 2 * (5 * 256 * 64 + 2 * 4 * (256 + 2 * 64))
     assert again.recomputed == matrices + attention + rwkv7 + mamba2
