@@ -17,7 +17,7 @@ from cdrmix import ops
 from cdrmix.config.schema import Config
 from cdrmix.data.batch import Batch
 from cdrmix.data.prepare import prepare
-from cdrmix.plan.parameters import count_parameters
+from cdrmix.plan.flops import training_flops_per_token
 from cdrmix.training.build import build_loss_model
 from cdrmix.training.distributed import join
 
@@ -30,8 +30,8 @@ def in_turns_with_peers(path: Path, options: Options) -> Result:
     """Tokens a second of stage A's loop on a CPU, in turns with others on the same batches.
 
     The others: the same model without the kernels (CDRMIX_BACKEND=reference), in a loop without the rest of the
-    trainer, eager and under torch.compile; and transformers' Llama with as many active parameters, which reads rows as
-    one document.
+    trainer, eager and under torch.compile; and transformers' Llama that multiplies as many parameters by a token, which
+    reads rows as one document.
     """
     # One thread, because the speed of several depends on other users of the machine.
     steps = turns.steps_of(options.blocks, BLOCK)
@@ -40,7 +40,7 @@ def in_turns_with_peers(path: Path, options: Options) -> Result:
     shards = prepare(config)
     others: dict[str, turns.Step] = {}
     absent: dict[str, str] = {}
-    active = count_parameters(config.model).total_active
+    active = training_flops_per_token(config).active_parameters
     figures: dict[str, float] = {"active_parameters": active}
     for name in (EAGER, COMPILED, LLAMA):
         if any(part in name for part in options.without):
@@ -92,11 +92,11 @@ def same_model(config: Config, device: torch.device, *, compiled: bool) -> turns
 
 
 def llama(config: Config, active: int, device: torch.device) -> tuple[turns.Step, int]:
-    """transformers' Llama with so many active parameters, as deep and as wide; and their number."""
+    """transformers' Llama that multiplies so many parameters by a token, as deep and as wide; and their number."""
     model = config.model
     sizes = {"d_model": model.d_model, "layers": model.layers, "heads": model.attention.heads}
-    made = peers.llama(model.vocab_size, config.data.row_length, active, **sizes)
-    return peers.LlamaLoop(made, config.train, device).step, made.num_parameters()
+    made = peers.llama(model.vocab_size, config.data.row_length, active, **sizes, tied=model.tie_embeddings)
+    return peers.LlamaLoop(made, config.train, device).step, peers.active_parameters(made)
 
 
 def without_kernels(step: turns.Step) -> turns.Step:

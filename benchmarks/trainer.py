@@ -21,7 +21,7 @@ from cdrmix.eval.perplexity import evaluate, held_out
 from cdrmix.inference.checkpoints import read_weights
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.model.loss import LossModel
-from cdrmix.plan.parameters import count_parameters
+from cdrmix.plan.flops import training_flops_per_token
 from cdrmix.training import stage_a
 from cdrmix.training.build import build_loss_model
 from cdrmix.training.distributed import join
@@ -53,7 +53,8 @@ def overhead(options: Options) -> Result:
 
 
 def quality(options: Options) -> Result:
-    """Held-out bits per byte after equal seconds of training, with equal active parameters, on the same shards."""
+    """Held-out bits per byte after equal seconds of training on the same shards, with as many parameters that a token
+    multiplies."""
     probe = at_most_one_evaluation(options.config, options.device, max(4, round(options.seconds / 10)))
     device = join(probe).device
     shards = prepare(probe)
@@ -70,11 +71,12 @@ def quality(options: Options) -> Result:
     rows = {"row_length": config.data.row_length, "micro_batch_rows": config.train.micro_batch_rows}
     score = held_out(LossModel(ours), shards.valid, **rows)
 
-    # The rows, optimizer and groups of ours; the rates are the best of eight settings: LOG.md.
+    # The rows, schedule, optimizer and groups of ours; the rates are the best that were found: LOG.md.
     train = Train.model_validate(
         {
-            "steps": 100,  # with warmup_steps it gives the share of the time for warm-up
-            "warmup_steps": 10,
+            "steps": 1000,  # the schedule follows the clock, in so many parts
+            "warmup_steps": 100,
+            "schedule": config.train.schedule,
             "batch_rows": config.train.batch_rows,
             "micro_batch_rows": config.train.micro_batch_rows,
             "learning_rate": 6e-3,
@@ -84,7 +86,7 @@ def quality(options: Options) -> Result:
         }
     )
     model = config.cdrmix_model
-    active = count_parameters(model).total_active
+    active = training_flops_per_token(config).active_parameters
     torch.manual_seed(config.run.seed)
     llama = peers.llama(
         model.vocab_size,
@@ -123,7 +125,7 @@ def quality(options: Options) -> Result:
             "tokens_per_second": trained.tokens_per_second,
             "peer_tokens_per_second": peer.tokens / peer.seconds,
             "active_parameters": active,
-            "peer_parameters": llama.num_parameters(),
+            "peer_parameters": peers.active_parameters(llama),
         },
         settings={"config": options.config.name, "seconds": options.seconds, "shards": shards.path.name}
         | {"device": device.type, "precision": config.train.precision},

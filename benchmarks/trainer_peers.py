@@ -85,10 +85,10 @@ def llama(
 ) -> LlamaForCausalLM:
     """A Llama of this shape whose feed-forward width brings it closest to `active_parameters`.
 
-    tied: whether the embedding is the head too; else both count.
+    active_parameters: that a token multiplies, with those of the norms. Of an embedding that is not the head, as of a
+    table of bigrams, a token only reads a row.
     """
-    tables = vocab_size * d_model * (1 if tied else 2)
-    fixed = tables + d_model + layers * (4 * d_model**2 + 2 * d_model)
+    fixed = vocab_size * d_model + d_model + layers * (4 * d_model**2 + 2 * d_model)
     hidden = round((active_parameters - fixed) / (3 * d_model * layers))
     if hidden < 1:
         raise ValueError(f"{active_parameters} parameters leave none for the feed-forwards of this Llama")
@@ -105,6 +105,12 @@ def llama(
         attn_implementation="sdpa",
     )
     return LlamaForCausalLM(config)
+
+
+def active_parameters(model: LlamaForCausalLM) -> int:
+    """The parameters of a Llama without an embedding that is not the head."""
+    table = model.get_input_embeddings().weight.numel()
+    return int(model.num_parameters()) - (0 if model.config.tie_word_embeddings else table)
 
 
 def llama_nats(model: nn.Module, batch: Batch) -> Tensor:
