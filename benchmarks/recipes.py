@@ -2,12 +2,13 @@
 
 python benchmarks/recipes.py benchmarks/recipes/core-tiny.yaml --seeds 1 2 3 --equal seconds --out FOLDER
 
-The file names a configuration and settings of it: `config: PATH` and `settings: {NAME: [OVERRIDE, ...], ...}`. The
-first of the settings is the reference: `train.steps` is the length of its runs. The others train until they have cost
-as much as it: as many steps (`--equal steps`), as many floating-point operations by the count of `cdrmix plan`
-(`operations`), or as much processor time by short runs of all settings before (`seconds`). Every run has one thread and
-a process of its own, `--jobs` at once. FOLDER gets runs.jsonl, one line a run; runs of the same settings and `--equal`
-that are in it are not repeated. It gets bits.png too: held-out bits per byte against tokens and against seconds.
+The file names a configuration, by its path in the repository, and settings of it: `config: PATH` and
+`settings: {NAME: [OVERRIDE, ...], ...}`. The first of the settings is the reference: `train.steps` is the length of its
+runs. With `--equal steps` the others have the lengths of their own `train.steps`. Otherwise they train until they have
+cost as much as the reference: as many floating-point operations by the count of `cdrmix plan` (`operations`), or as
+much processor time by short runs of all settings before (`seconds`). Every run has one thread and a process of its own,
+`--jobs` at once. FOLDER gets runs.jsonl, one line a run. Runs of the same configuration and `--equal` that are in it
+are not repeated. It gets bits.png too: held-out bits per byte against tokens and against seconds.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,10 @@ import yaml
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
+from cdrmix.cli_common import positive_integer
 from cdrmix.config.schema import Config
 from cdrmix.data.prepare import prepare
+from cdrmix.errors import CdrmixError, ConfigError
 from cdrmix.plan.flops import training_flops_per_token
 from cdrmix.reason.experiments.table import estimate, table
 from cdrmix.run_folder import RunFolder
@@ -49,27 +52,38 @@ ALL_ROWS = 10**9  # more than there are: settings with other vocabularies must b
 
 
 @dataclass(frozen=True)
-class Trial:
-    """One run to make: settings by name, their overrides, the seed and the number of steps, equal to the reference's in
-    `equal`."""
+class Settings:
+    """A configuration by its path, with overrides."""
 
-    config: str
-    equal: str
     name: str
+    path: Path
     overrides: tuple[str, ...]
+
+    @property
+    def config(self) -> Config:
+        """The configuration with the overrides."""
+        return Config.from_yaml(self.path, list(self.overrides))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run to make: settings, the seed and the number of steps, equal to the reference's in `equal`."""
+
+    settings: Settings
+    equal: str
     seed: int
     steps: int
     validations: int  # of all held-out rows, evenly spaced; 0: none, not even at the end
 
     def configuration(self, root: str) -> Config:
         """The configuration of the run, its warm-up in proportion to its length."""
-        full = Config.from_yaml(self.config, list(self.overrides))
+        full = self.settings.config
         warmup = min(self.steps - 1, round(full.train.warmup_steps * self.steps / full.train.steps))
         every = max(1, self.steps // self.validations) if self.validations else self.steps + 1
         return Config.from_yaml(
-            self.config,
+            self.settings.path,
             [
-                *self.overrides,
+                *self.settings.overrides,
                 f"run.root={root}",
                 f"run.seed={self.seed}",
                 "run.threads=1",
@@ -88,7 +102,7 @@ class Measured:
 
     equal: str
     name: str
-    overrides: tuple[str, ...]
+    hash: str  # of the configuration, before the keys of the trial
     seed: int
     steps: int
     tokens: int
@@ -139,8 +153,8 @@ def run(trial: Trial) -> Measured:
     tokens = config.train.batch_sizes.before(trial.steps) * config.data.row_length
     return Measured(
         trial.equal,
-        trial.name,
-        trial.overrides,
+        trial.settings.name,
+        trial.settings.config.hash(),
         trial.seed,
         trial.steps,
         tokens,
@@ -151,24 +165,81 @@ def run(trial: Trial) -> Measured:
     )
 
 
-def equal_steps(file: dict[str, Any], equal: str, pool: ProcessPoolExecutor, names: Sequence[str]) -> dict[str, int]:
-    """The number of steps of each of the settings, so that all cost what the reference's `train.steps` cost."""
-    config, settings = file["config"], file["settings"]
-    reference = next(iter(settings))
-    lengths = {name: Config.from_yaml(config, settings[name]).train.steps for name in settings}
-    if equal == "steps":
-        return lengths
+def read(path: Path) -> dict[str, Settings]:
+    """The settings of a file, by name. Raises ConfigError."""
+    try:
+        file = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    settings = file.get("settings") if isinstance(file, dict) and set(file) == {"config", "settings"} else None
+    lists = settings.values() if isinstance(settings, dict) else []
+    if not settings or not all(isinstance(each, list) and all(isinstance(o, str) for o in each) for each in lists):
+        raise ConfigError(
+            f"{path}: allowed: two keys, `config: PATH` and `settings: {{NAME: [OVERRIDE, ...], ...}}`, with overrides "
+            "as on the command line of cdrmix, in quotes if they have braces"
+        )
+    found = {str(name): Settings(str(name), ROOT / file["config"], tuple(each)) for name, each in settings.items()}
+    for name, each in found.items():
+        try:
+            _ = each.config
+        except ConfigError as error:
+            raise ConfigError(f"{path}: settings {name!r}: {error}") from error
+    return found
+
+
+def finished(record: Path, settings: dict[str, Settings], equal: str) -> dict[str, dict[int, Measured]]:
+    """The runs of these settings that a file has, by name and seed. A last line that a kill cut off is removed.
+
+    Raises ConfigError.
+    """
+    hashes = {name: each.config.hash() for name, each in settings.items()}
+    results: dict[str, dict[int, Measured]] = defaultdict(dict)
+    text = record.read_text() if record.exists() else ""
+    if not text.endswith("\n") and text:
+        text = text[: text.rfind("\n") + 1]
+        record.write_text(text)
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            measured = Measured(**json.loads(line))
+        except (json.JSONDecodeError, TypeError) as error:
+            raise ConfigError(f"{record}:{number}: no run of this program ({error}); give another --out") from error
+        if measured.equal == equal and hashes.get(measured.name) == measured.hash:
+            results[measured.name][measured.seed] = measured
+    return results
+
+
+def equal_steps(
+    settings: dict[str, Settings],
+    equal: str,
+    pool: ProcessPoolExecutor,
+    names: Sequence[str],
+    results: dict[str, dict[int, Measured]],
+) -> dict[str, int]:
+    """The number of steps of each of `names`, so that all cost what the reference's `train.steps` cost.
+
+    Settings that have results keep their number. Raises ConfigError.
+    """
+    known = {name: next(iter(by_seed.values())).steps for name, by_seed in results.items() if by_seed}
+    missing = [name for name in names if name not in known]
+    reference, lengths = next(iter(settings)), {name: settings[name].config.train.steps for name in settings}
+    if equal == "steps" or not missing:
+        return lengths | known
+    for name in (reference, *missing):
+        if settings[name].config.train.batch_warmup is not None:
+            raise ConfigError(
+                f"settings {name!r}: train.batch_warmup is allowed with --equal steps only: steps cost unalike"
+            )
     if equal == "operations":
-        costs = {}
-        for name in settings:
-            each = Config.from_yaml(config, settings[name])
+        costs: dict[str, float] = {}
+        for name in (reference, *missing):
+            each = settings[name].config
             tokens = each.train.batch_rows * each.data.row_length
             costs[name] = training_flops_per_token(each).executed * tokens
     else:
         trials = [
-            Trial(config, equal, name, tuple(settings[name]), 0, PROBE_STEPS, validations=0)
+            Trial(settings[name], equal, 0, PROBE_STEPS, validations=0)
             for _ in range(PROBES)
-            for name in dict.fromkeys((reference, *names))
+            for name in dict.fromkeys((reference, *missing))
         ]
         times: dict[str, list[float]] = defaultdict(list)
         for measured in pool.map(run, trials):
@@ -176,11 +247,16 @@ def equal_steps(file: dict[str, Any], equal: str, pool: ProcessPoolExecutor, nam
         costs = {name: min(each) for name, each in times.items()}
         print("processor seconds a step:", {name: round(cost, 3) for name, cost in costs.items()})
     whole = lengths[reference] * costs[reference]
-    return {name: max(UNCOUNTED + 1, round(whole / cost)) for name, cost in costs.items()}
+    return {name: max(UNCOUNTED + 1, round(whole / cost)) for name, cost in costs.items()} | known
 
 
 def reaches(curve: Sequence[tuple[float, float]], bits: float) -> float:
-    """Where a falling curve first reaches so few bits, interpolated; infinity if it does not."""
+    """Where a falling curve first reaches so few bits, interpolated; infinity if it does not.
+
+    The first point stands for all before it, which are not known.
+    """
+    if curve and curve[0][1] <= bits:
+        return curve[0][0]
     for (before, high), (after, low) in itertools.pairwise(curve):
         if low <= bits:
             return before + (after - before) * (high - bits) / (high - low)
@@ -236,53 +312,29 @@ def picture(results: dict[str, dict[int, Measured]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def main() -> None:
-    """Makes the runs that are missing, and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--equal", choices=["steps", "operations", "seconds"], default="steps")
-    parser.add_argument("--validations", type=int, default=8, help="of each run on all held-out text, evenly spaced")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at once, one thread each")
-    parser.add_argument("--only", action="append", help="train only the settings of this name; may be repeated")
-    parser.add_argument("--plot", action="append", help="settings that the picture shows; may be repeated")
-    parser.add_argument("--out", type=Path, required=True)
-    arguments = parser.parse_args()
-    file = yaml.safe_load(arguments.file.read_text())
-    file["config"] = str(ROOT / file["config"])
-    settings: dict[str, list[str]] = file["settings"]
-    reference = next(iter(settings))
-    names = arguments.only or list(settings)
+def compare(arguments: argparse.Namespace) -> None:
+    """Makes the runs that are missing, and prints the table. Raises ConfigError."""
+    settings = read(arguments.file)
+    reference, names = next(iter(settings)), arguments.only or list(settings)
     if unknown := {*names, *(arguments.plot or [])} - set(settings):
-        parser.error(
+        raise ConfigError(
             f"{arguments.file} has no settings named {', '.join(sorted(unknown))}: it has {', '.join(settings)}"
         )
     arguments.out.mkdir(parents=True, exist_ok=True)
     record = arguments.out / "runs.jsonl"
-    results: dict[str, dict[int, Measured]] = defaultdict(dict)
-    for line in record.read_text().splitlines() if record.exists() else []:
-        measured = Measured(**json.loads(line))
-        if measured.equal == arguments.equal and list(measured.overrides) == settings.get(measured.name):
-            results[measured.name][measured.seed] = measured
+    results = finished(record, settings, arguments.equal)
     for name in names:  # here, one after another: two runs at once would prepare the same shards
-        prepare(Config.from_yaml(file["config"], settings[name]))
+        prepare(settings[name].config)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(arguments.jobs, mp_context=context, max_tasks_per_child=1) as pool:
         missing = [(name, seed) for seed in arguments.seeds for name in names if seed not in results[name]]
-        steps = equal_steps(file, arguments.equal, pool, sorted({name for name, _ in missing})) if missing else {}
-        trials = [
-            Trial(
-                config=file["config"],
-                equal=arguments.equal,
-                name=name,
-                overrides=tuple(settings[name]),
-                seed=seed,
-                steps=steps[name],
-                validations=max(1, arguments.validations),
-            )
+        steps = equal_steps(settings, arguments.equal, pool, sorted({name for name, _ in missing}), results)
+        runs = [
+            pool.submit(run, Trial(settings[name], arguments.equal, seed, steps[name], arguments.validations))
             for name, seed in missing
         ]
-        for measured in pool.map(run, trials):
+        for each in as_completed(runs):
+            measured = each.result()
             results[measured.name][measured.seed] = measured
             with record.open("a") as lines:
                 lines.write(json.dumps(asdict(measured)) + "\n")
@@ -292,6 +344,24 @@ def main() -> None:
     plotted = {name: by_seed for name, by_seed in shown.items() if name in (arguments.plot or shown)}
     if plotted:
         picture(plotted, arguments.out / "bits.png")
+
+
+def main() -> None:
+    """Reads the arguments. An error that the user can correct is one message, with exit code 2."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--equal", choices=["steps", "operations", "seconds"], default="steps")
+    text = "of each run on all held-out text, evenly spaced"
+    parser.add_argument("--validations", type=positive_integer, default=8, help=text)
+    parser.add_argument("--jobs", type=positive_integer, default=2, help="runs at once, one thread each")
+    parser.add_argument("--only", action="append", help="train only the settings of this name; may be repeated")
+    parser.add_argument("--plot", action="append", help="settings that the picture shows; may be repeated")
+    parser.add_argument("--out", type=Path, required=True)
+    try:
+        compare(parser.parse_args())
+    except CdrmixError as error:
+        parser.exit(error.exit_code, f"recipes.py: error: {error}\n")
 
 
 if __name__ == "__main__":

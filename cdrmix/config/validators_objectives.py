@@ -30,7 +30,7 @@ def _marks(prefix: str, middle: str, suffix: str, end_of_text: str | None) -> st
 
 def _cot(cot: object, weights: object) -> str | None:
     if cot is not None and weights is None:
-        return "null, or data.objectives.weights: {next_token: 1, fim: 0.3, cot: 0.2}, which make a part of the chains"
+        return "null where data.objectives.weights is missing. Set it, for example to {next_token: 1, cot: 0.2}"
     return None
 
 

@@ -41,7 +41,9 @@ def _groups(groups: Mapping[str, Any]) -> Violation | None:
             close = nearest(name, known)
             suggestion = f"train.groups.{close}" if close else None
             return Violation((name,), f"one of {', '.join(known)}", suggestion, "unknown kind of parameter")
-        schedule = group.get("schedule") or {}
+        schedule = group.get("schedule") if isinstance(group, Mapping) else None
+        if not isinstance(schedule, Mapping):  # none, or of a wrong type, which pydantic refuses
+            continue
         for key, neutral in OF_WSD.items():
             value, kind = schedule.get(key, neutral), schedule.get("kind", Schedule().kind)
             if (allowed := _only_of("wsd", neutral, value, kind)) is not None:

@@ -15,6 +15,8 @@ def _batch_rows(rows: int, micro: int) -> str | None:
 
 def _first_rows(first: int, rows: int, micro: int) -> str | None:
     refused = first >= rows or first % micro
+    if refused and micro >= rows:
+        return f"null, or train.micro_batch_rows below train.batch_rows={rows}; found {micro}"
     return f"a multiple of train.micro_batch_rows={micro} below train.batch_rows={rows}" if refused else None
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ import recipes
 import yaml
 
 from cdrmix.config.schema import Config
+from cdrmix.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -72,7 +75,7 @@ def test_a_comparison_from_its_file_to_its_table(file: Path, tmp_path: Path) -> 
         again = compare(file, "--equal", equal, "--seeds", "1", "2", "--only", "plain", "--out", str(out))
         assert again.returncode == 0, again.stderr
         made = [json.loads(row) for row in (out / "runs.jsonl").read_text().removeprefix(before).splitlines()]
-        assert [(row["name"], row["seed"]) for row in made] == [("plain", seed) for seed in seeds]
+        assert sorted((row["name"], row["seed"]) for row in made) == [("plain", seed) for seed in seeds]
 
 
 @pytest.mark.parametrize("option", ["--only", "--plot"])
@@ -82,8 +85,52 @@ def test_settings_that_the_file_lacks_are_refused(file: Path, tmp_path: Path, op
     assert "has no settings named muon: it has plain, one row, no rate" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "allowed: two keys"),
+        ("config: configs/base/tiny.yaml\nsettings: {}\n", "allowed: two keys"),
+        ("config: configs/base/tiny.yaml\nsettings: {a: 5}\n", "allowed: two keys"),
+        ("config: configs/base/tiny.yaml\nsettings: {a: [}\n", "expected the node content"),
+        ("config: configs/nowhere.yaml\nsettings: {a: []}\n", "settings 'a': "),
+        ("config: configs/base/tiny.yaml\nsettings: {a: [train.stpes=3]}\n", "train.stpes: unknown key"),
+    ],
+)
+def test_files_that_are_refused(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(str(path))) as caught:
+        recipes.read(path)
+    assert said in str(caught.value)
+
+
+def test_the_length_of_a_batch_warm_up_is_not_made_equal(file: Path, tmp_path: Path) -> None:
+    settings = yaml.safe_load(file.read_text())
+    settings["settings"]["one row"][-1:] = ["train.batch_warmup={rows: 1, steps: 9}"]
+    file.write_text(yaml.safe_dump(settings, sort_keys=False))
+    done = compare(file, "--equal", "operations", "--out", str(tmp_path / "out"))
+    assert done.returncode == 2
+    assert "settings 'one row': train.batch_warmup is allowed with --equal steps only" in done.stderr
+
+
+def test_runs_of_another_configuration_and_cut_off_lines_are_no_results(tmp_path: Path) -> None:
+    settings = {"a": recipes.Settings("a", ROOT / "configs" / "base" / "tiny.yaml", ())}
+    other = {"a": recipes.Settings("a", ROOT / "configs" / "moe-arch-tiny.yaml", ())}
+    run = recipes.Measured("steps", "a", settings["a"].config.hash(), 1, 500, 10, 1.0, 1.0, 2.0, [(10, 2.0)])
+    record, line = tmp_path / "runs.jsonl", json.dumps(dataclasses.asdict(run))
+    record.write_text(f"{line}\n{line[:-9]}")
+    assert recipes.finished(record, settings, "steps")["a"].keys() == {1}
+    assert record.read_text() == f"{line}\n"
+    assert not recipes.finished(record, other, "steps")["a"]
+    assert not recipes.finished(record, settings, "seconds")["a"]
+    record.write_text('{"name": "a"}\n')
+    with pytest.raises(ConfigError, match="give another --out"):
+        recipes.finished(record, settings, "steps")
+
+
 def test_the_share_of_the_tokens_until_a_loss() -> None:
-    """Interpolated between validations; infinite if the curve does not come so low."""
+    """Interpolated between validations; infinite if the curve does not come so low; what is before is not known."""
+    assert recipes.reaches([(100, 2.0)], 2.5) == recipes.reaches([(100, 2.0), (200, 2.0)], 2.5) == 100
     curve = [(100, 3.0), (200, 2.0), (300, 1.0)]
     assert recipes.reaches(curve, 1.5) == 250
     assert recipes.reaches(curve, 2.0) == 200

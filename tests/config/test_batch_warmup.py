@@ -60,6 +60,11 @@ def test_a_negative_step_is_refused() -> None:
     [
         ("{rows: 6, steps: 10}", "rows: found 6", "a multiple of train.micro_batch_rows=4 below train.batch_rows=16"),
         ("{rows: 16, steps: 10}", "rows: found 16", "a multiple of train.micro_batch_rows=4 below train.batch_rows=16"),
+        (
+            "{rows: 4, steps: 10}\n  micro_batch_rows: 16",
+            "rows: found 4",
+            "null, or train.micro_batch_rows below train.batch_rows=16; found 16",
+        ),
         ("{rows: 4, steps: 500}", "steps: found 500", "below train.steps=500"),
         ("{rows: 0, steps: 5}", "rows: found 0", "an integer of at least 1"),
         ("{rows: 4, steps: 1.5}", "steps: found 1.5", "an integer of at least 1"),

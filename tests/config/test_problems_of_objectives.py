@@ -53,7 +53,7 @@ BROKEN = {
         "data: {objectives: {cot: {}}}",
         """\
         run.yaml:6: data.objectives.cot: found a section
-            allowed: null, or data.objectives.weights: {next_token: 1, *, which make a part of the chains""",
+            allowed: null where data.objectives.weights is missing. Set it, for example to {next_token: 1, cot: 0.2}""",
     ),
     "a share above 1": (
         "data: {objectives: {weights: {}, cot: {max_share: 20}}}",

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from cdrmix.config.schema import Train
 from cdrmix.config.schema_optimizer import Schedule
+from cdrmix.errors import ConfigError
 from cdrmix.inference.checkpoints import newest_whole_checkpoint, read_weights
 from cdrmix.model.layers import parameter_kinds
 from cdrmix.run_folder import RunFolder
@@ -50,6 +51,21 @@ def test_rate_rises_to_the_peak_then_falls_to_the_ratio(steps: int, warm: float,
 def test_first_step_already_learns() -> None:
     assert learning_rate(schedule(10, 4, 0.1), 0) == pytest.approx(0.5)
     assert learning_rate(schedule(10, 0, 0.1), 0) > 1.9
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        ("{embedding: 3}", "train.groups.embedding: found 3"),
+        ("{embedding: null}", "train.groups.embedding: found null"),
+        ("{head: {schedule: [1]}}", "train.groups.head.schedule: found a list of 1"),
+        ("{head: {schedule: {decay: 0.5}}}", "train.groups.head.schedule.decay: found 0.5"),
+        ("{heads: {rate: 2.0}}", "did you mean train.groups.head"),
+    ],
+)
+def test_groups_that_are_refused(make_config, groups: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        make_config(f"train.groups={groups}")
 
 
 def test_every_parameter_is_in_one_group_and_only_matrices_decay(make_config) -> None:
