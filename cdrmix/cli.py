@@ -102,6 +102,10 @@ def _run(arguments: Sequence[str]) -> int:
             raise
         message = f"cdrmix: error: cannot use {error.filename}: {error.strerror}"
         return _fail(ConfigError.exit_code, message, show_traceback)
+    except RuntimeError as error:
+        if not launch.lost_peer(error):
+            raise
+        return _fail(CdrmixError.exit_code, launch.CRASHED, show_traceback)
 
 
 def train_main() -> int:
@@ -163,6 +167,11 @@ def parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--nproc", type=positive_integer, default=1, metavar="N", help="number of processes on this machine"
     )
+    text = "number of machines; the command is started on each of them, with the same --nproc (default 1)"
+    train.add_argument("--nnodes", type=positive_integer, default=1, metavar="N", help=text)
+    train.add_argument("--node-rank", type=int, metavar="R", help="the number of this machine, from 0")
+    text = "where the processes of all machines meet: a name of machine 0 and a free port of it"
+    train.add_argument("--rendezvous", metavar="HOST:PORT", help=text)
     train.add_argument(
         "--resume", metavar="auto|PATH", help="continue a run: auto is the newest unfinished run of this configuration"
     )

@@ -19,20 +19,22 @@ from cdrmix.training import launch
 
 def train(options: argparse.Namespace) -> int:
     config = Config.from_yaml(options.config, options.overrides)
+    nodes = launch.Nodes.of(options.nnodes, options.node_rank, options.rendezvous)
+    processes = options.nproc * nodes.count
     if options.dry_run:
         if options.resume:
             raise ConfigError("--dry-run plans a new run; remove --resume")
         from cdrmix.data.prepare import open_inputs
 
-        status = _print_plan(config, None, options.nproc, False)
+        status = _print_plan(config, None, processes, False)
         open_inputs(config)  # a missing input would stop the run too
         return status
-    if options.nproc > 1:
-        launch.check_processes(config, options.nproc)
+    if processes > 1:
+        launch.check_processes(config, processes)
         arguments = ["train", "--config", str(options.config), *options.overrides]
         arguments += ["--resume", options.resume] if options.resume else []
         arguments += ["--traceback"] if options.traceback else []
-        status, message = launch.launch(options.nproc, arguments)
+        status, message = launch.launch(options.nproc, arguments, nodes)
         if message:
             print(message, file=sys.stderr)
         return status

@@ -53,7 +53,7 @@ from cdrmix.report.report import write_report
 from cdrmix.run_folder import RunFolder
 from cdrmix.training.build import build_loss_model
 from cdrmix.training.callbacks import Callback
-from cdrmix.training.distributed import DistributedContext, join
+from cdrmix.training.distributed import DistributedContext, check_shared, join
 from cdrmix.training.launch import check_processes
 from cdrmix.training.mirror_thread import MirrorThread, check_mirror, mirroring
 from cdrmix.training.restore import find_run
@@ -182,7 +182,9 @@ def _run_folder(config: Config, resume: str | None, world: DistributedContext) -
             run.say(f"There was no unfinished run of this configuration ({config.hash()[:8]}) in {config.run.root}")
         return run.path
 
-    return RunFolder.open(_first_process(world, choose), writes=world.is_main_process)
+    path = _first_process(world, choose)
+    check_shared(world, path, "run.root")
+    return RunFolder.open(path, writes=world.is_main_process)
 
 
 def _prepare(config: Config, run: RunFolder, world: DistributedContext) -> ShardSet:
@@ -194,6 +196,7 @@ def _prepare(config: Config, run: RunFolder, world: DistributedContext) -> Shard
         return made[0].path
 
     path = _first_process(world, make)
+    check_shared(world, path, "data.cache")
     shards = made[0] if made else open_shards(path, verify=False)  # the first process has verified all files
     run.keep_tokenizer(shards.tokenizer_path)
     if (template := chat_template(config)) is not None:

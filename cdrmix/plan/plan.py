@@ -102,8 +102,7 @@ def make_plan(config: Config, machine: Machine, processes: int, say: Callable[[s
     fitting = fit(config, machine, processes, say=say)
     if max(processes, *(remedy.processes for remedy in fitting.remedies), 0) > PROCESSES_PER_HOST:
         notes.append(
-            f"cdrmix train --nproc starts the processes of one machine. More than {PROCESSES_PER_HOST} GPUs need "
-            "torchrun on several machines, which has not been tested."
+            f"More than {PROCESSES_PER_HOST} GPUs are in several machines: start cdrmix train with --nnodes on each."
         )
     if fitting.memory.untraced:
         notes.append(estimate_note(fitting.memory))

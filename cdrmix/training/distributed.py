@@ -10,10 +10,12 @@ import gc
 import logging
 import os
 import pickle
+import platform
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, TypeVar
 
 import torch
@@ -30,6 +32,7 @@ Item = TypeVar("Item")
 
 # Of collectives and of the start. Processes differ by at most the time of one step.
 TIMEOUT = datetime.timedelta(minutes=30)
+SHARED_FOLDER_WAIT = 60.0  # seconds; a network file system may hide a new folder for as long (acdirmax, nfs(5))
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,22 @@ def rank_size_local_rank() -> tuple[int, int, int]:
     """This process's rank, the number of processes, and the rank within the machine, from the environment."""
     environment = os.environ
     return int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1)), int(environment.get("LOCAL_RANK", 0))
+
+
+def check_shared(world: DistributedContext, path: Path, key: str) -> None:
+    """Raises ConfigError in every process if one of them does not see a folder that the first process made.
+
+    key: the one that names the folder.
+    """
+    end = time.monotonic() + SHARED_FOLDER_WAIT
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.1)
+    machines = {name for name in world.gather(None if path.exists() else platform.node()) if name is not None}
+    if machines:
+        raise ConfigError(
+            f"{key}: {path} of the first process does not exist on {', '.join(sorted(machines))}; all machines of a "
+            "run must share this folder, under the same path"
+        )
 
 
 def any_threads(config: Config, device: torch.device) -> bool:

@@ -1,4 +1,4 @@
-"""Starts several processes of one run on this machine by torchrun, forwards signals, and reports the first failure.
+"""Starts the processes of one run on this machine by torchrun, forwards signals, and reports the first failure.
 
 There are three levels of processes: the launcher, which the user started; torchrun's agent, in a session of its own;
 and the workers. SIGINT, SIGTERM and SIGHUP reach the launcher only. It forwards each signal once to every worker, also
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -28,10 +29,52 @@ from cdrmix.training.zero import check_zero_stage
 
 FOLDER = "CDRMIX_LAUNCH"  # set for workers: where they leave their process ids and their failure
 PR_SET_PDEATHSIG = 1
+CRASHED = "cdrmix: error: a process of the run crashed or was killed"
 
 
-def launch(processes: int, arguments: Sequence[str]) -> tuple[int, str]:
-    """Runs `cdrmix <arguments>` in that many processes; returns the exit code and the message of the first failure."""
+@dataclass(frozen=True)
+class Nodes:
+    """The machines of a run, each with a launcher of its own and as many processes.
+
+    count: of machines. rank: this one's, from 0. The first process of the run is on machine 0. host, port: where all
+    processes meet: a name of machine 0, and a free port of it. A single machine chooses them itself.
+    """
+
+    count: int = 1
+    rank: int = 0
+    host: str = ""
+    port: int = 0
+
+    @classmethod
+    def of(cls, count: int, rank: int | None, rendezvous: str | None) -> Nodes:
+        """From the options --nnodes, --node-rank and --rendezvous. Raises ConfigError."""
+        if count == 1:
+            if rank or rendezvous:
+                raise ConfigError("--node-rank and --rendezvous: allowed with --nnodes above 1 only")
+            return cls()
+        if rank is None or not 0 <= rank < count:
+            raise ConfigError(
+                f"--node-rank: needed with --nnodes {count}, the number of this machine: 0 to {count - 1}"
+            )
+        host, _, port = (rendezvous or "").rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+            raise ConfigError(
+                f"--rendezvous: needed with --nnodes {count}, as HOST:PORT: a name of machine 0 and a free port of it; "
+                f"found {rendezvous or 'nothing'}"
+            )
+        return cls(count, rank, host, int(port))
+
+    def torchrun_options(self) -> list[str]:
+        """The options of torchrun that say the same."""
+        if self.count == 1:
+            return ["--standalone"]
+        where = ["--master-addr", self.host, "--master-port", str(self.port)]
+        return ["--nnodes", str(self.count), "--node-rank", str(self.rank), *where]
+
+
+def launch(processes: int, arguments: Sequence[str], nodes: Nodes | None = None) -> tuple[int, str]:
+    """Runs `cdrmix <arguments>` in that many processes of this machine; returns the exit code and the message of the
+    first failure here."""
     cores = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory(prefix="cdrmix-launch-") as name:
         folder = Path(name)
@@ -41,7 +84,8 @@ def launch(processes: int, arguments: Sequence[str]) -> tuple[int, str]:
             "PYTHONSAFEPATH": "1",
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // processes))),
         }
-        command = [sys.executable, "-m", "cdrmix.training.launch", str(processes), *arguments]
+        options = [*(nodes or Nodes()).torchrun_options(), "--nproc-per-node", str(processes)]
+        command = [sys.executable, "-m", "cdrmix.training.launch", json.dumps(options), *arguments]
 
         received: list[int] = []
         # Set before the agent starts, so that no signal is lost and none ends the launcher alone.
@@ -67,7 +111,7 @@ def launch(processes: int, arguments: Sequence[str]) -> tuple[int, str]:
             return 0, ""
         if forwarded:
             return 128 + forwarded, "cdrmix: interrupted"
-        return 1, "cdrmix: error: a process of the run crashed or was killed"
+        return 1, CRASHED
 
 
 def _wait(agent: subprocess.Popen[bytes], folder: Path, received: list[int]) -> tuple[int, int]:
@@ -149,6 +193,11 @@ def end_work() -> None:
             registered.rename(registered.with_suffix(".done"))
 
 
+def lost_peer(error: RuntimeError) -> bool:
+    """Whether a collective of a worker failed because another process of the run has ended."""
+    return is_worker() and any(text in str(error) for text in ("Connection closed by peer", "Connection reset by peer"))
+
+
 def exit_worker(status: int) -> NoReturn:
     """Ends a worker without finalising the interpreter, during which a thread of gloo could abort the process.
 
@@ -170,7 +219,7 @@ def report_failure(status: int, message: str) -> None:
     temporary.unlink()
 
 
-def agent(processes: int, arguments: Sequence[str]) -> int:
+def agent(options: Sequence[str], arguments: Sequence[str]) -> int:
     """Runs torchrun on this machine, without the stack traces that it prints when a worker fails."""
     import logging
 
@@ -181,10 +230,8 @@ def agent(processes: int, arguments: Sequence[str]) -> int:
     logging.disable(logging.ERROR)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # When a process fails, the others have 60 s to end by themselves.
-    options = ["--standalone", "--nproc-per-node", str(processes), "--shutdown-timeout", "60"]
-    options += ["-m", "cdrmix.cli", *arguments]
     try:
-        run(parse_args(options))
+        run(parse_args([*options, "--shutdown-timeout", "60", "-m", "cdrmix.cli", *arguments]))
     except ChildFailedError:
         return 1
     except SignalException as error:  # sent by the launcher before a worker had started
@@ -193,4 +240,4 @@ def agent(processes: int, arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(agent(int(sys.argv[1]), sys.argv[2:]))
+    sys.exit(agent(json.loads(sys.argv[1]), sys.argv[2:]))
