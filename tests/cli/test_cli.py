@@ -172,9 +172,8 @@ def test_only_the_first_process_hashes_the_shards(
     whole = tokens.read_bytes()
     tokens.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])  # which hashing would find
     second = DistributedContext(rank=1, size=2, local_rank=1, device=torch.device("cpu"))
-    monkeypatch.setattr(
-        DistributedContext, "gather", lambda world, item: [(copy, None), item]
-    )  # as the first process answers
+    answers = iter([(copy, None), None])  # of the first process: the path, and that it sees the folder
+    monkeypatch.setattr(DistributedContext, "gather", lambda world, item: [next(answers), item])
     run = RunFolder.open(finished.path, writes=False)
     assert lifecycle._prepare(Config.from_yaml(run.config_snapshot), run, second).path == copy
 
