@@ -79,7 +79,7 @@ def quality(options: Options) -> Result:
             "schedule": config.train.schedule,
             "batch_rows": config.train.batch_rows,
             "micro_batch_rows": config.train.micro_batch_rows,
-            "learning_rate": 6e-3,
+            "learning_rate": 9e-3,
             "optimizer": "muon",
             "groups": {"embedding": {"rate": 6.0}, "head": {"rate": 3.0}},
             "precision": config.train.precision,
