@@ -171,7 +171,8 @@ def read(path: Path) -> dict[str, Settings]:
         file = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: {error}") from error
-    settings = file.get("settings") if isinstance(file, dict) and set(file) == {"config", "settings"} else None
+    known = isinstance(file, dict) and set(file) == {"config", "settings"} and isinstance(file["config"], str)
+    settings = file["settings"] if known else None
     lists = settings.values() if isinstance(settings, dict) else []
     if not settings or not all(isinstance(each, list) and all(isinstance(o, str) for o in each) for each in lists):
         raise ConfigError(
@@ -226,9 +227,7 @@ def equal_steps(
         return lengths | known
     for name in (reference, *missing):
         if settings[name].config.train.batch_warmup is not None:
-            raise ConfigError(
-                f"settings {name!r}: train.batch_warmup is allowed with --equal steps only: steps cost unalike"
-            )
+            raise ConfigError(f"settings {name!r}: train.batch_warmup is allowed with --equal steps only")
     if equal == "operations":
         costs: dict[str, float] = {}
         for name in (reference, *missing):
@@ -334,11 +333,15 @@ def compare(arguments: argparse.Namespace) -> None:
             for name, seed in missing
         ]
         for each in as_completed(runs):
+            if each.exception() is not None:  # raised below, when the other runs are in the file
+                continue
             measured = each.result()
             results[measured.name][measured.seed] = measured
             with record.open("a") as lines:
                 lines.write(json.dumps(asdict(measured)) + "\n")
             print(f"{measured.name}, seed {measured.seed}: {measured.bits_per_byte:.4f} bits per byte", flush=True)
+        for each in runs:
+            each.result()
     shown = {name: dict(sorted(results[name].items())) for name in settings if results[name]}
     print("\n".join(comparison(shown, reference) if reference in shown else []))
     plotted = {name: by_seed for name, by_seed in shown.items() if name in (arguments.plot or shown)}

@@ -78,6 +78,19 @@ def test_a_comparison_from_its_file_to_its_table(file: Path, tmp_path: Path) -> 
         assert sorted((row["name"], row["seed"]) for row in made) == [("plain", seed) for seed in seeds]
 
 
+@pytest.mark.slow
+def test_a_run_that_fails_loses_no_other(file: Path, tmp_path: Path) -> None:
+    """A rate at which the loss is soon not finite ends its run; the other one is in the file, and is not repeated."""
+    settings = yaml.safe_load(file.read_text())
+    settings["settings"]["no rate"][-1:] = ["train.learning_rate=1.0e+30"]
+    file.write_text(yaml.safe_dump(settings, sort_keys=False))
+    done = compare(file, "--seeds", "1", "--only", "no rate", "--only", "one row", "--out", str(tmp_path / "out"))
+    assert done.returncode == 9, done.stderr
+    assert done.stderr.startswith("recipes.py: error: ")
+    (line,) = (tmp_path / "out" / "runs.jsonl").read_text().splitlines()
+    assert json.loads(line)["name"] == "one row"
+
+
 @pytest.mark.parametrize("option", ["--only", "--plot"])
 def test_settings_that_the_file_lacks_are_refused(file: Path, tmp_path: Path, option: str) -> None:
     done = compare(file, option, "muon", "--out", str(tmp_path / "out"))
@@ -90,6 +103,8 @@ def test_settings_that_the_file_lacks_are_refused(file: Path, tmp_path: Path, op
     [
         ("", "allowed: two keys"),
         ("config: configs/base/tiny.yaml\nsettings: {}\n", "allowed: two keys"),
+        ("config: 5\nsettings: {a: []}\n", "allowed: two keys"),
+        ("config: configs/base/tiny.yaml\nsettings: {a: []}\nseeds: 3\n", "allowed: two keys"),
         ("config: configs/base/tiny.yaml\nsettings: {a: 5}\n", "allowed: two keys"),
         ("config: configs/base/tiny.yaml\nsettings: {a: [}\n", "expected the node content"),
         ("config: configs/nowhere.yaml\nsettings: {a: []}\n", "settings 'a': "),
