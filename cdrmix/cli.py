@@ -16,16 +16,23 @@ from pathlib import Path
 from typing import TextIO
 
 from cdrmix import cli_checkpoints, cli_eval, cli_ladder, commands
-from cdrmix.cli_common import add_checkpoint, add_device, add_model, name_list, positive_integer, seed_list
+from cdrmix.cli_common import (
+    add_checkpoint,
+    add_device,
+    add_model,
+    name_list,
+    non_negative_integer,
+    positive_integer,
+    seed_list,
+)
 from cdrmix.cli_gates import add_gate
 from cdrmix.data.escaping import escape_unprintable
-from cdrmix.errors import CdrmixError, CdrmixWarning, ConfigError, DiskFullError, Preempted
+from cdrmix.errors import UNEXPECTED, CdrmixError, CdrmixWarning, ConfigError, DiskFullError, Preempted
 from cdrmix.gpus import GPUS
 from cdrmix.training import launch
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
-UNEXPECTED = 70  # sysexits.h EX_SOFTWARE: a defect of cdrmix, not a mistake of the user
 # The user named a path that cannot be used: --out, --model, a run folder.
 UNUSABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 OVERRIDES = "Arguments of the form key.path=value override keys of the file. Example: train.steps=100"
@@ -167,6 +174,8 @@ def parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--nproc", type=positive_integer, default=1, metavar="N", help="number of processes on this machine"
     )
+    text = "start the processes again up to N times after one crashed, was killed or hung; they continue the run"
+    train.add_argument("--max-restarts", type=non_negative_integer, default=0, metavar="N", help=text)
     text = "number of machines; the command is started on each of them, with the same --nproc (default 1)"
     train.add_argument("--nnodes", type=positive_integer, default=1, metavar="N", help=text)
     train.add_argument("--node-rank", type=int, metavar="R", help="the number of this machine, from 0")

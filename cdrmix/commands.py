@@ -29,12 +29,18 @@ def train(options: argparse.Namespace) -> int:
         status = _print_plan(config, None, processes, False)
         open_inputs(config)  # a missing input would stop the run too
         return status
-    if processes > 1:
+    if options.max_restarts and nodes.count > 1:
+        raise ConfigError(
+            "--max-restarts: allowed on one machine only; on several, let the scheduler start the job again"
+        )
+    if processes > 1 or options.max_restarts:
         launch.check_processes(config, processes)
         arguments = ["train", "--config", str(options.config), *options.overrides]
         arguments += ["--resume", options.resume] if options.resume else []
         arguments += ["--traceback"] if options.traceback else []
-        status, message = launch.launch(options.nproc, arguments, nodes)
+        status, message = launch.launch(
+            options.nproc, arguments, nodes, restarts=options.max_restarts, run=config.hash()
+        )
         if message:
             print(message, file=sys.stderr)
         return status

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+UNEXPECTED = 70  # sysexits.h EX_SOFTWARE: exit code of any other exception, a defect of cdrmix or of the device
+
 
 class CdrmixError(Exception):
     """A failure with a message for the user. The process ends with `exit_code`."""
@@ -103,6 +105,12 @@ class UndecidedGateError(CdrmixError):
     """A required gate is undecided, or its figure was not measured."""
 
     exit_code = 15
+
+
+class HangError(CdrmixError):
+    """A step took far longer than steps do, because a process or a device hangs. The process has ended itself."""
+
+    exit_code = 16
 
 
 class Preempted(CdrmixError):

@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,11 @@ class RunFolder:
         return self.path / "train.log"
 
     @property
+    def faults(self) -> Path:
+        """The faults after which the processes were started again, one JSON object on each line."""
+        return self.path / "faults.jsonl"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -228,6 +234,28 @@ class RunFolder:
             now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
             with self.log.open("a", encoding="utf-8") as log:
                 log.writelines(f"{now} {line}\n" for line in text.splitlines() or [""])
+
+    def record_fault(self, exit_code: int, message: str, started: float) -> None:
+        """Appends a fault after which the processes are started again to faults.jsonl, and sums up in metrics.json.
+
+        started: seconds since the epoch when the processes that failed began. What they did after their last
+        checkpoint is lost.
+        """
+        now, newest = time.time(), max(self.checkpoints.glob("step-*/manifest.json"), default=None)
+        kept = started if newest is None else max(started, newest.stat().st_mtime)
+        fault = {
+            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "exit_code": exit_code,
+            "message": message.splitlines()[-1],
+            "checkpoint": None if newest is None else newest.parent.name,
+            "lost_seconds": round(now - kept, 3),
+        }
+        with self.faults.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(fault) + "\n")
+        summary = self.summary()
+        lost = summary.get("lost_seconds", 0.0) + fault["lost_seconds"]
+        self.update_summary({"restarts": summary.get("restarts", 0) + 1, "lost_seconds": lost})
+        self.note(f"restart after exit code {exit_code}, {fault['lost_seconds']:.0f} s lost: {fault['message']}")
 
     def summary(self) -> dict[str, Any]:
         """The contents of metrics.json; {} if it is missing or incomplete."""

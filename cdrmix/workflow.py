@@ -54,7 +54,7 @@ from cdrmix.run_folder import RunFolder
 from cdrmix.training.build import build_loss_model
 from cdrmix.training.callbacks import Callback
 from cdrmix.training.distributed import DistributedContext, check_shared, join
-from cdrmix.training.launch import check_processes
+from cdrmix.training.launch import check_processes, note_run
 from cdrmix.training.mirror_thread import MirrorThread, check_mirror, mirroring
 from cdrmix.training.restore import find_run
 from cdrmix.training.stage_a import train
@@ -184,6 +184,8 @@ def _run_folder(config: Config, resume: str | None, world: DistributedContext) -
 
     path = _first_process(world, choose)
     check_shared(world, path, "run.root")
+    if world.is_main_process:
+        note_run(path, config.hash())
     return RunFolder.open(path, writes=world.is_main_process)
 
 

@@ -53,6 +53,7 @@ NOT_HASHED: dict[str, Any] = {
         "expert_parallel",
         "profile",
         "offload_folder",
+        "hang_timeout",
         "hyperparameters",
         "tokens_per_parameter",
     },  # of the last two the keys that they set are hashed
@@ -60,6 +61,9 @@ NOT_HASHED: dict[str, Any] = {
     "export": True,
     "evaluation": True,
 }
+
+# Keys of `train` that say what is kept in memory, and where. Config.hash has these values of them for every run.
+MEMORY: dict[str, Any] = {"zero_stage": 0, "offload": "none", "activation_checkpointing": False}
 
 # Keys that were added later, each with the value that means: as before the key existed. Config.hash and the content key
 # of shards leave a key with this value out, so that older runs can be resumed and older shards are reused.
@@ -334,6 +338,9 @@ class Train(Section):
     """Recompute activations in the backward pass: less memory, more time."""
     compile: bool = False
     """Use torch.compile to fuse element-wise operations of a block. Results differ in rounding from those without."""
+    hang_timeout: Literal["auto"] | PositiveFloat | None = "auto"
+    """Seconds after which a step that has not ended is a hang: the process writes its stacks and ends with exit code
+    16. auto: 20 times the median step, at least 600. null: never."""
     ema_decay: Between0And1 | None = None
     """Decay rate of a running average of the weights, which is then evaluated and exported. null: no average."""
     log_every: PositiveInt = 10
@@ -465,10 +472,12 @@ class Config(Section):
     def hash(self) -> str:
         """SHA-256 (hexadecimal) of all keys except NOT_HASHED. Runs with the same hash have the same results.
 
-        So a run can be resumed after it was moved, renamed or given other logging, disk or expert parallelism. The
-        origin of a value (inherited, override, autosizer, default) and the order of the keys do not matter.
+        So a run can be resumed after it was moved, renamed, or given other logging or disk; or another expert
+        parallelism, ZeRO stage or other MEMORY, which change the rounding at most. The origin of a value (inherited,
+        override, autosizer, default) and the order of the keys do not matter.
         """
         data = self.model_dump(mode="json", exclude=NOT_HASHED)
+        data["train"] |= MEMORY
         del data["ablation"]  # each arm of an ablation is a configuration of its own
         leave_out_added(data)
         return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -21,6 +21,7 @@ FORMAT = 2  # 2: state.json has the fingerprints of text and tokenizer, and the 
 MANIFEST = "manifest.json"
 MODEL = "model.safetensors"
 AVERAGE = "ema.safetensors"
+OPTIMIZER = "optimizer"  # begins the names of the files with the optimizer's state
 
 
 def read_weights(checkpoint: Path, *, average: bool = False) -> dict[str, Tensor]:
@@ -35,6 +36,11 @@ def read_weights(checkpoint: Path, *, average: bool = False) -> dict[str, Tensor
         raise CheckpointError(f"{checkpoint} has no {name}")
     _verify_file(checkpoint / name, files[name])
     return read_tensors(checkpoint / name)
+
+
+def optimizer_files(checkpoint: Path) -> list[str]:
+    """The names of the files that have the optimizer's state. Raises CheckpointError."""
+    return [name for name in read_manifest(checkpoint)["files"] if name.startswith(OPTIMIZER)]
 
 
 def has_average(checkpoint: Path) -> bool:

@@ -35,6 +35,7 @@ from cdrmix.training.stage_a import fingerprints
 from cdrmix.training.threads import ThreadChoice
 from cdrmix.training.trackers import Trackers
 from cdrmix.training.trainer import Trainer
+from cdrmix.training.watchdog import make_watchdog
 from cdrmix.training.zero import zero_stage
 
 
@@ -165,6 +166,7 @@ def _train_phase(
     with (
         Trackers(run, config) as trackers,
         PhaseConsole(run, span.name, span.section.steps, shown=console) as screen,
+        make_watchdog(config, run, world) as watchdog,
     ):
         progress = Trainer(
             of_phase.train,
@@ -175,6 +177,7 @@ def _train_phase(
             first_step=span.first,
             saver=saver,
             callbacks=[trackers, screen, *callbacks],
+            watchdog=watchdog,
             say=run.say,
         ).fit()
     assert saver.latest is not None

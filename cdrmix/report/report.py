@@ -111,6 +111,8 @@ def _tiles(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str
             facts.append((amount(rates[len(rates) // 2]), "tokens per second, median"))
     else:
         facts.append(("0", "steps so far"))
+    if summary.get("restarts"):
+        facts.append((str(summary["restarts"]), f"restarts after faults, {clock(summary['lost_seconds'])} lost"))
     return tiles(facts, stress_first=bool(held_out))
 
 

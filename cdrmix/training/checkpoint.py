@@ -4,7 +4,7 @@ checkpoints/step-00000500/
     model.safetensors            fp32 weights with all experts, gathered under every ZeRO stage; of a model with frozen
                                  parameters and a base (see Engine) only those that are trained
     ema.safetensors              their exponential moving average, if there is one
-    optimizer.safetensors        AdamW's state by parameter; with ZeRO optimizer-rank0.safetensors ... by partition
+    optimizer-rank0.safetensors  ... each process's part of the optimizer's state, by parameter (optimizer_state.py)
     rng-rank0.json ...           the states of each process's random generators
     state.json                   step (also the position in the data), counters, loss scale, fingerprints, with a base
                                  its SHA-256
@@ -42,6 +42,8 @@ from cdrmix.inference.checkpoints import (
     FORMAT,
     MANIFEST,
     MODEL,
+    OPTIMIZER,
+    optimizer_files,
     read_tensors,
     state_dict_mismatch,
 )
@@ -117,8 +119,8 @@ def save_checkpoint(
             state = _state(engine, progress, config, fingerprints)
             entries["state.json"] = _write_text(temporary / "state.json", json.dumps(state, indent=2) + "\n")
             entries["config_snapshot.yaml"] = _write_text(temporary / "config_snapshot.yaml", config.to_yaml())
-        name = _optimizer_file(engine.stage, world.rank)
-        if world.is_main_process or engine.stage > 0:
+        if optimizer or world.is_main_process:
+            name = f"{OPTIMIZER}-rank{world.rank}.safetensors"
             entries[name] = _write_tensors(temporary / name, optimizer)
         name = f"rng-rank{world.rank}.json"
         entries[name] = _write_text(temporary / name, json.dumps(_random_state(world)) + "\n")
@@ -191,8 +193,9 @@ def load_checkpoint(engine: Engine, checkpoint: Path, config: Config, fingerprin
     """Loads a checkpoint into the engine and the random generators. Every rank calls.
 
     checkpoint: verified, as `newest_whole_checkpoint` returns it.
+    The number of processes, the ZeRO stage and the expert parallelism may be others than those that wrote it.
     Raises ConfigError, VocabularyError or ShardError for another configuration, tokenizer or text; CheckpointError
-    when this number of processes cannot continue it.
+    when the checkpoint does not fit the model.
     """
     world = engine.world
     state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
@@ -214,22 +217,6 @@ def load_checkpoint(engine: Engine, checkpoint: Path, config: Config, fingerprin
             f"{checkpoint} {_of_base(state.get('base'))}, and this run {_of_base(engine.base)}: the model at "
             "model.path has changed since this run began; restore it, or start a new run"
         )
-    if state["zero_stage"] != engine.stage:  # train.zero_stage: auto, and another number of processes
-        raise CheckpointError(
-            f"{checkpoint} was written at ZeRO stage {state['zero_stage']} by {state['processes']} processes, and this "
-            f"run has stage {engine.stage}; resume with --nproc {state['processes']}"
-        )
-    if engine.stage > 0 and state["processes"] != world.size:
-        raise CheckpointError(
-            f"{checkpoint} holds optimizer state in {state['processes']} ZeRO partitions, and this run has "
-            f"{world.size} processes; resume with --nproc {state['processes']}"
-        )
-    held = state.get("expert_parallel", 1)
-    if engine.stage > 0 and held != engine.expert_parallel:
-        raise CheckpointError(
-            f"{checkpoint} holds optimizer state in ZeRO partitions of train.expert_parallel={held}, and this run has "
-            f"{engine.expert_parallel}; resume with train.expert_parallel={held}"
-        )
     weights = read_tensors(checkpoint / MODEL) if world.is_main_process else {}
     problem = world.gather(state_dict_mismatch(weights, engine.shapes()) if world.is_main_process else None)[0]
     if problem is not None:
@@ -237,7 +224,7 @@ def load_checkpoint(engine: Engine, checkpoint: Path, config: Config, fingerprin
     engine.load_weights(weights)
     if engine.average is not None:
         engine.load_average_weights(read_tensors(checkpoint / AVERAGE))
-    engine.load_optimizer_state(read_tensors(checkpoint / _optimizer_file(engine.stage, world.rank)))
+    engine.load_optimizer_state(checkpoint, optimizer_files(checkpoint))
     engine.loss_scale.load(state["loss_scale"])
     generators = checkpoint / f"rng-rank{world.rank}.json"
     if generators.exists():  # an additional process keeps its new generators
@@ -262,12 +249,12 @@ def differences(checkpoint: Path, engine: Engine) -> list[str]:
     state = {"expert_parallel": 1} | json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
     now = _layout(engine)
     return [
-        f"{state[name]} {name} before, {count} now" for name, count in now.items() if state.get(name, count) != count
+        f"{name}: {state[name]} before, {count} now" for name, count in now.items() if state.get(name, count) != count
     ]
 
 
 def _layout(engine: Engine) -> dict[str, int]:
-    layout = {"processes": engine.world.size, "expert_parallel": engine.expert_parallel}
+    layout = {"processes": engine.world.size, "zero_stage": engine.stage, "expert_parallel": engine.expert_parallel}
     return layout if engine.any_threads else layout | {"threads": torch.get_num_threads()}
 
 
@@ -314,17 +301,12 @@ def _state(engine: Engine, progress: Progress, config: Config, fingerprints: Fin
         "config_hash": config.hash(),
         **fingerprints._asdict(),
         **_layout(engine),
-        "zero_stage": engine.stage,
         "loss_scale": engine.loss_scale.state(),
     } | ({} if engine.base is None else {"base": engine.base})
 
 
 def _of_base(base: str | None) -> str:
     return "has no base model" if base is None else f"has a base model with SHA-256 {base[:12]}"
-
-
-def _optimizer_file(stage: int, rank: int) -> str:
-    return f"optimizer-rank{rank}.safetensors" if stage > 0 else "optimizer.safetensors"
 
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:

@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,7 +46,9 @@ from cdrmix.training.model_weights import ModelWeights
 from cdrmix.training.muon import OrthogonalizedMomentum
 from cdrmix.training.offload import HostGradients, move_state
 from cdrmix.training.optim import LossScale, WeightAverage, make_optimizer, parameter_groups
-from cdrmix.training.owners import Owners, slots
+from cdrmix.training.optimizer_state import Held, StateFiles, load_pieces, pieces
+from cdrmix.training.owners import Owners
+from cdrmix.training.partitions import Partitions
 from cdrmix.training.reduction import GradientReduction, ReplicatedParameters
 from cdrmix.training.zero import deepspeed_stage, shards_whole_parameters
 
@@ -227,8 +230,11 @@ class Engine:
             model=self.module, optimizer=self.optimizer, config=deepspeed_config(config, world)
         )
         self._last = False  # the current micro-batch ends the update
-        masters = MasterWeights(self._engine.optimizer, self.stage, world.device) if narrow else None
-        if masters is not None:
+        self._partitions = Partitions(self._engine.optimizer, self.stage) if self.stage > 0 else None
+        masters: MasterWeights | None = None
+        if narrow:
+            assert self._partitions is not None, "bf16 weights need ZeRO"
+            masters = MasterWeights(self._partitions, world.device)
             masters.restore(loss_model.parameters(), before)
         del before
         self._weights = ModelWeights(
@@ -405,35 +411,16 @@ class Engine:
         self._weights.load_local(self.average.tensors, weights)
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """AdamW's moments and step counts: by parameter name in rank 0; with ZeRO by partition in every rank.
+        """This process's pieces of the optimizer's state. Together the processes have each element once."""
+        return pieces(self.optimizer, self._held(saved=True))
 
-        All ranks call.
+    def load_optimizer_state(self, checkpoint: Path, files: Iterable[str]) -> None:
+        """Loads what all processes' `optimizer_state` returned. Their layout may have been another.
+
+        files: those of the checkpoint that have it. Raises CheckpointError.
         """
-        state = {}
-        for name, key, parameter, value in slots(self.world, self.optimizer, self._optimized(), self._owners):
-            tensor: Tensor | None = value.detach() if self.stage > 0 or self.world.rank == 0 else None
-            if is_expert_shard(parameter) and value.shape == parameter.shape:
-                assert self._experts is not None
-                tensor = self._experts.whole(value)
-            if tensor is not None:
-                state[f"{name}/{key}"] = tensor.cpu()
-        return state
-
-    def load_optimizer_state(self, state: dict[str, Tensor]) -> None:
-        """Loads what `optimizer_state` returned: without ZeRO that of rank 0, with ZeRO that of the same rank."""
-        optimized = self._optimized()
-        for key, value in state.items():
-            name, _, slot = key.rpartition("/")
-            parameter = optimized[name]
-            if self._owners is not None and not self._owners.mine(parameter):
-                continue
-            if value.dim() == parameter.dim():  # otherwise it is the step count
-                value = self._weights.shard(parameter, value)
-            present = self.optimizer.state[parameter].get(slot)
-            if present is not None:  # it may be in a file
-                present.copy_(value)
-            else:
-                self.optimizer.state[parameter][slot] = value.to(parameter.device, copy=True)
+        with StateFiles(checkpoint, files, self.parameters) as opened:
+            load_pieces(self.optimizer, self._held(saved=False), opened)
 
     def _replicated(self) -> list[ReplicatedParameters]:
         # The processes that hold the same parameters, and under ZeRO-1 the owner of each.
@@ -463,13 +450,31 @@ class Engine:
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def _optimized(self) -> dict[str, Tensor]:
-        # The tensors that AdamW updates: the parameters, or with ZeRO the flat fp32 partitions of this process.
-        if self.stage == 0:
-            return dict(self.parameters)
-        zero = self._engine.optimizer
-        flat = zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
-        return {f"partition{number}": tensor for number, tensor in enumerate(flat)}
+    def _held(self, *, saved: bool) -> Iterator[Held]:
+        """The elements that this process's optimizer updates. saved: those alone that this process saves."""
+        for name, parameter in self.parameters.items():
+            if not parameter.requires_grad or (saved and not self._saves(parameter)):
+                continue
+            before, shape = self._weights.place(parameter)
+            tensor, start, first, end = parameter, 0, 0, parameter.numel()
+            if self._partitions is not None:
+                slices = self._partitions[parameter]
+                tensor, start, (first, end) = self._partitions.flat[slices.number], slices.start, slices.mine
+            elif self._owners is not None and not self._owners.mine(parameter):
+                continue
+            if first < end:
+                yield Held(name, tensor, start, before + first, before + end, shape)
+
+    def _saves(self, parameter: Tensor) -> bool:
+        """Whether no other process saves the state of this process's elements of a parameter."""
+        if self._owners is not None:
+            return self._owners.saves(parameter)
+        if self.stage > 0:
+            return True
+        if is_expert_shard(parameter):
+            assert self._experts is not None
+            return dist.get_rank(self._experts.copies) == 0
+        return self.world.is_main_process
 
 
 def _sum_gradients_in_float32(parameters: Iterable[Any]) -> None:

@@ -12,24 +12,28 @@ import atexit
 import contextlib
 import ctypes
 import fcntl
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from cdrmix.config.schema import Config
-from cdrmix.errors import ConfigError
+from cdrmix.errors import UNEXPECTED, CdrmixError, ConfigError, HangError
 from cdrmix.training.zero import check_zero_stage
 
 FOLDER = "CDRMIX_LAUNCH"  # set for workers: where they leave their process ids and their failure
 PR_SET_PDEATHSIG = 1
 CRASHED = "cdrmix: error: a process of the run crashed or was killed"
+RESTARTED = (CdrmixError.exit_code, HangError.exit_code, UNEXPECTED)  # exit codes of what may not happen again
+RUNS = "runs"  # file of the launcher's folder
 
 
 @dataclass(frozen=True)
@@ -72,9 +76,45 @@ class Nodes:
         return ["--nnodes", str(self.count), "--node-rank", str(self.rank), *where]
 
 
-def launch(processes: int, arguments: Sequence[str], nodes: Nodes | None = None) -> tuple[int, str]:
+class Ended(NamedTuple):
+    """How the processes ended: the exit code and the message of the first failure here; whether a signal was forwarded
+    to them; the run folders that they noted, by the hash of the configuration."""
+
+    status: int
+    message: str
+    signalled: bool
+    runs: dict[str, Path]
+
+
+def launch(
+    processes: int, arguments: Sequence[str], nodes: Nodes | None = None, *, restarts: int = 0, run: str = ""
+) -> tuple[int, str]:
     """Runs `cdrmix <arguments>` in that many processes of this machine; returns the exit code and the message of the
-    first failure here."""
+    first failure here.
+
+    restarts: how often they are started again after one of them crashed, was killed or hung. Then they continue their
+    run: `run` is the hash of its configuration. What was lost is recorded in the run folder.
+    """
+    for attempt in itertools.count(1):
+        started = time.time()
+        ended = _attempt(processes, arguments, nodes or Nodes())
+        if ended.signalled or ended.status not in RESTARTED or attempt > restarts:
+            break
+        print(f"{ended.message}\ncdrmix: starting the processes again ({attempt} of {restarts})", file=sys.stderr)
+        if run in ended.runs:
+            from cdrmix.run_folder import RunFolder  # its imports take a second
+
+            RunFolder.open(ended.runs[run]).record_fault(ended.status, ended.message, started)
+            arguments = [*_without_resume(arguments), "--resume", str(ended.runs[run])]
+    return ended.status, ended.message
+
+
+def _without_resume(arguments: Sequence[str]) -> list[str]:
+    place = arguments.index("--resume") if "--resume" in arguments else len(arguments)
+    return [*arguments[:place], *arguments[place + 2 :]]
+
+
+def _attempt(processes: int, arguments: Sequence[str], nodes: Nodes) -> Ended:
     cores = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory(prefix="cdrmix-launch-") as name:
         folder = Path(name)
@@ -84,7 +124,7 @@ def launch(processes: int, arguments: Sequence[str], nodes: Nodes | None = None)
             "PYTHONSAFEPATH": "1",
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // processes))),
         }
-        options = [*(nodes or Nodes()).torchrun_options(), "--nproc-per-node", str(processes)]
+        options = [*nodes.torchrun_options(), "--nproc-per-node", str(processes)]
         command = [sys.executable, "-m", "cdrmix.training.launch", json.dumps(options), *arguments]
 
         received: list[int] = []
@@ -103,15 +143,17 @@ def launch(processes: int, arguments: Sequence[str], nodes: Nodes | None = None)
                 signal.signal(number, handler)
             if agent is not None and agent.poll() is None:
                 agent.kill()
+        noted = (folder / RUNS).read_text(encoding="utf-8").splitlines() if (folder / RUNS).exists() else []
+        runs = {key: Path(path) for key, _, path in (line.partition(" ") for line in noted)}
         failure = folder / "failure.json"
         if failure.exists():
             content = json.loads(failure.read_text(encoding="utf-8"))
-            return int(content["status"]), str(content["message"])
+            return Ended(int(content["status"]), str(content["message"]), forwarded > 0, runs)
         if status == 0:
-            return 0, ""
+            return Ended(0, "", False, runs)
         if forwarded:
-            return 128 + forwarded, "cdrmix: interrupted"
-        return 1, CRASHED
+            return Ended(128 + forwarded, "cdrmix: interrupted", True, runs)
+        return Ended(1, CRASHED, False, runs)
 
 
 def _wait(agent: subprocess.Popen[bytes], folder: Path, received: list[int]) -> tuple[int, int]:
@@ -191,6 +233,13 @@ def end_work() -> None:
     with _locked(folder):
         if registered.exists():
             registered.rename(registered.with_suffix(".done"))
+
+
+def note_run(run: Path, config_hash: str) -> None:
+    """Tells the launcher of this worker, if there is one, which run folder it continues."""
+    if is_worker():
+        with (Path(os.environ[FOLDER]) / RUNS).open("a", encoding="utf-8") as file:
+            file.write(f"{config_hash} {run.absolute()}\n")
 
 
 def lost_peer(error: RuntimeError) -> bool:

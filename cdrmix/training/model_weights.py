@@ -121,12 +121,16 @@ class ModelWeights:
     def shapes(self) -> dict[str, list[int]]:
         """The shapes of what `whole` returns, in every rank and without gathering."""
         shapes = {name: list(buffer.shape) for name, buffer in self._buffers.items()}
-        for name, parameter in self._saved.items():
-            shapes[name] = list(parameter.ds_shape if self._stage == 3 else parameter.shape)
-            if is_expert_shard(parameter):
-                assert self._experts is not None
-                shapes[name][0] *= self._experts.experts.size
-        return shapes
+        return shapes | {name: list(self.place(parameter)[1]) for name, parameter in self._saved.items()}
+
+    def place(self, parameter: Any) -> tuple[int, torch.Size]:
+        """The number of elements before this process's parameter in the tensor with all experts, and its shape."""
+        shape: torch.Size = parameter.ds_shape if self._stage == 3 else parameter.shape
+        if not is_expert_shard(parameter):
+            return 0, shape
+        assert self._experts is not None
+        experts = self._experts.experts
+        return experts.rank * shape.numel(), torch.Size([experts.size * shape[0], *shape[1:]])
 
     def shard(self, parameter: Tensor, whole: Tensor) -> Tensor:
         """The part of a whole tensor that belongs to this process's parameter."""

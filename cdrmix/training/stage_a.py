@@ -56,6 +56,7 @@ from cdrmix.training.starting import load_start
 from cdrmix.training.threads import ThreadChoice
 from cdrmix.training.trackers import Trackers
 from cdrmix.training.trainer import Trainer
+from cdrmix.training.watchdog import make_watchdog
 
 
 class TrainResult(NamedTuple):
@@ -127,6 +128,7 @@ def train(
                 else PreferenceValidation(config, shards, world, reference, run.say)
             ),
             callbacks=[*listeners, *callbacks],
+            watchdog=stack.enter_context(make_watchdog(config, run, world)),
             say=run.say,
         )
         progress = trainer.fit()

@@ -22,6 +22,7 @@ from cdrmix.training.metrics import Record, StepRecord
 from cdrmix.training.objective import Objective, StepAccumulator, StepFacts, StepTotals
 from cdrmix.training.schedule import group_rates, learning_rate
 from cdrmix.training.threads import ThreadChoice
+from cdrmix.training.watchdog import Watchdog
 
 
 class Validation(Protocol):
@@ -36,7 +37,8 @@ class Trainer:
 
     settings: steps, schedule and periods. progress: where the run is; first_step: its finished steps when the objective
     begins. saver: commits checkpoints; None: no checkpoints. validation: measured each `evaluate_every` steps; None:
-    never. callbacks: are told of steps, records and checkpoints. threads: chooses the CPU threads. say: prints a line.
+    never. callbacks: are told of steps, records and checkpoints. threads: chooses the CPU threads. watchdog: ends the
+    process if a step hangs. say: prints a line.
     """
 
     def __init__(
@@ -51,12 +53,13 @@ class Trainer:
         saver: Saver | None = None,
         validation: Validation | None = None,
         callbacks: Sequence[Callback] = (),
+        watchdog: Watchdog | None = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
         self.settings, self.engine, self.objective, self.threads = settings, engine, objective, threads
         self.progress = Progress() if progress is None else progress
         self.first_step, self.saver, self.validation, self.callbacks = first_step, saver, validation, callbacks
-        self._say = say
+        self._watchdog, self._say = watchdog, say
         self._skips = Skips(may_skip=settings.precision == "fp16", total=self.progress.skipped_steps)
         self._clock = Clock(self.progress)
 
@@ -84,6 +87,8 @@ class Trainer:
 
         self.threads.begin()
         self._clock.start()
+        if self._watchdog is not None:
+            self._watchdog.begin(number)
         rate = learning_rate(settings, step)
         engine.set_learning_rate(rate, group_rates(settings, step))
         sums = StepAccumulator(engine.world, objective.measures, counts_routing=recorded or objective.balances_routers)
@@ -100,6 +105,8 @@ class Trainer:
             objective.update(engine, totals)
         self._skips.record(applied, number)
 
+        if self._watchdog is not None:
+            self._watchdog.end()
         seconds = self._clock.stop()
         self.threads.end((seconds - self.progress.seconds) / settings.batch_sizes.share(step))
         self.progress = dataclasses.replace(

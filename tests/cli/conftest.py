@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 pytest.importorskip("pydantic", reason="needs pydantic, which is not installed")
 
 from cdrmix.cli import main
+from cdrmix.inference.checkpoints import list_checkpoints
 
 TINY = Path(__file__).parents[2] / "configs" / "base" / "tiny.yaml"
 TOY = (
@@ -76,3 +78,34 @@ def arguments(toy_text: Path, workspace: Path) -> Callable[..., list[str]]:
 def tiny() -> Path:
     """The configuration that the small ones share."""
     return TINY
+
+
+@pytest.fixture(scope="session")
+def wait_for_checkpoint() -> Callable[[Path], Path]:
+    """Returns the only run in a folder, when it has a checkpoint."""
+
+    def wait(root: Path) -> Path:
+        deadline = time.monotonic() + 120
+        while not (found := [run for run in root.glob("*") if list_checkpoints(run / "checkpoints")]):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        return found[0]
+
+    return wait
+
+
+@pytest.fixture(scope="session")
+def workers() -> Callable[[int], list[int]]:
+    """The processes of the run that a launcher has started, by its process id: children of its child, the agent."""
+
+    def find(launcher: int) -> list[int]:
+        parents = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            except (FileNotFoundError, ProcessLookupError):  # ended meanwhile
+                continue
+        agents = [pid for pid, parent in parents.items() if parent == launcher]
+        return [pid for pid, parent in parents.items() if parent in agents]
+
+    return find

@@ -68,7 +68,7 @@ def test_every_damaged_file_is_named(run: RunFolder, capsys: Captured) -> None:
     assert main(["checkpoints", "verify", str(run.path)]) == 0
     assert capsys.readouterr().out == "4 checkpoint(s): all files match their hashes\n"
     flip(run.checkpoints / "step-00000002" / "model.safetensors")
-    (run.checkpoints / "step-00000004" / "optimizer.safetensors").unlink()
+    (run.checkpoints / "step-00000004" / "optimizer-rank0.safetensors").unlink()
     (run.checkpoints / "step-00000004" / "state.json").write_text("{")
     (run.checkpoints / "step-00000006" / "manifest.json").write_text('{"format": 2, "files": {"../x": {}}}')
     (run.checkpoints / "latest").write_text("step-00000099\n")
@@ -79,7 +79,7 @@ def test_every_damaged_file_is_named(run: RunFolder, capsys: Captured) -> None:
         (
             ("step-00000002/model.safetensors", "is corrupt: its SHA-256"),
             ("step-00000004/state.json", "is corrupt: it has 1 bytes"),
-            ("step-00000004/optimizer.safetensors", "is missing"),
+            ("step-00000004/optimizer-rank0.safetensors", "is missing"),
             ("step-00000006/manifest.json", "is corrupt: it is not the manifest"),
             ("checkpoints/latest", "names step-00000099, which does not exist"),
         ),

@@ -25,6 +25,8 @@ from cdrmix.training.distributed import DistributedContext
 from cdrmix.training.launch import CRASHED, Nodes
 
 Arguments = Callable[..., list[str]]
+Wait = Callable[[Path], Path]
+Workers = Callable[[int], list[int]]
 LONG = ("train.steps=4000", "train.checkpoint_every=5", "train.evaluate_every=4000")
 
 
@@ -54,30 +56,9 @@ def ends(launchers: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
     return [(launcher.returncode, error) for launcher, error in zip(launchers, errors, strict=True)]
 
 
-def wait_for_checkpoint(root: Path) -> Path:
-    """The only run in a folder, when it has a checkpoint."""
-    deadline = time.monotonic() + 120
-    while not (found := [run for run in root.glob("*") if list_checkpoints(run / "checkpoints")]):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return found[0]
-
-
 def last_step(run: Path) -> int:
     """The step of the newest checkpoint."""
     return int(list_checkpoints(run / "checkpoints")[-1].name.removeprefix("step-"))
-
-
-def workers(launcher: subprocess.Popen[str]) -> list[int]:
-    """The processes of the run that a launcher has started: children of its child, the agent."""
-    parents = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-        except (FileNotFoundError, ProcessLookupError):  # ended meanwhile
-            continue
-    agents = [pid for pid, parent in parents.items() if parent == launcher.pid]
-    return [pid for pid, parent in parents.items() if parent in agents]
 
 
 @pytest.mark.slow
@@ -90,10 +71,12 @@ def test_two_machines_train_as_one_with_two_processes(arguments: Arguments, tmp_
 
 
 @pytest.mark.slow
-def test_a_killed_process_ends_all_machines_with_one_message_each(arguments: Arguments, tmp_path: Path) -> None:
+def test_a_killed_process_ends_all_machines_with_one_message_each(
+    arguments: Arguments, tmp_path: Path, wait_for_checkpoint: Wait, workers: Workers
+) -> None:
     with launched(arguments(f"run.root={tmp_path}", *LONG)) as launchers:
         wait_for_checkpoint(tmp_path)
-        (victim,) = workers(launchers[1])
+        (victim,) = workers(launchers[1].pid)
         os.kill(victim, signal.SIGKILL)
         for status, error in ends(launchers):
             assert status == 1
@@ -102,7 +85,9 @@ def test_a_killed_process_ends_all_machines_with_one_message_each(arguments: Arg
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_machine_stops_all_of_them_after_a_checkpoint(arguments: Arguments, tmp_path: Path) -> None:
+def test_a_signal_to_one_machine_stops_all_of_them_after_a_checkpoint(
+    arguments: Arguments, tmp_path: Path, wait_for_checkpoint: Wait
+) -> None:
     with launched(arguments(f"run.root={tmp_path}", *LONG)) as launchers:
         run = wait_for_checkpoint(tmp_path)
         launchers[1].send_signal(signal.SIGTERM)

@@ -206,7 +206,7 @@ def test_a_full_disk_leaves_nothing_and_has_its_exit_code(
 def test_only_what_is_read_of_a_checkpoint_is_verified(run: RunFolder) -> None:
     checkpoint = run.checkpoints / "step-00000020"
     manifest = json.loads((checkpoint / "manifest.json").read_text())
-    manifest["files"]["optimizer.safetensors"] = {"bytes": 1, "sha256": "0" * 64}  # and is not there at all
+    manifest["files"]["optimizer-rank0.safetensors"] = {"bytes": 1, "sha256": "0" * 64}  # and is not there at all
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     assert load_model(run.path).step == 20
     weights = checkpoint / "model.safetensors"

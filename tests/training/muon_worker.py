@@ -12,16 +12,16 @@ from torch import nn
 
 sys.path.append(str(Path(__file__).parent))  # conftest.py keeps it off the path of child processes
 
-from worker import FINGERPRINTS, relative, resumes, same_bits
+from worker import FINGERPRINTS, loads_the_state, optimizer_state, relative, resumes, same_bits
 
 from cdrmix.config.schema import Config
 from cdrmix.data.loader import TrainLoader
 from cdrmix.data.shards import open_shards
-from cdrmix.inference.checkpoints import newest_whole_checkpoint, read_tensors, read_weights
+from cdrmix.inference.checkpoints import newest_whole_checkpoint, read_weights
 from cdrmix.runtime import seed_everything
 from cdrmix.training import owners
 from cdrmix.training.build import build_loss_model
-from cdrmix.training.checkpoint import Progress, load_checkpoint, save_checkpoint
+from cdrmix.training.checkpoint import Progress, save_checkpoint
 from cdrmix.training.distributed import join, rank_size_local_rank
 from cdrmix.training.engine import make_engine
 from cdrmix.training.launch import exit_worker
@@ -85,8 +85,7 @@ def steps(order: dict[str, Any], parallel: int, save: Path) -> dict[str, float]:
         if name in found
     }
     held = sum(value.numel() for slots in engine.optimizer.state.values() for value in slots.values())
-    save_checkpoint(engine, save, Progress(step=3), config, FINGERPRINTS)
-    state = read_tensors(save / "step-00000003" / "optimizer.safetensors")
+    state = optimizer_state(save_checkpoint(engine, save, Progress(step=3), config, FINGERPRINTS))
     share = held / sum(value.numel() for value in state.values())
     assert {name.rpartition("/")[0] for name in state} == set(reference)
     return {"update": max(errors.values(), default=0.0), "share": max(world.gather(share))}
@@ -100,14 +99,8 @@ def load(order: dict[str, Any], saved: Path, parallel: int) -> bool:
     assert checkpoint is not None
     seed_everything(4)
     engine = make_engine(config, build_loss_model(config), world)
-    load_checkpoint(engine, checkpoint, config, FINGERPRINTS)
-    state = read_tensors(checkpoint / "optimizer.safetensors")
-    return all(
-        world.gather(
-            same_bits(world, state, engine.optimizer_state())
-            and same_bits(world, read_weights(checkpoint), engine.weights())
-        )
-    )
+    same = loads_the_state(engine, checkpoint, config)
+    return all(world.gather(same and same_bits(world, read_weights(checkpoint), engine.weights())))
 
 
 def muon_resumes(order: dict[str, Any], parallel: int, where: Path) -> bool:

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from cdrmix.config.schema import Config
 from cdrmix.errors import CheckpointError, ConfigError, DiskFullError, ShardError, VocabularyError
@@ -78,7 +80,7 @@ def test_nothing_in_a_checkpoint_is_a_pickle(run: Run) -> None:
     assert names == {
         "model.safetensors",
         "ema.safetensors",
-        "optimizer.safetensors",
+        "optimizer-rank0.safetensors",
         "rng-rank0.json",
         "state.json",
         "config_snapshot.yaml",
@@ -96,7 +98,7 @@ def damage_truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-10])
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "rng-rank0.json", "state.json"])
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer-rank0.safetensors", "rng-rank0.json", "state.json"])
 @pytest.mark.parametrize(
     ("damage", "message"),
     [(damage_flip, "its SHA-256 is"), (damage_truncate, "bytes, the manifest says"), (Path.unlink, "is missing")],
@@ -246,20 +248,43 @@ def test_another_configuration_tokenizer_or_text_is_refused(run: Run, make_confi
     assert config.value.exit_code == 2
 
 
-def test_zero_partitions_need_as_many_processes(run: Run) -> None:
+def test_another_layout_is_told(run: Run) -> None:
     saved = run.save(3)
-    state = json.loads((saved / "state.json").read_text())
     assert differences(saved, run.engine) == []
-    (saved / "state.json").write_text(json.dumps(state | {"processes": 4}))
-    assert differences(saved, run.engine) == ["4 processes before, 1 now"]
-    assert load_checkpoint(run.engine, saved, run.config, FINGERPRINTS).step == 3, "without ZeRO any number does"
-    run.engine.stage = 1
-    with pytest.raises(CheckpointError, match=r"written at ZeRO stage 0 by 4 processes.*--nproc 4"):
+    state = json.loads((saved / "state.json").read_text())
+    (saved / "state.json").write_text(json.dumps(state | {"processes": 4, "zero_stage": 1, "expert_parallel": 2}))
+    told = ["processes: 4 before, 1 now", "zero_stage: 1 before, 0 now", "expert_parallel: 2 before, 1 now"]
+    assert differences(saved, run.engine) == told
+    assert load_checkpoint(run.engine, saved, run.config, FINGERPRINTS).step == 3
+
+
+def test_pieces_of_state_that_do_not_fit_are_refused(run: Run) -> None:
+    for parameter in run.engine.parameters.values():
+        parameter.grad = torch.randn_like(parameter)
+    run.engine.optimizer.step()
+    saved = run.save(3)
+    whole = load_file(saved / "optimizer-rank0.safetensors")
+    name = next(key for key in whole if key.endswith("/exp_avg") and whole[key].dim() == 2)
+    flat, size = whole[name].flatten(), whole[name].numel()
+
+    def load(pieces: dict[str, Tensor]) -> dict[str, Tensor]:
+        others = {key: value for key, value in whole.items() if key != name}
+        path = saved / "optimizer-rank0.safetensors"
+        save_file(others | pieces, path)
+        with torch.no_grad():
+            for state in run.engine.optimizer.state.values():
+                for value in state.values():
+                    value.fill_(float("nan"))
         load_checkpoint(run.engine, saved, run.config, FINGERPRINTS)
-    state["zero_stage"] = 1
-    (saved / "state.json").write_text(json.dumps(state | {"processes": 4}))
-    with pytest.raises(CheckpointError, match=r"4 ZeRO partitions.*--nproc 4"):
-        load_checkpoint(run.engine, saved, run.config, FINGERPRINTS)
-    (saved / "state.json").write_text(json.dumps(state | {"expert_parallel": 2}))
-    with pytest.raises(CheckpointError, match=r"resume with train\.expert_parallel=2"):
-        load_checkpoint(run.engine, saved, run.config, FINGERPRINTS)
+        return run.engine.optimizer_state()
+
+    halves = {f"{name}/0-{size // 2}": flat[: size // 2], f"{name}/{size // 2}-{size}": flat[size // 2 :]}
+    found = load(halves)
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(value, whole[key]) for key, value in found.items())
+    for number, lacking in ((0, 0), (1, size // 2)):
+        part = dict([[*halves.items()][1 - number]])
+        with pytest.raises(CheckpointError, match=f"no exp_avg of {name.split('/')[0]} from element {lacking} on"):
+            load(part)
+    with pytest.raises(CheckpointError, match=r"optimizer state of partition0, which is no parameter of this model"):
+        load({"partition0/exp_avg": flat})

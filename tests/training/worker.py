@@ -9,6 +9,7 @@ import math
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from cdrmix.training import stage_a, trainer
 from cdrmix.training.build import build_loss_model
 from cdrmix.training.checkpoint import Fingerprints, Progress, differences, load_checkpoint, save_checkpoint
 from cdrmix.training.distributed import DistributedContext, join, rank_size_local_rank
-from cdrmix.training.engine import make_engine
+from cdrmix.training.engine import Engine, make_engine
 from cdrmix.training.expert_parallel import expert_layer, is_expert_shard
 from cdrmix.training.launch import exit_worker
 from cdrmix.training.optim import LossScale, make_optimizer, parameter_groups
@@ -92,7 +93,8 @@ class BrokenOff(Exception):
 
 
 def act_before(order: str) -> None:
-    """ "3:SIGTERM" sends this process a signal before the step that follows 3 finished ones; "3:stop" raises."""
+    """ "3:SIGTERM" sends this process a signal in the step that follows 3 finished ones; "3:stop" raises; "3:hang"
+    sleeps."""
     finished, _, act = order.partition(":")
 
     def act_then_answer(train: Train, step: int) -> float:
@@ -100,6 +102,8 @@ def act_before(order: str) -> None:
             trainer.learning_rate = learning_rate
             if act == "stop":
                 raise BrokenOff
+            if act == "hang":
+                time.sleep(600)
             os.kill(os.getpid(), signal.Signals[act])
         return learning_rate(train, step)
 
@@ -123,6 +127,16 @@ def repeat(order: dict[str, Any]) -> int:
     if rank_size_local_rank()[0] == 0:
         act_before("2:SIGTERM")
     return train_in(where / "stopped", order, order["overrides"])
+
+
+def hang(order: dict[str, Any]) -> int:
+    """Trains, which loads the kernels, and once more, where rank 0 does not end its fourth step."""
+    where = Path(order["where"])
+    where.mkdir(exist_ok=True)
+    assert train_in(where / "straight", order, order["overrides"]) == 0
+    if rank_size_local_rank()[0] == 0:
+        act_before("3:hang")
+    return train_in(where / "hangs", order, [*order["overrides"], "train.hang_timeout=8"])
 
 
 def gradients(order: dict[str, Any]) -> int:
@@ -357,16 +371,9 @@ def expert_load(order: dict[str, Any], saved: Path, stage: int, parallel: int) -
     seed_everything(4)
     engine = make_engine(config, build_loss_model(config), world)
     weights, average = read_weights(checkpoint), read_weights(checkpoint, average=True)
-    same: dict[str, bool] = {}
-    if stage == 0 and (checkpoint / "optimizer.safetensors").exists():
-        load_checkpoint(engine, checkpoint, config, FINGERPRINTS)
-        told = " ".join(differences(checkpoint, engine))
-        assert ("2 expert_parallel before" in told) == (parallel != 2)
-        optimizer = load_file(checkpoint / "optimizer.safetensors")
-        same["optimizer"] = same_bits(world, optimizer, engine.optimizer_state())
-    else:  # other partitions of the optimizer's state
-        engine.load_weights(weights if world.rank == 0 else {})
-        engine.load_average_weights(average)
+    same = {"optimizer": loads_the_state(engine, checkpoint, config)}
+    told = " ".join(differences(checkpoint, engine))
+    assert ("expert_parallel: 2 before" in told) == (parallel != 2)
     same["weights"] = same_bits(world, weights, engine.weights())
     same["average"] = same_bits(world, average, engine.average_weights())
 
@@ -387,6 +394,34 @@ def expert_load(order: dict[str, Any], saved: Path, stage: int, parallel: int) -
     return {name: all(each[name] for each, _ in gathered) for name in same} | {
         "logits": max(each for _, each in gathered)
     }
+
+
+def optimizer_state(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The optimizer's state in a checkpoint, of whole parameters, flattened. Each element is in the files once."""
+    weights, state, written = read_weights(checkpoint), {}, {}
+    for path in sorted(checkpoint.glob("optimizer-rank*.safetensors")):
+        for piece, value in load_file(path).items():
+            name, key, *span = piece.split("/")
+            if value.dim() == 0:
+                assert state.setdefault(f"{name}/{key}", value) == value
+                continue
+            first, end = map(int, span[0].split("-")) if span else (0, weights[name].numel())
+            assert span or value.shape == weights[name].shape
+            whole = state.setdefault(f"{name}/{key}", torch.full((weights[name].numel(),), float("nan")))
+            whole[first:end] = value.flatten()
+            written.setdefault(f"{name}/{key}", torch.zeros(len(whole), dtype=torch.int))[first:end] += 1
+    assert all(bool((count == 1).all()) for count in written.values())
+    return state
+
+
+def loads_the_state(engine: Engine, checkpoint: Path, config: Config) -> bool:
+    """Loads a checkpoint of another layout; whether this layout saves the same bits of the optimizer's state."""
+    progress, world = load_checkpoint(engine, checkpoint, config, FINGERPRINTS), engine.world
+    folder = checkpoint.parent / f"{engine.stage}-{world.size}-{engine.expert_parallel}-{int(time.time())}"
+    saved = save_checkpoint(engine, Path(world.gather(str(folder))[0]), progress, config, FINGERPRINTS)
+    one, other = optimizer_state(checkpoint), optimizer_state(saved)
+    assert any(value.abs().max() > 0 for value in one.values())
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 def same_bits(world: DistributedContext, expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> bool:
@@ -491,5 +526,5 @@ def expert_layers(order: dict[str, Any]) -> dict[str, float]:
 if __name__ == "__main__":
     order = json.loads(sys.argv[1])
     jobs = {"train": train, "twice": twice, "repeat": repeat, "gradients": gradients, "experts": experts}
-    jobs |= {"depths": depths, "leave": leave}
+    jobs |= {"depths": depths, "leave": leave, "hang": hang}
     exit_worker(jobs[order["job"]](order))

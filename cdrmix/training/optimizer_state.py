@@ -1,0 +1,157 @@
+"""The optimizer's state in checkpoints: in pieces by parameter, so that any other layout of the processes can load it.
+
+A layout is the number of processes, the ZeRO stage and the expert parallelism. The pieces of a process are in a file
+of its own. A piece is named PARAMETER/KEY, such as `blocks.0.mixer.output.weight/exp_avg`, and is a scalar or the whole
+tensor; or PARAMETER/KEY/FIRST-END, the elements from FIRST to before END of the flattened tensor. The parameter is
+always that with all experts. To load, a process reads the elements of the files that its own optimizer keeps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from cdrmix.errors import CheckpointError
+
+
+class Held(NamedTuple):
+    """Elements of a parameter that this process's optimizer updates.
+
+    tensor: of which they are a part, the parameter itself or a flat partition of ZeRO. start: the first of them in the
+    flattened tensor. first, end: in the flattened parameter with all experts, which has `shape`.
+    """
+
+    name: str
+    tensor: Tensor
+    start: int
+    first: int
+    end: int
+    shape: torch.Size
+
+
+def pieces(optimizer: torch.optim.Optimizer, held: Iterable[Held]) -> dict[str, Tensor]:
+    """The state of these elements by the name of the piece, on the CPU. Not copied if it is there already."""
+    found = {}
+    for each in held:
+        for key, value in optimizer.state.get(each.tensor, {}).items():
+            if value.dim() == 0:
+                found[f"{each.name}/{key}"] = value.detach().cpu().clone()  # one tensor has several parameters
+                continue
+            part = value.detach().reshape(-1)[each.start : each.start + each.end - each.first].cpu()
+            if each.end - each.first == each.shape.numel():
+                found[f"{each.name}/{key}"] = part.view(each.shape)
+            else:
+                found[f"{each.name}/{key}/{each.first}-{each.end}"] = part
+    return found
+
+
+def load_pieces(optimizer: torch.optim.Optimizer, held: Iterable[Held], files: StateFiles) -> None:
+    """Gives these elements the state that the files have. A parameter without state in the files was never updated.
+
+    Raises CheckpointError if the files have a part of a parameter's state, or different numbers of updates for
+    parameters that are in one tensor here.
+    """
+    counted: dict[tuple[Tensor, str], float] = {}
+    for each in held:
+        for key, count in files.scalars(each.name).items():
+            known = counted.setdefault((each.tensor, key), count.item())
+            if known != count.item():
+                raise CheckpointError(
+                    f"{files.checkpoint}: {each.name} was updated {count.item():g} times and others {known:g} times, "
+                    "but at this ZeRO stage they have one count; resume at the stage and with the number of processes "
+                    "that wrote the checkpoint (state.json)"
+                )
+            state = optimizer.state[each.tensor]
+            if key in state:  # it may be in a file
+                state[key].copy_(count)
+            else:
+                state[key] = count.to(each.tensor.device, copy=True)
+        for key in files.tensors(each.name):
+            state = optimizer.state[each.tensor]
+            if key not in state:
+                state[key] = torch.zeros_like(each.tensor)
+            target = state[key].view(-1)[each.start : each.start + each.end - each.first]
+            files.read(each.name, key, each.first, target)
+
+
+class _Piece(NamedTuple):
+    file: Any  # an opened safetensors file
+    name: str
+    first: int
+    end: int
+    whole: bool  # the tensor in its own shape
+
+
+class StateFiles:
+    """The files of a checkpoint that have pieces, opened. Only the elements that are asked for are read.
+
+    known: names of the model's parameters. Raises CheckpointError if the files have state of another.
+    """
+
+    def __init__(self, checkpoint: Path, files: Iterable[str], known: Collection[str]) -> None:
+        self.checkpoint = checkpoint
+        self._scalars: dict[str, dict[str, Tensor]] = defaultdict(dict)
+        self._tensors: dict[str, dict[str, list[_Piece]]] = defaultdict(lambda: defaultdict(list))
+        with contextlib.ExitStack() as opened:
+            for path in sorted(checkpoint / file for file in files):
+                self._add(path, opened.enter_context(safe_open(path, "pt")), known)
+            self._opened = opened.pop_all()
+
+    def _add(self, path: Path, file: Any, known: Collection[str]) -> None:
+        for piece in file.keys():  # noqa: SIM118  # it is no mapping
+            name, key, *span = piece.split("/")
+            if name not in known:
+                raise CheckpointError(
+                    f"{path} has optimizer state of {name}, which is no parameter of this model: an earlier version "
+                    "of cdrmix wrote it under ZeRO. Start a new run, with its weights by train.start_from"
+                )
+            shape = file.get_slice(piece).get_shape()
+            if not span and not shape:
+                self._scalars[name][key] = file.get_tensor(piece)  # of all processes that have a part, the same
+                continue
+            first, end = map(int, span[0].split("-")) if span else (0, math.prod(shape))
+            self._tensors[name][key].append(_Piece(file, piece, first, end, whole=not span))
+
+    def __enter__(self) -> StateFiles:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._opened.close()
+
+    def scalars(self, name: str) -> dict[str, Tensor]:
+        """The scalars of a parameter's state, by key."""
+        return self._scalars.get(name, {})
+
+    def tensors(self, name: str) -> list[str]:
+        """The keys of the tensors of a parameter's state."""
+        return list(self._tensors.get(name, {}))
+
+    def read(self, name: str, key: str, first: int, target: Tensor) -> None:
+        """Fills the flat `target` with elements of a tensor, flattened, from `first` on.
+
+        Raises CheckpointError if the files have not all of them.
+        """
+        reached, end = first, first + len(target)
+        for piece in sorted(self._tensors[name][key], key=lambda each: each.first):
+            stop = min(end, piece.end)
+            if piece.first > reached or stop <= reached:
+                continue
+            if piece.whole:
+                part = piece.file.get_tensor(piece.name).reshape(-1)[reached:stop]
+            else:
+                part = piece.file.get_slice(piece.name)[reached - piece.first : stop - piece.first]
+            target[reached - first : stop - first].copy_(part)
+            reached = stop
+        if reached < end:
+            raise CheckpointError(
+                f"{self.checkpoint} has no {key} of {name} from element {reached} on: it is incomplete. Remove this "
+                "checkpoint to resume from the one before"
+            )
