@@ -11,12 +11,13 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field
 
 from cdrmix.config.autosizers import Size
 from cdrmix.config.batch_sizes import BatchSizes
+from cdrmix.config.hashing import MEMORY, NOT_HASHED, leave_out_added
 from cdrmix.config.loader import dump_yaml, load_yaml
 from cdrmix.config.mixer_layers import layer_mixers
 from cdrmix.config.schema_ablation import Ablation
@@ -40,65 +41,6 @@ from cdrmix.config.section import (
     Text,
 )
 from cdrmix.errors import ConfigError
-
-# The keys that Config.hash leaves out: they change neither a weight nor a measurement, only folders, logging and speed.
-# run.device is not one of them: it decides the order in which sums are rounded.
-NOT_HASHED: dict[str, Any] = {
-    "run": {"root", "name", "threads", "mirror"},
-    "data": {"cache", "engine", "workers", "memory_mb"},  # the shards are the same
-    "train": {
-        "keep_last",
-        "keep_every",
-        "log_every",
-        "expert_parallel",
-        "profile",
-        "offload_folder",
-        "hang_timeout",
-        "hyperparameters",
-        "tokens_per_parameter",
-    },  # of the last two the keys that they set are hashed
-    "logging": True,
-    "export": True,
-    "evaluation": True,
-}
-
-# Keys of `train` that say what is kept in memory, and where. Config.hash has these values of them for every run.
-MEMORY: dict[str, Any] = {"zero_stage": 0, "offload": "none", "activation_checkpointing": False}
-
-# Keys that were added later, each with the value that means: as before the key existed. Config.hash and the content key
-# of shards leave a key with this value out, so that older runs can be resumed and older shards are reused.
-ADDED_LATER: dict[str, Any] = {
-    "data.tokenizer.begin_of_text": "auto",
-    "data.tokenizer.lossless": True,
-    "data.tokenizer.min_frequency": 1,
-    "data.tokenizer.max_token_length": None,
-    "data.tokenizer.normalization": "none",
-    "data.tokenizer.add_tokens": [],
-    "data.objectives.fim.loss": "all",
-    "data.objectives.fim.characters": None,
-    "data.objectives.cot": None,
-    "data.objectives.weights": None,
-    "data.objectives.normalise": "mean_of_tokens",
-    "data.order": "shuffled",
-    "model.kind": "cdrmix",
-    "model.bigrams": None,
-    "model.depth": None,
-    "model.feed_forward.dense_layers": [],
-    "model.feed_forward.dense_hidden": None,
-    "model.feed_forward.shared_hidden": None,
-    "model.prediction": None,
-    "train.weights": "fp32",
-    "train.offload": "none",
-    "train.start_from": None,
-    "train.start_made_by": None,
-    "train.dpo": None,
-    "train.best_metric": None,
-    "train.best_mode": None,
-    "train.batch_warmup": None,
-    **{f"train.optimizer.{key}": value for key, value in Optimizer().model_dump().items() if key != "kind"},
-    "train.schedule": Schedule().model_dump(),
-    "train.groups": {},
-}
 
 
 class Run(Section):
@@ -341,6 +283,9 @@ class Train(Section):
     hang_timeout: Literal["auto"] | PositiveFloat | None = "auto"
     """Seconds after which a step that has not ended is a hang: the process writes its stacks and ends with exit code
     16. auto: 20 times the median step, at least 600. null: never."""
+    async_checkpoints: Literal["auto"] | bool = "auto"
+    """Write checkpoints in threads beside the training, which waits only while its state is copied. Main memory is
+    needed for the copy. auto: on a GPU."""
     ema_decay: Between0And1 | None = None
     """Decay rate of a running average of the weights, which is then evaluated and exported. null: no average."""
     log_every: PositiveInt = 10
@@ -481,17 +426,3 @@ class Config(Section):
         del data["ablation"]  # each arm of an ablation is a configuration of its own
         leave_out_added(data)
         return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def leave_out_added(data: dict[str, Any]) -> None:
-    """Deletes the keys of ADDED_LATER that have their listed value. data: a dump of a Config, or of some sections."""
-    for path, value in ADDED_LATER.items():
-        *sections, key = path.split(".")
-        section: Any = data
-        for name in sections:
-            section = section.get(name) if isinstance(section, dict) else None
-        if isinstance(section, dict) and key in section and section[key] == value:
-            del section[key]
-    train = data.get("train")
-    if isinstance(train, dict) and isinstance(train.get("optimizer"), dict) and [*train["optimizer"]] == ["kind"]:
-        train["optimizer"] = train["optimizer"]["kind"]  # as before it was a section

@@ -19,7 +19,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from cdrmix.config.schema import Config, leave_out_added
+from cdrmix.config.hashing import leave_out_added
+from cdrmix.config.schema import Config
 from cdrmix.config.schema_data import TasksSource
 from cdrmix.data import shards
 from cdrmix.data.chains import source_of

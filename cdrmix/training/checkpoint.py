@@ -20,27 +20,22 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
-import os
 import random
-import shutil
-from collections.abc import Callable
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from cdrmix.config.schema import Config
-from cdrmix.durable import disk_full, disk_guard, is_disk_full, sha256_file, sync_file, sync_folder, write_atomically
+from cdrmix.durable import disk_guard, write_atomically
 from cdrmix.errors import BaseModelError, CheckpointError, ConfigError, VocabularyError
 from cdrmix.inference.checkpoints import (
     AVERAGE,
-    FORMAT,
-    MANIFEST,
     MODEL,
     OPTIMIZER,
     optimizer_files,
@@ -48,14 +43,11 @@ from cdrmix.inference.checkpoints import (
     state_dict_mismatch,
 )
 from cdrmix.run_folder import RunFolder, check_text
+from cdrmix.training.checkpoint_writer import WHEN_FULL, CheckpointWriter, Contents
+from cdrmix.training.copies import HostCopies, on_cpu
 from cdrmix.training.distributed import DistributedContext
 from cdrmix.training.engine import Engine
-from cdrmix.training.retention import Rules, prune, set_aside
-
-WHEN_FULL = (
-    "The checkpoints already there are whole. Free some space or lower train.keep_last, then continue with "
-    "--resume auto."
-)
+from cdrmix.training.retention import Rules, prune
 
 
 @dataclass(frozen=True)
@@ -102,47 +94,44 @@ def save_checkpoint(
     periodic: whether the checkpoint counts for `train.keep_last`.
     Raises DiskFullError or CheckpointError in every rank, after removing what was written. Older checkpoints stay.
     """
-    world = engine.world
-    final = folder / f"step-{progress.step:08d}"
-    temporary = folder / f"{final.name}.tmp-{world.gather(os.getpid())[0]}"
-    entries: dict[str, dict[str, Any]] = {}
-    # Collected before anything is written: with ZeRO-3 and expert parallelism this is collective, and an error of one
-    # rank while writing must not stop it.
-    weights, average, optimizer = engine.weights(), engine.average_weights(), engine.optimizer_state()
+    return _begin(engine, folder, progress, config, fingerprints, None, periodic=periodic).finish()
 
-    def write() -> None:
-        temporary.mkdir(parents=True, exist_ok=True)
-        if world.is_main_process:
-            entries[MODEL] = _write_tensors(temporary / MODEL, weights)
-            if average:
-                entries[AVERAGE] = _write_tensors(temporary / AVERAGE, average)
-            state = _state(engine, progress, config, fingerprints)
-            entries["state.json"] = _write_text(temporary / "state.json", json.dumps(state, indent=2) + "\n")
-            entries["config_snapshot.yaml"] = _write_text(temporary / "config_snapshot.yaml", config.to_yaml())
-        if optimizer or world.is_main_process:
-            name = f"{OPTIMIZER}-rank{world.rank}.safetensors"
-            entries[name] = _write_tensors(temporary / name, optimizer)
-        name = f"rng-rank{world.rank}.json"
-        entries[name] = _write_text(temporary / name, json.dumps(_random_state(world)) + "\n")
 
-    def commit() -> None:
-        if not world.is_main_process:
-            return
-        manifest = {"format": FORMAT, "step": progress.step, "periodic": periodic, "files": files}
-        _write_text(temporary / MANIFEST, json.dumps(manifest, indent=2) + "\n")
-        sync_folder(temporary)
-        if final.exists():  # it was corrupt, or is of the same step before a restart
-            shutil.rmtree(set_aside(final))
-        temporary.rename(final)
-        sync_folder(folder)
-        point(folder, "latest", final)
-        if progress.best_step == progress.step:
-            point(folder, "best", final)
-
-    _together(world, write, temporary, folder)
-    files = {name: entry for part in world.gather(entries) for name, entry in part.items()}
-    _together(world, commit, temporary, folder)
-    return final
+def _begin(
+    engine: Engine,
+    folder: Path,
+    progress: Progress,
+    config: Config,
+    fingerprints: Fingerprints,
+    copies: HostCopies | None,
+    *,
+    periodic: bool,
+) -> CheckpointWriter:
+    """Begins a checkpoint. copies: of what the training changes; None: it changes nothing before the end."""
+    world, tensors, texts = engine.world, {}, {}
+    # Under ZeRO-3 and expert parallelism these are collectives.
+    for name, state in (
+        (MODEL, engine.weights),
+        (AVERAGE, engine.average_weights),
+        (f"{OPTIMIZER}-rank{world.rank}.safetensors", engine.optimizer_state),
+    ):
+        tensors[name] = state(on_cpu if copies is None else copies.of(name))
+    if copies is not None:
+        copies.wait()
+    always = (MODEL, f"{OPTIMIZER}-rank0.safetensors") if world.is_main_process else ()
+    tensors = {name: found for name, found in tensors.items() if found or name in always}
+    texts[f"rng-rank{world.rank}.json"] = json.dumps(_random_state(world)) + "\n"
+    if world.is_main_process:
+        texts["state.json"] = json.dumps(_state(engine, progress, config, fingerprints), indent=2) + "\n"
+        texts["config_snapshot.yaml"] = config.to_yaml()
+    return CheckpointWriter(
+        world,
+        folder,
+        Contents(tensors, texts),
+        step=progress.step,
+        periodic=periodic,
+        best=progress.best_step == progress.step,
+    )
 
 
 class Mirroring(Protocol):
@@ -153,10 +142,13 @@ class Mirroring(Protocol):
 
 
 class Saver:
-    """Writes the checkpoints of a run: periodic, best and last. `latest` is the newest one.
+    """Writes the checkpoints of a run: periodic, best and last. `latest` is the newest one that is committed.
 
+    A context manager: when the body raises, a checkpoint that is being written has `PATIENCE` seconds to be committed.
     mirror: copies what is committed to a second store; None: no mirror, or not the first process.
     """
+
+    PATIENCE = 30.0  # torchrun kills a process 60 s after another one has failed
 
     def __init__(
         self,
@@ -169,18 +161,64 @@ class Saver:
     ) -> None:
         self._engine, self._config, self._run, self._shards = engine, config, run, shards
         self.latest, self._mirror = latest, mirror
+        beside = config.train.async_checkpoints
+        beside = engine.world.device.type == "cuda" if beside == "auto" else beside
+        self._copies = HostCopies() if beside else None
+        self._writer: CheckpointWriter | None = None
+        self._best = False  # what is being written is the best checkpoint
 
-    def save(self, progress: Progress, *, periodic: bool) -> None:
-        """Commits a checkpoint, then removes those that `train.keep_last` and `keep_every` do not keep."""
-        folder = self._run.checkpoints
-        self.latest = save_checkpoint(self._engine, folder, progress, self._config, self._shards, periodic=periodic)
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._writer is not None:
+            self._writer.abandon(self.PATIENCE)
+
+    def save(self, progress: Progress, *, periodic: bool, wait: bool) -> list[Path]:
+        """Begins a checkpoint, after the one before is committed. Returns those that were committed meanwhile.
+
+        wait: it is committed too before this returns, as all are without train.async_checkpoints. Every rank calls.
+        """
+        started = time.perf_counter()
+        committed = self.finish()
+        self._writer = _begin(
+            self._engine,
+            self._run.checkpoints,
+            progress,
+            self._config,
+            self._shards,
+            self._copies,
+            periodic=periodic,
+        )
+        self._best = progress.best_step == progress.step
+        name = self._writer.path.name
+        if wait or self._copies is None:
+            committed += self.finish()
+        self._run.note(f"the training waited {time.perf_counter() - started:.2f} s for {name}")
+        return committed
+
+    @property
+    def written(self) -> bool:
+        """In the first process: whether `finish` would return a checkpoint without waiting."""
+        return self._engine.world.is_main_process and self._writer is not None and self._writer.written
+
+    def finish(self) -> list[Path]:
+        """Waits for the checkpoint that is being written, then removes those that `train.keep_last` and `keep_every`
+        do not keep. Returns it; [] if there is none. Every rank calls. Raises as `save_checkpoint`."""
+        if self._writer is None:
+            return []
+        writer, self._writer = self._writer, None
+        self.latest = writer.finish()
         if self._engine.world.is_main_process:
             if self._mirror is None:
-                prune(folder, Rules.of(self._config.train), self.latest)
+                prune(self._run.checkpoints, Rules.of(self._config.train), self.latest)
             else:
                 self._mirror.committed(self.latest)
-        self._run.note(f"checkpoint {self.latest.name}{' (best)' if progress.best_step == progress.step else ''}")
+        self._run.note(f"checkpoint {self.latest.name}{' (best)' if self._best else ''}")
         self._engine.world.barrier()
+        return [self.latest]
 
     def point_best(self, progress: Progress) -> None:
         """Makes the `best` pointer name the best checkpoint of the progress."""
@@ -276,25 +314,6 @@ def point(folder: Path, name: str, checkpoint: Path) -> None:
         write_atomically(folder / name, checkpoint.name + "\n")
 
 
-def _together(world: DistributedContext, action: Callable[[], None], temporary: Path, folder: Path) -> None:
-    # All ranks act, then all learn whether one failed, so that no rank waits for a failed one.
-    failure: tuple[bool, str] | None = None
-    try:
-        action()
-    except (OSError, SafetensorError) as error:
-        failure = (is_disk_full(error), str(error))
-    failures = [other for other in world.gather(failure) if other is not None]
-    if not failures:
-        return
-    if world.is_main_process:
-        shutil.rmtree(temporary, ignore_errors=True)
-    world.barrier()
-    full, text = failures[0]
-    if full:
-        raise disk_full(f"a checkpoint under {folder}", WHEN_FULL)
-    raise CheckpointError(f"a checkpoint could not be written under {folder}: {text}")
-
-
 def _state(engine: Engine, progress: Progress, config: Config, fingerprints: Fingerprints) -> dict[str, Any]:
     return {
         "progress": dataclasses.asdict(progress),
@@ -307,22 +326,6 @@ def _state(engine: Engine, progress: Progress, config: Config, fingerprints: Fin
 
 def _of_base(base: str | None) -> str:
     return "has no base model" if base is None else f"has a base model with SHA-256 {base[:12]}"
-
-
-def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    save_file(tensors, path)
-    sync_file(path)
-    return _entry(path)
-
-
-def _write_text(path: Path, text: str) -> dict[str, Any]:
-    path.write_text(text, encoding="utf-8")
-    sync_file(path)
-    return _entry(path)
-
-
-def _entry(path: Path) -> dict[str, Any]:
-    return {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
 
 
 def _random_state(world: DistributedContext) -> dict[str, Any]:

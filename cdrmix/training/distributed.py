@@ -76,12 +76,12 @@ class DistributedContext:
         turn = store.add(f"turns of {self.rank}", 1)
         keys = [f"item {turn} of {rank}" for rank in range(self.size)]
         store.set(keys[self.rank], pickle.dumps(item))  # type: ignore[arg-type]  # the stub lacks bytes
-        _wait(lambda: store.check(keys))
+        wait_until(lambda: store.check(keys))
         items: list[Item] = [pickle.loads(store.get(key)) for key in keys]
         readers = f"readers of {turn}"
         store.add(readers, 1)
         if self.rank == 0:  # it may hold the store, so it waits until all have read
-            _wait(lambda: store.add(readers, 0) == self.size)
+            wait_until(lambda: store.add(readers, 0) == self.size)
             for key in (*keys, readers):
                 store.delete_key(key)
         return items
@@ -110,7 +110,8 @@ def rendezvous_store(rank: int, size: int) -> dist.Store:
     return dist.PrefixStore("cdrmix", store)
 
 
-def _wait(done: Callable[[], bool]) -> None:
+def wait_until(done: Callable[[], bool]) -> None:
+    """Waits for something that another process does. There is no timeout; a signal ends the wait."""
     pause = 0.001
     while not done():
         time.sleep(pause)

@@ -39,6 +39,7 @@ from cdrmix.model.loss import Losses
 from cdrmix.model.prediction import Depths
 from cdrmix.ops import weights as compute_weights
 from cdrmix.training.compiling import mark_documents
+from cdrmix.training.copies import Keep, on_cpu
 from cdrmix.training.distributed import DistributedContext, any_threads
 from cdrmix.training.expert_parallel import expert_groups, is_expert_shard, total_norm
 from cdrmix.training.master_weights import MasterWeights
@@ -369,12 +370,12 @@ class Engine:
                 for flat in zero.fp32_partitioned_groups_flat:
                     flat.grad.zero_()
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self, keep: Keep = on_cpu) -> dict[str, Tensor]:
         """The fp32 weights on the CPU, with all experts and gathered under every ZeRO stage. {} except in rank 0.
 
         The names are of the model's state_dict; with `base` those of the trained parameters. All ranks call.
         """
-        return self._weights.whole(self._weights.local())
+        return self._weights.whole(self._weights.local(), keep)
 
     def copy_weights(self, target: nn.Module) -> None:
         """Copies all weights, gathered under every ZeRO stage, into a module of the same structure. All ranks call.
@@ -388,9 +389,9 @@ class Engine:
         """The shapes of `weights`, with all experts, in every rank and without gathering."""
         return self._weights.shapes()
 
-    def average_weights(self) -> dict[str, Tensor]:
+    def average_weights(self, keep: Keep = on_cpu) -> dict[str, Tensor]:
         """The averaged weights in the form of `weights`; {} without an average."""
-        return {} if self.average is None else self._weights.whole(self.average.tensors)
+        return {} if self.average is None else self._weights.whole(self.average.tensors, keep)
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
         """Loads what `weights` returned. Rank 0's argument is sent to every rank. All ranks call."""
@@ -410,9 +411,9 @@ class Engine:
         assert self.average is not None
         self._weights.load_local(self.average.tensors, weights)
 
-    def optimizer_state(self) -> dict[str, Tensor]:
+    def optimizer_state(self, keep: Keep = on_cpu) -> dict[str, Tensor]:
         """This process's pieces of the optimizer's state. Together the processes have each element once."""
-        return pieces(self.optimizer, self._held(saved=True))
+        return pieces(self.optimizer, self._held(saved=True), keep)
 
     def load_optimizer_state(self, checkpoint: Path, files: Iterable[str]) -> None:
         """Loads what all processes' `optimizer_state` returned. Their layout may have been another.

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cdrmix.training.copies import Keep
 from cdrmix.training.distributed import DistributedContext
 from cdrmix.training.expert_parallel import ExpertGroups, is_expert_shard
 from cdrmix.training.master_weights import MasterWeights
@@ -51,10 +52,11 @@ class ModelWeights:
             return [flat.detach() for flat in self.masters.flat]
         return [self._held(parameter) for parameter in self._saved.values()]
 
-    def whole(self, local: Sequence[Tensor]) -> dict[str, Tensor]:
+    def whole(self, local: Sequence[Tensor], keep: Keep) -> dict[str, Tensor]:
         """Whole float32 weights on the CPU, with all experts, and the buffers: in rank 0; {} in the others.
 
-        local: what `local` returned, or its average. All ranks call. One parameter at a time is whole on the device.
+        local: what `local` returned, or its average. keep: brings a tensor to the CPU. All ranks call.
+        One parameter at a time is whole on the device.
         """
         whole = {}
         for number, (name, parameter) in enumerate(self._saved.items()):
@@ -68,7 +70,7 @@ class ModelWeights:
                 assert self._experts is not None
                 tensor = self._experts.whole(mine)
             if tensor is not None:
-                whole[name] = tensor.detach().cpu().contiguous()
+                whole[name] = keep(name, tensor.detach())
         if self._world.rank == 0:
             whole |= {name: buffer.cpu().clone() for name, buffer in self._buffers.items()}
         return whole

@@ -33,14 +33,15 @@ class StepTotals(NamedTuple):
     """One step over the global batch; the same in every process.
 
     loss: what was optimised. sums: by the objective's measures. gradient_norm: before clipping; None where DeepSpeed
-    finds it. stop: whether a process was told to stop. routing: loads of the experts; of no layers where not counted.
-    depth: of the branches that skip tokens.
+    finds it. stop: whether a process was told to stop. saved: whether a checkpoint that was being written is committed.
+    routing: loads of the experts; of no layers where not counted. depth: of the branches that skip tokens.
     """
 
     loss: float
     sums: dict[str, float]
     gradient_norm: float | None
     stop: bool
+    saved: bool
     routing: RoutingCounts
     depth: DepthTotals
 
@@ -101,15 +102,15 @@ class StepAccumulator:
     def __init__(self, world: DistributedContext, measures: tuple[str, ...], *, counts_routing: bool) -> None:
         self._world, self._measures = world, measures
         self._counts_routing = counts_routing
-        # loss, stop, measures
-        self._sums = torch.zeros(2 + len(measures), dtype=torch.float64, device=world.device)
+        # loss, stop, saved, measures
+        self._sums = torch.zeros(3 + len(measures), dtype=torch.float64, device=world.device)
         self._counts_2LE: Tensor | None = None  # tokens that wanted an expert, tokens it computed
         self._depth_5G = self._sums.new_zeros(5, 0)  # the fields of DepthStats, and the number of micro-batches
 
     def add(self, outcome: Outcome) -> None:
         """Takes in a micro-batch."""
         self._sums[0] += outcome.total.detach().double()
-        self._sums[2:] += outcome.sums.detach().double()
+        self._sums[3:] += outcome.sums.detach().double()
         if self._counts_routing and outcome.router is not None:
             counts_2LE = torch.stack([outcome.router.tokens_per_expert_LE, outcome.router.counts_LE]).double()
             self._counts_2LE = counts_2LE if self._counts_2LE is None else self._counts_2LE + counts_2LE
@@ -118,12 +119,13 @@ class StepAccumulator:
             depth_5G = torch.stack([*fields, torch.ones_like(fields[0])])
             self._depth_5G = depth_5G if not self._depth_5G.numel() else self._depth_5G + depth_5G
 
-    def total(self, stop: bool, gradient_norm: Tensor | None) -> StepTotals:
+    def total(self, stop: bool, saved: bool, gradient_norm: Tensor | None) -> StepTotals:
         """The global batch's sums. Waits for the device: the step's only wait.
 
-        stop: this process was told to stop. gradient_norm: a scalar on the device, the same in every process.
+        stop: this process was told to stop. saved: it knows that the checkpoint that was being written is committed.
+        gradient_norm: a scalar on the device, the same in every process.
         """
-        self._sums[1] = float(stop)
+        self._sums[1], self._sums[2] = float(stop), float(saved)
         counts = self._sums.new_zeros(2, 0, 0) if self._counts_2LE is None else self._counts_2LE
         parts = [self._world.total(torch.cat([self._sums, counts.flatten(), self._depth_5G.flatten()]))]
         if gradient_norm is not None:
@@ -133,6 +135,8 @@ class StepAccumulator:
         routed, skipping, _ = read[end:].split([counts.numel(), self._depth_5G.numel(), gradient_norm is not None])
         routing = RoutingCounts(*routed.view(counts.shape))
         depth = DepthTotals.of(skipping.view(self._depth_5G.shape))
-        loss, stops, *sums = read[:end].tolist()
+        loss, stops, saves, *sums = read[:end].tolist()
         norm = None if gradient_norm is None else read[-1:].tolist()[0]
-        return StepTotals(loss, dict(zip(self._measures, sums, strict=True)), norm, stops > 0, routing, depth)
+        return StepTotals(
+            loss, dict(zip(self._measures, sums, strict=True)), norm, stops > 0, saves > 0, routing, depth
+        )

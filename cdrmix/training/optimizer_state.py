@@ -20,6 +20,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from cdrmix.errors import CheckpointError
+from cdrmix.training.copies import Keep
 
 
 class Held(NamedTuple):
@@ -37,19 +38,18 @@ class Held(NamedTuple):
     shape: torch.Size
 
 
-def pieces(optimizer: torch.optim.Optimizer, held: Iterable[Held]) -> dict[str, Tensor]:
-    """The state of these elements by the name of the piece, on the CPU. Not copied if it is there already."""
+def pieces(optimizer: torch.optim.Optimizer, held: Iterable[Held], keep: Keep) -> dict[str, Tensor]:
+    """The state of these elements by the name of the piece. keep: brings a tensor to the CPU."""
     found = {}
     for each in held:
         for key, value in optimizer.state.get(each.tensor, {}).items():
             if value.dim() == 0:
                 found[f"{each.name}/{key}"] = value.detach().cpu().clone()  # one tensor has several parameters
                 continue
-            part = value.detach().reshape(-1)[each.start : each.start + each.end - each.first].cpu()
-            if each.end - each.first == each.shape.numel():
-                found[f"{each.name}/{key}"] = part.view(each.shape)
-            else:
-                found[f"{each.name}/{key}/{each.first}-{each.end}"] = part
+            part, name = value.detach().reshape(-1)[each.start : each.start + each.end - each.first], each.name
+            whole = len(part) == each.shape.numel()
+            piece = f"{name}/{key}" if whole else f"{name}/{key}/{each.first}-{each.end}"
+            found[piece] = keep(piece, part.view(each.shape) if whole else part)
     return found
 
 

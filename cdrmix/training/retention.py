@@ -13,6 +13,7 @@ from cdrmix.errors import CheckpointError
 from cdrmix.inference.checkpoints import list_checkpoints, read_manifest, step_of
 
 LAST, BEST, EVERY = "last", "best", "every"  # reasons to keep a checkpoint
+LATEST = "latest"  # like BEST a pointer file
 
 
 class Rules(NamedTuple):

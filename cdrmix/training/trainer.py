@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import resource
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Protocol
 
@@ -69,7 +71,7 @@ class Trainer:
         Raises Preempted after SIGTERM, SIGHUP, SIGINT or a callback's wish, once a checkpoint is committed;
         NonFiniteLossError before a NaN reaches the weights.
         """
-        with StopRequest() as stop:
+        with StopRequest() as stop, self.saver or nullcontext():
             self._validate_interrupted(stop)
             for step in range(self.progress.step - self.first_step, self.settings.steps):
                 self._step(step, stop)
@@ -97,7 +99,7 @@ class Trainer:
             outcome = objective.forward(engine, micro_batch, last=index == len(micro_batches))
             engine.backward(outcome.total)
             sums.add(outcome)
-        totals = sums.total(stop.requested, engine.clip())
+        totals = sums.total(stop.requested, self.saver is not None and self.saver.written, engine.clip())
         check_finite(totals.loss, number)
         applied = engine.step(totals.gradient_norm)
         engine.zero()
@@ -124,10 +126,12 @@ class Trainer:
             self._record(step, rate, totals, validates, stop)
         periodic = number % settings.checkpoint_every == 0 or last or totals.stop
         kept = settings.keep_every is not None and number % settings.keep_every == 0
-        if self.saver is not None and (periodic or kept or self.progress.best_step == number):
-            self.saver.save(self.progress, periodic=periodic)
-            for callback in self.callbacks:
-                callback.on_checkpoint(self._checkpoint())
+        if self.saver is not None:
+            committed = self.saver.finish() if totals.saved else []
+            if periodic or kept or self.progress.best_step == number:
+                committed += self.saver.save(self.progress, periodic=periodic, wait=last or totals.stop)
+            for callback, checkpoint in itertools.product(self.callbacks, committed):
+                callback.on_checkpoint(checkpoint)
         if totals.stop:
             raise Preempted(self._stopped(f"step {step + 1} of {settings.steps}"))
 

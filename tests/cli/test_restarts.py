@@ -17,21 +17,23 @@ from cdrmix.training.launch import CRASHED
 
 Arguments = Callable[..., list[str]]
 LONG = ("train.steps=600", "train.checkpoint_every=5", "train.evaluate_every=600", "train.log_every=100")
+ASYNC = "train.async_checkpoints=true"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(("processes", "setting"), [(1, "run.threads=1"), (2, ASYNC)])
 def test_a_killed_process(
     arguments: Arguments,
     tmp_path: Path,
     wait_for_checkpoint: Callable[[Path], Path],
     workers: Callable[[int], list[int]],
     processes: int,
+    setting: str,
 ) -> None:
     count = ["--nproc", str(processes)]
     assert main(["train", *count, *arguments(*LONG, f"run.root={tmp_path / 'straight'}")]) == 0
     command = [sys.executable, "-m", "cdrmix.cli", "train", *count, "--max-restarts", "1"]
-    command += arguments(*LONG, f"run.root={tmp_path / 'killed'}")
+    command += arguments(*LONG, setting, f"run.root={tmp_path / 'killed'}")
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as launcher:
         run = wait_for_checkpoint(tmp_path / "killed")
         os.kill(workers(launcher.pid)[-1], signal.SIGKILL)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cdrmix.config.schema import ADDED_LATER, Config, leave_out_added
+from cdrmix.config.hashing import ADDED_LATER, leave_out_added
+from cdrmix.config.schema import Config
 from cdrmix.config.schema_data import HuggingFaceSource, JsonlSource, StdlibSource, TextSource
 from cdrmix.errors import ConfigError
 

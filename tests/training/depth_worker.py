@@ -120,7 +120,7 @@ def steps(order: dict[str, Any], settings: list[str], save: Path) -> dict[str, f
         engine.clip()
         assert engine.step()
         engine.zero()
-        wanted, totals = expected.total(False, None), told.total(False, None)
+        wanted, totals = expected.total(False, False, None), told.total(False, False, None)
         moved(plain, wanted)
         moved(engine.module, totals)
         assert 0.2 < wanted.depth.share_G.min() <= wanted.depth.share_G.max() < 0.95, wanted.depth

@@ -18,7 +18,7 @@ from cdrmix.config.schema import Config
 from cdrmix.errors import CheckpointError, ConfigError, DiskFullError, ShardError, VocabularyError
 from cdrmix.inference.checkpoints import list_checkpoints, newest_whole_checkpoint, read_weights, verify_checkpoint
 from cdrmix.runtime import seed_everything
-from cdrmix.training import checkpoint as checkpoints
+from cdrmix.training import checkpoint_writer
 from cdrmix.training.build import build_loss_model
 from cdrmix.training.checkpoint import (
     Fingerprints,
@@ -146,7 +146,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint_and_no_remains(
     run: Run, monkeypatch: pytest.MonkeyPatch, error: Exception, written: int
 ) -> None:
     good = run.save(2)
-    save_file, calls = checkpoints.save_file, []
+    save_file, calls = checkpoint_writer.save_file, []
 
     def fills_up(tensors: dict[str, torch.Tensor], path: Path) -> None:
         calls.append(path)
@@ -154,7 +154,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint_and_no_remains(
         if len(calls) > written:
             raise error
 
-    monkeypatch.setattr(checkpoints, "save_file", fills_up)
+    monkeypatch.setattr(checkpoint_writer, "save_file", fills_up)
     with pytest.raises(DiskFullError) as caught:
         run.save(4)
     assert caught.value.exit_code == 6
@@ -184,7 +184,7 @@ def test_a_folder_that_cannot_be_written_is_said_and_not_called_full(run: Run, m
     def refused(tensors: dict[str, torch.Tensor], path: Path) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(checkpoints, "save_file", refused)
+    monkeypatch.setattr(checkpoint_writer, "save_file", refused)
     with pytest.raises(CheckpointError, match="Permission denied"):
         run.save(4)
 
