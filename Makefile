@@ -1,4 +1,4 @@
-# make install | train | test | test-all | mutations | lint | format | docs | fuzz | gpu-wheels | clean: each does everything it needs from nothing, and is quick the second time.
+# make install | train | test | test-all | storm | mutations | lint | format | docs | fuzz | gpu-wheels | clean: each does everything it needs from nothing, and is quick the second time.
 
 PYTHON ?= python3
 CONFIG ?= configs/cdrmix-core-tiny.yaml
@@ -17,13 +17,17 @@ INSTALLED := .venv/.installed
 UNFINISHED := .venv/.unfinished
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 
-.PHONY: help install train test test-all gate mutations lint format docs fuzz gpu-wheels clean
+# Kills of running trainings, each followed by a resume.
+STORMS ?= 60
+
+.PHONY: help install train test test-all gate storm mutations lint format docs fuzz gpu-wheels clean
 
 help:
 	@echo 'make install   a virtual environment in .venv with PyTorch, the pinned dependencies and the C++ extension'
 	@echo 'make train     prepare, train, evaluate and export CONFIG ($(CONFIG)); ARGS="key.path=value ..." overrides'
 	@echo 'make test      lint, types and the quick tests, in eight minutes on two cores;  make test-all  every test'
 	@echo 'make gate      of the tests what stage B stands on, in five minutes'
+	@echo 'make storm     kills and resumes STORMS ($(STORMS)) small trainings; each must end with the files of an undisturbed one'
 	@echo 'make mutations  puts errors into copies of the code, one at a time; the quick tests must find each'
 	@echo 'make lint      ruff and mypy alone;  make format  rewrites what ruff can;  make clean  forgets .venv and builds'
 	@echo 'make docs      the documentation as a web site in build/docs, which needs no network'
@@ -87,6 +91,9 @@ test-all: lint
 # Of these, in five minutes, what stage B stands on.
 gate: install
 	$(PYTEST) -m gate
+
+storm: install
+	CDRMIX_STORMS=$(STORMS) $(PYTEST) tests/cli/test_storm.py
 
 mutations: install
 	$(BIN)/python tests/mutations/run.py
