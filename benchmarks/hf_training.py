@@ -26,7 +26,7 @@ from cdrmix.hf.adapters import merge_adapters, trained_parameters, uncalled
 from cdrmix.hf.build import build_foreign
 from cdrmix.hf.foreign import ForeignLossModel, base_model, quiet, section_of
 from cdrmix.runtime import seed_everything
-from cdrmix.training import engine as engine_module
+from cdrmix.training import deepspeed_config
 from cdrmix.training.checkpoint import Fingerprints, Progress, load_checkpoint, save_checkpoint
 from cdrmix.training.distributed import join
 from cdrmix.training.engine import Engine, make_engine
@@ -219,7 +219,7 @@ def _stages(folder: Path, rank: int, port: str) -> list[dict[str, Tensor]]:
     """The weights after training in one of two processes at each ZeRO stage; {} in the second process."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    engine_module.PERSISTENCE_THRESHOLD = 0  # tiny weights would not be sharded
+    deepspeed_config.PERSISTENCE_THRESHOLD = 0  # tiny weights would not be sharded
     found = []
     for stage in range(4):
         engine = start(configure(folder, stage=stage, processes=2)).engine

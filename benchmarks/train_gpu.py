@@ -48,8 +48,9 @@ from cdrmix.plan.machine import machine_for
 from cdrmix.plan.memory import MemoryPlan
 from cdrmix.runtime import seed_everything
 from cdrmix.training.build import build_loss_model
+from cdrmix.training.deepspeed_config import accumulation
 from cdrmix.training.distributed import DistributedContext, join, rank_size_local_rank
-from cdrmix.training.engine import Engine, accumulation, make_engine
+from cdrmix.training.engine import Engine, make_engine
 from cdrmix.training.faults import check_finite
 from cdrmix.training.schedule import learning_rate
 

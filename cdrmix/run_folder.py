@@ -146,7 +146,7 @@ class RunFolder:
 
     @property
     def faults(self) -> Path:
-        """The faults after which the processes were started again, one JSON object on each line."""
+        """Faults after which the processes were started again, and skipped steps: one JSON object on each line."""
         return self.path / "faults.jsonl"
 
     @property
@@ -243,19 +243,23 @@ class RunFolder:
         """
         now, newest = time.time(), max(self.checkpoints.glob("step-*/manifest.json"), default=None)
         kept = started if newest is None else max(started, newest.stat().st_mtime)
-        fault = {
-            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "exit_code": exit_code,
-            "message": message.splitlines()[-1],
-            "checkpoint": None if newest is None else newest.parent.name,
-            "lost_seconds": round(now - kept, 3),
-        }
+        summary, lost, text = self.summary(), round(now - kept, 3), message.splitlines()[-1]
+        checkpoint = None if newest is None else newest.parent.name
+        self._add_fault({"exit_code": exit_code, "message": text, "checkpoint": checkpoint, "lost_seconds": lost})
+        whole = summary.get("lost_seconds", 0.0) + lost
+        self.update_summary({"restarts": summary.get("restarts", 0) + 1, "lost_seconds": whole})
+        self.note(f"restart after exit code {exit_code}, {lost:.0f} s lost: {text}")
+
+    def record_skip(self, step: int, reason: str) -> None:
+        """Appends a step whose update was not applied to faults.jsonl, and says so."""
+        if self.writes:
+            self._add_fault({"step": step, "message": reason})
+            self.say(f"step {step} was skipped: {reason}")
+
+    def _add_fault(self, fault: Mapping[str, Any]) -> None:
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         with self.faults.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(fault) + "\n")
-        summary = self.summary()
-        lost = summary.get("lost_seconds", 0.0) + fault["lost_seconds"]
-        self.update_summary({"restarts": summary.get("restarts", 0) + 1, "lost_seconds": lost})
-        self.note(f"restart after exit code {exit_code}, {fault['lost_seconds']:.0f} s lost: {fault['message']}")
+            file.write(json.dumps({"time": now, **fault}) + "\n")
 
     def summary(self) -> dict[str, Any]:
         """The contents of metrics.json; {} if it is missing or incomplete."""
@@ -302,10 +306,14 @@ class RunFolder:
             write_atomically(path, template)
 
     def drop_metrics_after(self, step: int) -> int:
-        """Removes the rows of metrics.jsonl after `step`, so that a resumed run has each step once.
+        """Removes the rows of metrics.jsonl after `step`, so that a resumed run has each step once, and the later skips
+        from faults.jsonl.
 
-        Returns the number of removed rows. An incomplete last line counts as one.
+        Returns the number of removed rows of metrics.jsonl. An incomplete last line counts as one.
         """
+        if self.writes and self.faults.exists():
+            faults = self.faults.read_text(encoding="utf-8").splitlines(keepends=True)
+            write_atomically(self.faults, "".join(each for each in faults if json.loads(each).get("step", 0) <= step))
         if not self.writes or not self.metrics_jsonl.exists():
             return 0
         lines = self.metrics_jsonl.read_text(encoding="utf-8", errors="replace").splitlines()

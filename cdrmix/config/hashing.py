@@ -12,16 +12,17 @@ NOT_HASHED: dict[str, Any] = {
     "run": {"root", "name", "threads", "mirror"},
     "data": {"cache", "engine", "workers", "memory_mb"},  # the shards are the same
     "train": {
-        "keep_last",
-        "keep_every",
-        "log_every",
-        "expert_parallel",
-        "profile",
-        "offload_folder",
-        "hang_timeout",
-        "async_checkpoints",
-        "hyperparameters",
-        "tokens_per_parameter",
+        "keep_last": True,
+        "keep_every": True,
+        "log_every": True,
+        "expert_parallel": True,
+        "profile": True,
+        "offload_folder": True,
+        "hang_timeout": True,
+        "async_checkpoints": True,
+        "skip": {"nonfinite"},  # so that a run that ended with NaN can be resumed
+        "hyperparameters": True,
+        "tokens_per_parameter": True,
     },  # of the last two the keys that they set are hashed
     "logging": True,
     "export": True,
@@ -62,6 +63,8 @@ ADDED_LATER: dict[str, Any] = {
     "train.best_mode": None,
     "train.batch_warmup": None,
     **{f"train.optimizer.{key}": value for key, value in Optimizer().model_dump().items() if key != "kind"},
+    "train.skip.spike": None,
+    "train.skip": {},
     "train.schedule": Schedule().model_dump(),
     "train.groups": {},
 }

@@ -28,7 +28,7 @@ from cdrmix.config.schema_layers import Bigrams, Depth, FeedForward
 from cdrmix.config.schema_optimizer import AnOptimizer, ASchedule, Optimizer, ParameterGroup, Schedule
 from cdrmix.config.schema_prediction import Prediction
 from cdrmix.config.schema_reasoning import Reasoning
-from cdrmix.config.schema_training import BatchWarmup, LossScale, Profile
+from cdrmix.config.schema_training import BatchWarmup, LossScale, Profile, Skip
 from cdrmix.config.section import (
     Below1,
     Between0And1,
@@ -254,6 +254,8 @@ class Train(Section):
     """Data type of matrix products. The weights that are trained stay float32."""
     loss_scale: LossScale = Field(default_factory=LossScale)
     """Loss scale of precision fp16."""
+    skip: Skip = Field(default_factory=Skip)
+    """Steps that are skipped, instead of ending the training."""
     residual_dtype: Literal["fp32", "bf16"] | None = None
     """Data type of the residual stream between blocks. null: bf16 with precision bf16, otherwise fp32. Norms and sums
     are always computed in float32."""

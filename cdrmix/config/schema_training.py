@@ -1,8 +1,8 @@
-"""The schema of small sections of `train`: batch warm-up, the profiler and loss scaling."""
+"""The schema of small sections of `train`: batch warm-up, the profiler, loss scaling and steps that are skipped."""
 
 from __future__ import annotations
 
-from cdrmix.config.section import PositiveFloat, PositiveInt, Section
+from cdrmix.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
 class BatchWarmup(Section):
@@ -31,3 +31,14 @@ class LossScale(Section):
     """Scale of the first step."""
     interval: PositiveInt = 1000
     """Steps without overflow after which the scale doubles."""
+
+
+class Skip(Section):
+    """Steps whose update is not applied. Their rows are not trained on, and faults.jsonl names the steps."""
+
+    nonfinite: NonNegativeInt = 0
+    """Most steps in a row that are skipped because the loss or the gradient norm is NaN or infinite. One more ends the
+    training with exit code 9. A stopped run can be resumed with another number. Overflow of fp16 is counted apart."""
+    spike: PositiveFloat | None = None
+    """Skips a step whose loss is above the median of the last 128 losses by more than this many robust standard
+    deviations (1.4826 times the median absolute deviation), at most 8 in a row. null: no step for its loss."""

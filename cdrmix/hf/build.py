@@ -11,8 +11,8 @@ from cdrmix.config.schema_huggingface import HuggingFaceModel
 from cdrmix.errors import ConfigError
 from cdrmix.hf import adapters
 from cdrmix.hf.foreign import ForeignLossModel, base_model, quiet, section_of, transformers_config, vocabulary
+from cdrmix.training.deepspeed_config import deepspeed_config
 from cdrmix.training.distributed import DistributedContext
-from cdrmix.training.engine import deepspeed_config
 from cdrmix.training.zero import zero_stage
 
 

@@ -22,7 +22,7 @@ from cdrmix.plan.components import (
     passes,
 )
 from cdrmix.plan.foreign import ForeignModelSize, foreign_size, foreign_trace
-from cdrmix.training.engine import BUCKET, MOST_LIVE
+from cdrmix.training.deepspeed_config import BUCKET, MOST_LIVE
 from cdrmix.training.reduction import IN_FLIGHT
 from cdrmix.training.zero import zero_stage
 

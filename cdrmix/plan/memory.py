@@ -25,7 +25,7 @@ from cdrmix.plan.foreign_memory import foreign_memory_of
 from cdrmix.plan.optimizer import optimizer_size
 from cdrmix.plan.parameters import count_parameters
 from cdrmix.plan.trace import trace
-from cdrmix.training.engine import BUCKET, MOST_LIVE
+from cdrmix.training.deepspeed_config import BUCKET, MOST_LIVE
 from cdrmix.training.reduction import IN_FLIGHT
 from cdrmix.training.zero import zero_stage
 

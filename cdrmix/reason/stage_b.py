@@ -178,6 +178,7 @@ def _train_phase(
             saver=saver,
             callbacks=[trackers, screen, *callbacks],
             watchdog=watchdog,
+            on_skip=run.record_skip,
             say=run.say,
         ).fit()
     assert saver.latest is not None

@@ -55,8 +55,9 @@ class Progress:
     """The progress of a run. `step` counts finished optimizer steps; the next global batch has that number.
 
     tokens: tokens with a target trained on. seconds: training time. loss: nats per token. best_value: of
-    train.best_metric at best_step. unvalidated: the StepRecord of this step, if a signal came before its validation;
-    the resumed run validates first. phase: of stage B, whose steps continue the count of stage A; None in stage A.
+    train.best_metric at best_step. consecutive_skips, recent_losses: of Skips, which decides by them. unvalidated: the
+    StepRecord of this step, if a signal came before its validation; the resumed run validates first. phase: of stage B,
+    whose steps continue the count of stage A; None in stage A.
     """
 
     step: int = 0
@@ -64,6 +65,8 @@ class Progress:
     seconds: float = 0.0
     loss: float = float("nan")
     skipped_steps: int = 0
+    consecutive_skips: int = 0
+    recent_losses: tuple[float, ...] = ()
     valid_bits_per_byte: float | None = None
     best_value: float | None = None
     best_step: int | None = None
@@ -279,7 +282,7 @@ def _progress(state: dict[str, Any]) -> Progress:
     fields = dict(state["progress"])
     if "best_bits_per_byte" in fields:  # of a run before train.best_metric existed
         fields["best_value"] = fields.pop("best_bits_per_byte")
-    return Progress(**fields)
+    return Progress(**fields | {"recent_losses": tuple(fields.get("recent_losses", ()))})
 
 
 def differences(checkpoint: Path, engine: Engine) -> list[str]:

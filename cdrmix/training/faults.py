@@ -5,24 +5,31 @@ from __future__ import annotations
 import math
 import os
 import signal
+import statistics
 import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 
 import torch
 
 from cdrmix.config.schema import Config
+from cdrmix.config.schema_training import Skip
 from cdrmix.errors import NonFiniteLossError, OutOfMemoryError
 
 # The first loss scale of fp16, 2**16, may need 16 halvings until the gradients are finite. Later the scale grows only
 # while they are finite, so one halving is enough. More skipped steps in a row mean a real NaN.
 MAX_CONSECUTIVE_SKIPS = 20
+MAX_CONSECUTIVE_SPIKES = 8  # then the loss has a new level
+RECENT = 128  # losses; a spike is judged from half as many on
+ROBUST = 1.4826  # the standard deviation of a normal distribution over its median absolute deviation
+NORM = "the gradient norm is not finite"
 WHEN_NOT_FINITE = (
     "--resume auto repeats the same steps from the last checkpoint, so it helps only if the machine was at fault. "
-    "Otherwise start a new run with a lower train.learning_rate or train.gradient_clip, with more train.warmup_steps, "
-    "or without the rows of that batch."
+    "With train.skip.nonfinite=3 it skips up to 3 such steps in a row. If more follow, start a new run with a lower "
+    "train.learning_rate or train.gradient_clip, or with more train.warmup_steps."
 )
 
 
@@ -76,41 +83,64 @@ class StopRequest:
         self._asked = True
 
 
-def check_finite(loss: float, step: int) -> None:
-    """Raises NonFiniteLossError when the loss of the global batch is NaN or infinite; called before the update."""
-    if not math.isfinite(loss):
-        raise NonFiniteLossError(
-            f"the loss of step {step} (global batch {step - 1} of the seed's order) is {loss}; the update was not "
-            f"applied. {WHEN_NOT_FINITE}"
-        )
-
-
 class Skips:
-    """Counts updates that were skipped for a non-finite gradient norm. Only fp16 may skip, up to a limit."""
+    """Decides which updates are not applied, from the loss of the global batch, so alike in every process.
 
-    def __init__(self, *, may_skip: bool, total: int = 0) -> None:
-        self.may_skip = may_skip
-        self.total = total
-        self.consecutive = 0
+    settings: train.skip. fp16: gradients may overflow, up to a limit. total: of the run so far. consecutive: before the
+    next step. recent: the last losses that were trained on, where settings.spike needs them.
+    """
 
-    def record(self, applied: bool, step: int) -> None:
-        """Counts a step. Raises NonFiniteLossError when a skip cannot be explained by a loss scale that is too high."""
-        if applied:
+    def __init__(
+        self, settings: Skip, *, fp16: bool, total: int = 0, consecutive: int = 0, recent: Sequence[float] = ()
+    ) -> None:
+        self._settings, self._fp16 = settings, fp16
+        self.total, self.consecutive = total, consecutive
+        self.recent: deque[float] = deque(recent, maxlen=RECENT)
+
+    def reason(self, loss: float) -> str | None:
+        """Why the update of a step with this loss must not be applied; None: nothing is wrong with the loss."""
+        if not math.isfinite(loss):
+            return f"the loss is {loss}"
+        factor = self._settings.spike
+        if factor is None or len(self.recent) < RECENT // 2 or self.consecutive >= MAX_CONSECUTIVE_SPIKES:
+            return None
+        usual = statistics.median(self.recent)
+        deviation = ROBUST * statistics.median(abs(each - usual) for each in self.recent)
+        if loss <= usual + factor * deviation:
+            return None
+        return f"the loss {loss:.6g} is a spike: usual are {usual:.6g} +- {deviation:.2g}"
+
+    def is_overflow(self, reason: str) -> bool:
+        """Whether the scale of fp16 may be the cause, which then is lowered."""
+        return self._fp16 and reason == NORM
+
+    def record(self, step: int, loss: float, reason: str | None) -> None:
+        """Counts a step. reason: why it was not applied; None: it was.
+
+        Raises NonFiniteLossError when too many steps in a row were not finite.
+        """
+        if reason is None:
             self.consecutive = 0
+            if self._settings.spike is not None:
+                self.recent.append(loss)
             return
         self.total += 1
         self.consecutive += 1
-        if not self.may_skip:
-            raise NonFiniteLossError(
-                f"the gradient norm of step {step} (global batch {step - 1} of the seed's order) is not finite; the "
-                f"update was not applied. {WHEN_NOT_FINITE}"
-            )
-        if self.consecutive >= MAX_CONSECUTIVE_SKIPS:
+        if math.isfinite(loss) and reason != NORM:  # a spike
+            return
+        overflow = self.is_overflow(reason)
+        if self.consecutive <= max(self._settings.nonfinite, MAX_CONSECUTIVE_SKIPS - 1 if overflow else 0):
+            return
+        if overflow:
             raise NonFiniteLossError(
                 f"{self.consecutive} steps in a row, the last of them step {step} (global batch {step - 1}), had "
                 "non-finite gradients and were skipped. Start a new run with train.precision=bf16 (or fp32), or with a "
                 "lower train.learning_rate: --resume auto would repeat the same steps."
             )
+        raise NonFiniteLossError(
+            f"{reason} at step {step} (global batch {step - 1} of the seed's order); the update was not applied. "
+            f"{WHEN_NOT_FINITE}"
+        )
 
 
 @contextmanager

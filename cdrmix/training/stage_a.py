@@ -129,11 +129,12 @@ def train(
             ),
             callbacks=[*listeners, *callbacks],
             watchdog=stack.enter_context(make_watchdog(config, run, world)),
+            on_skip=run.record_skip,
             say=run.say,
         )
         progress = trainer.fit()
     if progress.skipped_steps:
-        run.say(f"{progress.skipped_steps} of {settings.steps} steps were skipped for fp16 overflow")
+        run.say(f"{progress.skipped_steps} of {settings.steps} steps were skipped")
     assert trainer.saver is not None
     final = trainer.saver.latest
     assert final is not None, "the last step saves a checkpoint"

@@ -19,7 +19,7 @@ from cdrmix.training.callbacks import Callback
 from cdrmix.training.checkpoint import Progress, Saver
 from cdrmix.training.distributed import DistributedContext
 from cdrmix.training.engine import Engine
-from cdrmix.training.faults import Skips, StopRequest, check_finite
+from cdrmix.training.faults import NORM, Skips, StopRequest
 from cdrmix.training.metrics import Record, StepRecord
 from cdrmix.training.objective import Objective, StepAccumulator, StepFacts, StepTotals
 from cdrmix.training.schedule import group_rates, learning_rate
@@ -40,7 +40,7 @@ class Trainer:
     settings: steps, schedule and periods. progress: where the run is; first_step: its finished steps when the objective
     begins. saver: commits checkpoints; None: no checkpoints. validation: measured each `evaluate_every` steps; None:
     never. callbacks: are told of steps, records and checkpoints. threads: chooses the CPU threads. watchdog: ends the
-    process if a step hangs. say: prints a line.
+    process if a step hangs. on_skip: is told of a step that train.skip skips, and why. say: prints a line.
     """
 
     def __init__(
@@ -56,20 +56,27 @@ class Trainer:
         validation: Validation | None = None,
         callbacks: Sequence[Callback] = (),
         watchdog: Watchdog | None = None,
+        on_skip: Callable[[int, str], None] | None = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
         self.settings, self.engine, self.objective, self.threads = settings, engine, objective, threads
         self.progress = Progress() if progress is None else progress
         self.first_step, self.saver, self.validation, self.callbacks = first_step, saver, validation, callbacks
-        self._watchdog, self._say = watchdog, say
-        self._skips = Skips(may_skip=settings.precision == "fp16", total=self.progress.skipped_steps)
+        self._watchdog, self._on_skip, self._say = watchdog, on_skip, say
+        self._skips = Skips(
+            settings.skip,
+            fp16=settings.precision == "fp16",
+            total=self.progress.skipped_steps,
+            consecutive=self.progress.consecutive_skips,
+            recent=self.progress.recent_losses,
+        )
         self._clock = Clock(self.progress)
 
     def fit(self) -> Progress:
         """Trains to the objective's last step; with a saver its checkpoint is committed then. Every process calls.
 
         Raises Preempted after SIGTERM, SIGHUP, SIGINT or a callback's wish, once a checkpoint is committed;
-        NonFiniteLossError before a NaN reaches the weights.
+        NonFiniteLossError before a NaN reaches the weights, unless train.skip skips the step.
         """
         with StopRequest() as stop, self.saver or nullcontext():
             self._validate_interrupted(stop)
@@ -100,12 +107,15 @@ class Trainer:
             engine.backward(outcome.total)
             sums.add(outcome)
         totals = sums.total(stop.requested, self.saver is not None and self.saver.written, engine.clip())
-        check_finite(totals.loss, number)
-        applied = engine.step(totals.gradient_norm)
+        reason = self._skips.reason(totals.loss)
+        if not engine.step(totals.gradient_norm, discard=reason is not None) and reason is None:
+            reason = NORM
         engine.zero()
-        if applied:
+        if reason is None:
             objective.update(engine, totals)
-        self._skips.record(applied, number)
+        self._skips.record(number, totals.loss, reason)
+        if reason is not None and self._on_skip is not None and not self._skips.is_overflow(reason):
+            self._on_skip(number, reason)
 
         if self._watchdog is not None:
             self._watchdog.end()
@@ -115,10 +125,12 @@ class Trainer:
             self.progress,
             step=number,
             phase=objective.phase,
-            tokens=self.progress.tokens + (objective.tokens(totals) if applied else 0),
+            tokens=self.progress.tokens + (objective.tokens(totals) if reason is None else 0),
             seconds=seconds,
             loss=objective.loss(totals),
             skipped_steps=self._skips.total,
+            consecutive_skips=self._skips.consecutive,
+            recent_losses=tuple(self._skips.recent),
         )
         for callback in self.callbacks:
             callback.on_step(number)

@@ -7,12 +7,12 @@ import signal
 import sys
 
 from cdrmix.config.schema import Config
-from cdrmix.training import engine
+from cdrmix.training import deepspeed_config
 from cdrmix.training.callbacks import Callback
 from cdrmix.training.launch import exit_worker
 from cdrmix.workflow import run_all
 
-engine.PERSISTENCE_THRESHOLD = 0  # otherwise ZeRO-3 would keep every parameter of a tiny model whole
+deepspeed_config.PERSISTENCE_THRESHOLD = 0  # otherwise ZeRO-3 would keep every parameter of a tiny model whole
 
 
 class Kill(Callback):

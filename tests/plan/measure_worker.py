@@ -17,8 +17,9 @@ import torch
 from cdrmix.config.schema import Config
 from cdrmix.data.batch import Batch
 from cdrmix.training.build import build_loss_model
+from cdrmix.training.deepspeed_config import accumulation
 from cdrmix.training.distributed import DistributedContext, join
-from cdrmix.training.engine import Engine, accumulation, make_engine
+from cdrmix.training.engine import Engine, make_engine
 
 
 def step(config: Config, world: DistributedContext, engine: Engine, number: int) -> None:

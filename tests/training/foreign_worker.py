@@ -18,15 +18,15 @@ from cdrmix import ops
 from cdrmix.config.schema import Config
 from cdrmix.errors import CheckpointError
 from cdrmix.runtime import seed_everything
-from cdrmix.training import engine as engine_module
+from cdrmix.training import deepspeed_config
 from cdrmix.training.checkpoint import Fingerprints, Progress, load_checkpoint, save_checkpoint
 from cdrmix.training.distributed import join, rank_size_local_rank
-from cdrmix.training.engine import Engine, deepspeed_config, make_engine
+from cdrmix.training.engine import Engine, make_engine
 from cdrmix.training.launch import exit_worker
 from cdrmix.training.optim import parameter_groups
 
 # The models here are so small that ZeRO-3 would keep every parameter whole, and prove nothing about released ones.
-engine_module.PERSISTENCE_THRESHOLD = 0
+deepspeed_config.PERSISTENCE_THRESHOLD = 0
 FINGERPRINTS = Fingerprints("tokenizer", "text")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 ROWS, LENGTH, VOCABULARY = 4, 12, 96
@@ -86,7 +86,7 @@ def make_model(kind: str, config: Config, mode: Mode, folder: Path) -> NextToken
     seed_everything(3)
     if mode.sharded:
         world = join(config)
-        alive = HfDeepSpeedConfig(deepspeed_config(config, world))
+        alive = HfDeepSpeedConfig(deepspeed_config.deepspeed_config(config, world))
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder / kind, dtype=getattr(torch, DTYPES[mode.weights])
         )

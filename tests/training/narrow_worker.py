@@ -17,14 +17,13 @@ from cdrmix.data.loader import Batch, TrainLoader
 from cdrmix.data.shards import open_shards
 from cdrmix.ops.weights import compute_weight, is_attached
 from cdrmix.runtime import seed_everything
-from cdrmix.training import engine as engine_module
-from cdrmix.training import stage_a
+from cdrmix.training import deepspeed_config, stage_a
 from cdrmix.training.distributed import DistributedContext, join, rank_size_local_rank
 from cdrmix.training.engine import Engine, make_engine
 from cdrmix.training.launch import exit_worker
 from cdrmix.training.optim import make_optimizer, parameter_groups
 
-engine_module.PERSISTENCE_THRESHOLD = 0  # so small a model would be kept whole by ZeRO-3
+deepspeed_config.PERSISTENCE_THRESHOLD = 0  # so small a model would be kept whole by ZeRO-3
 STEPS, ROWS, MICRO = 4, 8, 2
 RATE, EPSILON = 0.05, 1e-3  # with AdamW's usual one an update of elements near zero magnifies rounding
 

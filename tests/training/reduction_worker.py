@@ -19,6 +19,7 @@ from cdrmix.data.loader import TrainLoader
 from cdrmix.data.shards import open_shards
 from cdrmix.ops import weights as compute_weights
 from cdrmix.runtime import seed_everything
+from cdrmix.training import deepspeed_config
 from cdrmix.training import engine as engine_module
 from cdrmix.training.build import build_loss_model
 from cdrmix.training.distributed import join, rank_size_local_rank
@@ -91,7 +92,7 @@ def run_engine(
     config = Config.from_yaml(order["config"], overrides)
     world = join(config)
     engine_module.GradientReduction = functools.partial(GradientReduction, overlap=overlap)  # type: ignore[misc]
-    engine_module.BUCKET = 1000
+    engine_module.BUCKET = deepspeed_config.BUCKET = 1000
     seed_everything(3)
     engine: Engine = make_engine(config, build_loss_model(config), world)
     reduction = engine._reduction

@@ -14,14 +14,14 @@ from cdrmix.config.schema import Config
 from cdrmix.data.loader import train_loader
 from cdrmix.data.shards import open_shards
 from cdrmix.runtime import seed_everything
-from cdrmix.training import engine as engine_module
+from cdrmix.training import deepspeed_config
 from cdrmix.training.build import build_loss_model
 from cdrmix.training.distributed import join
 from cdrmix.training.engine import make_engine
 from cdrmix.training.launch import exit_worker
 
 # The model here is so small that ZeRO-3 would keep every parameter whole, and prove nothing about released ones.
-engine_module.PERSISTENCE_THRESHOLD = 0
+deepspeed_config.PERSISTENCE_THRESHOLD = 0
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from cdrmix.training.deepspeed_config import deepspeed_config
 from cdrmix.training.distributed import DistributedContext
-from cdrmix.training.engine import deepspeed_config
 
 # Both sides add the same fp32 terms in another order. A gradient element is a sum over 8 * 24 positions, of products
 # that went through sums of up to 64 terms forward and backward in each of 2 blocks: rounding errors of 2**-24 each

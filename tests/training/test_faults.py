@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from cdrmix.config.schema_training import Skip
 from cdrmix.errors import NonFiniteLossError, OutOfMemoryError
-from cdrmix.training.faults import MAX_CONSECUTIVE_SKIPS, SAME_INTERRUPT, Skips, StopRequest, check_finite, memory_guard
+from cdrmix.training.faults import (
+    MAX_CONSECUTIVE_SKIPS,
+    MAX_CONSECUTIVE_SPIKES,
+    NORM,
+    RECENT,
+    ROBUST,
+    SAME_INTERRUPT,
+    Skips,
+    StopRequest,
+    memory_guard,
+)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
@@ -98,23 +114,75 @@ def test_out_of_memory_names_the_keys_that_shrink_the_step(make_config) -> None:
 
 
 def test_a_loss_that_is_not_finite_names_step_and_batch() -> None:
-    check_finite(1.0, 5)
     for loss in (float("nan"), float("inf")):
-        with pytest.raises(NonFiniteLossError, match=r"step 5 \(global batch 4 ") as caught:
-            check_finite(loss, 5)
+        skips = Skips(Skip(), fp16=False)
+        reason = skips.reason(loss)
+        assert reason == f"the loss is {loss}"
+        with pytest.raises(NonFiniteLossError, match=r"at step 5 \(global batch 4 ") as caught:
+            skips.record(5, loss, reason)
         assert caught.value.exit_code == 9
-        assert "start a new run with a lower train.learning_rate" in str(caught.value)
+        assert "train.skip.nonfinite=3 it skips" in str(caught.value)
 
 
-def test_only_fp16_may_skip_and_not_for_ever() -> None:
-    with pytest.raises(NonFiniteLossError, match=r"gradient norm of step 3.*start a new run"):
-        Skips(may_skip=False).record(False, 3)
-    skips = Skips(may_skip=True)
+def test_fp16_may_overflow_but_not_for_ever() -> None:
+    with pytest.raises(NonFiniteLossError, match=r"gradient norm is not finite at step 3.*start a new run"):
+        Skips(Skip(), fp16=False).record(3, 1.0, NORM)
+    skips = Skips(Skip(), fp16=True)
     for step in range(MAX_CONSECUTIVE_SKIPS - 1):
-        skips.record(False, step)
-    skips.record(True, 99)
+        skips.record(step, 1.0, NORM)
+    skips.record(99, 1.0, None)
     assert (skips.total, skips.consecutive) == (MAX_CONSECUTIVE_SKIPS - 1, 0)
     for step in range(MAX_CONSECUTIVE_SKIPS - 1):
-        skips.record(False, step)
+        skips.record(step, 1.0, NORM)
     with pytest.raises(NonFiniteLossError, match=r"in a row.*Start a new run with train\.precision=bf16"):
-        skips.record(False, 100)
+        skips.record(100, 1.0, NORM)
+    with pytest.raises(NonFiniteLossError, match="the loss is nan at step 7"):
+        Skips(Skip(), fp16=True).record(7, math.nan, "the loss is nan")
+
+
+def test_as_many_in_a_row_are_skipped_as_the_configuration_says() -> None:
+    skips = Skips(Skip(nonfinite=2), fp16=False)
+    for step in range(10):
+        reason = None if step % 3 == 2 else ("the loss is nan", NORM)[step % 3]
+        skips.record(step, math.nan if step % 3 == 0 else 1.0, reason)
+    skips.record(10, 1.0, NORM)
+    with pytest.raises(NonFiniteLossError, match="at step 11"):
+        skips.record(11, 1.0, NORM)
+
+
+def test_a_spike_is_judged_by_median_and_deviation_of_accepted_losses() -> None:
+    skips = Skips(Skip(spike=6.0), fp16=False)
+    losses = [3.0 + 0.01 * (number % 5 - 2) for number in range(RECENT // 2)]
+    for step, loss in enumerate(losses):
+        assert skips.reason(1e9) is None, "too few losses to judge by"
+        skips.record(step, loss, None)
+    limit = 3.0 + 6.0 * ROBUST * 0.01  # the median of |loss - 3| is 0.01
+    assert skips.reason(limit - 1e-9) is None
+    assert skips.reason(-1e9) is None, "a low loss is none"
+    reason = skips.reason(limit + 1e-9)
+    assert reason is not None
+    assert "is a spike: usual are 3 +- 0.015" in reason
+    again = Skips(Skip(spike=6.0), fp16=False, recent=tuple(skips.recent))
+    assert again.reason(limit + 1e-9) == reason, "a resumed run decides alike"
+    for step in range(MAX_CONSECUTIVE_SPIKES):
+        reason = skips.reason(9.0)
+        assert reason is not None
+        skips.record(step, 9.0, reason)
+    assert skips.reason(9.0) is None, "the loss has a new level"
+    assert max(skips.recent) < 4.0
+    assert skips.total == MAX_CONSECUTIVE_SPIKES
+
+
+@pytest.mark.slow
+def test_a_skipped_step_changes_nothing_at_any_zero_stage(work: Callable[..., list[Any]], tmp_path: Path) -> None:
+    """Neither a weight nor a moment, if one process alone has a NaN, or the loss is finite."""
+    finished = work("skips", tmp_path / "runs", "train.micro_batch_rows=2", processes=2)
+    assert [process.returncode for process in finished] == [0, 0], "\n".join(each.stdout for each in finished)
+    changed = json.loads((tmp_path / "runs" / "changed.json").read_text())
+    for name, steps in changed.items():
+        files = 2 if name == "0" else 3
+        assert [len(each) for each in steps] == [files, 0, 0, files], (name, steps)
+        (nan, spike) = map(json.loads, (tmp_path / "runs" / name / "faults.jsonl").read_text().splitlines())
+        assert (nan["step"], nan["message"]) == (3, "the loss is nan")
+        assert (spike["step"], spike["message"]) == (4, "it is the fourth")
+        assert "step 3 was skipped: the loss is nan" in (tmp_path / "runs" / name / "train.log").read_text()

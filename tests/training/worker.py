@@ -20,29 +20,32 @@ from torch import nn
 
 from cdrmix import ops
 from cdrmix.config.schema import Config, Train
+from cdrmix.data.batch import Batch
 from cdrmix.data.loader import TrainLoader
 from cdrmix.data.shards import open_shards
 from cdrmix.errors import CdrmixError
-from cdrmix.inference.checkpoints import newest_whole_checkpoint, read_weights
+from cdrmix.inference.checkpoints import list_checkpoints, newest_whole_checkpoint, read_weights
 from cdrmix.model.feed_forward.moe import MoeFeedForward
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.model.loss import LossModel
 from cdrmix.model.prediction import Depths
 from cdrmix.run_folder import RunFolder
 from cdrmix.runtime import seed_everything
-from cdrmix.training import engine as engine_module
-from cdrmix.training import stage_a, trainer
+from cdrmix.training import deepspeed_config, stage_a, trainer
 from cdrmix.training.build import build_loss_model
 from cdrmix.training.checkpoint import Fingerprints, Progress, differences, load_checkpoint, save_checkpoint
 from cdrmix.training.distributed import DistributedContext, join, rank_size_local_rank
 from cdrmix.training.engine import Engine, make_engine
 from cdrmix.training.expert_parallel import expert_layer, is_expert_shard
+from cdrmix.training.faults import Skips
 from cdrmix.training.launch import exit_worker
+from cdrmix.training.objective import Outcome
 from cdrmix.training.optim import LossScale, make_optimizer, parameter_groups
 from cdrmix.training.schedule import learning_rate
+from cdrmix.training.stage_a import Pretraining
 
 # The model here is so small that ZeRO-3 would keep every parameter whole, and prove nothing about released ones.
-engine_module.PERSISTENCE_THRESHOLD = 0
+deepspeed_config.PERSISTENCE_THRESHOLD = 0
 FINGERPRINTS = Fingerprints("tokenizer", "text")
 
 
@@ -137,6 +140,44 @@ def hang(order: dict[str, Any]) -> int:
     if rank_size_local_rank()[0] == 0:
         act_before("3:hang")
     return train_in(where / "hangs", order, [*order["overrides"], "train.hang_timeout=8"])
+
+
+def skips(order: dict[str, Any]) -> int:
+    """For each ZeRO stage: a NaN in rank 1 at step 3, and a finite loss at step 4 that counts as a spike.
+
+    Rank 0 writes `where`: for each stage which files with tensors have changed from each step to the next.
+    """
+    where, rank = Path(order["where"]), rank_size_local_rank()[0]
+    where.mkdir(exist_ok=True)
+    forward, reason = Pretraining.forward, Skips.reason
+    asked: list[float] = []
+
+    def broken(self: Pretraining, engine: Engine, micro_batch: Batch, *, last: bool) -> Outcome:
+        outcome = forward(self, engine, micro_batch, last=last)
+        return outcome._replace(total=outcome.total * math.nan) if len(asked) == 2 and rank == 1 else outcome
+
+    def judged(self: Skips, loss: float) -> str | None:
+        asked.append(loss)
+        return "it is the fourth" if len(asked) == 4 else reason(self, loss)
+
+    Pretraining.forward, Skips.reason = broken, judged
+    changed: dict[str, list[list[str]]] = {}
+    for name in ("0", "1", "2", "3", "2-optimizer", "3-all"):
+        asked.clear()
+        stage, _, offload = name.partition("-")
+        overrides = [*order["overrides"], f"train.zero_stage={stage}", f"train.offload={offload or 'none'}"]
+        more = ["train.steps=5", "train.checkpoint_every=1", "train.keep_last=9", "train.skip.nonfinite=1"]
+        assert train_in(where / name, order, [*overrides, *more]) == 0
+        steps = [
+            {path.name: path.read_bytes() for path in sorted(checkpoint.glob("*.safetensors"))}
+            for checkpoint in list_checkpoints(where / name / "checkpoints")
+        ]
+        changed[name] = [
+            [file for file in before if before[file] != after[file]] for before, after in itertools.pairwise(steps)
+        ]
+    if rank == 0:
+        (where / "changed.json").write_text(json.dumps(changed))
+    return 0
 
 
 def gradients(order: dict[str, Any]) -> int:
@@ -526,5 +567,5 @@ def expert_layers(order: dict[str, Any]) -> dict[str, float]:
 if __name__ == "__main__":
     order = json.loads(sys.argv[1])
     jobs = {"train": train, "twice": twice, "repeat": repeat, "gradients": gradients, "experts": experts}
-    jobs |= {"depths": depths, "leave": leave, "hang": hang}
+    jobs |= {"depths": depths, "leave": leave, "hang": hang, "skips": skips}
     exit_worker(jobs[order["job"]](order))
