@@ -111,7 +111,7 @@ def resume(architecture: str) -> Cell:
         train_random(started.engine)
         saved = save_checkpoint(
             started.engine, folder / "checkpoints", Progress(step=STEPS), started.config, FINGERPRINTS
-        )
+        ).finish()
         train_random(started.engine)
         expected = state(started.engine)
         again = start(started.config, seed=1)

@@ -78,7 +78,8 @@ OWNERS = {
     ](),  # its model alone is read, by cdrmix/data/cleaning/language.py; importing it takes 0.2 s
     "safetensors": {
         "cdrmix/durable.py",  # knows a full disk by its error
-        "cdrmix/training/checkpoint.py",  # writes what the next one reads
+        "cdrmix/training/checkpoint_writer.py",  # writes what cdrmix/inference reads
+        "cdrmix/training/optimizer_state.py",  # reads ranges of the elements
         "cdrmix/inference",
         "cdrmix/hf",  # the format is the same, but an export is cut into shards and read by others
         "cdrmix/reason/session.py",  # what is remembered of one document: no model's weights

@@ -87,30 +87,15 @@ def save_checkpoint(
     progress: Progress,
     config: Config,
     fingerprints: Fingerprints,
+    copies: HostCopies | None = None,
     *,
     periodic: bool = True,
-) -> Path:
-    """Writes `folder`/step-NNNNNNNN, then points `latest` to it, and `best` if it is the best. Returns the path.
-
-    Every rank calls.
-
-    periodic: whether the checkpoint counts for `train.keep_last`.
-    Raises DiskFullError or CheckpointError in every rank, after removing what was written. Older checkpoints stay.
-    """
-    return _begin(engine, folder, progress, config, fingerprints, None, periodic=periodic).finish()
-
-
-def _begin(
-    engine: Engine,
-    folder: Path,
-    progress: Progress,
-    config: Config,
-    fingerprints: Fingerprints,
-    copies: HostCopies | None,
-    *,
-    periodic: bool,
 ) -> CheckpointWriter:
-    """Begins a checkpoint. copies: of what the training changes; None: it changes nothing before the end."""
+    """Begins to write `folder`/step-NNNNNNNN. Then `latest` will point to it, and `best` if it is the best.
+
+    Every rank calls, and then `finish` of the result. copies: of what the training changes until then; None: nothing
+    changes. periodic: whether the checkpoint counts for `train.keep_last`.
+    """
     world, tensors, texts = engine.world, {}, {}
     # Under ZeRO-3 and expert parallelism these are collectives.
     for name, state in (
@@ -186,7 +171,7 @@ class Saver:
         """
         started = time.perf_counter()
         committed = self.finish()
-        self._writer = _begin(
+        self._writer = save_checkpoint(
             self._engine,
             self._run.checkpoints,
             progress,
@@ -209,7 +194,10 @@ class Saver:
 
     def finish(self) -> list[Path]:
         """Waits for the checkpoint that is being written, then removes those that `train.keep_last` and `keep_every`
-        do not keep. Returns it; [] if there is none. Every rank calls. Raises as `save_checkpoint`."""
+        do not keep. Returns it; [] if there is none. Every rank calls.
+
+        Raises as CheckpointWriter.finish.
+        """
         if self._writer is None:
             return []
         writer, self._writer = self._writer, None

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +39,14 @@ class Contents(NamedTuple):
     texts: dict[str, str]
 
 
+class _Failure(NamedTuple):
+    full: bool  # the disk
+    text: str
+
+
+UNEXPECTED = _Failure(False, "an unexpected error in another process")
+
+
 class CheckpointWriter:
     """A checkpoint that is being written to `folder`/step-NNNNNNNN. Every process makes one and calls `finish`.
 
@@ -60,16 +69,15 @@ class CheckpointWriter:
         self._outcome = f"outcome of checkpoint {turn}"
         if world.is_main_process and turn > 1 and world.size > 1:
             self._store.delete_key(f"outcome of checkpoint {turn - 1}")
-        self._unexpected: Exception | None = None
         self._abandoned = threading.Event()
-        # A daemon: a disk that does not answer must not keep the process alive.
-        self._thread = threading.Thread(target=self._work, name="checkpoint", daemon=True)
-        self._thread.start()
+        pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._work = pool.submit(self._write)
+        pool.shutdown(wait=False)
 
     @property
     def written(self) -> bool:
         """In the first process: whether the checkpoint is committed, or has failed."""
-        return not self._thread.is_alive()
+        return self._work.done()
 
     def finish(self) -> Path:
         """Waits until the checkpoint is committed. Every process calls. Returns its path.
@@ -77,9 +85,7 @@ class CheckpointWriter:
         Raises DiskFullError or CheckpointError in every process; then what was written has been removed. An error of
         another kind is raised in its process.
         """
-        self._thread.join()
-        if self._unexpected is not None:
-            raise self._unexpected
+        self._work.result()
         wait_until(lambda: self._store.check([self._outcome]))
         failures: list[_Failure] = [_Failure(*each) for each in json.loads(self._store.get(self._outcome))]
         if not failures:
@@ -91,26 +97,26 @@ class CheckpointWriter:
 
     def abandon(self, seconds: float) -> None:
         """Waits so long for the commit, then gives up. For a process that ends with an error: others may be gone."""
-        self._thread.join(seconds)
+        wait([self._work], seconds)
         self._abandoned.set()
-        self._thread.join(1.0)
+        wait([self._work], 1.0)
 
-    def _work(self) -> None:
+    def _write(self) -> None:
         files: dict[str, dict[str, Any]] = {}
-        failure: _Failure | None = None
+        failure: _Failure | None = UNEXPECTED
         try:
             self._temporary.mkdir(parents=True, exist_ok=True)
             for name, tensors in self._contents.tensors.items():
                 files[name] = _write_tensors(self._temporary / name, tensors)
             for name, text in self._contents.texts.items():
                 files[name] = _write_text(self._temporary / name, text)
+            failure = None
         except (OSError, SafetensorError) as error:
             failure = _Failure(is_disk_full(error), str(error))
-        except Exception as error:  # noqa: BLE001  # raised by `finish`
-            self._unexpected, failure = error, _Failure(False, repr(error))
-        self._store.set(self._parts[self._world.rank], json.dumps([files, failure]))
-        if self._world.is_main_process:
-            self._commit_when_all_are_written()
+        finally:  # also after a defect, which `finish` raises in its process
+            self._store.set(self._parts[self._world.rank], json.dumps([files, failure]))
+            if self._world.is_main_process:
+                self._commit_when_all_are_written()
 
     def _commit_when_all_are_written(self) -> None:
         pause = 0.001
@@ -121,18 +127,23 @@ class CheckpointWriter:
             pause = min(0.5, pause * 1.5)
         parts = [json.loads(self._store.get(key)) for key in self._parts]
         failures = [_Failure(*failure) for _, failure in parts if failure is not None]
-        if not failures:
-            try:
-                self._commit({name: entry for files, _ in parts for name, entry in files.items()})
-            except OSError as error:
-                failures.append(_Failure(is_disk_full(error), str(error)))
-            except Exception as error:  # noqa: BLE001  # raised by `finish`
-                self._unexpected = error
-                failures.append(_Failure(False, repr(error)))
-        if failures:
-            shutil.rmtree(self._temporary, ignore_errors=True)
         for key in self._parts if self._world.size > 1 else ():
             self._store.delete_key(key)
+        if failures:
+            self._conclude(failures)
+            return
+        failures = [UNEXPECTED]
+        try:
+            self._commit({name: entry for files, _ in parts for name, entry in files.items()})
+            failures = []
+        except OSError as error:
+            failures = [_Failure(is_disk_full(error), str(error))]
+        finally:
+            self._conclude(failures)
+
+    def _conclude(self, failures: list[_Failure]) -> None:
+        if failures:
+            shutil.rmtree(self._temporary, ignore_errors=True)
         self._store.set(self._outcome, json.dumps(failures))
 
     def _commit(self, files: dict[str, dict[str, Any]]) -> None:
@@ -145,11 +156,6 @@ class CheckpointWriter:
         sync_folder(folder)
         for pointer in self._pointers:
             write_atomically(folder / pointer, self.path.name + "\n")
-
-
-class _Failure(NamedTuple):
-    full: bool  # the disk
-    text: str
 
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from torch import nn
 
 sys.path.append(str(Path(__file__).parent))  # conftest.py keeps it off the path of child processes
 
-from worker import FINGERPRINTS, relative, resumes, same_bits
+from saved_state import FINGERPRINTS
+from worker import relative, resumes, same_bits
 
 from cdrmix.config.schema import Config
 from cdrmix.data.loader import TrainLoader
@@ -137,7 +138,7 @@ def steps(order: dict[str, Any], settings: list[str], save: Path) -> dict[str, f
     found["bias"] = max((relative(weights[name], reference[name]) for name in biases if weights), default=0.0)
     mine_now = torch.cat([router.bias for router in routers(engine.module)]).tolist()
     assert all(each == mine_now for each in world.gather(mine_now)), "processes differ about the biases"
-    save_checkpoint(engine, save, Progress(step=3), config, FINGERPRINTS)
+    save_checkpoint(engine, save, Progress(step=3), config, FINGERPRINTS).finish()
     seed_everything(4)
     other = make_engine(config, build_loss_model(config), world)
     checkpoint = newest_whole_checkpoint(save)

@@ -212,7 +212,7 @@ def resume(order: dict[str, Any]) -> dict[str, Any]:
 
         engine = start()
         train(engine, config, 0, 2)
-        saved = save_checkpoint(engine, where / f"checkpoints {mode}", Progress(step=2), config, FINGERPRINTS)
+        saved = save_checkpoint(engine, where / f"checkpoints {mode}", Progress(step=2), config, FINGERPRINTS).finish()
         train(engine, config, 2, 2)
         expected = state(engine)
         del engine
@@ -259,7 +259,7 @@ def frozen(order: dict[str, Any]) -> dict[str, Any]:
         train_frozen(engine, config, 0)
         after = engine_weights(engine)
         changed = sorted(name for name in before if not torch.equal(before[name], after[name]))
-        saved = save_checkpoint(engine, where / f"frozen {mode}", Progress(step=1), config, FINGERPRINTS)
+        saved = save_checkpoint(engine, where / f"frozen {mode}", Progress(step=1), config, FINGERPRINTS).finish()
         expected = engine.weights()
         kept = {name: weight.clone() for name, weight in expected.items()}
         engine = start("first")

@@ -12,7 +12,8 @@ from torch import nn
 
 sys.path.append(str(Path(__file__).parent))  # conftest.py keeps it off the path of child processes
 
-from worker import FINGERPRINTS, loads_the_state, optimizer_state, relative, resumes, same_bits
+from saved_state import FINGERPRINTS, loads_the_state, optimizer_state
+from worker import relative, resumes, same_bits
 
 from cdrmix.config.schema import Config
 from cdrmix.data.loader import TrainLoader
@@ -85,7 +86,7 @@ def steps(order: dict[str, Any], parallel: int, save: Path) -> dict[str, float]:
         if name in found
     }
     held = sum(value.numel() for slots in engine.optimizer.state.values() for value in slots.values())
-    state = optimizer_state(save_checkpoint(engine, save, Progress(step=3), config, FINGERPRINTS))
+    state = optimizer_state(save_checkpoint(engine, save, Progress(step=3), config, FINGERPRINTS).finish())
     share = held / sum(value.numel() for value in state.values())
     assert {name.rpartition("/")[0] for name in state} == set(reference)
     return {"update": max(errors.values(), default=0.0), "share": max(world.gather(share))}

@@ -43,7 +43,9 @@ class Run:
 
     def save(self, step: int, *, periodic: bool = True, best_step: int | None = None) -> Path:
         progress = Progress(step=step, best_step=best_step)
-        return save_checkpoint(self.engine, self.folder, progress, self.config, FINGERPRINTS, periodic=periodic)
+        return save_checkpoint(
+            self.engine, self.folder, progress, self.config, FINGERPRINTS, periodic=periodic
+        ).finish()
 
 
 @pytest.fixture

@@ -176,7 +176,7 @@ def test_a_spike_is_judged_by_median_and_deviation_of_accepted_losses() -> None:
 @pytest.mark.slow
 def test_a_skipped_step_changes_nothing_at_any_zero_stage(work: Callable[..., list[Any]], tmp_path: Path) -> None:
     """Neither a weight nor a moment, if one process alone has a NaN, or the loss is finite."""
-    finished = work("skips", tmp_path / "runs", "train.micro_batch_rows=2", processes=2)
+    finished = work("skips", tmp_path / "runs", "train.micro_batch_rows=2", processes=2, script="fault_worker.py")
     assert [process.returncode for process in finished] == [0, 0], "\n".join(each.stdout for each in finished)
     changed = json.loads((tmp_path / "runs" / "changed.json").read_text())
     for name, steps in changed.items():

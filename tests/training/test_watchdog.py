@@ -30,7 +30,7 @@ with Watchdog(2.0, Path(sys.argv[1]), lambda status, message: print(message, flu
 
 @pytest.mark.slow
 def test_every_process_writes_its_stacks(work: Callable[..., list[Any]], tmp_path: Path) -> None:
-    finished = work("hang", tmp_path, "train.micro_batch_rows=4", processes=2)
+    finished = work("hang", tmp_path, "train.micro_batch_rows=4", processes=2, script="fault_worker.py")
     for process in finished:
         assert process.returncode == HangError.exit_code, process.stdout
         assert "cdrmix: error: step 4 has not ended for" in process.stdout

@@ -15,16 +15,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import nn
+
+sys.path.append(str(Path(__file__).parent))  # conftest.py keeps it off the path of child processes
+
+from saved_state import FINGERPRINTS, loads_the_state
 
 from cdrmix import ops
 from cdrmix.config.schema import Config, Train
-from cdrmix.data.batch import Batch
 from cdrmix.data.loader import TrainLoader
 from cdrmix.data.shards import open_shards
 from cdrmix.errors import CdrmixError
-from cdrmix.inference.checkpoints import list_checkpoints, newest_whole_checkpoint, read_weights
+from cdrmix.inference.checkpoints import newest_whole_checkpoint, read_weights
 from cdrmix.model.feed_forward.moe import MoeFeedForward
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.model.loss import LossModel
@@ -33,20 +35,16 @@ from cdrmix.run_folder import RunFolder
 from cdrmix.runtime import seed_everything
 from cdrmix.training import deepspeed_config, stage_a, trainer
 from cdrmix.training.build import build_loss_model
-from cdrmix.training.checkpoint import Fingerprints, Progress, differences, load_checkpoint, save_checkpoint
+from cdrmix.training.checkpoint import Progress, differences, save_checkpoint
 from cdrmix.training.distributed import DistributedContext, join, rank_size_local_rank
-from cdrmix.training.engine import Engine, make_engine
+from cdrmix.training.engine import make_engine
 from cdrmix.training.expert_parallel import expert_layer, is_expert_shard
-from cdrmix.training.faults import Skips
 from cdrmix.training.launch import exit_worker
-from cdrmix.training.objective import Outcome
 from cdrmix.training.optim import LossScale, make_optimizer, parameter_groups
 from cdrmix.training.schedule import learning_rate
-from cdrmix.training.stage_a import Pretraining
 
 # The model here is so small that ZeRO-3 would keep every parameter whole, and prove nothing about released ones.
 deepspeed_config.PERSISTENCE_THRESHOLD = 0
-FINGERPRINTS = Fingerprints("tokenizer", "text")
 
 
 def train(order: dict[str, Any]) -> int:
@@ -130,54 +128,6 @@ def repeat(order: dict[str, Any]) -> int:
     if rank_size_local_rank()[0] == 0:
         act_before("2:SIGTERM")
     return train_in(where / "stopped", order, order["overrides"])
-
-
-def hang(order: dict[str, Any]) -> int:
-    """Trains, which loads the kernels, and once more, where rank 0 does not end its fourth step."""
-    where = Path(order["where"])
-    where.mkdir(exist_ok=True)
-    assert train_in(where / "straight", order, order["overrides"]) == 0
-    if rank_size_local_rank()[0] == 0:
-        act_before("3:hang")
-    return train_in(where / "hangs", order, [*order["overrides"], "train.hang_timeout=8"])
-
-
-def skips(order: dict[str, Any]) -> int:
-    """For each ZeRO stage: a NaN in rank 1 at step 3, and a finite loss at step 4 that counts as a spike.
-
-    Rank 0 writes `where`: for each stage which files with tensors have changed from each step to the next.
-    """
-    where, rank = Path(order["where"]), rank_size_local_rank()[0]
-    where.mkdir(exist_ok=True)
-    forward, reason = Pretraining.forward, Skips.reason
-    asked: list[float] = []
-
-    def broken(self: Pretraining, engine: Engine, micro_batch: Batch, *, last: bool) -> Outcome:
-        outcome = forward(self, engine, micro_batch, last=last)
-        return outcome._replace(total=outcome.total * math.nan) if len(asked) == 2 and rank == 1 else outcome
-
-    def judged(self: Skips, loss: float) -> str | None:
-        asked.append(loss)
-        return "it is the fourth" if len(asked) == 4 else reason(self, loss)
-
-    Pretraining.forward, Skips.reason = broken, judged
-    changed: dict[str, list[list[str]]] = {}
-    for name in ("0", "1", "2", "3", "2-optimizer", "3-all"):
-        asked.clear()
-        stage, _, offload = name.partition("-")
-        overrides = [*order["overrides"], f"train.zero_stage={stage}", f"train.offload={offload or 'none'}"]
-        more = ["train.steps=5", "train.checkpoint_every=1", "train.keep_last=9", "train.skip.nonfinite=1"]
-        assert train_in(where / name, order, [*overrides, *more]) == 0
-        steps = [
-            {path.name: path.read_bytes() for path in sorted(checkpoint.glob("*.safetensors"))}
-            for checkpoint in list_checkpoints(where / name / "checkpoints")
-        ]
-        changed[name] = [
-            [file for file in before if before[file] != after[file]] for before, after in itertools.pairwise(steps)
-        ]
-    if rank == 0:
-        (where / "changed.json").write_text(json.dumps(changed))
-    return 0
 
 
 def gradients(order: dict[str, Any]) -> int:
@@ -400,7 +350,7 @@ def expert_steps(order: dict[str, Any], stage: int, save: Path) -> dict[str, flo
     reference = dict(plain.language_model.named_parameters())
     for name, weight in engine.weights().items():
         note("weights", relative(weight, reference[name].detach()))
-    save_checkpoint(engine, save, Progress(step=3), config, FINGERPRINTS)
+    save_checkpoint(engine, save, Progress(step=3), config, FINGERPRINTS).finish()
     return {name: max(errors[name] for errors in world.gather(worst)) for name in worst}
 
 
@@ -435,34 +385,6 @@ def expert_load(order: dict[str, Any], saved: Path, stage: int, parallel: int) -
     return {name: all(each[name] for each, _ in gathered) for name in same} | {
         "logits": max(each for _, each in gathered)
     }
-
-
-def optimizer_state(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """The optimizer's state in a checkpoint, of whole parameters, flattened. Each element is in the files once."""
-    weights, state, written = read_weights(checkpoint), {}, {}
-    for path in sorted(checkpoint.glob("optimizer-rank*.safetensors")):
-        for piece, value in load_file(path).items():
-            name, key, *span = piece.split("/")
-            if value.dim() == 0:
-                assert state.setdefault(f"{name}/{key}", value) == value
-                continue
-            first, end = map(int, span[0].split("-")) if span else (0, weights[name].numel())
-            assert span or value.shape == weights[name].shape
-            whole = state.setdefault(f"{name}/{key}", torch.full((weights[name].numel(),), float("nan")))
-            whole[first:end] = value.flatten()
-            written.setdefault(f"{name}/{key}", torch.zeros(len(whole), dtype=torch.int))[first:end] += 1
-    assert all(bool((count == 1).all()) for count in written.values())
-    return state
-
-
-def loads_the_state(engine: Engine, checkpoint: Path, config: Config) -> bool:
-    """Loads a checkpoint of another layout; whether this layout saves the same bits of the optimizer's state."""
-    progress, world = load_checkpoint(engine, checkpoint, config, FINGERPRINTS), engine.world
-    folder = checkpoint.parent / f"{engine.stage}-{world.size}-{engine.expert_parallel}-{int(time.time())}"
-    saved = save_checkpoint(engine, Path(world.gather(str(folder))[0]), progress, config, FINGERPRINTS)
-    one, other = optimizer_state(checkpoint), optimizer_state(saved)
-    assert any(value.abs().max() > 0 for value in one.values())
-    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 def same_bits(world: DistributedContext, expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> bool:
@@ -567,5 +489,5 @@ def expert_layers(order: dict[str, Any]) -> dict[str, float]:
 if __name__ == "__main__":
     order = json.loads(sys.argv[1])
     jobs = {"train": train, "twice": twice, "repeat": repeat, "gradients": gradients, "experts": experts}
-    jobs |= {"depths": depths, "leave": leave, "hang": hang, "skips": skips}
+    jobs |= {"depths": depths, "leave": leave}
     exit_worker(jobs[order["job"]](order))
