@@ -307,7 +307,7 @@ def picture(results: dict[str, dict[int, Measured]], path: Path) -> None:
         axis.set_xlabel(label)
         axis.grid(alpha=0.3, which="both")
     axes[0].set_ylabel("held-out bits per byte")
-    axes[0].legend()
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     figure.savefig(path, dpi=110)
 
 
